@@ -18,6 +18,7 @@ from aiohttp import StreamReader
 from router_harness import Cluster, cluster, until
 
 from sglang_sbs.router import lanes as router_lanes
+from sglang_sbs.router.client.answer_stream import joined
 from sglang_sbs.router.errors import LegFailure, RouterError
 from sglang_sbs.router.lanes import LONG_BYTES, Lanes, Pace
 from sglang_sbs.router.options.config import BreakerConfig, PlanLimits
@@ -27,8 +28,7 @@ from sglang_sbs.router.prompts.reader import Known, PromptReader
 from sglang_sbs.router.relay import relay
 from sglang_sbs.router.relay.leg_answers import DecodeLeg
 from sglang_sbs.router.relay.merged_answers import merge_answers
-from sglang_sbs.router.requests.legs import leg_bodies
-from sglang_sbs.router.requests.plan import plan_request
+from sglang_sbs.router.requests.plan import leg_bodies, plan_request
 from sglang_sbs.router.requests.splitting import MOST_IDS_BYTES, MOST_READ_BYTES
 from sglang_sbs.router.workers.breaker import Breaker
 from sglang_sbs.router.workers.placement import Placement
@@ -409,7 +409,6 @@ async def test_what_was_sent_is_not_kept_while_the_answer_is_waited_for() -> Non
         (attempt,) = c.server.in_flight._attempts.values()
         pair = attempt.pair
         assert pair is not None
-        assert (pair.request.prefill_body, pair.request.decode_body) == ((), ())
         assert (pair.prefill_call.payload, pair.decode_call.payload) == ((), ())
         c.decode[0].gate.open()
         assert (await asked)[0] == 200
@@ -463,8 +462,7 @@ def test_an_abort_is_found_in_an_answer_however_it_comes(size: int, cut: int) ->
     reason = {"type": "abort", "message": "no room", "status_code": 503}
     answer = orjson.dumps({"text": "x" * size, "meta_info": {"finish_reason": reason}})
     failures: list[LegFailure] = []
-    request = SimpleNamespace(stream=False, decode="http://d:1")
-    pair: Any = SimpleNamespace(request=request, leg_failed=failures.append)
+    pair: Any = SimpleNamespace(stream=False, decode="http://d:1", leg_failed=failures.append)
     leg = DecodeLeg(pair)
     leg.head_received(200, {})
     for at in range(0, len(answer), cut):
@@ -487,7 +485,7 @@ async def test_a_large_answer_is_put_together_in_slices() -> None:
 
     busy = asyncio.create_task(others())
     pieces = [b"a" * MIB, memoryview(b"b" * 8 * MIB), *[b"c"] * 10_000]
-    assert await relay._joined(pieces) == b"".join(pieces)
+    assert await joined(pieces) == b"".join(pieces)
     busy.cancel()
     assert 16 <= turns <= 32
 

@@ -23,20 +23,24 @@ def json_answer(
     return web.Response(status=status, body=body, content_type="application/json", headers=headers)
 
 
-async def read_body(request: web.Request, most_bytes: int = MAX_BODY_BYTES) -> bytes:
-    """Raises: RouterError (408 or 413), it does not come or has no end."""
+def too_large(most_bytes: int) -> RouterError:
+    detail = f"the body is over {most_bytes} bytes, the limit of this endpoint"
+    return RouterError(413, "payload_too_large", detail)
+
+
+async def read_object(request: web.Request) -> dict[str, Any]:
+    """Raises: RouterError (400, 408 or 413), it is none, does not come or has no end."""
     body = bytearray()
     try:
         async with asyncio.timeout(GRACE_S):
             while piece := await request.content.readany():
                 body += piece
-                if len(body) > most_bytes:
-                    detail = f"the body is over {most_bytes} bytes, the limit of this endpoint"
-                    raise RouterError(413, "payload_too_large", detail)
+                if len(body) > MAX_BODY_BYTES:
+                    raise too_large(MAX_BODY_BYTES)
     except TimeoutError:
         detail = f"the body stopped after {len(body)} bytes"
         raise RouterError(408, "body_too_slow", detail) from None
-    return bytes(body)
+    return json_object(body)
 
 
 def json_object(raw: bytes | bytearray) -> dict[str, Any]:

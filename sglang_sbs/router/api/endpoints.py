@@ -20,9 +20,10 @@ from aiohttp import web
 from sglang_sbs.dashboard.pages import Handler
 from sglang_sbs.plain_words import plain_error
 from sglang_sbs.router.answer import Answer
-from sglang_sbs.router.api.bodies import json_answer, json_object, read_body
+from sglang_sbs.router.api.bodies import json_answer, read_object
 from sglang_sbs.router.api.engine_metrics import Part, merge_pages
 from sglang_sbs.router.api.served_router import Router
+from sglang_sbs.router.client.answer_stream import joined, send
 from sglang_sbs.router.engines.control_requests import ask
 from sglang_sbs.router.errors import RouterError
 from sglang_sbs.router.options.shown_options import shown_options
@@ -34,8 +35,6 @@ _ASK_TIMEOUT_S = 30.0
 _MOST_TOKENS = 1 << 31
 _MAX_LABEL_CHARS = 4096
 """Of one worker: they go to every front end, once a second."""
-_WRITTEN_BYTES = 64 << 10
-"""Of a long answer, between which others get their turn."""
 _SECRET_ENDINGS = ("api_key", "_password", "_secret", "hf_token")
 
 
@@ -188,7 +187,7 @@ class Control:
         return json_answer(answer | self._server.scheduled_by() | {"stats": stats})
 
     async def add_worker(self, request: web.Request) -> web.StreamResponse:
-        body = json_object(await read_body(request))
+        body = await read_object(request)
         url, role, port = (body.get(name) for name in ("url", "worker_type", "bootstrap_port"))
         if not isinstance(url, str):
             raise bad_request('url is required, e.g. {"url": "http://10.0.0.1:30000"}')
@@ -212,7 +211,7 @@ class Control:
     async def update_worker(self, request: web.Request) -> web.StreamResponse:
         """Set ``priority``, ``cost`` and ``labels``; other fields are accepted and do nothing."""
         worker = self._worker(request)
-        body = json_object(await read_body(request))
+        body = await read_object(request)
         priority, cost, labels = (body.get(name) for name in ("priority", "cost", "labels"))
         if priority is not None and (type(priority) is not int or not 0 <= priority < 1 << 32):
             raise bad_request(f"priority must be a whole number >= 0, not {reprlib.repr(priority)}")
@@ -265,13 +264,12 @@ class Control:
         flushed = [worker for worker in workers if worker.url not in failing]
         for worker in flushed:
             self._server.dispatcher.cache_flushed(worker.url, worker.dp_size)
+        message = f"Successfully flushed cache on all {len(flushed)} HTTP workers"
+        if failed:
+            message = f"Cache flush: {len(flushed)} succeeded, {len(failed)} failed"
         answer = {
             "status": "partial_success" if failed else "success",
-            "message": (
-                f"Cache flush: {len(flushed)} succeeded, {len(failed)} failed"
-                if failed
-                else f"Successfully flushed cache on all {len(flushed)} HTTP workers"
-            ),
+            "message": message,
             "workers_flushed": len(flushed),
             "total_http_workers": len(workers),
             "total_workers": len(workers),
@@ -299,10 +297,8 @@ class Control:
         return json_answer({"loads": loads, "workers": short})
 
     async def engine_metrics(self, request: web.Request) -> web.StreamResponse:
-        """The engines' own Prometheus pages (they have one with ``--enable-metrics``) as one.
-
-        Open to everybody: however many ask at once share one answer.
-        """
+        """The engines' own Prometheus pages (they have one with ``--enable-metrics``) as one. Open
+        to everybody: however many ask at once share one answer."""
         if self._metrics is None or self._metrics.done():
             self._metrics = asyncio.create_task(self._merged_metrics())
         parts = await asyncio.shield(self._metrics)
@@ -310,15 +306,7 @@ class Control:
             why = "no worker serves /metrics: start engines with --enable-metrics"
             raise RouterError(503, "no_engine_metrics", why)
         content_type = "text/plain; version=0.0.4; charset=utf-8"
-        answer = web.StreamResponse(headers={"Content-Type": content_type})
-        answer.content_length = sum(map(len, parts))
-        await answer.prepare(request)
-        for part in parts:
-            for at in range(0, len(part), _WRITTEN_BYTES):  # more at once would hold up the loop
-                await answer.write(part[at : at + _WRITTEN_BYTES])
-                await asyncio.sleep(0)
-        await answer.write_eof()
-        return answer
+        return await send(request, Answer(200, await joined(parts), content_type))
 
     async def _merged_metrics(self) -> list[Part]:
         answers = await self._ask_all(list(self._registry), "GET", "/metrics")
@@ -328,7 +316,7 @@ class Control:
 
     async def abort_request(self, request: web.Request) -> web.StreamResponse:
         """By the id the client gave its request (prefix match, as on an engine), or all."""
-        body = json_object(await read_body(request))
+        body = await read_object(request)
         rid = "" if body.get("abort_all") else body.get("rid")
         if not isinstance(rid, str) or not (rid or body.get("abort_all")):
             raise bad_request("rid is required (or abort_all: true)")

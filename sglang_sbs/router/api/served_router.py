@@ -43,12 +43,8 @@ class Router(Protocol):
     """Seconds since 1970."""
 
     async def add_worker(self, url: str, role: InstanceRole, bootstrap_port: int | None) -> Worker:
-        """Register a worker and wait for it in the background.
-
-        Raises:
-            ValueError: a bad URL, or there already.
-            RouterError: 503, the scheduler cannot be told.
-        """
+        """Register a worker and wait for it in the background. Raises: ValueError, a bad URL, or
+        there already; RouterError (503), the scheduler cannot be told."""
 
     async def remove_worker(self, worker: Worker) -> None:
         """Raises: RouterError (503), the scheduler cannot be told."""

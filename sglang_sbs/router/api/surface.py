@@ -218,9 +218,7 @@ class Surface:
 
     def _is_forged(self, request: web.Request, path: str) -> bool:
         """Whether a browser sends it for a page of elsewhere, which its user knows nothing of.
-
-        Where a key is wanted the page would have to know it.
-        """
+        Where a key is wanted the page would have to know it."""
         origin = request.headers.get("Origin")
         changes = request.method not in ("GET", "HEAD") and path.startswith(CONTROL_PLANE)
         if origin is None or not changes or not self._access.open_to_all:

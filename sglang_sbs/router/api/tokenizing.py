@@ -17,7 +17,7 @@ from aiohttp import web
 
 from sglang_sbs.dashboard.pages import Handler
 from sglang_sbs.router.answer import Answer
-from sglang_sbs.router.api.bodies import json_answer, json_object
+from sglang_sbs.router.api.bodies import json_answer, json_object, too_large
 from sglang_sbs.router.api.served_router import Router
 from sglang_sbs.router.client.answer_stream import send
 from sglang_sbs.router.errors import RouterError
@@ -38,18 +38,12 @@ class Tokenizing:
 
     def routes(self) -> list[tuple[str, str, Handler]]:
         return [
-            ("POST", "/v1/tokenize", self.tokenize),
-            ("POST", "/tokenize", self.tokenize),
-            ("POST", "/v1/detokenize", self.detokenize),
-            ("POST", "/detokenize", self.detokenize),
+            ("POST", "/v1/tokenize", partial(self._answered, self._tokens)),
+            ("POST", "/tokenize", partial(self._answered, self._tokens)),
+            ("POST", "/v1/detokenize", partial(self._answered, _text)),
+            ("POST", "/detokenize", partial(self._answered, _text)),
             ("GET", "/v1/tokenizers", self.tokenizers),
         ]
-
-    async def tokenize(self, request: web.Request) -> web.StreamResponse:
-        return await self._answered(request, self._tokens)
-
-    async def detokenize(self, request: web.Request) -> web.StreamResponse:
-        return await self._answered(request, _text)
 
     async def tokenizers(self, _request: web.Request) -> web.StreamResponse:
         """The one of this router, in the form of sglang_router's list."""
@@ -65,7 +59,7 @@ class Tokenizing:
         return json_answer({"tokenizers": [known]})
 
     async def _answered(
-        self, request: web.Request, work: Callable[[ChatTokenizer, dict[str, Any]], Any]
+        self, work: Callable[[ChatTokenizer, dict[str, Any]], Any], request: web.Request
     ) -> web.StreamResponse:
         """``work`` in a thread, as prompts are tokenized. Raises: RouterError."""
         server = self._server
@@ -77,8 +71,7 @@ class Tokenizing:
             try:
                 raw = await share.read(request, _MAX_BODY_BYTES)
             except web.HTTPRequestEntityTooLarge:
-                detail = f"the body is over {_MAX_BODY_BYTES} bytes, the limit of this endpoint"
-                raise RouterError(413, "payload_too_large", detail) from None
+                raise too_large(_MAX_BODY_BYTES) from None
             if server.lanes.long_bytes > _MOST_BACKLOG_BYTES:
                 detail = "too much text waits to be tokenized"
                 raise RouterError(503, "busy", detail, retry_after_s=1.0)

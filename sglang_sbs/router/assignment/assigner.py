@@ -31,23 +31,20 @@ from sglang_sbs.scheduling.events import (
 
 logger = logging.getLogger(__name__)
 
-Assignment = Dispatch
-"""What a request is told: the two instances and ranks, and why."""
 
-
-def _undecided() -> asyncio.Future[Assignment]:
+def _undecided() -> asyncio.Future[Dispatch]:
     return asyncio.get_running_loop().create_future()
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class Announced:
     """One request, as the scheduler was told of it and what it said. The relay's record of an
-    attempt (:class:`~sglang_sbs.router.relay.exchange.Attempt`) is one of these."""
+    attempt (:class:`~sglang_sbs.router.relay.in_flight.Attempt`) is one of these."""
 
     arrival: RequestArrived
     """Without the names of its blocks once it was placed."""
-    decision: asyncio.Future[Assignment] = field(default_factory=_undecided)
-    assignment: Assignment | None = None
+    decision: asyncio.Future[Dispatch] = field(default_factory=_undecided)
+    assignment: Dispatch | None = None
     """Where it goes; ``None`` while it waits."""
     prefilled: bool = False
     """The scheduler was told that prefill has answered."""
@@ -66,13 +63,9 @@ class Assigner(ABC):
         self._give_up_s = give_up_s
         self._requests: dict[str, Announced] = {}
 
-    async def assign(self, request: Announced) -> Assignment:
-        """Wait for instances and ranks. Cancelling it ends the request as aborted.
-
-        Raises:
-            Refused: the scheduler will not take it.
-            RouterError: the scheduler lost track of it.
-        """
+    async def assign(self, request: Announced) -> Dispatch:
+        """Wait for instances and ranks. Cancelling it ends the request as aborted. Raises: Refused,
+        the scheduler will not take it; RouterError, the scheduler lost track of it."""
         rid, decision = request.arrival.rid, request.decision
         self._requests[rid] = request
         watchdog: asyncio.TimerHandle | None = None

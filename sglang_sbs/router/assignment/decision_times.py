@@ -60,11 +60,8 @@ class DecisionTimes:
         (self._of_type.get(event) or self._kinds[_OTHER]).add(seconds)
 
     def families(self) -> Iterator[Metric]:
-        spread = HistogramMetricFamily(
-            "sbs_decision_seconds",
-            "Time the scheduler took for an event: of a request, a report, its timer",
-            labels=["event"],
-        )
+        about = "Time the scheduler took for an event: of a request, a report, its timer"
+        spread = HistogramMetricFamily("sbs_decision_seconds", about, labels=["event"])
         longest = gauge("sbs_decision_longest_seconds", "The longest so far", None, "event")
         for kind, times in self._kinds.items():
             times.add_to(spread, longest, kind)
@@ -73,9 +70,8 @@ class DecisionTimes:
 
 def lag_families(lag: Spread) -> Iterator[Metric]:
     """How late the scheduler process was for what it had to do at a time: its backlog."""
-    spread = HistogramMetricFamily(
-        "sbs_scheduler_lag_seconds", "How late the scheduler process ran, ten times a second"
-    )
+    about = "How late the scheduler process ran, ten times a second"
+    spread = HistogramMetricFamily("sbs_scheduler_lag_seconds", about)
     longest = gauge("sbs_scheduler_lag_longest_seconds", "The longest so far")
     lag.add_to(spread, longest)
     yield from (spread, longest)

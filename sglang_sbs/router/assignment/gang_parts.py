@@ -60,9 +60,11 @@ class GangParts:
             if instance not in gangs and one.joins and leader is not None:
                 parts[one.rid] = leader.part(0)
                 continue
-            gang = gangs.get(instance) or self._new_gang(ranks[instance])
-            gangs[instance] = gang
-            parts[one.rid] = gang.part(members[instance, one.prefill_rank])
+            if instance not in gangs:
+                self._tag = (self._tag + 1) % (1 << TAG_BITS)
+                drawn = random.getrandbits(DRAWN_BITS)
+                gangs[instance] = _Gang(self._tag, drawn, ranks[instance])
+            parts[one.rid] = gangs[instance].part(members[instance, one.prefill_rank])
         for instance, gang in gangs.items():
             self._newest.pop(instance, None)
             if requests[instance] > 1:
@@ -73,10 +75,6 @@ class GangParts:
             msgspec.structs.replace(one, gang=parts[one.rid]) if isinstance(one, Dispatch) else one
             for one in commands
         ]
-
-    def _new_gang(self, ranks: int) -> _Gang:
-        self._tag = (self._tag + 1) % (1 << TAG_BITS)
-        return _Gang(self._tag, random.getrandbits(DRAWN_BITS), ranks)
 
 
 def _instance_of(one: Dispatch) -> _Instance:

@@ -77,10 +77,8 @@ class SchedulerPump:
     _timer: asyncio.TimerHandle | None = None
 
     def submit(self, event: Event) -> None:
-        """Hand an event to the scheduler and carry out what it answers.
-
-        Safe to call from within itself: events that arise meanwhile are handled in order after it.
-        """
+        """Hand an event to the scheduler and carry out what it answers. Safe to call from within
+        itself: events that arise meanwhile are handled in order after it."""
         self._inbox.append(event)
         if self._handling or self._closed:
             return

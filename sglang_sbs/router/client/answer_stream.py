@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Protocol
 
 from aiohttp import HttpVersion11, web
@@ -22,6 +22,8 @@ HIGH_WATER_BYTES = 1 << 20
 LOW_WATER_BYTES = 1 << 18
 LARGE_PIECE_BYTES = 64 << 10
 """After a piece so large of a whole answer, other connections get their turn."""
+_JOINED_BYTES = 512 << 10
+"""Of an answer, copied in one turn of the event loop."""
 _RECHECK_S = 0.02
 _RECHECK_AT_MOST_S = 0.5
 """Between two looks at a client that took nothing meanwhile."""
@@ -113,10 +115,7 @@ class Downstream:
 
     async def open(self, content_type: str) -> None:
         """Send the head and what was pushed so far, in one go. A second call does nothing.
-
-        Raises:
-            ConnectionResetError: the client is gone.
-        """
+        Raises: ConnectionResetError, the client is gone."""
         if self.response is not None:
             return
         self.response = response = web.StreamResponse(headers={"Content-Type": content_type})
@@ -137,11 +136,8 @@ class Downstream:
             self.push(data)
 
     async def finish(self) -> web.StreamResponse:
-        """End the body.
-
-        Raises:
-            ConnectionResetError: the client does not take it; its connection is closed.
-        """
+        """End the body. Raises: ConnectionResetError, the client does not take it; its connection
+        is closed."""
         assert self.response is not None
         self._ended = True
         transport = self._transport
@@ -154,12 +150,25 @@ class Downstream:
         return self.response
 
 
+async def joined(pieces: Sequence[bytes | bytearray | memoryview]) -> bytes | bytearray:
+    """In slices: to copy a large answer at once would take long."""
+    if sum(map(len, pieces)) <= _JOINED_BYTES:
+        return b"".join(pieces)
+    whole = bytearray()
+    due = _JOINED_BYTES
+    for piece in pieces:
+        view = memoryview(piece)
+        for at in range(0, len(view), _JOINED_BYTES):
+            whole += view[at : at + _JOINED_BYTES]
+            if len(whole) >= due:
+                due = len(whole) + _JOINED_BYTES
+                await asyncio.sleep(0)
+    return whole
+
+
 async def send(request: web.Request, answer: Answer) -> web.StreamResponse:
     """Send a whole answer: a large one as the client takes it, a piece in a turn.
-
-    Raises:
-        ConnectionResetError: the client is gone, or took too little and its connection is closed.
-    """
+    Raises: ConnectionResetError, it is gone, or took too little and its connection is closed."""
     if len(answer.body) <= LARGE_PIECE_BYTES:
         return answer.response()
     headers = {"Content-Type": answer.content_type, **answer.headers}

@@ -42,11 +42,9 @@ _SMALL_PIECE_BYTES = 1 << 14
 
 @dataclass(repr=False)
 class Bodies:
-    """What all bodies may take together, each from its first byte to the end of its request.
-
-    When there is no room, the largest that is still coming in has to go. Small ones may take a
-    quarter more: they get in however many large ones there are.
-    """
+    """What all bodies may take together, each from its first byte to the end of its request. When
+    there is no room, the largest that is still coming in has to go. Small ones may take a quarter
+    more: they get in however many large ones there are."""
 
     max_bytes: int = MAX_BODIES_BYTES
     held_bytes: int = 0
@@ -94,13 +92,9 @@ class BodyShare:
     """Another body got its room."""
 
     async def read(self, request: web.Request, limit_bytes: int) -> bytes | bytearray:
-        """The whole body.
-
-        Raises:
-            HTTPRequestEntityTooLarge: it is longer than ``limit_bytes``.
-            RouterError: 408, it comes at less than ``MIN_BYTES_PER_S`` after ``GRACE_S``; 503,
-                there is no room for it.
-        """
+        """The whole body. Raises: HTTPRequestEntityTooLarge, it is longer than ``limit_bytes``;
+        RouterError (408), it comes at less than ``MIN_BYTES_PER_S`` after ``GRACE_S``; (503), there
+        is no room for it."""
         if (request.content_length or 0) > limit_bytes:
             raise web.HTTPRequestEntityTooLarge(limit_bytes)
         if request.content.is_eof():  # it came with the head
@@ -143,11 +137,9 @@ class BodyShare:
 
 
 class ParserLog(logging.LoggerAdapter[logging.Logger]):
-    """aiohttp's log of a port, without what clients sent that is no HTTP, and those that left.
-
-    Its own lines have a traceback and the offending bytes, a key among them for all one knows, and
-    whoever likes can have as many of them as he likes.
-    """
+    """aiohttp's log of a port, without what clients sent that is no HTTP, and those that left. Its
+    own lines have a traceback and the offending bytes, a key among them for all one knows, and
+    whoever likes can have as many of them as he likes."""
 
     def __init__(self, malformed: Callable[[], None]) -> None:
         """``malformed`` is told of each such request."""

@@ -28,10 +28,8 @@ FailureKind = Literal["refused", "connect", "reset", "protocol", "local"]
 
 
 class UpstreamError(Exception):
-    """The exchange broke off.
-
-    ``refused``: nothing listens there. ``local``: this machine is out of descriptors or ports.
-    """
+    """The exchange broke off. ``refused``: nothing listens there. ``local``: this machine is out of
+    descriptors or ports."""
 
     def __init__(self, kind: FailureKind, detail: str) -> None:
         super().__init__(detail)

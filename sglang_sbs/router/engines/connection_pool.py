@@ -237,11 +237,8 @@ async def fetch(
     pool: Pool, origin: str, path: str, headers: bytes, limit_s: float, *, body: bytes | None = None
 ) -> tuple[int, bytes]:
     """For whoever wants a small answer as a whole: its status and body. ``POST`` with a ``body``.
-
-    Raises:
-        UpstreamError: there was none, or it is over ``MAX_ANSWER_BYTES``.
-        TimeoutError: not within ``limit_s``.
-    """
+    Raises: UpstreamError, there was none, or it is over ``MAX_ANSWER_BYTES``; TimeoutError, not
+    within ``limit_s``."""
     answer = _Whole(pool.loop.create_future())
     head = request_head("POST" if body else "GET", origin, path, headers, len(body or b""))
     # Without an empty piece: asyncio of Python 3.12 spins over one.

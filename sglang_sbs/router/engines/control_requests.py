@@ -39,13 +39,9 @@ async def ask(
     timeout_s: float,
     json: Any = None,
 ) -> tuple[int, bytes]:
-    """Status and body; a redirect is an answer like any other.
-
-    Raises:
-        aiohttp.ClientError: there was none, or it has more than ``MAX_ANSWER_BYTES``.
-        OSError: as above.
-        TimeoutError: not all of it came within ``timeout_s``.
-    """
+    """Status and body; a redirect is an answer like any other. Raises: aiohttp.ClientError, there
+    was none, or it has more than ``MAX_ANSWER_BYTES``; OSError, as above; TimeoutError, not all of
+    it came within ``timeout_s``."""
     timeout = aiohttp.ClientTimeout(total=timeout_s)
     async with session.request(
         method, url, headers=headers, json=json, allow_redirects=False, timeout=timeout

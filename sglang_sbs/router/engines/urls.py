@@ -15,10 +15,7 @@ _LOOPBACK = frozenset({"localhost", "127.0.0.1", "::1", "0.0.0.0", "::"})
 
 def normalise_worker_url(url: str) -> str:
     """``scheme://host:port`` in lower case; ``http://`` is assumed where no scheme is given.
-
-    Raises:
-        ValueError: not an http(s) URL with a host, or a port outside 1..65535.
-    """
+    Raises: ValueError, not an http(s) URL with a host, or a port outside 1..65535."""
     if len(url) > _MAX_URL_CHARS:
         raise ValueError(f"worker URL {url[:40]!r}… has {len(url)} characters")
     text = url.strip()
@@ -44,11 +41,9 @@ def split_worker_url(url: str) -> tuple[str, str, int]:
 
 
 def rank_url(url: str, number: int, host: str = "") -> str:
-    """Where a DP rank serves HTTP if every rank does, and rank 0 at ``url``.
-
-    SGLang's Rust server (``srt/rust_server/server.py``): ``--port`` plus the rank's ``number`` on
-    its node. ``host``: of that node; empty: the first, which is the host of ``url``.
-    """
+    """Where a DP rank serves HTTP if every rank does, and rank 0 at ``url``. SGLang's Rust server
+    (``srt/rust_server/server.py``): ``--port`` plus the rank's ``number`` on its node. ``host``: of
+    that node; empty: the first, which is the host of ``url``."""
     scheme, own_host, port = split_worker_url(url)
     return f"{scheme}://{bracketed(host or own_host)}:{port + number}"
 

@@ -54,11 +54,8 @@ class BlockNamer:
     def names(
         self, ids: list[int] | array[int], blocks: BlockFormat, namespace: Namespace = PLAIN
     ) -> array[int]:
-        """Names of the full pages, the first ``MAX_NAMES`` of them.
-
-        Raises:
-            ValueError: something is no token id.
-        """
+        """Names of the full pages, the first ``MAX_NAMES`` of them. Raises: ValueError, something
+        is no token id."""
         try:
             tokens = array("I", ids)
         except (TypeError, OverflowError) as error:
@@ -80,11 +77,9 @@ class BlockNamer:
         return names if scope is None else _scoped(names, scope)
 
     def text_names(self, text: bytes, page_tokens: int, namespace: Namespace = PLAIN) -> array[int]:
-        """Names for text nobody tokenized, which no engine publishes.
-
-        Pages are taken to have ``TEXT_BYTES_PER_TOKEN`` bytes per token. Good for recognising what
-        was sent before, not for what an engine says.
-        """
+        """Names for text nobody tokenized, which no engine publishes. Pages are taken to have
+        ``TEXT_BYTES_PER_TOKEN`` bytes per token. Good for recognising what was sent before, not for
+        what an engine says."""
         seed = _TEXT_SEED
         if namespace != PLAIN:
             parts = (namespace.cache_salt, namespace.extra_key, namespace.lora)

@@ -69,11 +69,8 @@ class ChatTemplate:
         self.content_format: ContentFormat = _content_format(environment, source)
 
     def render(self, body: Mapping[str, Any]) -> RenderedChat:
-        """The prompt of a ``/v1/chat/completions`` body.
-
-        Raises:
-            TemplateError: the template refuses it, or SGLang would.
-        """
+        """The prompt of a ``/v1/chat/completions`` body. Raises: TemplateError, the template
+        refuses it, or SGLang would."""
         try:
             return self._render(body)
         except TemplateError:

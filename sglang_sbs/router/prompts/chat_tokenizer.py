@@ -48,10 +48,8 @@ class ChatTokenizer:
         special_tokens: Mapping[str, str],
         max_length: int | None = None,
     ) -> None:
-        """``max_length``: tokens that the model takes, as its files say.
-
-        Raises: jinja2.TemplateError, ``template`` is none.
-        """
+        """``max_length``: tokens that the model takes, as its files say. Raises:
+        jinja2.TemplateError, ``template`` is none."""
         self.max_length = max_length
         tokenizer.no_truncation()
         tokenizer.no_padding()
@@ -63,11 +61,8 @@ class ChatTokenizer:
 
     @classmethod
     def load(cls, directory: Path, chat_template: Path | None = None) -> ChatTokenizer:
-        """From a model directory; ``chat_template`` overrides the model's own.
-
-        Raises:
-            ValueError: naming the file that is missing or broken.
-        """
+        """From a model directory; ``chat_template`` overrides the model's own. Raises: ValueError,
+        naming the file that is missing or broken."""
         path = directory / "tokenizer.json" if directory.is_dir() else directory
         if not path.is_file():
             raise ValueError(
@@ -95,21 +90,22 @@ class ChatTokenizer:
             template = own_file.read_text("utf-8")
         else:
             template = _first_template(config.get("chat_template"))
+        # Where a model has none, transformers writes a huge number.
+        longest = config.get("model_max_length")
+        known = isinstance(longest, int) and 0 <= longest < 1 << 63
         try:
-            return cls(tokenizer, template, special, _max_length(config))
+            return cls(tokenizer, template, special, longest if known else None)
         except jinja2.TemplateError as error:
             raise ValueError(f"chat template of {path.parent}: {error}") from error
 
     def text_ids(self, text: str, most_tokens: float = math.inf) -> array[int]:
         """Of a prompt that is text, as for ``/generate``: with the beginning-of-sequence token.
-
         Raises: TooLong, TooManyTokens."""
         return self.pieces.encode(text, add_special_tokens=True, most_tokens=most_tokens)
 
     def chat_ids(self, body: Mapping[str, Any], most_tokens: float = math.inf) -> PromptIds:
-        """Of a ``/v1/chat/completions`` body.
-
-        Raises: TemplateError, TooLong; TooManyTokens, where there is nothing but text in it."""
+        """Of a ``/v1/chat/completions`` body. Raises: TemplateError, TooLong; TooManyTokens, where
+        there is nothing but text in it."""
         if self.template is None:
             raise TemplateError("the tokenizer has none; give one with --chat-template")
         chat = self.template.render(body)
@@ -130,12 +126,6 @@ def _read_json(path: Path) -> dict[str, Any]:
     except (OSError, json.JSONDecodeError) as error:
         raise ValueError(f"--tokenizer-path: {path}: {error}") from error
     return value if isinstance(value, dict) else {}
-
-
-def _max_length(config: Mapping[str, Any]) -> int | None:
-    """``model_max_length``; where a model has none, transformers writes a huge number."""
-    value = config.get("model_max_length")
-    return value if isinstance(value, int) and 0 <= value < 1 << 63 else None
 
 
 def _token_text(value: Any) -> str | None:

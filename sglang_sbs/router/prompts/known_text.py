@@ -98,12 +98,8 @@ class TextPieces:
     def encode(
         self, text: str, *, add_special_tokens: bool = False, most_tokens: float = math.inf
     ) -> array[int]:
-        """Token ids as the tokenizer gives them for the whole text.
-
-        Raises:
-            TooLong: it cannot be tokenized.
-            TooManyTokens: it has more than ``most_tokens``; nothing of it is kept.
-        """
+        """Token ids as the tokenizer gives them for the whole text. Raises: TooLong, it cannot be
+        tokenized; TooManyTokens, it has more than ``most_tokens``; nothing of it is kept."""
         pieces = [text] if self._cut is None else self._cut.split(text)
         pieces = [part for piece in pieces if piece for part in self._parts(piece)]
         found = self._look_up(pieces)

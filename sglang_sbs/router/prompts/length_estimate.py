@@ -84,10 +84,8 @@ class PromptLengths:
 
 
 def chat_bytes(body: dict[str, Any]) -> bytes | None:
-    """The text of a chat in the order of most templates; ``None``: text is not all there is.
-
-    For recognising a conversation that goes on, where no template says what the prompt really is.
-    """
+    """The text of a chat in the order of most templates; ``None``: text is not all there is. For
+    recognising a conversation that goes on, where no template says what the prompt really is."""
     texts, _, only_text = _chat_texts(body)
     return "\x1e".join(texts).encode("utf-8", "surrogatepass") if only_text else None
 

@@ -100,11 +100,8 @@ class PromptReader:
 
     async def read(self, plan: Plan) -> list[ReadPrompt]:
         """One per prompt of the plan. What takes time is done off the loop.
-
-        Raises:
-            RouterError: 400, a prompt is longer than any engine takes. If it went there, others
-                would wait for passes that never come.
-        """
+        Raises: RouterError (400), a prompt is longer than any engine takes. If it went there,
+        others would wait for passes that never come."""
         known = Known(self.engines.block_format(), self.engines.longest_prompt())
         if self._is_quick(plan, known.blocks):
             prompts = self._read_all(plan, known)
@@ -141,19 +138,16 @@ class PromptReader:
         return prompts if longest is None else [_bounded(one, longest) for one in prompts]
 
     def _read(self, model: str, prompt: Prompt, known: Known) -> ReadPrompt:
-        value = prompt.value
-        ids: array[int] | None = None
+        value, ids = prompt.value, None
         ids_json: bytes | None = None
-        counted: Counted = "given"
+        counted: Counted = "estimated"
         if isinstance(value, array):
-            length = PromptLength(max(1, len(value)), exact=True)
-            ids = value
+            counted, ids, length = "given", value, PromptLength(max(1, len(value)), exact=True)
         elif value is None and prompt.size_bytes:
-            counted = "estimated"
             estimate = round(prompt.size_bytes / self.lengths.bytes_per_token)
             length = PromptLength(max(1, estimate), exact=False)
         elif value is None:
-            length = PromptLength(max(1, prompt.tokens), exact=True)
+            counted, length = "given", PromptLength(max(1, prompt.tokens), exact=True)
         elif known.tokenizes and (read := self._tokenize(value, known.longest)) is not None:
             kind = _kind_of(value)
             exact = read.exact and self.engines.agrees(kind)
@@ -162,7 +156,6 @@ class PromptReader:
             if exact and read.certain and prompt.takes_ids and self.engines.takes_ids(kind):
                 ids_json = json_of_ids(read.ids)
         else:
-            counted = "estimated"
             length = self.lengths.estimate(value)
         blocks = _NO_BLOCKS
         if not prompt.alone:
@@ -204,10 +197,7 @@ class PromptReader:
         self, value: Any, ids: array[int] | None, format_: BlockFormat, namespace: Namespace
     ) -> array[int]:
         if ids is not None:
-            try:
-                return self.namer.names(ids, format_, namespace)
-            except ValueError:  # embeddings, or nonsense the engine will refuse
-                return _NO_BLOCKS
+            return self.namer.names(ids, format_, namespace)
         text = None
         if self.names_text and isinstance(value, str):
             text = value.encode("utf-8", "surrogatepass")

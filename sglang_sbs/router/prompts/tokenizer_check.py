@@ -241,13 +241,12 @@ class EngineTokenizers:
     async def _ask(self, url: str, info: WorkerInfo, probes: _Probes) -> Verdict:
         answer = await self._post(url, {"prompt": probes.texts, "add_special_tokens": True})
         text = None if answer is None else answer.get("tokens") == probes.text_ids
-        agreed = []
-        for body, ids in zip(_CHATS, probes.chat_ids, strict=True):
-            answer = await self._post(url, body)
-            # A chat that the template refuses must be refused here too.
-            agreed.append((answer.get("tokens") if answer is not None else None) == ids)
-        known = answer is not None or any(ids is not None for ids in probes.chat_ids)
-        chat = all(agreed) if known and text is not None else None
+        answers = [await self._post(url, body) for body in _CHATS]
+        # A chat that the template refuses must be refused here too.
+        ids = [None if one is None else one.get("tokens") for one in answers]
+        agrees = ids == probes.chat_ids
+        known = answers[-1] is not None or any(ids is not None for ids in probes.chat_ids)
+        chat = agrees if known and text is not None else None
         numbers = parse_version(info.version)
         new = numbers is not None and (numbers >= CHAT_IDS_VERSION or numbers == (0, 0, 0))
         takes = bool(chat) and new and not await self._sees(url)

@@ -14,13 +14,9 @@ _REASON_CHARS = 200
 
 def tokenizer_folder(named: Path) -> Path:
     """``named`` if it exists, else the files of the model with this id, fetched if need be.
-
     ``huggingface_hub`` does the work, so its variables count (``HF_HOME``, ``HF_TOKEN``,
     ``HF_ENDPOINT``, ``HF_HUB_OFFLINE``), and the engines of this machine share its cache.
-
-    Raises:
-        ValueError: neither a path that exists nor a model that can be had.
-    """
+    Raises: ValueError, neither a path that exists nor a model that can be had."""
     if named.exists():
         return named
     from huggingface_hub import snapshot_download

@@ -34,6 +34,14 @@ class _Engine:
     waiting: deque[tuple[str, float]] = field(default_factory=deque)
     """The rid, and when it was to be aborted."""
 
+    def next_rid(self) -> str | None:
+        oldest_s = time.monotonic() - STALE_S
+        while self.waiting:
+            rid, asked_s = self.waiting.popleft()
+            if asked_s >= oldest_s:
+                return rid
+        return None
+
 
 class Aborts:
     """One per router process."""
@@ -45,8 +53,6 @@ class Aborts:
         self._sent = sent
         self._engines: dict[str, _Engine] = {}
         self._tasks: set[asyncio.Task[None]] = set()
-        self._idle = asyncio.Event()
-        self._idle.set()
 
     def send(self, worker_url: str, rid: str) -> None:
         """Abort a request there, not waiting for the answer. SGLang matches rids by prefix: ours
@@ -54,41 +60,34 @@ class Aborts:
         engine = self._engines.setdefault(worker_url, _Engine())
         if engine.under_way >= AT_ONCE:
             engine.waiting.append((rid, time.monotonic()))
-        else:
-            self._start(worker_url, engine, rid)
+            return
+        engine.under_way += 1
+        task = self._pool.loop.create_task(self._abort(worker_url, engine, rid))
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
 
     async def wait_idle(self) -> None:
         """Until every abort was answered or given up."""
-        await self._idle.wait()
+        while self._tasks:
+            await asyncio.wait(self._tasks)
 
     @property
     def waiting(self) -> int:
         return sum(len(engine.waiting) for engine in self._engines.values())
 
-    def _start(self, worker_url: str, engine: _Engine, rid: str) -> None:
-        engine.under_way += 1
-        self._idle.clear()
-        self._sent()
-        task = self._pool.loop.create_task(self._abort(worker_url, engine, rid))
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
-
-    async def _abort(self, url: str, engine: _Engine, rid: str) -> None:
-        body = orjson.dumps({"rid": rid})
-        # A stopped engine takes connections and never answers: do not collect them.
-        try:
-            await fetch(self._pool, url, "/abort_request", self._headers, ANSWER_S, body=body)
-        except (UpstreamError, TimeoutError):
-            pass
-        except Exception:  # the engine's other aborts go on
-            logger.exception("no abort to %s", url)
+    async def _abort(self, url: str, engine: _Engine, rid: str | None) -> None:
+        """This one, then those that wait, until there are none."""
+        while rid is not None:
+            self._sent()
+            body = orjson.dumps({"rid": rid})
+            # A stopped engine takes connections and never answers: do not collect them.
+            try:
+                await fetch(self._pool, url, "/abort_request", self._headers, ANSWER_S, body=body)
+            except (UpstreamError, TimeoutError):
+                pass
+            except Exception:  # the engine's other aborts go on
+                logger.exception("no abort to %s", url)
+            rid = engine.next_rid()
         engine.under_way -= 1
-        oldest_s = time.monotonic() - STALE_S
-        while engine.waiting and engine.under_way < AT_ONCE:
-            next_rid, asked_s = engine.waiting.popleft()
-            if asked_s >= oldest_s:
-                self._start(url, engine, next_rid)
         if not engine.under_way:
             del self._engines[url]
-            if not self._engines:
-                self._idle.set()

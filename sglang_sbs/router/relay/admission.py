@@ -53,12 +53,8 @@ class Admission:
 
     @asynccontextmanager
     async def slot(self, units: int = 1) -> AsyncIterator[None]:
-        """A token for each unit, or all there are if they are fewer.
-
-        Raises:
-            RouterError: 429 when the queue is full, 503 when no token came free in time or this
-                process is out of descriptors.
-        """
+        """A token for each unit, or all there are if they are fewer. Raises: RouterError (429), the
+        queue is full; (503), no token came free in time, or no descriptors are left."""
         if not self._has_room(units):
             why = "this router has no file descriptors left; raise its limit (ulimit -n)"
             raise RouterError(503, "router_overloaded", why, retry_after_s=1.0)

@@ -14,22 +14,19 @@ import time
 import uuid
 from dataclasses import dataclass, field
 
-from sglang_sbs.router.assignment.assigner import Assigner, Assignment
+from sglang_sbs.router.assignment.assigner import Assigner
 from sglang_sbs.router.errors import Leg, LegFailure, RouterError, without_frames
-from sglang_sbs.router.lanes import Pace, Turns
+from sglang_sbs.router.lanes import Turns
 from sglang_sbs.router.options.config import RelayConfig
 from sglang_sbs.router.prompts.tokenizer_check import EngineTokenizers
-from sglang_sbs.router.relay.exchange import Attempt, Exchange, MakeSink, UnitRun
-from sglang_sbs.router.relay.in_flight import InFlight
-from sglang_sbs.router.relay.leg_answers import PairRequest
+from sglang_sbs.router.relay.in_flight import Attempt, Exchange, InFlight, MakeSink, UnitRun
 from sglang_sbs.router.relay.pair import Pair
-from sglang_sbs.router.requests.legs import leg_bodies
-from sglang_sbs.router.requests.plan import Unit
+from sglang_sbs.router.requests.plan import Unit, leg_bodies
 from sglang_sbs.router.telemetry.metrics import RouterMetrics
 from sglang_sbs.router.workers.breaker import Suspicions
 from sglang_sbs.router.workers.placement import Placement
 from sglang_sbs.router.workers.registry import Registry
-from sglang_sbs.scheduling.events import Outcome, RequestArrived
+from sglang_sbs.scheduling.events import Dispatch, Outcome, RequestArrived
 from sglang_sbs.wire.gangs import SIZED_RID_PREFIX, TAG_BITS, GangPart
 
 logger = logging.getLogger(__name__)
@@ -53,8 +50,6 @@ class Attempts:
     in_flight: InFlight
     sent_as_ids: int = 0
     """Attempts whose engines got token ids in place of text."""
-    pace: Pace = field(default_factory=Pace)
-    """Of work on long answers."""
     turns: Turns = field(default_factory=lambda: Turns(_AT_ONCE))
     """Of batches, whose units begin, are sent and end a few at a time."""
     _suspicions: Suspicions = field(default_factory=Suspicions)
@@ -97,13 +92,14 @@ class Attempts:
                     run.broken_off.add(failure.worker)
                 harmful = len(run.broken_off) >= _MOST_BROKEN_OFF
                 last = run.attempts >= self.config.max_attempts or harmful
-                if run.opened or not failure.retryable or last:
-                    if last and failure.retryable and not run.opened:
-                        self.metrics.gave_up(failure, path)
-                        if harmful:
-                            gone = " and ".join(sorted(run.broken_off))
-                            why = f"{gone} went away under it: not sent to another engine"
-                            logger.warning("%s: %s", name, why)
+                retryable = failure.retryable and not run.opened
+                if retryable and last:
+                    self.metrics.gave_up(failure, path)
+                    if harmful:
+                        gone = " and ".join(sorted(run.broken_off))
+                        why = f"{gone} went away under it: not sent to another engine"
+                        logger.warning("%s: %s", name, why)
+                if last or not retryable:
                     raise
                 without_frames(failure)
                 run.exclude = tuple(dict.fromkeys((*run.exclude, failure.worker)))
@@ -170,20 +166,32 @@ class Attempts:
             tenant=exchange.asked.tenant,
         )
 
-    def _served(self, assignment: Assignment) -> None:
+    def _served(self, assignment: Dispatch) -> None:
         for role, engine in (("prefill", assignment.prefill), ("decode", assignment.decode)):
             self.registry.leg_succeeded(engine)
             self._suspicions.served(role, engine)
 
-    def _start(self, attempt: Attempt, assignment: Assignment) -> Pair:
+    def _start(self, attempt: Attempt, assignment: Dispatch) -> Pair:
         """Send both legs, in this very callback where connections are at hand."""
         run, placement = attempt.run, self._placement(assignment)
-        attempt.pair = pair = Pair(
-            self._request(attempt, placement, assignment.gang),
-            self.in_flight,
-            run.make_sink() if run.make_sink is not None else None,
-            self.pace,
+        plan, prefill, ids_json = run.exchange.plan, placement.prefill, run.prompt.ids_json
+        if ids_json and not self.tokenizers.may_get_ids(plan.kind, prefill, placement.decode):
+            ids_json = None
+        self.sent_as_ids += ids_json is not None
+        gang = None
+        if self.config.sends_gangs:  # who was not told what it is sent with is sent alone
+            gang = assignment.gang or GangPart(random.getrandbits(TAG_BITS), members=1, ranks=1)
+        asks = prefill.info is not None and prefill.info.cached_details and plan.may_ask_cached
+        bodies = leg_bodies(
+            run.unit,
+            plan,
+            placement,
+            rid=attempt.rid,
+            room=placement.pick_room(gang),
+            ids_json=ids_json,
+            asks_cached=asks,
         )
+        attempt.pair = pair = Pair(attempt, placement, bodies, self.in_flight, asks)
         run.exchange.pairs[run.unit.index] = pair
         self.in_flight.started(attempt, placement)
         if logger.isEnabledFor(logging.DEBUG):
@@ -193,7 +201,7 @@ class Attempts:
             logger.debug("%s: rid %s to %s %s", run.exchange.request_id, assignment.rid, to, held)
         return pair
 
-    def _placement(self, assignment: Assignment) -> Placement:
+    def _placement(self, assignment: Dispatch) -> Placement:
         """Raises: LegFailure, RouterError: it cannot be sent there now."""
         prefill = self.registry.get(assignment.prefill)
         decode = self.registry.get(assignment.decode)
@@ -210,42 +218,6 @@ class Attempts:
                 raise RouterError(500, "rank_out_of_range", why)
         return placement
 
-    def _request(
-        self, attempt: Attempt, placement: Placement, gang: GangPart | None
-    ) -> PairRequest:
-        exchange, prefill = attempt.run.exchange, placement.prefill
-        plan, ids_json = exchange.plan, attempt.run.prompt.ids_json
-        if ids_json and not self.tokenizers.may_get_ids(plan.kind, prefill, placement.decode):
-            ids_json = None
-        self.sent_as_ids += ids_json is not None
-        details = prefill.info is not None and prefill.info.cached_details
-        asks_cached = details and plan.may_ask_cached
-        prefill_body, decode_body = leg_bodies(
-            attempt.run.unit,
-            plan,
-            placement,
-            rid=attempt.rid,
-            room=placement.pick_room((gang or _alone()) if self.config.sends_gangs else None),
-            ids_json=ids_json,
-            asks_cached=asks_cached,
-        )
-        return PairRequest(
-            rid=attempt.rid,
-            placement=placement,
-            path=exchange.path,
-            headers=exchange.headers,
-            prefill_body=prefill_body,
-            decode_body=decode_body,
-            stream=plan.stream,
-            needs_prefill_reply=plan.merge_logprobs,
-            asks_cached=asks_cached,
-        )
-
 
 def _unavailable(role: Leg, url: str, why: str) -> LegFailure:
     return LegFailure(role, url, 503, f"{role}_unavailable", f"worker {url} {why}")
-
-
-def _alone() -> GangPart:
-    """Of a request that nobody told what it is sent with."""
-    return GangPart(tag=random.getrandbits(TAG_BITS), members=1, ranks=1)

@@ -17,7 +17,15 @@ import orjson
 
 from sglang_sbs.router.errors import MAX_MESSAGE_CHARS, LegFailure, leg_aborted, leg_status_failure
 from sglang_sbs.router.limits import MAX_COUNT, clamped_count
-from sglang_sbs.router.requests.raw_json import JsonError, Raw, decoded, list_of, value_of
+from sglang_sbs.router.requests.raw_json import (
+    ENTRIES,
+    MEMBERS,
+    JsonError,
+    Raw,
+    decoded,
+    list_of,
+    value_of,
+)
 
 SHORT_BYTES = 64 << 10
 """What is shorter is unfolded without a thought."""
@@ -33,8 +41,6 @@ ABORT_MARK_BYTES = 23
 _COMPLETION_TOKENS = re.compile(rb'"completion_tokens":\s*(\d+)')
 _MOST_DIGITS = 18
 
-_members = msgspec.json.Decoder(dict[str, Raw])
-_entries = msgspec.json.Decoder(list[Raw])
 _only_one = msgspec.json.Decoder(tuple[Raw])
 
 _HERE = b"\0"
@@ -79,7 +85,7 @@ def opened_in_parts(body: bytes | bytearray | memoryview) -> Parts:
 
 def _opened_object(raw: Raw) -> Parts:
     value: dict[str, Any] = {}
-    for name, member in _members.decode(raw).items():
+    for name, member in MEMBERS.decode(raw).items():
         if memoryview(member).nbytes <= SHORT_BYTES:
             value[name] = orjson.loads(memoryview(member))
         elif name in _OPENED and bytes(memoryview(member)[:1]) == b"{":
@@ -134,7 +140,7 @@ def one_after_the_other(first: Any, second: Any, leave_out: int = 0) -> Any:
         return first[: len(first) - leave_out] + second
     texts = [memoryview(v if isinstance(v, Raw) else dumped(v)) for v in (first, second)]
     if leave_out:
-        entries = decoded(_entries, texts[0])
+        entries = decoded(ENTRIES, texts[0])
         texts[0] = memoryview(list_of(entries[: len(entries) - leave_out]))
     inner = [text[1:-1] for text in texts if text.nbytes > len(b"[]")]
     pieces = [one for text in inner for one in (b",", text)]
@@ -178,9 +184,7 @@ def completion_tokens_of(data: bytes | bytearray) -> int | None:
 
 def token_counts(body: dict[str, Any], asks_cached: bool) -> tuple[int | None, int | None]:
     """Prompt and cached tokens, from ``meta_info`` or OpenAI's ``usage`` and SGLang's ``sglext``.
-
-    ``usage`` has cached tokens only of engines started with ``--enable-cache-report``.
-    """
+    ``usage`` has cached tokens only of engines started with ``--enable-cache-report``."""
     meta, usage = body.get("meta_info"), body.get("usage")
     if isinstance(meta, dict):
         prompt, cached = meta.get("prompt_tokens"), meta.get("cached_tokens")

@@ -1,31 +1,122 @@
-"""The books on what is in flight: which rid went where, and whose client may abort it.
+"""What is in flight: the records of a request on its way, and the books on all of them.
 
-Owns the table from rid to workers (EndForward is bound through it) and the counters per worker.
+The records are the client's request, one of its units, one attempt at that. Each refers to the one
+before, and everybody who serves the request has these: nobody writes down again what they say.
+Owns the table from rid to workers (EndForward is bound through it), the counters per worker, and
+whose client may abort what.
 """
 
 from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import InitVar, dataclass, field
 
-from sglang_sbs.router.assignment.assigner import Assigner, Assignment
+from sglang_sbs.router.assignment.assigner import Announced, Assigner
+from sglang_sbs.router.client.answer_stream import Downstream
 from sglang_sbs.router.engines.connection_pool import Pool
 from sglang_sbs.router.errors import Leg, LegFailure, transport_failure
+from sglang_sbs.router.lanes import Pace
 from sglang_sbs.router.prompts.length_estimate import PromptLengths
+from sglang_sbs.router.prompts.reader import ReadPrompt
 from sglang_sbs.router.relay.aborts import Aborts
-from sglang_sbs.router.relay.exchange import Attempt
 from sglang_sbs.router.relay.leg_answers import PrefillReply
+from sglang_sbs.router.relay.pair import Pair
+from sglang_sbs.router.requests.headers import Asked
+from sglang_sbs.router.requests.plan import Plan, Unit
 from sglang_sbs.router.telemetry.metrics import RouterMetrics
-from sglang_sbs.router.telemetry.tracing import Traces
+from sglang_sbs.router.telemetry.tracing import AttemptTrace, Traces
 from sglang_sbs.router.workers.placement import Placement
 from sglang_sbs.router.workers.worker import Worker
-from sglang_sbs.scheduling.events import Outcome
+from sglang_sbs.scheduling.events import Dispatch, Outcome
 from sglang_sbs.scheduling.queue.priority import class_of
 
+MOST_AHEAD = 256
+"""Units of one batch that wait for their prefill; the next begin as these get it."""
 _LAST_CHANCE_S = 5.0
 """Without a byte for this long, a stream of a lost worker is over."""
+
+MakeSink = Callable[[], Callable[[bytes], None]]
+"""Makes, for each attempt, what takes decode's stream."""
+
+
+@dataclass(slots=True)
+class Exchange:
+    path: str
+    headers: bytes
+    """Those that both legs get."""
+    request_id: str
+    asked: Asked
+    downstream: Downstream
+    pairs: dict[int, Pair]
+    """By unit index: the attempt under way."""
+    plan: Plan
+    prompts: list[ReadPrompt]
+    """By prompt index."""
+    session: str
+    priority: int
+    """Larger is more urgent."""
+    window: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(MOST_AHEAD))
+    ending: bool = False
+    """The first of its units failed, or its client left: none is sent any more."""
+    ahead: set[int] = field(default_factory=set)
+    """By unit index: who has a place in ``window``."""
+
+    async def go_ahead(self, index: int) -> None:
+        await self.window.acquire()
+        self.ahead.add(index)
+
+    def prefilled(self, index: int) -> None:
+        """The unit is past prefill, or over; its place is another's. Does nothing twice."""
+        if index in self.ahead:
+            self.ahead.discard(index)
+            self.window.release()
+
+
+@dataclass(slots=True, eq=False)
+class UnitRun:
+    """One unit, over all attempts at it."""
+
+    exchange: Exchange
+    unit: Unit
+    make_sink: MakeSink | None
+    """``None``: the answer is kept whole."""
+    attempts: int = 0
+    exclude: tuple[str, ...] = ()
+    """Engines that failed it."""
+    broken_off: set[str] = field(default_factory=set)
+    """Those of them that went away under it."""
+    suspects: list[LegFailure] = field(default_factory=list)
+    """Answers of 5xx that may be the engine's fault, or the request's."""
+
+    @property
+    def prompt(self) -> ReadPrompt:
+        return self.exchange.prompts[self.unit.prompt_index]
+
+    @property
+    def opened(self) -> bool:
+        """Something of its answer is there, and may have been passed on."""
+        pair = self.exchange.pairs.get(self.unit.index)
+        return pair is not None and pair.opened
+
+
+@dataclass(slots=True, eq=False, kw_only=True)
+class Attempt(Announced):
+    """One attempt: it has a rid of its own, and both legs get that."""
+
+    run: UnitRun
+    announced_s: float = 0.0
+    pair: Pair | None = None
+    """Its legs, once they were sent."""
+    prefill_open: bool = False
+    """They were, and prefill has not answered."""
+    trace: AttemptTrace | None = None
+
+    @property
+    def placement(self) -> Placement | None:
+        """Where its legs went."""
+        return self.pair.placement if self.pair is not None else None
 
 
 @dataclass(eq=False, repr=False)
@@ -38,6 +129,8 @@ class InFlight:
     metrics: RouterMetrics
     worker_key: InitVar[str | None]
     traces: Traces | None = None
+    pace: Pace = field(default_factory=Pace)
+    """Of work on long answers."""
     _attempts: dict[str, Attempt] = field(default_factory=dict)
     _tasks: dict[asyncio.Task[object], Sequence[str]] = field(default_factory=dict)
     """Of client requests, each with the client's ids for it."""
@@ -105,7 +198,7 @@ class InFlight:
         if self.traces is not None:
             attempt.trace = self.traces.announced()
 
-    def assigned(self, attempt: Attempt, assignment: Assignment) -> None:
+    def assigned(self, attempt: Attempt, assignment: Dispatch) -> None:
         """The scheduler let it go."""
         self.metrics.class_held(class_of(attempt.arrival.priority), assignment.held_s)
         if attempt.trace is not None:
@@ -199,10 +292,8 @@ class InFlight:
                 attempt.trace.first_byte_ns = time.time_ns()
 
     def fail_worker(self, worker: Worker) -> None:
-        """End what waits for a worker that answers nothing any more.
-
-        Streams under way get a last chance: they are ended if nothing comes for a while.
-        """
+        """End what waits for a worker that answers nothing any more. Streams under way get a last
+        chance: they are ended if nothing comes for a while."""
         for rid, attempt in list(self._attempts.items()):
             pair, placement = attempt.pair, attempt.placement
             if pair is None or placement is None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -27,7 +27,6 @@ from sglang_sbs.router.relay.engine_json import (
     token_counts,
 )
 from sglang_sbs.router.requests.raw_json import JsonError
-from sglang_sbs.router.workers.placement import Placement
 
 if TYPE_CHECKING:
     from sglang_sbs.router.relay.pair import Pair
@@ -59,33 +58,6 @@ class PrefillReply:
     """Of ``body``."""
 
 
-@dataclass(slots=True)
-class PairRequest:
-    """What both legs ask. :class:`~.pair.Pair` lets go of the bodies once they are sent: thousands
-    of pairs may wait for their answers."""
-
-    rid: str
-    placement: Placement
-    path: str
-    headers: bytes
-    prefill_body: Sequence[bytes | bytearray]
-    """In pieces, as :meth:`~sglang_sbs.router.engines.connection_pool.Pool.call` takes them."""
-    decode_body: Sequence[bytes | bytearray]
-    stream: bool
-    needs_prefill_reply: bool
-    """Hold decode's output until prefill has answered (its logprobs go into it)."""
-    asks_cached: bool = False
-    """Prefill was asked for ``cached_tokens_details``, which it leaves out where there are none."""
-
-    @property
-    def prefill(self) -> str:
-        return self.placement.prefill.url
-
-    @property
-    def decode(self) -> str:
-        return self.placement.decode.url
-
-
 @dataclass(slots=True, eq=False, repr=False)
 class _Leg:
     """Collects a response; subclasses decide what it means."""
@@ -100,7 +72,7 @@ class _Leg:
 
     @property
     def worker(self) -> str:
-        return self.pair.request.prefill if self.name == "prefill" else self.pair.request.decode
+        return self.pair.prefill if self.name == "prefill" else self.pair.decode
 
     def head_received(self, status: int, headers: Mapping[str, str]) -> None:
         self.status = status
@@ -135,15 +107,10 @@ class PrefillLeg(_Leg):
     __slots__ = ()
     name = "prefill"
 
-    @property
-    def _is_needed(self) -> bool:
-        return self.pair.request.needs_prefill_reply
-
     def body_received(self, data: bytes) -> None:
-        before = self._size
-        if self._is_needed:
-            streamed = self.pair.request.stream
-            most_bytes = MAX_STREAMED_LOGPROBS_BYTES if streamed else MAX_LOGPROBS_BYTES
+        before, needed = self._size, self.pair.needs_prefill_reply
+        if needed:
+            most_bytes = MAX_STREAMED_LOGPROBS_BYTES if self.pair.stream else MAX_LOGPROBS_BYTES
             if before + len(data) > most_bytes:
                 why = f"the logprobs of the prompt are over {most_bytes >> 20} MiB; ask for fewer"
                 self.pair.leg_failed(errors.answer_too_large(self.name, self.worker, why))
@@ -153,7 +120,7 @@ class PrefillLeg(_Leg):
             return
         if before <= SHORT_BYTES < self._size:
             self.pair.prefill_came()
-        if self._size > _SMALL_BYTES and not self._is_needed:
+        if self._size > _SMALL_BYTES and not needed:
             self.body.clear()  # that it came is all that counts
 
     def message_complete(self) -> None:
@@ -161,7 +128,7 @@ class PrefillLeg(_Leg):
             return
         if self.status != 200:
             self._status_failed()
-        elif self._size > _SMALL_BYTES and not self._is_needed:
+        elif self._size > _SMALL_BYTES and not self.pair.needs_prefill_reply:
             self.pair.prefill_finished(PrefillReply({}, None, None))
         elif len(self.body) <= SHORT_BYTES:
             self._open(opened_in_parts(self.body))
@@ -194,7 +161,7 @@ class PrefillLeg(_Leg):
         if abort is not None:
             self.pair.leg_failed(errors.leg_aborted(self.name, self.worker, *abort))
             return
-        counts = token_counts(body, self.pair.request.asks_cached)
+        counts = token_counts(body, self.pair.asks_cached)
         self.pair.prefill_finished(PrefillReply(body, *counts, len(self.body)))
 
 
@@ -210,7 +177,7 @@ class DecodeLeg(_Leg):
         self.pair.content_type = content_type
 
     def body_received(self, data: bytes) -> None:
-        if self.status == 200 and self.pair.request.stream:
+        if self.status == 200 and self.pair.stream:
             self.pair.decode_data(data)
             return
         new = max(0, len(self.body) - ABORT_MARK_BYTES)
@@ -223,7 +190,7 @@ class DecodeLeg(_Leg):
             self._status_failed()
             return
         small = len(self.body) <= _SMALL_BYTES
-        if not self.pair.request.stream:
+        if not self.pair.stream:
             abort = None
             if self._aborted:
                 abort = read_abort(self.body) if small else (500, "")

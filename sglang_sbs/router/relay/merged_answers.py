@@ -21,10 +21,11 @@ from sglang_sbs.router.relay.engine_json import (
 )
 from sglang_sbs.router.requests.plan import Plan, Unit
 from sglang_sbs.router.requests.raw_json import (
+    MEMBERS,
+    OBJECTS,
     JsonError,
     Raw,
-    checked_members,
-    checked_objects,
+    decoded,
     is_null,
     member_pieces,
     value_of,
@@ -41,11 +42,9 @@ MAX_EVENT_BYTES = 16 << 20
 
 
 class SseSplitter:
-    """Cuts a byte stream into the payloads of its ``data:`` events.
-
-    Every byte is looked at once, in however many pieces a long event comes. A long payload is not
-    copied: it is a view of the buffer that it came into.
-    """
+    """Cuts a byte stream into the payloads of its ``data:`` events. Every byte is looked at once,
+    in however many pieces a long event comes. A long payload is not copied: it is a view of the
+    buffer that it came into."""
 
     def __init__(self) -> None:
         self._buffer = bytearray()
@@ -107,11 +106,9 @@ def merge_input_logprobs(output: dict[str, Any], prefill: dict[str, Any]) -> Non
 
 
 def merge_echoed_logprobs(output: dict[str, Any], prefill: dict[str, Any]) -> None:
-    """The same for ``/v1/completions`` with ``echo``, in place: into the first choice.
-
-    Prefill's choice has the prompt's tokens and behind them the one it sampled, which decode has
-    too. In a stream only the first event carries the prompt.
-    """
+    """The same for ``/v1/completions`` with ``echo``, in place: into the first choice. Prefill's
+    choice has the prompt's tokens and behind them the one it sampled, which decode has too. In a
+    stream only the first event carries the prompt."""
     choice, source = _first_choice(output), _first_choice(prefill)
     ours, theirs = choice.get("logprobs"), source.get("logprobs")
     if not isinstance(theirs, dict):
@@ -181,17 +178,13 @@ class NoAnswer(ValueError):
 
 def merge_answers(plan: Plan, answers: Sequence[bytes | bytearray]) -> list[bytes | memoryview]:
     """One body from the complete answers of all units, in their order, in pieces: what is long in
-    them is not copied.
-
-    Raises:
-        NoAnswer: one is no JSON object, or has choices that are none.
-    """
+    them is not copied. Raises: NoAnswer, one is no JSON object, or has choices that are none."""
     usage = UsageSum(plan.samples)
     choices: list[bytes | Raw] = []
     first: dict[str, Raw] = {}
     for position, (unit, answer) in enumerate(zip(plan.units, answers, strict=True)):
         try:
-            members = checked_members(answer)
+            members = decoded(MEMBERS, answer)
             if not first:
                 first = members
             if plan.kind != "generate":
@@ -219,7 +212,7 @@ def _choices_of(unit: Unit, choices: Raw | None) -> list[bytes | Raw]:
         return []
     index = b"%d" % unit.index
     pieces: list[bytes | Raw] = []
-    for one in checked_objects(choices):
+    for one in decoded(OBJECTS, choices):
         members: dict[str, Raw | bytes] = {**one} | {"index": index}
         pieces += (b",", b"{", *member_pieces(members.items()), b"}")
     return pieces

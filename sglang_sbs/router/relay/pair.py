@@ -15,29 +15,23 @@ import asyncio
 import logging
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 from sglang_sbs.router.engines.connection import Receiver
 from sglang_sbs.router.engines.connection_pool import Call, request_head
 from sglang_sbs.router.errors import EventTooLarge, LegFailure, answer_too_large, transport_failure
-from sglang_sbs.router.lanes import Pace
 from sglang_sbs.router.relay.engine_json import (
     ABORT_MARK,
     SSE_ERROR,
     completion_tokens_of,
     sse_failure,
 )
-from sglang_sbs.router.relay.leg_answers import (
-    Body,
-    DecodeLeg,
-    PairRequest,
-    PrefillLeg,
-    PrefillReply,
-)
+from sglang_sbs.router.relay.leg_answers import Body, DecodeLeg, PrefillLeg, PrefillReply
+from sglang_sbs.router.requests.plan import Pieces
+from sglang_sbs.router.workers.placement import Placement
 
 if TYPE_CHECKING:
-    from sglang_sbs.router.relay.in_flight import InFlight
+    from sglang_sbs.router.relay.in_flight import Attempt, Exchange, InFlight
 
 logger = logging.getLogger(__name__)
 
@@ -55,23 +49,33 @@ _ABORT_AGAIN_S = 1.0
 
 
 class Pair:
-    """``sink`` takes decode's stream; without streaming the whole body is in ``body``."""
+    """Must keep neither the attempt nor the bodies it sends: prefill may outlive its client, and
+    thousands of pairs wait for their answers."""
 
     def __init__(
         self,
-        request: PairRequest,
+        attempt: Attempt,
+        placement: Placement,
+        bodies: tuple[Pieces, Pieces],
         in_flight: InFlight,
-        sink: Callable[[bytes], None] | None,
-        pace: Pace,
+        asks_cached: bool,
     ) -> None:
-        """``pace`` is that of all pairs."""
-        self.request = request
-        self.rid = request.rid
+        """``bodies``: of prefill and decode. ``asks_cached``: prefill was asked for
+        ``cached_tokens_details``, which it leaves out where there are none."""
+        exchange, make_sink = attempt.run.exchange, attempt.run.make_sink
+        self.rid = attempt.rid
+        self.placement = placement
+        self.prefill, self.decode = placement.prefill.url, placement.decode.url
+        self.stream = exchange.plan.stream
+        self.needs_prefill_reply = exchange.plan.merge_logprobs
+        """Decode's output is held until prefill has answered: its logprobs go into it."""
+        self.asks_cached = asks_cached
         self.status = 0
         self.content_type = ""
         self.body: Body = b""
+        """Of an answer that is not streamed, whole."""
         self.prefill_reply: PrefillReply | None = None
-        self.pace = pace
+        self.pace = in_flight.pace
         self.chunks = 0
         """Events of the stream so far."""
         self.opened = False
@@ -80,8 +84,8 @@ class Pair:
         """Aborted: whatever comes now is for nobody."""
         self._in_flight = in_flight
         self._pool = in_flight.pool
-        self._sink = sink
-        self._waits_for_prefill = request.needs_prefill_reply
+        self._sink = make_sink() if make_sink is not None else None
+        self._waits_for_prefill = self.needs_prefill_reply
         self._held: deque[bytes] = deque()
         """Of decode's stream: until prefill has answered, and then while the client is slow."""
         self._held_bytes = 0
@@ -94,14 +98,13 @@ class Pair:
         self._decode_over = False
         self._started_s = time.monotonic()
         # Prefill first: it is the one that queues. Both writes leave in this very callback.
-        to = request.placement.prefill_origin, request.placement.decode_origin
-        self.prefill_call = self._send(to[0], request.prefill_body, PrefillLeg(self))
-        self.decode_call = self._send(to[1], request.decode_body, DecodeLeg(self))
-        request.prefill_body = request.decode_body = ()
+        to = placement.prefill_origin, placement.decode_origin
+        self.prefill_call = self._send(exchange, to[0], bodies[0], PrefillLeg(self))
+        self.decode_call = self._send(exchange, to[1], bodies[1], DecodeLeg(self))
 
-    def _send(self, origin: str, body: Sequence[bytes | bytearray], leg: Receiver) -> Call:
+    def _send(self, exchange: Exchange, origin: str, body: Pieces, leg: Receiver) -> Call:
         size = sum(map(len, body))
-        head = request_head("POST", origin, self.request.path, self.request.headers, size)
+        head = request_head("POST", origin, exchange.path, exchange.headers, size)
         return self._pool.call(origin, (head, *body), leg)
 
     # For the relay ----------------------------------------------------------------------------
@@ -237,11 +240,11 @@ class Pair:
         try:
             self._sink(data)
         except EventTooLarge as error:
-            self.leg_failed(answer_too_large("decode", self.request.decode, str(error)))
+            self.leg_failed(answer_too_large("decode", self.decode, str(error)))
         except (ValueError, TypeError, AttributeError, KeyError) as error:
             # A sink that edits events parses them: what it cannot read is decode's fault.
             why = repr(error)  # who keeps the line must not keep what led to it
-            logger.warning("unreadable event in the stream of %s: %s", self.request.decode, why)
+            logger.warning("unreadable event in the stream of %s: %s", self.decode, why)
             self._decode_broke("unreadable event in its stream")
 
     def _open(self) -> None:
@@ -252,30 +255,30 @@ class Pair:
     def _first_event_failure(self, data: bytes) -> LegFailure | None:
         """SGLang reports errors of a stream inside it: catch them while a retry is possible."""
         if self._event_stream and not data.lstrip().startswith(_SSE_STARTS):
-            return transport_failure("decode", self.request.decode, "what it streams are no events")
+            return transport_failure("decode", self.decode, "what it streams are no events")
         if data.startswith(SSE_ERROR) or ABORT_MARK.search(data):
-            return sse_failure(self.request.decode, data)
+            return sse_failure(self.decode, data)
         return None
 
     @property
     def _event_stream(self) -> bool:
-        return self.request.stream and self.content_type.startswith(_EVENT_STREAM)
+        return self.stream and self.content_type.startswith(_EVENT_STREAM)
 
     def _decode_broke(self, detail: str) -> None:
-        self.leg_failed(transport_failure("decode", self.request.decode, detail))
+        self.leg_failed(transport_failure("decode", self.decode, detail))
 
     def decode_finished(self, body: Body) -> None:
         """``body`` is empty if it was streamed."""
         self._decode_over = True
         self.body = body
-        if self.request.stream or not self.request.needs_prefill_reply or self.prefill_reply:
+        if self.stream or not self.needs_prefill_reply or self.prefill_reply:
             self._complete()
 
     def _complete(self) -> None:
         if self._held or self._failure is not None:
             return
         if not self.opened:
-            if self.request.stream:
+            if self.stream:
                 self._decode_broke("the stream is empty")
                 return
             self._open()

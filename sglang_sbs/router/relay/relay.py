@@ -15,7 +15,7 @@ from typing import Any
 from aiohttp import web
 
 from sglang_sbs.router.answer import Answer
-from sglang_sbs.router.client.answer_stream import Downstream
+from sglang_sbs.router.client.answer_stream import Downstream, joined
 from sglang_sbs.router.client.intake import Bodies, BodyShare
 from sglang_sbs.router.errors import Leg, LegFailure, RouterError, transport_failure, without_frames
 from sglang_sbs.router.lanes import Lanes
@@ -25,8 +25,7 @@ from sglang_sbs.router.relay import merged_answers
 from sglang_sbs.router.relay.admission import Admission
 from sglang_sbs.router.relay.attempts import Attempts
 from sglang_sbs.router.relay.engine_json import SHORT_BYTES, dumped_pieces, opened_in_parts
-from sglang_sbs.router.relay.exchange import Exchange
-from sglang_sbs.router.relay.in_flight import InFlight
+from sglang_sbs.router.relay.in_flight import Exchange, InFlight
 from sglang_sbs.router.relay.leg_answers import Body
 from sglang_sbs.router.relay.pair import Pair
 from sglang_sbs.router.requests.headers import Asked, session_header
@@ -46,8 +45,6 @@ PATHS: dict[RouteKind, str] = {
 _QUICK_BYTES = 32 << 10
 _QUICK_VALUES = 512
 """A body of that size and so many values is planned at once: a thread would cost more than that."""
-_JOINED_BYTES = 512 << 10
-"""Of an answer, copied in one turn of the event loop."""
 
 
 @dataclass(eq=False, repr=False)
@@ -73,10 +70,8 @@ class Relay:
 
         ``headers`` are those that both legs get; ``asked`` is what the others say.
 
-        Raises:
-            RouterError: as long as nothing was sent to the client.
-            asyncio.CancelledError: the client is gone; both legs are aborted.
-        """
+        Raises: RouterError, as long as nothing was sent to the client; asyncio.CancelledError, the
+        client is gone; both legs are aborted."""
         task = asyncio.current_task()
         assert task is not None
         # From the first byte on: a request whose body is still coming is waited for at the end.
@@ -168,7 +163,7 @@ class Relay:
             # Thousands of answers may be kept, so nothing else of their pairs is.
             pair = await self.attempts.run(exchange, unit, None)
             answers[unit.index] = await self._body_of(plan, pair, unit.index)
-            engines[unit.index] = pair.request.decode
+            engines[unit.index] = pair.decode
 
         await self._run_all(exchange, run)
         size = sum(map(len, answers))
@@ -179,7 +174,7 @@ class Relay:
                 merged = await self.lanes.run(size, merged_answers.merge_answers, plan, answers)
         except merged_answers.NoAnswer as error:
             raise _no_answer(engines[error.args[0]]) from error
-        return Answer(200, await _joined(merged), "application/json")
+        return Answer(200, await joined(merged), "application/json")
 
     async def _body_of(self, plan: Plan, pair: Pair, position: int) -> Body:
         if not plan.edits_answers:
@@ -192,18 +187,18 @@ class Relay:
         except StopIteration as over:
             answer = over.value
         except JsonError as error:
-            raise _no_answer(pair.request.decode) from error
+            raise _no_answer(pair.decode) from error
         try:
             if pair.prefill_reply is not None:
                 await self._spaced(len(pair.body) + pair.prefill_reply.size_bytes)
-            return await _joined(dumped_pieces(self._edited(plan, pair, answer, position)))
+            return await joined(dumped_pieces(self._edited(plan, pair, answer, position)))
         except JsonError as error:
-            raise _no_answer(pair.request.prefill, "prefill") from error
+            raise _no_answer(pair.prefill, "prefill") from error
 
     async def _spaced(self, size_bytes: int) -> None:
         """Wait until a piece of work on so many bytes may be done."""
         if size_bytes > SHORT_BYTES:
-            await asyncio.sleep(self.attempts.pace.wait_s(size_bytes))
+            await asyncio.sleep(self.in_flight.pace.wait_s(size_bytes))
 
     @staticmethod
     def _edited(
@@ -303,22 +298,6 @@ class Relay:
             for task in left:
                 task.cancel()
             raise
-
-
-async def _joined(pieces: Sequence[bytes | memoryview]) -> Body:
-    """In slices: to copy a large answer at once would take long."""
-    if sum(map(len, pieces)) <= _JOINED_BYTES:
-        return b"".join(pieces)
-    whole = bytearray()
-    due = _JOINED_BYTES
-    for piece in pieces:
-        view = memoryview(piece)
-        for at in range(0, len(view), _JOINED_BYTES):
-            whole += view[at : at + _JOINED_BYTES]
-            if len(whole) >= due:
-                due = len(whole) + _JOINED_BYTES
-                await asyncio.sleep(0)
-    return whole
 
 
 def _aborted() -> RouterError:

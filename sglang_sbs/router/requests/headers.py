@@ -32,11 +32,9 @@ def session_header(headers: bytes) -> str:
 
 
 def forwarded_headers(headers: Sequence[tuple[str, str]], request_id: str) -> bytes:
-    """The client's headers both legs get, as header lines; everything else stays here.
-
-    Also dropped thereby: ``X-Data-Parallel-Rank`` and ``x-override-*``, which would overrule the
-    rank chosen here.
-    """
+    """The client's headers both legs get, as header lines; everything else stays here. Also dropped
+    thereby: ``X-Data-Parallel-Rank`` and ``x-override-*``, which would overrule the rank chosen
+    here."""
     lines = []
     if _HEADER_VALUE.fullmatch(request_id):
         lines.append(f"{_ID_HEADER}: {request_id}\r\n")
@@ -58,16 +56,15 @@ class Asked(NamedTuple):
 
 def asked_in(headers: Sequence[tuple[str, str]], tenant_header: str | None) -> Asked:
     """Read the SLO and the tenant. ``tenant_header``: its name in lower case, if there is one.
-
-    Raises:
-        RouterError: 400, naming the header and what to write.
-    """
+    Raises: RouterError (400), naming the header and what to write."""
     slo = _only(headers, SLO_HEADER)
     tenant = None if tenant_header is None else _only(headers, tenant_header)
     if tenant is not None and len(tenant) > MOST_TENANT_CHARS:
         most = f"write at most {MOST_TENANT_CHARS}"
         raise bad_request(f"{tenant_header} has {len(tenant)} characters: {most}")
-    return Asked(None if slo is None else _milliseconds(slo) / 1e3, tenant or "")
+    if slo is not None and (not _MILLISECONDS.fullmatch(slo) or float(slo) <= 0):
+        raise bad_request(f"{SLO_HEADER} must be milliseconds above 0, as in 800, not {slo!r:.40}")
+    return Asked(None if slo is None else float(slo) / 1e3, tenant or "")
 
 
 def _only(headers: Sequence[tuple[str, str]], name: str) -> str | None:
@@ -75,9 +72,3 @@ def _only(headers: Sequence[tuple[str, str]], name: str) -> str | None:
     if len(values) > 1:
         raise bad_request(f"{name} is there {len(values)} times: write it once")
     return values[0] if values else None
-
-
-def _milliseconds(text: str) -> float:
-    if not _MILLISECONDS.fullmatch(text) or float(text) <= 0:
-        raise bad_request(f"{SLO_HEADER} must be milliseconds above 0, as in 800, not {text!r:.40}")
-    return float(text)

@@ -1,14 +1,14 @@
-"""What a client request becomes: single requests, and what their bodies have in common.
+"""What a client request becomes: single requests, and the bodies of their legs.
 
 Owns which fields of SGLang's request JSON a client may give, and how large all legs may be. Its
-prompts are :mod:`.splitting`'s, the bodies of the legs :mod:`.legs`'.
+prompts are :mod:`.splitting`'s.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import orjson
 
@@ -25,6 +25,8 @@ from sglang_sbs.router.requests.body_fields import (
 )
 from sglang_sbs.router.requests.raw_json import JsonError, is_true, joined, members_of
 from sglang_sbs.router.requests.splitting import Prompt, split_generate, split_openai
+from sglang_sbs.router.workers.placement import Placement
+from sglang_sbs.router.workers.rank_contract import decode_members, prefill_members
 
 RouteKind = Literal["generate", "completions", "chat"]
 
@@ -40,7 +42,12 @@ SGLang 0.5.23 takes the later ones of anyone and believes them (``managers/io_st
 for ``positional_embed_overrides`` ends an engine on CPU (``managers/scheduler.py``; elsewhere with
 several nodes or pipeline parallelism), an unknown ``lora_id`` one with ``--enable-lora``."""
 
-ASK_CACHED = "return_cached_tokens_details"
+_ASK_CACHED = "return_cached_tokens_details"
+_IDS_FIELD = {"generate": "input_ids", "completions": "prompt", "chat": "input_ids"}
+_JOINED_BYTES = 1 << 16
+"""Smaller bodies are one piece: that is quicker to send."""
+
+Pieces = tuple[bytes | bytearray, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,11 +131,7 @@ class Plan:
 
 
 def plan_request(kind: RouteKind, raw: bytes | bytearray, limits: PlanLimits | None = None) -> Plan:
-    """Check a body and split it.
-
-    Raises:
-        RouterError: 400, naming the field and what is wrong with it.
-    """
+    """Check a body and split it. Raises: RouterError (400), naming the field and what is wrong."""
     try:
         return _plan(kind, raw, limits or PlanLimits())
     except JsonError as error:
@@ -170,10 +173,59 @@ def _plan(kind: RouteKind, raw: bytes | bytearray, limits: PlanLimits) -> Plan:
         samples=samples,
         as_list=as_list,
         merge_logprobs=merge,
-        may_ask_cached=kind != "generate" and ASK_CACHED not in body,
+        may_ask_cached=kind != "generate" and _ASK_CACHED not in body,
         stream_options=None if options is None else bytes(options),
         client_rids=rids_of(rid, units),
         model=text_of(body, "model") if kind != "generate" else "",
         session=session_of(body),
         priority=priority_of(body),
     )
+
+
+def leg_bodies(
+    unit: Unit,
+    plan: Plan,
+    placement: Placement,
+    *,
+    rid: str,
+    room: int,
+    ids_json: bytes | None = None,
+    asks_cached: bool = False,
+) -> tuple[Pieces, Pieces]:
+    """The bodies for prefill and decode. What is large in them is there once, however many legs.
+
+    Prefill is asked without streaming: its one reply says how the leg went by its HTTP status, and
+    its counts come in one piece. ``room``: the bootstrap room. ``ids_json``: token ids that both
+    legs get instead of the text, or for a chat instead of what they would make of its messages.
+    ``asks_cached``: prefill is to say how much it had cached, even if it was not started to do so.
+    """
+    prefiller, decoder, rank = placement.prefill, placement.decode, placement.prefill_rank
+    shared = {
+        "rid": rid,
+        "bootstrap_host": prefiller.bootstrap_host,
+        "bootstrap_port": prefiller.bootstrap_port,
+        "bootstrap_room": room,
+    }
+    prefill = shared | prefill_members(rank, coupled=prefiller.coupled) | {"stream": False}
+    if asks_cached:
+        prefill[_ASK_CACHED] = True
+    decode_ranks = decode_members(rank, placement.decode_rank, coupled=decoder.coupled)
+    decode = shared | decode_ranks | {"stream": plan.stream}
+    prompt = plan.prompts[unit.prompt_index]
+    member = prompt.member
+    if ids_json is not None:
+        member = b'"%b":%b' % (_IDS_FIELD[plan.kind].encode(), ids_json)
+    members = [one for one in (member, prompt.own, plan.common) if one]
+    options = plan.stream_options if plan.stream else None
+    more = b"" if options is None else b',"stream_options":%b' % options
+    return _pieces(members, prefill, b""), _pieces(members, decode, more)
+
+
+def _pieces(members: list[bytes | bytearray], fields: dict[str, Any], more: bytes) -> Pieces:
+    end = b"%b%b}" % (orjson.dumps(fields)[1:-1], more)
+    if sum(map(len, members)) <= _JOINED_BYTES:
+        return (b"{%b}" % b",".join((*members, end[:-1])),)
+    pieces: list[bytes | bytearray] = [b"{"]
+    for one in members:
+        pieces += (one, b",")
+    return (*pieces, end)

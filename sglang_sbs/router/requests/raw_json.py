@@ -35,9 +35,10 @@ _OBJECT_BYTES = {b"{": 200, b"[": 72, b'"': 32, b",": 40}
 MOST_SHOWN = 100
 """Of a bad value, bytes, in a message about it."""
 
-_members = msgspec.json.Decoder(dict[str, Raw])
-_entries = msgspec.json.Decoder(list[Raw])
-_objects = msgspec.json.Decoder(list[dict[str, Raw]])
+MEMBERS = msgspec.json.Decoder(dict[str, Raw])
+"""An object cut up. What a client sent goes through :func:`members_of`; engines may be dense."""
+ENTRIES = msgspec.json.Decoder(list[Raw])
+OBJECTS = msgspec.json.Decoder(list[dict[str, Raw]])
 _valid = msgspec.json.Decoder(Raw)
 _BETWEEN = {1: re.compile(rb"\]\s*,\s*\["), 2: re.compile(rb"\]\s*\]\s*,\s*\[\s*\[")}
 _FALSE = frozenset({b"null", b"false", b"0", b'""', b"[]", b"{}"})
@@ -57,31 +58,18 @@ def decoded(decoder: msgspec.json.Decoder[T], raw: Json, said: str = "") -> T:
 
 def members_of(body: bytes | bytearray) -> dict[str, Raw]:
     """The members of an object by name; of several with one name the last, as in Python.
-
-    Raises:
-        JsonError: it is no object, or one of too many objects.
-    """
+    Raises: JsonError, it is no object, or one of too many objects."""
     _check_utf8(body)
     _check_density(body, b'{["')
     if first_byte(body) not in (b"{", b""):
         raise JsonError("it must be a JSON object")
-    return decoded(_members, body, "not valid JSON: ")
-
-
-def checked_members(body: bytes | bytearray) -> dict[str, Raw]:
-    """The same of an engine's answer, which may be dense: logprobs are. Raises: JsonError."""
-    return decoded(_members, body)
-
-
-def checked_objects(raw: Raw) -> list[dict[str, Raw]]:
-    """The members of each object of a list in it. Raises: JsonError, there is something else."""
-    return decoded(_objects, raw)
+    return decoded(MEMBERS, body, "not valid JSON: ")
 
 
 def entries_of(raw: Raw) -> list[Raw]:
     """The entries of a list. Raises: JsonError."""
     _check_density(memoryview(raw), b'{[",')
-    return decoded(_entries, raw)
+    return decoded(ENTRIES, raw)
 
 
 def members_of_entry(raw: Raw) -> dict[str, Raw]:
@@ -89,15 +77,12 @@ def members_of_entry(raw: Raw) -> dict[str, Raw]:
     if first_byte(raw) != b"{":
         return {}
     _check_density(memoryview(raw), b'{["')
-    return decoded(_members, raw)
+    return decoded(MEMBERS, raw)
 
 
 def number_lists_of(raw: Raw, depth: int, most: int) -> list[bytes]:
     """The entries of a list of number lists, ``depth`` deep each; one more than ``most`` at most.
-
-    Raises:
-        JsonError: there is something else in it.
-    """
+    Raises: JsonError, there is something else in it."""
     body = bytes(raw).strip()
     if b'"' in body:
         raise JsonError("there is text among its numbers")
@@ -152,9 +137,7 @@ def json_of_ids(ids: array[int]) -> bytes:
 
 def first_byte(raw: Raw | bytes | bytearray, position: int = 0) -> bytes:
     """What the value begins with: ``{``, ``[``, ``"``, or the start of a number or word.
-
-    ``position`` 1: what the first entry of a list begins with, 2: of that list in it.
-    """
+    ``position`` 1: what the first entry of a list begins with, 2: of that list in it."""
     head = bytes(memoryview(raw)[:_SMALL_BYTES])
     for _ in range(position):
         head = head.lstrip()[1:]

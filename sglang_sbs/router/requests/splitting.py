@@ -67,20 +67,20 @@ class Prompt:
     value: Any
     """What its tokens are counted in: text, token ids (an ``array``), the body of a chat. ``None``:
     it is not to be looked at, ``tokens`` or ``size_bytes`` say what is known."""
+    tokens: int
+    """Of embeddings, or of what should be token ids and is not."""
+    size_bytes: int
+    """Of a text or of the texts of a chat, too long to be looked at."""
     member: bytes | bytearray
     """It as a member of the JSON both legs get; empty for a chat, which is all over the body."""
     own: bytes | bytearray
     """Members of the JSON that are for this prompt of a batch only."""
     namespace: Namespace | None
     """Of the KV cache; ``None``: the body does not say it clearly."""
-    alone: bool = True
+    alone: bool
     """There is nothing in the engine's prompt but what ``value`` has."""
-    takes_ids: bool = False
+    takes_ids: bool
     """Its token ids say the same: no answer depends on its being text."""
-    tokens: int = 0
-    """Of embeddings, or of what should be token ids and is not."""
-    size_bytes: int = 0
-    """Of a text or of the texts of a chat, too long to be looked at."""
 
 
 _Body = dict[str, Raw]
@@ -247,16 +247,14 @@ def _prompts(
     alone, namespace = is_alone(rest), namespace_of(rest)
     prompts = []
     for raw, fields in zip(values, own, strict=True):
-        value, tokens, size_bytes = _read(key, raw)
-        its_namespace = namespace
+        read, its_namespace = _read(key, raw), namespace
         if any(name in fields for name in NAMESPACE_FIELDS):
             here = {name: rest[name] for name in NAMESPACE_FIELDS if name in rest}
             its_namespace = namespace_of(here | fields)
         just_it = alone and (not fields or is_alone(fields))
-        may_be_ids = takes_ids and just_it and isinstance(value, str)
-        member, its_own = joined([(key, raw)]), joined(fields.items())
-        sizes = (tokens, size_bytes)
-        prompts.append(Prompt(value, member, its_own, its_namespace, just_it, may_be_ids, *sizes))
+        may_be_ids = takes_ids and just_it and isinstance(read[0], str)
+        members = joined([(key, raw)]), joined(fields.items())
+        prompts.append(Prompt(*read, *members, its_namespace, just_it, may_be_ids))
     return prompts
 
 
@@ -284,10 +282,8 @@ def _chat_prompt(raw: bytes | bytearray, body: _Body) -> Prompt:
         body.pop("input_ids", None)  # it is null
         small = len(raw) <= MOST_READ_BYTES
         read = (value_of(raw), 0, 0) if small else (None, 0, 1 + text_bytes_of(body["messages"]))
-    value, tokens, size_bytes = read
     alone = is_alone(body)
-    takes_ids = alone and ids is None
-    return Prompt(value, b"", b"", namespace_of(body), alone, takes_ids, tokens, size_bytes)
+    return Prompt(*read, b"", b"", namespace_of(body), alone, takes_ids=alone and ids is None)
 
 
 def _check_units(prompts: int, samples: int, limits: PlanLimits) -> None:

@@ -24,8 +24,7 @@ from sglang_sbs.router.prompts.block_names import BlockNamer
 from sglang_sbs.router.prompts.length_estimate import PromptLengths
 from sglang_sbs.router.prompts.reader import Known, PromptReader
 from sglang_sbs.router.requests.headers import forwarded_headers
-from sglang_sbs.router.requests.legs import leg_bodies
-from sglang_sbs.router.requests.plan import _INTERNAL_FIELDS, plan_request
+from sglang_sbs.router.requests.plan import _INTERNAL_FIELDS, leg_bodies, plan_request
 from sglang_sbs.router.workers.breaker import Breaker
 from sglang_sbs.router.workers.placement import Placement
 from sglang_sbs.router.workers.worker import Worker
