@@ -97,9 +97,8 @@ async def _probe(
     await asyncio.gather(*legs, return_exceptions=True)
     if failure:
         await asyncio.gather(*(_abort(abort, url, rid) for url in urls))
-    return ProbeResult(
-        *(prefill.url, decode.url, prefill_rank, decode_rank), failure=failure, took_s=took_s
-    )
+    ranks = f"prefill rank {prefill_rank}, decode rank {decode_rank}"
+    return ProbeResult(f"{prefill.url} -> {decode.url}", ranks, failure, took_s)
 
 
 def _spelling(prefill: EngineFacts, decode: EngineFacts) -> int:
