@@ -101,8 +101,10 @@ def check_endforward(facts: ClusterFacts) -> Iterator[Finding]:
         yield from _reports(facts, engine, mine)
     yield from _instance_ids(usable)
     for url, report in mine.misnamed.items():
-        seen = f"reports of an engine with --dist-init-addr {report.dist_init_addr!r} name this one"
-        yield finding("plugin.instance-id", url, seen, None)
+        other = f"engine with --dist-init-addr {report.dist_init_addr!r}"
+        seen = f"reports of an {other} name this one"
+        change = f"SGLANG_SBS_INSTANCE_ID of the {other}: its own URL, not {url}; or unset it there"
+        yield finding("plugin.instance-id", url, seen, change)
     yield from _routers(usable)
     yield from _listening(facts, heard, mine)
 
