@@ -168,10 +168,8 @@ def _parallel(scheduler: Any) -> Any:
     """The object that has the parallel ranks and sizes (:func:`read_placement`)."""
     ranks = getattr(scheduler, "ps", None)
     if ranks is None and hasattr(scheduler, "attn_tp_rank"):
-        ranks = scheduler
-    if ranks is None:
-        ranks = importlib.import_module("sglang.srt.runtime_context").get_parallel()
-    return ranks
+        return scheduler
+    return ranks or importlib.import_module("sglang.srt.runtime_context").get_parallel()
 
 
 def read_role(scheduler: Any) -> Role:
@@ -352,12 +350,9 @@ class SchedulerReader:
         """
         count = 0
         for req in self._requests(role):
-            if (
-                getattr(req, "_sbs_accepted", False)
-                and not getattr(req, "_sbs_aborted", False)
-                and not req.finished()
-                and (abort.abort_all or req.rid.startswith(abort.rid))
-            ):
+            going_on = getattr(req, "_sbs_accepted", False) and not req.finished()
+            meant = abort.abort_all or req.rid.startswith(abort.rid)
+            if going_on and meant and not getattr(req, "_sbs_aborted", False):
                 req._sbs_aborted = True
                 count += 1
         return count
@@ -376,11 +371,9 @@ class SchedulerReader:
             yield from s.disagg_prefill_bootstrap_queue.queue
             yield from s.disagg_prefill_inflight_queue
         elif role == "decode":
-            yield from s.disagg_decode_prealloc_queue.retracted_queue
-            for entry in s.disagg_decode_prealloc_queue.queue:
-                yield entry.req
-            for entry in s.disagg_decode_transfer_queue.queue:
-                yield entry.req
+            prealloc, transfer = s.disagg_decode_prealloc_queue, s.disagg_decode_transfer_queue
+            yield from prealloc.retracted_queue
+            yield from (entry.req for entry in (*prealloc.queue, *transfer.queue))
 
     def _waiting_tokens(self, role: Role) -> int:
         """Uncached tokens of ``waiting_queue``.
