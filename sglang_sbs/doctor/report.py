@@ -154,10 +154,8 @@ def print_features(
             state = Text(str(row.state), style=_STYLES[row.state])
             table.add_row(Text(row.title), state, Text(row.why), Text(row.change or "-"))
     console.print(table)
-    engines = counted(len(facts.engines), "engine")
-    said_by = (
-        f"by {engines} and the router {facts.router.url}"
-        if facts.router is not None
-        else f"by {engines} and the router's flags given here; --router URL asks a running router"
-    )
+    router = "the router's flags given here; --router URL asks a running router"
+    if facts.router is not None:
+        router = f"the router {facts.router.url}"
+    said_by = f"by {counted(len(facts.engines), 'engine')} and {router}"
     console.print(Text(f"Told {said_by}. docs/features.md says what each row means."))
