@@ -159,52 +159,51 @@ class RankHook:
         """Before ``Scheduler.abort_request(self, recv_req)``, while its targets are in place."""
         self._safely(self._on_abort, scheduler, recv_req)
 
-    def _safely(self, act: Callable[..., Any], *args: Any) -> Any:
+    def _safely(self, act: Callable[..., Any], scheduler: Any, *args: Any) -> Any:
+        """``act(reader, *args)``; None: it failed, or nothing is said here."""
         if self.off:
             return None
         try:
-            return act(*args)
+            reader = self._attached(scheduler)
+            return None if reader is None else act(reader, *args)
         except Exception:
             self._failed()
             return None
 
     # What they do -------------------------------------------------------------------------
 
-    def _on_launch(self, scheduler: Any, batch: Any, result: Any, entered_s: float) -> None:
-        reader = self._attached(scheduler)
-        if reader is None or batch.forward_mode.is_prebuilt():
+    def _on_launch(
+        self, reader: SchedulerReader, batch: Any, result: Any, entered_s: float
+    ) -> None:
+        if batch.forward_mode.is_prebuilt():
             return
-        launched = collect.read_pass(scheduler, batch, entered_s, reader.placement.dp_size)
+        launched = collect.read_pass(reader.scheduler, batch, entered_s, reader.placement.dp_size)
         if reader.is_spin(launched):
             return
         collect.note_pass(result, launched)
-        role = collect.read_role(scheduler)
+        role = collect.read_role(reader.scheduler)
         if role == "prefill" or (role == "null" and launched.is_extend):
             begun_s = self._clock()
             started = collect.newly_started(batch) if launched.is_extend else []
             self._send("launch", reader.count(), launched, begun_s, started)
 
-    def _on_result(self, scheduler: Any, batch: Any, result: Any) -> bool:
+    def _on_result(self, reader: SchedulerReader, batch: Any, result: Any) -> bool:
         """Returns False when the end of the pass is not known yet."""
-        reader = self._attached(scheduler)
-        if reader is None or batch.forward_mode.is_prebuilt():
+        if batch.forward_mode.is_prebuilt():
             return True
         done = getattr(result, "copy_done", None)
         if done is None:
             return False
         done.synchronize()
-        self._on_end(scheduler, batch, result)
+        self._on_end(reader, batch, result)
         return True
 
-    def _on_end(self, scheduler: Any, batch: Any, result: Any) -> None:
-        reader = self._attached(scheduler)
-        if reader is None:
-            return
+    def _on_end(self, reader: SchedulerReader, batch: Any, result: Any) -> None:
         ended, end_s = collect.noted_pass(result), self._clock()
         if ended is None:  # pipeline stages rebuild the result: the batch itself tells
-            ended = collect.read_pass(scheduler, batch, self._end_s, reader.placement.dp_size)
+            ended = collect.read_pass(reader.scheduler, batch, self._end_s, reader.said.dp_size)
         if reader.is_spin(ended):
-            self._on_idle(scheduler)
+            self._on_idle(reader)
             return
         self._forward_s = max(0.0, end_s - max(ended.launch_s, self._end_s))
         self._end_s = end_s
@@ -219,10 +218,7 @@ class RankHook:
                 return
         self._send("forward", counts, ended, end_s)
 
-    def _on_idle(self, scheduler: Any) -> None:
-        reader = self._attached(scheduler)
-        if reader is None:
-            return
+    def _on_idle(self, reader: SchedulerReader) -> None:
         now_s, counts = self._clock(), reader.count()
         idle = reader.is_quiescent()
         if idle and not self._said_idle:
@@ -233,18 +229,15 @@ class RankHook:
                 self._send("heartbeat", counts, self._pass, now_s)
         self._said_idle = idle
 
-    def _on_added(self, scheduler: Any, req: Any) -> None:
-        reader = self._attached(scheduler)
-        if reader is not None and reader.accepted(req, collect.read_role(scheduler)):
+    def _on_added(self, reader: SchedulerReader, req: Any) -> None:
+        if reader.accepted(req, collect.read_role(reader.scheduler)):
             reader.said.accepted_requests += 1
             reader.said.accepted_tokens += len(req.origin_input_ids)
             self._rids.append(collect.sent_rid(req))
 
-    def _on_abort(self, scheduler: Any, recv_req: Any) -> None:
-        reader = self._attached(scheduler)
-        if reader is not None:
-            aborted = reader.newly_aborted(recv_req, collect.read_role(scheduler))
-            reader.said.aborted_requests += aborted
+    def _on_abort(self, reader: SchedulerReader, recv_req: Any) -> None:
+        aborted = reader.newly_aborted(recv_req, collect.read_role(reader.scheduler))
+        reader.said.aborted_requests += aborted
 
     # Sending ------------------------------------------------------------------------------
 
