@@ -53,7 +53,7 @@ class Pass(NamedTuple):
 
 
 class Draft(EndForward, frozen=False):  # type: ignore[misc]
-    """A message in the making."""
+    """A message in the making; it is frozen for who receives it."""
 
 
 def read_placement(scheduler: Any) -> Placement:

@@ -61,9 +61,6 @@ def load_config(environ: MutableMapping[str, str]) -> HookConfig:
     value that works.
     """
     given = {name: value.strip() for name, value in environ.items() if name.startswith(_PREFIX)}
-    if not given.get(BOOT_ID):
-        given[BOOT_ID] = environ[BOOT_ID] = uuid.uuid4().hex
-        given[BOOTED_S] = environ[BOOTED_S] = str(int(time.time()))
     parts = map(str.strip, given.get(ROUTERS, "").split(","))
     routers = tuple(_router(part) for part in parts if part)
     bind = _bind(given.get(BIND, ""))
@@ -73,6 +70,9 @@ def load_config(environ: MutableMapping[str, str]) -> HookConfig:
             f"{GANG_GATE_MS}: {given[GANG_GATE_MS]!r} is more than {MOST_GATE_MS:g}, longer than "
             "any batch should wait; write e.g. 20, 0 for never, or unset it"
         )
+    if not given.get(BOOT_ID):
+        given[BOOT_ID] = environ[BOOT_ID] = uuid.uuid4().hex
+        given[BOOTED_S] = environ[BOOTED_S] = str(int(time.time()))
     booted = given.get(BOOTED_S, "")
     return HookConfig(
         routers=routers,
