@@ -23,7 +23,7 @@ def plain_error(error: BaseException) -> str:
         case aiohttp.ClientConnectorCertificateError():
             return f"cannot connect to {error.host}:{error.port}: {error.certificate_error}"
         case aiohttp.ClientConnectorError():
-            return f"cannot connect to {error.host}:{error.port}: {_system_error(error.os_error)}"
+            return f"cannot connect to {error.host}:{error.port}: {system_error(error.os_error)}"
         case aiohttp.ServerDisconnectedError():
             return "it closed the connection without an answer"
         case _:
@@ -41,12 +41,12 @@ def naming_port(flag: str, host: str, port: int) -> Iterator[None]:
     except OSError as error:
         raise OSError(
             error.errno,
-            f"{flag} {port}: cannot listen at {host}: {_system_error(error)}; choose another with "
+            f"{flag} {port}: cannot listen at {host}: {system_error(error)}; choose another with "
             f"{flag}, or end what listens there",
         ) from error
 
 
-def _system_error(error: OSError) -> str:
+def system_error(error: OSError) -> str:
     """asyncio puts words and addresses of its own where the system's are."""
     number = error.errno or 0
     if number <= 0 or isinstance(error, ssl.SSLError):  # numbers of the resolver's and OpenSSL's

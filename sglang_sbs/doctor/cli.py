@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 import sys
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
-from typing import Any
 
 import orjson
 from rich.console import Console
@@ -48,26 +48,20 @@ async def _examine(options: DoctorOptions) -> int:
     console = Console(highlight=False)
     if options.features:
         rows = feature_rows(facts)
-        _write_json(options, features_json(facts, rows))
-        if options.json != Path("-"):
-            print_features(console, facts, rows, quiet=options.quiet)
-        return features_exit_code(facts)
-    findings = judge(facts)
-    _write_json(options, as_json(facts, findings))
-    if options.json != Path("-"):
-        print_report(console, facts, findings, quiet=options.quiet)
-    return exit_code(findings, strict=options.strict)
-
-
-def _write_json(options: DoctorOptions, report: dict[str, Any]) -> None:
-    """Where ``--json`` says, if it is given."""
-    if options.json is None:
-        return
-    data = orjson.dumps(report, option=orjson.OPT_INDENT_2) + b"\n"
-    if options.json == Path("-"):
-        sys.stdout.write(data.decode())
+        told, code = features_json(facts, rows), features_exit_code(facts)
+        show = partial(print_features, console, facts, rows)
     else:
+        findings = judge(facts)
+        told, code = as_json(facts, findings), exit_code(findings, strict=options.strict)
+        show = partial(print_report, console, facts, findings)
+    if options.json is not None:
+        data = orjson.dumps(told, option=orjson.OPT_INDENT_2) + b"\n"
+        if options.json == Path("-"):
+            sys.stdout.write(data.decode())
+            return code
         options.json.write_bytes(data)
+    show(quiet=options.quiet)
+    return code
 
 
 if __name__ == "__main__":

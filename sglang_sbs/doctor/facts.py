@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any
 
 from sglang_sbs.doctor.options import DoctorOptions
 from sglang_sbs.router.workers.server_info import (
@@ -19,10 +19,6 @@ from sglang_sbs.router.workers.server_info import (
 )
 from sglang_sbs.scheduling.events import InstanceRole, LoadPolled
 from sglang_sbs.wire import EndForward
-
-FailureKind = Literal[
-    "unreachable", "silent", "wrong-scheme", "certificate", "not-sglang", "is-a-router", "refused"
-]
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,9 +32,10 @@ class Target:
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """Why a question had no answer. ``refused``: the key (401, 403)."""
+    """Why a question had no answer. ``kind``: that of the finding ``reach.KIND``, or ``refused``:
+    the key (401, 403)."""
 
-    kind: FailureKind
+    kind: str
     text: str
 
 
@@ -60,21 +57,6 @@ class Bootstrap:
     @property
     def address(self) -> str:
         return f"{self.host}:{self.port}"
-
-
-@dataclass(frozen=True, slots=True)
-class ClosedKvPort:
-    """One that refuses connections from here."""
-
-    dp_rank: int
-    node: int
-    endpoint: str
-    replay: bool
-
-    def __str__(self) -> str:
-        where = f" on node {self.node}" if self.node else ""
-        kind = ", replays" if self.replay else ""
-        return f"{self.endpoint.removeprefix('tcp://')} (rank {self.dp_rank}{where}{kind})"
 
 
 @dataclass(slots=True)
@@ -101,7 +83,8 @@ class EngineFacts:
     open_without_key: bool | None = None
     """It answers without a key; ``None``: not asked, or it was never asked with one."""
     bootstrap: Bootstrap | None = None
-    closed_kv_ports: list[ClosedKvPort] = field(default_factory=list)
+    closed_kv_ports: list[str] = field(default_factory=list)
+    """Those that refuse connections from here, each with its rank."""
     hidden_kv_ranks: list[int] = field(default_factory=list)
     """DP ranks on other nodes that report without saying where their KV events are."""
 
@@ -133,9 +116,7 @@ class RankHeard:
 
     messages: int
     last: EndForward
-    heard_s: float
-    """Of ``time.monotonic()``."""
-    peer: str = ""
+    peer: str
     """IP address it came from; empty for a Unix socket."""
 
 
@@ -173,31 +154,30 @@ class RouterFacts:
 
     def instances(self, role: str) -> list[dict[str, Any]]:
         """The scheduler's state of each instance."""
-        told = self.state.get(role)
-        return [one for one in told if isinstance(one, dict)] if isinstance(told, list) else []
+        return objects(self.state.get(role))
 
     def ages_s(self, url: str) -> dict[int, float | None]:
         """Since the last report of each DP rank of an engine, as the scheduler has it; ``None``:
         none ever came."""
-        for instance in (*self.instances("prefill"), *self.instances("decode")):
-            ranks = instance.get("ranks")
-            if instance.get("instance") == url and isinstance(ranks, list):
-                told = [rank.get("age_s") if isinstance(rank, dict) else None for rank in ranks]
-                return {
-                    number: float(age_s) if isinstance(age_s, int | float) else None
-                    for number, age_s in enumerate(told)
-                }
-        return {}
+        instances = (*self.instances("prefill"), *self.instances("decode"))
+        ranks = next((one.get("ranks") for one in instances if one.get("instance") == url), None)
+        told = [
+            rank.get("age_s") if isinstance(rank, dict) else None
+            for rank in (ranks if isinstance(ranks, list) else ())
+        ]
+        return {
+            rank: float(age_s) if isinstance(age_s, int | float) else None
+            for rank, age_s in enumerate(told)
+        }
 
 
 @dataclass(frozen=True, slots=True)
 class ProbeResult:
     """One request through one pair."""
 
-    prefill: str
-    decode: str
-    prefill_rank: int
-    decode_rank: int
+    pair: str
+    """``PREFILL -> DECODE``"""
+    ranks: str
     failure: str
     """Empty: it generated its token."""
     took_s: float
@@ -240,6 +220,11 @@ def key_differs(options: DoctorOptions, facts: EngineFacts) -> bool:
 
 
 # Answers may be anything, and lists long --------------------------------------------------------
+
+
+def objects(value: object) -> list[dict[str, Any]]:
+    """The objects of a list."""
+    return [one for one in value if isinstance(one, dict)] if isinstance(value, list) else []
 
 
 def number(data: Mapping[str, Any], name: str) -> int:

@@ -92,9 +92,7 @@ class Findings(dict[str, Wording]):
 
 
 def count(findings: list[Finding]) -> dict[Severity, int]:
-    return {
-        severity: sum(found.severity is severity for found in findings) for severity in Severity
-    }
+    return {one: sum(found.severity is one for found in findings) for one in Severity}
 
 
 def verdict(findings: list[Finding]) -> Verdict:

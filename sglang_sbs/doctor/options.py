@@ -88,34 +88,20 @@ def _parser() -> argparse.ArgumentParser:
         allow_abbrev=False,
     )
     add = parser.add_argument
-    switch = partial(parser.add_argument, action="store_true")
+    switch = partial(add, action="store_true")
+    seconds = partial(add, type=_seconds, metavar="S")
     add("--router", metavar="URL", help="a running sglang-sbs router, to ask what it knows")
-    switch(
-        "--features",
-        help="a table of features instead: which are on, why, and which flag or variable to change",
-    )
-    switch(
-        "--probe", help="send one request for one token through every pair of prefill and decode"
-    )
+    features = "which are on, why, and which flag or variable to change"
+    switch("--features", help=f"a table of features instead: {features}")
+    probe = "send one request for one token through every pair of prefill and decode"
+    switch("--probe", help=probe)
     switch("--strict", help="exit with 1 for warnings too")
     switch("--quiet", help="leave out what is fine, and engines without findings")
     add("--json", type=Path, metavar="FILE", help="write the report as JSON; - for standard output")
-    add(
-        "--timeout",
-        dest="timeout_s",
-        type=_seconds,
-        default=10.0,
-        metavar="S",
-        help="for each answer, seconds; an engine may answer only between passes (default: 10)",
-    )
-    add(
-        "--wait",
-        dest="wait_s",
-        type=_seconds,
-        default=6.0,
-        metavar="S",
-        help="for EndForward of every rank, seconds; ends as soon as all were heard (default: 6)",
-    )
+    answer = "for each answer, seconds; an engine may answer only between passes (default: 10)"
+    seconds("--timeout", dest="timeout_s", default=10.0, help=answer)
+    heard = "for EndForward of every rank, seconds; ends as soon as all were heard (default: 6)"
+    seconds("--wait", dest="wait_s", default=6.0, help=heard)
     return parser
 
 
@@ -128,23 +114,19 @@ def parse_options(argv: Sequence[str]) -> DoctorOptions:
             "--features tells what is on, not what is wrong: leave --strict and --probe out"
         )
     flags = parse_flags(rest)
-    router = None
-    if own.router is not None:
-        try:
-            router = normalise_worker_url(own.router)
-        except ValueError as error:
-            raise FlagError(str(error).replace("worker URL", "--router")) from error
-    if router is None and not (flags.prefill and flags.decode):
+    try:
+        own.router = None if own.router is None else normalise_worker_url(own.router)
+    except ValueError as error:
+        raise FlagError(str(error).replace("worker URL", "--router")) from error
+    if own.router is None and not (flags.prefill and flags.decode):
         raise FlagError(
             "nothing to examine: give at least one --prefill URL [BOOTSTRAP_PORT] and one --decode "
             "URL, or --router URL to ask a running router which engines it has"
         )
     key_file = text_flag(rest, "--sbs-endforward-key-file")
-    said = {name: value for name, value in vars(own).items() if name != "router"}
     return DoctorOptions(
         router_flags=flags,
-        router=router,
         given_bind=flags.endforward_bind if text_flag(rest, "--sbs-endforward-bind") else None,
         key_file=Path(key_file) if key_file else None,
-        **said,
+        **vars(own),
     )

@@ -8,6 +8,7 @@ from __future__ import annotations
 import textwrap
 from collections.abc import Sequence
 from dataclasses import asdict
+from functools import partial
 from typing import Any
 
 from rich.console import Console
@@ -18,6 +19,7 @@ from sglang_sbs import __version__
 from sglang_sbs.doctor.facts import ClusterFacts, EngineFacts
 from sglang_sbs.doctor.features.rules import FeatureRow, State
 from sglang_sbs.doctor.findings import CLUSTER, ROUTER, Finding, Severity, count, verdict
+from sglang_sbs.plain_words import counted
 
 _TOLD = (
     *("version", "dp_size", "chunk_tokens", "kv_capacity_tokens"),
@@ -74,16 +76,13 @@ def print_report(
     for one in findings:
         by_subject.setdefault(one.subject, []).append(one)
     for engine in facts.engines:
-        _print_block(console, _title(engine), by_subject.pop(engine.url, []), quiet)
+        version = f"SGLang {engine.info.version}" if engine.info is not None else "not usable"
+        title = f"{engine.target.role} {engine.url}  {version}"
+        _print_block(console, title, by_subject.pop(engine.url, []), quiet)
     last = [(ROUTER, by_subject.pop(ROUTER, [])), (CLUSTER, by_subject.pop(CLUSTER, []))]
     for subject, some in [*by_subject.items(), *last]:
         _print_block(console, subject, some, quiet)
     console.print(verdict_line(facts, findings), soft_wrap=True)
-
-
-def _title(engine: EngineFacts) -> str:
-    version = f"SGLang {engine.info.version}" if engine.info is not None else "not usable"
-    return f"{engine.target.role} {engine.url}  {version}"
 
 
 def _print_block(console: Console, title: str, findings: list[Finding], quiet: bool) -> None:
@@ -94,24 +93,19 @@ def _print_block(console: Console, title: str, findings: list[Finding], quiet: b
     ids = max(len(one.id) for one in shown)
     indent = " " * (_MARK_CHARS + ids + 4)
     room = max(_MIN_TEXT_CHARS, console.width - len(indent))
+    # Lines without trailing blanks; what cannot be broken (URLs, JSON) stays whole.
+    wrap = partial(textwrap.wrap, width=room, break_long_words=False, break_on_hyphens=False)
     for one in shown:
         mark, style = _MARKS[one.severity]
-        lines = _wrapped(one.seen, room)
-        first = Text.assemble(
-            "  ", (f"{mark:<{_MARK_CHARS}}", style), f"{one.id:<{ids}}  ", lines[0]
-        )
-        console.print(first, soft_wrap=True)
-        for line in lines[1:]:
-            console.print(Text(indent + line), soft_wrap=True)
-        for line in _wrapped(f"-> {one.change}", room) if one.change else ():
-            console.print(Text.assemble(indent, (line, "italic")), soft_wrap=True)
+        first, *more = wrap(one.seen) or [""]
+        start = f"{one.id:<{ids}}  {first}"
+        lines = [Text.assemble("  ", (f"{mark:<{_MARK_CHARS}}", style), start)]
+        lines += [Text(indent + line) for line in more]
+        change = wrap(f"-> {one.change}") if one.change else ()
+        lines += [Text.assemble(indent, (line, "italic")) for line in change]
+        for line in lines:
+            console.print(line, soft_wrap=True)
     console.print()
-
-
-def _wrapped(text: str, width: int) -> list[str]:
-    """Lines without trailing blanks; what cannot be broken (URLs, JSON) stays whole."""
-    lines = textwrap.wrap(text, width, break_long_words=False, break_on_hyphens=False)
-    return lines or [""]
 
 
 _VERDICTS = {
@@ -124,17 +118,10 @@ _VERDICTS = {
 def verdict_line(facts: ClusterFacts, findings: list[Finding]) -> Text:
     """``broken: 2 errors, 1 warning, ... in 4 engines``."""
     counts = count(findings)
-    parts = [
-        _plural(counts[severity], str(severity))
-        for severity in (Severity.ERROR, Severity.WARNING, Severity.NOTE)
-        if counts[severity]
-    ]
-    said = f"{', '.join(parts) or 'no findings'} in {_plural(len(facts.engines), 'engine')}"
+    worst_first = (Severity.ERROR, Severity.WARNING, Severity.NOTE)
+    parts = [counted(counts[one], one) for one in worst_first if counts[one]]
+    said = f"{', '.join(parts) or 'no findings'} in {counted(len(facts.engines), 'engine')}"
     return Text.assemble(_VERDICTS[verdict(findings)], f": {said}")
-
-
-def _plural(number: int, name: str) -> str:
-    return f"{number} {name}{'' if number == 1 else 's'}"
 
 
 def features_exit_code(facts: ClusterFacts) -> int:
@@ -167,10 +154,8 @@ def print_features(
             state = Text(str(row.state), style=_STYLES[row.state])
             table.add_row(Text(row.title), state, Text(row.why), Text(row.change or "-"))
     console.print(table)
-    engines = _plural(len(facts.engines), "engine")
-    said_by = (
-        f"by {engines} and the router {facts.router.url}"
-        if facts.router is not None
-        else f"by {engines} and the router's flags given here; --router URL asks a running router"
-    )
+    router = "the router's flags given here; --router URL asks a running router"
+    if facts.router is not None:
+        router = f"the router {facts.router.url}"
+    said_by = f"by {counted(len(facts.engines), 'engine')} and {router}"
     console.print(Text(f"Told {said_by}. docs/features.md says what each row means."))

@@ -10,16 +10,20 @@ import contextlib
 import importlib
 import os
 from collections.abc import Callable, Iterator
-from typing import Any, Literal, NamedTuple, cast
+from typing import Any, NamedTuple, cast
 
 from sglang_sbs.engine.config import split_tcp
-from sglang_sbs.wire.endforward import KvAddress, Started
-
-Role = Literal["prefill", "decode", "null"]
+from sglang_sbs.wire.endforward import EndForward, KvAddress, Role, Started
 
 HEALTH_CHECK_RID_PREFIX = "HEALTH_CHECK"
 """``constants.py``: requests of ``/health``, which no router sent."""
 RUST_SERVER_DIGITS = 16
+_LIMITS = {
+    "chunk_tokens": ("chunked_prefill_size", "max_prefill_tokens"),
+    "max_running_requests": ("max_running_requests",),
+    "kv_capacity_tokens": ("max_total_num_tokens",),
+}
+"""Fields of EndForward, and the scheduler's attributes for them; the first that is set counts."""
 
 
 class Placement(NamedTuple):
@@ -37,51 +41,19 @@ class Pass(NamedTuple):
     forward_id: int
     mode: str
     launch_s: float
-    is_extend: bool
-    is_prebuilt: bool
     extend_tokens: int
     cached_tokens: int
     batch_size: int
     tokens_per_rank: list[int] | None
+    is_extend: bool
 
     @property
     def tokens(self) -> int:
         return self.extend_tokens if self.is_extend else self.batch_size
 
 
-class Occupancy(NamedTuple):
-    """Cheap counts; a change of any of them is a change worth reporting."""
-
-    inflight_passes: int
-    waiting_requests: int
-    bootstrapping_requests: int
-    chunking: bool
-    kv_transfer_requests: int
-    running_requests: int
-
-
-def is_quiescent(occupancy: Occupancy, role: Role) -> bool:
-    """Nothing launched, waiting or bootstrapping: ``EndForward.idle`` of a message with these."""
-    passes, waiting, bootstrapping, chunking, _transfers, running = occupancy
-    busy = passes or waiting or bootstrapping or chunking or (role != "prefill" and running)
-    return not busy
-
-
-class Backlog(NamedTuple):
-    """The fields that cost a walk over queues or pools, tokens."""
-
-    inflight_tokens: int
-    inflight_requests: int
-    waiting_tokens: int
-    bootstrapping_tokens: int
-    chunk_remainder_tokens: int
-    kv_tokens: int
-
-
-class Limits(NamedTuple):
-    chunk_tokens: int
-    max_running_requests: int
-    kv_capacity_tokens: int
+class Draft(EndForward, frozen=False):  # type: ignore[misc]
+    """A message in the making; it is frozen for who receives it."""
 
 
 def read_placement(scheduler: Any) -> Placement:
@@ -180,8 +152,8 @@ def _bound_tcp(publisher: Any, *names: str) -> tuple[str, int] | None:
 
 
 def shares_barrier(scheduler: Any) -> bool:
-    """Whether the DP ranks run their event loops in lockstep: they gather what each brings to a
-    pass in every turn (``managers/scheduler_components/dp_attn.py``), unless told not to."""
+    """Whether the DP ranks run their event loops in lockstep: in every turn they gather what each
+    brings to a pass (``managers/scheduler_components/dp_attn.py``), unless told not to."""
     return _attn_dp_size(scheduler) > 1 and not skips_gather()
 
 
@@ -196,10 +168,8 @@ def _parallel(scheduler: Any) -> Any:
     """The object that has the parallel ranks and sizes (:func:`read_placement`)."""
     ranks = getattr(scheduler, "ps", None)
     if ranks is None and hasattr(scheduler, "attn_tp_rank"):
-        ranks = scheduler
-    if ranks is None:
-        ranks = importlib.import_module("sglang.srt.runtime_context").get_parallel()
-    return ranks
+        return scheduler
+    return ranks or importlib.import_module("sglang.srt.runtime_context").get_parallel()
 
 
 def read_role(scheduler: Any) -> Role:
@@ -225,12 +195,11 @@ def read_pass(scheduler: Any, batch: Any, entered_s: float, dp_size: int) -> Pas
         forward_id=int(getattr(batch, "forward_iter", None) or scheduler.forward_ct),
         mode=mode.name.lower(),
         launch_s=getattr(batch, "launch_ts", None) or entered_s,
-        is_extend=is_extend,
-        is_prebuilt=mode.is_prebuilt(),
         extend_tokens=int(batch.extend_num_tokens or 0) if is_extend else 0,
         cached_tokens=int(stats.log_hit_tokens) if stats is not None else 0,
         batch_size=len(batch.reqs),
         tokens_per_rank=list(per_rank) if per_rank and len(per_rank) == dp_size else None,
+        is_extend=is_extend,
     )
 
 
@@ -278,29 +247,31 @@ def is_health_check(req: Any) -> bool:
 
 
 class SchedulerReader:
-    """Reads one SGLang scheduler; what the version lacks is decided once and reported as 0."""
+    """Reads one SGLang scheduler into the next message of its rank; what the version lacks is
+    decided once and stays 0."""
 
     def __init__(self, scheduler: Any) -> None:
         self.scheduler = scheduler
         self.placement = read_placement(scheduler)
-        self.missing: list[str] = []
-        """Fields this version cannot give."""
         self._used_tokens = _used_tokens_reader(scheduler)
-        if self._used_tokens is None:
-            self.missing.append("kv_tokens")
         self._inquirer = hasattr(
             getattr(scheduler, "load_inquirer", None), "get_num_waiting_uncached_tokens"
         )
-        self.limits = Limits(
-            chunk_tokens=int(
-                getattr(scheduler, "chunked_prefill_size", 0)
-                or getattr(scheduler, "max_prefill_tokens", 0)
-                or 0
-            ),
-            max_running_requests=int(getattr(scheduler, "max_running_requests", 0) or 0),
-            kv_capacity_tokens=int(getattr(scheduler, "max_total_num_tokens", 0) or 0),
+        rank, ranks, _ = self.placement
+        self.said: Any = Draft(
+            instance_id="", boot_id="", role="null", dp_rank=rank, dp_size=ranks, seq=0, kind="idle"
         )
-        self.missing += [name for name, value in self.limits._asdict().items() if not value]
+        for field, names in _LIMITS.items():
+            known = (getattr(scheduler, name, 0) for name in names)
+            setattr(self.said, field, int(next(filter(None, known), 0)))
+        self.missing = ["kv_tokens"] if self._used_tokens is None else []
+        """Fields this version cannot give."""
+        self.missing += [name for name in _LIMITS if not getattr(self.said, name)]
+
+    def is_spin(self, one: Pass) -> bool:
+        """Whether it is no pass but a turn of an idle rank: without a barrier (and without DWDP)
+        SGLang gives it an empty batch in each (``dp_attn.py``: ``need_idle_batch``)."""
+        return one.mode == "idle" and not self.said.barrier
 
     def inflight(self) -> list[Pass]:
         """Passes launched and not yet processed, oldest first (overlap scheduling only)."""
@@ -308,9 +279,11 @@ class SchedulerReader:
         noted = (noted_pass(result) for _, result in queue)
         return [launched for launched in noted if launched is not None]
 
-    def occupancy(self, role: Role) -> Occupancy:
-        """A few ``len()``; the same attributes from 0.5.6 to 0.5.23."""
-        s = self.scheduler
+    def count(self) -> tuple[int, ...]:
+        """Read the role, and what costs a few ``len()``. Returns what is worth a message when it
+        changes; the same attributes from 0.5.6 to 0.5.23."""
+        s, said = self.scheduler, self.said
+        role = said.role = read_role(s)
         waiting, bootstrapping, transfer = len(s.waiting_queue), 0, 0
         if role == "prefill":
             bootstrapping = len(s.disagg_prefill_bootstrap_queue.queue)
@@ -319,31 +292,35 @@ class SchedulerReader:
             prealloc = s.disagg_decode_prealloc_queue
             waiting += len(prealloc.retracted_queue)
             transfer = len(prealloc.queue) + len(s.disagg_decode_transfer_queue.queue)
-        return Occupancy(
-            inflight_passes=len(self.inflight()),
-            waiting_requests=waiting,
-            bootstrapping_requests=bootstrapping,
-            chunking=s.chunked_req is not None,
-            kv_transfer_requests=transfer,
-            running_requests=len(s.running_batch.reqs),
-        )
+        said.inflight_passes = passes = len(self.inflight())
+        said.waiting_requests, said.bootstrapping_requests = waiting, bootstrapping
+        said.kv_transfer_requests = transfer
+        said.running_requests = running = len(s.running_batch.reqs)
+        chunking = s.chunked_req is not None
+        accepted, aborted = said.accepted_requests, said.aborted_requests
+        counts = passes, waiting, bootstrapping, chunking, transfer, running
+        return *counts, accepted, aborted
 
-    def backlog(self, role: Role) -> Backlog:
-        """Tokens behind :meth:`occupancy`."""
-        s = self.scheduler
-        inflight, chunked, bootstrapping = self.inflight(), s.chunked_req, 0
+    def is_quiescent(self) -> bool:
+        """:meth:`count` found nothing launched, waiting or bootstrapping: ``EndForward.idle``."""
+        said = self.said
+        ahead = said.inflight_passes or said.waiting_requests or said.bootstrapping_requests
+        running = said.role != "prefill" and said.running_requests
+        return not (ahead or running) and self.scheduler.chunked_req is None
+
+    def backlog(self, role: Role) -> Any:
+        """Read the fields that cost a walk over queues or pools, tokens; the message so far."""
+        s, said = self.scheduler, self.said
+        inflight, chunked = self.inflight(), s.chunked_req
+        queue = s.disagg_prefill_bootstrap_queue.queue if role == "prefill" else ()
         left = 0 if chunked is None else max(0, chunked.seqlen - _launched_len(chunked))
-        if role == "prefill":
-            queue = s.disagg_prefill_bootstrap_queue.queue
-            bootstrapping = sum(len(req.origin_input_ids) for req in queue)
-        return Backlog(
-            inflight_tokens=sum(launched.tokens for launched in inflight),
-            inflight_requests=sum(launched.batch_size for launched in inflight),
-            waiting_tokens=self._waiting_tokens(role),
-            bootstrapping_tokens=bootstrapping,
-            chunk_remainder_tokens=left,
-            kv_tokens=0 if self._used_tokens is None else int(self._used_tokens()),
-        )
+        said.inflight_tokens = sum(launched.tokens for launched in inflight)
+        said.inflight_requests = sum(launched.batch_size for launched in inflight)
+        said.waiting_tokens = self._waiting_tokens(role)
+        said.bootstrapping_tokens = sum(len(req.origin_input_ids) for req in queue)
+        said.chunk_remainder_tokens = left
+        said.kv_tokens = 0 if self._used_tokens is None else int(self._used_tokens())
+        return said
 
     def accepted(self, req: Any, role: Role) -> bool:
         """Whether ``Scheduler._add_request_to_queue`` just took ``req`` for the first time.
@@ -373,12 +350,9 @@ class SchedulerReader:
         """
         count = 0
         for req in self._requests(role):
-            if (
-                getattr(req, "_sbs_accepted", False)
-                and not getattr(req, "_sbs_aborted", False)
-                and not req.finished()
-                and (abort.abort_all or req.rid.startswith(abort.rid))
-            ):
+            going_on = getattr(req, "_sbs_accepted", False) and not req.finished()
+            meant = abort.abort_all or req.rid.startswith(abort.rid)
+            if going_on and meant and not getattr(req, "_sbs_aborted", False):
                 req._sbs_aborted = True
                 count += 1
         return count
@@ -397,11 +371,9 @@ class SchedulerReader:
             yield from s.disagg_prefill_bootstrap_queue.queue
             yield from s.disagg_prefill_inflight_queue
         elif role == "decode":
-            yield from s.disagg_decode_prealloc_queue.retracted_queue
-            for entry in s.disagg_decode_prealloc_queue.queue:
-                yield entry.req
-            for entry in s.disagg_decode_transfer_queue.queue:
-                yield entry.req
+            prealloc, transfer = s.disagg_decode_prealloc_queue, s.disagg_decode_transfer_queue
+            yield from prealloc.retracted_queue
+            yield from (entry.req for entry in (*prealloc.queue, *transfer.queue))
 
     def _waiting_tokens(self, role: Role) -> int:
         """Uncached tokens of ``waiting_queue``.

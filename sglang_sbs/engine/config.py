@@ -21,6 +21,7 @@ HEARTBEAT_S = "SGLANG_SBS_HEARTBEAT_S"
 KEY_FILE = "SGLANG_SBS_KEY_FILE"
 NODE_HOST = "SGLANG_SBS_NODE_HOST"
 GANG_GATE_MS = "SGLANG_SBS_GANG_GATE_MS"
+_PREFIX = "SGLANG_SBS_"
 MOST_GATE_MS = 200.0
 MIN_SECRET_CHARS = 32
 
@@ -59,42 +60,35 @@ def load_config(environ: MutableMapping[str, str]) -> HookConfig:
     every rank and new for every start of the engine. Raises: ConfigError, naming the variable and a
     value that works.
     """
-    routers = tuple(
-        _router(part.strip()) for part in environ.get(ROUTERS, "").split(",") if part.strip()
-    )
-    bind = environ.get(BIND, "").strip() or None
-    if bind is not None:
-        _check_bind(bind)
-    gate = environ.get(GANG_GATE_MS, "").strip()
-    gang_gate_ms = None
-    if gate:
-        gang_gate_ms = _number(environ, GANG_GATE_MS, default=20.0, least=0.0)
-        if gang_gate_ms > MOST_GATE_MS:
-            raise ConfigError(
-                f"{GANG_GATE_MS}: {gate!r} is more than {MOST_GATE_MS:g}, longer than any batch "
-                "should wait; write e.g. 20, 0 for never, or unset it"
-            )
-    boot_id = environ.get(BOOT_ID, "").strip()
-    if not boot_id:
-        boot_id = environ[BOOT_ID] = uuid.uuid4().hex
-        environ[BOOTED_S] = str(int(time.time()))
-    booted = environ.get(BOOTED_S, "")
+    given = {name: value.strip() for name, value in environ.items() if name.startswith(_PREFIX)}
+    parts = map(str.strip, given.get(ROUTERS, "").split(","))
+    routers = tuple(_router(part) for part in parts if part)
+    bind = _bind(given.get(BIND, ""))
+    gate_ms = _number(given, GANG_GATE_MS, default=20.0, least=0.0)
+    if gate_ms > MOST_GATE_MS:
+        raise ConfigError(
+            f"{GANG_GATE_MS}: {given[GANG_GATE_MS]!r} is more than {MOST_GATE_MS:g}, longer than "
+            "any batch should wait; write e.g. 20, 0 for never, or unset it"
+        )
+    if not given.get(BOOT_ID):
+        given[BOOT_ID] = environ[BOOT_ID] = uuid.uuid4().hex
+        given[BOOTED_S] = environ[BOOTED_S] = str(int(time.time()))
+    booted = given.get(BOOTED_S, "")
     return HookConfig(
         routers=routers,
         bind=bind,
-        secret=_secret(environ, routers, bind),
-        node_host=_node_host(environ.get(NODE_HOST, "").strip()),
-        instance_id=environ.get(INSTANCE_ID, "").strip(),
-        boot_id=boot_id,
+        secret=_secret(given.get(KEY_FILE, ""), routers, bind),
+        node_host=_node_host(given.get(NODE_HOST, "")),
+        instance_id=given.get(INSTANCE_ID, ""),
+        boot_id=given[BOOT_ID],
         booted_s=int(booted) if re.fullmatch("[0-9]{1,15}", booted) else 0,
-        decode_interval_s=_number(environ, DECODE_INTERVAL_MS, default=50.0, least=0.0) / 1000,
-        heartbeat_s=_number(environ, HEARTBEAT_S, default=1.0, least=0.05),
-        gang_gate_ms=gang_gate_ms,
+        decode_interval_s=_number(given, DECODE_INTERVAL_MS, default=50.0, least=0.0) / 1000,
+        heartbeat_s=_number(given, HEARTBEAT_S, default=1.0, least=0.05),
+        gang_gate_ms=gate_ms if given.get(GANG_GATE_MS) else None,
     )
 
 
-def _secret(environ: MutableMapping[str, str], routers: tuple[str, ...], bind: str | None) -> str:
-    path = environ.get(KEY_FILE, "").strip()
+def _secret(path: str, routers: tuple[str, ...], bind: str | None) -> str:
     if not path:
         return ""
     if routers and bind is not None:
@@ -177,9 +171,9 @@ def _router(endpoint: str) -> str:
     return endpoint
 
 
-def _check_bind(endpoint: str) -> None:
+def _bind(endpoint: str) -> str | None:
     try:
-        split_tcp(endpoint)
+        return endpoint if endpoint and split_tcp(endpoint) else None
     except ValueError as error:
         raise ConfigError(
             f"{BIND}: {endpoint!r}: {error}; write the endpoint of DP rank 0, e.g. tcp://*:7600 "
@@ -187,17 +181,15 @@ def _check_bind(endpoint: str) -> None:
         ) from error
 
 
-def _number(environ: MutableMapping[str, str], name: str, *, default: float, least: float) -> float:
-    text = environ.get(name, "").strip()
-    if not text:
-        return default
+def _number(given: dict[str, str], name: str, *, default: float, least: float) -> float:
+    text = given.get(name) or f"{default:g}"
     try:
         value = float(text)
     except ValueError:
         value = math.nan
-    if not (math.isfinite(value) and value >= least):
-        raise ConfigError(
-            f"{name}: {text!r} is not a number >= {least:g}; write e.g. {default:g}, "
-            "or unset it for that default"
-        )
-    return value
+    if math.isfinite(value) and value >= least:
+        return value
+    raise ConfigError(
+        f"{name}: {text!r} is not a number >= {least:g}; write e.g. {default:g}, "
+        "or unset it for that default"
+    )

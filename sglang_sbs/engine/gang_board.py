@@ -10,7 +10,6 @@ from __future__ import annotations
 import logging
 import socket
 import struct
-from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Collection, Mapping
 from contextlib import suppress
@@ -47,9 +46,9 @@ class Deserted(Exception):
     """Somebody has left the board, and all who are on it know in the same turn."""
 
 
-class Board(ABC):
+class Board:
     """What a rank says to the others of its engine, and the newest word it heard of each, of the
-    gangs that were spoken of last."""
+    gangs that were spoken of last. This one leads to nobody."""
 
     tells_absence = False
     """Who is not on it is known without waiting for a word."""
@@ -57,18 +56,16 @@ class Board(ABC):
     def __init__(self) -> None:
         self._words: dict[int, dict[int, Word]] = {}
 
-    @abstractmethod
     def say(self, tag: int, word: Word) -> None: ...
 
-    def tell(self, tag: int, word: Word) -> None:  # noqa: B027
+    def tell(self, tag: int, word: Word) -> None:
         """As ``say``, from another thread; who listens here hears it, too. May do nothing."""
 
-    @abstractmethod
     def listen(self) -> bool:
         """Take in what was said, and whether anything was; to be called in every turn, as little of
         it can wait. Raises: Deserted, nobody may wait for anybody on it from now on."""
+        return False
 
-    @abstractmethod
     def close(self) -> None: ...
 
     def heard(self, tag: int) -> Mapping[int, Word]:
@@ -147,39 +144,25 @@ class SocketBoard(Board):
 
 
 class Line:
-    """A board for as long as somebody is heard on it. Without one, nothing is said or heard."""
+    """A board for as long as somebody is heard on it."""
 
     def __init__(self, whom: str) -> None:
         """``whom``: for the log."""
         self._whom = whom
-        self._board: Board | None = None
+        self.is_open = False
+        self.board = Board()
         self._rank = 0
         self._silences = 0
         self.failed = False
         """It was open, and the others were not to be heard."""
 
-    @property
-    def is_open(self) -> bool:
-        return self._board is not None
-
     def open(self, board: Board, rank: int) -> None:
         """``rank``: of this process on it."""
-        self._board, self._rank = board, rank
-
-    def tell(self, tag: int, word: Word) -> None:
-        board = self._board
-        if board is not None:
-            board.tell(tag, word)
-
-    def say(self, tag: int, word: Word) -> None:
-        if self._board is not None:
-            self._board.say(tag, word)
+        self.board, self._rank, self.is_open = board, rank, True
 
     def listen(self) -> None:
-        if self._board is None:
-            return
         try:
-            if self._board.listen():
+            if self.board.listen():
                 self._silences = 0
         except Deserted as why:
             logger.warning("gangs: %s; nobody waits for %s any more", why, self._whom)
@@ -187,13 +170,13 @@ class Line:
             self.close()
 
     def heard(self, tag: int) -> Collection[Word]:
-        return () if self._board is None else self._board.heard(tag).values()
+        return self.board.heard(tag).values()
 
     def waited(self, tag: int) -> None:
         """A gang waited for the others; after ``MAX_SILENCES`` in vain the board is closed."""
-        if self._board is None or self._board.tells_absence:
+        if not self.is_open or self.board.tells_absence:
             return
-        others = self._board.heard(tag).keys() - {self._rank}
+        others = self.board.heard(tag).keys() - {self._rank}
         self._silences = 0 if others else self._silences + 1
         if self._silences >= MAX_SILENCES:
             logger.warning("gangs: nothing is heard of %s; nobody waits for them", self._whom)
@@ -201,6 +184,5 @@ class Line:
             self.close()
 
     def close(self) -> None:
-        if self._board is not None:
-            self._board.close()
-            self._board = None
+        board, self.board, self.is_open = self.board, Board(), False
+        board.close()

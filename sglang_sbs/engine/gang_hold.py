@@ -81,6 +81,7 @@ _IN_HANDSHAKE = 1
 """``KVPoll.Bootstrapping`` (``disaggregation/base/conn.py``)."""
 
 OpenBoard = Callable[[str, int, int], Board]
+Original = Callable[..., Any]
 
 
 @dataclass(slots=True)
@@ -170,13 +171,7 @@ class GangHold:
         self._taken_turn = self._turn
 
     def around_process_batch_result(
-        self,
-        original: Callable[..., Any],
-        scheduler: Any,
-        batch: Any,
-        result: Any,
-        *args: Any,
-        **kwargs: Any,
+        self, original: Original, scheduler: Any, batch: Any, result: Any, *args: Any, **kwargs: Any
     ) -> Any:
         """Around ``Scheduler.process_batch_result``: with ``copy_done`` all ranks are through the
         pass, and on the CPU, which computes before it gets here."""
@@ -198,12 +193,12 @@ class GangHold:
             rooms = self._taken.setdefault(part.tag, set())
             rooms.add(room)
             if len(rooms) == part.members:
-                self._ranks.tell(part.tag, Word(taken_turn=self._taken_turn))
+                self._ranks.board.tell(part.tag, Word(taken_turn=self._taken_turn))
             while len(self._taken) > _MOST_GANGS:
                 del self._taken[next(iter(self._taken))]
 
     def around_pop_bootstrapped(
-        self, original: Callable[..., Any], queue: Any, *args: Any, **kwargs: Any
+        self, original: Original, queue: Any, *args: Any, **kwargs: Any
     ) -> Any:
         """Around ``PrefillBootstrapQueue.pop_bootstrapped``."""
         held: list[Any] = []
@@ -254,8 +249,7 @@ class GangHold:
             gone = [tag for tag in self._gangs if tag not in here]
             for tag in gone[: len(self._gangs) - _MOST_GANGS]:
                 del self._gangs[tag]
-        if self._incomplete:
-            self._learn_of_late_ones()
+        self._learn_of_late_ones()
         held = []
         for tag, reqs in here.items():
             gang = self._gangs[tag]
@@ -301,7 +295,7 @@ class GangHold:
         ready = not any(_in_handshake(queue, req) for req in reqs)
         if ready or not word.arrived:
             word.arrived, word.ready_turn = True, self._turn if ready else 0
-            self._team.say(gang.part.tag, word)
+            self._team.board.say(gang.part.tag, word)
 
     def _may_start(self, queue: Any, gang: _Gang, reqs: Sequence[Any]) -> bool:
         word = gang.word
@@ -363,14 +357,14 @@ class GangHold:
         return 0 < word.gave_up_turn < self._turn - MOST_UNHEARD_TURNS
 
     def _waited_enough(self, gang: _Gang) -> bool:
-        gang.handshake_s += self._last_turn_s if gang.came else 0.0
-        gang.arrival_s += 0.0 if gang.came else self._last_turn_s
+        if gang.came:
+            gang.handshake_s += self._last_turn_s
+        else:
+            gang.arrival_s += self._last_turn_s
         patience_s = max(self._limit_s, _PATIENCE * self._usual_span_s)
-        enough = (
-            gang.handshake_s >= self._limit_s
-            or gang.arrival_s >= min(patience_s, ARRIVAL_SHARE * self._limit_s)
-            or self._missed(gang)
-        )
+        most_s = min(patience_s, ARRIVAL_SHARE * self._limit_s)
+        late = gang.handshake_s >= self._limit_s or gang.arrival_s >= most_s
+        enough = late or self._missed(gang)
         if enough:
             logger.debug("gang %d starts without the rest of it", gang.part.tag)
             if not gang.came:
@@ -393,14 +387,13 @@ class GangHold:
 
     def _learn_of_late_ones(self) -> None:
         """What came after its gang had started was late, not lost: wait longer from now on."""
-        late = [gang for gang in self._incomplete if self._has_come(gang)]
-        for gang in late:
+        for gang in [gang for gang in self._incomplete if self._has_come(gang)]:
             self._incomplete.remove(gang)
             self._took(ARRIVAL_SHARE * self._limit_s)
 
     def _say(self, gang: _Gang) -> None:
         if gang.part.ranks > 1:
-            self._ranks.say(gang.part.tag, gang.word)
+            self._ranks.board.say(gang.part.tag, gang.word)
 
     def _attach(self, scheduler: Any) -> None:
         """Set up on first use: only now is the rank of this process known."""
@@ -461,15 +454,11 @@ def _in_handshake_still(held: list[Any]) -> Iterator[None]:
     senders = [req.disagg_kv_sender for req in held]
     try:
         for sender in senders:
-            sender.poll = _at_most_in_handshake(sender.poll)
+            sender.poll = lambda poll=sender.poll: min(int(poll()), _IN_HANDSHAKE)
         yield
     finally:
         for sender in senders:
             vars(sender).pop("poll", None)
-
-
-def _at_most_in_handshake(poll: Callable[[], int]) -> Callable[[], int]:
-    return lambda: min(int(poll()), _IN_HANDSHAKE)
 
 
 def _in_handshake(queue: Any, req: Any) -> int:

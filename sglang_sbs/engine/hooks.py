@@ -18,19 +18,15 @@ import logging
 import sys
 import time
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from sglang_sbs.engine import collect
-from sglang_sbs.engine.collect import Occupancy, Pass, Role, SchedulerReader
+from sglang_sbs.engine.collect import Pass, SchedulerReader
 from sglang_sbs.engine.config import KEY_FILE, HookConfig, join_tcp, split_tcp
-from sglang_sbs.wire.endforward import (
-    MAX_RIDS,
-    EndForward,
-    Kind,
-    KvAddress,
-    Started,
-    encode_endforward,
-)
+from sglang_sbs.wire.endforward import MAX_RIDS, Kind, KvAddress, Started, encode_endforward
+
+if TYPE_CHECKING:  # ZeroMQ is imported in ranks that send, and nowhere else
+    from sglang_sbs.engine.publish import Publisher
 
 logger = logging.getLogger(__name__)
 
@@ -41,23 +37,18 @@ CHANGE_INTERVAL_S = 0.01
 """A change of state outside of passes is reported at most this often."""
 LOG_EVERY = 1000
 """Messages between two debug lines about the hook's own cost."""
-_NO_PASS = Pass(0, "idle", 0.0, False, False, 0, 0, 0, None)
+_OF_PASS = (
+    *("forward_id", "mode", "launch_s", "extend_tokens", "cached_tokens", "batch_size"),
+    "tokens_per_rank",
+)
+"""Of a message, and of a :class:`Pass`."""
+_NO_PASS = Pass(0, "idle", 0.0, 0, 0, 0, None, False)
 """In messages of a rank that has made none."""
+Original = Callable[..., Any]
 
 
-class FrameSink(Protocol):
-    """Where messages go: ``publish.Publisher``, or a list in tests."""
-
-    def send(self, frames: Sequence[bytes]) -> None: ...
-
-    def close(self) -> None: ...
-
-
-OpenSink = Callable[[HookConfig, int], FrameSink]
-
-
-def open_publisher(config: HookConfig, dp_rank: int) -> FrameSink:
-    """The real sink. ZeroMQ is imported here, in ranks that send, and nowhere else."""
+def open_publisher(config: HookConfig, dp_rank: int) -> Publisher:
+    """Raises: BindError."""
     from sglang_sbs.engine.publish import BindError, Publisher
     from sglang_sbs.wire.curve import SecretError, keys_of
 
@@ -79,7 +70,7 @@ class RankHook:
         self,
         config: HookConfig,
         *,
-        open_sink: OpenSink = open_publisher,
+        open_sink: Callable[[HookConfig, int], Publisher] = open_publisher,
         clock: Callable[[], float] = time.monotonic,
         gang_gate: Callable[[], str] = lambda: "",
     ) -> None:
@@ -91,29 +82,18 @@ class RankHook:
         self.off = False
         self.errors = 0
         self._reader: SchedulerReader | None = None
-        self._barrier = True
-        """A rank alone is its own barrier."""
-        self._sink: FrameSink | None = None
-        self._sglang_version = ""
-        self._kv_address: KvAddress | None = None
-        self._dist_init_addr = ""
-        # What this rank counted since it started.
-        self._seq = 0
-        self._accepted_requests = 0
-        self._accepted_tokens = 0
-        self._computed_tokens = 0
-        self._aborted_requests = 0
+        self._sink: Publisher | None = None
         self._rids: list[str] = []
+        """Accepted, and not said yet."""
         self._processing: Any = None
         """The result SGLang is working on."""
         # The last pass that ended, and the last message.
-        self._pass: Pass | None = None
+        self._pass = _NO_PASS
         self._end_s = 0.0
         self._forward_s = 0.0
         self._sent_s = float("-inf")
-        self._sent_change: tuple[Occupancy, int, int] | None = None
+        self._sent_counts: tuple[int, ...] = ()
         self._said_idle = False
-        self._hook_us = 0
         self._total_us = 0
         self._max_us = 0
 
@@ -126,7 +106,7 @@ class RankHook:
     # Hooks --------------------------------------------------------------------------------
 
     def around_run_batch(
-        self, original: Callable[..., Any], scheduler: Any, batch: Any, *args: Any, **kwargs: Any
+        self, original: Original, scheduler: Any, batch: Any, *args: Any, **kwargs: Any
     ) -> Any:
         """Around ``Scheduler.run_batch(self, batch, pp_proxy_tensors=None)``."""
         entered_s = self._clock()
@@ -135,13 +115,7 @@ class RankHook:
         return result
 
     def around_process_batch_result(
-        self,
-        original: Callable[..., Any],
-        scheduler: Any,
-        batch: Any,
-        result: Any,
-        *args: Any,
-        **kwargs: Any,
+        self, original: Original, scheduler: Any, batch: Any, result: Any, *args: Any, **kwargs: Any
     ) -> Any:
         """Around ``Scheduler.process_batch_result(self, batch, result)``.
 
@@ -172,7 +146,7 @@ class RankHook:
         self._safely(self._on_idle, scheduler)
 
     def around_add_request(
-        self, original: Callable[..., Any], scheduler: Any, req: Any, *args: Any, **kwargs: Any
+        self, original: Original, scheduler: Any, req: Any, *args: Any, **kwargs: Any
     ) -> Any:
         """Around ``Scheduler._add_request_to_queue(self, req, is_retracted=False)``."""
         returned = original(scheduler, req, *args, **kwargs)
@@ -185,103 +159,85 @@ class RankHook:
         """Before ``Scheduler.abort_request(self, recv_req)``, while its targets are in place."""
         self._safely(self._on_abort, scheduler, recv_req)
 
-    def _safely(self, act: Callable[..., Any], *args: Any) -> Any:
+    def _safely(self, act: Callable[..., Any], scheduler: Any, *args: Any) -> Any:
+        """``act(reader, *args)``; None: it failed, or nothing is said here."""
         if self.off:
             return None
         try:
-            return act(*args)
+            reader = self._attached(scheduler)
+            return None if reader is None else act(reader, *args)
         except Exception:
             self._failed()
             return None
 
     # What they do -------------------------------------------------------------------------
 
-    def _on_launch(self, scheduler: Any, batch: Any, result: Any, entered_s: float) -> None:
-        reader = self._attached(scheduler)
-        if reader is None:
+    def _on_launch(
+        self, reader: SchedulerReader, batch: Any, result: Any, entered_s: float
+    ) -> None:
+        if batch.forward_mode.is_prebuilt():
             return
-        launched = collect.read_pass(scheduler, batch, entered_s, reader.placement.dp_size)
-        if launched.is_prebuilt or self._is_spin(launched):
+        launched = collect.read_pass(reader.scheduler, batch, entered_s, reader.placement.dp_size)
+        if reader.is_spin(launched):
             return
         collect.note_pass(result, launched)
-        role = collect.read_role(scheduler)
+        role = collect.read_role(reader.scheduler)
         if role == "prefill" or (role == "null" and launched.is_extend):
             begun_s = self._clock()
             started = collect.newly_started(batch) if launched.is_extend else []
-            self._send("launch", role, reader.occupancy(role), launched, begun_s, started)
+            self._send("launch", reader.count(), launched, begun_s, started)
 
-    def _on_result(self, scheduler: Any, batch: Any, result: Any) -> bool:
+    def _on_result(self, reader: SchedulerReader, batch: Any, result: Any) -> bool:
         """Returns False when the end of the pass is not known yet."""
-        reader = self._attached(scheduler)
-        if reader is None or batch.forward_mode.is_prebuilt():
+        if batch.forward_mode.is_prebuilt():
             return True
         done = getattr(result, "copy_done", None)
         if done is None:
             return False
         done.synchronize()
-        self._on_end(scheduler, batch, result)
+        self._on_end(reader, batch, result)
         return True
 
-    def _on_end(self, scheduler: Any, batch: Any, result: Any) -> None:
-        reader = self._attached(scheduler)
-        if reader is None:
-            return
+    def _on_end(self, reader: SchedulerReader, batch: Any, result: Any) -> None:
         ended, end_s = collect.noted_pass(result), self._clock()
         if ended is None:  # pipeline stages rebuild the result: the batch itself tells
-            ended = collect.read_pass(scheduler, batch, self._end_s, reader.placement.dp_size)
-        if self._is_spin(ended):
-            self._on_idle(scheduler)
+            ended = collect.read_pass(reader.scheduler, batch, self._end_s, reader.said.dp_size)
+        if reader.is_spin(ended):
+            self._on_idle(reader)
             return
         self._forward_s = max(0.0, end_s - max(ended.launch_s, self._end_s))
         self._end_s = end_s
         self._pass = ended
-        self._computed_tokens += ended.extend_tokens
         self._said_idle = False
-        role = collect.read_role(scheduler)
-        occupancy = reader.occupancy(role)
-        if role != "prefill" and not ended.is_extend:
+        reader.said.computed_tokens += ended.extend_tokens
+        counts = reader.count()
+        if reader.said.role != "prefill" and not ended.is_extend:
             # Decode passes are short: at most one message per interval, sooner on a change.
-            since_s = end_s - self._sent_s
-            changed = self._change(occupancy) != self._sent_change
-            if since_s < self._config.decode_interval_s * (CHANGE_SHARE if changed else 1):
+            share = CHANGE_SHARE if counts != self._sent_counts else 1
+            if end_s - self._sent_s < self._config.decode_interval_s * share:
                 return
-        self._send("forward", role, occupancy, ended, end_s)
+        self._send("forward", counts, ended, end_s)
 
-    def _on_idle(self, scheduler: Any) -> None:
-        reader = self._attached(scheduler)
-        if reader is None:
-            return
-        now_s = self._clock()
-        role = collect.read_role(scheduler)
-        occupancy = reader.occupancy(role)
-        idle = collect.is_quiescent(occupancy, role)
+    def _on_idle(self, reader: SchedulerReader) -> None:
+        now_s, counts = self._clock(), reader.count()
+        idle = reader.is_quiescent()
         if idle and not self._said_idle:
-            self._send("idle", role, occupancy, self._pass, now_s)
+            self._send("idle", counts, self._pass, now_s)
         else:
-            changed = self._change(occupancy) != self._sent_change
+            changed = counts != self._sent_counts
             if now_s - self._sent_s >= (CHANGE_INTERVAL_S if changed else self._config.heartbeat_s):
-                self._send("heartbeat", role, occupancy, self._pass, now_s)
+                self._send("heartbeat", counts, self._pass, now_s)
         self._said_idle = idle
 
-    def _is_spin(self, one: Pass) -> bool:
-        """Whether it is no pass but a turn of an idle rank: without a barrier (and without DWDP)
-        SGLang gives it an empty batch in each (``dp_attn.py``: ``need_idle_batch``)."""
-        return not self._barrier and one.mode == "idle"
-
-    def _on_added(self, scheduler: Any, req: Any) -> None:
-        reader = self._attached(scheduler)
-        if reader is not None and reader.accepted(req, collect.read_role(scheduler)):
-            self._accepted_requests += 1
-            self._accepted_tokens += len(req.origin_input_ids)
+    def _on_added(self, reader: SchedulerReader, req: Any) -> None:
+        if reader.accepted(req, collect.read_role(reader.scheduler)):
+            reader.said.accepted_requests += 1
+            reader.said.accepted_tokens += len(req.origin_input_ids)
             self._rids.append(collect.sent_rid(req))
 
-    def _on_abort(self, scheduler: Any, recv_req: Any) -> None:
-        reader = self._attached(scheduler)
-        if reader is not None:
-            self._aborted_requests += reader.newly_aborted(recv_req, collect.read_role(scheduler))
-
-    def _change(self, occupancy: Occupancy) -> tuple[Occupancy, int, int]:
-        return occupancy, self._accepted_requests, self._aborted_requests
+    def _on_abort(self, reader: SchedulerReader, recv_req: Any) -> None:
+        aborted = reader.newly_aborted(recv_req, collect.read_role(reader.scheduler))
+        reader.said.aborted_requests += aborted
 
     # Sending ------------------------------------------------------------------------------
 
@@ -292,90 +248,57 @@ class RankHook:
             if not reader.placement.emits:
                 self.off = True
                 return None
-            with contextlib.suppress(importlib.metadata.PackageNotFoundError):
-                self._sglang_version = importlib.metadata.version("sglang")
-            self._sink = self._open_sink(self._config, reader.placement.dp_rank)
+            said, config = reader.said, self._config
+            self._sink = self._open_sink(config, said.dp_rank)
             self._reader = reader
-            self._barrier = reader.placement.dp_size == 1 or collect.shares_barrier(scheduler)
-            self._dist_init_addr = collect.read_dist_init_addr(scheduler)
+            said.instance_id, said.boot_id = config.instance_id, config.boot_id
+            said.barrier = said.dp_size == 1 or collect.shares_barrier(scheduler)
+            said.dist_init_addr = collect.read_dist_init_addr(scheduler)
+            with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+                said.sglang_version = importlib.metadata.version("sglang")
             kv = collect.read_kv_address(scheduler)
             if kv is not None:
-                host = self._config.node_host or kv.host
-                self._kv_address = KvAddress(host, kv.port, kv.replay_port)
-            rank, routers = reader.placement.dp_rank, ", ".join(self._config.routers)
-            where = f"to {routers}" if routers else f"on the port of {self._config.bind} + {rank}"
-            ranks, boot_id = reader.placement.dp_size, self._config.boot_id
-            logger.info("EndForward of dp rank %d/%d, boot id %s, %s", rank, ranks, boot_id, where)
+                said.kv_address = KvAddress(config.node_host or kv.host, kv.port, kv.replay_port)
+            rank, routers = said.dp_rank, ", ".join(config.routers)
+            where = f"to {routers}" if routers else f"on the port of {config.bind} + {rank}"
+            text = "EndForward of dp rank %d/%d, boot id %s, %s"
+            logger.info(text, rank, said.dp_size, said.boot_id, where)
             if reader.missing:
-                said = "SGLang %s does not give %s; EndForward says 0 for it"
-                version = self._sglang_version or "(unknown version)"
-                logger.warning(said, version, ", ".join(reader.missing))
+                text = "SGLang %s does not give %s; EndForward says 0 for it"
+                version = said.sglang_version or "(unknown version)"
+                logger.warning(text, version, ", ".join(reader.missing))
         return self._reader
 
     def _send(
         self,
         kind: Kind,
-        role: Role,
-        occupancy: Occupancy,
-        reported: Pass | None,
+        counts: tuple[int, ...],
+        reported: Pass,
         begun_s: float,
         started: Sequence[Started] = (),
     ) -> None:
         """Make and send one message; ``begun_s`` is when its making began."""
         assert self._reader is not None and self._sink is not None
-        backlog, now_s = self._reader.backlog(role), self._clock()
-        limits, placement = self._reader.limits, self._reader.placement
-        launch, of_pass = kind == "launch", reported or _NO_PASS
-        end_s = 0.0 if launch else self._end_s
-        counts = occupancy._asdict() | backlog._asdict() | limits._asdict()
-        del counts["chunking"]
-        message = EndForward(
-            instance_id=self._config.instance_id,
-            boot_id=self._config.boot_id,
-            role=role,
-            dp_rank=placement.dp_rank,
-            dp_size=placement.dp_size,
-            seq=self._seq,
-            kind=kind,
-            forward_id=of_pass.forward_id,
-            mode=of_pass.mode,
-            launch_s=of_pass.launch_s,
-            end_s=end_s,
-            age_s=now_s - (of_pass.launch_s if launch else end_s) if reported else 0.0,
-            forward_s=0.0 if launch else self._forward_s,
-            extend_tokens=of_pass.extend_tokens,
-            cached_tokens=of_pass.cached_tokens,
-            batch_size=of_pass.batch_size,
-            tokens_per_rank=of_pass.tokens_per_rank,
-            **counts,
-            accepted_requests=self._accepted_requests,
-            accepted_tokens=self._accepted_tokens,
-            computed_tokens=self._computed_tokens,
-            aborted_requests=self._aborted_requests,
-            rids=self._rids[:MAX_RIDS],
-            hook_errors=self.errors,
-            sglang_version=self._sglang_version,
-            hook_us=self._hook_us,
-            started=list(started[:MAX_RIDS]),
-            barrier=self._barrier,
-            kv_address=self._kv_address,
-            gang_gate=self._gang_gate(),
-            dist_init_addr=self._dist_init_addr,
-        )
-        self._sink.send(encode_endforward(message))
-        self._seq += 1
+        said, now_s = self._reader.backlog(self._reader.said.role), self._clock()
+        for name in _OF_PASS:
+            setattr(said, name, getattr(reported, name))
+        launch = kind == "launch"
+        said.kind = kind
+        said.end_s, said.forward_s = (0.0, 0.0) if launch else (self._end_s, self._forward_s)
+        since_s = said.launch_s if launch else said.end_s
+        said.age_s = 0.0 if reported is _NO_PASS else now_s - since_s
+        said.rids, said.started = self._rids[:MAX_RIDS], list(started[:MAX_RIDS])
+        said.hook_errors, said.gang_gate = self.errors, self._gang_gate()
+        self._sink.send(encode_endforward(said))
+        said.seq += 1
         del self._rids[:MAX_RIDS]
-        self._sent_s = now_s
-        self._sent_change = self._change(occupancy)
-        self._measure(begun_s)
-
-    def _measure(self, begun_s: float) -> None:
-        self._hook_us = int((self._clock() - begun_s) * 1e6)
-        self._total_us += self._hook_us
-        self._max_us = max(self._max_us, self._hook_us)
-        if self._seq % LOG_EVERY == 0:
-            said = "EndForward hook: %d messages, mean %.0f us, max %d us"
-            logger.debug(said, self._seq, self._total_us / self._seq, self._max_us)
+        self._sent_s, self._sent_counts = now_s, counts
+        said.hook_us = int((self._clock() - begun_s) * 1e6)
+        self._total_us += said.hook_us
+        self._max_us = max(self._max_us, said.hook_us)
+        if said.seq % LOG_EVERY == 0:
+            text = "EndForward hook: %d messages, mean %.0f us, max %d us"
+            logger.debug(text, said.seq, self._total_us / said.seq, self._max_us)
 
     def _failed(self) -> None:
         """Called while handling an exception of ours."""

@@ -18,14 +18,12 @@ _MARK = "_sbs_hooked_by"
 
 
 class HookType(enum.Enum):
-    """As SGLang's: what a hook is called with, relative to the original."""
+    """As SGLang's: ``hook(*args, **kwargs)`` before the original, ``hook(result, *args, **kwargs)``
+    after it, or ``hook(original, *args, **kwargs)`` in its place, whose result is the result."""
 
     BEFORE = "before"
-    """``hook(*args, **kwargs)``; its result is ignored."""
     AFTER = "after"
-    """``hook(result, *args, **kwargs)``; its result is ignored."""
     AROUND = "around"
-    """``hook(original, *args, **kwargs)``; its result is the result."""
 
 
 class HookRegistry:
@@ -43,10 +41,22 @@ class HookRegistry:
         original = getattr(owner, name, None)
         if original is None:
             raise LookupError(f"{target} is not there, or not imported yet")
-        if getattr(original, _MARK, None) == _identity(hook):
+        identity = f"{hook.__module__}.{hook.__qualname__}"
+        if getattr(original, _MARK, None) == identity:
             return
-        wrapped = _wrap(original, hook, kind)
-        setattr(wrapped, _MARK, _identity(hook))
+
+        @functools.wraps(original)
+        def wrapped(*args: Any, **kwargs: Any) -> Any:
+            if kind is HookType.AROUND:
+                return hook(original, *args, **kwargs)
+            if kind is HookType.BEFORE:
+                hook(*args, **kwargs)
+            result = original(*args, **kwargs)
+            if kind is HookType.AFTER:
+                hook(result, *args, **kwargs)
+            return result
+
+        setattr(wrapped, _MARK, identity)
         setattr(owner, name, wrapped)
 
 
@@ -60,33 +70,11 @@ def _find(path: str) -> Any:
 
     Importing it here could be too early, or pull an HTTP server into a scheduler process.
     """
-    module = path
-    while module:
-        if sys.modules.get(module) is not None:
-            found: Any = sys.modules[module]
-            for name in path[len(module) + 1 :].split(".") if path != module else ():
+    names = path.split(".")
+    for depth in range(len(names), 0, -1):
+        found: Any = sys.modules.get(".".join(names[:depth]))
+        if found is not None:
+            for name in names[depth:]:
                 found = getattr(found, name, None)
             return found
-        module = module.rpartition(".")[0]
     return None
-
-
-def _identity(hook: Callable[..., Any]) -> str:
-    return f"{hook.__module__}.{hook.__qualname__}"
-
-
-def _wrap(
-    original: Callable[..., Any], hook: Callable[..., Any], kind: HookType
-) -> Callable[..., Any]:
-    @functools.wraps(original)
-    def wrapped(*args: Any, **kwargs: Any) -> Any:
-        if kind is HookType.AROUND:
-            return hook(original, *args, **kwargs)
-        if kind is HookType.BEFORE:
-            hook(*args, **kwargs)
-        result = original(*args, **kwargs)
-        if kind is HookType.AFTER:
-            hook(result, *args, **kwargs)
-        return result
-
-    return wrapped

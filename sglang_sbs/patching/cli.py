@@ -15,7 +15,11 @@ from sglang_sbs.patching.patch_file import Patch, PatchError, load_patches, patc
 from sglang_sbs.patching.tree import change, explain_unknown, look, state_of
 
 State = Literal["original", "patched", "partly", "unknown", "unneeded", "no patch", "editable"]
-OK_STATES: tuple[State, ...] = ("patched", "unneeded")
+STATUS_TEXTS: dict[str, str] = {
+    "original": "not applied; 'sglang-sbs patch apply' does it",
+    "patched": "applied",
+    "partly": "applied in part, as an interruption leaves it; apply or revert again",
+}
 
 DESCRIPTION = """\
 Lets sglang-sbs into releases that cannot be extended: SGLang before 0.5.11 (the hook that
@@ -42,9 +46,9 @@ class Report:
     package: str
     version: str
     site: str
-    state: State
-    message: str
-    ok: bool
+    state: State = "no patch"
+    message: str = ""
+    ok: bool = False
     patch: str = ""
     what: str = ""
     files: list[dict[str, str]] = field(default_factory=list)
@@ -80,23 +84,15 @@ def _parser() -> argparse.ArgumentParser:
     )
     add = parser.add_argument
     add("action", choices=("status", "apply", "revert"), help="status changes nothing")
-    add(
-        "--package",
-        choices=PACKAGES,
-        help="only this one (default: every one of them that is installed)",
+    only = "only this one (default: every one of them that is installed)"
+    add("--package", choices=PACKAGES, help=only)
+    expected = (
+        "the release you expect, e.g. 0.5.9: anything else is refused. Of a build from source "
+        "that calls itself 0.0.0: the release it was made from"
     )
-    add(
-        "--version",
-        metavar="V",
-        help="the release you expect, e.g. 0.5.9: anything else is refused. Of a build from source "
-        "that calls itself 0.0.0: the release it was made from",
-    )
-    add(
-        "--site",
-        type=Path,
-        metavar="DIR",
-        help="the site-packages folder to work on (default: those of the interpreter running this)",
-    )
+    add("--version", metavar="V", help=expected)
+    site = "the site-packages folder to work on (default: those of the interpreter running this)"
+    add("--site", type=Path, metavar="DIR", help=site)
     add("--json", action="store_true", help="machine-readable output")
     return parser
 
@@ -125,52 +121,45 @@ def run(
 
 
 def _one(action: str, item: Installed, patches: list[Patch], version: str | None) -> Report:
-    def report(state: State, message: str, *, ok: bool | None = None) -> Report:
-        fine = state in OK_STATES if ok is None else ok
-        return Report(item.package, item.version, str(item.root), state, message, fine)
-
-    if item.has_plugins:
-        text = f"nothing to patch: {item.package} {item.version} loads plugins by itself"
-        return report("unneeded", text)
-    if version is not None and item.version != version and not item.is_source_build:
-        text = f"{item.package} {item.version} is installed, not {version}"
-        return report("no patch", text, ok=False)
-    release = version or item.version
+    report = Report(item.package, item.version, str(item.root))
+    named, release = f"{item.package} {item.version}", version or item.version
     patch = next((p for p in patches if p.package == item.package and release in p.versions), None)
-    if patch is None:
-        return report("no patch", _no_patch(item, release, patches), ok=action == "revert")
-    if item.editable is not None:
-        text = (
+    if item.has_plugins:
+        report.state, report.ok = "unneeded", True
+        report.message = f"nothing to patch: {named} loads plugins by itself"
+    elif release != item.version and not item.is_source_build:
+        report.message = f"{named} is installed, not {release}"
+    elif patch is None:
+        report.message, report.ok = _no_patch(item, release, patches), action == "revert"
+    elif item.editable is not None:
+        report.state = "editable"
+        report.message = (
             f"an editable install of {item.editable}: patch that checkout itself, with\n"
             f"  patch -p1 -d {item.editable} < {patch_directory() / patch.name}.patch"
         )
-        return report("editable", text, ok=False)
-    changed: list[str] = []
-    ok: bool | None = None
-    text = ""
+    else:
+        _work_on(report, action, item.root, patch)
+    return report
+
+
+def _work_on(report: Report, action: str, root: Path, patch: Patch) -> None:
+    """Do it, and tell how the files are now."""
+    report.patch, report.what = patch.name, patch.what
     try:
         if action != "status":
-            changed = change(item.root, patch, revert=action == "revert")
+            report.changed = change(root, patch, revert=action == "revert")
             done = "applied" if action == "apply" else "reverted"
-            text = f"{done}; restart what runs from there" if changed else f"already {done}"
-            ok = True
+            restart = f"{done}; restart what runs from there"
+            report.message, report.ok = restart if report.changed else f"already {done}", True
     except PatchError as error:
-        text, ok = str(error), False
-    files = look(item.root, patch)
-    state = state_of(files)
-    result = report(state, text or STATUS_TEXTS.get(state) or explain_unknown(files), ok=ok)
-    result.patch, result.what, result.changed = patch.name, patch.what, changed
-    result.files = [
+        report.message = str(error)
+    files = look(root, patch)
+    report.state = state = state_of(files)
+    report.message = report.message or STATUS_TEXTS.get(state) or explain_unknown(files)
+    report.ok = report.ok or (action == "status" and state == "patched")
+    report.files = [
         {"path": str(file.path), "state": file.state, "sha256": file.sha256} for file in files
     ]
-    return result
-
-
-STATUS_TEXTS: dict[str, str] = {
-    "original": "not applied; 'sglang-sbs patch apply' does it",
-    "patched": "applied",
-    "partly": "applied in part, as an interruption leaves it; apply or revert again",
-}
 
 
 def _no_patch(item: Installed, release: str, patches: list[Patch]) -> str:

@@ -7,6 +7,7 @@ before), then a unified diff that ``git apply`` and ``patch -p1`` take as well.
 from __future__ import annotations
 
 import hashlib
+import itertools
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -14,6 +15,7 @@ from pathlib import Path
 
 _FIELD = re.compile(r"([A-Z][A-Za-z0-9]*): (.*)")
 _HUNK = re.compile(rb"@@ -(\d+)(?:,(\d+))? \+(\d+)(?:,(\d+))? @@")
+_SIGNS = (b" ", b"-", b"+")
 _SHA256 = re.compile(r"(\S+)\s+before ([0-9a-f]{64})\s+after\s+([0-9a-f]{64})")
 
 
@@ -128,18 +130,13 @@ def _hunks(name: str, diff: bytes) -> Iterator[tuple[str, tuple[Hunk, ...]]]:
             match = _HUNK.match(lines.pop(0))
             if match is None:
                 raise PatchError(f"{name}: no @@ line where one is due in {path}")
-            old_left, new_left = int(match[2] or 1), int(match[4] or 1)
-            old: list[bytes] = []
-            new: list[bytes] = []
-            while (len(old), len(new)) != (old_left, new_left):
-                if not lines or lines[0][:1] not in (b" ", b"-", b"+"):
-                    raise PatchError(f"{name}: a hunk of {path} is cut short")
-                line = lines.pop(0)
-                if line[:1] in b" -":
-                    old.append(line[1:])
-                if line[:1] in b" +":
-                    new.append(line[1:])
-            found.append(Hunk(int(match[1]), int(match[3]), tuple(old), tuple(new)))
+            body = list(itertools.takewhile(lambda line: line[:1] in _SIGNS, lines))
+            del lines[: len(body)]
+            old = tuple(line[1:] for line in body if line[:1] != b"+")
+            new = tuple(line[1:] for line in body if line[:1] != b"-")
+            if (len(old), len(new)) != (int(match[2] or 1), int(match[4] or 1)):
+                raise PatchError(f"{name}: a hunk of {path} is cut short")
+            found.append(Hunk(int(match[1]), int(match[3]), old, new))
         yield path, tuple(found)
 
 

@@ -123,8 +123,7 @@ def _forget_bytecode(path: Path) -> None:
     be trusted unseen (``compileall --invalidation-mode unchecked-hash``, as some images do).
     """
     cached = set(path.parent.glob(f"__pycache__/{path.stem}.*.pyc"))
-    cached.add(Path(importlib.util.cache_from_source(str(path))))
-    for bytecode in cached:
+    for bytecode in cached | {Path(importlib.util.cache_from_source(str(path)))}:
         try:
             bytecode.unlink(missing_ok=True)
         except OSError as error:

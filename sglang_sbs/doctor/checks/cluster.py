@@ -74,13 +74,10 @@ def check_cluster(facts: ClusterFacts) -> Iterator[Finding]:
             yield finding("limits.uneven", CLUSTER, f"{role}: {told(limits)}")
     if not missing:
         yield from _pairs(**sides)
-    for result in facts.probes:
-        pair = f"{result.prefill} -> {result.decode}"
-        ranks = f"prefill rank {result.prefill_rank}, decode rank {result.decode_rank}"
-        if result.failure:
-            yield finding("probe.failed", pair, f"{ranks}: {result.failure}")
-        else:
-            yield finding("probe.ok", pair, f"{ranks}: one token in {result.took_s:.2f} s")
+    for probe in facts.probes:
+        seen = probe.failure or f"one token in {probe.took_s:.2f} s"
+        name = "probe.failed" if probe.failure else "probe.ok"
+        yield finding(name, probe.pair, f"{probe.ranks}: {seen}")
 
 
 def _same_engine(engines: Sequence[EngineFacts]) -> Iterator[Finding]:

@@ -101,8 +101,10 @@ def check_endforward(facts: ClusterFacts) -> Iterator[Finding]:
         yield from _reports(facts, engine, mine)
     yield from _instance_ids(usable)
     for url, report in mine.misnamed.items():
-        seen = f"reports of an engine with --dist-init-addr {report.dist_init_addr!r} name this one"
-        yield finding("plugin.instance-id", url, seen, None)
+        other = f"engine with --dist-init-addr {report.dist_init_addr!r}"
+        seen = f"reports of an {other} name this one"
+        change = f"SGLANG_SBS_INSTANCE_ID of the {other}: its own URL, not {url}; or unset it there"
+        yield finding("plugin.instance-id", url, seen, change)
     yield from _routers(usable)
     yield from _listening(facts, heard, mine)
 
@@ -167,13 +169,11 @@ class Attribution:
 
 
 def _says(engine: EngineFacts, report: EndForward) -> bool:
-    info = engine.info
-    shape = None if info is None else (engine.target.role, info.dp_size)
-    return shape == (report.role, report.dp_size)
+    return (engine.target.role, engine.known.dp_size) == (report.role, report.dp_size)
 
 
 def _is_strange(engine: EngineFacts, report: EndForward) -> bool:
-    return engine.info is not None and bool(why_stranger(engine.info, report))
+    return bool(why_stranger(engine.known, report))
 
 
 def _may_speak(engine: EngineFacts) -> bool:
@@ -198,13 +198,11 @@ def _plugin(facts: ClusterFacts, engine: EngineFacts, mine: Attribution) -> Iter
     if errors:
         shown = listed(f"rank {rank}: {n}" for rank, n in sorted(errors.items()))
         yield finding("plugin.errors", url, f"errors inside the hook: {shown}")
-    if sbs is not None:
-        if not errors:
-            to = f"listens at {sbs.bind}" if sbs.bind else "nobody"
-            to = f"reports to {', '.join(sbs.routers)}" if sbs.routers else to
-            yield finding("plugin.ok", url, f"loaded, {to}")
-        return
-    if ranks or _router_hears(facts, url) or mine.may_be_among_leftover(engine):
+    if sbs is not None and not errors:
+        to = f"listens at {sbs.bind}" if sbs.bind else "nobody"
+        to = f"reports to {', '.join(sbs.routers)}" if sbs.routers else to
+        yield finding("plugin.ok", url, f"loaded, {to}")
+    if sbs is not None or ranks or _router_hears(facts, url) or mine.may_be_among_leftover(engine):
         return
     version = parse_version(info.version)
     if version is not None and (0, 0, 0) < version < PLUGIN_VERSION:
@@ -224,10 +222,8 @@ def _instance_ids(engines: list[EngineFacts]) -> Iterator[Finding]:
     named = {e.url: name for e in engines if e.sbs and (name := text(e.plugin, "instance_id"))}
     times = Counter(named.values())
     for url, name in named.items():
-        seen, change = (
-            f"SGLANG_SBS_INSTANCE_ID={name}",
-            f"SGLANG_SBS_INSTANCE_ID={url}, or unset it",
-        )
+        seen = f"SGLANG_SBS_INSTANCE_ID={name}"
+        change = f"SGLANG_SBS_INSTANCE_ID={url}, or unset it"
         if times[name] > 1:
             seen += f", as on {times[name] - 1} other engines"
             yield finding("plugin.instance-id", url, seen, change)
@@ -262,23 +258,17 @@ def _reports(facts: ClusterFacts, engine: EngineFacts, mine: Attribution) -> Ite
         return
     if heard is None:
         return
-    wrong = mine.mismatched.get(url)
-    if wrong is not None:
-        seen = (
-            f"reports say {wrong.role} with {wrong.dp_size} ranks, /server_info says "
-            f"{engine.target.role} with {info.dp_size}"
-        )
-        yield finding("endforward.mismatch", url, seen)
-        return
     ranks = mine.of(engine)
     missing = [rank for rank in range(info.dp_size) if rank not in ranks]
-    if not missing:
+    if (wrong := mine.mismatched.get(url)) is not None:
+        seen = f"reports say {wrong.role} with {wrong.dp_size} ranks, /server_info says "
+        seen += f"{engine.target.role} with {info.dp_size}"
+        yield finding("endforward.mismatch", url, seen)
+    elif not missing:
         messages = sum(one.messages for one in ranks.values())
         slowest_us = max(one.last.hook_us for one in ranks.values())
-        seen = (
-            f"{messages} messages of all {info.dp_size} ranks in {heard.listened_s:.1f} s; a "
-            f"message costs the engine {slowest_us} µs"
-        )
+        seen = f"{messages} messages of all {info.dp_size} ranks in {heard.listened_s:.1f} s; a "
+        seen += f"message costs the engine {slowest_us} µs"
         yield finding("endforward.ok", url, seen)
     elif sbs is None and not ranks:
         pass  # plugin.absent says it, or nothing can be said
@@ -293,18 +283,11 @@ def _reports(facts: ClusterFacts, engine: EngineFacts, mine: Attribution) -> Ite
         seen = f"nothing in {heard.listened_s:.0f} s of listening at {where}"
         yield finding("endforward.silent", url, seen)
     else:
-        seen = (
-            f"nothing of {_ranks_and_nodes(info, missing)} in {heard.listened_s:.0f} s, "
-            f"{len(ranks)} other ranks report"
-        )
+        nodes = {rank: f" (node {node_of_rank(info, rank)})" for rank in missing if info.nodes > 1}
+        shown = listed(f"{rank}{nodes.get(rank, '')}" for rank in missing)
+        seen = f"nothing of rank {shown} in {heard.listened_s:.0f} s, "
+        seen += f"{len(ranks)} other ranks report"
         yield finding("endforward.rank-missing", url, seen, _what_to_open(info, missing))
-
-
-def _ranks_and_nodes(info: WorkerInfo, ranks: list[int]) -> str:
-    several = info.nodes > 1
-    return "rank " + listed(
-        f"{rank} (node {node_of_rank(info, rank)})" if several else rank for rank in ranks
-    )
 
 
 def _what_to_open(info: WorkerInfo, missing: list[int]) -> str | None:

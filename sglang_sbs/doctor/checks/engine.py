@@ -255,11 +255,10 @@ def _limits_of_prefill(facts: EngineFacts, info: WorkerInfo) -> Iterator[_Said]:
         yield "limits.no-chunking", f"chunked_prefill_size is {chunk}, that is, off"
         return
     if chunk < MIN_CHUNK_TOKENS:
-        given, wanted = chunk * info.dp_size, MIN_CHUNK_TOKENS * info.dp_size
-        seen = f"{chunk} tokens per rank and pass (--chunked-prefill-size {given} over "
-        seen += f"{info.dp_size} ranks)"
-        change = f"SGLang divides it by the DP size: --chunked-prefill-size {wanted} at least"
-        yield "limits.chunk-small", seen, change
+        given = f"--chunked-prefill-size {chunk * info.dp_size} over {info.dp_size} ranks"
+        wanted = f"--chunked-prefill-size {MIN_CHUNK_TOKENS * info.dp_size} at least"
+        change = f"SGLang divides it by the DP size: {wanted}"
+        yield "limits.chunk-small", f"{chunk} tokens per rank and pass ({given})", change
     if info.page_size > 1 and chunk % info.page_size:
         yield "limits.chunk-page", f"chunk {chunk} per rank, page size {info.page_size}"
     if 0 < info.max_prefill_tokens < chunk:
@@ -314,21 +313,18 @@ def _latency(facts: EngineFacts) -> Iterator[_Said]:
     if not trips_s:
         return
     fastest, middle, slowest = min(trips_s), statistics.median(trips_s), max(trips_s)
-    seen = (
-        f"{len(trips_s)} round trips: fastest {fastest * 1e3:.1f} ms, "
-        f"median {middle * 1e3:.1f} ms, slowest {slowest * 1e3:.1f} ms"
-    )
-    is_high, jitters = fastest > HIGH_RTT_S, slowest - fastest > JITTER_S
-    if is_high:
+    seen = f"{len(trips_s)} round trips: fastest {fastest * 1e3:.1f} ms, "
+    seen += f"median {middle * 1e3:.1f} ms, slowest {slowest * 1e3:.1f} ms"
+    if fastest > HIGH_RTT_S:
         yield "latency.high", seen
-    if jitters:
+    if slowest - fastest > JITTER_S:
         yield "latency.jitter", seen
     clock = ""
     if offset_s is not None and abs(offset_s) > CLOCK_S:
         yield "latency.clock", f"{offset_s:+.1f} s against this machine"
     elif offset_s is not None:
         clock = f"; clock {offset_s * 1e3:+.0f} ms"
-    if not is_high and not jitters:
+    if fastest <= HIGH_RTT_S and slowest - fastest <= JITTER_S:
         yield "latency.ok", seen + clock
 
 
@@ -346,8 +342,8 @@ def _room(facts: EngineFacts, info: WorkerInfo) -> Iterator[_Said]:
         yield "room.slots-full", f"slots in use on {slots_full}"
     if not kv_full and not slots_full:
         kv, slot = f"{max(kv_shares):.0%}", f"{max(slot_shares):.0%}"
-        seen = f"fullest rank: {kv} of {tokens} KV tokens, {slot} of {slots} slots in use"
-        yield "room.ok", seen
+        in_use = f"{kv} of {tokens} KV tokens, {slot} of {slots} slots in use"
+        yield "room.ok", f"fullest rank: {in_use}"
 
 
 def _full_ranks(shares: list[float]) -> str:

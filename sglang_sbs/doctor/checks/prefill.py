@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from ipaddress import ip_address
 
 from sglang_sbs.cluster.plan import MIN_KV_EVENTS_PAGE_SIZE
 from sglang_sbs.doctor.facts import Bootstrap, ClusterFacts, EngineFacts, listed, number
 from sglang_sbs.doctor.findings import CLUSTER, Finding, Findings
-from sglang_sbs.router.engines.urls import split_worker_url
+from sglang_sbs.router.engines.urls import is_loopback, split_worker_url
 from sglang_sbs.router.workers.server_info import WorkerInfo, node_of_rank
 
 finding = Findings("""
@@ -77,8 +76,8 @@ def _bootstrap(engine: EngineFacts, decode: Sequence[EngineFacts]) -> Iterator[F
         yield finding("bootstrap.unreachable", url, seen)
         return
     found = list(_bootstrap_problems(engine, bootstrap))
-    others = [d.url for d in decode if not is_loopback(d.url)] if is_loopback(url) else []
-    if others:
+    others = [d.url for d in decode if not is_loopback(split_worker_url(d.url)[1])]
+    if others and is_loopback(split_worker_url(url)[1]):
         seen = f"decode is told {bootstrap.host}, and {others[0]} is another host"
         found.append(finding("bootstrap.loopback", url, seen))
     yield from found
@@ -91,16 +90,15 @@ def _bootstrap(engine: EngineFacts, decode: Sequence[EngineFacts]) -> Iterator[F
 def _bootstrap_problems(engine: EngineFacts, bootstrap: Bootstrap) -> Iterator[Finding]:
     url, given, own = engine.url, engine.target.bootstrap_port, engine.known.bootstrap_port
     if given is not None and own not in (None, given):
-        seen = f"{given} is given, and the engine's is {own}"
-        seen += f" ({bootstrap.failure})" if bootstrap.failure else ""
+        why = f" ({bootstrap.failure})" if bootstrap.failure else ""
+        seen = f"{given} is given, and the engine's is {own}{why}"
         yield finding("bootstrap.wrong-port", url, seen, f"--prefill {url} {own}")
     elif bootstrap.failure:
         yield finding("bootstrap.unreachable", url, bootstrap.failure)
     elif bootstrap.status == 503:
         yield finding("bootstrap.registering", url, f"{bootstrap.address}: {bootstrap.text}")
     elif bootstrap.status != 200 or number(bootstrap.layout, "dp_size") < 1:
-        seen = f"{bootstrap.address} answers {bootstrap.status}"
-        yield finding("bootstrap.not-one", url, seen)
+        yield finding("bootstrap.not-one", url, f"{bootstrap.address} answers {bootstrap.status}")
     else:
         # What the bootstrap server says of its engine, against what this engine says.
         for what, field, ours in (
@@ -113,15 +111,6 @@ def _bootstrap_problems(engine: EngineFacts, bootstrap: Bootstrap) -> Iterator[F
                 seen = f"the engine behind {bootstrap.address} has {what} {theirs}, this one {ours}"
                 yield finding("bootstrap.other-engine", url, seen)
                 return
-
-
-def is_loopback(url: str) -> bool:
-    """Whether an address means the machine that uses it."""
-    host = split_worker_url(url)[1]
-    try:
-        return ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"
 
 
 def _cache(url: str, info: WorkerInfo, engine: EngineFacts) -> Iterator[Finding]:

@@ -7,11 +7,12 @@ from __future__ import annotations
 
 import hmac
 from collections.abc import Iterator
+from contextlib import suppress
 
-from sglang_sbs.doctor.checks.prefill import is_loopback
 from sglang_sbs.doctor.facts import ClusterFacts, EngineFacts, text
 from sglang_sbs.doctor.findings import CLUSTER, Finding, Findings
 from sglang_sbs.engine.config import split_tcp
+from sglang_sbs.router.engines.urls import is_loopback, split_worker_url
 
 finding = Findings("""
 ok security.ok: Keys are accepted where they are wanted.
@@ -44,7 +45,8 @@ def check_security(facts: ClusterFacts) -> Iterator[Finding]:
     yield from found
     flags = facts.options.router_flags
     answering = facts.usable
-    plain = [e.url for e in answering if e.url.startswith("http:") and not is_loopback(e.url)]
+    elsewhere = [e.url for e in answering if not is_loopback(split_worker_url(e.url)[1])]
+    plain = [url for url in elsewhere if url.startswith("http:")]
     if (flags.api_key or flags.admin_api_key) and plain:
         yield finding("security.plain-key", CLUSTER, f"http:// to {plain[0]} and a key")
     open_engines = [e.url for e in answering if e.open_without_key]
@@ -83,14 +85,9 @@ def _endforward(facts: ClusterFacts) -> Iterator[Finding]:
             yield finding("security.key-file-mode", CLUSTER, seen, f"chmod 600 {key_file}")
         return
     named = {end for e in facts.usable if e.sbs is not None for end in e.sbs.routers}
-    remote = sorted(filter(_is_remote, named))
+    remote = []
+    for endpoint in sorted(named):
+        with suppress(ValueError):
+            remote += [] if is_loopback(split_tcp(endpoint)[0]) else [endpoint]
     if remote and not any(e.plugin.get("encrypted") is True for e in facts.engines):
         yield finding("security.endforward-open", CLUSTER, f"{remote[0]}, without a secret")
-
-
-def _is_remote(endpoint: str) -> bool:
-    try:
-        host = split_tcp(endpoint)[0]
-    except ValueError:
-        return False
-    return not is_loopback(f"http://[{host}]:1" if ":" in host else f"http://{host}:1")

@@ -259,18 +259,18 @@ def token_ids(view: FeatureView) -> Seen:
         why = "exact lengths, but --sbs-forward-token-ids off: engines tokenize again"
         return Seen(State.PARTLY, why, "--sbs-forward-token-ids auto (router)")
     on = "engines get ids" if view.asked else "where a running router finds the same tokenizer"
-    told = {engine.url: view.problem(engine, "tokenizer") for engine in view.engines}
-    chats_only = {url for url, problem in told.items() if _CHATS_DIFFER in problem}
+    chats_only = [_CHATS_DIFFER in view.problem(engine, "tokenizer") for engine in view.engines]
 
     def fault(engine: EngineFacts) -> str:
-        if engine.url in chats_only:
+        problem = view.problem(engine, "tokenizer")
+        if _CHATS_DIFFER in problem:
             return "chats differ there"
-        return "its tokenizer differs" if told[engine.url] else ""
+        return "its tokenizer differs" if problem else ""
 
     seen = _over(view.engines, fault, f"exact lengths; {on}")
     if seen.state not in (State.PARTLY, State.OFF):
         return seen
-    state = State.PARTLY if chats_only else seen.state
+    state = State.PARTLY if any(chats_only) else seen.state
     change = "the engines' own model folder as --tokenizer-path, their template as --chat-template"
     return Seen(state, seen.why, change)
 
@@ -289,12 +289,10 @@ def priority(view: FeatureView) -> Seen:
     low_first = view.options.get("low_priority_values_first") is True
 
     def fault(engine: EngineFacts) -> str:
-        data = engine.data
-        if data.get("enable_priority_scheduling") is not True:
-            return ""
-        if (data.get("schedule_low_priority_values_first") is True) == low_first:
-            return ""
-        return "its --schedule-low-priority-values-first is not the router's"
+        orders = engine.data.get("enable_priority_scheduling") is True
+        own = engine.data.get("schedule_low_priority_values_first") is True
+        differs = orders and own != low_first
+        return "its --schedule-low-priority-values-first is not the router's" if differs else ""
 
     tenants = ", tenants take turns" if view.options.get("tenants") is True else ""
     seen = _over(view.prefill, fault, f"classes by priority and SLO{tenants}")
@@ -323,11 +321,10 @@ def interval(view: FeatureView) -> Seen:
 def aborts(view: FeatureView) -> Seen:
     """When a client leaves or one side fails, the router aborts the request on prefill and
     decode."""
-    ours = view.facts.options.router_flags.worker_key or ""
+    fitting = ("", view.facts.options.router_flags.worker_key)
 
     def fault(engine: EngineFacts) -> str:
-        admin = text(engine.data, "admin_api_key")
-        fits = not admin or admin == ours
+        fits = text(engine.data, "admin_api_key") in fitting
         return "" if fits else "it has an admin key, and none or another is given here"
 
     return _over(view.engines, fault, "/abort_request of both sides is open to the router")
@@ -370,9 +367,9 @@ def pass_limit(view: FeatureView) -> Seen:
 @_feature("Several nodes", "the plugin and the same SGLANG_SBS_ROUTERS on every node")
 def nodes(view: FeatureView) -> Seen:
     """Engines that span nodes, of which the ranks of every node report."""
-    told = {engine.url: number(engine.data, "nnodes") for engine in view.engines}
-    several = [engine for engine in view.engines if told[engine.url] > 1]
-    if max(told.values(), default=0) < 1:
+    most = max((number(engine.data, "nnodes") for engine in view.engines), default=0)
+    several = [engine for engine in view.engines if number(engine.data, "nnodes") > 1]
+    if most < 1:
         return Seen(State.UNKNOWN, "no engine says how many nodes it has", "")
     if not several:
         return Seen(State.OFF, "every engine is on one node", "")
@@ -383,21 +380,18 @@ def nodes(view: FeatureView) -> Seen:
         silent = view.silent_ranks(engine) or []
         return f"{len(silent)} ranks do not report" if silent else ""
 
-    on = f"{len(several)} engines on {max(told.values())} nodes; all their ranks report"
-    return _over(several, fault, on)
+    return _over(several, fault, f"{len(several)} engines on {most} nodes; all their ranks report")
 
 
 @_feature("Rust server", "SGLANG_RUST_SERVER=1 (engine)")
 def rust_server(view: FeatureView) -> Seen:
     """Engines with SGLANG_RUST_SERVER=1 have one HTTP address per DP rank."""
-    told = [engine.known.rust_server for engine in view.engines]
-    if not told:
-        return _NOBODY
-    if not any(told):
-        return Seen(State.OFF, "engines serve HTTP from Python", "")
-    if all(told):
+    told = {engine.known.rust_server for engine in view.engines}
+    if told == {True}:
         return Seen(State.ON, "engines serve HTTP from Rust, one address per DP rank")
-    return Seen(State.PARTLY, "some engines serve HTTP from Rust", "")
+    if told == {False}:
+        return Seen(State.OFF, "engines serve HTTP from Python", "")
+    return Seen(State.PARTLY, "some engines serve HTTP from Rust", "") if told else _NOBODY
 
 
 @_feature(
@@ -410,9 +404,7 @@ def barrier(view: FeatureView) -> Seen:
     they do not, SBS still places by predicted finish."""
 
     def fault(engine: EngineFacts) -> str:
-        if engine.known.no_barrier:
-            return engine.known.no_barrier
-        return "" if engine.known.dp_size > 1 else "it has one DP rank"
+        return engine.known.no_barrier or ("it has one DP rank" if engine.known.dp_size < 2 else "")
 
     return _over(view.prefill, fault, "all ranks of a prefill engine run a pass together")
 

@@ -11,8 +11,7 @@ from __future__ import annotations
 import errno
 import socket
 import time
-from collections.abc import Iterable, Sequence
-from contextlib import suppress
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
 import zmq
@@ -39,18 +38,14 @@ _TURN_MS = 100
 def endpoints_to_hear(options: DoctorOptions, engines: Iterable[EngineFacts]) -> list[str]:
     """Where the engines report to, or where the user says; nothing if nobody could report."""
     named: dict[str, bool] = {}
-    unseen = False
     for facts in engines:
-        unseen |= may_speak_unseen(facts)
-        if facts.sbs is not None:
-            differs = key_differs(options, facts)
-            for endpoint in facts.sbs.routers:
-                named[endpoint] = named.get(endpoint, False) or differs
+        for endpoint in facts.sbs.routers if facts.sbs is not None else ():
+            named[endpoint] = named.get(endpoint, False) or key_differs(options, facts)
     if options.given_bind is not None:
         return [] if any(named.values()) else [options.given_bind]
     default = options.router_flags.endforward_bind
-    if not named:
-        return [default] if unseen and default is not None else []
+    if not named and default is not None and any(map(may_speak_unseen, engines)):
+        return [default]
     return [endpoint for endpoint, differs in named.items() if not differs]
 
 
@@ -77,7 +72,7 @@ class Ear:
                 self._bind(endpoint)
             for facts in self._engines:
                 self._dial(facts)
-            if self._sockets:
+            if self._heard.bound or self._heard.dialled:
                 self._receive(started_s + self._options.wait_s)
         finally:
             # First: with nobody at the monitor's end libzmq would block over its next event.
@@ -96,44 +91,37 @@ class Ear:
         sock = self._context.socket(zmq.SUB)
         sock.linger, sock.ipv6, sock.maxmsgsize = 0, True, _MAX_MESSAGE_BYTES
         sock.setsockopt(zmq.SUBSCRIBE, TOPIC)
-        return sock
-
-    def _watch(self, sock: zmq.Socket[bytes]) -> None:
         self._sockets.append(sock)
         self._monitors.append(sock.get_monitor_socket(_FAILED_HANDSHAKE))
+        return sock
 
     def _bind(self, endpoint: str) -> None:
         """Listen at an endpoint if it is this machine's and free."""
         try:
-            candidates = _addresses(endpoint)
+            fates = [self._bind_one(candidate) for candidate in _addresses(endpoint)]
         except (OSError, ValueError) as error:
             self._heard.failed[endpoint] = str(error)
             return
-        fates: list[int] = []
-        for candidate in candidates:
-            if candidate.startswith("ipc://") and _ipc_taken(candidate.removeprefix("ipc://")):
-                fates.append(errno.EADDRINUSE)
-                continue
-            sock = self._subscriber()
-            if self._keys is not None:
-                self._keys.serve(sock)
-            try:
-                sock.bind(candidate)
-            except zmq.ZMQError as error:
-                sock.close(0)
-                fates.append(error.errno or 0)
-                continue
-            self._watch(sock)
-            self._heard.bound.append(candidate)
-            fates.append(0)
-        if 0 in fates:
-            return
-        if errno.EADDRINUSE in fates:
+        if errno.EADDRINUSE in fates and 0 not in fates:
             self._heard.busy.append(endpoint)
         elif fates and set(fates) <= {errno.EADDRNOTAVAIL, errno.ENODEV}:
             self._heard.elsewhere.append(endpoint)
-        else:
+        elif 0 not in fates:
             self._heard.failed[endpoint] = zmq.strerror(fates[0]) if fates else "no address"
+
+    def _bind_one(self, endpoint: str) -> int:
+        """0, or the number of the error."""
+        if endpoint.startswith("ipc://") and _ipc_taken(endpoint.removeprefix("ipc://")):
+            return errno.EADDRINUSE
+        sock = self._subscriber()
+        if self._keys is not None:
+            self._keys.serve(sock)
+        try:
+            sock.bind(endpoint)
+        except zmq.ZMQError as error:
+            return error.errno or errno.EINVAL
+        self._heard.bound.append(endpoint)
+        return 0
 
     def _dial(self, facts: EngineFacts) -> None:
         """Connect to an engine that listens itself."""
@@ -145,7 +133,6 @@ class Ear:
         for endpoint in publisher_endpoints(facts.url, facts.sbs.bind, facts.known.dp_size):
             sock.connect(endpoint)
             self._heard.dialled.append(endpoint)
-        self._watch(sock)
 
     def _receive(self, until_s: float) -> None:
         poller = zmq.Poller()
@@ -165,10 +152,12 @@ class Ear:
         patient = any(map(may_speak_unseen, self._engines))
         while time.monotonic() < until_s:
             for sock, _ in poller.poll(_TURN_MS):
-                if sock in self._monitors:
-                    self._handshake_failed(sock)
-                else:
-                    self._drain(sock)
+                for frames in _received(sock):
+                    if sock in self._sockets:
+                        self._take([frame.bytes for frame in frames], peer_of(frames[0]))
+                        continue
+                    event = parse_monitor_message([frame.bytes for frame in frames])["event"]
+                    self._heard.handshakes_failed += bool(event & _FAILED_HANDSHAKE)
             heard = self._heard.ranks
             if (
                 not patient
@@ -176,19 +165,6 @@ class Ear:
                 and sum(map(len, heard.values())) >= all_ranks
             ):
                 return
-
-    def _handshake_failed(self, monitor: zmq.Socket[bytes]) -> None:
-        with suppress(zmq.Again):
-            while True:
-                frames = monitor.recv_multipart(zmq.NOBLOCK)
-                if parse_monitor_message(frames)["event"] & _FAILED_HANDSHAKE:
-                    self._heard.handshakes_failed += 1
-
-    def _drain(self, sock: zmq.Socket[bytes]) -> None:
-        with suppress(zmq.Again):
-            while True:
-                frames = sock.recv_multipart(zmq.NOBLOCK, copy=False)
-                self._take([frame.bytes for frame in frames], peer_of(frames[0]))
 
     def _take(self, frames: list[bytes], peer: str) -> None:
         try:
@@ -201,7 +177,13 @@ class Ear:
         ranks = self._heard.ranks.setdefault(report.boot_id, {})
         before = ranks.get(report.dp_rank)
         messages = before.messages + 1 if before is not None else 1
-        ranks[report.dp_rank] = RankHeard(messages, report, time.monotonic(), peer)
+        ranks[report.dp_rank] = RankHeard(messages, report, peer)
+
+
+def _received(sock: zmq.Socket[bytes]) -> Iterator[list[zmq.Frame]]:
+    """What has come."""
+    while sock.poll(0):
+        yield sock.recv_multipart(zmq.NOBLOCK, copy=False)
 
 
 def _addresses(endpoint: str) -> list[str]:
@@ -221,9 +203,6 @@ def _ipc_taken(path: str) -> bool:
     with socket.socket(socket.AF_UNIX) as sock:
         sock.settimeout(1.0)
         try:
-            sock.connect(path)
-        except ConnectionRefusedError:
-            return False
+            return sock.connect_ex(path) != errno.ECONNREFUSED
         except OSError:
             return True
-    return True

@@ -6,11 +6,10 @@ Asks only what changes nothing: GETs that run no forward pass.
 from __future__ import annotations
 
 import asyncio
-import os
-import socket
 import ssl
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import datetime
 from typing import Any
@@ -18,10 +17,10 @@ from typing import Any
 import aiohttp
 import orjson
 
-from sglang_sbs.doctor.facts import Bootstrap, ClosedKvPort, EngineFacts, Failure, RankHeard, Target
+from sglang_sbs.doctor.facts import Bootstrap, EngineFacts, Failure, RankHeard, Target
 from sglang_sbs.doctor.options import DoctorOptions
 from sglang_sbs.engine.config import split_tcp
-from sglang_sbs.plain_words import plain_error
+from sglang_sbs.plain_words import plain_error, system_error
 from sglang_sbs.router.engines.urls import split_worker_url
 from sglang_sbs.router.options.config import BreakerConfig
 from sglang_sbs.router.workers import server_info
@@ -47,20 +46,21 @@ class Answer:
     ended_s: float
     """Wall clock."""
 
-    def json_object(self) -> dict[str, Any] | None:
+    def json_object(self) -> dict[str, Any]:
+        """Empty if it is none."""
         try:
             value = orjson.loads(self.body)
         except orjson.JSONDecodeError:
-            return None
-        return value if isinstance(value, dict) else None
+            return {}
+        return value if isinstance(value, dict) else {}
 
 
 class NoAnswer(Exception):
     """A question without an answer; ``failure`` says why."""
 
-    def __init__(self, failure: Failure) -> None:
-        super().__init__(failure.text)
-        self.failure = failure
+    def __init__(self, kind: str, text: str) -> None:
+        super().__init__(text)
+        self.failure = Failure(kind, text)
 
 
 class Asker:
@@ -86,26 +86,26 @@ class Asker:
                 took_s = time.monotonic() - started_s
                 return Answer(response.status, body, took_s, time.time())
         except (aiohttp.ClientError, OSError, TimeoutError, ValueError) as error:
-            raise NoAnswer(await self._why(url, error, limit_s)) from error
+            raise NoAnswer(*await self._why(url, error, limit_s)) from error
 
-    async def _why(self, url: str, error: Exception, limit_s: float) -> Failure:
+    async def _why(self, url: str, error: Exception, limit_s: float) -> tuple[str, str]:
         scheme, host, port = split_worker_url(url)
         text = plain_error(error)
         if isinstance(error, aiohttp.ClientConnectorCertificateError):
-            return Failure("certificate", text)
+            return "certificate", text
         if isinstance(error, aiohttp.ClientConnectorSSLError | ssl.SSLError):
             if "WRONG_VERSION_NUMBER" in text or "RECORD_LAYER" in text:
-                return Failure("wrong-scheme", f"{url} is given, and the engine speaks http://")
-            return Failure("certificate", text)
+                return "wrong-scheme", f"{url} is given, and the engine speaks http://"
+            return "certificate", text
         if isinstance(error, aiohttp.ConnectionTimeoutError):
-            return Failure("unreachable", "no connection in time: a firewall, or a wrong host")
+            return "unreachable", "no connection in time: a firewall, or a wrong host"
         if isinstance(error, TimeoutError):
-            return Failure("silent", f"connected, and no answer within {limit_s:g} s")
+            return "silent", f"connected, and no answer within {limit_s:g} s"
         if isinstance(error, aiohttp.ClientConnectorError):
-            return Failure("unreachable", f"{host}:{port}: {_reason(error.os_error)}")
+            return "unreachable", f"{host}:{port}: {system_error(error.os_error)}"
         if scheme == "http" and await _connects(host, port, limit_s, _any_certificate()):
-            return Failure("wrong-scheme", f"{url} is given, and the engine speaks https://")
-        return Failure("not-sglang", f"what answers is no HTTP server: {text}")
+            return "wrong-scheme", f"{url} is given, and the engine speaks https://"
+        return "not-sglang", f"what answers is no HTTP server: {text}"
 
     # An engine --------------------------------------------------------------------------------
 
@@ -113,14 +113,12 @@ class Asker:
         """Everything one engine says. Never raises for what it does."""
         facts = EngineFacts(target)
         try:
-            data = await self._server_info(target.url)
+            facts.data = await self._server_info(target.url)
+            facts.info = server_info.parse_server_info(facts.data, target.role)
+            await self._rank_servers(facts.info, target.url)
         except NoAnswer as error:
             facts.failure = error.failure
             return facts
-        facts.data = data
-        try:
-            facts.info = server_info.parse_server_info(data, target.role)
-            await self._rank_servers(facts.info, target.url)
         except UnusableWorker as error:
             facts.info, facts.unusable = None, str(error)
             facts.rank_out_of_reach = isinstance(error, RankOutOfReach)
@@ -148,61 +146,49 @@ class Asker:
         if answer.status == 404:
             answer = await self.get(url, "/get_server_info", self._api_key)
         if answer.status in (401, 403):
-            raise NoAnswer(Failure("refused", f"/server_info answers {answer.status}"))
+            raise NoAnswer("refused", f"/server_info answers {answer.status}")
         data = answer.json_object()
-        if answer.status != 200 or data is None:
+        if answer.status != 200 or not data:
             head = answer.body[:80].decode("utf-8", "replace").strip()
-            text = f"/server_info answers {answer.status}: {head!r}"
-            raise NoAnswer(Failure("not-sglang", text))
+            raise NoAnswer("not-sglang", f"/server_info answers {answer.status}: {head!r}")
         if "router_manager" in data:
-            raise NoAnswer(Failure("is-a-router", "its /server_info is a router's"))
+            raise NoAnswer("is-a-router", "its /server_info is a router's")
         if "version" not in data or "disaggregation_mode" not in data:
             text = "its /server_info has neither version nor disaggregation_mode"
-            raise NoAnswer(Failure("not-sglang", text))
+            raise NoAnswer("not-sglang", text)
         return data
 
     async def _round_trips(self, facts: EngineFacts) -> None:
-        for number in range(ROUND_TRIPS):
-            try:
+        with suppress(NoAnswer):
+            for number in range(ROUND_TRIPS):
                 answer = await self.get(facts.url, "/ready", self._api_key)
-            except NoAnswer:
-                return
-            facts.ready_status = answer.status
-            if number:  # the first one opens a connection
-                facts.rtts_s.append(answer.took_s)
+                facts.ready_status = answer.status
+                if number:  # the first one opens a connection
+                    facts.rtts_s.append(answer.took_s)
 
     async def _without_key(self, facts: EngineFacts) -> None:
         """Whether it can be used without a key; a path that SGLang protects like inference."""
-        try:
+        with suppress(NoAnswer):
             answer = await self.get(facts.url, "/model_info")
-        except NoAnswer:
-            return
-        facts.open_without_key = answer.status not in (401, 403)
+            facts.open_without_key = answer.status not in (401, 403)
 
     async def _loads(self, facts: EngineFacts, info: WorkerInfo) -> None:
         worker = worker_of(facts, info)
         path = "/v1/loads?include=core"
-        try:
+        with suppress(NoAnswer, ValueError):
             answers = [await self.get(url, path, self._api_key) for url in worker.server_urls]
-        except NoAnswer:
-            return
-        answer = answers[0]
-        if answer.status != 200:
-            return
-        facts.loads = parse_loads(worker, [one.body for one in answers])
-        stamp = (answer.json_object() or {}).get("timestamp")
-        try:
-            engine_s = datetime.fromisoformat(str(stamp)).timestamp()
-        except ValueError:
-            return
-        facts.clock_offset_s = engine_s - (answer.ended_s - answer.took_s / 2)
+            if (answer := answers[0]).status == 200:
+                facts.loads = parse_loads(worker, [one.body for one in answers])
+                stamp = datetime.fromisoformat(str(answer.json_object().get("timestamp")))
+                asked_s = answer.ended_s - answer.took_s / 2
+                facts.clock_offset_s = stamp.timestamp() - asked_s
 
     async def kv_ports(self, facts: EngineFacts, heard: Mapping[int, RankHeard]) -> None:
         """Which ports of its KV events are shut. ``heard``: its EndForward, by DP rank."""
         info = facts.info
         if info is None or info.kv_events is None:
             return
-        ports = []
+        ports: dict[str, str] = {}
         for rank in range(info.dp_size):
             node, report = server_info.node_of_rank(info, rank), heard.get(rank)
             endpoints = default_endpoints(facts.url, info.kv_events, rank)
@@ -217,15 +203,16 @@ class Asker:
                 except RefusedAddress:
                     facts.hidden_kv_ranks.append(rank)
                     continue
-            ports.append(ClosedKvPort(rank, node, endpoints.live, replay=False))
+            whose = f"rank {rank} on node {node}" if node else f"rank {rank}"
+            ports[endpoints.live] = whose
             if endpoints.replay:
-                ports.append(ClosedKvPort(rank, node, endpoints.replay, replay=True))
+                ports[endpoints.replay] = f"{whose}, replays"
         limit_s = self._options.timeout_s
-        are_open = await asyncio.gather(
-            *(_connects(*split_tcp(port.endpoint), limit_s) for port in ports)
-        )
+        are_open = await asyncio.gather(*(_connects(*split_tcp(port), limit_s) for port in ports))
         facts.closed_kv_ports = [
-            port for port, is_open in zip(ports, are_open, strict=True) if not is_open
+            f"{port.removeprefix('tcp://')} ({whose})"
+            for (port, whose), is_open in zip(ports.items(), are_open, strict=True)
+            if not is_open
         ]
 
     async def _bootstrap(self, facts: EngineFacts, info: WorkerInfo) -> None:
@@ -242,7 +229,7 @@ class Asker:
             return
         bootstrap.status = answer.status
         bootstrap.text = answer.body[:120].decode("utf-8", "replace").strip()
-        bootstrap.layout = answer.json_object() or {}
+        bootstrap.layout = answer.json_object()
 
 
 def worker_of(facts: EngineFacts, info: WorkerInfo) -> Worker:
@@ -268,13 +255,6 @@ async def examine_all(asker: Asker, targets: Sequence[Target]) -> list[EngineFac
             return await asker.examine(target)
 
     return list(await asyncio.gather(*map(examine, targets)))
-
-
-def _reason(error: OSError) -> str:
-    """Without what aiohttp and asyncio wrap around it."""
-    if isinstance(error, socket.gaierror) or not error.errno:
-        return error.strerror or str(error)
-    return os.strerror(error.errno)
 
 
 def _any_certificate() -> ssl.SSLContext:

@@ -7,6 +7,7 @@ all pairs every DP rank gets its turn.
 from __future__ import annotations
 
 import asyncio
+import itertools
 import time
 import uuid
 from collections.abc import Callable, Sequence
@@ -19,14 +20,9 @@ import orjson
 from sglang_sbs.doctor.facts import EngineFacts, ProbeResult
 from sglang_sbs.doctor.gathering.engines import bearer, worker_of
 from sglang_sbs.doctor.options import DoctorOptions
-from sglang_sbs.router.engines.urls import split_worker_url
-from sglang_sbs.router.workers.host_spelling import spelling_for
-from sglang_sbs.router.workers.rank_contract import (
-    decode_members,
-    pick_bootstrap_room,
-    prefill_members,
-)
+from sglang_sbs.router.workers import rank_contract
 from sglang_sbs.router.workers.server_info import ranks_in_reach
+from sglang_sbs.router.workers.worker import Worker
 from sglang_sbs.scheduling.events import InstanceRole
 
 PROBE_TIMEOUT_S = 30.0
@@ -50,39 +46,40 @@ async def probe_pairs(
     gate = asyncio.Semaphore(_AT_ONCE)
     keys = options.router_flags.api_key, options.router_flags.worker_key
     post, abort = (partial(session.post, headers=bearer(key)) for key in keys)
+    sides = [[worker_of(one, one.known) for one in side] for side in (prefill, decode)]
+    for worker in sides[0]:
+        worker.spell([one.sbs for one in decode])
 
-    async def probe(number: int, p: EngineFacts, d: EngineFacts) -> ProbeResult:
+    async def probe(number: int, p: Worker, d: Worker) -> ProbeResult:
         async with gate:
             return await _probe(post, abort, number, p, d)
 
-    pairs = [(p, d) for p in prefill for d in decode]
-    return list(await asyncio.gather(*(probe(number, p, d) for number, (p, d) in enumerate(pairs))))
+    pairs = enumerate(itertools.product(*sides))
+    return list(await asyncio.gather(*(probe(number, p, d) for number, (p, d) in pairs)))
 
 
 async def _probe(
-    post: _Post, abort: _Post, number: int, prefill: EngineFacts, decode: EngineFacts
+    post: _Post, abort: _Post, number: int, prefill: Worker, decode: Worker
 ) -> ProbeResult:
-    p, d = prefill.known, decode.known
+    p, d = prefill.info, decode.info
+    assert p is not None and d is not None
     prefill_rank = number % len(ranks_in_reach(p))
     decode_rank = number % len(ranks_in_reach(d))
     rid = uuid.uuid4().hex
-    worker = worker_of(prefill, p)
-    worker.spelled = _spelling(prefill, decode)
     by_room = (decode_rank, d.dp_size) if d.rank_choice == "by_room" else ()
-    room = pick_bootstrap_room(prefill_rank, p.dp_size, *by_room)
     body: dict[str, object] = {
         "rid": rid,
         "input_ids": _PROMPT,
         "sampling_params": {"max_new_tokens": 1, "temperature": 0},
-        "bootstrap_host": worker.bootstrap_host,
-        "bootstrap_port": worker.bootstrap_port,
-        "bootstrap_room": room,
+        "bootstrap_host": prefill.bootstrap_host,
+        "bootstrap_port": prefill.bootstrap_port,
+        "bootstrap_room": rank_contract.pick_bootstrap_room(prefill_rank, p.dp_size, *by_room),
     }
     started_s = time.monotonic()
-    urls = (worker.url_of(prefill_rank), worker_of(decode, d).url_of(decode_rank))
+    urls = (prefill.url_of(prefill_rank), decode.url_of(decode_rank))
     bodies = (
-        body | prefill_members(prefill_rank, coupled=p.coupled),
-        body | decode_members(prefill_rank, decode_rank, coupled=d.coupled),
+        body | rank_contract.prefill_members(prefill_rank, coupled=p.coupled),
+        body | rank_contract.decode_members(prefill_rank, decode_rank, coupled=d.coupled),
     )
     legs = [
         asyncio.create_task(_leg(post, url, side, body))
@@ -97,18 +94,8 @@ async def _probe(
     await asyncio.gather(*legs, return_exceptions=True)
     if failure:
         await asyncio.gather(*(_abort(abort, url, rid) for url in urls))
-    return ProbeResult(
-        *(prefill.url, decode.url, prefill_rank, decode_rank), failure=failure, took_s=took_s
-    )
-
-
-def _spelling(prefill: EngineFacts, decode: EngineFacts) -> int:
-    """As a router would call its host, so that decode asks this boot for its ports."""
-    sbs = prefill.sbs
-    if sbs is None or not sbs.boot_id:
-        return 0
-    host = split_worker_url(prefill.url)[1]
-    return spelling_for(host, sbs, [decode.sbs], {})
+    ranks = f"prefill rank {prefill_rank}, decode rank {decode_rank}"
+    return ProbeResult(f"{prefill.url} -> {decode.url}", ranks, failure, took_s)
 
 
 def _failure_of(legs: Sequence[asyncio.Task[None]]) -> str:

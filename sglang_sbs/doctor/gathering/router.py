@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 import time
 
-from sglang_sbs.doctor.facts import Failure, RouterFacts, Target, number
-from sglang_sbs.doctor.gathering.engines import Answer, Asker, NoAnswer
+from sglang_sbs.doctor.facts import RouterFacts, Target, number, objects
+from sglang_sbs.doctor.gathering.engines import Asker, NoAnswer
 from sglang_sbs.doctor.options import DoctorOptions
 from sglang_sbs.router.engines.urls import normalise_worker_url
 from sglang_sbs.scheduling.policy_names import facts_of
@@ -43,16 +43,14 @@ async def _ask(asker: Asker, options: DoctorOptions, url: str) -> RouterFacts:
     try:
         facts.ready_status = (await asker.get(url, "/readiness")).status
         workers = await asker.get(url, "/workers", admin[0] if admin else flags.worker_key)
-        facts.failure = _failure(workers)
-        if facts.failure is not None:
-            return facts
-        listed = (workers.json_object() or {}).get("workers")
-        if not isinstance(listed, list):
-            text = f"/workers answers {workers.status} and no list of workers"
-            facts.failure = Failure("not-sglang", text)
-            return facts
-        facts.workers = [entry for entry in listed if isinstance(entry, dict)]
-        state = (await asker.get(url, "/server_info", flags.api_key)).json_object() or {}
+        if workers.status != 200:
+            kind = "refused" if workers.status in (401, 403) else "not-sglang"
+            raise NoAnswer(kind, f"/workers answers {workers.status}")
+        told = workers.json_object().get("workers")
+        if not isinstance(told, list):
+            raise NoAnswer("not-sglang", "/workers answers 200 and no list of workers")
+        facts.workers = objects(told)
+        state = (await asker.get(url, "/server_info", flags.api_key)).json_object()
     except NoAnswer as error:
         facts.failure = error.failure
         return facts
@@ -78,11 +76,3 @@ def targets_of(facts: RouterFacts) -> list[Target]:
         elif role == "decode":
             targets.append(Target(url, "decode"))
     return targets
-
-
-def _failure(answer: Answer) -> Failure | None:
-    if answer.status in (401, 403):
-        return Failure("refused", f"/workers answers {answer.status}")
-    if answer.status != 200:
-        return Failure("not-sglang", f"/workers answers {answer.status}")
-    return None

@@ -6,6 +6,7 @@ No name is ever resolved here.
 from __future__ import annotations
 
 from functools import lru_cache
+from ipaddress import ip_address
 from urllib.parse import urlsplit
 
 _DEFAULT_PORTS = {"http": 80, "https": 443}
@@ -51,6 +52,14 @@ def rank_url(url: str, number: int, host: str = "") -> str:
 def bracketed(host: str) -> str:
     """IPv6 literals in brackets, as URLs and SGLang's ``bootstrap_host`` want them."""
     return f"[{host}]" if ":" in host else host
+
+
+def is_loopback(host: str) -> bool:
+    """Whether an address means the machine that uses it."""
+    try:
+        return ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
 
 
 def alias_key(url: str) -> tuple[str, int]:

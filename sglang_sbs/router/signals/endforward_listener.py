@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import ipaddress
 import logging
 import os
 import re
@@ -29,7 +28,7 @@ from operator import attrgetter
 import msgspec
 import zmq
 
-from sglang_sbs.router.engines.urls import bracketed, split_worker_url
+from sglang_sbs.router.engines.urls import bracketed, is_loopback, split_worker_url
 from sglang_sbs.router.workers.registry import Registry
 from sglang_sbs.router.workers.server_info import MAX_DP_SIZE, WorkerInfo
 from sglang_sbs.router.workers.worker import Worker
@@ -270,7 +269,7 @@ class EndForwardListener:
         has_key = self._gatekeeper is not None
         if has_key and peer:
             address = peer.removeprefix("::ffff:")
-            if not _is_loopback(address) or _is_loopback(split_worker_url(worker.url)[1]):
+            if not is_loopback(address) or is_loopback(split_worker_url(worker.url)[1]):
                 # Else it means another machine to front ends elsewhere than here.
                 worker.speaks_from[report.dp_rank] = address
         if report.kv_address is not None:
@@ -450,10 +449,3 @@ def publisher_endpoints(worker_url: str, bind: str, dp_size: int) -> list[str]:
         return []
     host = bracketed(split_worker_url(worker_url)[1])
     return [f"tcp://{host}:{port}" for port in range(first, first + dp_size)]
-
-
-def _is_loopback(host: str) -> bool:
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"

@@ -10,7 +10,7 @@ import math
 import time
 from collections.abc import Callable, Iterable, Iterator
 
-from sglang_sbs.router.engines.urls import alias_key, normalise_worker_url, split_worker_url
+from sglang_sbs.router.engines.urls import alias_key, normalise_worker_url
 from sglang_sbs.router.errors import LegFailure
 from sglang_sbs.router.options.config import BreakerConfig, PrefixWish
 from sglang_sbs.router.workers.breaker import Breaker
@@ -21,7 +21,6 @@ from sglang_sbs.router.workers.diagnosis import (
     why_mute,
     why_stranger,
 )
-from sglang_sbs.router.workers.host_spelling import spelling_for
 from sglang_sbs.router.workers.kv_addresses import RefusedAddress, told_endpoints
 from sglang_sbs.router.workers.server_info import WorkerInfo, node_of_rank
 from sglang_sbs.router.workers.worker import SILENT_AFTER_S, Worker, WorkerEvents
@@ -158,10 +157,7 @@ class Registry:
         """Call prefill instances so that decode takes none for the process before it."""
         decode = [one.info.sbs for one in self.of_role("decode") if one.info is not None]
         for worker in self.of_role("prefill"):
-            sbs = worker.info.sbs if worker.info is not None else None
-            if sbs is not None and sbs.boot_id:
-                host = split_worker_url(worker.url)[1]
-                worker.spelled = spelling_for(host, sbs, decode, worker.called, worker.spelled)
+            worker.spell(decode)
 
     def check_boot(self, worker: Worker, info: WorkerInfo) -> None:
         """``/server_info`` was read again: the same engine as before, or another?"""

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import msgspec
@@ -15,9 +15,9 @@ from msgspec import field
 
 from sglang_sbs.router.engines.urls import bracketed, split_worker_url
 from sglang_sbs.router.workers.breaker import Breaker
-from sglang_sbs.router.workers.host_spelling import respelled
+from sglang_sbs.router.workers.host_spelling import respelled, spelling_for
 from sglang_sbs.router.workers.kv_addresses import KvEndpoints
-from sglang_sbs.router.workers.server_info import WorkerInfo, ranks_in_reach, server_url
+from sglang_sbs.router.workers.server_info import SbsBlock, WorkerInfo, ranks_in_reach, server_url
 from sglang_sbs.scheduling.events import Event, InstanceRole, InstanceUp, PrefixSource, RankChoice
 
 _UNKNOWN = WorkerInfo()
@@ -99,6 +99,13 @@ class Worker(WorkerFacts, kw_only=True, eq=False):
     def bootstrap_host(self) -> str:
         """What decode is told (``host_spelling``)."""
         return bracketed(respelled(split_worker_url(self.url)[1], self.spelled))
+
+    def spell(self, decode: Sequence[SbsBlock | None]) -> None:
+        """Choose how its host is called, by what the decode instances say of themselves."""
+        sbs = self.info.sbs if self.info is not None else None
+        if sbs is not None and sbs.boot_id:
+            host = split_worker_url(self.url)[1]
+            self.spelled = spelling_for(host, sbs, decode, self.called, self.spelled)
 
     @property
     def bootstrap_port(self) -> int | None:
