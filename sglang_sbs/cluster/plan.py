@@ -15,7 +15,7 @@ from itertools import zip_longest
 from pathlib import Path
 from typing import NamedTuple
 
-from sglang_sbs.cluster.flag_words import text_flag, without_flag, without_given
+from sglang_sbs.cluster.flag_words import text_flag, without_given
 from sglang_sbs.testing.cpu_engine.environment import (
     CPU_DECODE_FLAGS,
     CPU_ENGINE_FLAGS,
@@ -300,7 +300,7 @@ class _Planner:
         elif first_gpu or "--base-gpu-id" in given:
             step = _int_flag(given, "--gpu-id-step")
             base = _int_flag(given, "--base-gpu-id", default=0)
-            given = without_flag(given, "--base-gpu-id")
+            given = without_given(given, ["--base-gpu-id"])
             planned += ["--base-gpu-id", str(base + first_gpu * step)]
         events = _kv_events_flags(node.host, ports.kv_events)
         return (sys.executable, "-m", "sglang.launch_server", *planned, *given, *events)
