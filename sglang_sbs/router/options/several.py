@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import Literal
 
 from sglang_sbs.extras import without_kubernetes
-from sglang_sbs.wire.curve import CurveKeys, SecretError, keys_in
+from sglang_sbs.router.options.option import read
+from sglang_sbs.wire.curve import CurveKeys, keys_in
 
 Role = Literal["router", "scheduler", "front-end"]
 
@@ -134,15 +135,7 @@ def _keys(
             "anybody on the way reads what they say"
         )
         return None
-    return keys_of_file("--sbs-key-file", path)
-
-
-def keys_of_file(flag: str, path: Path | None) -> CurveKeys | None:
-    """The keys of the secret in a file. Raises: ValueError."""
-    try:
-        return keys_in(path) if path is not None else None
-    except SecretError as error:
-        raise ValueError(f"{flag}: {error}") from error
+    return None if path is None else read("--sbs-key-file", keys_in, path)
 
 
 def is_local(endpoint: str) -> bool:
