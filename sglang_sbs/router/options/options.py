@@ -33,8 +33,11 @@ def parse_flags(argv: Sequence[str], prog: str | None = None) -> RouterOptions:
     """Parse and check a command line (without the program name).
     Raises: FlagError, naming the flag and what to write instead; SystemExit, after ``--help``."""
     parser = build_parser(prog)
-    _check_known(parser, argv)
-    return options_of(parser.parse_args(list(argv)))
+    try:
+        _check_known(parser, argv)
+        return _options_of(parser.parse_args(list(argv)))
+    except ValueError as error:
+        raise FlagError(str(error)) from None
 
 
 def _check_known(parser: argparse.ArgumentParser, argv: Sequence[str]) -> None:
@@ -51,15 +54,8 @@ def _check_known(parser: argparse.ArgumentParser, argv: Sequence[str]) -> None:
         raise FlagError(f"unknown flag {name}{hint}")
 
 
-def options_of(args: argparse.Namespace) -> RouterOptions:
-    """Check what the parser cannot. Raises: FlagError."""
-    try:
-        return _options_of(args)
-    except ValueError as error:
-        raise FlagError(str(error)) from None
-
-
 def _options_of(args: argparse.Namespace) -> RouterOptions:
+    """Check what the parser cannot. Raises: ValueError."""
     warnings: list[str] = []
     for name, (_, why) in IGNORED_FLAGS.items():
         if hasattr(args, f"ignored:{name}"):
