@@ -217,7 +217,7 @@ class Monitor:
 
     async def _probe_server(self, worker: Worker, url: str) -> _Problem | None:
         configured = self._config.health_endpoint
-        usual = _RANK_PROBE_PATHS if worker.rust_server else _PROBE_PATHS
+        usual = _RANK_PROBE_PATHS if worker.known.rust_server else _PROBE_PATHS
         paths = (configured,) if configured else usual
         # Patience for a check that may cost the engine a forward pass, and for an engine whose
         # ranks speak: its HTTP server may be busy with a large prompt.
@@ -374,7 +374,7 @@ def _in_background(work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
 def _rows_of_ranks(worker: Worker, pages: Sequence[bytes]) -> list[dict[str, Any]]:
     """Raises: KeyError, TypeError or ValueError for a rank of which no page says anything."""
     lists = [orjson.loads(page)["loads"] for page in pages]
-    if worker.rust_server:
+    if worker.known.rust_server:
         # Each rank's server speaks of itself alone, and may call itself 0.
         return [loads[0] for _, loads in zip(range(worker.dp_size), lists, strict=True)]
     ranks = {int(load["dp_rank"]): load for loads in lists for load in loads}
