@@ -310,11 +310,10 @@ class Monitor:
     async def _check_rank_servers(self, worker: Worker, info: WorkerInfo) -> None:
         """Each DP rank that serves HTTP itself must be where requests for it will be sent.
         Raises: RankOutOfReach, a rank is not."""
-        own_boot_id = info.sbs.boot_id if info.sbs is not None else ""
 
         async def check(rank: int) -> None:
             url = server_url(worker.url, info, rank)
-            boot_id = worker.boots.get(rank, "") if node_of_rank(info, rank) else own_boot_id
+            boot_id = worker.boots.get(rank, "") if node_of_rank(info, rank) else info.boot_id
             try:
                 check_rank_server(await self._server_info(url), rank, boot_id)
             except (aiohttp.ClientError, OSError, TimeoutError) as error:

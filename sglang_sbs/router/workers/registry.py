@@ -158,7 +158,7 @@ class Registry:
         """Call prefill instances so that decode takes none for the process before it."""
         decode = [one.info.sbs for one in self.of_role("decode") if one.info is not None]
         for worker in self.of_role("prefill"):
-            sbs = worker.info.sbs if worker.info is not None else None
+            sbs = worker.known.sbs
             if sbs is not None and sbs.boot_id:
                 host = split_worker_url(worker.url)[1]
                 worker.spelled = spelling_for(host, sbs, decode, worker.called, worker.spelled)
@@ -167,8 +167,7 @@ class Registry:
         """``/server_info`` was read again: the same engine as before, or another?"""
         worker.recheck = False
         stranger, worker.stranger = worker.stranger, ""
-        old = worker.info.sbs.boot_id if worker.info and worker.info.sbs else ""
-        new = info.sbs.boot_id if info.sbs else ""
+        old, new = worker.known.boot_id, info.boot_id
         if old and new and old != new:
             self._restarted(worker)
         elif stranger and stranger != new:
@@ -241,7 +240,7 @@ class Registry:
                 self.report_problem(worker, "dist_init_addr", stranger)
             return False
         rank, boot_id = report.dp_rank, report.boot_id
-        told = worker.info.sbs.boot_id if worker.info and worker.info.sbs else ""
+        told = worker.known.boot_id
         is_told = boot_id == told
         if boot_id in worker.retired_boots and not (
             is_told or worker.quiet_s(self._clock()) >= SILENT_AFTER_S
