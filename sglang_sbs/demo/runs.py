@@ -75,11 +75,8 @@ class Run:
 
 def instance_names(instances: Sequence[InstancePlan]) -> dict[str, str]:
     """Worker URL -> ``p0``, ``d0``, in the order of the plan."""
-    names: dict[str, str] = {}
-    for role, letter in ((Role.PREFILL, "p"), (Role.DECODE, "d")):
-        mine = [i for i in instances if i.role is role]
-        names |= {instance.url: f"{letter}{number}" for number, instance in enumerate(mine)}
-    return names
+    pd = [one for one in instances if one.role is not Role.UNIFIED]
+    return {one.url: f"{one.role[0]}{one.name.rpartition('-')[2]}" for one in pd}
 
 
 @asynccontextmanager
