@@ -409,9 +409,8 @@ class Registry:
         if worker.usable == worker.announced:
             return
         worker.announced = worker.usable
-        if worker.usable:
-            self._emit(self._instance_up(worker))
-        else:
+        self._announce_anew(worker)
+        if not worker.announced:
             self._let_in(worker.role)
             self._emit(InstanceDown(instance=worker.url))
 
