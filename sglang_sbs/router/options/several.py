@@ -15,6 +15,7 @@ Role = Literal["router", "scheduler", "front-end"]
 
 IN_THE_CLEAR = Path("none")
 """As a key file: there is none, and that is meant so."""
+_WILDCARDS = ("*", "0.0.0.0", "::", "")
 _HOW = "write tcp://HOST:PORT, e.g. tcp://10.0.0.1:7700"
 
 
@@ -89,7 +90,7 @@ def _scheduler(
     advertise: str = args.sbs_advertise or ""
     if advertise:
         _check("--sbs-advertise", advertise)
-    elif not _is_wildcard(listen):
+    elif _host(listen) not in _WILDCARDS:
         advertise = listen
     if (named or args.sbs_election) and not advertise:
         why = "the others must know this scheduler by one address"
@@ -144,10 +145,6 @@ def is_local(endpoint: str) -> bool:
         return True
     host = _host(endpoint)
     return host in ("localhost", "::1", "lo") or host.startswith("127.")
-
-
-def _is_wildcard(endpoint: str) -> bool:
-    return _host(endpoint) in ("*", "0.0.0.0", "::", "")
 
 
 def _host(endpoint: str) -> str:
