@@ -91,7 +91,6 @@ class Monitor:
         self._described = described
         self._tasks: dict[str, list[asyncio.Task[None]]] = {}
         self._doubts: dict[str, asyncio.Event] = {}
-        self._probe_path: dict[str, str] = {}
         self.checks: Counter[tuple[str, str]] = Counter()
         """Health checks by role and result."""
         self._ticker = asyncio.create_task(self._tick())
@@ -107,7 +106,6 @@ class Monitor:
         for task in self._tasks.pop(worker.url, []):
             task.cancel()
         self._doubts.pop(worker.url, None)
-        self._probe_path.pop(worker.url, None)
 
     def stop_all(self) -> list[asyncio.Task[None]]:
         """Watch nothing from now on; the tasks that are ending."""
@@ -225,9 +223,8 @@ class Monitor:
         age_s = worker.report_age_s(time.monotonic())
         patient = configured is not None or (age_s is not None and age_s < _DOUBT_TIMEOUT_S)
         timeout_s = limit_s if patient else min(limit_s, _DOUBT_TIMEOUT_S)
-        known = self._probe_path.get(worker.url)
         place = "" if url == worker.url else f" at {url}"
-        for path in (known,) if known is not None and known in paths else paths:
+        for path in (worker.probe_path,) if worker.probe_path in paths else paths:
             try:
                 status, _ = await self._get(url, path, timeout_s=timeout_s)
             except (aiohttp.ClientError, OSError, TimeoutError) as error:
@@ -237,7 +234,7 @@ class Monitor:
                 return _Problem(f"GET {path}{place}: {plain_error(error)}", silent=True)
             if status == 404 and not configured and path != paths[-1]:
                 continue
-            self._probe_path[worker.url] = path
+            worker.probe_path = path
             worker.heard_s = time.monotonic()
             # An engine without any of the cheap checks has at least answered.
             if status == 200 or (status == 404 and not configured):

@@ -90,6 +90,8 @@ class Worker(WorkerFacts, kw_only=True, eq=False):
     where engines have the router's key: requests would be sent there."""
     rechecked_s: float = -math.inf
     logged_s: dict[tuple[str, str], float] = field(default_factory=dict)
+    probe_path: str = ""
+    """That it answered last; empty: none yet."""
     heard_s: float = 0.0
     """When it last answered a probe or a poll, or was asked to."""
     last_report_s: dict[int, float] = field(default_factory=dict)
