@@ -27,17 +27,3 @@ def without_given(defaults: Sequence[str], given: Sequence[str]) -> list[str]:
         if keep:
             kept.append(word)
     return kept
-
-
-def without_flag(flags: Sequence[str], name: str) -> list[str]:
-    """`flags` less every `name VALUE` and `name=VALUE`."""
-    kept: list[str] = []
-    skip_value = False
-    for word in flags:
-        if skip_value:
-            skip_value = False
-        elif word == name:
-            skip_value = True
-        elif not word.startswith(name + "="):
-            kept.append(word)
-    return kept

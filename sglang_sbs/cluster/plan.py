@@ -15,7 +15,7 @@ from itertools import zip_longest
 from pathlib import Path
 from typing import NamedTuple
 
-from sglang_sbs.cluster.flag_words import text_flag, without_flag, without_given
+from sglang_sbs.cluster.flag_words import text_flag, without_given
 from sglang_sbs.testing.cpu_engine.environment import (
     CPU_DECODE_FLAGS,
     CPU_ENGINE_FLAGS,
@@ -142,14 +142,6 @@ class InstancePlan(ServerPlan):
         )
 
 
-class Node(NamedTuple):
-    """One of the nodes of an instance; ``host`` is the address it serves at."""
-
-    rank: int
-    nodes: int
-    host: str
-
-
 @dataclass(frozen=True)
 class ClusterPlan:
     """All processes of a cluster. With `fork_engines` instances come from the CPU nursery."""
@@ -219,35 +211,25 @@ class _Planner:
 
     def _instance(self, role: Role, name: str, first_gpu: int) -> InstancePlan:
         options, first = self._options, next(self._port_blocks)
-        rust_server = (
-            uses_rust_server(self._environment) and role is not Role.UNIFIED
-        )  # asked directly
+        # A unified one is asked directly.
+        rust_server = uses_rust_server(self._environment) and role is not Role.UNIFIED
         # Its listeners take a port per rank, and the bootstrap registry is on the first of them.
         http = next(self._port_blocks) if rust_server else first + HTTP_OFFSET
         bootstrap = http if rust_server else first + BOOTSTRAP_OFFSET
         ports = _Ports(first, http, bootstrap, self._kv_events_ports(role, first))
-        count = options.prefill_nodes if role is Role.PREFILL else 1
-        nodes = [Node(node, count, _node_host(options.host, node)) for node in range(count)]
-        gpus = self._gpus // count
-        argvs = [self._argv(role, ports, node, first_gpu + node.rank * gpus) for node in nodes]
         url = f"http://{options.host}:{http}"
-        environment = self._environment_of(role, url)
+        nodes: list[ProcessPlan] = []
+        for node in range(self._nodes(role)):
+            called = f"{name}-node-{node}" if node else name
+            environment = self._environment_of(role, url)
+            if node:  # all are this machine: without it they would look like the first
+                environment["SGLANG_SBS_NODE_HOST"] = _node_host(options.host, node)
+            argv = self._argv(role, ports, node, first_gpu)
+            nodes.append(ProcessPlan(called, argv, environment, options.log_dir / f"{called}.log"))
         return InstancePlan(
-            name=name,
+            **vars(nodes[0]),
+            followers=tuple(nodes[1:]),
             role=role,
-            argv=argvs[0],
-            environment=environment,
-            log_path=options.log_dir / f"{name}.log",
-            followers=tuple(
-                ProcessPlan(
-                    name=f"{name}-node-{node.rank}",
-                    argv=argv,
-                    # All nodes are this machine: without it they would look like node 0.
-                    environment={**environment, "SGLANG_SBS_NODE_HOST": node.host},
-                    log_path=options.log_dir / f"{name}-node-{node.rank}.log",
-                )
-                for node, argv in zip(nodes[1:], argvs[1:], strict=True)
-            ),
             url=url,
             host=options.host,
             bootstrap_port=bootstrap if role is Role.PREFILL else None,
@@ -269,14 +251,17 @@ class _Planner:
                 environment["SGLANG_SBS_KEY_FILE"] = key_file
         return environment
 
-    def _argv(self, role: Role, ports: _Ports, node: Node, first_gpu: int) -> tuple[str, ...]:
-        options = self._options
+    def _nodes(self, role: Role) -> int:
+        return self._options.prefill_nodes if role is Role.PREFILL else 1
+
+    def _argv(self, role: Role, ports: _Ports, node: int, first_gpu: int) -> tuple[str, ...]:
+        options, nodes = self._options, self._nodes(role)
+        host, first_gpu = _node_host(options.host, node), first_gpu + node * (self._gpus // nodes)
         role_flags = {Role.PREFILL: options.prefill_flags, Role.DECODE: options.decode_flags}
         given = [*options.engine_flags, *role_flags.get(role, ())]
-        planned = ["--model-path", options.model_path]
-        planned += ["--host", node.host, "--port", str(ports.http)]
-        if node.nodes > 1:
-            planned += ["--nnodes", str(node.nodes), "--node-rank", str(node.rank)]
+        planned = ["--model-path", options.model_path, "--host", host, "--port", str(ports.http)]
+        if nodes > 1:
+            planned += ["--nnodes", str(nodes), "--node-rank", str(node)]
         # Without DP attention each rank is an engine of its own, for which SGLang finds ports.
         if self._ranks == 1 or "--enable-dp-attention" in given:
             planned += ["--nccl-port", str(ports.first + NCCL_OFFSET)]
@@ -286,12 +271,9 @@ class _Planner:
         if role is Role.PREFILL:
             planned += ["--disaggregation-bootstrap-port", str(ports.bootstrap)]
         if self._on_cpu:
-            defaults = list(CPU_ENGINE_FLAGS)
-            defaults += ["--max-total-tokens", str(CPU_MAX_TOTAL_TOKENS)]
-            defaults += [
-                "--max-running-requests",
-                str(CPU_MAX_RUNNING_REQUESTS_PER_RANK * self._ranks),
-            ]
+            running = CPU_MAX_RUNNING_REQUESTS_PER_RANK * self._ranks
+            defaults = [*CPU_ENGINE_FLAGS, "--max-total-tokens", str(CPU_MAX_TOTAL_TOKENS)]
+            defaults += ["--max-running-requests", str(running)]
             if role is not Role.UNIFIED:
                 defaults += CPU_PD_FLAGS
             if role is Role.DECODE:
@@ -300,9 +282,9 @@ class _Planner:
         elif first_gpu or "--base-gpu-id" in given:
             step = _int_flag(given, "--gpu-id-step")
             base = _int_flag(given, "--base-gpu-id", default=0)
-            given = without_flag(given, "--base-gpu-id")
+            given = without_given(given, ["--base-gpu-id"])
             planned += ["--base-gpu-id", str(base + first_gpu * step)]
-        events = _kv_events_flags(node.host, ports.kv_events)
+        events = _kv_events_flags(host, ports.kv_events)
         return (sys.executable, "-m", "sglang.launch_server", *planned, *given, *events)
 
     def _kv_events_ports(self, role: Role, first_port: int) -> tuple[int, int] | None:

@@ -23,8 +23,8 @@ class NotReadyError(TimeoutError):
 
 async def wait_until_ready(
     session: aiohttp.ClientSession, url: str, paths: Sequence[str], timeout_s: float
-) -> float:
-    """Poll `url` + the first of `paths` that it knows until it answers 200; the seconds it took.
+) -> None:
+    """Poll `url` + the first of `paths` that it knows until it answers 200.
     Raises: NotReadyError, not within `timeout_s`; it has the last answer."""
     started_s = time.monotonic()
     last_answer = "no answer yet"
@@ -33,7 +33,7 @@ async def wait_until_ready(
             try:
                 async with session.get(url + path, timeout=_REQUEST_TIMEOUT) as response:
                     if response.status == 200:
-                        return time.monotonic() - started_s
+                        return
                     last_answer = f"GET {path} answered {response.status}"
                     if response.status != 404:
                         break

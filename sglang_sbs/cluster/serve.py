@@ -6,18 +6,20 @@ import asyncio
 import contextlib
 import signal
 import sys
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable, Coroutine
+from typing import Any
 
 from sglang_sbs.cluster.local import ENGINE_STOP_GRACE_S, ClusterStartError, LocalCluster
 from sglang_sbs.cluster.plan import ClusterPlan
 from sglang_sbs.cluster.progress import show_progress
 from sglang_sbs.cluster.spawn import SpawnError
+from sglang_sbs.cluster.supervise import ProcessDiedError
 
 
 async def serve_until_stopped(
     plan: ClusterPlan,
     startup_timeout_s: float,
-    meanwhile: Callable[[LocalCluster], Awaitable[None]],
+    meanwhile: Callable[[LocalCluster], Coroutine[Any, Any, None]],
 ) -> int:
     """Bring the cluster up, run ``meanwhile`` until SIGINT, SIGTERM or a death, stop it.
 
@@ -29,39 +31,35 @@ async def serve_until_stopped(
         The exit code: 0 after a signal, 1 if the cluster did not start or a process of it died.
     """
     stop = asyncio.Event()
-    loop = asyncio.get_running_loop()
     for handled in (signal.SIGINT, signal.SIGTERM):
-        loop.add_signal_handler(handled, stop.set)
+        asyncio.get_running_loop().add_signal_handler(handled, stop.set)
+    stopped = asyncio.create_task(stop.wait())
     with show_progress(plan) as on_progress:
         cluster = LocalCluster(plan, startup_timeout_s, on_progress)
-        stopped = asyncio.create_task(stop.wait())
-        entering = asyncio.create_task(cluster.__aenter__())
-        await asyncio.wait({stopped, entering}, return_when=asyncio.FIRST_COMPLETED)
-        if not entering.done():
-            entering.cancel()
-            with contextlib.suppress(asyncio.CancelledError):
-                await entering
-            return 0
         try:
-            await entering
+            if not await _finished(cluster.__aenter__(), stopped):
+                return 0
         except (ClusterStartError, SpawnError) as error:
             print(f"The cluster did not start. {error}", file=sys.stderr)
             return 1
     async with contextlib.AsyncExitStack() as stack:
         stack.push_async_exit(cluster)
-        death = asyncio.create_task(cluster.wait_for_death())
-        use = asyncio.ensure_future(meanwhile(cluster))
+        use = cluster.unless_one_dies(meanwhile(cluster), asyncio.Event().wait())
         try:
-            await asyncio.wait({stopped, death, use}, return_when=asyncio.FIRST_COMPLETED)
-            if use.done():
-                use.result()
-                await asyncio.wait({stopped, death}, return_when=asyncio.FIRST_COMPLETED)
-        finally:
-            use.cancel()
-            await asyncio.gather(use, return_exceptions=True)
-        if death.done():
-            print(death.result(), file=sys.stderr)
+            await _finished(use, stopped)
+        except ProcessDiedError as error:
+            print(error, file=sys.stderr)
             return 1
-        death.cancel()
         print(f"Stopping; this takes up to {ENGINE_STOP_GRACE_S:.0f} s", flush=True)
         return 0
+
+
+async def _finished(work: Coroutine[Any, Any, object], stopped: asyncio.Task[Any]) -> bool:
+    """Run it to its end; False: stopped before, it was cancelled. Raises: what it raises."""
+    task = asyncio.create_task(work)
+    await asyncio.wait({stopped, task}, return_when=asyncio.FIRST_COMPLETED)
+    task.cancel()
+    with contextlib.suppress(asyncio.CancelledError):
+        await task
+        return True
+    return False

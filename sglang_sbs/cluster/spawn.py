@@ -12,8 +12,9 @@ import os
 import signal
 import sys
 from asyncio.subprocess import DEVNULL, PIPE, Process, create_subprocess_exec
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -46,20 +47,27 @@ Spawn = Callable[[ProcessPlan], Awaitable[SpawnedProcess]]
 async def spawn_child(plan: ProcessPlan) -> SpawnedProcess:
     """Start `plan` as a child of this process, with its output in its log file."""
     try:
-        with plan.log_path.open("ab") as log:
-            process = await create_subprocess_exec(
-                *plan.argv,
-                env=dict(plan.environment),
-                stdin=DEVNULL,
-                stdout=log,
-                stderr=log,
-                start_new_session=True,
-                preexec_fn=_end_with_parent,
-            )
+        process = await _execute(plan.argv, plan.environment, plan.log_path)
     except OSError as error:
         raise SpawnError(f"cannot start {plan.name} ({plan.argv[0]}): {error}") from error
     exited = asyncio.create_task(process.wait(), name=f"wait for {plan.name}")
     return SpawnedProcess(plan.name, process.pid, plan.log_path, exited)
+
+
+async def _execute(
+    argv: Sequence[str], environment: Mapping[str, str], log_path: Path, *, speaks: bool = False
+) -> Process:
+    """Its output goes to the log; of one that ``speaks``, only its errors."""
+    with log_path.open("ab") as log:
+        return await create_subprocess_exec(
+            *argv,
+            env=dict(environment),
+            stdin=PIPE if speaks else DEVNULL,
+            stdout=PIPE if speaks else log,
+            stderr=log,
+            start_new_session=True,
+            preexec_fn=partial(die_with_parent, signal.SIGTERM),
+        )
 
 
 class Nursery:
@@ -77,17 +85,8 @@ class Nursery:
 
     @classmethod
     async def start(cls, environment: Mapping[str, str], log_path: Path) -> Nursery:
-        with log_path.open("ab") as log:
-            process = await create_subprocess_exec(
-                *(sys.executable, "-m", NURSERY_MODULE),
-                env=dict(environment),
-                stdin=PIPE,
-                stdout=PIPE,
-                stderr=log,
-                start_new_session=True,
-                preexec_fn=_end_with_parent,
-            )
-        return cls(process, log_path)
+        argv = (sys.executable, "-m", NURSERY_MODULE)
+        return cls(await _execute(argv, environment, log_path, speaks=True), log_path)
 
     async def spawn(self, plan: ProcessPlan) -> SpawnedProcess:
         """Fork `plan`, whose command line is `python -m module …`, from the nursery."""
@@ -158,7 +157,3 @@ def last_words(log_path: Path) -> str:
 def _settle(future: asyncio.Future[Any], value: object) -> None:
     if not future.done():
         future.set_result(value)
-
-
-def _end_with_parent() -> None:
-    die_with_parent(signal.SIGTERM)

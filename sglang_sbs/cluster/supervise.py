@@ -9,7 +9,7 @@ import asyncio
 import contextlib
 import os
 import signal
-from collections.abc import Coroutine, Sequence
+from collections.abc import Coroutine
 from typing import Any
 
 from sglang_sbs.cluster.plan import ProcessPlan
@@ -25,19 +25,6 @@ class ProcessDiedError(RuntimeError):
         super().__init__(f"{self.name} ended by itself ({how}). {last_words(process.log_path)}")
 
 
-async def unless_it_dies(waiting: Coroutine[Any, Any, object], process: SpawnedProcess) -> None:
-    """Wait. Raises: ProcessDiedError, the process ended meanwhile."""
-    task = asyncio.create_task(waiting)
-    either: list[asyncio.Future[Any]] = [task, process.exited]
-    try:
-        await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
-        if not task.done():
-            raise ProcessDiedError(process)
-        task.result()
-    finally:
-        task.cancel()
-
-
 def describe_exit(returncode: int) -> str:
     """A return code in words: `exit code 3` or `killed by SIGKILL`."""
     if returncode >= 0:
@@ -50,18 +37,14 @@ def describe_exit(returncode: int) -> str:
 
 class Supervisor:
     def __init__(self) -> None:
-        self._processes: list[SpawnedProcess] = []
-        self._watched: list[SpawnedProcess] = []
-
-    @property
-    def processes(self) -> Sequence[SpawnedProcess]:
+        self.processes: tuple[SpawnedProcess, ...] = ()
         """Everything started and not yet stopped."""
-        return tuple(self._processes)
+        self._watched: list[SpawnedProcess] = []
 
     async def start(self, plan: ProcessPlan, spawn: Spawn = spawn_child) -> SpawnedProcess:
         """Start `plan` and take charge of it. Raises: SpawnError, it could not be started."""
         process = await spawn(plan)
-        self._processes.append(process)
+        self.processes += (process,)
         return process
 
     def watch(self, process: SpawnedProcess) -> None:
@@ -73,30 +56,51 @@ class Supervisor:
 
         Sees only processes started before the call.
         """
-        watched = [*self._watched, *self._processes]
+        watched = [*self._watched, *self.processes]
         if not watched:
             await asyncio.Event().wait()
-        await asyncio.wait(
-            [process.exited for process in watched], return_when=asyncio.FIRST_COMPLETED
-        )
+        exits = [process.exited for process in watched]
+        await asyncio.wait(exits, return_when=asyncio.FIRST_COMPLETED)
         return ProcessDiedError(next(process for process in watched if process.exited.done()))
+
+    async def unless_one_dies(self, *waits: Coroutine[Any, Any, object]) -> None:
+        """Run `waits` to their ends. Raises: what the first of them raised, or ProcessDiedError."""
+        death = asyncio.create_task(self.first_death())
+        pending: set[asyncio.Task[Any]] = {asyncio.create_task(wait) for wait in waits}
+        try:
+            while pending:
+                done, pending = await asyncio.wait(
+                    {death, *pending}, return_when=asyncio.FIRST_COMPLETED
+                )
+                pending.discard(death)
+                if death in done:
+                    raise death.result()
+                for finished in done:
+                    finished.result()
+        finally:
+            for task in (death, *pending):
+                task.cancel()
+            await asyncio.gather(death, *pending, return_exceptions=True)
+
+    def pid(self, name: str) -> int:
+        """Process id of the process called `name`. Raises: KeyError."""
+        return self._called(name).pid
 
     def signal(self, name: str, number: signal.Signals) -> None:
         """Send `number` to the process called `name` and to its children. Raises: KeyError."""
-        os.killpg(self.called(name).pid, number)
+        os.killpg(self.pid(name), number)
 
     async def kill(self, name: str) -> None:
         """SIGKILL the process called `name` with its children, wait for its end and forget it.
         Raises: KeyError."""
-        process = self.called(name)
-        self._processes.remove(process)
+        killed = self._called(name)
+        self.processes = tuple(process for process in self.processes if process is not killed)
         with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
-        await asyncio.shield(process.exited)
+            os.killpg(killed.pid, signal.SIGKILL)
+        await asyncio.shield(killed.exited)
 
-    def called(self, name: str) -> SpawnedProcess:
-        """Raises: KeyError, no such process was started."""
-        for process in self._processes:
+    def _called(self, name: str) -> SpawnedProcess:
+        for process in self.processes:
             if process.name == name:
                 return process
         raise KeyError(name)
@@ -107,15 +111,15 @@ class Supervisor:
         What is left are processes that did not end, and members of their process groups that
         outlived them. Returns the names of those that had to be killed.
         """
-        for process in reversed(self._processes):
+        for process in reversed(self.processes):
             if not process.exited.done():
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(process.pid, signal.SIGTERM)
-        waiting = [process.exited for process in self._processes]
+        waiting = [process.exited for process in self.processes]
         if waiting:
             await asyncio.wait(waiting, timeout=grace_s)
         killed = []
-        for process in self._processes:
+        for process in self.processes:
             if not process.exited.done():
                 killed.append(process.name)
             # Also when the leader has ended: its children may be left, in the group it led.
@@ -123,5 +127,5 @@ class Supervisor:
                 os.killpg(process.pid, signal.SIGKILL)
         if waiting:
             await asyncio.wait(waiting, timeout=grace_s)
-        self._processes.clear()
+        self.processes = ()
         return killed

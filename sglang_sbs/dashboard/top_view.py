@@ -235,14 +235,8 @@ def _ranks(
 
 def _share(room: int, first: int, second: int) -> tuple[int, int]:
     """Divide lines between two lists, as each needs."""
-    least = max(1, room // 2)
-    if first + second <= room:
-        return max(1, first), max(1, second)
-    if first <= least:
-        return max(1, first), max(1, room - first)
-    if second <= room - least:
-        return max(1, room - second), max(1, second)
-    return least, max(1, room - least)
+    given = min(first, max(room // 2, room - second))
+    return max(1, given), max(1, min(second, room - given))
 
 
 def _ttft(ttft: dict[str, Any]) -> list[Line]:

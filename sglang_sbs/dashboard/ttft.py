@@ -51,20 +51,19 @@ class TtftComparison:
 
     def __init__(self) -> None:
         self._rules: dict[str, Rule] = {"least_tokens": least_tokens, "round_robin": RoundRobin()}
-        self._shadows = {name: ShadowCluster() for name in self._rules}
-        self._modelled = ShadowCluster()
+        self._clusters = {name: ShadowCluster() for name in (*self._rules, MODELLED)}
         self._pending: dict[str, _Pending] = {}
         self._undecided: deque[_Pending] = deque()
         self._samples: deque[tuple[float, dict[str, float]]] = deque(maxlen=_MAX_SAMPLES)
         self._tails_s: deque[float] = deque([0.0], maxlen=64)
 
     def follow(self, shapes: dict[str, Shape], now_s: float) -> None:
-        for cluster in (self._modelled, *self._shadows.values()):
+        for cluster in self._clusters.values():
             cluster.follow(shapes, now_s)
 
     def preload(self, name: str, backlog_tokens: list[int], free_s: float) -> None:
         """What an instance is busy with when watching begins, under every rule alike."""
-        for cluster in (self._modelled, *self._shadows.values()):
+        for cluster in self._clusters.values():
             if name in cluster.instances:
                 cluster.preload(name, backlog_tokens, free_s)
 
@@ -84,7 +83,7 @@ class TtftComparison:
         pending.decided = True
         pending.cached_tokens = cached
         tokens, ready_s = max(1, pending.tokens - cached), now_s + pending.latency_s
-        self._modelled.place(rid, (instance, rank), tokens, ready_s, cached)
+        self._clusters[MODELLED].place(rid, (instance, rank), tokens, ready_s, cached)
 
     def prefilled(self, rid: str, now_s: float, pass_ended_s: float | None) -> None:
         """Prefill answered; the newest pass of its instance ended at ``pass_ended_s``."""
@@ -115,17 +114,17 @@ class TtftComparison:
             if not head.gone:
                 self._enter(head, now_s)
         until_s = self._undecided[0].arrived_s if self._undecided else now_s
-        for name, cluster in self._shadows.items():
-            self._finished(name, cluster.advance(until_s), now_s)
-        self._finished(MODELLED, self._modelled.advance(now_s), now_s)
+        for name, cluster in self._clusters.items():
+            self._finished(name, cluster.advance(now_s if name == MODELLED else until_s), now_s)
 
     def _enter(self, pending: _Pending, now_s: float) -> None:
         tokens = max(1, pending.tokens - pending.cached_tokens)
         ready_s = pending.arrived_s + pending.latency_s
-        for name, cluster in self._shadows.items():
+        for name, rule in self._rules.items():
+            cluster = self._clusters[name]
             self._finished(name, cluster.advance(pending.arrived_s), now_s)
             if cluster.instances:
-                where = self._rules[name](cluster.instances)
+                where = rule(cluster.instances)
                 cluster.place(pending.rid, where, tokens, ready_s, pending.cached_tokens)
 
     def _finished(self, name: str, finished: list[tuple[str, float]], now_s: float) -> None:
@@ -136,7 +135,7 @@ class TtftComparison:
                 self._complete(pending, now_s)
 
     def _complete(self, pending: _Pending, now_s: float) -> None:
-        if pending.measured_s is None or len(pending.done_s) <= len(self._shadows):
+        if pending.measured_s is None or len(pending.done_s) < len(self._clusters):
             return
         del self._pending[pending.rid]
         sample = {"measured": pending.measured_s}
@@ -156,7 +155,7 @@ class TtftComparison:
                 "p50": round(percentile(ordered, 0.5), 4),
                 "p95": round(percentile(ordered, 0.95), 4),
             }
-        behind = {name: cluster.requests for name, cluster in self._shadows.items()}
+        behind = {name: self._clusters[name].requests for name in self._rules}
         told = {"requests": len(recent), "window_s": WINDOW_S}
         return {**told, "figures": figures, "unfinished": behind}
 

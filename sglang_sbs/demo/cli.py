@@ -15,9 +15,11 @@ import time
 from collections.abc import Sequence
 from functools import partial
 from importlib.metadata import version
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import orjson
 from rich.console import Console
 from rich.table import Table
@@ -67,41 +69,28 @@ def build_parser() -> argparse.ArgumentParser:
     add("--topology", default="3P1D", help="instances, e.g. 2P1D (default 3P1D)")
     add("--dp", type=int, default=2, help="DP ranks per instance (default 2)")
     add_tp_argument(parser)
-    switch(
-        "--rust-server",
-        help="engines with SGLang's Rust server: an address per DP rank (SGLANG_RUST_SERVER=1)",
-    )
+    says = "engines with SGLang's Rust server: an address per DP rank (SGLANG_RUST_SERVER=1)"
+    switch("--rust-server", help=says)
     switch("--dwdp", help="prefill with SGLang's DWDP (--dwdp-size): DP ranks without a barrier")
     add("--requests", type=int, default=240, help="requests per policy (default 240)")
-    add(
-        "--load",
-        type=float,
-        help="arrival rate as a share of the prefill capacity "
-        f"(default {LOAD}; {LIGHT_LOAD} with --keep)",
-    )
+    defaults = f"(default {LOAD}; {LIGHT_LOAD} with --keep)"
+    add("--load", type=float, help=f"arrival rate as a share of the prefill capacity {defaults}")
     add("--policy", choices=POLICIES, default="sbs", help="default sbs")
     add("--trigger", choices=TRIGGERS, default="adaptive", help="of sbs (default adaptive)")
-    add(
-        "--baseline",
-        choices=[p for p in POLICIES if p != "sbs"],
-        default="round_robin",
-        help="the immediate policy to compare with (default round_robin)",
-    )
+    immediate = [policy for policy in POLICIES if policy != "sbs"]
+    says = "the immediate policy to compare with (default round_robin)"
+    add("--baseline", choices=immediate, default="round_robin", help=says)
     add("--seed", type=int, default=1, help="of the arrivals (default 1)")
     add("--json", type=Path, metavar="FILE", help="write the result here")
     add("--out", type=Path, default=Path("out/demo"), help="logs and pictures (default out/demo)")
     switch("--skip-token-match", help="leave the real-compute check out")
-    _add_keeping(parser)
-    return parser
-
-
-def _add_keeping(parser: argparse.ArgumentParser) -> None:
     keeping = parser.add_argument_group("a cluster to look at")
     add = keeping.add_argument
     says = "no comparison: cluster, router and dashboard under light load until Ctrl-C"
     add("--keep", action="store_true", help=says)
     add("--port", type=int, default=30000, help="of the router, with --keep (default 30000)")
     add("--prometheus-port", type=int, default=29000, help="of its metrics (default 29000)")
+    return parser
 
 
 def parse_topology(text: str) -> tuple[int, int]:
@@ -143,12 +132,18 @@ def main(argv: Sequence[str] | None = None) -> int:
     except (RuntimeError, OSError) as error:
         console.print(f"[red]the demo failed:[/] {error}", highlight=False)
         return 1
-    if args.json is not None:
-        args.json.parent.mkdir(parents=True, exist_ok=True)
-        args.json.write_bytes(orjson.dumps(result, option=orjson.OPT_INDENT_2))
+    if write_json(args.json, result):
         console.print(f"written: {args.json}")
     failed = sum(p["failed"] for p in result["policies"].values())
     return 0 if failed == 0 and result["token_match"] is not False else 1
+
+
+def write_json(path: Path | None, result: Any) -> bool:
+    """Write it, if a file was named; its folder is made."""
+    if path is not None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(orjson.dumps(result, option=orjson.OPT_INDENT_2))
+    return path is not None
 
 
 def _check_keep(args: argparse.Namespace, parser: argparse.ArgumentParser) -> None:
@@ -182,16 +177,15 @@ async def _demo(args: argparse.Namespace, console: Console) -> dict[str, Any]:
     )
     shape = {"attention_tp": args.attention_tp, "dwdp": args.dwdp}
     async with running_rig(prefill, decode, args.dp, args.out, console, **shape) as rig:
-        workload = Workload(
-            qps=args.load * rig.capacity_qps, requests=args.requests, seed=args.seed
-        )
+        qps = args.load * rig.capacity_qps
+        workload = Workload(qps=qps, requests=args.requests, seed=args.seed)
         console.print(
             f"[bold]2.[/] {args.requests} requests at {workload.qps:.1f}/s "
             f"({args.load:.0%} of capacity) through each policy"
         )
         runs = [
-            await rig.run(args.policy, _policy_flags(args.policy, args.trigger), workload),
-            await rig.run(args.baseline, _policy_flags(args.baseline, args.trigger), workload),
+            await rig.run(policy, _policy_flags(policy, args.trigger), workload)
+            for policy in (args.policy, args.baseline)
         ]
         policies = {run.label: _policy_result(run, rig) for run in runs}
     _print_runs(runs, console)
@@ -222,22 +216,19 @@ def _policy_flags(policy: str, trigger: str) -> list[str]:
 
 
 def _policy_result(run: Run, rig: Rig) -> dict[str, Any]:
-    engines, ttft, statistics = run.engines, run.ttft, run.passes()
+    engines, statistics = run.engines, run.passes()
     prefill, decode = rig.rank_names("p"), rig.rank_names("d")
+    names = ("passes", "chunk_utilization", "active_ranks", "active_rank_count", "max_over_mean")
     return {
         "requests": len(run.samples),
         "completed": len(run.completed),
         "failed": run.failed,
         "errors": run.errors[:5],
-        "ttft_ms": {"mean": ttft.mean, "p50": ttft.p50, "p99": ttft.p99},
+        "ttft_ms": msgspec.structs.asdict(run.ttft),
         "prefill_ranks": {k: engines.prefill_ranks[k] for k in prefill},
         "decode_ranks": {k: engines.decode_ranks[k] for k in decode},
         "endforward": {k: engines.endforward[k] for k in (*prefill, *decode)},
-        "passes": statistics.passes,
-        "chunk_utilization": statistics.chunk_utilization,
-        "active_ranks": statistics.active_ranks,
-        "active_rank_count": statistics.active_rank_count,
-        "max_over_mean": statistics.max_over_mean,
+        **{name: getattr(statistics, name) for name in names},
     }
 
 
@@ -255,13 +246,10 @@ def result_table(title: str, names: Sequence[str], figures: Sequence[str]) -> Ta
 def _print_runs(runs: Sequence[Run], console: Console) -> None:
     labels = [run.label for run in runs]
     table = result_table("requests per DP rank (EndForward messages)", ["rank"], labels)
-    ranks = sorted({k for r in runs for k in (*r.engines.prefill_ranks, *r.engines.decode_ranks)})
-    for rank in sorted(ranks, key=lambda k: (not k.startswith("p"), k)):
-        counts = [
-            f"{r.engines.prefill_ranks[rank] + r.engines.decode_ranks[rank]} "
-            f"({r.engines.endforward[rank]})"
-            for r in runs
-        ]
+    served = [run.engines.prefill_ranks + run.engines.decode_ranks for run in runs]
+    for rank in sorted({*chain(*served)}, key=lambda name: (name[0] != "p", name)):
+        columns = zip(served, runs, strict=True)
+        counts = (f"{count[rank]} ({run.engines.endforward[rank]})" for count, run in columns)
         table.add_row(rank, *counts)
     console.print(table)
     summary = result_table(

@@ -12,10 +12,9 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
-import orjson
 from rich.console import Console
 
-from sglang_sbs.demo.cli import parse_topology, result_table
+from sglang_sbs.demo.cli import parse_topology, result_table, write_json
 from sglang_sbs.demo.load import Latency, Workload
 from sglang_sbs.demo.runs import Run
 from sglang_sbs.demo.virtual_cluster import running_rig
@@ -47,11 +46,8 @@ def build_parser() -> argparse.ArgumentParser:
     add = parser.add_argument
     add("--topology", default="3P1D", help="instances (default 3P1D)")
     add("--dp", type=int, default=2, help="DP ranks per instance (default 2)")
-    add(
-        "--policies",
-        default="sbs,sbs_paper,round_robin,least_tokens",
-        help=f"comma-separated, of {', '.join(POLICY_NAMES)}",
-    )
+    default, says = "sbs,sbs_paper,round_robin,least_tokens", ", ".join(POLICY_NAMES)
+    add("--policies", default=default, help=f"comma-separated, of {says}")
     add("--loads", default="0.6,0.9", help="shares of capacity (default 0.6,0.9)")
     add("--seeds", type=int, default=1, help="arrival seeds per cell (default 1)")
     add("--requests", type=int, default=300, help="per run (default 300)")
@@ -80,9 +76,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     console = Console()
     rows = asyncio.run(_sweep(args, console))
     _print(rows, policies, loads, console)
-    if args.json is not None:
-        args.json.parent.mkdir(parents=True, exist_ok=True)
-        args.json.write_bytes(orjson.dumps(rows, option=orjson.OPT_INDENT_2))
+    write_json(args.json, rows)
     return 1 if any(row["failed"] for row in rows) else 0
 
 
@@ -145,10 +139,7 @@ _SHOWN_PASSES = {
 
 
 def _print(
-    rows: Sequence[dict[str, Any]],
-    policies: Sequence[str],
-    loads: Sequence[float],
-    console: Console,
+    rows: list[dict[str, Any]], policies: Sequence[str], loads: Sequence[float], console: Console
 ) -> None:
     latency = result_table(
         f"TTFT, mean over seeds; ratio: {policies[0]} / this policy (min-max)",
@@ -161,14 +152,10 @@ def _print(
         ["passes", "chunk use", "ranks busy", "gap ms", "bubble", "idle"],
     )
     for load in loads:
-        for policy in policies:
-            mine = [r for r in rows if r["policy"] == policy and r["load"] == load]
-            means_of_first = {
-                r["seed"]: r["ttft_ms"]["mean"]
-                for r in rows
-                if (r["policy"], r["load"]) == (policies[0], load)
-            }
-            ratios = [means_of_first[r["seed"]] / r["ttft_ms"]["mean"] for r in mine]
+        of_load = {p: [r for r in rows if (r["policy"], r["load"]) == (p, load)] for p in policies}
+        first = {row["seed"]: row["ttft_ms"]["mean"] for row in of_load[policies[0]]}
+        for policy, mine in of_load.items():
+            ratios = [first[r["seed"]] / r["ttft_ms"]["mean"] for r in mine]
             latency.add_row(
                 f"{load:.2f}",
                 policy,

@@ -15,7 +15,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from sglang_sbs.cluster.plan import InstancePlan, ProcessPlan, Role, pd_urls, router_argv
 from sglang_sbs.cluster.readiness import ROUTER_READINESS_PATHS, NotReadyError, wait_until_ready
 from sglang_sbs.cluster.spawn import SpawnedProcess, last_words
-from sglang_sbs.cluster.supervise import ProcessDiedError, Supervisor, unless_it_dies
+from sglang_sbs.cluster.supervise import ProcessDiedError, Supervisor
 from sglang_sbs.demo.load import Arrival, Latency, Sample, run_load
 from sglang_sbs.demo.passes import EngineRecord, PassStatistics, pass_statistics, read_engines
 
@@ -75,11 +75,8 @@ class Run:
 
 def instance_names(instances: Sequence[InstancePlan]) -> dict[str, str]:
     """Worker URL -> ``p0``, ``d0``, in the order of the plan."""
-    names: dict[str, str] = {}
-    for role, letter in ((Role.PREFILL, "p"), (Role.DECODE, "d")):
-        mine = [i for i in instances if i.role is role]
-        names |= {instance.url: f"{letter}{number}" for number, instance in enumerate(mine)}
-    return names
+    pd = [one for one in instances if one.role is not Role.UNIFIED]
+    return {one.url: f"{one.role[0]}{one.name.rpartition('-')[2]}" for one in pd}
 
 
 @asynccontextmanager
@@ -114,7 +111,7 @@ async def router_process(
         async with aiohttp.ClientSession() as session:
             ready = wait_until_ready(session, url, ready_paths, ROUTER_TIMEOUT_S)
             try:
-                await unless_it_dies(ready, process)
+                await supervisor.unless_one_dies(ready)
             except ProcessDiedError as error:
                 raise RouterStartError("it ended at its start", plan.log_path) from error
             except NotReadyError as error:

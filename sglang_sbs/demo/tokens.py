@@ -56,9 +56,8 @@ async def match_tokens(
     options = _cluster_options(ports, log_dir, attention_tp, prefill_flags)
     rng = random.Random(7)
     event_log = log_dir / "token-match.events"
-    async with LocalCluster(
-        plan_cluster(options, blocks), on_progress=progress_printer(console)
-    ) as cluster:
+    plan = plan_cluster(options, blocks)
+    async with LocalCluster(plan, on_progress=progress_printer(console)) as cluster:
         engine = next(i for i in cluster.instances if i.role is Role.UNIFIED)
         names = instance_names(cluster.instances)
         flags = ["--policy", "sbs", "--sbs-event-log", str(event_log)]
@@ -84,9 +83,8 @@ async def match_tokens(
                 for prompt, (tokens, rid), (expected, _) in zip(batch, routed, direct, strict=True):
                     rids.append(rid)
                     if tokens != expected and not difference:
-                        difference = (
-                            f"a prompt of {len(prompt)} tokens gave {tokens}, directly {expected}"
-                        )
+                        asked = f"a prompt of {len(prompt)} tokens"
+                        difference = f"{asked} gave {tokens}, directly {expected}"
                 prompts += batch
                 if len(prompts) >= MIN_PROMPTS and len(covered()) == DP_SIZE * DP_SIZE:
                     break
@@ -99,13 +97,11 @@ async def match_tokens(
 def _cluster_options(
     ports: RouterPorts, log_dir: Path, attention_tp: int, prefill_flags: Sequence[str]
 ) -> ClusterOptions:
+    chunk = str(DP_SIZE * CHUNK_TOKENS)
     return ClusterOptions(
         model_path=str(cached_tiny_model()),
         unified_instances=1,
-        engine_flags=[
-            *parallel_flags(DP_SIZE, attention_tp),
-            *("--chunked-prefill-size", str(DP_SIZE * CHUNK_TOKENS)),
-        ],
+        engine_flags=[*parallel_flags(DP_SIZE, attention_tp), "--chunked-prefill-size", chunk],
         prefill_flags=prefill_flags,
         cpu=True,
         log_dir=log_dir / "token-match",

@@ -13,13 +13,7 @@ import msgspec
 from rich.console import Console
 
 from sglang_sbs.cluster.local import LocalCluster, Progress
-from sglang_sbs.cluster.plan import (
-    PORTS_PER_INSTANCE,
-    ClusterOptions,
-    InstancePlan,
-    Role,
-    plan_cluster,
-)
+from sglang_sbs.cluster.plan import PORTS_PER_INSTANCE, ClusterOptions, InstancePlan, plan_cluster
 from sglang_sbs.cluster.ports import free_port_blocks
 from sglang_sbs.demo.load import Workload
 from sglang_sbs.demo.runs import RouterPorts, Run, instance_names, run_policy
@@ -51,22 +45,13 @@ class Rig:
     ports: RouterPorts
     dp_size: int
     log_dir: Path
-    barrier: bool = True
-    """Whether the DP ranks of a prefill instance share their passes."""
-
-    @property
-    def prefill_instances(self) -> int:
-        return sum(i.role is Role.PREFILL for i in self.instances)
+    capacity_qps: float
+    """Requests per second when every pass has a full chunk on every rank."""
 
     def rank_names(self, letter: str) -> list[str]:
         """``p0/0`` and following of prefill instances, ``d0/0`` of decode instances."""
         names = [n for n in instance_names(self.instances).values() if n.startswith(letter)]
         return [f"{name}/{rank}" for name in names for rank in range(self.dp_size)]
-
-    @property
-    def capacity_qps(self) -> float:
-        """Requests per second when every pass has a full chunk on every rank."""
-        return capacity_qps(self.prefill_instances, self.dp_size, barrier=self.barrier)
 
     async def run(self, label: str, flags: Sequence[str], workload: Workload) -> Run:
         """One policy under one load (prompts up to a chunk), after a warm-up at half the rate."""
@@ -114,9 +99,9 @@ async def running_rig(
         environment=ports.environment_of_engines(),
         with_router=False,
     )
-    plan = plan_cluster(options, blocks)
+    plan, qps = plan_cluster(options, blocks), capacity_qps(prefill, dp_size, barrier=not dwdp)
     async with LocalCluster(plan, on_progress=progress_printer(console)) as cluster:
-        yield Rig(cluster.instances, ports, dp_size, log_dir, barrier=not dwdp)
+        yield Rig(cluster.instances, ports, dp_size, log_dir, qps)
 
 
 def rig_options(

@@ -12,25 +12,30 @@ import types
 from collections.abc import Sequence
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
-from typing import Any, NoReturn
+from typing import Any
 
 
 class AbsentPackageError(NotImplementedError):
     """A GPU-only package was really used on a CPU engine."""
 
-    def __init__(self, qualified_name: str) -> None:
-        super().__init__(
-            f"{qualified_name} was reached on a CPU engine, which has only a stand-in for it"
-        )
+    def __init__(self, name: str) -> None:
+        super().__init__(f"{name} was reached on a CPU engine, which has only a stand-in for it")
+
+
+def _member(owner: str, name: str) -> Any:
+    """CamelCase is a class, anything else a function; Python's own names are not there."""
+    if name.startswith("__"):
+        raise AttributeError(name)
+    if name[0].isupper():
+        return type(name, (AbsentClass,), {"__module__": owner})
+    return AbsentFunction(f"{owner}.{name}")
 
 
 class AbsentModule(types.ModuleType):
-    """A module in which any name resolves: CamelCase to a class, anything else to a function."""
+    """A module in which any name resolves."""
 
     def __getattr__(self, name: str) -> Any:
-        if name.startswith("__"):
-            raise AttributeError(name)
-        value = _absent_member(self.__name__, name)
+        value = _member(self.__name__, name)
         setattr(self, name, value)
         return value
 
@@ -39,9 +44,7 @@ class _AbsentClassMeta(type):
     """Class attributes of an absent package (enum members, say) exist and are inert."""
 
     def __getattr__(cls, name: str) -> Any:
-        if name.startswith("__"):
-            raise AttributeError(name)
-        return AbsentFunction(f"{cls.__module__}.{cls.__name__}.{name}")
+        return _member(f"{cls.__module__}.{cls.__name__}", name)
 
 
 class AbsentClass(metaclass=_AbsentClassMeta):
@@ -54,22 +57,20 @@ class AbsentClass(metaclass=_AbsentClassMeta):
         super().__init_subclass__()
 
 
-class _Named:
+class AbsentKernel:
+    """A compiled kernel's definition: `kernel[grid](...)` and `kernel(...)` are errors."""
+
     def __init__(self, qualified_name: str) -> None:
         self.qualified_name = qualified_name
         self.__name__ = qualified_name.rpartition(".")[2]
 
-
-class AbsentKernel(_Named):
-    """A compiled kernel's definition: `kernel[grid](...)` and `kernel(...)` are errors."""
-
-    def __call__(self, *_args: Any, **_kwargs: Any) -> NoReturn:
+    def __call__(self, *_args: Any, **_kwargs: Any) -> Any:
         raise AbsentPackageError(self.qualified_name)
 
     __getitem__ = __call__
 
 
-class AbsentFunction(_Named):
+class AbsentFunction(AbsentKernel):
     """A function of an absent package: usable as a decorator, an error when called for a value.
 
     `@package.jit` and `@package.autotune(configs=…)` run at import time and must pass; a call with
@@ -77,41 +78,28 @@ class AbsentFunction(_Named):
     """
 
     def __getattr__(self, name: str) -> Any:
-        if name.startswith("__"):
-            raise AttributeError(name)
-        return _absent_member(self.qualified_name, name)
+        return _member(self.qualified_name, name)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if len(args) == 1 and not kwargs and (callable(args[0]) or hasattr(args[0], "__func__")):
             return AbsentKernel(getattr(args[0], "__qualname__", self.qualified_name))
-        if not args:
-            return self
-        raise AbsentPackageError(self.qualified_name)
+        return super().__call__(*args) if args else self
 
 
-class NoDriver:
+class NoDriver(AbsentKernel):
     """A device driver that is not there: reading any attribute is an error."""
 
-    def __init__(self, qualified_name: str) -> None:
-        self._qualified_name = qualified_name
-
-    def __getattr__(self, name: str) -> NoReturn:
+    def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
             raise AttributeError(name)
-        raise AbsentPackageError(f"{self._qualified_name}.{name}")
+        raise AbsentPackageError(f"{self.qualified_name}.{name}")
 
 
 def decorator(*args: Any, **_kwargs: Any) -> Any:
     """`@decorator` or `@decorator(anything)` over a kernel definition that never runs here."""
-    if len(args) == 1 and (isinstance(args[0], AbsentKernel) or callable(args[0])):
+    if len(args) == 1 and callable(args[0]):
         return AbsentKernel(getattr(args[0], "__qualname__", args[0].__name__))
     return decorator
-
-
-def _absent_member(owner: str, name: str) -> Any:
-    if name[0].isupper():
-        return type(name, (AbsentClass,), {"__module__": owner})
-    return AbsentFunction(f"{owner}.{name}")
 
 
 class _Submodules(MetaPathFinder, Loader):

@@ -185,7 +185,7 @@ class System:
         self.listener.receive(encode_endforward(report), peer)
 
     def connected_to(self) -> list[str]:
-        return [rank.endpoint for rank in self.subscriber._instances[URL].ranks]
+        return [rank.endpoints.live for rank in self.subscriber._instances[URL].ranks]
 
     def held(self, rank: int) -> set[int]:
         blocks: set[int] = set()

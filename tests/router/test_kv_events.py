@@ -417,7 +417,7 @@ async def test_only_the_workers_own_host_is_connected_to(caplog: Any) -> None:
         here.up()
         here.up(chunk_tokens=5)
         ranks = here.subscriber._instances[URL].ranks
-        assert [rank.endpoint for rank in ranks] == [
+        assert [rank.endpoints.live for rank in ranks] == [
             f"tcp://127.0.0.1:{here.source.port + rank}" for rank in range(RANKS)
         ]
         assert len([r for r in caplog.records if "10.9.8.7" in r.getMessage()]) == 1

@@ -147,7 +147,7 @@ async def test_a_death_while_running_is_reported(tmp_path: Path) -> None:
     async with LocalCluster(plan, 60) as cluster:
         os.kill(cluster.pid("b"), signal.SIGKILL)
         async with asyncio.timeout(30):
-            death = await cluster.wait_for_death()
+            death = await cluster.first_death()
     assert (death.name, death.returncode) == ("b", -signal.SIGKILL)
 
 

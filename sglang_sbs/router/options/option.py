@@ -9,10 +9,12 @@ import argparse
 import contextlib
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 _METAVARS = {"ms": "MS", "secs": "SECONDS", "host": "HOST", "port": "PORT", "policy": "POLICY"}
 """By the last word of a flag."""
+_T = TypeVar("_T")
+_V = TypeVar("_V")
 OF_ITS_FIELD: Any = object()
 """The default of a flag that becomes a field as it is."""
 
@@ -74,6 +76,14 @@ class Option:
         elif self.per_s != 1:
             default *= self.per_s
         return found if default is None else found | {"default": default}
+
+
+def read(flag: str, parse: Callable[[_V], _T], value: _V, colon: str = ": ") -> _T:
+    """What ``parse`` makes of a flag's value. Raises: ValueError, which names the flag."""
+    try:
+        return parse(value)
+    except ValueError as error:
+        raise ValueError(f"{flag}{colon}{error}") from None
 
 
 def _number(text: str, low: float, high: float, what: str) -> float:

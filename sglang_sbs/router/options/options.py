@@ -14,14 +14,16 @@ from sglang_sbs.router.engines.urls import normalise_worker_url
 from sglang_sbs.router.options.arguments import FlagError, build_parser
 from sglang_sbs.router.options.config import BreakerConfig, MonitorConfig, RelayConfig
 from sglang_sbs.router.options.keys import ControlKey, parse_control_key
+from sglang_sbs.router.options.option import read
 from sglang_sbs.router.options.platform import discovery_of, jwt_of
 from sglang_sbs.router.options.router_options import RouterOptions
-from sglang_sbs.router.options.several import is_local, keys_of_file, several_of
+from sglang_sbs.router.options.several import is_local, several_of
 from sglang_sbs.router.options.stock import IGNORED_FLAGS, NEAREST_POLICY, REFUSED_FLAGS
 from sglang_sbs.router.options.table import GROUPS
 from sglang_sbs.scheduling.config import SchedulerConfig
 from sglang_sbs.scheduling.policy_names import POLICIES, Policy, facts_of
 from sglang_sbs.scheduling.queue.fairness import parse_weights
+from sglang_sbs.wire.curve import keys_in
 
 _HEADER_NAME = re.compile(r"[a-z0-9][a-z0-9_-]{0,63}")
 _TAKEN = frozenset({"authorization", "content-length", "content-type", "host", "connection"})
@@ -31,8 +33,11 @@ def parse_flags(argv: Sequence[str], prog: str | None = None) -> RouterOptions:
     """Parse and check a command line (without the program name).
     Raises: FlagError, naming the flag and what to write instead; SystemExit, after ``--help``."""
     parser = build_parser(prog)
-    _check_known(parser, argv)
-    return options_of(parser.parse_args(list(argv)))
+    try:
+        _check_known(parser, argv)
+        return _options_of(parser.parse_args(list(argv)))
+    except ValueError as error:
+        raise FlagError(str(error)) from None
 
 
 def _check_known(parser: argparse.ArgumentParser, argv: Sequence[str]) -> None:
@@ -49,37 +54,36 @@ def _check_known(parser: argparse.ArgumentParser, argv: Sequence[str]) -> None:
         raise FlagError(f"unknown flag {name}{hint}")
 
 
-def options_of(args: argparse.Namespace) -> RouterOptions:
-    """Check what the parser cannot. Raises: FlagError."""
+def _options_of(args: argparse.Namespace) -> RouterOptions:
+    """Check what the parser cannot. Raises: ValueError."""
     warnings: list[str] = []
     for name, (_, why) in IGNORED_FLAGS.items():
         if hasattr(args, f"ignored:{name}"):
             warnings.append(f"--{name} has no effect here: {why}")
-    prefill = tuple(_prefill(entry) for entry in args.prefill or ())
-    decode = tuple(_url("--decode", entry[0]) for entry in args.decode or ())
-    _check_workers([*(url for url, _ in prefill), *decode])
-    _check_health_endpoint(args.health_check_endpoint, warnings)
-    _check_pairs(args)
+    prefill = tuple(map(_prefill, args.prefill or ()))
+    decode = tuple(read("--decode", normalise_worker_url, url) for (url,) in args.decode or ())
+    for url, times in Counter([*(url for url, _ in prefill), *decode]).items():
+        if times > 1:
+            raise ValueError(f"worker {url} is listed twice")
+    _check_values(args, warnings)
     bind = _endforward_bind(args, warnings)
-    _check_limits(args, warnings)
+    key_file = args.sbs_endforward_key_file
     warnings += [
         f"{path} can be read by other users of this machine: chmod 600 it"
-        for path in (args.sbs_key_file, args.sbs_endforward_key_file)
+        for path in (args.sbs_key_file, key_file)
         if path is not None and path.exists() and path.stat().st_mode & 0o077
     ]
     policy = _policy(args.policy, warnings)
-    try:
-        several = several_of(args, warnings)
-        endforward_keys = keys_of_file("--sbs-endforward-key-file", args.sbs_endforward_key_file)
-        discovery, jwt = discovery_of(args, warnings), jwt_of(args)
-        weights, tenant_header = _tenant_weights(args), _tenant_header(args, warnings)
-    except ValueError as error:
-        raise FlagError(str(error)) from None
+    several = several_of(args, warnings)
+    discovery, jwt = discovery_of(args, warnings), jwt_of(args)
     starts_empty = args.pd_disaggregation and not (prefill or decode or discovery)
     if starts_empty and several.role != "front-end":
         warnings.append("no workers yet: POST /workers adds them, or --prefill and --decode")
     fields = _fields(args)
-    fields["scheduler"] |= {"policy": policy, "tenant_weights": weights}
+    weights = args.sbs_tenant_weights
+    if weights is not None:
+        weights = read("--sbs-tenant-weights", parse_weights, weights)
+    fields["scheduler"] |= {"policy": policy, "tenant_weights": weights or {}}
     fields["relay"]["sends_gangs"] = policy == "sbs" and args.sbs_gang_gate == "on"
     if args.disable_retries:
         fields["relay"]["max_attempts"] = 1
@@ -95,10 +99,10 @@ def options_of(args: argparse.Namespace) -> RouterOptions:
         breaker=BreakerConfig(**fields["breaker"]),
         monitor=MonitorConfig(**fields["monitor"]),
         discovery=discovery,
-        tenant_header=tenant_header,
+        tenant_header=_tenant_header(args, warnings),
         control_plane_keys=_control_keys(args.control_plane_api_keys),
         jwt=jwt,
-        endforward_keys=endforward_keys,
+        endforward_keys=key_file and read("--sbs-endforward-key-file", keys_in, key_file),
         several=several,
         otlp_endpoint=args.otlp_traces_endpoint if args.enable_trace else None,
         warnings=tuple(warnings),
@@ -116,7 +120,8 @@ def _fields(args: argparse.Namespace) -> defaultdict[str, dict[str, Any]]:
     return found
 
 
-def _check_health_endpoint(endpoint: str | None, warnings: list[str]) -> None:
+def _check_values(args: argparse.Namespace, warnings: list[str]) -> None:
+    endpoint: str | None = args.health_check_endpoint
     if endpoint == "/health":
         warnings.append(
             "--health-check-endpoint /health runs a forward pass on DP rank 0 of an idle engine; "
@@ -124,14 +129,20 @@ def _check_health_endpoint(endpoint: str | None, warnings: list[str]) -> None:
         )
     elif endpoint is not None and not endpoint.startswith("/"):
         raise FlagError(f"--health-check-endpoint {endpoint!r} must start with /, e.g. /ready")
-
-
-def _check_pairs(args: argparse.Namespace) -> None:
-    """Flags that are nothing without each other."""
     if (args.tls_cert_path is None) != (args.tls_key_path is None):
         raise FlagError("--tls-cert-path and --tls-key-path belong together: give both or none")
     if args.client_key_path is not None and args.client_cert_path is None:
         raise FlagError("--client-key-path is the key of --client-cert-path: give both or none")
+    if args.retry_max_backoff_ms < args.retry_initial_backoff_ms:
+        raise FlagError("--retry-max-backoff-ms must not be below --retry-initial-backoff-ms")
+    if 1 <= args.max_concurrent_requests < args.workers:
+        raise FlagError(
+            f"--max-concurrent-requests {args.max_concurrent_requests} cannot be shared out among "
+            f"--workers {args.workers}: write at least {args.workers}, or fewer workers"
+        )
+    if args.rate_limit_tokens_per_second and args.max_concurrent_requests < 1:
+        missing = "--max-concurrent-requests, which is the size of the bucket"
+        warnings.append(f"--rate-limit-tokens-per-second has no effect without {missing}")
 
 
 def _endforward_bind(args: argparse.Namespace, warnings: list[str]) -> str | None:
@@ -151,26 +162,10 @@ def _endforward_bind(args: argparse.Namespace, warnings: list[str]) -> str | Non
     return bind
 
 
-def _check_limits(args: argparse.Namespace, warnings: list[str]) -> None:
-    if args.retry_max_backoff_ms < args.retry_initial_backoff_ms:
-        raise FlagError("--retry-max-backoff-ms must not be below --retry-initial-backoff-ms")
-    if 1 <= args.max_concurrent_requests < args.workers:
-        raise FlagError(
-            f"--max-concurrent-requests {args.max_concurrent_requests} cannot be shared out among "
-            f"--workers {args.workers}: write at least {args.workers}, or fewer workers"
-        )
-    if args.rate_limit_tokens_per_second and args.max_concurrent_requests < 1:
-        missing = "--max-concurrent-requests, which is the size of the bucket"
-        warnings.append(f"--rate-limit-tokens-per-second has no effect without {missing}")
-
-
 def _control_keys(texts: Sequence[str]) -> tuple[ControlKey, ...]:
     keys: dict[str, ControlKey] = {}
     for text in texts:
-        try:
-            key = parse_control_key(text)
-        except ValueError as error:
-            raise FlagError(f"--control-plane-api-keys: {error}") from None
+        key = read("--control-plane-api-keys", parse_control_key, text)
         if key.id in keys:
             raise FlagError(f"--control-plane-api-keys: two keys have the id {key.id!r}")
         keys[key.id] = key
@@ -191,7 +186,7 @@ def _policy(name: str, warnings: list[str]) -> Policy:
 
 
 def _prefill(entry: Sequence[str]) -> tuple[str, int | None]:
-    url = _url("--prefill", entry[0])
+    url = read("--prefill", normalise_worker_url, entry[0])
     if len(entry) > 2:
         how = "one URL and one port per --prefill; repeat the flag for further instances"
         raise FlagError(f"--prefill {' '.join(entry)}: {how}")
@@ -201,26 +196,6 @@ def _prefill(entry: Sequence[str]) -> tuple[str, int | None]:
         wanted = "the bootstrap port must be a number in 1..65535 or 'none'"
         raise FlagError(f"--prefill {entry[0]} {entry[1]}: {wanted}")
     return url, int(entry[1])
-
-
-def _url(flag: str, text: str) -> str:
-    try:
-        return normalise_worker_url(text)
-    except ValueError as error:
-        raise FlagError(f"{flag}: {error}") from error
-
-
-def _check_workers(urls: Sequence[str]) -> None:
-    for url, times in Counter(urls).items():
-        if times > 1:
-            raise FlagError(f"worker {url} is listed twice")
-
-
-def _tenant_weights(args: argparse.Namespace) -> dict[str, float]:
-    try:
-        return parse_weights(args.sbs_tenant_weights) if args.sbs_tenant_weights is not None else {}
-    except ValueError as error:
-        raise ValueError(f"--sbs-tenant-weights: {error}") from None
 
 
 def _tenant_header(args: argparse.Namespace, warnings: list[str]) -> str | None:

@@ -7,17 +7,16 @@ import argparse
 from sglang_sbs import extras
 from sglang_sbs.router.options.config import DiscoveryConfig, parse_selector
 from sglang_sbs.router.options.keys import JwtConfig, check_provider_url, parse_roles
+from sglang_sbs.router.options.option import read
 
 
 def discovery_of(args: argparse.Namespace, warnings: list[str]) -> DiscoveryConfig | None:
     """What the flags say; ``None`` without ``--service-discovery``. Raises: ValueError."""
-    selectors = {}
-    for role in ("prefill", "decode"):
-        words = getattr(args, f"{role}_selector")
-        try:
-            selectors[role] = parse_selector(words) if words else ""
-        except ValueError as error:
-            raise ValueError(f"--{role}-selector: {error}") from None
+    given = {"prefill": args.prefill_selector, "decode": args.decode_selector}
+    selectors = {
+        role: read(f"--{role}-selector", parse_selector, words) if words else ""
+        for role, words in given.items()
+    }
     if not args.service_discovery:
         warnings += [
             f"--{role}-selector has no effect without --service-discovery"
@@ -45,16 +44,10 @@ def jwt_of(args: argparse.Namespace) -> JwtConfig | None:
         return None
     if not issuer or not audience:
         raise ValueError("--jwt-issuer URL and --jwt-audience NAME belong together: give both")
-    for flag, url in (("--jwt-issuer", issuer), ("--jwt-jwks-uri", jwks_uri)):
-        try:
-            if url is not None:
-                check_provider_url(url)
-        except ValueError as error:
-            raise ValueError(f"{flag} {error}") from None
-    try:
-        roles = parse_roles(args.jwt_role_mapping)
-    except ValueError as error:
-        raise ValueError(f"--jwt-role-mapping {error}") from None
+    read("--jwt-issuer", check_provider_url, issuer, " ")
+    if jwks_uri is not None:
+        read("--jwt-jwks-uri", check_provider_url, jwks_uri, " ")
+    roles = read("--jwt-role-mapping", parse_roles, args.jwt_role_mapping, " ")
     if install := extras.without_jwt():
         raise ValueError(f"--jwt-issuer needs a JWT library: {install}")
     return JwtConfig(issuer, audience, jwks_uri, roles)

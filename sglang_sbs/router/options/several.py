@@ -8,12 +8,14 @@ from pathlib import Path
 from typing import Literal
 
 from sglang_sbs.extras import without_kubernetes
-from sglang_sbs.wire.curve import CurveKeys, SecretError, keys_in
+from sglang_sbs.router.options.option import read
+from sglang_sbs.wire.curve import CurveKeys, keys_in
 
 Role = Literal["router", "scheduler", "front-end"]
 
 IN_THE_CLEAR = Path("none")
 """As a key file: there is none, and that is meant so."""
+_WILDCARDS = ("*", "0.0.0.0", "::", "")
 _HOW = "write tcp://HOST:PORT, e.g. tcp://10.0.0.1:7700"
 
 
@@ -88,7 +90,7 @@ def _scheduler(
     advertise: str = args.sbs_advertise or ""
     if advertise:
         _check("--sbs-advertise", advertise)
-    elif not _is_wildcard(listen):
+    elif _host(listen) not in _WILDCARDS:
         advertise = listen
     if (named or args.sbs_election) and not advertise:
         why = "the others must know this scheduler by one address"
@@ -134,15 +136,7 @@ def _keys(
             "anybody on the way reads what they say"
         )
         return None
-    return keys_of_file("--sbs-key-file", path)
-
-
-def keys_of_file(flag: str, path: Path | None) -> CurveKeys | None:
-    """The keys of the secret in a file. Raises: ValueError."""
-    try:
-        return keys_in(path) if path is not None else None
-    except SecretError as error:
-        raise ValueError(f"{flag}: {error}") from error
+    return None if path is None else read("--sbs-key-file", keys_in, path)
 
 
 def is_local(endpoint: str) -> bool:
@@ -151,10 +145,6 @@ def is_local(endpoint: str) -> bool:
         return True
     host = _host(endpoint)
     return host in ("localhost", "::1", "lo") or host.startswith("127.")
-
-
-def _is_wildcard(endpoint: str) -> bool:
-    return _host(endpoint) in ("*", "0.0.0.0", "::", "")
 
 
 def _host(endpoint: str) -> str:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from operator import not_
 from pathlib import Path
-from typing import Any, get_args
+from typing import get_args
 
 from sglang_sbs.router.options.config import (
     BOOTSTRAP_PORT_ANNOTATION,
@@ -35,22 +35,6 @@ from sglang_sbs.scheduling.config import DECODE_RULES, TRIGGERS
 
 def _header_names(names: list[str] | None) -> tuple[str, ...]:
     return tuple(name.lower() for name in names or ()) or REQUEST_ID_HEADERS
-
-
-def _sorted(buckets: list[float] | None) -> tuple[float, ...] | None:
-    return tuple(sorted(buckets)) if buckets else None
-
-
-def _numbers(text: str | None) -> tuple[int, ...]:
-    return tuple(int(number) for number in (text or "").split(",") if number)
-
-
-def _or_zero(value: float | None) -> float:
-    return value or 0.0
-
-
-def _or_default_bodies(size: int | None) -> Any:
-    return size or default_bodies_bytes()
 
 
 # fmt: off
@@ -179,7 +163,7 @@ GROUPS: dict[str, tuple[Option, ...]] = {
             "bytes that the bodies of all requests may take together, from the first byte to the "
             "end of the answer; then 503, first for the largest that is still coming in (default: "
             "a quarter of the memory there is, at least 512 MiB)",
-            default=None, read=_or_default_bodies),
+            default=None, read=lambda size: size or default_bodies_bytes()),
         Option("sbs-max-samples", "relay.max_samples", positive_int, "largest n of a request"),
         Option("sbs-max-batch", "relay.max_units", positive_int,
             "most requests that one may become: prompts times n"),
@@ -192,7 +176,7 @@ GROUPS: dict[str, tuple[Option, ...]] = {
         Option("rate-limit-tokens-per-second", "rate_limit_per_s", seconds,
             "token bucket: --max-concurrent-requests is its size, a request takes a token and "
             "gives it back at its end, and so many more are added per second",
-            default=None, read=_or_zero),
+            default=None, read=lambda rate: rate or 0.0),
         Option("request-id-headers", "request_id_headers", str,
             "headers that may bring a request id",
             nargs="*", metavar="NAME", default=None, read=_header_names),
@@ -270,7 +254,8 @@ GROUPS: dict[str, tuple[Option, ...]] = {
         Option("prometheus-port", "prometheus_port", port,
             "port of /metrics; front ends of a --sbs-scheduler: the ports after it"),
         Option("prometheus-duration-buckets", "prometheus_duration_buckets", float,
-            "histogram buckets, seconds", nargs="+", metavar="SECONDS", read=_sorted),
+            "histogram buckets, seconds", nargs="+", metavar="SECONDS",
+            read=lambda buckets: tuple(sorted(buckets)) if buckets else None),
     ),
     "several processes": (
         Option("workers", "workers", positive_int,
@@ -306,7 +291,8 @@ GROUPS: dict[str, tuple[Option, ...]] = {
             "rolling restart: take the port over from the router (with --workers 2 or more) that "
             "serves it now, which then finishes what it has and ends; no request is lost"),
         Option("sbs-parent-fd", "parent_fd", int, "", hidden=True),
-        Option("sbs-listen-fds", "listen_fds", str, "", read=_numbers, hidden=True),
+        Option("sbs-listen-fds", "listen_fds", str, "", hidden=True,
+            read=lambda text: tuple(map(int, text.split(","))) if text else ()),
     ),
     "traces": (
         Option("enable-trace", "", switch, "send OpenTelemetry spans; needs the extra 'trace'"),

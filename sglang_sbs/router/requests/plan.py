@@ -206,10 +206,10 @@ def leg_bodies(
         "bootstrap_port": prefiller.bootstrap_port,
         "bootstrap_room": room,
     }
-    prefill = shared | prefill_members(rank, coupled=prefiller.coupled) | {"stream": False}
+    prefill = shared | prefill_members(rank, coupled=prefiller.known.coupled) | {"stream": False}
     if asks_cached:
         prefill[_ASK_CACHED] = True
-    decode_ranks = decode_members(rank, placement.decode_rank, coupled=decoder.coupled)
+    decode_ranks = decode_members(rank, placement.decode_rank, coupled=decoder.known.coupled)
     decode = shared | decode_ranks | {"stream": plan.stream}
     prompt = plan.prompts[unit.prompt_index]
     member = prompt.member

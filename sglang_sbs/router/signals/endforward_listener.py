@@ -192,11 +192,9 @@ class EndForwardListener:
             return  # removed while it was asked
         if info.nodes > 1 and self._registry.listens_to_events(worker):
             self._registry.asks_peers = True
-        bind = ""
-        if info.sbs is not None:
-            bind = info.sbs.bind
-            if info.sbs.boot_id:
-                self._boots[info.sbs.boot_id] = worker.url
+        bind = info.sbs.bind if info.sbs is not None else ""
+        if info.boot_id:
+            self._boots[info.boot_id] = worker.url
         endpoints = publisher_endpoints(worker.url, bind, info.dp_size)
         if bind and not endpoints:
             told = f"it binds {bind[:100]!r}, where no router can connect"

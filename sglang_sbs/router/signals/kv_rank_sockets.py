@@ -104,11 +104,7 @@ class RankSockets:
         self._monitor: zmq.Socket[bytes] | None = self._live.get_monitor_socket(_CONNECTION_EVENTS)
         self._watch(self._monitor, self._drain_monitor)
         self._watch(self._live, partial(self._drain, self._live))
-        self._live.connect(self.endpoint)
-
-    @property
-    def endpoint(self) -> str:
-        return self.endpoints.live
+        self._live.connect(endpoints.live)
 
     @property
     def foreign(self) -> bool:
@@ -116,10 +112,7 @@ class RankSockets:
         return self.feed.counts["foreign"] > self._foreign_before
 
     def close(self) -> None:
-        if self._delay is not None:
-            self._delay.cancel()
-        self._close_replay()
-        self._owner.replay_over(self)
+        self._gone()
         live, self._live = self._live, None
         monitor, self._monitor = self._monitor, None
         if monitor is not None and live is not None:
@@ -127,7 +120,6 @@ class RankSockets:
             live.disable_monitor()
             self._end(monitor)
             self._end(live)
-        self.feed.disconnected()
 
     def tick(self, now_s: float) -> None:
         if self._replay is not None and now_s - self._replay_heard_s >= _REPLAY_SILENCE_S:
@@ -255,7 +247,7 @@ class RankSockets:
         self.feed.counts["malformed"] += 1
         if self.feed.counts["malformed"] == 1:
             text = "malformed KV events at %s (counted from now on): %s"
-            logger.warning(text, self.endpoint, error)
+            logger.warning(text, self.endpoints.live, error)
 
     # Replay -----------------------------------------------------------------------------------
 

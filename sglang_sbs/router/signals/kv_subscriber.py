@@ -258,11 +258,11 @@ class _Subscription:
                     rank.feed.connected()
         elif foreign:
             self._missing(
-                f"at {foreign[0].endpoint} another DP rank than {foreign[0].feed.dp_rank} "
+                f"at {foreign[0].endpoints.live} another DP rank than {foreign[0].feed.dp_rank} "
                 "publishes KV events: do the ports of two engines overlap?",
             )
         elif now_s - self._heard_s >= PATIENCE_S:
-            shown = ", ".join(f"rank {r.feed.dp_rank} at {r.endpoint}" for r in silent[:4])
+            shown = ", ".join(f"rank {r.feed.dp_rank} at {r.endpoints.live}" for r in silent[:4])
             more = " …" if len(silent) > 4 else ""
             why = self._why(silent[0].feed.dp_rank)
             self._missing(f"KV events cannot be had from {shown}{more}: {why}")

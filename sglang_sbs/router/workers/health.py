@@ -91,7 +91,6 @@ class Monitor:
         self._described = described
         self._tasks: dict[str, list[asyncio.Task[None]]] = {}
         self._doubts: dict[str, asyncio.Event] = {}
-        self._probe_path: dict[str, str] = {}
         self.checks: Counter[tuple[str, str]] = Counter()
         """Health checks by role and result."""
         self._ticker = asyncio.create_task(self._tick())
@@ -107,7 +106,6 @@ class Monitor:
         for task in self._tasks.pop(worker.url, []):
             task.cancel()
         self._doubts.pop(worker.url, None)
-        self._probe_path.pop(worker.url, None)
 
     def stop_all(self) -> list[asyncio.Task[None]]:
         """Watch nothing from now on; the tasks that are ending."""
@@ -217,7 +215,7 @@ class Monitor:
 
     async def _probe_server(self, worker: Worker, url: str) -> _Problem | None:
         configured = self._config.health_endpoint
-        usual = _RANK_PROBE_PATHS if worker.rust_server else _PROBE_PATHS
+        usual = _RANK_PROBE_PATHS if worker.known.rust_server else _PROBE_PATHS
         paths = (configured,) if configured else usual
         # Patience for a check that may cost the engine a forward pass, and for an engine whose
         # ranks speak: its HTTP server may be busy with a large prompt.
@@ -225,9 +223,8 @@ class Monitor:
         age_s = worker.report_age_s(time.monotonic())
         patient = configured is not None or (age_s is not None and age_s < _DOUBT_TIMEOUT_S)
         timeout_s = limit_s if patient else min(limit_s, _DOUBT_TIMEOUT_S)
-        known = self._probe_path.get(worker.url)
         place = "" if url == worker.url else f" at {url}"
-        for path in (known,) if known is not None and known in paths else paths:
+        for path in (worker.probe_path,) if worker.probe_path in paths else paths:
             try:
                 status, _ = await self._get(url, path, timeout_s=timeout_s)
             except (aiohttp.ClientError, OSError, TimeoutError) as error:
@@ -237,7 +234,7 @@ class Monitor:
                 return _Problem(f"GET {path}{place}: {plain_error(error)}", silent=True)
             if status == 404 and not configured and path != paths[-1]:
                 continue
-            self._probe_path[worker.url] = path
+            worker.probe_path = path
             worker.heard_s = time.monotonic()
             # An engine without any of the cheap checks has at least answered.
             if status == 200 or (status == 404 and not configured):
@@ -310,11 +307,10 @@ class Monitor:
     async def _check_rank_servers(self, worker: Worker, info: WorkerInfo) -> None:
         """Each DP rank that serves HTTP itself must be where requests for it will be sent.
         Raises: RankOutOfReach, a rank is not."""
-        own_boot_id = info.sbs.boot_id if info.sbs is not None else ""
 
         async def check(rank: int) -> None:
             url = server_url(worker.url, info, rank)
-            boot_id = worker.boots.get(rank, "") if node_of_rank(info, rank) else own_boot_id
+            boot_id = worker.boots.get(rank, "") if node_of_rank(info, rank) else info.boot_id
             try:
                 check_rank_server(await self._server_info(url), rank, boot_id)
             except (aiohttp.ClientError, OSError, TimeoutError) as error:
@@ -374,7 +370,7 @@ def _in_background(work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
 def _rows_of_ranks(worker: Worker, pages: Sequence[bytes]) -> list[dict[str, Any]]:
     """Raises: KeyError, TypeError or ValueError for a rank of which no page says anything."""
     lists = [orjson.loads(page)["loads"] for page in pages]
-    if worker.rust_server:
+    if worker.known.rust_server:
         # Each rank's server speaks of itself alone, and may call itself 0.
         return [loads[0] for _, loads in zip(range(worker.dp_size), lists, strict=True)]
     ranks = {int(load["dp_rank"]): load for loads in lists for load in loads}

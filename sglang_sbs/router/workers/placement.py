@@ -30,6 +30,6 @@ class Placement:
     def pick_room(self, gang: GangPart | None) -> int:
         """A bootstrap room by which engines know their ranks, and ``gang`` if there is one."""
         ranks = (self.prefill_rank, self.prefill.dp_size)
-        if self.decode.rank_choice == "by_room":
+        if self.decode.known.rank_choice == "by_room":
             return pick_bootstrap_room(*ranks, self.decode_rank, self.decode.dp_size, gang=gang)
         return pick_bootstrap_room(*ranks, gang=gang)

@@ -163,8 +163,7 @@ class Registry:
         """``/server_info`` was read again: the same engine as before, or another?"""
         worker.recheck = False
         stranger, worker.stranger = worker.stranger, ""
-        old = worker.info.sbs.boot_id if worker.info and worker.info.sbs else ""
-        new = info.sbs.boot_id if info.sbs else ""
+        old, new = worker.known.boot_id, info.boot_id
         if old and new and old != new:
             self._restarted(worker)
         elif stranger and stranger != new:
@@ -237,7 +236,7 @@ class Registry:
                 self.report_problem(worker, "dist_init_addr", stranger)
             return False
         rank, boot_id = report.dp_rank, report.boot_id
-        told = worker.info.sbs.boot_id if worker.info and worker.info.sbs else ""
+        told = worker.known.boot_id
         is_told = boot_id == told
         if boot_id in worker.retired_boots and not (
             is_told or worker.quiet_s(self._clock()) >= SILENT_AFTER_S
@@ -406,9 +405,8 @@ class Registry:
         if worker.usable == worker.announced:
             return
         worker.announced = worker.usable
-        if worker.usable:
-            self._emit(self._instance_up(worker))
-        else:
+        self._announce_anew(worker)
+        if not worker.announced:
             self._let_in(worker.role)
             self._emit(InstanceDown(instance=worker.url))
 

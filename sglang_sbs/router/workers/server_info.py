@@ -22,6 +22,7 @@ CACHED_DETAILS_VERSION = (0, 5, 23)
 """First SGLang release known to take ``return_cached_tokens_details``."""
 MAX_DP_SIZE = 4096
 """More ranks than any engine has: a number above it is garbage, not a cluster."""
+_REPLAY_PORT = "replay_endpoint_port_base"
 _RUST_MARK = "rust_mm_transport"
 """In an internal state: SGLang's Rust server, also where it does not name the DP rank (0.5.22)."""
 _MAX_TEXT = 256
@@ -121,6 +122,11 @@ class WorkerInfo(msgspec.Struct, frozen=True, kw_only=True):
     """With the Rust server: where its nodes but the first are; empty: not known."""
 
     @property
+    def boot_id(self) -> str:
+        """Empty: the engine does not say."""
+        return self.sbs.boot_id if self.sbs is not None else ""
+
+    @property
     def ranks(self) -> str:
         count = f"{self.dp_size} rank{'s' if self.dp_size > 1 else ''}"
         return f"{count}, no barrier ({self.no_barrier})" if self.no_barrier else count
@@ -174,18 +180,20 @@ def parse_server_info(data: dict[str, Any], role: InstanceRole) -> WorkerInfo:
         warnings.append(_why_engine(version, method, numbers))
     allocation = data.get("disaggregation_decode_allocation_policy")
     model = data.get("served_model_name") or data.get("model_path")
+    max_prefill_tokens = _count(data.get("max_prefill_tokens"))
     kv_events = _kv_events_block(data.get("kv_events"), dp_size, warnings)
     return WorkerInfo(
         dp_size=dp_size,
         nodes=_nodes(data),
-        dist_init_addr=_text(data.get("dist_init_addr")) if _int(data.get("nnodes")) > 1 else "",
-        chunk_tokens=_chunk_tokens(data),
-        max_prefill_tokens=_int(data.get("max_prefill_tokens")),
+        dist_init_addr=_text(data.get("dist_init_addr")) if _count(data.get("nnodes")) > 1 else "",
+        # Without chunking a rank takes whole prompts up to this per pass.
+        chunk_tokens=_count(data.get("chunked_prefill_size")) or max_prefill_tokens,
+        max_prefill_tokens=max_prefill_tokens,
         kv_capacity_tokens=_count(data.get("max_total_num_tokens")),
         max_running_requests=_max_running_requests(data, dp_size),
         prefill_max_requests=_count(data.get("prefill_max_requests")),
         captured_tokens=_captured_tokens(data.get("cuda_graph_config")),
-        page_size=kv_events.block_tokens if kv_events else max(1, _int(data.get("page_size"))),
+        page_size=kv_events.block_tokens if kv_events else max(1, _count(data.get("page_size"))),
         bigram=str(data.get("speculative_algorithm")).upper() in _BIGRAM_ALGORITHMS,
         # The Rust server passes over the field, and no answer would read as nothing cached.
         cached_details=(numbers or ()) >= CACHED_DETAILS_VERSION and not rust_server,
@@ -194,7 +202,7 @@ def parse_server_info(data: dict[str, Any], role: InstanceRole) -> WorkerInfo:
         cuts_prompts=data.get("allow_auto_truncate") is True,
         version=version,
         model_id=_text(model),
-        bootstrap_port=_int(data.get("disaggregation_bootstrap_port")) or None,
+        bootstrap_port=_count(data.get("disaggregation_bootstrap_port")) or None,
         load_balance_method=method,
         coupled=is_coupled(numbers),
         rank_choice=choice,
@@ -231,17 +239,11 @@ def _check_usable(
 def _dp_size(data: dict[str, Any]) -> int:
     """From SGLang 0.5.22 on, ``dp_size`` is 1 under DP attention and ``attn_dp_size`` has it.
     Raises: UnusableWorker, nobody has so many."""
-    attn_dp_size = _int(data.get("attn_dp_size"))
-    dp_size = max(1, attn_dp_size if attn_dp_size > 1 else _int(data.get("dp_size")))
+    attn_dp_size = _count(data.get("attn_dp_size"))
+    dp_size = max(1, attn_dp_size if attn_dp_size > 1 else _count(data.get("dp_size")))
     if dp_size > MAX_DP_SIZE:
         raise UnusableWorker(f"/server_info says dp_size {dp_size}, which cannot be")
     return dp_size
-
-
-def _chunk_tokens(data: dict[str, Any]) -> int:
-    """Without chunking a rank takes whole prompts up to ``--max-prefill-tokens`` per pass."""
-    chunk = _int(data.get("chunked_prefill_size"))
-    return chunk if chunk > 0 else _count(data.get("max_prefill_tokens"))
 
 
 def _has_radix_cache(data: dict[str, Any], role: InstanceRole) -> bool:
@@ -255,8 +257,8 @@ def _why_no_barrier(data: dict[str, Any], dp_size: int, sbs: SbsBlock | None) ->
     """SGLang: ``prepare_mlp_sync_batch_raw`` of ``managers/scheduler_components/dp_attn.py``."""
     if dp_size == 1:
         return ""
-    if _int(data.get("dwdp_size")) > 1:
-        return f"--dwdp-size {_int(data.get('dwdp_size'))}"
+    if _count(data.get("dwdp_size")) > 1:
+        return f"--dwdp-size {_count(data.get('dwdp_size'))}"
     if sbs is not None and sbs.barrier is False:
         return "SGLANG_SCHEDULER_SKIP_ALL_GATHER"
     return NO_DP_ATTENTION if data.get("enable_dp_attention") is False else ""
@@ -266,9 +268,9 @@ def _nodes(data: dict[str, Any]) -> int:
     """Of the first pipeline stage, which speaks; stages are laid over nodes first
     (``managers/data_parallel_controller.py``, ``launch_tensor_parallel_group``). Without DP
     attention the ranks are replicas, and taken to be on one."""
-    if _int(data.get("attn_dp_size")) <= 1 and data.get("enable_dp_attention") is not True:
+    if _count(data.get("attn_dp_size")) <= 1 and data.get("enable_dp_attention") is not True:
         return 1
-    nodes = _int(data.get("nnodes")) // max(1, _int(data.get("pp_size")))
+    nodes = _count(data.get("nnodes")) // max(1, _count(data.get("pp_size")))
     return min(max(1, nodes), MAX_DP_SIZE)
 
 
@@ -313,9 +315,9 @@ def _check_rust_server(data: dict[str, Any], rank: int) -> bool:
                 "Upgrade it to SGLang 0.5.23 or later, or start it without SGLANG_RUST_SERVER"
             )
         return False
-    if _int(told["dp_rank"]) != rank:
+    if _count(told["dp_rank"]) != rank:
         raise RankOutOfReach(
-            f"DP rank {_int(told['dp_rank'])} of an instance serves here (SGLANG_RUST_SERVER=1), "
+            f"DP rank {_count(told['dp_rank'])} of an instance serves here (SGLANG_RUST_SERVER=1), "
             f"not rank {rank}. Give the router the address of rank 0, which is the engine's "
             "--port, once: it finds the other ranks at the ports behind it"
         )
@@ -336,8 +338,8 @@ def _max_running_requests(data: dict[str, Any], dp_size: int) -> int:
     states = data.get("internal_states")
     if isinstance(states, list) and states and isinstance(states[0], dict):
         for name in ("effective_max_running_requests_per_dp", "max_running_requests_per_dp"):
-            if _int(states[0].get(name)) > 0:
-                return _int(states[0].get(name))
+            if resolved := _count(states[0].get(name)):
+                return resolved
     return _count(data.get("max_running_requests")) // dp_size
 
 
@@ -348,7 +350,7 @@ def _captured_tokens(config: object) -> tuple[int, ...]:
     sizes = prefill.get("bs") if isinstance(prefill, dict) else None
     if not isinstance(sizes, list) or not prefill or prefill.get("backend") in (None, "disabled"):
         return ()
-    return tuple(sorted({_int(size) for size in sizes[:_MAX_GRAPHS] if _int(size) > 0}))
+    return tuple(sorted({*map(_count, sizes[:_MAX_GRAPHS])} - {0}))
 
 
 def _sbs_block(value: object) -> SbsBlock | None:
@@ -357,7 +359,7 @@ def _sbs_block(value: object) -> SbsBlock | None:
     routers = value.get("routers")
     return SbsBlock(
         boot_id=_text(value.get("boot_id")),
-        booted_s=max(0, _int(value.get("booted_s"))),
+        booted_s=_count(value.get("booted_s")),
         bind=_text(value.get("bind")),
         routers=tuple(map(_text, routers[:_MAX_ROUTERS])) if isinstance(routers, list) else (),
         barrier=barrier if isinstance(barrier := value.get("barrier"), bool) else None,
@@ -368,18 +370,15 @@ def _kv_events_block(value: object, dp_size: int, warnings: list[str]) -> KvEven
     """SGLang's ``describe_kv_events_publisher``; what cannot be used becomes a warning."""
     if not isinstance(value, dict) or value.get("publisher") != "zmq":
         return None
-    port, replay_port = (
-        _int(value.get("endpoint_port_base")),
-        value.get("replay_endpoint_port_base"),
-    )
-    block_tokens, ranks = _int(value.get("block_size")), _int(value.get("dp_size")) or dp_size
+    port, replay_port = _count(value.get("endpoint_port_base")), value.get(_REPLAY_PORT)
+    block_tokens, ranks = _count(value.get("block_size")), _count(value.get("dp_size")) or dp_size
     if not _is_port_range(port, dp_size) or block_tokens < 1 or ranks != dp_size:
         warnings.append(
             f"its KV events cannot be subscribed to: port {port}, block_size {block_tokens}, "
             f"dp_size {ranks} where the engine has {dp_size}"
         )
         return None
-    replay = _int(replay_port)
+    replay = _count(replay_port)
     apart = _is_port_range(replay, dp_size) and abs(replay - port) >= dp_size
     if replay_port is not None and not apart:
         warnings.append(
@@ -398,12 +397,10 @@ def _is_port_range(first: int, ports: int) -> bool:
     return first >= 1 and first + ports - 1 <= 65535
 
 
-def _int(value: object) -> int:
-    return min(value, _MAX_COUNT) if isinstance(value, int) and not isinstance(value, bool) else 0
-
-
 def _count(value: object) -> int:
-    return max(0, _int(value))
+    if not isinstance(value, int) or isinstance(value, bool):
+        return 0
+    return min(max(0, value), _MAX_COUNT)
 
 
 def _text(value: object) -> str:

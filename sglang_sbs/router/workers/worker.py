@@ -18,7 +18,7 @@ from sglang_sbs.router.workers.breaker import Breaker
 from sglang_sbs.router.workers.host_spelling import respelled, spelling_for
 from sglang_sbs.router.workers.kv_addresses import KvEndpoints
 from sglang_sbs.router.workers.server_info import SbsBlock, WorkerInfo, ranks_in_reach, server_url
-from sglang_sbs.scheduling.events import Event, InstanceRole, InstanceUp, PrefixSource, RankChoice
+from sglang_sbs.scheduling.events import Event, InstanceRole, InstanceUp, PrefixSource
 
 _UNKNOWN = WorkerInfo()
 SILENT_AFTER_S = 5.0
@@ -90,6 +90,8 @@ class Worker(WorkerFacts, kw_only=True, eq=False):
     where engines have the router's key: requests would be sent there."""
     rechecked_s: float = -math.inf
     logged_s: dict[tuple[str, str], float] = field(default_factory=dict)
+    probe_path: str = ""
+    """That it answered last; empty: none yet."""
     heard_s: float = 0.0
     """When it last answered a probe or a poll, or was asked to."""
     last_report_s: dict[int, float] = field(default_factory=dict)
@@ -113,38 +115,28 @@ class Worker(WorkerFacts, kw_only=True, eq=False):
 
         With SGLang's Rust server the engine knows better: its registry is on its HTTP port.
         """
-        given, told = self.configured_bootstrap_port, (self.info or _UNKNOWN).bootstrap_port
-        if given is None or (self.rust_server and told is not None):
+        given, told = self.configured_bootstrap_port, self.known.bootstrap_port
+        if given is None or (self.known.rust_server and told is not None):
             return told
         return given
 
     @property
-    def coupled(self) -> bool:
-        """Its release couples prefill and decode ranks (``rank_contract``)."""
-        return (self.info or _UNKNOWN).coupled
-
-    @property
-    def rust_server(self) -> bool:
-        """Each of its DP ranks is to be spoken to at its own address."""
-        return (self.info or _UNKNOWN).rust_server
+    def known(self) -> WorkerInfo:
+        """What it says of itself; until it was asked, what most would say."""
+        return self.info or _UNKNOWN
 
     def url_of(self, rank: int) -> str:
-        return server_url(self.url, self.info or _UNKNOWN, rank)
+        return server_url(self.url, self.known, rank)
 
     @property
     def server_urls(self) -> list[str]:
         """Its HTTP servers, that of DP rank 0 first."""
-        info = self.info or _UNKNOWN
-        ranks = ranks_in_reach(info) if info.rust_server else range(1)
+        ranks = ranks_in_reach(self.known) if self.known.rust_server else range(1)
         return [self.url_of(rank) for rank in ranks]
 
     @property
-    def rank_choice(self) -> RankChoice:
-        return (self.info or _UNKNOWN).rank_choice
-
-    @property
     def dp_size(self) -> int:
-        return (self.info or _UNKNOWN).dp_size
+        return self.known.dp_size
 
     @property
     def load(self) -> int:

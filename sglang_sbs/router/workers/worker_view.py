@@ -41,7 +41,7 @@ def describe_worker(worker: Worker, now_s: float) -> dict[str, Any]:
         "circuit_breaker": worker.breaker.state,
         **{name: getattr(info, name, None) for name in ("dp_size", "ranks")},
         "barrier": not info.no_barrier if info else None,
-        "rust_server": worker.rust_server,
+        "rust_server": worker.known.rust_server,
         **{name: getattr(info, name, None) for name in _LIMITS},
         "kv_events": bool(info and info.kv_events) and not worker.kv_events_missing,
         "version": info.version if info else None,
