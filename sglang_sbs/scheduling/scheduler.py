@@ -105,13 +105,13 @@ class Scheduler:
         """When a request was given up and that was looked at."""
         self._admission = DecodeAdmission(self._outputs.total_tokens)
         self.gangs = Gangs(
-            self._members,
-            self.queue,
-            self.prefix,
-            self.interval,
-            self._outputs,
-            self._admission,
-            make_decode_rule(self.config),
+            members=self._members,
+            queue=self.queue,
+            prefix=self.prefix,
+            interval=self.interval,
+            outputs=self._outputs,
+            admission=self._admission,
+            choose_decode=make_decode_rule(self.config),
             holds=self.policy.holds,
         )
 
@@ -196,22 +196,17 @@ class Scheduler:
     def _on_arrived(self, event: ev.RequestArrived, now_s: float, out: list[ev.Command]) -> None:
         if event.rid in self._requests:
             return
+        prefill, decode = self._members.up_prefill, self._members.up_decode
         if event.estimated:
-            most = max(
-                [one.kv_capacity_tokens for one in self._members.up_decode], default=UNLIMITED
-            )
+            most = max([one.kv_capacity_tokens for one in decode], default=UNLIMITED)
             if event.prompt_tokens > most:
                 event = msgspec.structs.replace(event, prompt_tokens=most)
-        refusal = refusal_of(
-            event, self.config, self.queue, self._members.up_prefill, self._members.up_decode
-        )
+        refusal = refusal_of(event, self.config, self.queue, prefill, decode)
         request = arrived(event, self._arrivals, now_s, self.config.default_timeout_s)
         if refusal is None and self.config.refuse_missed_slo:
             self.queue.look_at(request)
             latency_s = self.interval.latency_s
-            refusal = slo_refusal_of(
-                request, self.queue, self._members.up_prefill, now_s, latency_s
-            )
+            refusal = slo_refusal_of(request, self.queue, prefill, now_s, latency_s)
         if refusal is not None:
             out.append(self._refuse(event.rid, *refusal))
             return
@@ -251,20 +246,16 @@ class Scheduler:
             return False
         self.queue.remove(event.rid)
         self.prefix.dropped(event.rid)
-        if request.prefill is not None:
-            instance = self.prefill.get(request.prefill[0])
-            if instance is not None:
-                instance.dropped(request.rid, request.prefill[1])
+        name, rank = request.prefill or ("", 0)
+        if (prefill := self.prefill.get(name)) is not None:
+            prefill.dropped(request.rid, rank)
         tokens = self._outputs.answered_tokens(event, request, self._members.up_decode)
-        if request.decode is not None:
-            decode = self.decode.get(request.decode[0])
-            if decode is not None:
-                decode.ended(request.rid, request.decode[1], request.prompt_tokens + tokens)
+        name, rank = request.decode or ("", 0)
+        if (decode := self.decode.get(name)) is not None:
+            decode.ended(request.rid, rank, request.prompt_tokens + tokens)
         if event.outcome == "completed" and event.completion_tokens is not None:
             self._outputs.learn(tokens)
-        return not request.prefilled or (
-            request.decode is not None and self._makes_room(request.decode[0])
-        )
+        return not request.prefilled or (request.decode is not None and self._makes_room(name))
 
     def _makes_room(self, instance: ev.InstanceId) -> bool:
         """Whether something that waits could leave because of what this instance did: anything of
@@ -286,7 +277,6 @@ class Scheduler:
             deadline_s=now_s,
             prefill=(event.prefill, event.prefill_rank),
             decode=(event.decode, event.decode_rank),
-            dispatched_s=now_s,
             prefilled=event.prefilled,
         )
         request.total_tokens = self._outputs.total_tokens(request)
@@ -305,13 +295,8 @@ class Scheduler:
         if request.decode is not None and only in (None, request.decode[0]):
             decode = self.decode.get(request.decode[0])
             if decode is not None and 0 <= request.decode[1] < decode.dp_size:
-                decode.dispatched(
-                    request.rid,
-                    request.decode[1],
-                    request.prompt_tokens,
-                    request.total_tokens,
-                    now_s,
-                )
+                tokens, total = request.prompt_tokens, request.total_tokens
+                decode.dispatched(request.rid, request.decode[1], tokens, total, now_s)
                 self._await_report(request.decode, request.rid)
 
     def _await_report(self, rank: tuple[ev.InstanceId, int], rid: str) -> None:
@@ -387,29 +372,25 @@ class Scheduler:
             self._silent_s = min(self._silent_s, now_s + SILENT_S)
 
     def _learn(self, observation: Observation, now_s: float, source: PrefillInstance) -> None:
-        self.interval.latency_s = self._latency.observe(
+        interval = self.interval
+        interval.latency_s = self._latency.observe(
             observation.latencies_s, now_s, observation.requests
         )
-        self.interval.lone_s = self._latency.lone_s
-        self.interval.serial_s = self._latency.serial_s
+        interval.lone_s, interval.serial_s = self._latency.lone_s, self._latency.serial_s
         self.policy.on_landing(observation, source.dp_size, now_s)
         if observation.forward_s is not None:
-            self.interval.on_end_forward(observation.forward_s)
+            interval.on_end_forward(observation.forward_s)
             self.policy.on_forward_learned(source)
             for instance in self.prefill.values():
-                instance.watchdog.on_cluster(
-                    self.interval.mean_forward_s, self.config.watchdog_factor
-                )
+                instance.watchdog.on_cluster(interval.mean_forward_s, self.config.watchdog_factor)
 
     # The loop -----------------------------------------------------------------------------
 
     def _drive(self, now_s: float, out: list[ev.Command]) -> None:
         for request in self.queue.expired(now_s):
             del self._requests[request.rid]
-            waited_s = now_s - request.arrived_s
-            out.append(
-                self._refuse(request.rid, "deadline", f"not scheduled within {waited_s:.1f} s")
-            )
+            message = f"not scheduled within {now_s - request.arrived_s:.1f} s"
+            out.append(self._refuse(request.rid, "deadline", message))
         instances = self._members.up_prefill
         latency_s = self.interval.latency_s
         due_s, again = self._agenda.advance(now_s, latency_s)
