@@ -1,7 +1,4 @@
-"""From a plan to dispatches: each request of a batch gets its decode rank, and leaves.
-
-Must not know which requests a policy chooses, or what happens to those that have left.
-"""
+"""From a plan to dispatches: each request of a batch gets its decode rank, and leaves."""
 
 from __future__ import annotations
 
@@ -25,8 +22,6 @@ from sglang_sbs.scheduling.request import Request
 
 @dataclass(slots=True)
 class Gangs:
-    """Of one scheduler, whose parts these are."""
-
     members: Membership
     queue: RequestQueue
     prefix: PrefixCaches

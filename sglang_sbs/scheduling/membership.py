@@ -1,8 +1,5 @@
-"""Which instances there are, and which of them may be used.
-
-Owns the cluster's membership: instances come, change, go down and are forgotten. Must not know
-requests, or what is decided for them.
-"""
+"""Which instances there are, and which of them may be used: they come, change, go down and are
+forgotten."""
 
 from __future__ import annotations
 

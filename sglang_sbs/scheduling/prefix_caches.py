@@ -40,12 +40,10 @@ class PrefixCaches:
         )
 
     def on_down(self, instance: ev.InstanceId) -> None:
-        """Not to be used for now."""
         for index in self._both:
             index.down(instance)
 
     def forget(self, instance: ev.InstanceId) -> None:
-        """It was removed for good."""
         for index in self._both:
             index.gone(instance)
 
@@ -61,7 +59,6 @@ class PrefixCaches:
                     index.clear(event.instance, event.dp_rank)
 
     def on_restart(self, instance: ev.InstanceId, rank: int) -> None:
-        """Its EndForward has another boot id."""
         self.prefill.restarted(instance, rank)
 
     def sent(self, request: Request, visible_s: float) -> None:
@@ -78,18 +75,15 @@ class PrefixCaches:
         self.decode.prefilled(request.rid, now_s)
 
     def dropped(self, rid: str) -> None:
-        """The request is over."""
         for index in self._both:
             index.dropped(rid)
 
     def advance(self, now_s: float) -> None:
-        """Time has passed."""
         self.prefill.advance(now_s)
         self.decode.advance(now_s)
 
     @property
     def unfinished(self) -> bool:
-        """Whether :meth:`advance` has something left to do right now."""
         return self.prefill.unfinished or self.decode.unfinished
 
     def decode_hits(

@@ -1,8 +1,7 @@
 """The Staggered Batch Scheduler: events and ``now`` in, commands out.
 
-Owns every state transition of a request, the cluster's membership, and the order in which the
-parts are asked. Everything that changes state is in this file or called from it. Must not know
-sockets, clocks, asyncio or SGLang; the router, the simulator and the tests drive this very object.
+Everything that changes state is in this file or called from it. It knows no sockets, clocks,
+asyncio or SGLang; the router, the simulator and the tests drive this very object.
 
 Theory of operation
 -------------------

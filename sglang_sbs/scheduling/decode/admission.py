@@ -1,8 +1,5 @@
-"""Whether decode has room for a request, asked before its prefill is dispatched.
-
-Owns the reservation that keeps small requests from taking the room a large one waits for. Must not
-know rules for the choice of a rank, prefill, or time passing by itself.
-"""
+"""Whether decode has room for a request, asked before its prefill is dispatched; and the
+reservation that keeps small requests from taking the room a large one waits for."""
 
 from __future__ import annotations
 
@@ -54,7 +51,6 @@ class DecodeAdmission:
             self.reserved = None
 
     def changed(self) -> None:
-        """Requests left for decode ranks."""
         self._room_tokens = None
 
     def admits(self, request: Request) -> bool:

@@ -34,5 +34,4 @@ class ExpectedOutput:
         return min(max(0, event.completion_tokens or 0), most)
 
     def learn(self, tokens: int) -> None:
-        """An answer of so many was completed."""
         self._tokens += _STEP * (tokens - self._tokens)

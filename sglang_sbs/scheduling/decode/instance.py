@@ -1,8 +1,5 @@
 """What the scheduler believes about one decode instance: ⟨B_i, K_i⟩ per DP rank.
 
-Owns own dispatches and ends not yet reported, the reported absolutes, and room for admission. Must
-not know the rule that picks a rank.
-
 A rank's state is its last report, plus what was dispatched and is not in it, minus what ended and
 still is. A dispatch is in the report that echoes its id (or counts an id that was in a lost one);
 an end is matched by :class:`~sglang_sbs.scheduling.decode.departures.Departures`. K_i of a request
@@ -165,7 +162,6 @@ class DecodeInstance:
 
     @property
     def has_outstanding(self) -> bool:
-        """Whether any dispatched request has not ended."""
         return any(len(rank.outstanding) for rank in self.ranks)
 
     def dispatched(

@@ -1,8 +1,6 @@
 """Choosing decode DP ranks: Algorithm 3 of the paper, and the potential, the default.
 
-Owns the rules that map requests to ranks given ⟨B_i, K_i⟩. Pure functions over a list of
-:class:`DecodeLoad`, in which they replace the one they assign to. Must not know instances, time or
-admission beyond "this rank has room".
+They map requests to ranks given ⟨B_i, K_i⟩ and whether a rank has room, and know no instances.
 """
 
 from __future__ import annotations
@@ -102,7 +100,6 @@ class DecodeBoard:
 
     @property
     def kv_sorted(self) -> list[int]:
-        """K_i of all ranks, ascending."""
         if self._kv_sorted is None:
             self._kv_sorted = sorted([load.kv_tokens for load in self.loads])
         return self._kv_sorted
@@ -122,7 +119,6 @@ class DecodeBoard:
         return None
 
     def assign(self, index: int, request: Request) -> None:
-        """Account for a request on a rank."""
         before = self.loads[index]
         bucket = self._sorted(before.running)
         del bucket[bisect_left(bucket, (before.kv_tokens, index))]

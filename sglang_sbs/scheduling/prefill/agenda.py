@@ -1,8 +1,7 @@
 """When each prefill instance is to be looked after again, so that no event looks after all of them.
 
-Owns which instances :meth:`.PrefillInstance.advance` is called for. Must not know what that does.
-An instance is called when it has changed, when its time has come, and at every event while its time
-depends on more than itself.
+An instance is called (:meth:`.PrefillInstance.advance`) when it has changed, when its time has
+come, and at every event while its time depends on more than itself.
 """
 
 from __future__ import annotations

@@ -1,8 +1,5 @@
-"""The books of one prefill instance: its ranks, its passes in flight, and what follows from them.
-
-Owns C_avail, the room of the next pass, and when it could start. Must not know how a signal changes
-any of it (:mod:`.instance`), the queue, other instances or the policy.
-"""
+"""The books of one prefill instance: its ranks, its passes in flight, and what follows from them,
+as C_avail and when the next pass could start. How a signal changes them says :mod:`.instance`."""
 
 from __future__ import annotations
 
@@ -92,7 +89,6 @@ class PrefillBooks:
         self._followers.append(changed)
 
     def unsubscribe(self, changed: set[Any]) -> None:
-        """No longer."""
         self._followers = [one for one in self._followers if one is not changed]
 
     def set_limits(self, up: InstanceUp) -> None:
@@ -220,7 +216,6 @@ class PrefillBooks:
             changed.add(self)
 
     def _learn_share(self, cached_tokens: int, prompt_tokens: int) -> None:
-        """A prompt is sent."""
         share = min(1.0, cached_tokens / max(1, prompt_tokens))
         self.cached_share += _CACHED_STEP * (share - self.cached_share)
 
@@ -242,5 +237,4 @@ class PrefillBooks:
         return self._next_pass_s
 
     def _pairs(self, tokens: list[int]) -> list[float]:
-        """Attention pairs of the next tokens of each rank."""
         return [rank.prompts.pairs(mine) for rank, mine in zip(self.ranks, tokens, strict=True)]

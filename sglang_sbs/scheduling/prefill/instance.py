@@ -1,8 +1,5 @@
 """What the scheduler believes about one prefill instance, and how reports correct it.
 
-Owns how dispatches, reports, time and silence change the books (``books``, ``rank``) and what a
-pass teaches the forward model. Must not know the queue, other instances or the policy.
-
 How the belief is kept true
 ---------------------------
 A dispatched request is *in flight* until the rank reports that it accepted it (``rids``), then it
@@ -486,7 +483,6 @@ class PrefillInstance(PrefillBooks):
         return [report.extend_tokens if n == report.dp_rank else 0 for n in range(self.dp_size)]
 
     def _compute(self, tokens: list[int]) -> list[float]:
-        """The same for tokens that a pass has taken now."""
         return [rank.prompts.compute(mine) for rank, mine in zip(self.ranks, tokens, strict=True)]
 
 

@@ -1,8 +1,5 @@
 """Algorithm 1 of the paper: the throughput-adaptive scheduling interval.
 
-Owns the sliding window of forward times, I_opt and the usual forward time. Must not know instances
-beyond their number.
-
 I_opt is Algorithm 1's to the letter: the plain mean of the window. What else follows from the
 forward time (watchdog, longest hold) would be upset by a first pass that compiles kernels for half
 a minute until the window has passed over it. So that rests on the mean of the passes that are not
@@ -57,7 +54,6 @@ class IntervalController:
         self.mean_forward_s = self._usual_s()
 
     def on_topology_change(self, active: int) -> None:
-        """OnTopologyChange(N_new)."""
         self.active = active
 
     def _usual_s(self) -> float:

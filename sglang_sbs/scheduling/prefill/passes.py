@@ -1,7 +1,4 @@
-"""Forward passes that are believed to be running or queued on a prefill instance.
-
-Owns :class:`Pass` and what is asked of several. Must not know where the belief comes from.
-"""
+"""Forward passes that are believed to be running or queued on a prefill instance."""
 
 from __future__ import annotations
 
@@ -31,7 +28,6 @@ class Pass:
 
 
 def with_id(passes: Sequence[Pass], forward_id: int) -> Pass | None:
-    """The reported pass of that number."""
     return next((one for one in passes if one.forward_id == forward_id), None)
 
 

@@ -1,8 +1,5 @@
 """What the scheduler believes is at one DP rank of a prefill instance.
 
-Owns U_flight, R_queued and everything else about the requests of one rank, and what is *presumed*
-of them because another rank spoke. Must not know the other ranks, forward times or the policy.
-
 Presumed
 --------
 The barrier: the message of one rank about a pass says that all ranks launched it, and its
@@ -141,7 +138,6 @@ class PrefillRank:
 
     @property
     def newest_id(self) -> int:
-        """The newest pass it has told of."""
         return max(self.last_forward_id, self.launched_id)
 
     def land(self, rid: str) -> Sent | None:

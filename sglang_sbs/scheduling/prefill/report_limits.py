@@ -1,8 +1,8 @@
 """What a prefill instance can mean, and what of its reports is beyond that.
 
-Owns the bounds. Must not know beliefs. A number beyond them is a fault of the engine, or of
-somebody who speaks in its name; believed, it would keep the instance from being used, and what is
-predicted from it would cost time or poison what the cluster has learned.
+A number beyond them is a fault of the engine, or of somebody who speaks in its name; believed, it
+would keep the instance from being used, and what is predicted from it would cost time or poison
+what the cluster has learned.
 """
 
 from __future__ import annotations

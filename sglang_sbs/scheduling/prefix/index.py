@@ -91,7 +91,6 @@ class PrefixIndex:
 
     @property
     def pending_requests(self) -> int:
-        """Requests sent and not yet prefilled."""
         return len(self._sent)
 
     @property
@@ -273,7 +272,6 @@ class PrefixIndex:
         self._watched.setdefault(block, []).append(rid)
 
     def unwatch(self, block: int, rid: str) -> None:
-        """Not of interest any more."""
         rids = self._watched.get(block)
         if rids is not None and rid in rids:
             rids.remove(rid)
@@ -384,7 +382,6 @@ class PrefixIndex:
         return self._places.get(place.id) is place
 
     def _show(self, sent: Sent, now_s: float) -> None:
-        """Claim the blocks of a request for its rank."""
         if not sent.visible:
             sent.visible = True
             self._upcoming.remove(sent)
@@ -394,7 +391,6 @@ class PrefixIndex:
             self._claiming.append(claim(held, sent.blocks, now_s))
 
     def _work(self) -> None:
-        """Go on with the oldest claims."""
         steps = _STEPS * (1 + len(self._claiming) // _MOST_CLAIMS)
         while self._claiming and steps > 0:
             took = next(self._claiming[0], None)

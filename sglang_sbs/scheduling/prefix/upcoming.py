@@ -31,12 +31,10 @@ class UpcomingBlocks:
         self._by_root: dict[int, list[Sent]] = {}
 
     def add(self, sent: Sent) -> None:
-        """It was sent."""
         self._by_root.setdefault(sent.blocks[0], []).append(sent)
         self.version += 1
 
     def remove(self, sent: Sent) -> None:
-        """It can be found, or ended."""
         self.version += 1
         root = sent.blocks[0]
         others = [one for one in self._by_root.pop(root, ()) if one is not sent]

@@ -67,7 +67,6 @@ class Urgency:
 
     @property
     def step_s(self) -> float:
-        """What a level of priority is worth now."""
         return max(self._least_step_s, STEP_PASSES * self._interval.mean_forward_s)
 
     def matters(self, now_s: float) -> bool:

@@ -1,8 +1,4 @@
-"""The queue of requests that wait, and how one enters it.
-
-Owns arrival order, the policy's order, deadlines and the pending/new distinction of Algorithm 2.
-Must not know instances or how a request is placed.
-"""
+"""The queue of requests that wait, and how one enters it."""
 
 from __future__ import annotations
 
@@ -131,7 +127,6 @@ class RequestQueue:
 
     @property
     def oldest(self) -> Request | None:
-        """The request that has waited longest."""
         return next(iter(self), None)
 
     def in_order(self) -> Iterator[Request]:
@@ -203,11 +198,9 @@ class RequestQueue:
         return int(-longest) if longest is not None else 0
 
     def next_deadline_s(self) -> float | None:
-        """The earliest deadline of a waiting request."""
         return self._top(self._deadlines)
 
     def expired(self, now_s: float) -> list[Request]:
-        """Remove and return the requests whose deadline has passed."""
         out = []
         while (deadline_s := self.next_deadline_s()) is not None and deadline_s <= now_s:
             request = self.remove(heapq.heappop(self._deadlines)[2])
