@@ -31,7 +31,6 @@ TOO_MANY_PARAMETERS = {
     "sglang_sbs/scheduling/policies/pbaa.py _place",
     "sglang_sbs/scheduling/policies/pbaa.py place_fitting",
     "sglang_sbs/scheduling/policies/pbaa.py top_up",
-    "sglang_sbs/scheduling/prefill/observation.py observe_launch",
     "sglang_sbs/scheduling/queue/slo_forecast.py first_token_in_s",
 }
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 import random
 from bisect import bisect_left, insort
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
@@ -80,22 +81,13 @@ class DecodeBoard:
         """``loads``: one per rank; the one that is assigned to is replaced."""
         self.loads = loads
         self._kv_sorted: list[int] | None = None
-        by_running: dict[int, list[tuple[int, int]]] = {}
-        running_total = kv_total = 0
+        self.running_total = sum([load.running for load in loads])
+        self.kv_total = sum([load.kv_tokens for load in loads])
+        self._by_running: dict[int, list[tuple[int, int]]] = defaultdict(list)
         for index, load in enumerate(loads):
-            running, kv_tokens = load.running, load.kv_tokens
-            running_total += running
-            kv_total += kv_tokens
-            bucket = by_running.get(running)
-            if bucket is None:
-                by_running[running] = [(kv_tokens, index)]
-            else:
-                bucket.append((kv_tokens, index))
-        self.running_total = running_total
-        self.kv_total = kv_total
-        self._by_running = by_running
-        self._unsorted = set(by_running)
-        self.sizes = sorted(by_running)
+            self._by_running[load.running].append((load.kv_tokens, index))
+        self._unsorted = set(self._by_running)
+        self.sizes = sorted(self._by_running)
         """B_i that occur, ascending."""
 
     @property
@@ -132,7 +124,6 @@ class DecodeBoard:
             del self._kv_sorted[bisect_left(self._kv_sorted, before.kv_tokens)]
             insort(self._kv_sorted, load.kv_tokens)
         if load.running not in self._by_running:
-            self._by_running[load.running] = []
             insort(self.sizes, load.running)
         insort(self._sorted(load.running), (load.kv_tokens, index))
 

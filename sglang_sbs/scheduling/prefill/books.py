@@ -13,6 +13,7 @@ from sglang_sbs.scheduling.prefill.passes import Pass
 from sglang_sbs.scheduling.prefill.rank import PrefillRank, Sent
 from sglang_sbs.scheduling.prefill.report_limits import DeviceTime
 from sglang_sbs.scheduling.prefill.watchdog import Watchdog
+from sglang_sbs.wire import EndForward
 
 Tier = Literal["none", "endforward", "load_poll", "http", "interval"]
 """Which signal readiness rests on. ``none``: nothing heard yet. ``interval``: fell silent, served
@@ -149,6 +150,13 @@ class PrefillBooks:
         if self._least_ahead_tokens is None:
             self._least_ahead_tokens = min([rank.ahead_tokens for rank in self.ranks])
         return self._least_ahead_tokens < self.chunk_tokens
+
+    def has_room_beside(self, report: EndForward) -> bool:
+        """Whether a page would have fitted into the reported pass, whatever its requests were."""
+        if 0 < self.prefill_max_requests <= report.batch_size:
+            return False
+        charged = report.extend_tokens + report.batch_size * (self.page - 1)
+        return charged + self.page <= self.chunk_tokens
 
     @property
     def idle(self) -> bool:

@@ -18,7 +18,7 @@ from __future__ import annotations
 import math
 
 from sglang_sbs.scheduling.prefill.books import PrefillBooks
-from sglang_sbs.scheduling.prefill.observation import Observation, Pause, observe_launch
+from sglang_sbs.scheduling.prefill.observation import Observation, observe_launch
 from sglang_sbs.scheduling.prefill.passes import Pass, accepted, with_id
 from sglang_sbs.scheduling.prefill.rank import MOST_TAKEN, PrefillRank, Sent
 from sglang_sbs.scheduling.prefill.report_limits import MOST_PASSES, within_limits
@@ -317,19 +317,17 @@ class PrefillInstance(PrefillBooks):
     def _presume_launch(self, now_s: float, start_s: float) -> None:
         """Believe that the backlog was launched: FCFS per rank, up to the chunk."""
         tokens = []
-        rids: dict[str, int] = {}
-        sent_s: dict[str, float] = {}
+        rids: dict[str, tuple[int, float]] = {}
         queued = []
         for index, rank in enumerate(self.ranks):
             of_queue, of_flight, landed = rank.take_chunk(self.chunk_tokens)
             queued.append(of_queue)
             tokens.append(of_queue + of_flight)
             for rid, sent in landed.items():
-                sent_s[rid] = self.last_dispatch_s if sent is None else sent.at_s
-                rids[rid] = index
+                rids[rid] = index, self.last_dispatch_s if sent is None else sent.at_s
         pairs = self._pairs(tokens)
         end_s = max(now_s, start_s + self.model.predict_s(tokens, pairs))
-        self.passes.append(Pass(start_s, end_s, tokens, None, rids, queued, pairs, sent_s))
+        self.passes.append(Pass(start_s, end_s, tokens, None, rids, queued, pairs))
 
     def _acknowledge(
         self, rank: PrefillRank, report: EndForward, lost_requests: int, launch_s: float
@@ -341,26 +339,10 @@ class PrefillInstance(PrefillBooks):
             sent, rank.taken = [*rank.taken, *sent], []
         learned = Observation()
         if report.kind == "launch" and not self._is_over(report.forward_id):
-            learned = observe_launch(
-                sent,
-                rank.sent.values(),
-                launch_s=launch_s,
-                free_since_s=self.free_since_s,
-                gap_s=self.gap_s,
-                has_room=self._has_room_beside(report),
-                bootstrapping_requests=report.bootstrapping_requests,
-                pause=_pause(report),
-            )
+            learned = observe_launch(self, rank, sent, report, launch_s)
         # By the counter, that many of the oldest were accepted as well.
         rank.acknowledge_lost(accepted(self.passes, report.rids, report.dp_rank, lost_requests))
         return learned
-
-    def _has_room_beside(self, report: EndForward) -> bool:
-        """Whether a page would have fitted into the reported pass, whatever its requests were."""
-        if 0 < self.prefill_max_requests <= report.batch_size:
-            return False
-        charged = report.extend_tokens + report.batch_size * (self.page - 1)
-        return charged + self.page <= self.chunk_tokens
 
     def _is_over(self, forward_id: int) -> bool:
         """Another rank has said so: the message about its launch is late, nobody knows how much."""
@@ -484,13 +466,3 @@ class PrefillInstance(PrefillBooks):
 
     def _compute(self, tokens: list[int]) -> list[float]:
         return [rank.prompts.compute(mine) for rank, mine in zip(self.ranks, tokens, strict=True)]
-
-
-def _pause(report: EndForward) -> Pause | None:
-    """What the requests that a pass starts waited for before its launch; None: not told."""
-    queued_s = [one.queued_s for one in report.started]
-    if not queued_s or min(queued_s) <= 0:
-        return None
-    last_s = max(queued_s)
-    ready_s = max([one.schedulable_s for one in report.started])
-    return Pause(there_s=report.launch_s - last_s, handshake_s=ready_s - last_s)

@@ -253,10 +253,10 @@ class PrefillRank:
         """They were not launched as presumed. ``index``: of this rank."""
         for one in passes:
             self.queued_tokens += one.queued[index]
-            for rid, at in one.rids.items():
+            for rid, (at, sent_s) in one.rids.items():
                 if at == index and rid in self.outstanding:
                     self.flight.add(rid, 0)
-                    self.sent[rid] = Sent(one.sent_s[rid])
+                    self.sent[rid] = Sent(sent_s)
         # Whole again, and the oldest in front: that order is what a lost report is healed by.
         for rid in self.outstanding.oldest():
             if rid in self.flight:
