@@ -6,8 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from sglang_sbs.scheduling import events as ev
-from sglang_sbs.scheduling.decode.admission import DecodeAdmission
-from sglang_sbs.scheduling.decode.expected_output import ExpectedOutput
+from sglang_sbs.scheduling.decode.admission import DecodeAdmission, ExpectedOutput
 from sglang_sbs.scheduling.decode.instance import DecodeInstance
 from sglang_sbs.scheduling.decode.rules import DecodeRuleFunction, schedule_decode
 from sglang_sbs.scheduling.membership import Membership

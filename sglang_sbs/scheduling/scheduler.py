@@ -33,8 +33,11 @@ import msgspec
 
 from sglang_sbs.scheduling import events as ev
 from sglang_sbs.scheduling.config import SchedulerConfig
-from sglang_sbs.scheduling.decode.admission import RESERVE_AFTER_PASSES, DecodeAdmission
-from sglang_sbs.scheduling.decode.expected_output import ExpectedOutput
+from sglang_sbs.scheduling.decode.admission import (
+    RESERVE_AFTER_PASSES,
+    DecodeAdmission,
+    ExpectedOutput,
+)
 from sglang_sbs.scheduling.decode.instance import DecodeInstance
 from sglang_sbs.scheduling.decode.rules import UNLIMITED
 from sglang_sbs.scheduling.gangs import Gangs
@@ -43,7 +46,6 @@ from sglang_sbs.scheduling.policies.selection import make_decode_rule, make_poli
 from sglang_sbs.scheduling.prefill.agenda import Agenda
 from sglang_sbs.scheduling.prefill.instance import PrefillInstance
 from sglang_sbs.scheduling.prefill.interval import IntervalController
-from sglang_sbs.scheduling.prefill.network_latency import NetworkLatency
 from sglang_sbs.scheduling.prefill.observation import Observation
 from sglang_sbs.scheduling.prefix_caches import PrefixCaches
 from sglang_sbs.scheduling.queue.fairness import TenantTurns
@@ -94,7 +96,6 @@ class Scheduler:
         self._adopted: dict[tuple[ev.InstanceId, int], list[str]] = {}
         """By rank: adopted since its last report, which therefore does not count them."""
         self._outputs = ExpectedOutput(self.config.default_output_tokens)
-        self._latency = NetworkLatency(self.config.initial_latency_s)
         self._agenda = Agenda()
         self._arrivals = 0
         self._wake_s: float | None = None
@@ -102,7 +103,7 @@ class Scheduler:
         """No decode rank has been silent for too long before."""
         self._given_up_s = -math.inf
         """When a request was given up and that was looked at."""
-        self._admission = DecodeAdmission(self._outputs.total_tokens)
+        self._admission = DecodeAdmission(self._outputs)
         self.gangs = Gangs(
             members=self._members,
             queue=self.queue,
@@ -372,10 +373,7 @@ class Scheduler:
 
     def _learn(self, observation: Observation, now_s: float, source: PrefillInstance) -> None:
         interval = self.interval
-        interval.latency_s = self._latency.observe(
-            observation.latencies_s, now_s, observation.requests
-        )
-        interval.lone_s, interval.serial_s = self._latency.lone_s, self._latency.serial_s
+        interval.observe(observation.latencies_s, now_s, observation.requests)
         self.policy.on_landing(observation, source.dp_size, now_s)
         if observation.forward_s is not None:
             interval.on_end_forward(observation.forward_s)

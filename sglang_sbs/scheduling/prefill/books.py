@@ -20,10 +20,6 @@ Tier = Literal["none", "endforward", "load_poll", "http", "interval"]
 at fixed intervals (paper section 4.1.2, graceful degradation)."""
 
 
-_CACHED_STEP = 0.05
-"""Of a prompt in ``cached_share``."""
-
-
 class PrefillBooks:
     """What is believed to be at one prefill instance with ``dp_size`` ranks."""
 
@@ -222,10 +218,6 @@ class PrefillBooks:
         """To be called by whatever changes anything, before or after it."""
         for changed in self._followers:
             changed.add(self)
-
-    def _learn_share(self, cached_tokens: int, prompt_tokens: int) -> None:
-        share = min(1.0, cached_tokens / max(1, prompt_tokens))
-        self.cached_share += _CACHED_STEP * (share - self.cached_share)
 
     def _recount(self) -> None:
         """After anything that changed a rank's ledgers."""

@@ -21,10 +21,12 @@ from sglang_sbs.scheduling.prefill.books import PrefillBooks
 from sglang_sbs.scheduling.prefill.observation import Observation, observe_launch
 from sglang_sbs.scheduling.prefill.passes import Pass, accepted, with_id
 from sglang_sbs.scheduling.prefill.rank import MOST_TAKEN, PrefillRank, Sent
-from sglang_sbs.scheduling.prefill.report_limits import MOST_PASSES, within_limits
+from sglang_sbs.scheduling.prefill.report_limits import MOST_CHUNKS, MOST_PASSES, within_limits
 from sglang_sbs.scheduling.report_cursor import SILENT_S
 from sglang_sbs.wire import EndForward
 
+_CACHED_STEP = 0.05
+"""Of a prompt in ``cached_share``."""
 LEAST_GAP_SHARE = 0.1
 """Of a sample in the smoothed gap; the first ones are a plain mean."""
 LOST_S = 2.0
@@ -109,7 +111,8 @@ class PrefillInstance(PrefillBooks):
         target.outstanding.add(rid, tokens)
         target.prompts.add(rid, prompt_tokens, prompt_tokens - tokens)
         target.has_cached = target.has_cached or cached_tokens > 0
-        self._learn_share(cached_tokens, prompt_tokens)
+        share = min(1.0, cached_tokens / max(1, prompt_tokens))
+        self.cached_share += _CACHED_STEP * (share - self.cached_share)
         target.received_tokens += tokens
         self._next_pass_s = self._longest_prompt_tokens = None
         self._least_ahead_tokens = self.marginal = None
@@ -208,7 +211,9 @@ class PrefillInstance(PrefillBooks):
             return
         self.tier = "load_poll"
         for rank, tokens in zip(self.ranks, queued_tokens, strict=True):
-            rank.on_poll(tokens, self.chunk_tokens)
+            # It counts what we sent a moment ago, or does not.
+            queued = max(0, tokens - rank.flight.total)
+            rank.queued_tokens = min(queued, MOST_CHUNKS * self.chunk_tokens)
         self._recount()
         if any(queued_tokens):
             self._watch(now_s)
@@ -294,7 +299,7 @@ class PrefillInstance(PrefillBooks):
 
     def _on_silence(self, now_s: float) -> None:
         """Safety path of the paper: silence for T_timeout after a dispatch resets the state."""
-        self.watchdog.on_fire()
+        self.watchdog.fires += 1
         self.reset()
         self.tier = "interval"
         self.free_since_s = now_s
@@ -341,7 +346,9 @@ class PrefillInstance(PrefillBooks):
         if report.kind == "launch" and not self._is_over(report.forward_id):
             learned = observe_launch(self, rank, sent, report, launch_s)
         # By the counter, that many of the oldest were accepted as well.
-        rank.acknowledge_lost(accepted(self.passes, report.rids, report.dp_rank, lost_requests))
+        unnamed = accepted(self.passes, report.rids, report.dp_rank, lost_requests)
+        for rid in rank.flight.oldest(unnamed):
+            rank.land(rid)
         return learned
 
     def _is_over(self, forward_id: int) -> bool:

@@ -170,10 +170,6 @@ class PrefillRank:
             self.presumed.clear()
         self.launched_id = max(self.launched_id, launched_id)
 
-    def on_poll(self, tokens: int, chunk_tokens: int) -> None:
-        """R_queued of a load poll, which counts what we sent a moment ago or does not."""
-        self.queued_tokens = min(max(0, tokens - self.flight.total), MOST_CHUNKS * chunk_tokens)
-
     def on_queue(self, report: EndForward, chunk_tokens: int) -> None:
         """R_queued of a report, in tokens and what they cost."""
         most = self.outstanding.total + MOST_CHUNKS * chunk_tokens
@@ -207,11 +203,6 @@ class PrefillRank:
             return queued
         uncached = sum(self.outstanding[rid] for rid in here)
         return min(queued, uncached + report.chunk_remainder_tokens)
-
-    def acknowledge_lost(self, requests: int) -> None:
-        """By its counter the rank accepted that many whose ids nobody heard: the oldest."""
-        for rid in self.flight.oldest(requests):
-            self.land(rid)
 
     def give_up(self, before_s: float) -> None:
         """What was sent before this time and never heard of is lost on its way; should it come

@@ -54,7 +54,3 @@ class Watchdog:
         is_first = launched and self._own_s is None
         busy_until_s = min(max(now_s, busy_until_s), now_s + _MOST_BUSY_S)
         self.due_s = busy_until_s + self.timeout_s * (_NEW if is_first else 1.0)
-
-    def on_fire(self) -> None:
-        self.fires += 1
-        self.due_s = None

@@ -376,10 +376,8 @@ class PrefixIndex:
 
     def _held(self, sent: Sent) -> Rank | None:
         """The rank a request went to, unless the instance is another one now."""
-        return self._rank(sent.place.id, sent.rank) if self._is_known(sent.place) else None
-
-    def _is_known(self, place: Place) -> bool:
-        return self._places.get(place.id) is place
+        held = self._rank(sent.place.id, sent.rank)
+        return held if held is not None and held.place is sent.place else None
 
     def _show(self, sent: Sent, now_s: float) -> None:
         if not sent.visible:

@@ -52,11 +52,7 @@ class Urgency:
     """Turns priority and SLO into seconds of waiting."""
 
     def __init__(self, interval: IntervalController, step_s: float) -> None:
-        """
-        Args:
-            interval: knows the mean forward time.
-            step_s: what a level of priority is worth, at least.
-        """
+        """``step_s``: what a level of priority is worth, at least."""
         self._interval = interval
         self._least_step_s = step_s
         self._last_shift_s = 0.0
