@@ -277,7 +277,11 @@ class PrefillRank:
             return
         self.presumed_passes[forward_id] = tokens
         if len(self.presumed_passes) > _REMEMBERED_PASSES:
-            self._settle(next(iter(self.presumed_passes)))
+            # Nothing was heard of the rank for long: what is presumed of the oldest stays so.
+            oldest = next(iter(self.presumed_passes))
+            del self.presumed_passes[oldest]
+            later = {rid: one for rid, one in self.presumed.items() if one.forward_id > oldest}
+            self.presumed = later
         queued = min(tokens, self.queued_tokens)
         self.queued_tokens -= queued
         new = left = tokens - queued
@@ -340,13 +344,6 @@ class PrefillRank:
         if self.most_requests and self.backlog_requests > self.most_requests:
             return min(most, self.most_requests * tokens // self.backlog_requests)
         return most
-
-    def _settle(self, forward_id: int) -> None:
-        """Nothing was heard of the rank for long: what is presumed of this pass stays so."""
-        del self.presumed_passes[forward_id]
-        for rid, one in list(self.presumed.items()):
-            if one.forward_id <= forward_id:
-                del self.presumed[rid]
 
     @property
     def backlog_tokens(self) -> int:
