@@ -153,11 +153,10 @@ class Scheduler:
                 for poll in self.lone.polls(event):
                     self._on_load_polled(poll, now_s)
             case ev.InstanceUp():
-                self._on_up(event, now_s)
-                self._refuse_hopeless(out)
+                self._on_up(event, now_s, out)
             case ev.InstanceDown():
-                self._on_down(event, now_s)
-                self._refuse_hopeless(out)
+                if self._members.down(event.instance, now_s):
+                    self._on_topology_change(now_s, out)
             case ev.BlocksStored() | ev.BlocksRemoved() | ev.BlocksCleared():
                 self.prefix.on_blocks(event)
             case ev.TimerFired():
@@ -214,17 +213,6 @@ class Scheduler:
         self._requests[event.rid] = request
         self.queue.add(request)
         self.policy.on_arrival(request.uncached_tokens, now_s)
-
-    def _refuse_hopeless(self, out: list[ev.Command]) -> None:
-        """What waits when the last instance of a role goes is told so at once, as who comes then:
-        its client may ask elsewhere."""
-        missing = missing_role(self._members.up_prefill, self._members.up_decode)
-        if missing is None:
-            return
-        for request in list(self.queue):
-            self.queue.remove(request.rid)
-            del self._requests[request.rid]
-            out.append(self._refuse(request.rid, *missing))
 
     def _on_prefill_done(self, event: ev.PrefillDone, now_s: float) -> bool:
         """Whether that is news of the instance: not where it reports its passes."""
@@ -286,18 +274,17 @@ class Scheduler:
 
     def _count_in(self, request: Request, now_s: float, only: ev.InstanceId | None = None) -> None:
         """Enter an adopted request in the books of its instances (of ``only`` one)."""
-        if request.prefill is not None and only in (None, request.prefill[0]):
-            prefill = self.prefill.get(request.prefill[0])
-            rank = request.prefill[1]
-            if prefill is not None and not request.prefilled and 0 <= rank < prefill.dp_size:
-                prefill.adopted(request.rid, rank, request.prompt_tokens, now_s)
-                self._await_report(request.prefill, request.rid)
-        if request.decode is not None and only in (None, request.decode[0]):
-            decode = self.decode.get(request.decode[0])
-            if decode is not None and 0 <= request.decode[1] < decode.dp_size:
-                tokens, total = request.prompt_tokens, request.total_tokens
-                decode.dispatched(request.rid, request.decode[1], tokens, total, now_s)
-                self._await_report(request.decode, request.rid)
+        rid, tokens, total = request.rid, request.prompt_tokens, request.total_tokens
+        name, rank = request.prefill or ("", 0)
+        prefill = self.prefill.get(name) if only in (None, name) else None
+        if prefill is not None and not request.prefilled and 0 <= rank < prefill.dp_size:
+            prefill.adopted(rid, rank, tokens, now_s)
+            self._await_report((name, rank), rid)
+        name, rank = request.decode or ("", 0)
+        decode = self.decode.get(name) if only in (None, name) else None
+        if decode is not None and 0 <= rank < decode.dp_size:
+            decode.dispatched(rid, rank, tokens, total, now_s)
+            self._await_report((name, rank), rid)
 
     def _await_report(self, rank: tuple[ev.InstanceId, int], rid: str) -> None:
         """The next report of the rank contains a request that was adopted."""
@@ -309,23 +296,26 @@ class Scheduler:
 
     # Instances ----------------------------------------------------------------------------
 
-    def _on_up(self, event: ev.InstanceUp, now_s: float) -> None:
+    def _on_up(self, event: ev.InstanceUp, now_s: float, out: list[ev.Command]) -> None:
         for name in self._members.up(event):
             for request in self._requests.values():  # adopted before their instance was up
                 if request.prefill is not None:
                     request.prefill = self.lone.place(*request.prefill)
                 self._count_in(request, now_s, only=name)
-        self._on_topology_change(now_s)
+        self._on_topology_change(now_s, out)
 
-    def _on_down(self, event: ev.InstanceDown, now_s: float) -> None:
-        if self._members.down(event.instance, now_s):
-            self._on_topology_change(now_s)
-
-    def _on_topology_change(self, now_s: float) -> None:
+    def _on_topology_change(self, now_s: float, out: list[ev.Command]) -> None:
         up = self._members.refresh(now_s)
         self._agenda.on_topology_change(self.prefill.values())
         self.interval.on_topology_change(len(up))
         self.policy.on_topology_change(up)
+        missing = missing_role(up, self._members.up_decode)
+        if missing is not None:
+            # Who waits is told so at once, as who comes then: its client may ask elsewhere.
+            for request in list(self.queue):
+                self.queue.remove(request.rid)
+                del self._requests[request.rid]
+                out.append(self._refuse(request.rid, *missing))
 
     def _on_report(self, event: ev.ForwardEnded, now_s: float) -> bool:
         """Whether it is news of the instance, not of one more rank in a pass that is known."""
