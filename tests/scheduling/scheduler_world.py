@@ -1,5 +1,5 @@
-"""A scheduler, ground-truth engines (:mod:`model_engine`) and a network that loses, repeats and delays
-messages: what :mod:`test_stateful` drives. Every command is checked as it comes."""
+"""What :mod:`test_stateful` drives: a scheduler, ground-truth engines (:mod:`model_engine`), and a
+network that loses, repeats and delays messages. Every command is checked as it comes."""
 
 from __future__ import annotations
 
