@@ -28,11 +28,9 @@ TOO_MANY_PARAMETERS = {
     "benchmarks/fitting/recorded_runs.py record_runs",
     "benchmarks/gangs/command.py _run",
     "sglang_sbs/router/processes/scheduler_link.py SchedulerLink.__init__",
-    "sglang_sbs/scheduling/gangs.py Gangs.__init__",
     "sglang_sbs/scheduling/policies/pbaa.py _place",
     "sglang_sbs/scheduling/policies/pbaa.py place_fitting",
     "sglang_sbs/scheduling/policies/pbaa.py top_up",
-    "sglang_sbs/scheduling/prefill/observation.py observe_launch",
     "sglang_sbs/scheduling/queue/slo_forecast.py first_token_in_s",
 }
 

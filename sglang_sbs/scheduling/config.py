@@ -1,7 +1,4 @@
-"""What can be set about the scheduler, with its defaults and their checks.
-
-Owns :class:`SchedulerConfig`. Must not know where a value comes from (flags, tests, scenarios).
-"""
+"""What can be set about the scheduler, with its defaults and their checks."""
 
 from __future__ import annotations
 
@@ -68,11 +65,8 @@ class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True):
     """For the policies that draw at random."""
 
     def __post_init__(self) -> None:
-        for name, allowed in (
-            ("policy", POLICIES),
-            ("trigger", TRIGGERS),
-            ("decode_rule", DECODE_RULES),
-        ):
+        choices = {"policy": POLICIES, "trigger": TRIGGERS, "decode_rule": DECODE_RULES}
+        for name, allowed in choices.items():
             value = getattr(self, name)
             if value not in allowed:
                 raise ValueError(f"{name}={value!r} is not one of {', '.join(allowed)}")

@@ -1,9 +1,9 @@
 """The event log: what the scheduler was told and what it answered, for replay.
 
-Owns the file format, and the one place of this package that touches a file. Must not know sockets
-or who drives the scheduler. A file is the magic line, then records of ``u32 big-endian length`` +
-msgpack :class:`LogRecord`; the first record carries the configuration. Feeding the events with
-their ``now_s`` to a fresh ``Scheduler(config)`` must give the recorded commands again.
+The one place of this package that touches a file. A file is the magic line, then records of ``u32
+big-endian length`` + msgpack :class:`LogRecord`; the first record carries the configuration.
+Feeding the events with their ``now_s`` to a fresh ``Scheduler(config)`` must give the recorded
+commands again.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """What the scheduler is told and what it answers: events in, commands out.
 
-Owns the vocabulary between the policy and whoever drives it (router, simulator, tests, replay).
-Must not know sockets, clocks, asyncio or SGLang. All times are seconds of the driver's monotonic
-clock; every event reaches :meth:`Scheduler.handle` together with the driver's ``now_s``.
+The vocabulary between the policy and whoever drives it (router, simulator, tests, replay). All
+times are seconds of the driver's monotonic clock; every event reaches :meth:`Scheduler.handle`
+together with the driver's ``now_s``.
 
 All types are tagged msgspec structs, so an event log is the events themselves.
 """

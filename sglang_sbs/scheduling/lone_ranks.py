@@ -68,7 +68,6 @@ class LoneRanks:
         return alone, [name for name in before if name not in self._ranks]
 
     def forget(self, instance: ev.InstanceId) -> None:
-        """The instance is gone for good, as all of its worker are."""
         known = self._ranks.pop(instance, None)
         if known is not None:
             self._instances.pop(known.worker, None)

@@ -1,8 +1,5 @@
-"""Which instances there are, and which of them may be used.
-
-Owns the cluster's membership: instances come, change, go down and are forgotten. Must not know
-requests, or what is decided for them.
-"""
+"""Which instances there are, and which of them may be used: they come, change, go down and are
+forgotten."""
 
 from __future__ import annotations
 
@@ -76,26 +73,21 @@ class Membership:
         return self.up_prefill
 
     def _up(self, event: InstanceUp) -> None:
-        self.down_s.pop(event.instance, None)
-        if event.role == "prefill":
-            self.decode.pop(event.instance, None)
-            known = self.prefill.get(event.instance)
-            if known is None or known.dp_size != event.dp_size:
-                self.prefill[event.instance] = PrefillInstance(
-                    event,
-                    t_default_s=self._config.t_default_s,
-                    default_chunk_tokens=self._config.default_chunk_tokens,
-                    worker=self.lone.outside(event.instance, 0, event.dp_size).worker,
-                )
-            else:
-                known.set_limits(event)
+        name, is_prefill = event.instance, event.role == "prefill"
+        self.down_s.pop(name, None)
+        (self.decode if is_prefill else self.prefill).pop(name, None)
+        known = self.prefill.get(name) or self.decode.get(name)
+        if known is not None and known.dp_size == event.dp_size:
+            known.set_limits(event)
+        elif is_prefill:
+            self.prefill[name] = PrefillInstance(
+                event,
+                t_default_s=self._config.t_default_s,
+                default_chunk_tokens=self._config.default_chunk_tokens,
+                worker=self.lone.outside(name, 0, event.dp_size).worker,
+            )
         else:
-            self.prefill.pop(event.instance, None)
-            known_decode = self.decode.get(event.instance)
-            if known_decode is None or known_decode.dp_size != event.dp_size:
-                self.decode[event.instance] = DecodeInstance(event)
-            else:
-                known_decode.set_limits(event)
+            self.decode[name] = DecodeInstance(event)
         self._prefix.on_up(event)
 
     def _forget(self, name: InstanceId) -> None:

@@ -1,8 +1,5 @@
 """Where a DP rank's stream of EndForward messages stands: what is new, restarted or lost.
 
-Owns the comparison of boot id, sequence number and accepted counter. Must not know what a report
-says about tokens, or whether the rank is a prefill or a decode one.
-
 Anybody who reaches the port can send a message in a rank's name, and boot ids are no secret. So a
 message that does not follow the one before it, and one of a boot that is over, is not believed
 while the present stream is heard. When that has been silent for a while, another stream takes its
@@ -47,6 +44,10 @@ class ReportCursor:
         self._retired = ""
         self._aside: int | None = None
         """The last sequence number that did not follow, since the stream fell silent."""
+
+    def age_s(self, now_s: float) -> float | None:
+        """Since the newest message; None: there was none."""
+        return None if self.reported_s is None else now_s - self.reported_s
 
     def take(self, report: EndForward, now_s: float) -> Taken | None:
         """Move on to this message; None if it is not believed (older than what is known, of a past

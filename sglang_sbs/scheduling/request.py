@@ -1,7 +1,4 @@
-"""The scheduler's record of one request, which every part of it reads.
-
-Must not know who waits, instances or how a request is placed.
-"""
+"""The scheduler's record of one request, which every part of it reads."""
 
 from __future__ import annotations
 
@@ -53,7 +50,6 @@ class Request:
     """``r.wait`` of Algorithm 2. As many batches as there are instances are a cycle."""
     prefill: tuple[InstanceId, int] | None = None
     decode: tuple[InstanceId, int] | None = None
-    dispatched_s: float = 0.0
     prefilled: bool = False
     uncached_tokens: int = field(init=False)
     """L(r) - L_hit(r, d) on the rank that has most of it."""

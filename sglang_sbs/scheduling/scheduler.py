@@ -1,8 +1,7 @@
 """The Staggered Batch Scheduler: events and ``now`` in, commands out.
 
-Owns every state transition of a request, the cluster's membership, and the order in which the
-parts are asked. Everything that changes state is in this file or called from it. Must not know
-sockets, clocks, asyncio or SGLang; the router, the simulator and the tests drive this very object.
+Everything that changes state is in this file or called from it. It knows no sockets, clocks,
+asyncio or SGLang; the router, the simulator and the tests drive this very object.
 
 Theory of operation
 -------------------
@@ -34,8 +33,11 @@ import msgspec
 
 from sglang_sbs.scheduling import events as ev
 from sglang_sbs.scheduling.config import SchedulerConfig
-from sglang_sbs.scheduling.decode.admission import RESERVE_AFTER_PASSES, DecodeAdmission
-from sglang_sbs.scheduling.decode.expected_output import ExpectedOutput
+from sglang_sbs.scheduling.decode.admission import (
+    RESERVE_AFTER_PASSES,
+    DecodeAdmission,
+    ExpectedOutput,
+)
 from sglang_sbs.scheduling.decode.instance import DecodeInstance
 from sglang_sbs.scheduling.decode.rules import UNLIMITED
 from sglang_sbs.scheduling.gangs import Gangs
@@ -44,7 +46,6 @@ from sglang_sbs.scheduling.policies.selection import make_decode_rule, make_poli
 from sglang_sbs.scheduling.prefill.agenda import Agenda
 from sglang_sbs.scheduling.prefill.instance import PrefillInstance
 from sglang_sbs.scheduling.prefill.interval import IntervalController
-from sglang_sbs.scheduling.prefill.network_latency import NetworkLatency
 from sglang_sbs.scheduling.prefill.observation import Observation
 from sglang_sbs.scheduling.prefix_caches import PrefixCaches
 from sglang_sbs.scheduling.queue.fairness import TenantTurns
@@ -95,7 +96,6 @@ class Scheduler:
         self._adopted: dict[tuple[ev.InstanceId, int], list[str]] = {}
         """By rank: adopted since its last report, which therefore does not count them."""
         self._outputs = ExpectedOutput(self.config.default_output_tokens)
-        self._latency = NetworkLatency(self.config.initial_latency_s)
         self._agenda = Agenda()
         self._arrivals = 0
         self._wake_s: float | None = None
@@ -103,15 +103,15 @@ class Scheduler:
         """No decode rank has been silent for too long before."""
         self._given_up_s = -math.inf
         """When a request was given up and that was looked at."""
-        self._admission = DecodeAdmission(self._outputs.total_tokens)
+        self._admission = DecodeAdmission(self._outputs)
         self.gangs = Gangs(
-            self._members,
-            self.queue,
-            self.prefix,
-            self.interval,
-            self._outputs,
-            self._admission,
-            make_decode_rule(self.config),
+            members=self._members,
+            queue=self.queue,
+            prefix=self.prefix,
+            interval=self.interval,
+            outputs=self._outputs,
+            admission=self._admission,
+            choose_decode=make_decode_rule(self.config),
             holds=self.policy.holds,
         )
 
@@ -153,11 +153,10 @@ class Scheduler:
                 for poll in self.lone.polls(event):
                     self._on_load_polled(poll, now_s)
             case ev.InstanceUp():
-                self._on_up(event, now_s)
-                self._refuse_hopeless(out)
+                self._on_up(event, now_s, out)
             case ev.InstanceDown():
-                self._on_down(event, now_s)
-                self._refuse_hopeless(out)
+                if self._members.down(event.instance, now_s):
+                    self._on_topology_change(now_s, out)
             case ev.BlocksStored() | ev.BlocksRemoved() | ev.BlocksCleared():
                 self.prefix.on_blocks(event)
             case ev.TimerFired():
@@ -196,22 +195,17 @@ class Scheduler:
     def _on_arrived(self, event: ev.RequestArrived, now_s: float, out: list[ev.Command]) -> None:
         if event.rid in self._requests:
             return
+        prefill, decode = self._members.up_prefill, self._members.up_decode
         if event.estimated:
-            most = max(
-                [one.kv_capacity_tokens for one in self._members.up_decode], default=UNLIMITED
-            )
+            most = max([one.kv_capacity_tokens for one in decode], default=UNLIMITED)
             if event.prompt_tokens > most:
                 event = msgspec.structs.replace(event, prompt_tokens=most)
-        refusal = refusal_of(
-            event, self.config, self.queue, self._members.up_prefill, self._members.up_decode
-        )
+        refusal = refusal_of(event, self.config, self.queue, prefill, decode)
         request = arrived(event, self._arrivals, now_s, self.config.default_timeout_s)
         if refusal is None and self.config.refuse_missed_slo:
             self.queue.look_at(request)
             latency_s = self.interval.latency_s
-            refusal = slo_refusal_of(
-                request, self.queue, self._members.up_prefill, now_s, latency_s
-            )
+            refusal = slo_refusal_of(request, self.queue, prefill, now_s, latency_s)
         if refusal is not None:
             out.append(self._refuse(event.rid, *refusal))
             return
@@ -219,17 +213,6 @@ class Scheduler:
         self._requests[event.rid] = request
         self.queue.add(request)
         self.policy.on_arrival(request.uncached_tokens, now_s)
-
-    def _refuse_hopeless(self, out: list[ev.Command]) -> None:
-        """What waits when the last instance of a role goes is told so at once, as who comes then:
-        its client may ask elsewhere."""
-        missing = missing_role(self._members.up_prefill, self._members.up_decode)
-        if missing is None:
-            return
-        for request in list(self.queue):
-            self.queue.remove(request.rid)
-            del self._requests[request.rid]
-            out.append(self._refuse(request.rid, *missing))
 
     def _on_prefill_done(self, event: ev.PrefillDone, now_s: float) -> bool:
         """Whether that is news of the instance: not where it reports its passes."""
@@ -251,20 +234,16 @@ class Scheduler:
             return False
         self.queue.remove(event.rid)
         self.prefix.dropped(event.rid)
-        if request.prefill is not None:
-            instance = self.prefill.get(request.prefill[0])
-            if instance is not None:
-                instance.dropped(request.rid, request.prefill[1])
+        name, rank = request.prefill or ("", 0)
+        if (prefill := self.prefill.get(name)) is not None:
+            prefill.dropped(request.rid, rank)
         tokens = self._outputs.answered_tokens(event, request, self._members.up_decode)
-        if request.decode is not None:
-            decode = self.decode.get(request.decode[0])
-            if decode is not None:
-                decode.ended(request.rid, request.decode[1], request.prompt_tokens + tokens)
+        name, rank = request.decode or ("", 0)
+        if (decode := self.decode.get(name)) is not None:
+            decode.ended(request.rid, rank, request.prompt_tokens + tokens)
         if event.outcome == "completed" and event.completion_tokens is not None:
             self._outputs.learn(tokens)
-        return not request.prefilled or (
-            request.decode is not None and self._makes_room(request.decode[0])
-        )
+        return not request.prefilled or (request.decode is not None and self._makes_room(name))
 
     def _makes_room(self, instance: ev.InstanceId) -> bool:
         """Whether something that waits could leave because of what this instance did: anything of
@@ -286,7 +265,6 @@ class Scheduler:
             deadline_s=now_s,
             prefill=(event.prefill, event.prefill_rank),
             decode=(event.decode, event.decode_rank),
-            dispatched_s=now_s,
             prefilled=event.prefilled,
         )
         request.total_tokens = self._outputs.total_tokens(request)
@@ -296,23 +274,17 @@ class Scheduler:
 
     def _count_in(self, request: Request, now_s: float, only: ev.InstanceId | None = None) -> None:
         """Enter an adopted request in the books of its instances (of ``only`` one)."""
-        if request.prefill is not None and only in (None, request.prefill[0]):
-            prefill = self.prefill.get(request.prefill[0])
-            rank = request.prefill[1]
-            if prefill is not None and not request.prefilled and 0 <= rank < prefill.dp_size:
-                prefill.adopted(request.rid, rank, request.prompt_tokens, now_s)
-                self._await_report(request.prefill, request.rid)
-        if request.decode is not None and only in (None, request.decode[0]):
-            decode = self.decode.get(request.decode[0])
-            if decode is not None and 0 <= request.decode[1] < decode.dp_size:
-                decode.dispatched(
-                    request.rid,
-                    request.decode[1],
-                    request.prompt_tokens,
-                    request.total_tokens,
-                    now_s,
-                )
-                self._await_report(request.decode, request.rid)
+        rid, tokens, total = request.rid, request.prompt_tokens, request.total_tokens
+        name, rank = request.prefill or ("", 0)
+        prefill = self.prefill.get(name) if only in (None, name) else None
+        if prefill is not None and not request.prefilled and 0 <= rank < prefill.dp_size:
+            prefill.adopted(rid, rank, tokens, now_s)
+            self._await_report((name, rank), rid)
+        name, rank = request.decode or ("", 0)
+        decode = self.decode.get(name) if only in (None, name) else None
+        if decode is not None and 0 <= rank < decode.dp_size:
+            decode.dispatched(rid, rank, tokens, total, now_s)
+            self._await_report((name, rank), rid)
 
     def _await_report(self, rank: tuple[ev.InstanceId, int], rid: str) -> None:
         """The next report of the rank contains a request that was adopted."""
@@ -324,23 +296,26 @@ class Scheduler:
 
     # Instances ----------------------------------------------------------------------------
 
-    def _on_up(self, event: ev.InstanceUp, now_s: float) -> None:
+    def _on_up(self, event: ev.InstanceUp, now_s: float, out: list[ev.Command]) -> None:
         for name in self._members.up(event):
             for request in self._requests.values():  # adopted before their instance was up
                 if request.prefill is not None:
                     request.prefill = self.lone.place(*request.prefill)
                 self._count_in(request, now_s, only=name)
-        self._on_topology_change(now_s)
+        self._on_topology_change(now_s, out)
 
-    def _on_down(self, event: ev.InstanceDown, now_s: float) -> None:
-        if self._members.down(event.instance, now_s):
-            self._on_topology_change(now_s)
-
-    def _on_topology_change(self, now_s: float) -> None:
+    def _on_topology_change(self, now_s: float, out: list[ev.Command]) -> None:
         up = self._members.refresh(now_s)
         self._agenda.on_topology_change(self.prefill.values())
         self.interval.on_topology_change(len(up))
         self.policy.on_topology_change(up)
+        missing = missing_role(up, self._members.up_decode)
+        if missing is not None:
+            # Who waits is told so at once, as who comes then: its client may ask elsewhere.
+            for request in list(self.queue):
+                self.queue.remove(request.rid)
+                del self._requests[request.rid]
+                out.append(self._refuse(request.rid, *missing))
 
     def _on_report(self, event: ev.ForwardEnded, now_s: float) -> bool:
         """Whether it is news of the instance, not of one more rank in a pass that is known."""
@@ -387,29 +362,22 @@ class Scheduler:
             self._silent_s = min(self._silent_s, now_s + SILENT_S)
 
     def _learn(self, observation: Observation, now_s: float, source: PrefillInstance) -> None:
-        self.interval.latency_s = self._latency.observe(
-            observation.latencies_s, now_s, observation.requests
-        )
-        self.interval.lone_s = self._latency.lone_s
-        self.interval.serial_s = self._latency.serial_s
+        interval = self.interval
+        interval.observe(observation.latencies_s, now_s, observation.requests)
         self.policy.on_landing(observation, source.dp_size, now_s)
         if observation.forward_s is not None:
-            self.interval.on_end_forward(observation.forward_s)
+            interval.on_end_forward(observation.forward_s)
             self.policy.on_forward_learned(source)
             for instance in self.prefill.values():
-                instance.watchdog.on_cluster(
-                    self.interval.mean_forward_s, self.config.watchdog_factor
-                )
+                instance.watchdog.on_cluster(interval.mean_forward_s, self.config.watchdog_factor)
 
     # The loop -----------------------------------------------------------------------------
 
     def _drive(self, now_s: float, out: list[ev.Command]) -> None:
         for request in self.queue.expired(now_s):
             del self._requests[request.rid]
-            waited_s = now_s - request.arrived_s
-            out.append(
-                self._refuse(request.rid, "deadline", f"not scheduled within {waited_s:.1f} s")
-            )
+            message = f"not scheduled within {now_s - request.arrived_s:.1f} s"
+            out.append(self._refuse(request.rid, "deadline", message))
         instances = self._members.up_prefill
         latency_s = self.interval.latency_s
         due_s, again = self._agenda.advance(now_s, latency_s)

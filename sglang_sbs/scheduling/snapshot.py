@@ -1,22 +1,18 @@
-"""The scheduler's state as plain data, for metrics, dashboards and people.
-
-Owns :class:`Snapshot`. Reads the scheduler, never changes it.
-"""
+"""The scheduler's state as plain data, for metrics, dashboards and people."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections import Counter
 from statistics import fmean
 from typing import TYPE_CHECKING
 
 import msgspec
 
+from sglang_sbs.scheduling.decode.instance import DecodeInstance
 from sglang_sbs.scheduling.decode.rules import UNLIMITED
-from sglang_sbs.scheduling.events import InstanceId
 from sglang_sbs.scheduling.prefill.books import Tier
 from sglang_sbs.scheduling.prefill.instance import PrefillInstance
 from sglang_sbs.scheduling.queue.priority import CLASSES, class_of
-from sglang_sbs.scheduling.queue.request import RequestQueue
 
 if TYPE_CHECKING:
     from sglang_sbs.scheduling.scheduler import Scheduler
@@ -103,13 +99,17 @@ class Snapshot(msgspec.Struct, frozen=True):
 
 def snapshot_of(scheduler: Scheduler, now_s: float) -> Snapshot:
     """Copy the state at ``now_s``."""
-    interval = scheduler.interval
-    first = next(iter(scheduler.queue), None)
+    interval, queue = scheduler.interval, scheduler.queue
+    first = next(iter(queue), None)
+    waiting = Counter(class_of(request.priority) for request in queue.first(len(queue)))
+    workers: dict[str, list[PrefillInstance]] = {}
+    for instance in scheduler.prefill.values():
+        workers.setdefault(instance.worker, []).append(instance)
     return Snapshot(
         policy=scheduler.config.policy,
         trigger=scheduler.config.trigger if scheduler.config.policy == "sbs" else "immediate",
-        queue_requests=len(scheduler.queue),
-        queue_tokens=scheduler.queue.tokens,
+        queue_requests=len(queue),
+        queue_tokens=queue.tokens,
         in_flight_requests=scheduler.in_flight_requests,
         oldest_wait_s=now_s - first.arrived_s if first else 0.0,
         interval_s=interval.interval_s,
@@ -120,40 +120,19 @@ def snapshot_of(scheduler: Scheduler, now_s: float) -> Snapshot:
         batches=scheduler.gangs.count,
         prefill=[
             _prefill_state(worker, instances, scheduler, now_s)
-            for worker, instances in _by_worker(scheduler.prefill.values()).items()
+            for worker, instances in workers.items()
         ],
         decode=[
-            DecodeState(
-                instance=d.id,
-                up=scheduler.is_up(d.id),
-                ranks=[
-                    DecodeRankState(
-                        running=load.running,
-                        kv_tokens=load.kv_tokens,
-                        flight_requests=len(rank.flight),
-                        age_s=_age_s(rank.cursor.reported_s, now_s),
-                    )
-                    for rank, load in zip(d.ranks, d.loads(), strict=True)
-                ],
-                kv_capacity_tokens=0 if d.kv_capacity_tokens == UNLIMITED else d.kv_capacity_tokens,
-            )
-            for d in scheduler.decode.values()
+            _decode_state(one, scheduler.is_up(one.id), now_s) for one in scheduler.decode.values()
         ],
         prefix_blocks=len(scheduler.prefix.prefill) + len(scheduler.prefix.decode),
-        queue_classes=_classes_of(scheduler.queue),
-        queue_tenants=scheduler.queue.turns.tenants,
+        queue_classes={name: waiting[name] for name in CLASSES},
+        queue_tenants=queue.turns.tenants,
     )
 
 
-def _by_worker(instances: Iterable[PrefillInstance]) -> dict[InstanceId, list[PrefillInstance]]:
-    workers: dict[InstanceId, list[PrefillInstance]] = {}
-    for instance in instances:
-        workers.setdefault(instance.worker, []).append(instance)
-    return workers
-
-
 def _prefill_state(
-    worker: InstanceId, instances: list[PrefillInstance], scheduler: Scheduler, now_s: float
+    worker: str, instances: list[PrefillInstance], scheduler: Scheduler, now_s: float
 ) -> PrefillState:
     """Of one instance; without a barrier of all that the worker is: means of what is learned, sums
     of what is counted, of times the soonest."""
@@ -175,7 +154,7 @@ def _prefill_state(
                 flight_tokens=rank.flight.total,
                 queued_tokens=rank.queued_tokens,
                 outstanding_requests=len(rank.outstanding),
-                age_s=_age_s(rank.cursor.reported_s, now_s),
+                age_s=rank.cursor.age_s(now_s),
             )
             for i in instances
             for rank, c_avail in zip(i.ranks, i.c_avail(), strict=True)
@@ -185,12 +164,11 @@ def _prefill_state(
     )
 
 
-def _classes_of(queue: RequestQueue) -> dict[str, int]:
-    counts: dict[str, int] = dict.fromkeys(CLASSES, 0)
-    for request in queue.first(len(queue)):
-        counts[class_of(request.priority)] += 1
-    return counts
-
-
-def _age_s(reported_s: float | None, now_s: float) -> float | None:
-    return None if reported_s is None else now_s - reported_s
+def _decode_state(instance: DecodeInstance, is_up: bool, now_s: float) -> DecodeState:
+    ranks = [
+        DecodeRankState(load.running, load.kv_tokens, len(rank.flight), rank.cursor.age_s(now_s))
+        for rank, load in zip(instance.ranks, instance.loads(), strict=True)
+    ]
+    capacity_tokens = instance.kv_capacity_tokens
+    known_tokens = 0 if capacity_tokens == UNLIMITED else capacity_tokens
+    return DecodeState(instance.id, is_up, ranks, known_tokens)

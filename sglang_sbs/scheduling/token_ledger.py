@@ -1,4 +1,4 @@
-"""Tokens by request with their running totals. Owns nothing else."""
+"""Tokens by request with their running totals."""
 
 from __future__ import annotations
 
@@ -66,7 +66,6 @@ class TokenLedger:
         return list(islice(self._tokens, count))
 
     def clear(self) -> None:
-        """Remove everything."""
         self._tokens.clear()
         self.total = self.charged = 0
 

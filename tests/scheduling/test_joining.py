@@ -62,7 +62,7 @@ def test_few_leave_before_the_end_of_a_pass_after_large_batches():
     it.tell(InstanceUp(instance="d0", role="decode", dp_size=1))
     it.tell(InstanceUp(instance="p0", role="prefill", dp_size=1, chunk_tokens=1000))
     for size in (60, 62, 64, 66, 68):
-        it.scheduler._latency.observe([0.005 + 0.0005 * (size - 1)], it.now_s, [size])
+        it.scheduler.interval.observe([0.005 + 0.0005 * (size - 1)], it.now_s, [size])
     it.arrive("first", 900)
     it.wait(0.04)
     it.report("p0", dp=1, kind="launch", forward_id=1, extend_tokens=900, rids=["first"])

@@ -1,24 +1,49 @@
-"""Whether decode has room for a request, asked before its prefill is dispatched.
-
-Owns the reservation that keeps small requests from taking the room a large one waits for. Must not
-know rules for the choice of a rank, prefill, or time passing by itself.
-"""
+"""Whether decode has room for a request, asked before its prefill is dispatched; and the
+reservation that keeps small requests from taking the room a large one waits for."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Container, Iterable, Sequence
+from collections.abc import Container, Iterable, Sequence
 from itertools import islice
 from typing import NamedTuple
 
 from sglang_sbs.scheduling.decode.instance import DecodeInstance
-from sglang_sbs.scheduling.events import InstanceId
+from sglang_sbs.scheduling.events import InstanceId, RequestEnded
 from sglang_sbs.scheduling.request import Request
 
 RESERVE_AFTER_PASSES = 10.0
 """Who was refused for so many mean forward times is old enough to have a rank kept for it."""
 MOST_ASKED = 64
 """The oldest requests that are looked at for one that is that old."""
+_OUTPUT_STEP = 0.05
+"""Of an answer in the length that is expected of the next."""
+
+
+class ExpectedOutput:
+    """How long answers are expected to be: the smoothed mean, in tokens, of those that ended."""
+
+    def __init__(self, default_tokens: int) -> None:
+        self._tokens = float(default_tokens)
+
+    def total_tokens(self, request: Request) -> int:
+        """Prompt plus expected output."""
+        expected = int(self._tokens)
+        if request.max_new_tokens is not None:
+            expected = min(expected, request.max_new_tokens)
+        return request.prompt_tokens + expected
+
+    def answered_tokens(
+        self, event: RequestEnded, request: Request, instances: Sequence[DecodeInstance]
+    ) -> int:
+        """No answer is longer than was asked for, or than a decode rank holds."""
+        most = max((one.kv_capacity_tokens for one in instances), default=0)
+        if request.max_new_tokens is not None:
+            most = min(most, request.max_new_tokens)
+        return min(max(0, event.completion_tokens or 0), most)
+
+    def learn(self, tokens: int) -> None:
+        self._tokens += _OUTPUT_STEP * (tokens - self._tokens)
 
 
 class Reservation(NamedTuple):
@@ -32,9 +57,8 @@ class Reservation(NamedTuple):
 class DecodeAdmission:
     """The room of all decode ranks, and who it is kept for."""
 
-    def __init__(self, total_tokens_of: Callable[[Request], int]) -> None:
-        """``total_tokens_of``: what a request will hold at its end, as far as anybody knows."""
-        self._total_tokens_of = total_tokens_of
+    def __init__(self, outputs: ExpectedOutput) -> None:
+        self._outputs = outputs
         self._instances: Sequence[DecodeInstance] = ()
         self._room_tokens: int | None = None
         """Of all ranks that are not reserved; None: to be worked out again."""
@@ -54,7 +78,6 @@ class DecodeAdmission:
             self.reserved = None
 
     def changed(self) -> None:
-        """Requests left for decode ranks."""
         self._room_tokens = None
 
     def admits(self, request: Request) -> bool:
@@ -67,7 +90,7 @@ class DecodeAdmission:
                 rooms = [self._room(decode, request) for decode in self._instances]
                 self._room_tokens = max(rooms, default=0)
             room_tokens = self._room_tokens
-        tokens = self._total_tokens_of(request)
+        tokens = self._outputs.total_tokens(request)
         if tokens <= room_tokens:
             return True
         self.refused(tokens)

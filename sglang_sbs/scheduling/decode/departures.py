@@ -1,8 +1,7 @@
 """Requests that left a decode DP rank: what the router saw end, matched to what the rank counts.
 
-Owns the difference between the two, so that a request that ended is taken off the rank's last
-report exactly once: until a report comes that no longer contains it, and not at all if that report
-was the faster one. Must not know what else a report says.
+A request that ended is taken off the rank's last report exactly once: until a report comes that no
+longer contains it, and not at all if that report was the faster one.
 """
 
 from __future__ import annotations

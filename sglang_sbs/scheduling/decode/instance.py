@@ -1,8 +1,5 @@
 """What the scheduler believes about one decode instance: ⟨B_i, K_i⟩ per DP rank.
 
-Owns own dispatches and ends not yet reported, the reported absolutes, and room for admission. Must
-not know the rule that picks a rank.
-
 A rank's state is its last report, plus what was dispatched and is not in it, minus what ended and
 still is. A dispatch is in the report that echoes its id (or counts an id that was in a lost one);
 an end is matched by :class:`~sglang_sbs.scheduling.decode.departures.Departures`. K_i of a request
@@ -106,9 +103,8 @@ class DecodeInstance:
         """The state vectors as last worked out."""
         self._rooms = [0] * up.dp_size
         """The room of each of them."""
-        self._stale: set[int] = set()
+        self._stale = set(range(up.dp_size))
         """Ranks that have changed since."""
-        self._room_tokens: int | None = None
         self._heard_s: dict[int, float] = {}
         """Ranks that reported or were polled, and when; the longest ago first."""
         self._parked_tokens = 0
@@ -153,10 +149,7 @@ class DecodeInstance:
     @property
     def room_tokens(self) -> int:
         """The largest total length one of its ranks can admit."""
-        if self._room_tokens is None:
-            self._refresh()
-            self._room_tokens = max(self._rooms)
-        return self._room_tokens
+        return max(self.rooms())
 
     def rooms(self) -> Sequence[int]:
         """The largest total length each of its ranks can admit. Not to be changed."""
@@ -165,7 +158,6 @@ class DecodeInstance:
 
     @property
     def has_outstanding(self) -> bool:
-        """Whether any dispatched request has not ended."""
         return any(len(rank.outstanding) for rank in self.ranks)
 
     def dispatched(
@@ -177,7 +169,7 @@ class DecodeInstance:
         state.flight.add(rid, prompt_tokens)
         state.growth.add(rid, total_tokens - prompt_tokens)
         state.outstanding.add(rid, total_tokens)
-        self._changed(rank)
+        self._stale.add(rank)
 
     def moved(self, rid: str, source: int, target: int) -> None:
         """The engine put a request on another rank than the books say."""
@@ -189,8 +181,7 @@ class DecodeInstance:
                 getattr(new, name).add(rid, tokens)
         if rid in old.sent_s:
             new.sent_s[rid] = old.sent_s.pop(rid)
-        self._changed(source)
-        self._changed(target)
+        self._stale |= {source, target}
 
     def ended(self, rid: str, rank: int, kv_tokens: int) -> None:
         """The request is over, whatever state it was in; ``kv_tokens`` is what it held at its end.
@@ -209,7 +200,7 @@ class DecodeInstance:
                 del state.ended_first[next(iter(state.ended_first))]
         elif known and state.speaks and state.cursor.reported_s is not None:
             state.departures.ended(kv_tokens, state.cursor.reported_s)
-        self._changed(rank)
+        self._stale.add(rank)
 
     def down(self) -> None:
         """No answer from the instance: its next report tells whether what runs there survived."""
@@ -241,7 +232,7 @@ class DecodeInstance:
             report.max_running_requests or self.max_running,
         )
         self._holds(rank, present, report.kv_tokens)
-        self._changed(report.dp_rank)
+        self._stale.add(report.dp_rank)
 
     def on_load_poll(self, running: list[int], kv_tokens: list[int], now_s: float) -> None:
         """Coarse fallback where the plugin is missing, or silent."""
@@ -266,7 +257,7 @@ class DecodeInstance:
                 return heard_s + SILENT_S
             del self._heard_s[index]
             self.ranks[index].fall_silent()
-            self._changed(index)
+            self._stale.add(index)
             if not self._heard_s:
                 self._take_limits(0, 0)
         return None
@@ -285,21 +276,14 @@ class DecodeInstance:
     def _take_limits(self, kv_capacity_tokens: int, max_running: int) -> None:
         """What was told when the instance came up counts, else what a report says; 0: nothing."""
         told_tokens, told_running = self._limits
-        limits = (
-            told_tokens or kv_capacity_tokens or UNLIMITED,
-            told_running or max_running or UNLIMITED,
-        )
-        if limits != (self.kv_capacity_tokens, self.max_running):
-            self.kv_capacity_tokens, self.max_running = limits
+        before = self.kv_capacity_tokens, self.max_running
+        self.kv_capacity_tokens = told_tokens or kv_capacity_tokens or UNLIMITED
+        self.max_running = told_running or max_running or UNLIMITED
+        if before != (self.kv_capacity_tokens, self.max_running):
             self._all_changed()
-
-    def _changed(self, rank: int) -> None:
-        self._stale.add(rank)
-        self._room_tokens = None
 
     def _all_changed(self) -> None:
         self._stale.update(range(self.dp_size))
-        self._room_tokens = None
 
     def _refresh(self) -> None:
         for index in self._stale:

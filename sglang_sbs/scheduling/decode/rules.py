@@ -1,8 +1,6 @@
 """Choosing decode DP ranks: Algorithm 3 of the paper, and the potential, the default.
 
-Owns the rules that map requests to ranks given ⟨B_i, K_i⟩. Pure functions over a list of
-:class:`DecodeLoad`, in which they replace the one they assign to. Must not know instances, time or
-admission beyond "this rank has room".
+They map requests to ranks given ⟨B_i, K_i⟩ and whether a rank has room, and know no instances.
 """
 
 from __future__ import annotations
@@ -10,8 +8,10 @@ from __future__ import annotations
 import math
 import random
 from bisect import bisect_left, insort
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import count, islice
 
 from sglang_sbs.scheduling.request import Request
 
@@ -25,12 +25,9 @@ TOKENS_PER_REQUEST = STEP_PER_REQUEST_MS / STEP_PER_TOKEN_MS
 """So many KV tokens cost a step what one more request does."""
 _B_TEMPERATURE = 0.5
 """Of the potential, in requests: who is ahead of another by so much counts e times as much. B comes
-in whole requests; with 1.0 the largest batch was 35.6 instead of 35.1 and the throughput 0.35 %
-smaller, with 0.4 the band of K is wider (seeds 101 to 105, K weighing 8)."""
+in whole requests: with more the largest batch grows, with less the band of K."""
 _KV_EMPHASIS = 32.0
-"""Of the potential: what is asked of K compared to B. With 8 the CV of K is 7.30 % and the
-throughput 8.05 % above round robin's, with 32 it is 6.95 % and 7.88 % (``sglang-sbs simulate
-paper-decode``, mean of the seeds 111 to 118, 121 to 128, 501 to 503 and 701 to 703)."""
+"""Of the potential: what is asked of K compared to B (``docs/lab/decode.md``)."""
 
 
 @dataclass(slots=True)
@@ -82,47 +79,31 @@ class DecodeBoard:
         """``loads``: one per rank; the one that is assigned to is replaced."""
         self.loads = loads
         self._kv_sorted: list[int] | None = None
-        by_running: dict[int, list[tuple[int, int]]] = {}
-        running_total = kv_total = 0
+        self.running_total = sum([load.running for load in loads])
+        self.kv_total = sum([load.kv_tokens for load in loads])
+        self._by_running: dict[int, list[tuple[int, int]]] = defaultdict(list)
         for index, load in enumerate(loads):
-            running, kv_tokens = load.running, load.kv_tokens
-            running_total += running
-            kv_total += kv_tokens
-            bucket = by_running.get(running)
-            if bucket is None:
-                by_running[running] = [(kv_tokens, index)]
-            else:
-                bucket.append((kv_tokens, index))
-        self.running_total = running_total
-        self.kv_total = kv_total
-        self._by_running = by_running
-        self._unsorted = set(by_running)
-        self.sizes = sorted(by_running)
+            self._by_running[load.running].append((load.kv_tokens, index))
+        self._unsorted = set(self._by_running)
+        self.sizes = sorted(self._by_running)
         """B_i that occur, ascending."""
 
     @property
     def kv_sorted(self) -> list[int]:
-        """K_i of all ranks, ascending."""
         if self._kv_sorted is None:
             self._kv_sorted = sorted([load.kv_tokens for load in self.loads])
         return self._kv_sorted
 
     def frontier(self, fits: Fits) -> Iterator[int]:
         """For each batch size, smallest first: the feasible rank with the smallest K."""
-        for size in self.sizes:
-            index = self.first(size, fits)
-            if index is not None:
-                yield index
+        firsts = (self.first(size, fits) for size in self.sizes)
+        return (index for index in firsts if index is not None)
 
     def first(self, running: int, fits: Fits) -> int | None:
         """Of the feasible ranks with this batch size the one with the smallest K."""
-        for _, index in self._sorted(running):
-            if fits(index):
-                return index
-        return None
+        return next((index for _, index in self._sorted(running) if fits(index)), None)
 
     def assign(self, index: int, request: Request) -> None:
-        """Account for a request on a rank."""
         before = self.loads[index]
         bucket = self._sorted(before.running)
         del bucket[bisect_left(bucket, (before.kv_tokens, index))]
@@ -136,7 +117,6 @@ class DecodeBoard:
             del self._kv_sorted[bisect_left(self._kv_sorted, before.kv_tokens)]
             insort(self._kv_sorted, load.kv_tokens)
         if load.running not in self._by_running:
-            self._by_running[load.running] = []
             insort(self.sizes, load.running)
         insort(self._sorted(load.running), (load.kv_tokens, index))
 
@@ -172,15 +152,11 @@ def outlier_threshold(kv_sorted: Sequence[int], k: float) -> float:
 def iqr_lexicographic(k: float) -> DecodeRuleFunction:
     """Algorithm 3: mask ranks whose K is an outlier, then the smallest ⟨B, K⟩."""
 
-    def choose(_request: Request, board: DecodeBoard, fits: Fits) -> int | None:
+    def choose(request: Request, board: DecodeBoard, fits: Fits) -> int | None:
         threshold = outlier_threshold(board.kv_sorted, k)
-        fallback = None
-        for index in board.frontier(fits):
-            if board.loads[index].kv_tokens <= threshold:
-                return index
-            if fallback is None:
-                fallback = index
-        return fallback
+        safe = (i for i in board.frontier(fits) if board.loads[i].kv_tokens <= threshold)
+        index = next(safe, None)
+        return fewest_requests(request, board, fits) if index is None else index
 
     return choose
 
@@ -243,15 +219,11 @@ class RoundRobinDecode:
     """Ranks in turn: what SGLang's decode does when nobody chooses (``round_robin``)."""
 
     def __init__(self) -> None:
-        self._next = 0
+        self._turns = count()
 
     def __call__(self, _request: Request, board: DecodeBoard, fits: Fits) -> int | None:
-        for _ in board.loads:
-            index = self._next % len(board.loads)
-            self._next += 1
-            if fits(index):
-                return index
-        return None
+        turns = (turn % len(board.loads) for turn in islice(self._turns, len(board.loads)))
+        return next(filter(fits, turns), None)
 
 
 class PowerOfTwoDecode:

@@ -1,8 +1,7 @@
 """When each prefill instance is to be looked after again, so that no event looks after all of them.
 
-Owns which instances :meth:`.PrefillInstance.advance` is called for. Must not know what that does.
-An instance is called when it has changed, when its time has come, and at every event while its time
-depends on more than itself.
+An instance is called (:meth:`.PrefillInstance.advance`) when it has changed, when its time has
+come, and at every event while its time depends on more than itself.
 """
 
 from __future__ import annotations
@@ -21,8 +20,7 @@ class Agenda:
         self._instances: list[PrefillInstance] = []
         self._number_of: dict[PrefillInstance, int] = {}
         self._changed: set[PrefillInstance] = set()
-        self._restless: set[PrefillInstance] = set()
-        """To be called at every event."""
+        """Or to be called at every event."""
         self._due = Timetable()
         """Of all others, by number."""
 
@@ -33,7 +31,6 @@ class Agenda:
         self._instances = list(instances)
         self._number_of = {instance: number for number, instance in enumerate(self._instances)}
         self._changed = set(self._instances)
-        self._restless = set()
         self._due = Timetable()
         for instance in self._instances:
             instance.subscribe(self._changed)
@@ -45,7 +42,7 @@ class Agenda:
             When to call again even if nothing changes, None for never; and who is due again at
             this very moment.
         """
-        asked = self._changed | self._restless
+        asked = self._changed.copy()
         self._changed.clear()
         for due_s, number in self._due.ordered:
             if due_s > now_s:
@@ -57,10 +54,8 @@ class Agenda:
             own_s = instance.advance(now_s, latency_s)
             rests = instance.rests
             self._due.set(self._number_of[instance], own_s if rests else None)
-            if rests:
-                self._restless.discard(instance)
-            else:
-                self._restless.add(instance)
+            if not rests:
+                self._changed.add(instance)
                 next_s = min(next_s, math.inf if own_s is None else own_s)
             if own_s is not None and own_s <= now_s:
                 again.add(instance)

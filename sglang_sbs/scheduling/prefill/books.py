@@ -1,8 +1,5 @@
-"""The books of one prefill instance: its ranks, its passes in flight, and what follows from them.
-
-Owns C_avail, the room of the next pass, and when it could start. Must not know how a signal changes
-any of it (:mod:`.instance`), the queue, other instances or the policy.
-"""
+"""The books of one prefill instance: its ranks, its passes in flight, and what follows from them,
+as C_avail and when the next pass could start. How a signal changes them says :mod:`.instance`."""
 
 from __future__ import annotations
 
@@ -16,14 +13,11 @@ from sglang_sbs.scheduling.prefill.passes import Pass
 from sglang_sbs.scheduling.prefill.rank import PrefillRank, Sent
 from sglang_sbs.scheduling.prefill.report_limits import DeviceTime
 from sglang_sbs.scheduling.prefill.watchdog import Watchdog
+from sglang_sbs.wire import EndForward
 
 Tier = Literal["none", "endforward", "load_poll", "http", "interval"]
 """Which signal readiness rests on. ``none``: nothing heard yet. ``interval``: fell silent, served
 at fixed intervals (paper section 4.1.2, graceful degradation)."""
-
-
-_CACHED_STEP = 0.05
-"""Of a prompt in ``cached_share``."""
 
 
 class PrefillBooks:
@@ -92,7 +86,6 @@ class PrefillBooks:
         self._followers.append(changed)
 
     def unsubscribe(self, changed: set[Any]) -> None:
-        """No longer."""
         self._followers = [one for one in self._followers if one is not changed]
 
     def set_limits(self, up: InstanceUp) -> None:
@@ -153,6 +146,13 @@ class PrefillBooks:
         if self._least_ahead_tokens is None:
             self._least_ahead_tokens = min([rank.ahead_tokens for rank in self.ranks])
         return self._least_ahead_tokens < self.chunk_tokens
+
+    def has_room_beside(self, report: EndForward) -> bool:
+        """Whether a page would have fitted into the reported pass, whatever its requests were."""
+        if 0 < self.prefill_max_requests <= report.batch_size:
+            return False
+        charged = report.extend_tokens + report.batch_size * (self.page - 1)
+        return charged + self.page <= self.chunk_tokens
 
     @property
     def idle(self) -> bool:
@@ -219,11 +219,6 @@ class PrefillBooks:
         for changed in self._followers:
             changed.add(self)
 
-    def _learn_share(self, cached_tokens: int, prompt_tokens: int) -> None:
-        """A prompt is sent."""
-        share = min(1.0, cached_tokens / max(1, prompt_tokens))
-        self.cached_share += _CACHED_STEP * (share - self.cached_share)
-
     def _recount(self) -> None:
         """After anything that changed a rank's ledgers."""
         self._changes()
@@ -242,5 +237,4 @@ class PrefillBooks:
         return self._next_pass_s
 
     def _pairs(self, tokens: list[int]) -> list[float]:
-        """Attention pairs of the next tokens of each rank."""
         return [rank.prompts.pairs(mine) for rank, mine in zip(self.ranks, tokens, strict=True)]

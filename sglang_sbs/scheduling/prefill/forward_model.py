@@ -1,10 +1,9 @@
 """Predicts the forward time of a prefill pass from its tokens per DP rank, learning online.
 
-Owns the fit T = a + b_mean * mean_d(tokens_d) + max_d(b_max * tokens_d + e * pairs_d), its error,
-and which passes it believes. ``pairs_d`` are the attention pairs of a rank, chunk * (context +
-chunk / 2) summed over its prompts: nothing for short prompts, half of the time for the last chunk
-of a long one. The maximum is of the sum: the others wait for one rank, whatever it is busy with.
-Which one that is follows from the fit so far. Must not know instances, time or which policy asks.
+The fit is T = a + b_mean * mean_d(tokens_d) + max_d(b_max * tokens_d + e * pairs_d). ``pairs_d``
+are the attention pairs of a rank, chunk * (context + chunk / 2) summed over its prompts: nothing
+for short prompts, half of the time for the last chunk of a long one. The maximum is of the sum: the
+others wait for one rank, whatever it is busy with. Which one that is follows from the fit so far.
 
 Which passes are believed
 -------------------------
@@ -55,8 +54,6 @@ _Features = tuple[float, float, float, float]
 
 
 class _Observed(NamedTuple):
-    """A finished pass."""
-
     tokens_per_rank: tuple[int, ...]
     forward_s: float
     pairs: tuple[float, ...]
@@ -255,7 +252,6 @@ class _Regression:
             self.solve()
 
     def value(self, x: Sequence[float]) -> float:
-        """The prediction."""
         return sum([w * one for w, one in zip(self.weights, x, strict=True)])
 
     def add(self, x: Sequence[float], y: float) -> None:
@@ -268,7 +264,6 @@ class _Regression:
             self._targets[i] = _FORGET * self._targets[i] + x[i] * y + 1e-4 * self.weights[i]
 
     def solve(self) -> None:
-        """Let the weights follow from the samples."""
         self.weights = _non_negative_solution(self._moments, self._targets)
 
 

@@ -1,8 +1,5 @@
 """What the scheduler believes about one prefill instance, and how reports correct it.
 
-Owns how dispatches, reports, time and silence change the books (``books``, ``rank``) and what a
-pass teaches the forward model. Must not know the queue, other instances or the policy.
-
 How the belief is kept true
 ---------------------------
 A dispatched request is *in flight* until the rank reports that it accepted it (``rids``), then it
@@ -21,13 +18,15 @@ from __future__ import annotations
 import math
 
 from sglang_sbs.scheduling.prefill.books import PrefillBooks
-from sglang_sbs.scheduling.prefill.observation import Observation, Pause, observe_launch
+from sglang_sbs.scheduling.prefill.observation import Observation, observe_launch
 from sglang_sbs.scheduling.prefill.passes import Pass, accepted, with_id
 from sglang_sbs.scheduling.prefill.rank import MOST_TAKEN, PrefillRank, Sent
-from sglang_sbs.scheduling.prefill.report_limits import MOST_PASSES, within_limits
+from sglang_sbs.scheduling.prefill.report_limits import MOST_CHUNKS, MOST_PASSES, within_limits
 from sglang_sbs.scheduling.report_cursor import SILENT_S
 from sglang_sbs.wire import EndForward
 
+_CACHED_STEP = 0.05
+"""Of a prompt in ``cached_share``."""
 LEAST_GAP_SHARE = 0.1
 """Of a sample in the smoothed gap; the first ones are a plain mean."""
 LOST_S = 2.0
@@ -112,7 +111,8 @@ class PrefillInstance(PrefillBooks):
         target.outstanding.add(rid, tokens)
         target.prompts.add(rid, prompt_tokens, prompt_tokens - tokens)
         target.has_cached = target.has_cached or cached_tokens > 0
-        self._learn_share(cached_tokens, prompt_tokens)
+        share = min(1.0, cached_tokens / max(1, prompt_tokens))
+        self.cached_share += _CACHED_STEP * (share - self.cached_share)
         target.received_tokens += tokens
         self._next_pass_s = self._longest_prompt_tokens = None
         self._least_ahead_tokens = self.marginal = None
@@ -211,7 +211,9 @@ class PrefillInstance(PrefillBooks):
             return
         self.tier = "load_poll"
         for rank, tokens in zip(self.ranks, queued_tokens, strict=True):
-            rank.on_poll(tokens, self.chunk_tokens)
+            # It counts what we sent a moment ago, or does not.
+            queued = max(0, tokens - rank.flight.total)
+            rank.queued_tokens = min(queued, MOST_CHUNKS * self.chunk_tokens)
         self._recount()
         if any(queued_tokens):
             self._watch(now_s)
@@ -297,7 +299,7 @@ class PrefillInstance(PrefillBooks):
 
     def _on_silence(self, now_s: float) -> None:
         """Safety path of the paper: silence for T_timeout after a dispatch resets the state."""
-        self.watchdog.on_fire()
+        self.watchdog.fires += 1
         self.reset()
         self.tier = "interval"
         self.free_since_s = now_s
@@ -320,19 +322,17 @@ class PrefillInstance(PrefillBooks):
     def _presume_launch(self, now_s: float, start_s: float) -> None:
         """Believe that the backlog was launched: FCFS per rank, up to the chunk."""
         tokens = []
-        rids: dict[str, int] = {}
-        sent_s: dict[str, float] = {}
+        rids: dict[str, tuple[int, float]] = {}
         queued = []
         for index, rank in enumerate(self.ranks):
             of_queue, of_flight, landed = rank.take_chunk(self.chunk_tokens)
             queued.append(of_queue)
             tokens.append(of_queue + of_flight)
             for rid, sent in landed.items():
-                sent_s[rid] = self.last_dispatch_s if sent is None else sent.at_s
-                rids[rid] = index
+                rids[rid] = index, self.last_dispatch_s if sent is None else sent.at_s
         pairs = self._pairs(tokens)
         end_s = max(now_s, start_s + self.model.predict_s(tokens, pairs))
-        self.passes.append(Pass(start_s, end_s, tokens, None, rids, queued, pairs, sent_s))
+        self.passes.append(Pass(start_s, end_s, tokens, None, rids, queued, pairs))
 
     def _acknowledge(
         self, rank: PrefillRank, report: EndForward, lost_requests: int, launch_s: float
@@ -344,26 +344,12 @@ class PrefillInstance(PrefillBooks):
             sent, rank.taken = [*rank.taken, *sent], []
         learned = Observation()
         if report.kind == "launch" and not self._is_over(report.forward_id):
-            learned = observe_launch(
-                sent,
-                rank.sent.values(),
-                launch_s=launch_s,
-                free_since_s=self.free_since_s,
-                gap_s=self.gap_s,
-                has_room=self._has_room_beside(report),
-                bootstrapping_requests=report.bootstrapping_requests,
-                pause=_pause(report),
-            )
+            learned = observe_launch(self, rank, sent, report, launch_s)
         # By the counter, that many of the oldest were accepted as well.
-        rank.acknowledge_lost(accepted(self.passes, report.rids, report.dp_rank, lost_requests))
+        unnamed = accepted(self.passes, report.rids, report.dp_rank, lost_requests)
+        for rid in rank.flight.oldest(unnamed):
+            rank.land(rid)
         return learned
-
-    def _has_room_beside(self, report: EndForward) -> bool:
-        """Whether a page would have fitted into the reported pass, whatever its requests were."""
-        if 0 < self.prefill_max_requests <= report.batch_size:
-            return False
-        charged = report.extend_tokens + report.batch_size * (self.page - 1)
-        return charged + self.page <= self.chunk_tokens
 
     def _is_over(self, forward_id: int) -> bool:
         """Another rank has said so: the message about its launch is late, nobody knows how much."""
@@ -486,15 +472,4 @@ class PrefillInstance(PrefillBooks):
         return [report.extend_tokens if n == report.dp_rank else 0 for n in range(self.dp_size)]
 
     def _compute(self, tokens: list[int]) -> list[float]:
-        """The same for tokens that a pass has taken now."""
         return [rank.prompts.compute(mine) for rank, mine in zip(self.ranks, tokens, strict=True)]
-
-
-def _pause(report: EndForward) -> Pause | None:
-    """What the requests that a pass starts waited for before its launch; None: not told."""
-    queued_s = [one.queued_s for one in report.started]
-    if not queued_s or min(queued_s) <= 0:
-        return None
-    last_s = max(queued_s)
-    ready_s = max([one.schedulable_s for one in report.started])
-    return Pause(there_s=report.launch_s - last_s, handshake_s=ready_s - last_s)

@@ -1,8 +1,5 @@
 """Algorithm 1 of the paper: the throughput-adaptive scheduling interval.
 
-Owns the sliding window of forward times, I_opt and the usual forward time. Must not know instances
-beyond their number.
-
 I_opt is Algorithm 1's to the letter: the plain mean of the window. What else follows from the
 forward time (watchdog, longest hold) would be upset by a first pass that compiles kernels for half
 a minute until the window has passed over it. So that rests on the mean of the passes that are not
@@ -14,6 +11,8 @@ from __future__ import annotations
 from collections import deque
 from itertools import islice
 
+from sglang_sbs.scheduling.prefill.network_latency import NetworkLatency
+
 _GROSS = 10.0
 """Out of proportion is a pass beyond this many medians of the window."""
 _RECENT = 32
@@ -21,19 +20,15 @@ _RECENT = 32
 their first pass; with a full window, one. More are the nature of the load."""
 
 
-class IntervalController:
-    """I_opt = (mean(W) + L_net) / N_active, recomputed on every EndForward and topology change."""
+class IntervalController(NetworkLatency):
+    """I_opt = (mean(W) + L_net) / N_active, with what it rests on: forward times are learned here,
+    L_net by the base."""
 
     def __init__(self, *, t_default_s: float, window: int, latency_s: float) -> None:
+        super().__init__(latency_s)
         self._window: deque[float] = deque(maxlen=window)
         self._sum_s = 0.0
         self._t_default_s = t_default_s
-        self.latency_s = latency_s
-        """L_net: dispatch until the rank can run the request, as last measured."""
-        self.lone_s = latency_s
-        """The same of a request that leaves alone."""
-        self.serial_s = 0.0
-        """What each further one that leaves with it adds."""
         self.active = 0
         """N_active."""
         self.literal = False
@@ -57,7 +52,6 @@ class IntervalController:
         self.mean_forward_s = self._usual_s()
 
     def on_topology_change(self, active: int) -> None:
-        """OnTopologyChange(N_new)."""
         self.active = active
 
     def _usual_s(self) -> float:

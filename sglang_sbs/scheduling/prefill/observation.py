@@ -18,21 +18,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import NamedTuple
 
-from sglang_sbs.scheduling.prefill.rank import Sent
+from sglang_sbs.scheduling.prefill.books import PrefillBooks
+from sglang_sbs.scheduling.prefill.rank import PrefillRank, Sent
+from sglang_sbs.wire import EndForward
 
 _ON_TIME_S = 0.002
 """Slack in telling a launch right after a pass from one that had to wait for a request."""
-
-
-class Pause(NamedTuple):
-    """Before a launch, seconds of the engine's clock."""
-
-    there_s: float
-    """Since the last of its requests had come to its rank."""
-    handshake_s: float
-    """From then until decode had taken all of them in."""
 
 
 @dataclass(slots=True)
@@ -60,31 +52,24 @@ class Observation:
 
 
 def observe_launch(
+    books: PrefillBooks,
+    rank: PrefillRank,
     accepted: Iterable[Sent],
-    in_flight: Iterable[Sent],
-    *,
+    report: EndForward,
     launch_s: float,
-    free_since_s: float,
-    gap_s: float,
-    has_room: bool,
-    bootstrapping_requests: int,
-    pause: Pause | None = None,
 ) -> Observation:
     """Read a rank's message about the launch of a pass.
 
     Args:
+        books: of its instance.
+        rank: whose message it is, with what is still in flight.
         accepted: requests that the rank names in it, by the batch they were sent with.
-        in_flight: requests that are still not accepted, likewise.
+        report: the message.
         launch_s: when the pass was launched.
-        free_since_s: when the pass before it ended.
-        gap_s: usual pause between the two.
-        has_room: the rank's chunk is not full.
-        bootstrapping_requests: at the rank, not schedulable yet.
-        pause: what its requests waited for; None: not told.
     """
     learned = Observation()
-    in_flight = list(in_flight)
-    paused = _is_engines_own(pause, launch_s - free_since_s)
+    free_since_s = books.free_since_s
+    paused = _is_engines_own(report, launch_s - free_since_s)
     landed_s = []
     started = 0
     """Requests of the batch that woke the instance."""
@@ -99,36 +84,36 @@ def observe_launch(
                     learned.requests.append(sent.requests)
         elif sent.joins:
             continue
-        elif launch_s > free_since_s + 1.5 * gap_s + _ON_TIME_S and not paused:
+        elif launch_s > free_since_s + 1.5 * books.gap_s + _ON_TIME_S and not paused:
             # The instance fell idle and launched when this one came: too late for the gapless
             # launch it was meant for.
             learned.idled_s.append(free_since_s - sent.left_s)
         else:
             landed_s.append(ahead_s)
-    if has_room:
+    in_flight = list(rank.sent.values())
+    if books.has_room_beside(report):
         # The last accepted are still in the handshake with decode: too late for this pass, like
         # those that are not even at the rank.
-        late = min(bootstrapping_requests, len(landed_s))
+        on_time = len(landed_s) - min(report.bootstrapping_requests, len(landed_s))
         ahead = [sent for sent in in_flight if not (sent.to_idle or sent.joins)]
-        learned.left_behind_s += [launch_s - sent.left_s for sent in ahead]
-        learned.left_behind_s += landed_s[len(landed_s) - late :]
-        landed_s = landed_s[: len(landed_s) - late]
+        learned.left_behind_s = [launch_s - sent.left_s for sent in ahead] + landed_s[on_time:]
+        landed_s = landed_s[:on_time]
     learned.landed_s = landed_s
-    missed = _missed(in_flight, free_since_s, launch_s)
+    missed = sum(
+        sent.to_idle and sent.requests > 1 and free_since_s <= sent.at_s <= launch_s
+        for sent in in_flight
+    )
     if started or missed:
         learned.torn = missed / (started + missed)
     return learned
 
 
-def _is_engines_own(pause: Pause | None, idle_s: float) -> bool:
-    """Most of the time in which nothing ran the requests were there and did not wait for decode: no
-    lead makes that shorter. ``idle_s``: since the last pass."""
-    return pause is not None and pause.there_s > 0.5 * idle_s > pause.handshake_s
-
-
-def _missed(in_flight: Iterable[Sent], free_since_s: float, launch_s: float) -> int:
-    """Requests of a batch for the idle instance that the launch left behind."""
-    return sum(
-        sent.to_idle and sent.requests > 1 and free_since_s <= sent.at_s <= launch_s
-        for sent in in_flight
-    )
+def _is_engines_own(report: EndForward, idle_s: float) -> bool:
+    """Most of the time in which nothing ran (``idle_s``) the requests that the pass starts were
+    there and did not wait for decode: no lead makes that pause shorter."""
+    queued_s = [one.queued_s for one in report.started]
+    if not queued_s or min(queued_s) <= 0:
+        return False  # not told
+    last_s = max(queued_s)
+    ready_s = max([one.schedulable_s for one in report.started])
+    return report.launch_s - last_s > 0.5 * idle_s > ready_s - last_s

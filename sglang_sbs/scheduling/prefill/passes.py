@@ -1,7 +1,4 @@
-"""Forward passes that are believed to be running or queued on a prefill instance.
-
-Owns :class:`Pass` and what is asked of several. Must not know where the belief comes from.
-"""
+"""Forward passes that are believed to be running or queued on a prefill instance."""
 
 from __future__ import annotations
 
@@ -20,18 +17,15 @@ class Pass:
     """Extend tokens per DP rank."""
     forward_id: int | None
     """None: presumed, not reported."""
-    rids: dict[str, int] = field(default_factory=dict)
-    """Requests presumed to complete in it, with their rank."""
+    rids: dict[str, tuple[int, float]] = field(default_factory=dict)
+    """Requests presumed to complete in it: their rank, and when they were sent."""
     queued: list[int] = field(default_factory=list)
     """What it was presumed to take from the reported queue of each rank, tokens."""
     pairs: list[float] = field(default_factory=list)
     """Attention pairs per DP rank."""
-    sent_s: dict[str, float] = field(default_factory=dict)
-    """When each of its presumed requests was sent."""
 
 
 def with_id(passes: Sequence[Pass], forward_id: int) -> Pass | None:
-    """The reported pass of that number."""
     return next((one for one in passes if one.forward_id == forward_id), None)
 
 
@@ -41,7 +35,7 @@ def accepted(passes: Sequence[Pass], rids: Sequence[str], rank: int, lost: int) 
     presumed = [running.rids for running in passes if running.forward_id is None]
     if not presumed:
         return lost
-    here = [rid for of_pass in presumed for rid, index in of_pass.items() if index == rank]
+    here = [rid for of_pass in presumed for rid, (at, _) in of_pass.items() if at == rank]
     unnamed = [rid for rid in here if rid not in rids][:lost]
     for of_pass in presumed:
         for rid in (*rids, *unnamed):

@@ -1,7 +1,5 @@
 """How far the prompts of one DP rank are computed, which decides what attention costs.
 
-Owns the context of the prompt that is being computed. Must not know passes, time or other ranks.
-
 A token attends to all before it, so the last chunk of a long prompt costs far more than its first.
 Ranks report tokens, not contexts; but they compute first come first served, so how many tokens each
 pass took tells where in which prompt it was. Drift (a prefix that was cached, another order) ends
@@ -28,11 +26,9 @@ class PromptProgress:
         self._prompts[rid] = [prompt_tokens, cached_tokens, cached_tokens]
 
     def drop(self, rid: str) -> None:
-        """Its prompt is computed, or never will be."""
         self._prompts.pop(rid, None)
 
     def clear(self) -> None:
-        """The rank holds nothing."""
         self._prompts.clear()
 
     def waiting(self) -> Iterable[Sequence[int]]:
@@ -41,7 +37,6 @@ class PromptProgress:
 
     @property
     def longest_tokens(self) -> int:
-        """Prompt tokens of the longest; 0 without any."""
         return max([prompt[0] for prompt in self._prompts.values()], default=0)
 
     def pairs(self, tokens: int) -> float:

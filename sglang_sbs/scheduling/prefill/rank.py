@@ -1,8 +1,5 @@
 """What the scheduler believes is at one DP rank of a prefill instance.
 
-Owns U_flight, R_queued and everything else about the requests of one rank, and what is *presumed*
-of them because another rank spoke. Must not know the other ranks, forward times or the policy.
-
 Presumed
 --------
 The barrier: the message of one rank about a pass says that all ranks launched it, and its
@@ -141,7 +138,6 @@ class PrefillRank:
 
     @property
     def newest_id(self) -> int:
-        """The newest pass it has told of."""
         return max(self.last_forward_id, self.launched_id)
 
     def land(self, rid: str) -> Sent | None:
@@ -173,10 +169,6 @@ class PrefillRank:
             self.sent = {**back, **self.sent}
             self.presumed.clear()
         self.launched_id = max(self.launched_id, launched_id)
-
-    def on_poll(self, tokens: int, chunk_tokens: int) -> None:
-        """R_queued of a load poll, which counts what we sent a moment ago or does not."""
-        self.queued_tokens = min(max(0, tokens - self.flight.total), MOST_CHUNKS * chunk_tokens)
 
     def on_queue(self, report: EndForward, chunk_tokens: int) -> None:
         """R_queued of a report, in tokens and what they cost."""
@@ -211,11 +203,6 @@ class PrefillRank:
             return queued
         uncached = sum(self.outstanding[rid] for rid in here)
         return min(queued, uncached + report.chunk_remainder_tokens)
-
-    def acknowledge_lost(self, requests: int) -> None:
-        """By its counter the rank accepted that many whose ids nobody heard: the oldest."""
-        for rid in self.flight.oldest(requests):
-            self.land(rid)
 
     def give_up(self, before_s: float) -> None:
         """What was sent before this time and never heard of is lost on its way; should it come
@@ -257,10 +244,10 @@ class PrefillRank:
         """They were not launched as presumed. ``index``: of this rank."""
         for one in passes:
             self.queued_tokens += one.queued[index]
-            for rid, at in one.rids.items():
+            for rid, (at, sent_s) in one.rids.items():
                 if at == index and rid in self.outstanding:
                     self.flight.add(rid, 0)
-                    self.sent[rid] = Sent(one.sent_s[rid])
+                    self.sent[rid] = Sent(sent_s)
         # Whole again, and the oldest in front: that order is what a lost report is healed by.
         for rid in self.outstanding.oldest():
             if rid in self.flight:
@@ -290,7 +277,11 @@ class PrefillRank:
             return
         self.presumed_passes[forward_id] = tokens
         if len(self.presumed_passes) > _REMEMBERED_PASSES:
-            self._settle(next(iter(self.presumed_passes)))
+            # Nothing was heard of the rank for long: what is presumed of the oldest stays so.
+            oldest = next(iter(self.presumed_passes))
+            del self.presumed_passes[oldest]
+            later = {rid: one for rid, one in self.presumed.items() if one.forward_id > oldest}
+            self.presumed = later
         queued = min(tokens, self.queued_tokens)
         self.queued_tokens -= queued
         new = left = tokens - queued
@@ -353,13 +344,6 @@ class PrefillRank:
         if self.most_requests and self.backlog_requests > self.most_requests:
             return min(most, self.most_requests * tokens // self.backlog_requests)
         return most
-
-    def _settle(self, forward_id: int) -> None:
-        """Nothing was heard of the rank for long: what is presumed of this pass stays so."""
-        del self.presumed_passes[forward_id]
-        for rid, one in list(self.presumed.items()):
-            if one.forward_id <= forward_id:
-                del self.presumed[rid]
 
     @property
     def backlog_tokens(self) -> int:

@@ -1,8 +1,8 @@
 """What a prefill instance can mean, and what of its reports is beyond that.
 
-Owns the bounds. Must not know beliefs. A number beyond them is a fault of the engine, or of
-somebody who speaks in its name; believed, it would keep the instance from being used, and what is
-predicted from it would cost time or poison what the cluster has learned.
+A number beyond them is a fault of the engine, or of somebody who speaks in its name; believed, it
+would keep the instance from being used, and what is predicted from it would cost time or poison
+what the cluster has learned.
 """
 
 from __future__ import annotations
@@ -24,18 +24,15 @@ def within_limits(report: EndForward, most_tokens: int, dp_size: int) -> EndForw
 
     ``most_tokens``: of one rank in one pass. A vector that is not of ``dp_size`` ranks is none.
     """
-    tokens = report.tokens_per_rank
-    if tokens is not None and len(tokens) != dp_size:
-        tokens = None
-        report = msgspec.structs.replace(report, tokens_per_rank=None)
-    largest = report.extend_tokens if not tokens else max(report.extend_tokens, *tokens)
-    if largest <= most_tokens and report.inflight_passes <= MOST_PASSES:
+    told = report.extend_tokens, report.inflight_passes, report.tokens_per_rank
+    extend_tokens, passes = min(told[0], most_tokens), min(told[1], MOST_PASSES)
+    vector = told[2] if told[2] is not None and len(told[2]) == dp_size else None
+    if vector is not None:
+        vector = [min(tokens, most_tokens) for tokens in vector]
+    if (extend_tokens, passes, vector) == told:
         return report
     return msgspec.structs.replace(
-        report,
-        extend_tokens=min(report.extend_tokens, most_tokens),
-        tokens_per_rank=None if tokens is None else [min(one, most_tokens) for one in tokens],
-        inflight_passes=min(report.inflight_passes, MOST_PASSES),
+        report, extend_tokens=extend_tokens, inflight_passes=passes, tokens_per_rank=vector
     )
 
 

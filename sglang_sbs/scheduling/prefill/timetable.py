@@ -1,4 +1,4 @@
-"""Times of numbered things, kept in order while single ones change. Owns nothing else."""
+"""Times of numbered things, kept in order while single ones change."""
 
 from __future__ import annotations
 

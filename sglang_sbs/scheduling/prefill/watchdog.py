@@ -43,7 +43,6 @@ class Watchdog:
         self._factor = factor
 
     def on_pass(self, forward_s: float) -> None:
-        """A pass of the instance has ended."""
         self._last_s.append(forward_s)
         self._own_s = sorted(self._last_s)[(len(self._last_s) - 1) // 2]
 
@@ -55,8 +54,3 @@ class Watchdog:
         is_first = launched and self._own_s is None
         busy_until_s = min(max(now_s, busy_until_s), now_s + _MOST_BUSY_S)
         self.due_s = busy_until_s + self.timeout_s * (_NEW if is_first else 1.0)
-
-    def on_fire(self) -> None:
-        """Silence for too long."""
-        self.fires += 1
-        self.due_s = None

@@ -1,8 +1,6 @@
 """Which prefill DP rank holds which KV blocks: L_hit(r, d) for the cache-aware mode.
 
-Owns the table of blocks and holders, the blocks of requests that were just sent, and the
-approximate books of instances without KV events. Must not know how blocks are named or heard of,
-nor what a hit is worth.
+Must not know how blocks are named or heard of, nor what a hit is worth.
 
 How it works
 ------------
@@ -19,24 +17,28 @@ What a rank holds comes from
   as later ones will find them. With events the claim lapses soon after prefill, when the events
   must have said it; without ("approximate") it is all there is: it lapses after a time, the oldest
   go when the rank's KV capacity is used up, and an answer that reports fewer cached tokens than
-  were claimed corrects that capacity, or clears the rank if nothing of it was there.
+  were claimed corrects that capacity, or clears the rank if nothing of it was there;
+- storage that several instances share (``--hicache-storage-backend``), so that a hit there is the
+  same for every rank. Nobody publishes what it holds (0.5.23 names a medium ``EXTERNAL`` for it and
+  sends none), so it is taken to hold what any rank of these instances ever published, until its
+  table is full. If it drops blocks sooner, the engine's answer says what was found.
 
 Claims are entered and taken back in order, and a long one some blocks at a time: the rest follows
-with the next calls of :meth:`PrefixIndex.advance`, for which ``unfinished`` asks.
-
-A rank that lost everything (restart, flush) gets another bit, and the old one is swept out of the
-table some entries at a time.
+with the next calls of :meth:`PrefixIndex.advance`, for which ``unfinished`` asks. A rank that lost
+everything (restart, flush) gets another bit, and the old one is swept out of the table some entries
+at a time.
 """
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from heapq import heappop, heappush
+from itertools import takewhile
 
 from sglang_sbs.scheduling.events import CacheTier, InstanceId, PrefixSource
 from sglang_sbs.scheduling.prefix.places import NO_HITS, Hits, Place, Rank, Sent
-from sglang_sbs.scheduling.prefix.shared import SharedBlocks, with_shared
 from sglang_sbs.scheduling.prefix.tables import BlockTable, bits_of, slices_of, take_lapsed
 from sglang_sbs.scheduling.prefix.upcoming import Upcoming, UpcomingBlocks
 
@@ -51,6 +53,8 @@ _STEPS = 4_096
 """Of claims, per call; a prompt in pages of one token has more blocks than that."""
 _MOST_CLAIMS = 8
 """Unfinished ones from which on more is done per call, so that they cannot pile up."""
+_STORAGE = 1
+"""The only holder in the table of shared storage."""
 
 
 class PrefixIndex:
@@ -60,11 +64,9 @@ class PrefixIndex:
         """``max_blocks``: bound of the table, some 200 bytes each with hundreds of ranks."""
         self.version = 0
         """Counts changes: what :meth:`find` found before may differ now."""
-        self._device = BlockTable(max_blocks)
-        self._host = BlockTable(max_blocks)
-        self._shared = SharedBlocks(max_blocks)
+        self._device, self._host, self._shared = (BlockTable(max_blocks) for _ in range(3))
         self._places: dict[InstanceId, Place] = {}
-        self._rank_of: dict[int, tuple[Place, int]] = {}
+        self._rank_of: dict[int, Rank] = {}
         """By bit."""
         self._live: dict[int, int] = {}
         """Bits of the ranks in use, by block size."""
@@ -78,7 +80,7 @@ class PrefixIndex:
         """When requests that were sent become visible; a heap."""
         self._upcoming = UpcomingBlocks()
         """Of those that are not visible."""
-        self._lapsing: deque[tuple[float, Place, Rank, Sequence[int]]] = deque()
+        self._lapsing: deque[tuple[float, Rank, Sequence[int]]] = deque()
         self._claiming: deque[Iterator[int]] = deque()
         """Claims that begin or end, by age; each gives the steps it took since asked last."""
         self._watched: dict[int, list[str]] = {}
@@ -89,7 +91,6 @@ class PrefixIndex:
 
     @property
     def pending_requests(self) -> int:
-        """Requests sent and not yet prefilled."""
         return len(self._sent)
 
     @property
@@ -101,11 +102,6 @@ class PrefixIndex:
     def unfinished(self) -> bool:
         """Whether :meth:`advance` has something left to do right now."""
         return bool(self._claiming)
-
-    def source_of(self, instance: InstanceId) -> PrefixSource:
-        """How it is known what the instance has."""
-        place = self._places.get(instance)
-        return "off" if place is None else place.source
 
     # Instances ----------------------------------------------------------------------------
 
@@ -120,46 +116,46 @@ class PrefixIndex:
         shares_storage: bool = False,
     ) -> None:
         """An instance may be used, or changed. One of another shape starts with nothing."""
-        known = self._places.get(instance)
-        capacity_blocks = max(1, (capacity_tokens or DEFAULT_CAPACITY_TOKENS) // block_tokens)
-        if known is not None:
-            shape = (known.source, known.block_tokens, len(known.ranks))
-            if shape == (source, block_tokens, dp_size):
-                known.capacity_blocks = capacity_blocks
-                known.shares_storage = shares_storage
-                self._enable(known)
-                return
+        place = self._places.get(instance)
+        if place is None or place.shape != (source, block_tokens, dp_size):
             self.gone(instance)
-        if source == "off":
-            return
-        place = Place(instance, source, block_tokens, capacity_blocks, [])
+            if source == "off":
+                return
+            place = self._places[instance] = Place(instance, source, block_tokens)
+            place.ranks = [self._new_rank(place, number) for number in range(dp_size)]
+        place.capacity_blocks = max(1, (capacity_tokens or DEFAULT_CAPACITY_TOKENS) // block_tokens)
         place.shares_storage = shares_storage
-        self._places[instance] = place
-        place.ranks = [Rank(self._take_bit(place, rank)) for rank in range(dp_size)]
+        place.is_up = True
+        self._on_ranks_change()
 
     def down(self, instance: InstanceId) -> None:
         """Not to be used for now; what it has is not forgotten."""
         place = self._places.get(instance)
         if place is not None:
-            self._changed()
             place.is_up = False
-            for rank in place.ranks:
-                self._live[place.block_tokens] &= ~rank.bit
+            self._on_ranks_change()
 
     def gone(self, instance: InstanceId) -> None:
         """The instance is not part of the cluster any more."""
         place = self._places.pop(instance, None)
         if place is not None:
             for rank in place.ranks:
-                self._retire(place, rank)
+                self._retire(rank)
+            self._on_ranks_change()
 
     def clear(self, instance: InstanceId, rank: int) -> None:
         """The rank holds nothing (any more), as far as we know."""
-        place = self._places.get(instance)
-        if place is None or not 0 <= rank < len(place.ranks):
-            return
-        self._retire(place, place.ranks[rank])
-        place.ranks[rank] = Rank(self._take_bit(place, rank))
+        held = self._rank(instance, rank)
+        if held is not None:
+            self._retire(held)
+            held.place.ranks[rank] = self._new_rank(held.place, rank)
+            self._on_ranks_change()
+
+    def restarted(self, instance: InstanceId, rank: int) -> None:
+        """Its EndForward has another boot id; without KV events nobody else would say so."""
+        held = self._rank(instance, rank)
+        if held is not None and held.place.source == "approximate":
+            self.clear(instance, rank)
 
     # KV events ----------------------------------------------------------------------------
 
@@ -169,8 +165,8 @@ class PrefixIndex:
         """The rank holds these blocks."""
         held = self._published(instance, rank, blocks, tier)
         if held is not None:
-            self._set(self._device if tier == "device" else self._host, blocks, held.bit)
-            self._share(self._places[instance], blocks)
+            self._set(self._table(tier), blocks, held.bit)
+            self._share(held.place, blocks)
 
     def removed(
         self, instance: InstanceId, rank: int, blocks: Sequence[int], tier: CacheTier = "device"
@@ -178,7 +174,7 @@ class PrefixIndex:
         """The rank evicted these blocks from that tier."""
         held = self._published(instance, rank, blocks, tier)
         if held is not None:
-            self._unset(self._device if tier == "device" else self._host, blocks, held.bit)
+            self.version += self._table(tier).take(blocks, held.bit)
 
     # Requests -----------------------------------------------------------------------------
 
@@ -200,12 +196,7 @@ class PrefixIndex:
         self._upcoming.add(sent)
 
     def prefilled(
-        self,
-        rid: str,
-        now_s: float,
-        *,
-        expected_tokens: int = 0,
-        cached_tokens: int | None = None,
+        self, rid: str, now_s: float, *, expected_tokens: int = 0, cached_tokens: int | None = None
     ) -> None:
         """Its prefill is done.
 
@@ -218,16 +209,15 @@ class PrefixIndex:
         sent = self._sent.get(rid)
         if sent is None:
             return
-        place = sent.place
         held = self._held(sent)
         found_tokens = expected_tokens if cached_tokens is None else cached_tokens
-        if held is not None and place.source == "approximate" and found_tokens < expected_tokens:
-            self._correct(place, sent.rank, found_tokens)
+        if held is not None and found_tokens < expected_tokens:
+            self._correct(held, sent.rank, found_tokens)
         self._show(sent, now_s)
         self._work()
         del self._sent[rid]
-        if held is not None and place.source == "events":
-            self._lapsing.append((now_s + CONFIRMED_S, place, held, sent.blocks))
+        if held is not None and held.place.source == "events":
+            self._lapsing.append((now_s + CONFIRMED_S, held, sent.blocks))
 
     def dropped(self, rid: str) -> None:
         """It ended otherwise; after :meth:`prefilled` this changes nothing."""
@@ -236,10 +226,8 @@ class PrefixIndex:
             return
         if not sent.visible:
             self._upcoming.remove(sent)
-            return
-        held = self._held(sent)
-        if held is not None:
-            self._claiming.append(self._unclaimed(sent.place, held, sent.blocks))
+        elif (held := self._held(sent)) is not None:
+            self._claiming.append(self._unclaimed(held, sent.blocks))
             self._work()
 
     def find(self, blocks: Sequence[int], block_tokens: int, prompt_tokens: int) -> Hits:
@@ -253,14 +241,17 @@ class PrefixIndex:
         for depth, ranks in self._depths(blocks, count, live):
             best = max(best, depth)
             for bit in bits_of(ranks):
-                place, rank = self._rank_of[bit]
+                rank = self._rank_of[bit]
+                place = rank.place
                 hits = by_instance.get(place.id)
                 if hits is None:
                     hits = by_instance[place.id] = [0] * len(place.ranks)
-                hits[rank] = depth * block_tokens
-        if len(self._shared) and (depth := self._shared.depth(blocks, count)):
-            tokens, places = depth * block_tokens, self._places.values()
-            return with_shared(by_instance, best * block_tokens, tokens, block_tokens, places)
+                hits[rank.number] = depth * block_tokens
+        if len(self._shared):
+            stored = self._shared.get
+            depth = bisect_left(range(count), True, key=lambda at: not stored(blocks[at]))
+            if depth:
+                return self._with_shared(by_instance, best * block_tokens, depth, block_tokens)
         return Hits(by_instance, best * block_tokens) if best else NO_HITS
 
     def upcoming(
@@ -283,7 +274,6 @@ class PrefixIndex:
         self._watched.setdefault(block, []).append(rid)
 
     def unwatch(self, block: int, rid: str) -> None:
-        """Not of interest any more."""
         rids = self._watched.get(block)
         if rids is not None and rid in rids:
             rids.remove(rid)
@@ -304,18 +294,14 @@ class PrefixIndex:
                 self._show(sent, now_s)
         lapsing = self._lapsing
         while lapsing and lapsing[0][0] <= now_s:
-            _, place, held, blocks = lapsing.popleft()
-            self._claiming.append(self._unclaimed(place, held, blocks))
+            _, held, blocks = lapsing.popleft()
+            self._claiming.append(self._unclaimed(held, blocks))
         if self._claiming:
             self._work()
         if self._retired or self._sweeping:
             self._sweep()
 
-    # Inside -------------------------------------------------------------------------------
-
-    def _share(self, place: Place, blocks: Sequence[int]) -> None:
-        if place.shares_storage:
-            self.version += self._shared.add(blocks)
+    # What is held -------------------------------------------------------------------------
 
     def _depths(self, blocks: Sequence[int], count: int, live: int) -> list[tuple[int, int]]:
         """Leading blocks and the ranks (bits) that hold exactly so many of them."""
@@ -347,40 +333,64 @@ class PrefixIndex:
             parts.append((middle, mask, high, at_high & mask))
         return depths
 
+    def _with_shared(
+        self, by_instance: dict[InstanceId, list[int]], best: int, depth: int, block_tokens: int
+    ) -> Hits:
+        """What ranks hold, with what those that share storage can get from there."""
+        tokens = depth * block_tokens
+        to_fetch: dict[InstanceId, list[int]] = {}
+        for place in self._places.values():
+            if place.shares_storage and place.is_up and place.block_tokens == block_tokens:
+                own = by_instance.get(place.id) or [0] * len(place.ranks)
+                by_instance[place.id] = [max(mine, tokens) for mine in own]
+                to_fetch[place.id] = [max(0, tokens - mine) for mine in own]
+                best = max(best, tokens)
+        return Hits(by_instance, best, to_fetch)
+
+    def _table(self, tier: CacheTier) -> BlockTable:
+        return self._device if tier == "device" else self._host
+
+    def _set(self, table: BlockTable, blocks: Sequence[int], bit: int) -> None:
+        new, changed = table.add(blocks, bit)
+        self.version += changed
+        if self._watched:
+            for block in new:
+                self._appeared += self._watched.pop(block, ())
+
+    def _share(self, place: Place, blocks: Sequence[int]) -> None:
+        if place.shares_storage:
+            self.version += self._shared.add(blocks, _STORAGE)[1] > 0
+
     def _published(
         self, instance: InstanceId, rank: int, blocks: Sequence[int], tier: CacheTier
     ) -> Rank | None:
         """The rank that published something about these blocks, which settles its claims of them;
         None if it is none to be listened to."""
-        place = self._places.get(instance)
-        if place is None or place.source != "events" or not 0 <= rank < len(place.ranks):
+        held = self._rank(instance, rank)
+        if held is None or held.place.source != "events":
             return None
-        held = place.ranks[rank]
         if tier == "device" and held.claims:
             for block in blocks:
                 held.claims.pop(block, None)
         return held
 
+    # Claims -------------------------------------------------------------------------------
+
     def _held(self, sent: Sent) -> Rank | None:
-        """The rank a request went to, if it is still the same."""
-        place = sent.place
-        if self._places.get(place.id) is not place or not 0 <= sent.rank < len(place.ranks):
-            return None
-        return place.ranks[sent.rank]
+        """The rank a request went to, unless the instance is another one now."""
+        held = self._rank(sent.place.id, sent.rank)
+        return held if held is not None and held.place is sent.place else None
 
     def _show(self, sent: Sent, now_s: float) -> None:
-        """Claim the blocks of a request for its rank."""
         if not sent.visible:
             sent.visible = True
             self._upcoming.remove(sent)
         held = self._held(sent)
-        if held is None:
-            return
-        claim = self._claimed if sent.place.source == "events" else self._presumed
-        self._claiming.append(claim(sent.place, held, sent.blocks, now_s))
+        if held is not None:
+            claim = self._claimed if held.place.source == "events" else self._presumed
+            self._claiming.append(claim(held, sent.blocks, now_s))
 
     def _work(self) -> None:
-        """Go on with the oldest claims."""
         steps = _STEPS * (1 + len(self._claiming) // _MOST_CLAIMS)
         while self._claiming and steps > 0:
             took = next(self._claiming[0], None)
@@ -389,26 +399,18 @@ class PrefixIndex:
             else:
                 steps -= took
 
-    def _claimed(
-        self, place: Place, held: Rank, blocks: Sequence[int], now_s: float
-    ) -> Iterator[int]:
+    def _claimed(self, held: Rank, blocks: Sequence[int], now_s: float) -> Iterator[int]:
         """The rank will publish these blocks."""
-        for part in slices_of(blocks):
-            if not self._is_current(place, held):
-                return
+        for part in self._parts_of(held, slices_of(blocks)):
             new = [block for block in part if not self._device.get(block) & held.bit]
             self._set(self._device, new, held.bit)
             held.claims.update(dict.fromkeys(new, now_s))
             yield len(part)
 
-    def _presumed(
-        self, place: Place, held: Rank, blocks: Sequence[int], now_s: float
-    ) -> Iterator[int]:
+    def _presumed(self, held: Rank, blocks: Sequence[int], now_s: float) -> Iterator[int]:
         """The rank has these blocks now, and will not publish that."""
-        claims = held.claims
-        for part in slices_of(blocks):
-            if not self._is_current(place, held):
-                return
+        place, claims = held.place, held.claims
+        for part in self._parts_of(held, slices_of(blocks)):
             self._set(self._device, part, held.bit)
             self._share(place, part)
             yield len(part)
@@ -419,74 +421,65 @@ class PrefixIndex:
             claims.update(dict.fromkeys(reversed(part), now_s + APPROXIMATE_TTL_S))
             yield len(part)
         while lapsed := take_lapsed(claims, now_s, place.capacity_blocks):
-            if not self._is_current(place, held):
+            if self._rank_of.get(held.bit) is not held:
                 return
-            self._unset(self._device, lapsed, held.bit)
+            self.version += self._device.take(lapsed, held.bit)
             yield len(lapsed)
 
-    def _correct(self, place: Place, rank: int, cached_tokens: int) -> None:
-        """An approximate rank had less than was claimed."""
+    def _unclaimed(self, held: Rank, blocks: Sequence[int]) -> Iterator[int]:
+        """Take back what was claimed of these blocks and never published."""
+        claims = held.claims
+        # The end first: what is left of a prompt is its beginning.
+        for part in self._parts_of(held, reversed(slices_of(blocks))):
+            mine = [block for block in part if block in claims]
+            for block in mine:
+                del claims[block]
+            self.version += self._device.take(mine, held.bit)
+            yield len(part)
+
+    def _correct(self, held: Rank, rank: int, cached_tokens: int) -> None:
+        """A rank had less than was claimed; with events they say so themselves."""
+        place = held.place
+        if place.source != "approximate":
+            return
         if cached_tokens < place.block_tokens:
             self.clear(place.id, rank)  # a restart or a flush
         else:
             # It evicts earlier than its capacity says: other things take space as well.
-            place.capacity_blocks = max(1, len(place.ranks[rank].claims) * 9 // 10)
+            place.capacity_blocks = max(1, len(held.claims) * 9 // 10)
 
-    def _unclaimed(self, place: Place, held: Rank, blocks: Sequence[int]) -> Iterator[int]:
-        """Take back what was claimed of these blocks and never published."""
-        claims = held.claims
-        # The end first: what is left of a prompt is its beginning.
-        for part in reversed(slices_of(blocks)):
-            if not self._is_current(place, held):
-                return
-            mine = [block for block in part if block in claims]
-            for block in mine:
-                del claims[block]
-            self._unset(self._device, mine, held.bit)
-            yield len(part)
+    # Ranks and their bits -----------------------------------------------------------------
 
-    def _is_current(self, place: Place, held: Rank) -> bool:
-        """Whether that is still the rank: its bit may be another one's now."""
-        known, rank = self._rank_of.get(held.bit, (None, 0))
-        return known is place and place.ranks[rank] is held
+    def _rank(self, instance: InstanceId, rank: int) -> Rank | None:
+        place = self._places.get(instance)
+        return place.ranks[rank] if place is not None and 0 <= rank < len(place.ranks) else None
 
-    def _set(self, table: BlockTable, blocks: Sequence[int], bit: int) -> None:
-        new, changed = table.add(blocks, bit)
-        self.version += changed
-        if self._watched:
-            for block in new:
-                self._appeared += self._watched.pop(block, ())
-
-    def _unset(self, table: BlockTable, blocks: Sequence[int], bits: int) -> None:
-        self.version += table.take(blocks, bits)
-
-    def _take_bit(self, place: Place, rank: int) -> int:
+    def _new_rank(self, place: Place, number: int) -> Rank:
         if self._free_bits:
             bit = self._free_bits.pop()
         else:
             bit = self._next_bit
             self._next_bit <<= 1
-        self._rank_of[bit] = place, rank
-        live = self._live.get(place.block_tokens, 0)
-        self._live[place.block_tokens] = live | bit if place.is_up else live
-        return bit
+        rank = self._rank_of[bit] = Rank(place, number, bit)
+        return rank
 
-    def _changed(self) -> None:
-        """Which ranks are in use."""
+    def _retire(self, rank: Rank) -> None:
+        del self._rank_of[rank.bit]
+        self._retired |= rank.bit
+
+    def _on_ranks_change(self) -> None:
+        """Other ranks are in use now."""
         self.version += 1
         self._upcoming.version += 1
+        self._live = {}
+        for place in self._places.values():
+            if place.is_up:
+                bits = sum(rank.bit for rank in place.ranks)
+                self._live[place.block_tokens] = self._live.get(place.block_tokens, 0) | bits
 
-    def _enable(self, place: Place) -> None:
-        self._changed()
-        place.is_up = True
-        for rank in place.ranks:
-            self._live[place.block_tokens] |= rank.bit
-
-    def _retire(self, place: Place, rank: Rank) -> None:
-        self._changed()
-        self._rank_of.pop(rank.bit)
-        self._live[place.block_tokens] &= ~rank.bit
-        self._retired |= rank.bit
+    def _parts_of(self, held: Rank, parts: Iterable[Sequence[int]]) -> Iterator[Sequence[int]]:
+        """These, as long as that is still the rank: its bit may be another one's now."""
+        return takewhile(lambda _: self._rank_of.get(held.bit) is held, parts)
 
     def _sweep(self) -> None:
         if not self._sweeping:
@@ -495,7 +488,7 @@ class PrefixIndex:
         some = self._to_sweep[-_SWEEP:]
         del self._to_sweep[-_SWEEP:]
         for table in (self._device, self._host):
-            self._unset(table, some, self._sweeping)
+            self.version += table.take(some, self._sweeping)
         if not self._to_sweep:
             self._free_bits += bits_of(self._sweeping)
             self._sweeping = 0

@@ -24,25 +24,32 @@ NO_HITS = Hits({}, 0)
 
 
 @dataclass(slots=True)
-class Rank:
-    """A DP rank, until it loses everything."""
-
-    bit: int
-    claims: OrderedDict[int, float] = field(default_factory=OrderedDict)
-    """Blocks that nobody published, with the time when they lapse; oldest claim first."""
-
-
-@dataclass(slots=True)
 class Place:
     """One instance."""
 
     id: InstanceId
     source: PrefixSource
     block_tokens: int
-    capacity_blocks: int
-    ranks: list[Rank]
+    ranks: list[Rank] = field(default_factory=list)
+    capacity_blocks: int = 1
     is_up: bool = True
     shares_storage: bool = False
+
+    @property
+    def shape(self) -> tuple[PrefixSource, int, int]:
+        """What cannot change while it keeps what it has."""
+        return self.source, self.block_tokens, len(self.ranks)
+
+
+@dataclass(slots=True, eq=False)
+class Rank:
+    """A DP rank, until it loses everything."""
+
+    place: Place
+    number: int
+    bit: int
+    claims: OrderedDict[int, float] = field(default_factory=OrderedDict)
+    """Blocks that nobody published, with the time when they lapse; oldest claim first."""
 
 
 @dataclass(slots=True)

@@ -1,7 +1,4 @@
-"""Tables of many blocks: worked through in parts, and kept within bounds.
-
-Owns what :mod:`.index` does to a whole table or list. Must not know ranks or requests.
-"""
+"""Tables of many blocks: worked through in parts, and kept within bounds."""
 
 from __future__ import annotations
 

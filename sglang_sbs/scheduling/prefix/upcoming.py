@@ -1,10 +1,8 @@
-"""Blocks that ranks are computing right now: who shares a prefix with a request on its way.
-
-Must not know which ranks hold what.
-"""
+"""Blocks that ranks are computing right now: who shares a prefix with a request on its way."""
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
@@ -33,19 +31,15 @@ class UpcomingBlocks:
         self._by_root: dict[int, list[Sent]] = {}
 
     def add(self, sent: Sent) -> None:
-        """It was sent."""
         self._by_root.setdefault(sent.blocks[0], []).append(sent)
         self.version += 1
 
     def remove(self, sent: Sent) -> None:
-        """It can be found, or ended."""
         self.version += 1
         root = sent.blocks[0]
-        others = [one for one in self._by_root.get(root, ()) if one is not sent]
+        others = [one for one in self._by_root.pop(root, ()) if one is not sent]
         if others:
             self._by_root[root] = others
-        else:
-            self._by_root.pop(root, None)
 
     def begins_like(self, blocks: Sequence[int]) -> bool:
         """Whether anybody has the first of these blocks."""
@@ -59,11 +53,5 @@ class UpcomingBlocks:
 
 def shared_blocks(one: Sequence[int], other: Sequence[int], most: int) -> int:
     """How many blocks two prompts have in common. A block names all before it, so by halving."""
-    low, high = 0, min(len(one), len(other), most)
-    while low < high:
-        middle = (low + high + 1) // 2
-        if one[middle - 1] == other[middle - 1]:
-            low = middle
-        else:
-            high = middle - 1
-    return low
+    shared = range(min(len(one), len(other), most))
+    return bisect_left(shared, True, key=lambda at: one[at] != other[at])

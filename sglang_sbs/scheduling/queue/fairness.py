@@ -110,7 +110,6 @@ class TenantTurns:
             self._now = 0.0
 
     def charge(self, request: Request) -> None:
-        """A waiting request is about to be served."""
         served = self._served[request.tenant]
         self._now = max(self._now, served)
         self._served[request.tenant] = served + self._price(request)

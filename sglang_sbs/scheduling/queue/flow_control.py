@@ -1,8 +1,4 @@
-"""Who is refused instead of being queued, and what it is told.
-
-Owns the limits of the queue and N_limit's consequence (Algorithm 2). Must not know how long anybody
-waits in it, or the policy.
-"""
+"""Who is refused instead of being queued, and what it is told."""
 
 from __future__ import annotations
 

@@ -52,11 +52,7 @@ class Urgency:
     """Turns priority and SLO into seconds of waiting."""
 
     def __init__(self, interval: IntervalController, step_s: float) -> None:
-        """
-        Args:
-            interval: knows the mean forward time.
-            step_s: what a level of priority is worth, at least.
-        """
+        """``step_s``: what a level of priority is worth, at least."""
         self._interval = interval
         self._least_step_s = step_s
         self._last_shift_s = 0.0
@@ -67,7 +63,6 @@ class Urgency:
 
     @property
     def step_s(self) -> float:
-        """What a level of priority is worth now."""
         return max(self._least_step_s, STEP_PASSES * self._interval.mean_forward_s)
 
     def matters(self, now_s: float) -> bool:

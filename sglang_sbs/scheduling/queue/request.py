@@ -1,12 +1,8 @@
-"""The queue of requests that wait, and how one enters it.
-
-Owns arrival order, the policy's order, deadlines and the pending/new distinction of Algorithm 2.
-Must not know instances or how a request is placed.
-"""
+"""The queue of requests that wait, and how one enters it."""
 
 from __future__ import annotations
 
-import heapq
+import math
 from bisect import bisect_left, insort
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
@@ -16,12 +12,6 @@ from sglang_sbs.scheduling.prefix.index import PrefixIndex
 from sglang_sbs.scheduling.queue.fairness import MOST_TENANT_CHARS, TenantTurns
 from sglang_sbs.scheduling.queue.priority import clamped_priority, clamped_slo_s
 from sglang_sbs.scheduling.request import Request
-
-_SPARE_ENTRIES = 64
-"""Of a heap, of requests that are gone, before it is cleared of them."""
-
-_Heap = list[tuple[float, int, str]]
-"""What it is ordered by, then a request's order and rid."""
 
 
 def arrived(event: RequestArrived, order: int, now_s: float, timeout_s: float) -> Request:
@@ -61,9 +51,9 @@ class RequestQueue:
     """Uncached prompt tokens waiting."""
     _requests: dict[str, Request] = field(default_factory=dict)
     _ordered: list[tuple[float, int, Request]] = field(default_factory=list)
-    _deadlines: _Heap = field(default_factory=list)
-    _longest: _Heap = field(default_factory=list)
-    """By prompt tokens (negative)."""
+    _deadlines: list[tuple[float, int, Request]] = field(default_factory=list)
+    _lengths: list[tuple[int, int]] = field(default_factory=list)
+    """Prompt tokens and order of each."""
     _over_limit: set[str] = field(default_factory=set)
     _watches: dict[str, int] = field(default_factory=dict)
     """The first block of a prompt that nobody has."""
@@ -89,11 +79,11 @@ class RequestQueue:
         if self.turns.active or request.tenant:
             self._share(request)
         insort(self._ordered, (request.key, request.order, request))
+        insort(self._deadlines, (request.deadline_s, request.order, request))
+        insort(self._lengths, (request.prompt_tokens, request.order))
         self.tokens += request.uncached_tokens
         if request.blocks:
             self._watch(request)
-        self._push(self._deadlines, request.deadline_s, request)
-        self._push(self._longest, -request.prompt_tokens, request)
 
     def remove(self, rid: str) -> Request | None:
         """Take out a request, wherever it stands; None if it does not wait here."""
@@ -103,7 +93,10 @@ class RequestQueue:
             self._over_limit.discard(rid)
             if self.prefix is not None and rid in self._watches:
                 self.prefix.unwatch(self._watches.pop(rid), rid)
-            del self._ordered[bisect_left(self._ordered, (request.key, request.order))]
+            order = request.order
+            del self._ordered[bisect_left(self._ordered, (request.key, order))]
+            del self._deadlines[bisect_left(self._deadlines, (request.deadline_s, order))]
+            del self._lengths[bisect_left(self._lengths, (request.prompt_tokens, order))]
             if self.turns.active:
                 self.turns.remove(request)
         return request
@@ -131,7 +124,6 @@ class RequestQueue:
 
     @property
     def oldest(self) -> Request | None:
-        """The request that has waited longest."""
         return next(iter(self), None)
 
     def in_order(self) -> Iterator[Request]:
@@ -209,40 +201,18 @@ class RequestQueue:
     @property
     def longest_prompt_tokens(self) -> int:
         """Prompt tokens of the longest that waits, cached or not."""
-        longest = self._top(self._longest)
-        return int(-longest) if longest is not None else 0
+        return self._lengths[-1][0] if self._lengths else 0
 
     def next_deadline_s(self) -> float | None:
-        """The earliest deadline of a waiting request."""
-        return self._top(self._deadlines)
+        return self._deadlines[0][0] if self._deadlines else None
 
     def expired(self, now_s: float) -> list[Request]:
         """Remove and return the requests whose deadline has passed."""
-        out = []
-        while (deadline_s := self.next_deadline_s()) is not None and deadline_s <= now_s:
-            request = self.remove(heapq.heappop(self._deadlines)[2])
-            if request is not None:
-                out.append(request)
-        return out
-
-    def _push(self, heap: _Heap, key: float, request: Request) -> None:
-        """Enter one that waits. Those that left stay in a heap until they come to its top, which
-        not everybody asks for, or until they are most of it."""
-        if len(heap) > 2 * len(self._requests) + _SPARE_ENTRIES:
-            heap[:] = [entry for entry in heap if self._waits(entry)]
-            heapq.heapify(heap)
-        heapq.heappush(heap, (key, request.order, request.rid))
-
-    def _top(self, heap: _Heap) -> float | None:
-        """The smallest key of one that waits."""
-        while heap and not self._waits(heap[0]):
-            heapq.heappop(heap)
-        return heap[0][0] if heap else None
-
-    def _waits(self, entry: tuple[float, int, str]) -> bool:
-        """Whether it is of a request that waits, not of an earlier one of the same name."""
-        request = self._requests.get(entry[2])
-        return request is not None and request.order == entry[1]
+        ends = bisect_left(self._deadlines, (now_s, math.inf))
+        over = [request for _, _, request in self._deadlines[:ends]]
+        for request in over:
+            self.remove(request.rid)
+        return over
 
     def count_batch(self, passed_over: Iterable[Request], instances: int, n_limit: int) -> None:
         """Phase 3 of Algorithm 2, for what could have been in a batch and was not.
