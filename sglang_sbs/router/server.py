@@ -57,7 +57,6 @@ from sglang_sbs.scheduling.events import InstanceRole
 logger = logging.getLogger(__name__)
 
 _BACKLOG = 4096
-_FLUSH_S = 1.0
 _SOON_S = 0.2
 _LAST_WORDS_S = 5.0
 """At the end: for aborted requests to say so, and for clients to take it."""
@@ -93,7 +92,6 @@ class RouterServer:
         self.draining = False
         self.started_at = int(time.time())
         self.port = options.port
-        self.prometheus_port = options.prometheus_port
         self.endforward_endpoint: str | None = None
         self._scheduler = scheduler
         self._file_limit = 0
@@ -111,12 +109,11 @@ class RouterServer:
         give_back_large_blocks()
         self._build()
         try:
-            parser_log = ParserLog(self.metrics.malformed_request)
             self._runner = web.AppRunner(
                 Surface(self).application(),
                 handler_cancellation=True,
                 access_log=None,
-                logger=parser_log,
+                logger=ParserLog(self.metrics.malformed.inc),
                 auto_decompress=False,
                 max_line_size=MAX_HEAD_LINE_BYTES,
                 max_field_size=MAX_HEAD_LINE_BYTES,
@@ -124,18 +121,14 @@ class RouterServer:
                 read_bufsize=READ_BYTES,
                 shutdown_timeout=_LAST_WORDS_S,
             )
-            self._metrics_port = MetricsPort(
-                self._metrics_page, self.metrics.malformed_request, _LAST_WORDS_S
-            )
             # Before the port opens: a front end takes no requests it has no scheduler for.
             self.endforward_endpoint = await self._schedulers.start()
             self.port = await self._listen(self._runner)
-            await self._open_metrics(self._metrics_port)
+            await self._open_metrics()
         except BaseException:
             await self.stop(grace_s=0.0)
             raise
         self.tokenizers.start()
-        self._tasks.append(asyncio.create_task(self._flush_log()))
 
     def _build(self) -> None:
         options = self.options
@@ -147,7 +140,8 @@ class RouterServer:
         self.registry = self._schedulers.registry
         self.dispatcher = self._schedulers.dispatcher
         self.dashboard = Dashboard(self._schedulers.feed)
-        self.lengths = PromptLengths(self.metrics.length_missed)
+        missed = self.metrics.length_error
+        self.lengths = PromptLengths(lambda relative: missed.observe(abs(relative)))
         self.lanes = Lanes()
         self.lanes.begin()
         self._build_prompts(self.tokenizer)
@@ -325,23 +319,30 @@ class RouterServer:
 
     # Metrics ----------------------------------------------------------------------------------
 
-    async def _open_metrics(self, port: MetricsPort) -> None:
+    @property
+    def prometheus_port(self) -> int:
+        return self._metrics_port.port if self._metrics_port is not None else 0
+
+    async def _open_metrics(self) -> None:
         """The scheduler process shows those of all; a front end far from it has its own page, too,
         and serves clients without it."""
-        host, number = self.options.prometheus_host, self.options.prometheus_port
-        if self.options.several.apart:
+        options, apart = self.options, self.options.several.apart
+        if options.role == "front-end" and not apart:
+            return
+        number, pages = options.prometheus_port, {"/metrics": self._metrics_page}
+        if apart and number:
             # After the scheduler's, which may be on this machine, and asks nobody to make room.
-            number = self.prometheus_port = min(number + 1, 65535) if number else 0
-            opening = asyncio.create_task(port.open_when_free(host, number, self._metrics_opened))
+            number = min(number + 1, 65535)
+        malformed = self.metrics.malformed.inc
+        port = MetricsPort(options.prometheus_host, number, pages, malformed, _LAST_WORDS_S)
+        self._metrics_port = port
+        if apart:
+            opening = asyncio.create_task(port.open_when_free())
             self._tasks.append(opening)
             # It is said at the start where they are.
             await asyncio.wait({opening}, timeout=_SOON_S)
-        elif self.options.role != "front-end":
-            with naming_port("--prometheus-port", host, number):
-                self._metrics_opened(await port.open(host, number))
-
-    def _metrics_opened(self, port: int) -> None:
-        self.prometheus_port = port
+        else:
+            await port.open()
 
     async def _metrics_page(self, _request: web.Request) -> web.Response:
         return page_of(self.metrics.render())
@@ -359,11 +360,6 @@ class RouterServer:
         sessions = {worker.url: held.get(worker.url, 0) for worker in self.registry}
         about = "Conversations in flight"
         yield gauge("smg_worker_routing_keys_active", about, sessions, "worker")
-
-    async def _flush_log(self) -> None:
-        while True:
-            await asyncio.sleep(_FLUSH_S)
-            self.dispatcher.flush_log()
 
 
 def raise_file_limit() -> int:

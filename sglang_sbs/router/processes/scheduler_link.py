@@ -14,10 +14,6 @@ waits for a decision then is placed by the fallback at once. Alone becomes conne
 :class:`Welcome`: everything in flight is announced with its placement (:class:`Adopted`), so that
 a restarted scheduler knows it and one that merely stalled forgets what it believed.
 
-Going alone takes a fallback, a new line and telling others. None of these may be missing for ever:
-a step that fails (no descriptors are left, say) is tried again at every tick, and the others do not
-wait for it.
-
 Each session is a socket of its own: what was under way in the old one cannot reach the new one, in
 either direction. Whom it is with is the business of a
 :class:`~.leading.scheduler_choice.SchedulerChoice`. What is said in an earlier term than the latest
@@ -43,20 +39,11 @@ from sglang_sbs.router.assignment.scheduler_driver import (
 )
 from sglang_sbs.router.processes import messages
 from sglang_sbs.router.processes.calls import Calls, no_scheduler
-from sglang_sbs.router.processes.leading.followed import Followed, LeadView
-from sglang_sbs.router.processes.leading.scheduler_choice import SchedulerChoice
+from sglang_sbs.router.processes.leading.scheduler_choice import LeadView, SchedulerChoice
 from sglang_sbs.router.processes.leading.scouts import Line
 from sglang_sbs.router.processes.messages import MAX_ADOPTED, OLDEST, VERSION
 from sglang_sbs.router.processes.mirrored_registry import MirroredRegistry
-from sglang_sbs.router.processes.retried_steps import Undone
-from sglang_sbs.scheduling.events import (
-    BlocksCleared,
-    Event,
-    PrefillDone,
-    RequestAdopted,
-    RequestArrived,
-    RequestEnded,
-)
+from sglang_sbs.scheduling.events import Event, RequestAdopted, RequestArrived
 
 logger = logging.getLogger(__name__)
 
@@ -113,12 +100,15 @@ class SchedulerLink(Assigner):
         self._calls: Calls[messages.Done] = Calls()
         self.fenced = 0
         """Messages of schedulers that were replaced."""
-        self._followed = Followed()
         self._pump: SchedulerPump | None = None
         self._snapshot: Any = None
         self._errors = 0
         self._line: Line | None = None
-        self._undone = Undone("doing without the scheduler")
+        self._line_is_over = False
+        """It is to be replaced."""
+        self._told_alone = False
+        self._failures: set[str] = set()
+        """Of steps of :meth:`_do_without`, logged already."""
         self._welcome = asyncio.Event()
         self._ticker: asyncio.Task[None] | None = None
         self._heard_s = 0.0
@@ -149,7 +139,7 @@ class SchedulerLink(Assigner):
         if self._pump is not None:
             self._pump.submit(event)
 
-    def _say(self, event: RequestArrived | PrefillDone | RequestEnded | BlocksCleared) -> None:
+    def _say(self, event: messages.OfRequests) -> None:
         if self._pump is not None:
             self._pump.submit(event)
         elif not self.tell(event):
@@ -178,18 +168,36 @@ class SchedulerLink(Assigner):
     def _lose(self, why: str) -> None:
         if not self.connected:
             return
-        logger.warning(
-            "lost the scheduler (%s): placing requests at once, %d wait", why, self.waiting
-        )
-        self._go_alone(self._new_line)
+        told = "lost the scheduler (%s): placing requests at once, %d wait"
+        logger.warning(told, why, self.waiting)
+        self._line_is_over = True
+        self._go_alone()
 
-    def _go_alone(self, *more: Callable[[], None]) -> None:
-        """Raises nothing; ``more`` is what this time takes besides the usual steps."""
-        self.connected = False
+    def _go_alone(self) -> None:
+        """Raises nothing."""
+        self.connected = self._told_alone = False
         self.times_alone += 1
         self._welcome.clear()
         self._calls.give_up()
-        self._undone.begin(self._place_alone, *more, self._tell_alone)
+        self._do_without()
+
+    def _do_without(self) -> None:
+        """Take a fallback, a new line, and tell others. Raises nothing: a step that fails (no
+        descriptors are left, say) is taken at the next beat, and the others do not wait for it."""
+        steps = {
+            self._place_alone: self._pump is None,
+            self._new_line: self._line is None or self._line_is_over,
+            self._tell_alone: not self._told_alone,
+        }
+        failures: set[str] = set()
+        for step in [step for step, is_left in steps.items() if is_left]:
+            try:
+                step()
+            except Exception as error:
+                if repr(error) not in self._failures | failures:
+                    logger.exception("doing without the scheduler: a step failed, trying again")
+                failures.add(repr(error))
+        self._failures = self._failures | failures if failures else failures
 
     def _place_alone(self) -> None:
         """Let the fallback place requests, those that wait first."""
@@ -235,6 +243,7 @@ class SchedulerLink(Assigner):
 
     def _tell_alone(self) -> None:
         self._alone_changed(True)
+        self._told_alone = True
 
     def _welcomed(self, welcome: messages.Welcome) -> None:
         if self.connected or self._line is None:
@@ -253,14 +262,14 @@ class SchedulerLink(Assigner):
         if not OLDEST <= welcome.version <= VERSION:
             logger.error("the scheduler speaks version %d: run the same release", welcome.version)
             return
-        if self._followed.boot_id == welcome.scheduler:
+        if self._choice.boot_id == welcome.scheduler:
             self._patience_s = min(2 * self._patience_s, _LOST_AFTER_AT_MOST_S)
         else:
             self._patience_s = LOST_AFTER_S
-        found = self._followed.found(welcome, self._choice.target)
+        found = self._choice.found(welcome)
         self._found_s = self._loop.time()
         self.connected = True
-        self._undone.clear()
+        self._failures.clear()
         self._leave_pump()
         self._registry.follow(welcome.workers)
         placed = self._placed()
@@ -279,7 +288,7 @@ class SchedulerLink(Assigner):
     def _new_line(self) -> None:
         """A new session. Raises what connecting does: then there is no line."""
         # The old one first: it has descriptors that the new one needs.
-        before, self._line = self._line, None
+        before, self._line, self._line_is_over = self._line, None, False
         if before is not None:
             before.close()
         line: Line
@@ -289,6 +298,10 @@ class SchedulerLink(Assigner):
                 self._received(message)
 
         self._line = line = self._choice.connect(take)
+
+    def _connect_anew(self, why: str) -> None:
+        self._line_is_over = True
+        self._lose(why)
 
     async def _tick(self) -> None:
         last_s = self._loop.time()
@@ -300,20 +313,15 @@ class SchedulerLink(Assigner):
                 self._beat(now_s, stalled=stalled)
             except Exception:
                 logger.exception("heartbeat failed")
-                if self.connected:
-                    self._lose("the line to it failed")
-                else:
-                    self._undone.add(self._new_line)
+                self._connect_anew("the line to it failed")
 
     def _beat(self, now_s: float, *, stalled: bool) -> None:
         if self._line is not None:
             self._line.drain()
         if why := self._choice.look(served=self.connected):
-            if self.connected:
-                self._lose(why)
-            else:
-                self._undone.add(self._new_line)
-        self._undone.carry_on()
+            self._connect_anew(why)
+        if not self.connected:
+            self._do_without()
         if self._line is None:
             return
         if not self.connected:
@@ -321,12 +329,12 @@ class SchedulerLink(Assigner):
                 version=VERSION,
                 front_end=self._id,
                 name=self._name,
-                scheduler=self._followed.boot_id,
+                scheduler=self._choice.boot_id,
                 workers=self._registry.states(),
                 oldest=OLDEST,
                 release=__version__,
                 term=self._choice.term,
-                last_term=self._followed.term,
+                last_term=self._choice.last_term,
             )
             self._line.tell(hello)
         elif stalled:
@@ -371,7 +379,7 @@ class SchedulerLink(Assigner):
                     self._decided(command)
             case messages.Cluster():
                 self._registry.follow(message.workers)
-                self._followed.said(message)
+                self._choice.said(message)
                 if message.snapshot is not None:
                     self._snapshot = message.snapshot
             case messages.DashboardFrame():
@@ -397,13 +405,7 @@ class SchedulerLink(Assigner):
         return self._snapshot if self._pump is None else self._pump.snapshot()
 
     def lead(self) -> LeadView:
-        return self._followed.view(
-            *(self._choice.target, self._choice.term, self.times_alone - 1),
-            connected=self.connected,
-        )
-
-    def flush_log(self) -> None:
-        """The scheduler process keeps the log."""
+        return self._choice.view(self.times_alone - 1, connected=self.connected)
 
     def close(self) -> None:
         if self._ticker is not None:

@@ -15,8 +15,6 @@ class Line(Protocol):
     """One session with a scheduler process, as who speaks through it sees it:
     :class:`~sglang_sbs.router.processes.sockets.FrontEndSocket`."""
 
-    malformed: int
-
     def tell(self, message: ToScheduler) -> bool:
         """False if no scheduler takes it."""
 
