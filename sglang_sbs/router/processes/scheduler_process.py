@@ -100,7 +100,7 @@ class SchedulerProcess:
             self._watch,
             self._sockets.tell,
             Scheduler(options.scheduler),
-            lead=self.lead,
+            self.lead,
             observer=self.metrics,
             event_log=log,
             watch_dashboard=lambda who, asked: self._leases.ask(who, asked),  # noqa: PLW0108

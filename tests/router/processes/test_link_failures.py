@@ -107,11 +107,11 @@ async def test_whatever_step_of_going_alone_fails_all_of_them_are_taken_in_the_e
     waiting = front_end.ask("waiting")
     await until(lambda: side.books[0] == 1)
     owner, name = {
-        "connect": (link._choice, "connect"),
+        "connect": (link.choice, "connect"),
         "close": (link._line, "close"),
-        "fallback": (link, "_fallback"),
+        "fallback": (link, "fallback"),
         "books": (front_end.registry, "announcements"),
-        "alone changed": (link, "_alone_changed"),
+        "alone changed": (link, "alone_changed"),
     }[step]
     monkeypatch.setattr(owner, name, failing(2, getattr(owner, name)))
     world.crash()
