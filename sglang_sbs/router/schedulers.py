@@ -20,16 +20,10 @@ from sglang_sbs.router.assignment.scheduler_driver import Dispatcher, SchedulerL
 from sglang_sbs.router.errors import RouterError
 from sglang_sbs.router.metric_families import gauge, total
 from sglang_sbs.router.options.router_options import RouterOptions
+from sglang_sbs.router.processes import messages
 from sglang_sbs.router.processes.dashboard_feed import RemoteFeed
 from sglang_sbs.router.processes.leading.scheduler_choice import LeadView, SchedulerChoice
 from sglang_sbs.router.processes.leading.scouts import Line
-from sglang_sbs.router.processes.messages import (
-    AbortElsewhere,
-    AddWorker,
-    FromScheduler,
-    RemoveWorker,
-    UpdateWorker,
-)
 from sglang_sbs.router.processes.mirrored_registry import MirroredRegistry
 from sglang_sbs.router.processes.scheduler_link import SchedulerLink
 from sglang_sbs.router.processes.sockets import FrontEndSocket
@@ -110,13 +104,12 @@ class OwnScheduler(Schedulers):
         :class:`~sglang_sbs.router.workers.worker.WorkerEvents`."""
         log = EventLogWriter(options.event_log, options.scheduler) if options.event_log else None
         self._metrics = metrics
-        dispatcher = Dispatcher(
+        self.dispatcher = dispatcher = Dispatcher(
             scheduler or Scheduler(options.scheduler),
             observer=metrics,
             event_log=log,
             give_up_s=options.scheduler.default_timeout_s + OVERDUE_S,
         )
-        self.dispatcher = dispatcher
         self._times = dispatcher.pump.times
         self._watch = Watch(options, dispatcher.submit, find_owner, metrics, session, silenced)
         self.registry = self._watch.registry
@@ -170,7 +163,7 @@ class RemoteScheduler(Schedulers):
         self._monitor: Monitor | None = None
         self._closed = False
 
-        def dial(endpoint: str, receive: Callable[[FromScheduler], None]) -> Line:
+        def dial(endpoint: str, receive: Callable[[messages.FromScheduler], None]) -> Line:
             return FrontEndSocket(endpoint, options.several.keys, receive)
 
         # What is made later is looked up when it is called.
@@ -205,21 +198,21 @@ class RemoteScheduler(Schedulers):
         return None
 
     async def add_worker(self, url: str, role: InstanceRole, bootstrap_port: int | None) -> Worker:
-        wanted = AddWorker(url=url, role=role, bootstrap_port=bootstrap_port)
+        wanted = messages.AddWorker(url=url, role=role, bootstrap_port=bootstrap_port)
         worker = self.registry.by_id((await self._link.ask(wanted)).worker_id)
         if worker is None:
             raise RouterError(503, "scheduler_unavailable", "the scheduler was lost meanwhile")
         return worker
 
     async def remove_worker(self, worker: Worker) -> None:
-        await self._change(worker, RemoveWorker(worker_id=worker.id))
+        await self._change(worker, messages.RemoveWorker(worker_id=worker.id))
 
     async def update_worker(self, worker: Worker) -> None:
         id_, priority, cost, labels = worker.id, worker.priority, worker.cost, worker.labels
-        now = UpdateWorker(worker_id=id_, priority=priority, cost=cost, labels=labels)
+        now = messages.UpdateWorker(worker_id=id_, priority=priority, cost=cost, labels=labels)
         await self._change(worker, now)
 
-    async def _change(self, worker: Worker, change: RemoveWorker | UpdateWorker) -> None:
+    async def _change(self, worker: Worker, change: messages.Change) -> None:
         try:
             await self._link.ask(change)
         except ValueError:
@@ -227,7 +220,7 @@ class RemoteScheduler(Schedulers):
 
     async def abort_elsewhere(self, rid: str) -> int:
         try:
-            return (await self._link.ask(AbortElsewhere(rid=rid))).count
+            return (await self._link.ask(messages.AbortElsewhere(rid=rid))).count
         except RouterError:
             logger.warning("without the scheduler only this front end's requests are aborted")
             return 0

@@ -13,7 +13,6 @@ from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
-import aiohttp
 import msgspec
 from aiohttp import web
 from prometheus_client.core import Metric
@@ -21,16 +20,8 @@ from prometheus_client.core import Metric
 from sglang_sbs.dashboard.pages import Dashboard
 from sglang_sbs.plain_words import counted, naming_port
 from sglang_sbs.router.api.surface import Surface
-from sglang_sbs.router.assignment.assigner import Assigner
 from sglang_sbs.router.assignment.scheduler_driver import SchedulerLike
-from sglang_sbs.router.client.intake import (
-    KEEP_ALIVE_S,
-    MAX_HEAD_LINE_BYTES,
-    READ_BYTES,
-    Doorman,
-    Gate,
-    ParserLog,
-)
+from sglang_sbs.router.client import intake
 from sglang_sbs.router.engines.connection_pool import Pool
 from sglang_sbs.router.lanes import Lanes
 from sglang_sbs.router.memory import give_back_large_blocks
@@ -50,9 +41,7 @@ from sglang_sbs.router.schedulers import OwnScheduler, RemoteScheduler, Schedule
 from sglang_sbs.router.telemetry.metrics import RouterMetrics
 from sglang_sbs.router.telemetry.metrics_port import MetricsPort, page_of
 from sglang_sbs.router.telemetry.tracing import open_traces
-from sglang_sbs.router.workers.registry import Registry
 from sglang_sbs.router.workers.worker import Worker
-from sglang_sbs.scheduling.events import InstanceRole
 
 logger = logging.getLogger(__name__)
 
@@ -74,14 +63,6 @@ class RouterServer:
 
     The :class:`~.api.served_router.Router` of its surface.
     """
-
-    registry: Registry
-    dispatcher: Assigner
-    relay: Relay
-    dashboard: Dashboard
-    in_flight: InFlight
-    doorman: Doorman
-    session: aiohttp.ClientSession
 
     def __init__(self, options: RouterOptions, scheduler: SchedulerLike | None = None) -> None:
         """``scheduler`` replaces the real one (tests)."""
@@ -113,12 +94,12 @@ class RouterServer:
                 Surface(self).application(),
                 handler_cancellation=True,
                 access_log=None,
-                logger=ParserLog(self.metrics.malformed.inc),
+                logger=intake.ParserLog(self.metrics.malformed.inc),
                 auto_decompress=False,
-                max_line_size=MAX_HEAD_LINE_BYTES,
-                max_field_size=MAX_HEAD_LINE_BYTES,
-                keepalive_timeout=KEEP_ALIVE_S,
-                read_bufsize=READ_BYTES,
+                max_line_size=intake.MAX_HEAD_LINE_BYTES,
+                max_field_size=intake.MAX_HEAD_LINE_BYTES,
+                keepalive_timeout=intake.KEEP_ALIVE_S,
+                read_bufsize=intake.READ_BYTES,
                 shutdown_timeout=_LAST_WORDS_S,
             )
             # Before the port opens: a front end takes no requests it has no scheduler for.
@@ -136,10 +117,11 @@ class RouterServer:
         self.tokenizer = ChatTokenizer.load(path, template) if path else None
         self.session = worker_session(options)
         self.pool = Pool(asyncio.get_running_loop(), ssl_context=worker_ssl(options))
-        self._schedulers = self._make_schedulers()
-        self.registry = self._schedulers.registry
-        self.dispatcher = self._schedulers.dispatcher
-        self.dashboard = Dashboard(self._schedulers.feed)
+        self._schedulers = schedulers = self._make_schedulers()
+        self.add_worker, self.remove_worker = schedulers.add_worker, schedulers.remove_worker
+        self.update_worker = schedulers.update_worker
+        self.registry, self.dispatcher = schedulers.registry, schedulers.dispatcher
+        self.dashboard = Dashboard(schedulers.feed)
         missed = self.metrics.length_error
         self.lengths = PromptLengths(lambda relative: missed.observe(abs(relative)))
         self.lanes = Lanes()
@@ -261,15 +243,6 @@ class RouterServer:
 
     # Workers ----------------------------------------------------------------------------------
 
-    async def add_worker(self, url: str, role: InstanceRole, bootstrap_port: int | None) -> Worker:
-        return await self._schedulers.add_worker(url, role, bootstrap_port)
-
-    async def remove_worker(self, worker: Worker) -> None:
-        await self._schedulers.remove_worker(worker)
-
-    async def update_worker(self, worker: Worker) -> None:
-        await self._schedulers.update_worker(worker)
-
     def scheduled_by(self) -> dict[str, Any]:
         lead = self._schedulers.lead()
         return {} if lead is None else {"scheduler": msgspec.to_builtins(lead)}
@@ -302,8 +275,8 @@ class RouterServer:
         options = self.options
         await runner.setup()
         assert runner.server is not None
-        self.doorman = Doorman(most=self._file_limit // 2)
-        gate = partial(Gate, self.doorman, runner.server)
+        self.doorman = intake.Doorman(most=self._file_limit // 2)
+        gate = partial(intake.Gate, self.doorman, runner.server)
         create, tls = asyncio.get_running_loop().create_server, server_ssl(options)
         open_port = partial(create, gate, ssl=tls, backlog=_BACKLOG)
         if options.listen_fds:

@@ -12,7 +12,6 @@ import logging
 import time
 from collections.abc import Callable, Iterator
 
-import aiohttp
 from aiohttp import web
 from prometheus_client.core import Metric
 
@@ -61,12 +60,6 @@ class SchedulerProcess:
         self.metrics = RouterMetrics(
             options.prometheus_duration_buckets, options.scheduler.policy, self._knows
         )
-        self._session: aiohttp.ClientSession
-        self._watch: Watch
-        self._hub: Hub
-        self._feed: LocalFeed
-        self._leases: Leases
-        self._sockets: SchedulerSocket
         self._retired = ""
         self._campaign: asyncio.Task[None] | None = None
         self._tasks: list[asyncio.Task[None]] = []
