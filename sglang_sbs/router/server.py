@@ -20,6 +20,7 @@ from prometheus_client.core import Metric
 from sglang_sbs.dashboard.pages import Dashboard
 from sglang_sbs.plain_words import counted, naming_port
 from sglang_sbs.router.api.surface import Surface
+from sglang_sbs.router.assignment.assigner import Assigner
 from sglang_sbs.router.assignment.scheduler_driver import SchedulerLike
 from sglang_sbs.router.client import intake
 from sglang_sbs.router.engines.connection_pool import Pool
@@ -37,7 +38,7 @@ from sglang_sbs.router.relay.admission import Admission
 from sglang_sbs.router.relay.attempts import Attempts
 from sglang_sbs.router.relay.in_flight import InFlight
 from sglang_sbs.router.relay.relay import Relay
-from sglang_sbs.router.schedulers import OwnScheduler, RemoteScheduler, Schedulers
+from sglang_sbs.router.schedulers import OwnScheduler, RemoteScheduler
 from sglang_sbs.router.telemetry.metrics import RouterMetrics
 from sglang_sbs.router.telemetry.metrics_port import MetricsPort, page_of
 from sglang_sbs.router.telemetry.tracing import open_traces
@@ -120,7 +121,8 @@ class RouterServer:
         self._schedulers = schedulers = self._make_schedulers()
         self.add_worker, self.remove_worker = schedulers.add_worker, schedulers.remove_worker
         self.update_worker = schedulers.update_worker
-        self.registry, self.dispatcher = schedulers.registry, schedulers.dispatcher
+        self.registry = schedulers.registry
+        self.dispatcher: Assigner = schedulers.dispatcher
         self.dashboard = Dashboard(schedulers.feed)
         missed = self.metrics.length_error
         self.lengths = PromptLengths(lambda relative: missed.observe(abs(relative)))
@@ -182,7 +184,7 @@ class RouterServer:
             lanes=self.lanes,
         )
 
-    def _make_schedulers(self) -> Schedulers:
+    def _make_schedulers(self) -> OwnScheduler | RemoteScheduler:
         options, metrics, session = self.options, self.metrics, self.session
         if options.role == "front-end":
             return RemoteScheduler(options, metrics, session, self._abort, self._silenced)
@@ -321,6 +323,8 @@ class RouterServer:
         return page_of(self.metrics.render())
 
     def _collect(self) -> Iterator[Metric]:
+        about = "Events the scheduler failed on: a defect"
+        yield total("sbs_scheduler_errors", about, self.dispatcher.scheduler_errors)
         yield from self._schedulers.families()
         about = "Calibrated, for estimated prompt lengths"
         yield gauge("sbs_prompt_bytes_per_token", about, self.lengths.bytes_per_token)
