@@ -25,7 +25,7 @@ from sglang_sbs.router.prompts.tokenizer_files import tokenizer_folder
 from sglang_sbs.router.server import RouterServer
 from sglang_sbs.router.supervision.parent_line import Parent
 from sglang_sbs.router.supervision.stop_signals import end_on_signals
-from sglang_sbs.router.supervision.supervisor import supervise
+from sglang_sbs.router.supervision.supervisor import Supervisor
 from sglang_sbs.router.telemetry.logs import set_up_logging
 
 __all__ = ["Router", "RouterArgs", "launch_router", "main", "parse_router_args"]
@@ -60,7 +60,7 @@ def main(argv: Sequence[str] | None = None, prog: str | None = None) -> int:
             arguments += ["--tokenizer-path", str(folder)]  # its children need not look again
         several = options.workers > 1 or (options.take_over and options.role != "scheduler")
         if several and options.parent_fd is None:
-            return uvloop.run(supervise(arguments, options))
+            return uvloop.run(Supervisor(arguments, options).run())
         if options.role == "scheduler":
             return uvloop.run(schedule(options))
         return uvloop.run(serve(options))

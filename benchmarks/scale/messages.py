@@ -15,7 +15,7 @@ from benchmarks.scale.fleet import CHUNK_TOKENS, KV_TOKENS, FleetShape
 from sglang_sbs.router.assignment.scheduler_driver import SchedulerPump
 from sglang_sbs.router.signals.endforward_listener import EndForwardListener
 from sglang_sbs.router.telemetry.metrics import RouterMetrics
-from sglang_sbs.router.telemetry.worker_metrics import Drift
+from sglang_sbs.router.telemetry.worker_metrics import engine_requests
 from sglang_sbs.router.workers.registry import Registry
 from sglang_sbs.router.workers.server_info import WorkerInfo
 from sglang_sbs.router.workers.worker import Worker, WorkerEvents
@@ -85,11 +85,11 @@ async def message_costs(shape: FleetShape) -> dict[str, float]:
         failed=lambda rid: None,
     )
     registry = Registry(WorkerEvents(pump.submit))
-    metrics, drift = RouterMetrics(), Drift()
+    metrics = RouterMetrics()
 
     def booked(worker: Worker, report: EndForward) -> None:
         metrics.forward_ended(worker.url, CHUNK_TOKENS, report)
-        drift.reported(worker, report)
+        worker.engine_holds[report.dp_rank] = engine_requests(report)
 
     listener = EndForwardListener(registry, pump.submit, lambda rid, role: None, booked)
     roles: tuple[tuple[InstanceRole, list[int]], ...] = (

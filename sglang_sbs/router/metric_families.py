@@ -2,15 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, TypeVar
 
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
 
 Values = float | Mapping[Any, float] | None
 """Of a family without labels one; else by the label, or by a tuple of several. ``None``: they are
 added one by one."""
 _F = TypeVar("_F", GaugeMetricFamily, CounterMetricFamily)
+
+
+class Made(Collector):
+    """Families as ``make`` has them when they are asked for."""
+
+    def __init__(self, make: Callable[[], Iterable[Metric]]) -> None:
+        self._make = make
+
+    def collect(self) -> Iterable[Metric]:
+        return self._make()
 
 
 def gauge(name: str, text: str, values: Values = None, *labels: str) -> GaugeMetricFamily:

@@ -6,7 +6,6 @@ import logging
 import os
 import socket
 import uuid
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 
@@ -14,23 +13,15 @@ import aiohttp
 import msgspec
 from prometheus_client.core import Metric
 
-from sglang_sbs.dashboard.feed import Feed, LocalFeed
-from sglang_sbs.router.assignment.assigner import Assigner
+from sglang_sbs.dashboard.feed import LocalFeed
 from sglang_sbs.router.assignment.scheduler_driver import Dispatcher, SchedulerLike
 from sglang_sbs.router.errors import RouterError
 from sglang_sbs.router.metric_families import gauge, total
 from sglang_sbs.router.options.router_options import RouterOptions
+from sglang_sbs.router.processes import messages
 from sglang_sbs.router.processes.dashboard_feed import RemoteFeed
-from sglang_sbs.router.processes.leading.followed import LeadView
-from sglang_sbs.router.processes.leading.scheduler_choice import SchedulerChoice
+from sglang_sbs.router.processes.leading.scheduler_choice import LeadView, SchedulerChoice
 from sglang_sbs.router.processes.leading.scouts import Line
-from sglang_sbs.router.processes.messages import (
-    AbortElsewhere,
-    AddWorker,
-    FromScheduler,
-    RemoveWorker,
-    UpdateWorker,
-)
 from sglang_sbs.router.processes.mirrored_registry import MirroredRegistry
 from sglang_sbs.router.processes.scheduler_link import SchedulerLink
 from sglang_sbs.router.processes.sockets import FrontEndSocket
@@ -39,7 +30,6 @@ from sglang_sbs.router.signals.engine_signals import Watch
 from sglang_sbs.router.telemetry.metrics import RouterMetrics, snapshot_families
 from sglang_sbs.router.telemetry.worker_metrics import model_name
 from sglang_sbs.router.workers.health import Monitor
-from sglang_sbs.router.workers.registry import Registry
 from sglang_sbs.router.workers.worker import Worker, WorkerEvents
 from sglang_sbs.router.workers.worker_view import problems_of
 from sglang_sbs.scheduling import Scheduler, SchedulerConfig
@@ -55,49 +45,9 @@ _FIND_S = 15.0
 """A front end that starts waits so long for the scheduler before it takes requests without."""
 
 
-class Schedulers(ABC):
-    """What the router needs of either."""
+class OwnScheduler:
+    """What the surface asks of it is described in :mod:`.api.served_router`."""
 
-    registry: Registry
-    dispatcher: Assigner
-    feed: Feed
-    """What the dashboard shows."""
-
-    @abstractmethod
-    async def start(self) -> str | None:
-        """Returns the EndForward endpoint, if it is here. Raises: OSError, it is taken; ValueError,
-        no way to look for workers (``--service-discovery``)."""
-
-    @abstractmethod
-    async def add_worker(self, url: str, role: InstanceRole, bootstrap_port: int | None) -> Worker:
-        """Raises: ValueError, it cannot be one; RouterError, nobody to tell."""
-
-    @abstractmethod
-    async def remove_worker(self, worker: Worker) -> None:
-        """Raises: RouterError."""
-
-    @abstractmethod
-    async def update_worker(self, worker: Worker) -> None:
-        """Its priority, cost or labels were set. Raises: RouterError."""
-
-    async def abort_elsewhere(self, rid: str) -> int:
-        """End requests of other processes by their client's id (empty: all); how many."""
-        return 0
-
-    def lead(self) -> LeadView | None:
-        """Who schedules; ``None``: this process, and there is no other."""
-        return None
-
-    def families(self) -> Iterator[Metric]:
-        """Metrics read when scraped."""
-        about = "Events the scheduler failed on: a defect"
-        yield total("sbs_scheduler_errors", about, self.dispatcher.scheduler_errors)
-
-    @abstractmethod
-    async def close(self) -> None: ...
-
-
-class OwnScheduler(Schedulers):
     def __init__(
         self,
         options: RouterOptions,
@@ -111,13 +61,12 @@ class OwnScheduler(Schedulers):
         :class:`~sglang_sbs.router.workers.worker.WorkerEvents`."""
         log = EventLogWriter(options.event_log, options.scheduler) if options.event_log else None
         self._metrics = metrics
-        dispatcher = Dispatcher(
+        self.dispatcher = dispatcher = Dispatcher(
             scheduler or Scheduler(options.scheduler),
             observer=metrics,
             event_log=log,
             give_up_s=options.scheduler.default_timeout_s + OVERDUE_S,
         )
-        self.dispatcher = dispatcher
         self._times = dispatcher.pump.times
         self._watch = Watch(options, dispatcher.submit, find_owner, metrics, session, silenced)
         self.registry = self._watch.registry
@@ -126,6 +75,8 @@ class OwnScheduler(Schedulers):
         )
 
     async def start(self) -> str | None:
+        """Returns the EndForward endpoint, if there is one. Raises: OSError, it is taken;
+        ValueError, no way to look for workers (``--service-discovery``)."""
         endpoint = self._watch.open()
         self._watch.add_configured()
         await self._watch.discover()
@@ -140,8 +91,14 @@ class OwnScheduler(Schedulers):
     async def update_worker(self, worker: Worker) -> None:
         """It is what everybody sees already."""
 
+    async def abort_elsewhere(self, rid: str) -> int:
+        return 0
+
+    def lead(self) -> None:
+        """There is no other."""
+
     def families(self) -> Iterator[Metric]:
-        yield from super().families()
+        """Metrics read when scraped."""
         yield from snapshot_families(self.dispatcher.snapshot(), self.registry)
         yield from self._times.families()
         yield from self._watch.families()
@@ -152,7 +109,7 @@ class OwnScheduler(Schedulers):
         await self._watch.close()
 
 
-class RemoteScheduler(Schedulers):
+class RemoteScheduler:
     """The scheduler process decides; this one falls back to itself while that cannot be reached."""
 
     def __init__(
@@ -171,7 +128,7 @@ class RemoteScheduler(Schedulers):
         self._monitor: Monitor | None = None
         self._closed = False
 
-        def dial(endpoint: str, receive: Callable[[FromScheduler], None]) -> Line:
+        def dial(endpoint: str, receive: Callable[[messages.FromScheduler], None]) -> Line:
             return FrontEndSocket(endpoint, options.several.keys, receive)
 
         # What is made later is looked up when it is called.
@@ -201,34 +158,34 @@ class RemoteScheduler(Schedulers):
         )
         self.feed = feed = RemoteFeed(self._link, _alone(options))
 
-    async def start(self) -> str | None:
+    async def start(self) -> None:
         await self._link.start(_FIND_S)
-        return None
 
     async def add_worker(self, url: str, role: InstanceRole, bootstrap_port: int | None) -> Worker:
-        wanted = AddWorker(url=url, role=role, bootstrap_port=bootstrap_port)
+        wanted = messages.AddWorker(url=url, role=role, bootstrap_port=bootstrap_port)
         worker = self.registry.by_id((await self._link.ask(wanted)).worker_id)
         if worker is None:
             raise RouterError(503, "scheduler_unavailable", "the scheduler was lost meanwhile")
         return worker
 
     async def remove_worker(self, worker: Worker) -> None:
-        await self._change(worker, RemoveWorker(worker_id=worker.id))
+        await self._change(worker, messages.RemoveWorker(worker_id=worker.id))
 
     async def update_worker(self, worker: Worker) -> None:
         id_, priority, cost, labels = worker.id, worker.priority, worker.cost, worker.labels
-        now = UpdateWorker(worker_id=id_, priority=priority, cost=cost, labels=labels)
+        now = messages.UpdateWorker(worker_id=id_, priority=priority, cost=cost, labels=labels)
         await self._change(worker, now)
 
-    async def _change(self, worker: Worker, change: RemoveWorker | UpdateWorker) -> None:
+    async def _change(self, worker: Worker, change: messages.Change) -> None:
         try:
             await self._link.ask(change)
         except ValueError:
             logger.info("worker %s was removed by somebody else", worker.url)
 
     async def abort_elsewhere(self, rid: str) -> int:
+        """End requests of other processes by their client's id (empty: all); how many."""
         try:
-            return (await self._link.ask(AbortElsewhere(rid=rid))).count
+            return (await self._link.ask(messages.AbortElsewhere(rid=rid))).count
         except RouterError:
             logger.warning("without the scheduler only this front end's requests are aborted")
             return 0
@@ -238,7 +195,6 @@ class RemoteScheduler(Schedulers):
 
     def families(self) -> Iterator[Metric]:
         """The scheduler process has the rest."""
-        yield from super().families()
         lead = self.lead()
         about = "Front ends without the scheduler now"
         yield gauge("sbs_front_ends_alone", about, not lead.connected)

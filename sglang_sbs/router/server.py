@@ -13,7 +13,6 @@ from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
-import aiohttp
 import msgspec
 from aiohttp import web
 from prometheus_client.core import Metric
@@ -23,14 +22,7 @@ from sglang_sbs.plain_words import counted, naming_port
 from sglang_sbs.router.api.surface import Surface
 from sglang_sbs.router.assignment.assigner import Assigner
 from sglang_sbs.router.assignment.scheduler_driver import SchedulerLike
-from sglang_sbs.router.client.intake import (
-    KEEP_ALIVE_S,
-    MAX_HEAD_LINE_BYTES,
-    READ_BYTES,
-    Doorman,
-    Gate,
-    ParserLog,
-)
+from sglang_sbs.router.client import intake
 from sglang_sbs.router.engines.connection_pool import Pool
 from sglang_sbs.router.lanes import Lanes
 from sglang_sbs.router.memory import give_back_large_blocks
@@ -46,18 +38,15 @@ from sglang_sbs.router.relay.admission import Admission
 from sglang_sbs.router.relay.attempts import Attempts
 from sglang_sbs.router.relay.in_flight import InFlight
 from sglang_sbs.router.relay.relay import Relay
-from sglang_sbs.router.schedulers import OwnScheduler, RemoteScheduler, Schedulers
+from sglang_sbs.router.schedulers import OwnScheduler, RemoteScheduler
 from sglang_sbs.router.telemetry.metrics import RouterMetrics
 from sglang_sbs.router.telemetry.metrics_port import MetricsPort, page_of
 from sglang_sbs.router.telemetry.tracing import open_traces
-from sglang_sbs.router.workers.registry import Registry
 from sglang_sbs.router.workers.worker import Worker
-from sglang_sbs.scheduling.events import InstanceRole
 
 logger = logging.getLogger(__name__)
 
 _BACKLOG = 4096
-_FLUSH_S = 1.0
 _SOON_S = 0.2
 _LAST_WORDS_S = 5.0
 """At the end: for aborted requests to say so, and for clients to take it."""
@@ -76,14 +65,6 @@ class RouterServer:
     The :class:`~.api.served_router.Router` of its surface.
     """
 
-    registry: Registry
-    dispatcher: Assigner
-    relay: Relay
-    dashboard: Dashboard
-    in_flight: InFlight
-    doorman: Doorman
-    session: aiohttp.ClientSession
-
     def __init__(self, options: RouterOptions, scheduler: SchedulerLike | None = None) -> None:
         """``scheduler`` replaces the real one (tests)."""
         self.options = options
@@ -93,7 +74,6 @@ class RouterServer:
         self.draining = False
         self.started_at = int(time.time())
         self.port = options.port
-        self.prometheus_port = options.prometheus_port
         self.endforward_endpoint: str | None = None
         self._scheduler = scheduler
         self._file_limit = 0
@@ -111,31 +91,26 @@ class RouterServer:
         give_back_large_blocks()
         self._build()
         try:
-            parser_log = ParserLog(self.metrics.malformed_request)
             self._runner = web.AppRunner(
                 Surface(self).application(),
                 handler_cancellation=True,
                 access_log=None,
-                logger=parser_log,
+                logger=intake.ParserLog(self.metrics.malformed.inc),
                 auto_decompress=False,
-                max_line_size=MAX_HEAD_LINE_BYTES,
-                max_field_size=MAX_HEAD_LINE_BYTES,
-                keepalive_timeout=KEEP_ALIVE_S,
-                read_bufsize=READ_BYTES,
+                max_line_size=intake.MAX_HEAD_LINE_BYTES,
+                max_field_size=intake.MAX_HEAD_LINE_BYTES,
+                keepalive_timeout=intake.KEEP_ALIVE_S,
+                read_bufsize=intake.READ_BYTES,
                 shutdown_timeout=_LAST_WORDS_S,
-            )
-            self._metrics_port = MetricsPort(
-                self._metrics_page, self.metrics.malformed_request, _LAST_WORDS_S
             )
             # Before the port opens: a front end takes no requests it has no scheduler for.
             self.endforward_endpoint = await self._schedulers.start()
             self.port = await self._listen(self._runner)
-            await self._open_metrics(self._metrics_port)
+            await self._open_metrics()
         except BaseException:
             await self.stop(grace_s=0.0)
             raise
         self.tokenizers.start()
-        self._tasks.append(asyncio.create_task(self._flush_log()))
 
     def _build(self) -> None:
         options = self.options
@@ -143,11 +118,14 @@ class RouterServer:
         self.tokenizer = ChatTokenizer.load(path, template) if path else None
         self.session = worker_session(options)
         self.pool = Pool(asyncio.get_running_loop(), ssl_context=worker_ssl(options))
-        self._schedulers = self._make_schedulers()
-        self.registry = self._schedulers.registry
-        self.dispatcher = self._schedulers.dispatcher
-        self.dashboard = Dashboard(self._schedulers.feed)
-        self.lengths = PromptLengths(self.metrics.length_missed)
+        self._schedulers = schedulers = self._make_schedulers()
+        self.add_worker, self.remove_worker = schedulers.add_worker, schedulers.remove_worker
+        self.update_worker = schedulers.update_worker
+        self.registry = schedulers.registry
+        self.dispatcher: Assigner = schedulers.dispatcher
+        self.dashboard = Dashboard(schedulers.feed)
+        missed = self.metrics.length_error
+        self.lengths = PromptLengths(lambda relative: missed.observe(abs(relative)))
         self.lanes = Lanes()
         self.lanes.begin()
         self._build_prompts(self.tokenizer)
@@ -206,7 +184,7 @@ class RouterServer:
             lanes=self.lanes,
         )
 
-    def _make_schedulers(self) -> Schedulers:
+    def _make_schedulers(self) -> OwnScheduler | RemoteScheduler:
         options, metrics, session = self.options, self.metrics, self.session
         if options.role == "front-end":
             return RemoteScheduler(options, metrics, session, self._abort, self._silenced)
@@ -267,15 +245,6 @@ class RouterServer:
 
     # Workers ----------------------------------------------------------------------------------
 
-    async def add_worker(self, url: str, role: InstanceRole, bootstrap_port: int | None) -> Worker:
-        return await self._schedulers.add_worker(url, role, bootstrap_port)
-
-    async def remove_worker(self, worker: Worker) -> None:
-        await self._schedulers.remove_worker(worker)
-
-    async def update_worker(self, worker: Worker) -> None:
-        await self._schedulers.update_worker(worker)
-
     def scheduled_by(self) -> dict[str, Any]:
         lead = self._schedulers.lead()
         return {} if lead is None else {"scheduler": msgspec.to_builtins(lead)}
@@ -308,8 +277,8 @@ class RouterServer:
         options = self.options
         await runner.setup()
         assert runner.server is not None
-        self.doorman = Doorman(most=self._file_limit // 2)
-        gate = partial(Gate, self.doorman, runner.server)
+        self.doorman = intake.Doorman(most=self._file_limit // 2)
+        gate = partial(intake.Gate, self.doorman, runner.server)
         create, tls = asyncio.get_running_loop().create_server, server_ssl(options)
         open_port = partial(create, gate, ssl=tls, backlog=_BACKLOG)
         if options.listen_fds:
@@ -325,28 +294,37 @@ class RouterServer:
 
     # Metrics ----------------------------------------------------------------------------------
 
-    async def _open_metrics(self, port: MetricsPort) -> None:
+    @property
+    def prometheus_port(self) -> int:
+        return self._metrics_port.port if self._metrics_port is not None else 0
+
+    async def _open_metrics(self) -> None:
         """The scheduler process shows those of all; a front end far from it has its own page, too,
         and serves clients without it."""
-        host, number = self.options.prometheus_host, self.options.prometheus_port
-        if self.options.several.apart:
+        options, apart = self.options, self.options.several.apart
+        if options.role == "front-end" and not apart:
+            return
+        number, pages = options.prometheus_port, {"/metrics": self._metrics_page}
+        if apart and number:
             # After the scheduler's, which may be on this machine, and asks nobody to make room.
-            number = self.prometheus_port = min(number + 1, 65535) if number else 0
-            opening = asyncio.create_task(port.open_when_free(host, number, self._metrics_opened))
+            number = min(number + 1, 65535)
+        malformed = self.metrics.malformed.inc
+        port = MetricsPort(options.prometheus_host, number, pages, malformed, _LAST_WORDS_S)
+        self._metrics_port = port
+        if apart:
+            opening = asyncio.create_task(port.open_when_free())
             self._tasks.append(opening)
             # It is said at the start where they are.
             await asyncio.wait({opening}, timeout=_SOON_S)
-        elif self.options.role != "front-end":
-            with naming_port("--prometheus-port", host, number):
-                self._metrics_opened(await port.open(host, number))
-
-    def _metrics_opened(self, port: int) -> None:
-        self.prometheus_port = port
+        else:
+            await port.open()
 
     async def _metrics_page(self, _request: web.Request) -> web.Response:
         return page_of(self.metrics.render())
 
     def _collect(self) -> Iterator[Metric]:
+        about = "Events the scheduler failed on: a defect"
+        yield total("sbs_scheduler_errors", about, self.dispatcher.scheduler_errors)
         yield from self._schedulers.families()
         about = "Calibrated, for estimated prompt lengths"
         yield gauge("sbs_prompt_bytes_per_token", about, self.lengths.bytes_per_token)
@@ -359,11 +337,6 @@ class RouterServer:
         sessions = {worker.url: held.get(worker.url, 0) for worker in self.registry}
         about = "Conversations in flight"
         yield gauge("smg_worker_routing_keys_active", about, sessions, "worker")
-
-    async def _flush_log(self) -> None:
-        while True:
-            await asyncio.sleep(_FLUSH_S)
-            self.dispatcher.flush_log()
 
 
 def raise_file_limit() -> int:

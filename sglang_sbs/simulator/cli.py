@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
@@ -29,7 +30,9 @@ from sglang_sbs.simulator.workloads.scenario import (
 DEFAULT_POLICIES = "sbs,sbs_paper,eta,least_tokens,round_robin,random_rank"
 
 _COMMANDS = {"plan": plan.main, "matrix": matrix.main}
-_MOVED = {"paper": "scripts/paper-claims", "bound": "scripts/ttft-bound"}
+CHECKOUT = Path(__file__).resolve().parents[2]
+_SCRIPTS = {"paper": "scripts/paper-claims", "bound": "scripts/ttft-bound"}
+"""Commands that are not in the wheel: what only who works on the policy runs."""
 AGENTIC_S = 200.0
 """Simulated seconds of agents, unless told otherwise: a turn with its answer takes 20."""
 
@@ -55,6 +58,8 @@ examples:
 more (each has --help):
   sglang-sbs simulate matrix      is sbs nowhere worse than any other policy? cell by cell
   sglang-sbs simulate plan        how many instances and what chunk a workload needs
+  sglang-sbs simulate paper       every claim of the paper beside simulations (in a checkout only)
+  sglang-sbs simulate bound       what no schedule could beat (in a checkout only)
 """
 
 
@@ -104,8 +109,11 @@ def _main(words: list[str]) -> int:
     if words and words[0] in _COMMANDS:
         return _COMMANDS[words[0]](words[1:])
     parser, cluster_actions = build_parser()
-    if words and words[0] in _MOVED:
-        parser.error(f"{words[0]}: in a checkout this is {_MOVED[words[0]]}")
+    if words and words[0] in _SCRIPTS:
+        script = CHECKOUT / _SCRIPTS[words[0]]
+        if not script.is_file():
+            parser.error(f"{words[0]}: only in a checkout, where it is {_SCRIPTS[words[0]]}")
+        os.execv(sys.executable, [sys.executable, str(script), *words[1:]])
     args = parser.parse_args(words)
     if args.replay is not None:
         return _replay(args.replay)

@@ -12,7 +12,7 @@ from sglang_sbs.router.assignment.assigner import Announced
 from sglang_sbs.router.assignment.scheduler_driver import SchedulerLike
 from sglang_sbs.router.options.config import BreakerConfig
 from sglang_sbs.router.processes.front_end_sessions import Hub
-from sglang_sbs.router.processes.leading.lead import Lead
+from sglang_sbs.router.processes.leading.lead import Lead, Unopposed
 from sglang_sbs.router.processes.leading.scheduler_choice import SchedulerChoice
 from sglang_sbs.router.processes.messages import (
     FromScheduler,
@@ -53,7 +53,10 @@ class SchedulerSide:
         self.events: list[Event] = []
         self.registry = Registry(WorkerEvents(self._submit, silenced=self._silenced))
         self.scheduler = scheduler or Scheduler(config)
-        self.hub = Hub(self, net.to_front_end, self.scheduler, lead=lead)
+        unopposed = Unopposed()
+        self.hub = Hub(self, net.to_front_end, self.scheduler, lead or Lead(unopposed))
+        if lead is None:
+            unopposed.begin(self.hub.lead, self.hub.follow)
         for number in range(2):
             self.add_worker(f"http://p{number}:1", "prefill", 9000)
         self.add_worker("http://d0:1", "decode", None)

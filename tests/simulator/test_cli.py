@@ -22,6 +22,7 @@ from sglang_sbs.router.options.arguments import build_parser as router_parser
 from sglang_sbs.scheduling import InstanceUp, RequestArrived, Scheduler, SchedulerConfig
 from sglang_sbs.scheduling.eventlog import MAGIC, EventLogWriter
 from sglang_sbs.scheduling.policies.adaptive.trigger import HOLD_PASSES, PATIENCE_HOLDS
+from sglang_sbs.simulator import cli
 from sglang_sbs.simulator.cli import build_parser, main
 from sglang_sbs.simulator.cluster.cost import PassCost, save_cost
 from sglang_sbs.simulator.experiments.tables import load_tables
@@ -340,11 +341,20 @@ def test_without_a_whole_pass_there_is_no_chunk_use_to_show():
 
 
 @pytest.mark.parametrize("name", ["paper", "bound paper-3k --seeds 3"])
-def test_what_is_in_a_checkout_only_is_named(name, capsys):
+def test_what_is_in_a_checkout_only_is_named(name, capsys, monkeypatch, tmp_path):
+    monkeypatch.setattr(cli, "CHECKOUT", tmp_path)
     with pytest.raises(SystemExit) as ended:
         main(name.split())
     assert ended.value.code == 2
-    assert "in a checkout this is scripts/" in capsys.readouterr().err
+    assert "only in a checkout, where it is scripts/" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", ["paper", "bound"])
+def test_in_a_checkout_it_runs(name):
+    command = [sys.executable, "-m", "sglang_sbs.cli", "simulate", name, "--help"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert "--seeds" in done.stdout or "--first-seed" in done.stdout
 
 
 @pytest.mark.parametrize("command", ["paper-3k", "matrix"])

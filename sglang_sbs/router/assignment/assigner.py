@@ -170,6 +170,4 @@ class Assigner(ABC):
         """The scheduler's state for people and metrics (a msgspec struct)."""
 
     @abstractmethod
-    def flush_log(self) -> None: ...
-    @abstractmethod
     def close(self) -> None: ...

@@ -34,6 +34,8 @@ logger = logging.getLogger(__name__)
 _RETRY_S = 0.1
 """After a failed event the scheduler is asked again then: its own wake-up may be lost."""
 _TRACEBACK_EVERY_S = 10.0
+_FLUSH_S = 1.0
+"""The log is at most so far behind."""
 
 
 class SchedulerLike(Protocol):
@@ -75,6 +77,7 @@ class SchedulerPump:
     _handling: bool = False
     _closed: bool = False
     _timer: asyncio.TimerHandle | None = None
+    _flushing: asyncio.TimerHandle | None = None
 
     def submit(self, event: Event) -> None:
         """Hand an event to the scheduler and carry out what it answers. Safe to call from within
@@ -100,6 +103,9 @@ class SchedulerPump:
         self.times.took(type(event), time.monotonic() - now_s)
         if self.event_log is not None:
             self._write(lambda log: log.write(now_s, event, commands))
+            if self._flushing is None:
+                loop = asyncio.get_running_loop()
+                self._flushing = loop.call_later(_FLUSH_S, self.flush_log)
         if self.observer is not None:
             self.observer(event, commands, now_s)
         for command in self._gangs.told(commands):
@@ -150,14 +156,16 @@ class SchedulerPump:
         return self.scheduler.snapshot(time.monotonic())
 
     def flush_log(self) -> None:
+        self._flushing = None
         self._write(lambda log: log.flush())
 
     def close(self) -> None:
         """Stop the timer and close the log; events after this are dropped."""
         self._closed = True
-        if self._timer is not None:
-            self._timer.cancel()
-            self._timer = None
+        for timer in (self._timer, self._flushing):
+            if timer is not None:
+                timer.cancel()
+        self._timer = self._flushing = None
         self._write(lambda log: log.close())
         self.event_log = None
 
@@ -189,9 +197,6 @@ class Dispatcher(Assigner):
 
     def snapshot(self) -> Any:
         return self.pump.snapshot()
-
-    def flush_log(self) -> None:
-        self.pump.flush_log()
 
     def close(self) -> None:
         self.pump.close()

@@ -108,12 +108,6 @@ class Renew:
 Step = Sleep | Read | Take | Renew
 
 
-@dataclass(frozen=True, slots=True)
-class _Lead:
-    record: Record
-    until_s: float
-
-
 class Candidate:
     """One process that wants to lead. Times: seconds of a clock that only goes forward."""
 
@@ -121,7 +115,8 @@ class Candidate:
         """``holder``: nobody else's, not even of an earlier process at the same address."""
         self.holder = holder
         self._times = times
-        self._lead: _Lead | None = None
+        self._lead: Record | None = None
+        self._until_s = 0.0
         self._seen: Record | None = None
         self._seen_s = 0.0
         self._look_s = -math.inf
@@ -135,13 +130,13 @@ class Candidate:
 
     def term_at(self, now_s: float) -> int | None:
         """The term in which this candidate leads, or ``None``. A lead that has lapsed is over."""
-        if self._lead is not None and now_s >= self._lead.until_s:
+        if self._lead is not None and now_s >= self._until_s:
             self._lead = None
-        return self._lead.record.term if self._lead else None
+        return self._lead.term if self._lead else None
 
     def until(self) -> float | None:
         """When the lead lapses, unless it is renewed."""
-        return self._lead.until_s if self._lead else None
+        return self._until_s if self._lead else None
 
     def leader_at(self, now_s: float) -> str | None:
         if self.term_at(now_s) is not None:
@@ -161,8 +156,8 @@ class Candidate:
             return Sleep(self._not_before_s - now_s)
         if self.term_at(now_s) is not None and self._lead is not None:
             if now_s >= self._look_s:
-                return Renew(self._lead.record)
-            return Sleep(min(self._look_s, self._lead.until_s) - now_s)
+                return Renew(self._lead)
+            return Sleep(min(self._look_s, self._until_s) - now_s)
         seen = self._seen
         if seen is not None and self._is_free(seen, now_s) and self._next_term(seen) <= MAX_TERM:
             return Take(seen, self._next_term(seen))
@@ -218,7 +213,7 @@ class Candidate:
         if not 0 <= term < MAX_TERM:
             return
         self._floor = max(self._floor, term)
-        if self._lead is None or self._lead.record.term > term:
+        if self._lead is None or self._lead.term > term:
             return
         if now_s - self._led_since_s > _UNDISTURBED_S:
             self._ousted = 0
@@ -230,11 +225,9 @@ class Candidate:
     def resign(self) -> None:
         self._lead = None
 
-    # ----------------------------------------------------------------------------------------------
-
     def _lead_by(self, record: Record, asked_s: float, now_s: float) -> None:
-        until_s = asked_s + min(self._times.renew_s, record.lasts_s)
-        self._lead = _Lead(record, until_s) if until_s > now_s else None
+        self._until_s = asked_s + min(self._times.renew_s, record.lasts_s)
+        self._lead = record if self._until_s > now_s else None
         self._look_s = asked_s + self._times.retry_s
 
     def _next_term(self, seen: Record) -> int:

@@ -7,7 +7,6 @@ such.
 from __future__ import annotations
 
 import asyncio
-from dataclasses import dataclass
 
 from sglang_sbs.dashboard.feed import LocalFeed, Stop, Take
 from sglang_sbs.router.assignment.scheduler_driver import SchedulerPump
@@ -18,13 +17,6 @@ from sglang_sbs.scheduling import SchedulerConfig
 RENEW_S = 0.5
 
 
-@dataclass(slots=True, eq=False)
-class _Watcher:
-    take: Take
-    follows: bool = False
-    """It has its history."""
-
-
 class RemoteFeed:
     """A :class:`~sglang_sbs.dashboard.feed.Feed`. Must be used from one event loop only."""
 
@@ -32,22 +24,21 @@ class RemoteFeed:
         """``config`` is the fallback's."""
         self._link = link
         self._config = config
-        self._watchers: list[_Watcher] = []
+        self._watchers: dict[Take, bool] = {}
+        """Whether each has its history."""
         self._renewer: asyncio.Task[None] | None = None
         self._own: LocalFeed | None = None
         self._own_pump: SchedulerPump | None = None
 
     def watch(self, take: Take) -> Stop:
         """The history comes with the answer."""
-        watcher = _Watcher(take)
-        self._watchers.append(watcher)
+        self._watchers[take] = False
         self._renew()
         if self._renewer is None:
             self._renewer = asyncio.create_task(self._renew_for_ever())
 
         def stop() -> None:
-            if watcher in self._watchers:
-                self._watchers.remove(watcher)
+            self._watchers.pop(take, None)
 
         return stop
 
@@ -70,9 +61,9 @@ class RemoteFeed:
         pump = self._link.fallback_pump
         if pump is not self._own_pump:
             self._leave_own()
-            for watcher in self._watchers:  # another scheduler: its frames do not fit the last ones
-                watcher.follows = False
-        waiting = not all(watcher.follows for watcher in self._watchers)
+            # Another scheduler: its frames do not fit the last ones.
+            self._watchers = dict.fromkeys(self._watchers, False)
+        waiting = not all(self._watchers.values())
         if pump is None:
             self._link.tell(WatchDashboard(history=waiting))
         elif self._own is None:
@@ -93,7 +84,7 @@ class RemoteFeed:
 
     def _deliver(self, payload: bytes, full: bool) -> None:
         """A history to those that wait for one, a frame to those that have one."""
-        for watcher in list(self._watchers):
-            if full != watcher.follows:
-                watcher.follows = True
-                watcher.take(payload, full)
+        for take, follows in list(self._watchers.items()):
+            if take in self._watchers and full != follows:
+                self._watchers[take] = True
+                take(payload, full)

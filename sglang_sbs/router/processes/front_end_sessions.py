@@ -29,31 +29,19 @@ from functools import partial
 
 from sglang_sbs import __version__
 from sglang_sbs.plain_words import counted
+from sglang_sbs.router.assignment import scheduler_driver as driver
 from sglang_sbs.router.assignment.decision_times import Spread
-from sglang_sbs.router.assignment.scheduler_driver import (
-    DispatchObserver,
-    SchedulerLike,
-    SchedulerPump,
-)
 from sglang_sbs.router.processes import messages
 from sglang_sbs.router.processes.calls import Calls
-from sglang_sbs.router.processes.leading.lead import Lead, Unopposed
+from sglang_sbs.router.processes.leading.lead import Lead
 from sglang_sbs.router.processes.membership import Legs, Membership, Placed
 from sglang_sbs.router.processes.messages import VERSION, Hello, spoken
 from sglang_sbs.router.processes.mirrored_registry import state_of
 from sglang_sbs.router.workers.kubernetes_pods import Members
 from sglang_sbs.router.workers.worker import Worker
+from sglang_sbs.scheduling import events
 from sglang_sbs.scheduling.eventlog import EventLogWriter
-from sglang_sbs.scheduling.events import (
-    BlocksCleared,
-    Dispatch,
-    Event,
-    PrefillDone,
-    Refuse,
-    RequestAdopted,
-    RequestArrived,
-    RequestEnded,
-)
+from sglang_sbs.scheduling.events import Dispatch, Event, Refuse, RequestEnded
 from sglang_sbs.scheduling.snapshot import Snapshot
 
 logger = logging.getLogger(__name__)
@@ -64,6 +52,7 @@ SILENT_S = 3.0
 serves on by itself meanwhile, and announces what it did when it is back."""
 CLUSTER_EVERY_S = 1.0
 _ANSWER_S = 1.0
+_Answer = messages.MetricsPage | messages.Aborted
 
 
 @dataclass(slots=True, eq=False)
@@ -84,25 +73,19 @@ class Hub:
         self,
         members: Members,
         tell: Callable[[bytes, messages.FromScheduler], bool],
-        scheduler: SchedulerLike,
+        scheduler: driver.SchedulerLike,
+        lead: Lead,
         *,
-        lead: Lead | None = None,
-        observer: DispatchObserver | None = None,
+        observer: driver.DispatchObserver | None = None,
         event_log: EventLogWriter | None = None,
         watch_dashboard: Callable[[bytes, messages.WatchDashboard], None] = lambda who, asked: None,
         retire_page: Callable[[str], None] = lambda page: None,
     ) -> None:
-        """``lead`` begins with :meth:`lead` and ends with :meth:`follow`; without one this is the
-        only scheduler there is. ``watch_dashboard`` is told that somebody looks at a front end's
-        dashboard; ``retire_page`` gets the last known metrics of a front end that is gone."""
+        """``lead`` begins with :meth:`lead` and ends with :meth:`follow`. ``watch_dashboard`` is
+        told that somebody looks at a front end's dashboard; ``retire_page`` gets the last known
+        metrics of a front end that is gone."""
         self.boot_id = uuid.uuid4().hex
-        self.pump = SchedulerPump(
-            scheduler,
-            decided=self.decided,
-            failed=self.failed,
-            counts=observer,
-            event_log=event_log,
-        )
+        self.pump = driver.SchedulerPump(scheduler, self.decided, self.failed, observer, event_log)
         self._watch_dashboard = watch_dashboard
         self.foreign = 0
         """Messages about requests of another session: a defect of a front end."""
@@ -115,7 +98,7 @@ class Hub:
         self._sessions: dict[bytes, _Session] = {}
         self._owners: dict[str, _Session] = {}
         self._pages: dict[str, str] = {}
-        self._asked: Calls[messages.MetricsPage | messages.Aborted] = Calls()
+        self._asked: Calls[_Answer] = Calls()
         self._tasks: set[asyncio.Task[None]] = set()
         self._flushing = False
         self._loop = asyncio.get_running_loop()
@@ -123,10 +106,7 @@ class Hub:
         self._told_s = 0.0
         self.stands = True  # for the lead; who does not yet is not ready either
         self.membership = Membership(members, self._ticked_s)
-        unopposed = Unopposed()
-        self._lead = lead or Lead(unopposed)
-        if lead is None:
-            unopposed.begin(self.lead, self.follow)
+        self._lead = lead
         self._ticker = asyncio.create_task(self._tick())
 
     # The lead ---------------------------------------------------------------------------------
@@ -185,22 +165,22 @@ class Hub:
 
     async def metrics_pages(self) -> list[str]:
         """Every front end's page; the last known one of those that do not answer in time."""
-        asked = self._open
-        answers = await asyncio.gather(*(self._ask(one, messages.AskMetrics()) for one in asked))
-        for session, answer in zip(asked, answers, strict=True):
+        asked = (self._ask(one, messages.AskMetrics()) for one in self._open)
+        for session, answer in await asyncio.gather(*asked):
             if isinstance(answer, messages.MetricsPage):
                 self._pages[session.front_end] = answer.text
         return list(self._pages.values())
 
     async def _ask(
         self, session: _Session, question: messages.AskMetrics | messages.Abort
-    ) -> messages.MetricsPage | messages.Aborted | None:
+    ) -> tuple[_Session, _Answer | None]:
         """``None``: no answer in time."""
+        tell = partial(self.tell, session.identity)
         try:
-            return await self._asked.ask(partial(self.tell, session.identity), question, _ANSWER_S)
+            return session, await self._asked.ask(tell, question, _ANSWER_S)
         except TimeoutError:
             logger.warning("front end %s does not answer", session.name)
-            return None
+            return session, None
 
     def close(self) -> None:
         for task in (self._ticker, *self._tasks):
@@ -224,9 +204,9 @@ class Hub:
         identity = session.identity
         session.heard_s = self._loop.time()
         match message:
-            case RequestArrived():
+            case events.RequestArrived():
                 self._enter(session, message.rid, Placed(), message)
-            case PrefillDone():
+            case events.PrefillDone():
                 self._prefill_done(session, message)
             case RequestEnded():
                 self._ended(session, message)
@@ -243,7 +223,7 @@ class Hub:
                 task.add_done_callback(self._tasks.discard)
             case messages.MetricsPage() | messages.Aborted():
                 self._asked.answered(message.call, message)
-            case BlocksCleared():
+            case events.BlocksCleared():
                 self.pump.submit(message)
             case messages.WatchDashboard():
                 self._watch_dashboard(identity, message)
@@ -279,8 +259,9 @@ class Hub:
             logger.info("front end %s connected; %d now", session.name, self.front_ends)
 
     async def _abort_elsewhere(self, session: _Session, message: messages.AbortElsewhere) -> None:
-        question, others = messages.Abort(rid=message.rid), [s for s in self._open if s != session]
-        answers = await asyncio.gather(*(self._ask(other, question) for other in others))
+        question = messages.Abort(rid=message.rid)
+        asked = (self._ask(other, question) for other in self._open if other is not session)
+        answers = [answer for _, answer in await asyncio.gather(*asked)]
         count = sum(answer.count for answer in answers if isinstance(answer, messages.Aborted))
         self.tell(session.identity, messages.Done(call=message.call, count=count))
 
@@ -304,13 +285,13 @@ class Hub:
         session.requests[rid] = placed
         self.pump.submit(event)
 
-    def _adopt(self, session: _Session, request: RequestAdopted) -> None:
+    def _adopt(self, session: _Session, request: events.RequestAdopted) -> None:
         placed = Placed(request.prefill, request.decode, not request.prefilled)
         if request.rid not in self._owners:
             self._legs.count(placed, 1)
         self._enter(session, request.rid, placed, request)
 
-    def _prefill_done(self, session: _Session, event: PrefillDone) -> None:
+    def _prefill_done(self, session: _Session, event: events.PrefillDone) -> None:
         placed = session.requests.get(event.rid)
         if placed is None:
             self.foreign += 1
@@ -335,11 +316,7 @@ class Hub:
         if session is None:
             return  # it ended meanwhile, and the scheduler was told
         if isinstance(command, Dispatch):
-            placed = session.requests[command.rid]
-            placed.prefill, placed.decode = command.prefill, command.decode
-            placed.prefill_open = True
-            self._legs.count(placed, 1)
-            self._legs.dispatched(placed)
+            self._legs.dispatched(session.requests[command.rid], command)
         else:
             del self._owners[command.rid], session.requests[command.rid]
         session.outbox.append(command)
@@ -428,13 +405,9 @@ class Hub:
         if any(other.front_end == session.front_end for other in self._sessions.values()):
             logger.info("front end %s %s: it announces its requests again", session.name, why)
         else:
-            logger.log(
-                logging.WARNING if session.requests else logging.INFO,
-                "front end %s is gone (%s) with %s",
-                session.name,
-                why,
-                counted(len(session.requests), "request"),
-            )
+            level = logging.WARNING if session.requests else logging.INFO
+            had = counted(len(session.requests), "request")
+            logger.log(level, "front end %s is gone (%s) with %s", session.name, why, had)
             self._retire_page(self._pages.pop(session.front_end, ""))
         requests, session.requests = session.requests, {}
         session.outbox.clear()

@@ -14,6 +14,7 @@ from sglang_sbs.router.processes.messages import AddWorker, Change, Hello, LegFa
 from sglang_sbs.router.workers.kubernetes_pods import Members, is_discovered
 from sglang_sbs.router.workers.registry import Registry
 from sglang_sbs.router.workers.worker import Worker
+from sglang_sbs.scheduling.events import Dispatch
 
 logger = logging.getLogger(__name__)
 
@@ -37,8 +38,11 @@ class Legs:
     def __init__(self, registry: Registry) -> None:
         self._registry = registry
 
-    def dispatched(self, placed: Placed) -> None:
+    def dispatched(self, placed: Placed, command: Dispatch) -> None:
         """One more request was sent to both."""
+        placed.prefill, placed.decode = command.prefill, command.decode
+        placed.prefill_open = True
+        self.count(placed, 1)
         for url in (placed.prefill, placed.decode):
             if worker := self._registry.get(url):
                 worker.dispatches += 1

@@ -22,16 +22,8 @@ import msgspec
 
 from sglang_sbs.router.workers.breaker import BreakerState
 from sglang_sbs.router.workers.worker import WorkerFacts
-from sglang_sbs.scheduling.events import (
-    BlocksCleared,
-    Dispatch,
-    InstanceRole,
-    PrefillDone,
-    Refuse,
-    RequestAdopted,
-    RequestArrived,
-    RequestEnded,
-)
+from sglang_sbs.scheduling import events
+from sglang_sbs.scheduling.events import InstanceRole
 from sglang_sbs.scheduling.snapshot import Snapshot
 from sglang_sbs.wire.endforward import MalformedMessage
 
@@ -121,7 +113,7 @@ class Alive(_Said, frozen=True):
 class Adopted(_Message, frozen=True):
     """Requests this front end has in flight already; follows a :class:`Welcome`."""
 
-    requests: Annotated[list[RequestAdopted], msgspec.Meta(max_length=MAX_ADOPTED)]
+    requests: Annotated[list[events.RequestAdopted], msgspec.Meta(max_length=MAX_ADOPTED)]
 
 
 class LegFailed(_Message, frozen=True):
@@ -198,10 +190,9 @@ class Bye(_Message, frozen=True):
 
 
 _OfSessions = Hello | Look | Alive | Adopted | Bye
-_OfRequests = RequestArrived | PrefillDone | RequestEnded | BlocksCleared
-ToScheduler = (
-    _OfSessions | _OfRequests | Question | LegFailed | Aborted | MetricsPage | WatchDashboard
-)
+OfRequests = events.RequestArrived | events.PrefillDone | events.RequestEnded | events.BlocksCleared
+_Others = Question | LegFailed | Aborted | MetricsPage | WatchDashboard
+ToScheduler = _OfSessions | OfRequests | _Others
 
 
 # Scheduler to front end -----------------------------------------------------------------------
@@ -257,7 +248,7 @@ class Silenced(_Said, frozen=True):
 class Decisions(_Said, frozen=True):
     """Requests of one gang stay together and in order."""
 
-    commands: list[Dispatch | Refuse]
+    commands: list[events.Dispatch | events.Refuse]
 
 
 class Abort(_Said, frozen=True):
@@ -310,7 +301,7 @@ def decode_to_scheduler(frames: Sequence[bytes]) -> ToScheduler:
     """Parse what a front end sent. Raises: MalformedMessage, wrong topic, frame count or types, or
     numbers no front end can mean."""
     message: ToScheduler = _decode(_to_scheduler, frames)
-    if isinstance(message, RequestArrived) and message.deadline_s is not None:
+    if isinstance(message, events.RequestArrived) and message.deadline_s is not None:
         raise MalformedMessage("deadline_s is a time of the sender's clock")
     return message
 

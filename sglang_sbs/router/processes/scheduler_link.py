@@ -14,10 +14,6 @@ waits for a decision then is placed by the fallback at once. Alone becomes conne
 :class:`Welcome`: everything in flight is announced with its placement (:class:`Adopted`), so that
 a restarted scheduler knows it and one that merely stalled forgets what it believed.
 
-Going alone takes a fallback, a new line and telling others. None of these may be missing for ever:
-a step that fails (no descriptors are left, say) is tried again at every tick, and the others do not
-wait for it.
-
 Each session is a socket of its own: what was under way in the old one cannot reach the new one, in
 either direction. Whom it is with is the business of a
 :class:`~.leading.scheduler_choice.SchedulerChoice`. What is said in an earlier term than the latest
@@ -30,33 +26,21 @@ import asyncio
 import logging
 import uuid
 from collections.abc import Callable, Iterator
+from dataclasses import KW_ONLY, dataclass
 from itertools import chain
 from typing import Any
 
 from sglang_sbs import __version__
 from sglang_sbs.plain_words import counted
+from sglang_sbs.router.assignment import scheduler_driver as driver
 from sglang_sbs.router.assignment.assigner import Assigner
-from sglang_sbs.router.assignment.scheduler_driver import (
-    DispatchObserver,
-    SchedulerLike,
-    SchedulerPump,
-)
 from sglang_sbs.router.processes import messages
 from sglang_sbs.router.processes.calls import Calls, no_scheduler
-from sglang_sbs.router.processes.leading.followed import Followed, LeadView
-from sglang_sbs.router.processes.leading.scheduler_choice import SchedulerChoice
+from sglang_sbs.router.processes.leading.scheduler_choice import LeadView, SchedulerChoice
 from sglang_sbs.router.processes.leading.scouts import Line
 from sglang_sbs.router.processes.messages import MAX_ADOPTED, OLDEST, VERSION
 from sglang_sbs.router.processes.mirrored_registry import MirroredRegistry
-from sglang_sbs.router.processes.retried_steps import Undone
-from sglang_sbs.scheduling.events import (
-    BlocksCleared,
-    Event,
-    PrefillDone,
-    RequestAdopted,
-    RequestArrived,
-    RequestEnded,
-)
+from sglang_sbs.scheduling.events import Event, RequestAdopted, RequestArrived
 
 logger = logging.getLogger(__name__)
 
@@ -74,51 +58,46 @@ CALL_S = 5.0
 """For an answer of the scheduler."""
 
 
+@dataclass(eq=False)
 class SchedulerLink(Assigner):
     """The one whose scheduler is elsewhere."""
 
-    def __init__(
-        self,
-        choice: SchedulerChoice,
-        registry: MirroredRegistry,
-        *,
-        name: str,
-        fallback: Callable[[], SchedulerLike],
-        observer: DispatchObserver,
-        metrics_page: Callable[[], str],
-        abort: Callable[[str], int],
-        give_up_s: float,
-        alone_changed: Callable[[bool], None] = lambda alone: None,
-        dashboard_frame: Callable[[messages.DashboardFrame], None] = lambda frame: None,
-    ) -> None:
-        """``choice`` says whom to connect to, and does. ``fallback`` makes a scheduler for a time
-        alone; ``observer`` counts its decisions.
-        ``abort`` ends the requests of clients by the id they gave (empty: all); how many.
-        ``alone_changed`` is told whenever the scheduler is lost or found again, and
-        ``dashboard_frame`` gets what a :class:`~.messages.WatchDashboard` brings."""
-        super().__init__(give_up_s)
-        self._observer = observer
+    choice: SchedulerChoice
+    """Says whom to connect to, and does."""
+    registry: MirroredRegistry
+    _: KW_ONLY
+    name: str
+    fallback: Callable[[], driver.SchedulerLike]
+    """Makes a scheduler for a time alone."""
+    observer: driver.DispatchObserver
+    """Counts its decisions."""
+    metrics_page: Callable[[], str]
+    abort: Callable[[str], int]
+    """Ends the requests of clients by the id they gave (empty: all); how many."""
+    give_up_s: float
+    alone_changed: Callable[[bool], None] = lambda alone: None
+    """Told whenever the scheduler is lost or found again."""
+    dashboard_frame: Callable[[messages.DashboardFrame], None] = lambda frame: None
+    """Gets what a :class:`~.messages.WatchDashboard` brings."""
+
+    def __post_init__(self) -> None:
+        super().__init__(self.give_up_s)
         self.times_alone = 0
         self.connected = False
-        self._choice = choice
-        self._alone_changed = alone_changed
-        self._dashboard_frame = dashboard_frame
-        self._registry = registry
-        self._name = name
-        self._fallback = fallback
-        self._metrics_page = metrics_page
-        self._abort = abort
         self._id = uuid.uuid4().hex
         self._refusal = ""
         self._calls: Calls[messages.Done] = Calls()
         self.fenced = 0
         """Messages of schedulers that were replaced."""
-        self._followed = Followed()
-        self._pump: SchedulerPump | None = None
+        self._pump: driver.SchedulerPump | None = None
         self._snapshot: Any = None
         self._errors = 0
         self._line: Line | None = None
-        self._undone = Undone("doing without the scheduler")
+        self._line_is_over = False
+        """It is to be replaced."""
+        self._told_alone = False
+        self._failures: set[str] = set()
+        """Of steps of :meth:`_do_without`, logged already."""
         self._welcome = asyncio.Event()
         self._ticker: asyncio.Task[None] | None = None
         self._heard_s = 0.0
@@ -149,7 +128,7 @@ class SchedulerLink(Assigner):
         if self._pump is not None:
             self._pump.submit(event)
 
-    def _say(self, event: RequestArrived | PrefillDone | RequestEnded | BlocksCleared) -> None:
+    def _say(self, event: messages.OfRequests) -> None:
         if self._pump is not None:
             self._pump.submit(event)
         elif not self.tell(event):
@@ -178,26 +157,44 @@ class SchedulerLink(Assigner):
     def _lose(self, why: str) -> None:
         if not self.connected:
             return
-        logger.warning(
-            "lost the scheduler (%s): placing requests at once, %d wait", why, self.waiting
-        )
-        self._go_alone(self._new_line)
+        told = "lost the scheduler (%s): placing requests at once, %d wait"
+        logger.warning(told, why, self.waiting)
+        self._line_is_over = True
+        self._go_alone()
 
-    def _go_alone(self, *more: Callable[[], None]) -> None:
-        """Raises nothing; ``more`` is what this time takes besides the usual steps."""
-        self.connected = False
+    def _go_alone(self) -> None:
+        """Raises nothing."""
+        self.connected = self._told_alone = False
         self.times_alone += 1
         self._welcome.clear()
         self._calls.give_up()
-        self._undone.begin(self._place_alone, *more, self._tell_alone)
+        self._do_without()
+
+    def _do_without(self) -> None:
+        """Take a fallback, a new line, and tell others. Raises nothing: a step that fails (no
+        descriptors are left, say) is taken at the next beat, and the others do not wait for it."""
+        steps = {
+            self._place_alone: self._pump is None,
+            self._new_line: self._line is None or self._line_is_over,
+            self._tell_alone: not self._told_alone,
+        }
+        failures: set[str] = set()
+        for step in [step for step, is_left in steps.items() if is_left]:
+            try:
+                step()
+            except Exception as error:
+                if repr(error) not in self._failures | failures:
+                    logger.exception("doing without the scheduler: a step failed, trying again")
+                failures.add(repr(error))
+        self._failures = self._failures | failures if failures else failures
 
     def _place_alone(self) -> None:
         """Let the fallback place requests, those that wait first."""
-        self._pump = pump = SchedulerPump(
-            self._fallback(), decided=self._decided, failed=self._fail, counts=self._observer
+        self._pump = pump = driver.SchedulerPump(
+            self.fallback(), decided=self._decided, failed=self._fail, counts=self.observer
         )
         try:
-            known = chain[Event](self._registry.announcements(), self._placed())
+            known = chain[Event](self.registry.announcements(), self._placed())
             for event in chain[Event](known, self._undecided()):
                 pump.submit(event)
         except BaseException:
@@ -234,7 +231,8 @@ class SchedulerLink(Assigner):
             pump.close()
 
     def _tell_alone(self) -> None:
-        self._alone_changed(True)
+        self.alone_changed(True)
+        self._told_alone = True
 
     def _welcomed(self, welcome: messages.Welcome) -> None:
         if self.connected or self._line is None:
@@ -246,23 +244,23 @@ class SchedulerLink(Assigner):
             self._lose("it was not told everything")
         if self.connected:
             self._welcome.set()
-            self._alone_changed(False)
+            self.alone_changed(False)
 
     def _join(self, welcome: messages.Welcome) -> None:
         """From alone to connected, and alone again if it is lost meanwhile."""
         if not OLDEST <= welcome.version <= VERSION:
             logger.error("the scheduler speaks version %d: run the same release", welcome.version)
             return
-        if self._followed.boot_id == welcome.scheduler:
+        if self.choice.boot_id == welcome.scheduler:
             self._patience_s = min(2 * self._patience_s, _LOST_AFTER_AT_MOST_S)
         else:
             self._patience_s = LOST_AFTER_S
-        found = self._followed.found(welcome, self._choice.target)
+        found = self.choice.found(welcome)
         self._found_s = self._loop.time()
         self.connected = True
-        self._undone.clear()
+        self._failures.clear()
         self._leave_pump()
-        self._registry.follow(welcome.workers)
+        self.registry.follow(welcome.workers)
         placed = self._placed()
         for first in range(0, len(placed), MAX_ADOPTED):
             self.tell(messages.Adopted(requests=placed[first : first + MAX_ADOPTED]))
@@ -272,14 +270,14 @@ class SchedulerLink(Assigner):
             return
         logger.info(
             "connected to %s scheduler (%s, term %d); announced %s in flight",
-            *(found, self._choice.target, self._choice.term),
+            *(found, self.choice.target, self.choice.term),
             counted(len(placed), "request"),
         )
 
     def _new_line(self) -> None:
         """A new session. Raises what connecting does: then there is no line."""
         # The old one first: it has descriptors that the new one needs.
-        before, self._line = self._line, None
+        before, self._line, self._line_is_over = self._line, None, False
         if before is not None:
             before.close()
         line: Line
@@ -288,7 +286,11 @@ class SchedulerLink(Assigner):
             if line is self._line:
                 self._received(message)
 
-        self._line = line = self._choice.connect(take)
+        self._line = line = self.choice.connect(take)
+
+    def _connect_anew(self, why: str) -> None:
+        self._line_is_over = True
+        self._lose(why)
 
     async def _tick(self) -> None:
         last_s = self._loop.time()
@@ -300,33 +302,28 @@ class SchedulerLink(Assigner):
                 self._beat(now_s, stalled=stalled)
             except Exception:
                 logger.exception("heartbeat failed")
-                if self.connected:
-                    self._lose("the line to it failed")
-                else:
-                    self._undone.add(self._new_line)
+                self._connect_anew("the line to it failed")
 
     def _beat(self, now_s: float, *, stalled: bool) -> None:
         if self._line is not None:
             self._line.drain()
-        if why := self._choice.look(served=self.connected):
-            if self.connected:
-                self._lose(why)
-            else:
-                self._undone.add(self._new_line)
-        self._undone.carry_on()
+        if why := self.choice.look(served=self.connected):
+            self._connect_anew(why)
+        if not self.connected:
+            self._do_without()
         if self._line is None:
             return
         if not self.connected:
             hello = messages.Hello(
                 version=VERSION,
                 front_end=self._id,
-                name=self._name,
-                scheduler=self._followed.boot_id,
-                workers=self._registry.states(),
+                name=self.name,
+                scheduler=self.choice.boot_id,
+                workers=self.registry.states(),
                 oldest=OLDEST,
                 release=__version__,
-                term=self._choice.term,
-                last_term=self._followed.term,
+                term=self.choice.term,
+                last_term=self.choice.last_term,
             )
             self._line.tell(hello)
         elif stalled:
@@ -341,17 +338,17 @@ class SchedulerLink(Assigner):
     def _received(self, message: messages.FromScheduler) -> None:
         self._heard_s = self._loop.time()
         if not isinstance(message, messages.Unwelcome):
-            if 0 < message.term < self._choice.term:
+            if 0 < message.term < self.choice.term:
                 self.fenced += 1
-                self._lose(f"it was replaced: term {message.term}, not {self._choice.term}")
+                self._lose(f"it was replaced: term {message.term}, not {self.choice.term}")
                 return
-            self._choice.term = max(self._choice.term, message.term)
+            self.choice.term = max(self.choice.term, message.term)
         match message:
             case messages.Welcome():
                 self._welcomed(message)
             case messages.Unwelcome() if message.standby:
                 self._lose(f"it is a standby of {message.active or 'another one'}")
-                self._choice.turned_away()
+                self.choice.turned_away()
             case messages.Unwelcome():
                 if message.reason and message.reason != self._refusal:
                     self._refusal = message.reason
@@ -361,29 +358,29 @@ class SchedulerLink(Assigner):
             case messages.Done():
                 self._calls.answered(message.call, message)
             case messages.AskMetrics():
-                self.tell(messages.MetricsPage(call=message.call, text=self._metrics_page()))
+                self.tell(messages.MetricsPage(call=message.call, text=self.metrics_page()))
             case messages.Abort():
-                self.tell(messages.Aborted(call=message.call, count=self._abort(message.rid)))
+                self.tell(messages.Aborted(call=message.call, count=self.abort(message.rid)))
             case _ if not self.connected:
                 pass
             case messages.Decisions():
                 for command in message.commands:
                     self._decided(command)
             case messages.Cluster():
-                self._registry.follow(message.workers)
-                self._followed.said(message)
+                self.registry.follow(message.workers)
+                self.choice.said(message)
                 if message.snapshot is not None:
                     self._snapshot = message.snapshot
             case messages.DashboardFrame():
-                self._dashboard_frame(message)
+                self.dashboard_frame(message)
             case messages.Silenced():
-                if worker := self._registry.get(message.worker):
-                    self._registry.silenced(worker)
+                if worker := self.registry.get(message.worker):
+                    self.registry.silenced(worker)
 
     # Views and end ----------------------------------------------------------------------------
 
     @property
-    def fallback_pump(self) -> SchedulerPump | None:
+    def fallback_pump(self) -> driver.SchedulerPump | None:
         """What places requests while alone."""
         return self._pump
 
@@ -397,13 +394,7 @@ class SchedulerLink(Assigner):
         return self._snapshot if self._pump is None else self._pump.snapshot()
 
     def lead(self) -> LeadView:
-        return self._followed.view(
-            *(self._choice.target, self._choice.term, self.times_alone - 1),
-            connected=self.connected,
-        )
-
-    def flush_log(self) -> None:
-        """The scheduler process keeps the log."""
+        return self.choice.view(self.times_alone - 1, connected=self.connected)
 
     def close(self) -> None:
         if self._ticker is not None:
@@ -415,4 +406,4 @@ class SchedulerLink(Assigner):
         if self._line is not None:
             self._line.close(linger_ms=_LAST_WORDS_MS)
             self._line = None
-        self._choice.close()
+        self.choice.close()

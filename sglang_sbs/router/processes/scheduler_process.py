@@ -12,12 +12,10 @@ import logging
 import time
 from collections.abc import Callable, Iterator
 
-import aiohttp
 from aiohttp import web
 from prometheus_client.core import Metric
 
 from sglang_sbs.dashboard.feed import LocalFeed
-from sglang_sbs.plain_words import naming_port
 from sglang_sbs.router.assignment.decision_times import lag_families
 from sglang_sbs.router.election import Election, ElectionTimes, parse_election
 from sglang_sbs.router.metric_families import gauge, total
@@ -43,7 +41,6 @@ from sglang_sbs.scheduling.events import Event, InstanceDown, InstanceUp
 
 logger = logging.getLogger(__name__)
 
-_FLUSH_S = 1.0
 _AGAIN_S = 0.2
 _LOOK_S = 15.0
 """Longest time before a scheduler stands for election although a worker was not heard of yet."""
@@ -59,17 +56,10 @@ class SchedulerProcess:
     def __init__(self, options: RouterOptions) -> None:
         self.options = options
         self.endpoint = ""
-        self.prometheus_port = options.prometheus_port
         self.endforward_endpoint: str | None = None
         self.metrics = RouterMetrics(
             options.prometheus_duration_buckets, options.scheduler.policy, self._knows
         )
-        self._session: aiohttp.ClientSession
-        self._watch: Watch
-        self._hub: Hub
-        self._feed: LocalFeed
-        self._leases: Leases
-        self._sockets: SchedulerSocket
         self._retired = ""
         self._campaign: asyncio.Task[None] | None = None
         self._tasks: list[asyncio.Task[None]] = []
@@ -103,7 +93,7 @@ class SchedulerProcess:
             self._watch,
             self._sockets.tell,
             Scheduler(options.scheduler),
-            lead=self.lead,
+            self.lead,
             observer=self.metrics,
             event_log=log,
             watch_dashboard=lambda who, asked: self._leases.ask(who, asked),  # noqa: PLW0108
@@ -130,8 +120,11 @@ class SchedulerProcess:
         except BaseException:
             await self.stop()
             raise
-        self._tasks.append(asyncio.create_task(self._flush_log()))
         self._campaign = asyncio.create_task(self._stand(election))
+
+    @property
+    def prometheus_port(self) -> int:
+        return self._metrics_port.port if self._metrics_port is not None else 0
 
     @property
     def front_ends(self) -> int:
@@ -199,27 +192,17 @@ class SchedulerProcess:
     def _knows(self, worker_url: str) -> bool:
         return self._watch.registry.get(worker_url) is not None
 
-    async def _flush_log(self) -> None:
-        while True:
-            await asyncio.sleep(_FLUSH_S)
-            self._hub.pump.flush_log()
-
     # Metrics ----------------------------------------------------------------------------------
 
     async def _listen_for_metrics(self) -> None:
-        pages = {"/readiness": self._readiness, "/active": self._active}
-        malformed = self.metrics.malformed_request
-        self._metrics_port = port = MetricsPort(self._metrics, malformed, 1.0, pages)
         host, number = self.options.prometheus_host, self.options.prometheus_port
+        standing = {"/readiness": self._readiness, "/active": self._active}
+        pages, malformed = {"/metrics": self._metrics, **standing}, self.metrics.malformed.inc
+        self._metrics_port = port = MetricsPort(host, number, pages, malformed, 1.0)
         if self.options.take_over:
-            waiting = port.open_when_free(host, number, self._opened)
-            self._tasks.append(asyncio.create_task(waiting))
-            return
-        with naming_port("--prometheus-port", host, number):
-            self._opened(await port.open(host, number))
-
-    def _opened(self, port: int) -> None:
-        self.prometheus_port = port
+            self._tasks.append(asyncio.create_task(port.open_when_free()))
+        else:
+            await port.open()
 
     async def _metrics(self, _request: web.Request) -> web.Response:
         pages = await self._hub.metrics_pages()

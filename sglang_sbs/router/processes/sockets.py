@@ -9,20 +9,12 @@ from __future__ import annotations
 import asyncio
 import logging
 import threading
-from collections import Counter
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import zmq
 
-from sglang_sbs.router.processes.messages import (
-    MAX_MESSAGE_BYTES,
-    FromScheduler,
-    ToScheduler,
-    decode_from_scheduler,
-    decode_to_scheduler,
-    encode,
-)
+from sglang_sbs.router.processes import messages
+from sglang_sbs.router.processes.messages import FromScheduler, ToScheduler, encode
 from sglang_sbs.wire import MalformedMessage
 from sglang_sbs.wire.curve import CurveKeys, Gatekeeper
 
@@ -31,44 +23,45 @@ logger = logging.getLogger(__name__)
 _DRAIN_LIMIT = 512
 """Messages handled before other callbacks of the event loop get a turn."""
 _HWM = 100_000
+_OPTIONS = {zmq.LINGER: 0, zmq.IPV6: 1, zmq.MAXMSGSIZE: messages.MAX_MESSAGE_BYTES}
 _HEARTBEAT_MS = 1000
 _UNHEARD_MS = 4000
-"""A connection on which nothing is heard, or not made, for so long is made anew."""
+"""A connection on which nothing is heard, or not made, for so long is made anew: a network that
+swallows everything breaks none."""
 
 
 class _Socket:
-    def __init__(self, kind: int, take: Callable[[list[bytes]], None]) -> None:
-        """Raises: zmq.ZMQError, there is no room for another one."""
-        self._take = take
+    """In the event loop, of which it takes messages as they come."""
+
+    def __init__(self, kind: int, peer: str) -> None:
+        """``peer``: who speaks, in the log. Raises: zmq.ZMQError, no room for another one."""
+        self.malformed = 0
+        self._peer = peer
         self._loop = asyncio.get_running_loop()
-        self._fd = -1
         self._again = False
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context(io_threads=1)
-        self._socket: zmq.Socket[bytes] | None = None
         try:
             self._socket = self._context.socket(kind)
-            self._socket.setsockopt(zmq.LINGER, 0)
-            self._socket.setsockopt(zmq.IPV6, 1)
-            self._socket.setsockopt(zmq.MAXMSGSIZE, MAX_MESSAGE_BYTES)
-            self._socket.set_hwm(_HWM)
-            # A network that swallows everything breaks no connection; this does.
-            self._socket.setsockopt(zmq.HEARTBEAT_IVL, _HEARTBEAT_MS)
-            for patience in (zmq.HEARTBEAT_TIMEOUT, zmq.HANDSHAKE_IVL, zmq.CONNECT_TIMEOUT):
-                self._socket.setsockopt(patience, _UNHEARD_MS)
-        except BaseException:
-            _Socket.close(self)
-            self.end()
+        except zmq.ZMQError:
+            self._context.term()
             raise
+        self._socket.set_hwm(_HWM)
+        patience = (zmq.HEARTBEAT_TIMEOUT, zmq.HANDSHAKE_IVL, zmq.CONNECT_TIMEOUT)
+        times = {zmq.HEARTBEAT_IVL: _HEARTBEAT_MS, **dict.fromkeys(patience, _UNHEARD_MS)}
+        for option, value in (_OPTIONS | times).items():
+            self._socket.setsockopt(option, value)
 
     def watch(self) -> None:
-        assert self._socket is not None
-        self._fd = int(self._socket.getsockopt(zmq.FD))
-        self._loop.add_reader(self._fd, self.drain)
+        self._loop.add_reader(self._socket.fileno(), self.drain)
         self._soon()
+
+    def take(self, frames: list[bytes]) -> None:
+        """Raises: MalformedMessage."""
+        raise NotImplementedError
 
     def send(self, frames: Sequence[bytes]) -> bool:
         """False: there is nobody to take it (any more)."""
-        if self._socket is None:
+        if self._socket.closed:
             return False
         try:
             self._socket.send_multipart(frames, zmq.NOBLOCK)
@@ -87,30 +80,28 @@ class _Socket:
     def drain(self) -> None:
         self._again = False
         for _ in range(_DRAIN_LIMIT):
-            if self._socket is None:
+            if self._socket.closed:
                 return
             try:
                 frames = self._socket.recv_multipart(zmq.NOBLOCK)
             except zmq.Again:
                 return
             try:
-                self._take(frames)
+                self.take(frames)
+            except MalformedMessage as error:
+                self.malformed += 1
+                if self.malformed == 1:
+                    told = "malformed message from %s (counted from now on): %s"
+                    logger.warning(told, self._peer, error)
             except Exception:  # a defect must not leave the rest unread
                 logger.exception("handling a message failed")
         self._soon()
 
     def close(self, linger_ms: int = 0) -> None:
         """``linger_ms``: how long what was sent last may take to leave."""
-        if self._socket is None:
-            return
-        if self._fd >= 0:
-            self._loop.remove_reader(self._fd)
-        self._socket.close(linger_ms)
-        self._socket = None
-
-    def end(self) -> None:
-        """After ``close``: nothing else uses the context."""
-        self._context.term()
+        if not self._socket.closed:
+            self._loop.remove_reader(self._socket.fileno())
+            self._socket.close(linger_ms)
 
 
 class FrontEndSocket(_Socket):
@@ -120,10 +111,8 @@ class FrontEndSocket(_Socket):
         self, endpoint: str, keys: CurveKeys | None, receive: Callable[[FromScheduler], None]
     ) -> None:
         """Raises: zmq.ZMQError, there is no room for another one, or no such endpoint."""
-        super().__init__(zmq.DEALER, self._received)
+        super().__init__(zmq.DEALER, "the scheduler")
         self._receive = receive
-        self.malformed = 0
-        assert self._socket is not None
         try:
             # Queue nothing for a scheduler that is away: by its return it would be stale.
             self._socket.setsockopt(zmq.IMMEDIATE, 1)
@@ -140,38 +129,30 @@ class FrontEndSocket(_Socket):
     def tell(self, message: ToScheduler) -> bool:
         return self.send(encode(message))
 
-    def _received(self, frames: list[bytes]) -> None:
-        try:
-            message = decode_from_scheduler(frames)
-        except MalformedMessage as error:
-            self.malformed += 1
-            if self.malformed == 1:
-                logger.warning("malformed message from the scheduler: %s", error)
-            return
-        self._receive(message)
+    def take(self, frames: list[bytes]) -> None:
+        self._receive(messages.decode_from_scheduler(frames))
 
     def close(self, linger_ms: int = 0) -> None:
         """``linger_ms``: for last words. Without any nothing is waited for: libzmq's thread may be
         in a look-up of the scheduler's name, which can take many seconds."""
         super().close(linger_ms)
         if linger_ms:
-            self.end()
+            self._context.term()
         else:
-            threading.Thread(target=self.end, name="closing a line", daemon=True).start()
+            threading.Thread(target=self._context.term, name="closing a line", daemon=True).start()
 
 
 class SchedulerSocket(_Socket):
     """The scheduler's end (ROUTER); peers are told apart by their ZMQ identity."""
 
     def __init__(self, receive: Callable[[bytes, ToScheduler], None]) -> None:
-        super().__init__(zmq.ROUTER, self._received)
+        super().__init__(zmq.ROUTER, "a front end")
         self._receive = receive
         self._gatekeeper: Gatekeeper | None = None
-        self._counts: Counter[str] = Counter()
+        self._taken = 0
 
     def open(self, endpoint: str, keys: CurveKeys | None) -> str:
         """Listen; returns the endpoint with a wildcard port resolved. Raises: OSError."""
-        assert self._socket is not None
         self._socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
         self._socket.setsockopt(zmq.ROUTER_HANDOVER, 0)
         if keys is not None:
@@ -192,19 +173,11 @@ class SchedulerSocket(_Socket):
     def counts(self) -> dict[str, int]:
         """Messages by fate (``taken``, ``malformed``) and clients ``refused`` by their key."""
         refused = self._gatekeeper.refused if self._gatekeeper is not None else 0
-        return {"taken": 0, "malformed": 0, **self._counts, "refused": refused}
+        return {"taken": self._taken, "malformed": self.malformed, "refused": refused}
 
-    def _received(self, frames: list[bytes]) -> None:
-        try:
-            message: Any = decode_to_scheduler(frames[1:])
-        except MalformedMessage as error:
-            self._counts["malformed"] += 1
-            if self._counts["malformed"] == 1:
-                logger.warning(
-                    "malformed message from a front end (counted from now on): %s", error
-                )
-            return
-        self._counts["taken"] += 1
+    def take(self, frames: list[bytes]) -> None:
+        message = messages.decode_to_scheduler(frames[1:])
+        self._taken += 1
         self._receive(frames[0], message)
 
     def close(self, linger_ms: int = 0) -> None:
@@ -212,4 +185,4 @@ class SchedulerSocket(_Socket):
         if self._gatekeeper is not None:
             self._gatekeeper.close()
             self._gatekeeper = None
-        self.end()
+        self._context.term()

@@ -10,7 +10,8 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from prometheus_client import generate_latest
 from prometheus_client.metrics_core import Metric
 from prometheus_client.parser import text_string_to_metric_families
-from prometheus_client.registry import Collector
+
+from sglang_sbs.router.metric_families import Made
 
 _LASTING = ("counter", "histogram", "summary")
 _MEANS = frozenset({"sbs_prompt_bytes_per_token"})
@@ -53,7 +54,8 @@ def page_parts(
                 by_name[family.name].append(family)
     for same in by_name.values():
         if not lasting_only or same[0].type in _LASTING:
-            yield generate_latest(_One(_sum(same) if len(same) > 1 else same[0])).decode()
+            one = [_sum(same) if len(same) > 1 else same[0]]
+            yield generate_latest(Made(one.copy)).decode()
 
 
 def _sum(same: Sequence[Metric]) -> Metric:
@@ -66,11 +68,3 @@ def _sum(same: Sequence[Metric]) -> Metric:
         value = min(found) if name.endswith("_created") else sum(found)
         out.add_sample(name, dict(labels), value / len(found) if name in _MEANS else value)
     return out
-
-
-class _One(Collector):
-    def __init__(self, family: Metric) -> None:
-        self._family = family
-
-    def collect(self) -> Iterator[Metric]:
-        yield self._family

@@ -200,7 +200,8 @@ class InFlight:
 
     def assigned(self, attempt: Attempt, assignment: Dispatch) -> None:
         """The scheduler let it go."""
-        self.metrics.class_held(class_of(attempt.arrival.priority), assignment.held_s)
+        held = self.metrics.class_hold_seconds.labels(class_of(attempt.arrival.priority))
+        held.observe(assignment.held_s)
         if attempt.trace is not None:
             attempt.trace.dispatched_ns = time.time_ns()
 

@@ -139,7 +139,7 @@ class Relay:
         if downstream.response is None:
             raise error
         downstream.push(without_frames(error).sse_event())
-        self.metrics.stream_broken(error)
+        self.metrics.broken_streams.labels(error.code).inc()
         return await downstream.finish()
 
     async def _plan(self, kind: RouteKind, request: web.Request, share: BodyShare) -> Plan:

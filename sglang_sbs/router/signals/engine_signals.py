@@ -18,7 +18,7 @@ from sglang_sbs.router.options.tls import worker_ssl
 from sglang_sbs.router.signals.endforward_listener import EndForwardListener, FindOwner
 from sglang_sbs.router.signals.kv_subscriber import KvEventSubscriber
 from sglang_sbs.router.telemetry.metrics import RouterMetrics
-from sglang_sbs.router.telemetry.worker_metrics import Drift, worker_families
+from sglang_sbs.router.telemetry.worker_metrics import engine_requests, worker_families
 from sglang_sbs.router.workers.health import Monitor
 from sglang_sbs.router.workers.kubernetes_watch import PodDiscovery
 from sglang_sbs.router.workers.registry import Registry
@@ -46,11 +46,12 @@ class Watch:
     ) -> None:
         self._options = options
         self._metrics = metrics
-        self._drift = Drift()
         self._submit = submit
         reads_reports = facts_of(options.scheduler.policy).reads_reports
         self.registry = Registry(
-            WorkerEvents(self._emit, self._doubted, silenced, self._removed),
+            WorkerEvents(
+                *(self._emit, self._doubted, silenced), lambda worker: metrics.forget(worker.url)
+            ),
             options.breaker,
             expects_endforward=reads_reports and options.endforward_bind is not None,
             asks_cheaply=options.monitor.health_endpoint is None,
@@ -127,7 +128,7 @@ class Watch:
         if self._discovery is not None:
             yield from self._discovery.families()
         yield from self._kv_events.families()
-        yield from worker_families(self.registry, self._drift, self._monitor.checks)
+        yield from worker_families(self.registry, self._monitor.checks)
 
     async def close(self) -> None:
         self.let_go()
@@ -148,11 +149,7 @@ class Watch:
     def _doubted(self, worker: Worker) -> None:
         self._monitor.doubt(worker)
 
-    def _removed(self, worker: Worker) -> None:
-        self._metrics.forget(worker.url)
-        self._drift.forget(worker.url)
-
     def _reported(self, worker: Worker, report: EndForward) -> None:
         chunk = report.chunk_tokens or (worker.info.chunk_tokens if worker.info else 0)
         self._metrics.forward_ended(worker.url, chunk, report)
-        self._drift.reported(worker, report)
+        worker.engine_holds[report.dp_rank] = engine_requests(report)

@@ -16,20 +16,16 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from sglang_sbs import __version__
 from sglang_sbs.router.options.router_options import RouterOptions
+from sglang_sbs.router.supervision import socket_handover as handover
 from sglang_sbs.router.supervision.parent_line import ChildLine
-from sglang_sbs.router.supervision.socket_handover import (
-    Predecessor,
-    Successors,
-    check_free,
-    control_path,
-    listen,
-)
+from sglang_sbs.router.supervision.socket_handover import listen
 from sglang_sbs.router.supervision.stop_signals import end_on_signals
 
 logger = logging.getLogger(__name__)
@@ -50,26 +46,20 @@ class StartError(RuntimeError):
     """A child ended before it served for the first time; it has said why."""
 
 
+@dataclass(eq=False)
 class Child:
     """One process after another in the same place."""
 
-    def __init__(
-        self,
-        name: str,
-        command: Callable[[], Sequence[str]],
-        sockets: list[socket.socket],
-        renew: Callable[[], list[socket.socket]] | None = None,
-    ) -> None:
-        """``renew`` makes new listening sockets for those given up after failed starts."""
-        self.name = name
-        self.sockets = sockets
-        self.facts: dict[str, Any] = {}
-        self.serving = asyncio.Event()
-        self._command = command
-        self._renew = renew
-        self._line: ChildLine | None = None
-        self._process: asyncio.subprocess.Process | None = None
-        self._stopping = False
+    name: str
+    command: Callable[[], Sequence[str]]
+    sockets: list[socket.socket]
+    renew: Callable[[], list[socket.socket]] | None = None
+    """Makes new listening sockets for those given up after failed starts."""
+    facts: dict[str, Any] = field(default_factory=dict)
+    serving: asyncio.Event = field(default_factory=asyncio.Event)
+    _line: ChildLine | None = None
+    _process: asyncio.subprocess.Process | None = None
+    _stopping: bool = False
 
     @property
     def pid(self) -> int:
@@ -128,12 +118,12 @@ class Child:
 
     async def _spawn(self) -> tuple[ChildLine, asyncio.subprocess.Process]:
         """Raises: OSError, the system has no process, memory, descriptor or port for it now."""
-        if self._renew is not None and not self.sockets:
-            self.sockets = self._renew()
+        if self.renew is not None and not self.sockets:
+            self.sockets = self.renew()
         self._line = line = ChildLine()
         try:
             fds = [sock.fileno() for sock in self.sockets]
-            arguments = [*self._command(), "--sbs-parent-fd", str(line.child_socket.fileno())]
+            arguments = [*self.command(), "--sbs-parent-fd", str(line.child_socket.fileno())]
             if fds:
                 arguments += ["--sbs-listen-fds", ",".join(map(str, fds))]
             self._process = process = await asyncio.create_subprocess_exec(
@@ -200,13 +190,14 @@ class Supervisor:
     async def run(self) -> int:
         """Serve until a signal or a successor ends it; the exit code.
         Raises: OSError, the port is taken."""
+        os.environ.setdefault("PYTHONUNBUFFERED", "1")
         end_on_signals(self._stopping)
         place = self._options.host, self._options.port
-        predecessor = Predecessor.call(*place) if self._options.take_over else None
+        predecessor = handover.Predecessor.call(*place) if self._options.take_over else None
         if predecessor is None:
             if self._options.take_over:
                 logger.warning("nobody to take port %d over from: starting anew", place[1])
-            check_free(*place)
+            handover.check_free(*place)
         # Unix sockets have short names: not below a deep TMPDIR.
         base = "/tmp" if len(tempfile.gettempdir()) > _LONGEST_TMPDIR else None
         with tempfile.TemporaryDirectory(prefix="sglang-sbs-", dir=base) as folder:  # mode 0700
@@ -216,9 +207,9 @@ class Supervisor:
                 await self._kill()
         return 1 if self._failed else code
 
-    async def _serve(self, folder: Path, predecessor: Predecessor | None) -> int:
+    async def _serve(self, folder: Path, predecessor: handover.Predecessor | None) -> int:
         options = self._options
-        successors: Successors | None = None
+        successors: handover.Successors | None = None
         try:
             if options.role == "router":
                 endpoint = f"ipc://{folder}/scheduler"
@@ -232,9 +223,8 @@ class Supervisor:
                 return 0
             self._announce()
             try:
-                successors = Successors(
-                    control_path(options.host, self._port), self._sockets, self._stopping.set
-                )
+                path = handover.control_path(options.host, self._port)
+                successors = handover.Successors(path, self._sockets, self._stopping.set)
             except OSError as error:
                 logger.warning("a rolling restart is not possible: %s", error)
             if predecessor is not None:
@@ -253,7 +243,7 @@ class Supervisor:
 
     # Children ---------------------------------------------------------------------------------
 
-    def _make_front_ends(self, endpoint: str, predecessor: Predecessor | None) -> None:
+    def _make_front_ends(self, endpoint: str, predecessor: handover.Predecessor | None) -> None:
         host, workers = self._options.host, self._options.workers
         inherited = predecessor.sockets if predecessor is not None else []
         if inherited:
@@ -379,8 +369,3 @@ def _describe(code: int) -> str:
     with contextlib.suppress(ValueError):
         return f"killed by {signal.Signals(-code).name}"
     return f"killed by signal {-code}"
-
-
-async def supervise(argv: Sequence[str], options: RouterOptions) -> int:
-    os.environ.setdefault("PYTHONUNBUFFERED", "1")
-    return await Supervisor(argv, options).run()

@@ -12,15 +12,14 @@ from collections import Counter as Multiset
 from collections.abc import Callable, Iterator, Sequence
 from functools import cache, partial
 from itertools import pairwise
-from typing import Any, NamedTuple, TypeVar, cast
+from typing import Any, TypeVar, cast
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, Summary, generate_latest
 from prometheus_client.core import CounterMetricFamily, Metric
 from prometheus_client.metrics import MetricWrapperBase
-from prometheus_client.registry import Collector
 
-from sglang_sbs.router.errors import LegFailure, RouterError
-from sglang_sbs.router.metric_families import gauge, total
+from sglang_sbs.router.errors import LegFailure
+from sglang_sbs.router.metric_families import Made, gauge, total
 from sglang_sbs.router.workers.registry import Registry
 from sglang_sbs.scheduling.events import Dispatch, Outcome, Refuse
 from sglang_sbs.scheduling.queue.priority import PriorityClass
@@ -49,37 +48,21 @@ _STOCK = {"router_type": "http", "backend_type": "pd", "connection_mode": "http"
 _STOCK_LABELS = " ".join(_STOCK)
 """Labels sglang_router puts on its router metrics, with its values for PD over HTTP."""
 _ENDPOINTS = {
-    "/generate": "generate",
-    "/v1/completions": "completions",
+    **{"/generate": "generate", "/v1/completions": "completions"},
     "/v1/chat/completions": "chat",
 }
 
-
 _Buckets = tuple[float, ...]
-
-
-class _Declared(NamedTuple):
-    """A metric that every :class:`RouterMetrics` has of its own; labels with spaces between."""
-
-    kind: type[Any]
-    name: str
-    text: str
-    labels: str
-    buckets: _Buckets | None
-
-    def made(self, registry: CollectorRegistry, durations: _Buckets) -> Any:
-        more = {"buckets": self.buckets or durations} if self.kind is Histogram else {}
-        return self.kind(self.name, self.text, self.labels.split(), registry=registry, **more)
-
-
 _K = TypeVar("_K")
 
 
 def _declared(
     kind: type[_K], name: str, text: str, labels: str = "", buckets: _Buckets | None = None
 ) -> _K:
-    """Typed as what it becomes. A histogram without ``buckets`` has those of durations."""
-    return cast(_K, _Declared(kind, name, text, labels, buckets))
+    """Of which every :class:`RouterMetrics` makes one of its own; typed as that. Labels have spaces
+    between; a histogram without ``buckets`` has those of durations."""
+    more = {"buckets": buckets} if buckets else {}
+    return cast(_K, partial(cast(Any, kind), name, text, labels.split(), **more))
 
 
 _counter = partial(_declared, Counter)
@@ -98,7 +81,7 @@ class RouterMetrics:
     http_seconds = _histogram("smg_http_request_duration_seconds",
         "Until the response is complete", "method path")
     http_active = _gauge("smg_http_connections_active", "Requests being served")
-    _malformed = _counter("sbs_http_malformed_total", "Requests that were no HTTP")
+    malformed = _counter("sbs_http_malformed_total", "Requests that were no HTTP")
     _rate_limit = _counter("smg_http_rate_limit_total",
         "Decisions of --max-concurrent-requests", "result")
 
@@ -176,10 +159,11 @@ class RouterMetrics:
         """``knows``: whether there is a worker of that URL; no other has series of its own."""
         self._policy = policy
         self.registry = CollectorRegistry()
+        durations = {"buckets": duration_buckets or _DURATION_BUCKETS}
         for name, declared in vars(RouterMetrics).items():
-            if isinstance(declared, _Declared):
-                made = declared.made(self.registry, duration_buckets or _DURATION_BUCKETS)
-                setattr(self, name, made)
+            if isinstance(declared, partial):
+                more = (durations if declared.func is Histogram else {}) | declared.keywords
+                setattr(self, name, declared(registry=self.registry, **more))
         self._began_s: Multiset[float] = Multiset()
         self.collect_with(self._age_families)
         self._gang = (-1, 0)
@@ -195,7 +179,7 @@ class RouterMetrics:
         return generate_latest(self.registry)
 
     def collect_with(self, collect: Callable[[], Iterator[Metric]]) -> None:
-        self.registry.register(_ScrapeTime(collect))
+        self.registry.register(Made(collect))
 
     def forget(self, worker_url: str) -> None:
         """Remove the series of a worker. One that is added again begins at 0."""
@@ -206,8 +190,12 @@ class RouterMetrics:
     def dispatched(self, command: Dispatch) -> None:
         self._dispatched += 1
         self.hold_seconds.observe(command.held_s)
-        self._leg("prefill", command.prefill, command.prefill_rank)
-        self._leg("decode", command.decode, command.decode_rank)
+        for role, worker, rank in (
+            ("prefill", command.prefill, command.prefill_rank),
+            ("decode", command.decode, command.decode_rank),
+        ):
+            if legs := self._of_workers.of(self.dispatches, worker, role, worker, rank):
+                legs.inc()
         batch, size = self._gang
         if command.batch == batch:
             self._gang = (batch, size + 1)
@@ -215,11 +203,6 @@ class RouterMetrics:
             if size:
                 self.gang_size.observe(size)
             self._gang = (command.batch, 1)
-
-    def _leg(self, role: str, worker: str, rank: int) -> None:
-        legs = self._of_workers.of(self.dispatches, worker, role, worker, rank)
-        if legs is not None:
-            legs.inc()
 
     def refused(self, command: Refuse) -> None:
         self.refusals.labels(command.cause).inc()
@@ -268,10 +251,6 @@ class RouterMetrics:
         if not allowed:
             self.refusals.labels("front_door").inc()
 
-    def malformed_request(self) -> None:
-        """It is answered with a 400 before anything of it is understood."""
-        self._malformed.inc()
-
     # Inference --------------------------------------------------------------------------------
 
     def served(self, path: str, model: str, streaming: bool, seconds: float) -> None:
@@ -303,12 +282,8 @@ class RouterMetrics:
 
     def leg_failed(self, failure: LegFailure) -> None:
         labels = (failure.leg, "http", failure.worker, failure.code)
-        failures = self._of_workers.of(self.leg_failures, failure.worker, *labels)
-        if failures is not None:
+        if failures := self._of_workers.of(self.leg_failures, failure.worker, *labels):
             failures.inc()
-
-    def class_held(self, priority: PriorityClass, held_s: float) -> None:
-        self.class_hold_seconds.labels(priority).observe(held_s)
 
     def first_byte(self, priority: PriorityClass, seconds: float, slo_s: float | None) -> None:
         """Decode's first byte came; ``slo_s``: what the client wanted."""
@@ -316,12 +291,6 @@ class RouterMetrics:
         self.class_ttft_seconds.labels(priority).observe(seconds)
         if slo_s is not None:
             self.slo.labels("met" if seconds <= slo_s else "missed").inc()
-
-    def stream_broken(self, error: RouterError) -> None:
-        self.broken_streams.labels(error.code).inc()
-
-    def length_missed(self, relative: float) -> None:
-        self.length_error.observe(abs(relative))
 
     def prefix_found(self, prompt_tokens: int, predicted_tokens: int, reported_tokens: int) -> None:
         """Prefill said how much of a prompt it had cached."""
@@ -337,8 +306,7 @@ class RouterMetrics:
         if report.extend_tokens > 0 and chunk_tokens > 0:
             self.chunk_utilisation.observe(min(1.0, report.extend_tokens / chunk_tokens))
         if report.dp_rank == 0:
-            passes = self._of_workers.of(self.forward_seconds, worker_url, worker_url)
-            if passes is not None:
+            if passes := self._of_workers.of(self.forward_seconds, worker_url, worker_url):
                 passes.observe(report.forward_s)
             if report.tokens_per_rank and any(report.tokens_per_rank):
                 busy, ranks = active_ranks(report.tokens_per_rank), len(report.tokens_per_rank)
@@ -379,17 +347,6 @@ class WorkerSeries:
     def forget(self, worker_url: str) -> None:
         for metric, labels in self._series.pop(worker_url, {}):
             metric.remove(*labels)
-
-
-class _ScrapeTime(Collector):
-    def __init__(self, collect: Callable[[], Iterator[Metric]]) -> None:
-        self._collect = collect
-
-    def collect(self) -> Iterator[Metric]:
-        return self._collect()
-
-    def describe(self) -> list[Metric]:
-        return []
 
 
 # fmt: off

@@ -14,6 +14,7 @@ from functools import partial
 
 from aiohttp import web
 
+from sglang_sbs.plain_words import naming_port
 from sglang_sbs.router.client.intake import KEEP_ALIVE_S, Doorman, Gate, ParserLog
 
 logger = logging.getLogger(__name__)
@@ -35,18 +36,20 @@ class MetricsPort:
 
     def __init__(
         self,
-        page: Page,
+        host: str,
+        port: int,
+        pages: Mapping[str, Page],
         malformed: Callable[[], None],
         shutdown_s: float,
-        others: Mapping[str, Page] = {},
     ) -> None:
         """``malformed`` is told of requests that are no HTTP; ``shutdown_s`` is how long answers
-        under way may take at the end; ``others`` are pages by path."""
+        under way may take at the end."""
+        self._host = host
+        self.port = port
+        """0: any; which, once it is open."""
         self._doorman = Doorman()
         app = web.Application(middlewares=[self._heard])
-        app.router.add_get("/metrics", page)
-        for path, other in others.items():
-            app.router.add_get(path, other)
+        app.add_routes([web.get(path, page) for path, page in pages.items()])
         self._runner = web.AppRunner(
             app,
             access_log=None,
@@ -57,33 +60,32 @@ class MetricsPort:
         )
         self._listening: asyncio.Server | None = None
 
-    async def open(self, host: str, port: int) -> int:
-        """The port, also where 0 was asked for. Raises: OSError, it is taken."""
+    async def open(self) -> None:
+        """Raises: OSError, the port is taken."""
         if self._runner.server is None:
             await self._runner.setup()
         assert self._runner.server is not None
         gate = partial(Gate, self._doorman, self._runner.server, self._has_room)
-        self._listening = await asyncio.get_running_loop().create_server(gate, host, port)
-        return int(self._listening.sockets[0].getsockname()[1])
+        with naming_port("--prometheus-port", self._host, self.port):
+            listening = await asyncio.get_running_loop().create_server(gate, self._host, self.port)
+        self._listening = listening
+        self.port = int(listening.sockets[0].getsockname()[1])
 
-    async def open_when_free(self, host: str, port: int, opened: Callable[[int], None]) -> None:
+    async def open_when_free(self) -> None:
         """As :meth:`open`, however long that takes; without a page of metrics if it cannot be."""
-        told = False
-        while True:
+        told = "no metrics at :%d until it is free (--prometheus-port)"
+        while self._listening is None:
             try:
-                found = await self.open(host, port)
+                await self.open()
+                logger.info("metrics at :%d", self.port)
             except OSError as error:
                 if error.errno != errno.EADDRINUSE:
                     logger.error("no metrics port: %s", error)
                     return
-                if not told:
-                    logger.warning("no metrics at :%d until it is free (--prometheus-port)", port)
-                told = True
+                if told:
+                    logger.warning(told, self.port)
+                told = ""
                 await asyncio.sleep(_AGAIN_S)
-            else:
-                logger.info("metrics at :%d", found)
-                opened(found)
-                return
 
     async def close(self) -> None:
         """Also while it was never open."""

@@ -40,29 +40,7 @@ def engine_requests(report: EndForward) -> int:
     return stages
 
 
-class Drift:
-    """What engines say they hold, to compare with this router's own books."""
-
-    def __init__(self) -> None:
-        self._held: dict[str, dict[int, int]] = {}
-
-    def reported(self, worker: Worker, report: EndForward) -> None:
-        self._held.setdefault(worker.url, {})[report.dp_rank] = engine_requests(report)
-
-    def forget(self, worker_url: str) -> None:
-        self._held.pop(worker_url, None)
-
-    def of(self, worker: Worker) -> int | None:
-        """Own books minus the engine's; ``None`` while not every rank has reported."""
-        held = self._held.get(worker.url, {})
-        if len(held) < worker.dp_size:
-            return None
-        return worker.load - sum(held.values())
-
-
-def worker_families(
-    registry: Registry, drift: Drift, checks: Mapping[tuple[str, str], int]
-) -> Iterator[Metric]:
+def worker_families(registry: Registry, checks: Mapping[tuple[str, str], int]) -> Iterator[Metric]:
     """``checks``: health checks by role and result."""
     workers = list(registry)
     for name, text, value in _OF_WORKERS:
@@ -84,7 +62,8 @@ def worker_families(
     reports = {(one.url, str(r)): count for one in workers for r, count in one.reports.items()}
     yield total("sbs_endforward_messages", "EndForward messages", reports, "worker", "dp_rank")
     about = "Requests in this router's books minus those the engine reports"
-    drifts = {(one.url, one.role): off for one in workers if (off := drift.of(one)) is not None}
+    heard = [one for one in workers if len(one.engine_holds) >= one.dp_size]
+    drifts = {(one.url, one.role): one.load - sum(one.engine_holds.values()) for one in heard}
     yield gauge("sbs_ledger_drift_requests", about, drifts, "worker", "worker_type")
     model, labels = model_name(registry), ("worker_type", "connection_mode", "model")
     sizes = {(role, "http", model): len(registry.of_role(role)) for role in _ROLES}

@@ -96,6 +96,8 @@ class Worker(WorkerFacts, kw_only=True, eq=False):
     """When it last answered a probe or a poll, or was asked to."""
     last_report_s: dict[int, float] = field(default_factory=dict)
     reports: dict[int, int] = field(default_factory=dict)
+    engine_holds: dict[int, int] = field(default_factory=dict)
+    """Requests on each DP rank that was heard of, as the engine counts them."""
 
     @property
     def bootstrap_host(self) -> str:

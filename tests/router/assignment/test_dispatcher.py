@@ -292,7 +292,7 @@ async def test_a_full_disk_ends_the_event_log_and_nothing_else(tmp_path: Path) -
             log._buffer += bytes(100_000)
         else:
             dispatcher.submit(TimerFired())
-            dispatcher.flush_log()
+            dispatcher.pump.flush_log()
         assert (await dispatcher.assign(announced("r"))).rid == "r"
-        dispatcher.flush_log()
+        dispatcher.pump.flush_log()
         dispatcher.close()

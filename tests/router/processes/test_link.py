@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import AsyncIterator
 from typing import Any
 
 import pytest
@@ -20,7 +19,6 @@ from link_harness import (
 from router_harness import until
 
 from sglang_sbs.router.errors import Refused, RouterError, transport_failure
-from sglang_sbs.router.processes import front_end_sessions as hub_module
 from sglang_sbs.router.processes import scheduler_link as link_module
 from sglang_sbs.router.processes.messages import (
     AbortElsewhere,
@@ -37,24 +35,7 @@ from sglang_sbs.scheduling.events import (
     RequestEnded,
 )
 
-
-@pytest.fixture(autouse=True)
-def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(link_module, "ALIVE_EVERY_S", 0.01)
-    monkeypatch.setattr(link_module, "LOST_AFTER_S", 0.1)
-    monkeypatch.setattr(link_module, "CALL_S", 0.2)
-    monkeypatch.setattr(hub_module, "TICK_S", 0.01)
-    monkeypatch.setattr(hub_module, "SILENT_S", 0.3)
-    monkeypatch.setattr(hub_module, "CLUSTER_EVERY_S", 0.05)
-
-
-@pytest.fixture
-async def world() -> AsyncIterator[World]:
-    made = World()
-    yield made
-    for front_end in made.front_ends:
-        front_end.link.close()
-    made.crash()
+pytestmark = pytest.mark.usefixtures("quick")
 
 
 async def test_a_request_from_arrival_to_end(world: World) -> None:

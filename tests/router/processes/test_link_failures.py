@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -19,28 +19,9 @@ from link_harness import (
 from router_harness import until
 
 from sglang_sbs.router.errors import RouterError
-from sglang_sbs.router.processes import front_end_sessions as hub_module
-from sglang_sbs.router.processes import scheduler_link as link_module
 from sglang_sbs.router.processes.messages import AbortElsewhere, Unwelcome
 
-
-@pytest.fixture(autouse=True)
-def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(link_module, "ALIVE_EVERY_S", 0.01)
-    monkeypatch.setattr(link_module, "LOST_AFTER_S", 0.1)
-    monkeypatch.setattr(link_module, "CALL_S", 0.2)
-    monkeypatch.setattr(hub_module, "TICK_S", 0.01)
-    monkeypatch.setattr(hub_module, "SILENT_S", 0.3)
-    monkeypatch.setattr(hub_module, "CLUSTER_EVERY_S", 0.05)
-
-
-@pytest.fixture
-async def world() -> AsyncIterator[World]:
-    made = World()
-    yield made
-    for front_end in made.front_ends:
-        front_end.link.close()
-    made.crash()
+pytestmark = pytest.mark.usefixtures("quick")
 
 
 def failing(times: int, function: Callable[..., Any]) -> Callable[..., Any]:
@@ -107,11 +88,11 @@ async def test_whatever_step_of_going_alone_fails_all_of_them_are_taken_in_the_e
     waiting = front_end.ask("waiting")
     await until(lambda: side.books[0] == 1)
     owner, name = {
-        "connect": (link._choice, "connect"),
+        "connect": (link.choice, "connect"),
         "close": (link._line, "close"),
-        "fallback": (link, "_fallback"),
+        "fallback": (link, "fallback"),
         "books": (front_end.registry, "announcements"),
-        "alone changed": (link, "_alone_changed"),
+        "alone changed": (link, "alone_changed"),
     }[step]
     monkeypatch.setattr(owner, name, failing(2, getattr(owner, name)))
     world.crash()

@@ -18,6 +18,7 @@ from sglang_sbs.router.options.config import (
 )
 from sglang_sbs.router.options.options import parse_flags
 from sglang_sbs.router.processes.front_end_sessions import Hub
+from sglang_sbs.router.processes.leading.lead import Lead, Unopposed
 from sglang_sbs.router.processes.messages import VERSION, Hello
 from sglang_sbs.router.processes.mirrored_registry import state_of
 from sglang_sbs.router.server import RouterServer
@@ -269,7 +270,9 @@ async def test_a_scheduler_that_restarted_believes_the_pods_not_its_front_ends(
     timing = WatchTiming(stream_s=1, first_pause_s=0.01)
     async with following(members, timing=timing):
         await until(lambda: len(members.registry) == 2)
-        hub = Hub(members, lambda identity, message: True, FakeScheduler())
+        lead = Lead(Unopposed())
+        lead.begin(1, 0.0)
+        hub = Hub(members, lambda identity, message: True, FakeScheduler(), lead)
         hub.receive(
             b"f", Hello(version=VERSION, front_end="f", name="f", scheduler="old", workers=states)
         )

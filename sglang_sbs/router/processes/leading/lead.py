@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import msgspec
@@ -21,31 +22,27 @@ _MOST_AHEAD = 1_000_000
 """Terms: nobody leads that often between two words of a peer."""
 
 
+@dataclass(eq=False)
 class Lead:
     """Of this process."""
 
-    def __init__(
-        self,
-        election: Election,
-        address: str = "",
-        told: Callable[[Look], None] = lambda look: None,
-    ) -> None:
-        """``address``: where front ends reach this process; ``told`` gets what they say of their
-        sessions."""
-        self.address = address
-        self.begun = 0
-        """Leads of this process so far."""
-        self.since_s = 0.0
-        """When the present one began."""
-        self._own_term = self._highest = 0
-        self._election = election
-        self._told = told
-        self._led = False
+    election: Election
+    address: str = ""
+    """Where front ends reach this process."""
+    told: Callable[[Look], None] = lambda look: None
+    """Gets what they say of their sessions."""
+    begun: int = 0
+    """Leads of this process so far."""
+    since_s: float = 0.0
+    """When the present one began."""
+    _own_term: int = 0
+    _highest: int = 0
+    _led: bool = False
 
     @property
     def active(self) -> bool:
         """Asked before whatever only the one that schedules may do."""
-        return self._led and self._election.leads()
+        return self._led and self.election.leads()
 
     @property
     def term(self) -> int:
@@ -55,7 +52,7 @@ class Lead:
     @property
     def leader(self) -> str:
         """The address of who schedules, as far as it is known."""
-        return self.address if self._led else self._election.leader or ""
+        return self.address if self._led else self.election.leader or ""
 
     def begin(self, term: int, now_s: float) -> None:
         self._led = True
@@ -75,13 +72,13 @@ class Lead:
             return
         self._highest = max(self._highest, term)
         if term >= self.term:
-            self._election.exceed(term)
+            self.election.exceed(term)
 
     def looked(self, look: Look, *, ready: bool) -> Standing:
         """What to answer."""
         if look.term > self.term:
             self.shown(look.term)
-        self._told(look)
+        self.told(look)
         return Standing(active=self.active, ready=ready)
 
     def turned_away(self) -> Unwelcome:
@@ -101,7 +98,7 @@ class Lead:
 
     def shown_to_people(self) -> dict[str, Any] | None:
         """On the dashboard; ``None`` where there can only be this one."""
-        if isinstance(self._election, Unopposed):
+        if isinstance(self.election, Unopposed):
             return None
         for_s = round(asyncio.get_running_loop().time() - self.since_s, 1)
         return {"address": self.address, "term": self.term, "for_s": for_s, "begun": self.begun}

@@ -13,10 +13,13 @@ other is tried.
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Callable, Sequence
 
+import msgspec
+
 from sglang_sbs.router.processes.leading.scouts import Dial, Line, Scouts
-from sglang_sbs.router.processes.messages import FromScheduler, Look
+from sglang_sbs.router.processes.messages import Cluster, FromScheduler, Look, Welcome
 
 LOOK_EVERY_S = 0.5
 """While there is a session; without one at every beat."""
@@ -24,6 +27,22 @@ FRESH_S = 1.5
 """An older answer tells nothing."""
 TRY_S = 1.0
 """So long one address is tried while nobody says who leads."""
+
+
+class LeadView(msgspec.Struct, frozen=True, kw_only=True):
+    """Who schedules, as ``GET /workers`` of a front end shows it."""
+
+    address: str
+    """That which it says it has, or the one that is tried."""
+    connected: bool
+    """Whether this front end is served by it; else it places requests by itself."""
+    term: int
+    since: float | None
+    """Seconds since 1970; ``None``: not known."""
+    changes: int
+    """How often this front end has found another one, or the same one in another term."""
+    losses: int
+    """How often it lost the one it had."""
 
 
 class SchedulerChoice:
@@ -35,6 +54,13 @@ class SchedulerChoice:
         """The address the session is with, or that is tried."""
         self.term = 0
         """The highest heard of."""
+        self.boot_id = ""
+        """Of the last scheduler that was found; empty: there was none."""
+        self.last_term = 0
+        """In which it led."""
+        self._found_at = self._address = ""
+        self._since_s = 0.0
+        self._changes = 0
         self._endpoints = tuple(endpoints)
         self._dial = dial
         self._name = name
@@ -75,6 +101,36 @@ class SchedulerChoice:
     def turned_away(self) -> None:
         """``target`` does not lead. Behind one address there may be several, one of which does."""
         self._turned_away = True
+
+    def found(self, welcome: Welcome) -> str:
+        """A session with ``target``; returns what it is to the last scheduler, for the log."""
+        before, at = (self.boot_id, self.last_term), self._found_at
+        self.boot_id, self.last_term = welcome.scheduler, welcome.term
+        self._found_at = self.target
+        if before[0] != self.boot_id:  # it has not said yet where it is
+            self._address, self._since_s = "", 0.0
+        if not before[0]:
+            return "the"
+        self._changes += before != (self.boot_id, self.last_term)
+        if at != self.target:
+            return "the other"
+        return "the" if before[0] == self.boot_id else "the restarted"
+
+    def said(self, cluster: Cluster) -> None:
+        """How long the scheduler has led, and where it is."""
+        self._address = cluster.address
+        self._since_s = time.time() - cluster.lead_s
+
+    def view(self, losses: int, *, connected: bool) -> LeadView:
+        address = self._address if connected and self._address else self.target
+        return LeadView(
+            address="this machine" if address.startswith("ipc://") else address,
+            connected=connected,
+            term=self.term,
+            since=round(self._since_s, 3) if connected and self._since_s else None,
+            changes=self._changes,
+            losses=losses,
+        )
 
     def close(self) -> None:
         self._scouts.close()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from typing import Protocol
 
 from sglang_sbs.router.processes.messages import FromScheduler, Look, Standing, ToScheduler
@@ -14,8 +15,6 @@ logger = logging.getLogger(__name__)
 class Line(Protocol):
     """One session with a scheduler process, as who speaks through it sees it:
     :class:`~sglang_sbs.router.processes.sockets.FrontEndSocket`."""
-
-    malformed: int
 
     def tell(self, message: ToScheduler) -> bool:
         """False if no scheduler takes it."""
@@ -31,18 +30,18 @@ Dial = Callable[[str, Callable[[FromScheduler], None]], Line]
 """To an endpoint. May raise; then it has left nothing open."""
 
 
+@dataclass(eq=False)
 class Scouts:
     """One line per endpoint, made when it can be. Must be used from one event loop only."""
 
-    def __init__(self, endpoints: Sequence[str], dial: Dial, now: Callable[[], float]) -> None:
-        """``now``: the clock of the loop, in seconds."""
-        self.endpoints = tuple(endpoints)
-        self._dial = dial
-        self._now = now
-        self._lines: dict[str, Line] = {}
-        self._seen: dict[str, tuple[Standing, float]] = {}
-        """The last answer of each, and when it came."""
-        self._failed: set[str] = set()
+    endpoints: Sequence[str]
+    dial: Dial
+    now: Callable[[], float]
+    """The clock of the loop, in seconds."""
+    _lines: dict[str, Line] = field(default_factory=dict)
+    _seen: dict[str, tuple[Standing, float]] = field(default_factory=dict)
+    """The last answer of each, and when it came."""
+    _failed: set[str] = field(default_factory=set)
 
     def ask(self, look: Look) -> None:
         """Everybody; the answers come in time, or not."""
@@ -55,7 +54,7 @@ class Scouts:
     def standing(self, endpoint: str, within_s: float) -> Standing | None:
         """As last heard, if that is no longer ago."""
         standing, at_s = self._seen.get(endpoint, (None, 0.0))
-        return standing if self._now() - at_s <= within_s else None
+        return standing if self.now() - at_s <= within_s else None
 
     def close(self) -> None:
         lines, self._lines = self._lines, {}
@@ -65,10 +64,10 @@ class Scouts:
     def _new(self, endpoint: str) -> Line | None:
         def take(message: FromScheduler) -> None:
             if isinstance(message, Standing):
-                self._seen[endpoint] = message, self._now()
+                self._seen[endpoint] = message, self.now()
 
         try:
-            line = self._lines[endpoint] = self._dial(endpoint, take)
+            line = self._lines[endpoint] = self.dial(endpoint, take)
         except Exception as error:  # no descriptors are left: tried again with the next question
             if endpoint not in self._failed:
                 self._failed.add(endpoint)
