@@ -352,7 +352,7 @@ def test_what_is_in_a_checkout_only_is_named(name, capsys, monkeypatch, tmp_path
 @pytest.mark.parametrize("name", ["paper", "bound"])
 def test_in_a_checkout_it_runs(name):
     command = [sys.executable, "-m", "sglang_sbs.cli", "simulate", name, "--help"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    done = subprocess.run(command, check=False, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
     assert "--seeds" in done.stdout or "--first-seed" in done.stdout
 
