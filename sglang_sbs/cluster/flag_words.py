@@ -23,7 +23,7 @@ def without_given(defaults: Sequence[str], given: Sequence[str]) -> list[str]:
     keep = True
     for word in defaults:
         if word.startswith("--"):
-            keep = word not in given_names
+            keep = word.partition("=")[0] not in given_names
         if keep:
             kept.append(word)
     return kept

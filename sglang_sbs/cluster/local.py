@@ -75,7 +75,8 @@ class LocalCluster(Supervisor):
 
     async def start_instance(self, name: str, flags: Sequence[str] = ()) -> None:
         """Start the planned instance `name` again, with more flags; returns when it is ready.
-        Raises: KeyError, none was planned; ClusterStartError, it did not come up."""
+        Raises: KeyError, none was planned; ClusterStartError, it did not come up, or any process of
+        the cluster had died or died meanwhile."""
         plan = {instance.name: instance for instance in self.instances}[name]
         followers = tuple(replace(one, argv=(*one.argv, *flags)) for one in plan.followers)
         self._started_s = time.monotonic()

@@ -57,9 +57,12 @@ async def serve_until_stopped(
 async def _finished(work: Coroutine[Any, Any, object], stopped: asyncio.Task[Any]) -> bool:
     """Run it to its end; False: stopped before, it was cancelled. Raises: what it raises."""
     task = asyncio.create_task(work)
-    await asyncio.wait({stopped, task}, return_when=asyncio.FIRST_COMPLETED)
-    task.cancel()
-    with contextlib.suppress(asyncio.CancelledError):
-        await task
-        return True
-    return False
+    try:
+        await asyncio.wait({stopped, task}, return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+    if task.cancelled():
+        return False
+    task.result()
+    return True

@@ -250,12 +250,12 @@ class RankHook:
                 return None
             said, config = reader.said, self._config
             self._sink = self._open_sink(config, said.dp_rank)
+            with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+                said.sglang_version = importlib.metadata.version("sglang")
             self._reader = reader
             said.instance_id, said.boot_id = config.instance_id, config.boot_id
             said.barrier = said.dp_size == 1 or collect.shares_barrier(scheduler)
             said.dist_init_addr = collect.read_dist_init_addr(scheduler)
-            with contextlib.suppress(importlib.metadata.PackageNotFoundError):
-                said.sglang_version = importlib.metadata.version("sglang")
             kv = collect.read_kv_address(scheduler)
             if kv is not None:
                 said.kv_address = KvAddress(config.node_host or kv.host, kv.port, kv.replay_port)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import argparse
-import os
+import subprocess
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
@@ -58,8 +58,9 @@ examples:
 more (each has --help):
   sglang-sbs simulate matrix      is sbs nowhere worse than any other policy? cell by cell
   sglang-sbs simulate plan        how many instances and what chunk a workload needs
-  sglang-sbs simulate paper       every claim of the paper beside simulations (in a checkout only)
-  sglang-sbs simulate bound       what no schedule could beat (in a checkout only)
+
+In a checkout there are two more: paper (every claim of the paper beside simulations of it) and
+bound (what no schedule could beat).
 """
 
 
@@ -113,7 +114,7 @@ def _main(words: list[str]) -> int:
         script = CHECKOUT / _SCRIPTS[words[0]]
         if not script.is_file():
             parser.error(f"{words[0]}: only in a checkout, where it is {_SCRIPTS[words[0]]}")
-        os.execv(sys.executable, [sys.executable, str(script), *words[1:]])
+        return subprocess.run([sys.executable, str(script), *words[1:]], check=False).returncode
     args = parser.parse_args(words)
     if args.replay is not None:
         return _replay(args.replay)

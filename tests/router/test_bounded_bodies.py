@@ -410,6 +410,8 @@ async def test_what_was_sent_is_not_kept_while_the_answer_is_waited_for() -> Non
         pair = attempt.pair
         assert pair is not None
         assert (pair.prefill_call.payload, pair.decode_call.payload) == ((), ())
+        kept = [getattr(pair, name) for name in dir(pair) if not name.startswith("__")]
+        assert not any(one is attempt or (isinstance(one, bytes | tuple) and one) for one in kept)
         c.decode[0].gate.open()
         assert (await asked)[0] == 200
 

@@ -203,6 +203,10 @@ def test_dp_without_dp_attention_multiplies_the_gpus() -> None:
 def test_a_users_first_gpu_and_step_are_kept() -> None:
     planned = plan(engine_flags=("--tp", "2", "--base-gpu-id", "8", "--gpu-id-step", "2"))
     assert [value(instance.argv, "--base-gpu-id") for instance in planned.instances] == ["8", "12"]
+    planned = plan(engine_flags=("--tp", "2", "--base-gpu-id=8"))
+    second = planned.instances[1].argv
+    assert "--base-gpu-id=8" not in second
+    assert value(second, "--base-gpu-id") == "10"
 
 
 def test_role_flags_reach_only_their_role() -> None:

@@ -188,7 +188,7 @@ class Asker:
         info = facts.info
         if info is None or info.kv_events is None:
             return
-        ports: dict[str, str] = {}
+        ports: list[tuple[str, str]] = []
         for rank in range(info.dp_size):
             node, report = server_info.node_of_rank(info, rank), heard.get(rank)
             endpoints = default_endpoints(facts.url, info.kv_events, rank)
@@ -204,14 +204,16 @@ class Asker:
                     facts.hidden_kv_ranks.append(rank)
                     continue
             whose = f"rank {rank} on node {node}" if node else f"rank {rank}"
-            ports[endpoints.live] = whose
+            ports.append((endpoints.live, whose))
             if endpoints.replay:
-                ports[endpoints.replay] = f"{whose}, replays"
+                ports.append((endpoints.replay, f"{whose}, replays"))
         limit_s = self._options.timeout_s
-        are_open = await asyncio.gather(*(_connects(*split_tcp(port), limit_s) for port in ports))
+        are_open = await asyncio.gather(
+            *(_connects(*split_tcp(port), limit_s) for port, _ in ports)
+        )
         facts.closed_kv_ports = [
             f"{port.removeprefix('tcp://')} ({whose})"
-            for (port, whose), is_open in zip(ports.items(), are_open, strict=True)
+            for (port, whose), is_open in zip(ports, are_open, strict=True)
             if not is_open
         ]
 

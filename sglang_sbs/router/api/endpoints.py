@@ -21,7 +21,7 @@ from sglang_sbs.dashboard.pages import Handler
 from sglang_sbs.plain_words import plain_error
 from sglang_sbs.router.answer import Answer
 from sglang_sbs.router.api.bodies import json_answer, read_object
-from sglang_sbs.router.api.engine_metrics import Part, merge_pages
+from sglang_sbs.router.api.engine_metrics import merge_pages
 from sglang_sbs.router.api.served_router import Router
 from sglang_sbs.router.client.answer_stream import joined, send
 from sglang_sbs.router.engines.control_requests import ask
@@ -43,7 +43,7 @@ class Control:
         self._server = server
         self._registry = server.registry
         self._generating: asyncio.Task[str] | None = None
-        self._metrics: asyncio.Task[list[Part]] | None = None
+        self._metrics: asyncio.Task[bytes | bytearray] | None = None
 
     def routes(self) -> list[tuple[str, str, Handler]]:
         return [
@@ -301,18 +301,17 @@ class Control:
         to everybody: however many ask at once share one answer."""
         if self._metrics is None or self._metrics.done():
             self._metrics = asyncio.create_task(self._merged_metrics())
-        parts = await asyncio.shield(self._metrics)
-        if not parts:
+        page = await asyncio.shield(self._metrics)
+        if not page:
             why = "no worker serves /metrics: start engines with --enable-metrics"
             raise RouterError(503, "no_engine_metrics", why)
         content_type = "text/plain; version=0.0.4; charset=utf-8"
-        return await send(request, Answer(200, await joined(parts), content_type))
+        return await send(request, Answer(200, page, content_type))
 
-    async def _merged_metrics(self) -> list[Part]:
+    async def _merged_metrics(self) -> bytes | bytearray:
         answers = await self._ask_all(list(self._registry), "GET", "/metrics")
-        return await merge_pages(
-            (worker.url, page) for worker, status, page in answers if status == 200
-        )
+        pages = ((worker.url, page) for worker, status, page in answers if status == 200)
+        return await joined(await merge_pages(pages))
 
     async def abort_request(self, request: web.Request) -> web.StreamResponse:
         """By the id the client gave its request (prefix match, as on an engine), or all."""

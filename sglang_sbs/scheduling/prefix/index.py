@@ -249,8 +249,9 @@ class PrefixIndex:
                 hits[rank.number] = depth * block_tokens
         if len(self._shared):
             stored = self._shared.get
-            depth = bisect_left(range(count), True, key=lambda at: not stored(blocks[at]))
-            if depth:
+            # What is before a block was written with it; but the oldest blocks are let go of first.
+            if stored(blocks[0]):
+                depth = bisect_left(range(count), True, key=lambda at: not stored(blocks[at]))
                 return self._with_shared(by_instance, best * block_tokens, depth, block_tokens)
         return Hits(by_instance, best * block_tokens) if best else NO_HITS
 

@@ -9,7 +9,9 @@ from typing import Any
 
 import msgspec
 import pytest
+from router_harness import until
 
+from sglang_sbs.router.assignment import scheduler_driver
 from sglang_sbs.router.assignment.assigner import Announced
 from sglang_sbs.router.assignment.scheduler_driver import Dispatcher
 from sglang_sbs.router.errors import Refused, RouterError
@@ -270,6 +272,21 @@ async def test_a_scheduler_that_failed_is_asked_again_and_fills_no_log(
     await asyncio.wait_for(fired.wait(), 10)
     assert dispatcher.scheduler_errors == 50
     assert len([r for r in caplog.records if "scheduler failed" in r.message]) == 1
+    dispatcher.close()
+
+
+async def test_the_event_log_is_written_soon_without_anybody_asking(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(scheduler_driver, "_FLUSH_S", 0.01)
+    dispatcher = Dispatcher(
+        Scheduler(), event_log=EventLogWriter(tmp_path / "log", SchedulerConfig())
+    )
+    size = 0
+    for _ in range(2):
+        size = (tmp_path / "log").stat().st_size
+        dispatcher.submit(TimerFired())
+        await until(lambda: (tmp_path / "log").stat().st_size > size)  # noqa: B023
     dispatcher.close()
 
 
