@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import os
-import socket
 import sys
 import time
 from collections.abc import AsyncIterator, Iterable, Sequence
@@ -20,6 +19,7 @@ from typing import IO
 
 from benchmarks import CHECKOUT
 from sglang_sbs.cluster.plan import router_argv
+from tools.stand_ins.ports import free_ports
 
 _START_S = 60.0
 _PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
@@ -139,18 +139,6 @@ class Running:
     processes: Processes
     idle_bytes: int
     """Resident before its first request."""
-
-
-def free_ports(count: int) -> list[int]:
-    """Different ports that nobody listens at now."""
-    sockets = [socket.socket() for _ in range(count)]
-    try:
-        for sock in sockets:
-            sock.bind(("127.0.0.1", 0))
-        return [int(sock.getsockname()[1]) for sock in sockets]
-    finally:
-        for sock in sockets:
-            sock.close()
 
 
 @asynccontextmanager

@@ -14,7 +14,8 @@ from typing import Any
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from benchmarks.hostile.case import Case, Target
-from benchmarks.router_processes import Contender, Processes, free_ports, running
+from benchmarks.router_processes import Contender, Processes, running
+from tools.stand_ins.ports import free_ports
 
 QUIET_S = 2.0
 """Before the attack, for the baseline."""

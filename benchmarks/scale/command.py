@@ -24,11 +24,11 @@ import uvloop
 from rich.console import Console
 
 from benchmarks.command_line import command_parser, make_writable, raise_file_limit
-from benchmarks.router_processes import free_ports
 from benchmarks.scale.client import Clients
 from benchmarks.scale.messages import message_costs
 from benchmarks.scale.router import Reading, ScaledRouter, running_fleet, running_router, shape_of
 from sglang_sbs.simulator.options.common import integers
+from tools.stand_ins.ports import free_ports
 
 _EPILOG = """\
 Everything runs on this machine: engines that cost next to nothing (one process, one EndForward

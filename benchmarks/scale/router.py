@@ -24,11 +24,11 @@ from benchmarks.router_processes import (
     Helper,
     Processes,
     cpu_s,
-    free_ports,
     helper,
     serving,
 )
 from benchmarks.scale.fleet import FleetCounts, FleetShape
+from tools.stand_ins.ports import free_ports
 
 PREFILL_DP = 8
 DECODE_DP = 32

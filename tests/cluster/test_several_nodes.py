@@ -40,11 +40,13 @@ pytestmark = [pytest.mark.cluster, pytest.mark.asyncio(loop_scope="session")]
 
 CONVERSATIONS = 8
 TURNS = 3
-GANGS = 4
+GANGS = 8
 MEMBERS = 2
 """Of a gang, per DP rank."""
 GATE_MS = 200
-"""Long, as a busy host may take its time."""
+"""The most there is, as a busy host may take its time."""
+LATE_S = 0.06
+"""So much later comes the last request of a gang: two passes, which start without it if free to."""
 
 
 async def test_both_nodes_report_and_hits_are_those_predicted_also_by_a_router_that_restarts(
@@ -93,27 +95,35 @@ async def test_both_nodes_report_and_hits_are_those_predicted_also_by_a_router_t
             since_s = time.monotonic()
             await asyncio.gather(*(one.turn(http, url) for one in conversations))
             exactly(await second.outcomes(CONVERSATIONS, since_s))
-            for tag in range(GANGS):
-                passes = await second.until_started(await send_gang(http, cluster, tag))
-                assert len(set(passes.values())) == 1, f"a gang was torn: {passes}"
+            passes = [
+                await second.until_started(await send_gang(http, cluster, tag))
+                for tag in range(GANGS)
+            ]
+            whole = [one for one in passes if len(set(one.values())) == 1]
+            # Without the gate none is; on a busy host a handshake may take longer than the gate.
+            assert len(whole) >= GANGS / 2, f"gangs were torn: {passes}"
 
 
 async def send_gang(http: aiohttp.ClientSession, cluster: LocalCluster, tag: int) -> set[str]:
-    """Request ids of a gang with parts on both nodes, sent as a router does."""
+    """Request ids of a gang with parts on both nodes, the last of which is sent late."""
     prefill, decode = cluster.instances
     gang = GangPart(tag, MEMBERS, RANKS)
     rids = {
         SIZED_RID_PREFIX + uuid.uuid4().hex: number % RANKS for number in range(MEMBERS * RANKS)
     }
-    legs = [
-        send_legs(
+
+    async def send(number: int, rid: str, rank: int) -> None:
+        if number == len(rids) - 1:
+            await asyncio.sleep(LATE_S)
+        await send_legs(
             *(http, prefill, decode, random_prompt(number, 40), NEW_TOKENS, rank, number // RANKS),
             rid=rid,
             bootstrap_room=gang_room(gang, RANKS, rank),
         )
-        for number, (rid, rank) in enumerate(rids.items())
-    ]
-    await asyncio.gather(*legs)
+
+    await asyncio.gather(
+        *(send(number, rid, rank) for number, (rid, rank) in enumerate(rids.items()))
+    )
     return set(rids)
 
 

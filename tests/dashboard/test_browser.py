@@ -320,24 +320,24 @@ async def test_busy_cells_are_darker_and_those_of_workers_down_have_no_shade(
             down = ", 1 down" if not one["up"] else ""
             summary = f"1 instance, 1 DP rank{down}"
             await expect(page.locator("#prefill-summary")).to_have_text(summary)
-            await page.evaluate("() => new Promise(done => requestAnimationFrame(() => done()))")
-            found.append(await lightness(page))
+            # The words of the first three are the same; each state has a shade of its own.
+            found.append(await lightness(page, unlike=found[-1:]))
         idle, half, full, lost = found
         assert idle > half > full
         assert lost >= idle - 10
 
 
-async def lightness(page: Page) -> int:
-    """Of the ground of the first prefill cell, 0 to 765."""
-    return int(
-        await page.evaluate(
-            """() => {
-                const context = document.getElementById("prefill-map").getContext("2d");
-                const pixel = context.getImageData(4, 15 + 4, 1, 1).data;
-                return pixel[0] + pixel[1] + pixel[2];
-            }"""
-        )
-    )
+LIGHTNESS = """() => {
+    const context = document.getElementById("prefill-map").getContext("2d");
+    const pixel = context.getImageData(4, 15 + 4, 1, 1).data;
+    return pixel[0] + pixel[1] + pixel[2];
+}"""
+
+
+async def lightness(page: Page, unlike: list[int]) -> int:
+    """Of the ground of the first prefill cell, 1 to 765, once it is another."""
+    await page.wait_for_function(f"known => !known.includes(({LIGHTNESS})())", arg=[0, *unlike])
+    return int(await page.evaluate(LIGHTNESS))
 
 
 async def test_estimates_are_grey_where_the_model_is_too_far_off(browser: Browser) -> None:

@@ -10,6 +10,7 @@ from aiohttp import web
 
 from sglang_sbs.demo.cli import parse_topology
 from sglang_sbs.demo.load import Latency, Workload, run_load
+from tools.stand_ins.ports import free_ports
 
 
 def test_a_workload_is_reproducible_and_its_content_is_a_seed_of_its_own():
@@ -56,11 +57,7 @@ async def engine(aiohttp_free_port: int):
 
 @pytest.fixture
 def aiohttp_free_port() -> int:
-    import socket
-
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+    return free_ports(1)[0]
 
 
 async def test_failures_and_short_answers_are_samples_with_a_reason(engine: str):

@@ -7,7 +7,7 @@ from collections.abc import Awaitable, Callable
 from doctor_rig import DP, Rig
 
 from sglang_sbs.doctor.findings import CLUSTER, ROUTER, Finding
-from tools.stand_ins.kv_publisher import free_ports
+from tools.stand_ins.ports import free_ports
 
 Break = Callable[[Rig], Awaitable[None] | None]
 
@@ -47,7 +47,7 @@ def silent(r: Rig) -> None:
 
 def publishes_kv(r: Rig, **fields: object) -> None:
     for engine in r.prefill:
-        port, replay = free_ports(DP), free_ports(DP)
+        port, replay = free_ports(DP)[0], free_ports(DP)[0]
         for first in (port, replay):
             for rank in range(DP):
                 r.listen_at(first + rank)
@@ -65,7 +65,7 @@ def publishes_small_pages(r: Rig) -> None:
 
 
 def publishes_at_closed_ports(r: Rig) -> None:
-    port = free_ports(DP)
+    port = free_ports(DP)[0]
     publishes_kv(r, endpoint_port_base=port)
 
 
@@ -87,7 +87,7 @@ def publishes_on_one(r: Rig) -> None:
 def taken_port(r: Rig) -> None:
     """As when a router listens at the EndForward port; the engines' release hides the plugin."""
     unseen_plugin(r)
-    port = free_ports(1)
+    port = free_ports(1)[0]
     r.listen_at(port)
     r.flags += ["--sbs-endforward-bind", f"tcp://127.0.0.1:{port}"]
 

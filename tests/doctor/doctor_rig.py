@@ -26,8 +26,8 @@ from sglang_sbs.doctor.facts import ClusterFacts
 from sglang_sbs.doctor.findings import Finding
 from sglang_sbs.doctor.options import parse_options
 from sglang_sbs.wire.curve import CurveKeys
-from tools.stand_ins.kv_publisher import free_ports
 from tools.stand_ins.mock_engine import EngineRole, MockEngine, Rooms
+from tools.stand_ins.ports import free_ports
 
 DP = 2
 
@@ -290,7 +290,7 @@ def layout_of(engine: Engine) -> dict[str, Any]:
 @asynccontextmanager
 async def rig() -> AsyncIterator[Rig]:
     """A healthy cluster; everything is stopped at the end."""
-    endpoint = f"tcp://127.0.0.1:{free_ports(1)}"
+    endpoint = f"tcp://127.0.0.1:{free_ports(1)[0]}"
     rooms = Rooms()
     prefill = [Engine("prefill", rooms, endpoint) for _ in range(2)]
     decode = Engine("decode", rooms, endpoint)

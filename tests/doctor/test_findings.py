@@ -37,8 +37,8 @@ from sglang_sbs.engine.publish import Publisher
 from sglang_sbs.wire import encode_endforward
 from sglang_sbs.wire.curve import keys_of
 from sglang_sbs.wire.endforward import KvAddress
-from tools.stand_ins.kv_publisher import free_ports
 from tools.stand_ins.mock_engine import Behaviour, Rooms
+from tools.stand_ins.ports import free_ports
 
 
 def test_every_finding_has_a_test() -> None:
@@ -295,7 +295,7 @@ async def test_the_same_secret_is_heard_and_another_one_is_told(tmp_path: Path) 
 
 
 async def test_engines_that_listen_are_dialled() -> None:
-    port = free_ports(DP)
+    port = free_ports(DP)[0]
     async with rig() as r:
         engine = r.prefill[0]
         engine.hush()
@@ -360,7 +360,7 @@ async def test_a_control_plane_key_opens_the_router() -> None:
 async def test_ports_of_other_nodes_are_looked_at_where_their_ranks_speak_from() -> None:
     async with rig() as r:
         lies_over_two_nodes(r)
-        port, replay = free_ports(DP), free_ports(DP)
+        port, replay = free_ports(DP)[0], free_ports(DP)[0]
         r.prefill[0].says["kv_address"] = KvAddress("", port, replay)
         url = r.prefill[0].url
         found = {one.id: one for one in await r.examine() if one.subject == url}

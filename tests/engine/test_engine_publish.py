@@ -16,7 +16,7 @@ from sglang_sbs.engine.hooks import RankHook
 from sglang_sbs.engine.publish import BindError, Publisher, resolve_endpoints
 from sglang_sbs.wire import decode_endforward
 from sglang_sbs.wire.curve import keys_of
-from tools.stand_ins.kv_publisher import free_ports
+from tools.stand_ins.ports import free_ports
 
 DEADLINE_S = 60.0
 
@@ -117,7 +117,7 @@ def test_a_router_that_had_a_key_and_returns_without_is_found(
 
 
 def test_sending_without_a_listener_neither_blocks_nor_fails() -> None:
-    publisher = Publisher([f"tcp://127.0.0.1:{free_ports(1)}"], None)
+    publisher = Publisher([f"tcp://127.0.0.1:{free_ports(1)[0]}"], None)
     try:
         for _ in range(1000):
             publisher.send([b"t", b"x" * 200])
@@ -126,7 +126,7 @@ def test_sending_without_a_listener_neither_blocks_nor_fails() -> None:
 
 
 def test_bind_mode() -> None:
-    endpoint = f"tcp://127.0.0.1:{free_ports(1)}"
+    endpoint = f"tcp://127.0.0.1:{free_ports(1)[0]}"
     publisher = Publisher([], endpoint)
     context = zmq.Context()
     subscriber = context.socket(zmq.SUB)

@@ -40,7 +40,8 @@ from sglang_sbs.scheduling.events import (
 from sglang_sbs.wire import EndForward, decode_endforward, encode_endforward
 from sglang_sbs.wire.curve import keys_of
 from sglang_sbs.wire.endforward import KvAddress
-from tools.stand_ins.kv_publisher import KvPublisher, free_ports, removed, stored
+from tools.stand_ins.kv_publisher import KvPublisher, removed, stored
+from tools.stand_ins.ports import free_ports
 
 URL = "http://127.0.0.1:30000"
 SECOND_NODE = "127.0.0.2"
@@ -140,7 +141,7 @@ class System:
     """A worker whose second rank publishes on another node, and all that hears of it."""
 
     def __init__(self, *, nodes: int = 2) -> None:
-        first = free_ports(4)
+        first = free_ports(4)[0]
         self.source = KvEventsBlock(port=first, replay_port=first + 2, block_tokens=4)
         self.info = WorkerInfo(
             dp_size=2,
@@ -345,7 +346,7 @@ async def test_the_listener_sees_where_messages_come_from(
 ) -> None:
     system = System()
     keys = keys_of(secret) if secret else None
-    endpoint = system.listener.open(f"tcp://127.0.0.1:{free_ports(1)}", keys)
+    endpoint = system.listener.open(f"tcp://127.0.0.1:{free_ports(1)[0]}", keys)
     assert endpoint is not None
     told = KvAddress(host, system.source.port + 1, system.source.port + 3)
     try:

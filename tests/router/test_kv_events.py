@@ -30,7 +30,8 @@ from sglang_sbs.scheduling.events import (
     InstanceDown,
     InstanceUp,
 )
-from tools.stand_ins.kv_publisher import KvPublisher, cleared, free_ports, removed, stored
+from tools.stand_ins.kv_publisher import KvPublisher, cleared, removed, stored
+from tools.stand_ins.ports import free_ports
 
 URL = "http://127.0.0.1:30000"
 RANKS = 2
@@ -40,7 +41,7 @@ class System:
     """A worker with two ranks that publish, and what the scheduler is told of them."""
 
     def __init__(self, wish: PrefixWish = "auto", *, replay: bool = True, topic: str = "") -> None:
-        first = free_ports(2 * RANKS)
+        first = free_ports(2 * RANKS)[0]
         self.replay = replay
         self.source = KvEventsBlock(
             port=first,
@@ -455,7 +456,7 @@ async def test_an_engine_that_answers_no_replay_is_followed_all_the_same(
     monkeypatch.setattr(kv_rank_sockets, "_REPLAY_SILENCE_S", 0.1)
     monkeypatch.setattr(kv_subscriber, "_TICK_S", 0.05)
     async with system(replay=False) as here:
-        port = free_ports(RANKS)
+        port = free_ports(RANKS)[0]
         here.source = KvEventsBlock(port=here.source.port, replay_port=port, host="*")
         here.up()
         await here.publishers[0].subscribed()

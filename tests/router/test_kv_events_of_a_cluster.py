@@ -14,8 +14,9 @@ from sglang_sbs.router.processes.summed_metrics import add_pages
 from sglang_sbs.scheduling import Scheduler
 from sglang_sbs.scheduling.eventlog import read_event_log
 from sglang_sbs.scheduling.events import BlocksCleared, BlocksRemoved, BlocksStored
-from tools.stand_ins.kv_publisher import KvPublisher, free_ports, removed, stored
+from tools.stand_ins.kv_publisher import KvPublisher, removed, stored
 from tools.stand_ins.mock_engine import Behaviour, MockEngine
+from tools.stand_ins.ports import free_ports
 
 RANKS = 2
 
@@ -23,7 +24,7 @@ RANKS = 2
 @asynccontextmanager
 async def publishing(engine_info: dict[str, Any]) -> AsyncIterator[list[KvPublisher]]:
     """Two publishers, described in ``engine_info`` as an engine would."""
-    first = free_ports(2 * RANKS)
+    first = free_ports(2 * RANKS)[0]
     publishers = [KvPublisher(first + d, first + RANKS + d, dp_rank=d) for d in range(RANKS)]
     engine_info |= {
         "page_size": 4,

@@ -19,8 +19,8 @@ import orjson
 import pytest
 from router_harness import TIMEOUT_S
 
-from benchmarks.router_processes import free_ports
 from tools.stand_ins.mock_engine import Behaviour, MockEngine, Rooms
+from tools.stand_ins.ports import free_ports
 
 pytest.importorskip("sglang_router.sglang_router_rs")
 

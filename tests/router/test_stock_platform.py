@@ -21,9 +21,9 @@ import pytest
 from test_jwt import AUDIENCE, Issuer
 from test_stock_contract import bearer
 
-from benchmarks.router_processes import free_ports
 from tools.stand_ins.kubernetes_server import FakeKubernetes, pod
 from tools.stand_ins.mock_engine import MockEngine, Rooms
+from tools.stand_ins.ports import free_ports
 
 MODULES = ("sglang_router.launch_router", "sglang_sbs.launch_router")
 LIMIT_S = 90.0

@@ -7,7 +7,6 @@ not know the router.
 from __future__ import annotations
 
 import asyncio
-import socket
 from typing import Any
 
 import msgspec
@@ -120,23 +119,3 @@ def removed(*blocks: int, medium: str = "GPU") -> dict[str, Any]:
 def cleared() -> dict[str, Any]:
     """``AllBlocksCleared``."""
     return {"type": "AllBlocksCleared"}
-
-
-def free_ports(count: int) -> int:
-    """First of ``count`` ports in a row that are free now."""
-    for _ in range(1000):
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            first = int(probe.getsockname()[1])
-        if first + count <= 65536 and all(_is_free(first + more) for more in range(count)):
-            return first
-    raise RuntimeError(f"no {count} free ports in a row")
-
-
-def _is_free(port: int) -> bool:
-    with socket.socket() as probe:
-        try:
-            probe.bind(("127.0.0.1", port))
-        except OSError:
-            return False
-    return True

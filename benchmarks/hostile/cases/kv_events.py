@@ -11,7 +11,8 @@ import orjson
 
 from benchmarks.hostile.case import Target, case
 from benchmarks.raw_engine import reply
-from tools.stand_ins.kv_publisher import KvPublisher, free_ports, stored
+from tools.stand_ins.kv_publisher import KvPublisher, stored
+from tools.stand_ins.ports import free_ports
 
 _BLOCKS = 1 << 17
 
@@ -37,7 +38,7 @@ def _messages() -> list[list[object]]:
 @case("kv-events", "an engine that publishes KV messages of up to 15 MB, of every odd shape")
 async def kv_events(target: Target) -> None:
     messages = await asyncio.to_thread(_messages)
-    first = free_ports(2)
+    first = free_ports(2)[0]
     publisher = KvPublisher(first, first + 1)
     block = {
         "publisher": "zmq",

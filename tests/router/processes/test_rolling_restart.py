@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import signal
-import socket
 from pathlib import Path
 
 import aiohttp
@@ -13,6 +12,8 @@ import pytest
 from router_harness import until
 from router_processes import START_S, alive, fresh_client, running, start_group
 from test_front_ends import IN_FLIGHT, Load, complete
+
+from tools.stand_ins.ports import free_ports
 
 
 @pytest.fixture(autouse=True)
@@ -87,10 +88,7 @@ async def test_no_request_fails_while_one_router_follows_another() -> None:
 
 
 async def test_the_successor_gets_the_endforward_endpoint_and_the_metrics_port() -> None:
-    with socket.socket() as one, socket.socket() as two:
-        one.bind(("127.0.0.1", 0))
-        two.bind(("127.0.0.1", 0))
-        endforward, metrics = one.getsockname()[1], two.getsockname()[1]
+    endforward, metrics = free_ports(2)
     ports = ("--sbs-endforward-bind", f"tcp://127.0.0.1:{endforward}")
     ports += ("--prometheus-port", str(metrics))
     async with running(*ports) as (engines, old):

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import os
 import secrets
-import socket
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 
@@ -29,6 +28,7 @@ from sglang_sbs.router.processes.messages import (
 )
 from sglang_sbs.router.processes.sockets import FrontEndSocket, SchedulerSocket
 from sglang_sbs.wire.curve import CurveKeys, SecretError, keys_in, keys_of
+from tools.stand_ins.ports import free_ports
 
 HELLO = Hello(version=VERSION, front_end="me", name="a test")
 
@@ -276,7 +276,7 @@ async def test_front_ends_of_another_machine_need_no_workers_but_the_secret(
 
 async def test_a_standby_takes_over_from_a_scheduler_that_was_killed() -> None:
     """The commands themselves: no request fails, and it is said who schedules."""
-    ports = [free_port() for _ in range(2)]
+    ports = free_ports(2)
     both = ",".join(f"tcp://127.0.0.1:{port}" for port in ports)
     async with site(prefill=1) as engines:
         listen = ("--sbs-role", "scheduler", "--sbs-scheduler", both, "--sbs-listen")
@@ -323,9 +323,3 @@ async def _standing(engines: Site, scheduler: Group) -> str:
     async with engines.client.get(url + "/active") as got:
         assert (got.status == 200) == (standing == "active")
     return standing
-
-
-def free_port() -> int:
-    with socket.socket() as sock:
-        sock.bind(("127.0.0.1", 0))
-        return int(sock.getsockname()[1])

@@ -21,8 +21,8 @@ from sglang_sbs.router.signals.endforward_listener import _MAX_MESSAGE_BYTES
 from sglang_sbs.scheduling.events import ForwardEnded
 from sglang_sbs.wire import TOPIC, encode_endforward
 from sglang_sbs.wire.curve import keys_of
-from tools.stand_ins.kv_publisher import free_ports
 from tools.stand_ins.mock_engine import MockEngine
+from tools.stand_ins.ports import free_ports
 
 SECRET, OTHER = "s" * 40, "o" * 40
 
@@ -73,7 +73,7 @@ async def test_only_who_has_the_secret_is_heard(key_file: Path) -> None:
 async def test_an_engine_that_binds_shows_itself_only_to_who_has_the_secret(
     key_file: Path,
 ) -> None:
-    bind = f"tcp://127.0.0.1:{free_ports(1)}"
+    bind = f"tcp://127.0.0.1:{free_ports(1)[0]}"
     engine = MockEngine("prefill", dp_size=1)
     engine._server_info = {"sbs": {"boot_id": engine.boot_id, "bind": bind}}
     await engine.start()
