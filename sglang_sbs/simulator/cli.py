@@ -12,7 +12,7 @@ from pathlib import Path
 
 from sglang_sbs.simulator.cluster.decode import REQUESTS_PER_RANK, STEP_COSTS, DecodeSpec
 from sglang_sbs.simulator.cluster.spec import TopologyError
-from sglang_sbs.simulator.experiments import matrix, plan, sweep, tables
+from sglang_sbs.simulator.experiments import plan, sweep, tables
 from sglang_sbs.simulator.experiments.decode_runs import DECODE_POLICIES, DecodeJob, run_decode
 from sglang_sbs.simulator.options import cluster, common, scheduler
 from sglang_sbs.simulator.options.common import Flag, given, names, run_with_progress
@@ -29,9 +29,12 @@ from sglang_sbs.simulator.workloads.scenario import (
 
 DEFAULT_POLICIES = "sbs,sbs_paper,eta,least_tokens,round_robin,random_rank"
 
-_COMMANDS = {"plan": plan.main, "matrix": matrix.main}
 CHECKOUT = Path(__file__).resolve().parents[2]
-_SCRIPTS = {"paper": "scripts/paper-claims", "bound": "scripts/ttft-bound"}
+_SCRIPTS = {
+    "matrix": "scripts/policy-matrix",
+    "paper": "scripts/paper-claims",
+    "bound": "scripts/ttft-bound",
+}
 """Commands that are not in the wheel: what only who works on the policy runs."""
 AGENTIC_S = 200.0
 """Simulated seconds of agents, unless told otherwise: a turn with its answer takes 20."""
@@ -55,12 +58,11 @@ examples:
   sglang-sbs simulate paper-decode --seeds 3
   sglang-sbs simulate --replay router.events      re-run a log of --sbs-event-log, bit for bit
 
-more (each has --help):
-  sglang-sbs simulate matrix      is sbs nowhere worse than any other policy? cell by cell
-  sglang-sbs simulate plan        how many instances and what chunk a workload needs
+sglang-sbs simulate plan says how many instances and what chunk a workload needs (it has a --help).
 
-In a checkout there are two more: paper (every claim of the paper beside simulations of it) and
-bound (what no schedule could beat).
+In a checkout there are three more: matrix (is sbs nowhere worse than any other policy? cell by
+cell), paper (every claim of the paper beside simulations of it) and bound (what no schedule could
+beat).
 """
 
 
@@ -107,8 +109,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _main(words: list[str]) -> int:
-    if words and words[0] in _COMMANDS:
-        return _COMMANDS[words[0]](words[1:])
+    if words[:1] == ["plan"]:
+        return plan.main(words[1:])
     parser, cluster_actions = build_parser()
     if words and words[0] in _SCRIPTS:
         script = CHECKOUT / _SCRIPTS[words[0]]
