@@ -138,7 +138,7 @@ def make_scenario(
     Raises:
         ScenarioError: unknown name, or a burstiness or ``load_counts`` that it cannot have.
         TraceError: the trace cannot be read.
-        ValueError: not a cluster.
+        TopologyError: ``changes`` that cannot be.
     """
     given = spec.get("block_tokens", 0)
     if given and not name.startswith(_OWN_LENGTHS):
