@@ -239,7 +239,6 @@ def test_late_messages_overtake_those_of_other_ranks_and_never_their_own():
         ({"endforward_loss": 0.25}, 0.70, 0.80),
         ({"endforward_loss": 1.0}, 0.0, 0.0),
         ({"endforward_duplicates": 0.25}, 1.20, 1.30),
-        ({"plugin": False}, 0.0, 0.0),
     ],
 )
 def test_messages_arrive_as_often_as_asked(knobs, low, high):

@@ -22,8 +22,9 @@ class RequestRecord:
     """Of its arrival."""
     told_tokens: int = 0
     """Its length as the scheduler was told."""
+    dispatched_s: float = math.nan
+    """Of the last attempt, as the next six."""
     prefilled_s: float = math.nan
-    """Of the last attempt, as the next five."""
     prefill: tuple[str, int] | None = None
     decode: tuple[str, int] | None = None
     predicted_tokens: int = 0

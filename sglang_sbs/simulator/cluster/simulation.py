@@ -290,6 +290,7 @@ class Simulation:
         """What leaves for one instance at the same time."""
         for command in batch:
             record = self._attempts[command.rid]
+            record.dispatched_s = self._now_s
             record.prefill = (command.prefill, command.prefill_rank)
             record.decode = (command.decode, command.decode_rank)
             record.predicted_tokens = command.cached_tokens
