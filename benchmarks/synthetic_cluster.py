@@ -36,6 +36,7 @@ from sglang_sbs.scheduling import (
 )
 from sglang_sbs.simulator.cluster.cost import PassCost
 from sglang_sbs.simulator.cluster.engine import SimulatedPrefill
+from sglang_sbs.simulator.cluster.spec import ClusterSpec, InstanceSpec
 from sglang_sbs.wire import EndForward
 
 STEP_S = 0.02
@@ -133,14 +134,8 @@ class SyntheticCluster:
         scheduler.listener = self._dispatched
 
     def _simulated(self, name: str, dp_size: int, seed: int) -> SimulatedPrefill:
-        return SimulatedPrefill(
-            name,
-            dp_size=dp_size,
-            chunk_tokens=self.chunk_tokens,
-            cost=self.cost,
-            jitter=0.0,
-            rng=random.Random(seed),
-        )
+        one = InstanceSpec(dp_size=dp_size, chunk_tokens=self.chunk_tokens)
+        return SimulatedPrefill(name, one, ClusterSpec(cost=self.cost), rng=random.Random(seed))
 
     @property
     def engines(self) -> list[str]:
@@ -154,7 +149,7 @@ class SyntheticCluster:
                 InstanceUp(
                     instance=name,
                     role="prefill",
-                    dp_size=prefill.engine.dp_size,
+                    dp_size=prefill.engine.one.dp_size,
                     chunk_tokens=self.chunk_tokens,
                     kv_capacity_tokens=self.kv_capacity_tokens,
                 )

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 
 from benchmarks.compare_routers.contenders import FIELD
+from benchmarks.decode.runs import DECODE_POLICIES
 from sglang_sbs.policy_looks import LOOKS, base_name, colours_of, words_of
 from sglang_sbs.scheduling import POLICIES
-from sglang_sbs.simulator.experiments.decode_runs import DECODE_POLICIES
 from sglang_sbs.simulator.experiments.sweep import POLICY_CONFIGS
 
 FIELD_NAMES = [contender.name for contender in FIELD]

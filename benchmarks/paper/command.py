@@ -12,14 +12,15 @@ from typing import Any
 import orjson
 
 from benchmarks.command_line import command_parser, interruptible
+from benchmarks.decode.results import decode_table
+from benchmarks.decode.runs import DecodeJob, run_decode, run_decode_outcome
 from benchmarks.paper import paper_claims
 from benchmarks.paper.claims import VERDICTS, Claim, claims_table, summary
 from benchmarks.paper.queueing import queueing_job, queueing_row
 from sglang_sbs.simulator.cluster.cost import cost_name, find_cost
-from sglang_sbs.simulator.experiments.decode_runs import DecodeJob, run_decode, run_decode_outcome
 from sglang_sbs.simulator.experiments.page import Part, Picture, policies_table, write_page
 from sglang_sbs.simulator.experiments.sweep import Job, max_load, run_job, run_outcome
-from sglang_sbs.simulator.experiments.tables import ResultTable, decode_table, mean_of
+from sglang_sbs.simulator.experiments.tables import ResultTable, mean_of
 from sglang_sbs.simulator.options import common
 from sglang_sbs.simulator.options.common import run_with_progress
 from sglang_sbs.simulator.parallel import Row, Task

@@ -9,8 +9,8 @@ from collections.abc import Mapping, Sequence
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
+from benchmarks.decode.simulation import DecodeOutcome
 from sglang_sbs.policy_looks import colours_of
-from sglang_sbs.simulator.cluster.decode import DecodeOutcome
 from sglang_sbs.simulator.cluster.outcome import Outcome, PassRecord
 from sglang_sbs.simulator.cluster.spec import InstanceSpec
 from sglang_sbs.simulator.experiments.plots import panels

@@ -40,6 +40,7 @@ from sglang_sbs.engine.publish import SEND_HWM
 from sglang_sbs.scheduling.events import InstanceRole
 from sglang_sbs.simulator.cluster.cost import PassCost
 from sglang_sbs.simulator.cluster.engine import SimulatedPrefill
+from sglang_sbs.simulator.cluster.spec import ClusterSpec, InstanceSpec
 from sglang_sbs.wire import EndForward, encode_endforward
 
 CHUNK_TOKENS = 3072
@@ -150,10 +151,8 @@ class _Prefill(_Instance):
         super().start(port, first_s)
         self._engine = SimulatedPrefill(
             self.url,
-            dp_size=self.dp_size,
-            chunk_tokens=CHUNK_TOKENS,
-            cost=PassCost(fixed_s=self.fleet.pass_s),
-            jitter=0.0,
+            InstanceSpec(dp_size=self.dp_size, chunk_tokens=CHUNK_TOKENS),
+            ClusterSpec(cost=PassCost(fixed_s=self.fleet.pass_s)),
             rng=random.Random(0),
             boot_id=self.boot_id,
         )

@@ -10,18 +10,15 @@ from dataclasses import replace
 from itertools import product
 from pathlib import Path
 
-from sglang_sbs.simulator.cluster.decode import REQUESTS_PER_RANK, STEP_COSTS, DecodeSpec
 from sglang_sbs.simulator.cluster.spec import TopologyError
-from sglang_sbs.simulator.experiments import matrix, plan, sweep, tables
-from sglang_sbs.simulator.experiments.decode_runs import DECODE_POLICIES, DecodeJob, run_decode
+from sglang_sbs.simulator.experiments import plan, sweep, tables
 from sglang_sbs.simulator.options import cluster, common, scheduler
-from sglang_sbs.simulator.options.common import Flag, given, names, run_with_progress
+from sglang_sbs.simulator.options.common import Flag, names, run_with_progress
 from sglang_sbs.simulator.parallel import Task
 from sglang_sbs.simulator.replay import replay
 from sglang_sbs.simulator.workloads.arrivals import TraceError
 from sglang_sbs.simulator.workloads.scenario import (
     AGENTIC,
-    DECODE,
     SCENARIOS,
     ScenarioError,
     make_scenario,
@@ -29,16 +26,20 @@ from sglang_sbs.simulator.workloads.scenario import (
 
 DEFAULT_POLICIES = "sbs,sbs_paper,eta,least_tokens,round_robin,random_rank"
 
-_COMMANDS = {"plan": plan.main, "matrix": matrix.main}
 CHECKOUT = Path(__file__).resolve().parents[2]
-_SCRIPTS = {"paper": "scripts/paper-claims", "bound": "scripts/ttft-bound"}
+_SCRIPTS = {
+    "matrix": "scripts/policy-matrix",
+    "paper-decode": "scripts/paper-decode",
+    "paper": "scripts/paper-claims",
+    "bound": "scripts/ttft-bound",
+}
 """Commands that are not in the wheel: what only who works on the policy runs."""
 AGENTIC_S = 200.0
 """Simulated seconds of agents, unless told otherwise: a turn with its answer takes 20."""
 
 _EXAMPLE = f"""\
 scenarios: {", ".join(SCENARIOS)}
-policies:  {", ".join(sweep.POLICY_CONFIGS)}; for paper-decode {", ".join(DECODE_POLICIES)}
+policies:  {", ".join(sweep.POLICY_CONFIGS)}
 
 examples:
   sglang-sbs simulate paper-3k --loads 0.4,0.6,0.8,1.0 --seeds 3 --plot ttft.png
@@ -52,26 +53,21 @@ examples:
   sglang-sbs simulate fixed:1600 --loads 0.6,0.8  every prompt has 1600 tokens
   sglang-sbs simulate paper-3k --priority-share 0.2 --policies sbs,sbs_equal --loads 0.9,1.2
   sglang-sbs simulate agentic --policies sbs,cache_aware,eta,session --loads 0.5,1.0
-  sglang-sbs simulate paper-decode --seeds 3
   sglang-sbs simulate --replay router.events      re-run a log of --sbs-event-log, bit for bit
 
-more (each has --help):
-  sglang-sbs simulate matrix      is sbs nowhere worse than any other policy? cell by cell
-  sglang-sbs simulate plan        how many instances and what chunk a workload needs
+sglang-sbs simulate plan says how many instances and what chunk a workload needs (it has a --help).
 
-In a checkout there are two more: paper (every claim of the paper beside simulations of it) and
-bound (what no schedule could beat).
+In a checkout there are four more: matrix (is sbs nowhere worse than any other policy? cell by
+cell), paper (every claim of the paper beside simulations of it), paper-decode (its experiment with
+decode ranks) and bound (what no schedule could beat).
 """
 
 
-_RANKS = DecodeSpec().ranks
 # fmt: off
-_LOADS = Flag("--loads", "", common.numbers, [0.6, 0.8, 1.0],
-    "shares of the scenario's nominal rate (0.6,0.8,1.0)")
+_LOADS = [0.6, 0.8, 1.0]
 _FLAGS = (
-    Flag("--step-cost", "", tuple(STEP_COSTS), "h100", "decode step cost of paper-decode (h100)"),
-    Flag("--decode-ranks", "", common.positive, _RANKS,
-        f"DP ranks of paper-decode, {REQUESTS_PER_RANK} requests each ({_RANKS})", "N"),
+    Flag("--loads", "", common.numbers, None,
+        "shares of the scenario's nominal rate (0.6,0.8,1.0)"),
     Flag("--max-qps", "", bool, False,
         "search the capacity: the most that is served with the mean TTFT of the SLO and "
         "without a refusal"),
@@ -82,18 +78,18 @@ _FLAGS = (
 # fmt: on
 
 
-def build_parser() -> tuple[argparse.ArgumentParser, list[argparse.Action]]:
-    """The command line of ``sglang-sbs simulate``, and what of it describes a prefill cluster."""
+def build_parser() -> argparse.ArgumentParser:
     what = "Simulate a PD cluster that is driven by the router's own scheduler."
     parser = common.command("", what, _EXAMPLE, "SCENARIO [options]")
     parser.add_argument("scenario", nargs="?", help="what to simulate (see below)")
-    common.add_all(parser, [_LOADS])
     common.add_prefill_runs(parser, DEFAULT_POLICIES)
     common.add_common(parser)
     common.add_all(parser, _FLAGS)
     scheduler.add_scheduler(parser)
-    add = (cluster.add_cluster, cluster.add_topology, scheduler.add_classes)
-    return parser, [action for add_some in add for action in add_some(parser)]
+    cluster.add_cluster(parser)
+    cluster.add_topology(parser)
+    scheduler.add_classes(parser)
+    return parser
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -107,9 +103,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _main(words: list[str]) -> int:
-    if words and words[0] in _COMMANDS:
-        return _COMMANDS[words[0]](words[1:])
-    parser, cluster_actions = build_parser()
+    if words[:1] == ["plan"]:
+        return plan.main(words[1:])
+    parser = build_parser()
     if words and words[0] in _SCRIPTS:
         script = CHECKOUT / _SCRIPTS[words[0]]
         if not script.is_file():
@@ -120,33 +116,25 @@ def _main(words: list[str]) -> int:
         return _replay(args.replay)
     if args.scenario is None:
         parser.error(f"name a scenario: {', '.join(SCENARIOS)} (or --replay LOG)")
-    decode = args.scenario == DECODE
-    without = _without_meaning(cluster_actions, decode=decode, max_qps=args.max_qps)
-    for name in sorted(given(words, args, parser) & without.keys()):
-        parser.error(f"--{name.replace('_', '-')}: {without[name]}")
-    if args.scenario == AGENTIC and "duration" not in given(words, args, parser):
-        args.duration = AGENTIC_S
-    common.check_prefill_runs(args, parser)
+    if args.max_qps and args.loads is not None:
+        parser.error("--loads: --max-qps searches for the load")
+    if args.slo_ttft is not None and not args.max_qps:
+        parser.error("--slo-ttft: only --max-qps searches for the load that meets it")
+    args.duration = args.duration or (AGENTIC_S if args.scenario == AGENTIC else common.DURATION_S)
     common.check_outputs(args, parser)
     console = common.open_console()
-    tasks = _decode_tasks(args, parser) if decode else _prefill_tasks(args, parser)
+    tasks = _tasks(args, parser)
     try:
         rows = run_with_progress(tasks, console, args.workers)
     except sweep.EmptyWindowError as error:
         parser.error(f"--duration: {error}")
-    if decode:
-        shown = [tables.decode_table(rows)]
-    else:
-        shown = (tables.capacity_tables if args.max_qps else tables.result_tables)(rows)
+    shown = (tables.capacity_tables if args.max_qps else tables.result_tables)(rows)
     for table in shown:
         table.print(console)
     if args.plot is not None:
         from sglang_sbs.simulator.experiments import plots
 
-        if decode:
-            figure = plots.decode_summary(rows)
-        else:
-            figure = (plots.capacity_by_chunk if args.max_qps else plots.ttft_by_load)(rows)
+        figure = (plots.capacity_by_chunk if args.max_qps else plots.ttft_by_load)(rows)
         name, command = args.scenario, f"Command: sglang-sbs simulate {' '.join(words)}"
         plots.write(args.plot, figure, rows, f"Simulation of {name}", name, command, *shown)
         console.print(f"written: {args.plot}")
@@ -154,42 +142,7 @@ def _main(words: list[str]) -> int:
     return 0
 
 
-def _without_meaning(
-    cluster: Sequence[argparse.Action], *, decode: bool, max_qps: bool
-) -> dict[str, str]:
-    """The flags that a run would not look at, and why."""
-    if decode:
-        none = f"{DECODE} has no prefill cluster"
-        return {
-            **dict.fromkeys((*(action.dest for action in cluster), "chunks"), none),
-            "max_qps": f"this searches the prefill capacity; {DECODE} has none",
-            "slo_ttft": f"this is of the prefill capacity; {DECODE} has none",
-            "cost": f"{DECODE} has no prefill passes; the cost of its steps is --step-cost",
-            "loads": f"{DECODE} has one load, {REQUESTS_PER_RANK} requests per rank in a closed "
-            "loop",
-            "duration": f"{DECODE} has a fixed number of steps",
-        }
-    other = ("loads", "--max-qps searches for the load")
-    if not max_qps:
-        other = ("slo_ttft", "only --max-qps searches for the load that meets it")
-    return {
-        "step_cost": f"decode steps are in {DECODE} only; the cost of passes is --cost",
-        "decode_ranks": f"decode is in {DECODE} only; those of prefill are --dp",
-        other[0]: other[1],
-    }
-
-
-def _decode_tasks(args: argparse.Namespace, parser: argparse.ArgumentParser) -> list[Task]:
-    default = ",".join(DECODE_POLICIES)
-    policies = names(args.policies or default, DECODE_POLICIES, "--policies", parser)
-    more = {"ranks": args.decode_ranks, "config": scheduler.scheduler_fields(args)}
-    return [
-        (run_decode, (DecodeJob(policy, seed, args.step_cost, **more),))
-        for policy, seed in product(policies, common.seeds(args))
-    ]
-
-
-def _prefill_tasks(args: argparse.Namespace, parser: argparse.ArgumentParser) -> list[Task]:
+def _tasks(args: argparse.Namespace, parser: argparse.ArgumentParser) -> list[Task]:
     policies = names(args.policies or DEFAULT_POLICIES, sweep.POLICY_CONFIGS, "--policies", parser)
     costs = common.cost_words(args.cost, parser)
     spec = {
@@ -215,7 +168,7 @@ def _prefill_tasks(args: argparse.Namespace, parser: argparse.ArgumentParser) ->
         if args.max_qps:
             tasks.append((sweep.max_load, (job, slo_s)))
         else:
-            tasks += [(sweep.run_job, (job.at_load(load),)) for load in args.loads]
+            tasks += [(sweep.run_job, (job.at_load(load),)) for load in args.loads or _LOADS]
     return tasks
 
 

@@ -8,6 +8,7 @@ import sys
 
 import pytest
 
+from benchmarks.decode.simulation import DecodeSimulation, DecodeSpec
 from benchmarks.paper import pictures
 from benchmarks.paper.claims import (
     Claim,
@@ -25,7 +26,6 @@ from benchmarks.paper.paper_claims import (
 from benchmarks.paper.queueing import QUEUEING, queueing_job, queueing_row
 from sglang_sbs.scheduling import SchedulerConfig
 from sglang_sbs.simulator.cluster.cost import COSTS, save_cost
-from sglang_sbs.simulator.cluster.decode import DecodeSimulation, DecodeSpec
 from sglang_sbs.simulator.experiments import plots
 from sglang_sbs.simulator.experiments.sweep import Job, run_outcome
 from sglang_sbs.simulator.workloads.scenario import make_scenario

@@ -83,14 +83,14 @@ def test_every_sbs_flag_of_the_router_is_documented() -> None:
 
 
 def test_every_documented_sbs_flag_is_the_router_s_or_the_simulator_s() -> None:
-    simulate, _ = build_simulate_parser()
+    simulate = build_simulate_parser()
     known = router_flags() | {f for a in simulate._actions for f in a.option_strings}
     documented = {flag: page for flag, page in named(FLAG).items() if flag.startswith("--sbs-")}
     assert {flag: page for flag, page in documented.items() if flag not in known} == {}
 
 
 def test_the_simulator_s_sbs_flags_are_the_router_s() -> None:
-    simulate, _ = build_simulate_parser()
+    simulate = build_simulate_parser()
     flags = {f for a in simulate._actions for f in a.option_strings if f.startswith("--sbs-")}
     assert flags
     assert flags <= router_flags()

@@ -49,12 +49,6 @@ def test_the_router_s_limits_refuse_in_a_simulation_too(capsys: pytest.CaptureFi
         assert "refused)" in capsys.readouterr().out, limit
 
 
-def test_k_of_algorithm_3_changes_decode(tmp_path: Path) -> None:
-    decode = "paper-decode --policies sbs_iqr"
-    at = {k: simulate_rows(f"{decode} --sbs-iqr-k {k}", tmp_path / f"{k}.json") for k in ("0", "9")}
-    assert at["0"] != at["9"]
-
-
 def simulate_rows(flags: str, path: Path) -> list[dict]:
     """The rows that the command as installed writes, read by a parser that knows no NaN."""
     argv = [sys.executable, "-m", "sglang_sbs.cli", "simulate", *flags.split(), "--json", str(path)]
@@ -79,16 +73,11 @@ def simulate_rows(flags: str, path: Path) -> list[dict]:
             "--duration 24",
             {"slo_ttft_s", "max_qps"},
         ),
-        (
-            "paper-decode --policies round_robin",
-            {"kv_sigma_low", "kv_sigma_high", "kv_peak", "tokens_per_s"},
-        ),
     ],
 )
 def test_rows_have_the_promised_fields_and_types(flags, more, tmp_path):
     (row,) = simulate_rows(flags, tmp_path / "rows.json")
     assert row.keys() >= ROW_FIELDS | more
-    decode = row["scenario"] == "paper-decode"
     for name in ("scenario", "policy", "cost"):
         assert isinstance(row[name], str)
     for name in ("seed", "completed", "rejected"):
@@ -97,7 +86,7 @@ def test_rows_have_the_promised_fields_and_types(flags, more, tmp_path):
         assert isinstance(row[name], int | float), name
     prefill = {"ttft_mean_s", "ttft_p50_s", "ttft_p99_s", "chunk_utilization", "bubble_share"}
     for name in prefill:
-        assert (row[name] is None) if decode else isinstance(row[name], float)
+        assert isinstance(row[name], float)
 
 
 def test_a_trace_with_blocks_has_hit_rates(tmp_path, capsys):
@@ -154,7 +143,7 @@ def test_a_cost_file_is_a_cost_called_by_its_stem(tmp_path, capsys):
     assert "cost fast" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("command", [["paper-3k"], ["matrix"], ["plan", "--scenario", "paper-3k"]])
+@pytest.mark.parametrize("command", [["paper-3k"], ["plan", "--scenario", "paper-3k"]])
 @pytest.mark.parametrize(
     ("name", "content", "message"),
     [
@@ -221,7 +210,7 @@ def test_a_trace_file_is_a_scenario(tmp_path, name, write):
 
 
 def test_both_helps_say_how_long_a_hold_may_really_be():
-    simulated, router = build_parser()[0].format_help(), router_parser().format_help()
+    simulated, router = build_parser().format_help(), router_parser().format_help()
     assert (HOLD_PASSES, PATIENCE_HOLDS) == (5, 2)
     for words in (" ".join(simulated.split()), " ".join(router.split())):
         told = words.rpartition("--sbs-max-hold-ms ")[2][:300]
@@ -249,18 +238,6 @@ def test_a_plot_is_a_picture_or_a_self_contained_page(tmp_path, more):
         ([], "name a scenario"),
         (["paper-4k"], "no scenario 'paper-4k'"),
         (["paper-3k", "--policies", "fifo"], "--policies: 'fifo' is not one of sbs"),
-        (["paper-decode", "--policies", "eta"], "--policies: 'eta' is not one of sbs_potential"),
-        (["paper-decode", "--max-qps"], "--max-qps: this searches the prefill capacity;"),
-        (["paper-decode", "--loads", "0.6,0.8,1.0"], "--loads: paper-decode has one load"),
-        (["paper-decode", "--chunk", "64"], "--chunks: paper-decode has no prefill cluster"),
-        (["paper-decode", "--cost=mixed"], "--cost: paper-decode has no prefill passes"),
-        (["paper-decode", "--duration", "80"], "--duration: paper-decode has a fixed number"),
-        (["paper-decode", "--slo-ttft", "1"], "--slo-ttft: this is of the prefill capacity"),
-        (["paper-decode", "--overlap"], "--overlap: paper-decode has no prefill cluster"),
-        (["paper-decode", "--latency-ms", "5"], "--latency-ms: paper-decode has no prefill"),
-        (["paper-3k", "--step-cost", "h100"], "--step-cost: decode steps are in paper-decode"),
-        (["paper-3k", "--decode-ranks", "8"], "--decode-ranks: decode is in paper-decode only"),
-        (["paper-decode", "--decode-ranks", "0"], "--decode-ranks: '0': write a positive integer"),
         (["paper-3k", "--max-qps", "--loads", "0.5"], "--loads: --max-qps searches for the load"),
         (["paper-3k", "--slo-ttft", "0.8"], "--slo-ttft: only --max-qps searches"),
         (["paper-3k", "--cost", "free"], "--cost: 'free' is not one of table"),
@@ -292,7 +269,6 @@ def test_a_plot_is_a_picture_or_a_self_contained_page(tmp_path, more):
         (["paper-3k", "--length-error", "1"], "write a share below 1"),
         (["paper-3k", "--endforward-loss", "1.5"], "write a share between 0 and 1"),
         (["paper-3k", "--decode-kv-tokens", "-1"], "0 for unbounded"),
-        (["paper-decode", "--at", "5:down:p1"], "--at: paper-decode has no prefill cluster"),
     ],
 )
 def test_bad_flags_are_named(flags, message, capsys):
@@ -349,7 +325,7 @@ def test_what_is_in_a_checkout_only_is_named(name, capsys, monkeypatch, tmp_path
     assert "only in a checkout, where it is scripts/" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("name", ["paper", "bound"])
+@pytest.mark.parametrize("name", ["paper", "bound", "matrix", "paper-decode"])
 def test_in_a_checkout_it_runs(name):
     command = [sys.executable, "-m", "sglang_sbs.cli", "simulate", name, "--help"]
     done = subprocess.run(command, check=False, capture_output=True, text=True, timeout=120)
@@ -357,20 +333,16 @@ def test_in_a_checkout_it_runs(name):
     assert "--seeds" in done.stdout or "--first-seed" in done.stdout
 
 
-@pytest.mark.parametrize("command", ["paper-3k", "matrix"])
-def test_an_interrupt_is_one_line(command, monkeypatch, capsys):
+def test_an_interrupt_is_one_line(monkeypatch, capsys):
     def interrupt(*_: object) -> None:
         raise KeyboardInterrupt
 
-    for module in ("cli", "experiments.matrix"):
-        monkeypatch.setattr(f"sglang_sbs.simulator.{module}.run_with_progress", interrupt)
-    assert main([command]) == 130
+    monkeypatch.setattr(cli, "run_with_progress", interrupt)
+    assert main(["paper-3k"]) == 130
     assert capsys.readouterr() == ("", "sglang-sbs simulate: interrupted\n")
 
 
-@pytest.mark.parametrize(
-    "command", ["trace:{}", "plan --slo-ttft 1 --trace {}", "matrix --regimes none --trace {}"]
-)
+@pytest.mark.parametrize("command", ["trace:{}", "plan --slo-ttft 1 --trace {}"])
 def test_a_trace_in_another_encoding_is_refused_by_every_command(command, tmp_path, capsys):
     trace = tmp_path / "latin.csv"
     trace.write_bytes(b"TIMESTAMP,ContextTokens,GeneratedTokens\n\xff,1,1\n")
@@ -386,9 +358,7 @@ def test_a_trace_in_another_encoding_is_refused_by_every_command(command, tmp_pa
     ("command", "flags"),
     [
         ("paper-3k", ["--json", "--plot"]),
-        ("paper-decode", ["--json", "--plot"]),
         ("plan --scenario paper-3k --slo-ttft 1", ["--json", "--plot"]),
-        ("matrix", ["--json"]),
     ],
 )
 def test_what_cannot_be_written_is_refused_before_the_run(command, flags, tmp_path, capsys):

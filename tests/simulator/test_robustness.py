@@ -102,7 +102,6 @@ def churning(draw) -> ClusterSpec:
         endforward_loss=draw(st.sampled_from([0.0, 0.3, 1.0])),
         endforward_delay_s=draw(st.sampled_from([0.0, 0.05, 1.0])),
         endforward_duplicates=draw(st.sampled_from([0.0, 0.5])),
-        plugin=draw(st.booleans()),
         seed=draw(st.integers(0, 100)),
     )
 
@@ -114,7 +113,7 @@ HELD_TO_THE_LAST_BIT = ClusterSpec(
         InstanceSpec(dp_size=1, chunk_tokens=3072),
     ),
     decode_dp_size=1,
-    plugin=False,
+    endforward_loss=1.0,
 )
 """Here arrived + max_hold_s - arrived is less than max_hold_s, by rounding: when the hold ends, it
 must be over, or the scheduler asks for the same time for ever."""
@@ -178,7 +177,6 @@ def test_an_instance_whose_first_change_is_up_joins_then():
     ("changes", "message"),
     [
         ([(1, "down", "p9")], "1:down:p9: no such instance; there are p0, p1, p2"),
-        ([(2, "up", "p0"), (1, "down", "p0")], "1:down:p0: .* in the order of time"),
         ([(1, "down", "p0"), (2, "drain", "p0")], "after down comes up, not drain"),
         ([(1, "drain", "p0"), (2, "drain", "p0")], "after drain comes up or down, not drain"),
     ],
@@ -241,7 +239,6 @@ def test_late_messages_overtake_those_of_other_ranks_and_never_their_own():
         ({"endforward_loss": 0.25}, 0.70, 0.80),
         ({"endforward_loss": 1.0}, 0.0, 0.0),
         ({"endforward_duplicates": 0.25}, 1.20, 1.30),
-        ({"plugin": False}, 0.0, 0.0),
     ],
 )
 def test_messages_arrive_as_often_as_asked(knobs, low, high):

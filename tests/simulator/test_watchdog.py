@@ -67,7 +67,7 @@ def test_an_instance_that_falls_silent_is_reset(policy: str, monkeypatch: pytest
 
     monkeypatch.setattr(Scheduler, "handle", deaf)
     seen = Seen()
-    spec = ClusterSpec(cost=COSTS["mixed"], overlap=True, plugin=True, decode_s=1000.0)
+    spec = ClusterSpec(cost=COSTS["mixed"], overlap=True, decode_s=1000.0)
     outcome = simulate(poisson(60, 40.0, 2), scheduler_config(policy), spec, observe=seen)
     assert seen.fires["p1"] > 0
     assert seen.fires["p0"] == seen.fires["p2"] == 0

@@ -37,14 +37,10 @@ def simulate_arranged(
     *,
     drain_s: float,
 ) -> Outcome:
-    """As :func:`simulate`, in the arrangement that ``spec`` asks for.
-
-    Raises: ValueError: pools that cannot be made of the instances, or in a closed loop, where
-    nobody knows the lengths in advance.
-    """
+    """As :func:`simulate`, in the arrangement that ``spec`` asks for. Pools are not for a closed
+    loop, where nobody knows the lengths in advance."""
     if spec.short_pool or spec.pools:
-        if not isinstance(arrivals, Sequence):
-            raise ValueError("--short-pool, --pools: not in a closed loop (agentic)")
+        assert isinstance(arrivals, Sequence)
         if spec.short_pool:
             outcome = _simulate_pools(arrivals, config, *_by_length(arrivals, spec), drain_s)
             outcome.pools.clear()
@@ -57,8 +53,6 @@ def simulate_arranged(
 
 def _by_length(arrivals: Sequence[Arrival], spec: ClusterSpec) -> tuple[list[ClusterSpec], Choose]:
     listed = [one for _, one in spec.prefill]
-    if spec.short_pool >= len(listed):
-        raise ValueError(f"short_pool {spec.short_pool}: long prompts need one of {len(listed)}")
     threshold = fair_threshold([one.prompt_tokens for one in arrivals], spec.short_pool, listed)
     parts = [
         msgspec.structs.replace(spec, instances=tuple(instances), short_pool=0)
@@ -82,9 +76,7 @@ def fair_threshold(lengths: Sequence[int], pool: int, instances: Sequence[Instan
 
 def _equal_parts(spec: ClusterSpec) -> list[ClusterSpec]:
     listed = [one for _, one in spec.prefill]
-    each, left = divmod(len(listed), spec.pools)
-    if left:
-        raise ValueError(f"--pools {spec.pools}: {len(listed)} instances cannot be divided so")
+    each = len(listed) // spec.pools
     return [
         msgspec.structs.replace(
             spec,

@@ -5,6 +5,8 @@ from __future__ import annotations
 import math
 import random
 
+import msgspec
+
 from sglang_sbs.scheduling.events import BlocksRemoved, BlocksStored, CacheTier, InstanceUp
 from sglang_sbs.simulator.cluster.cache_tiers import LowerTiers, SharedStorage
 from sglang_sbs.simulator.cluster.decode_rank import DecodeRank
@@ -65,24 +67,18 @@ def boot_engines(
     """The engine of an instance; without a barrier one for each DP rank. ``index``: of the
     instance. ``boot``: how often it was started before."""
     engines = spec.engines(one)
-    ranks = one.dp_size // engines
+    shape = msgspec.structs.replace(one, dp_size=one.dp_size // engines)
     return [
         SimulatedPrefill(
             name,
-            dp_size=ranks,
-            chunk_tokens=one.chunk_tokens,
-            cost=spec.cost if one.speed == 1 else spec.cost.at_speed(one.speed),
-            jitter=spec.pass_jitter,
+            shape,
+            spec,
             rng=random.Random(spec.seed * 1000 + index + 1_000_000_007 * (boot + 1_000 * number)),
-            page_size=spec.page_size,
-            prefill_max_requests=spec.prefill_max_requests,
-            captured_tokens=spec.captured_tokens,
-            overlap=spec.overlap,
             boot_id=f"{name}-{boot}",
-            caches=[_cache(spec, storage) for _ in range(ranks if spec.block_tokens else 0)],
-            first_pass_s=spec.first_pass_s,
+            caches=[
+                _cache(spec, storage) for _ in range(shape.dp_size if spec.block_tokens else 0)
+            ],
             lone_rank=None if spec.barrier else (number, one.dp_size),
-            host_load_s=spec.tiers.host_load_s if spec.tiers is not None else 0.0,
         )
         for number in range(engines)
     ]

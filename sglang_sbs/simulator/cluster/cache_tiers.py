@@ -30,11 +30,6 @@ class TierSpec(msgspec.Struct, frozen=True, kw_only=True):
     storage_load_s: float = 7e-6
     """Per token, from storage to host memory: 70272 bytes at 10 GB/s."""
 
-    def __post_init__(self) -> None:
-        for name in ("host_kv_tokens", "host_load_s", "storage_load_s"):
-            if not getattr(self, name) >= 0:
-                raise ValueError(f"{name} must be 0 or greater, not {getattr(self, name)}")
-
     @property
     def has_storage(self) -> bool:
         """Storage is reached through host memory only."""

@@ -37,8 +37,8 @@ from dataclasses import KW_ONLY, dataclass, field
 
 from sglang_sbs.scheduling.paging import padded
 from sglang_sbs.simulator.cluster.cache_tiers import BlockEvents
-from sglang_sbs.simulator.cluster.cost import PassCost
 from sglang_sbs.simulator.cluster.kv_cache import BlockCache, Blocks, Hold
+from sglang_sbs.simulator.cluster.spec import ClusterSpec, InstanceSpec
 from sglang_sbs.wire import EndForward
 from sglang_sbs.wire.endforward import Kind
 
@@ -115,30 +115,25 @@ class SimulatedPrefill:
     """Driven by its owner: :meth:`deliver`, :meth:`handshaken`, :meth:`step`, :meth:`finish`."""
 
     name: str
+    one: InstanceSpec
+    """Its own shape."""
+    spec: ClusterSpec
+    """Of the cluster that it is in."""
     _: KW_ONLY
-    dp_size: int
-    chunk_tokens: int
-    cost: PassCost
-    jitter: float
     rng: random.Random
-    page_size: int = 1
-    prefill_max_requests: int = 0
-    """0 for no limit."""
-    captured_tokens: Sequence[int] = ()
-    """Token counts of its prefill CUDA graphs, ascending."""
-    overlap: bool = False
+    """What ``pass_jitter`` draws from."""
     boot_id: str = ""
     caches: Sequence[BlockCache] = ()
     """One per rank; empty for an engine without a radix cache."""
-    first_pass_s: float = 0.0
-    """What its first pass takes on top: kernels are compiled, graphs captured."""
     lone_rank: tuple[int, int] | None = None
     """Rank and DP size in its messages, if it is one rank of an instance without a barrier."""
-    host_load_s: float = 0.0
-    """Per token that is loaded from host memory."""
 
     def __post_init__(self) -> None:
-        self.ranks = [Rank() for _ in range(self.dp_size)]
+        one, cost = self.one, self.spec.cost
+        self._cost = cost if one.speed == 1 else cost.at_speed(one.speed)
+        tiers = self.spec.tiers
+        self._host_load_s = tiers.host_load_s if tiers is not None else 0.0
+        self.ranks = [Rank() for _ in range(one.dp_size)]
         for rank, cache in zip(self.ranks, self.caches, strict=False):
             rank.cache = cache
         self.device: deque[DevicePass] = deque()
@@ -189,8 +184,8 @@ class SimulatedPrefill:
     def waits_for(self, launched: DevicePass | None) -> DevicePass | None:
         """The second half of the iteration: the pass at whose end the next one begins. None: it
         begins at once if something was launched; else the loop sleeps."""
-        wait = self._last_launched or (launched is not None and not self.overlap)
-        self._last_launched = launched is not None and self.overlap
+        wait = self._last_launched or (launched is not None and not self.spec.overlap)
+        self._last_launched = launched is not None and self.spec.overlap
         self.asleep = launched is None and not wait
         return self.device[0] if wait else None
 
@@ -261,12 +256,12 @@ class SimulatedPrefill:
         tokens, requests, pairs, cached, loads_s = map(list, filled)
         if not any(requests):
             return None
-        computed = padded(tokens, self.captured_tokens)
-        forward_s = self.cost.pass_s(computed, pairs, requests, loads_s)
-        if self.jitter:
-            forward_s *= math.exp(self.rng.gauss(0.0, self.jitter))
+        computed = padded(tokens, self.spec.captured_tokens)
+        forward_s = self._cost.pass_s(computed, pairs, requests, loads_s)
+        if self.spec.pass_jitter:
+            forward_s *= math.exp(self.rng.gauss(0.0, self.spec.pass_jitter))
         if self._forward_id == 0:
-            forward_s += self.first_pass_s
+            forward_s += self.spec.first_pass_s
         self._forward_id += 1
         start_s = max(launch_s, self._free_s)
         self._free_s = start_s + forward_s
@@ -277,9 +272,9 @@ class SimulatedPrefill:
     def _fill(self, rank: Rank, completed: list[Waiting]) -> tuple[int, int, float, int, float]:
         """Tokens, requests, attention pairs and cached tokens of the rank's batch, and the seconds
         that loading takes."""
-        page, cache = self.page_size, rank.cache
-        most = self.prefill_max_requests or self.chunk_tokens
-        room, tokens, count, pairs, cached, loaded = self.chunk_tokens, 0, 0, 0.0, 0, 0
+        page, cache, room = self.spec.page_size, rank.cache, self.one.chunk_tokens
+        most = self.spec.prefill_max_requests or room
+        tokens, count, pairs, cached, loaded = 0, 0, 0.0, 0, 0
         for request in list(rank.waiting):
             if not room > 0 or count >= most:
                 break
@@ -321,12 +316,12 @@ class SimulatedPrefill:
                 break
             completed.append(request)
         rank.waiting_tokens -= tokens
-        return tokens, count, pairs, cached, loaded * self.host_load_s
+        return tokens, count, pairs, cached, loaded * self._host_load_s
 
     def messages(self, kind: Kind, about: DevicePass | None = None) -> list[EndForward]:
         """What every rank says; ``about``: the pass that was launched or has ended, which is not in
         ``device``."""
-        return [self._message(index, kind, about) for index in range(self.dp_size)]
+        return [self._message(index, kind, about) for index in range(self.one.dp_size)]
 
     def _message(self, index: int, kind: Kind, about: DevicePass | None) -> EndForward:
         rank = self.ranks[index]
@@ -338,7 +333,7 @@ class SimulatedPrefill:
             boot_id=self.boot_id or self.name,
             role="prefill",
             dp_rank=self.lone_rank[0] if self.lone_rank else index,
-            dp_size=self.lone_rank[1] if self.lone_rank else self.dp_size,
+            dp_size=self.lone_rank[1] if self.lone_rank else self.one.dp_size,
             seq=rank.seq,
             kind=kind,
             forward_id=self._forward_id if about is None else about.forward_id,
@@ -358,7 +353,7 @@ class SimulatedPrefill:
             bootstrapping_requests=len(rank.bootstrapping),
             bootstrapping_tokens=rank.bootstrapping_tokens,
             chunk_remainder_tokens=remainder,
-            chunk_tokens=self.chunk_tokens,
+            chunk_tokens=self.one.chunk_tokens,
             accepted_requests=rank.accepted_requests,
             accepted_tokens=rank.accepted_tokens,
             computed_tokens=rank.computed_tokens,

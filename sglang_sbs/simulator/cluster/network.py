@@ -65,7 +65,7 @@ class FeedbackChannel:
     def arrivals_s(self, instance: str, rank: int, sent_s: float) -> list[float]:
         """When a message reaches the scheduler: once, twice, or never."""
         spec, rng = self._spec, self._rng
-        if not spec.plugin or (spec.endforward_loss and rng.random() < spec.endforward_loss):
+        if spec.endforward_loss and rng.random() < spec.endforward_loss:
             return []
         at_s = sent_s + spec.feedback_latency_s + self._delay_s()
         key = (instance, rank)

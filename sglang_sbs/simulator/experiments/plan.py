@@ -16,7 +16,7 @@ from sglang_sbs.simulator.options.cluster import add_cluster, cluster_fields
 from sglang_sbs.simulator.options.common import Flag, names, run_with_progress
 from sglang_sbs.simulator.parallel import Row, Task
 from sglang_sbs.simulator.workloads.arrivals import TraceError
-from sglang_sbs.simulator.workloads.scenario import PREFILL_SCENARIOS, ScenarioError, make_scenario
+from sglang_sbs.simulator.workloads.scenario import SCENARIOS, ScenarioError, make_scenario
 
 TRACE_SEEDS = 5
 """Windows of a trace that are simulated unless told otherwise."""
@@ -54,7 +54,7 @@ def build_parser() -> argparse.ArgumentParser:
     parser = common.command("plan", what, _EPILOG, usage)
     workload = parser.add_mutually_exclusive_group(required=True)
     workload.add_argument("--trace", type=Path, metavar="FILE", help="Mooncake jsonl or Azure csv")
-    workload.add_argument("--scenario", help=", ".join(PREFILL_SCENARIOS))
+    workload.add_argument("--scenario", help=", ".join(SCENARIOS))
     slo = "mean TTFT in seconds, of requests of which none is refused"
     parser.add_argument("--slo-ttft", type=common.positive_number, required=True, help=slo)
     common.add_all(parser, _FLAGS)
@@ -76,13 +76,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     costs = common.cost_words(args.cost, parser)
     if len(costs) != 1:
         parser.error("--cost: a plan is made for one cost model")
-    common.check_prefill_runs(args, parser)
     common.check_outputs(args, parser)
     name = args.scenario if args.trace is None else f"trace:{args.trace}"
     try:
         scenario = make_scenario(name, **cluster_fields(args))
     except (ScenarioError, TraceError) as error:
         parser.error(str(error))
+    args.duration = args.duration or common.DURATION_S
     if args.duration <= scenario.warm_up_s:
         parser.error(f"--duration: more than the {scenario.warm_up_s:g} s of warm-up of {name}")
     if args.qps is None and math.isnan(scenario.workload_qps):

@@ -114,25 +114,6 @@ def capacity_by_chunk(rows: Rows) -> Figure:
     return figure
 
 
-def decode_summary(rows: Rows) -> Figure:
-    """KV band and throughput per decode policy."""
-    policies = groups(rows, "policy")
-    names = [policy for (policy,) in policies]
-    colours = colours_of(names)
-    figure, (band, speed) = panels(1, 2, 7, 4.5)
-    for position, ((policy,), mine) in enumerate(policies.items()):
-        keys = ("kv_sigma_low", "kv_sigma_high", "kv_peak", "tokens_per_s")
-        low, high, peak, tokens = (mean_of(mine, key) for key in keys)
-        band.bar(position, (high - low) / 1e3, 0.6, bottom=low / 1e3, color=colours[policy])
-        band.plot(position, peak / 1e3, "k_", markersize=20)
-        speed.bar(position, tokens, 0.6, color=colours[policy])
-    for axis in (band, speed):
-        axis.set_xticks(range(len(names)), names, rotation=20)
-    band.set_ylabel("KV tokens per rank in K: mean -/+ 1 sd, peak")
-    speed.set_ylabel("tokens/s")
-    return figure
-
-
 def capacity_by_instances(
     rows: Rows, rates_qps: Sequence[tuple[str, float]], slo_ttft_s: float
 ) -> Figure:

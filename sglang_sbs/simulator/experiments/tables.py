@@ -71,7 +71,7 @@ def result_tables(rows: Sequence[Row]) -> list[ResultTable]:
         *_by_load(
             rows,
             "active DP ranks per pass, tokens of the heaviest rank / mean",
-            lambda mine: _means(mine, "{:.2f} {:.2f}", "active_rank_count", "max_over_mean"),
+            lambda mine: means(mine, "{:.2f} {:.2f}", "active_rank_count", "max_over_mean"),
         ),
         *_by_load(
             [row for row in rows if "agents" in row],
@@ -119,10 +119,10 @@ def _by_load(
     ]
 
 
-def _means(mine: Sequence[Row], form: str, *keys: str) -> str:
+def means(mine: Sequence[Row], form: str, *keys: str) -> str:
     """Means of these fields, in this form; nothing where the first has no value."""
-    means = [mean_of(mine, key) for key in keys]
-    return "" if math.isnan(means[0]) else form.format(*means)
+    found = [mean_of(mine, key) for key in keys]
+    return "" if math.isnan(found[0]) else form.format(*found)
 
 
 def _load_cell(mine: Sequence[Row]) -> str:
@@ -131,8 +131,8 @@ def _load_cell(mine: Sequence[Row]) -> str:
         return "nothing completed" if arrived else "no arrivals after warm-up"
     refused = sum(r["rejected"] for r in mine) / sum(r["completed"] + r["rejected"] for r in mine)
     return (
-        _means(mine, "{:.3f}/{:.2f}", "ttft_mean_s", "ttft_p99_s")
-        + _means(mine, " {:.0%}", "chunk_utilization")
+        means(mine, "{:.3f}/{:.2f}", "ttft_mean_s", "ttft_p99_s")
+        + means(mine, " {:.0%}", "chunk_utilization")
         + (f" ({refused:.0%} refused)" if refused else "")
         + (" (saturated)" if any(r["unfinished"] for r in mine) else "")
     )
@@ -140,7 +140,7 @@ def _load_cell(mine: Sequence[Row]) -> str:
 
 def _pool_cell(mine: Sequence[Row]) -> str:
     p50_s, p99_s = mean_of(mine, "decision_p50_s"), mean_of(mine, "decision_p99_s")
-    shares = _means(mine, "{:.2f} {:.2f}", "decision_share", "pool_max_over_mean")
+    shares = means(mine, "{:.2f} {:.2f}", "decision_share", "pool_max_over_mean")
     return f"{1e3 * p50_s:.2f}/{1e3 * p99_s:.2f} {shares}"
 
 
@@ -202,35 +202,8 @@ def capacity_tables(rows: Sequence[Row]) -> list[ResultTable]:
             {chunk: f"chunk {chunk}" for chunk in sorted({r["chunk_tokens"] for r in shown})},
             groups(shown, "policy", "chunk_tokens"),
             lambda mine: (
-                f"{mean_of(mine, 'max_qps'):.1f}{_means(mine, ' {:.0%}', 'chunk_utilization')}"
+                f"{mean_of(mine, 'max_qps'):.1f}{means(mine, ' {:.0%}', 'chunk_utilization')}"
             ),
         )
         for (cost,), shown in groups(rows, "cost").items()
     ]
-
-
-def decode_table(rows: Sequence[Row]) -> ResultTable:
-    """KV band, largest batch and throughput per decode policy."""
-    by_policy = {policy: mine for (policy,), mine in groups(rows, "policy").items()}
-    speeds = {policy: mean_of(mine, "tokens_per_s") for policy, mine in by_policy.items()}
-    references = [name for name in ("round_robin", "skewed") if name in speeds]
-
-    def gains(speed: float) -> list[str]:
-        return [f"{speed / speeds[name] - 1:+.1%}" for name in references]
-
-    columns = ["policy", "band (-/+ 1 sd)", "CV", "peak", "largest batch", "tokens/s"]
-    table = ResultTable(
-        f"KV tokens per decode rank and throughput; step cost {rows[0]['cost']}",
-        [*columns, *(f"vs {name}" for name in references)],
-    )
-    for policy, mine in by_policy.items():
-        low, high, peak = (
-            f"{mean_of(mine, key) / 1e3:.0f}K"
-            for key in ("kv_sigma_low", "kv_sigma_high", "kv_peak")
-        )
-        even = _means(mine, "{:.1%}", "kv_cv")
-        cells = [f"{low}-{high}", even, peak, f"{mean_of(mine, 'batch_max'):.1f}"]
-        table.rows.append([policy, *cells, f"{speeds[policy]:.0f}", *gains(speeds[policy])])
-    bound = mean_of(rows, "balanced_tokens_per_s")
-    table.rows.append(["perfect balance", *[""] * 4, f"{bound:.0f}", *gains(bound)])
-    return table

@@ -178,20 +178,22 @@ _INSTANCES = (
 # fmt: on
 
 
-def add_cluster(parser: argparse.ArgumentParser) -> list[argparse.Action]:
+def add_cluster(parser: argparse.ArgumentParser) -> None:
     """Flags for latencies, faults and decode room; equal instances of ``--dp`` ranks."""
     group = parser.add_argument_group("cluster")
-    added = [*add_all(group, _CLUSTER), add_overlap(group), *add_all(group, _DECODE)]
+    add_all(group, _CLUSTER)
+    add_overlap(group)
+    add_all(group, _DECODE)
     what = "of scenarios whose prompts share prefixes: sessions, Mooncake traces"
-    added += add_all(parser.add_argument_group("prefix caches", what), _CACHES)
+    add_all(parser.add_argument_group("prefix caches", what), _CACHES)
     what = "what the scheduler is told wrong, late, twice or not at all"
-    return [*added, *add_all(parser.add_argument_group("robustness", what), _ROBUSTNESS)]
+    add_all(parser.add_argument_group("robustness", what), _ROBUSTNESS)
 
 
-def add_topology(parser: argparse.ArgumentParser) -> list[argparse.Action]:
+def add_topology(parser: argparse.ArgumentParser) -> None:
     """Flags for how many instances there are, which differ, and what happens to them."""
     what = "they are called p0, p1, ... in the order of the flags"
-    return add_all(parser.add_argument_group("instances", what), _INSTANCES)
+    add_all(parser.add_argument_group("instances", what), _INSTANCES)
 
 
 def cluster_fields(args: argparse.Namespace) -> dict[str, Any]:

@@ -21,7 +21,8 @@ from sglang_sbs.simulator.parallel import Row, Task, run_all
 from sglang_sbs.simulator.workloads.scenario import WARM_UP_S
 
 _MOST_INSTANCES = 64
-PLOT_SUFFIXES = (".png", ".svg", ".html")
+_PLOT_SUFFIXES = (".png", ".svg", ".html")
+DURATION_S = 80.0
 _FILE_WIDTH = 130
 """Columns where the output is no terminal: wide enough for every table."""
 _Value = TypeVar("_Value")
@@ -88,8 +89,7 @@ class Flag(NamedTuple):
         return self.name.removeprefix("--").replace("-", "_")
 
 
-def add_all(group: argparse._ActionsContainer, flags: Iterable[Flag]) -> list[argparse.Action]:
-    added = []
+def add_all(group: argparse._ActionsContainer, flags: Iterable[Flag]) -> None:
     for flag in flags:
         words: dict[str, Any] = {"metavar": flag.metavar} if flag.metavar else {}
         if isinstance(flag.type, tuple):
@@ -103,8 +103,7 @@ def add_all(group: argparse._ActionsContainer, flags: Iterable[Flag]) -> list[ar
         if flag.repeated:
             words["action"] = "extend"
         words |= {"default": flag.default, "help": flag.help}
-        added.append(group.add_argument(flag.name, **words))
-    return added
+        group.add_argument(flag.name, **words)
 
 
 def fields_of(args: argparse.Namespace, flags: Iterable[Flag]) -> dict[str, Any]:
@@ -142,7 +141,7 @@ def cost_words(text: str, parser: argparse.ArgumentParser) -> list[str]:
     return words
 
 
-def add_overlap(group: argparse._ActionsContainer, *, default: bool = True) -> argparse.Action:
+def add_overlap(group: argparse._ActionsContainer, *, default: bool = True) -> None:
     """``--overlap``, ``--no-overlap``: how the simulated engines launch their passes."""
     text = (
         "engines look one batch ahead, as SGLang does by default: what waits when a pass "
@@ -150,7 +149,7 @@ def add_overlap(group: argparse._ActionsContainer, *, default: bool = True) -> a
         "--disable-overlap-schedule: a pass takes all that waits when it starts "
         f"(--{'' if default else 'no-'}overlap)"
     )
-    return add_all(group, [Flag("--overlap", "", argparse.BooleanOptionalAction, default, text)])[0]
+    add_all(group, [Flag("--overlap", "", argparse.BooleanOptionalAction, default, text)])
 
 
 def command(
@@ -166,45 +165,45 @@ def command(
 
 
 # fmt: off
-_COMMON = (
+PLOT = Flag("--plot", "", Path, None,
+    "picture (png, svg) or page with tables (html); wants matplotlib", "FILE")
+_COST = Flag("--cost", "", str, "mixed",
+    f"cost models of a pass, comma-separated: {', '.join(COSTS)}, or FILE.json with one "
+    "fitted to an engine's EndForward reports, called by its stem (default mixed)")
+_RUNS = (
     Flag("--first-seed", "", int, 1, "(default 1)"),
-    Flag("--cost", "", str, "mixed",
-        f"cost models of a pass, comma-separated: {', '.join(COSTS)}, or FILE.json with one "
-        "fitted to an engine's EndForward reports, called by its stem (default mixed)"),
     Flag("--json", "", Path, None, "write the rows here", "FILE"),
     Flag("--workers", "", positive, None, "processes (default: cores)", "N"),
 )
 _PREFILL_RUNS = (
     Flag("--chunks", "", integers, None, "C_chunk per rank, comma-separated (the scenario's)"),
-    Flag("--duration", "", positive_number, 80.0,
-        f"simulated seconds, {WARM_UP_S:g} of them warm-up (80)"),
-    Flag("--plot", "", Path, None,
-        "picture (png, svg) or page with tables (html); wants matplotlib", "FILE"),
+    Flag("--duration", "", positive_number, None,
+        f"simulated seconds, {WARM_UP_S:g} of them warm-up ({DURATION_S:g})"),
+    PLOT,
 )
 # fmt: on
 
 
-def add_common(
+def add_runs(
     parser: argparse.ArgumentParser,
     *,
     default_seeds: int | None = 1,
     seeds_help: str = "seeds per cell (default 1)",
 ) -> None:
-    add_all(parser, [Flag("--seeds", "", positive, default_seeds, seeds_help), *_COMMON])
+    """Flags of whatever runs in parallel for some seeds, and gives rows."""
+    add_all(parser, [Flag("--seeds", "", positive, default_seeds, seeds_help), *_RUNS])
+
+
+def add_common(parser: argparse.ArgumentParser, **seeds: Any) -> None:
+    """The same, and the cost of passes."""
+    add_runs(parser, **seeds)
+    add_all(parser, [_COST])
 
 
 def add_prefill_runs(parser: argparse.ArgumentParser, policies: str) -> None:
     """Flags of the commands that run prefill scenarios under policies."""
     parser.add_argument("--policies", help=f"comma-separated (default {policies})")
     add_all(parser, _PREFILL_RUNS)
-
-
-def check_prefill_runs(args: argparse.Namespace, parser: argparse.ArgumentParser) -> None:
-    """Ends the program with code 2 for what cannot be run or drawn."""
-    if args.plot is not None and args.plot.suffix not in PLOT_SUFFIXES:
-        parser.error(f"--plot {args.plot}: the name must end in {', '.join(PLOT_SUFFIXES)}")
-    if args.duration <= WARM_UP_S:
-        parser.error(f"--duration must be longer than the warm-up of {WARM_UP_S:g} s")
 
 
 def check_outputs(args: argparse.Namespace, parser: argparse.ArgumentParser) -> None:
@@ -214,6 +213,8 @@ def check_outputs(args: argparse.Namespace, parser: argparse.ArgumentParser) -> 
         path: Path | None = getattr(args, name, None)
         if path is None:
             continue
+        if name == "plot" and path.suffix not in _PLOT_SUFFIXES:
+            parser.error(f"--plot {path}: the name must end in {', '.join(_PLOT_SUFFIXES)}")
         try:
             if name == "out":
                 path.mkdir(parents=True, exist_ok=True)
@@ -224,15 +225,6 @@ def check_outputs(args: argparse.Namespace, parser: argparse.ArgumentParser) -> 
             parser.error(f"--{name} {path}: cannot be written: {error.strerror}")
         if name != "json" and (lacking := without_matplotlib()) is not None:
             parser.error(f"--{name} {path}: a picture is wanted, but {lacking}")
-
-
-def given(
-    words: Sequence[str], args: argparse.Namespace, parser: argparse.ArgumentParser
-) -> set[str]:
-    """What of the parsed ``args`` stands on the command line, be it the default or not."""
-    blank = argparse.Namespace(**dict.fromkeys(vars(args)))
-    said = vars(parser.parse_args(words, blank))
-    return {name for name, value in said.items() if value is not None}
 
 
 def seeds(args: argparse.Namespace) -> range:

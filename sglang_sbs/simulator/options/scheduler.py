@@ -95,9 +95,9 @@ def scheduler_fields(args: argparse.Namespace) -> dict[str, Any]:
     return {name: value for name, value in fields_of(args, _FLAGS).items() if value is not None}
 
 
-def add_classes(parser: argparse.ArgumentParser) -> list[argparse.Action]:
+def add_classes(parser: argparse.ArgumentParser) -> None:
     what = "who sends the requests; sbs_equal is sbs that is told of no priorities and no tenants"
-    return add_all(parser.add_argument_group("classes", what), _CLASSES)
+    add_all(parser.add_argument_group("classes", what), _CLASSES)
 
 
 def classes_of(args: argparse.Namespace, parser: argparse.ArgumentParser) -> Classes:

@@ -33,9 +33,6 @@ from sglang_sbs.simulator.workloads.arrivals import (
 from sglang_sbs.simulator.workloads.conversations import LONGEST_TOKENS, PAGE_TOKENS, conversations
 from sglang_sbs.simulator.workloads.optimum import optimal_cached_tokens
 
-DECODE = "paper-decode"
-"""It is no :class:`Scenario`: there is no prefill in it
-(:mod:`sglang_sbs.simulator.cluster.decode`)."""
 AGENTIC = "agentic"
 """The closed loop: load is a number of agents."""
 WARM_UP_S = 20.0
@@ -141,17 +138,13 @@ def make_scenario(
     Raises:
         ScenarioError: unknown name, or a burstiness or ``load_counts`` that it cannot have.
         TraceError: the trace cannot be read.
-        ValueError: not a cluster.
+        TopologyError: ``changes`` that cannot be.
     """
     given = spec.get("block_tokens", 0)
     if given and not name.startswith(_OWN_LENGTHS):
         raise ScenarioError(f"--block-tokens {given}: {name} has blocks of its own, or none")
     if load_counts != "prompt" and name.startswith(_OWN_LENGTHS):
         raise ScenarioError(f"{name}: nothing is cached there, load 1.0 is the paper's")
-    if name == DECODE:
-        raise ScenarioError(
-            f"{DECODE} has no prefill instances; those that have: {', '.join(PREFILL_SCENARIOS)}"
-        )
     kind, colon, text = name.partition(":")
     known = {label.partition(":")[:2]: build for label, build in _BUILDERS.items()}
     build = known.get((kind, colon))
@@ -327,8 +320,7 @@ _BUILDERS: dict[str, Callable[[_Wanted, str], Scenario]] = {
     "trace:FILE": _trace,
 }
 """By name and what stands after the colon, which a builder is given."""
-PREFILL_SCENARIOS = tuple(_BUILDERS)
-SCENARIOS = (*PREFILL_SCENARIOS, DECODE)
+SCENARIOS = tuple(_BUILDERS)
 
 
 def _length(text: str) -> int:

@@ -98,8 +98,3 @@ def test_what_is_in_host_memory_makes_the_pass_longer() -> None:
 @pytest.mark.parametrize("tiers", [None, TierSpec(storage=False), TierSpec(host_kv_tokens=0)])
 def test_without_storage_another_rank_computes_again(tiers: TierSpec | None) -> None:
     assert run(tiers)[-1].recomputed_tokens == 500
-
-
-def test_sizes_and_speeds_are_not_negative() -> None:
-    with pytest.raises(ValueError, match="host_load_s must be 0 or greater"):
-        TierSpec(host_load_s=-1.0)

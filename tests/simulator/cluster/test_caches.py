@@ -23,7 +23,8 @@ PAIRS = PassCost(fixed_s=0.1, pair_s=1e-6)
 def engine(capacity_tokens: int = 1000, **more) -> SimulatedPrefill:
     settings = {"dp_size": 1, "chunk_tokens": 100, "overlap": True, "cost": PAIRS, **more}
     caches = [BlockCache(capacity_tokens, 10) for _ in range(settings["dp_size"])]
-    return SimulatedPrefill("p0", jitter=0.0, rng=random.Random(0), caches=caches, **settings)
+    spec = ClusterSpec(**settings)
+    return SimulatedPrefill(*spec.prefill[0], spec, rng=random.Random(0), caches=caches)
 
 
 def iterate(prefill: SimulatedPrefill, now_s: float):
@@ -196,16 +197,3 @@ def test_a_prompt_that_no_rank_has_kv_for_is_refused_with_the_field():
     spec = ClusterSpec(**SMALL, kv_capacity_tokens=1000)
     with pytest.raises(ValueError, match="kv_capacity_tokens must be at least 1001"):
         simulate([Arrival(0.0, 1001, 1)], SchedulerConfig(), spec)
-
-
-@pytest.mark.parametrize(
-    ("field", "value", "message"),
-    [
-        ("prefix_source", "guess", "prefix_source must be one of events, approximate, off"),
-        ("block_tokens", -1, "block_tokens must be 0 or greater"),
-        ("kv_capacity_tokens", 0, "kv_capacity_tokens must be greater than 0"),
-    ],
-)
-def test_what_is_no_cache_is_named(field, value, message):
-    with pytest.raises(ValueError, match=message):
-        ClusterSpec(**SMALL | {field: value})

@@ -34,7 +34,6 @@ specs = st.builds(
     decode_max_running_requests=st.sampled_from([0, 16]),
     pass_jitter=st.sampled_from([0.0, 0.3]),
     endforward_loss=st.sampled_from([0.0, 0.1, 0.5, 1.0]),
-    plugin=st.booleans(),
     seed=st.integers(0, 100),
 )
 configs = st.builds(

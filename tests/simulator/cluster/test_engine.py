@@ -17,7 +17,8 @@ COST = PassCost(fixed_s=0.1, max_s=1e-3)
 
 def engine(**more) -> SimulatedPrefill:
     settings = {"dp_size": 2, "chunk_tokens": 100, "overlap": True, **more}
-    return SimulatedPrefill("p0", cost=COST, jitter=0.0, rng=random.Random(0), **settings)
+    spec = ClusterSpec(cost=COST, **settings)
+    return SimulatedPrefill(*spec.prefill[0], spec, rng=random.Random(0))
 
 
 def iterate(prefill: SimulatedPrefill, now_s: float):

@@ -17,7 +17,7 @@ from sglang_sbs.simulator.experiments.plan import (
     over_seeds,
 )
 from sglang_sbs.simulator.parallel import Row
-from sglang_sbs.simulator.workloads.scenario import PREFILL_SCENARIOS
+from sglang_sbs.simulator.workloads.scenario import SCENARIOS
 
 CELLS = [
     {
@@ -113,11 +113,6 @@ def test_the_command_plans_for_a_trace(tmp_path, capsys):
         (["--slo-ttft", "1"], "one of the arguments --trace --scenario is required"),
         (["--scenario", "paper-3k"], "--slo-ttft"),
         (["--scenario", "x", "--slo-ttft", "1"], "no scenario 'x'"),
-        (
-            ["--scenario", "paper-decode", "--slo-ttft", "1"],
-            "paper-decode has no prefill instances; those that have: paper-3k, paper-5k, "
-            "paper-long, fixed:TOKENS, uniform:LEAST-MOST, one-long, onoff, day, sessions",
-        ),
         (["--trace", "/absent.csv", "--slo-ttft", "1"], "no such file"),
         (["--scenario", "paper-3k", "--slo-ttft", "1", "--prefill", "6..2"], "as in 2..6 or 2,4"),
         (["--scenario", "paper-3k", "--slo-ttft", "0"], "positive number"),
@@ -136,4 +131,4 @@ def test_the_help_names_every_scenario_that_can_be_planned_for(capsys):
     with pytest.raises(SystemExit):
         main(["plan", "--help"])
     shown = "".join(capsys.readouterr().out.split())  # a name may be cut at a hyphen
-    assert all(name in shown for name in PREFILL_SCENARIOS)
+    assert all(name in shown for name in SCENARIOS)

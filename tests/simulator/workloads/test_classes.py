@@ -107,9 +107,3 @@ def test_what_cannot_be_is_refused_with_what_to_write(words, message, capsys):
     with pytest.raises(SystemExit):
         main(["paper-3k", *words.split()])
     assert message in capsys.readouterr().err
-
-
-def test_classes_have_no_meaning_for_decode(capsys):
-    with pytest.raises(SystemExit):
-        main(["paper-decode", "--priority-share", "0.2"])
-    assert "--priority-share: paper-decode has no prefill cluster" in capsys.readouterr().err

@@ -6,11 +6,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from benchmarks.decode import simulation
 from sglang_sbs.scheduling import SchedulerConfig
-from sglang_sbs.simulator.cluster import decode
 from sglang_sbs.simulator.experiments.sweep import NO_FLOW_CONTROL
 from sglang_sbs.simulator.parallel import Row
 
+SCENARIO = "paper-decode"
+"""What rows call it."""
 PERSISTENT_SKEW = 0.7
 """Rank weights from 0.3 to 1.7: gives the paper's baseline band of 40-130K."""
 
@@ -46,26 +48,26 @@ class DecodeJob:
     policy: str
     seed: int
     cost: str = "h100"
-    steps: int = decode.DecodeSpec().steps
-    warm_up_steps: int = decode.DecodeSpec().warm_up_steps
-    ranks: int = decode.DecodeSpec().ranks
+    steps: int = simulation.DecodeSpec().steps
+    warm_up_steps: int = simulation.DecodeSpec().warm_up_steps
+    ranks: int = simulation.DecodeSpec().ranks
     """``REQUESTS_PER_RANK`` requests each."""
     config: Mapping[str, Any] = field(default_factory=dict)
     """Further fields of the :class:`SchedulerConfig`."""
 
 
-def run_decode_outcome(job: DecodeJob) -> decode.DecodeOutcome:
+def run_decode_outcome(job: DecodeJob) -> simulation.DecodeOutcome:
     policy = DECODE_POLICIES[job.policy]
     config = SchedulerConfig(**{**NO_FLOW_CONTROL, **policy.settings, **job.config})
-    spec = decode.DecodeSpec(
+    spec = simulation.DecodeSpec(
         seed=job.seed,
-        cost=decode.STEP_COSTS[job.cost],
+        cost=simulation.STEP_COSTS[job.cost],
         steps=job.steps,
         warm_up_steps=job.warm_up_steps,
         ranks=job.ranks,
-        concurrency=job.ranks * decode.REQUESTS_PER_RANK,
+        concurrency=job.ranks * simulation.REQUESTS_PER_RANK,
     )
-    return decode.DecodeSimulation(spec, config).run(policy.skew, policy.foresight_steps)
+    return simulation.DecodeSimulation(spec, config).run(policy.skew, policy.foresight_steps)
 
 
 def run_decode(job: DecodeJob) -> Row:
@@ -73,7 +75,7 @@ def run_decode(job: DecodeJob) -> Row:
     what belongs to prefill is None."""
     outcome = run_decode_outcome(job)
     return {
-        "scenario": "paper-decode",
+        "scenario": SCENARIO,
         "policy": job.policy,
         "cost": job.cost,
         "load": 1.0,

@@ -23,6 +23,7 @@ from sglang_sbs.scheduling.decode.rules import DecodeBoard, DecodeLoad, potentia
 from sglang_sbs.scheduling.request import Request
 from sglang_sbs.simulator.cluster.cost import PassCost
 from sglang_sbs.simulator.cluster.engine import SimulatedPrefill
+from sglang_sbs.simulator.cluster.spec import ClusterSpec, InstanceSpec
 from sglang_sbs.wire import EndForward
 
 _SAMPLE_STEPS = 5
@@ -125,10 +126,8 @@ class DecodeSimulation:
         self._ranks = [_Rank() for _ in range(spec.ranks)]
         self._prefill = SimulatedPrefill(
             _PREFILL,
-            dp_size=1,
-            chunk_tokens=_PREFILL_CHUNK_TOKENS,
-            cost=PassCost(fixed_s=0.0),
-            jitter=0.0,
+            InstanceSpec(dp_size=1, chunk_tokens=_PREFILL_CHUNK_TOKENS),
+            ClusterSpec(cost=PassCost(fixed_s=0.0)),
             rng=self._rng,
         )
         """A pass takes all that was sent before its launch."""

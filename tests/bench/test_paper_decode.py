@@ -2,16 +2,24 @@
 
 from __future__ import annotations
 
+import json
 import math
 import statistics
+from pathlib import Path
 
 import msgspec
 import pytest
-from simulator_fixtures import ROW_FIELDS
 
+from benchmarks.decode import command
+from benchmarks.decode.runs import DECODE_POLICIES, DecodeJob, run_decode
+from benchmarks.decode.simulation import DecodeSimulation, DecodeSpec
 from sglang_sbs.scheduling import SchedulerConfig
-from sglang_sbs.simulator.cluster.decode import DecodeSimulation, DecodeSpec
-from sglang_sbs.simulator.experiments.decode_runs import DECODE_POLICIES, DecodeJob, run_decode
+
+ROW_FIELDS = {
+    *("scenario", "policy", "cost", "load", "qps", "seed", "ttft_mean_s", "ttft_p50_s"),
+    *("ttft_p99_s", "chunk_utilization", "bubble_share", "completed", "rejected"),
+    *("kv_sigma_low", "kv_sigma_high", "kv_peak", "tokens_per_s"),
+}
 
 SPEC = DecodeSpec(ranks=8, concurrency=200, steps=1600, warm_up_steps=800, seed=3)
 
@@ -24,8 +32,7 @@ def outcome(policy: str, spec: DecodeSpec = SPEC):
 
 def test_a_row_has_the_contracts_fields():
     row = run_decode(DecodeJob("sbs_potential", 1, steps=60, warm_up_steps=20))
-    decode = {"kv_sigma_low", "kv_sigma_high", "kv_peak", "tokens_per_s"}
-    assert row.keys() >= ROW_FIELDS | decode
+    assert row.keys() >= ROW_FIELDS
     assert row["kv_sigma_low"] < row["kv_sigma_high"] < row["kv_peak"]
     assert row["tokens_per_s"] > 0
     # As many requests on each of fewer ranks.
@@ -82,8 +89,8 @@ def test_the_books_the_scheduler_keeps_are_the_ranks(monkeypatch):
         report()
         (decode,) = simulation._scheduler.decode.values()
         coming = [0] * SPEC.ranks
-        for command in simulation._placed:
-            coming[command.decode_rank] += 1
+        for placed in simulation._placed:
+            coming[placed.decode_rank] += 1
         for rank, load, more in zip(simulation._ranks, decode.loads(), coming, strict=True):
             assert load.running == rank.running + more
 
@@ -115,3 +122,35 @@ def test_a_policy_that_holds_places_requests_as_gangs():
     simulation._join = record
     simulation.run()
     assert max(sizes.values()) > 1
+
+
+def rows_of(flags: str, path: Path) -> list[dict]:
+    words = f"--decode-ranks 2 --workers 1 --json {path} {flags}"
+    assert command.main(words.split()) == 0
+    return json.loads(path.read_text())
+
+
+def test_k_of_algorithm_3_changes_decode(tmp_path: Path) -> None:
+    page, capacity = tmp_path / "page.html", []
+    for k in ("0", "9"):
+        flags = f"--policies sbs_iqr --sbs-iqr-k {k} --plot {page}"
+        (row,) = rows_of(flags, tmp_path / f"{k}.json")
+        assert row["scenario"] == "paper-decode" and row["ttft_mean_s"] is None
+        capacity.append(row["tokens_per_s"])
+    assert capacity[0] != capacity[1]
+    assert "data:image/png;base64," in page.read_text()
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ("--policies eta", "--policies: 'eta' is not one of sbs_potential"),
+        ("--decode-ranks 0", "--decode-ranks: '0': write a positive integer"),
+        ("--plot x.pdf", "--plot x.pdf: the name must end in .png, .svg, .html"),
+    ],
+)
+def test_bad_flags_are_named(flags: str, message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        command.main(flags.split())
+    assert ended.value.code == 2
+    assert message in " ".join(capsys.readouterr().err.split())
