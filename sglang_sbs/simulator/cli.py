@@ -11,7 +11,7 @@ from itertools import product
 from pathlib import Path
 
 from sglang_sbs.simulator.cluster.spec import TopologyError
-from sglang_sbs.simulator.experiments import plan, sweep, tables
+from sglang_sbs.simulator.experiments import matrix, plan, sweep, tables
 from sglang_sbs.simulator.options import cluster, common, scheduler
 from sglang_sbs.simulator.options.common import Flag, names, run_with_progress
 from sglang_sbs.simulator.parallel import Task
@@ -26,9 +26,9 @@ from sglang_sbs.simulator.workloads.scenario import (
 
 DEFAULT_POLICIES = "sbs,sbs_paper,eta,least_tokens,round_robin,random_rank"
 
+_COMMANDS = {"plan": plan.main, "matrix": matrix.main}
 CHECKOUT = Path(__file__).resolve().parents[2]
 _SCRIPTS = {
-    "matrix": "scripts/policy-matrix",
     "paper-decode": "scripts/paper-decode",
     "paper": "scripts/paper-claims",
     "bound": "scripts/ttft-bound",
@@ -55,11 +55,12 @@ examples:
   sglang-sbs simulate agentic --policies sbs,cache_aware,eta,session --loads 0.5,1.0
   sglang-sbs simulate --replay router.events      re-run a log of --sbs-event-log, bit for bit
 
-sglang-sbs simulate plan says how many instances and what chunk a workload needs (it has a --help).
+more (each has --help):
+  sglang-sbs simulate matrix      is sbs nowhere worse than any other policy? cell by cell
+  sglang-sbs simulate plan        how many instances and what chunk a workload needs
 
-In a checkout there are four more: matrix (is sbs nowhere worse than any other policy? cell by
-cell), paper (every claim of the paper beside simulations of it), paper-decode (its experiment with
-decode ranks) and bound (what no schedule could beat).
+In a checkout there are three more: paper (every claim of the paper beside simulations of it),
+paper-decode (its experiment with decode ranks) and bound (what no schedule could beat).
 """
 
 
@@ -103,8 +104,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _main(words: list[str]) -> int:
-    if words[:1] == ["plan"]:
-        return plan.main(words[1:])
+    if words and words[0] in _COMMANDS:
+        return _COMMANDS[words[0]](words[1:])
     parser = build_parser()
     if words and words[0] in _SCRIPTS:
         script = CHECKOUT / _SCRIPTS[words[0]]

@@ -172,7 +172,8 @@ def _substituted(word: str) -> str:
 def _check_simulate(words: Sequence[str], command: Command) -> None:
     """With all that is checked before the first simulation begins."""
     modules = [
-        import_module(f"sglang_sbs.simulator.{name}") for name in ("cli", "experiments.plan")
+        import_module(f"sglang_sbs.simulator.{name}")
+        for name in ("cli", *(f"experiments.{x}" for x in ("matrix", "plan")))
     ]
     with pytest.MonkeyPatch.context() as patch:
         for module in modules:

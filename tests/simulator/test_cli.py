@@ -143,7 +143,7 @@ def test_a_cost_file_is_a_cost_called_by_its_stem(tmp_path, capsys):
     assert "cost fast" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("command", [["paper-3k"], ["plan", "--scenario", "paper-3k"]])
+@pytest.mark.parametrize("command", [["paper-3k"], ["matrix"], ["plan", "--scenario", "paper-3k"]])
 @pytest.mark.parametrize(
     ("name", "content", "message"),
     [
@@ -325,7 +325,7 @@ def test_what_is_in_a_checkout_only_is_named(name, capsys, monkeypatch, tmp_path
     assert "only in a checkout, where it is scripts/" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("name", ["paper", "bound", "matrix", "paper-decode"])
+@pytest.mark.parametrize("name", ["paper", "bound", "paper-decode"])
 def test_in_a_checkout_it_runs(name):
     command = [sys.executable, "-m", "sglang_sbs.cli", "simulate", name, "--help"]
     done = subprocess.run(command, check=False, capture_output=True, text=True, timeout=120)
@@ -333,16 +333,20 @@ def test_in_a_checkout_it_runs(name):
     assert "--seeds" in done.stdout or "--first-seed" in done.stdout
 
 
-def test_an_interrupt_is_one_line(monkeypatch, capsys):
+@pytest.mark.parametrize("command", ["paper-3k", "matrix"])
+def test_an_interrupt_is_one_line(command, monkeypatch, capsys):
     def interrupt(*_: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(cli, "run_with_progress", interrupt)
-    assert main(["paper-3k"]) == 130
+    for module in ("cli", "experiments.matrix"):
+        monkeypatch.setattr(f"sglang_sbs.simulator.{module}.run_with_progress", interrupt)
+    assert main([command]) == 130
     assert capsys.readouterr() == ("", "sglang-sbs simulate: interrupted\n")
 
 
-@pytest.mark.parametrize("command", ["trace:{}", "plan --slo-ttft 1 --trace {}"])
+@pytest.mark.parametrize(
+    "command", ["trace:{}", "plan --slo-ttft 1 --trace {}", "matrix --regimes none --trace {}"]
+)
 def test_a_trace_in_another_encoding_is_refused_by_every_command(command, tmp_path, capsys):
     trace = tmp_path / "latin.csv"
     trace.write_bytes(b"TIMESTAMP,ContextTokens,GeneratedTokens\n\xff,1,1\n")
@@ -359,6 +363,7 @@ def test_a_trace_in_another_encoding_is_refused_by_every_command(command, tmp_pa
     [
         ("paper-3k", ["--json", "--plot"]),
         ("plan --scenario paper-3k --slo-ttft 1", ["--json", "--plot"]),
+        ("matrix", ["--json"]),
     ],
 )
 def test_what_cannot_be_written_is_refused_before_the_run(command, flags, tmp_path, capsys):

@@ -5,13 +5,13 @@ from __future__ import annotations
 import json
 
 import pytest
+from simulator_fixtures import lengths, write_azure
 
-from benchmarks import policy_matrix
-from benchmarks.policy_matrix import (
+from sglang_sbs.simulator.cli import main
+from sglang_sbs.simulator.experiments.matrix import (
     REGIMES,
     Verdict,
     job_of,
-    main,
     matrix_table,
     summary_of,
     verdict,
@@ -80,11 +80,9 @@ def test_engines_look_ahead_in_every_cell_or_in_none(overlap: bool):
 
 
 def test_the_command_judges_a_trace(tmp_path, capsys):
-    trace = tmp_path / "mine.csv"
-    requests = (f"2023-11-16 18:17:{n / 10:010.7f},{1 + 997 * n % 4000},100\n" for n in range(200))
-    trace.write_text("TIMESTAMP,ContextTokens,GeneratedTokens\n" + "".join(requests))
+    trace = write_azure(tmp_path / "mine.csv", lengths(200))
     rows = tmp_path / "rows.json"
-    words = f"--regimes none --trace {trace} --rivals eta --json {rows} --workers 1"
+    words = f"matrix --regimes none --trace {trace} --rivals eta --json {rows} --workers 1"
     assert main(words.split()) == 0
     out = capsys.readouterr().out
     assert "mine, load 0.4" in out
@@ -103,15 +101,6 @@ def test_the_command_judges_a_trace(tmp_path, capsys):
 )
 def test_bad_arguments_are_named(words: str, says: str, capsys):
     with pytest.raises(SystemExit) as ended:
-        main(words.split())
+        main(["matrix", *words.split()])
     assert ended.value.code == 2
     assert says in capsys.readouterr().err
-
-
-def test_an_interrupt_is_one_line(monkeypatch, capsys):
-    def interrupt(*_: object) -> None:
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(policy_matrix, "run_with_progress", interrupt)
-    assert main([]) == 130
-    assert capsys.readouterr() == ("", "scripts/policy-matrix: interrupted\n")
