@@ -36,35 +36,23 @@ from sglang_sbs.simulator.workloads.scenario import WARM_UP_S
 
 NEVER = 1e9
 _LONG = "3-64K,64K,chunk 1024,sessions"
-_OVERLAP = "load 1,0.8,1.0,two ranks,gap"
 OFF: dict[str, tuple[float, str]] = {
     "AGEING_BATCHES": (NEVER, ""),
-    "AGEING_PASSES": (NEVER, ""),
-    "SPACING_SHARE": (0.0, ""),
-    "BACKLOG_FACTOR": (NEVER, ""),
-    "COMMIT_AHEAD_FACTOR": (NEVER, ""),
-    "HOLD_PASSES": (0.0, ""),
-    "MOST_JOINING": (0, ""),
+    "SLACK": (1.0, ""),
     "ARRIVING_SHARE": (1.0, ""),
-    "FEW_PER_RANK": (0.0, ""),
     "WORTH": (0.0, ""),
-    "TORN_SHARE": (0.0, ""),
-    "TORN_STEP": (0.0, ""),
+    "RATE_PASSES": (1.0, ""),
     "JOIN_SHARE": (0.0, ""),
-    "LEFT_OUT": (0, ""),
-    "OVERLAP_KEEP_PASSES": (0.0, _OVERLAP),
-    "MOST_FILLED": (NEVER, _OVERLAP),
-    "MANY_CHUNKS": (NEVER, _LONG),
-    "OVERLAP_MANY_CHUNKS": (2, _LONG),
-    "LIGHT_LOAD": (0.0, _LONG),
     "WAITING_SHARE": (1.0, _LONG),
     "CHUNK_WEIGHT": (1.0, _LONG),
     "IMPATIENCE": (0.0, _LONG),
+    "LEFT_OUT": (0, ""),
+    "MOST_DIVIDED": (0, ""),
+    "MOST_JOINING": (0, ""),
+    "TORN_SHARE": (0.0, ""),
     "AGAIN_WEIGHT": (0.0, "sessions"),
-    "RECOMPUTE_WEIGHT": (0.0, "sessions"),
     "QUEUE_WEIGHT": (0.0, "sessions"),
     "LEAST_HIT_SHARE": (0.0, "sessions"),
-    "PATIENCE_HOLDS": (NEVER, "sessions"),
 }
 """Each constant of the trigger and its rules, the value at which it does nothing, and the cells in
 which it can do something (words in their names; none: all)."""
@@ -142,8 +130,8 @@ p99 TTFT in every cell are divided by those of the code as it is, on the same ar
 
 examples:
   scripts/ablate --json ablation.json
-  scripts/ablate --only SPACING_SHARE,BACKLOG_FACTOR --values off,half,twice
-  scripts/ablate --set SPACING_SHARE=1,BACKLOG_FACTOR=3 --cells load,3-64K
+  scripts/ablate --only SLACK,WORTH --values off,half,twice
+  scripts/ablate --set SLACK=1,WORTH=0.9 --cells load,3-64K
 """
 
 

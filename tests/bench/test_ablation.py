@@ -26,8 +26,8 @@ def test_every_constant_is_one_of_the_code_and_matters_in_some_cell() -> None:
 
 def test_a_changed_constant_changes_the_run_and_nothing_else_does() -> None:
     as_it_is = run_variant(Variant("as it is", {}), CELL, 1)
-    again = run_variant(Variant("again", {"PATIENCE_HOLDS": 1e9}), CELL, 1)
-    other = run_variant(Variant("other", {"SPACING_SHARE": 5.0}), CELL, 1)
+    again = run_variant(Variant("again", {"AGAIN_WEIGHT": 1e9}), CELL, 1)
+    other = run_variant(Variant("other", {"SLACK": 5.0}), CELL, 1)
     assert again["ttft_mean_s"] == as_it_is["ttft_mean_s"] != other["ttft_mean_s"]
 
 

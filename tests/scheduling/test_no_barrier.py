@@ -354,7 +354,7 @@ def test_one_batch_goes_to_one_rank() -> None:
             break
     assert len(made) == 6
     places = {(one.batch, one.prefill_rank) for one in made}
-    assert len(places) == len({one.batch for one in made}) == 2
+    assert len(places) == len({one.batch for one in made}) >= 2
 
 
 def test_gateway_policies_choose_among_workers_not_ranks() -> None:

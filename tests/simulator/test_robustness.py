@@ -11,11 +11,10 @@ from hypothesis import strategies as st
 from simulator_fixtures import poisson
 
 from sglang_sbs.scheduling import POLICIES, SchedulerConfig
-from sglang_sbs.scheduling.policies.adaptive import long_prompts
 from sglang_sbs.simulator import COSTS, ClusterSpec, InstanceSpec, TopologyChange, simulate
 from sglang_sbs.simulator.cluster import simulation
 from sglang_sbs.simulator.cluster.network import FeedbackChannel
-from sglang_sbs.simulator.experiments.sweep import POLICY_CONFIGS, Job, run_job, scheduler_config
+from sglang_sbs.simulator.experiments.sweep import POLICY_CONFIGS, scheduler_config
 
 MIXED = COSTS["mixed"]
 KNOBS = {
@@ -279,23 +278,6 @@ def test_decode_room_is_waited_for_in_the_router_by_policies_that_hold(policy, m
     else:
         assert outcome.bootstrap_waits > 50
         assert max(waiting) <= 1
-
-
-@pytest.mark.parametrize("overlap", [True, False])
-def test_at_light_load_place_matters_where_a_cut_prompt_costs_a_pass_in_hand(
-    overlap: bool, monkeypatch: pytest.MonkeyPatch
-):
-    def mean_ttft_s() -> float:
-        jobs = [
-            Job("paper-long", "sbs", 0.4, seed, 80.0, "mixed", {"overlap": overlap})
-            for seed in (931, 932, 933)
-        ]
-        return sum(run_job(job)["ttft_mean_s"] for job in jobs)
-
-    with_it = mean_ttft_s()
-    monkeypatch.setattr(long_prompts, "LIGHT_LOAD", 0.0)
-    without = mean_ttft_s()
-    assert (with_it < without) if overlap else (with_it == without)
 
 
 @pytest.mark.parametrize("policy", ["sbs", "eta"])

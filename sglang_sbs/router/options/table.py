@@ -107,8 +107,7 @@ GROUPS: dict[str, tuple[Option, ...]] = {
             "T_default: forward time before the first measurement", per_s=1000),
         Option("sbs-max-hold-ms", "scheduler.max_hold_s", seconds,
             "adaptive: no request is held longer than this, or five mean forward times if those "
-            "are longer, while an instance could take it; twice as long if an instance has its "
-            "prefix cached", per_s=1000),
+            "are longer, while an instance could take it", per_s=1000),
         Option("sbs-gang-gate", "", ("on", "off"),
             "engines with the plugin let a batch wait a moment for requests sent with it that are "
             "on their way or in the handshake with decode (SGLANG_SBS_GANG_GATE_MS there, 40 by "

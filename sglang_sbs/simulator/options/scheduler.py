@@ -56,8 +56,7 @@ _FLAGS = (
     Flag("--sbs-max-queue-tokens", "max_queue_tokens", positive, None,
         "most prompt tokens in the queue (unbounded)", "TOKENS"),
     Flag("--sbs-max-hold-ms", "max_hold_s", positive_number, None,
-        "sbs: longest hold, or five mean forward times if those are longer; twice that for a "
-        "cached prefix (2000)", "MS", 1e3),
+        "sbs: longest hold, or five mean forward times if those are longer (2000)", "MS", 1e3),
     Flag("--sbs-t-default-ms", "t_default_s", positive_number, None,
         "T_default: forward time before the first (300)", "MS", 1e3),
     Flag("--sbs-priority-step-ms", "priority_step_s", positive_number, None,

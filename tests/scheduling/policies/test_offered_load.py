@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from test_pass_forecast import instance
 
-from sglang_sbs.scheduling.policies.adaptive.offered_load import RATE_WINDOW_S, OfferedLoad
+from sglang_sbs.scheduling.policies.adaptive.offered_load import _LEAST_WINDOW_S, OfferedLoad
 
 
 @pytest.mark.parametrize(("fixed_s", "passes"), [(0.01, False), (1.0, True)])
@@ -21,6 +21,6 @@ def test_slow_passes_are_given_time_to_tell_a_rate(fixed_s: float, passes: bool)
         offered.measure([one], float(second))
     assert offered.request_rate == pytest.approx(1.0, rel=0.25)
     before = offered.request_rate
-    offered.measure([one], 59.0 + RATE_WINDOW_S)
+    offered.measure([one], 59.0 + _LEAST_WINDOW_S)
     kept = offered.request_rate / before
     assert (kept > 0.7) == passes

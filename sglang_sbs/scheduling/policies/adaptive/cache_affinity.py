@@ -7,10 +7,10 @@ a :class:`BatchAffinity`.
 
 Each rank is judged by when the request would be done there, plus what its computation costs others:
 ``x`` uncached tokens take ``x * slope / dp`` of an instance's time (and their attention likewise),
-which delays everybody who waits for that instance, and at load ``rho`` those who come while it
-catches up. So prefixes are computed again on an idle cluster, and rather waited for when a queue
-would pay for it. All that share a prefix share the price of having it in one more place. Nobody
-waits for less than ``LEAST_HIT_SHARE`` of a chunk.
+which delays everybody who comes while it catches up, the more the higher the load. So prefixes are
+computed again on an idle cluster, and rather waited for when others would pay for it. All that
+share a prefix share the price of having it in one more place. Nobody waits for less than
+``LEAST_HIT_SHARE`` of a chunk.
 """
 
 from __future__ import annotations
@@ -25,17 +25,12 @@ from sglang_sbs.scheduling.events import InstanceId
 from sglang_sbs.scheduling.paging import paged
 from sglang_sbs.scheduling.policies.adaptive.pass_forecast import FETCH_S, Home
 from sglang_sbs.scheduling.policies.pbaa import LEAST_HIT_SHARE, first_part
+from sglang_sbs.scheduling.policies.tuning import AGAIN_WEIGHT, QUEUE_WEIGHT
 from sglang_sbs.scheduling.prefill.instance import PrefillInstance
 from sglang_sbs.scheduling.prefix.places import Hits
 from sglang_sbs.scheduling.prefix.upcoming import Upcoming, shared_blocks
 from sglang_sbs.scheduling.request import Request
 
-RECOMPUTE_WEIGHT = 60.0
-"""Times load**2 / (1 - load), what a second of computing again counts: it is one rank's second, and
-the barrier makes the others wait for it."""
-QUEUE_WEIGHT = 20.0
-"""The same for each request that waits, per instance. Both were chosen together with the trigger's
-``AGAIN_WEIGHT`` (docs/cache.md)."""
 _TWINS = 4
 """So many requests of a batch that begin alike are compared with the next one."""
 
@@ -85,7 +80,7 @@ class CacheAffinity:
         self.first = first
         """May change from batch to batch."""
         self._start_of = start_of
-        self._weight = RECOMPUTE_WEIGHT * load**2 / (1 - load) + QUEUE_WEIGHT * waiting / len(by_id)
+        self._weight = AGAIN_WEIGHT * load**2 / (1 - load) + QUEUE_WEIGHT * waiting / len(by_id)
         self._views: dict[InstanceId, _View] = {}
         self._homes: dict[str, _Best] = {}
         self._wanted: set[InstanceId] = set()

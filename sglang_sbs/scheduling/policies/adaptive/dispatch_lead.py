@@ -17,20 +17,16 @@ from __future__ import annotations
 
 import math
 
+from sglang_sbs.scheduling.policies.tuning import JOIN_SHARE, TORN_SHARE
 from sglang_sbs.scheduling.prefill.observation import Observation
 
-TORN_SHARE = 0.05
-"""Times the part of the lead beyond the latency, in pass times: the share of batches that may be
-left behind in part. The wider requests come apart, the more it costs to wait for the last one."""
-IDLE_STEP = 0.006
-LEFT_BEHIND_STEP = 0.012
-"""Steps of the estimates, in pass times."""
-TORN_STEP = 0.05
-TORN_FORGET_S = 60.0
-"""Time constant: who avoids idle instances, as they tear, sees no more of them."""
-JOIN_SHARE = 0.15
-"""A single request may join until this share of what the lead has beyond the latency is left."""
-MARGIN_S = 0.003
+_STEP = 0.006
+"""Step of both estimates, in pass times."""
+_TORN_STEP = 0.05
+_TORN_FORGET_S = 60.0
+"""Step and time constant of the torn share: who avoids idle instances, as they tear, sees no more
+of them."""
+_MARGIN_S = 0.003
 """Never less than this above the latency, the resolution of everything that is measured here."""
 
 
@@ -50,7 +46,7 @@ class DispatchLead:
 
     def lead_s(self, latency_s: float) -> float:
         """The lead, given L_net."""
-        return max(self._idle_s, self._left_behind_s, latency_s + MARGIN_S)
+        return max(self._idle_s, self._left_behind_s, latency_s + _MARGIN_S)
 
     def join_s(self, latency_s: float) -> float:
         """Until so long before the end a single request may follow a batch that has left."""
@@ -85,10 +81,10 @@ class DispatchLead:
             latency_s: L_net.
             pass_s: mean forward time.
         """
-        self._torn_share *= math.exp(-(now_s - self._torn_s) / TORN_FORGET_S)
+        self._torn_share *= math.exp(-(now_s - self._torn_s) / _TORN_FORGET_S)
         self._torn_s = now_s
         if seen.torn is not None:
-            self._torn_share += TORN_STEP * (seen.torn - self._torn_share)
+            self._torn_share += _TORN_STEP * (seen.torn - self._torn_share)
         lead_s = self.lead_s(latency_s)
         landed = sum(1 for s in seen.landed_s if s <= 2 * lead_s)
         idled = sum(1 for s in seen.idled_s if s >= 0.5 * lead_s)
@@ -96,13 +92,13 @@ class DispatchLead:
         count = landed + idled + left_behind
         if count == 0:
             return
-        beyond_s = max(MARGIN_S, self._left_behind_s - latency_s)
+        beyond_s = max(_MARGIN_S, self._left_behind_s - latency_s)
         torn_share = TORN_SHARE * beyond_s / pass_s
         idle_share = (1 - load) / (2 - load)
-        least_s = latency_s + MARGIN_S
+        least_s = latency_s + _MARGIN_S
         most_s = max(least_s, pass_s)
-        idle_step_s = IDLE_STEP * pass_s * (idled / count - idle_share)
-        torn_step_s = LEFT_BEHIND_STEP * pass_s * ((left_behind > 0) - torn_share / max(1, ranks))
+        idle_step_s = _STEP * pass_s * (idled / count - idle_share)
+        torn_step_s = _STEP * pass_s * ((left_behind > 0) - torn_share / max(1, ranks))
         self._idle_s = _stepped(self._idle_s, idle_step_s, least_s, most_s)
         self._left_behind_s = _stepped(self._left_behind_s, torn_step_s, least_s, most_s)
 

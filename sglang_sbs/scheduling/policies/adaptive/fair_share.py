@@ -8,11 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
+from sglang_sbs.scheduling.policies.tuning import ARRIVING_SHARE
 from sglang_sbs.scheduling.prefill.instance import PrefillInstance
 from sglang_sbs.scheduling.request import Request
-
-ARRIVING_SHARE = 0.6
-"""How much of what is expected to arrive until a later pass starts counts as its load now."""
 
 
 def fair_share(

@@ -16,20 +16,15 @@ from collections.abc import Sequence
 from heapq import heapify, heapreplace
 from typing import NamedTuple
 
-from sglang_sbs.scheduling.policies.adaptive.fair_share import ARRIVING_SHARE, fair_share, prefix
+from sglang_sbs.scheduling.policies.adaptive.fair_share import fair_share, prefix
 from sglang_sbs.scheduling.policies.adaptive.lineup import Starts
 from sglang_sbs.scheduling.policies.adaptive.offered_load import OfferedLoad
+from sglang_sbs.scheduling.policies.tuning import ARRIVING_SHARE, WORTH
 from sglang_sbs.scheduling.prefill.instance import PrefillInstance
 from sglang_sbs.scheduling.request import Request, uncached_tokens_of
 
-FEW_PER_RANK = 1.5
-"""With more requests per rank and pass they are as good as a fluid."""
 MOST_DIVIDED = 24
-"""Nor are more looked at: each division is a placement."""
-WORTH = 0.95
-"""The fluid's division stays unless another one costs less than so much of it: what passes take is
-not known better than that, and whoever is left for later is the tail. What each constant is worth:
-docs/lab/constants.md."""
+"""Each division is a placement, and more requests in a pass are as good as a fluid."""
 
 
 class Waiting(NamedTuple):
@@ -57,7 +52,7 @@ def cut_of(
     least = min(len(head), int(instance.idle and share > 0))
     cut = max(cut, least)
     cycle = offered.request_rate * offered.pass_s / len(starts.instances)
-    few = cycle <= FEW_PER_RANK * whole * instance.dp_size and len(head) <= MOST_DIVIDED
+    few = cycle <= MOST_DIVIDED * whole and len(head) <= MOST_DIVIDED
     alone = instance.dp_size == 1  # no rank waits for another
     if alone or not few or any(one.uncached_tokens > instance.chunk_tokens for one in head):
         return cut

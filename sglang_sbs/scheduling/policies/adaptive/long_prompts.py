@@ -23,29 +23,11 @@ from sglang_sbs.scheduling.policies.adaptive.pass_forecast import (
 )
 from sglang_sbs.scheduling.policies.adaptive.pass_forecast import homes as cheapest_homes
 from sglang_sbs.scheduling.policies.policy import permitted
+from sglang_sbs.scheduling.policies.tuning import AGAIN_WEIGHT, IMPATIENCE, WAITING_SHARE
 from sglang_sbs.scheduling.prefill.instance import PrefillInstance
 from sglang_sbs.scheduling.prefill.interval import IntervalController
 from sglang_sbs.scheduling.queue.request import RequestQueue
 from sglang_sbs.scheduling.request import Request
-
-MANY_CHUNKS = 2
-"""Only prompts of more chunks make the place matter more than the share."""
-OVERLAP_MANY_CHUNKS = 1
-LIGHT_LOAD = 0.5
-"""With overlap scheduling and less load than that it is these: each prompt that is cut makes its
-instance launch one pass ahead. At higher loads all do, and it is the other way round."""
-WAITING_SHARE = 0.8
-"""How many of those that arrive during a pass count as delayed by whatever makes it longer. More
-gives a better mean and a worse p99 of long prompts."""
-IMPATIENCE = 4.0
-"""With prompts of many chunks about: when a request has waited as long as it takes, its completion
-counts this much more, against what it delays others by. Without it long prompts give way to short
-ones for too long."""
-MOSTLY_CACHED = 0.5
-"""Of the prompts sent, that requests leave for their homes at once."""
-AGAIN_WEIGHT = 700.0
-"""With prompts of many chunks about: times load**2 / (1 - load), what a second of computing again
-counts. Chosen so that little more than the optimum is computed near capacity (docs/cache.md)."""
 
 
 class LongPrompts:
@@ -77,8 +59,9 @@ class LongPrompts:
         of the longest at an instance, in its chunks."""
         if len(self._by_id) == 1:
             return False
-        ahead = self._offered.load < LIGHT_LOAD and self._overlap
-        many = OVERLAP_MANY_CHUNKS if ahead else MANY_CHUNKS
+        # At light load each prompt that is cut costs a pass, as its instance then launches one
+        # ahead. The fuller passes are, the more it costs to hold others for an instance.
+        many = 1 + self._offered.load
         limit = many * self._largest_chunk_tokens
         if queue.longest_prompt_tokens > limit and any(
             request.uncached_tokens > limit for request in queue.first(MOST_PLANNED)
@@ -89,7 +72,7 @@ class LongPrompts:
     def are_cached(self, instances: Sequence[PrefillInstance]) -> bool:
         """Whether most of what is sent has been cached, as in agents' turns: then it is caches that
         settle where a request goes."""
-        return sum([i.cached_share for i in instances]) > MOSTLY_CACHED * len(instances)
+        return sum([i.cached_share for i in instances]) > len(instances) / 2
 
     def homes(
         self,

@@ -17,8 +17,6 @@ from collections.abc import Sequence
 
 from sglang_sbs.scheduling.prefill.instance import PrefillInstance
 
-MOST_FILLED = 1.25
-"""Its next pass holds no more than that, in passes (docs/lab/constants.md)."""
 _EPSILON_S = 1e-9
 
 
@@ -67,5 +65,5 @@ def _wants_one(instance: PrefillInstance, capacity_tokens: float) -> bool:
     if not instance.overlap:
         return False
     if len(instance.passes) == 1:
-        return 0 < instance.charged_tokens < MOST_FILLED * capacity_tokens
+        return 0 < instance.charged_tokens < 1.5 * capacity_tokens  # nearer to one pass than to two
     return len(instance.passes) == 2 and not (instance.charged_tokens or instance.has_flight)

@@ -9,12 +9,11 @@ import math
 from collections.abc import Iterable, Sequence
 
 from sglang_sbs.scheduling.policies.adaptive.fair_share import tokens_per_s
+from sglang_sbs.scheduling.policies.tuning import RATE_PASSES
 from sglang_sbs.scheduling.prefill.instance import PrefillInstance
 
-RATE_WINDOW_S = 3.0
-RATE_PASSES = 10.0
-"""Time constant of the arrival rate, and no less than so many passes: what is asked of it is how
-much comes in one."""
+_LEAST_WINDOW_S = 3.0
+"""A rate needs a few requests to be told from."""
 _LEAST_PASS_S = 1e-3
 """A fit may find that passes have no fixed time at all."""
 MOST_LOAD = 0.95
@@ -28,7 +27,7 @@ class OfferedLoad:
         self.token_rate = self.request_rate = 0.0
         """Per second, smoothed."""
         self._rate_s: float | None = None
-        self._window_s = RATE_WINDOW_S
+        self._window_s = _LEAST_WINDOW_S
         self.mean_tokens = 1.0
         """Of a request."""
         self.capacity_tokens = 0.0
@@ -82,7 +81,7 @@ class OfferedLoad:
         idle_share = 1 - self.load
         times_s = [min(fixed_s / idle_share, full_s) for fixed_s, full_s in self._pass_times_s]
         self.pass_s = max(_LEAST_PASS_S, sum(times_s) / len(times_s))
-        self._window_s = max(RATE_WINDOW_S, RATE_PASSES * self.pass_s)
+        self._window_s = max(_LEAST_WINDOW_S, RATE_PASSES * self.pass_s)
 
     def _work_out(self, instances: Iterable[PrefillInstance]) -> None:
         """How fast these are now."""

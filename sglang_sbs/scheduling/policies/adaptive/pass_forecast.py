@@ -22,11 +22,10 @@ from typing import NamedTuple
 
 from sglang_sbs.scheduling.events import InstanceId
 from sglang_sbs.scheduling.paging import paged
+from sglang_sbs.scheduling.policies.tuning import CHUNK_WEIGHT
 from sglang_sbs.scheduling.prefill.instance import PrefillInstance
 from sglang_sbs.scheduling.request import Request
 
-CHUNK_WEIGHT = 0.4
-"""A prompt of n chunks counts like 1 + (n - 1) * this many requests: its delays are the tail."""
 FETCH_S = 7e-6
 """What a token takes from shared storage to a rank: a guess, as no report says it."""
 LOAD_S = 1.5e-6

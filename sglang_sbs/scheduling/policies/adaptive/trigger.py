@@ -58,6 +58,7 @@ from sglang_sbs.scheduling.policies.policy import (
     PrefillPolicy,
     permitted,
 )
+from sglang_sbs.scheduling.policies.tuning import AGEING_BATCHES, SLACK
 from sglang_sbs.scheduling.prefill.instance import PrefillInstance
 from sglang_sbs.scheduling.prefill.interval import IntervalController
 from sglang_sbs.scheduling.prefill.observation import Observation
@@ -65,23 +66,9 @@ from sglang_sbs.scheduling.queue.priority import Urgency
 from sglang_sbs.scheduling.queue.request import RequestQueue
 from sglang_sbs.scheduling.request import Request, uncached_tokens_of
 
-AGEING_BATCHES = 5.0
-AGEING_PASSES = 1.7
-"""A chunk of length is worth that many batches of waiting in the order, at most so many passes."""
-SPACING_SHARE = 0.8
-"""Starts are kept apart by so much of a pass over the number of instances. What each constant is
-worth: docs/lab/constants.md."""
-BACKLOG_FACTOR = 1.3
-"""Nothing is spaced with so many times the tokens waiting that arrive in that time."""
-COMMIT_AHEAD_FACTOR = 1.25
-"""A batch leaves early with so many passes waiting of all that start no later."""
-HOLD_PASSES = 5.0
-"""A hold may take at least so many mean forward times: passes of large chunks take seconds."""
-PATIENCE_HOLDS = 2.0
-"""So many of them are the longest wait for a cached prefix."""
-OVERLAP_KEEP_PASSES = 1
-"""With overlap scheduling prompts are split only when so many more passes of all instances wait: a
-small rest makes a pass of its own."""
+MOST_HOLD_PASSES = 5.0
+"""A hold ends after so many mean forward times, or what is configured if that is longer: passes of
+large chunks take seconds."""
 MOST_JOINING = 64
 """With more waiting nobody joins a batch on its way: they were left for later passes on purpose."""
 MAX_TRIED = 2
@@ -178,12 +165,12 @@ class AdaptiveTrigger(PrefillPolicy):
         return request.arrived_s + self._ageing_s() * chunks + shift_s
 
     def _hold_s(self) -> float:
-        return max(self._max_hold_s, HOLD_PASSES * self._interval.mean_forward_s)
+        return max(self._max_hold_s, MOST_HOLD_PASSES * self._interval.mean_forward_s)
 
     def _ageing_s(self) -> float:
         """With many instances a batch leaves often, and being passed over must count for more."""
-        passes = min(AGEING_PASSES, AGEING_BATCHES / max(1, self._interval.active))
-        return passes * self._interval.mean_forward_s
+        batches_s = self._interval.mean_forward_s / max(1, self._interval.active)
+        return AGEING_BATCHES * batches_s
 
     def on_topology_change(self, instances: Sequence[PrefillInstance]) -> None:
         if instances:
@@ -250,7 +237,6 @@ class AdaptiveTrigger(PrefillPolicy):
         oldest = next(filter(admissible, islice(queue, MOST_REFUSED)), None)
         oldest_s = math.inf if oldest is None else oldest.arrived_s
         hold_until_s = oldest_s + self._hold_s()
-        wakes = [hold_until_s, oldest_s + PATIENCE_HOLDS * self._hold_s()]
         return Decision(
             queue,
             instances,
@@ -260,7 +246,7 @@ class AdaptiveTrigger(PrefillPolicy):
             overdue=at.now_s + _EPSILON_S >= hold_until_s,
             all_idle=self._lineup.all_idle,
             starts=self._lineup.starts(at),
-            wakes=[time_s for time_s in wakes if at.now_s + _EPSILON_S < time_s < math.inf],
+            wakes=[hold_until_s] if at.now_s + _EPSILON_S < hold_until_s < math.inf else [],
         )
 
     def _open(self, one: Decision, late: bool) -> None:
@@ -277,7 +263,7 @@ class AdaptiveTrigger(PrefillPolicy):
         for start_s, _, number in one.starts:
             instance = one.instances[number]
             ahead_tokens += self._offered.capacity_of(instance)
-            long_queue = not late and queue.tokens >= COMMIT_AHEAD_FACTOR * ahead_tokens
+            long_queue = not late and SLACK * queue.tokens >= ahead_tokens
             if not long_queue:
                 # Who starts later is open later, and wakes nobody sooner.
                 one.starts.until_s = max(now_s, wake_s) + beyond_s
@@ -363,8 +349,8 @@ class AdaptiveTrigger(PrefillPolicy):
         n = len(one.instances)
         share_s = self._offered.pass_s / n
         # An instance that falls idle meanwhile would start with a part of the next batch.
-        due_s = self.last_start_s + SPACING_SHARE * self._lead.whole * share_s
-        if one.queue.tokens >= BACKLOG_FACTOR * max(1.0, self._offered.token_rate * share_s):
+        due_s = self.last_start_s + SLACK * self._lead.whole * share_s
+        if SLACK * one.queue.tokens >= max(1.0, self._offered.token_rate * share_s):
             return one.candidates
         # What was committed early, to a pass that is far away, keeps no earlier one waiting.
         first_s, end_s = self.last_start_s - _EPSILON_S, due_s - _EPSILON_S
@@ -391,7 +377,7 @@ class AdaptiveTrigger(PrefillPolicy):
         all_tokens = self._offered.capacity_tokens
         keep_tokens = all_tokens - instance.capacity_of(self._offered.mean_tokens)
         if instance.overlap:
-            keep_tokens += OVERLAP_KEEP_PASSES * all_tokens
+            keep_tokens += all_tokens
         if one.home_of is None and self._urgency.matters(one.at.now_s):
             keep_tokens = math.inf  # the rest would be formed at once, without the batch after it
         affinity = BatchAffinity(decision, instance, one.home_of)
@@ -448,7 +434,7 @@ class AdaptiveTrigger(PrefillPolicy):
         most = min(most, one.starts.in_time.get(instance.id, math.inf))
         spare = room if one.queue.tokens > keep_tokens else 0
         # Whatever was predicted, nobody waits for a cached prefix longer than this.
-        patient_s = one.at.now_s + _EPSILON_S - PATIENCE_HOLDS * self._hold_s()
+        patient_s = one.at.now_s + _EPSILON_S - self._hold_s()
         home_of, page = one.home_of, instance.page
         even = not self._long.uneven_chunks
         head: list[Request] = []

@@ -1,0 +1,41 @@
+"""The constants of the default policy that were chosen by measurement.
+
+Owns all of them. Must hold nothing else: what only bounds work or memory stands where it is used
+(``MOST_``, ``MAX_``), what is learned is learned. What half and twice of each does:
+docs/lab/constants.md, whose table a test compares with this module.
+"""
+
+AGEING_BATCHES = 5.0
+"""A chunk of length is worth that many batches of waiting in the order of the queue."""
+SLACK = 0.77
+"""So much of what is predicted of the cluster is relied on: starts are kept apart by this share of
+a pass over the number of instances, and of the queue this share must be more than arrives in that
+time for no spacing, or more than earlier passes take for a batch to leave early."""
+ARRIVING_SHARE = 0.6
+"""How much of what is expected to arrive until a later pass starts counts as its load now."""
+WORTH = 0.95
+"""A division of few requests replaces the fluid's if it costs less than so much of it: what passes
+take is not known better than that, and whoever is left for later is the tail."""
+RATE_PASSES = 10.0
+"""Time constant of the arrival rate, in passes: it is asked how much comes in one."""
+WAITING_SHARE = 0.8
+"""How many of those that arrive during a pass count as delayed by whatever makes it longer. More
+gives a better mean and a worse p99 of long prompts."""
+CHUNK_WEIGHT = 0.4
+"""A prompt of n chunks counts like 1 + (n - 1) * this many requests: its delays are the tail."""
+IMPATIENCE = 4.0
+"""With prompts of many chunks about: when a request has waited as long as it takes, its completion
+counts this much more, against what it delays others by. Without it long prompts give way to short
+ones for too long."""
+AGAIN_WEIGHT = 700.0
+"""Times load**2 / (1 - load), what a second of computing again counts: it is one rank's second, and
+the barrier makes the others wait for it. Near capacity little more than the optimum is computed."""
+QUEUE_WEIGHT = 20.0
+"""The same for each request that waits, per instance, where a batch is formed of those that belong
+to it."""
+TORN_SHARE = 0.05
+"""Times the part of the lead beyond the latency, in pass times: the share of batches that may be
+left behind in part. The wider requests come apart, the more it costs to wait for the last one."""
+JOIN_SHARE = 0.15
+"""A single request may join a batch until this share of what the lead has beyond the latency is
+left."""
