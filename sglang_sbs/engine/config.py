@@ -45,7 +45,7 @@ class HookConfig:
     decode_interval_s: float = 0.05
     heartbeat_s: float = 1.0
     gang_gate_ms: float | None = None
-    """How long a batch waits for its late requests (``gang_gate``); None: what suits the engine."""
+    """How long a batch waits for its late requests (``gang_hold``); None: what suits the engine."""
     node_host: str = ""
     """IP address by which routers reach this node; empty: the one its messages come from."""
     secret: str = field(default="", repr=False)

@@ -1,8 +1,5 @@
 """Holds the requests of a gang back until all of it can start, on all DP ranks at once.
 
-With pipeline parallelism, and over several hosts with SGLang before 0.5.22, :mod:`.gang_gate` waits
-in its own way instead.
-
 How
 ---
 Each request says how many of its gang come to this rank, and to how many ranks it goes
@@ -38,6 +35,15 @@ handshakes with decode, which may have no room. It waits as long for requests th
 their way, and longer where they usually take longer (``ARRIVAL_SHARE`` times as long at most).
 Requests that are not of a gang are never held, but for those that were sent after one, to be in the
 same pass: they follow it. One of them alone would start a pass, and the gang miss it.
+
+Over several hosts with SGLang before 0.5.22
+--------------------------------------------
+There ranks cannot tell each other anything. A rank polls the handshakes of what has come to it
+within its turn, and the others wait for it at the barrier. It does not while a pass runs and it has
+nothing to put behind it. A request is waited for only so often in its life. Each poll is a
+collective operation of the processes of a DP rank, so polls are counted, not timed: all processes
+see the same and poll equally often. With several of them it polls only where the variable is set,
+as a node without the plugin would leave the others polling alone.
 """
 
 from __future__ import annotations
@@ -52,7 +58,6 @@ from typing import Any
 
 from sglang_sbs.engine import collect
 from sglang_sbs.engine.gang_board import MOST_RANKS, Board, Line, SocketBoard, Word
-from sglang_sbs.engine.gang_gate import DEFAULT_GATE_MS
 from sglang_sbs.engine.gang_gather import GatherBoard
 from sglang_sbs.engine.room_status import TAKEN_IN
 from sglang_sbs.wire.endforward import GATE_ALONE, GATE_ERRORS
@@ -60,6 +65,9 @@ from sglang_sbs.wire.gangs import SIZED_RID_PREFIX, GangPart, part_of_room
 
 logger = logging.getLogger(__name__)
 
+DEFAULT_GATE_MS = 40.0
+"""Where nobody chose: the way of the leg at decode, and a pass there."""
+POLL_S = 0.001
 ARRIVAL_SHARE = 5
 _PATIENCE = 4
 """Requests on their way are waited for so many times as long as they took of late at most ..."""
@@ -80,7 +88,6 @@ _MOST_INCOMPLETE = 8
 _IN_HANDSHAKE = 1
 """``KVPoll.Bootstrapping`` (``disaggregation/base/conn.py``)."""
 
-OpenBoard = Callable[[str, int, int], Board]
 Original = Callable[..., Any]
 
 
@@ -112,15 +119,17 @@ class GangHold:
         gate_ms: float | None,
         boot_id: str,
         *,
+        gather: GatherBoard,
         clock: Callable[[], float] = time.monotonic,
-        open_board: OpenBoard = SocketBoard,
-        gather: GatherBoard | None = None,
+        sleep: Callable[[float], None] = time.sleep,
+        open_board: Callable[[str, int, int], Board] = SocketBoard,
     ) -> None:
         """``gate_ms``: 0: hold nothing; None: ``DEFAULT_GATE_MS``. ``gather``: for ranks on several
         hosts."""
+        self._is_set = gate_ms is not None
         self._limit_s = (DEFAULT_GATE_MS if gate_ms is None else gate_ms) / 1e3
         self._boot_id = boot_id
-        self._clock = clock
+        self._clock, self._sleep = clock, sleep
         self._open_board = open_board
         self._gather = gather
         self._ranks = Line("other DP ranks")
@@ -152,12 +161,10 @@ class GangHold:
         self._usual_span_s = 0.0
         self._incomplete: list[_Gang] = []
         """Those that started without requests that had not come."""
-
-    def handles(self, req: Any) -> bool:
-        """Whether this one, not the gate, decides when the request may start. All processes of a
-        DP rank say the same, whatever went wrong in one: the gate waits in collective operations.
-        """
-        return is_sized(req) and not (self._off and self._processes == 1)
+        self._most_polls = 0
+        """Per request, where ranks are polled for within a turn."""
+        self._polled: dict[str, int] = {}
+        """How often each request in the handshake was waited for so."""
 
     def fault(self) -> str:
         """``EndForward.gang_gate``."""
@@ -207,10 +214,28 @@ class GangHold:
                 held = self._held(queue)
             except Exception:
                 self._failed()
+        if self._most_polls:
+            return self._polled_for(original, queue)
         if not held:
             return original(queue, *args, **kwargs)
         with _out_of_sight(queue, held) if self._processes == 1 else _in_handshake_still(held):
             return original(queue, *args, **kwargs)
+
+    def _polled_for(self, original: Original, queue: Any) -> list[Any]:
+        """What is through its handshake, and what gets there while it is waited for."""
+        ready: list[Any] = original(queue)
+        scheduler, most = queue.scheduler, self._most_polls
+        following = ready or scheduler.waiting_queue or scheduler.chunked_req is not None
+        if len(getattr(scheduler, "result_queue", ())) > 0 and not following:
+            return ready
+        polled = {req.rid: self._polled.get(req.rid, 0) for req in queue.queue if is_sized(req)}
+        while young := [req.rid for req in queue.queue if polled.get(req.rid, most) < most]:
+            self._sleep(POLL_S)
+            for rid in young:
+                polled[rid] += 1
+            ready += original(queue)
+        self._polled = polled
+        return ready
 
     def _held(self, queue: Any) -> list[Any]:
         now_s = self._clock()
@@ -401,10 +426,11 @@ class GangHold:
         processes = collect.rank_processes(scheduler)
         hosts = collect.read_hosts(scheduler)
         barrier = collect.shares_barrier(scheduler)
-        gather = self._gather
-        deaf = hosts > 1 and barrier and (gather is None or not gather.is_possible())
+        deaf = hosts > 1 and barrier and not self._gather.is_possible()
         if processes.of_rank < 1 or processes.pipeline != 1 or hosts < 1 or deaf:
             self._off = True
+            if deaf and processes.pipeline == 1 and (processes.of_rank == 1 or self._is_set):
+                self._most_polls = round(self._limit_s / POLL_S)
             return
         self._processes, number = processes.of_rank, processes.number
         self._decides = number == 0
@@ -415,9 +441,9 @@ class GangHold:
             self._team.open(team, number)
         if not self._decides or not barrier:
             return
-        if hosts > 1 and gather is not None:
-            gather.open()
-            self._ranks.open(gather, rank)
+        if hosts > 1:
+            self._gather.open()
+            self._ranks.open(self._gather, rank)
         elif ranks <= MOST_RANKS:
             self._ranks.open(self._open_board(name, rank, ranks), rank)
 

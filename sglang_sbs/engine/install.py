@@ -15,7 +15,6 @@ from sglang_sbs import __version__
 from sglang_sbs.engine import hooks_without_plugins
 from sglang_sbs.engine.collect import shares_barrier, skips_gather
 from sglang_sbs.engine.config import HookConfig
-from sglang_sbs.engine.gang_gate import GangGate
 from sglang_sbs.engine.gang_gather import SYNC_CLASS, SYNC_MODULE, GatherBoard
 from sglang_sbs.engine.gang_hold import GangHold
 from sglang_sbs.engine.hooks import RankHook
@@ -112,7 +111,6 @@ def _plugin_hooks(
         if isinstance(result, dict):
             result["sbs"] = describe(config)
 
-    gate = GangGate(config.gang_gate_ms, elsewhere=hold.handles)
     return [
         Hook((SERVER_INFO,), add_sbs_block, "AFTER"),
         *_rank_hooks(hook),
@@ -121,7 +119,6 @@ def _plugin_hooks(
         Hook((GATHERED + "_get_local_tensor",), gather.around_local_row, "AROUND", optional=True),
         Hook((GATHERED + "all_gather",), gather.after_gather, "AFTER", optional=True),
         Hook((SCHEDULER + "maybe_init_rust_server",), nap_briefly, "AFTER", optional=True),
-        Hook((NEXT_PREFILL_BATCH,), gate.before_next_batch, "BEFORE", optional=True),
         Hook((ROOM_STATUS,), around_update_status, "AROUND", optional=True),
         Hook((ROOM_STATUS,), hold.after_update_status, "AFTER", optional=True),
         Hook((PROCESS_RESULT,), hold.around_process_batch_result, "AROUND", optional=True),
