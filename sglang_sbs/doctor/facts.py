@@ -14,6 +14,7 @@ from sglang_sbs.doctor.options import DoctorOptions
 from sglang_sbs.router.workers.server_info import (
     PLUGIN_VERSION,
     SbsBlock,
+    UnusableWorker,
     WorkerInfo,
     parse_version,
 )
@@ -30,13 +31,16 @@ class Target:
     bootstrap_port: int | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class Failure:
+@dataclass(eq=False)
+class Failure(Exception):
     """Why a question had no answer. ``kind``: that of the finding ``reach.KIND``, or ``refused``:
     the key (401, 403)."""
 
     kind: str
     text: str
+
+    def __str__(self) -> str:
+        return self.text
 
 
 @dataclass(slots=True)
@@ -69,10 +73,8 @@ class EngineFacts:
     """``/server_info`` as it came."""
     info: WorkerInfo | None = None
     """The same, understood; ``None``: the router could not use it."""
-    unusable: str = ""
+    unusable: UnusableWorker | None = None
     """Why not."""
-    rank_out_of_reach: bool = False
-    """Because of a DP rank that serves HTTP itself, elsewhere."""
     ready_status: int = 0
     """Of ``GET /ready``; 404 before SGLang 0.5.20."""
     rtts_s: list[float] = field(default_factory=list)
