@@ -94,6 +94,7 @@ Original = Callable[..., Any]
 @dataclass(slots=True)
 class _Gang:
     part: GangPart
+    """``members`` 0: this rank has no part of it so far, only requests that follow it."""
     first_pass: int = 0
     """Passes that were started before it was seen."""
     seen: set[str] = field(default_factory=set)
@@ -154,8 +155,7 @@ class GangHold:
         self._last_turn_s = 0.0
         """How long the turn before this one counts."""
         self._gangs: dict[int, _Gang] = {}
-        self._followed: dict[int, _Gang] = {}
-        """By tag: what requests follow of which this rank has no part."""
+        """By tag."""
         self._passes = 0
         """That were started so far."""
         self._usual_span_s = 0.0
@@ -253,23 +253,19 @@ class GangHold:
         self._ranks.listen()
         self._team.listen()
         here: dict[int, list[Any]] = {}
-        following: dict[int, tuple[GangPart, list[Any]]] = {}
         for req in () if self._off else queue.queue:
             part = part_of_room(req.bootstrap_room) if is_sized(req) else None
             if part is None or (part.members == 1 and part.ranks == 1):
                 continue
             if self._processes > 1 and _starts_in_handshake(queue, req):
                 continue
-            if part.members == 0:
-                following.setdefault(part.tag, (part, []))[1].append(req)
-            else:
-                gang = self._gangs.get(part.tag) or _Gang(part, first_pass=self._passes)
-                self._gangs[part.tag] = gang
+            here.setdefault(part.tag, []).append(req)
+            gang = self._gangs.get(part.tag)
+            if gang is None or (part.members and not gang.part.members):
+                # A part of the gang decides for those that follow it, too.
+                gang = self._gangs[part.tag] = _Gang(part, first_pass=self._passes)
+            if part.members > 0:
                 gang.seen.add(req.rid)
-                here.setdefault(part.tag, []).append(req)
-        for tag in following.keys() & self._gangs.keys():
-            # Its part of the gang decides for them, and waits for their handshakes.
-            here.setdefault(tag, []).extend(following.pop(tag)[1])
         if len(self._gangs) > _MOST_GANGS:
             gone = [tag for tag in self._gangs if tag not in here]
             for tag in gone[: len(self._gangs) - _MOST_GANGS]:
@@ -278,35 +274,27 @@ class GangHold:
         held = []
         for tag, reqs in here.items():
             gang = self._gangs[tag]
+            has_part = gang.part.members > 0
             if not self._decides:
-                self._report(queue, gang, reqs)
-            elif not self._may_start(queue, gang, reqs):
+                if has_part:
+                    self._report(queue, gang, reqs)
+            elif not (self._may_start(queue, gang, reqs) if has_part else self._may_follow(gang)):
                 held += reqs
-        if self._decides:
-            for part, reqs in following.values():
-                if not self._may_follow(part):
-                    held += reqs
         return held
 
-    def _may_follow(self, part: GangPart) -> bool:
+    def _may_follow(self, gang: _Gang) -> bool:
         """Whether those may start that follow a gang of which this rank has no part: in the turn in
         which it starts. They wait as long as a handshake at most, and for one pass."""
-        if part.ranks == 1 or not self._ranks.is_open:
+        if gang.free or gang.part.ranks == 1 or not self._ranks.is_open:
             return True  # a gang of one rank tells the others nothing
-        waited = self._followed.pop(part.tag, None) or _Gang(part, first_pass=self._passes)
-        self._followed[part.tag] = waited
-        while len(self._followed) > _MOST_GANGS:
-            del self._followed[next(iter(self._followed))]
-        if waited.free:
-            return True
-        waited.arrival_s += self._last_turn_s
-        waited.free = (
-            self._agreed(part)
-            or self._taken_in(part)
-            or waited.arrival_s >= self._limit_s
-            or self._missed(waited)
+        gang.arrival_s += self._last_turn_s
+        gang.free = (
+            self._agreed(gang.part)
+            or self._taken_in(gang.part)
+            or gang.arrival_s >= self._limit_s
+            or self._missed(gang)
         )
-        return waited.free
+        return gang.free
 
     def _missed(self, gang: _Gang) -> bool:
         """Whether passes have started without it that it could have been in."""

@@ -35,8 +35,6 @@ CHANGE_SHARE = 0.25
 """A change of the running set shortens the interval between decode messages to this share."""
 CHANGE_INTERVAL_S = 0.01
 """A change of state outside of passes is reported at most this often."""
-LOG_EVERY = 1000
-"""Messages between two debug lines about the hook's own cost."""
 _OF_PASS = (
     *("forward_id", "mode", "launch_s", "extend_tokens", "cached_tokens", "batch_size"),
     "tokens_per_rank",
@@ -94,8 +92,6 @@ class RankHook:
         self._sent_s = float("-inf")
         self._sent_counts: tuple[int, ...] = ()
         self._said_idle = False
-        self._total_us = 0
-        self._max_us = 0
 
     def close(self) -> None:
         """Say nothing from now on."""
@@ -294,11 +290,6 @@ class RankHook:
         del self._rids[:MAX_RIDS]
         self._sent_s, self._sent_counts = now_s, counts
         said.hook_us = int((self._clock() - begun_s) * 1e6)
-        self._total_us += said.hook_us
-        self._max_us = max(self._max_us, said.hook_us)
-        if said.seq % LOG_EVERY == 0:
-            text = "EndForward hook: %d messages, mean %.0f us, max %d us"
-            logger.debug(text, said.seq, self._total_us / said.seq, self._max_us)
 
     def _failed(self) -> None:
         """Called while handling an exception of ours."""
