@@ -411,29 +411,27 @@ class GangHold:
     def _attach(self, scheduler: Any) -> None:
         """Set up on first use: only now is the rank of this process known."""
         self._attached = True
-        processes = collect.rank_processes(scheduler)
-        hosts = collect.read_hosts(scheduler)
-        barrier = collect.shares_barrier(scheduler)
-        deaf = hosts > 1 and barrier and not self._gather.is_possible()
-        if processes.of_rank < 1 or processes.pipeline != 1 or hosts < 1 or deaf:
+        one = collect.read_placement(scheduler)
+        deaf = one.hosts > 1 and one.barrier and not self._gather.is_possible()
+        if one.processes < 1 or one.stages != 1 or one.hosts < 1 or deaf:
             self._off = True
-            if deaf and processes.pipeline == 1 and (processes.of_rank == 1 or self._is_set):
+            if deaf and one.stages == 1 and (one.processes == 1 or self._is_set):
                 self._most_polls = round(self._limit_s / POLL_S)
             return
-        self._processes, number = processes.of_rank, processes.number
+        rank, number, self._processes = one.dp_rank, one.number, one.processes
         self._decides = number == 0
-        rank, ranks, _ = collect.read_placement(scheduler)
         name = f"sglang-sbs.{os.getuid()}.{self._boot_id}"
-        if 1 < self._processes <= MOST_RANKS and not collect.rank_is_on_several_hosts(scheduler):
-            team = self._open_board(f"{name}.of.{rank}", number, self._processes)
+        apart = collect.rank_is_on_several_hosts(scheduler, one)
+        if 1 < one.processes <= MOST_RANKS and not apart:
+            team = self._open_board(f"{name}.of.{rank}", number, one.processes)
             self._team.open(team, number)
-        if not self._decides or not barrier:
+        if not self._decides or not one.barrier:
             return
-        if hosts > 1:
+        if one.hosts > 1:
             self._gather.open()
             self._ranks.open(self._gather, rank)
-        elif ranks <= MOST_RANKS:
-            self._ranks.open(self._open_board(name, rank, ranks), rank)
+        elif one.dp_size <= MOST_RANKS:
+            self._ranks.open(self._open_board(name, rank, one.dp_size), rank)
 
     def _failed(self) -> None:
         """Called while handling an exception of ours: SGLang goes on as if nothing was held."""

@@ -250,7 +250,7 @@ class RankHook:
                 said.sglang_version = importlib.metadata.version("sglang")
             self._reader = reader
             said.instance_id, said.boot_id = config.instance_id, config.boot_id
-            said.barrier = said.dp_size == 1 or collect.shares_barrier(scheduler)
+            said.barrier = said.dp_size == 1 or reader.placement.barrier
             said.dist_init_addr = collect.read_dist_init_addr(scheduler)
             kv = collect.read_kv_address(scheduler)
             if kv is not None:

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 from sglang_sbs import __version__
 from sglang_sbs.engine import hooks_without_plugins
-from sglang_sbs.engine.collect import shares_barrier, skips_gather
+from sglang_sbs.engine.collect import read_placement, skips_gather
 from sglang_sbs.engine.config import HookConfig
 from sglang_sbs.engine.gang_gather import SYNC_CLASS, SYNC_MODULE, GatherBoard
 from sglang_sbs.engine.gang_hold import GangHold
@@ -129,7 +129,7 @@ def nap_briefly(_result: None, scheduler: Any) -> None:
     """An idle rank of SGLang's Rust server sleeps a second at most, on requests of its own alone
     (``scheduler_components/idle_sleeper.py``). With DP attention its peers wait for it before every
     pass: their requests would too."""
-    if getattr(scheduler, "rust_server", None) is not None and shares_barrier(scheduler):
+    if getattr(scheduler, "rust_server", None) is not None and read_placement(scheduler).barrier:
         scheduler.idle_sleeper.timeout_ms = NAP_MS
 
 

@@ -213,4 +213,4 @@ def test_ranks_before_context_parallel_attention() -> None:
         pp_rank=0,
         server_args=SimpleNamespace(enable_dp_attention=True),
     )
-    assert read_placement(scheduler) == (3, 4, True)
+    assert read_placement(scheduler)[:3] == (3, 4, True)
