@@ -18,15 +18,13 @@ import logging
 import sys
 import time
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from sglang_sbs.engine import collect
 from sglang_sbs.engine.collect import Pass, SchedulerReader
-from sglang_sbs.engine.config import KEY_FILE, HookConfig, join_tcp, split_tcp
+from sglang_sbs.engine.config import HookConfig, join_tcp, split_tcp
+from sglang_sbs.engine.publish import BindError, Publisher
 from sglang_sbs.wire.endforward import MAX_RIDS, Kind, KvAddress, Started, encode_endforward
-
-if TYPE_CHECKING:  # ZeroMQ is imported in ranks that send, and nowhere else
-    from sglang_sbs.engine.publish import Publisher
 
 logger = logging.getLogger(__name__)
 
@@ -35,11 +33,8 @@ CHANGE_SHARE = 0.25
 """A change of the running set shortens the interval between decode messages to this share."""
 CHANGE_INTERVAL_S = 0.01
 """A change of state outside of passes is reported at most this often."""
-_OF_PASS = (
-    *("forward_id", "mode", "launch_s", "extend_tokens", "cached_tokens", "batch_size"),
-    "tokens_per_rank",
-)
-"""Of a message, and of a :class:`Pass`."""
+_OF_PASS = [name for name in Pass._fields if name != "is_extend"]
+"""Fields of a pass that are fields of a message, too."""
 _NO_PASS = Pass(0, "idle", 0.0, 0, 0, 0, None, False)
 """In messages of a rank that has made none."""
 Original = Callable[..., Any]
@@ -47,18 +42,11 @@ Original = Callable[..., Any]
 
 def open_publisher(config: HookConfig, dp_rank: int) -> Publisher:
     """Raises: BindError."""
-    from sglang_sbs.engine.publish import BindError, Publisher
-    from sglang_sbs.wire.curve import SecretError, keys_of
-
     bind = None
     if config.bind is not None:
         host, port = split_tcp(config.bind)
         bind = join_tcp(host, port + dp_rank)
-    try:
-        keys = keys_of(config.secret) if config.secret else None
-    except SecretError as error:
-        raise BindError(f"{KEY_FILE}: {error}") from error
-    return Publisher(config.routers, bind, keys=keys, source=config.node_host)
+    return Publisher(config.routers, bind, keys=config.keys, source=config.node_host)
 
 
 class RankHook:
@@ -293,8 +281,6 @@ class RankHook:
 
     def _failed(self) -> None:
         """Called while handling an exception of ours."""
-        from sglang_sbs.engine.publish import BindError
-
         error = sys.exc_info()[1]
         self.errors += 1
         if isinstance(error, BindError):

@@ -58,7 +58,7 @@ def describe(config: HookConfig) -> dict[str, object]:
         "instance_id": config.instance_id,
         "routers": list(config.routers),
         "bind": config.bind,
-        "encrypted": bool(config.secret),
+        "encrypted": config.keys is not None,
         "gang_gate_ms": config.gang_gate_ms,
         "barrier": not skips_gather(),
         "sglang_sbs_version": __version__,
