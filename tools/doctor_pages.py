@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 from sglang_sbs.doctor.examine import CATALOGUE
-from sglang_sbs.doctor.features.rules import FEATURES
+from sglang_sbs.doctor.features import FEATURES
 from sglang_sbs.doctor.findings import GROUPS, Severity
 
 

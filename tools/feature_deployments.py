@@ -19,7 +19,7 @@ from typing import Any
 import orjson
 
 from sglang_sbs.doctor.facts import ClusterFacts, EngineFacts, RouterFacts, Target
-from sglang_sbs.doctor.features.rules import FEATURES, FeatureRow, State, feature_rows
+from sglang_sbs.doctor.features import FEATURES, FeatureRow, State, feature_rows
 from sglang_sbs.doctor.options import parse_options
 from sglang_sbs.router.workers.server_info import parse_server_info
 

@@ -36,7 +36,7 @@ from sglang_sbs.cluster.plan import (
 from sglang_sbs.cluster.ports import free_port_blocks
 from sglang_sbs.doctor.examine import gather
 from sglang_sbs.doctor.facts import ClusterFacts
-from sglang_sbs.doctor.features.rules import feature_rows
+from sglang_sbs.doctor.features import feature_rows
 from sglang_sbs.doctor.options import parse_options
 from sglang_sbs.testing.tiny_model import cached_tiny_model
 from sglang_sbs.testing.virtual_gpu import VirtualGpuCost

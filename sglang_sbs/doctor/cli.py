@@ -12,7 +12,7 @@ import orjson
 from rich.console import Console
 
 from sglang_sbs.doctor.examine import gather, judge
-from sglang_sbs.doctor.features.rules import feature_rows
+from sglang_sbs.doctor.features import feature_rows
 from sglang_sbs.doctor.options import DoctorOptions, parse_options
 from sglang_sbs.doctor.report import (
     as_json,

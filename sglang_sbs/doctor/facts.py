@@ -11,9 +11,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from sglang_sbs.doctor.options import DoctorOptions
+from sglang_sbs.router.engines.urls import alias_key, normalise_worker_url
 from sglang_sbs.router.workers.server_info import (
     PLUGIN_VERSION,
     SbsBlock,
+    UnusableWorker,
     WorkerInfo,
     parse_version,
 )
@@ -30,13 +32,16 @@ class Target:
     bootstrap_port: int | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class Failure:
+@dataclass(eq=False)
+class Failure(Exception):
     """Why a question had no answer. ``kind``: that of the finding ``reach.KIND``, or ``refused``:
     the key (401, 403)."""
 
     kind: str
     text: str
+
+    def __str__(self) -> str:
+        return self.text
 
 
 @dataclass(slots=True)
@@ -69,10 +74,8 @@ class EngineFacts:
     """``/server_info`` as it came."""
     info: WorkerInfo | None = None
     """The same, understood; ``None``: the router could not use it."""
-    unusable: str = ""
+    unusable: UnusableWorker | None = None
     """Why not."""
-    rank_out_of_reach: bool = False
-    """Because of a DP rank that serves HTTP itself, elsewhere."""
     ready_status: int = 0
     """Of ``GET /ready``; 404 before SGLang 0.5.20."""
     rtts_s: list[float] = field(default_factory=list)
@@ -152,6 +155,16 @@ class RouterFacts:
     options: dict[str, Any] = field(default_factory=dict)
     """What its flags turn on (``sbs_options`` of the same)."""
 
+    def entry(self, url: str) -> dict[str, Any]:
+        """Of an engine in ``/workers``; empty if the router does not have it."""
+        alias = alias_of(url)
+        return next((one for one in self.workers if alias_of(text(one, "url")) == alias), {})
+
+    def problems(self, url: str) -> dict[str, Any]:
+        """What it has against an engine, by kind."""
+        told = self.entry(url).get("problems")
+        return told if isinstance(told, dict) else {}
+
     def instances(self, role: str) -> list[dict[str, Any]]:
         """The scheduler's state of each instance."""
         return objects(self.state.get(role))
@@ -217,6 +230,14 @@ def key_differs(options: DoctorOptions, facts: EngineFacts) -> bool:
     """Whether only one of plugin and doctor has a key, as far as the plugin says."""
     encrypted = facts.plugin.get("encrypted")
     return isinstance(encrypted, bool) and encrypted != (options.key_file is not None)
+
+
+def alias_of(url: str) -> tuple[str, int] | None:
+    """What URLs of one engine have in common; ``None``: it is no URL."""
+    try:
+        return alias_key(normalise_worker_url(url))
+    except ValueError:
+        return None
 
 
 # Answers may be anything, and lists long --------------------------------------------------------

@@ -17,7 +17,7 @@ from rich.text import Text
 
 from sglang_sbs import __version__
 from sglang_sbs.doctor.facts import ClusterFacts, EngineFacts
-from sglang_sbs.doctor.features.rules import FeatureRow, State
+from sglang_sbs.doctor.features import FeatureRow, State
 from sglang_sbs.doctor.findings import CLUSTER, ROUTER, Finding, Severity, count, verdict
 from sglang_sbs.plain_words import counted
 

@@ -6,8 +6,7 @@ engine.
 
 ``install`` registers the hooks. ``hooks`` says when to send what, ``collect`` reads it from
 SGLang's objects, ``publish`` sends it. ``gang_hold`` lets a batch start as a whole: ``gang_board``
-and ``gang_gather`` are how processes speak of that, on one host and on several; ``gang_gate``
-waits where it does not work.
+and ``gang_gather`` are how processes speak of that, on one host and on several.
 """
 
 from __future__ import annotations

@@ -27,12 +27,23 @@ _LIMITS = {
 
 
 class Placement(NamedTuple):
-    """Which KV cache this process serves."""
+    """Where a scheduler process is in its engine."""
 
     dp_rank: int
     dp_size: int
     emits: bool
     """One process per KV cache speaks: first of its pipeline, attention TP and context group."""
+    barrier: bool
+    """The DP ranks run their event loops in lockstep: in every turn they gather what each brings to
+    a pass (``managers/scheduler_components/dp_attn.py``)."""
+    processes: int
+    """Of this DP rank (attention TP x CP), per pipeline stage; 0: this SGLang does not say."""
+    number: int
+    """Of this one among them; 0 receives the requests and passes them on."""
+    stages: int
+    """Of the pipeline."""
+    hosts: int
+    """That the engine is on (``--nnodes``); 0: this SGLang does not say."""
 
 
 class Pass(NamedTuple):
@@ -63,47 +74,31 @@ def read_placement(scheduler: Any) -> Placement:
     0.5.20) or on the scheduler (until 0.5.12, where ``attn_dp_size`` follows from the arguments; no
     context parallelism of attention before 0.5.10).
     """
-    ranks = _parallel(scheduler)
-    attn_dp_size = _attn_dp_size(scheduler)
-    attn_cp_rank = getattr(ranks, "attn_cp_rank", 0)
-    emits = ranks.pp_rank == 0 and ranks.attn_tp_rank == 0 and attn_cp_rank == 0
-    if attn_dp_size > 1:
-        return Placement(int(ranks.attn_dp_rank), attn_dp_size, emits)
-    return Placement(int(ranks.dp_rank or 0), max(1, int(ranks.dp_size)), emits)
-
-
-def _attn_dp_size(scheduler: Any) -> int:
-    ranks = _parallel(scheduler)
-    known = getattr(ranks, "attn_dp_size", None)
-    if known is None:
-        known = ranks.dp_size if scheduler.server_args.enable_dp_attention else 1
-    return int(known)
-
-
-class Processes(NamedTuple):
-    """How many there are, and which this one is."""
-
-    of_rank: int
-    """Of a DP rank (attention TP x CP), per pipeline stage; 0: this SGLang does not say."""
-    pipeline: int
-    number: int
-    """Of this one in its DP rank; 0 receives the requests and passes them on."""
-
-
-def rank_processes(scheduler: Any) -> Processes:
-    ranks = _parallel(scheduler)
+    ranks, args = _parallel(scheduler), getattr(scheduler, "server_args", None)
+    attn_dp_size = getattr(ranks, "attn_dp_size", None)
+    if attn_dp_size is None:
+        attn_dp_size = ranks.dp_size if scheduler.server_args.enable_dp_attention else 1
+    by_attention = int(attn_dp_size) > 1
+    tp_rank, cp_rank = int(ranks.attn_tp_rank), int(getattr(ranks, "attn_cp_rank", 0))
     attn_tp_size = int(getattr(ranks, "attn_tp_size", 0))
-    return Processes(
-        of_rank=attn_tp_size * int(getattr(ranks, "attn_cp_size", 1)),
-        pipeline=int(getattr(ranks, "pp_size", 1)),
-        number=int(getattr(ranks, "attn_cp_rank", 0)) * attn_tp_size
-        + int(getattr(ranks, "attn_tp_rank", 0)),
+    return Placement(
+        dp_rank=int((ranks.attn_dp_rank if by_attention else ranks.dp_rank) or 0),
+        dp_size=int(attn_dp_size) if by_attention else max(1, int(ranks.dp_size)),
+        emits=ranks.pp_rank == 0 and tp_rank == 0 and cp_rank == 0,
+        barrier=by_attention and not skips_gather(),
+        processes=attn_tp_size * int(getattr(ranks, "attn_cp_size", 1)),
+        number=cp_rank * attn_tp_size + tp_rank,
+        stages=int(getattr(ranks, "pp_size", 1)),
+        hosts=int(getattr(args, "nnodes", 0)),
     )
 
 
-def read_hosts(scheduler: Any) -> int:
-    """That the engine is on (``--nnodes``); 0: this SGLang does not say."""
-    return int(getattr(scheduler.server_args, "nnodes", 0))
+def rank_is_on_several_hosts(scheduler: Any, placement: Placement) -> bool:
+    """Whether its processes, which follow each other in order of TP rank, are on more than one."""
+    if placement.hosts < 2:
+        return False
+    processes_here = int(scheduler.server_args.tp_size) // placement.hosts
+    return processes_here % placement.processes > 0
 
 
 def read_dist_init_addr(scheduler: Any) -> str:
@@ -111,15 +106,6 @@ def read_dist_init_addr(scheduler: Any) -> str:
     args = getattr(scheduler, "server_args", None)
     several = int(getattr(args, "nnodes", 0)) > 1
     return str(getattr(args, "dist_init_addr", None) or "")[:256] if several else ""
-
-
-def rank_is_on_several_hosts(scheduler: Any) -> bool:
-    """Whether its processes, which follow each other in order of TP rank, are on more than one."""
-    hosts = read_hosts(scheduler)
-    if hosts < 2:
-        return False
-    processes_here = int(scheduler.server_args.tp_size) // hosts
-    return processes_here % rank_processes(scheduler).of_rank > 0
 
 
 def read_kv_address(scheduler: Any) -> KvAddress | None:
@@ -149,12 +135,6 @@ def _bound_tcp(publisher: Any, *names: str) -> tuple[str, int] | None:
     except ValueError:
         return None
     return "" if host in ("*", "0.0.0.0", "::") else host, port
-
-
-def shares_barrier(scheduler: Any) -> bool:
-    """Whether the DP ranks run their event loops in lockstep: in every turn they gather what each
-    brings to a pass (``managers/scheduler_components/dp_attn.py``), unless told not to."""
-    return _attn_dp_size(scheduler) > 1 and not skips_gather()
 
 
 def skips_gather() -> bool:
@@ -257,7 +237,7 @@ class SchedulerReader:
         self._inquirer = hasattr(
             getattr(scheduler, "load_inquirer", None), "get_num_waiting_uncached_tokens"
         )
-        rank, ranks, _ = self.placement
+        rank, ranks = self.placement.dp_rank, self.placement.dp_size
         self.said: Any = Draft(
             instance_id="", boot_id="", role="null", dp_rank=rank, dp_size=ranks, seq=0, kind="idle"
         )

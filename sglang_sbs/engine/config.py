@@ -8,10 +8,11 @@ import re
 import time
 import uuid
 from collections.abc import MutableMapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 from sglang_sbs.engine import BIND, ROUTERS
+from sglang_sbs.wire.curve import CurveKeys, SecretError, keys_in
 
 INSTANCE_ID = "SGLANG_SBS_INSTANCE_ID"
 BOOT_ID = "SGLANG_SBS_BOOT_ID"
@@ -23,7 +24,6 @@ NODE_HOST = "SGLANG_SBS_NODE_HOST"
 GANG_GATE_MS = "SGLANG_SBS_GANG_GATE_MS"
 _PREFIX = "SGLANG_SBS_"
 MOST_GATE_MS = 200.0
-MIN_SECRET_CHARS = 32
 
 
 class ConfigError(ValueError):
@@ -45,12 +45,11 @@ class HookConfig:
     decode_interval_s: float = 0.05
     heartbeat_s: float = 1.0
     gang_gate_ms: float | None = None
-    """How long a batch waits for its late requests (``gang_gate``); None: what suits the engine."""
+    """How long a batch waits for its late requests (``gang_hold``); None: what suits the engine."""
     node_host: str = ""
     """IP address by which routers reach this node; empty: the one its messages come from."""
-    secret: str = field(default="", repr=False)
-    """Shared with the router: messages are encrypted and only for who has it. Empty: in the
-    clear."""
+    keys: CurveKeys | None = None
+    """Messages are encrypted and only for who has the same secret. None: in the clear."""
 
 
 def load_config(environ: MutableMapping[str, str]) -> HookConfig:
@@ -77,7 +76,7 @@ def load_config(environ: MutableMapping[str, str]) -> HookConfig:
     return HookConfig(
         routers=routers,
         bind=bind,
-        secret=_secret(given.get(KEY_FILE, ""), routers, bind),
+        keys=_keys(given.get(KEY_FILE, ""), routers, bind),
         node_host=_node_host(given.get(NODE_HOST, "")),
         instance_id=given.get(INSTANCE_ID, ""),
         boot_id=given[BOOT_ID],
@@ -88,24 +87,18 @@ def load_config(environ: MutableMapping[str, str]) -> HookConfig:
     )
 
 
-def _secret(path: str, routers: tuple[str, ...], bind: str | None) -> str:
+def _keys(path: str, routers: tuple[str, ...], bind: str | None) -> CurveKeys | None:
     if not path:
-        return ""
+        return None
     if routers and bind is not None:
         raise ConfigError(f"with {KEY_FILE} set either {ROUTERS} or {BIND}, not both")
     try:
-        secret = Path(path).read_text(encoding="utf-8").strip()
-    except (OSError, UnicodeDecodeError) as error:
+        return keys_in(Path(path))
+    except SecretError as error:
         raise ConfigError(
-            f"{KEY_FILE}: cannot read {path}: {error}; name the file that the router's "
-            "--sbs-endforward-key-file names, or unset it"
+            f"{KEY_FILE}: {error}; name the file that the router's --sbs-endforward-key-file "
+            "names, or unset it"
         ) from error
-    if len(secret) < MIN_SECRET_CHARS:
-        raise ConfigError(
-            f"{KEY_FILE}: {path} needs at least {MIN_SECRET_CHARS} characters; make one with: "
-            "openssl rand -hex 32"
-        )
-    return secret
 
 
 def _node_host(text: str) -> str:

@@ -1,8 +1,5 @@
 """Holds the requests of a gang back until all of it can start, on all DP ranks at once.
 
-With pipeline parallelism, and over several hosts with SGLang before 0.5.22, :mod:`.gang_gate` waits
-in its own way instead.
-
 How
 ---
 Each request says how many of its gang come to this rank, and to how many ranks it goes
@@ -38,6 +35,15 @@ handshakes with decode, which may have no room. It waits as long for requests th
 their way, and longer where they usually take longer (``ARRIVAL_SHARE`` times as long at most).
 Requests that are not of a gang are never held, but for those that were sent after one, to be in the
 same pass: they follow it. One of them alone would start a pass, and the gang miss it.
+
+Over several hosts with SGLang before 0.5.22
+--------------------------------------------
+There ranks cannot tell each other anything. A rank polls the handshakes of what has come to it
+within its turn, and the others wait for it at the barrier. It does not while a pass runs and it has
+nothing to put behind it. A request is waited for only so often in its life. Each poll is a
+collective operation of the processes of a DP rank, so polls are counted, not timed: all processes
+see the same and poll equally often. With several of them it polls only where the variable is set,
+as a node without the plugin would leave the others polling alone.
 """
 
 from __future__ import annotations
@@ -52,7 +58,6 @@ from typing import Any
 
 from sglang_sbs.engine import collect
 from sglang_sbs.engine.gang_board import MOST_RANKS, Board, Line, SocketBoard, Word
-from sglang_sbs.engine.gang_gate import DEFAULT_GATE_MS
 from sglang_sbs.engine.gang_gather import GatherBoard
 from sglang_sbs.engine.room_status import TAKEN_IN
 from sglang_sbs.wire.endforward import GATE_ALONE, GATE_ERRORS
@@ -60,6 +65,9 @@ from sglang_sbs.wire.gangs import SIZED_RID_PREFIX, GangPart, part_of_room
 
 logger = logging.getLogger(__name__)
 
+DEFAULT_GATE_MS = 40.0
+"""Where nobody chose: the way of the leg at decode, and a pass there."""
+POLL_S = 0.001
 ARRIVAL_SHARE = 5
 _PATIENCE = 4
 """Requests on their way are waited for so many times as long as they took of late at most ..."""
@@ -80,13 +88,13 @@ _MOST_INCOMPLETE = 8
 _IN_HANDSHAKE = 1
 """``KVPoll.Bootstrapping`` (``disaggregation/base/conn.py``)."""
 
-OpenBoard = Callable[[str, int, int], Board]
 Original = Callable[..., Any]
 
 
 @dataclass(slots=True)
 class _Gang:
     part: GangPart
+    """``members`` 0: this rank has no part of it so far, only requests that follow it."""
     first_pass: int = 0
     """Passes that were started before it was seen."""
     seen: set[str] = field(default_factory=set)
@@ -112,15 +120,17 @@ class GangHold:
         gate_ms: float | None,
         boot_id: str,
         *,
+        gather: GatherBoard,
         clock: Callable[[], float] = time.monotonic,
-        open_board: OpenBoard = SocketBoard,
-        gather: GatherBoard | None = None,
+        sleep: Callable[[float], None] = time.sleep,
+        open_board: Callable[[str, int, int], Board] = SocketBoard,
     ) -> None:
         """``gate_ms``: 0: hold nothing; None: ``DEFAULT_GATE_MS``. ``gather``: for ranks on several
         hosts."""
+        self._is_set = gate_ms is not None
         self._limit_s = (DEFAULT_GATE_MS if gate_ms is None else gate_ms) / 1e3
         self._boot_id = boot_id
-        self._clock = clock
+        self._clock, self._sleep = clock, sleep
         self._open_board = open_board
         self._gather = gather
         self._ranks = Line("other DP ranks")
@@ -145,19 +155,16 @@ class GangHold:
         self._last_turn_s = 0.0
         """How long the turn before this one counts."""
         self._gangs: dict[int, _Gang] = {}
-        self._followed: dict[int, _Gang] = {}
-        """By tag: what requests follow of which this rank has no part."""
+        """By tag."""
         self._passes = 0
         """That were started so far."""
         self._usual_span_s = 0.0
         self._incomplete: list[_Gang] = []
         """Those that started without requests that had not come."""
-
-    def handles(self, req: Any) -> bool:
-        """Whether this one, not the gate, decides when the request may start. All processes of a
-        DP rank say the same, whatever went wrong in one: the gate waits in collective operations.
-        """
-        return is_sized(req) and not (self._off and self._processes == 1)
+        self._most_polls = 0
+        """Per request, where ranks are polled for within a turn."""
+        self._polled: dict[str, int] = {}
+        """How often each request in the handshake was waited for so."""
 
     def fault(self) -> str:
         """``EndForward.gang_gate``."""
@@ -207,10 +214,28 @@ class GangHold:
                 held = self._held(queue)
             except Exception:
                 self._failed()
+        if self._most_polls:
+            return self._polled_for(original, queue)
         if not held:
             return original(queue, *args, **kwargs)
         with _out_of_sight(queue, held) if self._processes == 1 else _in_handshake_still(held):
             return original(queue, *args, **kwargs)
+
+    def _polled_for(self, original: Original, queue: Any) -> list[Any]:
+        """What is through its handshake, and what gets there while it is waited for."""
+        ready: list[Any] = original(queue)
+        scheduler, most = queue.scheduler, self._most_polls
+        following = ready or scheduler.waiting_queue or scheduler.chunked_req is not None
+        if len(getattr(scheduler, "result_queue", ())) > 0 and not following:
+            return ready
+        polled = {req.rid: self._polled.get(req.rid, 0) for req in queue.queue if is_sized(req)}
+        while young := [req.rid for req in queue.queue if polled.get(req.rid, most) < most]:
+            self._sleep(POLL_S)
+            for rid in young:
+                polled[rid] += 1
+            ready += original(queue)
+        self._polled = polled
+        return ready
 
     def _held(self, queue: Any) -> list[Any]:
         now_s = self._clock()
@@ -228,23 +253,19 @@ class GangHold:
         self._ranks.listen()
         self._team.listen()
         here: dict[int, list[Any]] = {}
-        following: dict[int, tuple[GangPart, list[Any]]] = {}
         for req in () if self._off else queue.queue:
             part = part_of_room(req.bootstrap_room) if is_sized(req) else None
             if part is None or (part.members == 1 and part.ranks == 1):
                 continue
             if self._processes > 1 and _starts_in_handshake(queue, req):
                 continue
-            if part.members == 0:
-                following.setdefault(part.tag, (part, []))[1].append(req)
-            else:
-                gang = self._gangs.get(part.tag) or _Gang(part, first_pass=self._passes)
-                self._gangs[part.tag] = gang
+            here.setdefault(part.tag, []).append(req)
+            gang = self._gangs.get(part.tag)
+            if gang is None or (part.members and not gang.part.members):
+                # A part of the gang decides for those that follow it, too.
+                gang = self._gangs[part.tag] = _Gang(part, first_pass=self._passes)
+            if part.members > 0:
                 gang.seen.add(req.rid)
-                here.setdefault(part.tag, []).append(req)
-        for tag in following.keys() & self._gangs.keys():
-            # Its part of the gang decides for them, and waits for their handshakes.
-            here.setdefault(tag, []).extend(following.pop(tag)[1])
         if len(self._gangs) > _MOST_GANGS:
             gone = [tag for tag in self._gangs if tag not in here]
             for tag in gone[: len(self._gangs) - _MOST_GANGS]:
@@ -253,35 +274,27 @@ class GangHold:
         held = []
         for tag, reqs in here.items():
             gang = self._gangs[tag]
+            has_part = gang.part.members > 0
             if not self._decides:
-                self._report(queue, gang, reqs)
-            elif not self._may_start(queue, gang, reqs):
+                if has_part:
+                    self._report(queue, gang, reqs)
+            elif not (self._may_start(queue, gang, reqs) if has_part else self._may_follow(gang)):
                 held += reqs
-        if self._decides:
-            for part, reqs in following.values():
-                if not self._may_follow(part):
-                    held += reqs
         return held
 
-    def _may_follow(self, part: GangPart) -> bool:
+    def _may_follow(self, gang: _Gang) -> bool:
         """Whether those may start that follow a gang of which this rank has no part: in the turn in
         which it starts. They wait as long as a handshake at most, and for one pass."""
-        if part.ranks == 1 or not self._ranks.is_open:
+        if gang.free or gang.part.ranks == 1 or not self._ranks.is_open:
             return True  # a gang of one rank tells the others nothing
-        waited = self._followed.pop(part.tag, None) or _Gang(part, first_pass=self._passes)
-        self._followed[part.tag] = waited
-        while len(self._followed) > _MOST_GANGS:
-            del self._followed[next(iter(self._followed))]
-        if waited.free:
-            return True
-        waited.arrival_s += self._last_turn_s
-        waited.free = (
-            self._agreed(part)
-            or self._taken_in(part)
-            or waited.arrival_s >= self._limit_s
-            or self._missed(waited)
+        gang.arrival_s += self._last_turn_s
+        gang.free = (
+            self._agreed(gang.part)
+            or self._taken_in(gang.part)
+            or gang.arrival_s >= self._limit_s
+            or self._missed(gang)
         )
-        return waited.free
+        return gang.free
 
     def _missed(self, gang: _Gang) -> bool:
         """Whether passes have started without it that it could have been in."""
@@ -398,28 +411,27 @@ class GangHold:
     def _attach(self, scheduler: Any) -> None:
         """Set up on first use: only now is the rank of this process known."""
         self._attached = True
-        processes = collect.rank_processes(scheduler)
-        hosts = collect.read_hosts(scheduler)
-        barrier = collect.shares_barrier(scheduler)
-        gather = self._gather
-        deaf = hosts > 1 and barrier and (gather is None or not gather.is_possible())
-        if processes.of_rank < 1 or processes.pipeline != 1 or hosts < 1 or deaf:
+        one = collect.read_placement(scheduler)
+        deaf = one.hosts > 1 and one.barrier and not self._gather.is_possible()
+        if one.processes < 1 or one.stages != 1 or one.hosts < 1 or deaf:
             self._off = True
+            if deaf and one.stages == 1 and (one.processes == 1 or self._is_set):
+                self._most_polls = round(self._limit_s / POLL_S)
             return
-        self._processes, number = processes.of_rank, processes.number
+        rank, number, self._processes = one.dp_rank, one.number, one.processes
         self._decides = number == 0
-        rank, ranks, _ = collect.read_placement(scheduler)
         name = f"sglang-sbs.{os.getuid()}.{self._boot_id}"
-        if 1 < self._processes <= MOST_RANKS and not collect.rank_is_on_several_hosts(scheduler):
-            team = self._open_board(f"{name}.of.{rank}", number, self._processes)
+        apart = collect.rank_is_on_several_hosts(scheduler, one)
+        if 1 < one.processes <= MOST_RANKS and not apart:
+            team = self._open_board(f"{name}.of.{rank}", number, one.processes)
             self._team.open(team, number)
-        if not self._decides or not barrier:
+        if not self._decides or not one.barrier:
             return
-        if hosts > 1 and gather is not None:
-            gather.open()
-            self._ranks.open(gather, rank)
-        elif ranks <= MOST_RANKS:
-            self._ranks.open(self._open_board(name, rank, ranks), rank)
+        if one.hosts > 1:
+            self._gather.open()
+            self._ranks.open(self._gather, rank)
+        elif one.dp_size <= MOST_RANKS:
+            self._ranks.open(self._open_board(name, rank, one.dp_size), rank)
 
     def _failed(self) -> None:
         """Called while handling an exception of ours: SGLang goes on as if nothing was held."""

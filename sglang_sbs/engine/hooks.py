@@ -18,15 +18,13 @@ import logging
 import sys
 import time
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from sglang_sbs.engine import collect
 from sglang_sbs.engine.collect import Pass, SchedulerReader
-from sglang_sbs.engine.config import KEY_FILE, HookConfig, join_tcp, split_tcp
+from sglang_sbs.engine.config import HookConfig, join_tcp, split_tcp
+from sglang_sbs.engine.publish import BindError, Publisher
 from sglang_sbs.wire.endforward import MAX_RIDS, Kind, KvAddress, Started, encode_endforward
-
-if TYPE_CHECKING:  # ZeroMQ is imported in ranks that send, and nowhere else
-    from sglang_sbs.engine.publish import Publisher
 
 logger = logging.getLogger(__name__)
 
@@ -35,13 +33,8 @@ CHANGE_SHARE = 0.25
 """A change of the running set shortens the interval between decode messages to this share."""
 CHANGE_INTERVAL_S = 0.01
 """A change of state outside of passes is reported at most this often."""
-LOG_EVERY = 1000
-"""Messages between two debug lines about the hook's own cost."""
-_OF_PASS = (
-    *("forward_id", "mode", "launch_s", "extend_tokens", "cached_tokens", "batch_size"),
-    "tokens_per_rank",
-)
-"""Of a message, and of a :class:`Pass`."""
+_OF_PASS = [name for name in Pass._fields if name != "is_extend"]
+"""Fields of a pass that are fields of a message, too."""
 _NO_PASS = Pass(0, "idle", 0.0, 0, 0, 0, None, False)
 """In messages of a rank that has made none."""
 Original = Callable[..., Any]
@@ -49,18 +42,11 @@ Original = Callable[..., Any]
 
 def open_publisher(config: HookConfig, dp_rank: int) -> Publisher:
     """Raises: BindError."""
-    from sglang_sbs.engine.publish import BindError, Publisher
-    from sglang_sbs.wire.curve import SecretError, keys_of
-
     bind = None
     if config.bind is not None:
         host, port = split_tcp(config.bind)
         bind = join_tcp(host, port + dp_rank)
-    try:
-        keys = keys_of(config.secret) if config.secret else None
-    except SecretError as error:
-        raise BindError(f"{KEY_FILE}: {error}") from error
-    return Publisher(config.routers, bind, keys=keys, source=config.node_host)
+    return Publisher(config.routers, bind, keys=config.keys, source=config.node_host)
 
 
 class RankHook:
@@ -94,8 +80,6 @@ class RankHook:
         self._sent_s = float("-inf")
         self._sent_counts: tuple[int, ...] = ()
         self._said_idle = False
-        self._total_us = 0
-        self._max_us = 0
 
     def close(self) -> None:
         """Say nothing from now on."""
@@ -254,7 +238,7 @@ class RankHook:
                 said.sglang_version = importlib.metadata.version("sglang")
             self._reader = reader
             said.instance_id, said.boot_id = config.instance_id, config.boot_id
-            said.barrier = said.dp_size == 1 or collect.shares_barrier(scheduler)
+            said.barrier = said.dp_size == 1 or reader.placement.barrier
             said.dist_init_addr = collect.read_dist_init_addr(scheduler)
             kv = collect.read_kv_address(scheduler)
             if kv is not None:
@@ -294,16 +278,9 @@ class RankHook:
         del self._rids[:MAX_RIDS]
         self._sent_s, self._sent_counts = now_s, counts
         said.hook_us = int((self._clock() - begun_s) * 1e6)
-        self._total_us += said.hook_us
-        self._max_us = max(self._max_us, said.hook_us)
-        if said.seq % LOG_EVERY == 0:
-            text = "EndForward hook: %d messages, mean %.0f us, max %d us"
-            logger.debug(text, said.seq, self._total_us / said.seq, self._max_us)
 
     def _failed(self) -> None:
         """Called while handling an exception of ours."""
-        from sglang_sbs.engine.publish import BindError
-
         error = sys.exc_info()[1]
         self.errors += 1
         if isinstance(error, BindError):

@@ -1,7 +1,7 @@
 """Hooks without a plugin framework: for SGLang releases before 0.5.11.
 
-Replaces functions and methods of loaded modules by wrapped ones, with the ``register`` and the
-three kinds of hooks of SGLang's ``HookRegistry`` (``sglang/srt/plugins/hook_registry.py``,
+Replaces functions and methods of loaded modules by wrapped ones, with the ``register`` and two of
+the kinds of hooks of SGLang's ``HookRegistry`` (``sglang/srt/plugins/hook_registry.py``,
 >= 0.5.11). Reached only in an SGLang that ``sglang-sbs patch`` has taught to call
 :func:`sglang_sbs.engine.register`.
 """
@@ -18,11 +18,10 @@ _MARK = "_sbs_hooked_by"
 
 
 class HookType(enum.Enum):
-    """As SGLang's: ``hook(*args, **kwargs)`` before the original, ``hook(result, *args, **kwargs)``
-    after it, or ``hook(original, *args, **kwargs)`` in its place, whose result is the result."""
+    """As SGLang's: ``hook(*args, **kwargs)`` before the original, or
+    ``hook(original, *args, **kwargs)`` in its place, whose result is the result."""
 
     BEFORE = "before"
-    AFTER = "after"
     AROUND = "around"
 
 
@@ -34,13 +33,11 @@ class HookRegistry:
         """Wrap ``package.module.function`` or ``package.module.Class.method``.
 
         Registering the same hook again changes nothing: a process may come here twice. Raises:
-        LookupError, nothing of that name is loaded.
+        AttributeError, it :func:`is_loaded` not.
         """
         owner_name, _, name = target.rpartition(".")
         owner = _find(owner_name)
-        original = getattr(owner, name, None)
-        if original is None:
-            raise LookupError(f"{target} is not there, or not imported yet")
+        original = getattr(owner, name)
         identity = f"{hook.__module__}.{hook.__qualname__}"
         if getattr(original, _MARK, None) == identity:
             return
@@ -49,12 +46,8 @@ class HookRegistry:
         def wrapped(*args: Any, **kwargs: Any) -> Any:
             if kind is HookType.AROUND:
                 return hook(original, *args, **kwargs)
-            if kind is HookType.BEFORE:
-                hook(*args, **kwargs)
-            result = original(*args, **kwargs)
-            if kind is HookType.AFTER:
-                hook(result, *args, **kwargs)
-            return result
+            hook(*args, **kwargs)
+            return original(*args, **kwargs)
 
         setattr(wrapped, _MARK, identity)
         setattr(owner, name, wrapped)

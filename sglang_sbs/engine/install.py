@@ -13,9 +13,8 @@ from typing import Any, NamedTuple
 
 from sglang_sbs import __version__
 from sglang_sbs.engine import hooks_without_plugins
-from sglang_sbs.engine.collect import shares_barrier, skips_gather
+from sglang_sbs.engine.collect import read_placement, skips_gather
 from sglang_sbs.engine.config import HookConfig
-from sglang_sbs.engine.gang_gate import GangGate
 from sglang_sbs.engine.gang_gather import SYNC_CLASS, SYNC_MODULE, GatherBoard
 from sglang_sbs.engine.gang_hold import GangHold
 from sglang_sbs.engine.hooks import RankHook
@@ -59,7 +58,7 @@ def describe(config: HookConfig) -> dict[str, object]:
         "instance_id": config.instance_id,
         "routers": list(config.routers),
         "bind": config.bind,
-        "encrypted": bool(config.secret),
+        "encrypted": config.keys is not None,
         "gang_gate_ms": config.gang_gate_ms,
         "barrier": not skips_gather(),
         "sglang_sbs_version": __version__,
@@ -112,7 +111,6 @@ def _plugin_hooks(
         if isinstance(result, dict):
             result["sbs"] = describe(config)
 
-    gate = GangGate(config.gang_gate_ms, elsewhere=hold.handles)
     return [
         Hook((SERVER_INFO,), add_sbs_block, "AFTER"),
         *_rank_hooks(hook),
@@ -121,7 +119,6 @@ def _plugin_hooks(
         Hook((GATHERED + "_get_local_tensor",), gather.around_local_row, "AROUND", optional=True),
         Hook((GATHERED + "all_gather",), gather.after_gather, "AFTER", optional=True),
         Hook((SCHEDULER + "maybe_init_rust_server",), nap_briefly, "AFTER", optional=True),
-        Hook((NEXT_PREFILL_BATCH,), gate.before_next_batch, "BEFORE", optional=True),
         Hook((ROOM_STATUS,), around_update_status, "AROUND", optional=True),
         Hook((ROOM_STATUS,), hold.after_update_status, "AFTER", optional=True),
         Hook((PROCESS_RESULT,), hold.around_process_batch_result, "AROUND", optional=True),
@@ -132,7 +129,7 @@ def nap_briefly(_result: None, scheduler: Any) -> None:
     """An idle rank of SGLang's Rust server sleeps a second at most, on requests of its own alone
     (``scheduler_components/idle_sleeper.py``). With DP attention its peers wait for it before every
     pass: their requests would too."""
-    if getattr(scheduler, "rust_server", None) is not None and shares_barrier(scheduler):
+    if getattr(scheduler, "rust_server", None) is not None and read_placement(scheduler).barrier:
         scheduler.idle_sleeper.timeout_ms = NAP_MS
 
 

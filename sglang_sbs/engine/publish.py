@@ -11,8 +11,9 @@ import os
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
+from functools import partial
 
 import zmq
 from zmq.utils.monitor import parse_monitor_message
@@ -80,10 +81,10 @@ class Publisher:
         ``routers`` or ``bind``. Raises: BindError, ``bind`` cannot be bound and there are no
         routers to connect to.
         """
-        self._resolver: _Resolver | None = None
         named = [e for e in routers if e.startswith("tcp://") and is_hostname(split_tcp(e)[0])]
         self._literal = frozenset(routers) - frozenset(named)
         self._wanted = self._connected = self._literal
+        self._closed = threading.Event()
         self._context = zmq.Context(io_threads=1)
         self._socket = self._context.socket(zmq.PUB)
         self._gatekeeper: Gatekeeper | None = None
@@ -115,8 +116,8 @@ class Publisher:
             self.close()
             raise
         if named:
-            self._resolver = _Resolver(named, resolve, resolve_interval_s, self._hand_over)
-            self._resolver.start()
+            follow = partial(self._follow_names, named, resolve, resolve_interval_s)
+            threading.Thread(target=follow, name="sglang-sbs-resolver", daemon=True).start()
 
     def send(self, frames: Sequence[bytes]) -> None:
         """Queue one message for whoever listens. Raises: zmq.ZMQError."""
@@ -134,9 +135,7 @@ class Publisher:
 
     def close(self) -> None:
         """Stop resolving and drop the socket. May be called twice."""
-        if self._resolver is not None:
-            self._resolver.stopped.set()
-            self._resolver = None
+        self._closed.set()
         if not self._socket.closed:
             self._socket.disable_monitor()
             self._monitor.close(0)
@@ -159,9 +158,28 @@ class Publisher:
                 raise BindError(message) from error
             logger.warning("%s (still connecting to SGLANG_SBS_ROUTERS)", message)
 
-    def _hand_over(self, endpoints: frozenset[str]) -> None:
-        """Called by the resolver thread."""
-        self._wanted = self._literal | endpoints
+    def _follow_names(self, named: Sequence[str], resolve: Resolve, interval_s: float) -> None:
+        """The addresses behind the host names of some endpoints; in a thread of its own."""
+        known: dict[str, frozenset[str]] = {}
+        warned: set[str] = set()
+        retry_s = min(1.0, interval_s)
+        while True:
+            for endpoint in named:
+                try:
+                    known[endpoint] = resolve(*split_tcp(endpoint))
+                    warned.discard(endpoint)
+                except OSError as error:
+                    # What was known stays: a name server that is away must not silence the engine.
+                    if endpoint not in warned:
+                        warned.add(endpoint)
+                        text = "SGLANG_SBS_ROUTERS: %s does not resolve (%s); trying again"
+                        logger.warning(text, endpoint, error)
+            wanted = self._literal.union(*known.values())
+            if wanted != self._wanted:
+                self._wanted = wanted
+            retry_s = interval_s if len(known) == len(named) else min(2 * retry_s, interval_s)
+            if self._closed.wait(retry_s):
+                return
 
     def _revive(self) -> None:
         """Connect again where libzmq has given up for good, as it does when only one side has a
@@ -191,49 +209,3 @@ class Publisher:
             self._socket.connect(self._from_source(new))
         logger.info("EndForward goes to %s", ", ".join(sorted(endpoints)) or "nobody")
         self._connected = endpoints
-
-
-class _Resolver(threading.Thread):
-    """Follows the addresses behind the host names of some endpoints."""
-
-    def __init__(
-        self,
-        endpoints: Iterable[str],
-        resolve: Resolve,
-        interval_s: float,
-        hand_over: Callable[[frozenset[str]], None],
-    ) -> None:
-        super().__init__(name="sglang-sbs-resolver", daemon=True)
-        self._known: dict[str, frozenset[str] | None] = dict.fromkeys(endpoints)
-        self._warned: set[str] = set()
-        self._resolve = resolve
-        self._interval_s = interval_s
-        self._hand_over = hand_over
-        self.stopped = threading.Event()
-
-    def run(self) -> None:
-        retry_s = min(1.0, self._interval_s)
-        given = frozenset[str]()
-        while True:
-            for endpoint in self._known:
-                self._update(endpoint)
-            union = frozenset[str]().union(*(known or () for known in self._known.values()))
-            if union != given:
-                given = union
-                self._hand_over(union)
-            complete = None not in self._known.values()
-            retry_s = self._interval_s if complete else min(2 * retry_s, self._interval_s)
-            if self.stopped.wait(retry_s):
-                return
-
-    def _update(self, endpoint: str) -> None:
-        try:
-            self._known[endpoint] = self._resolve(*split_tcp(endpoint))
-            self._warned.discard(endpoint)
-        except OSError as error:
-            # What was known stays: a name server that is away must not silence the engine.
-            if endpoint not in self._warned:
-                self._warned.add(endpoint)
-                logger.warning(
-                    "SGLANG_SBS_ROUTERS: %s does not resolve (%s); trying again", endpoint, error
-                )

@@ -1,7 +1,7 @@
 """One patch: what it is for, the checksums of what it touches, and its hunks.
 
-The format: a header of ``Name: value`` lines (a line that begins with a blank goes on with the one
-before), then a unified diff that ``git apply`` and ``patch -p1`` take as well.
+The format: a header like that of a mail (``Name: value``, folded lines begin with a blank), then a
+unified diff that ``git apply`` and ``patch -p1`` take as well.
 """
 
 from __future__ import annotations
@@ -11,9 +11,9 @@ import itertools
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from email.parser import HeaderParser
 from pathlib import Path
 
-_FIELD = re.compile(r"([A-Z][A-Za-z0-9]*): (.*)")
 _HUNK = re.compile(rb"@@ -(\d+)(?:,(\d+))? \+(\d+)(?:,(\d+))? @@")
 _SIGNS = (b" ", b"-", b"+")
 _SHA256 = re.compile(r"(\S+)\s+before ([0-9a-f]{64})\s+after\s+([0-9a-f]{64})")
@@ -57,8 +57,6 @@ class FilePatch:
             start, old, new = hunk.old_start, hunk.old, hunk.new
             if revert:
                 start, old, new = hunk.new_start, hunk.new, hunk.old
-            if tuple(lines[start - 1 : start - 1 + len(old)]) != old:
-                raise PatchError(f"the patch of {self.path} does not match line {start}")
             lines[start - 1 : start - 1 + len(old)] = new
         changed = b"\n".join(lines)
         if sha256(changed) != result:
@@ -84,16 +82,14 @@ class Patch:
 def parse_patch(name: str, data: bytes) -> Patch:
     """Raises: PatchError, naming what is wrong with the patch file."""
     head, marker, diff = data.partition(b"\n--- ")
-    fields: dict[str, str] = {}
+    header = HeaderParser().parsestr(head.decode("utf-8"))
+    fields = {key: " ".join(value.split()) for key, value in header.items()}
     sums: dict[str, tuple[str, str]] = {}
-    for key, value in _header(head.decode("utf-8")):
-        if key == "Sha256":
-            match = _SHA256.fullmatch(value)
-            if match is None:
-                raise PatchError(f"{name}: no 'Sha256: PATH before SUM after SUM' in {value!r}")
-            sums[match[1]] = (match[2], match[3])
-        else:
-            fields[key] = value
+    for value in header.get_all("Sha256", ()):
+        match = _SHA256.fullmatch(value)
+        if match is None:
+            raise PatchError(f"{name}: no 'Sha256: PATH before SUM after SUM' in {value!r}")
+        sums[match[1]] = (match[2], match[3])
     missing = [key for key in ("Package", "Versions", "What", "Why") if not fields.get(key)]
     if missing or not marker:
         raise PatchError(f"{name}: has no {', '.join(missing) or 'diff'}")
@@ -108,14 +104,6 @@ def parse_patch(name: str, data: bytes) -> Patch:
         why=fields["Why"],
         files=tuple(FilePatch(path, *sums[path], found) for path, found in hunks.items()),
     )
-
-
-def _header(text: str) -> Iterator[tuple[str, str]]:
-    for paragraph in re.split(r"\n(?! )", text):
-        first, *more = paragraph.splitlines() or [""]
-        match = _FIELD.fullmatch(first)
-        if match is not None:
-            yield match[1], " ".join([match[2].strip(), *map(str.strip, more)])
 
 
 def _hunks(name: str, diff: bytes) -> Iterator[tuple[str, tuple[Hunk, ...]]]:

@@ -158,9 +158,6 @@ GATE_ALONE = "alone"
 """The rank waits for its own part of a gang only, as others do not tell it of theirs."""
 GATE_ERRORS = "errors"
 """The rank turned its gate off after errors."""
-GANG_RID_PREFIX = "sbs-"
-"""Request ids that begin so were sent by a router that holds requests and sends them in batches: an
-engine may wait a moment for those that came together (``engine.gang_gate``)."""
 
 _encoder = msgspec.msgpack.Encoder()
 _decoder = msgspec.msgpack.Decoder(EndForward)

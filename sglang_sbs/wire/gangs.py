@@ -15,11 +15,7 @@ import random
 
 import msgspec
 
-from sglang_sbs.wire.endforward import GANG_RID_PREFIX
-
-SIZED_RID_PREFIX = GANG_RID_PREFIX + "g"
-"""Older routers continue ``GANG_RID_PREFIX`` with a hexadecimal number."""
-
+SIZED_RID_PREFIX = "sbs-g"
 TAG_BITS, COUNT_BITS, DRAWN_BITS = 20, 7, 29
 MOST = (1 << COUNT_BITS) - 1
 

@@ -199,7 +199,7 @@ async def test_nothing_an_engine_answers_is_a_traceback() -> None:
             try:
                 engine.info = parse_server_info(engine.data, role)
             except UnusableWorker as error:
-                engine.info, engine.unusable = None, str(error)
+                engine.info, engine.unusable = None, error
             findings = judge(facts)
             assert orjson.dumps(as_json(facts, findings))
             judged += bool(findings)

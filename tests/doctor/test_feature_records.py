@@ -9,7 +9,7 @@ import pytest
 from doctor_rig import rig
 
 from sglang_sbs.doctor.examine import gather
-from sglang_sbs.doctor.features.rules import feature_rows
+from sglang_sbs.doctor.features import feature_rows
 from sglang_sbs.doctor.options import parse_options
 from sglang_sbs.router.options.options import parse_flags
 from sglang_sbs.router.server import RouterServer

@@ -18,7 +18,7 @@ from rich.console import Console
 from sglang_sbs.doctor.cli import main
 from sglang_sbs.doctor.examine import gather
 from sglang_sbs.doctor.facts import ClusterFacts, EngineFacts, Failure, RouterFacts, Target
-from sglang_sbs.doctor.features.rules import FEATURES, FeatureRow, feature_rows
+from sglang_sbs.doctor.features import FEATURES, FeatureRow, feature_rows
 from sglang_sbs.doctor.options import DoctorOptions, parse_options
 from sglang_sbs.doctor.report import features_exit_code, features_json, print_features
 from sglang_sbs.router.options.options import parse_flags

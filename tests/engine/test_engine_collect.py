@@ -10,7 +10,6 @@ from engine_fakes import Batch, Clock, Mode, Req, Role, Scheduler
 
 from sglang_sbs.engine.collect import (
     SchedulerReader,
-    rank_processes,
     read_dist_init_addr,
     read_kv_address,
     read_pass,
@@ -24,17 +23,17 @@ RANKS = {"pp_rank": 0, "attn_tp_rank": 0, "attn_cp_rank": 0}
 def test_placement_with_attention_dp() -> None:
     """0.5.22+ says ``dp_size`` 1 there."""
     ps = SimpleNamespace(**RANKS, dp_rank=None, dp_size=1, attn_dp_rank=5, attn_dp_size=8)
-    assert read_placement(SimpleNamespace(ps=ps)) == (5, 8, True)
+    assert read_placement(SimpleNamespace(ps=ps))[:3] == (5, 8, True)
 
 
 def test_placement_of_plain_replicas() -> None:
     ps = SimpleNamespace(**RANKS, dp_rank=1, dp_size=4, attn_dp_rank=0, attn_dp_size=1)
-    assert read_placement(SimpleNamespace(ps=ps)) == (1, 4, True)
+    assert read_placement(SimpleNamespace(ps=ps))[:3] == (1, 4, True)
 
 
 def test_placement_without_dp() -> None:
     ps = SimpleNamespace(**RANKS, dp_rank=None, dp_size=1, attn_dp_rank=0, attn_dp_size=1)
-    assert read_placement(SimpleNamespace(ps=ps)) == (0, 1, True)
+    assert read_placement(SimpleNamespace(ps=ps))[:3] == (0, 1, True)
 
 
 @pytest.mark.parametrize(("attention", "expected"), [(True, (3, 4, True)), (False, (2, 4, True))])
@@ -44,7 +43,7 @@ def test_placement_on_the_scheduler_itself(
     """0.5.11 and 0.5.12."""
     args = SimpleNamespace(enable_dp_attention=attention)
     old = SimpleNamespace(**RANKS, dp_rank=2, dp_size=4, attn_dp_rank=3, server_args=args)
-    assert read_placement(old) == expected
+    assert read_placement(old)[:3] == expected
 
 
 def test_placement_in_the_runtime_context(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -53,9 +52,9 @@ def test_placement_in_the_runtime_context(monkeypatch: pytest.MonkeyPatch) -> No
     module = ModuleType("sglang.srt.runtime_context")
     module.get_parallel = lambda: parallel  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "sglang.srt.runtime_context", module)
-    assert read_placement(SimpleNamespace()) == (1, 2, True)
+    assert read_placement(SimpleNamespace())[:3] == (1, 2, True)
     parallel.attn_tp_rank = 1
-    assert read_placement(SimpleNamespace()) == (1, 2, False)
+    assert read_placement(SimpleNamespace())[:3] == (1, 2, False)
 
 
 def test_the_processes_of_a_dp_rank_have_numbers_and_one_of_them_speaks() -> None:
@@ -68,10 +67,10 @@ def test_the_processes_of_a_dp_rank_have_numbers_and_one_of_them_speaks() -> Non
                 **{"attn_tp_size": 4, "attn_cp_size": 2, "pp_size": 1},
             )
             scheduler = SimpleNamespace(ps=ps)
-            of_rank, pipeline, number = rank_processes(scheduler)
-            assert (of_rank, pipeline) == (8, 1)
-            numbers.append(number)
-            speaking.append(read_placement(scheduler).emits)
+            placement = read_placement(scheduler)
+            assert (placement.processes, placement.stages) == (8, 1)
+            numbers.append(placement.number)
+            speaking.append(placement.emits)
     assert numbers == list(range(8))
     assert speaking == [True] + [False] * 7
 

@@ -36,24 +36,19 @@ def target(monkeypatch: pytest.MonkeyPatch) -> types.ModuleType:
     return made
 
 
-def test_the_three_kinds_of_hooks(target: Any) -> None:
+def test_the_two_kinds_of_hooks(target: Any) -> None:
     seen: list[Any] = []
 
     def before(*args: Any) -> None:
         seen.append(("before", args[-1]))
 
-    def after(result: int, *args: Any) -> str:
-        seen.append(("after", result, args[-1]))
-        return "ignored"
-
     def around(original: Any, thing: Any, value: int) -> int:
         return int(original(thing, value + 1)) + 100
 
     HookRegistry.register("sbs_test_target.triple", before, HookType.BEFORE)
-    HookRegistry.register("sbs_test_target.triple", after, HookType.AFTER)
     HookRegistry.register("sbs_test_target.Thing.double", around, HookType.AROUND)
     assert target.triple(5) == 15
-    assert seen == [("before", 5), ("after", 15, 5)]
+    assert seen == [("before", 5)]
     assert target.Thing().double(1) == 104
     assert target.Thing.double.__doc__ == "Twice."
 
@@ -68,12 +63,6 @@ def test_registering_again_changes_nothing(target: Any) -> None:
         HookRegistry.register("sbs_test_target.triple", hook, HookType.BEFORE)
     target.triple(1)
     assert calls == [1]
-
-
-def test_what_is_not_there_cannot_be_hooked(target: Any) -> None:
-    for name in ("sbs_test_target.quadruple", "sbs_test_target.Other.run", "wave.Wave_read.close"):
-        with pytest.raises(LookupError, match=name):
-            HookRegistry.register(name, print, HookType.BEFORE)
 
 
 def test_only_what_is_imported_counts_as_loaded(target: Any) -> None:
@@ -213,4 +202,4 @@ def test_ranks_before_context_parallel_attention() -> None:
         pp_rank=0,
         server_args=SimpleNamespace(enable_dp_attention=True),
     )
-    assert read_placement(scheduler) == (3, 4, True)
+    assert read_placement(scheduler)[:3] == (3, 4, True)

@@ -1,112 +1,83 @@
-"""The gate: what is waited for, for how long, and when not at all."""
+"""Where ranks on several hosts cannot tell each other anything: a rank polls within its turn."""
 
 from __future__ import annotations
 
-from types import SimpleNamespace
+from collections.abc import Callable
 from typing import Any
 
 import pytest
-from engine_fakes import Req
+from gang_fakes import READY, WAITING, Clock, Queue, Rank, Req
 
-from sglang_sbs.engine.gang_gate import GangGate
-from sglang_sbs.wire.endforward import GANG_RID_PREFIX
+from sglang_sbs.wire.gangs import GangPart
 
 
-class BootstrapQueue:
-    """``PrefillBootstrapQueue``: a request is ready from the n-th poll on."""
+class Poller(Rank):
+    """Old SGLang on two hosts: in the n-th poll decode takes a request in."""
 
-    def __init__(self) -> None:
-        self.queue: list[Req] = []
-        self.ready_at: dict[str, int] = {}
+    def __init__(self, **engine: Any) -> None:
+        super().__init__(Clock(), nodes=2, ranks=2, **engine)
         self.polls = 0
+        self.slept = 0
 
-    def add(self, rid: str, ready_at: int) -> None:
-        self.queue.append(Req(rid, 100))
-        self.ready_at[rid] = ready_at
+    def sleep(self, _seconds: float) -> None:
+        self.slept += 1
 
-    def pop_bootstrapped(self) -> list[Req]:
-        self.polls += 1
-        ready = [req for req in self.queue if self.ready_at[req.rid] <= self.polls]
-        self.queue = [req for req in self.queue if req not in ready]
-        return ready
+    def late(self, *ready_at: int, sized: bool = True) -> None:
+        for at in ready_at:
+            part = GangPart(1, 2, 2) if sized else None
+            req = Req(f"{len(self.queue.queue)}-{at}", part, WAITING)
+            req.ready_at = at  # type: ignore[attr-defined]
+            self.queue.queue.append(req)
 
+    def original(self) -> Callable[[Queue], list[Req]]:
+        def pop_bootstrapped(queue: Queue) -> list[Req]:
+            self.polls += 1
+            for req in queue.queue:
+                if req.ready_at < self.polls:  # type: ignore[attr-defined]
+                    req.state = READY
+            return Queue.pop_bootstrapped(queue)
 
-def scheduler(*, attn_tp: int = 1, pipeline: int = 1) -> Any:
-    return SimpleNamespace(
-        ps=SimpleNamespace(attn_tp_size=attn_tp, attn_cp_size=1, pp_size=pipeline),
-        disagg_prefill_bootstrap_queue=BootstrapQueue(),
-        waiting_queue=[],
-        chunked_req=None,
-        result_queue=[],
-    )
-
-
-def gate(ms: float | None = 20.0) -> tuple[GangGate, list[float]]:
-    slept: list[float] = []
-    return GangGate(ms, sleep=slept.append), slept
-
-
-def late(s: Any, *ready_at: int, prefix: str = GANG_RID_PREFIX) -> list[str]:
-    rids = [f"{prefix}{len(s.disagg_prefill_bootstrap_queue.queue)}{at}" for at in ready_at]
-    for rid, at in zip(rids, ready_at, strict=True):
-        s.disagg_prefill_bootstrap_queue.add(rid, at)
-    return rids
+        return pop_bootstrapped
 
 
 def test_a_batch_waits_until_its_late_requests_are_ready() -> None:
-    s = scheduler()
-    s.waiting_queue.append(Req("sbs-first", 100))
-    rids = late(s, 3, 7)
-    g, slept = gate()
-    assert g.before_next_batch(s) is None
-    assert [req.rid for req in s.waiting_queue] == ["sbs-first", *rids]
-    assert len(slept) == 7
-
-
-def test_a_rank_with_none_ready_waits_too_as_another_may_have_some() -> None:
-    s = scheduler()
-    late(s, 4)
-    g, _ = gate()
-    g.before_next_batch(s)
-    assert len(s.waiting_queue) == 1
+    rank = Poller()
+    rank.late(3, 7)
+    assert len(rank.turn()) == 2
+    assert rank.slept == 7
 
 
 def test_one_that_decode_has_no_room_for_costs_a_single_wait() -> None:
-    s = scheduler()
-    late(s, 10**9)
-    g, slept = gate(20.0)
+    rank = Poller()
+    rank.late(10**9)
     for _ in range(5):
-        g.before_next_batch(s)
-    assert len(slept) == 20
-    late(s, s.disagg_prefill_bootstrap_queue.polls + 5)  # the next one is waited for all the same
-    g.before_next_batch(s)
-    assert len(slept) == 25
-    assert len(s.waiting_queue) == 1
+        rank.turn()
+    assert rank.slept == 20
+    rank.late(rank.polls + 5)  # the next one is waited for all the same
+    assert len(rank.turn()) == 1
+    assert rank.slept == 25
 
 
 def test_behind_a_running_pass_only_a_rank_that_would_launch_anyway_waits() -> None:
-    s = scheduler()
-    s.result_queue.append("pass")
-    late(s, 2)
-    g, slept = gate()
-    g.before_next_batch(s)
-    assert not slept
-    s.chunked_req = Req("sbs-long", 5000)
-    g.before_next_batch(s)
-    assert len(slept) == 2
+    rank = Poller()
+    rank.queue.scheduler.result_queue = ["pass"]
+    rank.late(2)
+    assert not rank.turn()
+    assert not rank.slept
+    rank.queue.scheduler.chunked_req = object()
+    assert rank.turn()
+    assert rank.slept == 1
 
 
 def test_other_routers_requests_are_not_waited_for() -> None:
-    s = scheduler()
-    late(s, 5, prefix="3f9a")
-    g, slept = gate()
-    g.before_next_batch(s)
-    assert not slept
-    assert s.disagg_prefill_bootstrap_queue.polls == 0
+    rank = Poller()
+    rank.late(5, sized=False)
+    rank.turn()
+    assert (rank.slept, rank.polls) == (0, 1)
 
 
 @pytest.mark.parametrize(
-    ("ms", "attn_tp", "pipeline", "polls"),
+    ("gate_ms", "attn_tp", "pipeline", "polls"),
     [
         (None, 1, 1, 40),
         # Every process of a DP rank must poll equally often, and some may lack the plugin.
@@ -116,27 +87,17 @@ def test_other_routers_requests_are_not_waited_for() -> None:
         (20.0, 1, 2, 0),
     ],
 )
-def test_how_long(ms: float | None, attn_tp: int, pipeline: int, polls: int) -> None:
-    s = scheduler(attn_tp=attn_tp, pipeline=pipeline)
-    late(s, 10**9)
-    g, slept = gate(ms)
-    g.before_next_batch(s)
-    assert len(slept) == polls
-
-
-def test_a_release_that_does_not_say_how_many_processes_share_a_rank_is_left_alone() -> None:
-    s = scheduler()
-    del s.ps.attn_tp_size
-    late(s, 10**9)
-    g, slept = gate(None)
-    g.before_next_batch(s)
-    assert not slept
+def test_how_long(gate_ms: float | None, attn_tp: int, pipeline: int, polls: int) -> None:
+    rank = Poller(gate_ms=gate_ms, attn_tp=attn_tp, pipeline=pipeline)
+    rank.late(10**9)
+    rank.turn()
+    assert rank.slept == polls
 
 
 def test_what_left_the_handshake_is_forgotten() -> None:
-    s = scheduler()
-    late(s, 3)
-    g, _ = gate()
-    g.before_next_batch(s)
-    g.before_next_batch(s)
-    assert not g._polled
+    rank = Poller()
+    rank.late(3)
+    rank.turn()
+    assert rank.hold._polled
+    rank.turn()
+    assert not rank.hold._polled

@@ -9,9 +9,13 @@ import pytest
 from sglang_sbs.engine import install
 
 
-def scheduler(*, rust: bool = True) -> SimpleNamespace:
-    sleeper = SimpleNamespace(timeout_ms=1000)
-    return SimpleNamespace(rust_server=object() if rust else None, idle_sleeper=sleeper)
+def scheduler(*, rust: bool) -> SimpleNamespace:
+    ranks = {"attn_dp_rank": 0, "attn_dp_size": 2, "attn_tp_rank": 0, "pp_rank": 0}
+    return SimpleNamespace(
+        rust_server=object() if rust else None,
+        idle_sleeper=SimpleNamespace(timeout_ms=1000),
+        ps=SimpleNamespace(**ranks),
+    )
 
 
 @pytest.mark.parametrize(
@@ -21,7 +25,7 @@ def scheduler(*, rust: bool = True) -> SimpleNamespace:
 def test_only_a_rank_that_others_wait_for_naps_briefly(
     monkeypatch: pytest.MonkeyPatch, rust: bool, barrier: bool, timeout_ms: int
 ) -> None:
-    monkeypatch.setattr(install, "shares_barrier", lambda _scheduler: barrier)
+    monkeypatch.setenv("SGLANG_SCHEDULER_SKIP_ALL_GATHER", str(int(not barrier)))
     rank = scheduler(rust=rust)
     install.nap_briefly(None, rank)
     assert rank.idle_sleeper.timeout_ms == timeout_ms

@@ -5,11 +5,9 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sglang_sbs.wire.endforward import GANG_RID_PREFIX
 from sglang_sbs.wire.gangs import (
     DRAWN_BITS,
     MOST,
-    SIZED_RID_PREFIX,
     GangPart,
     gang_room,
     part_of_room,
@@ -43,7 +41,3 @@ def test_requests_of_one_gang_have_rooms_of_their_own() -> None:
     step = 1 << (DRAWN_BITS - 5)
     rooms = {gang_room(GangPart(7, 20, 2, 2**29 - 10 + i), step, 0) for i in range(20)}
     assert len(rooms) == 20
-
-
-def test_older_engines_take_the_ids_for_those_of_a_gang() -> None:
-    assert SIZED_RID_PREFIX.startswith(GANG_RID_PREFIX)

@@ -23,7 +23,7 @@ from sglang_sbs.cluster.ports import free_port_blocks
 from sglang_sbs.demo.runs import RouterPorts, instance_names
 from sglang_sbs.demo.virtual_cluster import CHUNK_TOKENS, parallel_flags, progress_printer
 from sglang_sbs.engine.config import GANG_GATE_MS, MOST_GATE_MS
-from sglang_sbs.engine.gang_gate import DEFAULT_GATE_MS
+from sglang_sbs.engine.gang_hold import DEFAULT_GATE_MS
 from sglang_sbs.simulator.cluster.cost import CostError, PassCost
 from sglang_sbs.testing.tiny_model import cached_tiny_model
 from sglang_sbs.testing.virtual_gpu import VirtualGpuCost

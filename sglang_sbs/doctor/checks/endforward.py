@@ -15,13 +15,14 @@ from sglang_sbs.doctor.facts import (
     EngineFacts,
     Heard,
     RankHeard,
+    alias_of,
     key_differs,
     listed,
     may_speak_unseen,
     text,
 )
 from sglang_sbs.doctor.findings import CLUSTER, Finding, Findings
-from sglang_sbs.router.engines.urls import alias_key, normalise_worker_url
+from sglang_sbs.router.engines.urls import alias_key
 from sglang_sbs.router.workers.diagnosis import why_stranger
 from sglang_sbs.router.workers.server_info import (
     PLUGIN_VERSION,
@@ -180,14 +181,6 @@ def _may_speak(engine: EngineFacts) -> bool:
     return engine.sbs is not None or may_speak_unseen(engine)
 
 
-def alias_of(url: str) -> tuple[str, int] | None:
-    """What URLs of one engine have in common; ``None``: it is no URL."""
-    try:
-        return alias_key(normalise_worker_url(url))
-    except ValueError:
-        return None
-
-
 # The plugin -----------------------------------------------------------------------------------
 
 
@@ -243,8 +236,8 @@ def _routers(engines: list[EngineFacts]) -> Iterator[Finding]:
 
 def _router_hears(facts: ClusterFacts, url: str) -> bool:
     """Whether a router says that it gets reports of this engine."""
-    workers = facts.router.workers if facts.router is not None else []
-    return any(entry.get("url") == url and entry.get("signal") == "endforward" for entry in workers)
+    router = facts.router
+    return router is not None and router.entry(url).get("signal") == "endforward"
 
 
 def _reports(facts: ClusterFacts, engine: EngineFacts, mine: Attribution) -> Iterator[Finding]:

@@ -191,10 +191,10 @@ def _reach(facts: EngineFacts) -> Iterator[_Said]:
                 change = f"list it under --{mode}, or {change}"
             yield "reach.wrong-role", seen, change
         elif numbers is not None and (0, 0, 0) < numbers < server_info.MIN_VERSION:
-            yield "version.too-old", facts.unusable
+            yield "version.too-old", str(facts.unusable)
         else:
-            kind = "rank-server" if facts.rank_out_of_reach else "unusable"
-            yield f"reach.{kind}", facts.unusable
+            elsewhere = isinstance(facts.unusable, server_info.RankOutOfReach)
+            yield f"reach.{'rank-server' if elsewhere else 'unusable'}", str(facts.unusable)
     elif facts.ready_status not in (200, 404):
         status = facts.ready_status
         yield "reach.not-ready", f"/ready answers {status}" if status else "/ready is silent"

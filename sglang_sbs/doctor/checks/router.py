@@ -6,9 +6,16 @@ from collections.abc import Iterator
 from typing import Any
 
 from sglang_sbs.doctor.checks.endforward import finding as report_finding
-from sglang_sbs.doctor.facts import ClusterFacts, EngineFacts, RouterFacts, in_ms, listed
+from sglang_sbs.doctor.facts import (
+    ClusterFacts,
+    EngineFacts,
+    RouterFacts,
+    alias_of,
+    in_ms,
+    listed,
+    text,
+)
 from sglang_sbs.doctor.findings import ROUTER, Finding, Findings
-from sglang_sbs.router.engines.urls import alias_key
 from sglang_sbs.router.workers.worker import SILENT_AFTER_S
 from sglang_sbs.scheduling.policy_names import facts_of
 
@@ -68,15 +75,14 @@ def _router(facts: ClusterFacts, router: RouterFacts) -> Iterator[Finding]:
     if router.state.get("throttled") is True:
         waiting = router.state.get("queue_requests")
         yield finding("router.throttled", ROUTER, f"{waiting} requests wait")
-    entries = {alias_key(str(entry.get("url"))): entry for entry in router.workers}
-    given = {alias_key(engine.url): engine for engine in facts.engines}
-    for key, engine in given.items():
-        if key in entries:
-            yield from _worker(router, engine, entries[key])
+    for engine in facts.engines:
+        if entry := router.entry(engine.url):
+            yield from _worker(router, engine, entry)
         else:
             yield finding("router.worker-missing", engine.url, f"{router.url} does not have it")
-    for key, entry in entries.items():
-        if key not in given:
+    given = {alias_of(engine.url) for engine in facts.engines}
+    for entry in router.workers:
+        if alias_of(text(entry, "url")) not in given:
             seen = f"{entry.get('url')} ({entry.get('worker_type')})"
             yield finding("router.worker-extra", ROUTER, seen)
 
@@ -90,9 +96,8 @@ def _worker(router: RouterFacts, engine: EngineFacts, entry: dict[str, Any]) -> 
         health = "healthy" if entry.get("is_healthy") else "unhealthy"
         seen = f"{health}, circuit breaker {entry.get('circuit_breaker')}"
         yield finding("router.worker-down", url, seen)
-    problems = entry.get("problems")
-    for kind, text in (problems if isinstance(problems, dict) else {}).items():
-        yield finding("router.problem", url, f"{kind}: {text}")
+    for kind, problem in router.problems(url).items():
+        yield finding("router.problem", url, f"{kind}: {problem}")
     if usable:
         yield from _signal(router, url, entry)
 

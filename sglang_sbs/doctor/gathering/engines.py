@@ -55,14 +55,6 @@ class Answer:
         return value if isinstance(value, dict) else {}
 
 
-class NoAnswer(Exception):
-    """A question without an answer; ``failure`` says why."""
-
-    def __init__(self, kind: str, text: str) -> None:
-        super().__init__(text)
-        self.failure = Failure(kind, text)
-
-
 class Asker:
     """Questions to engines and routers, with their keys and certificates."""
 
@@ -72,7 +64,7 @@ class Asker:
         self._api_key = options.router_flags.api_key
 
     async def get(self, url: str, path: str, key: str | None = None) -> Answer:
-        """``GET``; without ``key``, none is sent. Raises: NoAnswer."""
+        """``GET``; without ``key``, none is sent. Raises: Failure."""
         limit_s = self._options.timeout_s
         timeout = aiohttp.ClientTimeout(total=limit_s, sock_connect=min(5.0, limit_s))
         started_s = time.monotonic()
@@ -86,7 +78,7 @@ class Asker:
                 took_s = time.monotonic() - started_s
                 return Answer(response.status, body, took_s, time.time())
         except (aiohttp.ClientError, OSError, TimeoutError, ValueError) as error:
-            raise NoAnswer(*await self._why(url, error, limit_s)) from error
+            raise Failure(*await self._why(url, error, limit_s)) from error
 
     async def _why(self, url: str, error: Exception, limit_s: float) -> tuple[str, str]:
         scheme, host, port = split_worker_url(url)
@@ -116,12 +108,11 @@ class Asker:
             facts.data = await self._server_info(target.url)
             facts.info = server_info.parse_server_info(facts.data, target.role)
             await self._rank_servers(facts.info, target.url)
-        except NoAnswer as error:
-            facts.failure = error.failure
+        except Failure as failure:
+            facts.failure = failure
             return facts
         except UnusableWorker as error:
-            facts.info, facts.unusable = None, str(error)
-            facts.rank_out_of_reach = isinstance(error, RankOutOfReach)
+            facts.info, facts.unusable = None, error
         questions = [self._round_trips(facts), self._without_key(facts)]
         if facts.info is not None:
             questions.append(self._loads(facts, facts.info))
@@ -138,7 +129,7 @@ class Asker:
             place = server_info.server_url(url, info, rank)
             try:
                 server_info.check_rank_server(await self._server_info(place), rank, boot_id)
-            except (NoAnswer, UnusableWorker) as error:
+            except (Failure, UnusableWorker) as error:
                 raise RankOutOfReach(server_info.not_a_rank(place, rank, str(error))) from error
 
     async def _server_info(self, url: str) -> dict[str, Any]:
@@ -146,20 +137,20 @@ class Asker:
         if answer.status == 404:
             answer = await self.get(url, "/get_server_info", self._api_key)
         if answer.status in (401, 403):
-            raise NoAnswer("refused", f"/server_info answers {answer.status}")
+            raise Failure("refused", f"/server_info answers {answer.status}")
         data = answer.json_object()
         if answer.status != 200 or not data:
             head = answer.body[:80].decode("utf-8", "replace").strip()
-            raise NoAnswer("not-sglang", f"/server_info answers {answer.status}: {head!r}")
+            raise Failure("not-sglang", f"/server_info answers {answer.status}: {head!r}")
         if "router_manager" in data:
-            raise NoAnswer("is-a-router", "its /server_info is a router's")
+            raise Failure("is-a-router", "its /server_info is a router's")
         if "version" not in data or "disaggregation_mode" not in data:
             text = "its /server_info has neither version nor disaggregation_mode"
-            raise NoAnswer("not-sglang", text)
+            raise Failure("not-sglang", text)
         return data
 
     async def _round_trips(self, facts: EngineFacts) -> None:
-        with suppress(NoAnswer):
+        with suppress(Failure):
             for number in range(ROUND_TRIPS):
                 answer = await self.get(facts.url, "/ready", self._api_key)
                 facts.ready_status = answer.status
@@ -168,14 +159,14 @@ class Asker:
 
     async def _without_key(self, facts: EngineFacts) -> None:
         """Whether it can be used without a key; a path that SGLang protects like inference."""
-        with suppress(NoAnswer):
+        with suppress(Failure):
             answer = await self.get(facts.url, "/model_info")
             facts.open_without_key = answer.status not in (401, 403)
 
     async def _loads(self, facts: EngineFacts, info: WorkerInfo) -> None:
         worker = worker_of(facts, info)
         path = "/v1/loads?include=core"
-        with suppress(NoAnswer, ValueError):
+        with suppress(Failure, ValueError):
             answers = [await self.get(url, path, self._api_key) for url in worker.server_urls]
             if (answer := answers[0]).status == 200:
                 facts.loads = parse_loads(worker, [one.body for one in answers])
@@ -226,8 +217,8 @@ class Asker:
         # Decode engines speak plain HTTP to it, whatever the engine itself speaks.
         try:
             answer = await self.get(f"http://{bootstrap.host}:{port}", _ROUTE)
-        except NoAnswer as error:
-            bootstrap.failure = error.failure.text
+        except Failure as failure:
+            bootstrap.failure = failure.text
             return
         bootstrap.status = answer.status
         bootstrap.text = answer.body[:120].decode("utf-8", "replace").strip()

@@ -81,30 +81,23 @@ async def _probe(
         body | rank_contract.prefill_members(prefill_rank, coupled=p.coupled),
         body | rank_contract.decode_members(prefill_rank, decode_rank, coupled=d.coupled),
     )
-    legs = [
-        asyncio.create_task(_leg(post, url, side, body))
-        for url, side, body in zip(urls, _SIDES, bodies, strict=True)
-    ]
-    # The first failure is the cause; the other leg would wait for its partner in vain.
-    await asyncio.wait(legs, return_when=asyncio.FIRST_EXCEPTION, timeout=PROBE_TIMEOUT_S)
-    failure = _failure_of(legs)
+    legs: list[asyncio.Task[None]] = []
+    failure = ""
+    try:
+        # The first failure is the cause; the other leg would wait for its partner in vain.
+        async with asyncio.timeout(PROBE_TIMEOUT_S), asyncio.TaskGroup() as group:
+            for url, side, body in zip(urls, _SIDES, bodies, strict=True):
+                legs.append(group.create_task(_leg(post, url, side, body)))
+    except* _LegFailed as failed:
+        failure = "; ".join(map(str, failed.exceptions))
+    except* TimeoutError:
+        silent = [side for side, leg in zip(_SIDES, legs, strict=True) if leg.cancelled()]
+        failure = f"no answer of {' and '.join(silent)} within {PROBE_TIMEOUT_S:g} s"
     took_s = time.monotonic() - started_s
-    for leg in legs:
-        leg.cancel()
-    await asyncio.gather(*legs, return_exceptions=True)
     if failure:
         await asyncio.gather(*(_abort(abort, url, rid) for url in urls))
     ranks = f"prefill rank {prefill_rank}, decode rank {decode_rank}"
     return ProbeResult(f"{prefill.url} -> {decode.url}", ranks, failure, took_s)
-
-
-def _failure_of(legs: Sequence[asyncio.Task[None]]) -> str:
-    """Of prefill's and decode's, in that order; empty: both have answered."""
-    failures = [str(leg.exception()) for leg in legs if leg.done() and leg.exception()]
-    silent = [side for side, leg in zip(_SIDES, legs, strict=True) if not leg.done()]
-    if silent and not failures:
-        return f"no answer of {' and '.join(silent)} within {PROBE_TIMEOUT_S:g} s"
-    return "; ".join(failures)
 
 
 class _LegFailed(Exception):

@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 import time
 
-from sglang_sbs.doctor.facts import RouterFacts, Target, number, objects
-from sglang_sbs.doctor.gathering.engines import Asker, NoAnswer
+from sglang_sbs.doctor.facts import Failure, RouterFacts, Target, number, objects
+from sglang_sbs.doctor.gathering.engines import Asker
 from sglang_sbs.doctor.options import DoctorOptions
 from sglang_sbs.router.engines.urls import normalise_worker_url
 from sglang_sbs.scheduling.policy_names import facts_of
@@ -45,14 +45,14 @@ async def _ask(asker: Asker, options: DoctorOptions, url: str) -> RouterFacts:
         workers = await asker.get(url, "/workers", admin[0] if admin else flags.worker_key)
         if workers.status != 200:
             kind = "refused" if workers.status in (401, 403) else "not-sglang"
-            raise NoAnswer(kind, f"/workers answers {workers.status}")
+            raise Failure(kind, f"/workers answers {workers.status}")
         told = workers.json_object().get("workers")
         if not isinstance(told, list):
-            raise NoAnswer("not-sglang", "/workers answers 200 and no list of workers")
+            raise Failure("not-sglang", "/workers answers 200 and no list of workers")
         facts.workers = objects(told)
         state = (await asker.get(url, "/server_info", flags.api_key)).json_object()
-    except NoAnswer as error:
-        facts.failure = error.failure
+    except Failure as failure:
+        facts.failure = failure
         return facts
     if isinstance(state.get("sbs"), dict) and state.get("router_manager"):
         facts.state = state["sbs"]

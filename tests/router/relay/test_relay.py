@@ -10,7 +10,6 @@ from router_harness import cluster, sse_events, until
 
 from sglang_sbs.router.workers.rank_contract import pick_bootstrap_room
 from sglang_sbs.scheduling.events import Dispatch, PrefillDone, RequestArrived, RequestEnded
-from sglang_sbs.wire.endforward import GANG_RID_PREFIX
 from sglang_sbs.wire.gangs import SIZED_RID_PREFIX, part_of_room
 from tools.stand_ins.mock_engine import Behaviour
 
@@ -52,7 +51,7 @@ async def test_engines_wait_only_for_the_gangs_of_a_holding_policy(flags: tuple[
     async with cluster(*flags) as c:
         await c.generate(input_ids=[1, 2, 3])
         (request,) = c.prefill[0].requests
-        assert not request.body["rid"].startswith(GANG_RID_PREFIX)
+        assert not request.body["rid"].startswith(SIZED_RID_PREFIX)
 
 
 @pytest.mark.parametrize("dp_size", [1, 2, 3, 7, 8, 32])

@@ -9,13 +9,23 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from sglang_sbs.doctor.checks import prefill, security
 from sglang_sbs.doctor.checks.cluster import attention_tp
-from sglang_sbs.doctor.facts import ClusterFacts, EngineFacts, in_ms, listed, number, text
-from sglang_sbs.doctor.features.view import FeatureView
+from sglang_sbs.doctor.checks.endforward import Attribution
+from sglang_sbs.doctor.facts import (
+    ClusterFacts,
+    EngineFacts,
+    RouterFacts,
+    in_ms,
+    listed,
+    number,
+    text,
+)
+from sglang_sbs.router.options.shown_options import shown_options
 from sglang_sbs.router.workers.server_info import parse_version
+from sglang_sbs.router.workers.worker import SILENT_AFTER_S
 
 _GATHERING_VERSION = (0, 5, 22)
 """The first whose DP ranks gather numbers with room for the words of ``engine/gang_gather.py``."""
@@ -42,6 +52,48 @@ class Seen(NamedTuple):
     state: State
     why: str
     change: str | None = None
+
+
+class FeatureView:
+    """What was gathered, as the functions below ask for it; answers may be anything.
+
+    ``options`` are those of the router that was asked, else of the command line given."""
+
+    def __init__(self, facts: ClusterFacts) -> None:
+        self.facts = facts
+        self.prefill = facts.of_role("prefill")
+        self.decode = facts.of_role("decode")
+        self.engines = [*self.prefill, *self.decode]
+        self.router = router = facts.router or RouterFacts("")
+        self.asked = router.failure is None and bool(router.state)
+        """A router of ours answered."""
+        self.state = router.state
+        self.options: dict[str, Any] = (
+            shown_options(facts.options.router_flags) if facts.router is None else router.options
+        )
+
+    @property
+    def policy(self) -> str:
+        """Empty: not told."""
+        return text(self.state, "policy") or text(self.options, "policy")
+
+    def problem(self, engine: EngineFacts, kind: str) -> str:
+        """What the router has against an engine; empty: nothing of that kind."""
+        return text(self.router.problems(engine.url), kind)
+
+    def silent_ranks(self, engine: EngineFacts) -> list[int] | None:
+        """DP ranks without EndForward, at the router or here; ``None``: nobody listened."""
+        heard: set[int]
+        if self.asked:
+            ages_s = self.router.ages_s(engine.url)
+            heard = {
+                n for n, age_s in ages_s.items() if age_s is not None and age_s < SILENT_AFTER_S
+            }
+        elif self.facts.heard is not None and self.facts.router is None:
+            heard = set(Attribution(self.engines, self.facts.heard).of(engine))
+        else:
+            return None
+        return [rank for rank in range(engine.known.dp_size) if rank not in heard]
 
 
 Decide = Callable[[FeatureView], Seen]
@@ -233,7 +285,7 @@ def cache(view: FeatureView) -> Seen:
             return "no KV events"
         if engine.closed_kv_ports:
             return f"port {engine.closed_kv_ports[0]} of its KV events is shut"
-        told = view.entry(engine).get("kv_events")
+        told = view.router.entry(engine.url).get("kv_events")
         return "the router does not get its KV events" if told is False else ""
 
     cached = _over(view.prefill, off, "")
@@ -306,7 +358,7 @@ def interval(view: FeatureView) -> Seen:
         return Seen(State.OFF, f"--policy {view.policy} has no interval", "--policy sbs")
     if not view.asked:
         return Seen(State.UNKNOWN, "only a running router knows", "give --router URL")
-    instances = view.instances("prefill")
+    instances = view.router.instances("prefill")
     waiting = [text(i, "instance") for i in instances if number(i, "passes") < 1]
     if not instances or len(waiting) == len(instances):
         return Seen(State.OFF, "no pass has ended yet: --sbs-t-default-ms stands in")
@@ -357,7 +409,7 @@ def pass_limit(view: FeatureView) -> Seen:
     if not limits:
         return Seen(State.OFF, "no prefill engine has --prefill-max-requests", "")
     limit = min(limits.values())
-    kept = [e for e in view.prefill if number(view.entry(e), "prefill_max_requests") > 0]
+    kept = [e for e in view.prefill if number(view.router.entry(e.url), "prefill_max_requests") > 0]
     if len(kept) >= len(limits):
         return Seen(State.ON, f"{limit} requests per pass at most, and batches keep to it")
     why = f"engines take {limit} requests per pass at most; batches are packed by tokens"

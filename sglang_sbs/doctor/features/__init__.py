@@ -1,1 +1,0 @@
-"""Which features are on in a deployment: the table of ``doctor --features``."""
