@@ -89,6 +89,7 @@ class RouterServer:
         self._file_limit = raise_file_limit()
         sys.setswitchinterval(_SWITCH_S)
         give_back_large_blocks()
+        self.doorman = intake.Doorman(most=self._file_limit // 2)
         self._build()
         try:
             self._runner = web.AppRunner(
@@ -277,7 +278,6 @@ class RouterServer:
         options = self.options
         await runner.setup()
         assert runner.server is not None
-        self.doorman = intake.Doorman(most=self._file_limit // 2)
         gate = partial(intake.Gate, self.doorman, runner.server)
         create, tls = asyncio.get_running_loop().create_server, server_ssl(options)
         open_port = partial(create, gate, ssl=tls, backlog=_BACKLOG)

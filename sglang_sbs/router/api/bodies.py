@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import asyncio
 from typing import Any
 
 import orjson
 from aiohttp import web
 
-from sglang_sbs.router.client.intake import GRACE_S
-from sglang_sbs.router.errors import RouterError
+from sglang_sbs.router.client.intake import Bodies
 from sglang_sbs.router.requests.body_fields import bad_request
 
 MAX_BODY_BYTES = 1 << 20
@@ -23,24 +21,10 @@ def json_answer(
     return web.Response(status=status, body=body, content_type="application/json", headers=headers)
 
 
-def too_large(most_bytes: int) -> RouterError:
-    detail = f"the body is over {most_bytes} bytes, the limit of this endpoint"
-    return RouterError(413, "payload_too_large", detail)
-
-
-async def read_object(request: web.Request) -> dict[str, Any]:
-    """Raises: RouterError (400, 408 or 413), it is none, does not come or has no end."""
-    body = bytearray()
-    try:
-        async with asyncio.timeout(GRACE_S):
-            while piece := await request.content.readany():
-                body += piece
-                if len(body) > MAX_BODY_BYTES:
-                    raise too_large(MAX_BODY_BYTES)
-    except TimeoutError:
-        detail = f"the body stopped after {len(body)} bytes"
-        raise RouterError(408, "body_too_slow", detail) from None
-    return json_object(body)
+async def read_object(request: web.Request, bodies: Bodies) -> dict[str, Any]:
+    """Raises: RouterError (400, 408, 413 or 503), it is none, does not come or has no end."""
+    with bodies.share() as share:
+        return json_object(await share.read(request, MAX_BODY_BYTES))
 
 
 def json_object(raw: bytes | bytearray) -> dict[str, Any]:

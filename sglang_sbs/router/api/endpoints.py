@@ -24,6 +24,7 @@ from sglang_sbs.router.api.bodies import json_answer, read_object
 from sglang_sbs.router.api.engine_metrics import merge_pages
 from sglang_sbs.router.api.served_router import Router
 from sglang_sbs.router.client.answer_stream import joined, send
+from sglang_sbs.router.client.intake import Bodies
 from sglang_sbs.router.engines.control_requests import ask
 from sglang_sbs.router.errors import RouterError
 from sglang_sbs.router.options.shown_options import shown_options
@@ -32,6 +33,8 @@ from sglang_sbs.router.workers.worker import Worker
 from sglang_sbs.router.workers.worker_view import describe_worker
 
 _ASK_TIMEOUT_S = 30.0
+_BODIES_BYTES = 64 << 20
+"""Of all bodies here; apart from prompts, so that there is room for an abort whatever comes in."""
 _MOST_TOKENS = 1 << 31
 _MAX_LABEL_CHARS = 4096
 """Of one worker: they go to every front end, once a second."""
@@ -42,6 +45,7 @@ class Control:
     def __init__(self, server: Router) -> None:
         self._server = server
         self._registry = server.registry
+        self._bodies = Bodies(_BODIES_BYTES)
         self._generating: asyncio.Task[str] | None = None
         self._metrics: asyncio.Task[bytes | bytearray] | None = None
 
@@ -187,7 +191,7 @@ class Control:
         return json_answer(answer | self._server.scheduled_by() | {"stats": stats})
 
     async def add_worker(self, request: web.Request) -> web.StreamResponse:
-        body = await read_object(request)
+        body = await read_object(request, self._bodies)
         url, role, port = (body.get(name) for name in ("url", "worker_type", "bootstrap_port"))
         if not isinstance(url, str):
             raise bad_request('url is required, e.g. {"url": "http://10.0.0.1:30000"}')
@@ -211,7 +215,7 @@ class Control:
     async def update_worker(self, request: web.Request) -> web.StreamResponse:
         """Set ``priority``, ``cost`` and ``labels``; other fields are accepted and do nothing."""
         worker = self._worker(request)
-        body = await read_object(request)
+        body = await read_object(request, self._bodies)
         priority, cost, labels = (body.get(name) for name in ("priority", "cost", "labels"))
         if priority is not None and (type(priority) is not int or not 0 <= priority < 1 << 32):
             raise bad_request(f"priority must be a whole number >= 0, not {reprlib.repr(priority)}")
@@ -315,7 +319,7 @@ class Control:
 
     async def abort_request(self, request: web.Request) -> web.StreamResponse:
         """By the id the client gave its request (prefix match, as on an engine), or all."""
-        body = await read_object(request)
+        body = await read_object(request, self._bodies)
         rid = "" if body.get("abort_all") else body.get("rid")
         if not isinstance(rid, str) or not (rid or body.get("abort_all")):
             raise bad_request("rid is required (or abort_all: true)")

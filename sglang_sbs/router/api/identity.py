@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any
 
 import aiohttp
 
+from sglang_sbs.router.engines.control_requests import ask
 from sglang_sbs.router.options.keys import JwtConfig, Principal, Role, check_provider_url
 
 if TYPE_CHECKING:
@@ -99,8 +100,7 @@ class SigningKeys:
         from jwt import PyJWK, PyJWTError
 
         self.fetches += 1
-        timeout = aiohttp.ClientTimeout(total=_FETCH_S)
-        async with aiohttp.ClientSession(timeout=timeout, trust_env=True) as session:
+        async with aiohttp.ClientSession(trust_env=True) as session:
             url = self._config.jwks_uri or await self._discover(session)
             found = (await _get(session, url)).get("keys")
         if not isinstance(found, list):
@@ -129,14 +129,10 @@ class SigningKeys:
 
 
 async def _get(session: aiohttp.ClientSession, url: str) -> dict[str, Any]:
-    async with session.get(url, allow_redirects=False) as response:
-        if response.status != 200:
-            raise ValueError(f"{url}: HTTP {response.status}")
-        raw = bytearray()
-        async for piece in response.content.iter_any():
-            raw += piece
-            if len(raw) > _LARGEST_BYTES:
-                raise ValueError(f"{url}: more than {_LARGEST_BYTES} bytes")
+    asked = ask(session, "GET", url, headers=None, timeout_s=_FETCH_S, most_bytes=_LARGEST_BYTES)
+    status, raw = await asked
+    if status != 200:
+        raise ValueError(f"{url}: HTTP {status}")
     value = json.loads(raw)
     if not isinstance(value, dict):
         raise ValueError(f"{url}: not a JSON object")

@@ -106,8 +106,8 @@ class Surface:
         self._access = Access(options.api_key, keys, options.control_plane_audit, tokens)
 
     def application(self) -> web.Application:
-        server, limit = self._server, self._options.max_payload_bytes
-        app = web.Application(client_max_size=limit, middlewares=[self.middleware])
+        server = self._server
+        app = web.Application(middlewares=[server.doorman.between_requests, self.middleware])
         app.on_response_prepare.append(self.on_prepare)
         for path in KINDS:
             app.router.add_post(path, self._inference)
@@ -120,6 +120,7 @@ class Surface:
 
     async def _inference(self, request: web.Request) -> web.StreamResponse:
         server, metrics, path = self._server, self._metrics, request.path
+        kind = KINDS[path]
         received = list(request.headers.items())
         identifier = current_request_id.get()
         model = model_name(server.registry)
@@ -135,21 +136,20 @@ class Surface:
             with traced as (span, passed):
                 headers = forwarded_headers(passed, identifier)
                 handle = server.relay.handle
-                answer = await handle(request, KINDS[path], headers, identifier, asked)
+                answer = await handle(request, kind, headers, identifier, asked)
                 if span is not None:
                     span.set_attribute("http.response.status_code", answer.status)
         except RouterError as error:
-            metrics.request_failed(path, model, error.code)
+            metrics.request_failed(kind, model, error.code)
             raise
         finally:
             streaming = isinstance(answer, web.StreamResponse)
-            metrics.served(path, model, streaming, time.monotonic() - started_s)
+            metrics.served(kind, model, streaming, time.monotonic() - started_s)
         return await send(request, answer) if isinstance(answer, Answer) else answer
 
     @web.middleware
     async def middleware(self, request: web.Request, handler: Handler) -> web.StreamResponse:
-        path, server = request.path, self._server
-        server.doorman.heard(request.transport)
+        path = request.path
         current_request_id.set(_request_id(path, request.headers, self._id_names))
         known = request.match_info.http_exception is None
         resource = request.match_info.route.resource
@@ -165,8 +165,6 @@ class Surface:
             seconds = time.monotonic() - started_s
             duration.observe(seconds)
             log_answer(request.method, path, status, error_code, seconds)
-            if request.transport is not None:  # also one that is closed with something unsent
-                server.doorman.rests(request.transport)
         return response
 
     async def _respond(
@@ -182,10 +180,6 @@ class Surface:
             return error.response()
         except NoRoom as error:
             return RouterError(503, "too_many_dashboards", str(error), retry_after_s=5.0).response()
-        except web.HTTPRequestEntityTooLarge:
-            limit = self._options.max_payload_bytes
-            why = f"the body is over {limit} bytes (--max-payload-size)"
-            return RouterError(413, "payload_too_large", why).response()
         except web.HTTPMethodNotAllowed as error:
             return web.Response(status=405, headers={"Allow": error.headers.get("Allow", "")})
         except web.HTTPNotFound:

@@ -17,7 +17,7 @@ from aiohttp import web
 
 from sglang_sbs.dashboard.pages import Handler
 from sglang_sbs.router.answer import Answer
-from sglang_sbs.router.api.bodies import json_answer, json_object, too_large
+from sglang_sbs.router.api.bodies import json_answer, json_object
 from sglang_sbs.router.api.served_router import Router
 from sglang_sbs.router.client.answer_stream import send
 from sglang_sbs.router.errors import RouterError
@@ -68,10 +68,7 @@ class Tokenizing:
             why = "this router has no tokenizer: start it with --tokenizer-path"
             raise RouterError(400, "tokenizer_not_found", why)
         with server.relay.bodies.share() as share:
-            try:
-                raw = await share.read(request, _MAX_BODY_BYTES)
-            except web.HTTPRequestEntityTooLarge:
-                raise too_large(_MAX_BODY_BYTES) from None
+            raw = await share.read(request, _MAX_BODY_BYTES)
             if server.lanes.long_bytes > _MOST_BACKLOG_BYTES:
                 detail = "too much text waits to be tokenized"
                 raise RouterError(503, "busy", detail, retry_after_s=1.0)

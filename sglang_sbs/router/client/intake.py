@@ -10,7 +10,7 @@ import asyncio
 import logging
 import math
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -91,16 +91,19 @@ class BodyShare:
     lost: bool = False
     """Another body got its room."""
 
-    async def read(self, request: web.Request, limit_bytes: int) -> bytes | bytearray:
-        """The whole body. Raises: HTTPRequestEntityTooLarge, it is longer than ``limit_bytes``;
-        RouterError (408), it comes at less than ``MIN_BYTES_PER_S`` after ``GRACE_S``; (503), there
-        is no room for it."""
+    async def read(
+        self, request: web.Request, limit_bytes: int, whose: str = ", the limit of this endpoint"
+    ) -> bytes | bytearray:
+        """The whole body. ``whose``: the words behind ``limit_bytes`` in the error. Raises:
+        RouterError (413), it is longer; (408), it comes at less than ``MIN_BYTES_PER_S`` after
+        ``GRACE_S``; (503), there is no room for it."""
+        too_large = f"the body is over {limit_bytes} bytes{whose}"
         if (request.content_length or 0) > limit_bytes:
-            raise web.HTTPRequestEntityTooLarge(limit_bytes)
+            raise RouterError(413, "payload_too_large", too_large)
         if request.content.is_eof():  # it came with the head
             whole = request.content.read_nowait()
             if len(whole) > limit_bytes:
-                raise web.HTTPRequestEntityTooLarge(limit_bytes)
+                raise RouterError(413, "payload_too_large", too_large)
             self.bodies.took(self, len(whole))
             return whole
         body = bytearray()
@@ -111,7 +114,7 @@ class BodyShare:
                 while not self.lost and (data := await request.content.readany()):
                     body += data
                     if len(body) > limit_bytes:
-                        raise web.HTTPRequestEntityTooLarge(limit_bytes)
+                        raise RouterError(413, "payload_too_large", too_large)
                     self.bodies.took(self, len(data))
                     if len(body) > _SMALL_BYTES and len(data) > _SMALL_PIECE_BYTES:
                         started_s += await self._turn(deadline)
@@ -186,6 +189,18 @@ class Doorman:
         """A whole request head came over that connection, or it is gone."""
         self._silent.leave(transport)
         self._idle.leave(transport)
+
+    @web.middleware
+    async def between_requests(
+        self, request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]
+    ) -> web.StreamResponse:
+        """The outermost middleware of an application whose connections are watched."""
+        self.heard(request.transport)
+        try:
+            return await handler(request)
+        finally:
+            if request.transport is not None:  # also one that is closed with something unsent
+                self.rests(request.transport)
 
     def close_oldest(self) -> bool:
         """To make room: the one that waits longest; whether there was one."""

@@ -38,10 +38,11 @@ async def ask(
     headers: Mapping[str, str] | None,
     timeout_s: float,
     json: Any = None,
+    most_bytes: int = MAX_ANSWER_BYTES,
 ) -> tuple[int, bytes]:
     """Status and body; a redirect is an answer like any other. Raises: aiohttp.ClientError, there
-    was none, or it has more than ``MAX_ANSWER_BYTES``; OSError, as above; TimeoutError, not all of
-    it came within ``timeout_s``."""
+    was none, or it has more than ``most_bytes``; OSError, as above; TimeoutError, not all of it
+    came within ``timeout_s``."""
     timeout = aiohttp.ClientTimeout(total=timeout_s)
     async with session.request(
         method, url, headers=headers, json=json, allow_redirects=False, timeout=timeout
@@ -51,8 +52,8 @@ async def ask(
         async for piece in response.content.iter_any():
             pieces.append(piece)
             size += len(piece)
-            if size > MAX_ANSWER_BYTES:
-                raise AnswerTooLong(f"its answer is over {MAX_ANSWER_BYTES >> 20} MiB")
+            if size > most_bytes:
+                raise AnswerTooLong(f"its answer is over {most_bytes >> 20} MiB")
         if size <= _SHORT_BYTES:
             return response.status, b"".join(pieces)
         # The interpreter's lock is not held while so many bytes are joined.

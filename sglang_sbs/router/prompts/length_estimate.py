@@ -70,17 +70,15 @@ class PromptLengths:
         self._bytes = self._bytes * keep + size
         self._tokens = self._tokens * keep + size / ratio
 
-    def estimate(self, prompt: Any) -> PromptLength:
-        """Of text, token ids, embeddings or the body of a chat."""
+    def estimate(self, prompt: str | dict[str, Any]) -> PromptLength:
+        """Of text or the body of a chat."""
         if isinstance(prompt, dict):
             texts, messages, only_text = _chat_texts(prompt)
             size = sum(map(_utf8_size, texts))
             tokens = round(size / self.bytes_per_token) + _TOKENS_PER_MESSAGE * messages
             return PromptLength(max(1, tokens), False, size if only_text else 0)
-        if isinstance(prompt, str):
-            size = _utf8_size(prompt)
-            return _estimated(max(1, round(size / self.bytes_per_token)), size)
-        return PromptLength(max(1, len(prompt)) if isinstance(prompt, list) else 1, True)
+        size = _utf8_size(prompt)
+        return _estimated(max(1, round(size / self.bytes_per_token)), size)
 
 
 def chat_bytes(body: dict[str, Any]) -> bytes | None:

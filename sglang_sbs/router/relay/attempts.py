@@ -77,7 +77,7 @@ class Attempts:
                 self.registry.leg_failed(failure)
 
     async def _retried(self, run: UnitRun) -> Pair:
-        path, name = run.exchange.path, run.exchange.request_id
+        kind, name = run.exchange.plan.kind, run.exchange.request_id
         while True:
             run.attempts += 1
             try:
@@ -94,7 +94,7 @@ class Attempts:
                 last = run.attempts >= self.config.max_attempts or harmful
                 retryable = failure.retryable and not run.opened
                 if retryable and last:
-                    self.metrics.gave_up(failure, path)
+                    self.metrics.gave_up(failure, kind)
                     if harmful:
                         gone = " and ".join(sorted(run.broken_off))
                         why = f"{gone} went away under it: not sent to another engine"
@@ -103,7 +103,7 @@ class Attempts:
                     raise
                 without_frames(failure)
                 run.exclude = tuple(dict.fromkeys((*run.exclude, failure.worker)))
-                self.metrics.retried(failure, path)
+                self.metrics.retried(failure, kind)
                 logger.info("%s: attempt %d failed (%s), retrying", name, run.attempts, failure)
             backoff_s = self._backoff_s(run.attempts)
             self.metrics.backs_off(run.attempts, backoff_s)

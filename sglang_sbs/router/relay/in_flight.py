@@ -111,7 +111,7 @@ class Attempt(Announced):
     """Its legs, once they were sent."""
     prefill_open: bool = False
     """They were, and prefill has not answered."""
-    trace: AttemptTrace | None = None
+    trace: AttemptTrace = field(default_factory=AttemptTrace)
 
     @property
     def placement(self) -> Placement | None:
@@ -196,20 +196,18 @@ class InFlight:
         attempt.announced_s = time.monotonic()
         self._attempts[attempt.rid] = attempt
         if self.traces is not None:
-            attempt.trace = self.traces.announced()
+            self.traces.announced(attempt.trace)
 
     def assigned(self, attempt: Attempt, assignment: Dispatch) -> None:
         """The scheduler let it go."""
         held = self.metrics.class_hold_seconds.labels(class_of(attempt.arrival.priority))
         held.observe(assignment.held_s)
-        if attempt.trace is not None:
-            attempt.trace.dispatched_ns = time.time_ns()
+        attempt.trace.dispatched_ns = time.time_ns()
 
     def started(self, attempt: Attempt, placement: Placement) -> None:
         """Both legs were sent."""
         attempt.prefill_open = True
-        if attempt.trace is not None:
-            attempt.trace.sent_ns = time.time_ns()
+        attempt.trace.sent_ns = time.time_ns()
         for worker in (placement.prefill, placement.decode):
             worker.active += 1
             worker.dispatches += 1
@@ -220,7 +218,7 @@ class InFlight:
         if attempt.placement is not None:
             attempt.placement.decode.active -= 1
         self.metrics.attempt_ended(outcome)
-        if attempt.trace is not None and self.traces is not None:
+        if self.traces is not None:
             self.traces.ended(attempt.trace, attempt.assignment, outcome)
 
     def sessions(self) -> dict[str, int]:
@@ -268,8 +266,7 @@ class InFlight:
         self.dispatcher.prefill_done(rid, reply.prompt_tokens, reply.cached_tokens)
         if attempt is None:
             return
-        if attempt.trace is not None:
-            attempt.trace.prefill_ns = time.time_ns()
+        attempt.trace.prefill_ns = time.time_ns()
         if attempt.prefill_open:
             self.metrics.prefill_seconds.observe(now_s - attempt.announced_s)
         self._prefill_over(attempt)
@@ -289,8 +286,7 @@ class InFlight:
             self.metrics.first_byte(
                 class_of(asked.priority), now_s - attempt.announced_s, asked.ttft_slo_s
             )
-            if attempt.trace is not None:
-                attempt.trace.first_byte_ns = time.time_ns()
+            attempt.trace.first_byte_ns = time.time_ns()
 
     def fail_worker(self, worker: Worker) -> None:
         """End what waits for a worker that answers nothing any more. Streams under way get a last

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from sglang_sbs.router import errors
-from sglang_sbs.router.engines.connection import UpstreamError
+from sglang_sbs.router.engines.connection import FailureKind, UpstreamError
 from sglang_sbs.router.engines.response_framing import MalformedResponse
 from sglang_sbs.router.relay.engine_json import (
     ABORT_MARK,
@@ -87,16 +87,12 @@ class _Leg:
     def failed(self, error: UpstreamError) -> None:
         if error.kind == "local":
             self.pair.leg_failed(errors.own_failure(self.name, self.worker, str(error)))
-            return
-        kind = error.kind
-        self._broke(str(error), unreachable=kind == "refused", broke_off=kind == "reset")
+        else:
+            self._broke(str(error), error.kind)
 
-    def _broke(self, why: str, *, unreachable: bool = False, broke_off: bool = False) -> None:
-        self.pair.leg_failed(
-            errors.transport_failure(
-                self.name, self.worker, why, unreachable=unreachable, broke_off=broke_off
-            )
-        )
+    def _broke(self, why: str, kind: FailureKind = "protocol") -> None:
+        how = {"unreachable": kind == "refused", "broke_off": kind == "reset"}
+        self.pair.leg_failed(errors.transport_failure(self.name, self.worker, why, **how))
 
     def _status_failed(self) -> None:
         failure = errors.leg_status_failure(self.name, self.worker, self.status, bytes(self.body))

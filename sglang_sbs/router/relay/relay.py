@@ -143,7 +143,7 @@ class Relay:
         return await downstream.finish()
 
     async def _plan(self, kind: RouteKind, request: web.Request, share: BodyShare) -> Plan:
-        body = await share.read(request, self.config.max_payload_bytes)
+        body = await share.read(request, self.config.max_payload_bytes, " (--max-payload-size)")
         if len(body) <= _QUICK_BYTES and body.count(b",") <= _QUICK_VALUES:
             return plan_request(kind, body, self._limits)
         return await self.lanes.run(len(body), plan_request, kind, body, self._limits)

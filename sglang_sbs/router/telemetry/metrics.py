@@ -47,10 +47,6 @@ _SHARE_BUCKETS = tuple(step / 10 for step in range(1, 11))
 _STOCK = {"router_type": "http", "backend_type": "pd", "connection_mode": "http"}
 _STOCK_LABELS = " ".join(_STOCK)
 """Labels sglang_router puts on its router metrics, with its values for PD over HTTP."""
-_ENDPOINTS = {
-    **{"/generate": "generate", "/v1/completions": "completions"},
-    "/v1/chat/completions": "chat",
-}
 
 _Buckets = tuple[float, ...]
 _K = TypeVar("_K")
@@ -253,27 +249,31 @@ class RouterMetrics:
 
     # Inference --------------------------------------------------------------------------------
 
-    def served(self, path: str, model: str, streaming: bool, seconds: float) -> None:
-        requests, durations = self._served(path, model, streaming)
+    # ``endpoint``: a RouteKind, which is what sglang_router's label of that name says.
+
+    def served(self, endpoint: str, model: str, streaming: bool, seconds: float) -> None:
+        requests, durations = self._served(endpoint, model, streaming)
         requests.inc()
         durations.observe(seconds)
 
-    def _served_series(self, path: str, model: str, streaming: bool) -> tuple[Counter, Histogram]:
-        labels = (*_STOCK.values(), model, _ENDPOINTS[path])
+    def _served_series(
+        self, endpoint: str, model: str, streaming: bool
+    ) -> tuple[Counter, Histogram]:
+        labels = (*_STOCK.values(), model, endpoint)
         requests = self._requests.labels(*labels, str(streaming).lower())
         return requests, self._request_seconds.labels(*labels)
 
-    def request_failed(self, path: str, model: str, code: str) -> None:
-        self._request_errors.labels(*_STOCK.values(), model, _ENDPOINTS[path], code).inc()
+    def request_failed(self, endpoint: str, model: str, code: str) -> None:
+        self._request_errors.labels(*_STOCK.values(), model, endpoint, code).inc()
 
-    def retried(self, failure: LegFailure, path: str) -> None:
-        self._retries.labels(failure.leg, _ENDPOINTS[path]).inc()
+    def retried(self, failure: LegFailure, endpoint: str) -> None:
+        self._retries.labels(failure.leg, endpoint).inc()
 
     def backs_off(self, attempt: int, seconds: float) -> None:
         self._backoff_seconds.labels(str(attempt)).observe(seconds)
 
-    def gave_up(self, failure: LegFailure, path: str) -> None:
-        self._retries_exhausted.labels(failure.leg, _ENDPOINTS[path]).inc()
+    def gave_up(self, failure: LegFailure, endpoint: str) -> None:
+        self._retries_exhausted.labels(failure.leg, endpoint).inc()
 
     # Others -----------------------------------------------------------------------------------
 

@@ -48,7 +48,7 @@ class MetricsPort:
         self.port = port
         """0: any; which, once it is open."""
         self._doorman = Doorman()
-        app = web.Application(middlewares=[self._heard])
+        app = web.Application(middlewares=[self._doorman.between_requests])
         app.add_routes([web.get(path, page) for path, page in pages.items()])
         self._runner = web.AppRunner(
             app,
@@ -97,14 +97,3 @@ class MetricsPort:
         server = self._runner.server
         assert server is not None
         return len(server.connections) < MAX_CONNECTIONS or self._doorman.close_oldest()
-
-    @web.middleware
-    async def _heard(
-        self, request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]
-    ) -> web.StreamResponse:
-        self._doorman.heard(request.transport)
-        try:
-            return await handler(request)
-        finally:
-            if request.transport is not None:
-                self._doorman.rests(request.transport)

@@ -11,7 +11,7 @@ import logging
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -31,8 +31,9 @@ _PROPAGATED = ("traceparent", "tracestate")
 class AttemptTrace:
     """When what happened to one attempt, in nanoseconds since the epoch; 0: it did not."""
 
-    parent: Context
-    announced_ns: int
+    parent: Context | None = None
+    """``None``: nobody wants spans."""
+    announced_ns: int = field(default_factory=time.time_ns)
     dispatched_ns: int = 0
     sent_ns: int = 0
     prefill_ns: int = 0
@@ -74,9 +75,9 @@ class Traces:
             own = [item for item in headers if item[0].lower() not in _PROPAGATED]
             yield span, [*own, *passed.items()]
 
-    def announced(self) -> AttemptTrace:
-        """An attempt of the request that this task serves begins: it is held from now on."""
-        return AttemptTrace(self._context.get_current(), time.time_ns())
+    def announced(self, attempt: AttemptTrace) -> None:
+        """It is of the request that this task serves."""
+        attempt.parent = self._context.get_current()
 
     def ended(self, attempt: AttemptTrace, command: Dispatch | None, outcome: Outcome) -> None:
         """Make the spans of an attempt that is over; ``command``: where it went, if anywhere."""

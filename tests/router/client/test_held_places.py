@@ -14,8 +14,7 @@ import pytest
 from aiohttp import HttpVersion11
 from router_harness import cluster, until
 
-from sglang_sbs.router.api import bodies
-from sglang_sbs.router.client import answer_stream
+from sglang_sbs.router.client import answer_stream, intake
 from sglang_sbs.router.client.answer_stream import Downstream
 from sglang_sbs.router.client.intake import Doorman
 from sglang_sbs.router.telemetry.metrics_port import MAX_CONNECTIONS
@@ -121,7 +120,7 @@ async def test_a_client_that_stops_reading_loses_its_place_on_decode(monkeypatch
 
 @pytest.mark.parametrize("method", ["POST /workers", "PUT /workers/%s", "POST /abort_request"])
 async def test_the_body_of_a_control_request_must_come(method: str, monkeypatch: Any) -> None:
-    monkeypatch.setattr(bodies, "GRACE_S", 0.05)
+    monkeypatch.setattr(intake, "GRACE_S", 0.05)
     async with cluster() as c:
         worker = next(iter(c.server.registry))
         line = (method % worker.id if "%" in method else method).encode() + b" HTTP/1.1\r\n"

@@ -70,7 +70,7 @@ def test_series_of_workers_that_are_not_known_are_left_out_and_nothing_else():
         metrics.dispatches.labels("decode", url, "0").inc()
         metrics.forward_seconds.labels(url).observe(0.1)
     odd = 'model\u2028,worker="http://d1:1'
-    metrics.request_failed("/generate", odd, "x")
+    metrics.request_failed("generate", odd, "x")
     page = metrics.render().decode()
     text = of_workers(page, lambda url: url == "http://d0:1")
     gone = [line for line in page.split("\n") if line not in text.split("\n")]

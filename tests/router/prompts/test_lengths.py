@@ -9,13 +9,6 @@ import pytest
 from sglang_sbs.router.prompts.length_estimate import PromptLength, PromptLengths, chat_bytes
 
 
-def test_token_ids_are_exact() -> None:
-    lengths = PromptLengths()
-    assert lengths.estimate([1, 2, 3]) == PromptLength(3, True)
-    assert lengths.estimate([]) == PromptLength(1, True)
-    assert lengths.estimate([[0.1], [0.2]]).tokens == 2
-
-
 def test_text_is_estimated_from_utf8_bytes() -> None:
     lengths = PromptLengths()
     assert lengths.estimate("x" * 400) == PromptLength(100, False, 400)
