@@ -42,7 +42,6 @@ OFF: dict[str, tuple[float, str]] = {
     "ARRIVING_SHARE": (1.0, ""),
     "WORTH": (0.0, ""),
     "RATE_PASSES": (1.0, ""),
-    "JOIN_SHARE": (0.0, ""),
     "WAITING_SHARE": (1.0, _LONG),
     "CHUNK_WEIGHT": (1.0, _LONG),
     "IMPATIENCE": (0.0, _LONG),

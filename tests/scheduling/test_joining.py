@@ -7,6 +7,7 @@ from test_scheduler import Driver
 
 from sglang_sbs.scheduling import Dispatch, InstanceUp
 from sglang_sbs.scheduling.policies.adaptive.trigger import AdaptiveTrigger
+from sglang_sbs.scheduling.prefill.observation import Observation
 
 
 def with_a_batch_on_its_way() -> Driver:
@@ -54,6 +55,19 @@ def test_who_joins_starts_with_the_batch_and_puts_off_no_other_pass():
     it.wait(0.3)
     assert sent(it, "short")
     assert trigger.last_start_s == pytest.approx(starts_s)
+
+
+def test_one_may_join_when_it_is_too_late_for_a_batch():
+    """However long before the end batches leave, as their last requests come late."""
+    it = with_a_batch_on_its_way()
+    trigger, latency_s = it.scheduler.policy, it.scheduler.interval.lone_s
+    assert isinstance(trigger, AdaptiveTrigger)
+    for _ in range(200):
+        trigger.on_landing(Observation(left_behind_s=[trigger.lead_s]), 1, it.now_s)
+    assert trigger.lead_s > 5 * latency_s
+    it.wait(it.scheduler.prefill["p0"].passes[-1].end_s - it.now_s - 3 * latency_s)
+    it.arrive("short", 50)
+    assert sent(it, "short")
 
 
 def test_few_leave_before_the_end_of_a_pass_after_large_batches():

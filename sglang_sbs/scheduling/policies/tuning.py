@@ -36,6 +36,3 @@ to it."""
 TORN_SHARE = 0.05
 """Times the part of the lead beyond the latency, in pass times: the share of batches that may be
 left behind in part. The wider requests come apart, the more it costs to wait for the last one."""
-JOIN_SHARE = 0.15
-"""A single request may join a batch until this share of what the lead has beyond the latency is
-left."""

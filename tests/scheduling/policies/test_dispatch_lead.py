@@ -81,13 +81,6 @@ def test_what_was_sent_long_before_or_after_says_nothing():
     assert lead.lead_s(LATENCY_S) == pytest.approx(LATENCY_S + _MARGIN_S)
 
 
-def test_a_single_request_may_join_later_than_a_batch_may_leave():
-    lead = DispatchLead()
-    for _ in range(1000):
-        observe(lead, left_behind=[lead.lead_s(LATENCY_S)])
-    assert LATENCY_S < lead.join_s(LATENCY_S) < lead.lead_s(LATENCY_S) / 2
-
-
 def test_torn_batches_are_forgotten_where_nobody_sees_any_more_of_them():
     lead = DispatchLead()
     assert lead.whole == 1

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import math
 
-from sglang_sbs.scheduling.policies.tuning import JOIN_SHARE, TORN_SHARE
+from sglang_sbs.scheduling.policies.tuning import TORN_SHARE
 from sglang_sbs.scheduling.prefill.observation import Observation
 
 _STEP = 0.006
@@ -47,10 +47,6 @@ class DispatchLead:
     def lead_s(self, latency_s: float) -> float:
         """The lead, given L_net."""
         return max(self._idle_s, self._left_behind_s, latency_s + _MARGIN_S)
-
-    def join_s(self, latency_s: float) -> float:
-        """Until so long before the end a single request may follow a batch that has left."""
-        return latency_s + JOIN_SHARE * (self.lead_s(latency_s) - latency_s)
 
     @property
     def whole(self) -> float:

@@ -257,7 +257,7 @@ class AdaptiveTrigger(PrefillPolicy):
         whole_s = one.whole_s
         beyond_s = whole_s + _BEYOND_S
         few = len(queue) <= MOST_JOINING
-        join_s = self._lead.join_s(self._interval.lone_s)
+        join_s = self._interval.lone_s  # one that comes late is one request in the next pass
         ahead_tokens = 0.0
         wake_s = min(one.wakes, default=math.inf)
         for start_s, _, number in one.starts:
