@@ -8,9 +8,9 @@ docs/lab/constants.md, whose table a test compares with this module.
 AGEING_BATCHES = 5.0
 """A chunk of length is worth that many batches of waiting in the order of the queue."""
 SLACK = 0.77
-"""So much of what is predicted of the cluster is relied on: starts are kept apart by this share of
-a pass over the number of instances, and of the queue this share must be more than arrives in that
-time for no spacing, or more than earlier passes take for a batch to leave early."""
+"""So much of what is predicted of the cluster is relied on: of the queue this share must be more
+than arrives between two starts for no spacing of them, or more than earlier passes take for a batch
+to leave early."""
 ARRIVING_SHARE = 0.6
 """How much of what is expected to arrive until a later pass starts counts as its load now."""
 WORTH = 0.95

@@ -36,6 +36,7 @@ instance, or for one that is computing the same (``cache_affinity``).
 from __future__ import annotations
 
 import math
+from bisect import bisect_left, bisect_right, insort
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import islice
@@ -124,8 +125,10 @@ class AdaptiveTrigger(PrefillPolicy):
         self._lineup = Lineup()
         self._urgency = urgency
         self._max_hold_s = max_hold_s
-        self.last_start_s = self._planned_s = float("-inf")
-        """When the pass of the newest batch starts, and of the one that was planned last."""
+        self.starts_s: list[float] = []
+        """When the passes start of the batches that left of late; in order."""
+        self._planned_s: float | None = None
+        """Of the batch that was planned last; None: it joins one that left."""
         self._chunk_tokens = 1.0
         self._long = LongPrompts(self._offered, interval)
         self._lead = DispatchLead()
@@ -142,7 +145,9 @@ class AdaptiveTrigger(PrefillPolicy):
         self._offered.arrived(tokens, now_s)
 
     def on_dispatched(self, now_s: float) -> None:
-        self.last_start_s = self._planned_s
+        del self.starts_s[: bisect_left(self.starts_s, now_s - self._offered.pass_s)]
+        if self._planned_s is not None:
+            insort(self.starts_s, self._planned_s)
 
     def on_landing(self, seen: Observation, ranks: int, now_s: float) -> None:
         self._lead.observe(
@@ -210,7 +215,7 @@ class AdaptiveTrigger(PrefillPolicy):
             tried += 1
             if plan.placements:
                 joins = instance.id in one.starts.in_time
-                self._planned_s = self.last_start_s if joins else one.starts.begin_s(instance)
+                self._planned_s = None if joins else one.starts.begin_s(instance)
                 affinity.dispatched(instance)
                 return plan
         one.wakes += [] if affinity.wake_s is None else [affinity.wake_s]
@@ -343,25 +348,36 @@ class AdaptiveTrigger(PrefillPolicy):
     # Candidates ---------------------------------------------------------------------------
 
     def _spaced(self, one: Decision) -> list[PrefillInstance]:
-        """Soft stagger of the starts of passes; its length comes from the model and the arrival
-        rate, not from measured pass times, which would feed back into themselves. Who joins a batch
-        starts with it."""
-        n = len(one.instances)
-        share_s = self._offered.pass_s / n
-        # An instance that falls idle meanwhile would start with a part of the next batch.
-        due_s = self.last_start_s + SLACK * self._lead.whole * share_s
+        """Soft stagger: a start is a pass over the number of instances away from any other that is
+        planned, whichever comes first. Of many instances several are planned at once, and passes
+        of the same length would stay as near to each other as they once were. How long a pass is
+        comes from the model and the arrival rate, not from measured times, which would feed back
+        into themselves. Who joins a batch starts with it."""
+        share_s = self._offered.pass_s / len(one.instances)
         if SLACK * one.queue.tokens >= max(1.0, self._offered.token_rate * share_s):
             return one.candidates
-        # What was committed early, to a pass that is far away, keeps no earlier one waiting.
-        first_s, end_s = self.last_start_s - _EPSILON_S, due_s - _EPSILON_S
-        spaced = [
-            instance
-            for instance in one.candidates
-            if instance.backlog_tokens > 0 or not first_s <= one.starts.begin_s(instance) < end_s
-        ]
-        if len(spaced) < len(one.candidates):
+        # An instance that falls idle meanwhile would start with a part of the next batch.
+        apart_s = self._lead.whole * share_s
+        spaced, due_s = [], math.inf
+        for instance in one.candidates:
+            begin_s = one.starts.begin_s(instance)
+            free_s = begin_s if instance.backlog_tokens else self._apart(begin_s, apart_s)
+            if free_s > begin_s:
+                due_s = min(due_s, free_s)
+            else:
+                spaced.append(instance)
+        if due_s < math.inf:
             one.wakes.append(due_s - one.at.latency_s)
         return spaced
+
+    def _apart(self, start_s: float, apart_s: float) -> float:
+        """The first time from then on that is so far from all planned starts."""
+        least_s = apart_s - _EPSILON_S
+        for planned_s in self.starts_s[bisect_right(self.starts_s, start_s - least_s) :]:
+            if planned_s - start_s >= least_s:
+                break
+            start_s = planned_s + apart_s
+        return start_s
 
     # One batch ----------------------------------------------------------------------------
 
