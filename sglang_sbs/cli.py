@@ -28,13 +28,13 @@ VERBS = {
         "sglang_sbs.launch_scheduler", "schedule for routers on other machines (--sbs-scheduler)"
     ),
     "server": Verb("sglang_sbs.launch_server", "start instances and a router on this machine"),
-    "demo": Verb("sglang_sbs.demo.cli", "see SBS work on a real tiny cluster, here and now"),
+    "demo": Verb("benchmarks.demo.cli", "see SBS work on a real tiny cluster, here and now"),
     "top": Verb("sglang_sbs.dashboard.top", "watch a router in the terminal"),
     "simulate": Verb("sglang_sbs.simulator.cli", "compare policies in simulated time"),
     "doctor": Verb("sglang_sbs.doctor.cli", "examine running engines: what is wrong, what to do"),
     "patch": Verb("sglang_sbs.patching.cli", "let SBS into SGLang < 0.5.11 and sglang_router"),
     "bench": Verb(
-        "sglang_sbs.demo.compare_policies", "compare policies and triggers on that cluster"
+        "benchmarks.demo.compare_policies", "compare policies and triggers on that cluster"
     ),
 }
 
