@@ -24,6 +24,9 @@ from typing import Any
 import aiohttp
 import orjson
 
+from benchmarks.demo.load import Arrival, send_one
+from benchmarks.demo.runs import RouterPorts, running_router
+from benchmarks.demo.virtual_cluster import parallel_flags
 from sglang_sbs.cluster.local import LocalCluster
 from sglang_sbs.cluster.plan import (
     PORTS_PER_INSTANCE,
@@ -34,9 +37,6 @@ from sglang_sbs.cluster.plan import (
     plan_cluster,
 )
 from sglang_sbs.cluster.ports import free_port_blocks
-from sglang_sbs.demo.load import Arrival, send_one
-from sglang_sbs.demo.runs import RouterPorts, running_router
-from sglang_sbs.demo.virtual_cluster import parallel_flags
 from sglang_sbs.router.engines.urls import rank_url
 from sglang_sbs.router.workers.rank_contract import (
     decode_members,

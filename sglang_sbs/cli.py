@@ -8,15 +8,24 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Callable, Sequence
+from functools import partial
 from importlib import import_module
+from pathlib import Path
 from typing import NamedTuple
 
 from sglang_sbs import __version__
 from sglang_sbs.completion import ASKED, complete
+from sglang_sbs.extras import only_in_a_checkout
+
+CHECKOUT = Path(__file__).resolve().parents[1]
+"""Where ``benchmarks/`` is, unless this is an installed wheel."""
 
 
 class Verb(NamedTuple):
-    """A subcommand: the module whose ``main(argv)`` it runs, and its line in the help."""
+    """A subcommand: the module whose ``main(argv)`` it runs, and its line in the help.
+
+    Modules of ``benchmarks`` are not in the wheel: those verbs work in a checkout only.
+    """
 
     module: str
     help: str
@@ -28,13 +37,13 @@ VERBS = {
         "sglang_sbs.launch_scheduler", "schedule for routers on other machines (--sbs-scheduler)"
     ),
     "server": Verb("sglang_sbs.launch_server", "start instances and a router on this machine"),
-    "demo": Verb("sglang_sbs.demo.cli", "see SBS work on a real tiny cluster, here and now"),
+    "demo": Verb("benchmarks.demo.cli", "in a checkout: see SBS work on a real tiny cluster"),
     "top": Verb("sglang_sbs.dashboard.top", "watch a router in the terminal"),
     "simulate": Verb("sglang_sbs.simulator.cli", "compare policies in simulated time"),
     "doctor": Verb("sglang_sbs.doctor.cli", "examine running engines: what is wrong, what to do"),
     "patch": Verb("sglang_sbs.patching.cli", "let SBS into SGLang < 0.5.11 and sglang_router"),
     "bench": Verb(
-        "sglang_sbs.demo.compare_policies", "compare policies and triggers on that cluster"
+        "benchmarks.demo.compare_policies", "in a checkout: compare policies on that cluster"
     ),
 }
 
@@ -75,8 +84,21 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _main_of(verb: str) -> Callable[[Sequence[str]], int | None]:
-    run: Callable[[Sequence[str]], int | None] = import_module(VERBS[verb].module).main
+    module = VERBS[verb].module
+    if module.startswith("benchmarks."):
+        if not CHECKOUT.joinpath(*module.split(".")).with_suffix(".py").is_file():
+            return partial(_refuse, verb)
+        sys.path.insert(0, str(CHECKOUT))
+    run: Callable[[Sequence[str]], int | None] = import_module(module).main
     return run
+
+
+def _refuse(verb: str, words: Sequence[str]) -> int:
+    """Say where a verb works that does not work here; asking for help is no mistake."""
+    asked = "-h" in words or "--help" in words
+    text = f"usage: sglang-sbs {verb} [flags]\n\nsglang-sbs {verb}: {only_in_a_checkout(verb)}"
+    print(text, file=sys.stdout if asked else sys.stderr)
+    return 0 if asked else 2
 
 
 if __name__ == "__main__":

@@ -10,6 +10,11 @@ _CPU = (
 )
 
 
+def only_in_a_checkout(verb: str) -> str:
+    """Where ``sglang-sbs VERB`` can be had, for those that a wheel does not have."""
+    return f"not in an installed wheel; {_CPU.format(verb=verb)}"
+
+
 def without_matplotlib() -> str | None:
     """What to install to draw pictures; ``None``: it is there."""
     if find_spec("matplotlib") is not None:

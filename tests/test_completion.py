@@ -20,6 +20,7 @@ pytest.importorskip("argcomplete")
         ("sglang-sbs router --sbs-trigger ", {"adaptive", "paper"}),
         ("sglang-sbs server --pre", {"--prefill-instances", "--prefill-args"}),
         ("sglang-sbs simulate plan --slo-t", {"--slo-ttft"}),
+        ("sglang-sbs demo --top", {"--topology"}),
         ("sglang-sbs nothing --x", set()),
     ],
 )

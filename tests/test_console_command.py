@@ -5,11 +5,14 @@ from __future__ import annotations
 import subprocess
 import sys
 from importlib import import_module
+from pathlib import Path
 
 import pytest
 
-from sglang_sbs import __version__
+from sglang_sbs import __version__, cli
 from sglang_sbs.cli import VERBS, main
+
+IN_A_CHECKOUT = [verb for verb in VERBS if VERBS[verb].module.startswith("benchmarks.")]
 
 
 def test_help_lists_every_verb(capsys):
@@ -44,3 +47,30 @@ def test_the_router_needs_neither_torch_nor_sglang():
     )
     out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert out.stdout.strip() == "[]"
+
+
+@pytest.mark.parametrize("verb", IN_A_CHECKOUT)
+def test_what_is_not_in_the_wheel_is_found_from_any_folder(verb: str, tmp_path: Path) -> None:
+    program = (
+        "import sys; sys.path.insert(0, sys.argv[1])\n"
+        "from sglang_sbs.cli import main\n"
+        "sys.path.pop(0); sys.exit(main(sys.argv[2:]))"
+    )
+    command = [sys.executable, "-I", "-c", program, str(cli.CHECKOUT), verb, "--help"]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, check=False)
+    assert done.returncode == 0, done.stderr
+    assert f"sglang-sbs {verb} --" in done.stdout
+
+
+@pytest.mark.parametrize("verb", IN_A_CHECKOUT)
+def test_a_wheel_says_where_to_get_what_it_lacks(
+    verb: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr(cli, "CHECKOUT", tmp_path)
+    assert main([verb, "--dp", "2"]) == 2
+    assert f".venv/bin/sglang-sbs {verb}" in capsys.readouterr().err
+    assert main([verb, "--help"]) == 0
+    assert f".venv/bin/sglang-sbs {verb}" in capsys.readouterr().out

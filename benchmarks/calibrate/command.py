@@ -21,6 +21,7 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.command_line import command_parser, make_writable
+from benchmarks.demo.virtual_cluster import COST as RIG_COST
 from benchmarks.fitting.calibration import LEAST_PASSES, FitErrors, fit_cost, usable_passes
 from benchmarks.fitting.captured import read_capture, recording_of_messages
 from benchmarks.fitting.recorded_runs import record_runs
@@ -29,7 +30,6 @@ from benchmarks.fitting.validation import virtual_gpu_cost, virtual_gpu_pass_cos
 from benchmarks.listener import Heard, ReportListener, listen_for
 from sglang_sbs import __version__
 from sglang_sbs.cluster.local import ClusterStartError
-from sglang_sbs.demo.virtual_cluster import COST as RIG_COST
 from sglang_sbs.scheduling.eventlog import MAGIC
 from sglang_sbs.simulator.cluster.cost import CostError, PassCost, find_cost
 from sglang_sbs.testing.virtual_gpu import VirtualGpuCost

@@ -25,15 +25,15 @@ from benchmarks.chaos.ha import run as ha_run
 from benchmarks.chaos.ha.site import AGREEMENTS
 from benchmarks.chaos.ha.site import running_site as running_ha_site
 from benchmarks.command_line import command_parser
-from sglang_sbs.cluster.local import ClusterStartError, Progress
-from sglang_sbs.cluster.readiness import NotReadyError
-from sglang_sbs.demo.load import Workload
-from sglang_sbs.demo.virtual_cluster import (
+from benchmarks.demo.load import Workload
+from benchmarks.demo.virtual_cluster import (
     CHUNK_TOKENS,
     add_tp_argument,
     attention_tp_of,
     progress_printer,
 )
+from sglang_sbs.cluster.local import ClusterStartError, Progress
+from sglang_sbs.cluster.readiness import NotReadyError
 
 _FILE_WIDTH = 180
 

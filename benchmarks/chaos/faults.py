@@ -16,7 +16,7 @@ import aiohttp
 
 from benchmarks.chaos.endforward_relay import Disturbance
 from benchmarks.chaos.run import Fault, Scene
-from sglang_sbs.demo.load import Workload
+from benchmarks.demo.load import Workload
 
 PAUSE_S = 5.0
 """SIGSTOP until SIGCONT."""

@@ -17,7 +17,7 @@ from typing import Self
 
 import aiohttp
 
-from sglang_sbs.demo.load import Arrival, Sample, send_one
+from benchmarks.demo.load import Arrival, Sample, send_one
 
 WINDOW = 20
 """Requests in a row that tell whether service is back: one of them may be out of line."""

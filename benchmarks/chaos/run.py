@@ -28,12 +28,12 @@ from benchmarks.chaos.open_load import (
     first_token_worst_s,
     recovery_s,
 )
+from benchmarks.demo.load import Workload, run_load
+from benchmarks.demo.runs import RouterPorts, running_router
+from benchmarks.demo.virtual_cluster import CHUNK_TOKENS, COST, parallel_flags
 from sglang_sbs.cluster.local import LocalCluster, Progress
 from sglang_sbs.cluster.plan import PORTS_PER_INSTANCE, ClusterOptions, plan_cluster
 from sglang_sbs.cluster.ports import free_port_blocks
-from sglang_sbs.demo.load import Workload, run_load
-from sglang_sbs.demo.runs import RouterPorts, running_router
-from sglang_sbs.demo.virtual_cluster import CHUNK_TOKENS, COST, parallel_flags
 from sglang_sbs.testing.tiny_model import cached_tiny_model
 
 DP_SIZE = 2

@@ -37,9 +37,9 @@ from benchmarks.compare_routers.results.rows import Header, Row, RowFile, figure
 from benchmarks.compare_routers.runs.clients import CLIENTS
 from benchmarks.compare_routers.runs.engines import H800_CHUNK_TOKENS, PASS_S
 from benchmarks.compare_routers.workloads import NAMES
+from benchmarks.demo.virtual_cluster import CHUNK_TOKENS, add_tp_argument
 from benchmarks.router_processes import STOCK
 from sglang_sbs.cluster.local import ClusterStartError
-from sglang_sbs.demo.virtual_cluster import CHUNK_TOKENS, add_tp_argument
 from sglang_sbs.simulator.cluster.cost import COSTS, CostError
 
 _EXAMPLE = f"""\

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from benchmarks.demo.compare_policies import policy_flags
 from benchmarks.router_processes import STOCK, Contender
-from sglang_sbs.demo.compare_policies import policy_flags
 
 OPTIONAL_PACKAGE_HINT = "install the bench extra: pip install 'sglang-sbs[bench]'"
 PACKAGE_HINTS = {"dynamo": "pip install ai-dynamo-runtime==1.6.1"}

@@ -45,9 +45,9 @@ from benchmarks.compare_routers.runs.engines import (
 )
 from benchmarks.compare_routers.runs.revision import revision
 from benchmarks.compare_routers.workloads import NAMES, WORKLOADS, duration_s
+from benchmarks.demo.cli import parse_topology
+from benchmarks.demo.virtual_cluster import CHUNK_TOKENS, attention_tp_of
 from benchmarks.router_processes import STOCK, Contender
-from sglang_sbs.demo.cli import parse_topology
-from sglang_sbs.demo.virtual_cluster import CHUNK_TOKENS, attention_tp_of
 from sglang_sbs.simulator.cluster.cost import COSTS, CostError, PassCost, find_cost
 from sglang_sbs.testing.tiny_model import cached_tiny_model
 from sglang_sbs.wire.curve import keys_in

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from tokenizers import Tokenizer
 
-from sglang_sbs.demo.load import FIRST_TOKEN_ID
+from benchmarks.demo.load import FIRST_TOKEN_ID
 
 _LEAST_WORDS = 16
 

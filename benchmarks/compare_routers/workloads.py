@@ -21,7 +21,7 @@ import msgspec
 
 from benchmarks.compare_routers.agents import AGENTIC, Turn
 from benchmarks.compare_routers.prompts import Prompts
-from sglang_sbs.demo.load import Arrival
+from benchmarks.demo.load import Arrival
 from sglang_sbs.simulator.workloads.arrivals import time_of_day
 
 LONG_TAIL_CHUNKS = 8

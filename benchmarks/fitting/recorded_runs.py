@@ -12,9 +12,9 @@ from pathlib import Path
 
 from rich.console import Console
 
-from sglang_sbs.demo.compare_policies import policy_flags
-from sglang_sbs.demo.load import Workload
-from sglang_sbs.demo.virtual_cluster import running_rig
+from benchmarks.demo.compare_policies import policy_flags
+from benchmarks.demo.load import Workload
+from benchmarks.demo.virtual_cluster import running_rig
 
 _PRIME_REQUESTS = 60
 _NAME = re.compile(r"(?P<policy>\w+)-load(?P<load>[\d.]+)-seed(?P<seed>\d+)\.events")

@@ -19,19 +19,19 @@ from rich.table import Table
 from benchmarks.burners import add_busy_argument, burners, check_busy
 from benchmarks.command_line import command_parser
 from benchmarks.compare_routers.prompts import Prompts, id_prompts, text_prompts
-from benchmarks.gangs.gangs import AIM_S, Figures, figures, read_gangs
-from sglang_sbs.cluster.local import ClusterStartError
-from sglang_sbs.demo.cli import parse_topology
-from sglang_sbs.demo.compare_policies import NO_FLOW_CONTROL
-from sglang_sbs.demo.load import Arrival, Workload
-from sglang_sbs.demo.runs import run_policy
-from sglang_sbs.demo.virtual_cluster import (
+from benchmarks.demo.cli import parse_topology
+from benchmarks.demo.compare_policies import NO_FLOW_CONTROL
+from benchmarks.demo.load import Arrival, Workload
+from benchmarks.demo.runs import run_policy
+from benchmarks.demo.virtual_cluster import (
     CHUNK_TOKENS,
     Rig,
     add_tp_argument,
     attention_tp_of,
     running_rig,
 )
+from benchmarks.gangs.gangs import AIM_S, Figures, figures, read_gangs
+from sglang_sbs.cluster.local import ClusterStartError
 from sglang_sbs.testing.tiny_model import cached_tiny_model
 
 _WARM_UP_REQUESTS = 40

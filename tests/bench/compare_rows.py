@@ -6,8 +6,8 @@ import math
 
 from benchmarks.compare_routers.results.measure import Answers, Engines, KvBand, Trace
 from benchmarks.compare_routers.results.rows import Header, Key, Row
-from sglang_sbs.demo.load import Latency
-from sglang_sbs.demo.passes import ForwardPass, PassStatistics
+from benchmarks.demo.load import Latency
+from benchmarks.demo.passes import ForwardPass, PassStatistics
 
 NAN = math.nan
 HEADER = Header(

@@ -19,7 +19,7 @@ from benchmarks.chaos.ha.faults import ALL, BY_NAME
 from benchmarks.chaos.ha.run import _result, run_fault
 from benchmarks.chaos.ha.site import site_with, worker_flags
 from benchmarks.chaos.open_load import Outcome
-from sglang_sbs.demo.load import Arrival, Sample, Workload
+from benchmarks.demo.load import Arrival, Sample, Workload
 from tools.stand_ins.mock_engine import MockEngine, Rooms
 
 

@@ -21,9 +21,9 @@ from benchmarks.compare_routers.results import ratios, report, tables
 from benchmarks.compare_routers.results.rows import NOT_RUN, Key, Row, RowFile
 from benchmarks.compare_routers.runs import cell, clients
 from benchmarks.compare_routers.runs.engines import Engines
+from benchmarks.demo.load import Arrival, Sample
+from benchmarks.demo.runs import RouterPorts
 from benchmarks.router_processes import Contender
-from sglang_sbs.demo.load import Arrival, Sample
-from sglang_sbs.demo.runs import RouterPorts
 
 
 def broken(policy: str, *, load: float = 0.8, seed: int = 1, warm_up_failed: int = 0) -> Row:

@@ -22,9 +22,9 @@ from benchmarks.compare_routers.results import report
 from benchmarks.compare_routers.results.rows import Key, RowFile
 from benchmarks.compare_routers.runs import cell, endforward_check
 from benchmarks.compare_routers.runs.engines import Engines
+from benchmarks.demo.runs import RouterPorts
 from benchmarks.listener import Heard, ReportListener
 from sglang_sbs.cluster.ports import free_port_blocks
-from sglang_sbs.demo.runs import RouterPorts
 from sglang_sbs.wire import EndForward, encode_endforward
 from sglang_sbs.wire.curve import keys_in
 

@@ -10,8 +10,8 @@ from benchmarks.compare_routers.results import measure
 from benchmarks.compare_routers.results.measure import KvBand
 from benchmarks.compare_routers.runs import clients
 from benchmarks.compare_routers.workloads import arrivals
+from benchmarks.demo.load import Sample
 from benchmarks.listener import Heard
-from sglang_sbs.demo.load import Sample
 from sglang_sbs.wire import EndForward
 
 

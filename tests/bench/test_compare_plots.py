@@ -13,8 +13,8 @@ from benchmarks.compare_routers.results import plots
 from benchmarks.compare_routers.results.measure import Answers, Engines, KvBand, Trace
 from benchmarks.compare_routers.results.ratios import in_order
 from benchmarks.compare_routers.results.rows import Key, Row
-from sglang_sbs.demo.load import Latency
-from sglang_sbs.demo.passes import ForwardPass, PassStatistics
+from benchmarks.demo.load import Latency
+from benchmarks.demo.passes import ForwardPass, PassStatistics
 
 NAMES = [one.name for one in FIELD]
 

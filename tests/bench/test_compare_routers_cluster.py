@@ -12,10 +12,10 @@ import pytest
 from benchmarks.compare_routers import command
 from benchmarks.compare_routers.results.rows import RowFile
 from benchmarks.compare_routers.runs.clients import CLIENTS
+from benchmarks.demo.virtual_cluster import CHUNK_TOKENS, parallel_flags
 from sglang_sbs.cluster.local import LocalCluster
 from sglang_sbs.cluster.plan import PORTS_PER_INSTANCE, ClusterOptions, Role, plan_cluster
 from sglang_sbs.cluster.ports import free_port_blocks
-from sglang_sbs.demo.virtual_cluster import CHUNK_TOKENS, parallel_flags
 from sglang_sbs.testing.tiny_model import cached_tiny_model
 from sglang_sbs.testing.virtual_gpu import VirtualGpuCost
 

@@ -18,7 +18,7 @@ from benchmarks.chaos.open_load import (
     first_token_worst_s,
     recovery_s,
 )
-from sglang_sbs.demo.load import Arrival, Sample
+from benchmarks.demo.load import Arrival, Sample
 
 LIMIT_S = 1.0
 

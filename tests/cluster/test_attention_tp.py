@@ -17,8 +17,8 @@ import zmq
 import zmq.asyncio
 from cluster_requests import cluster_options, generate, random_prompt, send_legs, start
 
+from benchmarks.demo.virtual_cluster import parallel_flags
 from sglang_sbs.cluster.local import LocalCluster
-from sglang_sbs.demo.virtual_cluster import parallel_flags
 from sglang_sbs.wire import EndForward, decode_endforward
 from sglang_sbs.wire.gangs import SIZED_RID_PREFIX, GangPart, gang_room
 

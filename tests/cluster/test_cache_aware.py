@@ -31,9 +31,9 @@ from cluster_hits import (
 )
 from cluster_requests import CHUNKED_PREFILL_SIZE, ENGINE_FLAGS, generate, start
 
+from benchmarks.demo.runs import RouterPorts, running_router
 from sglang_sbs.cluster.plan import PORTS_PER_INSTANCE, ClusterOptions
 from sglang_sbs.cluster.ports import free_port_blocks
-from sglang_sbs.demo.runs import RouterPorts, running_router
 from sglang_sbs.scheduling import Scheduler
 from sglang_sbs.scheduling.eventlog import LogRecord
 from sglang_sbs.scheduling.events import (

@@ -22,11 +22,11 @@ from benchmarks.chaos.faults import (
     storm,
 )
 from benchmarks.chaos.run import Fault, FaultResult, Site, run_fault
+from benchmarks.demo.load import Workload
+from benchmarks.demo.runs import RouterPorts
 from sglang_sbs.cluster.local import LocalCluster
 from sglang_sbs.cluster.plan import PORTS_PER_INSTANCE
 from sglang_sbs.cluster.ports import free_port_blocks
-from sglang_sbs.demo.load import Workload
-from sglang_sbs.demo.runs import RouterPorts
 
 pytestmark = [pytest.mark.cluster, pytest.mark.asyncio(loop_scope="session")]
 

@@ -19,10 +19,10 @@ import pytest
 import pytest_asyncio
 from cluster_requests import STARTUP_TIMEOUT_S, cluster_options
 
+from benchmarks.demo.runs import RouterPorts, running_router
 from sglang_sbs.cluster.local import LocalCluster
 from sglang_sbs.cluster.plan import PORTS_PER_INSTANCE, InstancePlan, plan_cluster
 from sglang_sbs.cluster.ports import free_port_blocks
-from sglang_sbs.demo.runs import RouterPorts, running_router
 from sglang_sbs.testing.virtual_gpu import VirtualGpuCost
 
 pytestmark = [pytest.mark.cluster, pytest.mark.asyncio(loop_scope="session")]

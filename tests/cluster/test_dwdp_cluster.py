@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from sglang_sbs.demo.tokens import DP_SIZE, MIN_PROMPTS, match_tokens
-from sglang_sbs.demo.virtual_cluster import dwdp_flags
+from benchmarks.demo.tokens import DP_SIZE, MIN_PROMPTS, match_tokens
+from benchmarks.demo.virtual_cluster import dwdp_flags
 from sglang_sbs.scheduling import ForwardEnded
 from sglang_sbs.scheduling.eventlog import read_event_log
 

@@ -32,7 +32,7 @@ async def until(stream: asyncio.StreamReader, last: str) -> dict[str, str]:
 async def test_it_serves_what_it_prints_and_stops_on_ctrl_c(tmp_path: Path) -> None:
     port = next(free_port_blocks(2))
     process = await asyncio.create_subprocess_exec(
-        *(sys.executable, "-m", "sglang_sbs.demo.cli", "--keep"),
+        *(sys.executable, "-m", "sglang_sbs.cli", "demo", "--keep"),
         *("--topology", "1P1D", "--dp", "1", "--out", str(tmp_path)),
         *("--port", str(port), "--prometheus-port", str(port + 1)),
         stdout=asyncio.subprocess.PIPE,

@@ -12,10 +12,10 @@ from typing import Any
 import aiohttp
 import pytest
 
+from benchmarks.demo.runs import RouterPorts, running_router
 from sglang_sbs.cluster.local import LocalCluster
 from sglang_sbs.cluster.plan import PORTS_PER_INSTANCE, Role
 from sglang_sbs.cluster.ports import free_port_blocks
-from sglang_sbs.demo.runs import RouterPorts, running_router
 from sglang_sbs.scheduling.eventlog import read_event_log
 from sglang_sbs.scheduling.events import PrefillDone, RequestArrived
 from sglang_sbs.testing.tiny_model import cached_tiny_model

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
+from benchmarks.demo.tokens import match_tokens
 from sglang_sbs.cluster.plan import RUST_SERVER_ENV
-from sglang_sbs.demo.tokens import match_tokens
 from sglang_sbs.scheduling import Dispatch, ForwardEnded
 from sglang_sbs.scheduling.eventlog import read_event_log
 

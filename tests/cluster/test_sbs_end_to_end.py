@@ -14,14 +14,14 @@ import aiohttp
 import orjson
 import pytest
 
+from benchmarks.demo import cli
+from benchmarks.demo.load import Workload, run_load
+from benchmarks.demo.passes import read_engines
+from benchmarks.demo.runs import RouterPorts, instance_names, running_router
+from benchmarks.demo.virtual_cluster import parallel_flags
 from sglang_sbs.cluster.local import LocalCluster
 from sglang_sbs.cluster.plan import PORTS_PER_INSTANCE, ClusterOptions, plan_cluster
 from sglang_sbs.cluster.ports import free_port_blocks
-from sglang_sbs.demo import cli
-from sglang_sbs.demo.load import Workload, run_load
-from sglang_sbs.demo.passes import read_engines
-from sglang_sbs.demo.runs import RouterPorts, instance_names, running_router
-from sglang_sbs.demo.virtual_cluster import parallel_flags
 from sglang_sbs.testing.tiny_model import cached_tiny_model
 from sglang_sbs.testing.virtual_gpu import VirtualGpuCost
 

@@ -26,10 +26,10 @@ from cluster_hits import (
 )
 from cluster_requests import ENGINE_FLAGS, random_prompt, send_legs, start
 
+from benchmarks.demo.runs import RouterPorts, running_router
 from sglang_sbs.cluster.local import LocalCluster
 from sglang_sbs.cluster.plan import PORTS_PER_INSTANCE, ClusterOptions
 from sglang_sbs.cluster.ports import free_port_blocks
-from sglang_sbs.demo.runs import RouterPorts, running_router
 from sglang_sbs.engine.config import GANG_GATE_MS, split_tcp
 from sglang_sbs.scheduling.events import ForwardEnded, InstanceUp
 from sglang_sbs.testing.tiny_model import cached_tiny_model

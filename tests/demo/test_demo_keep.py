@@ -12,9 +12,9 @@ import pytest
 from aiohttp import web
 from aiohttp.test_utils import TestServer
 
-from sglang_sbs.demo import cli
-from sglang_sbs.demo.kept_cluster import MOST_IN_FLIGHT, Traffic, steady_load
-from sglang_sbs.demo.load import Sample
+from benchmarks.demo import cli
+from benchmarks.demo.kept_cluster import MOST_IN_FLIGHT, Traffic, steady_load
+from benchmarks.demo.load import Sample
 
 
 def test_a_taken_port_is_named_with_the_flag_that_changes_it(

@@ -8,8 +8,8 @@ import orjson
 import pytest
 from aiohttp import web
 
-from sglang_sbs.demo.cli import parse_topology
-from sglang_sbs.demo.load import Latency, Workload, run_load
+from benchmarks.demo.cli import parse_topology
+from benchmarks.demo.load import Latency, Workload, run_load
 from tools.stand_ins.ports import free_ports
 
 

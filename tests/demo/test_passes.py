@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from sglang_sbs.demo.passes import ForwardPass, PassBuilder, pass_statistics, read_engines
+from benchmarks.demo.passes import ForwardPass, PassBuilder, pass_statistics, read_engines
 from sglang_sbs.scheduling import Dispatch, ForwardEnded, SchedulerConfig, TimerFired
 from sglang_sbs.scheduling.eventlog import EventLogWriter
 from sglang_sbs.wire import EndForward

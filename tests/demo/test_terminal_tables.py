@@ -7,10 +7,10 @@ import io
 import pytest
 from rich.console import Console
 
-from sglang_sbs.demo import cli, compare_policies
-from sglang_sbs.demo.load import Sample
-from sglang_sbs.demo.passes import EngineRecord, ForwardPass
-from sglang_sbs.demo.runs import Run
+from benchmarks.demo import cli, compare_policies
+from benchmarks.demo.load import Sample
+from benchmarks.demo.passes import EngineRecord, ForwardPass
+from benchmarks.demo.runs import Run
 from sglang_sbs.scheduling import POLICIES
 
 

@@ -19,7 +19,7 @@ from typing import Any, Self
 import aiohttp
 
 from benchmarks.chaos.open_load import Fate, Outcome
-from sglang_sbs.demo.load import Arrival, Sample, send_one
+from benchmarks.demo.load import Arrival, Sample, send_one
 
 CHECK_EVERY_S = 0.5
 CHECK_TIMEOUT_S = 0.5

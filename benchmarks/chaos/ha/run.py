@@ -18,7 +18,7 @@ from benchmarks.chaos.ha.faults import HELD_S, Fault
 from benchmarks.chaos.ha.places import Part, Places
 from benchmarks.chaos.open_load import Fate, recovery_s
 from benchmarks.chaos.run import CLIENT_TIMEOUT_S, MAX_LOAD_S, QUIET_S, SLACK, left_over
-from sglang_sbs.demo.load import Workload
+from benchmarks.demo.load import Workload
 
 PAUSE_LIMIT_S = 3.0
 PATIENCE_S = 30.0

@@ -16,6 +16,7 @@ from benchmarks.chaos.etcd_process import running_etcd
 from benchmarks.chaos.ha.places import Elect, Places
 from benchmarks.chaos.kube_apiserver import apiserver_binary, running_apiserver
 from benchmarks.chaos.run import BOOTSTRAP_TIMEOUT_S, DP_SIZE
+from benchmarks.demo.virtual_cluster import CHUNK_TOKENS, COST, parallel_flags
 from sglang_sbs.cluster.local import LocalCluster, Progress
 from sglang_sbs.cluster.plan import (
     PORTS_PER_INSTANCE,
@@ -25,7 +26,6 @@ from sglang_sbs.cluster.plan import (
     router_argv,
 )
 from sglang_sbs.cluster.ports import free_port_blocks
-from sglang_sbs.demo.virtual_cluster import CHUNK_TOKENS, COST, parallel_flags
 from sglang_sbs.testing.tiny_model import cached_tiny_model
 from tools.stand_ins.kubernetes_server import FakeKubernetes
 

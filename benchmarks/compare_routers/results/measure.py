@@ -13,9 +13,9 @@ from itertools import pairwise
 import msgspec
 from msgspec.structs import replace
 
+from benchmarks.demo.load import Latency, Sample
+from benchmarks.demo.passes import ForwardPass, PassBuilder, PassStatistics, pass_statistics
 from benchmarks.listener import Heard, engine_clocks
-from sglang_sbs.demo.load import Latency, Sample
-from sglang_sbs.demo.passes import ForwardPass, PassBuilder, PassStatistics, pass_statistics
 
 KV_STEP_S = 0.1
 PARTS = 8

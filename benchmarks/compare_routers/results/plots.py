@@ -21,9 +21,9 @@ from benchmarks.compare_routers.results.ratios import (
     ranking,
 )
 from benchmarks.compare_routers.results.rows import Row
-from sglang_sbs.demo.passes import EngineRecord
-from sglang_sbs.demo.runs import Run
-from sglang_sbs.demo.timeline import draw_timeline
+from benchmarks.demo.passes import EngineRecord
+from benchmarks.demo.runs import Run
+from benchmarks.demo.timeline import draw_timeline
 from sglang_sbs.policy_looks import colours_of
 
 _DPI = 100

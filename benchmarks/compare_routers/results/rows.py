@@ -14,8 +14,8 @@ from typing import Any, Literal, TypeVar
 import msgspec
 
 from benchmarks.compare_routers.results.measure import Answers, Engines, KvBand, Trace
-from sglang_sbs.demo.load import Latency
-from sglang_sbs.demo.passes import ForwardPass, PassStatistics
+from benchmarks.demo.load import Latency
+from benchmarks.demo.passes import ForwardPass, PassStatistics
 
 _T = TypeVar("_T")
 Kind = Literal["cell", "search", "error"]

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 import aiohttp
 
 from benchmarks.compare_routers.agents import Agents, Turn
-from sglang_sbs.demo.load import Arrival, Sample, send_one
+from benchmarks.demo.load import Arrival, Sample, send_one
 
 
 @dataclass(slots=True)

@@ -33,11 +33,11 @@ from benchmarks.compare_routers.runs.endforward_check import (
 )
 from benchmarks.compare_routers.runs.engines import Engines
 from benchmarks.compare_routers.workloads import TurnWords, arrivals
+from benchmarks.demo.load import Arrival, Sample, run_load
+from benchmarks.demo.runs import RouterStartError, router_process
 from benchmarks.listener import Heard
 from benchmarks.router_processes import Contender, Processes
 from sglang_sbs.cluster.plan import ProcessPlan
-from sglang_sbs.demo.load import Arrival, Sample, run_load
-from sglang_sbs.demo.runs import RouterStartError, router_process
 
 WARM_UP_REQUESTS = 24
 _WARM_UP_LOAD = 0.5

@@ -19,8 +19,8 @@ from typing import Any
 import orjson
 
 from benchmarks import CHECKOUT
+from benchmarks.demo.load import Arrival, Sample, run_load
 from sglang_sbs.cluster.spawn import last_log_lines
-from sglang_sbs.demo.load import Arrival, Sample, run_load
 from sglang_sbs.testing.cpu_engine.environment import cpu_engine_environment
 
 CLIENTS = ("open-loop", "bench_serving")

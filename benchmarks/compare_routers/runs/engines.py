@@ -16,12 +16,12 @@ from rich.console import Console
 
 from benchmarks.compare_routers.contenders import EngineVariant
 from benchmarks.compare_routers.workloads import WORKLOADS
+from benchmarks.demo.runs import RouterPorts, instance_names
+from benchmarks.demo.virtual_cluster import CHUNK_TOKENS, parallel_flags, progress_printer
 from benchmarks.listener import ReportListener, boots
 from sglang_sbs.cluster.local import LocalCluster
 from sglang_sbs.cluster.plan import PORTS_PER_INSTANCE, ClusterOptions, pd_urls, plan_cluster
 from sglang_sbs.cluster.ports import free_port_blocks
-from sglang_sbs.demo.runs import RouterPorts, instance_names
-from sglang_sbs.demo.virtual_cluster import CHUNK_TOKENS, parallel_flags, progress_printer
 from sglang_sbs.engine.config import GANG_GATE_MS, MOST_GATE_MS
 from sglang_sbs.engine.gang_hold import DEFAULT_GATE_MS
 from sglang_sbs.simulator.cluster.cost import CostError, PassCost

@@ -24,19 +24,19 @@ import orjson
 from rich.console import Console
 from rich.table import Table
 
-from sglang_sbs.cluster.plan import RUST_SERVER_ENV, uses_rust_server
-from sglang_sbs.demo.kept_cluster import keep
-from sglang_sbs.demo.load import Workload
-from sglang_sbs.demo.runs import Run
-from sglang_sbs.demo.timeline import draw_timeline
-from sglang_sbs.demo.tokens import DP_SIZE, match_tokens
-from sglang_sbs.demo.virtual_cluster import (
+from benchmarks.demo.kept_cluster import keep
+from benchmarks.demo.load import Workload
+from benchmarks.demo.runs import Run
+from benchmarks.demo.timeline import draw_timeline
+from benchmarks.demo.tokens import DP_SIZE, match_tokens
+from benchmarks.demo.virtual_cluster import (
     Rig,
     add_tp_argument,
     attention_tp_of,
     dwdp_flags,
     running_rig,
 )
+from sglang_sbs.cluster.plan import RUST_SERVER_ENV, uses_rust_server
 from sglang_sbs.extras import without_matplotlib, without_sglang
 from sglang_sbs.scheduling import POLICIES, TRIGGERS
 

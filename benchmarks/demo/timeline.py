@@ -9,7 +9,7 @@ import statistics
 from collections.abc import Sequence
 from pathlib import Path
 
-from sglang_sbs.demo.runs import Run
+from benchmarks.demo.runs import Run
 
 _WINDOW_PASSES = 16
 """Of the median length."""

@@ -14,10 +14,10 @@ from typing import Any
 import msgspec
 from rich.console import Console
 
-from sglang_sbs.demo.cli import parse_topology, result_table, write_json
-from sglang_sbs.demo.load import Latency, Workload
-from sglang_sbs.demo.runs import Run
-from sglang_sbs.demo.virtual_cluster import running_rig
+from benchmarks.demo.cli import parse_topology, result_table, write_json
+from benchmarks.demo.load import Latency, Workload
+from benchmarks.demo.runs import Run
+from benchmarks.demo.virtual_cluster import running_rig
 from sglang_sbs.extras import without_sglang
 from sglang_sbs.scheduling import POLICIES
 

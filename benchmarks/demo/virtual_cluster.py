@@ -12,11 +12,11 @@ from pathlib import Path
 import msgspec
 from rich.console import Console
 
+from benchmarks.demo.load import Workload
+from benchmarks.demo.runs import RouterPorts, Run, instance_names, run_policy
 from sglang_sbs.cluster.local import LocalCluster, Progress
 from sglang_sbs.cluster.plan import PORTS_PER_INSTANCE, ClusterOptions, InstancePlan, plan_cluster
 from sglang_sbs.cluster.ports import free_port_blocks
-from sglang_sbs.demo.load import Workload
-from sglang_sbs.demo.runs import RouterPorts, Run, instance_names, run_policy
 from sglang_sbs.testing.tiny_model import NUM_HEADS, cached_tiny_model
 from sglang_sbs.testing.virtual_gpu import VirtualGpuCost
 

@@ -15,12 +15,12 @@ from pathlib import Path
 import aiohttp
 from rich.console import Console
 
+from benchmarks.demo.load import Arrival, Latency, Sample, Workload, send_one
+from benchmarks.demo.virtual_cluster import CHUNK_TOKENS, capacity_qps, rig_options
 from sglang_sbs.cluster.local import DEFAULT_STARTUP_TIMEOUT_S, LocalCluster
 from sglang_sbs.cluster.plan import PORTS_PER_INSTANCE, plan_cluster
 from sglang_sbs.cluster.ports import free_port_blocks, is_port_free
 from sglang_sbs.cluster.serve import serve_until_stopped
-from sglang_sbs.demo.load import Arrival, Latency, Sample, Workload, send_one
-from sglang_sbs.demo.virtual_cluster import CHUNK_TOKENS, capacity_qps, rig_options
 
 OUTPUT_TOKENS = 24
 MOST_IN_FLIGHT = 64

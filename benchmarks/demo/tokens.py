@@ -11,12 +11,12 @@ from pathlib import Path
 import aiohttp
 from rich.console import Console
 
+from benchmarks.demo.passes import read_engines
+from benchmarks.demo.runs import RouterPorts, instance_names, running_router
+from benchmarks.demo.virtual_cluster import parallel_flags, progress_printer
 from sglang_sbs.cluster.local import LocalCluster
 from sglang_sbs.cluster.plan import PORTS_PER_INSTANCE, ClusterOptions, Role, plan_cluster
 from sglang_sbs.cluster.ports import free_port_blocks
-from sglang_sbs.demo.passes import read_engines
-from sglang_sbs.demo.runs import RouterPorts, instance_names, running_router
-from sglang_sbs.demo.virtual_cluster import parallel_flags, progress_printer
 from sglang_sbs.testing.tiny_model import cached_tiny_model
 
 DP_SIZE = 2

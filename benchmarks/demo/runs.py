@@ -12,12 +12,12 @@ from pathlib import Path
 import aiohttp
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
+from benchmarks.demo.load import Arrival, Latency, Sample, run_load
+from benchmarks.demo.passes import EngineRecord, PassStatistics, pass_statistics, read_engines
 from sglang_sbs.cluster.plan import InstancePlan, ProcessPlan, Role, pd_urls, router_argv
 from sglang_sbs.cluster.readiness import ROUTER_READINESS_PATHS, NotReadyError, wait_until_ready
 from sglang_sbs.cluster.spawn import SpawnedProcess, last_words
 from sglang_sbs.cluster.supervise import ProcessDiedError, Supervisor
-from sglang_sbs.demo.load import Arrival, Latency, Sample, run_load
-from sglang_sbs.demo.passes import EngineRecord, PassStatistics, pass_statistics, read_engines
 
 ROUTER_TIMEOUT_S = 60.0
 STOP_GRACE_S = 10.0
