@@ -48,12 +48,12 @@ def test_who_joins_starts_with_the_batch_and_puts_off_no_other_pass():
     it = with_a_batch_on_its_way()
     trigger = it.scheduler.policy
     assert isinstance(trigger, AdaptiveTrigger)
-    starts_s = list(trigger.starts_s)
+    starts_s = list(trigger.starts.at_s)
     assert starts_s[-1] > it.now_s
     it.arrive("short", 50)
     it.wait(0.3)
     assert sent(it, "short")
-    assert trigger.starts_s == starts_s
+    assert trigger.starts.at_s == starts_s
 
 
 def test_one_may_join_when_it_is_too_late_for_a_batch():

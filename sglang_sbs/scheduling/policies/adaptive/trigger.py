@@ -36,7 +36,6 @@ instance, or for one that is computing the same (``cache_affinity``).
 from __future__ import annotations
 
 import math
-from bisect import bisect_left, bisect_right, insort
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import islice
@@ -51,6 +50,7 @@ from sglang_sbs.scheduling.policies.adaptive.lookahead import lookahead
 from sglang_sbs.scheduling.policies.adaptive.moment import Moment
 from sglang_sbs.scheduling.policies.adaptive.offered_load import OfferedLoad
 from sglang_sbs.scheduling.policies.adaptive.pass_forecast import Home
+from sglang_sbs.scheduling.policies.adaptive.stagger import PlannedStarts
 from sglang_sbs.scheduling.policies.pbaa import place_fitting, top_up
 from sglang_sbs.scheduling.policies.policy import (
     Admissible,
@@ -125,8 +125,7 @@ class AdaptiveTrigger(PrefillPolicy):
         self._lineup = Lineup()
         self._urgency = urgency
         self._max_hold_s = max_hold_s
-        self.starts_s: list[float] = []
-        """When the passes start of the batches that left of late; in order."""
+        self.starts = PlannedStarts()
         self._planned_s: float | None = None
         """Of the batch that was planned last; None: it joins one that left."""
         self._chunk_tokens = 1.0
@@ -145,9 +144,8 @@ class AdaptiveTrigger(PrefillPolicy):
         self._offered.arrived(tokens, now_s)
 
     def on_dispatched(self, now_s: float) -> None:
-        del self.starts_s[: bisect_left(self.starts_s, now_s - self._offered.pass_s)]
         if self._planned_s is not None:
-            insort(self.starts_s, self._planned_s)
+            self.starts.add(self._planned_s, forget_s=now_s - self._offered.pass_s)
 
     def on_landing(self, seen: Observation, ranks: int, now_s: float) -> None:
         self._lead.observe(
@@ -361,23 +359,14 @@ class AdaptiveTrigger(PrefillPolicy):
         spaced, due_s = [], math.inf
         for instance in one.candidates:
             begin_s = one.starts.begin_s(instance)
-            free_s = begin_s if instance.backlog_tokens else self._apart(begin_s, apart_s)
-            if free_s > begin_s:
+            free_s = self.starts.first_apart(begin_s, apart_s)
+            if free_s > begin_s and not instance.backlog_tokens:
                 due_s = min(due_s, free_s)
             else:
                 spaced.append(instance)
         if due_s < math.inf:
             one.wakes.append(due_s - one.at.latency_s)
         return spaced
-
-    def _apart(self, start_s: float, apart_s: float) -> float:
-        """The first time from then on that is so far from all planned starts."""
-        least_s = apart_s - _EPSILON_S
-        for planned_s in self.starts_s[bisect_right(self.starts_s, start_s - least_s) :]:
-            if planned_s - start_s >= least_s:
-                break
-            start_s = planned_s + apart_s
-        return start_s
 
     # One batch ----------------------------------------------------------------------------
 
