@@ -43,8 +43,9 @@ from sglang_sbs.router.workers.rank_contract import (
     pick_bootstrap_room,
     prefill_members,
 )
-from sglang_sbs.testing.tiny_model import cached_tiny_model
-from sglang_sbs.testing.virtual_gpu import VirtualGpuCost
+from tools.cpu_engine.engines import CpuEngines
+from tools.cpu_engine.tiny_model import cached_tiny_model
+from tools.cpu_engine.virtual_gpu import VirtualGpuCost
 
 DP = 2
 PAIRS = [(p, d) for p in range(DP) for d in range(DP)]
@@ -81,8 +82,7 @@ async def both_modes(
             model_path=str(cached_tiny_model()),
             unified_instances=int(cost is None and name == "python"),
             engine_flags=[*parallel_flags(DP), "--chunked-prefill-size", str(1024 * DP)],
-            cpu=True,
-            virtual_gpu=cost,
+            cpu=CpuEngines(cost),
             log_dir=log_dir,
             environment=environment,
             with_router=False,

@@ -10,15 +10,12 @@ import sys
 from collections.abc import Callable, Sequence
 from functools import partial
 from importlib import import_module
-from pathlib import Path
 from typing import NamedTuple
 
 from sglang_sbs import __version__
+from sglang_sbs.checkout import NotACheckoutError, checkout_module
 from sglang_sbs.completion import ASKED, complete
 from sglang_sbs.extras import only_in_a_checkout
-
-CHECKOUT = Path(__file__).resolve().parents[1]
-"""Where ``benchmarks/`` is, unless this is an installed wheel."""
 
 
 class Verb(NamedTuple):
@@ -85,11 +82,13 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _main_of(verb: str) -> Callable[[Sequence[str]], int | None]:
     module = VERBS[verb].module
-    if module.startswith("benchmarks."):
-        if not CHECKOUT.joinpath(*module.split(".")).with_suffix(".py").is_file():
-            return partial(_refuse, verb)
-        sys.path.insert(0, str(CHECKOUT))
-    run: Callable[[Sequence[str]], int | None] = import_module(module).main
+    if module.startswith("sglang_sbs."):
+        run: Callable[[Sequence[str]], int | None] = import_module(module).main
+        return run
+    try:
+        run = checkout_module(module).main
+    except NotACheckoutError:
+        return partial(_refuse, verb)
     return run
 
 

@@ -14,24 +14,25 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
+from sglang_sbs.checkout import NotACheckoutError, checkout_module
 from sglang_sbs.cluster.flag_words import text_flag
 from sglang_sbs.cluster.local import DEFAULT_STARTUP_TIMEOUT_S, LocalCluster
 from sglang_sbs.cluster.plan import (
     PORTS_PER_INSTANCE,
     ClusterOptions,
     ClusterPlan,
+    CpuEngines,
     PlanError,
     plan_cluster,
 )
 from sglang_sbs.cluster.ports import free_port_blocks, is_port_free
 from sglang_sbs.cluster.serve import serve_until_stopped
-from sglang_sbs.extras import without_sglang
+from sglang_sbs.extras import only_in_a_checkout, without_sglang
 from sglang_sbs.router.options.arguments import FlagError
 from sglang_sbs.router.options.options import parse_flags
 from sglang_sbs.router.options.router_options import RouterOptions
 from sglang_sbs.router.prompts.chat_tokenizer import ChatTokenizer
 from sglang_sbs.router.prompts.tokenizer_files import tokenizer_folder
-from sglang_sbs.testing.virtual_gpu import VirtualGpuCost
 
 PROG = "python -m sglang_sbs.launch_server"
 ROUTER_PREFIX = "--router-"
@@ -46,9 +47,9 @@ example: three prefill and one decode instance of two GPUs each (8 GPUs), schedu
       --prefill-instances 3 --decode-instances 1 \\
       --tp 2 --dp 2 --enable-dp-attention --router-policy sbs
 
-the same without GPUs, with the tiny model of the tests and modelled forward times
+the same without GPUs, with the tiny model of the tests and modelled forward times (in a checkout)
 
-  python -m sglang_sbs.launch_server --model-path "$(python -m sglang_sbs.testing.tiny_model)" \\
+  python -m sglang_sbs.launch_server --model-path "$(python -m tools.cpu_engine.tiny_model)" \\
       --prefill-instances 3 --decode-instances 1 \\
       --tp 2 --dp 2 --enable-dp-attention --virtual-gpu --router-policy sbs
 
@@ -90,14 +91,18 @@ def build_parser(prog: str = PROG) -> argparse.ArgumentParser:
         metavar="SECONDS",
         help="until all instances and the router must be ready (%(default).0f)",
     )
-    add("--cpu", action="store_true", help="engines on CPU, with the model really computed there")
+    add(
+        "--cpu",
+        action="store_true",
+        help="engines on CPU, which compute the model (in a checkout)",
+    )
     add(
         "--virtual-gpu",
         nargs="?",
         const="{}",
         metavar="JSON",
-        help="engines on CPU, forward passes only take the time of a GPU; JSON with fields of "
-        "sglang_sbs.testing.virtual_gpu.VirtualGpuCost overrides its cost model",
+        help="engines on CPU, forward passes only take the time of a GPU (in a checkout); JSON "
+        "with fields of tools.cpu_engine.virtual_gpu.VirtualGpuCost overrides its cost model",
     )
     add("--dry-run", action="store_true", help="print the exact command lines and exit")
     return parser
@@ -145,8 +150,7 @@ def plan_from_command_line(
             engine_flags=engine_flags,
             prefill_flags=shlex.split(own.prefill_args),
             decode_flags=shlex.split(own.decode_args),
-            cpu=own.cpu,
-            virtual_gpu=_virtual_gpu(own.virtual_gpu),
+            cpu=_cpu_engines(own.virtual_gpu) if _on_cpu(own) else None,
             log_dir=own.log_dir or _new_log_dir(own.dry_run),
             environment=dict(os.environ),
             router_flags=router_flags,
@@ -180,11 +184,19 @@ def _new_log_dir(dry_run: bool) -> Path:
     return Path(tempfile.mkdtemp(prefix="sglang-sbs-"))
 
 
-def _virtual_gpu(text: str | None) -> VirtualGpuCost | None:
+def _on_cpu(own: argparse.Namespace) -> bool:
+    return own.cpu or own.virtual_gpu is not None
+
+
+def _cpu_engines(virtual_gpu: str | None) -> CpuEngines:
     try:
-        return VirtualGpuCost.from_json(text) if text is not None else None
+        module = checkout_module("tools.cpu_engine.engines")
+        engines: CpuEngines = module.CpuEngines.from_flag(virtual_gpu)
+    except NotACheckoutError:
+        raise PlanError(f"--cpu and --virtual-gpu: {only_in_a_checkout('server')}") from None
     except ValueError as error:
         raise PlanError(f"--virtual-gpu: {error}") from None
+    return engines
 
 
 def describe(plan: ClusterPlan) -> str:
@@ -210,8 +222,7 @@ def main(arguments: Sequence[str] | None = None, prog: str = PROG) -> None:
     if own.dry_run:
         print(describe(plan))
         return
-    on_cpu = own.cpu or own.virtual_gpu is not None
-    if (lacking := without_sglang("server", on_cpu=on_cpu)) is not None:
+    if (lacking := without_sglang("server", on_cpu=_on_cpu(own))) is not None:
         sys.exit(lacking)
     for flag, port in (("--port", own.port), ("--router-prometheus-port", router.prometheus_port)):
         if not is_port_free(port):

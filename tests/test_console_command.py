@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from sglang_sbs import __version__, cli
+from sglang_sbs import __version__, checkout
 from sglang_sbs.cli import VERBS, main
 
 IN_A_CHECKOUT = [verb for verb in VERBS if VERBS[verb].module.startswith("benchmarks.")]
@@ -56,7 +56,7 @@ def test_what_is_not_in_the_wheel_is_found_from_any_folder(verb: str, tmp_path: 
         "from sglang_sbs.cli import main\n"
         "sys.path.pop(0); sys.exit(main(sys.argv[2:]))"
     )
-    command = [sys.executable, "-I", "-c", program, str(cli.CHECKOUT), verb, "--help"]
+    command = [sys.executable, "-I", "-c", program, str(checkout.CHECKOUT), verb, "--help"]
     done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, check=False)
     assert done.returncode == 0, done.stderr
     assert f"sglang-sbs {verb} --" in done.stdout
@@ -69,7 +69,7 @@ def test_a_wheel_says_where_to_get_what_it_lacks(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    monkeypatch.setattr(cli, "CHECKOUT", tmp_path)
+    monkeypatch.setattr(checkout, "CHECKOUT", tmp_path)
     assert main([verb, "--dp", "2"]) == 2
     assert f".venv/bin/sglang-sbs {verb}" in capsys.readouterr().err
     assert main([verb, "--help"]) == 0

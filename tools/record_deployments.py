@@ -38,8 +38,9 @@ from sglang_sbs.doctor.examine import gather
 from sglang_sbs.doctor.facts import ClusterFacts
 from sglang_sbs.doctor.features import feature_rows
 from sglang_sbs.doctor.options import parse_options
-from sglang_sbs.testing.tiny_model import cached_tiny_model
-from sglang_sbs.testing.virtual_gpu import VirtualGpuCost
+from tools.cpu_engine.engines import CpuEngines
+from tools.cpu_engine.tiny_model import cached_tiny_model
+from tools.cpu_engine.virtual_gpu import VirtualGpuCost
 from tools.feature_deployments import RECORDS, REQUEST_LIMIT, record_path, recorded
 
 RANKS = 2
@@ -114,7 +115,7 @@ def plan_of(kind: Kind, folder: Path) -> tuple[ClusterPlan, list[str]]:
             str(REQUEST_LIMIT),
             *kind.get("prefill_flags", ()),
         ],
-        virtual_gpu=COST,
+        cpu=CpuEngines(COST),
         log_dir=folder,
         environment={**os.environ, RUST_SERVER_ENV: str(int(kind.get("rust", False)))},
         router_flags=[

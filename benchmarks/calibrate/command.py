@@ -32,8 +32,8 @@ from sglang_sbs import __version__
 from sglang_sbs.cluster.local import ClusterStartError
 from sglang_sbs.scheduling.eventlog import MAGIC
 from sglang_sbs.simulator.cluster.cost import CostError, PassCost, find_cost
-from sglang_sbs.testing.virtual_gpu import VirtualGpuCost
 from sglang_sbs.wire.curve import SecretError
+from tools.cpu_engine.virtual_gpu import VirtualGpuCost
 
 _EPILOG = """\
 Three sources:

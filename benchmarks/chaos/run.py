@@ -34,7 +34,8 @@ from benchmarks.demo.virtual_cluster import CHUNK_TOKENS, COST, parallel_flags
 from sglang_sbs.cluster.local import LocalCluster, Progress
 from sglang_sbs.cluster.plan import PORTS_PER_INSTANCE, ClusterOptions, plan_cluster
 from sglang_sbs.cluster.ports import free_port_blocks
-from sglang_sbs.testing.tiny_model import cached_tiny_model
+from tools.cpu_engine.engines import CpuEngines
+from tools.cpu_engine.tiny_model import cached_tiny_model
 
 DP_SIZE = 2
 QUIET_S = 4.0
@@ -278,7 +279,7 @@ async def running_site(
         prefill_instances=prefill,
         engine_flags=parallel_flags(DP_SIZE, attention_tp),
         prefill_flags=["--chunked-prefill-size", str(CHUNK_TOKENS * DP_SIZE)],
-        virtual_gpu=COST,
+        cpu=CpuEngines(COST),
         log_dir=log_dir,
         environment={
             **os.environ,

@@ -49,8 +49,8 @@ from benchmarks.demo.cli import parse_topology
 from benchmarks.demo.virtual_cluster import CHUNK_TOKENS, attention_tp_of
 from benchmarks.router_processes import STOCK, Contender
 from sglang_sbs.simulator.cluster.cost import COSTS, CostError, PassCost, find_cost
-from sglang_sbs.testing.tiny_model import cached_tiny_model
 from sglang_sbs.wire.curve import keys_in
+from tools.cpu_engine.tiny_model import cached_tiny_model
 
 QUICK_PEERS = ("smg:round_robin", "mini_lb", "sglang_router:round_robin")
 """The best routers of other projects by mean TTFT on engines with default flags, best first

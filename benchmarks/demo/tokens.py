@@ -17,7 +17,8 @@ from benchmarks.demo.virtual_cluster import parallel_flags, progress_printer
 from sglang_sbs.cluster.local import LocalCluster
 from sglang_sbs.cluster.plan import PORTS_PER_INSTANCE, ClusterOptions, Role, plan_cluster
 from sglang_sbs.cluster.ports import free_port_blocks
-from sglang_sbs.testing.tiny_model import cached_tiny_model
+from tools.cpu_engine.engines import CpuEngines
+from tools.cpu_engine.tiny_model import cached_tiny_model
 
 DP_SIZE = 2
 MIN_PROMPTS = 24
@@ -103,7 +104,7 @@ def _cluster_options(
         unified_instances=1,
         engine_flags=[*parallel_flags(DP_SIZE, attention_tp), "--chunked-prefill-size", chunk],
         prefill_flags=prefill_flags,
-        cpu=True,
+        cpu=CpuEngines(),
         log_dir=log_dir / "token-match",
         environment=ports.environment_of_engines(),
         with_router=False,

@@ -17,8 +17,9 @@ from benchmarks.demo.runs import RouterPorts, Run, instance_names, run_policy
 from sglang_sbs.cluster.local import LocalCluster, Progress
 from sglang_sbs.cluster.plan import PORTS_PER_INSTANCE, ClusterOptions, InstancePlan, plan_cluster
 from sglang_sbs.cluster.ports import free_port_blocks
-from sglang_sbs.testing.tiny_model import NUM_HEADS, cached_tiny_model
-from sglang_sbs.testing.virtual_gpu import VirtualGpuCost
+from tools.cpu_engine.engines import CpuEngines
+from tools.cpu_engine.tiny_model import NUM_HEADS, cached_tiny_model
+from tools.cpu_engine.virtual_gpu import VirtualGpuCost
 
 CHUNK_TOKENS = 1024
 """Per DP rank."""
@@ -115,7 +116,7 @@ def rig_options(
         decode_instances=decode,
         engine_flags=parallel_flags(dp_size, attention_tp),
         prefill_flags=[*chunk, *dwdp_flags(dp_size)] if dwdp else chunk,
-        virtual_gpu=COST,
+        cpu=CpuEngines(COST),
         log_dir=log_dir,
         environment=os.environ,
     )

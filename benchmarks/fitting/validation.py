@@ -18,7 +18,7 @@ from sglang_sbs.simulator.cluster.cost import PassCost
 from sglang_sbs.simulator.cluster.outcome import Outcome
 from sglang_sbs.simulator.cluster.simulation import simulate
 from sglang_sbs.simulator.cluster.spec import ClusterSpec
-from sglang_sbs.testing.virtual_gpu import VirtualGpuCost
+from tools.cpu_engine.virtual_gpu import VirtualGpuCost
 
 
 class Cell(msgspec.Struct, frozen=True, kw_only=True):

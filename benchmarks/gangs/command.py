@@ -32,7 +32,7 @@ from benchmarks.demo.virtual_cluster import (
 )
 from benchmarks.gangs.gangs import AIM_S, Figures, figures, read_gangs
 from sglang_sbs.cluster.local import ClusterStartError
-from sglang_sbs.testing.tiny_model import cached_tiny_model
+from tools.cpu_engine.tiny_model import cached_tiny_model
 
 _WARM_UP_REQUESTS = 40
 _WARM_UP_SEED = 10_000

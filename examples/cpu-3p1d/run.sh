@@ -26,7 +26,7 @@ python=${PYTHON:-$here/../../.venv/bin/python}
 [[ -x $python ]] || fail "no $python: run scripts/install, or set PYTHON in the env file"
 
 flags=(
-    --model-path "${MODEL_PATH:-$("$python" -m sglang_sbs.testing.tiny_model)}"
+    --model-path "${MODEL_PATH:-$(cd "$here/../.." && "$python" -m tools.cpu_engine.tiny_model)}"
     --prefill-instances "$PREFILL_INSTANCES" --decode-instances "$DECODE_INSTANCES"
     --tp-size "$TP" --dp-size "$DP" --enable-dp-attention --page-size "$PAGE_SIZE"
     "--prefill-args=--chunked-prefill-size $((PREFILL_CHUNK_PER_RANK * DP))"

@@ -11,7 +11,7 @@ from typing import Self
 
 import aiohttp
 
-from sglang_sbs.cluster.plan import ClusterPlan, InstancePlan, ProcessPlan, ServerPlan
+from sglang_sbs.cluster.plan import ClusterPlan, CpuEngines, InstancePlan, ProcessPlan, ServerPlan
 from sglang_sbs.cluster.readiness import (
     ENGINE_READINESS_PATHS,
     ROUTER_READINESS_PATHS,
@@ -19,7 +19,7 @@ from sglang_sbs.cluster.readiness import (
     freeze_gc,
     wait_until_ready,
 )
-from sglang_sbs.cluster.spawn import Nursery, Spawn, last_words, spawn_child
+from sglang_sbs.cluster.spawn import Forker, Spawn, last_words, spawn_child
 from sglang_sbs.cluster.supervise import ProcessDiedError, Supervisor
 
 ENGINE_STOP_GRACE_S = 20.0
@@ -62,7 +62,7 @@ class LocalCluster(Supervisor):
         self.plan, self.instances, self.router = plan, plan.instances, plan.router
         self._startup_timeout_s = startup_timeout_s
         self._on_progress = on_progress
-        self._nursery: Nursery | None = None
+        self._nursery: Forker | None = None
         self._started_s = 0.0
 
     async def kill(self, name: str) -> None:
@@ -86,8 +86,8 @@ class LocalCluster(Supervisor):
         self._started_s = time.monotonic()
         self.plan.log_dir.mkdir(parents=True, exist_ok=True)
         try:
-            if self.plan.fork_engines:
-                await self._open_nursery()
+            if self.plan.cpu is not None:
+                await self._open_nursery(self.plan.cpu)
             await self._start(*self.instances)
             if self.router is not None:
                 await self._start(self.router)
@@ -99,10 +99,10 @@ class LocalCluster(Supervisor):
     async def __aexit__(self, *_raised: object) -> None:
         await self._stop()
 
-    async def _open_nursery(self) -> None:
+    async def _open_nursery(self, cpu: CpuEngines) -> None:
         self._report("nursery", "importing SGLang")
         log_path = self.plan.log_dir / "nursery.log"
-        self._nursery = await Nursery.start(self.plan.nursery_environment, log_path)
+        self._nursery = await cpu.forker(self.plan.environment, log_path)
         await self._nursery.ready
         self.watch(self._nursery.itself)
         self._report("nursery", "ready")
@@ -136,7 +136,7 @@ class LocalCluster(Supervisor):
                 text = f"{server.name}: {error}. {last_words(server.log_path)}"
                 raise ClusterStartError(text) from error
         # Where ranks serve HTTP themselves there is no Python server, and nothing to freeze.
-        if engine and self.plan.fork_engines and engine.rank_servers == 1:
+        if engine and self.plan.cpu is not None and engine.rank_servers == 1:
             await freeze_gc(session, server.url)
         self._report(server.name, "ready")
 

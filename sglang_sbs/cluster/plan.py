@@ -13,16 +13,9 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from itertools import zip_longest
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 from sglang_sbs.cluster.flag_words import text_flag, without_given
-from sglang_sbs.testing.cpu_engine.environment import (
-    CPU_DECODE_FLAGS,
-    CPU_ENGINE_FLAGS,
-    CPU_PD_FLAGS,
-    cpu_engine_environment,
-)
-from sglang_sbs.testing.virtual_gpu import VirtualGpuCost
 
 # Ports of one instance, as offsets into its block. Under DP attention SGLang derives more from
 # dist-init: six for its own processes (`PortArgs`) and, DP_ATTENTION_HANDSHAKE_PORT_DELTA = 13 on,
@@ -42,8 +35,6 @@ RUST_SERVER_ENV = "SGLANG_RUST_SERVER"
 """SGLang's switch: each DP rank then serves HTTP itself, at the instance's port + its number."""
 HEALTH_PASS_ENV = "SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION"
 """Whether `/health` runs a forward pass on an idle engine."""
-CPU_MAX_TOTAL_TOKENS = 131072
-CPU_MAX_RUNNING_REQUESTS_PER_RANK = 128
 
 # Flags that this planner writes; a user's own would break the layout.
 _PLANNED_FLAGS = {
@@ -72,6 +63,19 @@ class Role(StrEnum):
     UNIFIED = "unified"
 
 
+class CpuEngines(Protocol):
+    """Engines on CPU, which only a checkout has (`tools.cpu_engine.engines`)."""
+
+    def environment(self, processes: int, inherited: Mapping[str, str]) -> dict[str, str]:
+        """Variables to add to the inherited ones for an engine of so many scheduler processes."""
+
+    def flags(self, role: Role, ranks: int) -> list[str]:
+        """What an engine of so many DP ranks gets unless the user gives it."""
+
+    async def forker(self, environment: Mapping[str, str], log_path: Path) -> Any:
+        """Start what engines are forked from (`spawn.Forker`)."""
+
+
 @dataclass(frozen=True)
 class ClusterOptions:
     """What a user asks for. Flags are SGLang's, passed verbatim to every engine or to one role's.
@@ -88,8 +92,7 @@ class ClusterOptions:
     engine_flags: Sequence[str] = ()
     prefill_flags: Sequence[str] = ()
     decode_flags: Sequence[str] = ()
-    cpu: bool = False
-    virtual_gpu: VirtualGpuCost | None = None
+    cpu: CpuEngines | None = None
     host: str = "127.0.0.1"
     log_dir: Path = Path()
     environment: Mapping[str, str] = field(default_factory=dict)
@@ -144,12 +147,13 @@ class InstancePlan(ServerPlan):
 
 @dataclass(frozen=True)
 class ClusterPlan:
-    """All processes of a cluster. With `fork_engines` instances come from the CPU nursery."""
+    """All processes of a cluster. Engines on CPU are forked from one process."""
 
     instances: tuple[InstancePlan, ...]
     router: ServerPlan | None
-    fork_engines: bool
-    nursery_environment: Mapping[str, str]
+    cpu: CpuEngines | None
+    environment: Mapping[str, str]
+    """Of what engines on CPU are forked from."""
     log_dir: Path
 
     @property
@@ -181,14 +185,11 @@ class _Planner:
         """Of one instance."""
         self._options = options
         self._port_blocks = port_blocks
-        self._on_cpu = options.cpu or options.virtual_gpu is not None
         self._environment = dict(options.environment)
         # Of this process, where SGLang has loaded plugins.
         self._environment.pop("SGLANG_SBS_BOOT_ID", None)
-        if self._on_cpu:
-            self._environment |= cpu_engine_environment(
-                self._gpus, options.virtual_gpu, self._environment
-            )
+        if options.cpu is not None:
+            self._environment |= options.cpu.environment(self._gpus, self._environment)
         self._router_block = next(port_blocks) if options.with_router else None
 
     def plan(self) -> ClusterPlan:
@@ -204,8 +205,8 @@ class _Planner:
         return ClusterPlan(
             instances=instances,
             router=None if first is None else _plan_router(options, instances, first),
-            fork_engines=self._on_cpu,
-            nursery_environment=self._environment,
+            cpu=options.cpu,
+            environment=self._environment,
             log_dir=options.log_dir,
         )
 
@@ -270,15 +271,8 @@ class _Planner:
             planned += ["--disaggregation-mode", str(role)]
         if role is Role.PREFILL:
             planned += ["--disaggregation-bootstrap-port", str(ports.bootstrap)]
-        if self._on_cpu:
-            running = CPU_MAX_RUNNING_REQUESTS_PER_RANK * self._ranks
-            defaults = [*CPU_ENGINE_FLAGS, "--max-total-tokens", str(CPU_MAX_TOTAL_TOKENS)]
-            defaults += ["--max-running-requests", str(running)]
-            if role is not Role.UNIFIED:
-                defaults += CPU_PD_FLAGS
-            if role is Role.DECODE:
-                defaults += CPU_DECODE_FLAGS
-            planned += without_given(defaults, given)
+        if options.cpu is not None:
+            planned += without_given(options.cpu.flags(role, self._ranks), given)
         elif first_gpu or "--base-gpu-id" in given:
             step = _int_flag(given, "--gpu-id-step")
             base = _int_flag(given, "--base-gpu-id", default=0)

@@ -21,8 +21,8 @@ from benchmarks.listener import Heard, ReportListener, listen_for
 from sglang_sbs.scheduling import ForwardEnded, RequestArrived, SchedulerConfig
 from sglang_sbs.scheduling.eventlog import EventLogWriter
 from sglang_sbs.simulator.cluster.cost import PassCost, load_cost, save_cost
-from sglang_sbs.testing.virtual_gpu import VirtualGpuCost
 from sglang_sbs.wire import EndForward, encode_endforward
+from tools.cpu_engine.virtual_gpu import VirtualGpuCost
 from tools.stand_ins.ports import free_ports
 
 COST = PassCost(fixed_s=0.09, mean_s=3e-5, max_s=5e-5, pair_s=2e-9, request_s=1e-3)

@@ -16,8 +16,9 @@ from benchmarks.demo.virtual_cluster import CHUNK_TOKENS, parallel_flags
 from sglang_sbs.cluster.local import LocalCluster
 from sglang_sbs.cluster.plan import PORTS_PER_INSTANCE, ClusterOptions, Role, plan_cluster
 from sglang_sbs.cluster.ports import free_port_blocks
-from sglang_sbs.testing.tiny_model import cached_tiny_model
-from sglang_sbs.testing.virtual_gpu import VirtualGpuCost
+from tools.cpu_engine.engines import CpuEngines
+from tools.cpu_engine.tiny_model import cached_tiny_model
+from tools.cpu_engine.virtual_gpu import VirtualGpuCost
 
 pytestmark = pytest.mark.cluster
 
@@ -60,7 +61,7 @@ async def _given(folder: Path) -> None:
         model_path=str(cached_tiny_model()),
         engine_flags=parallel_flags(2),
         prefill_flags=["--chunked-prefill-size", str(2 * CHUNK_TOKENS)],
-        virtual_gpu=VirtualGpuCost(),
+        cpu=CpuEngines(VirtualGpuCost()),
         log_dir=folder,
         environment={
             **os.environ,

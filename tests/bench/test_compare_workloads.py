@@ -10,7 +10,7 @@ import pytest
 
 from benchmarks.compare_routers.prompts import id_prompts, text_prompts
 from benchmarks.compare_routers.workloads import WORKLOADS, arrivals, mooncake_slice
-from sglang_sbs.testing.tiny_model import cached_tiny_model
+from tools.cpu_engine.tiny_model import cached_tiny_model
 
 
 @pytest.mark.parametrize("name", WORKLOADS)

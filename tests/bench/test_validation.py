@@ -18,7 +18,7 @@ from sglang_sbs.scheduling.eventlog import EventLogWriter
 from sglang_sbs.simulator import ClusterSpec, PassCost, simulate
 from sglang_sbs.simulator.cluster import simulation
 from sglang_sbs.simulator.cluster.cost import CostError, load_cost, save_cost
-from sglang_sbs.testing.virtual_gpu import VirtualGpuCost
+from tools.cpu_engine.virtual_gpu import VirtualGpuCost
 
 SPEC = ClusterSpec(
     cost=PassCost(fixed_s=0.2, mean_s=1.3e-4, max_s=2.7e-4, pair_s=5e-8),

@@ -18,7 +18,7 @@ from cluster_requests import generate
 from sglang_sbs.cluster.local import LocalCluster
 from sglang_sbs.scheduling.eventlog import LogRecord, read_event_log
 from sglang_sbs.scheduling.events import BlocksStored, Dispatch, ForwardEnded, PrefillDone
-from sglang_sbs.testing.tiny_model import VOCAB_SIZE
+from tools.cpu_engine.tiny_model import VOCAB_SIZE
 
 PAGE_TOKENS = 16
 RANKS = 2

@@ -25,7 +25,7 @@ from sglang_sbs.cluster.plan import (
     plan_cluster,
 )
 from sglang_sbs.cluster.ports import free_port_blocks
-from sglang_sbs.testing.tiny_model import VOCAB_SIZE, cached_tiny_model
+from tools.cpu_engine.tiny_model import VOCAB_SIZE, cached_tiny_model
 
 STARTUP_TIMEOUT_S = 600
 # Divided by the DP size: prompts over 512 tokens take several passes.

@@ -17,13 +17,14 @@ from cluster_requests import cluster_options, start
 from sglang_sbs.cluster.local import LocalCluster
 from sglang_sbs.cluster.plan import PORTS_PER_INSTANCE
 from sglang_sbs.cluster.ports import free_port_blocks
-from sglang_sbs.testing.virtual_gpu import VirtualGpuCost
+from tools.cpu_engine.engines import CpuEngines
+from tools.cpu_engine.virtual_gpu import VirtualGpuCost
 
 
 @pytest_asyncio.fixture(scope="session", loop_scope="session")
 async def real_cluster(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[LocalCluster]:
     """1P1D and a unified engine, all computing the tiny model."""
-    options = cluster_options(tmp_path_factory, "real", cpu=True, unified_instances=1)
+    options = cluster_options(tmp_path_factory, "real", cpu=CpuEngines(), unified_instances=1)
     async with start(options) as cluster:
         yield cluster
 
@@ -42,7 +43,7 @@ async def virtual_cluster(
     options = cluster_options(
         tmp_path_factory,
         "virtual",
-        virtual_gpu=VirtualGpuCost(),
+        cpu=CpuEngines(VirtualGpuCost()),
         prefill_instances=3,
         environment={**os.environ, "SGLANG_SBS_ROUTERS": endforward_endpoint},
     )

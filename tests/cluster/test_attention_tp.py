@@ -21,6 +21,7 @@ from benchmarks.demo.virtual_cluster import parallel_flags
 from sglang_sbs.cluster.local import LocalCluster
 from sglang_sbs.wire import EndForward, decode_endforward
 from sglang_sbs.wire.gangs import SIZED_RID_PREFIX, GangPart, gang_room
+from tools.cpu_engine.engines import CpuEngines
 
 pytestmark = [pytest.mark.cluster, pytest.mark.asyncio(loop_scope="module")]
 
@@ -77,7 +78,7 @@ async def rig(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Rig]:
         options = cluster_options(
             tmp_path_factory,
             "attention-tp",
-            cpu=True,
+            cpu=CpuEngines(),
             unified_instances=1,
             engine_flags=[*parallel_flags(DP_SIZE, 2), "--chunked-prefill-size", "1024"],
             environment={

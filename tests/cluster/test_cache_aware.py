@@ -43,8 +43,9 @@ from sglang_sbs.scheduling.events import (
     ForwardEnded,
     InstanceUp,
 )
-from sglang_sbs.testing.tiny_model import VOCAB_SIZE, cached_tiny_model
-from sglang_sbs.testing.virtual_gpu import VirtualGpuCost
+from tools.cpu_engine.engines import CpuEngines
+from tools.cpu_engine.tiny_model import VOCAB_SIZE, cached_tiny_model
+from tools.cpu_engine.virtual_gpu import VirtualGpuCost
 
 pytestmark = [pytest.mark.cluster, pytest.mark.asyncio(loop_scope="session")]
 
@@ -63,7 +64,7 @@ async def site(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Site]:
             *ENGINE_FLAGS,
             *("--page-size", str(PAGE_TOKENS), "--max-total-tokens", str(POOL_TOKENS)),
         ],
-        virtual_gpu=VirtualGpuCost(prefill_base_s=0.03, prefill_per_max_token_s=2e-5),
+        cpu=CpuEngines(VirtualGpuCost(prefill_base_s=0.03, prefill_per_max_token_s=2e-5)),
         log_dir=folder,
         environment=environment(),
         router_flags=[

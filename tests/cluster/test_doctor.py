@@ -23,7 +23,8 @@ from benchmarks.demo.runs import RouterPorts, running_router
 from sglang_sbs.cluster.local import LocalCluster
 from sglang_sbs.cluster.plan import PORTS_PER_INSTANCE, InstancePlan, plan_cluster
 from sglang_sbs.cluster.ports import free_port_blocks
-from sglang_sbs.testing.virtual_gpu import VirtualGpuCost
+from tools.cpu_engine.engines import CpuEngines
+from tools.cpu_engine.virtual_gpu import VirtualGpuCost
 
 pytestmark = [pytest.mark.cluster, pytest.mark.asyncio(loop_scope="session")]
 
@@ -118,7 +119,7 @@ async def patient(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Pat
     options = cluster_options(
         tmp_path_factory,
         "doctor",
-        virtual_gpu=VirtualGpuCost(),
+        cpu=CpuEngines(VirtualGpuCost()),
         prefill_instances=2,
         environment=quiet | {"SGLANG_SBS_ROUTERS": endpoint},
     )

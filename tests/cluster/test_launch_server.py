@@ -16,7 +16,7 @@ import pytest
 from cluster_requests import ENGINE_FLAGS, STARTUP_TIMEOUT_S, writers
 
 from sglang_sbs.cluster.ports import free_port_blocks
-from sglang_sbs.testing.tiny_model import cached_tiny_model
+from tools.cpu_engine.tiny_model import cached_tiny_model
 
 pytestmark = [pytest.mark.cluster, pytest.mark.asyncio(loop_scope="session")]
 

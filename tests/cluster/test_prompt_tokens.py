@@ -18,7 +18,7 @@ from sglang_sbs.cluster.plan import PORTS_PER_INSTANCE, Role
 from sglang_sbs.cluster.ports import free_port_blocks
 from sglang_sbs.scheduling.eventlog import read_event_log
 from sglang_sbs.scheduling.events import PrefillDone, RequestArrived
-from sglang_sbs.testing.tiny_model import cached_tiny_model
+from tools.cpu_engine.tiny_model import cached_tiny_model
 
 pytestmark = [pytest.mark.cluster, pytest.mark.asyncio(loop_scope="session")]
 

@@ -22,8 +22,9 @@ from benchmarks.demo.virtual_cluster import parallel_flags
 from sglang_sbs.cluster.local import LocalCluster
 from sglang_sbs.cluster.plan import PORTS_PER_INSTANCE, ClusterOptions, plan_cluster
 from sglang_sbs.cluster.ports import free_port_blocks
-from sglang_sbs.testing.tiny_model import cached_tiny_model
-from sglang_sbs.testing.virtual_gpu import VirtualGpuCost
+from tools.cpu_engine.engines import CpuEngines
+from tools.cpu_engine.tiny_model import cached_tiny_model
+from tools.cpu_engine.virtual_gpu import VirtualGpuCost
 
 pytestmark = pytest.mark.cluster
 
@@ -77,7 +78,7 @@ async def served(
         model_path=str(cached_tiny_model()),
         prefill_instances=prefill,
         engine_flags=[*parallel_flags(2), "--chunked-prefill-size", "1024"],
-        virtual_gpu=VirtualGpuCost(prefill_base_s=0.1, prefill_per_max_token_s=2e-4),
+        cpu=CpuEngines(VirtualGpuCost(prefill_base_s=0.1, prefill_per_max_token_s=2e-4)),
         log_dir=tmp_path,
         environment=environment,
         with_router=False,

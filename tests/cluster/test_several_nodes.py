@@ -32,9 +32,10 @@ from sglang_sbs.cluster.plan import PORTS_PER_INSTANCE, ClusterOptions
 from sglang_sbs.cluster.ports import free_port_blocks
 from sglang_sbs.engine.config import GANG_GATE_MS, split_tcp
 from sglang_sbs.scheduling.events import ForwardEnded, InstanceUp
-from sglang_sbs.testing.tiny_model import cached_tiny_model
-from sglang_sbs.testing.virtual_gpu import VirtualGpuCost
 from sglang_sbs.wire.gangs import SIZED_RID_PREFIX, GangPart, gang_room
+from tools.cpu_engine.engines import CpuEngines
+from tools.cpu_engine.tiny_model import cached_tiny_model
+from tools.cpu_engine.virtual_gpu import VirtualGpuCost
 
 pytestmark = [pytest.mark.cluster, pytest.mark.asyncio(loop_scope="session")]
 
@@ -59,7 +60,7 @@ async def test_both_nodes_report_and_hits_are_those_predicted_also_by_a_router_t
         model_path=str(cached_tiny_model()),
         prefill_nodes=2,
         engine_flags=[*ENGINE_FLAGS, "--page-size", str(PAGE_TOKENS)],
-        virtual_gpu=VirtualGpuCost(prefill_base_s=0.03, prefill_per_max_token_s=2e-5),
+        cpu=CpuEngines(VirtualGpuCost(prefill_base_s=0.03, prefill_per_max_token_s=2e-5)),
         log_dir=folder,
         environment=environment() | {GANG_GATE_MS: str(GATE_MS)},
         router_flags=[*flags, str(folder / "first"), "--prometheus-port", str(first)],

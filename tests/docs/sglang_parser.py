@@ -17,7 +17,7 @@ import sys
 from collections.abc import Sequence
 from functools import cache
 
-from sglang_sbs.testing.cpu_engine.environment import cpu_engine_environment
+from tools.cpu_engine.environment import cpu_engine_environment
 
 
 def is_installed() -> bool:

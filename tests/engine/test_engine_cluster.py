@@ -22,9 +22,10 @@ import zmq.asyncio
 from sglang_sbs.cluster.local import LocalCluster
 from sglang_sbs.cluster.plan import PORTS_PER_INSTANCE, ClusterOptions, plan_cluster
 from sglang_sbs.cluster.ports import free_port_blocks
-from sglang_sbs.testing.tiny_model import VOCAB_SIZE, cached_tiny_model
-from sglang_sbs.testing.virtual_gpu import VirtualGpuCost
 from sglang_sbs.wire import EndForward, decode_endforward
+from tools.cpu_engine.engines import CpuEngines
+from tools.cpu_engine.tiny_model import VOCAB_SIZE, cached_tiny_model
+from tools.cpu_engine.virtual_gpu import VirtualGpuCost
 
 pytestmark = [pytest.mark.cluster, pytest.mark.asyncio(loop_scope="session")]
 
@@ -109,7 +110,7 @@ async def rig(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Rig]:
             *("--tp", "2", "--dp", "2", "--enable-dp-attention"),
             *("--chunked-prefill-size", str(2 * CHUNK_TOKENS), "--disable-radix-cache"),
         ),
-        virtual_gpu=VirtualGpuCost(),
+        cpu=CpuEngines(VirtualGpuCost()),
         log_dir=tmp_path_factory.mktemp("hook-cluster"),
         environment=environment
         | {

@@ -20,7 +20,7 @@ from sglang_sbs.router.prompts.block_names import BlockFormat, BlockNamer
 from sglang_sbs.router.prompts.chat_template import TemplateError
 from sglang_sbs.router.prompts.chat_tokenizer import ChatTokenizer
 from sglang_sbs.router.requests.body_fields import PLAIN, Namespace
-from sglang_sbs.testing.tiny_model import cached_tiny_model
+from tools.cpu_engine.tiny_model import cached_tiny_model
 
 DUMP = "{{ messages | tojson }}{{ tools | tojson }}{{ bos_token }}{{ add_generation_prompt }}"
 """Shows everything a template can see of messages and tools."""

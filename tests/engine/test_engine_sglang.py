@@ -17,7 +17,7 @@ import pytest
 
 from sglang_sbs.engine.collect import HEALTH_CHECK_RID_PREFIX
 from sglang_sbs.engine.room_status import OPENING
-from sglang_sbs.testing.cpu_engine.environment import cpu_engine_environment
+from tools.cpu_engine.environment import cpu_engine_environment
 
 ROUTERS = {"SGLANG_SBS_ROUTERS": "tcp://127.0.0.1:1", "SGLANG_SBS_BOOT_ID": "boot-1"}
 

@@ -16,7 +16,7 @@ from typing import Any
 
 from sglang_sbs.router.options.options import parse_flags
 from sglang_sbs.router.options.router_options import RouterOptions
-from sglang_sbs.testing.cpu_engine.environment import cpu_engine_environment
+from tools.cpu_engine.environment import cpu_engine_environment
 
 ROOT = Path(__file__).resolve().parents[2]
 EXAMPLES = ROOT / "examples"

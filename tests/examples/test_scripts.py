@@ -24,7 +24,7 @@ from command_lines import (
     single,
 )
 
-from sglang_sbs.testing.virtual_gpu import VIRTUAL_GPU_ENV
+from tools.cpu_engine.virtual_gpu import VIRTUAL_GPU_ENV
 
 SCRIPTS = sorted(path for path in EXAMPLES.rglob("*.sh"))
 SECRET = "0" * 64

@@ -6,7 +6,7 @@ import subprocess
 import sys
 import textwrap
 
-from sglang_sbs.testing.cpu_engine.environment import SITE_DIRECTORY
+from tools.cpu_engine.environment import SITE_DIRECTORY
 
 
 def run_with_site(source: str) -> str:

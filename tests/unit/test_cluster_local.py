@@ -76,8 +76,8 @@ def cluster_plan(
     return ClusterPlan(
         instances=instances,
         router=front,
-        fork_engines=False,
-        nursery_environment={},
+        cpu=None,
+        environment={},
         log_dir=tmp_path,
     )
 

@@ -31,7 +31,8 @@ from sglang_sbs.cluster.plan import (
     plan_cluster,
 )
 from sglang_sbs.cluster.ports import claim_ports
-from sglang_sbs.testing.virtual_gpu import VIRTUAL_GPU_ENV, VirtualGpuCost
+from tools.cpu_engine.engines import CpuEngines
+from tools.cpu_engine.virtual_gpu import VIRTUAL_GPU_ENV, VirtualGpuCost
 
 DP_ATTENTION = ("--tp", "2", "--dp", "2", "--enable-dp-attention")
 
@@ -277,8 +278,8 @@ def test_a_wildcard_router_is_reached_on_loopback() -> None:
 
 
 def test_cpu_engines_are_forked_with_the_cpu_environment() -> None:
-    planned = plan(cpu=True, engine_flags=DP_ATTENTION, unified_instances=1)
-    assert planned.fork_engines
+    planned = plan(cpu=CpuEngines(), engine_flags=DP_ATTENTION, unified_instances=1)
+    assert planned.cpu
     for instance in planned.instances:
         assert value(instance.argv, "--device") == "cpu"
         assert "--base-gpu-id" not in instance.argv
@@ -292,7 +293,7 @@ def test_cpu_engines_are_forked_with_the_cpu_environment() -> None:
 
 def test_engines_on_gpus_get_nothing_of_the_cpu_support() -> None:
     planned = plan(environment={"PYTHONPATH": "/mine"})
-    assert not planned.fork_engines
+    assert not planned.cpu
     for instance in planned.instances:
         assert instance.environment["PYTHONPATH"] == "/mine"
         assert "--device" not in instance.argv
@@ -300,7 +301,7 @@ def test_engines_on_gpus_get_nothing_of_the_cpu_support() -> None:
 
 def test_the_virtual_gpu_implies_cpu_and_carries_its_cost() -> None:
     cost = VirtualGpuCost(prefill_base_s=0.5)
-    planned = plan(virtual_gpu=cost, environment={"PYTHONPATH": "/mine"})
+    planned = plan(cpu=CpuEngines(cost), environment={"PYTHONPATH": "/mine"})
     for instance in planned.instances:
         assert VirtualGpuCost.from_json(instance.environment[VIRTUAL_GPU_ENV]) == cost
         assert instance.environment["PYTHONPATH"].endswith(":/mine")
@@ -308,7 +309,7 @@ def test_the_virtual_gpu_implies_cpu_and_carries_its_cost() -> None:
 
 
 def test_a_users_flag_wins_over_a_cpu_default() -> None:
-    planned = plan(cpu=True, engine_flags=("--dtype=bfloat16", "--max-total-tokens", "99"))
+    planned = plan(cpu=CpuEngines(), engine_flags=("--dtype=bfloat16", "--max-total-tokens", "99"))
     for instance in planned.instances:
         assert "--dtype" not in instance.argv
         assert value(instance.argv, "--max-total-tokens") == "99"

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from sglang_sbs.testing.cpu_engine.virtual_device import VirtualDevice, VirtualEvent
-from sglang_sbs.testing.virtual_gpu import VirtualGpuCost
+from tools.cpu_engine.virtual_device import VirtualDevice, VirtualEvent
+from tools.cpu_engine.virtual_gpu import VirtualGpuCost
 
 COST = VirtualGpuCost(
     prefill_base_s=1,

@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 from fake_hub import FakeHub, fake_hub
 
-from sglang_sbs.testing.tiny_model import cached_tiny_model
+from tools.cpu_engine.tiny_model import cached_tiny_model
 
 WORKERS = ("--prefill", "http://127.0.0.1:9", "9000", "--decode", "http://127.0.0.1:10")
 LOOPBACK = ("--host", "127.0.0.1", "--port", "0", "--prometheus-host", "127.0.0.1")

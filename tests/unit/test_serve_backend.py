@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from sglang_sbs.launch_server import main
-from sglang_sbs.testing.cpu_engine.environment import cpu_engine_environment
+from tools.cpu_engine.environment import cpu_engine_environment
 
 ROOT = Path(__file__).parents[2]
 FLAGS = "--prefill-instances 3 --tp 2 --dp 2 --enable-dp-attention --router-policy sbs --dry-run"

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from tokenizers import Tokenizer
 
-from sglang_sbs.testing import tiny_model
+from tools.cpu_engine import tiny_model
 
 FILES = {"config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json"}
 

@@ -5,7 +5,7 @@ name is an :class:`Anything`, which can be called, subclassed, iterated (empty),
 as a decorator that changes nothing. So the code of one release of SGLang can be looked at and
 driven on a machine that has neither CUDA nor the versions of torch and transformers it was made
 for. Must not know SGLang. Where a package is installed but its GPU parts are not, see
-:mod:`sglang_sbs.testing.absent_package`.
+:mod:`tools.cpu_engine.absent_package`.
 """
 
 from __future__ import annotations

@@ -26,7 +26,8 @@ from sglang_sbs.cluster.plan import (
     router_argv,
 )
 from sglang_sbs.cluster.ports import free_port_blocks
-from sglang_sbs.testing.tiny_model import cached_tiny_model
+from tools.cpu_engine.engines import CpuEngines
+from tools.cpu_engine.tiny_model import cached_tiny_model
 from tools.stand_ins.kubernetes_server import FakeKubernetes
 
 AGREEMENTS = ("etcd", "lease", "order")
@@ -111,7 +112,7 @@ async def running_site(
             prefill_instances=prefill,
             engine_flags=parallel_flags(DP_SIZE, 1),
             prefill_flags=["--chunked-prefill-size", str(CHUNK_TOKENS * DP_SIZE)],
-            virtual_gpu=COST,
+            cpu=CpuEngines(COST),
             log_dir=log_dir,
             environment={
                 **os.environ,

@@ -21,7 +21,7 @@ import orjson
 from benchmarks import CHECKOUT
 from benchmarks.demo.load import Arrival, Sample, run_load
 from sglang_sbs.cluster.spawn import last_log_lines
-from sglang_sbs.testing.cpu_engine.environment import cpu_engine_environment
+from tools.cpu_engine.environment import cpu_engine_environment
 
 CLIENTS = ("open-loop", "bench_serving")
 _SERVING_MODULE = "benchmarks.compare_routers.runs.serving_client"

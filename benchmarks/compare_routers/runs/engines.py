@@ -25,8 +25,9 @@ from sglang_sbs.cluster.ports import free_port_blocks
 from sglang_sbs.engine.config import GANG_GATE_MS, MOST_GATE_MS
 from sglang_sbs.engine.gang_hold import DEFAULT_GATE_MS
 from sglang_sbs.simulator.cluster.cost import CostError, PassCost
-from sglang_sbs.testing.tiny_model import cached_tiny_model
-from sglang_sbs.testing.virtual_gpu import VirtualGpuCost
+from tools.cpu_engine.engines import CpuEngines
+from tools.cpu_engine.tiny_model import cached_tiny_model
+from tools.cpu_engine.virtual_gpu import VirtualGpuCost
 
 H800_CHUNK_TOKENS = 3072
 """Per DP rank, of the deployment that the named costs are of (the paper's chunk of 3K)."""
@@ -152,7 +153,7 @@ async def virtual_engines(
             *("--chunked-prefill-size", str(CHUNK_TOKENS * cluster.dp_size)),
             *variant.prefill_flags,
         ],
-        virtual_gpu=cluster.cost,
+        cpu=CpuEngines(cluster.cost),
         log_dir=log_dir,
         environment={
             **os.environ,

@@ -22,7 +22,7 @@ from typing import Any
 
 import orjson
 
-from sglang_sbs.testing.absent_package import AbsentModule
+from tools.cpu_engine.absent_package import AbsentModule
 
 if find_spec("datasets") is None:
     # Only SGLang's image data set uses Hugging Face's package, and it is imported with the others.

@@ -8,7 +8,7 @@ import pytest
 from router_harness import Cluster, cluster
 
 from sglang_sbs.router.prompts.chat_tokenizer import ChatTokenizer
-from sglang_sbs.testing.tiny_model import cached_tiny_model
+from tools.cpu_engine.tiny_model import cached_tiny_model
 
 MODEL = cached_tiny_model()
 TEXT = "the prefill of a batch <|im_start|> ü 漢字\n"

@@ -26,7 +26,7 @@ from sglang_sbs.router.prompts.known_text import (
     TooLong,
     TooManyTokens,
 )
-from sglang_sbs.testing.tiny_model import cached_tiny_model
+from tools.cpu_engine.tiny_model import cached_tiny_model
 
 TEMPLATE = (
     "{{ bos_token }}{% for message in messages %}"

@@ -22,7 +22,7 @@ from sglang_sbs.router.requests.body_fields import Namespace
 from sglang_sbs.router.requests.plan import plan_request
 from sglang_sbs.router.requests.raw_json import json_of_ids, token_ids_of
 from sglang_sbs.scheduling.events import PrefillDone, RequestArrived
-from sglang_sbs.testing.tiny_model import cached_tiny_model
+from tools.cpu_engine.tiny_model import cached_tiny_model
 
 
 @pytest.fixture(scope="module")

@@ -21,7 +21,7 @@ from sglang_sbs.router.prompts.tokenizer_check import longest_prompt
 from sglang_sbs.router.requests.body_fields import Namespace
 from sglang_sbs.router.requests.plan import plan_request
 from sglang_sbs.router.requests.splitting import MOST_READ_BYTES
-from sglang_sbs.testing.tiny_model import cached_tiny_model
+from tools.cpu_engine.tiny_model import cached_tiny_model
 
 IMAGE = {"type": "image_url", "image_url": {"url": "u"}}
 

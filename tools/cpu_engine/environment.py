@@ -6,10 +6,12 @@ import os
 from collections.abc import Mapping
 from pathlib import Path
 
-from sglang_sbs.testing.virtual_gpu import VIRTUAL_GPU_ENV, VirtualGpuCost
+from tools.cpu_engine.virtual_gpu import VIRTUAL_GPU_ENV, VirtualGpuCost
 
-# On PYTHONPATH of CPU engines only: stand-ins for GPU packages and the plugin's entry point.
-SITE_DIRECTORY = Path(__file__).resolve().parent.parent / "site"
+# On PYTHONPATH of CPU engines only: stand-ins for GPU packages and the plugin's entry point, and
+# the checkout, in which they are.
+SITE_DIRECTORY = Path(__file__).resolve().parent / "site"
+CHECKOUT = Path(__file__).resolve().parents[2]
 
 CPU_ENGINE_FLAGS = (
     "--device",
@@ -37,7 +39,7 @@ def cpu_engine_environment(
     `num_ranks` is the engine's number of scheduler processes (`--tp`); `virtual_gpu` None means
     real compute; `inherited` is the environment they are added to.
     """
-    paths = [str(SITE_DIRECTORY), (inherited or {}).get("PYTHONPATH")]
+    paths = [str(SITE_DIRECTORY), str(CHECKOUT), (inherited or {}).get("PYTHONPATH")]
     cores = sorted(os.sched_getaffinity(0))
     cores_by_rank = (str(cores[rank % len(cores)]) for rank in range(num_ranks))
     environment = {

@@ -1,8 +1,8 @@
-"""Stand-in for triton on CPU engines: see `sglang_sbs/testing/absent_package.py`."""
+"""Stand-in for triton on CPU engines: see `tools/cpu_engine/absent_package.py`."""
 
 import importlib
 
-from sglang_sbs.testing import absent_package
+from tools.cpu_engine import absent_package
 
 absent_package.install(
     __name__,

@@ -3,7 +3,7 @@
 A function of the constants in this file. Imports neither torch nor transformers, so that the
 router, mock engines and the demo can use its tokenizer.
 
-    python -m sglang_sbs.testing.tiny_model out/tiny-model
+    python -m tools.cpu_engine.tiny_model out/tiny-model
 
 The weights are real, not SGLang's `--load-format dummy` ones: dummy values depend on how the
 model is sharded and are so small (1e-3) that greedy output is one token whatever the prompt.
@@ -223,9 +223,9 @@ def _write_weights(path: Path) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(
-        prog="python -m sglang_sbs.testing.tiny_model",
+        prog="python -m tools.cpu_engine.tiny_model",
         description="Write the tiny Qwen3-MoE model folder that tests and the demo serve.",
-        epilog="Example: python -m sglang_sbs.testing.tiny_model out/tiny-model",
+        epilog="Example: python -m tools.cpu_engine.tiny_model out/tiny-model",
     )
     parser.add_argument("directory", nargs="?", type=Path, help="default: the user's cache")
     directory = parser.parse_args().directory

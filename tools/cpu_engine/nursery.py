@@ -1,6 +1,6 @@
 """One process that has imported SGLang and forks engines on request.
 
-Its client is `sglang_sbs/cluster/spawn.py`. Importing SGLang takes seconds and half a gigabyte per
+Its client is `engines.py`. Importing SGLang takes seconds and half a gigabyte per
 process; engines of one machine forked from here share both. Only for CPU engines: a CUDA context
 would not survive the fork, and all engines of a nursery start from its environment.
 
@@ -12,7 +12,6 @@ leads its own process group. End of stdin ends the nursery, whose engines get SI
 
 from __future__ import annotations
 
-import ctypes
 import gc
 import json
 import os
@@ -26,6 +25,8 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
+from sglang_sbs.cluster.spawn import die_with_parent
+
 PRELOADED_MODULES = (
     "sglang.srt.entrypoints.http_server",
     "sglang.srt.managers.scheduler",
@@ -34,7 +35,6 @@ PRELOADED_MODULES = (
     "sglang.srt.disaggregation.mooncake.conn",
 )
 STOP_GRACE_S = 10.0
-_PR_SET_PDEATHSIG = 1
 
 
 @dataclass(frozen=True)
@@ -45,11 +45,6 @@ class EngineRequest:
     argv: list[str]
     environment: dict[str, str]
     log_path: str
-
-
-def die_with_parent(signal_number: int) -> None:
-    """Have the kernel send this process `signal_number` when its parent ends (Linux)."""
-    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal_number)
 
 
 def preload() -> None:

@@ -1,8 +1,8 @@
 """Stand-ins for GPU-only packages that SGLang imports on every device.
 
 With them `import triton`, `from torchvision.x import Y` and `import sgl_kernel.z` succeed, so that
-SGLang's modules load unmodified; only `testing/site/`, which is on PYTHONPATH of CPU engines alone,
-brings them in. Every attribute and every submodule exists; *using* one is an error that names it.
+SGLang's modules load unmodified; only `site/`, which is on PYTHONPATH of CPU engines alone, brings
+them in. Every attribute and every submodule exists; *using* one is an error that names it.
 """
 
 from __future__ import annotations

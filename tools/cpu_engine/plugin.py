@@ -1,6 +1,6 @@
 """The SGLang plugin of CPU engines (entry-point group `sglang.srt.plugins`, SGLang >= 0.5.11).
 
-Found only through `testing/site/` on PYTHONPATH, so an engine on GPUs never loads it.
+Found only through `tools/cpu_engine/site/` on PYTHONPATH, so an engine on GPUs never loads it.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ import multiprocessing
 import os
 from typing import Any
 
-from sglang_sbs.testing.virtual_gpu import VIRTUAL_GPU_ENV, VirtualGpuCost
+from tools.cpu_engine.virtual_gpu import VIRTUAL_GPU_ENV, VirtualGpuCost
 
 
 def register() -> None:
@@ -18,7 +18,7 @@ def register() -> None:
     Raises:
         ValueError: `SGLANG_SBS_VGPU` does not hold a valid cost model (SGLang logs it).
     """
-    from sglang_sbs.testing.cpu_engine import idle_wait, virtual_device, whole_experts
+    from tools.cpu_engine import idle_wait, virtual_device, whole_experts
 
     _fix_cpu_gaps()
     _fork_instead_of_spawn()

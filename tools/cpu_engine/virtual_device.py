@@ -19,7 +19,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from sglang_sbs.testing.virtual_gpu import VirtualGpuCost
+from tools.cpu_engine.virtual_gpu import VirtualGpuCost
 
 
 @dataclass(slots=True, eq=False)

@@ -1,0 +1,23 @@
+"""What only a checkout has: ``benchmarks/`` and ``tools/``, beside the package."""
+
+from __future__ import annotations
+
+import sys
+from importlib import import_module
+from pathlib import Path
+from types import ModuleType
+
+CHECKOUT = Path(__file__).resolve().parents[1]
+
+
+class NotACheckoutError(Exception):
+    """This is an installed wheel."""
+
+
+def checkout_module(name: str) -> ModuleType:
+    """Import a module of ``benchmarks`` or ``tools``. Raises: NotACheckoutError."""
+    if not CHECKOUT.joinpath(*name.split(".")).with_suffix(".py").is_file():
+        raise NotACheckoutError(name)
+    if str(CHECKOUT) not in sys.path:
+        sys.path.insert(0, str(CHECKOUT))
+    return import_module(name)

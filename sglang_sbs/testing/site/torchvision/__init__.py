@@ -1,5 +1,0 @@
-"""Stand-in for torchvision on CPU engines: see `sglang_sbs/testing/absent_package.py`."""
-
-from sglang_sbs.testing import absent_package
-
-absent_package.install(__name__, __version__="0.0.0")
