@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from sglang_sbs import checkout
 from sglang_sbs.cluster.plan import PlanError
 from sglang_sbs.launch_server import main, split_flags
 
@@ -53,6 +54,16 @@ def test_role_flags_are_split_like_a_shell_does(capsys: pytest.CaptureFixture[st
     )
     assert prefill.endswith("--a 'b c'")
     assert decode.endswith("--d")
+
+
+@pytest.mark.parametrize("flag", ["--cpu", "--virtual-gpu"])
+def test_a_wheel_says_where_engines_on_cpu_can_be_had(
+    flag: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(checkout, "CHECKOUT", tmp_path)
+    with pytest.raises(SystemExit):
+        main(["--model-path", "/m", "--dry-run", flag])
+    assert "--cpu and --virtual-gpu: not in an installed wheel" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
