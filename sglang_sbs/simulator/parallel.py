@@ -44,7 +44,7 @@ def run_all(
         mine = set(active_children()) - others
         pool.shutdown(wait=False, cancel_futures=True)
         for process in mine:
-            process.terminate()
+            process.kill()  # a forked one may have inherited what becomes of SIGTERM
         raise
     pool.shutdown()
     return [done.result() for done in futures]
