@@ -35,7 +35,7 @@ TIMEOUT = aiohttp.ClientTimeout(total=120)
 class TokenReport:
     prompts: int
     pairs: int
-    """Prefill x decode DP rank pairs that served at least one."""
+    """Prefill x decode DP rank pairs that served at least one, and told of their passes."""
     difference: str
     """The first difference, empty if there is none."""
 
@@ -49,7 +49,8 @@ async def match_tokens(
 ) -> TokenReport:
     """1P1D with real compute and SBS, and one engine without PD, on the same prompts.
 
-    Sends prompts in bursts until every pair of a prefill and a decode DP rank has served some.
+    Sends prompts in bursts until every pair of a prefill and a decode DP rank has served some, and
+    each rank has told of a pass.
     ``prefill_flags`` are SGLang's.
     """
     blocks = free_port_blocks(PORTS_PER_INSTANCE)
@@ -67,8 +68,12 @@ async def match_tokens(
         difference = ""
 
         def covered() -> set[tuple[str, str]]:
-            pairs = read_engines(event_log, names).pairs if event_log.exists() else {}
-            return {pairs[rid] for rid in rids if rid in pairs}
+            if not event_log.exists():
+                return set()
+            read = read_engines(event_log, names)
+            used = {read.pairs[rid] for rid in rids if rid in read.pairs}
+            # Engines need a moment to find a router that was started after them.
+            return {pair for pair in used if all(read.endforward[rank] for rank in pair)}
 
         async with (
             running_router(cluster.instances, ports, flags, log_dir, "router-token-match") as url,
@@ -91,7 +96,7 @@ async def match_tokens(
                     break
         pairs = len(covered())
     if not difference and pairs < DP_SIZE * DP_SIZE:
-        difference = f"only {pairs} rank pairs were used by {len(prompts)} prompts"
+        difference = f"only {pairs} rank pairs were used and heard of in {len(prompts)} prompts"
     return TokenReport(len(prompts), pairs, difference)
 
 

@@ -104,7 +104,8 @@ class Publisher:
         self._socket.linger, self._socket.ipv6 = 0, True
         # Keep no pipe while a router is away: it would get stale messages when it returns.
         self._socket.immediate = True
-        self._socket.reconnect_ivl, self._socket.reconnect_ivl_max = 100, 2000
+        # A router that is back must not be deaf for long: it sends requests at once.
+        self._socket.reconnect_ivl, self._socket.reconnect_ivl_max = 100, 500
         # A router host that vanished without closing the connection.
         self._socket.heartbeat_ivl, self._socket.heartbeat_timeout = 5000, 15000
         try:
