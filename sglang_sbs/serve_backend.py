@@ -1,9 +1,6 @@
-"""``sglang serve MODEL --model-type sbs``: `sglang_sbs.launch_server` behind SGLang's own command.
-
-SGLang from 0.5.20 on finds it in the entry point group ``sglang.serve_backends``
-(``sglang/cli/serve_backends.py``). ``sglang serve`` loads every backend to ask which one a model
-belongs to, so nothing heavy is imported before this one was chosen.
-"""
+"""``sglang serve MODEL --model-type sbs``: `sglang_sbs.launch_server` behind SGLang's own command
+(0.5.20+, entry points ``sglang.serve_backends``). ``sglang serve`` loads every backend to ask which
+one a model belongs to, so nothing heavy is imported before this one was chosen."""
 
 from __future__ import annotations
 

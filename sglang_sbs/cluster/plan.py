@@ -1,8 +1,5 @@
-"""From options to the exact processes of a PD cluster on one machine.
-
-Pure: starts nothing, opens no socket, reads no environment (`ports` and `environment` are passed
-in).
-"""
+"""From options to the exact processes of a PD cluster on one machine. Pure: starts nothing, opens
+no socket, reads no environment."""
 
 from __future__ import annotations
 
@@ -166,11 +163,8 @@ class ClusterPlan:
 
 
 def plan_cluster(options: ClusterOptions, port_blocks: Iterator[int]) -> ClusterPlan:
-    """Plan every process of the cluster.
-
-    `port_blocks` yields first ports of disjoint free blocks of `PORTS_PER_INSTANCE`. Raises:
-    PlanError, which names the flag and what to write instead.
-    """
+    """Plan every process. `port_blocks` yields first ports of disjoint free blocks of
+    `PORTS_PER_INSTANCE`. Raises: PlanError, which names the flag and what to write instead."""
     _check(options)
     return _Planner(options, port_blocks).plan()
 

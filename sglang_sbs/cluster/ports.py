@@ -30,11 +30,9 @@ def is_port_free(port: int) -> bool:
 def claim_ports(ports: range) -> bool:
     """Take ports for the life of this process; False if a cluster on this machine has them.
 
-    Engines bind their ports seconds after they were planned. Meanwhile they look free, and a second
-    cluster that took them would talk HTTP to the first one's ZeroMQ sockets, which libzmq answers
-    by aborting the process. A claim is an abstract Unix socket per `_CLAIM_PORTS` aligned ports, so
-    it goes with the process.
-    """
+    Engines bind their ports seconds after they were planned, and ZeroMQ aborts a process whose
+    socket another cluster speaks HTTP to. A claim is an abstract Unix socket per `_CLAIM_PORTS`
+    aligned ports: it goes with the process."""
     claimed: list[socket.socket] = []
     for unit in range(ports.start // _CLAIM_PORTS, (ports.stop - 1) // _CLAIM_PORTS + 1):
         claim = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
@@ -50,11 +48,8 @@ def claim_ports(ports: range) -> bool:
 
 
 def free_port_blocks(size: int) -> Iterator[int]:
-    """First ports of disjoint blocks of `size` ports that are all free now and then claimed.
-
-    The search starts at a place of this process's own, so that two clusters started at the same
-    moment rarely look at the same ports. Raises: RuntimeError, no such block is left.
-    """
+    """First ports of disjoint blocks of `size` ports that are all free now and then claimed. Each
+    process searches from a place of its own. Raises: RuntimeError, no such block is left."""
     blocks = (LAST_PORT + 1 - FIRST_PORT) // size
     start = os.getpid() * 7 % blocks
     for index in range(blocks):

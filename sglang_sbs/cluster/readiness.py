@@ -49,10 +49,7 @@ async def wait_until_ready(
 
 
 async def freeze_gc(session: aiohttp.ClientSession, url: str) -> None:
-    """POST /freeze_gc: keep the collector off objects of the start-up.
-
-    SGLang does it by itself after a warm-up request; with `--skip-server-warmup` that may run
-    before the server listens, and full collections then stop the HTTP process for ~0.5 s.
-    """
+    """POST /freeze_gc: keep the collector off objects of the start-up. SGLang does so after a
+    warm-up request; without one, full collections stop the HTTP process for about 0.5 s."""
     async with session.post(url + "/freeze_gc", timeout=_REQUEST_TIMEOUT) as response:
         response.raise_for_status()

@@ -23,12 +23,9 @@ async def serve_until_stopped(
 ) -> int:
     """Bring the cluster up, run ``meanwhile`` until SIGINT, SIGTERM or a death, stop it.
 
-    ``meanwhile`` is cancelled at the end; when it returns by itself, the cluster serves on. What it
-    raises is raised here once everything has stopped. Further signals while the cluster stops
-    change nothing: stopping is bounded, and leaves no process behind.
-
-    Returns:
-        The exit code: 0 after a signal, 1 if the cluster did not start or a process of it died.
+    ``meanwhile`` is cancelled at the end; when it returns, the cluster serves on; what it raises is
+    raised here once everything has stopped. Further signals change nothing: stopping is bounded.
+    Returns the exit code: 0 after a signal, 1 if the cluster did not start or a process of it died.
     """
     stop = asyncio.Event()
     for handled in (signal.SIGINT, signal.SIGTERM):

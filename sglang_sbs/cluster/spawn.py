@@ -1,8 +1,5 @@
-"""Starting one process.
-
-Every process leads its own process group (pgid == pid) and is ended by the kernel if its parent
-dies.
-"""
+"""Starting one process. It leads its own process group (pgid == pid), and the kernel ends it if its
+parent dies."""
 
 from __future__ import annotations
 

@@ -106,11 +106,8 @@ class Supervisor:
         raise KeyError(name)
 
     async def stop(self, grace_s: float) -> list[str]:
-        """Stop what was started: SIGTERM to each, after `grace_s` SIGKILL to what is left of it.
-
-        What is left are processes that did not end, and members of their process groups that
-        outlived them. Returns the names of those that had to be killed.
-        """
+        """Stop what was started: SIGTERM to each, after `grace_s` SIGKILL to what is left of it and
+        of its process group. Returns the names of those that had to be killed."""
         for process in reversed(self.processes):
             if not process.exited.done():
                 with contextlib.suppress(ProcessLookupError):

@@ -1,9 +1,8 @@
 """Frames for whoever looks: made five times a second while somebody does, once for all of them.
 
-Cost nothing when nobody looks: the recorder is attached to the scheduler's pump with the first
-watcher, and detached ``LINGER_S`` after the last one has gone (so that reloading the page keeps the
-picture). A watcher is a callback that must not block; it gets a history first, then every frame.
-"""
+The recorder is attached with the first watcher and detached ``LINGER_S`` after the last one, so
+that reloading the page keeps the picture. A watcher is a callback that must not block; it gets a
+history first, then every frame."""
 
 from __future__ import annotations
 

@@ -1,10 +1,8 @@
 """The dashboard over HTTP: the page's files, and the stream of frames behind it.
 
-A watcher that does not keep up is dropped, never buffered for.
-
-The page's files are open to everybody and tell nothing of the cluster; ``/dashboard/events`` wants
-the key of the control plane. The page sends it as a header, so it is in no URL and no log.
-"""
+The files are open to everybody and tell nothing of the cluster; ``/dashboard/events`` wants the key
+of the control plane, in a header, so it is in no URL and no log. A watcher that does not keep up is
+dropped, never buffered for."""
 
 from __future__ import annotations
 

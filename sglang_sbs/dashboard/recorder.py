@@ -1,11 +1,8 @@
-"""Watches a scheduler's events and makes the frames of the dashboard of them. Sans-I/O.
-
-What it remembers is bounded. Reads the scheduler, never changes it.
+"""Watches a scheduler's events and makes the frames of the dashboard of them. Sans-I/O; what it
+remembers is bounded.
 
 A *frame* has the state as it is now and what is new since the frame before; a *history* has the
-state and all that is remembered, for who begins to look. A history and the frames after it fit
-together: whoever misses one frame begins anew with a history.
-"""
+state and all that is remembered. Whoever misses a frame begins anew with a history."""
 
 from __future__ import annotations
 

@@ -1,14 +1,10 @@
 """What prefill would do if requests were placed by another rule: an estimate, sans-I/O.
 
 A model of queues and passes per DP rank: first come first served up to the chunk, all ranks of an
-instance in step, a pass as long as the scheduler's own learned forward model says. A worker without
-a barrier is an instance of one rank for each of its DP ranks, as it is to the scheduler.
-
-It is an estimate: KV transfer, decode, failures and the pages of a chunk are left out, and the
-forward model has its error. :mod:`.ttft` shows how far the same model is off for what was really
-done. It does not use the simulator's engine: that needs pages, caches, handshakes and overlap, of
-which a router does not know enough, and the simulator does not belong in a router's process.
-"""
+instance in step, a pass as long as the scheduler's own forward model says. KV transfer, decode,
+failures and pages are left out; :mod:`.ttft` shows how far the model is off for what was really
+done. The simulator's engine is not used: it needs pages, caches and handshakes that a router does
+not know."""
 
 from __future__ import annotations
 

@@ -1,15 +1,11 @@
 """Time to prefill's answer as measured, beside what immediate dispatch would have given.
 
 Four figures for the same requests: *measured* (arrival at the scheduler to prefill's answer),
-*modelled* (the model of :mod:`.shadow` fed with the real placements), and two estimates of
-immediate dispatch by that model. *Modelled* against *measured* is the model's error: an estimate
-is worth no more than that. What the model leaves out (the way of prefill's answer, measured as the
-time since the end of the last pass) is added to all three. Immediate dispatch is granted the same
-cached prefix as the real placement found, and requests that were refused are in no figure.
-
-The immediate shadows run behind: a request enters them once it is known what became of it, in the
-order of arrival, so that nothing of the above has to be guessed.
-"""
+*modelled* (:mod:`.shadow` fed with the real placements), and two estimates of immediate dispatch by
+that model. *Modelled* against *measured* is the model's error. What the model leaves out (the way
+of prefill's answer) is added to all three; immediate dispatch is granted the same cached prefix,
+and refused requests are in no figure. A request enters the shadows once it is known what became of
+it, in the order of arrival."""
 
 from __future__ import annotations
 

@@ -1,8 +1,5 @@
-"""Which features are on in a deployment, why, and what to change: ``doctor --features``.
-
-One function per row of the table, in its order. Its docstring is what the feature is, in
-``docs/features.md``.
-"""
+"""Which features are on in a deployment, why, and what to change: ``doctor --features``. One
+function per row, in order; its docstring is the feature's in ``docs/features.md``."""
 
 from __future__ import annotations
 

@@ -109,11 +109,10 @@ def read_dist_init_addr(scheduler: Any) -> str:
 
 
 def read_kv_address(scheduler: Any) -> KvAddress | None:
-    """Where this rank publishes its KV events, if that is on another node than the engine's first
-    (the first is where its HTTP server is, so routers know it).
+    """Where this rank publishes its KV events, if that is on another node than the engine's first,
+    which routers know. The host is empty for a wildcard.
 
-    ``ZmqEventPublisher`` of ``disaggregation/kv_events.py``, which is on the scheduler itself
-    before 0.5.14; its sockets bind the rank's own ports. The host is empty for a wildcard.
+    ``ZmqEventPublisher`` of ``disaggregation/kv_events.py``, on the scheduler itself before 0.5.14.
     """
     told = getattr(scheduler, "server_args", None)
     node_rank = getattr(_parallel(scheduler), "node_rank", None)
@@ -160,13 +159,10 @@ def read_role(scheduler: Any) -> Role:
 def read_pass(scheduler: Any, batch: Any, entered_s: float, dp_size: int) -> Pass:
     """Describe a batch right after ``Scheduler.run_batch`` (``managers/schedule_batch.py``).
 
-    Its number is ``batch.forward_iter``, which 0.5.12 introduced as a copy of the scheduler's
-    ``forward_ct``.
-
-    ``extend_num_tokens`` stays set on decode batches that were merged from prefilled ones, so only
-    an extend pass has extend tokens; ``TARGET_VERIFY`` counts as extend in SGLang, not here.
-    ``entered_s``: when run_batch was entered, where the batch has no ``launch_ts`` (< 0.5.18).
-    """
+    Its number is ``batch.forward_iter`` (0.5.12+), before ``scheduler.forward_ct``. Decode batches
+    merged from prefilled ones keep ``extend_num_tokens``, so only an extend pass has extend tokens;
+    ``TARGET_VERIFY`` counts as extend in SGLang, not here. ``entered_s``: when run_batch was
+    entered, where the batch has no ``launch_ts`` (< 0.5.18)."""
     mode = batch.forward_mode
     is_extend = mode.is_extend() and not mode.is_target_verify()
     stats = getattr(batch, "prefill_stats", None) if is_extend else None
@@ -197,11 +193,8 @@ def noted_pass(result: Any) -> Pass | None:
 
 
 def newly_started(batch: Any) -> list[Started]:
-    """Requests that were in no earlier pass; each is named once, by a mark that is left on it.
-
-    Their times are SGLang's own (``observability/req_time_stats.py``), of ``time.perf_counter``,
-    which is the monotonic clock on Linux.
-    """
+    """Requests that were in no earlier pass; a mark is left on each. Times are SGLang's own
+    (``observability/req_time_stats.py``): ``time.perf_counter``, the monotonic clock on Linux."""
     started = []
     for req in batch.reqs:
         if getattr(req, "_sbs_started", False) or is_health_check(req):
@@ -303,11 +296,8 @@ class SchedulerReader:
         return said
 
     def accepted(self, req: Any, role: Role) -> bool:
-        """Whether ``Scheduler._add_request_to_queue`` just took ``req`` for the first time.
-
-        Requests refused on arrival are in no queue then; retracted ones, which come here again,
-        carry the mark of their first time.
-        """
+        """Whether ``Scheduler._add_request_to_queue`` just took ``req`` for the first time: refused
+        ones are in no queue then, retracted ones carry the mark of their first time."""
         s = self.scheduler
         if is_health_check(req) or getattr(req, "_sbs_accepted", False):
             return False
@@ -323,11 +313,8 @@ class SchedulerReader:
         return True
 
     def newly_aborted(self, abort: Any, role: Role) -> int:
-        """How many accepted requests an ``AbortReq`` ends, before the scheduler handles it.
-
-        Same match as ``Scheduler.abort_request``: by rid prefix, or all. A repeated abort of the
-        same request counts once.
-        """
+        """How many accepted requests an ``AbortReq`` ends, before the scheduler handles it: by rid
+        prefix, or all, as ``Scheduler.abort_request``. A repeated abort counts once."""
         count = 0
         for req in self._requests(role):
             going_on = getattr(req, "_sbs_accepted", False) and not req.finished()
@@ -401,11 +388,8 @@ def _prefix_len(req: Any) -> int:
 
 
 def _launched_len(req: Any) -> int:
-    """End of the newest chunk that was put into a batch.
-
-    ``extend_end`` since 0.5.22, ``extend_range`` in 0.5.16 to 0.5.20, ``fill_len`` in 0.5.14,
-    ``fill_ids`` before.
-    """
+    """End of the newest chunk put into a batch: ``extend_end`` since 0.5.22, ``extend_range`` in
+    0.5.16 to 0.5.20, ``fill_len`` in 0.5.14, ``fill_ids`` before."""
     if hasattr(req, "extend_end"):
         end = req.extend_end
     elif hasattr(req, "extend_range"):

@@ -1,9 +1,8 @@
-"""Where the processes of an engine tell each other how far their parts of a gang are.
+"""Where the processes of an engine on one host tell each other how far their parts of a gang are;
+between hosts :mod:`.gang_gather` takes its place.
 
-On one host they do over datagram sockets, one per direction and pair, as a socket queues few
-messages. Between hosts :mod:`.gang_gather` takes their place. Nothing here blocks; a message that
-is lost makes a gang wait until its time is over.
-"""
+Datagram sockets, one per direction and pair, as a socket queues few messages. Nothing blocks; a
+lost message makes a gang wait until its time is over."""
 
 from __future__ import annotations
 

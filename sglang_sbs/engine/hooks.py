@@ -101,15 +101,12 @@ class RankHook:
     def around_process_batch_result(
         self, original: Original, scheduler: Any, batch: Any, result: Any, *args: Any, **kwargs: Any
     ) -> Any:
-        """Around ``Scheduler.process_batch_result(self, batch, result)``.
-
-        In 0.5.10 it calls ``process_batch_result_disagg_prefill``, which is hooked too there, as
-        releases before call that one instead: only the outer of the two counts.
+        """Around ``Scheduler.process_batch_result(self, batch, result)``. In 0.5.10 that calls
+        ``process_batch_result_disagg_prefill``, hooked too for releases before: the outer counts.
 
         With ``copy_done``, waiting for it here is what the original does first; the message then
-        leaves before the CPU work on the result. Without (overlap disabled), the original itself
-        waits for the device, and the message follows it.
-        """
+        leaves before the CPU work on the result. Without (overlap disabled), the message follows
+        the original."""
         if self.off or (result is not None and result is self._processing):
             return original(scheduler, batch, result, *args, **kwargs)
         pending = self._safely(self._on_result, scheduler, batch, result) is False

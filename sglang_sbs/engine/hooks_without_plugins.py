@@ -1,10 +1,8 @@
-"""Hooks without a plugin framework: for SGLang releases before 0.5.11.
+"""Hooks for SGLang releases before 0.5.11, which have no plugin framework.
 
-Replaces functions and methods of loaded modules by wrapped ones, with the ``register`` and two of
-the kinds of hooks of SGLang's ``HookRegistry`` (``sglang/srt/plugins/hook_registry.py``,
->= 0.5.11). Reached only in an SGLang that ``sglang-sbs patch`` has taught to call
-:func:`sglang_sbs.engine.register`.
-"""
+Wraps functions and methods of loaded modules, with the ``register`` and two kinds of hooks of
+SGLang's ``HookRegistry`` (``plugins/hook_registry.py``). Reached only in an SGLang that
+``sglang-sbs patch`` has taught to call :func:`sglang_sbs.engine.register`."""
 
 from __future__ import annotations
 

@@ -1,8 +1,5 @@
-"""The PUB socket of one DP rank.
-
-The socket belongs to the thread that calls :meth:`Publisher.send`. Name resolution, which may
-block for seconds, runs in a daemon thread that only hands over a set of endpoints.
-"""
+"""The PUB socket of one DP rank. It belongs to the thread that calls :meth:`Publisher.send`; name
+resolution, which may block for seconds, runs in a daemon thread."""
 
 from __future__ import annotations
 
@@ -39,11 +36,8 @@ class BindError(OSError):
 
 
 def resolve_endpoints(host: str, port: int) -> frozenset[str]:
-    """All addresses of ``host`` as endpoints. May block.
-
-    IPv4 only when there is any: a router that listens on both families must not get each message
-    twice. Raises: OSError, the name does not resolve.
-    """
+    """All addresses of ``host`` as endpoints; IPv4 only when there is any, as a router that listens
+    on both must not get a message twice. May block. Raises: OSError, the name does not resolve."""
     found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
     v4 = {str(item[4][0]) for item in found if item[0] == socket.AF_INET}
     chosen = v4 or {str(item[4][0]) for item in found if item[0] == socket.AF_INET6}
@@ -78,9 +72,7 @@ class Publisher:
 
         ``bind``: the endpoint of this rank (not of rank 0). ``source``: the IP address to connect
         from, if it is this machine's. ``keys``: speak only to who has the same secret; then either
-        ``routers`` or ``bind``. Raises: BindError, ``bind`` cannot be bound and there are no
-        routers to connect to.
-        """
+        ``routers`` or ``bind``. Raises: BindError, it cannot be bound and there are no routers."""
         named = [e for e in routers if e.startswith("tcp://") and is_hostname(split_tcp(e)[0])]
         self._literal = frozenset(routers) - frozenset(named)
         self._wanted = self._connected = self._literal

@@ -1,11 +1,9 @@
 """Keeps a handshake from being lost between two threads of SGLang's prefill.
 
-A request's status in KV transfer is written by the scheduler, which opens it, and by the thread
-that hears from decode. ``CommonKVManager.update_status`` (``disaggregation/common/conn.py`` of
-0.5.23) reads it, then writes. If the interpreter changes threads in between, the scheduler writes
-"handshake" over decode's answer. Such a request waits for it until the time-out, 300 s. A router
-that sends both legs at once makes the two meet often.
-"""
+``CommonKVManager.update_status`` (``disaggregation/common/conn.py`` of 0.5.23) reads a request's
+status, then writes; the scheduler and the thread that hears from decode both call it. If the
+interpreter changes threads in between, "handshake" is written over decode's answer, and the request
+waits for its time-out, 300 s. A router that sends both legs at once makes the two meet often."""
 
 from __future__ import annotations
 

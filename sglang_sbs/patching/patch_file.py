@@ -1,8 +1,5 @@
-"""One patch: what it is for, the checksums of what it touches, and its hunks.
-
-The format: a header like that of a mail (``Name: value``, folded lines begin with a blank), then a
-unified diff that ``git apply`` and ``patch -p1`` take as well.
-"""
+"""One patch: what it is for, the checksums of what it touches, and its hunks. A header like that of
+a mail, then a unified diff that ``git apply`` and ``patch -p1`` take as well."""
 
 from __future__ import annotations
 

@@ -1,9 +1,8 @@
 """The files a patch touches: which version of each is there, and exchanging them.
 
-A file is always either the old or the new one: the other version is written next to it and renamed
-over it, and each step of a patch leaves something that works. Renaming also leaves alone what other
-environments share with this one by hard link (uv's cache).
-"""
+The other version is written next to a file and renamed over it: a file is always the old or the new
+one, each step leaves something that works, and environments that share it by hard link (uv's cache)
+keep theirs."""
 
 from __future__ import annotations
 
@@ -46,11 +45,9 @@ def state_of(files: list[TouchedFile]) -> TreeState:
 
 
 def change(root: Path, patch: Patch, *, revert: bool = False) -> list[str]:
-    """Apply or revert; what is done already stays. Returns the paths that changed.
-
-    Everything is checked before anything is written. Raises: PatchError, a file is neither the
-    released nor the patched one, or cannot be replaced.
-    """
+    """Apply or revert; what is done already stays. Returns the paths that changed. Everything is
+    checked before anything is written. Raises: PatchError, a file is neither the released nor the
+    patched one, or cannot be replaced."""
     done: FileState = "original" if revert else "patched"
     files = look(root, patch)
     if state_of(files) == "unknown":
@@ -117,11 +114,8 @@ def _replace(path: Path, data: bytes) -> None:
 
 
 def _forget_bytecode(path: Path) -> None:
-    """Remove compiled versions of a file that is about to change.
-
-    Python notices a new time stamp and size by itself, but not with bytecode that was compiled to
-    be trusted unseen (``compileall --invalidation-mode unchecked-hash``, as some images do).
-    """
+    """Remove compiled versions of a file that is about to change: bytecode compiled to be trusted
+    unseen (``compileall --invalidation-mode unchecked-hash``) would be used on."""
     cached = set(path.parent.glob(f"__pycache__/{path.stem}.*.pyc"))
     for bytecode in cached | {Path(importlib.util.cache_from_source(str(path)))}:
         try:

@@ -1,5 +1,2 @@
-"""The router: HTTP surface, PD relay, worker registry and what they need.
-
-How an instance or a rank is chosen is :mod:`sglang_sbs.scheduling`'s, which requests reach through
-:mod:`.assignment.assigner`.
-"""
+"""The router: HTTP surface, PD relay, worker registry and what they need. How an instance or a rank
+is chosen is :mod:`sglang_sbs.scheduling`'s."""

@@ -99,10 +99,8 @@ E = TypeVar("E", bound=BaseException)
 
 
 def without_frames(error: E) -> E:
-    """An error that was dealt with, and what it came from no more.
-
-    It knows the frames it came through. Where one of them knows it, too, as the result of a future
-    or by a name, bodies and all else in these frames would wait for the garbage collector.
+    """An error that was dealt with, and what it came from no more: it knows the frames it came
+    through, and where one of them knows it too, their bodies would wait for the garbage collector.
     """
     error.__traceback__ = error.__cause__ = error.__context__ = None
     return error
@@ -182,11 +180,8 @@ def own_failure(leg: Leg, worker: str, detail: str) -> LegFailure:
 
 
 def leg_status_failure(leg: Leg, worker: str, status: int, body: bytes) -> LegFailure:
-    """A leg did not answer 200. The client gets an HTTP error's status and message.
-
-    A status below 400 is no error to pass on, and with 204 or 304 a body behind it would be read
-    as the next answer on that connection: the client gets 502.
-    """
+    """A leg did not answer 200. The client gets an HTTP error's status and message; for a status
+    below 400, behind which a body could be read as the next answer, 502."""
     if status < 400:
         detail = f"it answers {status}, which is no answer to a request ({worker})"
         return LegFailure(leg, worker, 502, f"{leg}_bad_gateway", detail)

@@ -23,12 +23,7 @@ class ApiError(RuntimeError):
 
 async def open_api(flag: str) -> ApiClient:
     """A client for the cluster of the kubeconfig file, or else for the one this process runs in.
-
-    ``flag``: what it is wanted for, for the message.
-
-    Raises:
-        ValueError: there is neither.
-    """
+    ``flag``: what it is wanted for. Raises: ValueError, there is neither."""
     from kubernetes_asyncio import client, config
 
     configuration = client.Configuration()

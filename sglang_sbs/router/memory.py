@@ -1,9 +1,7 @@
-"""How this process gets its memory from the system.
+"""How this process gets its memory from the system (Linux).
 
-Linux only. A block over ``_MOST_KEPT_BYTES`` goes back to the system as soon as it is free. By
-itself glibc raises that bound with the blocks that are freed: after one large body, large ones come
-from a heap that every small block left between them keeps from shrinking, one heap a thread.
-"""
+A block over ``_MOST_KEPT_BYTES`` goes back as soon as it is free. By itself glibc raises that bound
+with the blocks that are freed, and large bodies then come from heaps that never shrink."""
 
 from __future__ import annotations
 

@@ -229,11 +229,9 @@ class RouterServer:
         self.dispatcher.close()
 
     async def _wait_for_idle_connections(self) -> None:
-        """Clients keep connections: let them find out by an answer, not by a closed one.
-
-        A request that meets the closing of its connection is lost, and HTTP lets no client send it
-        again without asking. So idle ones stay for a while; each ends with its next answer.
-        """
+        """Clients keep connections: let them find out by an answer. A request that meets the
+        closing of its connection is lost, so idle ones stay for a while; each ends with its next
+        answer."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(_IDLE_S):
                 while self._connections():  # noqa: ASYNC110 - aiohttp announces no closed one

@@ -1,10 +1,9 @@
-"""The event log: what the scheduler was told and what it answered, for replay.
+"""The event log: what the scheduler was told and what it answered, for replay. The one place of
+this package that touches a file.
 
-The one place of this package that touches a file. A file is the magic line, then records of ``u32
-big-endian length`` + msgpack :class:`LogRecord`; the first record carries the configuration.
-Feeding the events with their ``now_s`` to a fresh ``Scheduler(config)`` must give the recorded
-commands again.
-"""
+A file is the magic line, then records of ``u32 big-endian length`` + msgpack :class:`LogRecord`,
+the first with the configuration. The events with their ``now_s``, fed to a fresh
+``Scheduler(config)``, must give the recorded commands again."""
 
 from __future__ import annotations
 
@@ -68,10 +67,7 @@ def read_event_log(
     path: Path, on_torn: Callable[[int], None] = lambda _bytes: None
 ) -> Iterator[LogRecord]:
     """The records of a log, a torn last one left out; ``on_torn`` is told how many bytes it has.
-
-    Raises:
-        ValueError: not an event log, or written by an incompatible version.
-    """
+    Raises: ValueError, not an event log, or of an incompatible version."""
     decoder = msgspec.msgpack.Decoder(LogRecord)
     with path.open("rb") as file:
         if file.read(len(MAGIC)) != MAGIC:

@@ -1,11 +1,8 @@
 """What the scheduler is told and what it answers: events in, commands out.
 
-The vocabulary between the policy and whoever drives it (router, simulator, tests, replay). All
-times are seconds of the driver's monotonic clock; every event reaches :meth:`Scheduler.handle`
-together with the driver's ``now_s``.
-
-All types are tagged msgspec structs, so an event log is the events themselves.
-"""
+The vocabulary between the policy and whoever drives it. Times are seconds of the driver's monotonic
+clock; every event reaches :meth:`Scheduler.handle` with the driver's ``now_s``. All are tagged
+msgspec structs, so an event log is the events themselves."""
 
 from __future__ import annotations
 
@@ -98,11 +95,8 @@ class RequestEnded(_Message, frozen=True):
 
 
 class RequestAdopted(_Message, frozen=True):
-    """A request that another scheduler dispatched: it is in flight, only its end is awaited.
-
-    A driver that was without this scheduler for a while announces what it placed meanwhile, so that
-    a restarted one knows what the engines are busy with. An instance need not be up yet.
-    """
+    """A request that another scheduler dispatched meanwhile: it is in flight, only its end is
+    awaited. An instance need not be up yet."""
 
     rid: Rid
     prompt_tokens: Count

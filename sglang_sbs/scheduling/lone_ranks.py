@@ -1,11 +1,8 @@
-"""Workers without a barrier: each of their DP ranks is a prefill instance of its own.
+"""Workers without a barrier (DWDP, SGLANG_SCHEDULER_SKIP_ALL_GATHER, no DP attention): their ranks
+number and end their passes each for itself, so each is a prefill instance of its own.
 
-Everything the scheduler believes of a prefill instance rests on the barrier: all ranks launch a
-pass together, it has one number and one end. Under DWDP, with SGLANG_SCHEDULER_SKIP_ALL_GATHER, or
-without DP attention there is none: the ranks number and end their passes each for itself. Such a
-worker is as many instances of one rank as it has ranks. Only the driver knows the worker; this
-module translates between its names (worker, rank) and the scheduler's (instance, 0).
-"""
+Only the driver knows the worker; this module translates between its names (worker, rank) and the
+scheduler's (instance, 0)."""
 
 from __future__ import annotations
 

@@ -1,10 +1,6 @@
-"""The prefix caches of the cluster: one index for prefill ranks, one for decode ranks.
-
-A decode engine has an index of its own because a prefix there saves KV transfer and space
-(``--disaggregation-decode-enable-radix-cache``), never prefill work. An index ignores what it is
-told of instances that are in the other one. Must not know placement, queues or time beyond what it
-is told.
-"""
+"""The prefix caches of the cluster: one index for prefill ranks, one for decode ranks, where a
+prefix saves KV transfer and space (``--disaggregation-decode-enable-radix-cache``), never prefill
+work. An index ignores instances that are in the other one."""
 
 from __future__ import annotations
 

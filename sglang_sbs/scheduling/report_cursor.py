@@ -1,10 +1,8 @@
 """Where a DP rank's stream of EndForward messages stands: what is new, restarted or lost.
 
-Anybody who reaches the port can send a message in a rank's name, and boot ids are no secret. So a
-message that does not follow the one before it, and one of a boot that is over, is not believed
-while the present stream is heard. When that has been silent for a while, another stream takes its
-place: the true one after a forged message, or that of an engine nobody heard for long.
-"""
+Anybody can send in a rank's name, so a message that does not follow the one before it, or of a boot
+that is over, is not believed while the present stream is heard. After a silence another takes its
+place: the true one after a forged message, or that of an engine nobody heard for long."""
 
 from __future__ import annotations
 

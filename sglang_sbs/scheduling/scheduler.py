@@ -116,11 +116,8 @@ class Scheduler:
         )
 
     def handle(self, event: ev.Event, now_s: float) -> list[ev.Command]:
-        """Take in one event at the driver's time and return what to do, in order.
-
-        ``now_s`` must not decrease. The last :class:`WakeAt` returned stays in force until another
-        one replaces it.
-        """
+        """Take in one event and return what to do, in order. ``now_s``, the driver's, must not
+        decrease. The last :class:`WakeAt` stays in force until another one replaces it."""
         out: list[ev.Command] = []
         event = self.lone.inside(event)
         self.prefix.advance(now_s)

@@ -1,8 +1,5 @@
 """One shared secret for both ends of a ZMQ socket: CURVE keys derived from it, and their check.
-
-Whoever has the secret is let in, both ways, and everything is encrypted with keys
-made per connection (CurveZMQ), so the secret itself never travels.
-"""
+Whoever has the secret is let in, both ways; the keys of a connection are its own."""
 
 from __future__ import annotations
 

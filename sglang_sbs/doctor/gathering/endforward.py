@@ -1,10 +1,8 @@
 """Listens for EndForward where a router would, for a few seconds.
 
-Engines connect to whoever listens at the addresses in ``SGLANG_SBS_ROUTERS``, so nothing changes
-for them; a port that somebody has is left alone. So is one whose engines have a key where the
-doctor has none, or the other way round: libzmq does not connect again soon to a listener of the
-other kind.
-"""
+Engines connect to whoever listens at the addresses in ``SGLANG_SBS_ROUTERS``. Left alone are a port
+that somebody has, and one whose engines have a key where the doctor has none, or the other way
+round: libzmq would not connect again soon."""
 
 from __future__ import annotations
 

@@ -1,8 +1,5 @@
-"""``--probe``: one request for one token through every pair of prefill and decode.
-
-Both legs are sent as the router sends them (``docs/router.md``, "What happens to a request"). Over
-all pairs every DP rank gets its turn.
-"""
+"""``--probe``: one request for one token through every pair of prefill and decode, sent as the
+router sends them. Over all pairs every DP rank gets its turn."""
 
 from __future__ import annotations
 

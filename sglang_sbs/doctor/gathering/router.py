@@ -15,11 +15,8 @@ _ASK_AGAIN_S = 0.5
 
 
 async def ask_router(asker: Asker, options: DoctorOptions, url: str) -> RouterFacts:
-    """What it knows, once every rank was heard there or ``options.wait_s`` is over.
-
-    Engines connect to a router that has just started within 2 s, one rank after another. Never
-    raises for what the router does.
-    """
+    """What it knows, once every rank was heard there or ``options.wait_s`` is over. Never raises
+    for what the router does."""
     until_s = time.monotonic() + options.wait_s
     facts = await _ask(asker, options, url)
     while _unheard(facts) and time.monotonic() < until_s:

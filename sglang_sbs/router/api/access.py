@@ -1,10 +1,8 @@
 """Who may do what: bearer keys, roles, the audit log.
 
-The control plane (workers, caches, loads, aborts) wants a key or a token with the role ``admin`` as
-soon as there is any such key or provider; without it wants the API key, as everything else does.
-Keys are compared in constant time, all of them whichever fits, and never leave this module: the
-audit log names a key by its id.
-"""
+The control plane (workers, caches, loads, aborts) wants a key or token with the role ``admin`` as
+soon as there is any such key or provider, else the API key, as everything else does. Keys are
+compared in constant time, all of them, and never leave this module: the audit log has ids."""
 
 from __future__ import annotations
 
@@ -111,12 +109,9 @@ def _record(method: str, path: str, request_id: str, who: Principal | None, outc
 
 
 def is_own_host(host: str, listens_at: str) -> bool:
-    """Whether a ``Host`` header (lower case) can be nobody else's name for this machine.
-
-    A page of elsewhere may have its own name resolve to this address (DNS rebinding): for the
-    browser it is of one origin with the router then. An address, or a name that comes from no DNS
-    of others, cannot be had so.
-    """
+    """Whether a ``Host`` header (lower case) can be nobody else's name for this machine: an
+    address, or a name that comes from no DNS of others. Else a page of elsewhere could have its own
+    name resolve to this address (DNS rebinding) and be of one origin with the router."""
     try:
         name = urlsplit(f"//{host}").hostname or ""
     except ValueError:

@@ -88,11 +88,8 @@ class Control:
         return json_answer({"status": "ready", "healthy_workers": healthy, "total_workers": total})
 
     async def health_generate(self, _request: web.Request) -> web.StreamResponse:
-        """Really generates on one prefill and one decode instance.
-
-        Open to everybody, as the stock router's, so however many ask at once share one answer:
-        it costs the engines a forward pass.
-        """
+        """Really generates on one prefill and one decode instance. Open to everybody, as the stock
+        router's, so however many ask at once share one answer."""
         if self._generating is None or self._generating.done():
             self._generating = asyncio.create_task(self._generate())
         bad = await asyncio.shield(self._generating)

@@ -1,14 +1,9 @@
 """``GET /engine_metrics``: the Prometheus pages of all engines as one.
 
-Pages cannot just be put one after another: a family may be declared only once, and equal series of
-two engines need a label that tells them apart (``worker_addr``, as sglang_router calls it). Colons
-in names become underscores (``sglang_num_running_reqs``), as there: its dashboards ask for those
-names.
-
-Lines are rewritten, not parsed into samples and written again: a page may have megabytes, whoever
-reaches the port may ask for it, and prometheus_client's parser takes a second per megabyte. A page
-is never looked at as a whole, nor is the one that comes of it: each such look would hold up others.
-"""
+A family may be declared only once, and equal series of two engines need a label (``worker_addr``);
+colons in names become underscores. Both as in sglang_router, for its dashboards. Lines are
+rewritten, not parsed, and no page is looked at as a whole: a page may have megabytes, whoever
+reaches the port may ask, and prometheus_client's parser takes a second per megabyte."""
 
 from __future__ import annotations
 

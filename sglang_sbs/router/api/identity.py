@@ -1,14 +1,11 @@
-"""Tokens of an identity provider (OIDC, JWT) as keys of the control plane.
+"""Tokens of an identity provider (OIDC, JWT) as keys of the control plane. Needs the extra ``jwt``,
+imported only when asked to.
 
-Needs the packages of the extra ``jwt`` and imports them only when asked to. The rules are those of
-``sglang_router`` 0.3.2 (``src/auth/jwt.rs``, ``jwks.rs``): RSA and ECDSA signatures by a key the
-token names, the algorithm of that key and no other; issuer, audience and expiry checked; the role
-from the claim ``roles`` (or ``role``, ``groups``, ``group``).
-
-Beyond them: without the provider nobody gets in (there it is the plain API key that then counts),
-unknown key names do not make the provider be asked at every request, and a token that starts to be
-valid later (``nbf``) is not valid yet.
-"""
+The rules are those of ``sglang_router`` 0.3.2 (``src/auth/jwt.rs``, ``jwks.rs``): RSA and ECDSA
+signatures by a key the token names, the algorithm of that key and no other; issuer, audience and
+expiry checked; the role from ``roles`` (or ``role``, ``groups``, ``group``). Beyond them: without
+the provider nobody gets in, unknown key names do not make it be asked at every request, and ``nbf``
+is kept."""
 
 from __future__ import annotations
 

@@ -1,8 +1,5 @@
-"""``/v1/tokenize`` and ``/v1/detokenize``: the router's tokenizer, for who wants to ask it.
-
-Answers as SGLang's endpoints of these names do (``entrypoints/openai/serving_tokenize.py``, from
-0.5.5 on). The tokenizer is that of ``--tokenizer-path``; the engines are not asked.
-"""
+"""``/v1/tokenize`` and ``/v1/detokenize``: the tokenizer of ``--tokenizer-path``, answering as
+SGLang does (``entrypoints/openai/serving_tokenize.py``, 0.5.5+). Engines are not asked."""
 
 from __future__ import annotations
 

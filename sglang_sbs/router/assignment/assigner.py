@@ -1,10 +1,8 @@
 """What the relay tells the scheduler of its requests, wherever that is.
 
-Owns the requests of this process that the scheduler was told of, from :meth:`Assigner.assign` until
-they are refused or ended. :class:`~.scheduler_driver.Dispatcher` is the one for a scheduler in this
-process, :mod:`sglang_sbs.router.processes.scheduler_link` the one for a scheduler in another. O(1)
-per event besides the scheduler's own work.
-"""
+Owns the requests of this process that the scheduler was told of, until they are refused or ended.
+For a scheduler in this process: :class:`~.scheduler_driver.Dispatcher`; in another:
+:mod:`sglang_sbs.router.processes.scheduler_link`."""
 
 from __future__ import annotations
 

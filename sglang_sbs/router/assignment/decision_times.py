@@ -1,8 +1,5 @@
-"""How long the scheduler takes for an event, always measured, as a Prometheus histogram.
-
-Counting one costs well under a microsecond: there are tens of thousands per second in a large
-cluster.
-"""
+"""How long the scheduler takes for an event, always measured, as a Prometheus histogram. Counting
+costs well under a microsecond."""
 
 from __future__ import annotations
 

@@ -1,8 +1,6 @@
-"""Tells each dispatched request which part of which gang it is, for its engine to wait by.
-
-A gang is what leaves for one prefill instance at one moment. A request that leaves while a gang is
-on its way follows that gang: the engine starts both in the same pass (``engine.gang_hold``).
-"""
+"""Tells each dispatched request which part of which gang it is. A gang is what leaves for one
+prefill instance at one moment; what leaves while it is on its way follows it: the engine starts
+both in the same pass (``engine.gang_hold``)."""
 
 from __future__ import annotations
 

@@ -1,8 +1,5 @@
-"""Drives one scheduler object: events in, its timer, its decisions out, its log.
-
-Owns the :class:`Scheduler`, its wake-up timer and the event log. A defect in the policy is logged,
-counted and survived.
-"""
+"""Drives one :class:`Scheduler`: events in, its timer, its decisions out, its log. A defect in the
+policy is logged, counted and survived."""
 
 from __future__ import annotations
 

@@ -1,8 +1,5 @@
-"""The client's side of an answer: head, pieces, back pressure, end.
-
-Pieces of a stream are written to the transport in the callback that brings them: per piece that
-saves a task switch, which is most of what relaying it would cost.
-"""
+"""The client's side of an answer: head, pieces, back pressure, end. Pieces are written in the
+callback that brings them: a task switch would be most of what relaying costs."""
 
 from __future__ import annotations
 

@@ -1,8 +1,5 @@
-"""How requests come in: the pace and size a client must keep to, and the memory of all bodies.
-
-Without both, a client that sends a byte a minute holds a descriptor and memory for as long as it
-likes.
-"""
+"""How requests come in: the pace and size a client must keep to, and the memory of all bodies;
+without both, a byte a minute would hold a descriptor and memory for ever."""
 
 from __future__ import annotations
 

@@ -1,8 +1,5 @@
-"""A candidate and the store it asks: the election as a running process sees it.
-
-Whether this process leads is never a matter of a timer having fired: :meth:`Campaign.leads` looks
-at the clock.
-"""
+"""A candidate and the store it asks: the election as a running process sees it. Whether it leads is
+never a matter of a timer: :meth:`Campaign.leads` looks at the clock."""
 
 from __future__ import annotations
 

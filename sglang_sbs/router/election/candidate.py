@@ -28,13 +28,9 @@ _UNDISTURBED_S = 60.0
 
 @dataclass(frozen=True, slots=True)
 class ElectionTimes:
-    """Seconds, with client-go's names: ``LeaseDuration``, ``RenewDeadline``, ``RetryPeriod``.
-
-    client-go's defaults are 15, 10 and 2; these are for a takeover below three seconds.
-
-    Raises:
-        ValueError: they contradict each other.
-    """
+    """Seconds, with client-go's names: ``LeaseDuration``, ``RenewDeadline``, ``RetryPeriod`` (15,
+    10 and 2 there; here for a takeover below three seconds). Raises: ValueError, they contradict
+    each other."""
 
     lease_s: float = 2.0
     """A leader that is not heard of for so long is none. Whole seconds."""
@@ -206,10 +202,9 @@ class Candidate:
     def exceed(self, term: int, now_s: float) -> None:
         """Another has led in this term, or may have: lead in a higher one. This lead may end.
 
-        A term that no store can have given is nobody's, and ignored. The second time in a row that
-        this ends a lead, two candidates have two locks, by mistake: after that each waits twice as
-        long as the last time, so that one of them leads for longer and longer.
-        """
+        A term that no store can have given is ignored. The second time in a row that this ends a
+        lead, two candidates have two locks, by mistake: each then waits twice as long as the last
+        time."""
         if not 0 <= term < MAX_TERM:
             return
         self._floor = max(self._floor, term)

@@ -18,13 +18,9 @@ class Election(ABC):
     async def run(self, lead: Callable[[int], None], follow: Callable[[], None]) -> None:
         """Until cancelled, which gives the lead away.
 
-        ``lead(term)``: this process schedules from now on, in that term; every term is higher than
-        the one before. ``follow()``: it must not any more. That is said before the lead could be
-        another's, also when nobody can be asked.
-
-        Raises:
-            ValueError: there is no way to the store at all (no kubeconfig, no service account).
-        """
+        ``lead(term)``: this process schedules from now on; every term is higher than the one
+        before. ``follow()``: it must not any more, said before the lead could be another's. Raises:
+        ValueError, there is no way to the store at all (no kubeconfig, no service account)."""
 
     @property
     @abstractmethod
@@ -33,11 +29,9 @@ class Election(ABC):
 
     @abstractmethod
     def leads(self) -> bool:
-        """Whether this process leads at this moment, by the clock: ask before every decision.
-
-        A process that was stopped and goes on may run other callbacks before the one that would
-        say ``follow``; this calls it then.
-        """
+        """Whether this process leads at this moment, by the clock: ask before every decision. A
+        process that was stopped may run other callbacks before ``follow`` is said; this says it
+        then."""
 
     @abstractmethod
     def exceed(self, term: int) -> None:

@@ -1,8 +1,5 @@
-"""The lock as a Lease of Kubernetes (``coordination.k8s.io/v1``).
-
-As client-go's ``leaderelection`` writes it, so that ``kubectl get lease`` shows who leads;
-``leaseTransitions`` is the term. Times in it are for people: nobody compares them with a clock.
-"""
+"""The lock as a Lease of Kubernetes (``coordination.k8s.io/v1``), written as client-go does;
+``leaseTransitions`` is the term. Its times are for people: nobody compares them with a clock."""
 
 from __future__ import annotations
 

@@ -1,8 +1,5 @@
-"""One connection to an engine: a request is written, its answer read, one at a time.
-
-Owns the slices in which both happen, the framing of the answer, and back pressure. Knows neither
-SGLang nor JSON, nor what becomes of the connection.
-"""
+"""One connection to an engine: a request is written, its answer read, one at a time, in slices and
+with back pressure. Knows neither SGLang nor JSON, nor what becomes of the connection."""
 
 from __future__ import annotations
 

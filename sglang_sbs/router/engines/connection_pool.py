@@ -1,10 +1,8 @@
 """A lean HTTP/1.1 client for the two legs: callbacks instead of streams.
 
 Owns which connection carries a call: kept, made anew, or replaced once where it crossed with the
-engine's idle close. What passes over it is :mod:`.connection`'s. A received piece of body reaches
-the :class:`~.connection.Receiver` in the same event loop callback that read it, with no task,
-future or buffer in between; that is what makes relaying a chunk cheap.
-"""
+engine's idle close. A received piece of body reaches the :class:`~.connection.Receiver` in the
+callback that read it, with no task, future or buffer in between: that makes relaying cheap."""
 
 from __future__ import annotations
 

@@ -1,8 +1,5 @@
-"""Control requests to engines, and how much of an answer is taken.
-
-An engine's answer must not make the router fetch from elsewhere (redirects) or hold more than its
-own size (compression); and it has an end, whatever the engine sends.
-"""
+"""Control requests to engines. An answer must not make the router fetch from elsewhere (redirects)
+or hold more than its own size (compression), and it has an end, whatever the engine sends."""
 
 from __future__ import annotations
 

@@ -1,8 +1,5 @@
-"""HTTP/1.1 responses off the wire, read by llhttp: head, body without its framing, end.
-
-Owns what may be acted on of what llhttp reads (RFC 9112): whatever two parsers could read in two
-ways is an error. Every defect is a :class:`MalformedResponse`.
-"""
+"""HTTP/1.1 responses off the wire, read by llhttp: head, body without its framing, end. What two
+parsers could read in two ways (RFC 9112) is an error: :class:`MalformedResponse`."""
 
 from __future__ import annotations
 

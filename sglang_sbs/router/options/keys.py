@@ -28,11 +28,8 @@ class ControlKey(Principal):
 
 
 def parse_control_key(text: str) -> ControlKey:
-    """``ID:NAME:ROLE:KEY``; the key may hold colons.
-
-    Raises:
-        ValueError: not of that form. The message does not repeat the key.
-    """
+    """``ID:NAME:ROLE:KEY``; the key may hold colons. Raises: ValueError, not of that form, without
+    repeating the key."""
     parts = text.split(":", 3)
     if len(parts) != 4 or not parts[0] or not parts[3]:
         raise ValueError("write ID:NAME:ROLE:KEY, e.g. ops:Operations:admin:SECRET")

@@ -1,9 +1,6 @@
-"""The router's options for programs that start it from Python, as ``sglang_router`` has them.
-
-``RouterArgs`` has a field for every flag, named as in ``sglang_router.launch_router`` 0.3.2 (read
-in its ``router_args.py``). It becomes a command line, so that who starts a router from Python is
-told the same about bad values.
-"""
+"""The router's options for programs that start it from Python: ``RouterArgs`` has a field for every
+flag, named as in ``sglang_router`` 0.3.2 (``router_args.py``). It becomes a command line, so that
+bad values are told the same way."""
 
 from __future__ import annotations
 
@@ -80,14 +77,9 @@ class RouterArgs:
 
     @classmethod
     def from_cli_args(cls, args: Any, use_router_prefix: bool = False) -> RouterArgs:
-        """What a parser with these flags made of a command line.
-
-        With ``use_router_prefix`` attributes ``router_x`` are looked for first, then ``x``; those
-        that are missing keep their default, others are left alone.
-
-        Raises:
-            FlagError: a value that has not its flag's form.
-        """
+        """What a parser with these flags made of a command line; other attributes are left alone.
+        With ``use_router_prefix`` ``router_x`` is looked for first, then ``x``. Raises: FlagError,
+        a value that has not its flag's form."""
         given = vars(args)
         values: dict[str, Any] = {}
         for name, action in _FLAGS.items():

@@ -1,8 +1,5 @@
-"""Flags and policies of ``sglang_router.launch_router`` 0.3.2 that mean nothing to this router.
-
-An existing command line keeps working with them. Each is accepted and warned about once; the reason
-tells the user what is lost.
-"""
+"""Flags and policies of ``sglang_router.launch_router`` 0.3.2 that mean nothing to this router:
+accepted, with one warning that tells what is lost."""
 
 from __future__ import annotations
 

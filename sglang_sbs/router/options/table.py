@@ -1,9 +1,7 @@
 """Every flag of the router: name, field, type and help, in the order of ``--help``.
 
 A flag is added here and, if it becomes more than a field, checked in :mod:`.options`. Its default
-is its field's, unless it is written here. Flags of ``sglang_router`` that mean nothing here are in
-:mod:`.stock`.
-"""
+is its field's, unless it is written here."""
 
 from __future__ import annotations
 

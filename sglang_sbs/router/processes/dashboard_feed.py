@@ -1,8 +1,5 @@
-"""Frames of a scheduler in another process, at a front end.
-
-While the front end is without the scheduler process its own fallback scheduler is shown, marked as
-such.
-"""
+"""Frames of a scheduler in another process, at a front end; while that is away those of its own
+fallback, marked as such."""
 
 from __future__ import annotations
 

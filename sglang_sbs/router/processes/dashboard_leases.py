@@ -1,8 +1,5 @@
-"""The scheduler process's side of dashboards that are open at its front ends.
-
-A front end asks again every second; one that does not is forgotten, so frames are never queued for
-one that is gone.
-"""
+"""The scheduler process's side of dashboards open at its front ends. One that does not ask again
+every second is forgotten, so frames are never queued for one that is gone."""
 
 from __future__ import annotations
 

@@ -1,8 +1,5 @@
-"""The scheduler process of a router with several front ends, put together.
-
-Its parts: the scheduler, everything that hears from engines, the sockets front ends come to, and
-the metrics port, which shows the sum over all processes. It serves no clients.
-"""
+"""The scheduler process of a router with several front ends: the scheduler, everything that hears
+from engines, the front ends' sockets, and the metrics port with the sum over all processes."""
 
 from __future__ import annotations
 
@@ -154,11 +151,8 @@ class SchedulerProcess:
         await self._session.close()
 
     async def _stand(self, election: Election) -> None:
-        """For election, again and again.
-
-        Where there may be others, not before the workers were looked at: whoever leads and does
-        not know them yet refuses what another one, or a front end by itself, would place.
-        """
+        """For election, again and again; where there may be others, not before the workers were
+        looked at: who leads and does not know them yet refuses what another would place."""
         if not isinstance(election, Unopposed):
             self._hub.stands = False
             with contextlib.suppress(TimeoutError):

@@ -1,8 +1,5 @@
-"""The ZMQ sockets between front ends and the scheduler process.
-
-Frames that are no message are counted, logged once and dropped. An ``ipc`` socket is protected by
-the directory it lies in, a ``tcp`` one by CURVE keys.
-"""
+"""The ZMQ sockets between front ends and the scheduler process. Frames that are no message are
+counted, logged once and dropped. ``ipc`` is protected by its directory, ``tcp`` by CURVE keys."""
 
 from __future__ import annotations
 

@@ -32,11 +32,8 @@ def of_workers(page: str, known: Callable[[str], bool]) -> str:
 def add_pages(
     pages: Iterable[str], *, own: Iterable[Metric] = (), lasting_only: bool = False
 ) -> str:
-    """One page with the sum of every series; a page that cannot be read is left out.
-
-    ``own``: families of this process, which need no reading. ``lasting_only``: without gauges, for
-    processes that are gone.
-    """
+    """One page with the sum of every series; an unreadable page is left out. ``own``: families of
+    this process. ``lasting_only``: without gauges, for processes that are gone."""
     return "".join(page_parts(pages, own=own, lasting_only=lasting_only))
 
 

@@ -87,12 +87,9 @@ class BlockNamer:
         return self._chain(text, page_tokens * TEXT_BYTES_PER_TOKEN, seed)
 
     def _scope(self, namespace: Namespace) -> bytes | None:
-        """Seed of the names outside the common namespace.
-
-        Events scope the names of LoRA requests by the engine's own id of the adapter, which is not
-        known here. Such blocks get names no engine publishes: not found among published ones, but
-        never taken for another adapter's either.
-        """
+        """Seed of the names outside the common namespace. Events scope the names of LoRA requests
+        by an id that only the engine knows; such blocks get names that no engine publishes, so they
+        are never taken for another adapter's."""
         if namespace.lora is None and (self._as_published or namespace.extra_key is None):
             return None
         return _sha256(_SCOPE_TAG + _encoded(namespace.extra_key, namespace.lora))

@@ -1,8 +1,6 @@
-"""A model's own tokenizer and chat template, without transformers.
-
-Owns reading ``tokenizer.json``, ``tokenizer_config.json`` and ``chat_template.jinja`` the way
-transformers and SGLang do, and token ids of texts and chats. Tokenizing blocks.
-"""
+"""A model's own tokenizer and chat template, without transformers: ``tokenizer.json``,
+``tokenizer_config.json`` and ``chat_template.jinja`` as transformers and SGLang read them.
+Tokenizing blocks."""
 
 from __future__ import annotations
 

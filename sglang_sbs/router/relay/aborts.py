@@ -1,8 +1,5 @@
-"""Sending aborts to engines, few at a time.
-
-Thousands of clients may vanish in the same instant; a connection for each abort, all at once, would
-be a second storm, upon an engine that has enough to do.
-"""
+"""Sending aborts to engines, few at a time: when thousands of clients vanish at once, a connection
+for each abort would be a second storm."""
 
 from __future__ import annotations
 

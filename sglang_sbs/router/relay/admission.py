@@ -1,12 +1,9 @@
-"""The front door: how many requests may be inside at once (``--max-concurrent-requests``).
+"""The front door: how many requests may be inside at once (``--max-concurrent-requests``). A token
+bucket, and a FIFO in front of it.
 
-A token bucket, and a FIFO in front of it. Holding for batching is the scheduler's business.
-
-The bucket is sglang_router's: it holds ``max_concurrent`` tokens, a request takes one and gives it
-back at its end. ``--rate-limit-tokens-per-second`` adds further ones with time, never beyond the
-bucket's size: requests that take long then let new ones in at that rate. Unlike there, what becomes
-several requests (a batch, ``n``) takes a token for each, or all there are if they are fewer.
-"""
+The bucket is sglang_router's: a request takes a token and gives it back at its end;
+``--rate-limit-tokens-per-second`` adds further ones, never beyond the bucket's size. Unlike there,
+a batch or ``n`` takes a token for each, or all there are if they are fewer."""
 
 from __future__ import annotations
 

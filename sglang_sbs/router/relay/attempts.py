@@ -1,9 +1,7 @@
 """One unit of a client request: assigned, sent, and tried again on other engines if it failed.
 
-Owns the attempts at a unit, and which engine is to blame for one that failed. Choosing instances is
-the dispatcher's, the legs are :mod:`.pair`'s. Every attempt announced to the scheduler ends there
-exactly once, whatever happens here.
-"""
+Owns the attempts at a unit, and which engine is to blame for one that failed. Every attempt
+announced to the scheduler ends there exactly once, whatever happens here."""
 
 from __future__ import annotations
 

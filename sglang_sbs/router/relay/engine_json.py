@@ -1,10 +1,8 @@
-"""Answers of engines: opened only as far as somebody has to look into them, and what they say.
+"""Answers of engines, opened only as far as somebody has to look into them.
 
-A long answer is nearly all text, logprobs or hidden states that only pass through: they stay the
-JSON they came as. Unfolding them would take ten times their size, and keep the event loop for a
-second where it reads megabytes. What they say of a request (an abort, an error, how many tokens) is
-SGLang's JSON (``managers/tokenizer_manager.py``, ``entrypoints/openai``).
-"""
+Text, logprobs and hidden states only pass through: they stay JSON, as unfolding them takes ten
+times their size and keeps the event loop. What they say of a request is SGLang's JSON
+(``managers/tokenizer_manager.py``, ``entrypoints/openai``)."""
 
 from __future__ import annotations
 

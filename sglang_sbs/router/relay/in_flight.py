@@ -1,10 +1,8 @@
-"""What is in flight: the records of a request on its way, and the books on all of them.
+"""What is in flight: the client's request, its units, the attempts at each, and the books on all.
 
-The records are the client's request, one of its units, one attempt at that. Each refers to the one
-before, and everybody who serves the request has these: nobody writes down again what they say.
-Owns the table from rid to workers (EndForward is bound through it), the counters per worker, and
-whose client may abort what.
-"""
+Each record refers to the one before, and nobody writes down again what they say. Owns the table
+from rid to workers (EndForward is bound through it), the counters per worker, and whose client may
+abort what."""
 
 from __future__ import annotations
 

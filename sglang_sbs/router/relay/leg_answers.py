@@ -1,8 +1,5 @@
-"""The answers of the two legs: collected as they come, bounded, and judged.
-
-One receiver for prefill and one for decode. Each tells its pair what its answer means, and must not
-know what the other leg does.
-"""
+"""The answers of the two legs: collected as they come, bounded, and judged. Each receiver tells its
+pair what its answer means, and must not know what the other leg does."""
 
 from __future__ import annotations
 

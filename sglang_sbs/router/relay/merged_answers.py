@@ -1,8 +1,5 @@
 """Answers put together: several single requests into one, prefill's logprobs into decode's.
-
-Indices, sums and the order of outputs are those SGLang itself would give (prompt by prompt, sample
-by sample).
-"""
+Indices, sums and order are those SGLang itself would give (prompt by prompt, sample by sample)."""
 
 from __future__ import annotations
 

@@ -1,13 +1,8 @@
 """One attempt at a request: its prefill leg and its decode leg, as one thing that works or fails.
 
-Owns both exchanges, the verdict on the pair, and the abort of both. What one leg's answer means is
-:mod:`.leg_answers`'. Must not know clients or retries: :class:`~.in_flight.InFlight` is told how it
-fares, and who sent it waits for it.
-
-Decode's body goes to ``sink`` in the callback that received it. Prefill is watched on the side:
-its failure fails the pair only until decode has produced its first byte, for from then on decode
-has the KV cache and needs prefill no more.
-"""
+Owns both exchanges, the verdict on the pair, and the abort of both. Must not know clients or
+retries. Decode's body goes to ``sink`` in the callback that received it. Prefill's failure fails
+the pair only until decode's first byte, for from then on decode has the KV cache."""
 
 from __future__ import annotations
 

@@ -1,8 +1,5 @@
-"""What a client request becomes: single requests, and the bodies of their legs.
-
-Owns which fields of SGLang's request JSON a client may give, and how large all legs may be. Its
-prompts are :mod:`.splitting`'s.
-"""
+"""What a client request becomes: single requests, and the bodies of their legs. Owns which fields
+of SGLang's request JSON a client may give, and how large all legs may be."""
 
 from __future__ import annotations
 

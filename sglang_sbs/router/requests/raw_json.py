@@ -1,10 +1,8 @@
-"""Request bodies cut up instead of unfolded.
+"""Request bodies cut up instead of unfolded: a megabyte of JSON can become eighty of Python
+objects.
 
-A megabyte of JSON can become eighty megabytes of Python objects. So a body is cut into its members,
-which stay the bytes they came as and go on to the engines like that; only what somebody must look
-at becomes objects, and only if it does not grow much by it. No function here keeps the interpreter
-lock for long, so that a thread can do this while the event loop runs.
-"""
+A body is cut into its members, which stay the bytes they came as; only what somebody must look at
+becomes objects. No function here keeps the interpreter lock for long: a thread can do it."""
 
 from __future__ import annotations
 

@@ -1,9 +1,6 @@
-"""The prompts of a request body: a batch and ``n > 1`` taken apart.
-
-Owns what of a body belongs to one prompt and what to all. Both share one bootstrap room inside
-SGLang and break PD there, so they become single requests, each with a room of its own. They are
-counted before anything is built, and what they share is kept once.
-"""
+"""The prompts of a request body: a batch and ``n > 1`` taken apart, as inside SGLang they would
+share one bootstrap room and break PD. They are counted before anything is built; what they share is
+kept once."""
 
 from __future__ import annotations
 

@@ -125,13 +125,8 @@ class EndForwardListener:
         self._gatekeeper: Gatekeeper | None = None
 
     def open(self, bind: str | None, keys: CurveKeys | None = None) -> str | None:
-        """Start receiving; returns the endpoint actually bound (a wildcard port resolved).
-
-        With ``keys`` only engines that have the same secret are listened to.
-
-        Raises:
-            OSError: the endpoint cannot be bound.
-        """
+        """Start receiving; returns the endpoint bound (a wildcard port resolved). With ``keys``
+        only engines with the same secret are heard. Raises: OSError, it cannot be bound."""
         self._context = zmq.Context(io_threads=1)
         listening = self._subscriber()
         endpoint = None
@@ -363,12 +358,11 @@ class EndForwardListener:
 
 
 def _receive(sock: zmq.Socket[bytes], *, asks_peer: bool) -> tuple[list[bytes], str]:
-    """The frames of one message, as many as it should have, and who sent it if that is asked; no
-    frames if there is none.
+    """The frames of one message, as many as it should have, and who sent it if asked; none if there
+    is none.
 
     Asking after each frame whether another follows (``recv_multipart``) costs more than all the
-    rest. A message of another length is noticed by what comes where its parts should be, and costs
-    the one behind it at most, which the next of that rank makes good.
+    rest. A message of another length costs the one behind it at most; the rank's next makes good.
     """
     frames: list[bytes] = []
     peer = ""
@@ -436,11 +430,9 @@ def implausible(report: EndForward) -> str | None:
 
 
 def publisher_endpoints(worker_url: str, bind: str, dp_size: int) -> list[str]:
-    """Where to connect for an engine that binds ``tcp://HOST:PORT`` (rank d at ``PORT + d``).
-
-    The host is always the one the worker is reached by: an engine's answer must not make the router
-    connect to others. Not of that form, or not a port for every rank: no endpoints.
-    """
+    """Where to connect for an engine that binds ``tcp://HOST:PORT`` (rank d at ``PORT + d``):
+    always at the worker's own host, as an answer must not make the router connect to others. Not of
+    that form, or not a port for every rank: none."""
     match = _BIND.fullmatch(bind)
     first = int(match[1]) if match is not None else 0
     if not 1 <= first <= 65536 - dp_size:

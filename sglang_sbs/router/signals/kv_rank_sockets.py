@@ -1,8 +1,5 @@
-"""The sockets to one DP rank that publishes KV events: connections, reading, replays.
-
-What the rank publishes goes to its :class:`.RankFeed`, which knows in what order events belong.
-Whatever arrives is bounded, counted, and read in turns.
-"""
+"""The sockets to one DP rank that publishes KV events: connections, reading, replays. Whatever
+arrives is bounded, counted and read in turns; its :class:`.RankFeed` knows the order of events."""
 
 from __future__ import annotations
 

@@ -1,9 +1,7 @@
 """Follows the KV events of engines, from the time the scheduler is told of one until it is gone.
 
-The sockets of a rank are :mod:`.kv_rank_sockets`', the order of its events :mod:`.kv_rank_feed`'s.
 SGLang publishes without authentication: only the host that the worker's own URL names is connected
-to, and for ranks on other nodes what :mod:`~sglang_sbs.router.workers.kv_addresses` believes.
-"""
+to, and for ranks on other nodes what :mod:`~sglang_sbs.router.workers.kv_addresses` believes."""
 
 from __future__ import annotations
 

@@ -1,9 +1,6 @@
-"""The line between a supervisor and one of its children: a socket pair.
-
-Upwards: one JSON line of facts when the child is ready. Downwards: ``let go`` (leave ports to a
-successor), and ``ping``, which a child whose event loop turns answers. The end of the line is the
-end of the other side.
-"""
+"""The line between a supervisor and a child: a socket pair. Upwards one JSON line of facts when the
+child is ready; downwards ``let go`` (leave ports to a successor), and ``ping``, which a child whose
+event loop turns answers."""
 
 from __future__ import annotations
 

@@ -1,9 +1,5 @@
-"""Listening sockets: made, shared by front ends, and handed to the next router.
-
-A successor on the same machine gets them through a control socket. Because they are handed over
-open, a connection that waits to be accepted is accepted by the successor: nothing is refused or
-reset.
-"""
+"""Listening sockets: made, shared by front ends, and handed to the next router on this machine.
+They are handed over open: a connection that waits to be accepted is neither refused nor reset."""
 
 from __future__ import annotations
 

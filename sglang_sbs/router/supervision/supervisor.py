@@ -1,8 +1,5 @@
-"""The parent of a router's processes: starts them, restarts the dead, passes the end on.
-
-The listening sockets are here, too: they outlive a front end that dies, so that what waits to be
-accepted there waits for its successor.
-"""
+"""The parent of a router's processes: starts them, restarts the dead, passes the end on. The
+listening sockets are here, too: what waits at a front end that dies waits for its successor."""
 
 from __future__ import annotations
 
@@ -264,11 +261,8 @@ class Supervisor:
         return [*self._argv, *words]
 
     def _front_end_command(self, endpoint: str, number: int) -> list[str]:
-        """Limits of the router as a whole are shared out evenly.
-
-        Each front end keeps to its share by itself: no decision at the door costs a message, and a
-        lost scheduler changes nothing. The shares add up to the whole.
-        """
+        """Limits of the router as a whole, shared out evenly; the shares add up to the whole. Each
+        front end keeps to its own, so no decision at the door costs a message."""
         options = self._options
 
         def share(whole: int) -> int:

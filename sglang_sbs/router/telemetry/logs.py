@@ -1,8 +1,5 @@
-"""The log: where lines go, and what they look like, with the id of the request they are about.
-
-A line written while a request is served carries its id by itself; JSON lines (``--log-json``) have
-the fields sglang_router's have.
-"""
+"""The log: where lines go, and what they look like. A line written while a request is served
+carries its id; JSON lines (``--log-json``) have the fields sglang_router's have."""
 
 from __future__ import annotations
 
@@ -72,11 +69,8 @@ class JsonFormatter(logging.Formatter):
 def set_up_logging(
     level: str, log_dir: Path | None, *, as_json: bool = False, process: str = ""
 ) -> None:
-    """Log to standard error and, with ``log_dir``, also to a file there.
-
-    Args:
-        process: who speaks, where several processes write to one log.
-    """
+    """Log to standard error and, with ``log_dir``, also to a file there. ``process``: who speaks,
+    where several processes write to one log."""
     handlers: list[logging.Handler] = [logging.StreamHandler()]
     if log_dir is not None:
         log_dir.mkdir(parents=True, exist_ok=True)

@@ -1,8 +1,5 @@
 """Prometheus metrics: ``smg_*`` where sglang_router's dashboards expect them, ``sbs_*`` for ours.
-
-State that lives elsewhere (scheduler, registry, EndForward) is read when scraped, not pushed, so
-that it costs nothing per event.
-"""
+State that lives elsewhere is read when scraped, so it costs nothing per event."""
 
 from __future__ import annotations
 

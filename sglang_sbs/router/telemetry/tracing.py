@@ -1,9 +1,7 @@
-"""OpenTelemetry spans of a request: hold, dispatch, prefill, first byte, end.
+"""OpenTelemetry spans of a request: hold, dispatch, prefill, first byte, end (``--enable-trace``).
 
-On with ``--enable-trace``. Needs the optional packages of the extra ``trace`` and is ``None``
-everywhere without them. Times are taken as things happen; spans are made of them when an attempt is
-over, so that nothing of it lies on the way of a request.
-"""
+``None`` everywhere without the packages of the extra ``trace``. Spans are made when an attempt is
+over, so that nothing of it lies on the way of a request."""
 
 from __future__ import annotations
 
@@ -124,11 +122,8 @@ class Traces:
 
 
 def open_traces(endpoint: str) -> Traces | None:
-    """Traces that go to an OTLP collector (gRPC); ``None``, with a warning, without the packages.
-
-    Args:
-        endpoint: ``HOST:PORT``, or a URL for TLS.
-    """
+    """Traces that go to an OTLP collector (gRPC) at ``HOST:PORT``, or a URL for TLS; ``None``, with
+    a warning, without the packages."""
     try:
         return Traces(_exporting_to(endpoint))
     except ImportError as error:

@@ -26,11 +26,8 @@ class Breaker:
         return self._failures, self._successes
 
     def failed(self, now_s: float, *, may_open: bool) -> bool:
-        """Count a failure; True if it opened the breaker.
-
-        ``may_open`` is False for the last usable worker of its role: sending to a doubtful worker
-        beats refusing everything.
-        """
+        """Count a failure; True if it opened the breaker. ``may_open`` is False for the last usable
+        worker of its role: a doubtful worker beats refusing everything."""
         if now_s - self._failed_s > self._config.window_s:
             self._failures = 0
         self._failed_s = now_s
@@ -84,11 +81,9 @@ class Breaker:
 
 
 class Suspicions:
-    """Whether an answer of 5xx that no second engine was asked about speaks against its engine.
-
-    It does while no other engine of its role is under suspicion, too: where several fail, it may be
-    what they were asked, and then a few such requests must not take every engine out.
-    """
+    """Whether an answer of 5xx that no second engine was asked about speaks against its engine:
+    while no other of its role is under suspicion. Where several fail, it may be what they were
+    asked."""
 
     def __init__(self, window_s: float = BreakerConfig.window_s) -> None:
         self._window_s = window_s

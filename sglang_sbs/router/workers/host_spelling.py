@@ -1,11 +1,9 @@
 """How decode instances are told the host of a prefill instance.
 
-Decode keeps the ports of a prefill instance under the host as it is written (SGLang,
+Decode keeps a prefill instance's ports under the host as it is written (SGLang,
 ``disaggregation/common/conn.py``: ``prefill_info_table``, ``connection_pool``), and misses a quick
-restart. Written otherwise it is another to it, and is asked anew. Where engines say when they
-started, that decides, so that every router comes to the same spelling, also one that has just
-started.
-"""
+restart; written otherwise it is asked anew. When engines say they started decides, where they say
+it, so that every router comes to the same spelling."""
 
 from __future__ import annotations
 
@@ -59,12 +57,10 @@ def _may_be_older(decode: SbsBlock | None, prefill: SbsBlock, restarted: bool) -
 
 
 def respelled(host: str, spelling: int) -> str:
-    """Another way to write the same host, each ``spelling`` its own; 0: as it is.
-
-    IPv4: numbers in hex with leading zeros (``inet_aton(3)``). IPv6: in full, some groups with
-    leading zeros. A name: some letters in upper case. With n short groups, or n letters, there are
-    2^n - 1 ways; then they come again.
-    """
+    """Another way to write the same host, each ``spelling`` its own; 0: as it is. IPv4: hex with
+    leading zeros (``inet_aton(3)``); IPv6: in full, some groups with leading zeros; a name: some
+    letters in upper case. With n short groups or letters there are 2^n - 1 ways; then they come
+    again."""
     if not spelling:
         return host
     try:

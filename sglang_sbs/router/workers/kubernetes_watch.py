@@ -1,12 +1,8 @@
-"""Workers found as Kubernetes pods: listing and watching them through the API server.
+"""Workers found as Kubernetes pods (:mod:`.kubernetes_pods`): listed and watched, one stream per
+role, taken up again after it ends, breaks or is too old (410 Gone). Needs the extra ``kubernetes``.
 
-One stream per role, filtered by the API server, is taken up again after it ends, breaks or has
-become too old (410 Gone). What makes a pod a worker is in :mod:`.kubernetes_pods`. Needs the
-package of the extra ``kubernetes`` and imports it only when asked to.
-
-While the API server cannot be reached the workers stay as they are: their health is checked anyway.
-Only a complete list, or a deletion that was seen, takes a worker away.
-"""
+While the API server is away the workers stay: only a complete list, or a deletion that was seen,
+takes one away."""
 
 from __future__ import annotations
 

@@ -42,13 +42,8 @@ def default_endpoints(worker_url: str, source: KvEventsBlock, dp_rank: int) -> K
 def told_endpoints(told: KvAddress, peer: str, *, has_key: bool) -> KvEndpoints:
     """Where a rank on another node is, by its own message. They repeat it, so it is remembered.
 
-    Args:
-        peer: the IP address that the message came from; empty if it has none (``ipc://``).
-        has_key: only engines with the router's key can have sent it.
-
-    Raises:
-        RefusedAddress: it is not to be connected to.
-    """
+    ``peer``: the IP address it came from; empty if none (``ipc://``). ``has_key``: only engines
+    with the router's key can have sent it. Raises: RefusedAddress, it is not to be connected to."""
     for port in (told.port, told.replay_port or told.port):
         if not 1 <= port <= 65535:
             raise RefusedAddress(f"it names port {port}")

@@ -427,11 +427,9 @@ class Registry:
         return worker.instance_up(self.prefix_source_of(worker))
 
     def _check_quiet(self, worker: Worker, now_s: float) -> None:
-        """A stopped process (SIGSTOP, a hung host) breaks no connection: notice its silence.
-
-        An engine with the plugin reports at least every second; any other is only expected to say
-        something while it has work.
-        """
+        """A stopped process (SIGSTOP, a hung host) breaks no connection: notice its silence. An
+        engine with the plugin reports every second; any other only says something while it has
+        work."""
         expected = worker.load > 0 or bool(worker.last_report_s)
         if not self._asks_cheaply or not worker.healthy or not expected:
             return

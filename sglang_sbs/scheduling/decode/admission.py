@@ -110,11 +110,8 @@ class DecodeAdmission:
         return kept is None or kept.rid == request.rid or kept[1:] != (decode.id, rank)
 
     def reserve(self, waiting: Iterable[Request], before_s: float) -> None:
-        """Keep the rank with most room for the oldest request that is refused, if it arrived
-        before this time and no rank is kept.
-
-        Ranks never empty by themselves while smaller requests take every bit that becomes free.
-        """
+        """Keep the rank with most room for the oldest request that is refused, if it arrived before
+        this time and no rank is kept: smaller requests would take every bit that becomes free."""
         if self.reserved is not None or self.least_refused_tokens == math.inf:
             return
         for request in islice(waiting, MOST_ASKED):

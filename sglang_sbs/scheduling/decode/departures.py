@@ -1,8 +1,6 @@
 """Requests that left a decode DP rank: what the router saw end, matched to what the rank counts.
-
-A request that ended is taken off the rank's last report exactly once: until a report comes that no
-longer contains it, and not at all if that report was the faster one.
-"""
+Each is taken off the last report exactly once, until a report comes without it, and not at all if
+that report was the faster one."""
 
 from __future__ import annotations
 
@@ -38,12 +36,8 @@ class Departures:
         return len(self._ended)
 
     def ended(self, kv_tokens: int, reported_s: float) -> None:
-        """A request that the rank had accepted is over.
-
-        Args:
-            kv_tokens: what it occupied.
-            reported_s: when the last report came.
-        """
+        """A request that the rank had accepted is over. ``kv_tokens``: what it occupied.
+        ``reported_s``: when the last report came."""
         if self._early:
             self._early.popleft()
         else:
@@ -51,13 +45,8 @@ class Departures:
             self.kv_tokens += kv_tokens
 
     def reported(self, accepted: int, present: int, now_s: float) -> None:
-        """A report came.
-
-        Args:
-            accepted: requests the rank has accepted since its boot.
-            present: those of them that are still there.
-            now_s: the driver's time.
-        """
+        """A report came. ``accepted``: requests the rank has accepted since its boot; ``present``:
+        those of them that are still there. ``now_s``: the driver's time."""
         left, before = accepted - present, self._left
         self._left = left
         if before is None:

@@ -123,13 +123,11 @@ class DecodeInstance:
         """Each rank may be sent so many KV tokens more than it has room for, if it allocates late.
 
         With ``--disaggregation-decode-allocation-policy prefill_complete`` prefill computes without
-        room in decode, and keeps the KV until there is some (``disaggregation/prefill.py`` of
-        SGLang, ``can_prefill_before_bootstrap``). So the room of a request is needed at the end of
-        its prefill, and what one pass of all prefill instances computes may leave before it is
-        there: ``tokens`` is a rank's share of that. What leaves earlier still would wait in
-        prefill's KV cache, bound to one decode rank, instead of in the router. How many requests a
-        rank may run does not change, nor which prompt is too long for any.
-        """
+        room in decode and keeps the KV until there is some (SGLang,
+        ``can_prefill_before_bootstrap``), so what one pass of all prefill instances computes may
+        leave before there is room: ``tokens`` is a rank's share of that. What leaves earlier would
+        wait in prefill's KV cache, bound to one decode rank. How many requests a rank may run does
+        not change."""
         tokens = tokens if self._allocates_late else 0
         if tokens != self._parked_tokens:
             self._parked_tokens = tokens
@@ -246,11 +244,8 @@ class DecodeInstance:
         self._all_changed()
 
     def advance(self, now_s: float) -> float | None:
-        """Forget what was heard too long ago.
-
-        Returns:
-            When to call again even if nothing is heard; None for never.
-        """
+        """Forget what was heard too long ago. Returns when to call again even if nothing is heard;
+        None for never."""
         while self._heard_s:
             index, heard_s = next(iter(self._heard_s.items()))
             if heard_s + SILENT_S > now_s:

@@ -69,11 +69,8 @@ class DecodeLoad:
 
 
 class DecodeBoard:
-    """The ranks of a batch's assignment, kept in the orders the rules ask for.
-
-    An order is made when it is first asked for: a rule rarely looks further than the smallest batch
-    sizes. After that a question costs no more than the number of distinct batch sizes.
-    """
+    """The ranks of a batch's assignment, kept in the orders the rules ask for, each made when first
+    asked for. After that a question costs no more than the number of distinct batch sizes."""
 
     def __init__(self, loads: list[DecodeLoad]) -> None:
         """``loads``: one per rank; the one that is assigned to is replaced."""

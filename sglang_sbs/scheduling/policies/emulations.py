@@ -1,8 +1,5 @@
-"""Rules of other projects' newest routers, for comparison: emulations, not their code.
-
-Both place a request the moment it arrives and know what DP ranks have cached. What they are granted
-here is never late: caches, queues and books are as the scheduler knows them.
-"""
+"""Rules of other projects' newest routers, for comparison: emulations, not their code. What they
+know of caches, queues and books is never late here."""
 
 from __future__ import annotations
 
@@ -66,13 +63,13 @@ class SglRouter(Random):
 
 
 class LlmD(Random):
-    """llm-d's endpoint picker with its sample configuration for prefill workers.
+    """llm-d's endpoint picker with its sample configuration for prefill workers; a DP rank is an
+    endpoint.
 
-    Each DP rank is an endpoint. Its score is twice the share of the prompt that it has cached
-    (``precise-prefix-cache-scorer``), plus 1 for the shortest queue of all, 0 for the longest and
-    what lies between (``queue-scorer``); all have 1 where queues are equal. The highest score wins,
-    of equal ones any (``max-score-picker``). A queue is the requests that are in no pass yet.
-    """
+    A score is twice the share of the prompt that is cached (``precise-prefix-cache-scorer``), plus
+    1 for the shortest queue, 0 for the longest and what lies between (``queue-scorer``; 1 where all
+    are equal). The highest wins, of equal ones any (``max-score-picker``). A queue is the requests
+    that are in no pass yet."""
 
     def choose(self, request: Request, instances: Sequence[PrefillInstance], now_s: float) -> Place:
         places = [place for worker in workers_of(instances) for place in _places(worker)]

@@ -1,8 +1,5 @@
 """Cache affinity as gateways have it today, for comparison: approximate trees, pinned sessions.
-
-Owns :class:`CacheAware` and :class:`SessionAffinity`, which place a request the moment it arrives.
-Must not know KV events, what DP ranks have cached, or how many tokens wait.
-"""
+Must not know KV events, what DP ranks have cached, or how many tokens wait."""
 
 from __future__ import annotations
 
@@ -82,12 +79,9 @@ class CacheAware(Random):
 
 
 class SessionAffinity(ImmediatePolicy):
-    """Consistent hashing of the conversation to an instance, and of it to one of its DP ranks.
-
-    Rendezvous hashing: each instance gets a number from the session and its own name, the largest
-    wins, so an instance that comes or goes moves only the sessions it gets or had. A request
-    without a session is one of its own.
-    """
+    """Rendezvous hashing of the conversation to an instance, and of it to one of its DP ranks: an
+    instance that comes or goes moves only the sessions it gets or had. A request without a session
+    is one of its own."""
 
     def choose(self, request: Request, instances: Sequence[PrefillInstance], now_s: float) -> Place:
         key = request.session or request.rid

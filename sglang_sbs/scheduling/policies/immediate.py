@@ -1,8 +1,5 @@
-"""The policies that place a request the moment it arrives, for comparison and as fallbacks.
-
-Owns the baselines gateways and SGLang use today, and the strongest immediate one. Must not know the
-queue's bookkeeping or decode.
-"""
+"""The policies that place a request the moment it arrives: the baselines of gateways and SGLang,
+and the strongest immediate one. Must not know the queue's bookkeeping or decode."""
 
 from __future__ import annotations
 

@@ -1,10 +1,8 @@
 """The paper's dual trigger, literally: I_opt elapsed AND EndForward of the next target instance.
 
 Owns when a batch leaves and for whom under ``--sbs-trigger paper`` (Figure 5 and section 4.1 of
-arXiv 2512.16134). It exists for reproduction and comparison: it dispatches exactly at EndForward,
-in strict rotation, with Algorithm 2's overshoot, all of which cost throughput on a real engine
-(``docs/scheduling.md``). Must not know decode or flow control.
-"""
+arXiv 2512.16134), for comparison: at EndForward, in strict rotation, with Algorithm 2's overshoot,
+which cost throughput on a real engine. Must not know decode or flow control."""
 
 from __future__ import annotations
 

@@ -1,8 +1,6 @@
-"""Algorithm 2 of the paper: Prioritized Batch Allocation (PBAA), basic and cache-aware.
-
-Owns the mapping of a batch of requests to the DP ranks of one prefill instance. Pure functions;
-must not know time, readiness or why a batch leaves now.
-"""
+"""Algorithm 2 of the paper: Prioritized Batch Allocation (PBAA), basic and cache-aware: the
+requests of a batch to the DP ranks of one instance. Pure; must not know time or why a batch leaves
+now."""
 
 from __future__ import annotations
 
@@ -17,11 +15,8 @@ LEAST_HIT_SHARE = 0.02
 """Of a chunk: a prefix that is shorter counts, but nobody waits for it. With pages of one token any
 two prompts may begin alike."""
 LEFT_OUT = 3
-"""Who was left out of so many batches takes the place of a new request. Fairness has its price near
-saturation. Mean/p99 TTFT with 1, 3 and never: 0.566/0.91, 0.554/0.89, 0.547/0.91 s (simulate
-paper-3k --policies sbs --loads 1.2 --seeds 6 --first-seed 301 --duration 50) and 1.182/1.96,
-1.146/1.91, 1.141/1.90 s (--dp 2 --latency-ms 20 --gap-ms 16 --loads 0.3 --seeds 8 --first-seed 21).
-"""
+"""Who was left out of so many batches takes the place of a new request. Its price, near
+saturation: docs/lab/constants.md."""
 MOST_TURNS = 8
 """So many of those that were left out before, the oldest, are let in instead of newer ones; looking
 for a place costs as much as there are requests in the batch."""
@@ -224,11 +219,8 @@ def _take_turns(
     page: int,
 ) -> list[Request]:
     """Let those in that were left out of several batches, each for the shortest new one that makes
-    room.
-
-    Short requests are placed last, and with full passes it would be luck that lets them in. Of
-    requests of up to a chunk that have next to nothing cached. Changes ``placed`` and ``room``;
-    returns who is left out now.
+    room: short ones are placed last, and with full passes it would be luck. Of requests of up to a
+    chunk with next to nothing cached. Changes ``placed`` and ``room``; returns who is left out now.
     """
     least_hit = LEAST_HIT_SHARE * chunk_tokens
 
@@ -297,11 +289,8 @@ def top_up(
     places: Sequence[int] | None = None,
 ) -> Allocation:
     """Fill what :func:`place_fitting` left free by splitting the oldest leftovers over two passes,
-    those of low priority first.
-
-    Only while more than ``keep_tokens`` uncached tokens are left over, and only holes of at least
-    ``hole_share`` of a chunk: splitting costs the next pass, so it pays only under backlog.
-    """
+    low priority first. Only while more than ``keep_tokens`` uncached tokens are left over, and only
+    holes of at least ``hole_share`` of a chunk: splitting costs the next pass."""
     remaining = uncached_tokens_of(allocation.left)
     if remaining <= keep_tokens:
         return allocation

@@ -1,8 +1,5 @@
-"""The interface every prefill policy implements.
-
-Owns :class:`PrefillPolicy` and :class:`Plan`. Must not know the queue's bookkeeping, decode, or how
-instances keep their state true.
-"""
+"""The interface of prefill policies: :class:`PrefillPolicy` and :class:`Plan`. Must not know the
+queue's bookkeeping, decode, or how instances keep their state true."""
 
 from __future__ import annotations
 

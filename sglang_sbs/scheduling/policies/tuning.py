@@ -1,9 +1,6 @@
-"""The constants of the default policy that were chosen by measurement.
-
-Owns all of them. Must hold nothing else: what only bounds work or memory stands where it is used
-(``MOST_``, ``MAX_``), what is learned is learned. What half and twice of each does:
-docs/lab/constants.md, whose table a test compares with this module.
-"""
+"""The constants of the default policy that were chosen by measurement, and nothing else: what
+bounds work or memory (``MOST_``, ``MAX_``) stands where it is used. What half and twice of each
+does: docs/lab/constants.md, whose table a test compares with this module."""
 
 AGEING_BATCHES = 5.0
 """A chunk of length is worth that many batches of waiting in the order of the queue."""

@@ -1,8 +1,5 @@
-"""When each prefill instance is to be looked after again, so that no event looks after all of them.
-
-An instance is called (:meth:`.PrefillInstance.advance`) when it has changed, when its time has
-come, and at every event while its time depends on more than itself.
-"""
+"""When each prefill instance is to be looked after again (:meth:`.PrefillInstance.advance`): when
+it has changed, when its time has come, and at every event while its time depends on others."""
 
 from __future__ import annotations
 
@@ -36,12 +33,8 @@ class Agenda:
             instance.subscribe(self._changed)
 
     def advance(self, now_s: float, latency_s: float) -> tuple[float | None, set[PrefillInstance]]:
-        """Let happen what is due.
-
-        Returns:
-            When to call again even if nothing changes, None for never; and who is due again at
-            this very moment.
-        """
+        """Let happen what is due. Returns when to call again even if nothing changes, None for
+        never; and who is due again at this very moment."""
         asked = self._changed.copy()
         self._changed.clear()
         for due_s, number in self._due.ordered:

@@ -192,12 +192,9 @@ class PrefillBooks:
         return self.overlap and len(self.passes) > 1 and self.backlog_tokens > 0
 
     def forms_at_s(self, now_s: float, latency_s: float) -> float:
-        """When the batch is formed that what is sent now could still be in.
-
-        Under overlap scheduling a pass that follows another without a gap is formed when that one
-        starts: with something left over behind a pass that is queued, at the end of the running
-        one. Else it is formed when the instance is free.
-        """
+        """When the batch is formed that what is sent now could still be in: when the instance is
+        free, or, under overlap scheduling with something left over behind a queued pass, when that
+        one starts, at the end of the running one."""
         if self.forms_ahead:
             return self.passes[-1].start_s
         return self.free_at_s(now_s, latency_s)

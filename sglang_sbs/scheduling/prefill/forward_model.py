@@ -60,11 +60,8 @@ class _Observed(NamedTuple):
 
 
 class ForwardModel:
-    """Exponentially forgetting ridge regression in units of the default forward time and chunk.
-
-    Before the first pass the prediction is half T_default fixed plus half T_default for a full
-    chunk: the shape matters little, only that it is positive and grows.
-    """
+    """Exponentially forgetting ridge regression in units of the default forward time and chunk. The
+    prior is half T_default fixed plus half T_default for a full chunk: positive and growing."""
 
     def __init__(self, *, t_default_s: float, chunk_tokens: int) -> None:
         self._time_unit_s = t_default_s
@@ -176,12 +173,10 @@ class ForwardModel:
         self._believed = believed
 
     def _without_outliers(self) -> list[int]:
-        """Positions of the first passes that do not contradict each other.
-
-        A forward search: from the faster half, as the prior sees it, to all that took no longer
-        than a multiple of what those have taught, until none joins. Only slowness is suspicious. If
-        several are left over and one fit explains all, the difference was in the load.
-        """
+        """Positions of the first passes that do not contradict each other: a forward search from
+        the faster half, as the prior sees it, to all that took no longer than a multiple of what
+        those have taught, until none joins. If several are left over and one fit explains all, it
+        was the load."""
         data = [
             (self._features(one.tokens_per_rank, one.pairs), one.forward_s / self._time_unit_s)
             for one in self._first

@@ -40,11 +40,8 @@ class PrefillInstance(PrefillBooks):
     # Time ---------------------------------------------------------------------------------
 
     def advance(self, now_s: float, latency_s: float) -> float | None:
-        """Let presumed launches and ends happen, and the watchdog fire, up to ``now_s``.
-
-        Returns:
-            When to call again even if nothing is heard; None for never.
-        """
+        """Let presumed launches and ends happen, and the watchdog fire, up to ``now_s``. Returns
+        when to call again even if nothing is heard; None for never."""
         if self.watchdog.due_s is not None and self.watchdog.due_s <= now_s:
             self._on_silence(now_s)
         if self.rests:

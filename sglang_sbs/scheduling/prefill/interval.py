@@ -1,10 +1,8 @@
 """Algorithm 1 of the paper: the throughput-adaptive scheduling interval.
 
-I_opt is Algorithm 1's to the letter: the plain mean of the window. What else follows from the
-forward time (watchdog, longest hold) would be upset by a first pass that compiles kernels for half
-a minute until the window has passed over it. So that rests on the mean of the passes that are not
-out of all proportion, unless the trigger is the paper's (``literal``).
-"""
+I_opt is Algorithm 1's to the letter: the plain mean of the window. Watchdog and longest hold rest
+on the mean of the passes that are not out of all proportion (a first one compiles kernels for half
+a minute), unless the trigger is the paper's (``literal``)."""
 
 from __future__ import annotations
 

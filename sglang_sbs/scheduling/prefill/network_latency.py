@@ -1,12 +1,8 @@
 """L_net: from the dispatch of a request until an idle rank launches it.
 
-A sample is what :mod:`.observation` calls a latency. The estimate is the median of the last ones,
-so that no single one moves it far. It forgets by age: a busy cluster hardly has idle instances to
-learn from, and what was true of the network a minute ago need not be true any more. Without fresh
-samples it falls back to what is assumed of a network nobody has measured; the lead, which busy
-instances do teach, is then what counts
-(:mod:`sglang_sbs.scheduling.policies.adaptive.dispatch_lead`).
-"""
+The median of the last latencies of :mod:`.observation`. It forgets by age, as a busy cluster hardly
+has idle instances to learn from; without fresh samples it falls back to what is assumed of a
+network nobody has measured, and the lead, which busy instances do teach, is what counts."""
 
 from __future__ import annotations
 

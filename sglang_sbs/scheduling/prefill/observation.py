@@ -58,15 +58,9 @@ def observe_launch(
     report: EndForward,
     launch_s: float,
 ) -> Observation:
-    """Read a rank's message about the launch of a pass.
-
-    Args:
-        books: of its instance.
-        rank: whose message it is, with what is still in flight.
-        accepted: requests that the rank names in it, by the batch they were sent with.
-        report: the message.
-        launch_s: when the pass was launched.
-    """
+    """Read a rank's message about the launch of a pass. ``books``: of its instance. ``rank``: whose
+    message it is, with what is still in flight. ``accepted``: requests that the rank names in it,
+    by the batch they were sent with. ``launch_s``: when the pass was launched."""
     learned = Observation()
     free_since_s = books.free_since_s
     paused = _is_engines_own(report, launch_s - free_since_s)

@@ -1,10 +1,8 @@
-"""How far the prompts of one DP rank are computed, which decides what attention costs.
+"""How far the prompts of one DP rank are computed, which decides what attention costs: the last
+chunk of a long prompt costs far more than its first.
 
-A token attends to all before it, so the last chunk of a long prompt costs far more than its first.
-Ranks report tokens, not contexts; but they compute first come first served, so how many tokens each
-pass took tells where in which prompt it was. Drift (a prefix that was cached, another order) ends
-with the requests it is about.
-"""
+Ranks report tokens, not contexts; but they compute first come first served, so the tokens of each
+pass tell where in which prompt it was. Drift ends with the requests it is about."""
 
 from __future__ import annotations
 

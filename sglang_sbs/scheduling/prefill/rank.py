@@ -213,12 +213,9 @@ class PrefillRank:
                 self.land(rid)
 
     def take_chunk(self, room: int) -> tuple[int, int, dict[str, Sent | None]]:
-        """A pass of so many charged tokens takes the front of the backlog.
-
-        Returns:
-            Tokens of R_queued and of U_flight in it, and the requests of U_flight that it
-            completes, with how they were sent.
-        """
+        """A pass of so many charged tokens takes the front of the backlog. Returns tokens of
+        R_queued and of U_flight in it, and the requests of U_flight that it completes, with how
+        they were sent."""
         queued = min(self.queued_tokens, int(room / self.queue_charge))
         places = self.most_requests or room
         if self._requests_of(queued) > places:
@@ -263,15 +260,10 @@ class PrefillRank:
                 self.flight.pop(rid)
 
     def presume(self, forward_id: int, tokens: int, full_tokens: int) -> None:
-        """Another rank says that this one computes ``tokens`` in a pass.
-
-        Args:
-            forward_id: of the pass; one that is contained in the rank's state already, or older
-                than one that was presumed before, changes nothing.
-            tokens: extend tokens of this rank in it.
-            full_tokens: charged so many, the chunk is full, so the last request in it may be
-                cut, and what was sent together with it waits behind it.
-        """
+        """Another rank says that this one computes ``tokens`` in the pass ``forward_id``. One that
+        the rank's state contains already, or older than one presumed before, changes nothing.
+        ``full_tokens``: charged so many, the chunk is full, so the last request in it may be cut,
+        and what was sent together with it waits behind it."""
         newest = next(reversed(self.presumed_passes), self.launched_id)
         if self.clean or forward_id <= newest:
             return

@@ -1,9 +1,5 @@
-"""What a prefill instance can mean, and what of its reports is beyond that.
-
-A number beyond them is a fault of the engine, or of somebody who speaks in its name; believed, it
-would keep the instance from being used, and what is predicted from it would cost time or poison
-what the cluster has learned.
-"""
+"""What a prefill instance can mean, and what of its reports is beyond that: a fault of the engine,
+or of who speaks in its name. Believed, it would poison what the cluster has learned."""
 
 from __future__ import annotations
 

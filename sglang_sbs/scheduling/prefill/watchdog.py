@@ -1,11 +1,8 @@
 """When the silence of a prefill instance means that it is gone (paper section 4.1.2).
 
-Silence counts from the predicted end of what runs, and must last several times what is usual: the
-mean forward time of the cluster, or that of the instance itself where it is slower. So an instance
-that is healthy and slow, or busy with a long prompt, is not taken for a silent one. While the first
-pass of an instance runs nobody knows how fast it is, or whether it compiles, and it is given more
-time.
-"""
+Silence counts from the predicted end of what runs, and must last several times the mean forward
+time of the cluster, or of the instance itself where it is slower. While its first pass runs nobody
+knows how fast it is, or whether it compiles: it is given more time."""
 
 from __future__ import annotations
 

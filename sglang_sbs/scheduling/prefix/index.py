@@ -198,14 +198,9 @@ class PrefixIndex:
     def prefilled(
         self, rid: str, now_s: float, *, expected_tokens: int = 0, cached_tokens: int | None = None
     ) -> None:
-        """Its prefill is done.
-
-        Args:
-            rid: of a request that was :meth:`sent`; others change nothing.
-            now_s: the time.
-            expected_tokens: L_hit it was placed with.
-            cached_tokens: what the engine says it found, if it does.
-        """
+        """Its prefill is done. ``rid``: of a request that was :meth:`sent`; others change nothing.
+        ``expected_tokens``: L_hit it was placed with. ``cached_tokens``: what the engine says it
+        found, if it does."""
         sent = self._sent.get(rid)
         if sent is None:
             return

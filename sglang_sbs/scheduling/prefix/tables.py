@@ -16,11 +16,8 @@ _DROPPED_SHARE = 64
 
 
 class BlockTable:
-    """Which ranks hold a block: a mask of bits by block, bounded.
-
-    It is many dicts of different sizes. A single one of a million blocks takes a quarter of a
-    second when it grows; of these one grows at a time.
-    """
+    """Which ranks hold a block: a mask of bits by block, bounded. Many dicts of different sizes, as
+    one of a million blocks takes a quarter of a second when it grows."""
 
     def __init__(self, max_blocks: int) -> None:
         self._max_blocks = max_blocks

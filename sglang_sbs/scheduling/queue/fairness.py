@@ -38,11 +38,8 @@ Entry = tuple[float, int, "Request"]
 
 
 def parse_weights(text: str) -> dict[str, float]:
-    """Weights of tenants, written ``gold=3,free=0.5``.
-
-    Raises:
-        ValueError: the message says what to write instead.
-    """
+    """Weights of tenants, written ``gold=3,free=0.5``. Raises: ValueError, with what to write
+    instead."""
     weights: dict[str, float] = {}
     for word in text.split(","):
         name, equals, number = word.rpartition("=")
@@ -61,11 +58,8 @@ def parse_weights(text: str) -> dict[str, float]:
 
 
 class TenantTurns:
-    """The requests that wait, by tenant, and what each tenant was served.
-
-    Costs nothing until the first request with a tenant comes, and again when the queue has been
-    empty: until then the owner need not tell it of any.
-    """
+    """The requests that wait, by tenant, and what each tenant was served. Costs nothing until the
+    first request with a tenant comes, and again when the queue has been empty."""
 
     def __init__(self, weights: Mapping[str, float] = MappingProxyType({})) -> None:
         """``weights``: of tenants by name; 1 for all others."""

@@ -35,12 +35,9 @@ def arrived(event: RequestArrived, order: int, now_s: float, timeout_s: float) -
 
 @dataclass(slots=True)
 class RequestQueue:
-    """Requests that wait for an assignment; iterates in arrival order.
-
-    What ranks have of their prompts is looked up again as they are passed, so whoever iterates sees
-    present hits, and ``tokens`` follows. A request's place in the policy's order follows when a
-    longer part of its prompt is cached somewhere (:meth:`reorder`).
-    """
+    """Requests that wait for an assignment; iterates in arrival order. What ranks have of their
+    prompts is looked up again as they are passed; a request's place in the policy's order follows
+    when a longer part of its prompt is cached somewhere (:meth:`reorder`)."""
 
     key_of: Callable[[Request], float] = lambda request: request.arrived_s
     """The policy's order; must not change while a request waits and its hits stay the same."""
@@ -215,12 +212,9 @@ class RequestQueue:
         return over
 
     def count_batch(self, passed_over: Iterable[Request], instances: int, n_limit: int) -> None:
-        """Phase 3 of Algorithm 2, for what could have been in a batch and was not.
-
-        Its cycle is a batch, of which few leave in the time of a pass in the paper's cluster. With
-        64 instances a request that only waits for the next pass would be over ``n_limit``; so a
-        cycle is one batch of each of the ``instances``.
-        """
+        """Phase 3 of Algorithm 2, for what could have been in a batch and was not. A cycle is one
+        batch of each of the ``instances``: with 64 of them who only waits for the next pass would
+        else be over ``n_limit``."""
         for request in passed_over:
             request.waited_batches += 1
             request.waited_cycles += 1 / instances

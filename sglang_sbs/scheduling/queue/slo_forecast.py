@@ -1,10 +1,8 @@
 """Forecasts when a request that arrives now would have its first token, for early refusal.
 
-The forecast lets the instances work off what is ahead in full passes, in the order in which they
-are free, and then adds the passes of the request itself. It looks at no other request one by one,
-so it costs as much with ten thousand waiting as with ten. It leaves out the transfer of KV and the
-first decode step, and later arrivals that are more urgent: a request it refuses had no chance.
-"""
+The instances work off what is ahead in full passes, in the order in which they are free; then come
+the passes of the request itself. No other request is looked at one by one. KV transfer, the first
+decode step and later, more urgent arrivals are left out: a request it refuses had no chance."""
 
 from __future__ import annotations
 
@@ -25,18 +23,12 @@ def first_token_in_s(
     latency_s: float,
     give_up_s: float = math.inf,
 ) -> float:
-    """Seconds until the prompt is computed.
+    """Seconds until the prompt of ``tokens`` (uncached) is computed.
 
-    Args:
-        tokens: uncached tokens of the prompt.
-        ahead_tokens: of those that wait, what is served before it.
-        waiting_tokens: all that wait: they fill the pass that it is in.
-        mean_tokens: of one of them.
-        instances: that are up; at least one.
-        now_s: the time.
-        latency_s: L_net.
-        give_up_s: the forecast may stop here; it then is a lower bound.
-    """
+    ``ahead_tokens``: of those that wait, what is served before it; ``waiting_tokens``: all that
+    wait, which fill the pass it is in; ``mean_tokens``: of one of them. ``instances``: that are up;
+    at least one. ``latency_s``: L_net. ``give_up_s``: the forecast may stop here; it then is a
+    lower bound."""
     ahead = ahead_tokens + sum(one.backlog_tokens for one in instances)
     free = [
         (max(one.free_at_s(now_s, latency_s) - now_s, latency_s), index)

@@ -1,12 +1,9 @@
 """What is below a rank's KV cache: host memory of its own, and storage that all ranks share.
 
-As SGLang's HiCache 0.5.23 with write-through: what a rank computes is copied to its host memory and
-to storage at once, and stays there when the device evicts it. Host memory keeps the blocks that
-were used last. What is found there is loaded while its pass runs, so the rank is slower by it. What
-only storage has is fetched to host memory first, from when the rank takes the request in, and the
-request cannot be scheduled until that is done (``prefetch_from_storage`` in
-``mem_cache/unified_radix_cache.py``, called by ``managers/scheduler.py``).
-"""
+As SGLang's HiCache 0.5.23 with write-through: what a rank computes is copied to both at once. Host
+memory keeps the blocks used last; what is found there is loaded while its pass runs. What only
+storage has is fetched first, from when the rank takes the request in, which cannot be scheduled
+until then (``prefetch_from_storage`` in ``mem_cache/unified_radix_cache.py``)."""
 
 from __future__ import annotations
 

@@ -1,9 +1,6 @@
-"""How long a simulated prefill pass takes.
-
-The three named ones agree on balanced passes and differ in who pays for imbalance; all fit Table 1
-of arXiv 2512.16134 (DeepSeek-V3 on H800) read per prefill instance. A file has one that was fitted
-to a real engine's EndForward reports.
-"""
+"""How long a simulated prefill pass takes. The named ones agree on balanced passes and differ in
+who pays for imbalance; all fit Table 1 of arXiv 2512.16134 (DeepSeek-V3 on H800) read per prefill
+instance. A file has one fitted to a real engine's EndForward reports."""
 
 from __future__ import annotations
 

@@ -1,8 +1,5 @@
-"""The way of requests to the ranks of an instance, and that of EndForward messages back.
-
-Requests: latency, jitter, one after the other, and the plugin's gang gate, which lets the engine
-start with the whole of a batch. Messages: late, lost, twice.
-"""
+"""The way of requests to the ranks of an instance (latency, jitter, one after the other, the
+plugin's gang gate), and that of EndForward messages back (late, lost, twice)."""
 
 from __future__ import annotations
 

@@ -1,8 +1,5 @@
-"""The discrete-event cluster: arrivals, network, prefill instances and the real scheduler.
-
-The scheduler it drives is the router's own object; everything the router would do (deliver a
-dispatch, report EndForward, fire timers, try a failed request again) happens here with a latency.
-"""
+"""The discrete-event cluster: arrivals, network, prefill instances and the router's own scheduler.
+Everything the router would do around it happens here with a latency."""
 
 from __future__ import annotations
 
@@ -42,14 +39,10 @@ def simulate(
 ) -> Outcome:
     """Run arrivals through the scheduler on the simulated cluster.
 
-    Args:
-        arrivals: in time order; ``(time_s, prompt_tokens)`` is enough where nothing is shared. Or
-            who sends them, each after an answer.
-        observe: called after every event, for invariants.
-        drain_s: simulated time after the last arrival before it gives up on what is unfinished.
-
-    Raises: ValueError: a prompt that no rank has KV for.
-    """
+    ``arrivals``: in time order; ``(time_s, prompt_tokens)`` is enough where nothing is shared; or
+    who sends them, each after an answer. ``observe``: called after every event, for invariants.
+    ``drain_s``: simulated time after the last arrival before it gives up on what is unfinished.
+    Raises: ValueError, a prompt that no rank has KV for."""
     loop = None if isinstance(arrivals, Sequence) else arrivals
     first = arrivals if isinstance(arrivals, Sequence) else arrivals.first
     longest = max((arrival[1] for arrival in first), default=0)

@@ -174,11 +174,9 @@ def summary(outcome: Outcome, scenario: Scenario) -> Row:
 
 
 def pool_summary(outcome: Outcome) -> Row:
-    """How evenly requests were spread over pools, and what deciding took.
-
-    ``decision_*_s``: CPU time of a scheduler for one event. ``decision_share``: of one core, that
-    of the busiest scheduler, as if simulated time were real.
-    """
+    """How evenly requests were spread over pools, and what deciding took: CPU seconds of a
+    scheduler for one event, and the busiest scheduler's share of a core, as if simulated time were
+    real."""
     decisions_s = sorted(one for pool in outcome.pools for one in pool.decisions_s)
     requests = [pool.requests for pool in outcome.pools]
     shares = [sum(one.decisions_s) / one.duration_s for one in outcome.pools if one.duration_s]
@@ -196,10 +194,8 @@ def _counted(outcome: Outcome, scenario: Scenario) -> list[RequestRecord]:
 
 
 def loop_summary(outcome: Outcome, scenario: Scenario, job: Job) -> Row:
-    """What a closed loop is judged by, of requests that were sent after the warm-up.
-
-    ``e2e_mean_s``: until the last token. ``tokens_per_s_instance``: prompt and answer tokens of
-    what ended in that time, cached ones included.
+    """What a closed loop is judged by, of requests sent after the warm-up. ``e2e_mean_s``: until
+    the last token. ``tokens_per_s_instance``: prompt (also cached) and answer tokens of what ended.
     """
     counted = _counted(outcome, scenario)
     e2e_s = [r.ended_s - r.arrived_s for r in counted if not math.isnan(r.prefilled_s + r.ended_s)]
@@ -251,15 +247,12 @@ class EmptyWindowError(ValueError):
 def max_load(
     job: Job, slo_ttft_s: float, low: float = 0.2, high: float = 2.0, tolerance: float = 0.01
 ) -> Row:
-    """The largest load that is served within the SLO, by bisection.
+    """The largest load that is served within the SLO, by bisection to ``tolerance``, a share: no
+    request after the warm-up refused or left over, their mean TTFT at most ``slo_ttft_s``.
 
-    Served within the SLO: none of the requests after the warm-up is refused or left over, and their
-    mean TTFT is at most ``slo_ttft_s``. A load that has no such requests says nothing about
-    capacity, and never is the result. It is looked for between ``low`` and ``high`` first, above
-    only if all of that meets the SLO; ``tolerance``: how close it is, as a share.
-
-    Raises: EmptyWindowError: whatever the load, nothing arrives after the warm-up.
-    """
+    It is looked for between ``low`` and ``high``, above only if all of that meets the SLO; a load
+    without such requests is never the result. Raises: EmptyWindowError, nothing arrives after the
+    warm-up at any."""
     scenario = scenario_of(job)
     rows: dict[float, Row] = {}
 

@@ -1,9 +1,6 @@
-"""The router's scheduling flags, for a simulated router, and who sends it requests.
-
-Flags of the router have its names, units and meaning. Their defaults are those of the simulation:
-nothing is refused unless a limit is set
-(:data:`~sglang_sbs.simulator.experiments.sweep.NO_FLOW_CONTROL`).
-"""
+"""The router's scheduling flags, for a simulated router, and who sends it requests. Names, units
+and meaning are the router's; by default nothing is refused
+(:data:`~sglang_sbs.simulator.experiments.sweep.NO_FLOW_CONTROL`)."""
 
 from __future__ import annotations
 

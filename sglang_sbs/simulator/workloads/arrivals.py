@@ -210,11 +210,9 @@ def _read_azure(path: Path, text: str) -> list[Arrival]:
 def replayed(
     arrivals: Sequence[Arrival], speed: float, duration_s: float, seed: int
 ) -> list[Arrival]:
-    """A window of a trace, its times divided by ``speed``; the seed chooses where it starts.
-
-    The window wraps around at the end of the trace, so any seed gives ``duration_s`` of it. The
-    second time around the conversations are others: their blocks have other names.
-    """
+    """A window of a trace, its times divided by ``speed``; the seed chooses where it starts. It
+    wraps around at the end; the second time the conversations are others: their blocks have other
+    names."""
     names = 1 + max((max(a.blocks, default=0) for a in arrivals), default=0)
     span_s = (arrivals[-1].at_s + 1e-3) / speed
     offset_s = random.Random(seed).uniform(0, span_s)

@@ -1,8 +1,5 @@
-"""A synthetic workload of conversations: prompts that grow by turns and share system prompts.
-
-A turn's prompt is the system prompt, all turns before it with their answers, and a new message; the
-next one comes after the answer was read. Everything a turn sends is a prefix of the next.
-"""
+"""A synthetic workload of conversations: a turn's prompt is the system prompt, all turns before it
+with their answers, and a new message, and is a prefix of the next."""
 
 from __future__ import annotations
 
@@ -25,12 +22,11 @@ _NAMES_PER_CONVERSATION = 1 << 20
 
 
 def conversations(qps: float, duration_s: float, seed: int) -> list[Arrival]:
-    """Turns of conversations that begin at random, from time 0 on, as the caches are cold then: the
-    rate comes near ``qps`` within a minute.
+    """Turns of conversations that begin at random from time 0 on; the rate comes near ``qps``
+    within a minute.
 
     The k-th of 20 system prompts is used in proportion to 1 / k. Turns are geometric with a mean of
-    5, the pause between two is exponential with a mean of 10 s, whatever the load.
-    """
+    5, the pause between two exponential with a mean of 10 s, whatever the load."""
     rng = random.Random(seed)
     lengths = random.Random("system prompts")
     system = [lengths.randint(*_SYSTEM_TOKENS) for _ in range(_SYSTEM_PROMPTS)]

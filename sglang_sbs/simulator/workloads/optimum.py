@@ -1,12 +1,9 @@
 """The fewest prompt tokens that could be computed: one clairvoyant cache for the whole cluster.
 
-The bound. One cache has the KV capacity of all DP ranks together, every prompt finds in it what any
-prompt before it had, at once, and the cache knows the future: it evicts the block whose next use is
-farthest away (Belady), and keeps none that is not used again. A block is only used with all blocks
-before it, so of two with the same next use the deeper one goes first, and what is kept of a prompt
-is always its beginning. No placement on ranks with caches of their own computes less, unless it
-serves the prompts in another order than they came.
-"""
+It has the KV capacity of all DP ranks together, finds what any prompt before had, at once, and
+evicts the block whose next use is farthest away (Belady), of two the deeper one: what is kept of a
+prompt is always its beginning. No placement on ranks with caches of their own computes less, unless
+it serves the prompts in another order."""
 
 from __future__ import annotations
 

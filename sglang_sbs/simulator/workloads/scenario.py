@@ -364,12 +364,9 @@ def full_chunk_tokens_per_s(spec: ClusterSpec) -> float:
 
 
 def uncached_qps(spec: ClusterSpec, arrivals: Sequence[Arrival]) -> float:
-    """The rate that keeps the cluster busy if it computes only what it has to, perfectly balanced.
-
-    What has to be computed is what the clairvoyant cache of :mod:`.optimum` leaves. A token takes
-    its share of a full chunk, and the time of its attention to all before it, cached or not. No
-    policy serves more for long.
-    """
+    """The rate that keeps the cluster busy if it computes only what the clairvoyant cache of
+    :mod:`.optimum` leaves, perfectly balanced. A token takes its share of a full chunk and the time
+    of its attention to all before it. No policy serves more for long."""
     cached = optimal_cached_tokens(arrivals, spec.block_tokens, spec.cluster_kv_tokens)
     sizes = [(a.prompt_tokens, hit) for a, hit in zip(arrivals, cached, strict=True)]
     tokens = sum(size - hit for size, hit in sizes)

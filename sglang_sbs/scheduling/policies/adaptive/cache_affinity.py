@@ -68,14 +68,10 @@ class CacheAffinity:
         load: float,
         waiting: int,
     ) -> None:
-        """
-        Args:
-            by_id: all instances there are.
-            first: the one that starts next of those a batch could go to.
-            start_of: predicted start of the pass a batch sent there now would be in.
-            load: share of the cluster's time that is in use, below 1.
-            waiting: requests that wait for a batch.
-        """
+        """``by_id``: all instances there are. ``first``: the one that starts next of those a batch
+        could go to. ``start_of``: predicted start of the pass a batch sent there now would be in.
+        ``load``: share of the cluster's time in use, below 1. ``waiting``: requests that wait for a
+        batch."""
         self._by_id = by_id
         self.first = first
         """May change from batch to batch."""

@@ -64,19 +64,12 @@ class DispatchLead:
         latency_s: float,
         pass_s: float,
     ) -> None:
-        """One rank launched.
+        """One rank launched; each rank of the instance (``ranks``) tells of it. ``seen``: how its
+        requests fared. ``load``: share of the time that goes into tokens, 0 to 1. ``latency_s``:
+        L_net. ``pass_s``: mean forward time.
 
         Only what was sent about one lead ahead says whether the lead is right: a request sent later
-        than that was expected to be late, one sent much earlier could not be.
-
-        Args:
-            seen: how its requests fared.
-            now_s: the time.
-            ranks: of the instance; each of them tells of the launch.
-            load: share of the time that goes into tokens, 0 to 1.
-            latency_s: L_net.
-            pass_s: mean forward time.
-        """
+        was expected to be late, one sent much earlier could not be."""
         self._torn_share *= math.exp(-(now_s - self._torn_s) / _TORN_FORGET_S)
         self._torn_s = now_s
         if seen.torn is not None:

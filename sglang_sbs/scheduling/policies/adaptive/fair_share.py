@@ -1,8 +1,5 @@
-"""How much of what waits the next pass of an instance should take, and how much the others.
-
-Owns the division of waiting tokens over the passes that start next. Must not know DP ranks, or when
-a batch leaves.
-"""
+"""How much of what waits the next pass of an instance should take, and how much the others. Must
+not know DP ranks, or when a batch leaves."""
 
 from __future__ import annotations
 

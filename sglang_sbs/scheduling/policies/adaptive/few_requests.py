@@ -1,14 +1,10 @@
-"""How many of those that wait leave now, and how many with the instance that starts next.
+"""How many of those that wait leave now, and how many with the instance that starts next. Must not
+know DP ranks of the batch, or when it leaves.
 
-Owns that division. Must not know DP ranks of the batch, or when it leaves.
-
-Why
----
 A share of tokens (``fair_share``) takes requests for a fluid. With one or two per DP rank they are
 not: a pass lasts as long as its heaviest rank, so one more short request may cost nothing, and a
-long one as much as all others together. So every division is tried there, with the requests placed
-as they would be, and the one whose sum of completions is smallest taken.
-"""
+long one as much as all others. There every division is tried, with the requests placed as they
+would be, and the one whose sum of completions is smallest taken."""
 
 from __future__ import annotations
 

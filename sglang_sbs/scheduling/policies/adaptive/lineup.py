@@ -1,12 +1,9 @@
 """In which order a batch sent now would start on the instances, without looking at all of them.
+Must not know what waits, or who gets a batch.
 
-Owns that order, and what is kept for it from decision to decision (:class:`Lineup`). Must not know
-what waits, or who gets a batch.
-
-An instance that computes is free when its passes end, whatever the time is now. Those stand in
-order already, and a decision looks at the first ones. All others are asked at each moment: who is
-idle, about to launch, late, or has a pass queued that more will follow under overlap scheduling.
-"""
+An instance that computes is free when its passes end, whatever the time is: those stand in order,
+and a decision looks at the first. Asked at each moment are those that are idle, about to launch,
+late, or have a pass queued that more will follow under overlap scheduling."""
 
 from __future__ import annotations
 

@@ -147,12 +147,9 @@ def _forecast(instance: PrefillInstance, at: Moment, *, closed: bool) -> PassFor
 def early_homes(
     homes: Collection[Home], instances: Iterable[PrefillInstance]
 ) -> list[PrefillInstance]:
-    """The instances where a request should be as soon as possible, which has its home there.
-
-    They are cutting prompts, so they form a pass when the one before it starts. Nobody knows that
-    to the millisecond, and who is late waits for a whole pass. Where caches settle where a request
-    goes, what comes meanwhile hardly changes that. Its rank has room in the pass formed next.
-    """
+    """The instances where a request should be as soon as possible, which has its home there. They
+    are cutting prompts, so they form a pass when the one before starts, and who is late waits for a
+    whole pass. Where caches settle where it goes, what comes meanwhile hardly changes that."""
     return [
         one
         for one in instances

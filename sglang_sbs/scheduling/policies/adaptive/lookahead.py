@@ -27,16 +27,9 @@ def lookahead(
     lead_s: float,
     now_s: float,
 ) -> tuple[list[PrefillInstance], float | None]:
-    """The instances that should get a batch now, for the pass after their next.
-
-    Args:
-        queue_tokens: uncached tokens that wait in the router.
-        mean_tokens: of a request.
-        lead_s: how long a batch takes to be there, with its margin.
-
-    Returns:
-        Them, and when the next one is due.
-    """
+    """The instances that should get a batch now, for the pass after their next, and when the next
+    one is due. ``queue_tokens``: uncached, waiting in the router; ``mean_tokens``: of a request;
+    ``lead_s``: how long a batch takes to be there, with its margin."""
     capacities = [one.capacity_of(mean_tokens) for one in instances]
     if queue_tokens < min(capacities):
         return [], None

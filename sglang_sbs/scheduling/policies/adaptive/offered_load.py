@@ -101,11 +101,8 @@ class OfferedLoad:
         return instance.capacity_tokens
 
     def leaving_s(self, waiting: int, serial_s: float) -> float:
-        """How much longer than a single request a batch of those that wait is on its way, with
-        what arrives while they leave one after the other; no more than a pass takes.
-
-        ``serial_s``: what each further request of a batch adds to L_net.
-        """
+        """How much longer than a single request a batch of those that wait is on its way, with what
+        arrives meanwhile; at most a pass. ``serial_s``: what each further request adds to L_net."""
         coming = min(MOST_LOAD, self.request_rate * serial_s)
         most = self.capacity_tokens / len(self._pass_times_s) / self.mean_tokens
         return serial_s * max(0.0, min(waiting / (1 - coming), most) - 1)

@@ -78,11 +78,7 @@ class PassForecast:
     """The passes of one instance, from the next one that starts."""
 
     def __init__(self, instance: PrefillInstance, start_s: float, *, closed: bool) -> None:
-        """
-        Args:
-            start_s: when the next pass starts.
-            closed: what is sent now is not in that one.
-        """
+        """``start_s``: when the next pass starts. ``closed``: what is sent now is not in that one."""
         self.instance = instance
         self._start_s = start_s
         self._passes: list[_Pass] = []
