@@ -1,7 +1,5 @@
-"""``sglang-sbs``: one command with a verb for each thing to do.
-
-Each verb's own module parses its flags; nothing heavy is imported for one that was not asked for.
-"""
+"""``sglang-sbs``: one command with a verb for each thing to do. Each verb's own module parses its
+flags; nothing heavy is imported for one that was not asked for."""
 
 from __future__ import annotations
 
@@ -19,10 +17,8 @@ from sglang_sbs.extras import only_in_a_checkout
 
 
 class Verb(NamedTuple):
-    """A subcommand: the module whose ``main(argv)`` it runs, and its line in the help.
-
-    Modules of ``benchmarks`` are not in the wheel: those verbs work in a checkout only.
-    """
+    """A subcommand: the module whose ``main(argv)`` it runs, and its line in the help. Modules of
+    ``benchmarks`` are not in the wheel: those verbs work in a checkout only."""
 
     module: str
     help: str

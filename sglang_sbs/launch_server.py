@@ -1,7 +1,5 @@
-"""`python -m sglang_sbs.launch_server`: a whole PD cluster with its router on one machine.
-
-How the processes are planned and supervised is `sglang_sbs/cluster/`.
-"""
+"""`python -m sglang_sbs.launch_server`: a whole PD cluster with its router on one machine. How the
+processes are planned and supervised is `sglang_sbs/cluster/`."""
 
 from __future__ import annotations
 

@@ -32,10 +32,7 @@ def plain_error(error: BaseException) -> str:
 
 @contextmanager
 def naming_port(flag: str, host: str, port: int) -> Iterator[None]:
-    """An error of listening inside names the flag.
-
-    Raises: OSError.
-    """
+    """An error of listening inside names the flag. Raises: OSError."""
     try:
         yield
     except OSError as error:

@@ -1,7 +1,5 @@
-"""How policies and routers look in every picture, and what they are in a few words.
-
-One table, so that a colour means the same wherever it is drawn. Needs nothing to draw with.
-"""
+"""How policies and routers look in every picture, and what they are in a few words. One table, so
+that a colour means the same wherever it is drawn. Needs nothing to draw with."""
 
 from __future__ import annotations
 

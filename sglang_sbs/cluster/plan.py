@@ -76,9 +76,7 @@ class CpuEngines(Protocol):
 @dataclass(frozen=True)
 class ClusterOptions:
     """What a user asks for. Flags are SGLang's, passed verbatim to every engine or to one role's.
-
-    `environment` is the environment the engines start from.
-    """
+    `environment` is the environment the engines start from."""
 
     model_path: str
     prefill_instances: int = 1

@@ -1,7 +1,5 @@
-"""The set of processes of one cluster: started, watched, stopped.
-
-Exactly those that were started are stopped, by the ids recorded at their start.
-"""
+"""The set of processes of one cluster: started, watched, stopped. Exactly those that were started
+are stopped, by the ids recorded at their start."""
 
 from __future__ import annotations
 
@@ -53,9 +51,7 @@ class Supervisor:
 
     async def first_death(self) -> ProcessDiedError:
         """Wait until a process ends by itself; the error that tells which, how and its last words.
-
-        Sees only processes started before the call.
-        """
+        Sees only processes started before the call."""
         watched = [*self._watched, *self.processes]
         if not watched:
             await asyncio.Event().wait()

@@ -1,7 +1,5 @@
-"""One frame as lines of a terminal.
-
-Text of others (worker URLs, reasons, ids) is shown without control characters.
-"""
+"""One frame as lines of a terminal. Text of others (worker URLs, reasons, ids) is shown without
+control characters."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""What was gathered, before anybody judges it.
-
-All times in seconds.
-"""
+"""What was gathered, before anybody judges it. All times in seconds."""
 
 from __future__ import annotations
 

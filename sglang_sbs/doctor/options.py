@@ -1,7 +1,5 @@
-"""The doctor's command line.
-
-All flags but its own are the router's, so that a router's command line can be pasted.
-"""
+"""The doctor's command line. All flags but its own are the router's, so that a router's command
+line can be pasted."""
 
 from __future__ import annotations
 

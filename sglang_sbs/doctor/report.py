@@ -1,7 +1,5 @@
-"""The report, or the table of features: for people and for programs.
-
-The JSON has ``"schema": 1``; fields and rows are only ever added.
-"""
+"""The report, or the table of features: for people and for programs. The JSON has ``"schema": 1``;
+fields and rows are only ever added."""
 
 from __future__ import annotations
 

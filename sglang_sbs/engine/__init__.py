@@ -22,10 +22,8 @@ BIND = "SGLANG_SBS_BIND"
 
 
 def register() -> None:
-    """Hook the engine if ``SGLANG_SBS_ROUTERS`` or ``SGLANG_SBS_BIND`` is set. Never raises.
-
-    A bad value turns the hook off with one log line; the engine runs on unchanged.
-    """
+    """Hook the engine if ``SGLANG_SBS_ROUTERS`` or ``SGLANG_SBS_BIND`` is set. Never raises. A bad
+    value turns the hook off with one log line; the engine runs on unchanged."""
     if not (os.environ.get(ROUTERS, "").strip() or os.environ.get(BIND, "").strip()):
         return
     try:

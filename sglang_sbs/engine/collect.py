@@ -181,9 +181,7 @@ def read_pass(scheduler: Any, batch: Any, entered_s: float, dp_size: int) -> Pas
 
 def note_pass(result: Any, launched: Pass) -> None:
     """Leave a pass on SGLang's result of it, which the event loops carry to the end of the pass.
-
-    Does nothing where the result takes no attributes; :func:`noted_pass` is None then.
-    """
+    Does nothing where the result takes no attributes; :func:`noted_pass` is None then."""
     with contextlib.suppress(AttributeError):
         result._sbs_pass = launched
 

@@ -121,9 +121,7 @@ class RankHook:
 
     def before_on_idle(self, scheduler: Any, *_args: Any, **_kwargs: Any) -> None:
         """Before ``Scheduler.on_idle(self)``: the loop spins through it, or a plugin sleeps in it.
-
-        Before rather than after, so that ``idle`` leaves before such a sleep.
-        """
+        Before rather than after, so that ``idle`` leaves before such a sleep."""
         self._safely(self._on_idle, scheduler)
 
     def around_add_request(

@@ -57,10 +57,8 @@ def is_loaded(target: str) -> bool:
 
 
 def _find(path: str) -> Any:
-    """What an imported module has under this name; ``None`` if there is none.
-
-    Importing it here could be too early, or pull an HTTP server into a scheduler process.
-    """
+    """What an imported module has under this name; ``None`` if there is none. Importing it here
+    could be too early, or pull an HTTP server into a scheduler process."""
     names = path.split(".")
     for depth in range(len(names), 0, -1):
         found: Any = sys.modules.get(".".join(names[:depth]))

@@ -1,7 +1,5 @@
-"""Which SGLang and ``sglang_router`` an environment has, read from its metadata.
-
-Nothing that is found is imported.
-"""
+"""Which SGLang and ``sglang_router`` an environment has, read from its metadata. Nothing that is
+found is imported."""
 
 from __future__ import annotations
 

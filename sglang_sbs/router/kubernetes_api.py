@@ -1,7 +1,5 @@
-"""The way to the Kubernetes API, for whatever part of the router asks it something.
-
-Needs the package of the extra ``kubernetes`` and imports it only when asked to.
-"""
+"""The way to the Kubernetes API, for whatever part of the router asks it something. Needs the
+package of the extra ``kubernetes`` and imports it only when asked to."""
 
 from __future__ import annotations
 

@@ -1,7 +1,5 @@
 """For what would hold up the event loop: threads, long work apart from short; turns on the loop.
-
-Who brings a long text waits for other long texts, never the rest for him.
-"""
+Who brings a long text waits for other long texts, never the rest for him."""
 
 from __future__ import annotations
 

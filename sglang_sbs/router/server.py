@@ -60,10 +60,8 @@ _SPARE_FILES = 64
 
 
 class RouterServer:
-    """``await start()``, serve, ``await stop()``; also usable inside tests and other programs.
-
-    The :class:`~.api.served_router.Router` of its surface.
-    """
+    """``await start()``, serve, ``await stop()``; also usable inside tests and other programs. The
+    :class:`~.api.served_router.Router` of its surface."""
 
     def __init__(self, options: RouterOptions, scheduler: SchedulerLike | None = None) -> None:
         """``scheduler`` replaces the real one (tests)."""

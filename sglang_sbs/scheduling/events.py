@@ -76,9 +76,7 @@ class RequestArrived(_Message, frozen=True):
 
 class PrefillDone(_Message, frozen=True):
     """The prefill leg answered, or the first token came out of decode: L(r) left the prefill rank.
-
-    Sent at most once per leg; a second one for the same request changes nothing.
-    """
+    Sent at most once per leg; a second one for the same request changes nothing."""
 
     rid: Rid
     prompt_tokens: Count | None = None

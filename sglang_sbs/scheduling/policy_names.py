@@ -1,7 +1,5 @@
 """The policies by name, and what others must know of each without knowing how it decides.
-
-:mod:`.policies.selection` makes the policy that a name stands for.
-"""
+:mod:`.policies.selection` makes the policy that a name stands for."""
 
 from __future__ import annotations
 

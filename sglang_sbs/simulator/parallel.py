@@ -19,10 +19,8 @@ def run_all(
     on_row: Callable[[Row], None] = lambda _row: None,
     workers: int | None = None,
 ) -> list[Row]:
-    """Run independent jobs on all cores (or ``workers``); rows in the order of the jobs.
-
-    The first error, or an interrupt, ends it: no further job is begun, and none is waited for.
-    """
+    """Run independent jobs on all cores (or ``workers``); rows in the order of the jobs. The first
+    error, or an interrupt, ends it: no further job is begun, and none is waited for."""
     if workers == 1:
         rows = []
         for call, args in jobs:

@@ -1,7 +1,5 @@
 """What engines and routers say to each other, versioned and append-only, and the keys of sockets.
-
-Knows nothing of who sends it.
-"""
+Knows nothing of who sends it."""
 
 from sglang_sbs.wire.endforward import (
     TOPIC,

@@ -1,7 +1,5 @@
 """How evenly a prefill pass is spread over DP ranks: the figures that engines' people compare.
-
-Passes are given as extend tokens per DP rank. A pass without tokens on any rank is none.
-"""
+Passes are given as extend tokens per DP rank. A pass without tokens on any rank is none."""
 
 from __future__ import annotations
 

@@ -1,7 +1,5 @@
-"""Is the plugin there, and does every DP rank report?
-
-What a router says of its reports is judged in :mod:`.router`.
-"""
+"""Is the plugin there, and does every DP rank report? What a router says of its reports is judged
+in :mod:`.router`."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""Keys and TLS.
-
-No key is ever part of a finding.
-"""
+"""Keys and TLS. No key is ever part of a finding."""
 
 from __future__ import annotations
 

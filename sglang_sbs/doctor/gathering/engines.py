@@ -1,7 +1,5 @@
-"""Asks engines over HTTP, all at once, each question with a time limit.
-
-Asks only what changes nothing: GETs that run no forward pass.
-"""
+"""Asks engines over HTTP, all at once, each question with a time limit. Asks only what changes
+nothing: GETs that run no forward pass."""
 
 from __future__ import annotations
 

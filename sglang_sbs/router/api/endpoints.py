@@ -1,7 +1,5 @@
-"""Everything that is not inference: health, models, workers, loads, aborts.
-
-Answers have sglang_router's shapes.
-"""
+"""Everything that is not inference: health, models, workers, loads, aborts. Answers have
+sglang_router's shapes."""
 
 from __future__ import annotations
 

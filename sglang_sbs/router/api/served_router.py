@@ -1,7 +1,5 @@
 """What the HTTP surface needs of the router behind it.
-
-:class:`sglang_sbs.router.server.RouterServer` is one.
-"""
+:class:`sglang_sbs.router.server.RouterServer` is one."""
 
 from __future__ import annotations
 

@@ -1,7 +1,5 @@
-"""The HTTP surface: routes, keys, request ids, error shapes.
-
-What happens behind a route is the relay's (inference) or :mod:`.endpoints`'s (everything else).
-"""
+"""The HTTP surface: routes, keys, request ids, error shapes. What happens behind a route is the
+relay's (inference) or :mod:`.endpoints`'s (everything else)."""
 
 from __future__ import annotations
 

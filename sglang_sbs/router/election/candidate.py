@@ -172,10 +172,8 @@ class Candidate:
         self._look_s = now_s + self._times.retry_s
 
     def took(self, record: Record, asked_s: float, now_s: float) -> None:
-        """:class:`Take` succeeded; ``asked_s``: when it was sent.
-
-        No lead comes of an answer that is too late, nor of a term that somebody has seen since.
-        """
+        """:class:`Take` succeeded; ``asked_s``: when it was sent. No lead comes of an answer that
+        is too late, nor of a term that somebody has seen since."""
         wanted = record.term > self._floor
         self.observed(record, now_s)
         if wanted:

@@ -1,7 +1,5 @@
-"""Worker URLs: one spelling per worker, and which spellings mean the same host.
-
-No name is ever resolved here.
-"""
+"""Worker URLs: one spelling per worker, and which spellings mean the same host. No name is ever
+resolved here."""
 
 from __future__ import annotations
 

@@ -1,7 +1,5 @@
-"""What each part of the router is told of the command line.
-
-A part imports its own of these; the command line imports all. Times in seconds.
-"""
+"""What each part of the router is told of the command line. A part imports its own of these; the
+command line imports all. Times in seconds."""
 
 from __future__ import annotations
 
@@ -29,9 +27,7 @@ _MEMORY_LIMITS = (
 
 def default_bodies_bytes(limits: Sequence[Path] = _MEMORY_LIMITS) -> int:
     """A quarter of the memory there is: of the machine, or of its control group (``limits``).
-
-    Bodies are held until their answers end, and honest long prompts in flight are many.
-    """
+    Bodies are held until their answers end, and honest long prompts in flight are many."""
     found = [os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")]
     for path in limits:
         with contextlib.suppress(OSError, ValueError):

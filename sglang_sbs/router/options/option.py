@@ -1,7 +1,5 @@
-"""A flag of the router: what it is called, what it may say, and which option it becomes.
-
-The flags themselves are in :mod:`.table`.
-"""
+"""A flag of the router: what it is called, what it may say, and which option it becomes. The flags
+themselves are in :mod:`.table`."""
 
 from __future__ import annotations
 

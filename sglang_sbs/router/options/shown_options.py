@@ -1,7 +1,5 @@
-"""Which features a router's flags turn on, as ``GET /server_info`` tells (``sbs_options``).
-
-For the doctor's table of features. Never a key, a path or an address.
-"""
+"""Which features a router's flags turn on, as ``GET /server_info`` tells (``sbs_options``). For the
+doctor's table of features. Never a key, a path or an address."""
 
 from __future__ import annotations
 

@@ -1,7 +1,5 @@
-"""What HTTPS is served with, and how engines' certificates are checked.
-
-Says which flag and file cannot be used.
-"""
+"""What HTTPS is served with, and how engines' certificates are checked. Says which flag and file
+cannot be used."""
 
 from __future__ import annotations
 

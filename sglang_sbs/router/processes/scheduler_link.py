@@ -107,9 +107,7 @@ class SchedulerLink(Assigner):
 
     async def start(self, patience_s: float) -> bool:
         """Find the scheduler; False if it was not there in time (it is looked for ever after).
-
-        Raises what connecting does, which later is logged and survived.
-        """
+        Raises what connecting does, which later is logged and survived."""
         self._new_line()
         self._go_alone()
         self._ticker = asyncio.create_task(self._tick())

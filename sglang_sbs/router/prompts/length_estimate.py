@@ -1,7 +1,5 @@
-"""How many tokens a prompt has when nobody can count them: an estimate that learns.
-
-UTF-8 bytes times a ratio that follows the ``prompt_tokens`` engines report.
-"""
+"""How many tokens a prompt has when nobody can count them: an estimate that learns. UTF-8 bytes
+times a ratio that follows the ``prompt_tokens`` engines report."""
 
 from __future__ import annotations
 

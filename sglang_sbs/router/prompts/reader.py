@@ -1,7 +1,5 @@
 """What the router finds out about a prompt before it asks the scheduler: tokens and block names.
-
-Owns the order of attempts: ids given, tokenizer, estimate.
-"""
+Owns the order of attempts: ids given, tokenizer, estimate."""
 
 from __future__ import annotations
 

@@ -1,7 +1,5 @@
-"""From a client request to its answer: its plan, its units side by side, and what they answer.
-
-Each of its units is :mod:`.attempts`', JSON is :mod:`.merged_answers`'.
-"""
+"""From a client request to its answer: its plan, its units side by side, and what they answer. Each
+of its units is :mod:`.attempts`', JSON is :mod:`.merged_answers`'."""
 
 from __future__ import annotations
 

@@ -63,10 +63,8 @@ class Child:
         return self._process.pid if self._process is not None else 0
 
     async def keep(self) -> None:
-        """Run it, and again when it dies or could not be run again, until :meth:`end`.
-
-        Raises: StartError.
-        """
+        """Run it, and again when it dies or could not be run again, until :meth:`end`. Raises:
+        StartError."""
         pause_s = 0.0
         ever_served = False
         while not self._stopping:

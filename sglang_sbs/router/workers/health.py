@@ -1,7 +1,5 @@
-"""Watches the workers: start-up, health, restarts, and load polls where EndForward is missing.
-
-What is learned goes to the registry (health, limits) and to the scheduler (``LoadPolled``).
-"""
+"""Watches the workers: start-up, health, restarts, and load polls where EndForward is missing. What
+is learned goes to the registry (health, limits) and to the scheduler (``LoadPolled``)."""
 
 from __future__ import annotations
 

@@ -1,7 +1,5 @@
-"""The workers: what is known of each, and which of them the scheduler may use.
-
-Probes, polls and messages are made elsewhere and reported here.
-"""
+"""The workers: what is known of each, and which of them the scheduler may use. Probes, polls and
+messages are made elsewhere and reported here."""
 
 from __future__ import annotations
 

@@ -1,7 +1,5 @@
-"""One worker: what is known of an engine instance, and what follows from it alone.
-
-Every change of a worker goes through :class:`~.registry.Registry`.
-"""
+"""One worker: what is known of an engine instance, and what follows from it alone. Every change of
+a worker goes through :class:`~.registry.Registry`."""
 
 from __future__ import annotations
 
@@ -113,10 +111,8 @@ class Worker(WorkerFacts, kw_only=True, eq=False):
 
     @property
     def bootstrap_port(self) -> int | None:
-        """As configured, else as the engine says; ``None`` lets SGLang use its default.
-
-        With SGLang's Rust server the engine knows better: its registry is on its HTTP port.
-        """
+        """As configured, else as the engine says; ``None`` lets SGLang use its default. With
+        SGLang's Rust server the engine knows better: its registry is on its HTTP port."""
         given, told = self.configured_bootstrap_port, self.known.bootstrap_port
         if given is None or (self.known.rust_server and told is not None):
             return told

@@ -183,9 +183,7 @@ class DecodeInstance:
 
     def ended(self, rid: str, rank: int, kv_tokens: int) -> None:
         """The request is over, whatever state it was in; ``kv_tokens`` is what it held at its end.
-
-        A rank that accepted it holds it until a report says otherwise.
-        """
+        A rank that accepted it holds it until a report says otherwise."""
         if rank >= self.dp_size:
             return  # it went to an instance of another size that had this name
         state = self.ranks[rank]

@@ -1,7 +1,5 @@
-"""Choosing decode DP ranks: Algorithm 3 of the paper, and the potential, the default.
-
-They map requests to ranks given ⟨B_i, K_i⟩ and whether a rank has room, and know no instances.
-"""
+"""Choosing decode DP ranks: Algorithm 3 of the paper, and the potential, the default. They map
+requests to ranks given ⟨B_i, K_i⟩ and whether a rank has room, and know no instances."""
 
 from __future__ import annotations
 

@@ -37,10 +37,8 @@ class Plan:
 
 
 class PrefillPolicy(ABC):
-    """Decides which waiting requests leave now, for which instance and DP rank.
-
-    By default first come first served, and indifferent to everything it is told.
-    """
+    """Decides which waiting requests leave now, for which instance and DP rank. By default first
+    come first served, and indifferent to everything it is told."""
 
     holds: bool
     """Whether requests may wait in the scheduler. If not, decode admission does not hold either."""

@@ -97,10 +97,8 @@ class ForwardModel:
         self._usual_slope_s = self._slope_s(_USUAL_IMBALANCE)
 
     def predict_s(self, tokens_per_rank: Sequence[int], pairs: Sequence[float] = ()) -> float:
-        """Forward time of a pass with these extend tokens on each rank; at least 1 ms.
-
-        ``pairs``: attention pairs of each rank; empty: none.
-        """
+        """Forward time of a pass with these extend tokens on each rank; at least 1 ms. ``pairs``:
+        attention pairs of each rank; empty: none."""
         value = self._fit.value(self._features(tokens_per_rank, pairs))
         return max(1e-3, value * self._time_unit_s)
 

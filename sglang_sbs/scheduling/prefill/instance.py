@@ -123,9 +123,7 @@ class PrefillInstance(PrefillBooks):
 
     def prefilled(self, rid: str, rank: int, now_s: float) -> Observation:
         """The engine answered for this request (or it is over): it holds no prefill capacity now.
-
-        Without EndForward this is also the sign that the pass it was presumed in has ended.
-        """
+        Without EndForward this is also the sign that the pass it was presumed in has ended."""
         ended = next((i for i, running in enumerate(self.passes) if rid in running.rids), None)
         self.dropped(rid, rank)
         if self.tier == "endforward":
@@ -157,9 +155,7 @@ class PrefillInstance(PrefillBooks):
 
     def on_report(self, report: EndForward, now_s: float, latency_s: float) -> Observation:
         """Replace belief by what a rank says. Old and duplicate messages change nothing.
-
-        ``latency_s``: L_net, which tells what was at the rank when the pass before ended.
-        """
+        ``latency_s``: L_net, which tells what was at the rank when the pass before ended."""
         if not 0 <= report.dp_rank < self.dp_size:
             return Observation()
         rank = self.ranks[report.dp_rank]

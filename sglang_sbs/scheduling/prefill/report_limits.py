@@ -16,10 +16,8 @@ _CREDIT = 10.0
 
 
 def within_limits(report: EndForward, most_tokens: int, dp_size: int) -> EndForward:
-    """The report, with what a pass cannot hold cut off.
-
-    ``most_tokens``: of one rank in one pass. A vector that is not of ``dp_size`` ranks is none.
-    """
+    """The report, with what a pass cannot hold cut off. ``most_tokens``: of one rank in one pass. A
+    vector that is not of ``dp_size`` ranks is none."""
     told = report.extend_tokens, report.inflight_passes, report.tokens_per_rank
     extend_tokens, passes = min(told[0], most_tokens), min(told[1], MOST_PASSES)
     vector = told[2] if told[2] is not None and len(told[2]) == dp_size else None

@@ -45,9 +45,7 @@ class Watchdog:
 
     def arm(self, now_s: float, *, busy_until_s: float, launched: bool) -> None:
         """A signal is owed: an answer to a request, or the end of what runs until then.
-
-        ``launched``: the instance itself has said that it runs.
-        """
+        ``launched``: the instance itself has said that it runs."""
         is_first = launched and self._own_s is None
         busy_until_s = min(max(now_s, busy_until_s), now_s + _MOST_BUSY_S)
         self.due_s = busy_until_s + self.timeout_s * (_NEW if is_first else 1.0)

@@ -77,10 +77,8 @@ class BlockTable:
         return changed
 
     def _make_room(self) -> None:
-        """Drop the oldest of a part, but of those that several ranks hold only half.
-
-        Many at once: a dict finds its oldest entry in linear time.
-        """
+        """Drop the oldest of a part, but of those that several ranks hold only half. Many at once:
+        a dict finds its oldest entry in linear time."""
         part = self._parts[self._full]
         self._full = (self._full + 1) % len(self._parts)
         before = len(part)

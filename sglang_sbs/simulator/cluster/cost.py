@@ -84,10 +84,8 @@ _FIELDS = ", ".join(PassCost.__struct_fields__)
 
 
 def find_cost(word: str) -> PassCost:
-    """A cost model by its name in :data:`COSTS`, or from a JSON file.
-
-    Raises: CostError: neither; the message lists the names, or says what is wrong in the file.
-    """
+    """A cost model by its name in :data:`COSTS`, or from a JSON file. Raises: CostError: neither;
+    the message lists the names, or says what is wrong in the file."""
     if word in COSTS:
         return COSTS[word]
     if not word.endswith(".json"):
@@ -102,9 +100,7 @@ def cost_name(word: str) -> str:
 
 def load_cost(path: Path) -> PassCost:
     """Read a cost from JSON: an object of the fields of :class:`PassCost`, or with it as ``cost``.
-
-    Raises: CostError: unreadable, or not a cost; names the file and the field.
-    """
+    Raises: CostError: unreadable, or not a cost; names the file and the field."""
     try:
         content = msgspec.json.decode(path.read_bytes())
     except OSError as error:

@@ -182,10 +182,8 @@ class CacheAffinity:
         return _Best(view.start_s + best_s, view.instance.id, best)
 
     def done_s(self, request: Request, view: _View, cached: int, backlog: int) -> float:
-        """:meth:`alone_s`, plus what that costs others.
-
-        What is computed again is cached there afterwards, so others that share it pay as well.
-        """
+        """:meth:`alone_s`, plus what that costs others. What is computed again is cached there
+        afterwards, so others that share it pay as well."""
         alone_s = self.alone_s(request, view, cached, backlog)
         again = request.prompt_tokens - cached - request.uncached_tokens
         if not again:
@@ -294,9 +292,7 @@ class BatchAffinity:
 
     def rank_of(self, request: Request, capacity: Sequence[int]) -> int | None:
         """The rank of the instance for a request of which it has something; None: none now.
-
-        ``capacity``: C_avail of the ranks, after what the batch holds already.
-        """
+        ``capacity``: C_avail of the ranks, after what the batch holds already."""
         here = self._instance
         hits = request.hits.by_instance[here.id]
         if self._home_of is not None and self.is_home_of(request):

@@ -31,10 +31,8 @@ _MARGIN_S = 0.003
 
 
 class DispatchLead:
-    """Robbins-Monro estimates of the two quantiles, seconds, and of how idle instances tear.
-
-    The quantiles forget as they learn: one step takes back another.
-    """
+    """Robbins-Monro estimates of the two quantiles, seconds, and of how idle instances tear. The
+    quantiles forget as they learn: one step takes back another."""
 
     def __init__(self) -> None:
         self._idle_s = self._left_behind_s = 0.0

@@ -162,10 +162,8 @@ def early_homes(
 
 
 def may_take(instance: PrefillInstance, long_queue: bool) -> bool:
-    """Whether a batch could go there before its next report.
-
-    One batch per pass, unless more waits than the pass holds. Single requests may still follow it.
-    """
+    """Whether a batch could go there before its next report. One batch per pass, unless more waits
+    than the pass holds. Single requests may still follow it."""
     if instance.has_flight and not long_queue:
         return False
     return instance.has_room and not instance.launching

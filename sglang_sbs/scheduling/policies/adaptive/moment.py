@@ -1,7 +1,5 @@
-"""When a batch that leaves now would start, on each instance.
-
-Owns that question. Must not know what waits, or whether it should leave.
-"""
+"""When a batch that leaves now would start, on each instance. Owns that question. Must not know
+what waits, or whether it should leave."""
 
 from __future__ import annotations
 

@@ -78,7 +78,7 @@ class PassForecast:
     """The passes of one instance, from the next one that starts."""
 
     def __init__(self, instance: PrefillInstance, start_s: float, *, closed: bool) -> None:
-        """``start_s``: when the next pass starts. ``closed``: what is sent now is not in that one."""
+        """``start_s``: when the next pass starts. ``closed``: nothing sent now is in that one."""
         self.instance = instance
         self._start_s = start_s
         self._passes: list[_Pass] = []
