@@ -276,15 +276,16 @@ async def test_front_ends_of_another_machine_need_no_workers_but_the_secret(
 
 async def test_a_standby_takes_over_from_a_scheduler_that_was_killed() -> None:
     """The commands themselves: no request fails, and it is said who schedules."""
-    ports = free_ports(2)
+    *ports, metrics = free_ports(3)  # the one after it must be free, too: none of outgoing ones
     both = ",".join(f"tcp://127.0.0.1:{port}" for port in ports)
     async with site(prefill=1) as engines:
         listen = ("--sbs-role", "scheduler", "--sbs-scheduler", both, "--sbs-listen")
         schedulers = [
             await start_group(
-                *(*engines.flags, *listen, f"tcp://127.0.0.1:{port}"), ready="scheduler: policy"
+                *(*engines.flags, *listen, f"tcp://127.0.0.1:{port}", *own),
+                ready="scheduler: policy",
             )
-            for port in ports
+            for port, own in zip(ports, (("--prometheus-port", str(metrics)), ()), strict=True)
         ]
         # With the very flag of a scheduler: on one machine it must find its port free again.
         theirs = ("--prometheus-port", str(schedulers[0].metrics_port))
