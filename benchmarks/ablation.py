@@ -42,15 +42,12 @@ OFF: dict[str, tuple[float, str]] = {
     "ARRIVING_SHARE": (1.0, ""),
     "WORTH": (0.0, ""),
     "RATE_PASSES": (1.0, ""),
-    "WAITING_SHARE": (1.0, _LONG),
     "CHUNK_WEIGHT": (1.0, _LONG),
     "IMPATIENCE": (0.0, _LONG),
     "LEFT_OUT": (0, ""),
     "MOST_DIVIDED": (0, ""),
     "MOST_JOINING": (0, ""),
-    "TORN_SHARE": (0.0, ""),
     "AGAIN_WEIGHT": (0.0, "sessions"),
-    "QUEUE_WEIGHT": (0.0, "sessions"),
     "LEAST_HIT_SHARE": (0.0, "sessions"),
 }
 """Each constant of the trigger and its rules, the value at which it does nothing, and the cells in

@@ -7,7 +7,8 @@ AGEING_BATCHES = 5.0
 SLACK = 0.77
 """So much of what is predicted of the cluster is relied on: of the queue this share must be more
 than arrives between two starts for no spacing of them, or more than earlier passes take for a batch
-to leave early."""
+to leave early; and of those that will arrive during a pass this share counts as delayed by whatever
+makes it longer."""
 ARRIVING_SHARE = 0.6
 """How much of what is expected to arrive until a later pass starts counts as its load now."""
 WORTH = 0.95
@@ -15,9 +16,6 @@ WORTH = 0.95
 take is not known better than that, and whoever is left for later is the tail."""
 RATE_PASSES = 10.0
 """Time constant of the arrival rate, in passes: it is asked how much comes in one."""
-WAITING_SHARE = 0.8
-"""How many of those that arrive during a pass count as delayed by whatever makes it longer. More
-gives a better mean and a worse p99 of long prompts."""
 CHUNK_WEIGHT = 0.4
 """A prompt of n chunks counts like 1 + (n - 1) * this many requests: its delays are the tail."""
 IMPATIENCE = 4.0
@@ -27,9 +25,3 @@ ones for too long."""
 AGAIN_WEIGHT = 700.0
 """Times load**2 / (1 - load), what a second of computing again counts: it is one rank's second, and
 the barrier makes the others wait for it. Near capacity little more than the optimum is computed."""
-QUEUE_WEIGHT = 20.0
-"""The same for each request that waits, per instance, where a batch is formed of those that belong
-to it."""
-TORN_SHARE = 0.05
-"""Times the part of the lead beyond the latency, in pass times: the share of batches that may be
-left behind in part. The wider requests come apart, the more it costs to wait for the last one."""

@@ -288,9 +288,7 @@ def test_nor_is_it_when_everybody_waits_and_each_token_counts(tokens: int, waits
     def decision() -> CacheAffinity:
         # p1, for which the batch is, starts much later than p0: whatever is there would be sooner.
         starts_s = {"p0": 100.0, "p1": 105.0}
-        return CacheAffinity(
-            {"p0": p0, "p1": p1}, p1, lambda one: starts_s[one.id], load=0.9, waiting=1000
-        )
+        return CacheAffinity({"p0": p0, "p1": p1}, p1, lambda one: starts_s[one.id], load=0.95)
 
     coming = Upcoming("p0", 0, tokens, visible_s=100.0)
     cached = Hits({"p0": [tokens, 0]}, tokens)
@@ -305,9 +303,7 @@ def test_who_was_left_for_a_home_is_taken_once_nothing_is_cached_there():
     it = cluster(prefill=3)
     by_id = dict(it.scheduler.prefill)
     starts_s = {"p0": 100.0, "p1": 105.0, "p2": 105.0}
-    decision = CacheAffinity(
-        by_id, by_id["p1"], lambda one: starts_s[one.id], load=0.9, waiting=1000
-    )
+    decision = CacheAffinity(by_id, by_id["p1"], lambda one: starts_s[one.id], load=0.95)
     hits = Hits({"p0": [800, 0]}, 800)
     request = Request("r", 1, 900, None, 100.0, 200.0, blocks=PREFIX, block_tokens=PAGE, hits=hits)
     assert not BatchAffinity(decision, by_id["p1"]).belongs_here(request)
@@ -320,7 +316,7 @@ def test_who_was_left_for_a_home_is_taken_once_nothing_is_cached_there():
 
 def test_who_has_a_home_goes_to_its_rank():
     p0 = cluster().scheduler.prefill["p0"]
-    decision = CacheAffinity([p0], p0, lambda one: 0.0, load=0.5, waiting=1)
+    decision = CacheAffinity([p0], p0, lambda one: 0.0, load=0.5)
     hits = Hits({"p0": [800, 800]}, 800, {"p0": [800, 0]})
     request = Request("r", 1, 900, None, 0.0, 60.0, blocks=PREFIX, block_tokens=PAGE, hits=hits)
     assert BatchAffinity(decision, p0).rank_of(request, [1000, 1000]) == 1

@@ -12,7 +12,7 @@ from sglang_sbs.scheduling.policies import tuning
 
 POLICIES = Path(sglang_sbs.__file__).parent / "scheduling" / "policies"
 PAGE = Path(__file__).parents[3] / "docs" / "lab" / "constants.md"
-MOST_TUNED = 11
+MOST_TUNED = 8
 NOT_TUNED = {"NEAREST", "RETRY_S", "FETCH_S", "LOAD_S", "LEAST_HIT_SHARE", "LEFT_OUT"}
 """Bounds of work and of waiting by another name, and guesses about storage. So is what begins
 with these:"""

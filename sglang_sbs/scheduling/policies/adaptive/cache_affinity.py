@@ -25,7 +25,7 @@ from sglang_sbs.scheduling.events import InstanceId
 from sglang_sbs.scheduling.paging import paged
 from sglang_sbs.scheduling.policies.adaptive.pass_forecast import FETCH_S, Home
 from sglang_sbs.scheduling.policies.pbaa import LEAST_HIT_SHARE, first_part
-from sglang_sbs.scheduling.policies.tuning import AGAIN_WEIGHT, QUEUE_WEIGHT
+from sglang_sbs.scheduling.policies.tuning import AGAIN_WEIGHT
 from sglang_sbs.scheduling.prefill.instance import PrefillInstance
 from sglang_sbs.scheduling.prefix.places import Hits
 from sglang_sbs.scheduling.prefix.upcoming import Upcoming, shared_blocks
@@ -66,17 +66,15 @@ class CacheAffinity:
         start_of: Callable[[PrefillInstance], float],
         *,
         load: float,
-        waiting: int,
     ) -> None:
         """``by_id``: all instances there are. ``first``: the one that starts next of those a batch
         could go to. ``start_of``: predicted start of the pass a batch sent there now would be in.
-        ``load``: share of the cluster's time in use, below 1. ``waiting``: requests that wait for a
-        batch."""
+        ``load``: share of the cluster's time in use, below 1, with what waits for a batch."""
         self._by_id = by_id
         self.first = first
         """May change from batch to batch."""
         self._start_of = start_of
-        self._weight = AGAIN_WEIGHT * load**2 / (1 - load) + QUEUE_WEIGHT * waiting / len(by_id)
+        self._weight = AGAIN_WEIGHT * load**2 / (1 - load)
         self._views: dict[InstanceId, _View] = {}
         self._homes: dict[str, _Best] = {}
         self._wanted: set[InstanceId] = set()

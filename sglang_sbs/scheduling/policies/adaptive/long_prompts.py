@@ -23,7 +23,7 @@ from sglang_sbs.scheduling.policies.adaptive.pass_forecast import (
 )
 from sglang_sbs.scheduling.policies.adaptive.pass_forecast import homes as cheapest_homes
 from sglang_sbs.scheduling.policies.policy import permitted
-from sglang_sbs.scheduling.policies.tuning import AGAIN_WEIGHT, IMPATIENCE, WAITING_SHARE
+from sglang_sbs.scheduling.policies.tuning import AGAIN_WEIGHT, IMPATIENCE, SLACK
 from sglang_sbs.scheduling.prefill.instance import PrefillInstance
 from sglang_sbs.scheduling.prefill.interval import IntervalController
 from sglang_sbs.scheduling.queue.request import RequestQueue
@@ -102,7 +102,7 @@ class LongPrompts:
         near = list(dict.fromkeys(first))[:NEAREST]
         pass_s = self._interval.mean_forward_s
         terms = Terms(
-            waiting=WAITING_SHARE * self._offered.request_rate / len(instances) * pass_s,
+            waiting=SLACK * self._offered.request_rate / len(instances) * pass_s,
             again_weight=AGAIN_WEIGHT * self._offered.load**2 / (1 - self._offered.load),
         )
 

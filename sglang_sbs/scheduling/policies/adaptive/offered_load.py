@@ -98,6 +98,12 @@ class OfferedLoad:
             return instance.capacity_of(self.mean_tokens)
         return instance.capacity_tokens
 
+    def load_with(self, waiting_tokens: int) -> float:
+        """The load while so many tokens wait: of what it leaves of the next passes they take their
+        share. Below 1."""
+        waiting = min(1.0, waiting_tokens / max(1.0, self.capacity_tokens))
+        return min(MOST_LOAD, self.load + waiting * (1 - self.load))
+
     def leaving_s(self, waiting: int, serial_s: float) -> float:
         """How much longer than a single request a batch of those that wait is on its way, with what
         arrives meanwhile; at most a pass. ``serial_s``: what each further request adds to L_net."""

@@ -337,8 +337,7 @@ class AdaptiveTrigger(PrefillPolicy):
                 self._lineup.by_id,
                 first,
                 lambda instance: at.starts_s(instance)[0],
-                load=self._offered.load,
-                waiting=len(one.queue),
+                load=self._offered.load_with(one.queue.tokens),
             )
         self._decision.first = first
         return self._decision
