@@ -15,9 +15,8 @@ from __future__ import annotations
 import hashlib
 import struct
 import sys
-import threading
 from array import array
-from collections import OrderedDict
+from functools import lru_cache
 from typing import NamedTuple
 
 from sglang_sbs.router.limits import MAX_BLOCKS
@@ -42,14 +41,12 @@ class BlockFormat(NamedTuple):
 
 
 class BlockNamer:
-    """Names blocks and remembers chains; may be used from several threads."""
+    """May be used from several threads."""
 
     def __init__(self, *, as_published: bool = True) -> None:
         """``as_published``: a namespace counts as it does in KV events, which leave ``extra_key``
         out. Without, it keeps names apart that no event would: for engines that publish none."""
         self._as_published = as_published
-        self._pieces: OrderedDict[bytes, tuple[bytes, bytes]] = OrderedDict()
-        self._lock = threading.Lock()
 
     def names(
         self, ids: list[int] | array[int], blocks: BlockFormat, namespace: Namespace = PLAIN
@@ -72,7 +69,7 @@ class BlockNamer:
         seed = b""
         if namespace.cache_salt:
             seed = _sha256(b"sglang-cache-salt-v1\0" + namespace.cache_salt.encode())
-        names = self._chain(tokens.tobytes(), blocks.page_tokens * width, seed)
+        names = _chain(tokens.tobytes(), blocks.page_tokens * width, seed)
         scope = self._scope(namespace)
         return names if scope is None else _scoped(names, scope)
 
@@ -84,7 +81,7 @@ class BlockNamer:
         if namespace != PLAIN:
             parts = (namespace.cache_salt, namespace.extra_key, namespace.lora)
             seed = _sha256(seed + _encoded(*parts))
-        return self._chain(text, page_tokens * TEXT_BYTES_PER_TOKEN, seed)
+        return _chain(text, page_tokens * TEXT_BYTES_PER_TOKEN, seed)
 
     def _scope(self, namespace: Namespace) -> bytes | None:
         """Seed of the names outside the common namespace. Events scope the names of LoRA requests
@@ -94,30 +91,19 @@ class BlockNamer:
             return None
         return _sha256(_SCOPE_TAG + _encoded(namespace.extra_key, namespace.lora))
 
-    def _chain(self, data: bytes, page_bytes: int, digest: bytes) -> array[int]:
-        pages = min(len(data) // page_bytes, MAX_NAMES)
-        end = pages * page_bytes
-        step = max(1, _PIECE_BYTES // page_bytes) * page_bytes
-        names = bytearray()
-        for start in range(0, end, step):
-            piece = data[start : min(start + step, end)]
-            if len(piece) < step:  # the end of a prompt seldom comes again as it is
-                names += _hash_pages(piece, page_bytes, digest)[0]
-                break
-            key = b"%b%b%b" % (page_bytes.to_bytes(4, "little"), digest, piece)
-            with self._lock:
-                known = self._pieces.get(key)
-                if known is not None:
-                    self._pieces.move_to_end(key)
-            if known is None:
-                known = _hash_pages(piece, page_bytes, digest)
-                with self._lock:
-                    self._pieces[key] = known
-                    if len(self._pieces) > _MAX_PIECES:
-                        self._pieces.popitem(last=False)
-            names += known[0]
-            digest = known[1]
-        return array("q", bytes(names))
+
+def _chain(data: bytes, page_bytes: int, digest: bytes) -> array[int]:
+    pages = min(len(data) // page_bytes, MAX_NAMES)
+    end = pages * page_bytes
+    step = max(1, _PIECE_BYTES // page_bytes) * page_bytes
+    names = bytearray()
+    for start in range(0, end, step):
+        piece = data[start : min(start + step, end)]
+        # The end of a prompt seldom comes again as it is.
+        hashed = _known_pages if len(piece) == step else _hash_pages
+        more, digest = hashed(piece, page_bytes, digest)
+        names += more
+    return array("q", bytes(names))
 
 
 def _hash_pages(data: bytes, page_bytes: int, digest: bytes) -> tuple[bytes, bytes]:
@@ -129,6 +115,9 @@ def _hash_pages(data: bytes, page_bytes: int, digest: bytes) -> tuple[bytes, byt
         digests.append(digest)
     names = struct.unpack(">" + "q24x" * len(digests), b"".join(digests))
     return array("q", names).tobytes(), digest
+
+
+_known_pages = lru_cache(maxsize=_MAX_PIECES)(_hash_pages)
 
 
 def _scoped(names: array[int], scope: bytes) -> array[int]:
