@@ -21,7 +21,7 @@ from sglang_sbs.router import lanes as router_lanes
 from sglang_sbs.router.client.answer_stream import joined
 from sglang_sbs.router.errors import LegFailure, RouterError
 from sglang_sbs.router.lanes import LONG_BYTES, Lanes, Pace
-from sglang_sbs.router.options.config import BreakerConfig, PlanLimits
+from sglang_sbs.router.options.config import BreakerConfig, RelayConfig
 from sglang_sbs.router.prompts.block_names import BlockFormat, BlockNamer
 from sglang_sbs.router.prompts.length_estimate import PromptLengths
 from sglang_sbs.router.prompts.reader import Known, PromptReader
@@ -56,7 +56,7 @@ def peak_of(work: Callable[[], Any]) -> int:
         tracemalloc.stop()
 
 
-def refused(kind: Any, raw: bytes, limits: PlanLimits | None = None) -> str:
+def refused(kind: Any, raw: bytes, limits: RelayConfig | None = None) -> str:
     with pytest.raises(RouterError) as error:
         plan_request(kind, raw, limits)
     assert error.value.status == 400
@@ -86,7 +86,7 @@ def test_a_batch_is_counted_before_it_is_built(kind: Any, own: dict[str, Any]) -
 def test_what_a_batch_shares_is_kept_once() -> None:
     body = {"text": ["a"] * 1000, "extra": "x" * 100_000, "sampling_params": {"n": 1}}
     raw = orjson.dumps(body)
-    limits = PlanLimits(legs_bytes=1000 * len(raw))
+    limits = RelayConfig(max_payload_bytes=250 * len(raw))
     assert peak_of(lambda: plan_request("generate", raw, limits)) < 4 * MIB
     plan = plan_request("generate", raw, limits)
     for unit in (plan.units[0], plan.units[1]):
@@ -97,7 +97,7 @@ def test_what_a_batch_shares_is_kept_once() -> None:
 
 def test_all_legs_together_have_a_limit() -> None:
     raw = orjson.dumps({"text": ["a"] * 100, "extra": "x" * 100_000})
-    assert "over the limit" in refused("generate", raw, PlanLimits(legs_bytes=MIB))
+    assert "over the limit" in refused("generate", raw, RelayConfig(max_payload_bytes=MIB // 4))
 
 
 @pytest.mark.parametrize(
@@ -110,7 +110,7 @@ def test_all_legs_together_have_a_limit() -> None:
 )
 async def test_n_has_a_limit_and_a_flag(kind: Any, body: dict[str, Any]) -> None:
     assert "--sbs-max-samples" in refused(kind, orjson.dumps(body))
-    assert len(plan_request(kind, orjson.dumps(body), PlanLimits(samples=11)).units) == 11
+    assert len(plan_request(kind, orjson.dumps(body), RelayConfig(max_samples=11)).units) == 11
 
 
 async def test_the_flags_of_both_limits_count() -> None:

@@ -35,20 +35,7 @@ def default_bodies_bytes(limits: Sequence[Path] = _MEMORY_LIMITS) -> int:
     return max(MAX_BODIES_BYTES, min(found) // 4)
 
 
-LEGS_GROWTH = 4
-"""All legs of one kind together may be so many times ``max_payload_bytes``."""
-
-
-@dataclass(frozen=True, slots=True)
-class PlanLimits:
-    """What one client request may become."""
-
-    samples: int = 10
-    """``n``, as sglang_router has it."""
-    units: int = 1024
-    """Prompts times samples."""
-    legs_bytes: int = LEGS_GROWTH * MAX_PAYLOAD_BYTES
-    """All bodies sent to one role for it."""
+_LEGS_GROWTH = 4
 
 
 @dataclass(frozen=True)
@@ -62,11 +49,18 @@ class RelayConfig:
     max_payload_bytes: int = MAX_PAYLOAD_BYTES
     max_bodies_bytes: int = MAX_BODIES_BYTES
     max_samples: int = 10
+    """``n``, as sglang_router has it."""
     max_units: int = 1024
+    """Prompts times samples of one client request."""
     sends_gangs: bool = False
     """The policy holds requests: engines may wait a moment for those sent together."""
     low_priority_values_first: bool = False
     """A smaller number in a body is a higher priority."""
+
+    @property
+    def max_legs_bytes(self) -> int:
+        """Of all bodies sent to one role for one client request."""
+        return _LEGS_GROWTH * self.max_payload_bytes
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ from sglang_sbs.router.client.answer_stream import Downstream, joined
 from sglang_sbs.router.client.intake import Bodies, BodyShare
 from sglang_sbs.router.errors import Leg, LegFailure, RouterError, transport_failure, without_frames
 from sglang_sbs.router.lanes import Lanes
-from sglang_sbs.router.options.config import LEGS_GROWTH, PlanLimits, RelayConfig
+from sglang_sbs.router.options.config import RelayConfig
 from sglang_sbs.router.prompts.reader import PromptReader
 from sglang_sbs.router.relay import merged_answers
 from sglang_sbs.router.relay.admission import Admission
@@ -56,10 +56,7 @@ class Relay:
     lanes: Lanes
 
     def __post_init__(self) -> None:
-        config = self.config
-        self.bodies = Bodies(config.max_bodies_bytes)
-        legs_bytes = LEGS_GROWTH * config.max_payload_bytes
-        self._limits = PlanLimits(config.max_samples, config.max_units, legs_bytes)
+        self.bodies = Bodies(self.config.max_bodies_bytes)
 
     async def handle(
         self, request: web.Request, kind: RouteKind, headers: bytes, request_id: str, asked: Asked
@@ -141,10 +138,11 @@ class Relay:
         return await downstream.finish()
 
     async def _plan(self, kind: RouteKind, request: web.Request, share: BodyShare) -> Plan:
-        body = await share.read(request, self.config.max_payload_bytes, " (--max-payload-size)")
+        config = self.config
+        body = await share.read(request, config.max_payload_bytes, " (--max-payload-size)")
         if len(body) <= _QUICK_BYTES and body.count(b",") <= _QUICK_VALUES:
-            return plan_request(kind, body, self._limits)
-        return await self.lanes.run(len(body), plan_request, kind, body, self._limits)
+            return plan_request(kind, body, config)
+        return await self.lanes.run(len(body), plan_request, kind, body, config)
 
     async def _answer(self, exchange: Exchange) -> Answer | web.StreamResponse:
         plan = exchange.plan

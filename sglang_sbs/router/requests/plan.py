@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 import orjson
 
-from sglang_sbs.router.options.config import PlanLimits
+from sglang_sbs.router.options.config import RelayConfig
 from sglang_sbs.router.requests.body_fields import (
     any_true,
     bad_request,
@@ -127,17 +127,19 @@ class Plan:
             prompt.value = None
 
 
-def plan_request(kind: RouteKind, raw: bytes | bytearray, limits: PlanLimits | None = None) -> Plan:
+def plan_request(
+    kind: RouteKind, raw: bytes | bytearray, limits: RelayConfig | None = None
+) -> Plan:
     """Check a body and split it. Raises: RouterError (400), naming the field and what is wrong."""
     try:
-        return _plan(kind, raw, limits or PlanLimits())
+        return _plan(kind, raw, limits or RelayConfig())
     except JsonError as error:
         raise bad_request(f"the request body: {error}") from error
     except orjson.JSONEncodeError as error:
         raise bad_request(f"the request body cannot be forwarded: {error}") from error
 
 
-def _plan(kind: RouteKind, raw: bytes | bytearray, limits: PlanLimits) -> Plan:
+def _plan(kind: RouteKind, raw: bytes | bytearray, limits: RelayConfig) -> Plan:
     body = members_of(raw)
     for name in _INTERNAL_FIELDS:
         body.pop(name, None)
@@ -157,9 +159,9 @@ def _plan(kind: RouteKind, raw: bytes | bytearray, limits: PlanLimits) -> Plan:
     common = joined(body.items())
     units = len(prompts) * samples
     legs_bytes = units * len(common) + samples * sum(len(p.member) + len(p.own) for p in prompts)
-    if legs_bytes > limits.legs_bytes:
+    if legs_bytes > limits.max_legs_bytes:
         all_legs = f"{units} requests with {len(common)} bytes in common are {legs_bytes} bytes"
-        most = f"over the limit of {limits.legs_bytes}"
+        most = f"over the limit of {limits.max_legs_bytes}"
         raise bad_request(f"{all_legs} for the engines, {most}")
     return Plan(
         kind=kind,

@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 import orjson
 
-from sglang_sbs.router.options.config import PlanLimits
+from sglang_sbs.router.options.config import RelayConfig
 from sglang_sbs.router.requests.body_fields import (
     NAMESPACE_FIELDS,
     Namespace,
@@ -88,7 +88,7 @@ _Split = tuple[list[Prompt], int, bool, list[int | None]]
 legs have in common is left in the body."""
 
 
-def split_generate(body: _Body, limits: PlanLimits) -> _Split:
+def split_generate(body: _Body, limits: RelayConfig) -> _Split:
     key = next((k for k in _PROMPT_FIELDS if given(body, k) is not None), None)
     if key is None:
         raise bad_request("one of text, input_ids or input_embeds is required")
@@ -117,7 +117,7 @@ def split_generate(body: _Body, limits: PlanLimits) -> _Split:
     return prompts, samples, batch is not None or samples > 1, found
 
 
-def _batch_of(key: str, raw: Raw, limits: PlanLimits) -> list[Raw] | list[bytes] | None:
+def _batch_of(key: str, raw: Raw, limits: RelayConfig) -> list[Raw] | list[bytes] | None:
     """The prompts of a batch; ``None`` for a single one."""
     first = first_byte(raw)
     if first == b'"':
@@ -135,13 +135,13 @@ def _batch_of(key: str, raw: Raw, limits: PlanLimits) -> list[Raw] | list[bytes]
     depth = 1 if key == "input_ids" else 2
     if inner != b"[" or (depth == 2 and first_byte(raw, 2) != b"["):
         return None
-    return number_lists_of(raw, depth, limits.units)
+    return number_lists_of(raw, depth, limits.max_units)
 
 
-def _check_count(raw: Raw, limits: PlanLimits) -> None:
+def _check_count(raw: Raw, limits: RelayConfig) -> None:
     """That a list of texts has not too many entries, before it becomes one."""
     view = memoryview(raw)
-    if len(view) >= limits.units:
+    if len(view) >= limits.max_units:
         _check_units(count_outside_strings(view, b'",')[b","] + 1, 1, limits)
 
 
@@ -193,7 +193,7 @@ def _samples_of(params: list[dict[str, Any]]) -> int:
 
 
 def split_openai(
-    kind: Literal["completions", "chat"], raw: bytes | bytearray, body: _Body, limits: PlanLimits
+    kind: Literal["completions", "chat"], raw: bytes | bytearray, body: _Body, limits: RelayConfig
 ) -> _Split:
     samples = positive("n", scalar(body, "n"))
     _check_units(1, samples, limits)
@@ -221,14 +221,14 @@ def _first_limit(kind: str, values: Iterable[Any]) -> int | None:
     return next(limits, _DEFAULT_MAX_TOKENS[kind])
 
 
-def _completion_prompts(raw: Raw | None, limits: PlanLimits) -> list[Raw] | list[bytes]:
+def _completion_prompts(raw: Raw | None, limits: RelayConfig) -> list[Raw] | list[bytes]:
     if raw is not None:
         first = first_byte(raw)
         inner = first_byte(raw, 1) if first == b"[" else b""
         if first == b'"' or inner in _NUMBER_STARTS:
             return [raw]
         if inner == b"[":
-            return number_lists_of(raw, 1, limits.units)
+            return number_lists_of(raw, 1, limits.max_units)
         if inner == b'"':
             _check_count(raw, limits)
             entries = entries_of(raw)
@@ -283,10 +283,10 @@ def _chat_prompt(raw: bytes | bytearray, body: _Body) -> Prompt:
     return Prompt(*read, b"", b"", namespace_of(body), alone, takes_ids=alone and ids is None)
 
 
-def _check_units(prompts: int, samples: int, limits: PlanLimits) -> None:
-    if samples > limits.samples:
-        most = f"more than {limits.samples} samples of a prompt at once (--sbs-max-samples)"
+def _check_units(prompts: int, samples: int, limits: RelayConfig) -> None:
+    if samples > limits.max_samples:
+        most = f"more than {limits.max_samples} samples of a prompt at once (--sbs-max-samples)"
         raise bad_request(f"n is {samples}: {most}")
-    if prompts * samples > limits.units:
-        most = f"more than {limits.units} requests at once (--sbs-max-batch)"
+    if prompts * samples > limits.max_units:
+        most = f"more than {limits.max_units} requests at once (--sbs-max-batch)"
         raise bad_request(f"{prompts} prompts x {samples} samples are {most}")
