@@ -20,7 +20,6 @@ from sglang_sbs.doctor.facts import (
     number,
     text,
 )
-from sglang_sbs.router.options.shown_options import shown_options
 from sglang_sbs.router.workers.server_info import parse_version
 from sglang_sbs.router.workers.worker import SILENT_AFTER_S
 
@@ -66,7 +65,7 @@ class FeatureView:
         """A router of ours answered."""
         self.state = router.state
         self.options: dict[str, Any] = (
-            shown_options(facts.options.router_flags) if facts.router is None else router.options
+            facts.options.router_flags.shown() if facts.router is None else router.options
         )
 
     @property

@@ -22,7 +22,6 @@ from sglang_sbs.doctor.features import FEATURES, FeatureRow, feature_rows
 from sglang_sbs.doctor.options import DoctorOptions, parse_options
 from sglang_sbs.doctor.report import features_exit_code, features_json, print_features
 from sglang_sbs.router.options.options import parse_flags
-from sglang_sbs.router.options.shown_options import shown_options
 from sglang_sbs.router.server import RouterServer
 from sglang_sbs.router.workers.server_info import UnusableWorker, parse_server_info
 from tools import feature_deployments
@@ -30,7 +29,7 @@ from tools.doctor_pages import features_table
 
 ROOT = Path(__file__).parents[2]
 FLAGS = ["--prefill", "http://p0:1", "--prefill", "http://p1:1", "--decode", "http://d0:1"]
-SHOWN = shown_options(parse_flags(FLAGS))
+SHOWN = parse_flags(FLAGS).shown()
 """Of a router without more flags."""
 ROLES = {"http://p0:1": "prefill", "http://p1:1": "prefill", "http://d0:1": "decode"}
 KV_EVENTS = {
@@ -427,7 +426,7 @@ async def test_a_running_router_says_what_its_flags_turn_on() -> None:
         finally:
             await server.stop(grace_s=0.0)
     assert facts.router is not None
-    assert facts.router.options == shown_options(given)
+    assert facts.router.options == given.shown()
     assert "secret-of-users" not in str(facts.router.options)
     rows = {row.id: row for row in feature_rows(facts)}
     assert (rows["batches"].state, rows["gang-gate"].why) == ("on", "--sbs-gang-gate off")

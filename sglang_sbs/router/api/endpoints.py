@@ -25,7 +25,6 @@ from sglang_sbs.router.client.answer_stream import joined, send
 from sglang_sbs.router.client.intake import Bodies
 from sglang_sbs.router.engines.control_requests import ask
 from sglang_sbs.router.errors import RouterError
-from sglang_sbs.router.options.shown_options import shown_options
 from sglang_sbs.router.requests.body_fields import bad_request
 from sglang_sbs.router.workers.worker import Worker
 from sglang_sbs.router.workers.worker_view import describe_worker
@@ -169,7 +168,7 @@ class Control:
         snapshot = msgspec.to_builtins(self._server.dispatcher.snapshot())
         count = len(self._registry)
         stock = {"router_manager": True, "routers_count": 1, "workers_count": count}
-        ours = {"sbs": snapshot, "sbs_options": shown_options(self._server.options)}
+        ours = {"sbs": snapshot, "sbs_options": self._server.options.shown()}
         return json_answer(first | stock | {"internal_states": states} | infos | ours)
 
     # Workers ----------------------------------------------------------------------------------

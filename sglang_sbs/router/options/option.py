@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -82,6 +82,20 @@ def read(flag: str, parse: Callable[[_V], _T], value: _V, colon: str = ": ") -> 
         return parse(value)
     except ValueError as error:
         raise ValueError(f"{flag}{colon}{error}") from None
+
+
+def prefill_of(entry: Sequence[str]) -> tuple[str, int | None]:
+    """URL and bootstrap port of a ``--prefill``. Raises: ValueError."""
+    if len(entry) > 2:
+        how = "one URL and one port per --prefill; repeat the flag for further instances"
+        raise ValueError(f"{' '.join(entry)}: {how}")
+    url, port = entry if len(entry) == 2 else (entry[0], "none")
+    if port.lower() == "none":
+        return url, None
+    if not (port.isascii() and port.isdigit() and 1 <= int(port) <= 65535):
+        wanted = "the bootstrap port must be a number in 1..65535 or 'none'"
+        raise ValueError(f"{url} {port}: {wanted}")
+    return url, int(port)
 
 
 def _number(text: str, low: float, high: float, what: str) -> float:

@@ -10,12 +10,24 @@ from collections.abc import Sequence
 from itertools import chain
 from typing import Any
 
+from sglang_sbs import extras
 from sglang_sbs.router.engines.urls import normalise_worker_url
 from sglang_sbs.router.options.arguments import FlagError, build_parser
-from sglang_sbs.router.options.config import BreakerConfig, MonitorConfig, RelayConfig
-from sglang_sbs.router.options.keys import ControlKey, parse_control_key
-from sglang_sbs.router.options.option import read
-from sglang_sbs.router.options.platform import discovery_of, jwt_of
+from sglang_sbs.router.options.config import (
+    BreakerConfig,
+    DiscoveryConfig,
+    MonitorConfig,
+    RelayConfig,
+    parse_selector,
+)
+from sglang_sbs.router.options.keys import (
+    ControlKey,
+    JwtConfig,
+    check_provider_url,
+    parse_control_key,
+    parse_roles,
+)
+from sglang_sbs.router.options.option import prefill_of, read
 from sglang_sbs.router.options.router_options import RouterOptions
 from sglang_sbs.router.options.several import is_local, several_of
 from sglang_sbs.router.options.stock import IGNORED_FLAGS, NEAREST_POLICY, REFUSED_FLAGS
@@ -75,7 +87,7 @@ def _options_of(args: argparse.Namespace) -> RouterOptions:
     ]
     policy = _policy(args.policy, warnings)
     several = several_of(args, warnings)
-    discovery, jwt = discovery_of(args, warnings), jwt_of(args)
+    discovery, jwt = _discovery(args, warnings), _jwt(args)
     starts_empty = args.pd_disaggregation and not (prefill or decode or discovery)
     if starts_empty and several.role != "front-end":
         warnings.append("no workers yet: POST /workers adds them, or --prefill and --decode")
@@ -186,16 +198,8 @@ def _policy(name: str, warnings: list[str]) -> Policy:
 
 
 def _prefill(entry: Sequence[str]) -> tuple[str, int | None]:
-    url = read("--prefill", normalise_worker_url, entry[0])
-    if len(entry) > 2:
-        how = "one URL and one port per --prefill; repeat the flag for further instances"
-        raise FlagError(f"--prefill {' '.join(entry)}: {how}")
-    if len(entry) == 1 or entry[1].lower() == "none":
-        return url, None
-    if not (entry[1].isascii() and entry[1].isdigit() and 1 <= int(entry[1]) <= 65535):
-        wanted = "the bootstrap port must be a number in 1..65535 or 'none'"
-        raise FlagError(f"--prefill {entry[0]} {entry[1]}: {wanted}")
-    return url, int(entry[1])
+    url, port = read("--prefill", prefill_of, entry, " ")
+    return read("--prefill", normalise_worker_url, url), port
 
 
 def _tenant_header(args: argparse.Namespace, warnings: list[str]) -> str | None:
@@ -210,3 +214,46 @@ def _tenant_header(args: argparse.Namespace, warnings: list[str]) -> str | None:
         how = "write the name of a header of its own, e.g. x-tenant-id"
         raise ValueError(f"--sbs-tenant-header {name!r}: {how}")
     return lower
+
+
+def _discovery(args: argparse.Namespace, warnings: list[str]) -> DiscoveryConfig | None:
+    """What the flags say; ``None`` without ``--service-discovery``. Raises: ValueError."""
+    given = {"prefill": args.prefill_selector, "decode": args.decode_selector}
+    selectors = {
+        role: read(f"--{role}-selector", parse_selector, words) if words else ""
+        for role, words in given.items()
+    }
+    if not args.service_discovery:
+        warnings += [
+            f"--{role}-selector has no effect without --service-discovery"
+            for role, selector in selectors.items()
+            if selector
+        ]
+        return None
+    if not any(selectors.values()):
+        raise ValueError(
+            "--service-discovery needs to know the pods: --prefill-selector app=sglang "
+            "component=prefill --decode-selector app=sglang component=decode"
+        )
+    if selectors["prefill"] == selectors["decode"]:
+        raise ValueError("--prefill-selector and --decode-selector are the same")
+    if install := extras.without_kubernetes():
+        raise ValueError(f"--service-discovery needs a Kubernetes client: {install}")
+    port, namespace = args.service_discovery_port, args.service_discovery_namespace or None
+    return DiscoveryConfig(selectors["prefill"], selectors["decode"], port, namespace)
+
+
+def _jwt(args: argparse.Namespace) -> JwtConfig | None:
+    """What the flags say; ``None`` without them. Raises: ValueError."""
+    issuer, audience, jwks_uri = args.jwt_issuer, args.jwt_audience, args.jwt_jwks_uri
+    if not (issuer or audience or jwks_uri or args.jwt_role_mapping):
+        return None
+    if not issuer or not audience:
+        raise ValueError("--jwt-issuer URL and --jwt-audience NAME belong together: give both")
+    read("--jwt-issuer", check_provider_url, issuer, " ")
+    if jwks_uri is not None:
+        read("--jwt-jwks-uri", check_provider_url, jwks_uri, " ")
+    roles = read("--jwt-role-mapping", parse_roles, args.jwt_role_mapping, " ")
+    if install := extras.without_jwt():
+        raise ValueError(f"--jwt-issuer needs a JWT library: {install}")
+    return JwtConfig(issuer, audience, jwks_uri, roles)

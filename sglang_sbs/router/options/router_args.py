@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from sglang_sbs.router.options.arguments import FlagError, add_flags
 from sglang_sbs.router.options.config import BOOTSTRAP_PORT_ANNOTATION, parse_selector
 from sglang_sbs.router.options.keys import parse_control_key, parse_roles
+from sglang_sbs.router.options.option import prefill_of
 
 _FIELD_OF_FLAG = {
     "prefill": "prefill_urls",
@@ -119,7 +120,7 @@ class RouterArgs:
 def _value(name: str, raw: Any) -> Any:
     """A field from what argparse made of its flag. Raises: FlagError."""
     read: dict[str, Callable[[Any], Any]] = {
-        "prefill_urls": lambda entries: [_prefill(entry) for entry in entries],
+        "prefill_urls": lambda entries: list(map(prefill_of, entries)),
         "decode_urls": lambda entries: [url for (url,) in entries],
         "control_plane_api_keys": lambda texts: [_control_key(text) for text in texts],
         "jwt_role_mapping": parse_roles,
@@ -131,15 +132,6 @@ def _value(name: str, raw: Any) -> Any:
         except ValueError as error:
             raise FlagError(f"{_FLAGS[name].option_strings[0]}: {error}") from None
     return list(raw) if isinstance(raw, tuple) else raw
-
-
-def _prefill(entry: Sequence[str]) -> tuple[str, int | None]:
-    url, *rest = entry
-    if not rest or rest[0].lower() == "none":
-        return url, None
-    if len(rest) > 1 or not (rest[0].isascii() and rest[0].isdigit()):
-        raise ValueError(f"{' '.join(entry)}: write URL, and a bootstrap port or 'none'")
-    return url, int(rest[0])
 
 
 def _control_key(text: str) -> tuple[str, str, str, str]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from sglang_sbs.router.options.config import (
     MAX_PAYLOAD_BYTES,
@@ -110,3 +110,24 @@ class RouterOptions:
     @property
     def worker_key(self) -> str | None:
         return self.admin_api_key or self.api_key
+
+    def shown(self) -> dict[str, Any]:
+        """Which features are on, as ``GET /server_info`` tells (``sbs_options``) for the doctor's
+        table. Never a key, a path or an address. Fields are only ever added: a doctor may be of
+        another release than the router."""
+        return {
+            "policy": self.scheduler.policy,
+            "trigger": self.scheduler.trigger,
+            "role": self.role,
+            "front_ends": self.workers,
+            "endforward": self.endforward_bind is not None,
+            "endforward_encrypted": self.endforward_keys is not None,
+            "gang_gate": self.relay.sends_gangs,
+            "prefix_source": self.prefix_source,
+            "tokenizer": self.tokenizer_path is not None,
+            "forward_token_ids": self.forward_token_ids,
+            "low_priority_values_first": self.relay.low_priority_values_first,
+            "tenants": self.tenant_header is not None,
+            "admin_key": self.worker_key is not None,
+            "service_discovery": self.discovery is not None,
+        }
