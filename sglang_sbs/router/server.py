@@ -204,7 +204,7 @@ class RouterServer:
                 await self.in_flight.wait_idle()
                 if self.options.role == "front-end":
                     await self._wait_for_idle_connections()
-        left = self.in_flight.abort_all()
+        left = self.in_flight.abort()
         if left:
             logger.warning("aborting %s still in flight", counted(left, "request"))
             with contextlib.suppress(TimeoutError):
@@ -250,7 +250,7 @@ class RouterServer:
         return self._abort(rid) + await self._schedulers.abort_elsewhere(rid)
 
     def _abort(self, rid: str) -> int:
-        return self.in_flight.abort_client_request(rid) if rid else self.in_flight.abort_all()
+        return self.in_flight.abort(rid)
 
     def _knows(self, worker_url: str) -> bool:
         return self.registry.get(worker_url) is not None

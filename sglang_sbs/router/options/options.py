@@ -12,21 +12,8 @@ from typing import Any
 
 from sglang_sbs import extras
 from sglang_sbs.router.engines.urls import normalise_worker_url
+from sglang_sbs.router.options import config, keys
 from sglang_sbs.router.options.arguments import FlagError, build_parser
-from sglang_sbs.router.options.config import (
-    BreakerConfig,
-    DiscoveryConfig,
-    MonitorConfig,
-    RelayConfig,
-    parse_selector,
-)
-from sglang_sbs.router.options.keys import (
-    ControlKey,
-    JwtConfig,
-    check_provider_url,
-    parse_control_key,
-    parse_roles,
-)
 from sglang_sbs.router.options.option import prefill_of, read
 from sglang_sbs.router.options.router_options import RouterOptions
 from sglang_sbs.router.options.several import is_local, several_of
@@ -107,9 +94,9 @@ def _options_of(args: argparse.Namespace) -> RouterOptions:
         decode=decode,
         starts_empty=starts_empty,
         scheduler=SchedulerConfig(**fields["scheduler"]),
-        relay=RelayConfig(**fields["relay"]),
-        breaker=BreakerConfig(**fields["breaker"]),
-        monitor=MonitorConfig(**fields["monitor"]),
+        relay=config.RelayConfig(**fields["relay"]),
+        breaker=config.BreakerConfig(**fields["breaker"]),
+        monitor=config.MonitorConfig(**fields["monitor"]),
         discovery=discovery,
         tenant_header=_tenant_header(args, warnings),
         control_plane_keys=_control_keys(args.control_plane_api_keys),
@@ -174,14 +161,14 @@ def _endforward_bind(args: argparse.Namespace, warnings: list[str]) -> str | Non
     return bind
 
 
-def _control_keys(texts: Sequence[str]) -> tuple[ControlKey, ...]:
-    keys: dict[str, ControlKey] = {}
+def _control_keys(texts: Sequence[str]) -> tuple[keys.ControlKey, ...]:
+    found: dict[str, keys.ControlKey] = {}
     for text in texts:
-        key = read("--control-plane-api-keys", parse_control_key, text)
-        if key.id in keys:
+        key = read("--control-plane-api-keys", keys.parse_control_key, text)
+        if key.id in found:
             raise FlagError(f"--control-plane-api-keys: two keys have the id {key.id!r}")
-        keys[key.id] = key
-    return tuple(keys.values())
+        found[key.id] = key
+    return tuple(found.values())
 
 
 def _policy(name: str, warnings: list[str]) -> Policy:
@@ -216,11 +203,11 @@ def _tenant_header(args: argparse.Namespace, warnings: list[str]) -> str | None:
     return lower
 
 
-def _discovery(args: argparse.Namespace, warnings: list[str]) -> DiscoveryConfig | None:
+def _discovery(args: argparse.Namespace, warnings: list[str]) -> config.DiscoveryConfig | None:
     """What the flags say; ``None`` without ``--service-discovery``. Raises: ValueError."""
     given = {"prefill": args.prefill_selector, "decode": args.decode_selector}
     selectors = {
-        role: read(f"--{role}-selector", parse_selector, words) if words else ""
+        role: read(f"--{role}-selector", config.parse_selector, words) if words else ""
         for role, words in given.items()
     }
     if not args.service_discovery:
@@ -240,20 +227,20 @@ def _discovery(args: argparse.Namespace, warnings: list[str]) -> DiscoveryConfig
     if install := extras.without_kubernetes():
         raise ValueError(f"--service-discovery needs a Kubernetes client: {install}")
     port, namespace = args.service_discovery_port, args.service_discovery_namespace or None
-    return DiscoveryConfig(selectors["prefill"], selectors["decode"], port, namespace)
+    return config.DiscoveryConfig(selectors["prefill"], selectors["decode"], port, namespace)
 
 
-def _jwt(args: argparse.Namespace) -> JwtConfig | None:
+def _jwt(args: argparse.Namespace) -> keys.JwtConfig | None:
     """What the flags say; ``None`` without them. Raises: ValueError."""
     issuer, audience, jwks_uri = args.jwt_issuer, args.jwt_audience, args.jwt_jwks_uri
     if not (issuer or audience or jwks_uri or args.jwt_role_mapping):
         return None
     if not issuer or not audience:
         raise ValueError("--jwt-issuer URL and --jwt-audience NAME belong together: give both")
-    read("--jwt-issuer", check_provider_url, issuer, " ")
+    read("--jwt-issuer", keys.check_provider_url, issuer, " ")
     if jwks_uri is not None:
-        read("--jwt-jwks-uri", check_provider_url, jwks_uri, " ")
-    roles = read("--jwt-role-mapping", parse_roles, args.jwt_role_mapping, " ")
+        read("--jwt-jwks-uri", keys.check_provider_url, jwks_uri, " ")
+    roles = read("--jwt-role-mapping", keys.parse_roles, args.jwt_role_mapping, " ")
     if install := extras.without_jwt():
         raise ValueError(f"--jwt-issuer needs a JWT library: {install}")
-    return JwtConfig(issuer, audience, jwks_uri, roles)
+    return keys.JwtConfig(issuer, audience, jwks_uri, roles)

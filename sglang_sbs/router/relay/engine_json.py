@@ -21,6 +21,7 @@ from sglang_sbs.router.requests.raw_json import (
     JsonError,
     Raw,
     decoded,
+    first_byte,
     list_of,
     value_of,
 )
@@ -50,12 +51,12 @@ Parts = Generator[None, None, dict[str, Any]]
 def opened(body: bytes | bytearray | memoryview) -> dict[str, Any]:
     """An answer or event; what is long in it is a ``Raw``. Raises: JsonError, it is no object."""
     parts = opened_in_parts(body)
-    while True:
-        try:
+    try:
+        while True:
             next(parts)
-        except StopIteration as over:
-            value: dict[str, Any] = over.value
-            return value
+    except StopIteration as over:
+        value: dict[str, Any] = over.value
+        return value
 
 
 def opened_in_parts(body: bytes | bytearray | memoryview) -> Parts:
@@ -86,7 +87,7 @@ def _opened_object(raw: Raw) -> Parts:
     for name, member in MEMBERS.decode(raw).items():
         if memoryview(member).nbytes <= SHORT_BYTES:
             value[name] = orjson.loads(memoryview(member))
-        elif name in _OPENED and bytes(memoryview(member)[:1]) == b"{":
+        elif name in _OPENED and first_byte(member) == b"{":
             yield
             value[name] = yield from _opened_object(member)
         else:
@@ -127,9 +128,7 @@ def dumped_pieces(value: Any) -> list[bytes | memoryview]:
 
 
 def is_list(value: Any) -> bool:
-    return isinstance(value, list) or (
-        isinstance(value, Raw) and bytes(memoryview(value)[:1]) == b"["
-    )
+    return isinstance(value, list) or (isinstance(value, Raw) and first_byte(value) == b"[")
 
 
 def one_after_the_other(first: Any, second: Any, leave_out: int = 0) -> Any:

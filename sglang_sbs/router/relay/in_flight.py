@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import InitVar, dataclass, field
 
 from sglang_sbs.router.assignment.assigner import Announced, Assigner
@@ -163,19 +163,14 @@ class InFlight:
         if not self._tasks:
             self._idle.set()
 
-    def abort_client_request(self, rid: str) -> int:
-        """End the requests whose client id starts with ``rid`` (as SGLang matches); how many."""
-        return self._abort(
+    def abort(self, rid: str = "") -> int:
+        """End the requests whose client id starts with ``rid`` (as SGLang matches), all if it is
+        empty; how many."""
+        found = [
             task
             for task, client_rids in self._tasks.items()
-            if any(client_rid.startswith(rid) for client_rid in client_rids)
-        )
-
-    def abort_all(self) -> int:
-        return self._abort(self._tasks)
-
-    def _abort(self, tasks: Iterable[asyncio.Task[object]]) -> int:
-        found = list(tasks)
+            if not rid or any(client_rid.startswith(rid) for client_rid in client_rids)
+        ]
         self._aborted.update(found)
         for task in found:
             task.cancel()

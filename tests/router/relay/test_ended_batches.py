@@ -58,7 +58,7 @@ async def test_when_the_client_has_left_those_that_only_wait_are_not_sent() -> N
             engine.gate.close()  # what is sent is not answered
         asking = await held(c)
         let_go(c)
-        c.server.in_flight.abort_all()
+        c.server.in_flight.abort()
         status, _ = await asking
         assert status == 499
         await c.settled()

@@ -151,7 +151,7 @@ async def test_what_nobody_waits_for_is_let_go_of(watched: Watched, text: Any, h
             asking = asyncio.create_task(c.generate(text=text, rid="mine"))
             await until(lambda: len(c.server.in_flight) == (1 if text == "x" else 5))
             if aborted:
-                c.server.in_flight.abort_all()
+                c.server.in_flight.abort()
             else:
                 asking.cancel()
             await asyncio.gather(asking, return_exceptions=True)
