@@ -45,7 +45,6 @@ class Access:
 
     @property
     def open_to_all(self) -> bool:
-        """No key or token is wanted for anything."""
         return self.api_key is None and not self.control_keys and self.tokens is None
 
     async def refusal(

@@ -109,7 +109,6 @@ class Control:
         return json_answer({"object": "list", "data": list(cards.values())})
 
     async def model(self, request: web.Request) -> web.StreamResponse:
-        """One model, as OpenAI's clients ask for it."""
         name = request.match_info["model"]
         card = (await self._model_cards()).get(name)
         if card is None:

@@ -32,7 +32,6 @@ ALGORITHMS = frozenset({"RS256", "RS384", "RS512", "ES256", "ES384"})
 LEEWAY_S = 30.0
 """Clock skew between the provider and this machine."""
 KEYS_LIVE_S = 3600.0
-"""Signing keys are fetched anew after this long."""
 KEYS_KEPT_S = 2 * KEYS_LIVE_S
 """Those known are used for so long while the provider cannot be reached."""
 ASK_AGAIN_S = 10.0

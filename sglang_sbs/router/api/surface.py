@@ -36,7 +36,6 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 KINDS: dict[str, RouteKind] = {path: kind for kind, path in PATHS.items()}
-"""Of inference, by path."""
 
 _NOT_IMPLEMENTED = {
     "/v1/embeddings": "Embeddings",
@@ -230,7 +229,6 @@ class Surface:
         response.headers.update(self._cross_origin(request.method, request.headers.get("Origin")))
 
     def _cross_origin(self, method: str, origin: str | None) -> dict[str, str]:
-        """Headers that tell browsers who may read the answer."""
         if not self._origins:
             # As sglang_router does without the flag: browsers may read every answer.
             exposed = {} if method == "OPTIONS" else {"Access-Control-Expose-Headers": "*"}

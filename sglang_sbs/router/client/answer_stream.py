@@ -30,15 +30,11 @@ take a paused stream up again: it holds a place on a decode rank."""
 
 
 class Source(Protocol):
-    """Where pieces come from."""
-
     def pause(self) -> None: ...
     def resume(self) -> None: ...
 
 
 class Downstream:
-    """A streamed answer."""
-
     def __init__(self, request: web.Request, sources: Mapping[int, Source]) -> None:
         """``sources`` are paused while the client reads too slowly; more may be added later."""
         self._request = request

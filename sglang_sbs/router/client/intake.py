@@ -23,7 +23,6 @@ from sglang_sbs.router.options.config import MAX_BODIES_BYTES
 GRACE_S = 30.0
 """For the first request head of a connection, and for a body before its pace counts."""
 KEEP_ALIVE_S = 75.0
-"""An idle connection is closed after this."""
 MIN_BYTES_PER_S = 16 * 1024
 MAX_HEAD_LINE_BYTES = 32 * 1024
 """Of a request line or header: tokens and baggage of gateways are larger than aiohttp's 8,190."""
@@ -51,7 +50,6 @@ class Bodies:
 
     @contextmanager
     def share(self) -> Iterator[BodyShare]:
-        """For the time of one request."""
         share = BodyShare(self)
         try:
             yield share
@@ -147,7 +145,6 @@ class ParserLog(logging.LoggerAdapter[logging.Logger]):
         self._malformed = malformed
 
     def log(self, level: int, msg: object, *args: object, **kwargs: Any) -> None:
-        """What every other method of a logger comes down to."""
         error = kwargs.get("exc_info")
         error = error if isinstance(error, BaseException) else sys.exception()
         if isinstance(error, HttpProcessingError | web.RequestPayloadError):
@@ -213,7 +210,6 @@ class Doorman:
         self._look_again()
 
     def _look_again(self) -> None:
-        """When the next one has to go."""
         due_s = min(self._silent.due_s(), self._idle.due_s())
         if due_s >= self._sweep_s:
             return

@@ -13,8 +13,6 @@ _ROLES: dict[str, Role] = {"admin": "admin", "user": "user"}
 
 @dataclass(frozen=True, slots=True)
 class Principal:
-    """Who somebody turned out to be."""
-
     id: str
     name: str
     role: Role

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import lru_cache
 from typing import Any
 
 from sglang_sbs.router.prompts.chat_template import content_text
@@ -31,12 +30,6 @@ class PromptLength:
     """Of the text the estimate rests on; 0 where there is nothing to learn from."""
 
 
-@lru_cache(maxsize=1024)
-def _estimated(tokens: int, size_bytes: int) -> PromptLength:
-    """The same object for all that are as long: a batch has a thousand texts."""
-    return PromptLength(tokens, False, size_bytes)
-
-
 class PromptLengths:
     def __init__(self, observe_error: Callable[[float], None] | None = None) -> None:
         """``observe_error`` gets (counted - reported) / reported of each inexact prompt."""
@@ -51,7 +44,6 @@ class PromptLengths:
         return self._bytes / self._tokens
 
     def learn(self, length: PromptLength, reported_tokens: int) -> None:
-        """An engine said how many tokens that prompt really had."""
         if reported_tokens <= 0:
             return
         if length.exact:
@@ -69,14 +61,13 @@ class PromptLengths:
         self._tokens = self._tokens * keep + size / ratio
 
     def estimate(self, prompt: str | dict[str, Any]) -> PromptLength:
-        """Of text or the body of a chat."""
         if isinstance(prompt, dict):
             texts, messages, only_text = _chat_texts(prompt)
             size = sum(map(_utf8_size, texts))
             tokens = round(size / self.bytes_per_token) + _TOKENS_PER_MESSAGE * messages
             return PromptLength(max(1, tokens), False, size if only_text else 0)
         size = _utf8_size(prompt)
-        return _estimated(max(1, round(size / self.bytes_per_token)), size)
+        return PromptLength(max(1, round(size / self.bytes_per_token)), False, size)
 
 
 def chat_bytes(body: dict[str, Any]) -> bytes | None:

@@ -74,8 +74,6 @@ class ReadPrompt:
 
 
 class Known(NamedTuple):
-    """What all prompts of a request are read by."""
-
     blocks: BlockFormat | None
     longest: LongestPrompt | None
     tokenizes: bool = True

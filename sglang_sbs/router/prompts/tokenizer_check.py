@@ -114,7 +114,6 @@ class EngineTokenizers:
     tokenizer: ChatTokenizer | None
     forwarding: Forwarding
     names_blocks: bool
-    """Somebody wants block names."""
     api_key: str | None
     _verdicts: dict[str, tuple[WorkerInfo, Verdict]] = field(default_factory=dict)
     _again_s: dict[str, float] = field(default_factory=dict)

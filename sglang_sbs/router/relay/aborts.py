@@ -41,8 +41,6 @@ class _Engine:
 
 
 class Aborts:
-    """One per router process."""
-
     def __init__(self, pool: Pool, worker_key: str | None, sent: Callable[[], None]) -> None:
         """``sent`` is told of each abort that goes to an engine."""
         self._pool = pool
@@ -64,7 +62,6 @@ class Aborts:
         task.add_done_callback(self._tasks.discard)
 
     async def wait_idle(self) -> None:
-        """Until every abort was answered or given up."""
         while self._tasks:
             await asyncio.wait(self._tasks)
 

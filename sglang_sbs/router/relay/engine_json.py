@@ -32,11 +32,9 @@ _OPENED = ("meta_info", "usage", "logprobs")
 """Objects that are looked into, of an answer or of its choice."""
 
 SSE_ERROR = b'data: {"error"'
-"""An event that begins so reports an error."""
 ABORT_MARK = re.compile(rb'"(?:type|finish_reason)":"abort"')
 """In an answer of an aborted request, and maybe in others."""
 ABORT_MARK_BYTES = 23
-"""No such mark is longer."""
 _COMPLETION_TOKENS = re.compile(rb'"completion_tokens":\s*(\d+)')
 _MOST_DIGITS = 18
 

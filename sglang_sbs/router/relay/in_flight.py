@@ -74,8 +74,6 @@ class Exchange:
 
 @dataclass(slots=True, eq=False)
 class UnitRun:
-    """One unit, over all attempts at it."""
-
     exchange: Exchange
     unit: Unit
     make_sink: MakeSink | None
@@ -113,14 +111,11 @@ class Attempt(Announced):
 
     @property
     def placement(self) -> Placement | None:
-        """Where its legs went."""
         return self.pair.placement if self.pair is not None else None
 
 
 @dataclass(eq=False, repr=False)
 class InFlight:
-    """Every pair tells it how it fares."""
-
     dispatcher: Assigner
     pool: Pool
     lengths: PromptLengths
@@ -192,13 +187,11 @@ class InFlight:
             self.traces.announced(attempt.trace)
 
     def assigned(self, attempt: Attempt, assignment: Dispatch) -> None:
-        """The scheduler let it go."""
         held = self.metrics.class_hold_seconds.labels(class_of(attempt.arrival.priority))
         held.observe(assignment.held_s)
         attempt.trace.dispatched_ns = time.time_ns()
 
     def started(self, attempt: Attempt, placement: Placement) -> None:
-        """Both legs were sent."""
         attempt.prefill_open = True
         attempt.trace.sent_ns = time.time_ns()
         for worker in (placement.prefill, placement.decode):

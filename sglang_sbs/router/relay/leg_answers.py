@@ -52,7 +52,6 @@ class PrefillReply:
     prompt_tokens: int | None
     cached_tokens: int | None
     size_bytes: int = 0
-    """Of ``body``."""
 
 
 @dataclass(slots=True, eq=False, repr=False)

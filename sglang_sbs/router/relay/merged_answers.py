@@ -242,7 +242,6 @@ class StreamMerger:
         return sse(value)
 
     def end(self) -> bytes:
-        """The summed usage, if any, and the end mark."""
         event = self._usage_event
         usage = [] if event is None else sse(event | {"usage": self._usage.value})
         return b"".join((*usage, b"data: [DONE]\n\n"))

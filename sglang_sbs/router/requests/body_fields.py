@@ -41,7 +41,6 @@ class Namespace:
     cache_salt: str | None = None
     extra_key: str | None = None
     lora: str | None = None
-    """The adapter as the request names it."""
 
 
 PLAIN = Namespace()

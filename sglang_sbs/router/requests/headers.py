@@ -50,7 +50,6 @@ class Asked(NamedTuple):
     """What headers ask of the scheduler. They end here: engines get none of it."""
 
     ttft_slo_s: float | None = None
-    """The first token is wanted within this time."""
     tenant: str = ""
 
 

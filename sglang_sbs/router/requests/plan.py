@@ -86,7 +86,6 @@ class Plan:
     common: bytes | bytearray
     """Members of the JSON that all legs share."""
     samples: int
-    """``n``: units per prompt."""
     as_list: bool
     """``/generate`` answers a batch or ``n > 1`` with a list, even of one."""
     merge_logprobs: bool
@@ -97,7 +96,6 @@ class Plan:
     stream_options: bytes | None
     """JSON."""
     client_rids: tuple[str, ...]
-    """Ids by which the client may abort it later."""
     model: str = ""
     session: str = ""
     """What the client calls its conversation in the body."""

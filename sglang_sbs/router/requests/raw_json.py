@@ -128,7 +128,6 @@ def token_ids_of(raw: Raw | bytes) -> array[int] | None:
 
 
 def json_of_ids(ids: array[int]) -> bytes:
-    """The other way round."""
     parts = (ids[at : at + _SMALL_BYTES].tolist() for at in range(0, len(ids), _SMALL_BYTES))
     return b"[%b]" % b",".join(orjson.dumps(part)[1:-1] for part in parts)
 
@@ -169,13 +168,11 @@ def joined(members: Members) -> bytes | bytearray:
 
 
 def list_of(values: Iterable[bytes | bytearray]) -> bytes:
-    """The list of them, in one copy."""
     pieces = [piece for value in values for piece in (b",", value)]
     return b"".join((b"[", *pieces[1:], b"]"))
 
 
 def member_pieces(members: Members) -> list[bytes | Raw]:
-    """What :func:`joined` joins."""
     pieces = [piece for name, raw in members for piece in (b",", orjson.dumps(name), b":", raw)]
     return pieces[1:]
 
