@@ -15,16 +15,8 @@ import orjson
 
 from sglang_sbs.router.errors import MAX_MESSAGE_CHARS, LegFailure, leg_aborted, leg_status_failure
 from sglang_sbs.router.limits import MAX_COUNT, clamped_count
-from sglang_sbs.router.requests.raw_json import (
-    ENTRIES,
-    MEMBERS,
-    JsonError,
-    Raw,
-    decoded,
-    first_byte,
-    list_of,
-    value_of,
-)
+from sglang_sbs.router.requests import raw_json
+from sglang_sbs.router.requests.raw_json import JsonError, Raw
 
 SHORT_BYTES = 64 << 10
 """What is shorter is unfolded without a thought."""
@@ -72,7 +64,7 @@ def opened_in_parts(body: bytes | bytearray | memoryview) -> Parts:
             try:
                 (only,) = _only_one.decode(choices)
             except msgspec.ValidationError:  # several, and who sends them in one is no engine
-                answer["choices"] = value_of(choices)
+                answer["choices"] = raw_json.value_of(choices)
             else:
                 answer["choices"] = [(yield from _opened_object(only))]
         return answer
@@ -82,10 +74,10 @@ def opened_in_parts(body: bytes | bytearray | memoryview) -> Parts:
 
 def _opened_object(raw: Raw) -> Parts:
     value: dict[str, Any] = {}
-    for name, member in MEMBERS.decode(raw).items():
+    for name, member in raw_json.MEMBERS.decode(raw).items():
         if memoryview(member).nbytes <= SHORT_BYTES:
             value[name] = orjson.loads(memoryview(member))
-        elif name in _OPENED and first_byte(member) == b"{":
+        elif name in _OPENED and raw_json.first_byte(member) == b"{":
             yield
             value[name] = yield from _opened_object(member)
         else:
@@ -126,7 +118,9 @@ def dumped_pieces(value: Any) -> list[bytes | memoryview]:
 
 
 def is_list(value: Any) -> bool:
-    return isinstance(value, list) or (isinstance(value, Raw) and first_byte(value) == b"[")
+    return isinstance(value, list) or (
+        isinstance(value, Raw) and raw_json.first_byte(value) == b"["
+    )
 
 
 def one_after_the_other(first: Any, second: Any, leave_out: int = 0) -> Any:
@@ -135,8 +129,8 @@ def one_after_the_other(first: Any, second: Any, leave_out: int = 0) -> Any:
         return first[: len(first) - leave_out] + second
     texts = [memoryview(v if isinstance(v, Raw) else dumped(v)) for v in (first, second)]
     if leave_out:
-        entries = decoded(ENTRIES, texts[0])
-        texts[0] = memoryview(list_of(entries[: len(entries) - leave_out]))
+        entries = raw_json.decoded(raw_json.ENTRIES, texts[0])
+        texts[0] = memoryview(raw_json.list_of(entries[: len(entries) - leave_out]))
     inner = [text[1:-1] for text in texts if text.nbytes > len(b"[]")]
     pieces = [one for text in inner for one in (b",", text)]
     return _Spliced([b"[", *pieces[1:], b"]"])

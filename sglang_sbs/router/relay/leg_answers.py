@@ -13,16 +13,8 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from sglang_sbs.router import errors
 from sglang_sbs.router.engines.connection import FailureKind, UpstreamError
 from sglang_sbs.router.engines.response_framing import MalformedResponse
-from sglang_sbs.router.relay.engine_json import (
-    ABORT_MARK,
-    ABORT_MARK_BYTES,
-    SHORT_BYTES,
-    Parts,
-    abort_of,
-    opened_in_parts,
-    read_abort,
-    token_counts,
-)
+from sglang_sbs.router.relay import engine_json
+from sglang_sbs.router.relay.engine_json import SHORT_BYTES, Parts
 from sglang_sbs.router.requests.raw_json import JsonError
 
 if TYPE_CHECKING:
@@ -123,9 +115,9 @@ class PrefillLeg(_Leg):
         elif self._size > _SMALL_BYTES and not self.pair.needs_prefill_reply:
             self.pair.prefill_finished(PrefillReply({}, None, None))
         elif len(self.body) <= SHORT_BYTES:
-            self._open(opened_in_parts(self.body))
+            self._open(engine_json.opened_in_parts(self.body))
         else:
-            self._open_soon(opened_in_parts(self.body))
+            self._open_soon(engine_json.opened_in_parts(self.body))
 
     def _open_soon(self, parts: Parts) -> None:
         wait_s = self.pair.pace.wait_s(len(self.body))
@@ -149,11 +141,11 @@ class PrefillLeg(_Leg):
             self._broke(f"unusable response: {error}")
 
     def _opened(self, body: dict[str, Any]) -> None:
-        abort = abort_of(body)
+        abort = engine_json.abort_of(body)
         if abort is not None:
             self.pair.leg_failed(errors.leg_aborted(self.name, self.worker, *abort))
             return
-        counts = token_counts(body, self.pair.asks_cached)
+        counts = engine_json.token_counts(body, self.pair.asks_cached)
         self.pair.prefill_finished(PrefillReply(body, *counts, len(self.body)))
 
 
@@ -172,10 +164,10 @@ class DecodeLeg(_Leg):
         if self.status == 200 and self.pair.stream:
             self.pair.decode_data(data)
             return
-        new = max(0, len(self.body) - ABORT_MARK_BYTES)
+        new = max(0, len(self.body) - engine_json.ABORT_MARK_BYTES)
         super().body_received(data)
         # As it comes: at its end a search through all of a large answer would take long.
-        self._aborted = self._aborted or ABORT_MARK.search(self.body, new) is not None
+        self._aborted = self._aborted or engine_json.ABORT_MARK.search(self.body, new) is not None
 
     def message_complete(self) -> None:
         if self.status != 200:
@@ -185,7 +177,7 @@ class DecodeLeg(_Leg):
         if not self.pair.stream:
             abort = None
             if self._aborted:
-                abort = read_abort(self.body) if small else (500, "")
+                abort = engine_json.read_abort(self.body) if small else (500, "")
             if abort is not None:
                 self.pair.leg_failed(errors.leg_aborted(self.name, self.worker, *abort))
                 return

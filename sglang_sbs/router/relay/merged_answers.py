@@ -9,24 +9,11 @@ from typing import Any
 import orjson
 
 from sglang_sbs.router.errors import EventTooLarge
-from sglang_sbs.router.relay.engine_json import (
-    SHORT_BYTES,
-    dumped_pieces,
-    is_list,
-    one_after_the_other,
-    opened,
-)
+from sglang_sbs.router.relay import engine_json
+from sglang_sbs.router.relay.engine_json import SHORT_BYTES
+from sglang_sbs.router.requests import raw_json
 from sglang_sbs.router.requests.plan import Plan, Unit
-from sglang_sbs.router.requests.raw_json import (
-    MEMBERS,
-    OBJECTS,
-    JsonError,
-    Raw,
-    decoded,
-    is_null,
-    member_pieces,
-    value_of,
-)
+from sglang_sbs.router.requests.raw_json import JsonError, Raw
 
 _INPUT_LOGPROBS = ("input_token_logprobs", "input_top_logprobs", "input_token_ids_logprobs")
 _ECHOED = ("tokens", "token_logprobs", "top_logprobs", "text_offset")
@@ -85,7 +72,7 @@ def _payload(event: bytes | memoryview) -> bytes | memoryview | None:
 
 def sse(value: Any) -> list[bytes | memoryview]:
     """An event in pieces: what is long in it is not copied."""
-    first, *others = dumped_pieces(value)
+    first, *others = engine_json.dumped_pieces(value)
     if not others:
         return [b"".join((b"data: ", first, _EVENT_END))]
     return [b"data: ", first, *others, _EVENT_END]
@@ -97,9 +84,11 @@ def merge_input_logprobs(output: dict[str, Any], prefill: dict[str, Any]) -> Non
     if not isinstance(ours, dict) or not isinstance(theirs, dict):
         return
     for key in _INPUT_LOGPROBS:
-        if is_list(theirs.get(key)):
+        if engine_json.is_list(theirs.get(key)):
             own = ours.get(key)
-            ours[key] = one_after_the_other(theirs[key], own if is_list(own) else [])
+            ours[key] = engine_json.one_after_the_other(
+                theirs[key], own if engine_json.is_list(own) else []
+            )
 
 
 def merge_echoed_logprobs(output: dict[str, Any], prefill: dict[str, Any]) -> None:
@@ -116,10 +105,12 @@ def merge_echoed_logprobs(output: dict[str, Any], prefill: dict[str, Any]) -> No
     merged = dict(own)
     for key in _ECHOED:
         values = theirs.get(key)
-        if is_list(values) and values:
+        if engine_json.is_list(values) and values:
             leave_out = sampled if isinstance(sampled, int) else 1
             more = own.get(key)
-            merged[key] = one_after_the_other(values, more if is_list(more) else [], leave_out)
+            merged[key] = engine_json.one_after_the_other(
+                values, more if engine_json.is_list(more) else [], leave_out
+            )
     choice["logprobs"] = merged
 
 
@@ -181,12 +172,12 @@ def merge_answers(plan: Plan, answers: Sequence[bytes | bytearray]) -> list[byte
     first: dict[str, Raw] = {}
     for position, (unit, answer) in enumerate(zip(plan.units, answers, strict=True)):
         try:
-            members = decoded(MEMBERS, answer)
+            members = raw_json.decoded(raw_json.MEMBERS, answer)
             if not first:
                 first = members
             if plan.kind != "generate":
                 choices += _choices_of(unit, members.get("choices"))
-                usage.add(unit, value_of(members.get("usage") or b"null"))
+                usage.add(unit, raw_json.value_of(members.get("usage") or b"null"))
         except JsonError as error:
             raise NoAnswer(position, str(error)) from error
     if plan.kind == "generate":
@@ -205,13 +196,13 @@ def merge_answers(plan: Plan, answers: Sequence[bytes | bytearray]) -> list[byte
 
 def _choices_of(unit: Unit, choices: Raw | None) -> list[bytes | Raw]:
     """With the unit's index, a comma before each. Raises: JsonError."""
-    if choices is None or is_null(choices):
+    if choices is None or raw_json.is_null(choices):
         return []
     index = b"%d" % unit.index
     pieces: list[bytes | Raw] = []
-    for one in decoded(OBJECTS, choices):
+    for one in raw_json.decoded(raw_json.OBJECTS, choices):
         members: dict[str, Raw | bytes] = {**one} | {"index": index}
-        pieces += (b",", b"{", *member_pieces(members.items()), b"}")
+        pieces += (b",", b"{", *raw_json.member_pieces(members.items()), b"}")
     return pieces
 
 
@@ -258,7 +249,7 @@ def event_sink(
         for payload in splitter.feed(data):
             if payload == _DONE:
                 continue
-            for piece in transform(opened(payload)):
+            for piece in transform(engine_json.opened(payload)):
                 push(piece)
 
     return sink

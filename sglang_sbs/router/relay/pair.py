@@ -15,12 +15,7 @@ from typing import TYPE_CHECKING
 from sglang_sbs.router.engines.connection import Receiver
 from sglang_sbs.router.engines.connection_pool import Call, request_head
 from sglang_sbs.router.errors import EventTooLarge, LegFailure, answer_too_large, transport_failure
-from sglang_sbs.router.relay.engine_json import (
-    ABORT_MARK,
-    SSE_ERROR,
-    completion_tokens_of,
-    sse_failure,
-)
+from sglang_sbs.router.relay import engine_json
 from sglang_sbs.router.relay.leg_answers import Body, DecodeLeg, PrefillLeg, PrefillReply
 from sglang_sbs.router.requests.plan import Pieces
 from sglang_sbs.router.workers.placement import Placement
@@ -162,12 +157,15 @@ class Pair:
     @property
     def engine_failed(self) -> bool:
         """The stream that reached the client ends in an abort or error of the engine."""
-        return SSE_ERROR in self._tail or ABORT_MARK.search(self._tail) is not None
+        return (
+            engine_json.SSE_ERROR in self._tail
+            or engine_json.ABORT_MARK.search(self._tail) is not None
+        )
 
     @property
     def completion_tokens(self) -> int | None:
         """As the answer says, else counted by stream events; ``None`` if neither helps."""
-        said = completion_tokens_of(self._tail or self.body)
+        said = engine_json.completion_tokens_of(self._tail or self.body)
         return (self.chunks or None) if said is None else said
 
     # Verdicts (from the legs) -----------------------------------------------------------------
@@ -251,8 +249,8 @@ class Pair:
         """SGLang reports errors of a stream inside it: catch them while a retry is possible."""
         if self._event_stream and not data.lstrip().startswith(_SSE_STARTS):
             return transport_failure("decode", self.decode, "what it streams are no events")
-        if data.startswith(SSE_ERROR) or ABORT_MARK.search(data):
-            return sse_failure(self.decode, data)
+        if data.startswith(engine_json.SSE_ERROR) or engine_json.ABORT_MARK.search(data):
+            return engine_json.sse_failure(self.decode, data)
         return None
 
     @property

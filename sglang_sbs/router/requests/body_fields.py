@@ -8,18 +8,8 @@ from typing import Any
 
 from sglang_sbs.router.errors import RouterError
 from sglang_sbs.router.limits import MAX_SESSION_CHARS, clamped_count
-from sglang_sbs.router.requests.raw_json import (
-    MOST_SHOWN,
-    Raw,
-    count_outside_strings,
-    entries_of,
-    first_byte,
-    is_null,
-    is_true,
-    members_of_entry,
-    shown,
-    value_of,
-)
+from sglang_sbs.router.requests import raw_json
+from sglang_sbs.router.requests.raw_json import Raw
 
 _SCALAR_BYTES = 64
 _NAME_BYTES = 1 << 16
@@ -53,7 +43,7 @@ def bad_request(message: str, code: str = "invalid_request") -> RouterError:
 def given(body: Mapping[str, Raw], name: str) -> Raw | None:
     """``None`` also for null."""
     raw = body.get(name)
-    return None if raw is None or is_null(raw) else raw
+    return None if raw is None or raw_json.is_null(raw) else raw
 
 
 def scalar(body: Mapping[str, Raw], name: str) -> Any:
@@ -61,28 +51,28 @@ def scalar(body: Mapping[str, Raw], name: str) -> Any:
     raw = given(body, name)
     if raw is None:
         return None
-    return value_of(raw) if len(memoryview(raw)) <= _SCALAR_BYTES else shown(raw)
+    return raw_json.value_of(raw) if len(memoryview(raw)) <= _SCALAR_BYTES else raw_json.shown(raw)
 
 
 def stream_of(body: Mapping[str, Raw]) -> bool:
     raw = given(body, "stream")
-    if raw is None or not is_true(raw):
+    if raw is None or not raw_json.is_true(raw):
         return False
     if bytes(memoryview(raw)[:5]) != b"true":
-        raise bad_request(f"stream must be true or false, not {shown(raw)}")
+        raise bad_request(f"stream must be true or false, not {raw_json.shown(raw)}")
     return True
 
 
 def rids_of(raw: Raw | None, units: int) -> tuple[str, ...]:
     if raw is None:
         return ()
-    if first_byte(raw) == b"[":
-        entries = count_outside_strings(memoryview(raw), b'",')[b","] + 1
+    if raw_json.first_byte(raw) == b"[":
+        entries = raw_json.count_outside_strings(memoryview(raw), b'",')[b","] + 1
         if entries > units:
             raise bad_request(f"rid has {entries} entries for {units} requests")
-        rids = value_of(raw)
+        rids = raw_json.value_of(raw)
     else:
-        rids = [value_of(raw)]
+        rids = [raw_json.value_of(raw)]
     if not all(isinstance(item, str) for item in rids):
         raise bad_request("rid must be a string or a list of strings")
     if any(len(item) > _MOST_RID_CHARS for item in rids):
@@ -92,13 +82,13 @@ def rids_of(raw: Raw | None, units: int) -> tuple[str, ...]:
 
 def any_true(body: Mapping[str, Raw], name: str) -> bool:
     raw = body.get(name)
-    if raw is not None and first_byte(raw) == b"[":
-        return any(map(is_true, entries_of(raw)))
-    return is_true(raw)
+    if raw is not None and raw_json.first_byte(raw) == b"[":
+        return any(map(raw_json.is_true, raw_json.entries_of(raw)))
+    return raw_json.is_true(raw)
 
 
 def is_alone(fields: Fields) -> bool:
-    return not any(is_true(fields.get(name)) for name in BESIDES_PROMPT)
+    return not any(raw_json.is_true(fields.get(name)) for name in BESIDES_PROMPT)
 
 
 def namespace_of(fields: Fields) -> Namespace | None:
@@ -106,12 +96,12 @@ def namespace_of(fields: Fields) -> Namespace | None:
     parts: list[str | None] = []
     for name in NAMESPACE_FIELDS:
         raw = fields.get(name)
-        if raw is None or not is_true(raw):
+        if raw is None or not raw_json.is_true(raw):
             parts.append(None)
             continue
-        if first_byte(raw) != b'"' or len(memoryview(raw)) > _NAME_BYTES:
+        if raw_json.first_byte(raw) != b'"' or len(memoryview(raw)) > _NAME_BYTES:
             return None
-        parts.append(value_of(raw))
+        parts.append(raw_json.value_of(raw))
     return PLAIN if parts == [None, None, None] else Namespace(*parts)
 
 
@@ -123,28 +113,28 @@ def priority_of(body: Mapping[str, Raw]) -> int:
     raw = given(body, "priority")
     value = 0 if raw is None else scalar(body, "priority")
     if raw is not None and type(value) is not int:
-        raise bad_request(f"priority must be a whole number, as in 1, not {shown(raw)}")
+        raise bad_request(f"priority must be a whole number, as in 1, not {raw_json.shown(raw)}")
     return int(value)
 
 
 def text_of(body: Mapping[str, Raw], name: str) -> str:
     raw = body.get(name)
-    if raw is None or first_byte(raw) != b'"' or len(memoryview(raw)) > _NAME_BYTES:
+    if raw is None or raw_json.first_byte(raw) != b'"' or len(memoryview(raw)) > _NAME_BYTES:
         return ""
-    return str(value_of(raw))[:MAX_SESSION_CHARS]
+    return str(raw_json.value_of(raw))[:MAX_SESSION_CHARS]
 
 
 def text_bytes_of(messages: Raw) -> int:
     """How much text, as JSON, is in the messages of a chat; media are none."""
     size = 0
-    for message in entries_of(messages):
-        content = members_of_entry(message).get("content")
+    for message in raw_json.entries_of(messages):
+        content = raw_json.members_of_entry(message).get("content")
         if content is None:
             continue
-        if first_byte(content) == b'"':
+        if raw_json.first_byte(content) == b'"':
             size += len(memoryview(content))
-        elif first_byte(content) == b"[":
-            parts = map(members_of_entry, entries_of(content))
+        elif raw_json.first_byte(content) == b"[":
+            parts = map(raw_json.members_of_entry, raw_json.entries_of(content))
             size += sum(len(memoryview(part["text"])) for part in parts if "text" in part)
     return size
 
@@ -159,6 +149,6 @@ def positive(name: str, value: Any) -> int:
         return 1
     if type(value) is not int or value < 1:
         scalar = isinstance(value, str | int | float)
-        told = str(value)[:MOST_SHOWN] if scalar else f"a {type(value).__name__}"
+        told = str(value)[: raw_json.MOST_SHOWN] if scalar else f"a {type(value).__name__}"
         raise bad_request(f"{name} must be a whole number >= 1, not {told}")
     return value

@@ -10,16 +10,7 @@ from typing import Any, Literal
 import orjson
 
 from sglang_sbs.router.options.config import RelayConfig
-from sglang_sbs.router.requests.body_fields import (
-    any_true,
-    bad_request,
-    given,
-    priority_of,
-    rids_of,
-    session_of,
-    stream_of,
-    text_of,
-)
+from sglang_sbs.router.requests import body_fields
 from sglang_sbs.router.requests.raw_json import JsonError, is_true, joined, members_of
 from sglang_sbs.router.requests.splitting import Prompt, split_generate, split_openai
 from sglang_sbs.router.workers.placement import Placement
@@ -132,22 +123,22 @@ def plan_request(
     try:
         return _plan(kind, raw, limits or RelayConfig())
     except JsonError as error:
-        raise bad_request(f"the request body: {error}") from error
+        raise body_fields.bad_request(f"the request body: {error}") from error
     except orjson.JSONEncodeError as error:
-        raise bad_request(f"the request body cannot be forwarded: {error}") from error
+        raise body_fields.bad_request(f"the request body cannot be forwarded: {error}") from error
 
 
 def _plan(kind: RouteKind, raw: bytes | bytearray, limits: RelayConfig) -> Plan:
     body = members_of(raw)
     for name in _INTERNAL_FIELDS:
         body.pop(name, None)
-    stream = stream_of(body)
-    options = given(body, "stream_options")
-    rid = given(body, "rid")
+    stream = body_fields.stream_of(body)
+    options = body_fields.given(body, "stream_options")
+    rid = body_fields.given(body, "rid")
     for name in ("stream", "stream_options", "rid"):
         body.pop(name, None)
     if kind == "generate":
-        merge = any_true(body, "return_logprob")
+        merge = body_fields.any_true(body, "return_logprob")
         split = split_generate(body, limits)
     else:
         split = split_openai(kind, raw, body, limits)
@@ -160,7 +151,7 @@ def _plan(kind: RouteKind, raw: bytes | bytearray, limits: RelayConfig) -> Plan:
     if legs_bytes > limits.max_legs_bytes:
         all_legs = f"{units} requests with {len(common)} bytes in common are {legs_bytes} bytes"
         most = f"over the limit of {limits.max_legs_bytes}"
-        raise bad_request(f"{all_legs} for the engines, {most}")
+        raise body_fields.bad_request(f"{all_legs} for the engines, {most}")
     return Plan(
         kind=kind,
         stream=stream,
@@ -172,10 +163,10 @@ def _plan(kind: RouteKind, raw: bytes | bytearray, limits: RelayConfig) -> Plan:
         merge_logprobs=merge,
         may_ask_cached=kind != "generate" and _ASK_CACHED not in body,
         stream_options=None if options is None else bytes(options),
-        client_rids=rids_of(rid, units),
-        model=text_of(body, "model") if kind != "generate" else "",
-        session=session_of(body),
-        priority=priority_of(body),
+        client_rids=body_fields.rids_of(rid, units),
+        model=body_fields.text_of(body, "model") if kind != "generate" else "",
+        session=body_fields.session_of(body),
+        priority=body_fields.priority_of(body),
     )
 
 

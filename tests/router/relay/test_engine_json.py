@@ -99,12 +99,14 @@ async def test_who_waits_for_prefill_is_not_held_while_a_long_reply_is_read(
     read = asyncio.Event()
     monkeypatch.setattr(Pace, "wait_s", lambda pace, size: 0.0 if read.is_set() else 0.01)
 
+    in_parts = engine_json.opened_in_parts
+
     def opened_in_parts(body: bytearray) -> Any:
         while not read.is_set():
             yield
-        return (yield from engine_json.opened_in_parts(body))
+        return (yield from in_parts(body))
 
-    monkeypatch.setattr(leg_answers, "opened_in_parts", opened_in_parts)
+    monkeypatch.setattr(engine_json, "opened_in_parts", opened_in_parts)
     async with cluster() as c:
         c.prefill[0].raw_answers["/generate"] = reply_to([[-0.5, 1, None]] * 10_000)
         c.decode[0].raw_answers["/generate"] = reply_to([])
