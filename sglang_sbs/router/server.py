@@ -219,7 +219,7 @@ class RouterServer:
         if self._metrics_port is not None:
             await self._metrics_port.close()
         await self.tokenizers.close()
-        self.prompts.close()
+        self.lanes.close()
         self.pool.close()
         await self.session.close()
         if self.traces is not None:

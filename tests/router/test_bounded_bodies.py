@@ -341,7 +341,7 @@ async def test_a_text_beyond_all_contexts_is_not_looked_at() -> None:
     (read,) = reader._read_all(plan, Known(None, None))
     assert read.length.tokens == pytest.approx(MOST_READ_BYTES / 4, rel=0.01)
     assert not read.length.exact
-    reader.close()
+    reader.lanes.close()
 
 
 def test_token_ids_beyond_all_contexts_are_only_counted() -> None:
@@ -398,7 +398,7 @@ def test_what_waits_of_a_batch_is_small() -> None:
     tracemalloc.stop()
     assert len(read) == len(again.units) == 1000
     assert kept < 200 * 1000
-    reader.close()
+    reader.lanes.close()
 
 
 async def test_what_was_sent_is_not_kept_while_the_answer_is_waited_for() -> None:

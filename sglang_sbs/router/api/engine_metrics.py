@@ -38,10 +38,7 @@ class _Unreadable(ValueError):
 class _Family:
     declared: dict[str, str] = field(default_factory=dict)
     """The rest of its HELP and of its TYPE line."""
-    lines: list[str] = field(default_factory=list)
-    """Of its samples, those read in this turn."""
     samples: bytearray = field(default_factory=bytearray)
-    """Those of the turns before."""
 
 
 async def merge_pages(pages: Iterable[tuple[str, Part]]) -> list[Part]:
@@ -80,18 +77,12 @@ class _Page:
     """The one that was declared last."""
     _names: frozenset[str] = frozenset()
     """Of its samples."""
-    _touched: list[_Family] = field(default_factory=list)
-    """Those with samples in this turn."""
 
     async def read(self, page: Part) -> dict[str, _Family]:
         for piece in _pieces(page):
             for line in piece.decode("utf-8", "replace").split("\n"):
                 if line and not line.isspace():
                     self._read_line(line)
-            for family in self._touched:
-                family.samples += "".join(family.lines).encode()
-                family.lines.clear()
-            self._touched.clear()
             if len(self._families) > _MOST_FAMILIES:
                 raise _Unreadable("too many families")
             await asyncio.sleep(0)
@@ -110,10 +101,8 @@ class _Page:
         if "worker_addr=" in labels:
             raise _Unreadable("it speaks of others")
         family = self._current if name in self._names else self._family(name)
-        if not family.lines:
-            self._touched.append(family)
         own = f"{labels},{self.label}" if labels else self.label
-        family.lines.append(f"{name}{{{own}}} {sample[3]}{sample[4] or ''}\n")
+        family.samples += f"{name}{{{own}}} {sample[3]}{sample[4] or ''}\n".encode()
 
     def _declare(self, key: str, name: str, rest: str) -> None:
         if key == "TYPE" and rest not in _KINDS:

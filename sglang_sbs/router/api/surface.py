@@ -8,6 +8,7 @@ import random
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from typing import TYPE_CHECKING
 
 import orjson
@@ -80,11 +81,8 @@ def _request_id(path: str, headers: Mapping[str, str], names: Sequence[str]) -> 
     return next(filter(None, given), made)
 
 
-def _not_implemented(name: str) -> Handler:
-    async def handler(_request: web.Request) -> web.StreamResponse:
-        return web.Response(status=501, text=f"{name} not implemented")
-
-    return handler
+async def _not_implemented(name: str, _request: web.Request) -> web.StreamResponse:
+    return web.Response(status=501, text=f"{name} not implemented")
 
 
 class Surface:
@@ -112,7 +110,7 @@ class Surface:
             for method, path, handler in part.routes():
                 app.router.add_route(method, path, handler)
         for path, name in _NOT_IMPLEMENTED.items():
-            app.router.add_route("*", path, _not_implemented(name))
+            app.router.add_route("*", path, partial(_not_implemented, name))
         return app
 
     async def _inference(self, request: web.Request) -> web.StreamResponse:

@@ -6,14 +6,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from sglang_sbs.router.options.config import (
-    MAX_PAYLOAD_BYTES,
-    BreakerConfig,
-    DiscoveryConfig,
-    MonitorConfig,
-    PrefixWish,
-    RelayConfig,
-)
+from sglang_sbs.router.options import config
 from sglang_sbs.router.options.keys import ControlKey, JwtConfig
 from sglang_sbs.router.options.several import Role, SeveralProcesses
 from sglang_sbs.scheduling.config import SchedulerConfig
@@ -32,10 +25,10 @@ class RouterOptions:
     """URL and bootstrap port."""
     decode: tuple[str, ...]
     scheduler: SchedulerConfig
-    relay: RelayConfig
-    breaker: BreakerConfig
-    monitor: MonitorConfig
-    discovery: DiscoveryConfig | None = None
+    relay: config.RelayConfig
+    breaker: config.BreakerConfig
+    monitor: config.MonitorConfig
+    discovery: config.DiscoveryConfig | None = None
     """Workers that are found as Kubernetes pods."""
     starts_empty: bool = False
     """``--pd-disaggregation`` without any worker: all of them come by ``POST /workers``."""
@@ -48,7 +41,7 @@ class RouterOptions:
     event_log: Path | None = None
     tokenizer_path: Path | None = None
     chat_template: Path | None = None
-    prefix_source: PrefixWish = "auto"
+    prefix_source: config.PrefixWish = "auto"
     """How it is found out what ranks have cached; ``auto``: events where there are any."""
     forward_token_ids: ForwardTokenIds = "auto"
     tenant_header: str | None = None
@@ -64,7 +57,7 @@ class RouterOptions:
     queue_timeout_s: float = 60
     rate_limit_per_s: float = 0.0
     """Tokens added per second; 0: none, a plain limit of requests at once."""
-    max_payload_bytes: int = MAX_PAYLOAD_BYTES
+    max_payload_bytes: int = config.MAX_PAYLOAD_BYTES
     shutdown_grace_s: float = 180
     request_id_headers: tuple[str, ...] = REQUEST_ID_HEADERS
     cors_allowed_origins: tuple[str, ...] = ()
@@ -102,7 +95,7 @@ class RouterOptions:
     @property
     def roles_without_workers(self) -> list[str]:
         """Those of which there is no instance, and none may come."""
-        found = self.discovery or DiscoveryConfig()
+        found = self.discovery or config.DiscoveryConfig()
         prefill = self.prefill or found.prefill_selector or self.starts_empty
         decode = self.decode or found.decode_selector or self.starts_empty
         return [role for role, any_ in (("prefill", prefill), ("decode", decode)) if not any_]

@@ -91,9 +91,6 @@ class PromptReader:
     counts: Counter[Counted] = field(default_factory=Counter)
     _template_warned: bool = False
 
-    def close(self) -> None:
-        self.lanes.close()
-
     async def read(self, plan: Plan) -> list[ReadPrompt]:
         """One per prompt of the plan. What takes time is done off the loop.
         Raises: RouterError (400), a prompt is longer than any engine takes. If it went there,

@@ -94,13 +94,8 @@ class _Spliced:
         self.pieces = pieces
 
 
-def dumped(value: Any) -> bytes:
-    """JSON of what was opened; what is long in it is copied once."""
-    return b"".join(dumped_pieces(value))
-
-
 def dumped_pieces(value: Any) -> list[bytes | memoryview]:
-    """The same before that copy."""
+    """JSON of what was opened; what is long in it is not copied."""
     long: list[list[bytes | memoryview]] = []
 
     def as_it_came(value: Any) -> orjson.Fragment:
@@ -127,7 +122,9 @@ def one_after_the_other(first: Any, second: Any, leave_out: int = 0) -> Any:
     """Two lists as one, without the last ``leave_out`` entries of the first. Raises: JsonError."""
     if isinstance(first, list) and isinstance(second, list):
         return first[: len(first) - leave_out] + second
-    texts = [memoryview(v if isinstance(v, Raw) else dumped(v)) for v in (first, second)]
+    texts = [
+        memoryview(v if isinstance(v, Raw) else b"".join(dumped_pieces(v))) for v in (first, second)
+    ]
     if leave_out:
         entries = raw_json.decoded(raw_json.ENTRIES, texts[0])
         texts[0] = memoryview(raw_json.list_of(entries[: len(entries) - leave_out]))

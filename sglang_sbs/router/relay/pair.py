@@ -83,7 +83,7 @@ class Pair:
         self._tail = b""
         self._done = False
         self._failure: LegFailure | None = None
-        self._waiter: asyncio.Future[None] | None = None
+        self._changed = asyncio.Event()
         self._prefill_over = False
         self._decode_over = False
         self._started_s = time.monotonic()
@@ -112,15 +112,8 @@ class Pair:
     async def _wait(self) -> None:
         if self._failure is not None:
             raise self._failure
-        self._waiter = asyncio.get_running_loop().create_future()
-        try:
-            await self._waiter
-        finally:
-            self._waiter = None
-
-    def _wake(self) -> None:
-        if self._waiter is not None and not self._waiter.done():
-            self._waiter.set_result(None)
+        self._changed.clear()
+        await self._changed.wait()
 
     def abort(self) -> None:
         """End both legs now, on the engines too. Does nothing once both are over."""
@@ -182,7 +175,7 @@ class Pair:
             self._decode_over = over
         self._failure = failure
         self.abort()
-        self._wake()
+        self._changed.set()
 
     def prefill_came(self) -> None:
         if not self.closed:
@@ -243,7 +236,7 @@ class Pair:
     def _open(self) -> None:
         self.opened = True
         self._in_flight.decode_started(self.rid)
-        self._wake()
+        self._changed.set()
 
     def _first_event_failure(self, data: bytes) -> LegFailure | None:
         """SGLang reports errors of a stream inside it: catch them while a retry is possible."""
@@ -283,7 +276,7 @@ class Pair:
         self._sink = None
         if not self._prefill_over and not self.closed:
             self._pool.loop.call_later(_SETTLE_S, self._give_up_prefill)
-        self._wake()
+        self._changed.set()
 
     def _give_up_prefill(self) -> None:
         if not self._prefill_over:

@@ -288,7 +288,7 @@ async def test_a_text_too_long_to_be_tokenized_is_estimated(tokenizer: ChatToken
         assert read.counted == "estimated"
         assert not read.length.exact
         assert read.length.tokens > MOST_WHOLE_CHARS // 20
-    reader.close()
+    reader.lanes.close()
 
 
 def test_token_ids_are_written_as_orjson_would() -> None:

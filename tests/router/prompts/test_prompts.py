@@ -46,7 +46,7 @@ def reading(engines: Known, tokenizer: ChatTokenizer | None, *, names_text: bool
         try:
             (prompt,) = asyncio.run(reader.read(plan_request(kind, orjson.dumps(body))))
         finally:
-            reader.close()
+            reader.lanes.close()
         return prompt
 
     return read

@@ -14,7 +14,7 @@ from router_harness import cluster, until
 
 from sglang_sbs.router.lanes import Pace
 from sglang_sbs.router.relay import engine_json, leg_answers, pair
-from sglang_sbs.router.relay.engine_json import dumped, opened
+from sglang_sbs.router.relay.engine_json import dumped_pieces, opened
 from sglang_sbs.router.relay.merged_answers import merge_echoed_logprobs, merge_input_logprobs
 from sglang_sbs.router.requests.raw_json import JsonError
 from sglang_sbs.scheduling.events import PrefillDone, RequestArrived
@@ -45,7 +45,7 @@ def with_all_long(body: bytes) -> Any:
 @given(answers)
 def test_what_was_opened_is_the_same_when_it_is_closed(answer: dict[str, Any]) -> None:
     body = orjson.dumps(answer)
-    assert orjson.loads(dumped(with_all_long(body))) == answer
+    assert orjson.loads(b"".join(dumped_pieces(with_all_long(body)))) == answer
 
 
 @given(answers, answers)
@@ -55,7 +55,7 @@ def test_long_logprobs_are_merged_as_short_ones(ours: Any, theirs: Any) -> None:
         long = with_all_long(orjson.dumps(output))
         merge(long, with_all_long(orjson.dumps(prefill)))
         merge(output, prefill)
-        assert orjson.loads(dumped(long)) == output
+        assert orjson.loads(b"".join(dumped_pieces(long))) == output
 
 
 @pytest.mark.parametrize("body", [b"[]", b"{", b'{"a":' + b"[" * 100_000, b"x" * 100_000, b""])
