@@ -55,9 +55,8 @@ def check_provider_url(url: str) -> str:
     """The URL, if keys may be fetched from there.
     Raises: ValueError, anybody on the way could replace them."""
     parts = urlsplit(url)
-    if parts.hostname in _LOOPBACK and parts.scheme == "http":
-        return url
-    if parts.hostname and parts.scheme == "https":
+    here = parts.scheme == "http" and parts.hostname in _LOOPBACK
+    if here or (parts.scheme == "https" and parts.hostname):
         return url
     raise ValueError(f"{url!r} must be an https:// URL (http:// only on this machine)")
 

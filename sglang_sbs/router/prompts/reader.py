@@ -157,11 +157,10 @@ class PromptReader:
         elif known.blocks is not None and prompt.namespace is not None:
             namespace = self._with_adapter(prompt.namespace, model)
             blocks = self._name(value, ids, known.blocks, namespace)
-        if blocks and known.blocks is not None:
-            return ReadPrompt(length, blocks, known.blocks.page_tokens, ids_json, counted)
-        if ids_json is not None:
-            return ReadPrompt(length, ids_json=ids_json, counted=counted)
-        return _of_length(length, counted)
+        if not blocks and ids_json is None:
+            return _of_length(length, counted)
+        page_tokens = known.blocks.page_tokens if blocks and known.blocks else 0
+        return ReadPrompt(length, blocks, page_tokens, ids_json, counted)
 
     def _tokenize(self, value: Any, longest: LongestPrompt | None) -> PromptIds | None:
         """``None``: its length is to be estimated. Raises: RouterError, it is too long."""
