@@ -14,7 +14,8 @@ import msgspec
 from prometheus_client.core import Metric
 
 from sglang_sbs.dashboard.feed import LocalFeed
-from sglang_sbs.router.assignment.scheduler_driver import Dispatcher, SchedulerLike
+from sglang_sbs.router.assignment.assigner import Dispatcher
+from sglang_sbs.router.assignment.scheduler_driver import SchedulerLike
 from sglang_sbs.router.errors import RouterError
 from sglang_sbs.router.metric_families import gauge, total
 from sglang_sbs.router.options.router_options import RouterOptions

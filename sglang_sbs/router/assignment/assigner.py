@@ -1,20 +1,25 @@
 """What the relay tells the scheduler of its requests, wherever that is.
 
 Owns the requests of this process that the scheduler was told of, until they are refused or ended.
-For a scheduler in this process: :class:`~.scheduler_driver.Dispatcher`; in another:
+For a scheduler in this process: :class:`Dispatcher`; in another:
 :mod:`sglang_sbs.router.processes.scheduler_link`."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from abc import ABC, abstractmethod
 from dataclasses import dataclass, field
 from typing import Any
 
 import msgspec
 
+from sglang_sbs.router.assignment.scheduler_driver import (
+    DispatchObserver,
+    SchedulerLike,
+    SchedulerPump,
+)
 from sglang_sbs.router.errors import Refused, RouterError
+from sglang_sbs.scheduling.eventlog import EventLogWriter
 from sglang_sbs.scheduling.events import (
     BlocksCleared,
     Dispatch,
@@ -52,12 +57,16 @@ class Announced:
         return self.arrival.rid
 
 
-class Assigner(ABC):
+class Assigner:
     """Must be used from one event loop only."""
 
     def __init__(self, give_up_s: float | None) -> None:
         """``give_up_s``: a request the scheduler neither dispatches nor refuses by then, though it
         should, is ended here; must be longer than the scheduler's own deadlines."""
+        self.pump: SchedulerPump | None = None
+        """Drives the scheduler, while that is in this process."""
+        self._errors = 0
+        """Of those it had before."""
         self._give_up_s = give_up_s
         self._requests: dict[str, Announced] = {}
 
@@ -150,22 +159,41 @@ class Assigner(ABC):
 
     # Where the scheduler is -------------------------------------------------------------------
 
-    @abstractmethod
     def _say(self, event: RequestArrived | PrefillDone | RequestEnded | BlocksCleared) -> None:
         """Tell the scheduler, which may decide at once."""
+        self.submit(event)
 
-    @abstractmethod
     def submit(self, event: Event) -> None:
-        """What the registry says about instances."""
+        """What the registry says about instances: for a scheduler in this process."""
+        if self.pump is not None:
+            self.pump.submit(event)
 
     @property
-    @abstractmethod
     def scheduler_errors(self) -> int:
-        """Events the scheduler failed on."""
+        """Events a scheduler in this process failed on."""
+        return self._errors + (self.pump.errors if self.pump is not None else 0)
 
-    @abstractmethod
     def snapshot(self) -> Any:
         """The scheduler's state for people and metrics (a msgspec struct)."""
+        return self.pump.snapshot() if self.pump is not None else None
 
-    @abstractmethod
-    def close(self) -> None: ...
+    def close(self) -> None:
+        if self.pump is not None:
+            self.pump.close()
+
+
+class Dispatcher(Assigner):
+    """The one whose scheduler is in this process, always."""
+
+    pump: SchedulerPump
+
+    def __init__(
+        self,
+        scheduler: SchedulerLike,
+        *,
+        observer: DispatchObserver | None = None,
+        event_log: EventLogWriter | None = None,
+        give_up_s: float | None = None,
+    ) -> None:
+        super().__init__(give_up_s)
+        self.pump = SchedulerPump(scheduler, self._decided, self._fail, observer, event_log)

@@ -12,7 +12,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from sglang_sbs.router.assignment.assigner import Assigner
 from sglang_sbs.router.assignment.decision_times import DecisionTimes
 from sglang_sbs.router.assignment.gang_parts import GangParts
 from sglang_sbs.scheduling.eventlog import EventLogWriter
@@ -165,35 +164,3 @@ class SchedulerPump:
         self._timer = self._flushing = None
         self._write(lambda log: log.close())
         self.event_log = None
-
-
-class Dispatcher(Assigner):
-    """The assigner whose scheduler is in this process. Everybody else in the router, too, tells the
-    scheduler through it (:meth:`submit`)."""
-
-    def __init__(
-        self,
-        scheduler: SchedulerLike,
-        *,
-        observer: DispatchObserver | None = None,
-        event_log: EventLogWriter | None = None,
-        give_up_s: float | None = None,
-    ) -> None:
-        """``give_up_s``: see :class:`~.assigner.Assigner`."""
-        super().__init__(give_up_s)
-        self.pump = SchedulerPump(scheduler, self._decided, self._fail, observer, event_log)
-
-    def submit(self, event: Event) -> None:
-        self.pump.submit(event)
-
-    _say = submit
-
-    @property
-    def scheduler_errors(self) -> int:
-        return self.pump.errors
-
-    def snapshot(self) -> Any:
-        return self.pump.snapshot()
-
-    def close(self) -> None:
-        self.pump.close()

@@ -55,7 +55,7 @@ class RemoteFeed:
 
     def _renew(self) -> None:
         """Ask the scheduler process, or the fallback while there is none."""
-        pump = self._link.fallback_pump
+        pump = self._link.pump
         if pump is not self._own_pump:
             self._leave_own()
             # Another scheduler: its frames do not fit the last ones.

@@ -89,9 +89,7 @@ class SchedulerLink(Assigner):
         self._calls: Calls[messages.Done] = Calls()
         self.fenced = 0
         """Messages of schedulers that were replaced."""
-        self._pump: driver.SchedulerPump | None = None
         self._snapshot: Any = None
-        self._errors = 0
         self._line: Line | None = None
         self._line_is_over = False
         """It is to be replaced."""
@@ -121,14 +119,9 @@ class SchedulerLink(Assigner):
 
     # What the relay says (Assigner) -----------------------------------------------------------
 
-    def submit(self, event: Event) -> None:
-        """What this front end's own registry finds out counts only while it is alone."""
-        if self._pump is not None:
-            self._pump.submit(event)
-
     def _say(self, event: messages.OfRequests) -> None:
-        if self._pump is not None:
-            self._pump.submit(event)
+        if self.pump is not None:
+            self.pump.submit(event)
         elif not self.tell(event):
             # Not taken: whatever became of it, the announcement of the next session has it all.
             self._lose("it takes no messages")
@@ -172,7 +165,7 @@ class SchedulerLink(Assigner):
         """Take a fallback, a new line, and tell others. Raises nothing: a step that fails (no
         descriptors are left, say) is taken at the next beat, and the others do not wait for it."""
         steps = {
-            self._place_alone: self._pump is None,
+            self._place_alone: self.pump is None,
             self._new_line: self._line is None or self._line_is_over,
             self._tell_alone: not self._told_alone,
         }
@@ -188,7 +181,7 @@ class SchedulerLink(Assigner):
 
     def _place_alone(self) -> None:
         """Let the fallback place requests, those that wait first."""
-        self._pump = pump = driver.SchedulerPump(
+        self.pump = pump = driver.SchedulerPump(
             self.fallback(), decided=self._decided, failed=self._fail, counts=self.observer
         )
         try:
@@ -223,7 +216,7 @@ class SchedulerLink(Assigner):
         ]
 
     def _leave_pump(self) -> None:
-        pump, self._pump = self._pump, None
+        pump, self.pump = self.pump, None
         if pump is not None:
             self._errors += pump.errors
             pump.close()
@@ -377,19 +370,9 @@ class SchedulerLink(Assigner):
 
     # Views and end ----------------------------------------------------------------------------
 
-    @property
-    def fallback_pump(self) -> driver.SchedulerPump | None:
-        """What places requests while alone."""
-        return self._pump
-
-    @property
-    def scheduler_errors(self) -> int:
-        """Events the fallback failed on."""
-        return self._errors + (self._pump.errors if self._pump is not None else 0)
-
     def snapshot(self) -> Any:
         """The scheduler's state as last heard, or the fallback's."""
-        return self._snapshot if self._pump is None else self._pump.snapshot()
+        return self._snapshot if self.pump is None else super().snapshot()
 
     def lead(self) -> LeadView:
         return self.choice.view(self.times_alone - 1, connected=self.connected)
@@ -399,8 +382,7 @@ class SchedulerLink(Assigner):
             self._ticker.cancel()
         self.tell(messages.Bye())
         self.connected = False
-        if self._pump is not None:
-            self._pump.close()
+        super().close()
         if self._line is not None:
             self._line.close(linger_ms=_LAST_WORDS_MS)
             self._line = None

@@ -12,8 +12,7 @@ import pytest
 from router_harness import until
 
 from sglang_sbs.router.assignment import scheduler_driver
-from sglang_sbs.router.assignment.assigner import Announced
-from sglang_sbs.router.assignment.scheduler_driver import Dispatcher
+from sglang_sbs.router.assignment.assigner import Announced, Dispatcher
 from sglang_sbs.router.errors import Refused, RouterError
 from sglang_sbs.scheduling import Scheduler, SchedulerConfig
 from sglang_sbs.scheduling.eventlog import EventLogWriter, read_event_log
