@@ -11,8 +11,7 @@ import time
 from collections.abc import Callable
 
 from sglang_sbs.router.election.candidate import Candidate, ElectionTimes, Read, Renew, Sleep, Take
-from sglang_sbs.router.election.election import Election
-from sglang_sbs.router.election.store import LockStore, Refused, StoreError
+from sglang_sbs.router.election.election import Election, LockStore, Refused, StoreError
 
 logger = logging.getLogger(__name__)
 

@@ -17,7 +17,7 @@ from typing import Any
 import aiohttp
 
 from sglang_sbs.router.election.candidate import MAX_TERM, Record
-from sglang_sbs.router.election.store import Refused, StoreError
+from sglang_sbs.router.election.election import Refused, StoreError
 
 _MAX_ANSWER_BYTES = 1 << 16
 _ABSENT = "0"
@@ -25,7 +25,7 @@ _ABSENT = "0"
 
 
 class EtcdLock:
-    """Implements :class:`~sglang_sbs.router.election.store.LockStore`."""
+    """Implements :class:`~sglang_sbs.router.election.election.LockStore`."""
 
     def __init__(
         self, endpoints: Sequence[str], key: str, lasts_s: int, tls: ssl.SSLContext | None

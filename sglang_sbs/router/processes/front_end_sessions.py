@@ -34,7 +34,7 @@ from sglang_sbs.router.assignment.decision_times import Spread
 from sglang_sbs.router.processes import messages
 from sglang_sbs.router.processes.calls import Calls
 from sglang_sbs.router.processes.leading.lead import Lead
-from sglang_sbs.router.processes.membership import Legs, Membership, Placed
+from sglang_sbs.router.processes.membership import Membership, Placed
 from sglang_sbs.router.processes.messages import VERSION, Hello, spoken
 from sglang_sbs.router.processes.mirrored_registry import state_of
 from sglang_sbs.router.workers.kubernetes_pods import Members
@@ -92,7 +92,6 @@ class Hub:
         self.lag = Spread()
         """How late its tick was."""
         self._registry = members.registry
-        self._legs = Legs(members.registry)
         self._send = tell
         self._retire_page = retire_page
         self._sessions: dict[bytes, _Session] = {}
@@ -128,7 +127,7 @@ class Hub:
             session.requests, session.outbox = {}, []
             self.tell(session.identity, self._lead.turned_away())
         for rid, placed in owned:
-            self._legs.count(placed, -1)
+            self.membership.count(placed, -1)
             self.pump.submit(RequestEnded(rid=rid, outcome="aborted"))
         self._pages.clear()  # the next scheduler asks for them
 
@@ -288,7 +287,7 @@ class Hub:
     def _adopt(self, session: _Session, request: events.RequestAdopted) -> None:
         placed = Placed(request.prefill, request.decode, not request.prefilled)
         if request.rid not in self._owners:
-            self._legs.count(placed, 1)
+            self.membership.count(placed, 1)
         self._enter(session, request.rid, placed, request)
 
     def _prefill_done(self, session: _Session, event: events.PrefillDone) -> None:
@@ -296,7 +295,7 @@ class Hub:
         if placed is None:
             self.foreign += 1
             return
-        self._legs.prefill_over(placed)
+        self.membership.prefill_over(placed)
         self.pump.submit(event)
 
     def _ended(self, session: _Session, event: RequestEnded) -> None:
@@ -304,7 +303,7 @@ class Hub:
         if placed is None:
             return  # refused in the same moment
         del self._owners[event.rid]
-        self._legs.count(placed, -1)
+        self.membership.count(placed, -1)
         if event.outcome == "completed":
             self._registry.leg_succeeded(placed.prefill)
             self._registry.leg_succeeded(placed.decode)
@@ -316,7 +315,7 @@ class Hub:
         if session is None:
             return  # it ended meanwhile, and the scheduler was told
         if isinstance(command, Dispatch):
-            self._legs.dispatched(session.requests[command.rid], command)
+            self.membership.dispatched(session.requests[command.rid], command)
         else:
             del self._owners[command.rid], session.requests[command.rid]
         session.outbox.append(command)
@@ -414,5 +413,5 @@ class Hub:
         for rid in requests:  # all of them first: the end of one may be the dispatch of the next
             del self._owners[rid]
         for rid, placed in requests.items():
-            self._legs.count(placed, -1)
+            self.membership.count(placed, -1)
             self.pump.submit(RequestEnded(rid=rid, outcome="aborted"))

@@ -12,7 +12,6 @@ import msgspec
 from sglang_sbs.router.errors import LegFailure
 from sglang_sbs.router.processes.messages import AddWorker, Change, Hello, LegFailed, RemoveWorker
 from sglang_sbs.router.workers.kubernetes_pods import Members, is_discovered
-from sglang_sbs.router.workers.registry import Registry
 from sglang_sbs.router.workers.worker import Worker
 from sglang_sbs.scheduling.events import Dispatch
 
@@ -32,11 +31,15 @@ class Placed:
     """Prefill has not answered yet."""
 
 
-class Legs:
-    """In flight, over all front ends, counted at the workers themselves."""
+class Membership:
+    def __init__(self, members: Members, now_s: float) -> None:
+        self._registry = members.registry
+        self._members = members
+        self._known_of = -1
+        """The term whose scheduler had these workers; before the first, only flags are known."""
+        self._new_s = now_s
 
-    def __init__(self, registry: Registry) -> None:
-        self._registry = registry
+    # Legs in flight, over all front ends, counted at the workers themselves -------------------
 
     def dispatched(self, placed: Placed, command: Dispatch) -> None:
         """One more request was sent to both."""
@@ -62,19 +65,12 @@ class Legs:
         if worker := self._registry.get(url):
             worker.active = max(0, worker.active + step)
 
-
-class Membership:
-    def __init__(self, members: Members, now_s: float) -> None:
-        self.registry = members.registry
-        self._members = members
-        self._known_of = -1
-        """The term whose scheduler had these workers; before the first, only flags are known."""
-        self._new_s = now_s
+    # Which workers there are ------------------------------------------------------------------
 
     @property
     def looked(self) -> bool:
         """Whether every worker has answered, or is known not to."""
-        return all(w.info is not None or w.problems for w in self.registry)
+        return all(w.info is not None or w.problems for w in self._registry)
 
     def settled(self, now_s: float) -> bool:
         """Whether the workers have been looked at, as far as is waited for that."""
@@ -86,7 +82,7 @@ class Membership:
             return
         self._known_of = hello.last_term
         urls = {state.url for state in hello.workers}
-        for worker in self.registry:
+        for worker in self._registry:
             if worker.url not in urls and not is_discovered(worker):  # pods know better
                 logger.warning(
                     "worker %s of the command line is removed: the scheduler before this one did "
@@ -95,7 +91,7 @@ class Membership:
                 )
                 self._members.remove_worker(worker)
         for state in hello.workers:
-            port, known = state.configured_bootstrap_port, self.registry.get(state.url)
+            port, known = state.configured_bootstrap_port, self._registry.get(state.url)
             try:
                 if known is None:
                     known = self._members.add_worker(state.url, state.role, port)
@@ -112,7 +108,7 @@ class Membership:
         self._known_of = max(self._known_of, term)
         if isinstance(message, AddWorker):
             return self._members.add_worker(message.url, message.role, message.bootstrap_port)
-        worker = self.registry.by_id(message.worker_id)
+        worker = self._registry.by_id(message.worker_id)
         if worker is None:
             raise ValueError(f"there is no worker {message.worker_id}")
         if isinstance(message, RemoveWorker):
@@ -123,4 +119,4 @@ class Membership:
         return worker
 
     def leg_failed(self, failed: LegFailed) -> None:
-        self.registry.leg_failed(LegFailure(**msgspec.structs.asdict(failed)))
+        self._registry.leg_failed(LegFailure(**msgspec.structs.asdict(failed)))

@@ -13,8 +13,8 @@ from campaigns import candidate, running, until
 from benchmarks.chaos.etcd_process import Etcd, etcd_binary, running_etcd
 from sglang_sbs.router.election import ElectionTimes
 from sglang_sbs.router.election.candidate import Record
+from sglang_sbs.router.election.election import Refused, StoreError
 from sglang_sbs.router.election.etcd import EtcdLock
-from sglang_sbs.router.election.store import Refused, StoreError
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 needs_etcd = pytest.mark.skipif(etcd_binary() is None, reason="there is no etcd here")

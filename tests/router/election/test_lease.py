@@ -12,8 +12,8 @@ import pytest_asyncio
 from campaigns import QUICK, Told, candidate, running, until
 
 from sglang_sbs.router.election.candidate import Record
+from sglang_sbs.router.election.election import Refused, StoreError
 from sglang_sbs.router.election.lease import KubernetesLease
-from sglang_sbs.router.election.store import Refused, StoreError
 from tools.stand_ins.kubernetes_server import FakeKubernetes
 
 URL = "k8s://llm/sglang-sbs"

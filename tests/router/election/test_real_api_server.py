@@ -15,8 +15,8 @@ from campaigns import candidate, running, until
 from benchmarks.chaos.etcd_process import etcd_binary
 from benchmarks.chaos.kube_apiserver import ApiServer, apiserver_binary, running_apiserver
 from sglang_sbs.router.election.candidate import Record
+from sglang_sbs.router.election.election import Refused, StoreError
 from sglang_sbs.router.election.lease import KubernetesLease
-from sglang_sbs.router.election.store import Refused, StoreError
 
 pytestmark = [
     pytest.mark.asyncio(loop_scope="module"),
