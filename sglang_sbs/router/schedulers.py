@@ -68,7 +68,6 @@ class OwnScheduler:
             event_log=log,
             give_up_s=options.scheduler.default_timeout_s + OVERDUE_S,
         )
-        self._times = dispatcher.pump.times
         self._watch = Watch(options, dispatcher.submit, find_owner, metrics, session, silenced)
         self.registry = self._watch.registry
         self.feed = LocalFeed(
@@ -78,10 +77,7 @@ class OwnScheduler:
     async def start(self) -> str | None:
         """Returns the EndForward endpoint, if there is one. Raises: OSError, it is taken;
         ValueError, no way to look for workers (``--service-discovery``)."""
-        endpoint = self._watch.open()
-        self._watch.add_configured()
-        await self._watch.discover()
-        return endpoint
+        return await self._watch.start()
 
     async def add_worker(self, url: str, role: InstanceRole, bootstrap_port: int | None) -> Worker:
         return self._watch.add_worker(url, role, bootstrap_port)
@@ -101,7 +97,7 @@ class OwnScheduler:
     def families(self) -> Iterator[Metric]:
         """Metrics read when scraped."""
         yield from snapshot_families(self.dispatcher.snapshot(), self.registry)
-        yield from self._times.families()
+        yield from self.dispatcher.pump.times.families()
         yield from self._watch.families()
         yield self._metrics.selections(model_name(self.registry))
 

@@ -357,11 +357,11 @@ async def test_a_front_end_that_no_longer_asks_gets_no_frames(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     from sglang_sbs.router.assignment.scheduler_driver import SchedulerPump
-    from sglang_sbs.router.processes import dashboard_leases
-    from sglang_sbs.router.processes.dashboard_leases import Leases
+    from sglang_sbs.router.processes import dashboard_feed
+    from sglang_sbs.router.processes.dashboard_feed import Leases
     from sglang_sbs.router.processes.messages import DashboardFrame, WatchDashboard
 
-    monkeypatch.setattr(dashboard_leases, "LEASE_S", 0.05)
+    monkeypatch.setattr(dashboard_feed, "LEASE_S", 0.05)
     monkeypatch.setattr(feed_module, "FRAME_S", 0.01)
     pump = SchedulerPump(FakeScheduler(), decided=lambda c: None, failed=lambda rid: None)
     feed = LocalFeed(pump, SchedulerConfig())
@@ -372,5 +372,21 @@ async def test_a_front_end_that_no_longer_asks_gets_no_frames(
     await until(lambda: feed.watchers == 0)
     lease.ask(b"x", WatchDashboard())
     assert feed.watchers == 1, "it asked again"
+    feed.close()
+    pump.close()
+
+
+async def test_a_front_end_that_is_gone_before_its_history_came_is_watched_for_no_more(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    from sglang_sbs.router.assignment.scheduler_driver import SchedulerPump
+    from sglang_sbs.router.processes.dashboard_feed import Leases
+    from sglang_sbs.router.processes.messages import WatchDashboard
+
+    monkeypatch.setattr(feed_module, "FRAME_S", 0.01)
+    pump = SchedulerPump(FakeScheduler(), decided=lambda c: None, failed=lambda rid: None)
+    feed = LocalFeed(pump, SchedulerConfig())
+    Leases(feed, lambda identity, frame: False).ask(b"x", WatchDashboard(history=True))
+    await until(lambda: feed.watchers == 0)
     feed.close()
     pump.close()

@@ -1,21 +1,26 @@
-"""Frames of a scheduler in another process, at a front end; while that is away those of its own
-fallback, marked as such."""
+"""Frames of a scheduler in another process: how a front end gets them, and how that process knows
+who wants them. One that does not ask again every second is forgotten, so frames are never queued
+for a front end that is gone."""
 
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
+from dataclasses import dataclass, field
 
-from sglang_sbs.dashboard.feed import LocalFeed, Stop, Take
+from sglang_sbs.dashboard.feed import Feed, LocalFeed, Stop, Take
 from sglang_sbs.router.assignment.scheduler_driver import SchedulerPump
 from sglang_sbs.router.processes.messages import DashboardFrame, WatchDashboard
 from sglang_sbs.router.processes.scheduler_link import SchedulerLink
 from sglang_sbs.scheduling import SchedulerConfig
 
 RENEW_S = 0.5
+LEASE_S = 3.0
 
 
 class RemoteFeed:
-    """A :class:`~sglang_sbs.dashboard.feed.Feed`. Must be used from one event loop only."""
+    """A front end's; while there is no scheduler, of its own fallback, and marked as such. Must be
+    used from one event loop only."""
 
     def __init__(self, link: SchedulerLink, config: SchedulerConfig) -> None:
         """``config`` is the fallback's."""
@@ -41,9 +46,9 @@ class RemoteFeed:
 
     def close(self) -> None:
         self._watchers.clear()
-        renewer, self._renewer = self._renewer, None
-        if renewer is not None:
-            renewer.cancel()
+        if self._renewer is not None:
+            self._renewer.cancel()
+            self._renewer = None
         self._leave_own()
 
     async def _renew_for_ever(self) -> None:
@@ -85,3 +90,37 @@ class RemoteFeed:
             if take in self._watchers and full != follows:
                 self._watchers[take] = True
                 take(payload, full)
+
+
+@dataclass(eq=False)
+class Leases:
+    """The scheduler process's, of front ends where somebody looks. Must be used from one event loop
+    only."""
+
+    feed: Feed
+    tell: Callable[[bytes, DashboardFrame], bool]
+    """Sends to a front end, False if it is gone."""
+    _until_s: dict[bytes, float] = field(default_factory=dict)
+    _stops: dict[bytes, Stop] = field(default_factory=dict)
+
+    def ask(self, identity: bytes, question: WatchDashboard) -> None:
+        """A front end wants frames for ``LEASE_S`` more, and perhaps a history now."""
+        now = asyncio.get_running_loop().time
+        follows = identity in self._until_s and not question.history
+        if not follows:
+            self._end(identity)
+        self._until_s[identity] = now() + LEASE_S
+        if follows:
+            return
+
+        def take(payload: bytes, full: bool) -> None:
+            frame = DashboardFrame(payload=payload, full=full)
+            if now() > self._until_s.get(identity, 0.0) or not self.tell(identity, frame):
+                self._end(identity)
+
+        self._stops[identity] = self.feed.watch(take)
+
+    def _end(self, identity: bytes) -> None:
+        self._until_s.pop(identity, None)
+        if stop := self._stops.pop(identity, None):
+            stop()

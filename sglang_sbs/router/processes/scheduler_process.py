@@ -19,7 +19,7 @@ from sglang_sbs.router.metric_families import gauge, total
 from sglang_sbs.router.options.router_options import RouterOptions
 from sglang_sbs.router.options.several import SeveralProcesses
 from sglang_sbs.router.options.tls import worker_session
-from sglang_sbs.router.processes.dashboard_leases import Leases
+from sglang_sbs.router.processes.dashboard_feed import Leases
 from sglang_sbs.router.processes.front_end_sessions import Hub
 from sglang_sbs.router.processes.leading.fixed_order import FixedOrder
 from sglang_sbs.router.processes.leading.lead import Lead, Unopposed
@@ -106,13 +106,8 @@ class SchedulerProcess:
         self._leases = Leases(self._feed, self._hub.tell)
         self.metrics.collect_with(self._collect)
         try:
-            if options.take_over:
-                self._watch.open_when_free()
-            else:
-                self.endforward_endpoint = self._watch.open()
             await self._listen_for_metrics()
-            self._watch.add_configured()
-            await self._watch.discover()
+            self.endforward_endpoint = await self._watch.start()
             self.endpoint = self._sockets.open(several.listen, several.keys)
         except BaseException:
             await self.stop()

@@ -33,7 +33,7 @@ _TAKEN_AGAIN_S = 0.2
 
 
 class Watch:
-    """``open`` starts it; workers may be added from then on."""
+    """``start`` it; workers may be added from then on."""
 
     def __init__(
         self,
@@ -67,19 +67,32 @@ class Watch:
         self._discovery = PodDiscovery(found, self) if found is not None else None
         self._waiting: asyncio.Task[None] | None = None
 
-    def open(self) -> str | None:
-        """Listen for EndForward; returns the endpoint. Raises: OSError, it is taken."""
-        return self._listener.open(self._options.endforward_bind, self._options.endforward_keys)
+    async def start(self) -> str | None:
+        """Listen for EndForward, and wait for the workers of flags and pods in the background.
+        Returns the endpoint, if there is one yet: who takes over has it once the router before it
+        has let go. Raises: OSError, it is taken; ValueError, no way to look for pods."""
+        endpoint = None
+        if self._options.take_over:
+            self._waiting = asyncio.create_task(self._open_when_free())
+        else:
+            endpoint = self._open()
+        for url, port in self._options.prefill:
+            self.add_worker(url, "prefill", port)
+        for url in self._options.decode:
+            self.add_worker(url, "decode", None)
+        if self._discovery is not None:
+            await self._discovery.start()
+        return endpoint
 
-    def open_when_free(self) -> None:
-        """The same, after the router that this one takes over from has let go of the endpoint."""
-        self._waiting = asyncio.create_task(self._open_when_free())
+    def _open(self) -> str | None:
+        """Raises: OSError."""
+        return self._listener.open(self._options.endforward_bind, self._options.endforward_keys)
 
     async def _open_when_free(self) -> None:
         said = ""
         while True:
             try:
-                logger.info("EndForward at %s", self.open() or "nothing")
+                logger.info("EndForward at %s", self._open() or "nothing")
                 return
             except OSError as error:
                 if error.errno != errno.EADDRINUSE:
@@ -101,17 +114,6 @@ class Watch:
         worker = self.registry.add(url, role, bootstrap_port)
         self._monitor.start(worker)
         return worker
-
-    def add_configured(self) -> None:
-        for url, port in self._options.prefill:
-            self.add_worker(url, "prefill", port)
-        for url in self._options.decode:
-            self.add_worker(url, "decode", None)
-
-    async def discover(self) -> None:
-        """Those that are pods come by themselves. Raises: ValueError, no way to look for them."""
-        if self._discovery is not None:
-            await self._discovery.start()
 
     def remove_worker(self, worker: Worker) -> None:
         """No new requests for it, and nothing is kept of it."""
