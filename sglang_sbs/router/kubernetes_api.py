@@ -25,7 +25,8 @@ async def open_api(flag: str) -> ApiClient:
     from kubernetes_asyncio import client, config
 
     configuration = client.Configuration()
-    path = _kubeconfig()
+    usual = Path.home() / ".kube" / "config"
+    path = os.environ.get("KUBECONFIG") or (str(usual) if usual.exists() else None)
     try:
         if path is not None:
             await config.load_kube_config(config_file=path, client_configuration=configuration)
@@ -51,11 +52,6 @@ async def read_answer(response: Any) -> dict[str, Any]:
     if not isinstance(answer, dict):
         raise ValueError("the API server's answer is no object")
     return answer
-
-
-def _kubeconfig() -> str | None:
-    usual = Path.home() / ".kube" / "config"
-    return os.environ.get("KUBECONFIG") or (str(usual) if usual.exists() else None)
 
 
 def _message(raw: bytes) -> str:

@@ -169,15 +169,17 @@ class SchedulerLink(Assigner):
             self._new_line: self._line is None or self._line_is_over,
             self._tell_alone: not self._told_alone,
         }
-        failures: set[str] = set()
+        failed = False
         for step in [step for step, is_left in steps.items() if is_left]:
             try:
                 step()
             except Exception as error:
-                if repr(error) not in self._failures | failures:
+                failed = True
+                if repr(error) not in self._failures:
                     logger.exception("doing without the scheduler: a step failed, trying again")
-                failures.add(repr(error))
-        self._failures = self._failures | failures if failures else failures
+                self._failures.add(repr(error))
+        if not failed:
+            self._failures.clear()
 
     def _place_alone(self) -> None:
         """Let the fallback place requests, those that wait first."""

@@ -23,12 +23,8 @@ _MAX_SOCKETS = 253
 _ANSWER_S = 5.0
 
 
-class PortTakenError(OSError):
-    """The port is somebody else's; the message says what can be done."""
-
-
 def check_free(host: str, port: int) -> None:
-    """Raises: PortTakenError. (SO_REUSEPORT would let two routers share it unnoticed.)"""
+    """Raises: OSError, it is not. (SO_REUSEPORT would let two routers share it unnoticed.)"""
     if port == 0:
         return
     for family, address in _addresses(host, port):
@@ -41,7 +37,7 @@ def check_free(host: str, port: int) -> None:
                     "--sbs-take-over takes it over from a router that runs with --workers 2 or more"
                 )
                 text = f"--port {port}: {error.strerror}; {how}"
-                raise PortTakenError(error.errno, text) from error
+                raise OSError(error.errno, text) from error
 
 
 def listen(host: str, port: int) -> list[socket.socket]:
