@@ -95,7 +95,6 @@ class OwnScheduler:
         """There is no other."""
 
     def families(self) -> Iterator[Metric]:
-        """Metrics read when scraped."""
         yield from snapshot_families(self.dispatcher.snapshot(), self.registry)
         yield from self.dispatcher.pump.times.families()
         yield from self._watch.families()

@@ -164,7 +164,6 @@ class RouterServer:
         self.metrics.collect_with(self._collect)
 
     def _build_prompts(self, tokenizer: ChatTokenizer | None) -> None:
-        """What reads prompts, and what may be sent in their place."""
         options = self.options
         self.tokenizers = EngineTokenizers(
             self.registry,

@@ -149,7 +149,6 @@ class Assigner:
 
     @property
     def waiting(self) -> int:
-        """Requests that have no decision yet."""
         return sum(not request.decision.done() for request in self._requests.values())
 
     @property

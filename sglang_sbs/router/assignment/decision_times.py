@@ -53,7 +53,6 @@ class DecisionTimes:
         self._of_type = {event: self._kinds[kind] for event, kind in _KINDS.items()}
 
     def took(self, event: type, seconds: float) -> None:
-        """The scheduler has handled an event of this type."""
         (self._of_type.get(event) or self._kinds[_OTHER]).add(seconds)
 
     def families(self) -> Iterator[Metric]:

@@ -34,8 +34,6 @@ class _Gang:
 
 
 class GangParts:
-    """The gangs of one scheduler."""
-
     def __init__(self) -> None:
         self._tag = random.getrandbits(TAG_BITS)
         """Of the next gang; other routers of the same engines begin elsewhere."""

@@ -26,8 +26,6 @@ def boot_clock() -> float:
 
 
 class Campaign(Election):
-    """With any store."""
-
     def __init__(
         self,
         store: LockStore,

@@ -76,8 +76,6 @@ class Record:
 
 @dataclass(frozen=True, slots=True)
 class Sleep:
-    """Nothing to ask for so long."""
-
     for_s: float
 
 
@@ -96,8 +94,6 @@ class Take:
 
 @dataclass(frozen=True, slots=True)
 class Renew:
-    """Say that the leader lives."""
-
     mine: Record
 
 

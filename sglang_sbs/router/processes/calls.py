@@ -25,8 +25,8 @@ class Calls(Generic[_A]):
         self._waiting: dict[int, asyncio.Future[_A]] = {}
 
     async def ask(self, tell: Callable[[_Q], bool], question: _Q, limit_s: float) -> _A | None:
-        """``tell`` sends the question, whose ``call`` is its number. ``None``: nobody takes it.
-        Raises: TimeoutError, no answer came; RouterError, 503, it will not come any more
+        """``tell`` sends the question, whose ``call`` is its number. ``None``: nobody takes it, or
+        no answer came in time. Raises: RouterError, 503, it will not come any more
         (:meth:`give_up`)."""
         number = next(self._numbers)
         future: asyncio.Future[_A] = asyncio.get_running_loop().create_future()
@@ -36,6 +36,8 @@ class Calls(Generic[_A]):
                 return None
             async with asyncio.timeout(limit_s):
                 return await future
+        except TimeoutError:
+            return None
         finally:
             del self._waiting[number]
 

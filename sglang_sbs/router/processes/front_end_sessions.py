@@ -135,7 +135,6 @@ class Hub:
 
     @property
     def front_ends(self) -> int:
-        """Open sessions."""
         return len(self._open)
 
     @property
@@ -175,11 +174,10 @@ class Hub:
     ) -> tuple[_Session, _Answer | None]:
         """``None``: no answer in time."""
         tell = partial(self.tell, session.identity)
-        try:
-            return session, await self._asked.ask(tell, question, _ANSWER_S)
-        except TimeoutError:
+        answer = await self._asked.ask(tell, question, _ANSWER_S)
+        if answer is None:
             logger.warning("front end %s does not answer", session.name)
-            return session, None
+        return session, answer
 
     def close(self) -> None:
         for task in (self._ticker, *self._tasks):
@@ -310,7 +308,6 @@ class Hub:
         self.pump.submit(event)
 
     def decided(self, command: Dispatch | Refuse) -> None:
-        """What the scheduler says about a request."""
         session = self._owners.get(command.rid)
         if session is None:
             return  # it ended meanwhile, and the scheduler was told

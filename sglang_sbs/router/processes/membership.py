@@ -42,7 +42,6 @@ class Membership:
     # Legs in flight, over all front ends, counted at the workers themselves -------------------
 
     def dispatched(self, placed: Placed, command: Dispatch) -> None:
-        """One more request was sent to both."""
         placed.prefill, placed.decode = command.prefill, command.decode
         placed.prefill_open = True
         self.count(placed, 1)

@@ -65,7 +65,6 @@ class MirroredRegistry(Registry):
         return [self._instance_up(worker) for worker in self if worker.usable]
 
     def follow(self, states: Iterable[WorkerState]) -> None:
-        """Become what the scheduler process says."""
         now_s = time.monotonic()
         known: set[str] = set()
         for state in states:

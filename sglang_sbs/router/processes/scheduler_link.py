@@ -70,7 +70,6 @@ class SchedulerLink(Assigner):
     fallback: Callable[[], driver.SchedulerLike]
     """Makes a scheduler for a time alone."""
     observer: driver.DispatchObserver
-    """Counts its decisions."""
     metrics_page: Callable[[], str]
     abort: Callable[[str], int]
     """Ends the requests of clients by the id they gave (empty: all); how many."""
@@ -133,12 +132,9 @@ class SchedulerLink(Assigner):
     async def ask(self, question: messages.Question) -> messages.Done:
         """What only the scheduler can do. Raises: RouterError, 503, there is no scheduler, or no
         answer of it; ValueError, as the scheduler says, it cannot be."""
-        try:
-            done = await self._calls.ask(self.tell, question, CALL_S)
-        except TimeoutError:
-            done = None
+        done = await self._calls.ask(self.tell, question, CALL_S)
         if done is None:
-            raise no_scheduler() from None
+            raise no_scheduler()
         if done.error:
             raise ValueError(done.error)
         return done

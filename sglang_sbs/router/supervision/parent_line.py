@@ -84,7 +84,6 @@ class ChildLine:
         return heard
 
     def let_go(self) -> None:
-        """Ask the child to leave its ports to a successor."""
         self._say(_LET_GO)
 
     def _say(self, word: bytes) -> None:

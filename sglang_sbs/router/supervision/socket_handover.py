@@ -98,7 +98,6 @@ class Predecessor:
         return cls(line, [socket.socket(fileno=fd) for fd in fds])
 
     def drain(self) -> None:
-        """Its successor serves: it may end."""
         with contextlib.suppress(OSError):
             self._line.sendall(_DRAIN)
         self._line.close()

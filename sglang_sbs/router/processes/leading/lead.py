@@ -24,8 +24,6 @@ _MOST_AHEAD = 1_000_000
 
 @dataclass(eq=False)
 class Lead:
-    """Of this process."""
-
     election: Election
     address: str = ""
     """Where front ends reach this process."""
@@ -75,7 +73,6 @@ class Lead:
             self.election.exceed(term)
 
     def looked(self, look: Look, *, ready: bool) -> Standing:
-        """What to answer."""
         if look.term > self.term:
             self.shown(look.term)
         self.told(look)
@@ -93,7 +90,6 @@ class Lead:
             self.shown(hello.last_term)
 
     def stamped(self, message: _M) -> _M:
-        """The message with the term that it is said in."""
         return msgspec.structs.replace(message, term=self.term)
 
     def shown_to_people(self) -> dict[str, Any] | None:
@@ -121,7 +117,6 @@ class Unopposed(Election):
         await asyncio.Event().wait()
 
     def begin(self, lead: Callable[[int], None], follow: Callable[[], None]) -> None:
-        """It leads at once."""
         self._lead, self._follow, self._told = lead, follow, None
         self.exceed(0)
 

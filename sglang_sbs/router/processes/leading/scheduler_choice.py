@@ -117,7 +117,6 @@ class SchedulerChoice:
         return "the" if before[0] == self.boot_id else "the restarted"
 
     def said(self, cluster: Cluster) -> None:
-        """How long the scheduler has led, and where it is."""
         self._address = cluster.address
         self._since_s = time.time() - cluster.lead_s
 

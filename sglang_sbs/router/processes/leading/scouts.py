@@ -52,7 +52,6 @@ class Scouts:
                 line.tell(look)
 
     def standing(self, endpoint: str, within_s: float) -> Standing | None:
-        """As last heard, if that is no longer ago."""
         standing, at_s = self._seen.get(endpoint, (None, 0.0))
         return standing if self.now() - at_s <= within_s else None
 
