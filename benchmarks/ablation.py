@@ -37,16 +37,16 @@ from sglang_sbs.simulator.workloads.scenario import WARM_UP_S
 NEVER = 1e9
 _LONG = "3-64K,64K,chunk 1024,sessions"
 OFF: dict[str, tuple[float, str]] = {
-    "AGEING_BATCHES": (NEVER, ""),
+    "AGEING": (NEVER, ""),
     "SLACK": (1.0, ""),
     "ARRIVING_SHARE": (1.0, ""),
     "WORTH": (0.0, ""),
     "RATE_PASSES": (1.0, ""),
     "CHUNK_WEIGHT": (1.0, _LONG),
-    "IMPATIENCE": (0.0, _LONG),
     "LEFT_OUT": (0, ""),
     "MOST_DIVIDED": (0, ""),
     "MOST_JOINING": (0, ""),
+    "TORN_SHARE": (0.0, ""),
     "AGAIN_WEIGHT": (0.0, "sessions"),
     "LEAST_HIT_SHARE": (0.0, "sessions"),
 }

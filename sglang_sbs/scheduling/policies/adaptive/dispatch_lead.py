@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import math
 
+from sglang_sbs.scheduling.policies.tuning import TORN_SHARE
 from sglang_sbs.scheduling.prefill.observation import Observation
 
 _STEP = 0.006
@@ -79,11 +80,12 @@ class DispatchLead:
         if count == 0:
             return
         beyond_s = max(_MARGIN_S, self._left_behind_s - latency_s)
+        torn_share = TORN_SHARE * beyond_s / pass_s
         idle_share = (1 - load) / (2 - load)
         least_s = latency_s + _MARGIN_S
         most_s = max(least_s, pass_s)
         idle_step_s = _STEP * pass_s * (idled / count - idle_share)
-        torn_step_s = _STEP * (pass_s * (left_behind > 0) - beyond_s / max(1, ranks))
+        torn_step_s = _STEP * pass_s * ((left_behind > 0) - torn_share / max(1, ranks))
         self._idle_s = _stepped(self._idle_s, idle_step_s, least_s, most_s)
         self._left_behind_s = _stepped(self._left_behind_s, torn_step_s, least_s, most_s)
 

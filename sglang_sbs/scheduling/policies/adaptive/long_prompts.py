@@ -23,7 +23,7 @@ from sglang_sbs.scheduling.policies.adaptive.pass_forecast import (
 )
 from sglang_sbs.scheduling.policies.adaptive.pass_forecast import homes as cheapest_homes
 from sglang_sbs.scheduling.policies.policy import permitted
-from sglang_sbs.scheduling.policies.tuning import AGAIN_WEIGHT, IMPATIENCE, SLACK
+from sglang_sbs.scheduling.policies.tuning import AGAIN_WEIGHT, AGEING, SLACK
 from sglang_sbs.scheduling.prefill.instance import PrefillInstance
 from sglang_sbs.scheduling.prefill.interval import IntervalController
 from sglang_sbs.scheduling.queue.request import RequestQueue
@@ -109,7 +109,7 @@ class LongPrompts:
         def terms_of(request: Request) -> Terms:
             chunks = math.ceil(request.uncached_tokens / self._chunk_tokens)
             waited = (at.now_s - request.arrived_s) / (pass_s * chunks)
-            return terms._replace(impatience=1 + IMPATIENCE * waited)
+            return terms._replace(impatience=1 + AGEING * waited)
 
         return cheapest_homes(
             [one for instance in near if (one := forecast_of(instance.id)) is not None],

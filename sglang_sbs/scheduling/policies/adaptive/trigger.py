@@ -59,7 +59,7 @@ from sglang_sbs.scheduling.policies.policy import (
     PrefillPolicy,
     permitted,
 )
-from sglang_sbs.scheduling.policies.tuning import AGEING_BATCHES, SLACK
+from sglang_sbs.scheduling.policies.tuning import AGEING, SLACK
 from sglang_sbs.scheduling.prefill.instance import PrefillInstance
 from sglang_sbs.scheduling.prefill.interval import IntervalController
 from sglang_sbs.scheduling.prefill.observation import Observation
@@ -173,7 +173,7 @@ class AdaptiveTrigger(PrefillPolicy):
     def _ageing_s(self) -> float:
         """With many instances a batch leaves often, and being passed over must count for more."""
         batches_s = self._interval.mean_forward_s / max(1, self._interval.active)
-        return AGEING_BATCHES * batches_s
+        return AGEING * batches_s
 
     def on_topology_change(self, instances: Sequence[PrefillInstance]) -> None:
         if instances:
