@@ -11,7 +11,6 @@ from typing import Any, Literal, TypeVar
 import orjson
 from aiohttp import web
 
-from sglang_sbs.router.answer import Answer
 from sglang_sbs.scheduling.events import RefuseCause
 
 ERROR_CODE_HEADER = "X-SMG-Error-Code"
@@ -82,12 +81,9 @@ class RouterError(Exception):
         error = {"type": kind, "code": self.code, "message": self.message, "param": None}
         return {"error": error}
 
-    def answer(self) -> Answer:
-        body = orjson.dumps(self.body())
-        return Answer(self.status, body, "application/json", headers=self.headers())
-
     def response(self) -> web.Response:
-        return self.answer().response()
+        headers = {"Content-Type": "application/json", **self.headers()}
+        return web.Response(status=self.status, body=orjson.dumps(self.body()), headers=headers)
 
     def sse_event(self) -> bytes:
         """The same error inside a stream whose status line has long left."""

@@ -15,7 +15,6 @@ import orjson
 from aiohttp import web
 
 from sglang_sbs.dashboard.pages import Handler, NoRoom
-from sglang_sbs.router.answer import Answer
 from sglang_sbs.router.api.access import CONTROL_PLANE, Access, is_own_host
 from sglang_sbs.router.api.endpoints import Control
 from sglang_sbs.router.api.identity import TokenCheck
@@ -120,7 +119,7 @@ class Surface:
         identifier = current_request_id.get()
         model = model_name(server.registry)
         started_s = time.monotonic()
-        answer: Answer | web.StreamResponse | None = None
+        answer: web.StreamResponse | None = None
         try:
             asked = asked_in(received, self._options.tenant_header)
             traces = server.traces
@@ -138,9 +137,9 @@ class Surface:
             metrics.request_failed(kind, model, error.code)
             raise
         finally:
-            streaming = isinstance(answer, web.StreamResponse)
+            streaming = answer is not None and not isinstance(answer, web.Response)
             metrics.served(kind, model, streaming, time.monotonic() - started_s)
-        return await send(request, answer) if isinstance(answer, Answer) else answer
+        return await send(request, answer) if isinstance(answer, web.Response) else answer
 
     @web.middleware
     async def middleware(self, request: web.Request, handler: Handler) -> web.StreamResponse:

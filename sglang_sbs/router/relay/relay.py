@@ -12,7 +12,6 @@ from typing import Any
 
 from aiohttp import web
 
-from sglang_sbs.router.answer import Answer
 from sglang_sbs.router.client.answer_stream import Downstream, joined
 from sglang_sbs.router.client.intake import Bodies, BodyShare
 from sglang_sbs.router.errors import Leg, LegFailure, RouterError, transport_failure, without_frames
@@ -60,7 +59,7 @@ class Relay:
 
     async def handle(
         self, request: web.Request, kind: RouteKind, headers: bytes, request_id: str, asked: Asked
-    ) -> Answer | web.StreamResponse:
+    ) -> web.StreamResponse:
         """Answer one client request; a stream has been sent already.
 
         ``headers`` are those that both legs get; ``asked`` is what the others say.
@@ -107,9 +106,7 @@ class Relay:
             task.uncancel()
         return ended
 
-    async def _serve(
-        self, exchange: Exchange, task: asyncio.Task[Any]
-    ) -> Answer | web.StreamResponse:
+    async def _serve(self, exchange: Exchange, task: asyncio.Task[Any]) -> web.StreamResponse:
         downstream = exchange.downstream
         try:
             async with asyncio.timeout(self.config.request_timeout_s):
@@ -144,14 +141,16 @@ class Relay:
             return plan_request(kind, body, config)
         return await self.lanes.run(len(body), plan_request, kind, body, config)
 
-    async def _answer(self, exchange: Exchange) -> Answer | web.StreamResponse:
+    async def _answer(self, exchange: Exchange) -> web.StreamResponse:
         plan = exchange.plan
         if plan.stream:
             await self._stream(exchange)
             return await exchange.downstream.finish()
         if plan.single:
             pair = await self.attempts.run(exchange, plan.units[0], None)
-            return Answer(pair.status, await self._body_of(plan, pair, 0), pair.content_type)
+            body = await self._body_of(plan, pair, 0)
+            headers = {"Content-Type": pair.content_type}
+            return web.Response(status=pair.status, body=body, headers=headers)
         answers: list[Body] = [b""] * len(plan.units)
         engines = [""] * len(plan.units)
 
@@ -170,7 +169,7 @@ class Relay:
                 merged = await self.lanes.run(size, merged_answers.merge_answers, plan, answers)
         except merged_answers.NoAnswer as error:
             raise _no_answer(engines[error.args[0]]) from error
-        return Answer(200, await joined(merged), "application/json")
+        return web.Response(body=await joined(merged), content_type="application/json")
 
     async def _body_of(self, plan: Plan, pair: Pair, position: int) -> Body:
         if not plan.edits_answers:
