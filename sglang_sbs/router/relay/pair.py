@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections import deque
 from typing import TYPE_CHECKING
 
 from sglang_sbs.router.engines.connection import Receiver
@@ -29,8 +28,6 @@ _SETTLE_S = 10.0
 """How long a prefill reply may still take once decode is through."""
 _EVENT_STREAM = "text/event-stream"
 _SSE_STARTS = (b"data:", b"event:", b"id:", b"retry:", b":")
-_HELD_BYTES = 1 << 20
-"""Of decode's stream, while prefill has not answered."""
 _END_MARK = b"[DONE]"
 _TAIL_BYTES = 4096
 """Of a stream, kept to see how it ended."""
@@ -58,7 +55,7 @@ class Pair:
         self.prefill, self.decode = placement.prefill.url, placement.decode.url
         self.stream = exchange.plan.stream
         self.needs_prefill_reply = exchange.plan.merge_logprobs
-        """Decode's output is held until prefill has answered: its logprobs go into it."""
+        """Decode is read no further until prefill has answered: its logprobs go into it."""
         self.asks_cached = asks_cached
         self.status = 0
         self.content_type = ""
@@ -76,9 +73,8 @@ class Pair:
         self._pool = in_flight.pool
         self._sink = make_sink() if make_sink is not None else None
         self._waits_for_prefill = self.needs_prefill_reply
-        self._held: deque[bytes] = deque()
-        """Of decode's stream: until prefill has answered, and then while the client is slow."""
-        self._held_bytes = 0
+        self._held = b""
+        """What came of decode's stream before prefill has answered."""
         self._paused = False
         self._tail = b""
         self._done = False
@@ -143,9 +139,8 @@ class Pair:
 
     def resume(self) -> None:
         self._paused = False
-        self.decode_call.set_paused(False)
-        if self._held and not self._waits_for_prefill:
-            self._release()
+        if not self._held:
+            self.decode_call.set_paused(False)
 
     @property
     def engine_failed(self) -> bool:
@@ -188,31 +183,19 @@ class Pair:
         self.prefill_reply = reply
         self._waits_for_prefill = False
         self._in_flight.prefill_replied(self.rid, reply)
-        if self._held:
-            self.resume()
-        elif self._decode_over:
-            self._complete()
-
-    def _release(self) -> None:
-        """Pass on what was held, as fast as the client takes it: each event may carry all of
-        prefill's logprobs."""
-        while self._held and not self._paused:
-            self._forward(self._held.popleft())
-            if self._failure is not None or self.closed:
-                return
-        if not self._held and self._decode_over:
+        held, self._held = self._held, b""
+        if held:
+            self.decode_data(held)
+            if not self._paused:
+                self.decode_call.set_paused(False)
+        if self._decode_over:
             self._complete()
 
     def decode_data(self, data: bytes) -> None:
-        if self._waits_for_prefill or self._held:
-            self._held.append(data)
-            self._held_bytes += len(data)
-            if self._held_bytes > _HELD_BYTES:
-                self.pause()
+        if self._waits_for_prefill:
+            self._held += data
+            self.decode_call.set_paused(True)
             return
-        self._forward(data)
-
-    def _forward(self, data: bytes) -> None:
         if not self.opened:
             failure = self._first_event_failure(data)
             if failure is not None:
@@ -257,11 +240,11 @@ class Pair:
         """``body`` is empty if it was streamed."""
         self._decode_over = True
         self.body = body
-        if self.stream or not self.needs_prefill_reply or self.prefill_reply:
+        if not self._waits_for_prefill:
             self._complete()
 
     def _complete(self) -> None:
-        if self._held or self._failure is not None:
+        if self._failure is not None:
             return
         if not self.opened:
             if self.stream:
