@@ -19,7 +19,7 @@ from sglang_sbs.router.options.config import RelayConfig
 from sglang_sbs.router.prompts.tokenizer_check import EngineTokenizers
 from sglang_sbs.router.relay.in_flight import Attempt, Exchange, InFlight, MakeSink, UnitRun
 from sglang_sbs.router.relay.pair import Pair
-from sglang_sbs.router.requests.plan import Unit, leg_bodies
+from sglang_sbs.router.requests.plan import leg_bodies
 from sglang_sbs.router.telemetry.metrics import RouterMetrics
 from sglang_sbs.router.workers.breaker import Suspicions
 from sglang_sbs.router.workers.placement import Placement
@@ -52,15 +52,15 @@ class Attempts:
     """Of batches, whose units begin, are sent and end a few at a time."""
     _suspicions: Suspicions = field(default_factory=Suspicions)
 
-    async def run(self, exchange: Exchange, unit: Unit, make_sink: MakeSink | None) -> Pair:
+    async def run(self, exchange: Exchange, unit: int, make_sink: MakeSink | None) -> Pair:
         """One unit to its end, retried while none of its bytes left. Raises: RouterError."""
         run = UnitRun(exchange, unit, make_sink)
         try:
             return await self._retried(run)
         finally:
             self._blame(run, served=False)
-            exchange.prefilled(unit.index)
-            exchange.pairs.pop(unit.index, None)
+            exchange.prefilled(unit)
+            exchange.pairs.pop(unit, None)
 
     def _blame(self, run: UnitRun, *, served: bool) -> None:
         """For answers of 5xx. When two engines gave one and none served the request, it may be
@@ -154,7 +154,7 @@ class Attempts:
             rid=SIZED_RID_PREFIX + rid if self.config.sends_gangs else rid,
             prompt_tokens=prompt.length.tokens,
             estimated=not prompt.length.exact,
-            max_new_tokens=run.unit.max_new_tokens,
+            max_new_tokens=exchange.plan.prompts[run.unit // exchange.plan.samples].max_new_tokens,
             exclude=run.exclude,
             blocks=prompt.blocks.tolist(),
             block_tokens=prompt.block_tokens,
@@ -190,7 +190,7 @@ class Attempts:
             asks_cached=asks,
         )
         attempt.pair = pair = Pair(attempt, placement, bodies, self.in_flight, asks)
-        run.exchange.pairs[run.unit.index] = pair
+        run.exchange.pairs[run.unit] = pair
         self.in_flight.started(attempt, placement)
         if logger.isEnabledFor(logging.DEBUG):
             to = f"{assignment.prefill} rank {assignment.prefill_rank} and "

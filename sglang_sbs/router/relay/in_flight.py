@@ -22,7 +22,7 @@ from sglang_sbs.router.relay.aborts import Aborts
 from sglang_sbs.router.relay.leg_answers import PrefillReply
 from sglang_sbs.router.relay.pair import Pair
 from sglang_sbs.router.requests.headers import Asked
-from sglang_sbs.router.requests.plan import Plan, Unit
+from sglang_sbs.router.requests.plan import Plan
 from sglang_sbs.router.telemetry.metrics import RouterMetrics
 from sglang_sbs.router.telemetry.tracing import AttemptTrace, Traces
 from sglang_sbs.router.workers.placement import Placement
@@ -75,7 +75,7 @@ class Exchange:
 @dataclass(slots=True, eq=False)
 class UnitRun:
     exchange: Exchange
-    unit: Unit
+    unit: int
     make_sink: MakeSink | None
     """``None``: the answer is kept whole."""
     attempts: int = 0
@@ -88,12 +88,12 @@ class UnitRun:
 
     @property
     def prompt(self) -> ReadPrompt:
-        return self.exchange.prompts[self.unit.prompt_index]
+        return self.exchange.prompts[self.unit // self.exchange.plan.samples]
 
     @property
     def opened(self) -> bool:
         """Something of its answer is there, and may have been passed on."""
-        pair = self.exchange.pairs.get(self.unit.index)
+        pair = self.exchange.pairs.get(self.unit)
         return pair is not None and pair.opened
 
 
@@ -231,7 +231,7 @@ class InFlight:
         if attempt.prefill_open and attempt.placement is not None:
             attempt.prefill_open = False
             attempt.placement.prefill.active -= 1
-            attempt.run.exchange.prefilled(attempt.run.unit.index)
+            attempt.run.exchange.prefilled(attempt.run.unit)
 
     # What pairs tell --------------------------------------------------------------------------
 

@@ -26,7 +26,7 @@ from sglang_sbs.router.relay.in_flight import Exchange, InFlight
 from sglang_sbs.router.relay.leg_answers import Body
 from sglang_sbs.router.relay.pair import Pair
 from sglang_sbs.router.requests.headers import Asked, session_header
-from sglang_sbs.router.requests.plan import Plan, RouteKind, Unit, plan_request
+from sglang_sbs.router.requests.plan import Plan, RouteKind, plan_request
 from sglang_sbs.router.requests.raw_json import JsonError
 from sglang_sbs.router.telemetry.metrics import RouterMetrics
 from sglang_sbs.scheduling.queue.priority import clamped_priority
@@ -147,18 +147,18 @@ class Relay:
             await self._stream(exchange)
             return await exchange.downstream.finish()
         if plan.single:
-            pair = await self.attempts.run(exchange, plan.units[0], None)
+            pair = await self.attempts.run(exchange, 0, None)
             body = await self._body_of(plan, pair, 0)
             headers = {"Content-Type": pair.content_type}
             return web.Response(status=pair.status, body=body, headers=headers)
         answers: list[Body] = [b""] * len(plan.units)
         engines = [""] * len(plan.units)
 
-        async def run(unit: Unit) -> None:
+        async def run(unit: int) -> None:
             # Thousands of answers may be kept, so nothing else of their pairs is.
             pair = await self.attempts.run(exchange, unit, None)
-            answers[unit.index] = await self._body_of(plan, pair, unit.index)
-            engines[unit.index] = pair.decode
+            answers[unit] = await self._body_of(plan, pair, unit)
+            engines[unit] = pair.decode
 
         await self._run_all(exchange, run)
         size = sum(map(len, answers))
@@ -213,40 +213,39 @@ class Relay:
     async def _stream(self, exchange: Exchange) -> None:
         plan, downstream = exchange.plan, exchange.downstream
         if plan.single and not plan.edits_answers:
-            await self.attempts.run(exchange, plan.units[0], lambda: downstream.push)
+            await self.attempts.run(exchange, 0, lambda: downstream.push)
             return
         merger = merged_answers.StreamMerger(plan, plan.client_rid(0) or uuid.uuid4().hex)
 
-        def sink_of(unit: Unit) -> Callable[[], Callable[[bytes], None]]:
+        def sink_of(unit: int) -> Callable[[], Callable[[bytes], None]]:
             begun = False
 
             def transform(event: dict[str, Any]) -> Sequence[bytes | memoryview]:
                 nonlocal begun
-                pair = exchange.pairs[unit.index]
-                edited = self._edited(plan, pair, event, unit.index, first=not begun)
+                pair = exchange.pairs[unit]
+                edited = self._edited(plan, pair, event, unit, first=not begun)
                 begun = True
                 return merged_answers.sse(edited) if plan.single else merger.event(unit, edited)
 
             return lambda: merged_answers.event_sink(transform, downstream.push)
 
-        async def run(unit: Unit) -> None:
+        async def run(unit: int) -> None:
             await self.attempts.run(exchange, unit, sink_of(unit))
 
         await self._run_all(exchange, run)
         downstream.push(merger.end())
 
     async def _run_all(
-        self, exchange: Exchange, run: Callable[[Unit], Coroutine[Any, Any, None]]
+        self, exchange: Exchange, run: Callable[[int], Coroutine[Any, Any, None]]
     ) -> None:
         """All units side by side; the first failure ends the others."""
-        units = exchange.plan.units
-        if len(units) == 1:
-            await run(units[0])
+        if len(exchange.plan.units) == 1:
+            await run(0)
             return
         failed: list[BaseException] = []
         running: set[asyncio.Task[None]] = set()
 
-        async def until_over(unit: Unit) -> None:
+        async def until_over(unit: int) -> None:
             try:
                 await run(unit)
             except Exception as error:
@@ -261,8 +260,8 @@ class Relay:
                 task.exception()  # it is known already
 
         try:
-            for unit in units:
-                await exchange.go_ahead(unit.index)
+            for unit in exchange.plan.units:
+                await exchange.go_ahead(unit)
                 if not failed:
                     await self.attempts.turns.take(id(exchange))
                 if failed:
