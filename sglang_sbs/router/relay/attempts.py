@@ -17,7 +17,7 @@ from sglang_sbs.router.errors import Leg, LegFailure, RouterError, without_frame
 from sglang_sbs.router.lanes import Turns
 from sglang_sbs.router.options.config import RelayConfig
 from sglang_sbs.router.prompts.tokenizer_check import EngineTokenizers
-from sglang_sbs.router.relay.in_flight import Attempt, Exchange, InFlight, MakeSink, UnitRun
+from sglang_sbs.router.relay.in_flight import Attempt, Exchange, InFlight, UnitRun
 from sglang_sbs.router.relay.pair import Pair
 from sglang_sbs.router.requests.plan import leg_bodies
 from sglang_sbs.router.telemetry.metrics import RouterMetrics
@@ -52,9 +52,9 @@ class Attempts:
     """Of batches, whose units begin, are sent and end a few at a time."""
     _suspicions: Suspicions = field(default_factory=Suspicions)
 
-    async def run(self, exchange: Exchange, unit: int, make_sink: MakeSink | None) -> Pair:
+    async def run(self, exchange: Exchange, unit: int) -> Pair:
         """One unit to its end, retried while none of its bytes left. Raises: RouterError."""
-        run = UnitRun(exchange, unit, make_sink)
+        run = UnitRun(exchange, unit)
         try:
             return await self._retried(run)
         finally:

@@ -35,9 +35,6 @@ MOST_AHEAD = 256
 _LAST_CHANCE_S = 5.0
 """Without a byte for this long, a stream of a lost worker is over."""
 
-MakeSink = Callable[[], Callable[[bytes], None]]
-"""Makes, for each attempt, what takes decode's stream."""
-
 
 @dataclass(slots=True)
 class Exchange:
@@ -55,6 +52,8 @@ class Exchange:
     session: str
     priority: int
     """Larger is more urgent."""
+    make_sink: Callable[[Pair], Callable[[bytes], None]] | None = None
+    """Makes, for each attempt, what takes decode's stream; ``None``: the answer is kept whole."""
     window: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(MOST_AHEAD))
     ending: bool = False
     """The first of its units failed, or its client left: none is sent any more."""
@@ -76,8 +75,6 @@ class Exchange:
 class UnitRun:
     exchange: Exchange
     unit: int
-    make_sink: MakeSink | None
-    """``None``: the answer is kept whole."""
     attempts: int = 0
     exclude: tuple[str, ...] = ()
     """Engines that failed it."""

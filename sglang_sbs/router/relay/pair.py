@@ -49,8 +49,9 @@ class Pair:
     ) -> None:
         """``bodies``: of prefill and decode. ``asks_cached``: prefill was asked for
         ``cached_tokens_details``, which it leaves out where there are none."""
-        exchange, make_sink = attempt.run.exchange, attempt.run.make_sink
+        exchange = attempt.run.exchange
         self.rid = attempt.rid
+        self.unit = attempt.run.unit
         self.placement = placement
         self.prefill, self.decode = placement.prefill.url, placement.decode.url
         self.stream = exchange.plan.stream
@@ -71,7 +72,7 @@ class Pair:
         """Aborted: whatever comes now is for nobody."""
         self._in_flight = in_flight
         self._pool = in_flight.pool
-        self._sink = make_sink() if make_sink is not None else None
+        self._sink = exchange.make_sink(self) if exchange.make_sink is not None else None
         self._waits_for_prefill = self.needs_prefill_reply
         self._held = b""
         """What came of decode's stream before prefill has answered."""

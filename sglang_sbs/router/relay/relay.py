@@ -8,6 +8,7 @@ import logging
 import uuid
 from collections.abc import Callable, Collection, Coroutine, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from aiohttp import web
@@ -147,8 +148,8 @@ class Relay:
             await self._stream(exchange)
             return await exchange.downstream.finish()
         if plan.single:
-            pair = await self.attempts.run(exchange, 0, None)
-            body = await self._body_of(plan, pair, 0)
+            pair = await self.attempts.run(exchange, 0)
+            body = await self._body_of(plan, pair)
             headers = {"Content-Type": pair.content_type}
             return web.Response(status=pair.status, body=body, headers=headers)
         answers: list[Body] = [b""] * len(plan.units)
@@ -156,8 +157,8 @@ class Relay:
 
         async def run(unit: int) -> None:
             # Thousands of answers may be kept, so nothing else of their pairs is.
-            pair = await self.attempts.run(exchange, unit, None)
-            answers[unit] = await self._body_of(plan, pair, unit)
+            pair = await self.attempts.run(exchange, unit)
+            answers[unit] = await self._body_of(plan, pair)
             engines[unit] = pair.decode
 
         await self._run_all(exchange, run)
@@ -171,7 +172,7 @@ class Relay:
             raise _no_answer(engines[error.args[0]]) from error
         return web.Response(body=await joined(merged), content_type="application/json")
 
-    async def _body_of(self, plan: Plan, pair: Pair, position: int) -> Body:
+    async def _body_of(self, plan: Plan, pair: Pair) -> Body:
         if not plan.edits_answers:
             return pair.body
         parts = opened_in_parts(pair.body)
@@ -186,7 +187,7 @@ class Relay:
         try:
             if pair.prefill_reply is not None:
                 await self._spaced(len(pair.body) + pair.prefill_reply.size_bytes)
-            return await joined(dumped_pieces(self._edited(plan, pair, answer, position)))
+            return await joined(dumped_pieces(self._edited(plan, pair, answer)))
         except JsonError as error:
             raise _no_answer(pair.prefill, "prefill") from error
 
@@ -197,7 +198,7 @@ class Relay:
 
     @staticmethod
     def _edited(
-        plan: Plan, pair: Pair, output: dict[str, Any], position: int, *, first: bool = True
+        plan: Plan, pair: Pair, output: dict[str, Any], *, first: bool = True
     ) -> dict[str, Any]:
         """``first``: a whole answer, or the first event of a stream."""
         if plan.merge_logprobs and pair.prefill_reply is not None:
@@ -205,7 +206,7 @@ class Relay:
                 merged_answers.merge_input_logprobs(output, pair.prefill_reply.body)
             elif first:
                 merged_answers.merge_echoed_logprobs(output, pair.prefill_reply.body)
-        client_rid = plan.client_rid(position)
+        client_rid = plan.client_rid(pair.unit)
         if client_rid is not None:
             merged_answers.restore_rid(output, pair.rid, client_rid)
         return output
@@ -213,30 +214,30 @@ class Relay:
     async def _stream(self, exchange: Exchange) -> None:
         plan, downstream = exchange.plan, exchange.downstream
         if plan.single and not plan.edits_answers:
-            await self.attempts.run(exchange, 0, lambda: downstream.push)
+            exchange.make_sink = lambda _pair: downstream.push
+            await self.attempts.run(exchange, 0)
             return
         merger = merged_answers.StreamMerger(plan, plan.client_rid(0) or uuid.uuid4().hex)
 
-        def sink_of(unit: int) -> Callable[[], Callable[[bytes], None]]:
+        def make_sink(pair: Pair) -> Callable[[bytes], None]:
             begun = False
 
             def transform(event: dict[str, Any]) -> Sequence[bytes | memoryview]:
                 nonlocal begun
-                pair = exchange.pairs[unit]
-                edited = self._edited(plan, pair, event, unit, first=not begun)
+                edited = self._edited(plan, pair, event, first=not begun)
                 begun = True
-                return merged_answers.sse(edited) if plan.single else merger.event(unit, edited)
+                if plan.single:
+                    return merged_answers.sse(edited)
+                return merger.event(pair.unit, edited)
 
-            return lambda: merged_answers.event_sink(transform, downstream.push)
+            return merged_answers.event_sink(transform, downstream.push)
 
-        async def run(unit: int) -> None:
-            await self.attempts.run(exchange, unit, sink_of(unit))
-
-        await self._run_all(exchange, run)
+        exchange.make_sink = make_sink
+        await self._run_all(exchange, partial(self.attempts.run, exchange))
         downstream.push(merger.end())
 
     async def _run_all(
-        self, exchange: Exchange, run: Callable[[int], Coroutine[Any, Any, None]]
+        self, exchange: Exchange, run: Callable[[int], Coroutine[Any, Any, object]]
     ) -> None:
         """All units side by side; the first failure ends the others."""
         if len(exchange.plan.units) == 1:
