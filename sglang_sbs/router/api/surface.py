@@ -23,10 +23,9 @@ from sglang_sbs.router.api.tokenizing import Tokenizing
 from sglang_sbs.router.client.answer_stream import send
 from sglang_sbs.router.errors import RouterError
 from sglang_sbs.router.options.keys import ControlKey
-from sglang_sbs.router.relay.relay import PATHS
 from sglang_sbs.router.requests.body_fields import bad_request
 from sglang_sbs.router.requests.headers import asked_in, forwarded_headers
-from sglang_sbs.router.requests.plan import RouteKind
+from sglang_sbs.router.requests.plan import PATHS, RouteKind
 from sglang_sbs.router.telemetry.logs import current_request_id, log_answer
 from sglang_sbs.router.telemetry.worker_metrics import model_name
 

@@ -38,7 +38,6 @@ _LAST_CHANCE_S = 5.0
 
 @dataclass(slots=True)
 class Exchange:
-    path: str
     headers: bytes
     """Those that both legs get."""
     request_id: str
@@ -230,21 +229,9 @@ class InFlight:
             attempt.placement.prefill.active -= 1
             attempt.run.exchange.prefilled(attempt.run.unit)
 
-    # What pairs tell --------------------------------------------------------------------------
+    # What pairs tell, once what came in together has been passed on -----------------------------
 
-    # Booked when what came in together has been passed on: a first byte does not wait for it.
-
-    def prefill_came(self, rid: str) -> None:
-        """Prefill's reply comes, and is long. Others are not held until it was read."""
-        self.pool.loop.call_soon(self.dispatcher.prefill_done, rid)
-
-    def prefill_replied(self, rid: str, reply: PrefillReply) -> None:
-        self.pool.loop.call_soon(self._book_reply, rid, reply, time.monotonic())
-
-    def decode_started(self, rid: str) -> None:
-        self.pool.loop.call_soon(self._book_start, rid, time.monotonic())
-
-    def _book_reply(self, rid: str, reply: PrefillReply, now_s: float) -> None:
+    def prefill_replied(self, rid: str, reply: PrefillReply, now_s: float) -> None:
         attempt = self._attempts.get(rid)
         self.dispatcher.prefill_done(rid, reply.prompt_tokens, reply.cached_tokens)
         if attempt is None:
@@ -259,7 +246,7 @@ class InFlight:
                 expected = attempt.assignment.cached_tokens
                 self.metrics.prefix_found(reply.prompt_tokens, expected, reply.cached_tokens)
 
-    def _book_start(self, rid: str, now_s: float) -> None:
+    def decode_started(self, rid: str, now_s: float) -> None:
         attempt = self._attempts.get(rid)
         if attempt is None or attempt.prefill_open:  # else its reply has said so
             self.dispatcher.prefill_done(rid)

@@ -9,14 +9,15 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from typing import TYPE_CHECKING
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
 
 from sglang_sbs.router.engines.connection import Receiver
 from sglang_sbs.router.engines.connection_pool import Call, request_head
 from sglang_sbs.router.errors import EventTooLarge, LegFailure, answer_too_large, transport_failure
 from sglang_sbs.router.relay import engine_json
 from sglang_sbs.router.relay.leg_answers import Body, DecodeLeg, PrefillLeg, PrefillReply
-from sglang_sbs.router.requests.plan import Pieces
+from sglang_sbs.router.requests.plan import PATHS, Pieces
 from sglang_sbs.router.workers.placement import Placement
 
 if TYPE_CHECKING:
@@ -91,7 +92,7 @@ class Pair:
 
     def _send(self, exchange: Exchange, origin: str, body: Pieces, leg: Receiver) -> Call:
         size = sum(map(len, body))
-        head = request_head("POST", origin, exchange.path, exchange.headers, size)
+        head = request_head("POST", origin, PATHS[exchange.plan.kind], exchange.headers, size)
         return self._pool.call(origin, (head, *body), leg)
 
     # For the relay ----------------------------------------------------------------------------
@@ -174,8 +175,13 @@ class Pair:
         self._changed.set()
 
     def prefill_came(self) -> None:
+        """Prefill's reply comes, and is long. Others are not held until it was read."""
         if not self.closed:
-            self._in_flight.prefill_came(self.rid)
+            self._book(self._in_flight.dispatcher.prefill_done)
+
+    def _book(self, what: Callable[..., None], *more: Any) -> None:
+        """When what came in together has been passed on: a first byte does not wait for it."""
+        self._pool.loop.call_soon(what, self.rid, *more)
 
     def prefill_finished(self, reply: PrefillReply) -> None:
         self._prefill_over = True
@@ -183,7 +189,7 @@ class Pair:
             return
         self.prefill_reply = reply
         self._waits_for_prefill = False
-        self._in_flight.prefill_replied(self.rid, reply)
+        self._book(self._in_flight.prefill_replied, reply, time.monotonic())
         held, self._held = self._held, b""
         if held:
             self.decode_data(held)
@@ -219,7 +225,7 @@ class Pair:
 
     def _open(self) -> None:
         self.opened = True
-        self._in_flight.decode_started(self.rid)
+        self._book(self._in_flight.decode_started, time.monotonic())
         self._changed.set()
 
     def _first_event_failure(self, data: bytes) -> LegFailure | None:

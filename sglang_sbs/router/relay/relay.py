@@ -34,12 +34,6 @@ from sglang_sbs.scheduling.queue.priority import clamped_priority
 
 logger = logging.getLogger(__name__)
 
-PATHS: dict[RouteKind, str] = {
-    "generate": "/generate",
-    "completions": "/v1/completions",
-    "chat": "/v1/chat/completions",
-}
-
 _QUICK_BYTES = 32 << 10
 _QUICK_VALUES = 512
 """A body of that size and so many values is planned at once: a thread would cost more than that."""
@@ -80,7 +74,6 @@ class Relay:
                 sign = -1 if self.config.low_priority_values_first else 1
                 pairs: dict[int, Pair] = {}
                 exchange = Exchange(
-                    path=PATHS[kind],
                     headers=headers,
                     request_id=request_id,
                     asked=asked,

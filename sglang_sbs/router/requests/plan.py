@@ -17,6 +17,12 @@ from sglang_sbs.router.workers.rank_contract import decode_members, prefill_memb
 
 RouteKind = Literal["generate", "completions", "chat"]
 
+PATHS: dict[RouteKind, str] = {
+    "generate": "/generate",
+    "completions": "/v1/completions",
+    "chat": "/v1/chat/completions",
+}
+
 _INTERNAL_FIELDS = (
     "bootstrap_host", "bootstrap_port", "bootstrap_room", "bootstrap_pair_key", "decode_tp_size",
     "routed_dp_rank", "data_parallel_rank", "disagg_prefill_dp_rank", "http_worker_ipc",

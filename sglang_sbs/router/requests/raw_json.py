@@ -235,10 +235,8 @@ def _pieces(body: bytes | bytearray | memoryview) -> Iterator[bytes]:
 def _check_utf8(body: bytes | bytearray) -> None:
     if body.isascii():
         return
-    decoder = codecs.getincrementaldecoder("utf-8")()
     try:
-        for piece in _pieces(body):
-            decoder.decode(piece)
-        decoder.decode(b"", final=True)
+        for _ in codecs.iterdecode(_pieces(body), "utf-8"):
+            pass
     except UnicodeDecodeError as error:
         raise JsonError(f"not valid JSON: {error.reason} in its UTF-8") from error
