@@ -24,6 +24,7 @@ from sglang_sbs.router.telemetry.metrics import RouterMetrics
 from sglang_sbs.router.workers.breaker import Suspicions
 from sglang_sbs.router.workers.placement import Placement
 from sglang_sbs.router.workers.registry import Registry
+from sglang_sbs.router.workers.worker import Worker
 from sglang_sbs.scheduling.events import Dispatch, Outcome, RequestArrived
 from sglang_sbs.wire.gangs import SIZED_RID_PREFIX, TAG_BITS, GangPart
 
@@ -201,21 +202,17 @@ class Attempts:
 
     def _placement(self, assignment: Dispatch) -> Placement:
         """Raises: LegFailure, RouterError: it cannot be sent there now."""
-        prefill = self.registry.get(assignment.prefill)
-        decode = self.registry.get(assignment.decode)
-        if prefill is None:
-            raise _unavailable("prefill", assignment.prefill, "was removed")
-        if decode is None:
-            raise _unavailable("decode", assignment.decode, "was removed")
-        placement = Placement(prefill, assignment.prefill_rank, decode, assignment.decode_rank)
-        for worker, rank in ((prefill, placement.prefill_rank), (decode, placement.decode_rank)):
-            if worker.info is None:  # its engine was started anew since it was chosen
-                raise _unavailable(worker.role, worker.url, "has been restarted")
-            if not 0 <= rank < worker.dp_size:
-                why = f"DP rank {rank} of {worker.url} is outside [0, {worker.dp_size})"
-                raise RouterError(500, "rank_out_of_range", why)
-        return placement
+        prefill_rank, decode_rank = assignment.prefill_rank, assignment.decode_rank
+        prefill = self._worker("prefill", assignment.prefill, prefill_rank)
+        decode = self._worker("decode", assignment.decode, decode_rank)
+        return Placement(prefill, prefill_rank, decode, decode_rank)
 
-
-def _unavailable(role: Leg, url: str, why: str) -> LegFailure:
-    return LegFailure(role, url, 503, f"{role}_unavailable", f"worker {url} {why}")
+    def _worker(self, role: Leg, url: str, rank: int) -> Worker:
+        worker = self.registry.get(url)
+        if worker is None or worker.info is None:  # since it was chosen
+            why = f"worker {url} {'was removed' if worker is None else 'has been restarted'}"
+            raise LegFailure(role, url, 503, f"{role}_unavailable", why)
+        if not 0 <= rank < worker.dp_size:
+            why = f"DP rank {rank} of {url} is outside [0, {worker.dp_size})"
+            raise RouterError(500, "rank_out_of_range", why)
+        return worker

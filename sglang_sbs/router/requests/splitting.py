@@ -143,7 +143,7 @@ def _check_count(raw: Raw, limits: RelayConfig) -> None:
     """That a list of texts has not too many entries, before it becomes one."""
     view = memoryview(raw)
     if len(view) >= limits.max_units:
-        _check_units(count_outside_strings(view, b'",')[b","] + 1, 1, limits)
+        _check_units(count_outside_strings(view, b'",')[ord(",")] + 1, 1, limits)
 
 
 def _params_of(body: _Body, batch: int | None) -> list[dict[str, Any]]:
@@ -270,7 +270,7 @@ def _read(key: str, raw: Raw | bytes) -> tuple[Any, int, int]:
         if ids is not None:
             return ids, 0, 0
         separator = b"[" if key == "input_embeds" else b","
-        separators = count_outside_strings(memoryview(raw), b'[,"')[separator]
+        separators = count_outside_strings(memoryview(raw), b'[,"')[ord(separator)]
         return None, max(1, separators + (separator == b",")), 0
     return None, 1, 0
 
