@@ -1,6 +1,4 @@
-"""Errors a client can see, with the codes and bodies of ``sglang_router``: ``{"error": {type, code,
-message, param}}`` plus ``X-SMG-Error-Code``.
-"""
+"""Errors a client can see, with the codes and bodies of ``sglang_router``."""
 
 from __future__ import annotations
 
@@ -86,7 +84,7 @@ class RouterError(Exception):
         return web.Response(status=self.status, body=orjson.dumps(self.body()), headers=headers)
 
     def sse_event(self) -> bytes:
-        """The same error inside a stream whose status line has long left."""
+        """Inside a stream whose status line has left."""
         error = self.body()["error"] | {"status": self.status}
         return b"data: " + orjson.dumps({"error": error}) + b"\n\n"
 
@@ -95,9 +93,8 @@ E = TypeVar("E", bound=BaseException)
 
 
 def without_frames(error: E) -> E:
-    """An error that was dealt with, and what it came from no more: it knows the frames it came
-    through, and where one of them knows it too, their bodies would wait for the garbage collector.
-    """
+    """An error without the frames it came through: where one of them knows it too, the bodies they
+    worked on would wait for the garbage collector."""
     error.__traceback__ = error.__cause__ = error.__context__ = None
     return error
 

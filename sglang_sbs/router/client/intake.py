@@ -134,9 +134,8 @@ class BodyShare:
 
 
 class ParserLog(logging.LoggerAdapter[logging.Logger]):
-    """aiohttp's log of a port, without what clients sent that is no HTTP, and those that left. Its
-    own lines have a traceback and the offending bytes, a key among them for all one knows, and
-    whoever likes can have as many of them as he likes."""
+    """aiohttp's log of a port, without clients that left or sent no HTTP: its own lines show what
+    they sent, a key among it for all one knows, and any stranger can fill the log with them."""
 
     def __init__(self, malformed: Callable[[], None]) -> None:
         """``malformed`` is told of each such request."""

@@ -1,9 +1,7 @@
-"""The front door: how many requests may be inside at once (``--max-concurrent-requests``). A token
-bucket, and a FIFO in front of it.
-
-The bucket is sglang_router's: a request takes a token and gives it back at its end;
+"""The front door: how many requests may be inside at once (``--max-concurrent-requests``). A FIFO
+before sglang_router's token bucket: a request takes a token and gives it back at its end;
 ``--rate-limit-tokens-per-second`` adds further ones, never beyond the bucket's size. Unlike there,
-a batch or ``n`` takes a token for each, or all there are if they are fewer."""
+a batch or ``n`` takes a token for each."""
 
 from __future__ import annotations
 

@@ -1,7 +1,5 @@
 """One unit of a client request: assigned, sent, and tried again on other engines if it failed.
-
-Owns the attempts at a unit, and which engine is to blame for one that failed. Every attempt
-announced to the scheduler ends there exactly once, whatever happens here."""
+Every attempt announced to the scheduler ends there exactly once."""
 
 from __future__ import annotations
 

@@ -1,8 +1,6 @@
-"""What is in flight: the client's request, its units, the attempts at each, and the books on all.
-
-Each record refers to the one before, and nobody writes down again what they say. Owns the table
-from rid to workers (EndForward is bound through it), the counters per worker, and whose client may
-abort what."""
+"""What is in flight: the client's request, its units, the attempts at each, each referring to the
+one before. Owns the table from rid to workers (EndForward is bound through it), the counters per
+worker, and whose client may abort what."""
 
 from __future__ import annotations
 

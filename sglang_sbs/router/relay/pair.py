@@ -1,8 +1,6 @@
 """One attempt at a request: its prefill leg and its decode leg, as one thing that works or fails.
-
-Owns both exchanges, the verdict on the pair, and the abort of both. Must not know clients or
-retries. Decode's body goes to ``sink`` in the callback that received it. Prefill's failure fails
-the pair only until decode's first byte, for from then on decode has the KV cache."""
+Must not know clients or retries. Prefill's failure fails the pair only until decode's first byte,
+for from then on decode has the KV cache."""
 
 from __future__ import annotations
 

@@ -55,10 +55,7 @@ class Relay:
     async def handle(
         self, request: web.Request, kind: RouteKind, headers: bytes, request_id: str, asked: Asked
     ) -> web.StreamResponse:
-        """Answer one client request; a stream has been sent already.
-
-        ``headers`` are those that both legs get; ``asked`` is what the others say.
-
+        """Answer one client request; a stream has been sent already. ``headers``: for both legs.
         Raises: RouterError, as long as nothing was sent to the client; asyncio.CancelledError, the
         client is gone; both legs are aborted."""
         task = asyncio.current_task()

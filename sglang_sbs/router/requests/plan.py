@@ -160,11 +160,9 @@ def leg_bodies(
     asks_cached: bool = False,
 ) -> tuple[Pieces, Pieces]:
     """The bodies for prefill and decode. What is large in them is there once, however many legs.
-
     Prefill is asked without streaming: its one reply says how the leg went by its HTTP status, and
-    its counts come in one piece. ``room``: the bootstrap room. ``ids_json``: token ids that both
-    legs get instead of the text, or for a chat instead of what they would make of its messages.
-    ``asks_cached``: prefill is to say how much it had cached, even if it was not started to do so.
+    its counts come in one piece. ``ids_json``: token ids instead of the text, or for a chat of what
+    engines would make of its messages. ``asks_cached``: prefill is to say how much it had cached.
     """
     prefiller, decoder, rank = placement.prefill, placement.decode, placement.prefill_rank
     shared = {

@@ -1,8 +1,5 @@
-"""Request bodies cut up instead of unfolded: a megabyte of JSON can become eighty of Python
-objects.
-
-A body is cut into its members, which stay the bytes they came as; only what somebody must look at
-becomes objects. No function here keeps the interpreter lock for long: a thread can do it."""
+"""Request bodies cut up into members that stay the bytes they came as: a megabyte of JSON can
+become eighty of objects. No function here keeps the interpreter lock for long: a thread can do it."""
 
 from __future__ import annotations
 

@@ -1,6 +1,5 @@
 """The prompts of a request body: a batch and ``n > 1`` taken apart, as inside SGLang they would
-share one bootstrap room and break PD. They are counted before anything is built; what they share is
-kept once."""
+share one bootstrap room and break PD. They are counted before anything is built."""
 
 from __future__ import annotations
 
