@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from http import HTTPStatus
-from typing import Any, Literal, TypeVar
+from typing import Literal, TypeVar
 
 import orjson
 from aiohttp import web
@@ -67,26 +67,20 @@ class RouterError(Exception):
         self.message = message
         self.retry_after_s = retry_after_s
 
-    def headers(self) -> dict[str, str]:
-        """``X-SMG-Error-Code`` and, where waiting helps, ``Retry-After`` in whole seconds."""
-        headers = {ERROR_CODE_HEADER: self.code}
-        if self.retry_after_s is not None:
-            headers["Retry-After"] = str(max(1, math.ceil(self.retry_after_s)))
-        return headers
-
-    def body(self) -> dict[str, Any]:
+    def _body(self, **more: int) -> bytes:
         kind = reason_phrase(self.status)
         error = {"type": kind, "code": self.code, "message": self.message, "param": None}
-        return {"error": error}
+        return orjson.dumps({"error": error | more})
 
     def response(self) -> web.Response:
-        headers = {"Content-Type": "application/json", **self.headers()}
-        return web.Response(status=self.status, body=orjson.dumps(self.body()), headers=headers)
+        headers = {"Content-Type": "application/json", ERROR_CODE_HEADER: self.code}
+        if self.retry_after_s is not None:
+            headers["Retry-After"] = str(max(1, math.ceil(self.retry_after_s)))
+        return web.Response(status=self.status, body=self._body(), headers=headers)
 
     def sse_event(self) -> bytes:
         """Inside a stream whose status line has left."""
-        error = self.body()["error"] | {"status": self.status}
-        return b"data: " + orjson.dumps({"error": error}) + b"\n\n"
+        return b"data: %b\n\n" % self._body(status=self.status)
 
 
 E = TypeVar("E", bound=BaseException)

@@ -9,7 +9,6 @@ import sys
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any, NamedTuple
 
 from aiohttp import web
@@ -230,8 +229,7 @@ class _Wait(NamedTuple):
 
 @dataclass(eq=False, repr=False)
 class Gate(asyncio.Protocol):
-    """Stands in for aiohttp's protocol until there is a connection, which a doorman then watches to
-    its end."""
+    """aiohttp's protocol, made once there is a connection, which a doorman watches to its end."""
 
     doorman: Doorman
     serve: Callable[[], asyncio.Protocol]
@@ -245,18 +243,13 @@ class Gate(asyncio.Protocol):
             return
         self.doorman.watch(transport)
         protocol = self.serve()
-        transport.set_protocol(_Leaving(protocol, partial(self.doorman.heard, transport)))
-        protocol.connection_made(transport)
 
+        def lost(exc: Exception | None) -> None:
+            self.doorman.heard(transport)
+            protocol.connection_lost(exc)
 
-class _Leaving(asyncio.Protocol):
-    """Another protocol as it is, and who is told when its connection is gone."""
-
-    def __init__(self, protocol: asyncio.Protocol, gone: Callable[[], None]) -> None:
-        self._lost, self._gone = protocol.connection_lost, gone
+        self.connection_lost = lost  # type: ignore[method-assign]
         for name in ("data_received", "eof_received", "pause_writing", "resume_writing"):
             setattr(self, name, getattr(protocol, name))
-
-    def connection_lost(self, exc: Exception | None) -> None:
-        self._gone()
-        self._lost(exc)
+        transport.set_protocol(self)  # uvloop has looked its methods up
+        protocol.connection_made(transport)

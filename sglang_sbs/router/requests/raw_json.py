@@ -1,5 +1,5 @@
 """Request bodies cut up into members that stay the bytes they came as: a megabyte of JSON can
-become eighty of objects. No function here keeps the interpreter lock for long: a thread can do it."""
+become eighty of objects. No function here keeps the interpreter lock for long."""
 
 from __future__ import annotations
 
