@@ -58,7 +58,7 @@ class Attempts:
             return await self._retried(run)
         finally:
             self._blame(run, served=False)
-            exchange.prefilled(unit)
+            run.prefilled()
             exchange.pairs.pop(unit, None)
 
     def _blame(self, run: UnitRun, *, served: bool) -> None:

@@ -28,8 +28,6 @@ from sglang_sbs.router.workers.worker import Worker
 from sglang_sbs.scheduling.events import Dispatch, Outcome
 from sglang_sbs.scheduling.queue.priority import class_of
 
-MOST_AHEAD = 256
-"""Units of one batch that wait for their prefill; the next begin as these get it."""
 _LAST_CHANCE_S = 5.0
 """Without a byte for this long, a stream of a lost worker is over."""
 
@@ -51,21 +49,10 @@ class Exchange:
     """Larger is more urgent."""
     make_sink: Callable[[Pair], Callable[[bytes], None]] | None = None
     """Makes, for each attempt, what takes decode's stream; ``None``: the answer is kept whole."""
-    window: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(MOST_AHEAD))
+    window: asyncio.Semaphore | None = None
+    """Of a batch: places for units that wait for their prefill."""
     ending: bool = False
     """The first of its units failed, or its client left: none is sent any more."""
-    ahead: set[int] = field(default_factory=set)
-    """By unit index: who has a place in ``window``."""
-
-    async def go_ahead(self, index: int) -> None:
-        await self.window.acquire()
-        self.ahead.add(index)
-
-    def prefilled(self, index: int) -> None:
-        """The unit is past prefill, or over; its place is another's. Does nothing twice."""
-        if index in self.ahead:
-            self.ahead.discard(index)
-            self.window.release()
 
 
 @dataclass(slots=True, eq=False)
@@ -79,6 +66,15 @@ class UnitRun:
     """Those of them that went away under it."""
     suspects: list[LegFailure] = field(default_factory=list)
     """Answers of 5xx that may be the engine's fault, or the request's."""
+
+    ahead: bool = True
+    """It has a place in the window of its batch."""
+
+    def prefilled(self) -> None:
+        """It is past prefill, or over; its place is another's. Does nothing twice."""
+        if self.ahead and self.exchange.window is not None:
+            self.exchange.window.release()
+        self.ahead = False
 
     @property
     def prompt(self) -> ReadPrompt:
@@ -225,7 +221,7 @@ class InFlight:
         if attempt.prefill_open and attempt.placement is not None:
             attempt.prefill_open = False
             attempt.placement.prefill.active -= 1
-            attempt.run.exchange.prefilled(attempt.run.unit)
+            attempt.run.prefilled()
 
     # What pairs tell, once what came in together has been passed on -----------------------------
 

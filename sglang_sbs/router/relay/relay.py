@@ -34,6 +34,8 @@ from sglang_sbs.scheduling.queue.priority import clamped_priority
 
 logger = logging.getLogger(__name__)
 
+MOST_AHEAD = 256
+"""Units of one batch that wait for their prefill; the next begin as these get it."""
 _QUICK_BYTES = 32 << 10
 _QUICK_VALUES = 512
 """A body of that size and so many values is planned at once: a thread would cost more than that."""
@@ -233,6 +235,7 @@ class Relay:
         if len(exchange.plan.units) == 1:
             await run(0)
             return
+        exchange.window = window = asyncio.Semaphore(MOST_AHEAD)
         failed: list[BaseException] = []
         running: set[asyncio.Task[None]] = set()
 
@@ -242,7 +245,7 @@ class Relay:
             except Exception as error:
                 failed.append(without_frames(error))  # before anybody gets the place that it leaves
                 exchange.ending = True
-                exchange.window.release()  # if a place is waited for, that is over
+                window.release()  # if a place is waited for, that is over
                 raise
 
         def over(task: asyncio.Task[None]) -> None:
@@ -252,7 +255,7 @@ class Relay:
 
         try:
             for unit in exchange.plan.units:
-                await exchange.go_ahead(unit)
+                await window.acquire()
                 if not failed:
                     await self.attempts.turns.take(id(exchange))
                 if failed:
