@@ -1,17 +1,14 @@
-"""Errors a client can see, with the codes and bodies of ``sglang_router``: ``{"error": {type, code,
-message, param}}`` plus ``X-SMG-Error-Code``.
-"""
+"""Errors a client can see, with the codes and bodies of ``sglang_router``."""
 
 from __future__ import annotations
 
 import math
 from http import HTTPStatus
-from typing import Any, Literal, TypeVar
+from typing import Literal, TypeVar
 
 import orjson
 from aiohttp import web
 
-from sglang_sbs.router.answer import Answer
 from sglang_sbs.scheduling.events import RefuseCause
 
 ERROR_CODE_HEADER = "X-SMG-Error-Code"
@@ -70,38 +67,28 @@ class RouterError(Exception):
         self.message = message
         self.retry_after_s = retry_after_s
 
-    def headers(self) -> dict[str, str]:
-        """``X-SMG-Error-Code`` and, where waiting helps, ``Retry-After`` in whole seconds."""
-        headers = {ERROR_CODE_HEADER: self.code}
-        if self.retry_after_s is not None:
-            headers["Retry-After"] = str(max(1, math.ceil(self.retry_after_s)))
-        return headers
-
-    def body(self) -> dict[str, Any]:
+    def _body(self, **more: int) -> bytes:
         kind = reason_phrase(self.status)
         error = {"type": kind, "code": self.code, "message": self.message, "param": None}
-        return {"error": error}
-
-    def answer(self) -> Answer:
-        body = orjson.dumps(self.body())
-        return Answer(self.status, body, "application/json", headers=self.headers())
+        return orjson.dumps({"error": error | more})
 
     def response(self) -> web.Response:
-        return self.answer().response()
+        headers = {"Content-Type": "application/json", ERROR_CODE_HEADER: self.code}
+        if self.retry_after_s is not None:
+            headers["Retry-After"] = str(max(1, math.ceil(self.retry_after_s)))
+        return web.Response(status=self.status, body=self._body(), headers=headers)
 
     def sse_event(self) -> bytes:
-        """The same error inside a stream whose status line has long left."""
-        error = self.body()["error"] | {"status": self.status}
-        return b"data: " + orjson.dumps({"error": error}) + b"\n\n"
+        """Inside a stream whose status line has left."""
+        return b"data: %b\n\n" % self._body(status=self.status)
 
 
 E = TypeVar("E", bound=BaseException)
 
 
 def without_frames(error: E) -> E:
-    """An error that was dealt with, and what it came from no more: it knows the frames it came
-    through, and where one of them knows it too, their bodies would wait for the garbage collector.
-    """
+    """An error without the frames it came through: where one of them knows it too, the bodies they
+    worked on would wait for the garbage collector."""
     error.__traceback__ = error.__cause__ = error.__context__ = None
     return error
 

@@ -199,7 +199,7 @@ def test_a_bad_value_is_not_told_whole(place: str, value: Any) -> None:
 
 
 def test_an_error_message_has_a_limit_wherever_it_comes_from() -> None:
-    assert len(RouterError(400, "x", "y" * MIB).answer().body) < 5000
+    assert len(RouterError(400, "x", "y" * MIB).sse_event()) < 5000
 
 
 # Content-Encoding -------------------------------------------------------------------------------

@@ -21,7 +21,7 @@ from sglang_sbs.router.processes.messages import (
     encode,
 )
 from sglang_sbs.router.processes.mirrored_registry import MirroredRegistry, state_of
-from sglang_sbs.router.relay import leg_answers, pair
+from sglang_sbs.router.relay import leg_answers
 from sglang_sbs.router.relay.merged_answers import NoAnswer, merge_answers
 from sglang_sbs.router.requests.plan import plan_request
 from sglang_sbs.router.telemetry.logs import set_up_logging
@@ -139,10 +139,10 @@ async def test_of_a_long_error_the_beginning_is_kept(size: int) -> None:
 
 async def test_decode_that_does_not_wait_for_prefill_is_paused(monkeypatch: Any) -> None:
     """With logprobs its events are held until prefill has answered."""
-    monkeypatch.setattr(pair, "_HELD_BYTES", 1000)
-    paused: list[pair.Pair] = []
-    true_pause = pair.Pair.pause
-    monkeypatch.setattr(pair.Pair, "pause", lambda self: (paused.append(self), true_pause(self)))
+    paused: list[bool] = []
+    call = connection_pool.Call
+    set_paused = call.set_paused
+    monkeypatch.setattr(call, "set_paused", lambda *to: (paused.append(to[1]), set_paused(*to)))
     async with cluster() as c:
         event = b'data: {"text": "%b", "meta_info": {}}\n\n' % (b"x" * 2000)
         c.decode[0].raw_answers["/generate"] = (
@@ -158,7 +158,7 @@ async def test_decode_that_does_not_wait_for_prefill_is_paused(monkeypatch: Any)
                 return bytes(await response.read())
 
         asked = asyncio.create_task(ask())
-        await asyncio.gather(c.prefill[0].reply_gate.arrived(1), until(lambda: paused))
+        await asyncio.gather(c.prefill[0].reply_gate.arrived(1), until(lambda: True in paused))
         c.prefill[0].reply_gate.open()
         assert b"xxx" in await asked
         await c.settled()

@@ -226,7 +226,7 @@ async def test_connections_that_send_no_whole_head_are_closed() -> None:
         assert await silent.read() == b""
         raise ConnectionResetError
     assert not talking.at_eof()
-    assert doorman._silent.since_s == {}
+    assert doorman._waiting == {}
     silent_writer.close()
     talking_writer.close()
     server.close()
@@ -252,7 +252,7 @@ async def test_a_client_that_takes_nothing_of_its_answer_is_waited_for_once() ->
     doorman.rests(transport)
     await until(lambda: transport.aborted)
     assert len(looks) == 2
-    assert doorman._idle.since_s == {}
+    assert doorman._waiting == {}
 
 
 # The end ----------------------------------------------------------------------------------------

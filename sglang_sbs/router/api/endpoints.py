@@ -17,7 +17,6 @@ from aiohttp import web
 
 from sglang_sbs.dashboard.pages import Handler
 from sglang_sbs.plain_words import plain_error
-from sglang_sbs.router.answer import Answer
 from sglang_sbs.router.api.bodies import json_answer, read_object
 from sglang_sbs.router.api.engine_metrics import merge_pages
 from sglang_sbs.router.api.served_router import Router
@@ -302,8 +301,8 @@ class Control:
         if not page:
             why = "no worker serves /metrics: start engines with --enable-metrics"
             raise RouterError(503, "no_engine_metrics", why)
-        content_type = "text/plain; version=0.0.4; charset=utf-8"
-        return await send(request, Answer(200, page, content_type))
+        headers = {"Content-Type": "text/plain; version=0.0.4; charset=utf-8"}
+        return await send(request, web.Response(body=page, headers=headers))
 
     async def _merged_metrics(self) -> bytes | bytearray:
         answers = await self._ask_all(list(self._registry), "GET", "/metrics")
@@ -358,9 +357,9 @@ def _accepted(worker: Worker, what: str, more: dict[str, str] | None = None) -> 
 class WorkerError(RouterError):
     """In sglang_router's words for workers, unlike those for all else."""
 
-    def answer(self) -> Answer:
+    def response(self) -> web.Response:
         body = orjson.dumps({"error": self.message, "code": self.code})
-        return Answer(self.status, body, "application/json")
+        return web.Response(status=self.status, body=body, content_type="application/json")
 
 
 def _engine_object(raw: bytes) -> dict[str, Any]:

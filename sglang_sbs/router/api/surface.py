@@ -15,7 +15,6 @@ import orjson
 from aiohttp import web
 
 from sglang_sbs.dashboard.pages import Handler, NoRoom
-from sglang_sbs.router.answer import Answer
 from sglang_sbs.router.api.access import CONTROL_PLANE, Access, is_own_host
 from sglang_sbs.router.api.endpoints import Control
 from sglang_sbs.router.api.identity import TokenCheck
@@ -24,10 +23,9 @@ from sglang_sbs.router.api.tokenizing import Tokenizing
 from sglang_sbs.router.client.answer_stream import send
 from sglang_sbs.router.errors import RouterError
 from sglang_sbs.router.options.keys import ControlKey
-from sglang_sbs.router.relay.relay import PATHS
 from sglang_sbs.router.requests.body_fields import bad_request
 from sglang_sbs.router.requests.headers import asked_in, forwarded_headers
-from sglang_sbs.router.requests.plan import RouteKind
+from sglang_sbs.router.requests.plan import PATHS, RouteKind
 from sglang_sbs.router.telemetry.logs import current_request_id, log_answer
 from sglang_sbs.router.telemetry.worker_metrics import model_name
 
@@ -120,7 +118,7 @@ class Surface:
         identifier = current_request_id.get()
         model = model_name(server.registry)
         started_s = time.monotonic()
-        answer: Answer | web.StreamResponse | None = None
+        answer: web.StreamResponse | None = None
         try:
             asked = asked_in(received, self._options.tenant_header)
             traces = server.traces
@@ -138,9 +136,9 @@ class Surface:
             metrics.request_failed(kind, model, error.code)
             raise
         finally:
-            streaming = isinstance(answer, web.StreamResponse)
+            streaming = answer is not None and not isinstance(answer, web.Response)
             metrics.served(kind, model, streaming, time.monotonic() - started_s)
-        return await send(request, answer) if isinstance(answer, Answer) else answer
+        return await send(request, answer) if isinstance(answer, web.Response) else answer
 
     @web.middleware
     async def middleware(self, request: web.Request, handler: Handler) -> web.StreamResponse:

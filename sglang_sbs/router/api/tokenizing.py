@@ -13,7 +13,6 @@ import orjson
 from aiohttp import web
 
 from sglang_sbs.dashboard.pages import Handler
-from sglang_sbs.router.answer import Answer
 from sglang_sbs.router.api.bodies import json_answer, json_object
 from sglang_sbs.router.api.served_router import Router
 from sglang_sbs.router.client.answer_stream import send
@@ -73,7 +72,7 @@ class Tokenizing:
             body = await server.lanes.run(
                 max(len(raw), LONG_BYTES), lambda: orjson.dumps(work(tokenizer, json_object(raw)))
             )
-            return await send(request, Answer(200, body, "application/json"))
+            return await send(request, web.Response(body=body, content_type="application/json"))
 
     def _tokens(self, tokenizer: ChatTokenizer, body: dict[str, Any]) -> dict[str, Any]:
         prompt, messages = body.get("prompt"), body.get("messages")

@@ -10,7 +10,6 @@ from typing import Protocol
 
 from aiohttp import HttpVersion11, web
 
-from sglang_sbs.router.answer import Answer
 from sglang_sbs.router.client.intake import MIN_BYTES_PER_S
 
 logger = logging.getLogger(__name__)
@@ -159,21 +158,21 @@ async def joined(pieces: Sequence[bytes | bytearray | memoryview]) -> bytes | by
     return whole
 
 
-async def send(request: web.Request, answer: Answer) -> web.StreamResponse:
+async def send(request: web.Request, answer: web.Response) -> web.StreamResponse:
     """Send a whole answer: a large one as the client takes it, a piece in a turn.
     Raises: ConnectionResetError, it is gone, or took too little and its connection is closed."""
-    if len(answer.body) <= LARGE_PIECE_BYTES:
-        return answer.response()
-    headers = {"Content-Type": answer.content_type, **answer.headers}
-    response = web.StreamResponse(status=answer.status, headers=headers)
-    response.content_length = len(answer.body)
+    body = answer.body
+    if not isinstance(body, bytes | bytearray) or len(body) <= LARGE_PIECE_BYTES:
+        return answer
+    response = web.StreamResponse(status=answer.status, headers=answer.headers)
+    response.content_length = len(body)
     loop = asyncio.get_running_loop()
     due_s = loop.time() + FINISH_S
     try:
         async with asyncio.timeout_at(due_s) as deadline:
             await response.prepare(request)
-            for at in range(0, len(answer.body), LARGE_PIECE_BYTES):
-                await response.write(answer.body[at : at + LARGE_PIECE_BYTES])
+            for at in range(0, len(body), LARGE_PIECE_BYTES):
+                await response.write(body[at : at + LARGE_PIECE_BYTES])
                 await asyncio.sleep(0)
                 # Each piece buys its time at the slowest pace, and nobody saves up more.
                 due_s += LARGE_PIECE_BYTES / MIN_BYTES_PER_S

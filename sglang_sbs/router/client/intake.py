@@ -5,13 +5,11 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import math
 import sys
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 from aiohttp import web
 from aiohttp.http_exceptions import HttpProcessingError
@@ -135,9 +133,8 @@ class BodyShare:
 
 
 class ParserLog(logging.LoggerAdapter[logging.Logger]):
-    """aiohttp's log of a port, without what clients sent that is no HTTP, and those that left. Its
-    own lines have a traceback and the offending bytes, a key among them for all one knows, and
-    whoever likes can have as many of them as he likes."""
+    """aiohttp's log of a port, without clients that left or sent no HTTP: its own lines show what
+    they sent, a key among it for all one knows, and any stranger can fill the log with them."""
 
     def __init__(self, malformed: Callable[[], None]) -> None:
         """``malformed`` is told of each such request."""
@@ -166,23 +163,23 @@ class Doorman:
     ) -> None:
         """``most``: of them at a time, else the one that waits longest has to go. ``patience_s``
         with silent ones, ``idle_s`` with idle ones."""
+        self._patience_s, self._idle_s = patience_s, idle_s
         self._most = most
-        self._silent = _Line(patience_s)
-        self._idle = _Line(idle_s)
-        self._sweep: asyncio.TimerHandle | None = None
-        self._sweep_s = math.inf
+        self._waiting: dict[Any, _Wait] = {}
+        """By transport, the one that has waited longest first."""
 
     def watch(self, transport: asyncio.BaseTransport) -> None:
-        self._enter(self._silent, transport)
+        self._enter(transport, self._patience_s)
 
     def rests(self, transport: asyncio.BaseTransport) -> None:
         """A request on it was answered."""
-        self._enter(self._idle, transport)
+        self._enter(transport, self._idle_s)
 
     def heard(self, transport: asyncio.BaseTransport | None) -> None:
         """A whole request head came over that connection, or it is gone."""
-        self._silent.leave(transport)
-        self._idle.leave(transport)
+        wait = self._waiting.pop(transport, None)
+        if wait is not None:
+            wait.timer.cancel()
 
     @web.middleware
     async def between_requests(
@@ -198,39 +195,41 @@ class Doorman:
 
     def close_oldest(self) -> bool:
         """To make room: the one that waits longest; whether there was one."""
-        while (line := min(self._silent, self._idle, key=_Line.oldest_s)).since_s:
-            if line.close_first():
+        while self._waiting:
+            if self._close(next(iter(self._waiting))):
                 return True
         return False
 
-    def _enter(self, line: _Line, transport: Any) -> None:
-        while len(self._silent.since_s) + len(self._idle.since_s) >= self._most:
-            min(self._silent, self._idle, key=_Line.oldest_s).close_first()
-        line.since_s[transport] = asyncio.get_running_loop().time()
-        self._look_again()
+    def _enter(self, transport: Any, patience_s: float, *, spared: bool = False) -> None:
+        while len(self._waiting) >= self._most:
+            self._close(next(iter(self._waiting)))
+        timer = asyncio.get_running_loop().call_later(patience_s, self._close, transport)
+        self._waiting[transport] = _Wait(timer, patience_s, spared)
 
-    def _look_again(self) -> None:
-        due_s = min(self._silent.due_s(), self._idle.due_s())
-        if due_s >= self._sweep_s:
-            return
-        if self._sweep is not None:
-            self._sweep.cancel()
-        self._sweep_s = due_s
-        self._sweep = asyncio.get_running_loop().call_at(due_s, self._close_late)
+    def _close(self, transport: Any) -> bool:
+        """False: it is closed already, or the client still takes an answer, for which it may wait
+        as long again, once. One that was closed with something unsent is not gone before that."""
+        wait = self._waiting.pop(transport)
+        wait.timer.cancel()
+        unsent = transport.get_write_buffer_size()
+        if unsent and not wait.spared:
+            self._enter(transport, wait.patience_s, spared=True)
+            return False
+        if transport.is_closing() and not unsent:
+            return False
+        transport.abort()
+        return True
 
-    def _close_late(self) -> None:
-        self._sweep, self._sweep_s = None, math.inf
-        now_s = asyncio.get_running_loop().time()
-        for line in (self._silent, self._idle):
-            while line.due_s() <= now_s:
-                line.close_first()
-        self._look_again()
+
+class _Wait(NamedTuple):
+    timer: asyncio.TimerHandle
+    patience_s: float
+    spared: bool
 
 
 @dataclass(eq=False, repr=False)
 class Gate(asyncio.Protocol):
-    """Stands in for aiohttp's protocol until there is a connection, which a doorman then watches to
-    its end."""
+    """aiohttp's protocol, made once there is a connection, which a doorman watches to its end."""
 
     doorman: Doorman
     serve: Callable[[], asyncio.Protocol]
@@ -244,53 +243,13 @@ class Gate(asyncio.Protocol):
             return
         self.doorman.watch(transport)
         protocol = self.serve()
-        transport.set_protocol(_Leaving(protocol, partial(self.doorman.heard, transport)))
-        protocol.connection_made(transport)
 
+        def lost(exc: Exception | None) -> None:
+            self.doorman.heard(transport)
+            protocol.connection_lost(exc)
 
-class _Leaving(asyncio.Protocol):
-    """Another protocol as it is, and who is told when its connection is gone."""
-
-    def __init__(self, protocol: asyncio.Protocol, gone: Callable[[], None]) -> None:
-        self._lost, self._gone = protocol.connection_lost, gone
+        self.connection_lost = lost  # type: ignore[method-assign]
         for name in ("data_received", "eof_received", "pause_writing", "resume_writing"):
             setattr(self, name, getattr(protocol, name))
-
-    def connection_lost(self, exc: Exception | None) -> None:
-        self._gone()
-        self._lost(exc)
-
-
-class _Line:
-    """Connections that wait, the one that has waited longest first."""
-
-    def __init__(self, patience_s: float) -> None:
-        self._patience_s = patience_s
-        self.since_s: dict[Any, float] = {}
-        self._spared: set[Any] = set()  # not weak: those of TLS under uvloop cannot be
-
-    def oldest_s(self) -> float:
-        return next(iter(self.since_s.values()), math.inf)
-
-    def due_s(self) -> float:
-        return self.oldest_s() + self._patience_s
-
-    def close_first(self) -> bool:
-        """False: it is closed already, or the client still takes an answer, for which it may wait
-        as long again, once. One that was closed with something unsent is not gone before that."""
-        transport = next(iter(self.since_s))
-        del self.since_s[transport]
-        unsent = transport.get_write_buffer_size()
-        if unsent and transport not in self._spared:
-            self.since_s[transport] = asyncio.get_running_loop().time()
-            self._spared.add(transport)
-            return False
-        self._spared.discard(transport)
-        if transport.is_closing() and not unsent:
-            return False
-        transport.abort()
-        return True
-
-    def leave(self, transport: Any) -> None:
-        if self.since_s.pop(transport, None) is not None:
-            self._spared.discard(transport)
+        transport.set_protocol(self)  # uvloop has looked its methods up
+        protocol.connection_made(transport)

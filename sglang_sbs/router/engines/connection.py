@@ -146,16 +146,15 @@ class Connection(asyncio.Protocol):
             return
         self._silent = False
         reader = self._reader
-        begun = reader.head is not None
+        begun = reader.status
         try:
             body = reader.feed(data)
-            head = reader.head
-            if head is not None and not begun:
-                call.receiver.head_received(head.status, head.headers)
+            if reader.status and not begun:
+                call.receiver.head_received(reader.status, reader.headers)
             if body and call.receiver is not None:
                 call.receiver.body_received(body)
-            if head is not None and reader.done and self.call is call:
-                reusable = head.keep_alive and not reader.surplus and not self._unread
+            if reader.done and self.call is call:
+                reusable = reader.keep_alive and not reader.surplus and not self._unread
                 self._complete(call, reusable=reusable)
         except MalformedResponse as error:
             self._give_up(call, f"malformed response: {error}")
@@ -188,8 +187,7 @@ class Connection(asyncio.Protocol):
         call, self.call = self.call, None
         if call is None:
             return
-        head = self._reader.head
-        if head is not None and head.until_eof and exc is None:
+        if self._reader.until_eof and exc is None:
             call.completed()
             return
         detail = f"connection lost ({exc})" if exc else "connection closed before the end"

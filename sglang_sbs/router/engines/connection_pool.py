@@ -1,8 +1,6 @@
-"""A lean HTTP/1.1 client for the two legs: callbacks instead of streams.
-
-Owns which connection carries a call: kept, made anew, or replaced once where it crossed with the
-engine's idle close. A received piece of body reaches the :class:`~.connection.Receiver` in the
-callback that read it, with no task, future or buffer in between: that makes relaying cheap."""
+"""A lean HTTP/1.1 client for the two legs. Owns which connection carries a call: kept, made anew,
+or replaced once where it crossed with the engine's idle close. A piece of body reaches the
+:class:`~.connection.Receiver` in the callback that read it: that makes relaying cheap."""
 
 from __future__ import annotations
 

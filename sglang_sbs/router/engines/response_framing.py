@@ -3,9 +3,6 @@ parsers could read in two ways (RFC 9112) is an error: :class:`MalformedResponse
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
-
 from httptools import HttpParserError, HttpParserUpgrade, HttpResponseParser
 
 MAX_HEAD_BYTES = 64 * 1024
@@ -19,21 +16,12 @@ class MalformedResponse(ValueError):
     """The bytes are no HTTP/1.1 response this client may act on."""
 
 
-@dataclass(frozen=True, slots=True)
-class ResponseHead:
-    status: int
-    headers: Mapping[str, str]
-    """Names in lower case; of a repeated header the values joined by commas."""
-    keep_alive: bool
-    until_eof: bool
-    """With neither chunks nor a length: the body ends with the connection."""
-
-
 class ResponseReader:
     """Reads the answers on one connection, one at a time."""
 
     __slots__ = (
-        "_bare_bytes", "_end", "_fields", "_parser", "_pieces", "head", "on_body", "surplus"
+        "_bare_bytes", "_end", "_parser", "_pieces", "headers", "keep_alive", "on_body", "status",
+        "surplus", "until_eof",
     )  # fmt: skip
 
     def __init__(self) -> None:
@@ -44,11 +32,15 @@ class ResponseReader:
 
     def begin(self) -> None:
         """The next answer is to come."""
-        self.head: ResponseHead | None = None
-        """Once it is here; those of interim answers (1xx) are passed over."""
+        self.status = 0
+        """Once the head is here; those of interim answers (1xx) are passed over."""
+        self.headers: dict[str, str] = {}
+        """Names in lower case; of a repeated header the values joined by commas."""
+        self.keep_alive = False
+        self.until_eof = False
+        """With neither chunks nor a length: the body ends with the connection."""
         self.surplus = False
         """Bytes followed the end of the answer: the connection must not be reused."""
-        self._fields: dict[str, str] = {}
         self._end: int | None = None
         """How many of the pieces there were at the answer's end."""
         self._bare_bytes = 0
@@ -92,10 +84,10 @@ class ResponseReader:
             self.surplus = True
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        if self.head is None:  # else it is of the trailer
+        if not self.status:  # else it is of the trailer
             field, text = name.decode("latin-1").lower(), value.decode("latin-1").rstrip(" \t")
-            known = self._fields.get(field)
-            self._fields[field] = text if known is None else f"{known}, {text}"
+            known = self.headers.get(field)
+            self.headers[field] = text if known is None else f"{known}, {text}"
 
     def on_headers_complete(self) -> None:
         if self._end is not None or self._parser is None:
@@ -103,8 +95,9 @@ class ResponseReader:
         status, version = self._parser.get_status_code(), self._parser.get_http_version()
         if version not in ("1.0", "1.1") or not 100 <= status <= 599:
             raise MalformedResponse(f"HTTP/{version} {status} is no HTTP/1.x status")
-        headers, self._fields = self._fields, {}
+        headers = self.headers
         if status in _INTERIM:
+            self.headers = {}
             return
         if status < 200:
             raise MalformedResponse(f"{status} was not asked for")
@@ -115,9 +108,10 @@ class ResponseReader:
         if transfer != "chunked":
             raise MalformedResponse(f"transfer-encoding {transfer[:40]!r}")
         framed = "transfer-encoding" in headers or "content-length" in headers
-        until_eof = status not in _NO_BODY and not framed
-        self.head = ResponseHead(status, headers, self._parser.should_keep_alive(), until_eof)
+        self.until_eof = status not in _NO_BODY and not framed
+        self.keep_alive = self._parser.should_keep_alive()
+        self.status = status
 
     def on_message_complete(self) -> None:
-        if self.head is not None and self._end is None:
+        if self.status and self._end is None:
             self._end = len(self._pieces)

@@ -1,9 +1,7 @@
-"""The front door: how many requests may be inside at once (``--max-concurrent-requests``). A token
-bucket, and a FIFO in front of it.
-
-The bucket is sglang_router's: a request takes a token and gives it back at its end;
+"""The front door: how many requests may be inside at once (``--max-concurrent-requests``). A FIFO
+before sglang_router's token bucket: a request takes a token and gives it back at its end;
 ``--rate-limit-tokens-per-second`` adds further ones, never beyond the bucket's size. Unlike there,
-a batch or ``n`` takes a token for each, or all there are if they are fewer."""
+a batch or ``n`` takes a token for each."""
 
 from __future__ import annotations
 
@@ -11,38 +9,31 @@ import asyncio
 from collections import deque
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
 
 from sglang_sbs.plain_words import counted
 from sglang_sbs.router.errors import RouterError
 
 
+@dataclass(eq=False, repr=False)
 class Admission:
-    """``max_concurrent`` below 1: no limit."""
+    _size: int
+    """Below 1: no limit."""
+    _queue_size: int
+    _timeout_s: float
+    has_room: Callable[[int], bool] = lambda units: True
+    """Whether this process can open the connections so many requests more need."""
+    refill_per_s: float = 0.0
+    observe: Callable[[bool], None] = lambda allowed: None
+    """Is told of every request whether it was let in."""
+    running: int = 0
+    _filled_s: float = 0.0
+    _queue: deque[tuple[asyncio.Future[None], int]] = field(default_factory=deque)
+    """With the tokens each needs."""
+    _timer: asyncio.TimerHandle | None = None
 
-    def __init__(
-        self,
-        max_concurrent: int,
-        queue_size: int,
-        queue_timeout_s: float,
-        has_room: Callable[[int], bool] = lambda units: True,
-        *,
-        refill_per_s: float = 0.0,
-        observe: Callable[[bool], None] = lambda allowed: None,
-    ) -> None:
-        """``has_room``: whether this process can open the connections so many requests more need.
-        ``observe`` is told of every request whether it was let in."""
-        self._has_room = has_room
-        self._observe = observe
-        self._size = max_concurrent
-        self._queue_size = queue_size
-        self._timeout_s = queue_timeout_s
-        self._refill_per_s = refill_per_s
-        self._tokens = float(max_concurrent)
-        self._filled_s = 0.0
-        self.running = 0
-        self._queue: deque[tuple[asyncio.Future[None], int]] = deque()
-        """With the tokens each needs."""
-        self._timer: asyncio.TimerHandle | None = None
+    def __post_init__(self) -> None:
+        self._tokens = float(self._size)
 
     @property
     def queued(self) -> int:
@@ -52,7 +43,7 @@ class Admission:
     async def slot(self, units: int = 1) -> AsyncIterator[None]:
         """A token for each unit, or all there are if they are fewer. Raises: RouterError (429), the
         queue is full; (503), no token came free in time, or no descriptors are left."""
-        if not self._has_room(units):
+        if not self.has_room(units):
             why = "this router has no file descriptors left; raise its limit (ulimit -n)"
             raise RouterError(503, "router_overloaded", why, retry_after_s=1.0)
         tokens = min(units, self._size)
@@ -60,9 +51,9 @@ class Admission:
             try:
                 await self._acquire(tokens)
             except RouterError:
-                self._observe(False)
+                self.observe(False)
                 raise
-            self._observe(True)
+            self.observe(True)
         self.running += units
         try:
             yield
@@ -103,11 +94,11 @@ class Admission:
             self._give_back(tokens)
 
     def _refill(self) -> None:
-        if self._refill_per_s <= 0:
+        if self.refill_per_s <= 0:
             return
         now_s = asyncio.get_running_loop().time()
         if self._filled_s:
-            gained = (now_s - self._filled_s) * self._refill_per_s
+            gained = (now_s - self._filled_s) * self.refill_per_s
             self._tokens = min(float(self._size), self._tokens + gained)
         self._filled_s = now_s
 
@@ -126,9 +117,9 @@ class Admission:
 
     def _arm(self) -> None:
         """Look again when the next token will have been added."""
-        if self._refill_per_s <= 0 or not self._queue or self._timer is not None:
+        if self.refill_per_s <= 0 or not self._queue or self._timer is not None:
             return
-        wait_s = max(0.001, (self._queue[0][1] - self._tokens) / self._refill_per_s)
+        wait_s = max(0.001, (self._queue[0][1] - self._tokens) / self.refill_per_s)
         self._timer = asyncio.get_running_loop().call_later(wait_s, self._refilled)
 
     def _refilled(self) -> None:

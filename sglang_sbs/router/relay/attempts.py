@@ -1,7 +1,5 @@
 """One unit of a client request: assigned, sent, and tried again on other engines if it failed.
-
-Owns the attempts at a unit, and which engine is to blame for one that failed. Every attempt
-announced to the scheduler ends there exactly once, whatever happens here."""
+Every attempt announced to the scheduler ends there exactly once."""
 
 from __future__ import annotations
 
@@ -17,13 +15,14 @@ from sglang_sbs.router.errors import Leg, LegFailure, RouterError, without_frame
 from sglang_sbs.router.lanes import Turns
 from sglang_sbs.router.options.config import RelayConfig
 from sglang_sbs.router.prompts.tokenizer_check import EngineTokenizers
-from sglang_sbs.router.relay.in_flight import Attempt, Exchange, InFlight, MakeSink, UnitRun
+from sglang_sbs.router.relay.in_flight import Attempt, Exchange, InFlight, UnitRun
 from sglang_sbs.router.relay.pair import Pair
-from sglang_sbs.router.requests.plan import Unit, leg_bodies
+from sglang_sbs.router.requests.plan import leg_bodies
 from sglang_sbs.router.telemetry.metrics import RouterMetrics
 from sglang_sbs.router.workers.breaker import Suspicions
 from sglang_sbs.router.workers.placement import Placement
 from sglang_sbs.router.workers.registry import Registry
+from sglang_sbs.router.workers.worker import Worker
 from sglang_sbs.scheduling.events import Dispatch, Outcome, RequestArrived
 from sglang_sbs.wire.gangs import SIZED_RID_PREFIX, TAG_BITS, GangPart
 
@@ -52,15 +51,15 @@ class Attempts:
     """Of batches, whose units begin, are sent and end a few at a time."""
     _suspicions: Suspicions = field(default_factory=Suspicions)
 
-    async def run(self, exchange: Exchange, unit: Unit, make_sink: MakeSink | None) -> Pair:
+    async def run(self, exchange: Exchange, unit: int) -> Pair:
         """One unit to its end, retried while none of its bytes left. Raises: RouterError."""
-        run = UnitRun(exchange, unit, make_sink)
+        run = UnitRun(exchange, unit)
         try:
             return await self._retried(run)
         finally:
             self._blame(run, served=False)
-            exchange.prefilled(unit.index)
-            exchange.pairs.pop(unit.index, None)
+            run.prefilled()
+            exchange.pairs.pop(unit, None)
 
     def _blame(self, run: UnitRun, *, served: bool) -> None:
         """For answers of 5xx. When two engines gave one and none served the request, it may be
@@ -154,7 +153,7 @@ class Attempts:
             rid=SIZED_RID_PREFIX + rid if self.config.sends_gangs else rid,
             prompt_tokens=prompt.length.tokens,
             estimated=not prompt.length.exact,
-            max_new_tokens=run.unit.max_new_tokens,
+            max_new_tokens=exchange.plan.prompts[run.unit // exchange.plan.samples].max_new_tokens,
             exclude=run.exclude,
             blocks=prompt.blocks.tolist(),
             block_tokens=prompt.block_tokens,
@@ -190,7 +189,7 @@ class Attempts:
             asks_cached=asks,
         )
         attempt.pair = pair = Pair(attempt, placement, bodies, self.in_flight, asks)
-        run.exchange.pairs[run.unit.index] = pair
+        run.exchange.pairs[run.unit] = pair
         self.in_flight.started(attempt, placement)
         if logger.isEnabledFor(logging.DEBUG):
             to = f"{assignment.prefill} rank {assignment.prefill_rank} and "
@@ -201,21 +200,17 @@ class Attempts:
 
     def _placement(self, assignment: Dispatch) -> Placement:
         """Raises: LegFailure, RouterError: it cannot be sent there now."""
-        prefill = self.registry.get(assignment.prefill)
-        decode = self.registry.get(assignment.decode)
-        if prefill is None:
-            raise _unavailable("prefill", assignment.prefill, "was removed")
-        if decode is None:
-            raise _unavailable("decode", assignment.decode, "was removed")
-        placement = Placement(prefill, assignment.prefill_rank, decode, assignment.decode_rank)
-        for worker, rank in ((prefill, placement.prefill_rank), (decode, placement.decode_rank)):
-            if worker.info is None:  # its engine was started anew since it was chosen
-                raise _unavailable(worker.role, worker.url, "has been restarted")
-            if not 0 <= rank < worker.dp_size:
-                why = f"DP rank {rank} of {worker.url} is outside [0, {worker.dp_size})"
-                raise RouterError(500, "rank_out_of_range", why)
-        return placement
+        prefill_rank, decode_rank = assignment.prefill_rank, assignment.decode_rank
+        prefill = self._worker("prefill", assignment.prefill, prefill_rank)
+        decode = self._worker("decode", assignment.decode, decode_rank)
+        return Placement(prefill, prefill_rank, decode, decode_rank)
 
-
-def _unavailable(role: Leg, url: str, why: str) -> LegFailure:
-    return LegFailure(role, url, 503, f"{role}_unavailable", f"worker {url} {why}")
+    def _worker(self, role: Leg, url: str, rank: int) -> Worker:
+        worker = self.registry.get(url)
+        if worker is None or worker.info is None:  # since it was chosen
+            why = f"worker {url} {'was removed' if worker is None else 'has been restarted'}"
+            raise LegFailure(role, url, 503, f"{role}_unavailable", why)
+        if not 0 <= rank < worker.dp_size:
+            why = f"DP rank {rank} of {url} is outside [0, {worker.dp_size})"
+            raise RouterError(500, "rank_out_of_range", why)
+        return worker

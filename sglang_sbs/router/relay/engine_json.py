@@ -1,8 +1,6 @@
-"""Answers of engines, opened only as far as somebody has to look into them.
-
-Text, logprobs and hidden states only pass through: they stay JSON, as unfolding them takes ten
-times their size and keeps the event loop. What they say of a request is SGLang's JSON
-(``managers/tokenizer_manager.py``, ``entrypoints/openai``)."""
+"""Answers of engines (SGLang's ``managers/tokenizer_manager.py``, ``entrypoints/openai``), opened
+only as far as somebody has to look into them: text, logprobs and hidden states stay JSON, as
+unfolding them takes ten times their size and keeps the event loop."""
 
 from __future__ import annotations
 

@@ -1,8 +1,6 @@
-"""What is in flight: the client's request, its units, the attempts at each, and the books on all.
-
-Each record refers to the one before, and nobody writes down again what they say. Owns the table
-from rid to workers (EndForward is bound through it), the counters per worker, and whose client may
-abort what."""
+"""What is in flight: the client's request, its units, the attempts at each, each referring to the
+one before. Owns the table from rid to workers (EndForward is bound through it), the counters per
+worker, and whose client may abort what."""
 
 from __future__ import annotations
 
@@ -22,7 +20,7 @@ from sglang_sbs.router.relay.aborts import Aborts
 from sglang_sbs.router.relay.leg_answers import PrefillReply
 from sglang_sbs.router.relay.pair import Pair
 from sglang_sbs.router.requests.headers import Asked
-from sglang_sbs.router.requests.plan import Plan, Unit
+from sglang_sbs.router.requests.plan import Plan
 from sglang_sbs.router.telemetry.metrics import RouterMetrics
 from sglang_sbs.router.telemetry.tracing import AttemptTrace, Traces
 from sglang_sbs.router.workers.placement import Placement
@@ -30,18 +28,12 @@ from sglang_sbs.router.workers.worker import Worker
 from sglang_sbs.scheduling.events import Dispatch, Outcome
 from sglang_sbs.scheduling.queue.priority import class_of
 
-MOST_AHEAD = 256
-"""Units of one batch that wait for their prefill; the next begin as these get it."""
 _LAST_CHANCE_S = 5.0
 """Without a byte for this long, a stream of a lost worker is over."""
-
-MakeSink = Callable[[], Callable[[bytes], None]]
-"""Makes, for each attempt, what takes decode's stream."""
 
 
 @dataclass(slots=True)
 class Exchange:
-    path: str
     headers: bytes
     """Those that both legs get."""
     request_id: str
@@ -55,29 +47,18 @@ class Exchange:
     session: str
     priority: int
     """Larger is more urgent."""
-    window: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(MOST_AHEAD))
+    make_sink: Callable[[Pair], Callable[[bytes], None]] | None = None
+    """Makes, for each attempt, what takes decode's stream; ``None``: the answer is kept whole."""
+    window: asyncio.Semaphore | None = None
+    """Of a batch: places for units that wait for their prefill."""
     ending: bool = False
     """The first of its units failed, or its client left: none is sent any more."""
-    ahead: set[int] = field(default_factory=set)
-    """By unit index: who has a place in ``window``."""
-
-    async def go_ahead(self, index: int) -> None:
-        await self.window.acquire()
-        self.ahead.add(index)
-
-    def prefilled(self, index: int) -> None:
-        """The unit is past prefill, or over; its place is another's. Does nothing twice."""
-        if index in self.ahead:
-            self.ahead.discard(index)
-            self.window.release()
 
 
 @dataclass(slots=True, eq=False)
 class UnitRun:
     exchange: Exchange
-    unit: Unit
-    make_sink: MakeSink | None
-    """``None``: the answer is kept whole."""
+    unit: int
     attempts: int = 0
     exclude: tuple[str, ...] = ()
     """Engines that failed it."""
@@ -86,14 +67,23 @@ class UnitRun:
     suspects: list[LegFailure] = field(default_factory=list)
     """Answers of 5xx that may be the engine's fault, or the request's."""
 
+    ahead: bool = True
+    """It has a place in the window of its batch."""
+
+    def prefilled(self) -> None:
+        """It is past prefill, or over; its place is another's. Does nothing twice."""
+        if self.ahead and self.exchange.window is not None:
+            self.exchange.window.release()
+        self.ahead = False
+
     @property
     def prompt(self) -> ReadPrompt:
-        return self.exchange.prompts[self.unit.prompt_index]
+        return self.exchange.prompts[self.unit // self.exchange.plan.samples]
 
     @property
     def opened(self) -> bool:
         """Something of its answer is there, and may have been passed on."""
-        pair = self.exchange.pairs.get(self.unit.index)
+        pair = self.exchange.pairs.get(self.unit)
         return pair is not None and pair.opened
 
 
@@ -231,23 +221,11 @@ class InFlight:
         if attempt.prefill_open and attempt.placement is not None:
             attempt.prefill_open = False
             attempt.placement.prefill.active -= 1
-            attempt.run.exchange.prefilled(attempt.run.unit.index)
+            attempt.run.prefilled()
 
-    # What pairs tell --------------------------------------------------------------------------
+    # What pairs tell, once what came in together has been passed on -----------------------------
 
-    # Booked when what came in together has been passed on: a first byte does not wait for it.
-
-    def prefill_came(self, rid: str) -> None:
-        """Prefill's reply comes, and is long. Others are not held until it was read."""
-        self.pool.loop.call_soon(self.dispatcher.prefill_done, rid)
-
-    def prefill_replied(self, rid: str, reply: PrefillReply) -> None:
-        self.pool.loop.call_soon(self._book_reply, rid, reply, time.monotonic())
-
-    def decode_started(self, rid: str) -> None:
-        self.pool.loop.call_soon(self._book_start, rid, time.monotonic())
-
-    def _book_reply(self, rid: str, reply: PrefillReply, now_s: float) -> None:
+    def prefill_replied(self, rid: str, reply: PrefillReply, now_s: float) -> None:
         attempt = self._attempts.get(rid)
         self.dispatcher.prefill_done(rid, reply.prompt_tokens, reply.cached_tokens)
         if attempt is None:
@@ -262,7 +240,7 @@ class InFlight:
                 expected = attempt.assignment.cached_tokens
                 self.metrics.prefix_found(reply.prompt_tokens, expected, reply.cached_tokens)
 
-    def _book_start(self, rid: str, now_s: float) -> None:
+    def decode_started(self, rid: str, now_s: float) -> None:
         attempt = self._attempts.get(rid)
         if attempt is None or attempt.prefill_open:  # else its reply has said so
             self.dispatcher.prefill_done(rid)

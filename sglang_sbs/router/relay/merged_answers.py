@@ -12,7 +12,7 @@ from sglang_sbs.router.errors import EventTooLarge
 from sglang_sbs.router.relay import engine_json
 from sglang_sbs.router.relay.engine_json import SHORT_BYTES
 from sglang_sbs.router.requests import raw_json
-from sglang_sbs.router.requests.plan import Plan, Unit
+from sglang_sbs.router.requests.plan import Plan
 from sglang_sbs.router.requests.raw_json import JsonError, Raw
 
 _INPUT_LOGPROBS = ("input_token_logprobs", "input_top_logprobs", "input_token_ids_logprobs")
@@ -136,12 +136,12 @@ class UsageSum:
         self._samples = samples
         self.value: dict[str, Any] | None = None
 
-    def add(self, unit: Unit, usage: Any) -> None:
+    def add(self, unit: int, usage: Any) -> None:
         if not isinstance(usage, dict):
             return
         if self.value is None:
             self.value = {}
-        counts_prompt = unit.index % self._samples == 0
+        counts_prompt = unit % self._samples == 0
         for key, amount in usage.items():
             if key in ("prompt_tokens", "prompt_tokens_details") and not counts_prompt:
                 self.value.setdefault(key, 0 if isinstance(amount, int) else amount)
@@ -170,7 +170,7 @@ def merge_answers(plan: Plan, answers: Sequence[bytes | bytearray]) -> list[byte
     usage = UsageSum(plan.samples)
     choices: list[bytes | Raw] = []
     first: dict[str, Raw] = {}
-    for position, (unit, answer) in enumerate(zip(plan.units, answers, strict=True)):
+    for unit, answer in enumerate(answers):
         try:
             members = raw_json.decoded(raw_json.MEMBERS, answer)
             if not first:
@@ -179,7 +179,7 @@ def merge_answers(plan: Plan, answers: Sequence[bytes | bytearray]) -> list[byte
                 choices += _choices_of(unit, members.get("choices"))
                 usage.add(unit, raw_json.value_of(members.get("usage") or b"null"))
         except JsonError as error:
-            raise NoAnswer(position, str(error)) from error
+            raise NoAnswer(unit, str(error)) from error
     if plan.kind == "generate":
         whole: list[bytes | bytearray] = [one for each in answers for one in (b",", each)][1:]
         pieces: list[Any] = [b"[", *whole, b"]"] if plan.as_list else [answers[0]]
@@ -194,11 +194,11 @@ def merge_answers(plan: Plan, answers: Sequence[bytes | bytearray]) -> list[byte
     return [memoryview(one) for one in pieces]
 
 
-def _choices_of(unit: Unit, choices: Raw | None) -> list[bytes | Raw]:
+def _choices_of(unit: int, choices: Raw | None) -> list[bytes | Raw]:
     """With the unit's index, a comma before each. Raises: JsonError."""
     if choices is None or raw_json.is_null(choices):
         return []
-    index = b"%d" % unit.index
+    index = b"%d" % unit
     pieces: list[bytes | Raw] = []
     for one in raw_json.decoded(raw_json.OBJECTS, choices):
         members: dict[str, Raw | bytes] = {**one} | {"index": index}
@@ -215,12 +215,12 @@ class StreamMerger:
         self._usage = UsageSum(plan.samples)
         self._usage_event: dict[str, Any] | None = None
 
-    def event(self, unit: Unit, value: Any) -> Sequence[bytes | memoryview]:
+    def event(self, unit: int, value: Any) -> Sequence[bytes | memoryview]:
         """What the client gets for one event of one unit, in pieces; none: nothing (yet)."""
         if not isinstance(value, dict) or "error" in value:
             return sse(value)
         if self._plan.kind == "generate":
-            return sse(value | {"index": unit.index}) if self._plan.as_list else sse(value)
+            return sse(value | {"index": unit}) if self._plan.as_list else sse(value)
         value["id"] = self._response_id
         choices = value.get("choices")
         if not choices and value.get("usage") is not None:
@@ -229,7 +229,7 @@ class StreamMerger:
             return ()
         for choice in choices or []:
             if isinstance(choice, dict):
-                choice["index"] = unit.index
+                choice["index"] = unit
         return sse(value)
 
     def end(self) -> bytes:

@@ -1,23 +1,21 @@
 """One attempt at a request: its prefill leg and its decode leg, as one thing that works or fails.
-
-Owns both exchanges, the verdict on the pair, and the abort of both. Must not know clients or
-retries. Decode's body goes to ``sink`` in the callback that received it. Prefill's failure fails
-the pair only until decode's first byte, for from then on decode has the KV cache."""
+Must not know clients or retries. Prefill's failure fails the pair only until decode's first byte,
+for from then on decode has the KV cache."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
 import time
-from collections import deque
-from typing import TYPE_CHECKING
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
 
 from sglang_sbs.router.engines.connection import Receiver
 from sglang_sbs.router.engines.connection_pool import Call, request_head
 from sglang_sbs.router.errors import EventTooLarge, LegFailure, answer_too_large, transport_failure
 from sglang_sbs.router.relay import engine_json
 from sglang_sbs.router.relay.leg_answers import Body, DecodeLeg, PrefillLeg, PrefillReply
-from sglang_sbs.router.requests.plan import Pieces
+from sglang_sbs.router.requests.plan import PATHS, Pieces
 from sglang_sbs.router.workers.placement import Placement
 
 if TYPE_CHECKING:
@@ -29,8 +27,6 @@ _SETTLE_S = 10.0
 """How long a prefill reply may still take once decode is through."""
 _EVENT_STREAM = "text/event-stream"
 _SSE_STARTS = (b"data:", b"event:", b"id:", b"retry:", b":")
-_HELD_BYTES = 1 << 20
-"""Of decode's stream, while prefill has not answered."""
 _END_MARK = b"[DONE]"
 _TAIL_BYTES = 4096
 """Of a stream, kept to see how it ended."""
@@ -52,13 +48,14 @@ class Pair:
     ) -> None:
         """``bodies``: of prefill and decode. ``asks_cached``: prefill was asked for
         ``cached_tokens_details``, which it leaves out where there are none."""
-        exchange, make_sink = attempt.run.exchange, attempt.run.make_sink
+        exchange = attempt.run.exchange
         self.rid = attempt.rid
+        self.unit = attempt.run.unit
         self.placement = placement
         self.prefill, self.decode = placement.prefill.url, placement.decode.url
         self.stream = exchange.plan.stream
         self.needs_prefill_reply = exchange.plan.merge_logprobs
-        """Decode's output is held until prefill has answered: its logprobs go into it."""
+        """Decode is read no further until prefill has answered: its logprobs go into it."""
         self.asks_cached = asks_cached
         self.status = 0
         self.content_type = ""
@@ -74,11 +71,10 @@ class Pair:
         """Aborted: whatever comes now is for nobody."""
         self._in_flight = in_flight
         self._pool = in_flight.pool
-        self._sink = make_sink() if make_sink is not None else None
+        self._sink = exchange.make_sink(self) if exchange.make_sink is not None else None
         self._waits_for_prefill = self.needs_prefill_reply
-        self._held: deque[bytes] = deque()
-        """Of decode's stream: until prefill has answered, and then while the client is slow."""
-        self._held_bytes = 0
+        self._held = b""
+        """What came of decode's stream before prefill has answered."""
         self._paused = False
         self._tail = b""
         self._done = False
@@ -94,7 +90,7 @@ class Pair:
 
     def _send(self, exchange: Exchange, origin: str, body: Pieces, leg: Receiver) -> Call:
         size = sum(map(len, body))
-        head = request_head("POST", origin, exchange.path, exchange.headers, size)
+        head = request_head("POST", origin, PATHS[exchange.plan.kind], exchange.headers, size)
         return self._pool.call(origin, (head, *body), leg)
 
     # For the relay ----------------------------------------------------------------------------
@@ -143,9 +139,8 @@ class Pair:
 
     def resume(self) -> None:
         self._paused = False
-        self.decode_call.set_paused(False)
-        if self._held and not self._waits_for_prefill:
-            self._release()
+        if not self._held:
+            self.decode_call.set_paused(False)
 
     @property
     def engine_failed(self) -> bool:
@@ -178,8 +173,13 @@ class Pair:
         self._changed.set()
 
     def prefill_came(self) -> None:
+        """Prefill's reply comes, and is long. Others are not held until it was read."""
         if not self.closed:
-            self._in_flight.prefill_came(self.rid)
+            self._book(self._in_flight.dispatcher.prefill_done)
+
+    def _book(self, what: Callable[..., None], *more: Any) -> None:
+        """When what came in together has been passed on: a first byte does not wait for it."""
+        self._pool.loop.call_soon(what, self.rid, *more)
 
     def prefill_finished(self, reply: PrefillReply) -> None:
         self._prefill_over = True
@@ -187,32 +187,20 @@ class Pair:
             return
         self.prefill_reply = reply
         self._waits_for_prefill = False
-        self._in_flight.prefill_replied(self.rid, reply)
-        if self._held:
-            self.resume()
-        elif self._decode_over:
-            self._complete()
-
-    def _release(self) -> None:
-        """Pass on what was held, as fast as the client takes it: each event may carry all of
-        prefill's logprobs."""
-        while self._held and not self._paused:
-            self._forward(self._held.popleft())
-            if self._failure is not None or self.closed:
-                return
-        if not self._held and self._decode_over:
+        self._book(self._in_flight.prefill_replied, reply, time.monotonic())
+        held, self._held = self._held, b""
+        if held:
+            self.decode_data(held)
+            if not self._paused:
+                self.decode_call.set_paused(False)
+        if self._decode_over:
             self._complete()
 
     def decode_data(self, data: bytes) -> None:
-        if self._waits_for_prefill or self._held:
-            self._held.append(data)
-            self._held_bytes += len(data)
-            if self._held_bytes > _HELD_BYTES:
-                self.pause()
+        if self._waits_for_prefill:
+            self._held += data
+            self.decode_call.set_paused(True)
             return
-        self._forward(data)
-
-    def _forward(self, data: bytes) -> None:
         if not self.opened:
             failure = self._first_event_failure(data)
             if failure is not None:
@@ -235,7 +223,7 @@ class Pair:
 
     def _open(self) -> None:
         self.opened = True
-        self._in_flight.decode_started(self.rid)
+        self._book(self._in_flight.decode_started, time.monotonic())
         self._changed.set()
 
     def _first_event_failure(self, data: bytes) -> LegFailure | None:
@@ -257,11 +245,11 @@ class Pair:
         """``body`` is empty if it was streamed."""
         self._decode_over = True
         self.body = body
-        if self.stream or not self.needs_prefill_reply or self.prefill_reply:
+        if not self._waits_for_prefill:
             self._complete()
 
     def _complete(self) -> None:
-        if self._held or self._failure is not None:
+        if self._failure is not None:
             return
         if not self.opened:
             if self.stream:

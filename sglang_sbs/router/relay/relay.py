@@ -8,11 +8,11 @@ import logging
 import uuid
 from collections.abc import Callable, Collection, Coroutine, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from aiohttp import web
 
-from sglang_sbs.router.answer import Answer
 from sglang_sbs.router.client.answer_stream import Downstream, joined
 from sglang_sbs.router.client.intake import Bodies, BodyShare
 from sglang_sbs.router.errors import Leg, LegFailure, RouterError, transport_failure, without_frames
@@ -27,19 +27,15 @@ from sglang_sbs.router.relay.in_flight import Exchange, InFlight
 from sglang_sbs.router.relay.leg_answers import Body
 from sglang_sbs.router.relay.pair import Pair
 from sglang_sbs.router.requests.headers import Asked, session_header
-from sglang_sbs.router.requests.plan import Plan, RouteKind, Unit, plan_request
+from sglang_sbs.router.requests.plan import Plan, RouteKind, plan_request
 from sglang_sbs.router.requests.raw_json import JsonError
 from sglang_sbs.router.telemetry.metrics import RouterMetrics
 from sglang_sbs.scheduling.queue.priority import clamped_priority
 
 logger = logging.getLogger(__name__)
 
-PATHS: dict[RouteKind, str] = {
-    "generate": "/generate",
-    "completions": "/v1/completions",
-    "chat": "/v1/chat/completions",
-}
-
+MOST_AHEAD = 256
+"""Units of one batch that wait for their prefill; the next begin as these get it."""
 _QUICK_BYTES = 32 << 10
 _QUICK_VALUES = 512
 """A body of that size and so many values is planned at once: a thread would cost more than that."""
@@ -60,11 +56,8 @@ class Relay:
 
     async def handle(
         self, request: web.Request, kind: RouteKind, headers: bytes, request_id: str, asked: Asked
-    ) -> Answer | web.StreamResponse:
-        """Answer one client request; a stream has been sent already.
-
-        ``headers`` are those that both legs get; ``asked`` is what the others say.
-
+    ) -> web.StreamResponse:
+        """Answer one client request; a stream has been sent already. ``headers``: for both legs.
         Raises: RouterError, as long as nothing was sent to the client; asyncio.CancelledError, the
         client is gone; both legs are aborted."""
         task = asyncio.current_task()
@@ -80,7 +73,6 @@ class Relay:
                 sign = -1 if self.config.low_priority_values_first else 1
                 pairs: dict[int, Pair] = {}
                 exchange = Exchange(
-                    path=PATHS[kind],
                     headers=headers,
                     request_id=request_id,
                     asked=asked,
@@ -107,9 +99,7 @@ class Relay:
             task.uncancel()
         return ended
 
-    async def _serve(
-        self, exchange: Exchange, task: asyncio.Task[Any]
-    ) -> Answer | web.StreamResponse:
+    async def _serve(self, exchange: Exchange, task: asyncio.Task[Any]) -> web.StreamResponse:
         downstream = exchange.downstream
         try:
             async with asyncio.timeout(self.config.request_timeout_s):
@@ -144,22 +134,24 @@ class Relay:
             return plan_request(kind, body, config)
         return await self.lanes.run(len(body), plan_request, kind, body, config)
 
-    async def _answer(self, exchange: Exchange) -> Answer | web.StreamResponse:
+    async def _answer(self, exchange: Exchange) -> web.StreamResponse:
         plan = exchange.plan
         if plan.stream:
             await self._stream(exchange)
             return await exchange.downstream.finish()
         if plan.single:
-            pair = await self.attempts.run(exchange, plan.units[0], None)
-            return Answer(pair.status, await self._body_of(plan, pair, 0), pair.content_type)
+            pair = await self.attempts.run(exchange, 0)
+            body = await self._body_of(plan, pair)
+            headers = {"Content-Type": pair.content_type}
+            return web.Response(status=pair.status, body=body, headers=headers)
         answers: list[Body] = [b""] * len(plan.units)
         engines = [""] * len(plan.units)
 
-        async def run(unit: Unit) -> None:
+        async def run(unit: int) -> None:
             # Thousands of answers may be kept, so nothing else of their pairs is.
-            pair = await self.attempts.run(exchange, unit, None)
-            answers[unit.index] = await self._body_of(plan, pair, unit.index)
-            engines[unit.index] = pair.decode
+            pair = await self.attempts.run(exchange, unit)
+            answers[unit] = await self._body_of(plan, pair)
+            engines[unit] = pair.decode
 
         await self._run_all(exchange, run)
         size = sum(map(len, answers))
@@ -170,9 +162,9 @@ class Relay:
                 merged = await self.lanes.run(size, merged_answers.merge_answers, plan, answers)
         except merged_answers.NoAnswer as error:
             raise _no_answer(engines[error.args[0]]) from error
-        return Answer(200, await joined(merged), "application/json")
+        return web.Response(body=await joined(merged), content_type="application/json")
 
-    async def _body_of(self, plan: Plan, pair: Pair, position: int) -> Body:
+    async def _body_of(self, plan: Plan, pair: Pair) -> Body:
         if not plan.edits_answers:
             return pair.body
         parts = opened_in_parts(pair.body)
@@ -187,7 +179,7 @@ class Relay:
         try:
             if pair.prefill_reply is not None:
                 await self._spaced(len(pair.body) + pair.prefill_reply.size_bytes)
-            return await joined(dumped_pieces(self._edited(plan, pair, answer, position)))
+            return await joined(dumped_pieces(self._edited(plan, pair, answer)))
         except JsonError as error:
             raise _no_answer(pair.prefill, "prefill") from error
 
@@ -198,7 +190,7 @@ class Relay:
 
     @staticmethod
     def _edited(
-        plan: Plan, pair: Pair, output: dict[str, Any], position: int, *, first: bool = True
+        plan: Plan, pair: Pair, output: dict[str, Any], *, first: bool = True
     ) -> dict[str, Any]:
         """``first``: a whole answer, or the first event of a stream."""
         if plan.merge_logprobs and pair.prefill_reply is not None:
@@ -206,7 +198,7 @@ class Relay:
                 merged_answers.merge_input_logprobs(output, pair.prefill_reply.body)
             elif first:
                 merged_answers.merge_echoed_logprobs(output, pair.prefill_reply.body)
-        client_rid = plan.client_rid(position)
+        client_rid = plan.client_rid(pair.unit)
         if client_rid is not None:
             merged_answers.restore_rid(output, pair.rid, client_rid)
         return output
@@ -214,46 +206,46 @@ class Relay:
     async def _stream(self, exchange: Exchange) -> None:
         plan, downstream = exchange.plan, exchange.downstream
         if plan.single and not plan.edits_answers:
-            await self.attempts.run(exchange, plan.units[0], lambda: downstream.push)
+            exchange.make_sink = lambda _pair: downstream.push
+            await self.attempts.run(exchange, 0)
             return
         merger = merged_answers.StreamMerger(plan, plan.client_rid(0) or uuid.uuid4().hex)
 
-        def sink_of(unit: Unit) -> Callable[[], Callable[[bytes], None]]:
+        def make_sink(pair: Pair) -> Callable[[bytes], None]:
             begun = False
 
             def transform(event: dict[str, Any]) -> Sequence[bytes | memoryview]:
                 nonlocal begun
-                pair = exchange.pairs[unit.index]
-                edited = self._edited(plan, pair, event, unit.index, first=not begun)
+                edited = self._edited(plan, pair, event, first=not begun)
                 begun = True
-                return merged_answers.sse(edited) if plan.single else merger.event(unit, edited)
+                if plan.single:
+                    return merged_answers.sse(edited)
+                return merger.event(pair.unit, edited)
 
-            return lambda: merged_answers.event_sink(transform, downstream.push)
+            return merged_answers.event_sink(transform, downstream.push)
 
-        async def run(unit: Unit) -> None:
-            await self.attempts.run(exchange, unit, sink_of(unit))
-
-        await self._run_all(exchange, run)
+        exchange.make_sink = make_sink
+        await self._run_all(exchange, partial(self.attempts.run, exchange))
         downstream.push(merger.end())
 
     async def _run_all(
-        self, exchange: Exchange, run: Callable[[Unit], Coroutine[Any, Any, None]]
+        self, exchange: Exchange, run: Callable[[int], Coroutine[Any, Any, object]]
     ) -> None:
         """All units side by side; the first failure ends the others."""
-        units = exchange.plan.units
-        if len(units) == 1:
-            await run(units[0])
+        if len(exchange.plan.units) == 1:
+            await run(0)
             return
+        exchange.window = window = asyncio.Semaphore(MOST_AHEAD)
         failed: list[BaseException] = []
         running: set[asyncio.Task[None]] = set()
 
-        async def until_over(unit: Unit) -> None:
+        async def until_over(unit: int) -> None:
             try:
                 await run(unit)
             except Exception as error:
                 failed.append(without_frames(error))  # before anybody gets the place that it leaves
                 exchange.ending = True
-                exchange.window.release()  # if a place is waited for, that is over
+                window.release()  # if a place is waited for, that is over
                 raise
 
         def over(task: asyncio.Task[None]) -> None:
@@ -262,8 +254,8 @@ class Relay:
                 task.exception()  # it is known already
 
         try:
-            for unit in units:
-                await exchange.go_ahead(unit.index)
+            for unit in exchange.plan.units:
+                await window.acquire()
                 if not failed:
                     await self.attempts.turns.take(id(exchange))
                 if failed:

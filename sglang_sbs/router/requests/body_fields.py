@@ -67,7 +67,7 @@ def rids_of(raw: Raw | None, units: int) -> tuple[str, ...]:
     if raw is None:
         return ()
     if raw_json.first_byte(raw) == b"[":
-        entries = raw_json.count_outside_strings(memoryview(raw), b'",')[b","] + 1
+        entries = raw_json.count_outside_strings(memoryview(raw), b'",')[ord(",")] + 1
         if entries > units:
             raise bad_request(f"rid has {entries} entries for {units} requests")
         rids = raw_json.value_of(raw)

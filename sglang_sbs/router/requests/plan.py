@@ -3,7 +3,6 @@ of SGLang's request JSON a client may give, and how large all legs may be."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -17,6 +16,12 @@ from sglang_sbs.router.workers.placement import Placement
 from sglang_sbs.router.workers.rank_contract import decode_members, prefill_members
 
 RouteKind = Literal["generate", "completions", "chat"]
+
+PATHS: dict[RouteKind, str] = {
+    "generate": "/generate",
+    "completions": "/v1/completions",
+    "chat": "/v1/chat/completions",
+}
 
 _INTERNAL_FIELDS = (
     "bootstrap_host", "bootstrap_port", "bootstrap_room", "bootstrap_pair_key", "decode_tp_size",
@@ -39,44 +44,15 @@ Pieces = tuple[bytes | bytearray, ...]
 
 
 @dataclass(frozen=True, slots=True)
-class Unit:
-    """One single request of a plan: one room, one pair of legs."""
-
-    index: int
-    """Position of its output, or of its first choice, in the merged answer."""
-    prompt_index: int
-    max_new_tokens: int | None
-
-
-@dataclass(frozen=True, slots=True)
-class Units:
-    """All of a plan, each made when it is looked at: thousands may wait for their turn."""
-
-    limits: Sequence[int | None]
-    """Of output tokens, by prompt."""
-    samples: int
-    """Units per prompt."""
-
-    def __len__(self) -> int:
-        return len(self.limits) * self.samples
-
-    def __getitem__(self, index: int) -> Unit:
-        prompt_index = range(len(self))[index] // self.samples
-        return Unit(index, prompt_index, self.limits[prompt_index])
-
-    def __iter__(self) -> Iterator[Unit]:
-        return map(self.__getitem__, range(len(self)))
-
-
-@dataclass(frozen=True, slots=True)
 class Plan:
     kind: RouteKind
     stream: bool
-    units: Units
     prompts: tuple[Prompt, ...]
     common: bytes | bytearray
     """Members of the JSON that all legs share."""
     samples: int
+    """Units per prompt: a unit is one single request, one pair of legs. It is known by the position
+    of its output, or of its first choice, in the merged answer."""
     as_list: bool
     """``/generate`` answers a batch or ``n > 1`` with a list, even of one."""
     merge_logprobs: bool
@@ -94,6 +70,10 @@ class Plan:
     """As the client wrote it."""
 
     @property
+    def units(self) -> range:
+        return range(len(self.prompts) * self.samples)
+
+    @property
     def single(self) -> bool:
         return len(self.units) == 1 and not self.as_list
 
@@ -102,13 +82,13 @@ class Plan:
         """What engines answer is not passed on as it comes."""
         return self.merge_logprobs or bool(self.client_rids)
 
-    def client_rid(self, position: int) -> str | None:
+    def client_rid(self, unit: int) -> str | None:
         """The client's id of one output; SGLang makes a batch's ids from a single one."""
         if not self.client_rids:
             return None
         if len(self.client_rids) == len(self.units):
-            return self.client_rids[position]
-        return f"{self.client_rids[0]}_{position}"
+            return self.client_rids[unit]
+        return f"{self.client_rids[0]}_{unit}"
 
     def forget_values(self) -> None:
         """Its prompts were read: nobody needs the objects that took any more."""
@@ -144,7 +124,7 @@ def _plan(kind: RouteKind, raw: bytes | bytearray, limits: RelayConfig) -> Plan:
         split = split_openai(kind, raw, body, limits)
         echoes = kind == "completions" and is_true(body.get("echo"))
         merge = echoes and is_true(body.get("logprobs"))
-    prompts, samples, as_list, own_limits = split
+    prompts, samples, as_list = split
     common = joined(body.items())
     units = len(prompts) * samples
     legs_bytes = units * len(common) + samples * sum(len(p.member) + len(p.own) for p in prompts)
@@ -155,7 +135,6 @@ def _plan(kind: RouteKind, raw: bytes | bytearray, limits: RelayConfig) -> Plan:
     return Plan(
         kind=kind,
         stream=stream,
-        units=Units(own_limits, samples),
         prompts=tuple(prompts),
         common=common,
         samples=samples,
@@ -171,7 +150,7 @@ def _plan(kind: RouteKind, raw: bytes | bytearray, limits: RelayConfig) -> Plan:
 
 
 def leg_bodies(
-    unit: Unit,
+    unit: int,
     plan: Plan,
     placement: Placement,
     *,
@@ -181,11 +160,9 @@ def leg_bodies(
     asks_cached: bool = False,
 ) -> tuple[Pieces, Pieces]:
     """The bodies for prefill and decode. What is large in them is there once, however many legs.
-
     Prefill is asked without streaming: its one reply says how the leg went by its HTTP status, and
-    its counts come in one piece. ``room``: the bootstrap room. ``ids_json``: token ids that both
-    legs get instead of the text, or for a chat instead of what they would make of its messages.
-    ``asks_cached``: prefill is to say how much it had cached, even if it was not started to do so.
+    its counts come in one piece. ``ids_json``: token ids instead of the text, or for a chat of what
+    engines would make of its messages. ``asks_cached``: prefill is to say how much it had cached.
     """
     prefiller, decoder, rank = placement.prefill, placement.decode, placement.prefill_rank
     shared = {
@@ -199,7 +176,7 @@ def leg_bodies(
         prefill[_ASK_CACHED] = True
     decode_ranks = decode_members(rank, placement.decode_rank, coupled=decoder.known.coupled)
     decode = shared | decode_ranks | {"stream": plan.stream}
-    prompt = plan.prompts[unit.prompt_index]
+    prompt = plan.prompts[unit // plan.samples]
     member = prompt.member
     if ids_json is not None:
         member = b'"%b":%b' % (_IDS_FIELD[plan.kind].encode(), ids_json)

@@ -1,8 +1,5 @@
-"""Request bodies cut up instead of unfolded: a megabyte of JSON can become eighty of Python
-objects.
-
-A body is cut into its members, which stay the bytes they came as; only what somebody must look at
-becomes objects. No function here keeps the interpreter lock for long: a thread can do it."""
+"""Request bodies cut up into members that stay the bytes they came as: a megabyte of JSON can
+become eighty of objects. No function here keeps the interpreter lock for long."""
 
 from __future__ import annotations
 
@@ -28,7 +25,7 @@ _IDS_BYTES = 1 << 14
 _FREE_BYTES = 16 << 20
 _GROWTH = 4
 """Objects may take so many bytes per byte of JSON, and ``_FREE_BYTES`` besides."""
-_OBJECT_BYTES = {b"{": 200, b"[": 72, b'"': 32, b",": 40}
+_OBJECT_BYTES = {ord("{"): 200, ord("["): 72, ord('"'): 32, ord(","): 40}
 """What a character of JSON outside strings stands for in memory (two quotes are one string)."""
 MOST_SHOWN = 100
 """Of a bad value, bytes, in a message about it."""
@@ -186,9 +183,9 @@ def shown(raw: Raw | bytes) -> str:
 
 def count_outside_strings(
     body: bytes | bytearray | memoryview, characters: bytes
-) -> Mapping[bytes, int]:
+) -> dict[int, int]:
     """How often each of ``characters`` comes in JSON outside its strings, quotes included."""
-    counts = dict.fromkeys(_each(characters), 0)
+    counts = dict.fromkeys(characters, 0)
     inside, carried = False, b""
     for piece in _pieces(body):
         text = (carried + piece).replace(b"\\\\", b"")
@@ -196,7 +193,7 @@ def count_outside_strings(
         parts = text.removesuffix(b"\\").replace(b'\\"', b"").split(b'"')
         outside = b"".join(parts[inside::2])
         for one in counts:
-            counts[one] += len(parts) - 1 if one == b'"' else outside.count(one)
+            counts[one] += len(parts) - 1 if one == ord('"') else outside.count(one)
         inside ^= len(parts) % 2 == 0
     return counts
 
@@ -207,7 +204,7 @@ def _check_density(body: bytes | bytearray | memoryview, characters: bytes) -> N
     if size <= _SMALL_BYTES:
         return
     most = _FREE_BYTES + _GROWTH * size
-    at_most = dict.fromkeys(_each(characters), 0)
+    at_most = dict.fromkeys(characters, 0)
     for piece in _pieces(body):
         for one in at_most:
             at_most[one] += piece.count(one)
@@ -219,12 +216,8 @@ def _check_density(body: bytes | bytearray | memoryview, characters: bytes) -> N
         raise JsonError(f"too many values in {size} bytes of JSON: {why}")
 
 
-def _objects_bytes(counts: Mapping[bytes, int]) -> int:
+def _objects_bytes(counts: Mapping[int, int]) -> int:
     return sum(_OBJECT_BYTES[one] * count for one, count in counts.items())
-
-
-def _each(characters: bytes) -> list[bytes]:
-    return [bytes((one,)) for one in characters]
 
 
 def _pieces(body: bytes | bytearray | memoryview) -> Iterator[bytes]:
@@ -235,10 +228,8 @@ def _pieces(body: bytes | bytearray | memoryview) -> Iterator[bytes]:
 def _check_utf8(body: bytes | bytearray) -> None:
     if body.isascii():
         return
-    decoder = codecs.getincrementaldecoder("utf-8")()
     try:
-        for piece in _pieces(body):
-            decoder.decode(piece)
-        decoder.decode(b"", final=True)
+        for _ in codecs.iterdecode(_pieces(body), "utf-8"):
+            pass
     except UnicodeDecodeError as error:
         raise JsonError(f"not valid JSON: {error.reason} in its UTF-8") from error

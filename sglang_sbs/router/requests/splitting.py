@@ -1,11 +1,11 @@
 """The prompts of a request body: a batch and ``n > 1`` taken apart, as inside SGLang they would
-share one bootstrap room and break PD. They are counted before anything is built; what they share is
-kept once."""
+share one bootstrap room and break PD. They are counted before anything is built."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from itertools import cycle
 from typing import Any, Literal
 
 import orjson
@@ -78,14 +78,15 @@ class Prompt:
     """There is nothing in the engine's prompt but what ``value`` has."""
     takes_ids: bool
     """Its token ids say the same: no answer depends on its being text."""
+    max_new_tokens: int | None = None
 
 
 _Body = dict[str, Raw]
 _Own = dict[str, Raw | bytes]
 
-_Split = tuple[list[Prompt], int, bool, list[int | None]]
-"""Prompts, samples, whether the answer is a list, the limit of output tokens by prompt. What the
-legs have in common is left in the body."""
+_Split = tuple[list[Prompt], int, bool]
+"""Prompts, samples, whether the answer is a list. What the legs have in common is left in the body.
+"""
 
 
 def split_generate(body: _Body, limits: RelayConfig) -> _Split:
@@ -109,12 +110,11 @@ def split_generate(body: _Body, limits: RelayConfig) -> _Split:
     own: list[_Own] = [{} for _ in range(batch or 1)]
     if batch is not None:
         _move_own(body, own, batch)
-    others = any(name in body for name in _PROMPT_FIELDS)
-    prompts = _prompts(key, values or [prompt], body, own, takes_ids=key == "text" and not others)
-    if len(params) != len(prompts):
-        params = params * len(prompts)
-    found = [_first_limit("generate", [one.get("max_new_tokens")]) for one in params]
-    return prompts, samples, batch is not None or samples > 1, found
+    takes_ids = key == "text" and not any(name in body for name in _PROMPT_FIELDS)
+    prompts = _prompts(key, values or [prompt], body, own, takes_ids=takes_ids)
+    for each, one in zip(prompts, cycle(params), strict=False):
+        each.max_new_tokens = _first_limit("generate", [one.get("max_new_tokens")])
+    return prompts, samples, batch is not None or samples > 1
 
 
 def _batch_of(key: str, raw: Raw, limits: RelayConfig) -> list[Raw] | list[bytes] | None:
@@ -142,7 +142,7 @@ def _check_count(raw: Raw, limits: RelayConfig) -> None:
     """That a list of texts has not too many entries, before it becomes one."""
     view = memoryview(raw)
     if len(view) >= limits.max_units:
-        _check_units(count_outside_strings(view, b'",')[b","] + 1, 1, limits)
+        _check_units(count_outside_strings(view, b'",')[ord(",")] + 1, 1, limits)
 
 
 def _params_of(body: _Body, batch: int | None) -> list[dict[str, Any]]:
@@ -212,7 +212,10 @@ def split_openai(
         own: list[_Own] = [{} for _ in values]
         prompts = _prompts("prompt", values, body, own, takes_ids=plain)
     given_limits = (scalar(body, name) for name in ("max_completion_tokens", "max_tokens"))
-    return prompts, samples, False, [_first_limit(kind, given_limits)] * len(prompts)
+    limit = _first_limit(kind, given_limits)
+    for prompt in prompts:
+        prompt.max_new_tokens = limit
+    return prompts, samples, False
 
 
 def _first_limit(kind: str, values: Iterable[Any]) -> int | None:
@@ -266,7 +269,7 @@ def _read(key: str, raw: Raw | bytes) -> tuple[Any, int, int]:
         if ids is not None:
             return ids, 0, 0
         separator = b"[" if key == "input_embeds" else b","
-        separators = count_outside_strings(memoryview(raw), b'[,"')[separator]
+        separators = count_outside_strings(memoryview(raw), b'[,"')[ord(separator)]
         return None, max(1, separators + (separator == b",")), 0
     return None, 1, 0
 

@@ -226,15 +226,15 @@ async def test_connections_that_are_gone_leave_the_books(asked: bytes, metrics: 
         assert c.server._metrics_port is not None
         port = c.server.prometheus_port if metrics else c.server.port
         doorman = c.server._metrics_port._doorman if metrics else c.server.doorman
-        books = doorman._silent.since_s, doorman._idle.since_s
-        known = {transport for book in books for transport in book}
+        waiting = doorman._waiting
+        known = set(waiting)
         reader, writer = await asyncio.open_connection("127.0.0.1", port)
-        await until(lambda: any(one not in known for one in books[0]))
+        await until(lambda: any(one not in known for one in waiting))
         writer.write(asked)
         if asked.endswith(b"\r\n\r\n"):
             await reader.readuntil(b"\r\n\r\n")
         writer.close()
-        await until(lambda: all(one in known for book in books for one in book))
+        await until(lambda: all(one in known for one in waiting))
 
 
 async def test_what_is_closed_already_makes_no_room() -> None:

@@ -167,7 +167,7 @@ async def test_a_client_that_does_not_read_its_answers_gets_no_further_ones(
 
 async def test_idle_connections_are_closed_after_a_while() -> None:
     async with cluster() as c, Talk(c) as talk:
-        c.server.doorman._idle._patience_s = 0.05
+        c.server.doorman._idle_s = 0.05
         assert (await talk.ask(request({"text": "x"})))[0] == 200
         assert await talk.reader.read() == b""
 

@@ -222,8 +222,8 @@ def test_a_head_without_end_is_given_up() -> None:
 def test_several_connection_options_are_understood() -> None:
     reader = ResponseReader()
     reader.feed(b"HTTP/1.1 200 OK\r\ncontent-length: 5\r\nconnection: x, Close\r\n\r\n")
-    assert reader.head is not None
-    assert not reader.head.keep_alive
+    assert reader.status
+    assert not reader.keep_alive
 
 
 @pytest.mark.parametrize(

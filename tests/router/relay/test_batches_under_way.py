@@ -11,7 +11,7 @@ from typing import Any
 from router_harness import Cluster, cluster, until
 
 from sglang_sbs.router.lanes import Turns
-from sglang_sbs.router.relay import attempts, in_flight
+from sglang_sbs.router.relay import attempts, relay
 from sglang_sbs.router.relay.pair import Pair
 from sglang_sbs.scheduling.events import RequestArrived, RequestEnded
 from tools.stand_ins.mock_engine import Behaviour
@@ -102,7 +102,7 @@ async def test_every_unit_counts_at_the_door() -> None:
 
 async def test_a_batch_keeps_so_many_units_ahead_of_prefill(monkeypatch: Any) -> None:
     """What decodes is not counted: a batch has all the decode ranks there are."""
-    monkeypatch.setattr(in_flight, "MOST_AHEAD", 8)
+    monkeypatch.setattr(relay, "MOST_AHEAD", 8)
     async with cluster() as c:
         c.prefill[0].gate.close()
         c.decode[0].gate.close()
@@ -120,7 +120,7 @@ async def test_a_batch_keeps_so_many_units_ahead_of_prefill(monkeypatch: Any) ->
 
 
 async def test_a_unit_that_fails_ends_a_batch_that_waits_for_prefill(monkeypatch: Any) -> None:
-    monkeypatch.setattr(in_flight, "MOST_AHEAD", 8)
+    monkeypatch.setattr(relay, "MOST_AHEAD", 8)
     async with cluster() as c:
         c.prefill[0].gate.close()
         c.decode[0].behaviours.append(Behaviour(status=400))

@@ -137,7 +137,8 @@ def test_any_json_is_a_plan_or_a_400(kind: Any, extra: dict[str, Any], keep: boo
     for prompt in READER._read_all(plan, Known(None, None)):
         assert prompt.length.tokens >= 1
     for unit in plan.units:
-        assert unit.max_new_tokens is None or unit.max_new_tokens >= 0
+        limit = plan.prompts[unit // plan.samples].max_new_tokens
+        assert limit is None or limit >= 0
         for leg in leg_bodies(unit, plan, PLACEMENT, rid="r" * 32, room=5):
             orjson.loads(b"".join(leg))
 
@@ -162,7 +163,7 @@ def test_a_list_of_sampling_params_for_one_prompt_is_a_400() -> None:
 )
 def test_a_negative_limit_does_not_get_into_the_books(kind: Any, body: dict[str, Any]) -> None:
     plan = plan_request(kind, orjson.dumps(body))
-    assert plan.units[0].max_new_tokens == 0
+    assert plan.prompts[0].max_new_tokens == 0
     assert b"-7" in plan.common  # the engine is the one to refuse it
 
 
@@ -171,8 +172,8 @@ def test_a_limit_beyond_all_counts_gets_to_the_scheduler_process(limit: int) -> 
     """It would drop the message, and the client would wait for nothing."""
     raw = b'{"text": "x", "sampling_params": {"max_new_tokens": %d}}' % limit
     plan = plan_request("generate", raw)
-    (unit,) = plan.units
-    arrived = RequestArrived(rid="r", prompt_tokens=1, max_new_tokens=unit.max_new_tokens)
+    (prompt,) = plan.prompts
+    arrived = RequestArrived(rid="r", prompt_tokens=1, max_new_tokens=prompt.max_new_tokens)
     assert decode_to_scheduler(encode(arrived)) == arrived
     assert b"%d" % limit in plan.common  # the engine is the one to refuse it
 

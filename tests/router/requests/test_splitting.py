@@ -149,7 +149,6 @@ def plan(kind: Any, **body: Any) -> Any:
 def test_what_counts_as_a_batch(kind: Any, body: dict[str, Any], units: int) -> None:
     result = plan(kind, **body)
     assert len(result.units) == units
-    assert [unit.index for unit in result.units] == list(range(units))
 
 
 def test_per_prompt_lists_are_not_confused_with_lists_of_their_own_right() -> None:
