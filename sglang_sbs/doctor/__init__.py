@@ -2,5 +2,5 @@
 
 Changes nothing on them. Gathering (:mod:`.gathering.engines`, :mod:`.gathering.endforward`,
 :mod:`.gathering.router`, :mod:`.gathering.pairs`) is apart from judging (``checks/``), which only
-reads what was gathered and has the wording of what it can find.
+reads what was gathered and says what to do about it.
 """

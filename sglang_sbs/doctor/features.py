@@ -1,5 +1,5 @@
 """Which features are on in a deployment, why, and what to change: ``doctor --features``. One
-function per row, in order; its docstring is the feature's in ``docs/features.md``."""
+function per row, in order. What each feature is: ``docs/features.md``."""
 
 from __future__ import annotations
 
@@ -98,7 +98,6 @@ Decide = Callable[[FeatureView], Seen]
 class Feature(NamedTuple):
     id: str
     title: str
-    meaning: str
     turn_on: str
     """Which flag or variable, on which side."""
     decide: Decide
@@ -133,8 +132,7 @@ def _feature(title: str, turn_on: str) -> Callable[[Decide], Decide]:
     """Makes a function a row of the table."""
 
     def add(decide: Decide) -> Decide:
-        name, meaning = decide.__name__.replace("_", "-"), " ".join((decide.__doc__ or "").split())
-        FEATURES.append(Feature(name, title, meaning, turn_on, decide))
+        FEATURES.append(Feature(decide.__name__.replace("_", "-"), title, turn_on, decide))
         return decide
 
     return add
@@ -165,8 +163,6 @@ def _untold(view: FeatureView) -> Seen:
 
 @_feature("Batches held at the router", "--policy sbs (router)")
 def batches(view: FeatureView) -> Seen:
-    """Requests wait at the router until a prefill instance is about to be free, then leave as a
-    batch, each for its DP rank."""
     policy = view.policy
     if not policy:
         return _untold(view)
@@ -182,8 +178,6 @@ def batches(view: FeatureView) -> Seen:
     "install sglang-sbs beside SGLang on every node and set SGLANG_SBS_ROUTERS there",
 )
 def endforward(view: FeatureView) -> Seen:
-    """Every DP rank of every engine tells the router when a pass starts and ends. Ranks that do not
-    are followed by load polls, more coarsely."""
     ranks = {engine.url: view.silent_ranks(engine) for engine in view.engines}
     if not ranks:
         return _NOBODY
@@ -205,7 +199,6 @@ def endforward(view: FeatureView) -> Seen:
     "the same file as --sbs-endforward-key-file (router) and SGLANG_SBS_KEY_FILE (engines)",
 )
 def endforward_key(view: FeatureView) -> Seen:
-    """Reports are encrypted, and taken only from who has the secret."""
     if not view.options:
         return _untold(view)
     if view.options.get("endforward_encrypted") is not True:
@@ -223,7 +216,6 @@ def endforward_key(view: FeatureView) -> Seen:
     "or unset, and SGLang 0.5.22 or newer where there are several",
 )
 def gang_gate(view: FeatureView) -> Seen:
-    """A prefill pass waits for the late requests of a batch, so that a batch is one pass."""
     if view.policy and view.policy != "sbs":
         return Seen(State.OFF, f"--policy {view.policy} sends no batches", "--policy sbs")
     told = view.options.get("gang_gate")
@@ -267,8 +259,6 @@ def _gate_fault(engine: EngineFacts) -> str:
 
 @_feature("What is cached", prefill.finding["cache.approximate"].change)
 def cache(view: FeatureView) -> Seen:
-    """How the router knows which prefixes each rank has: exactly, by KV events; approximately, by
-    what it sent where; or not at all."""
     source = text(view.options, "prefix_source")
     if source == "off":
         return Seen(State.OFF, "--sbs-prefix-source off", "--sbs-prefix-source auto (router)")
@@ -297,8 +287,6 @@ def cache(view: FeatureView) -> Seen:
 
 @_feature("Token ids forwarded", "--tokenizer-path DIRECTORY (router)")
 def token_ids(view: FeatureView) -> Seen:
-    """The router tokenizes text prompts: exact lengths to pack by, and engines with the same
-    tokenizer get the ids and need not do it again."""
     if not view.options:
         return _untold(view)
     if view.options.get("tokenizer") is not True:
@@ -328,8 +316,6 @@ def token_ids(view: FeatureView) -> Seen:
     "--policy sbs, and the same --schedule-low-priority-values-first on router and engines",
 )
 def priority(view: FeatureView) -> Seen:
-    """Waiting requests are ordered by class and SLO, and tenants take turns if a header names
-    them."""
     if not view.policy:
         return _untold(view)
     if view.policy != "sbs":
@@ -349,7 +335,6 @@ def priority(view: FeatureView) -> Seen:
 
 @_feature("Interval learned", "nothing to set: send requests, and see the row endforward")
 def interval(view: FeatureView) -> Seen:
-    """How often a batch leaves follows from measured passes and network delay (I_opt, L_net)."""
     if view.policy and view.policy != "sbs":
         return Seen(State.OFF, f"--policy {view.policy} has no interval", "--policy sbs")
     if not view.asked:
@@ -367,8 +352,6 @@ def interval(view: FeatureView) -> Seen:
 
 @_feature("Aborts on both legs", security.finding["security.admin-key"].change)
 def aborts(view: FeatureView) -> Seen:
-    """When a client leaves or one side fails, the router aborts the request on prefill and
-    decode."""
     fitting = ("", view.facts.options.router_flags.worker_key)
 
     def fault(engine: EngineFacts) -> str:
@@ -380,8 +363,6 @@ def aborts(view: FeatureView) -> Seen:
 
 @_feature("Decode limits kept", "SGLang 0.5.14 or later on decode engines")
 def decode_caps(view: FeatureView) -> Seen:
-    """A batch leaves only if decode ranks have KV memory and slots for it."""
-
     def fault(engine: EngineFacts) -> str:
         if not engine.known.kv_capacity_tokens:
             return "it does not say how many KV tokens a rank holds"
@@ -398,7 +379,6 @@ def decode_caps(view: FeatureView) -> Seen:
     "--prefill-max-requests (engine), if passes of many short prompts are to be bounded",
 )
 def pass_limit(view: FeatureView) -> Seen:
-    """An engine with --prefill-max-requests ends a pass early when it has so many."""
     limits = {e.url: n for e in view.prefill if (n := number(e.data, "prefill_max_requests")) > 0}
     if not view.prefill:
         return _NOBODY
@@ -414,7 +394,6 @@ def pass_limit(view: FeatureView) -> Seen:
 
 @_feature("Several nodes", "the plugin and the same SGLANG_SBS_ROUTERS on every node")
 def nodes(view: FeatureView) -> Seen:
-    """Engines that span nodes, of which the ranks of every node report."""
     most = max((number(engine.data, "nnodes") for engine in view.engines), default=0)
     several = [engine for engine in view.engines if number(engine.data, "nnodes") > 1]
     if most < 1:
@@ -433,7 +412,6 @@ def nodes(view: FeatureView) -> Seen:
 
 @_feature("Rust server", "SGLANG_RUST_SERVER=1 (engine)")
 def rust_server(view: FeatureView) -> Seen:
-    """Engines with SGLANG_RUST_SERVER=1 have one HTTP address per DP rank."""
     told = {engine.known.rust_server for engine in view.engines}
     if told == {True}:
         return Seen(State.ON, "engines serve HTTP from Rust, one address per DP rank")
@@ -448,9 +426,6 @@ def rust_server(view: FeatureView) -> Seen:
     "SGLANG_SCHEDULER_SKIP_ALL_GATHER (prefill engines)",
 )
 def barrier(view: FeatureView) -> Seen:
-    """DP ranks of a prefill engine start each pass together, which is what batches are for. Where
-    they do not, SBS still places by predicted finish."""
-
     def fault(engine: EngineFacts) -> str:
         return engine.known.no_barrier or ("it has one DP rank" if engine.known.dp_size < 2 else "")
 
@@ -459,7 +434,6 @@ def barrier(view: FeatureView) -> Seen:
 
 @_feature("Several front ends", "--workers N (router)")
 def front_ends(view: FeatureView) -> Seen:
-    """Several processes relay requests, one schedules."""
     if not view.options:
         return _untold(view)
     processes = number(view.options, "front_ends")
@@ -472,9 +446,6 @@ def front_ends(view: FeatureView) -> Seen:
 
 @_feature("Second router", "SGLANG_SBS_ROUTERS=tcp://A:7600,tcp://B:7600 (engines)")
 def standby(view: FeatureView) -> Seen:
-    """Engines report to more than one router, so that another one knows the cluster when the first
-    is lost or replaced."""
-
     def fault(engine: EngineFacts) -> str:
         if engine.sbs is None:
             return "the plugin does not say where it reports to"

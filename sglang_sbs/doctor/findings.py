@@ -64,30 +64,27 @@ class Finding:
 
 
 class Wording(NamedTuple):
-    """What a finding means, and what to do about it."""
-
     severity: Severity
-    meaning: str
     change: str
+    """What to do about it."""
 
 
 class Findings(dict[str, Wording]):
     """What a module can find, by id. Calling it makes one."""
 
     def __init__(self, text: str) -> None:
-        """``SEVERITY ID: MEANING -> CHANGE`` each; indented lines go on with the one before. Ids
-        are stable: tools may rely on them."""
+        """``SEVERITY ID -> CHANGE`` each; indented lines go on with the one before. Ids are stable:
+        tools may rely on them. What each means: ``docs/doctor.md``."""
         for paragraph in re.split(r"\n(?=\S)", text.strip()):
-            head, _, said = " ".join(paragraph.split()).partition(": ")
+            head, _, change = " ".join(paragraph.split()).partition(" -> ")
             severity, name = head.split()
-            meaning, _, change = said.partition(" -> ")
-            self[name] = Wording(Severity(severity), meaning, change)
+            self[name] = Wording(Severity(severity), change)
 
     def __call__(
         self, finding_id: str, subject: str, seen: str, change: str | None = None
     ) -> Finding:
         """``change``: where the advice can be more exact. Raises: KeyError, no such id."""
-        severity, _, advice = self[finding_id]
+        severity, advice = self[finding_id]
         return Finding(finding_id, severity, subject, seen, advice if change is None else change)
 
 
