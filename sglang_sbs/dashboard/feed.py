@@ -16,7 +16,6 @@ from typing import Any, Protocol
 import orjson
 
 from sglang_sbs.dashboard.recorder import Problems, Recorder
-from sglang_sbs.scheduling import SchedulerConfig
 from sglang_sbs.scheduling.events import Command, Event
 
 logger = logging.getLogger(__name__)
@@ -40,7 +39,7 @@ class Observable(Protocol):
 
     @property
     def scheduler(self) -> Any:
-        """A :class:`~sglang_sbs.scheduling.Scheduler`, or what has its ``snapshot``."""
+        """A :class:`~sglang_sbs.scheduling.Scheduler`."""
 
 
 class Feed(Protocol):
@@ -59,7 +58,6 @@ class LocalFeed:
     def __init__(
         self,
         pump: Observable,
-        config: SchedulerConfig,
         *,
         problems: Problems = lambda: (),
         alone: bool = False,
@@ -68,12 +66,10 @@ class LocalFeed:
         """``problems`` are those of workers, for the alerts; ``alone`` marks a front end's own;
         ``lead`` says who of several schedulers this is, for people."""
         self._pump = pump
-        self._config = config
         self._record = partial(Recorder, problems=problems, errors=lambda: pump.errors, alone=alone)
         self._lead = lead
         self._recorder: Recorder | None = None
-        self._watchers: dict[int, Take] = {}
-        self._numbers = 0
+        self._watchers: dict[Stop, Take] = {}
         self._ticker: asyncio.Task[None] | None = None
 
     @property
@@ -86,13 +82,12 @@ class LocalFeed:
 
     def watch(self, take: Take) -> Stop:
         recorder = self._attach()
-        number = self._numbers = self._numbers + 1
         take(self._encode(recorder.history(time.monotonic())), True)
-        self._watchers[number] = take
 
         def stop() -> None:
-            self._watchers.pop(number, None)
+            self._watchers.pop(stop, None)
 
+        self._watchers[stop] = take
         return stop
 
     def close(self) -> None:
@@ -101,7 +96,7 @@ class LocalFeed:
 
     def _attach(self) -> Recorder:
         if self._recorder is None:
-            self._recorder = self._record(self._pump.scheduler, self._config, time.monotonic())
+            self._recorder = self._record(self._pump.scheduler, time.monotonic())
             self._pump.observer = self._observe
             self._ticker = asyncio.create_task(self._tick())
         return self._recorder

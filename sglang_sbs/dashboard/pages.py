@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import logging
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Awaitable, Callable
 from importlib.resources import files
 
@@ -92,7 +92,11 @@ class Dashboard:
         stop = self._feed.watch(watcher.take)
         try:
             await response.prepare(request)
-            while (event := await watcher.next()) is not None:
+            while True:
+                async with asyncio.timeout(SILENT_S):
+                    event = await watcher.events.get()
+                if event is None:
+                    break
                 await response.write(event)
         except (ConnectionError, TimeoutError):
             pass
@@ -128,44 +132,30 @@ class _Watcher:
     def __init__(self, transport: asyncio.Transport | None) -> None:
         self.lost = False
         """It did not keep up."""
-        self._pending: deque[bytes] = deque()
-        self._ended = False
-        self._changed = asyncio.Event()
+        self.events: asyncio.Queue[bytes | None] = asyncio.Queue()
+        """``None`` is the end."""
         self._transport = transport
         peer = transport.get_extra_info("peername") if transport is not None else None
         self.address = peer[0] if isinstance(peer, tuple) else ""
 
     def take(self, payload: bytes, full: bool) -> None:
-        if self._ended:
-            return
-        if len(self._pending) >= PENDING_FRAMES:
+        if self.events.qsize() >= PENDING_FRAMES:
             self.lost = True
             self.drop()
             return
         kind = b"history" if full else b"frame"
-        self._pending.append(b"event: " + kind + b"\ndata: " + payload + b"\n\n")
-        self._changed.set()
+        self.events.put_nowait(b"event: " + kind + b"\ndata: " + payload + b"\n\n")
 
     def drop(self) -> None:
         """End it now: the writer may be waiting for the connection to take more."""
-        self._pending.clear()
+        while not self.events.empty():
+            self.events.get_nowait()
         self.end()
         if self._transport is not None:
             self._transport.abort()
 
     def end(self) -> None:
-        self._ended = True
-        self._changed.set()
-
-    async def next(self) -> bytes | None:
-        """One event; ``None`` at the end. Raises: TimeoutError, nothing comes any more."""
-        while not self._pending:
-            if self._ended:
-                return None
-            self._changed.clear()
-            async with asyncio.timeout(SILENT_S):
-                await self._changed.wait()
-        return self._pending.popleft()
+        self.events.put_nowait(None)
 
 
 def _asset(name: str, kind: str) -> Handler:

@@ -6,14 +6,15 @@ import asyncio
 import logging
 import socket
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from pathlib import Path
 from typing import Any
 
 import aiohttp
 import pytest
+import router_harness
 from aiohttp import web
-from router_harness import TIMEOUT_S, Cluster, FakeScheduler, cluster, options_for, until
+from router_harness import TIMEOUT_S, Cluster, options_for, until
 
 from sglang_sbs.dashboard import feed as feed_module
 from sglang_sbs.dashboard import pages
@@ -23,10 +24,14 @@ from sglang_sbs.dashboard.pages import PENDING_FRAMES, Dashboard
 from sglang_sbs.router.api.access import CONTROL_PLANE, OPEN_PATHS
 from sglang_sbs.router.processes.scheduler_process import SchedulerProcess
 from sglang_sbs.router.server import RouterServer
-from sglang_sbs.scheduling import Scheduler, SchedulerConfig
+from sglang_sbs.scheduling import Scheduler
 from tools.stand_ins.mock_engine import MockEngine, Rooms
 
 KEYS = ("--control-plane-api-keys", "ops:Ops:admin:secret", "dev:Dev:user:weak")
+
+
+def cluster(*flags: str) -> AbstractAsyncContextManager[Cluster]:
+    return router_harness.cluster(*flags, scheduler=Scheduler())
 
 
 def local_feed(running: Cluster) -> LocalFeed:
@@ -110,7 +115,7 @@ async def test_the_client_says_what_to_do_about_a_key() -> None:
 
 
 async def test_a_history_comes_first_then_frames() -> None:
-    async with cluster(scheduler=Scheduler(SchedulerConfig())) as running:
+    async with cluster() as running:
         got = await take(running, 3)
     assert [frame["full"] for frame in got] == [True, False, False]
     assert [one["instance"] for one in got[0]["prefill"]] == [running.prefill[0].url]
@@ -118,7 +123,7 @@ async def test_a_history_comes_first_then_frames() -> None:
 
 
 async def test_requests_show_up_as_decisions() -> None:
-    async with cluster(scheduler=Scheduler(SchedulerConfig())) as running:
+    async with cluster() as running:
         watching = asyncio.create_task(take(running, 8))
         await until(lambda: running.server.dashboard.watchers == 1)
         status, _ = await running.generate(text="hello", sampling_params={"max_new_tokens": 2})
@@ -157,7 +162,7 @@ async def test_all_watchers_get_the_same_bytes(monkeypatch: pytest.MonkeyPatch) 
 
 
 async def test_a_defect_of_the_dashboard_is_not_the_schedulers() -> None:
-    async with cluster(scheduler=Scheduler(SchedulerConfig())) as running:
+    async with cluster() as running:
         feed = local_feed(running)
         feed.watch(lambda payload, full: None)
         feed._recorder.ttft = None  # type: ignore[union-attr, assignment]
@@ -363,8 +368,8 @@ async def test_a_front_end_that_no_longer_asks_gets_no_frames(
 
     monkeypatch.setattr(dashboard_feed, "LEASE_S", 0.05)
     monkeypatch.setattr(feed_module, "FRAME_S", 0.01)
-    pump = SchedulerPump(FakeScheduler(), decided=lambda c: None, failed=lambda rid: None)
-    feed = LocalFeed(pump, SchedulerConfig())
+    pump = SchedulerPump(Scheduler(), decided=lambda c: None, failed=lambda rid: None)
+    feed = LocalFeed(pump)
     told: list[DashboardFrame] = []
     lease = Leases(feed, lambda identity, frame: told.append(frame) is None)
     lease.ask(b"x", WatchDashboard(history=True))
@@ -384,8 +389,8 @@ async def test_a_front_end_that_is_gone_before_its_history_came_is_watched_for_n
     from sglang_sbs.router.processes.messages import WatchDashboard
 
     monkeypatch.setattr(feed_module, "FRAME_S", 0.01)
-    pump = SchedulerPump(FakeScheduler(), decided=lambda c: None, failed=lambda rid: None)
-    feed = LocalFeed(pump, SchedulerConfig())
+    pump = SchedulerPump(Scheduler(), decided=lambda c: None, failed=lambda rid: None)
+    feed = LocalFeed(pump)
     Leases(feed, lambda identity, frame: False).ask(b"x", WatchDashboard(history=True))
     await until(lambda: feed.watchers == 0)
     feed.close()

@@ -75,7 +75,7 @@ def test_a_bubble_is_wasted_as_far_as_requests_waited() -> None:
 
 
 def test_a_frame_tells_how_evenly_passes_are_spread_over_ranks() -> None:
-    made = Recorder(Scheduler(SchedulerConfig()), SchedulerConfig(), 0.0)
+    made = Recorder(Scheduler(SchedulerConfig()), 0.0)
     assert made.frame(0.0)["balance"] is None
     for forward_id, tokens in ((1, [6, 2]), (2, [4, 0])):
         for rank in range(2):
@@ -133,7 +133,7 @@ def test_a_frame_tells_of_a_worker_without_a_barrier_as_one() -> None:
     up = InstanceUp(instance=P0, role="prefill", dp_size=2, chunk_tokens=1024, barrier=False)
     for event in (up, InstanceUp(instance=D0, role="decode", dp_size=1)):
         scheduler.handle(event, 0.0)
-    recorder = Recorder(scheduler, scheduler.config, 1.0)
+    recorder = Recorder(scheduler, 1.0)
     events: list[Event] = [
         *(RequestArrived(rid=f"r{number}", prompt_tokens=50) for number in range(2)),
         *(
@@ -346,7 +346,7 @@ class Watched:
 
     def __init__(self, now_s: float = 1.0, **config: Any) -> None:
         self.scheduler = scheduler_with(*ALL_HEARD, **config)
-        self.recorder = Recorder(self.scheduler, self.scheduler.config, now_s)
+        self.recorder = Recorder(self.scheduler, now_s)
 
     def handle(self, event: Event, now_s: float) -> list[Command]:
         commands = self.scheduler.handle(event, now_s)
