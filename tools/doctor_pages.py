@@ -14,6 +14,22 @@ from sglang_sbs.doctor.features import FEATURES
 from sglang_sbs.doctor.findings import GROUPS, Severity
 
 DOCS = Path(__file__).resolve().parents[1] / "docs"
+_TITLES = {
+    "reach": "Reaching the engines",
+    "version": "Versions",
+    "plugin": "The engine plugin",
+    "endforward": "EndForward",
+    "limits": "DP, chunk and limits",
+    "flags": "Engine flags",
+    "pair": "Prefill with decode",
+    "latency": "Latency and clocks",
+    "bootstrap": "Bootstrap servers",
+    "cache": "Prefix caches",
+    "room": "Room on decode",
+    "security": "Keys and TLS",
+    "router": "The router",
+    "probe": "Probe requests",
+}
 _ROW = re.compile(r"\| `([^`]+)` \| [^|]* \| (.*?) (?<!\\)\| ")
 
 
@@ -27,8 +43,8 @@ def catalogue_table() -> str:
     lines: list[str] = []
     told = meanings("doctor.md")
     ok_first = sorted(CATALOGUE.items(), key=lambda item: item[1].severity is not Severity.OK)
-    for group, title in GROUPS.items():
-        lines += [f"### {title}", ""]
+    for group in GROUPS:
+        lines += [f"### {_TITLES[group]}", ""]
         lines += ["| id | severity | meaning | what to do |", "|---|---|---|---|"]
         for name, (severity, change) in ok_first:
             if name.partition(".")[0] == group:

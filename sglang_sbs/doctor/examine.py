@@ -61,8 +61,8 @@ def judge(facts: ClusterFacts) -> list[Finding]:
     ]
     found += [one for each in facts.engines for one in engine.check_engine(each)]
     found += [*prefill.check_prefill(facts), *endforward.check_endforward(facts)]
-    groups, severities = list(GROUPS), list(Severity)
-    found.sort(key=lambda one: (groups.index(one.group), -severities.index(one.severity)))
+    severities = list(Severity)
+    found.sort(key=lambda one: (GROUPS.index(one.group), -severities.index(one.severity)))
     return list(dict.fromkeys(found))
 
 

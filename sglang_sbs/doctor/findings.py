@@ -11,24 +11,11 @@ CLUSTER = "cluster"
 """Subject of what concerns several engines."""
 ROUTER = "router"
 
-GROUPS = {
-    "reach": "Reaching the engines",
-    "version": "Versions",
-    "plugin": "The engine plugin",
-    "endforward": "EndForward",
-    "limits": "DP, chunk and limits",
-    "flags": "Engine flags",
-    "pair": "Prefill with decode",
-    "latency": "Latency and clocks",
-    "bootstrap": "Bootstrap servers",
-    "cache": "Prefix caches",
-    "room": "Room on decode",
-    "security": "Keys and TLS",
-    "router": "The router",
-    "probe": "Probe requests",
-}
-"""Title of each part of the cluster that findings are about, in the order of reports. The first
-word of a finding's id."""
+GROUPS = (
+    *("reach", "version", "plugin", "endforward", "limits", "flags", "pair", "latency"),
+    *("bootstrap", "cache", "room", "security", "router", "probe"),
+)
+"""What findings are about, in the order of reports: the first word of an id."""
 
 
 class Severity(StrEnum):
