@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import datetime
+from functools import partial
 from typing import Any
 
 import aiohttp
@@ -19,6 +20,7 @@ from sglang_sbs.doctor.facts import Bootstrap, EngineFacts, Failure, RankHeard, 
 from sglang_sbs.doctor.options import DoctorOptions
 from sglang_sbs.engine.config import split_tcp
 from sglang_sbs.plain_words import plain_error, system_error
+from sglang_sbs.router.engines.control_requests import AnswerTooLong, ask
 from sglang_sbs.router.engines.urls import split_worker_url
 from sglang_sbs.router.options.config import BreakerConfig
 from sglang_sbs.router.workers import server_info
@@ -31,7 +33,6 @@ from sglang_sbs.router.workers.worker import Worker
 ROUND_TRIPS = 8
 _AT_ONCE = 64
 """Engines asked at a time."""
-_MAX_BYTES = 16 << 20
 _ROUTE = "/route?prefill_dp_rank=-1&prefill_cp_rank=-1&target_tp_rank=-1&target_pp_rank=-1"
 """What a decode engine asks first: the layout of the whole prefill engine."""
 
@@ -64,19 +65,13 @@ class Asker:
     async def get(self, url: str, path: str, key: str | None = None) -> Answer:
         """``GET``; without ``key``, none is sent. Raises: Failure."""
         limit_s = self._options.timeout_s
-        timeout = aiohttp.ClientTimeout(total=limit_s, sock_connect=min(5.0, limit_s))
+        get = partial(ask, self._session, "GET", timeout_s=limit_s, connect_s=min(5.0, limit_s))
         started_s = time.monotonic()
         try:
-            async with self._session.get(
-                url + path, headers=bearer(key), timeout=timeout, allow_redirects=False
-            ) as response:
-                body = await response.content.read(_MAX_BYTES)
-                while len(body) < _MAX_BYTES and not response.content.at_eof():
-                    body += await response.content.read(_MAX_BYTES - len(body))
-                took_s = time.monotonic() - started_s
-                return Answer(response.status, body, took_s, time.time())
+            status, body = await get(url + path, headers=bearer(key))
         except (aiohttp.ClientError, OSError, TimeoutError, ValueError) as error:
             raise Failure(*await self._why(url, error, limit_s)) from error
+        return Answer(status, body, time.monotonic() - started_s, time.time())
 
     async def _why(self, url: str, error: Exception, limit_s: float) -> tuple[str, str]:
         scheme, host, port = split_worker_url(url)
@@ -89,6 +84,8 @@ class Asker:
             return "certificate", text
         if isinstance(error, aiohttp.ConnectionTimeoutError):
             return "unreachable", "no connection in time: a firewall, or a wrong host"
+        if isinstance(error, AnswerTooLong):
+            return "not-sglang", text
         if isinstance(error, TimeoutError):
             return "silent", f"connected, and no answer within {limit_s:g} s"
         if isinstance(error, aiohttp.ClientConnectorError):
