@@ -190,7 +190,7 @@ async def test_nothing_an_engine_answers_is_a_traceback() -> None:
     names = [*facts.engines[0].data, "kv_events", "launch_command", "tp_size", "attn_cp_size"]
     judged = 0
     for engine in (facts.engines[0], facts.engines[-1]):
-        before, role = engine.data, engine.target.role
+        before, role = engine.data, engine.role
         blocks = [
             {"sbs": before["sbs"] | {name: value}} for name in before["sbs"] for value in nonsense
         ]

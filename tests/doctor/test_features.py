@@ -17,7 +17,7 @@ from rich.console import Console
 
 from sglang_sbs.doctor.cli import main
 from sglang_sbs.doctor.examine import gather
-from sglang_sbs.doctor.facts import ClusterFacts, EngineFacts, Failure, RouterFacts, Target
+from sglang_sbs.doctor.facts import ClusterFacts, EngineFacts, Failure, RouterFacts
 from sglang_sbs.doctor.features import FEATURES, FeatureRow, feature_rows
 from sglang_sbs.doctor.options import DoctorOptions, parse_options
 from sglang_sbs.doctor.report import features_exit_code, features_json, print_features
@@ -117,7 +117,7 @@ class Cluster:
         engines = []
         for url, data in self.data.items():
             role: Any = ROLES[url]
-            engines.append(engine := EngineFacts(Target(url, role), data=data))
+            engines.append(engine := EngineFacts(url, role, data=data))
             with contextlib.suppress(UnusableWorker):
                 engine.info = parse_server_info(data, role)
         return ClusterFacts(parsed(*words), engines, router=self.router)

@@ -47,7 +47,7 @@ def check_cluster(facts: ClusterFacts) -> Iterator[Finding]:
     yield from _same_engine(facts.usable)
     yield from _versions(facts.usable)
     for role, engines in sides.items():
-        limits = grouped(engines, lambda e: describe_limits(e.known, e.target.role))
+        limits = grouped(engines, lambda e: describe_limits(e.known, e.role))
         if len(limits) > 1:
             yield finding("limits.uneven", CLUSTER, f"{role}: {told(limits)}")
     if not missing:

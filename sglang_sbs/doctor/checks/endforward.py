@@ -143,7 +143,7 @@ class Attribution:
 
 
 def _says(engine: EngineFacts, report: EndForward) -> bool:
-    return (engine.target.role, engine.known.dp_size) == (report.role, report.dp_size)
+    return (engine.role, engine.known.dp_size) == (report.role, report.dp_size)
 
 
 def _is_strange(engine: EngineFacts, report: EndForward) -> bool:
@@ -228,7 +228,7 @@ def _reports(facts: ClusterFacts, engine: EngineFacts, mine: Attribution) -> Ite
     missing = [rank for rank in range(info.dp_size) if rank not in ranks]
     if (wrong := mine.mismatched.get(url)) is not None:
         seen = f"reports say {wrong.role} with {wrong.dp_size} ranks, /server_info says "
-        seen += f"{engine.target.role} with {info.dp_size}"
+        seen += f"{engine.role} with {info.dp_size}"
         yield finding("endforward.mismatch", url, seen)
     elif not missing:
         messages = sum(one.messages for one in ranks.values())
@@ -297,7 +297,7 @@ def _listening(facts: ClusterFacts, heard: Heard, mine: Attribution) -> Iterator
         yield finding("endforward.malformed", CLUSTER, seen)
     for role in ("prefill", "decode"):
         some = [one.last for one in mine.leftover if one.last.role == role]
-        mates = [e for e in facts.engines if e.target.role == role]
+        mates = [e for e in facts.engines if e.role == role]
         if some and not any(e.info is None for e in mates):  # else they may be its reports
             seen = f"{len(some)} {role} ranks of {len({one.boot_id for one in some})} boots"
             kind = "unattributed" if any(map(may_speak_unseen, mates)) else "stranger"

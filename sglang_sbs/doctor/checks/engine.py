@@ -108,12 +108,12 @@ def _checks(facts: EngineFacts) -> Iterator[_Said]:
     yield from _limits(facts, facts.info)
     yield from list(_conflicts(facts, facts.info)) or [("flags.ok", "nothing that gets in the way")]
     yield from _latency(facts)
-    if facts.target.role == "decode":
+    if facts.role == "decode":
         yield from _room(facts, facts.info)
 
 
 def _reach(facts: EngineFacts) -> Iterator[_Said]:
-    url, role, info = facts.url, facts.target.role, facts.info
+    url, role, info = facts.url, facts.role, facts.info
     if facts.failure is not None:
         if facts.failure.kind != "refused":  # the keys are a matter of their own
             yield f"reach.{facts.failure.kind}", facts.failure.text
@@ -157,7 +157,7 @@ def _version(info: WorkerInfo) -> Iterator[_Said]:
 
 
 def _limits(facts: EngineFacts, info: WorkerInfo) -> Iterator[_Said]:
-    prefill = facts.target.role == "prefill"
+    prefill = facts.role == "prefill"
     found = list(_limits_of_prefill(facts, info)) if prefill else []
     if info.no_barrier == server_info.NO_DP_ATTENTION:
         seen = f"dp {info.dp_size} without --enable-dp-attention"
@@ -167,7 +167,7 @@ def _limits(facts: EngineFacts, info: WorkerInfo) -> Iterator[_Said]:
     if 0 < info.max_running_requests < MIN_RUNNING_REQUESTS:
         seen = f"{info.max_running_requests} requests per rank at most"
         found.append(("limits.few-running", seen))
-    yield from found or [("limits.ok", describe_limits(info, facts.target.role))]
+    yield from found or [("limits.ok", describe_limits(info, facts.role))]
 
 
 def describe_limits(info: WorkerInfo, role: str) -> str:
@@ -205,7 +205,7 @@ def _limits_of_prefill(facts: EngineFacts, info: WorkerInfo) -> Iterator[_Said]:
 
 def _conflicts(facts: EngineFacts, info: WorkerInfo) -> Iterator[_Said]:
     data, several = facts.data, info.dp_size > 1
-    if facts.target.role == "prefill":
+    if facts.role == "prefill":
         yield from _conflicts_of_prefill(data, info)
     if info.rank_choice == "engine" and several:
         yield "flags.decode-ranks", f"--load-balance-method {info.load_balance_method}"

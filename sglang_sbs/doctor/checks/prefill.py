@@ -70,7 +70,7 @@ def _bootstrap(engine: EngineFacts, decode: Sequence[EngineFacts]) -> Iterator[F
 
 
 def _bootstrap_problems(engine: EngineFacts, bootstrap: Bootstrap) -> Iterator[Finding]:
-    url, given, own = engine.url, engine.target.bootstrap_port, engine.known.bootstrap_port
+    url, given, own = engine.url, engine.given_port, engine.known.bootstrap_port
     if given is not None and own not in (None, given):
         why = f" ({bootstrap.failure})" if bootstrap.failure else ""
         seen = f"{given} is given, and the engine's is {own}{why}"

@@ -79,7 +79,7 @@ def _router(facts: ClusterFacts, router: RouterFacts) -> Iterator[Finding]:
 
 def _worker(router: RouterFacts, engine: EngineFacts, entry: dict[str, Any]) -> Iterator[Finding]:
     url, usable = engine.url, entry.get("usable") is True
-    if entry.get("worker_type") != engine.target.role:
+    if entry.get("worker_type") != engine.role:
         seen = f"the router has it as {entry.get('worker_type')}"
         yield finding("router.problem", url, seen, "give it the same role to both")
     if not usable:

@@ -21,7 +21,7 @@ from sglang_sbs.engine.publish import resolve_endpoints
 from sglang_sbs.router.signals.endforward_listener import implausible, peer_of, publisher_endpoints
 from sglang_sbs.router.workers.server_info import node_of_rank
 from sglang_sbs.wire import TOPIC, MalformedMessage, decode_endforward
-from sglang_sbs.wire.curve import CurveKeys, Gatekeeper
+from sglang_sbs.wire.curve import Gatekeeper
 
 _FAILED_HANDSHAKE = (
     zmq.Event.HANDSHAKE_FAILED_NO_DETAIL
@@ -49,12 +49,10 @@ def endpoints_to_hear(options: DoctorOptions, engines: Iterable[EngineFacts]) ->
 class Ear:
     """One listening; ``listen`` blocks, so it belongs into a thread."""
 
-    def __init__(
-        self, options: DoctorOptions, engines: Sequence[EngineFacts], keys: CurveKeys | None
-    ) -> None:
+    def __init__(self, options: DoctorOptions, engines: Sequence[EngineFacts]) -> None:
         self._options = options
         self._engines = engines
-        self._keys = keys
+        self._keys = keys = options.router_flags.endforward_keys
         self._heard = Heard()
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context(io_threads=1)
         # Two, since with keys one socket cannot be CURVE's server and its client.

@@ -16,7 +16,7 @@ from typing import Any
 import aiohttp
 import orjson
 
-from sglang_sbs.doctor.facts import Bootstrap, EngineFacts, Failure, RankHeard, Target
+from sglang_sbs.doctor.facts import Bootstrap, EngineFacts, Failure, RankHeard
 from sglang_sbs.doctor.options import DoctorOptions
 from sglang_sbs.engine.config import split_tcp
 from sglang_sbs.plain_words import plain_error, system_error
@@ -96,25 +96,23 @@ class Asker:
 
     # An engine --------------------------------------------------------------------------------
 
-    async def examine(self, target: Target) -> EngineFacts:
+    async def examine(self, facts: EngineFacts) -> None:
         """Everything one engine says. Never raises for what it does."""
-        facts = EngineFacts(target)
         try:
-            facts.data = await self._server_info(target.url)
-            facts.info = server_info.parse_server_info(facts.data, target.role)
-            await self._rank_servers(facts.info, target.url)
+            facts.data = await self._server_info(facts.url)
+            facts.info = server_info.parse_server_info(facts.data, facts.role)
+            await self._rank_servers(facts.info, facts.url)
         except Failure as failure:
             facts.failure = failure
-            return facts
+            return
         except UnusableWorker as error:
             facts.info, facts.unusable = None, error
         questions = [self._round_trips(facts), self._without_key(facts)]
         if facts.info is not None:
             questions.append(self._loads(facts, facts.info))
-            if target.role == "prefill":
+            if facts.role == "prefill":
                 questions.append(self._bootstrap(facts, facts.info))
         await asyncio.gather(*questions)
-        return facts
 
     async def _rank_servers(self, info: WorkerInfo, url: str) -> None:
         """Of the first node: only EndForward says where the others are. Raises: RankOutOfReach, a
@@ -204,7 +202,7 @@ class Asker:
         ]
 
     async def _bootstrap(self, facts: EngineFacts, info: WorkerInfo) -> None:
-        port = facts.target.bootstrap_port or info.bootstrap_port
+        port = facts.given_port or info.bootstrap_port
         if port is None:
             return
         host = worker_of(facts, info).bootstrap_host
@@ -224,9 +222,9 @@ def worker_of(facts: EngineFacts, info: WorkerInfo) -> Worker:
     """The engine as a router would have it."""
     return Worker(
         url=facts.url,
-        role=facts.target.role,
+        role=facts.role,
         breaker=Breaker(BreakerConfig()),
-        configured_bootstrap_port=facts.target.bootstrap_port,
+        configured_bootstrap_port=facts.given_port,
         info=info,
     )
 
@@ -235,14 +233,14 @@ def bearer(key: str | None) -> dict[str, str]:
     return {"Authorization": f"Bearer {key}"} if key else {}
 
 
-async def examine_all(asker: Asker, targets: Sequence[Target]) -> list[EngineFacts]:
+async def examine_all(asker: Asker, engines: Sequence[EngineFacts]) -> None:
     gate = asyncio.Semaphore(_AT_ONCE)
 
-    async def examine(target: Target) -> EngineFacts:
+    async def examine(facts: EngineFacts) -> None:
         async with gate:
-            return await asker.examine(target)
+            await asker.examine(facts)
 
-    return list(await asyncio.gather(*map(examine, targets)))
+    await asyncio.gather(*map(examine, engines))
 
 
 def _any_certificate() -> ssl.SSLContext:
