@@ -78,29 +78,6 @@ class Supervisor:
                 task.cancel()
             await asyncio.gather(death, *pending, return_exceptions=True)
 
-    def pid(self, name: str) -> int:
-        """Process id of the process called `name`. Raises: KeyError."""
-        return self._called(name).pid
-
-    def signal(self, name: str, number: signal.Signals) -> None:
-        """Send `number` to the process called `name` and to its children. Raises: KeyError."""
-        os.killpg(self.pid(name), number)
-
-    async def kill(self, name: str) -> None:
-        """SIGKILL the process called `name` with its children, wait for its end and forget it.
-        Raises: KeyError."""
-        killed = self._called(name)
-        self.processes = tuple(process for process in self.processes if process is not killed)
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(killed.pid, signal.SIGKILL)
-        await asyncio.shield(killed.exited)
-
-    def _called(self, name: str) -> SpawnedProcess:
-        for process in self.processes:
-            if process.name == name:
-                return process
-        raise KeyError(name)
-
     async def stop(self, grace_s: float) -> list[str]:
         """Stop what was started: SIGTERM to each, after `grace_s` SIGKILL to what is left of it and
         of its process group. Returns the names of those that had to be killed."""

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.chaos.breakable import BreakableProcesses
 from sglang_sbs.cluster.plan import ProcessPlan
 from sglang_sbs.cluster.spawn import SpawnedProcess, SpawnError, last_log_lines
 from sglang_sbs.cluster.supervise import Supervisor, describe_exit
@@ -179,7 +180,7 @@ def test_only_the_end_of_a_log_is_shown(tmp_path: Path) -> None:
 async def test_a_killed_process_is_gone_with_its_children_and_may_be_started_again(
     tmp_path: Path,
 ) -> None:
-    supervisor = Supervisor()
+    supervisor = BreakableProcesses()
     parent = await start(supervisor, plan(tmp_path, "a", LEAVES_A_CHILD))
     other = await start(supervisor, plan(tmp_path, "b", SLEEP))
     child = int((tmp_path / "a.log").read_text().split()[1])
@@ -196,7 +197,7 @@ async def test_a_killed_process_is_gone_with_its_children_and_may_be_started_aga
 
 
 async def test_a_signal_reaches_the_children_too(tmp_path: Path) -> None:
-    supervisor = Supervisor()
+    supervisor = BreakableProcesses()
     parent = await start(supervisor, plan(tmp_path, "a", LEAVES_A_CHILD))
     child = int((tmp_path / "a.log").read_text().split()[1])
 
