@@ -68,41 +68,33 @@ class LocalFeed:
         self._pump = pump
         self._record = partial(Recorder, problems=problems, errors=lambda: pump.errors, alone=alone)
         self._lead = lead
-        self._recorder: Recorder | None = None
-        self._watchers: dict[Stop, Take] = {}
+        self.recorder: Recorder | None = None
+        self.watchers: dict[Stop, Take] = {}
         self._ticker: asyncio.Task[None] | None = None
-
-    @property
-    def watchers(self) -> int:
-        return len(self._watchers)
-
-    @property
-    def attached(self) -> bool:
-        return self._recorder is not None
 
     def watch(self, take: Take) -> Stop:
         recorder = self._attach()
         take(self._encode(recorder.history(time.monotonic())), True)
 
         def stop() -> None:
-            self._watchers.pop(stop, None)
+            self.watchers.pop(stop, None)
 
-        self._watchers[stop] = take
+        self.watchers[stop] = take
         return stop
 
     def close(self) -> None:
-        self._watchers.clear()
+        self.watchers.clear()
         self._detach()
 
     def _attach(self) -> Recorder:
-        if self._recorder is None:
-            self._recorder = self._record(self._pump.scheduler, time.monotonic())
+        if self.recorder is None:
+            self.recorder = self._record(self._pump.scheduler, time.monotonic())
             self._pump.observer = self._observe
             self._ticker = asyncio.create_task(self._tick())
-        return self._recorder
+        return self.recorder
 
     def _detach(self) -> None:
-        self._recorder = None
+        self.recorder = None
         self._pump.observer = None
         if self._ticker is not None:
             self._ticker.cancel()
@@ -111,8 +103,8 @@ class LocalFeed:
     def _observe(self, event: Event, commands: Sequence[Command], now_s: float) -> None:
         """A defect of the dashboard is not the scheduler's."""
         try:
-            if self._recorder is not None:
-                self._recorder.observe(event, commands, now_s)
+            if self.recorder is not None:
+                self.recorder.observe(event, commands, now_s)
         except Exception:
             logger.exception("the dashboard failed on %r and is closed", type(event).__name__)
             self.close()
@@ -121,18 +113,18 @@ class LocalFeed:
         idle_s = 0.0
         while idle_s < LINGER_S:
             await asyncio.sleep(FRAME_S)
-            recorder = self._recorder
+            recorder = self.recorder
             if recorder is None:
                 return
-            idle_s = 0.0 if self._watchers else idle_s + FRAME_S
+            idle_s = 0.0 if self.watchers else idle_s + FRAME_S
             try:
                 frame = recorder.frame(time.monotonic())
             except Exception:
                 logger.exception("the dashboard failed and is closed")
                 break
-            if self._watchers:
+            if self.watchers:
                 payload = self._encode(frame)
-                for take in list(self._watchers.values()):
+                for take in list(self.watchers.values()):
                     take(payload, False)
         self._ticker = None
         self.close()

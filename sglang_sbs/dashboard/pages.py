@@ -61,15 +61,11 @@ class Dashboard:
 
     def __init__(self, feed: Feed) -> None:
         self._feed = feed
-        self._watchers: dict[_Watcher, None] = {}
+        self.watchers: dict[_Watcher, None] = {}
         """The longest open first."""
         self._closed = False
         self.dropped = 0
         """Watchers that did not keep up."""
-
-    @property
-    def watchers(self) -> int:
-        return len(self._watchers)
 
     def routes(self) -> list[tuple[str, str, Handler]]:
         """Method, path and handler of everything here."""
@@ -78,17 +74,17 @@ class Dashboard:
 
     def close(self) -> None:
         self._closed = True
-        for watcher in self._watchers:
+        for watcher in self.watchers:
             watcher.end()
 
     async def events(self, request: web.Request) -> web.StreamResponse:
         """Server-sent events: ``history`` first, then ``frame`` five times a second; or NoRoom."""
         watcher = _Watcher(request.transport)
         if self._closed or not self._has_room(watcher):
-            open_ones = f"{len(self._watchers)} dashboards are open"
+            open_ones = f"{len(self.watchers)} dashboards are open"
             raise NoRoom(f"{open_ones} (the limit is {MAX_WATCHERS}): close one")
         response = web.StreamResponse(headers=_EVENT_HEADERS)
-        self._watchers[watcher] = None
+        self.watchers[watcher] = None
         stop = self._feed.watch(watcher.take)
         try:
             await response.prepare(request)
@@ -106,7 +102,7 @@ class Dashboard:
                 raise
         finally:
             stop()
-            self._watchers.pop(watcher, None)
+            self.watchers.pop(watcher, None)
             if watcher.lost:
                 self.dropped += 1
                 logger.info("a dashboard did not keep up and was dropped")
@@ -114,14 +110,14 @@ class Dashboard:
 
     def _has_room(self, new: _Watcher) -> bool:
         """When all places are taken, who has most of them gives one to who has far fewer."""
-        if len(self._watchers) < MAX_WATCHERS:
+        if len(self.watchers) < MAX_WATCHERS:
             return True
-        places = Counter(watcher.address for watcher in self._watchers)
+        places = Counter(watcher.address for watcher in self.watchers)
         address, most = places.most_common(1)[0]
         if places[new.address] + 1 >= most:
             return False
-        oldest = next(watcher for watcher in self._watchers if watcher.address == address)
-        del self._watchers[oldest]
+        oldest = next(watcher for watcher in self.watchers if watcher.address == address)
+        del self.watchers[oldest]
         oldest.drop()
         return True
 

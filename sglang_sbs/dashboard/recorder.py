@@ -299,7 +299,10 @@ class Recorder:
         """Tell the shadows which instances are up, and at first what they are busy with."""
         scheduler = self._scheduler
         up = [one for one in scheduler.prefill.values() if scheduler.is_up(one.id)]
-        shapes = {one.id: Shape(one.dp_size, one.chunk_tokens, one.model, one.worker) for one in up}
+        shapes = {
+            one.id: Shape(one.dp_size, one.chunk_tokens, one.model.predict_s, one.worker)
+            for one in up
+        }
         self.ttft.follow(shapes, now_s)
         if begin:
             ranks = sum(one.dp_size for one in up)

@@ -60,8 +60,7 @@ class TtftComparison:
     def preload(self, name: str, backlog_tokens: list[int], free_s: float) -> None:
         """What an instance is busy with when watching begins, under every rule alike."""
         for cluster in self._clusters.values():
-            if name in cluster.instances:
-                cluster.preload(name, backlog_tokens, free_s)
+            cluster.preload(name, backlog_tokens, free_s)
 
     def arrived(self, rid: str, tokens: int, now_s: float, latency_s: float) -> None:
         """The scheduler took a request; ``latency_s`` is L_net."""

@@ -171,7 +171,7 @@ class Steady:
 
 def shadow(instances: int = 1, dp_size: int = 2) -> ShadowCluster:
     made = ShadowCluster()
-    shapes = {f"p{i}": Shape(dp_size, 100, Steady()) for i in range(instances)}
+    shapes = {f"p{i}": Shape(dp_size, 100, Steady().predict_s) for i in range(instances)}
     made.follow(shapes, 0.0)
     return made
 
@@ -213,8 +213,8 @@ def test_rules_place_as_they_say() -> None:
 
 def test_a_worker_without_a_barrier_is_one_worker_whose_ranks_wait_for_nobody() -> None:
     cluster = ShadowCluster()
-    lone = {f"p0 rank {rank}": Shape(1, 100, Steady(), "p0") for rank in range(3)}
-    cluster.follow(lone | {"p1": Shape(2, 100, Steady())}, 0.0)
+    lone = {f"p0 rank {rank}": Shape(1, 100, Steady().predict_s, "p0") for rank in range(3)}
+    cluster.follow(lone | {"p1": Shape(2, 100, Steady().predict_s)}, 0.0)
     turn = RoundRobin()
     places = [turn(cluster.instances) for _ in range(4)]
     assert places == [("p0 rank 0", 0), ("p1", 0), ("p0 rank 1", 0), ("p1", 1)]
@@ -228,14 +228,14 @@ def test_an_instance_that_goes_takes_its_requests_along() -> None:
     cluster.place("a", ("p0", 0), 50, 0.0)
     cluster.place("b", ("p1", 0), 50, 0.0)
     cluster.advance(0.5)
-    cluster.follow({"p1": Shape(2, 100, Steady())}, 0.5)
+    cluster.follow({"p1": Shape(2, 100, Steady().predict_s)}, 0.5)
     assert cluster.requests == 1
     assert cluster.advance(2.0) == [("b", 1.0)]
 
 
 def test_the_comparison_is_of_the_same_requests() -> None:
     ttft = TtftComparison()
-    ttft.follow({P0: Shape(2, 100, Steady())}, 0.0)
+    ttft.follow({P0: Shape(2, 100, Steady().predict_s)}, 0.0)
     ttft.arrived("a", 50, 0.0, 0.0)
     ttft.arrived("refused", 50, 0.0, 0.0)
     ttft.ended("refused")
@@ -254,7 +254,7 @@ def test_the_comparison_is_of_the_same_requests() -> None:
 
 def test_immediate_dispatch_is_granted_the_cached_prefix() -> None:
     ttft = TtftComparison()
-    ttft.follow({P0: Shape(1, 100, Steady())}, 0.0)
+    ttft.follow({P0: Shape(1, 100, Steady().predict_s)}, 0.0)
     ttft.arrived("a", 250, 0.0, 0.0)
     ttft.dispatched("a", P0, 0, 200, 0.0)
     ttft.advance(5.0)
