@@ -82,10 +82,6 @@ class LocalFeed:
         self.watchers[stop] = take
         return stop
 
-    def close(self) -> None:
-        self.watchers.clear()
-        self._detach()
-
     def _attach(self) -> Recorder:
         if self.recorder is None:
             self.recorder = self._record(self._pump.scheduler, time.monotonic())
@@ -93,7 +89,8 @@ class LocalFeed:
             self._ticker = asyncio.create_task(self._tick())
         return self.recorder
 
-    def _detach(self) -> None:
+    def close(self) -> None:
+        self.watchers.clear()
         self.recorder = None
         self._pump.observer = None
         if self._ticker is not None:

@@ -92,7 +92,6 @@ class Recorder:
         self._gangs: deque[Gang] = deque(maxlen=_GANGS)
         self._new_gangs: list[Gang] = []
         self._holds: deque[tuple[float, float]] = deque(maxlen=_MAX_HOLDS)
-        self._dispatches: deque[tuple[float, int]] = deque(maxlen=_QUEUE_SAMPLES)
         self._dispatched = 0
         self._refusals: deque[tuple[float, str]] = deque(maxlen=_MAX_HOLDS)
         self._fires: deque[tuple[float, str]] = deque(maxlen=_MAX_HOLDS)
@@ -101,7 +100,8 @@ class Recorder:
         self._placed: dict[str, tuple[str, int]] = {}
         self._waited_s = 0.0
         self._waiting_since_s: float | None = None
-        self._queue: deque[tuple[float, int]] = deque(maxlen=_QUEUE_SAMPLES)
+        self._trail: deque[tuple[float, int, int]] = deque(maxlen=_QUEUE_SAMPLES)
+        """When, requests that waited then, and those dispatched until then."""
         self.ttft = TtftComparison()
         self._follow(now_s, begin=True)
 
@@ -180,12 +180,12 @@ class Recorder:
         gangs, self._new_gangs = self._new_gangs, []
         snapshot = self._scheduler.snapshot(now_s)
         self._follow(now_s)
-        self._queue.append((now_s, snapshot.queue_requests))
-        self._dispatches.append((now_s, self._dispatched))
+        self._trail.append((now_s, snapshot.queue_requests, self._dispatched))
         self._count_fires(snapshot, now_s)
         self._passes.extend(passes)
         self._gangs.extend(gangs)
-        self._forget(now_s)
+        while self._passes and now_s - self._passes[0].end_s > PASSES_S:
+            self._passes.popleft()
         return self._state(snapshot, now_s) | {
             "full": False,
             "passes": [_pass(one) for one in passes],
@@ -200,7 +200,7 @@ class Recorder:
             "full": True,
             "passes": [_pass(one) for one in self._passes],
             "gangs": [_gang(gang) for gang in self._gangs],
-            "queue_trail": [[round(at_s, 3), requests] for at_s, requests in self._queue],
+            "queue_trail": [[round(at_s, 3), requests] for at_s, requests, _ in self._trail],
         }
 
     def _state(self, snapshot: Snapshot, now_s: float) -> dict[str, Any]:
@@ -254,10 +254,10 @@ class Recorder:
 
     def _dispatch_rate(self) -> float:
         """Over the last ten seconds or less."""
-        if len(self._dispatches) < 2:
+        if not self._trail:
             return 0.0
-        last_s, last = self._dispatches[-1]
-        first_s, first = next(one for one in self._dispatches if last_s - one[0] <= 10.0)
+        last_s, _, last = self._trail[-1]
+        first_s, _, first = next(one for one in self._trail if last_s - one[0] <= 10.0)
         return round((last - first) / (last_s - first_s), 2) if last_s > first_s else 0.0
 
     def _hold(self, now_s: float) -> dict[str, Any]:
@@ -317,12 +317,6 @@ class Recorder:
             known = self._known_fires.get(state.instance, state.watchdog_fires)
             self._fires.extend((now_s, state.instance) for _ in range(state.watchdog_fires - known))
             self._known_fires[state.instance] = state.watchdog_fires
-
-    def _forget(self, now_s: float) -> None:
-        while self._passes and now_s - self._passes[0].end_s > PASSES_S:
-            self._passes.popleft()
-        while self._holds and now_s - self._holds[0][0] > RECENT_S:
-            self._holds.popleft()
 
 
 def _pass(one: PassRecord) -> list[Any]:

@@ -18,10 +18,9 @@ from sglang_sbs.router.options.tls import worker_session
 Progress = Callable[[str], None]
 """Told what is being done, in a few words."""
 
+_CHECKS = engine, cluster, endforward, prefill, security, router
 CATALOGUE: Mapping[str, Wording] = {
-    name: wording
-    for module in (engine, cluster, endforward, prefill, security, router)
-    for name, wording in module.finding.items()
+    name: wording for module in _CHECKS for name, wording in module.finding.items()
 }
 """Every finding the doctor can make."""
 
@@ -55,16 +54,9 @@ async def gather(options: DoctorOptions, progress: Progress = lambda _doing: Non
 
 def judge(facts: ClusterFacts) -> list[Finding]:
     """Every finding, by group and the worst first within it."""
-    found = [
-        *cluster.check_cluster(facts),
-        *router.check_router(facts),
-        *security.check_security(facts),
-    ]
-    found += [one for each in facts.engines for one in engine.check_engine(each)]
-    found += [*prefill.check_prefill(facts), *endforward.check_endforward(facts)]
     severities = list(Severity)
-    found.sort(key=lambda one: (GROUPS.index(one.group), -severities.index(one.severity)))
-    return list(dict.fromkeys(found))
+    found = dict.fromkeys(one for module in _CHECKS for one in module.check(facts))
+    return sorted(found, key=lambda one: (GROUPS.index(one.group), -severities.index(one.severity)))
 
 
 def _worth_listening(facts: ClusterFacts) -> bool:

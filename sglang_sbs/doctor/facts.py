@@ -161,14 +161,11 @@ class RouterFacts:
         """Since the last report of each DP rank of an engine, as the scheduler has it; ``None``:
         none ever came."""
         instances = (*self.instances("prefill"), *self.instances("decode"))
-        ranks = next((one.get("ranks") for one in instances if one.get("instance") == url), None)
-        told = [
-            rank.get("age_s") if isinstance(rank, dict) else None
-            for rank in (ranks if isinstance(ranks, list) else ())
-        ]
+        told = next((one for one in instances if one.get("instance") == url), {})
+        ages_s = [rank.get("age_s") for rank in objects(told.get("ranks"))]
         return {
             rank: float(age_s) if isinstance(age_s, int | float) else None
-            for rank, age_s in enumerate(told)
+            for rank, age_s in enumerate(ages_s)
         }
 
 

@@ -38,7 +38,7 @@ error probe.failed -> look at the first error in the logs of both engines; the m
 """)
 
 
-def check_cluster(facts: ClusterFacts) -> Iterator[Finding]:
+def check(facts: ClusterFacts) -> Iterator[Finding]:
     """Everything that needs more than one engine."""
     sides = {"prefill": facts.of_role("prefill"), "decode": facts.of_role("decode")}
     missing = [role for role, engines in sides.items() if not engines]

@@ -65,7 +65,7 @@ warning endforward.cannot-listen -> give another --sbs-endforward-bind
 """)
 
 
-def check_endforward(facts: ClusterFacts) -> Iterator[Finding]:
+def check(facts: ClusterFacts) -> Iterator[Finding]:
     """Plugin and reports of every engine."""
     usable = facts.usable
     heard = facts.heard or Heard()

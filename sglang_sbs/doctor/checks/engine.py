@@ -6,7 +6,7 @@ import statistics
 from collections.abc import Iterator
 from typing import Any
 
-from sglang_sbs.doctor.facts import EngineFacts, listed, number, text
+from sglang_sbs.doctor.facts import ClusterFacts, EngineFacts, listed, number, text
 from sglang_sbs.doctor.findings import Finding, Findings
 from sglang_sbs.router.workers import server_info
 from sglang_sbs.router.workers.server_info import WorkerInfo
@@ -90,10 +90,11 @@ note room.unknown -> nothing; SGLang 0.5.14 and later do
 """)
 
 
-def check_engine(facts: EngineFacts) -> Iterator[Finding]:
-    """Everything about one engine that needs no other one."""
-    for name, *said in _checks(facts):
-        yield finding(name, facts.url, *said)
+def check(facts: ClusterFacts) -> Iterator[Finding]:
+    """Everything about each engine that needs no other one."""
+    for engine in facts.engines:
+        for name, *said in _checks(engine):
+            yield finding(name, engine.url, *said)
 
 
 _Said = tuple[str, str] | tuple[str, str, str]

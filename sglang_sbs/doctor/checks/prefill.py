@@ -39,7 +39,7 @@ warning cache.mixed -> the same --kv-events-config on all prefill engines
 """)
 
 
-def check_prefill(facts: ClusterFacts) -> Iterator[Finding]:
+def check(facts: ClusterFacts) -> Iterator[Finding]:
     """Every prefill engine, and how they differ."""
     prefill, decode = facts.of_role("prefill"), facts.of_role("decode")
     for engine in prefill:

@@ -35,7 +35,7 @@ warning router.throttled -> add prefill instances; sglang-sbs simulate plan says
 """)
 
 
-def check_router(facts: ClusterFacts) -> Iterator[Finding]:
+def check(facts: ClusterFacts) -> Iterator[Finding]:
     """The router, and its view of every engine."""
     router = facts.router
     if router is None:

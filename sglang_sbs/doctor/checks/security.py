@@ -28,7 +28,7 @@ warning security.key-file-mode -> chmod 600 the file
 """)
 
 
-def check_security(facts: ClusterFacts) -> Iterator[Finding]:
+def check(facts: ClusterFacts) -> Iterator[Finding]:
     """Every engine's keys, and the secret of EndForward."""
     found = [one for engine in facts.engines for one in _keys(facts, engine)]
     yield from found
