@@ -40,17 +40,8 @@ class ClusterStartError(RuntimeError):
 
 
 class LocalCluster(Supervisor):
-    """A running cluster.
-
-    ```python
-    async with LocalCluster(plan_cluster(options, free_port_blocks(PORTS_PER_INSTANCE))) as cluster:
-        print(cluster.router.url, [instance.url for instance in cluster.instances])
-        print(await cluster.first_death())
-    ```
-
-    Entering returns when every server is ready and raises `ClusterStartError` if one is not.
-    Leaving stops everything that was started, and only that.
-    """
+    """A running cluster. Entering returns when every server is ready and raises `ClusterStartError`
+    if one is not. Leaving stops everything that was started, and only that."""
 
     def __init__(
         self,

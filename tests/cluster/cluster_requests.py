@@ -97,7 +97,7 @@ async def send_legs(
     The room's number modulo the DP size is the prefill rank, as SGLang's prefill side requires.
     """
     pair = {
-        "bootstrap_host": prefill.host,
+        "bootstrap_host": "127.0.0.1",
         "bootstrap_port": prefill.bootstrap_port,
         "bootstrap_room": random.getrandbits(60) * prefill.ranks + prefill_rank,
         "disagg_prefill_dp_rank": prefill_rank,
