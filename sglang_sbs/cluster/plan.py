@@ -161,14 +161,15 @@ class ClusterPlan:
 def plan_cluster(options: ClusterOptions, port_blocks: Iterator[int]) -> ClusterPlan:
     """Plan every process. `port_blocks` yields first ports of disjoint free blocks of
     `PORTS_PER_INSTANCE`. Raises: PlanError, which names the flag and what to write instead."""
-    _check(options)
     return _Planner(options, port_blocks).plan()
 
 
 class _Planner:
     def __init__(self, options: ClusterOptions, port_blocks: Iterator[int]) -> None:
         flags = options.engine_flags
-        tensor_parallel, self._ranks = _tensor_and_data_parallel(flags)
+        tensor_parallel = _int_flag(flags, "--tp", "--tp-size", "--tensor-parallel-size")
+        self._ranks = _int_flag(flags, "--dp", "--dp-size", "--data-parallel-size")
+        _check(options, tensor_parallel, self._ranks)
         pipeline_parallel = _int_flag(flags, "--pp", "--pp-size", "--pipeline-parallel-size")
         replicas = 1 if "--enable-dp-attention" in flags else self._ranks
         self._gpus = tensor_parallel * pipeline_parallel * replicas
@@ -286,16 +287,14 @@ def _endforward_endpoint(router_block: int) -> str:
     return f"tcp://127.0.0.1:{router_block + 1}"
 
 
-def _check(options: ClusterOptions) -> None:
-    counts = {
-        "--prefill-instances": options.prefill_instances,
-        "--decode-instances": options.decode_instances,
-    }
-    for flag, count in counts.items():
+def _check(options: ClusterOptions, processes: int, ranks: int) -> None:
+    for flag, count in (
+        ("--prefill-instances", options.prefill_instances),
+        ("--decode-instances", options.decode_instances),
+    ):
         if count < 0 or (count == 0 and options.unified_instances == 0):
             raise PlanError(f"{flag} must be at least 1, got {count}")
     nodes = options.prefill_nodes
-    processes, ranks = _tensor_and_data_parallel(options.engine_flags)
     if nodes < 1 or processes % nodes:
         raise PlanError(f"prefill_nodes is {nodes}: --tp {processes} must be a multiple of it")
     for flags in (options.engine_flags, options.prefill_flags, options.decode_flags):
@@ -316,11 +315,6 @@ def _check(options: ClusterOptions) -> None:
             f"--dp {ranks} with {RUST_SERVER_ENV}=1 needs a port per DP rank, and an "
             f"instance has {PORTS_PER_INSTANCE} here: unset {RUST_SERVER_ENV}"
         )
-
-
-def _tensor_and_data_parallel(flags: Sequence[str]) -> tuple[int, int]:
-    tensor_parallel = _int_flag(flags, "--tp", "--tp-size", "--tensor-parallel-size")
-    return tensor_parallel, _int_flag(flags, "--dp", "--dp-size", "--data-parallel-size")
 
 
 class _Ports(NamedTuple):
