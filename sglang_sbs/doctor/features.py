@@ -50,6 +50,10 @@ class Seen(NamedTuple):
     change: str | None = None
 
 
+class _Untold(Exception):
+    """No router said what its flags turn on."""
+
+
 class FeatureView:
     """What was gathered, as the functions below ask for it; answers may be anything.
 
@@ -69,9 +73,16 @@ class FeatureView:
         )
 
     @property
+    def told(self) -> dict[str, Any]:
+        """``options``, where a row needs them. Raises: _Untold."""
+        if not self.options:
+            raise _Untold
+        return self.options
+
+    @property
     def policy(self) -> str:
-        """Empty: not told."""
-        return text(self.state, "policy") or text(self.options, "policy")
+        """Raises: _Untold."""
+        return text(self.state, "policy") or text(self.told, "policy")
 
     def problem(self, engine: EngineFacts, kind: str) -> str:
         """What the router has against an engine; empty: nothing of that kind."""
@@ -122,7 +133,10 @@ def feature_rows(facts: ClusterFacts) -> list[FeatureRow]:
     view = FeatureView(facts)
     rows = []
     for one in FEATURES:
-        state, why, change = one.decide(view)
+        try:
+            state, why, change = one.decide(view)
+        except _Untold:
+            state, why, change = _UNTOLD
         advice = "" if state is State.ON else one.turn_on
         rows.append(FeatureRow(one.id, one.title, state, why, advice if change is None else change))
     return rows
@@ -138,6 +152,7 @@ def _feature(title: str, turn_on: str) -> Callable[[Decide], Decide]:
     return add
 
 
+_UNTOLD = Seen(State.UNKNOWN, "the router did not answer, or does not say", "see sglang-sbs doctor")
 _NOBODY = Seen(State.UNKNOWN, "no such engine could be asked", "see sglang-sbs doctor")
 
 
@@ -154,20 +169,10 @@ def _over(engines: Sequence[EngineFacts], fault: Callable[[EngineFacts], str], o
     return Seen(State.OFF, f"{url}: {said}" if len(engines) == 1 else f"on every engine: {said}")
 
 
-def _untold(view: FeatureView) -> Seen:
-    """A router was asked and did not say."""
-    if view.asked:
-        return Seen(State.UNKNOWN, "this router does not say", "update sglang-sbs on the router")
-    return Seen(State.UNKNOWN, "the router did not answer", "see sglang-sbs doctor")
-
-
 @_feature("Batches held at the router", "--policy sbs (router)")
 def batches(view: FeatureView) -> Seen:
-    policy = view.policy
-    if not policy:
-        return _untold(view)
-    if policy != "sbs":
-        return Seen(State.OFF, f"--policy {policy} places every request at once")
+    if view.policy != "sbs":
+        return Seen(State.OFF, f"--policy {view.policy} places every request at once")
     trigger = text(view.state, "trigger") or text(view.options, "trigger")
     sent = f", {number(view.state, 'batches')} batches so far" if view.asked else ""
     return Seen(State.ON, f"--policy sbs, trigger {trigger}{sent}")
@@ -199,9 +204,7 @@ def endforward(view: FeatureView) -> Seen:
     "the same file as --sbs-endforward-key-file (router) and SGLANG_SBS_KEY_FILE (engines)",
 )
 def endforward_key(view: FeatureView) -> Seen:
-    if not view.options:
-        return _untold(view)
-    if view.options.get("endforward_encrypted") is not True:
+    if view.told.get("endforward_encrypted") is not True:
         return Seen(State.OFF, "the router takes EndForward in the clear")
     return _over(
         view.engines,
@@ -216,12 +219,9 @@ def endforward_key(view: FeatureView) -> Seen:
     "or unset, and SGLang 0.5.22 or newer where there are several",
 )
 def gang_gate(view: FeatureView) -> Seen:
-    if view.policy and view.policy != "sbs":
+    if view.policy != "sbs":
         return Seen(State.OFF, f"--policy {view.policy} sends no batches", "--policy sbs")
-    told = view.options.get("gang_gate")
-    if not isinstance(told, bool):
-        return _untold(view)
-    if not told:
+    if not view.told.get("gang_gate"):
         return Seen(State.OFF, "--sbs-gang-gate off", "--sbs-gang-gate on (router)")
     seen = _over(view.prefill, _gate_fault, "a pass starts all requests of a batch or none")
     for engine in view.prefill if seen.state is State.ON else ():
@@ -287,9 +287,7 @@ def cache(view: FeatureView) -> Seen:
 
 @_feature("Token ids forwarded", "--tokenizer-path DIRECTORY (router)")
 def token_ids(view: FeatureView) -> Seen:
-    if not view.options:
-        return _untold(view)
-    if view.options.get("tokenizer") is not True:
+    if view.told.get("tokenizer") is not True:
         return Seen(State.OFF, "no --tokenizer-path: lengths of text prompts are estimates")
     if text(view.options, "forward_token_ids") == "off":
         why = "exact lengths, but --sbs-forward-token-ids off: engines tokenize again"
@@ -316,8 +314,6 @@ def token_ids(view: FeatureView) -> Seen:
     "--policy sbs, and the same --schedule-low-priority-values-first on router and engines",
 )
 def priority(view: FeatureView) -> Seen:
-    if not view.policy:
-        return _untold(view)
     if view.policy != "sbs":
         return Seen(State.OFF, f"--policy {view.policy} holds no requests to put in order")
     low_first = view.options.get("low_priority_values_first") is True
@@ -335,7 +331,7 @@ def priority(view: FeatureView) -> Seen:
 
 @_feature("Interval learned", "nothing to set: send requests, and see the row endforward")
 def interval(view: FeatureView) -> Seen:
-    if view.policy and view.policy != "sbs":
+    if view.policy != "sbs":
         return Seen(State.OFF, f"--policy {view.policy} has no interval", "--policy sbs")
     if not view.asked:
         return Seen(State.UNKNOWN, "only a running router knows", "give --router URL")
@@ -434,9 +430,7 @@ def barrier(view: FeatureView) -> Seen:
 
 @_feature("Several front ends", "--workers N (router)")
 def front_ends(view: FeatureView) -> Seen:
-    if not view.options:
-        return _untold(view)
-    processes = number(view.options, "front_ends")
+    processes = number(view.told, "front_ends")
     if text(view.options, "role") == "front-end":
         return Seen(State.ON, "this front end relays; a process of its own schedules")
     if processes > 1:

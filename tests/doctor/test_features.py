@@ -203,7 +203,7 @@ EVERY_RANK = [
         ("gang-gate", lambda c: c.plugins(gang_gate_ms=0.0), "off", "SGLANG_SBS_GANG_GATE_MS=0"),
         ("gang-gate", lambda c: c.first(sbs=None), "partly", "http://p0:1: no plugin"),
         ("gang-gate", state(policy="eta"), "off", "--policy eta"),
-        ("gang-gate", lambda c: c.asked().options.clear(), "unknown", "this router does not say"),
+        ("gang-gate", lambda c: c.asked().options.clear(), "unknown", "or does not say"),
         ("cache", lambda c: c.first(kv_events=None), "partly", "approximate, 1 of 2 engines"),
         ("cache", entry(kv_events=False), "partly", "does not get its KV events"),
         (
