@@ -97,7 +97,6 @@ class TtftComparison:
         if pending is not None and pending.measured_s is None:
             del self._pending[rid]
             pending.gone = not pending.decided
-            pending.decided = True
 
     def advance(self, now_s: float) -> None:
         """Let the shadows run as far as is known."""
