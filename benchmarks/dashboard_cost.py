@@ -89,7 +89,7 @@ async def recording_cost(arguments: argparse.Namespace, frames_wanted: int = 25)
     cluster = _cluster(scheduler, submit, arguments)
     cluster.begin()
     await asyncio.sleep(1.0)
-    recorder = Recorder(scheduler, scheduler.config, time.monotonic())
+    recorder = Recorder(scheduler, time.monotonic())
     took_s, size = [], 0
     for _ in range(frames_wanted):
         await asyncio.sleep(FRAME_S)

@@ -124,7 +124,7 @@ async def by_hand(
     shared = {
         "input_ids": list(prompt),
         "sampling_params": {"max_new_tokens": NEW_TOKENS, "temperature": 0, "ignore_eos": True},
-        "bootstrap_host": mode.prefill.host,
+        "bootstrap_host": "127.0.0.1",
         "bootstrap_port": mode.prefill.bootstrap_port,
         "bootstrap_room": pick_bootstrap_room(prefill_rank, DP),
     }

@@ -107,13 +107,8 @@ def build_parser(prog: str = PROG) -> argparse.ArgumentParser:
 
 
 def split_flags(words: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Split `words` into the engines' flags and the router's, the latter without `--router-`.
-
-    A flag takes the words up to the next one that starts with `--`.
-
-    Raises:
-        PlanError: a word before the first flag.
-    """
+    """The engines' flags and the router's, the latter without `--router-`. A flag takes the words
+    up to the next one that starts with `--`. Raises: PlanError, a word before the first flag."""
     engine: list[str] = []
     router: list[str] = []
     target: list[str] | None = None

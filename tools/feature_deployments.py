@@ -18,7 +18,7 @@ from typing import Any
 
 import orjson
 
-from sglang_sbs.doctor.facts import ClusterFacts, EngineFacts, RouterFacts, Target
+from sglang_sbs.doctor.facts import ClusterFacts, EngineFacts, RouterFacts
 from sglang_sbs.doctor.features import FEATURES, FeatureRow, State, feature_rows
 from sglang_sbs.doctor.options import parse_options
 from sglang_sbs.router.workers.server_info import parse_server_info
@@ -57,7 +57,7 @@ def recorded(answers: Answers) -> ClusterFacts:
     words = ["--router", ROUTER]
     for one in answers["engines"]:
         role, data = one["role"], one["server_info"]
-        engine = EngineFacts(Target(one["url"], role), data=data)
+        engine = EngineFacts(one["url"], role, data=data)
         engine.info = parse_server_info(data, role)
         engine.closed_kv_ports = one["closed_kv_ports"]
         engines.append(engine)

@@ -174,13 +174,13 @@ def keep(name: str, facts: ClusterFacts) -> None:
     assert router is not None
     renamed: dict[str, str] = {}
     for one in facts.engines:
-        number = sum(text.startswith(f"http://{one.target.role[0]}") for text in renamed.values())
-        renamed[one.url] = f"http://{one.target.role[0]}{number}:30000"
+        number = sum(text.startswith(f"http://{one.role[0]}") for text in renamed.values())
+        renamed[one.url] = f"http://{one.role[0]}{number}:30000"
     renamed |= {router.url: "http://r:30000", str(cached_tiny_model()): "tiny"}
     whole = {
         "engines": [
             {
-                "role": one.target.role,
+                "role": one.role,
                 "url": one.url,
                 "closed_kv_ports": [str(port) for port in one.closed_kv_ports],
                 "server_info": noted(one.data),

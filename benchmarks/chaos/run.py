@@ -19,6 +19,7 @@ from typing import Any
 import aiohttp
 import msgspec
 
+from benchmarks.chaos.breakable import BreakableCluster
 from benchmarks.chaos.endforward_relay import EndForwardRelay
 from benchmarks.chaos.open_load import (
     Fate,
@@ -31,7 +32,7 @@ from benchmarks.chaos.open_load import (
 from benchmarks.demo.load import Workload, run_load
 from benchmarks.demo.runs import RouterPorts, running_router
 from benchmarks.demo.virtual_cluster import CHUNK_TOKENS, COST, parallel_flags
-from sglang_sbs.cluster.local import LocalCluster, Progress
+from sglang_sbs.cluster.local import Progress
 from sglang_sbs.cluster.plan import PORTS_PER_INSTANCE, ClusterOptions, plan_cluster
 from sglang_sbs.cluster.ports import free_port_blocks
 from tools.cpu_engine.engines import CpuEngines
@@ -58,7 +59,7 @@ _SERVES = re.compile(r"(scheduler|front end \d+) serves \(pid (\d+)\)")
 class Site:
     """Engines on this machine and what stands between them and a router."""
 
-    cluster: LocalCluster
+    cluster: BreakableCluster
     relay: EndForwardRelay
     ports: RouterPorts
     log_dir: Path
@@ -291,7 +292,8 @@ async def running_site(
     relay = EndForwardRelay(listen, f"tcp://127.0.0.1:{ports.endforward}")
     relay.start()
     try:
-        async with LocalCluster(plan_cluster(options, blocks), on_progress=on_progress) as cluster:
+        plan = plan_cluster(options, blocks)
+        async with BreakableCluster(plan, on_progress=on_progress) as cluster:
             yield Site(cluster, relay, ports, log_dir)
     finally:
         await relay.close()

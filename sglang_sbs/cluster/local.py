@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Self
 
 import aiohttp
@@ -40,17 +40,8 @@ class ClusterStartError(RuntimeError):
 
 
 class LocalCluster(Supervisor):
-    """A running cluster.
-
-    ```python
-    async with LocalCluster(plan_cluster(options, free_port_blocks(PORTS_PER_INSTANCE))) as cluster:
-        print(cluster.router.url, [instance.url for instance in cluster.instances])
-        print(await cluster.first_death())
-    ```
-
-    Entering returns when every server is ready and raises `ClusterStartError` if one is not.
-    Leaving stops everything that was started, and only that.
-    """
+    """A running cluster. Entering returns when every server is ready and raises `ClusterStartError`
+    if one is not. Leaving stops everything that was started, and only that."""
 
     def __init__(
         self,
@@ -64,23 +55,6 @@ class LocalCluster(Supervisor):
         self._on_progress = on_progress
         self._nursery: Forker | None = None
         self._started_s = 0.0
-
-    async def kill(self, name: str) -> None:
-        """SIGKILL every process of the server called `name`, on all its nodes; returns when it is
-        gone. Raises: KeyError."""
-        await super().kill(name)
-        for instance in self.instances:
-            for follower in instance.followers if instance.name == name else ():
-                await super().kill(follower.name)
-
-    async def start_instance(self, name: str, flags: Sequence[str] = ()) -> None:
-        """Start the planned instance `name` again, with more flags; returns when it is ready.
-        Raises: KeyError, none was planned; ClusterStartError, it did not come up, or any process of
-        the cluster had died or died meanwhile."""
-        plan = {instance.name: instance for instance in self.instances}[name]
-        followers = tuple(replace(one, argv=(*one.argv, *flags)) for one in plan.followers)
-        self._started_s = time.monotonic()
-        await self._start(replace(plan, argv=(*plan.argv, *flags), followers=followers))
 
     async def __aenter__(self) -> Self:
         self._started_s = time.monotonic()

@@ -88,7 +88,6 @@ class ClusterOptions:
     prefill_flags: Sequence[str] = ()
     decode_flags: Sequence[str] = ()
     cpu: CpuEngines | None = None
-    host: str = "127.0.0.1"
     log_dir: Path = Path()
     environment: Mapping[str, str] = field(default_factory=dict)
     with_router: bool = True
@@ -122,7 +121,6 @@ class InstancePlan(ServerPlan):
     servers, at `url` and the ports behind it."""
 
     role: Role
-    host: str
     bootstrap_port: int | None
     ranks: int
     rank_servers: int = 1
@@ -135,7 +133,7 @@ class InstancePlan(ServerPlan):
         port = int(self.url.rpartition(":")[2])
         here = self.rank_servers // (1 + len(self.followers)) or 1
         return tuple(
-            f"http://{_node_host(self.host, rank // here)}:{port + rank % here}"
+            f"http://{_node_host(rank // here)}:{port + rank % here}"
             for rank in range(self.rank_servers)
         )
 
@@ -163,14 +161,15 @@ class ClusterPlan:
 def plan_cluster(options: ClusterOptions, port_blocks: Iterator[int]) -> ClusterPlan:
     """Plan every process. `port_blocks` yields first ports of disjoint free blocks of
     `PORTS_PER_INSTANCE`. Raises: PlanError, which names the flag and what to write instead."""
-    _check(options)
     return _Planner(options, port_blocks).plan()
 
 
 class _Planner:
     def __init__(self, options: ClusterOptions, port_blocks: Iterator[int]) -> None:
         flags = options.engine_flags
-        tensor_parallel, self._ranks = _tensor_and_data_parallel(flags)
+        tensor_parallel = _int_flag(flags, "--tp", "--tp-size", "--tensor-parallel-size")
+        self._ranks = _int_flag(flags, "--dp", "--dp-size", "--data-parallel-size")
+        _check(options, tensor_parallel, self._ranks)
         pipeline_parallel = _int_flag(flags, "--pp", "--pp-size", "--pipeline-parallel-size")
         replicas = 1 if "--enable-dp-attention" in flags else self._ranks
         self._gpus = tensor_parallel * pipeline_parallel * replicas
@@ -210,13 +209,13 @@ class _Planner:
         http = next(self._port_blocks) if rust_server else first + HTTP_OFFSET
         bootstrap = http if rust_server else first + BOOTSTRAP_OFFSET
         ports = _Ports(first, http, bootstrap, self._kv_events_ports(role, first))
-        url = f"http://{options.host}:{http}"
+        url = f"http://{_node_host(0)}:{http}"
         nodes: list[ProcessPlan] = []
         for node in range(self._nodes(role)):
             called = f"{name}-node-{node}" if node else name
             environment = self._environment_of(role, url)
             if node:  # all are this machine: without it they would look like the first
-                environment["SGLANG_SBS_NODE_HOST"] = _node_host(options.host, node)
+                environment["SGLANG_SBS_NODE_HOST"] = _node_host(node)
             argv = self._argv(role, ports, node, first_gpu)
             nodes.append(ProcessPlan(called, argv, environment, options.log_dir / f"{called}.log"))
         return InstancePlan(
@@ -224,7 +223,6 @@ class _Planner:
             followers=tuple(nodes[1:]),
             role=role,
             url=url,
-            host=options.host,
             bootstrap_port=bootstrap if role is Role.PREFILL else None,
             ranks=self._ranks,
             rank_servers=self._ranks if rust_server else 1,
@@ -249,7 +247,7 @@ class _Planner:
 
     def _argv(self, role: Role, ports: _Ports, node: int, first_gpu: int) -> tuple[str, ...]:
         options, nodes = self._options, self._nodes(role)
-        host, first_gpu = _node_host(options.host, node), first_gpu + node * (self._gpus // nodes)
+        host, first_gpu = _node_host(node), first_gpu + node * (self._gpus // nodes)
         role_flags = {Role.PREFILL: options.prefill_flags, Role.DECODE: options.decode_flags}
         given = [*options.engine_flags, *role_flags.get(role, ())]
         planned = ["--model-path", options.model_path, "--host", host, "--port", str(ports.http)]
@@ -289,21 +287,16 @@ def _endforward_endpoint(router_block: int) -> str:
     return f"tcp://127.0.0.1:{router_block + 1}"
 
 
-def _check(options: ClusterOptions) -> None:
-    counts = {
-        "--prefill-instances": options.prefill_instances,
-        "--decode-instances": options.decode_instances,
-    }
-    for flag, count in counts.items():
+def _check(options: ClusterOptions, processes: int, ranks: int) -> None:
+    for flag, count in (
+        ("--prefill-instances", options.prefill_instances),
+        ("--decode-instances", options.decode_instances),
+    ):
         if count < 0 or (count == 0 and options.unified_instances == 0):
             raise PlanError(f"{flag} must be at least 1, got {count}")
     nodes = options.prefill_nodes
-    processes, ranks = _tensor_and_data_parallel(options.engine_flags)
-    if nodes != 1 and (nodes < 1 or processes % nodes or options.host != "127.0.0.1"):
-        raise PlanError(
-            f"prefill_nodes is {nodes}: --tp {processes} must be a multiple of it, and the host "
-            "127.0.0.1"
-        )
+    if nodes < 1 or processes % nodes:
+        raise PlanError(f"prefill_nodes is {nodes}: --tp {processes} must be a multiple of it")
     for flags in (options.engine_flags, options.prefill_flags, options.decode_flags):
         for word in flags:
             flag = word.partition("=")[0]
@@ -322,11 +315,6 @@ def _check(options: ClusterOptions) -> None:
             f"--dp {ranks} with {RUST_SERVER_ENV}=1 needs a port per DP rank, and an "
             f"instance has {PORTS_PER_INSTANCE} here: unset {RUST_SERVER_ENV}"
         )
-
-
-def _tensor_and_data_parallel(flags: Sequence[str]) -> tuple[int, int]:
-    tensor_parallel = _int_flag(flags, "--tp", "--tp-size", "--tensor-parallel-size")
-    return tensor_parallel, _int_flag(flags, "--dp", "--dp-size", "--data-parallel-size")
 
 
 class _Ports(NamedTuple):
@@ -371,9 +359,9 @@ def _kv_events_flags(host: str, ports: tuple[int, int] | None) -> tuple[str, ...
     return ("--kv-events-config", json.dumps(config))
 
 
-def _node_host(host: str, node: int) -> str:
+def _node_host(node: int) -> str:
     """All of 127/8 is this machine: an address of its own for each node."""
-    return host if node == 0 else f"127.0.0.{1 + node}"
+    return f"127.0.0.{1 + node}"
 
 
 def pd_urls(instances: Sequence[InstancePlan]) -> tuple[list[tuple[str, int | None]], list[str]]:

@@ -49,57 +49,25 @@ class Supervisor:
         """Notice the death of `process`, which someone else stops."""
         self._watched.append(process)
 
-    async def first_death(self) -> ProcessDiedError:
-        """Wait until a process ends by itself; the error that tells which, how and its last words.
-        Sees only processes started before the call."""
-        watched = [*self._watched, *self.processes]
-        if not watched:
-            await asyncio.Event().wait()
-        exits = [process.exited for process in watched]
-        await asyncio.wait(exits, return_when=asyncio.FIRST_COMPLETED)
-        return ProcessDiedError(next(process for process in watched if process.exited.done()))
-
     async def unless_one_dies(self, *waits: Coroutine[Any, Any, object]) -> None:
-        """Run `waits` to their ends. Raises: what the first of them raised, or ProcessDiedError."""
-        death = asyncio.create_task(self.first_death())
+        """Run `waits` to their ends. Raises: what the first of them raised, or ProcessDiedError, a
+        process that was started before has ended by itself."""
+        exits = {process.exited: process for process in (*self._watched, *self.processes)}
         pending: set[asyncio.Task[Any]] = {asyncio.create_task(wait) for wait in waits}
         try:
             while pending:
-                done, pending = await asyncio.wait(
-                    {death, *pending}, return_when=asyncio.FIRST_COMPLETED
+                done, _ = await asyncio.wait(
+                    {*exits, *pending}, return_when=asyncio.FIRST_COMPLETED
                 )
-                pending.discard(death)
-                if death in done:
-                    raise death.result()
+                for ended in done & exits.keys():
+                    raise ProcessDiedError(exits[ended])
+                pending -= done
                 for finished in done:
                     finished.result()
         finally:
-            for task in (death, *pending):
+            for task in pending:
                 task.cancel()
-            await asyncio.gather(death, *pending, return_exceptions=True)
-
-    def pid(self, name: str) -> int:
-        """Process id of the process called `name`. Raises: KeyError."""
-        return self._called(name).pid
-
-    def signal(self, name: str, number: signal.Signals) -> None:
-        """Send `number` to the process called `name` and to its children. Raises: KeyError."""
-        os.killpg(self.pid(name), number)
-
-    async def kill(self, name: str) -> None:
-        """SIGKILL the process called `name` with its children, wait for its end and forget it.
-        Raises: KeyError."""
-        killed = self._called(name)
-        self.processes = tuple(process for process in self.processes if process is not killed)
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(killed.pid, signal.SIGKILL)
-        await asyncio.shield(killed.exited)
-
-    def _called(self, name: str) -> SpawnedProcess:
-        for process in self.processes:
-            if process.name == name:
-                return process
-        raise KeyError(name)
+            await asyncio.gather(*pending, return_exceptions=True)
 
     async def stop(self, grace_s: float) -> list[str]:
         """Stop what was started: SIGTERM to each, after `grace_s` SIGKILL to what is left of it and

@@ -7,6 +7,7 @@ from typing import Any
 
 import aiohttp
 import orjson
+from aiohttp.http_exceptions import LineTooLong
 
 from sglang_sbs.dashboard.pages import EVENTS_PATH, SILENT_S
 from sglang_sbs.plain_words import plain_error
@@ -31,25 +32,14 @@ async def frames(router: str, key: str | None) -> AsyncIterator[dict[str, Any]]:
         ):
             if answer.status != 200:
                 raise DashboardError(await _refusal(answer, url, key))
-            async for frame in _parse(answer):
-                yield frame
+            while line := await answer.content.readuntil(b"\n", max_size=_MAX_EVENT_BYTES):
+                if line.startswith(b"data: "):
+                    yield orjson.loads(line[6:])
+    except LineTooLong as error:
+        raise DashboardError("an event of the stream is too long to be one") from error
     except (aiohttp.ClientError, TimeoutError, OSError) as error:
         text = plain_error(error)
         raise DashboardError(f"{router}: {text} (is the router there? --router URL)") from error
-
-
-async def _parse(answer: aiohttp.ClientResponse) -> AsyncIterator[dict[str, Any]]:
-    pending = bytearray()
-    async for piece in answer.content.iter_any():
-        pending += piece
-        if len(pending) > _MAX_EVENT_BYTES:
-            raise DashboardError("an event of the stream is too long to be one")
-        while (end := pending.find(b"\n\n")) >= 0:
-            lines = bytes(pending[:end]).split(b"\n")
-            del pending[: end + 2]
-            for line in lines:
-                if line.startswith(b"data: "):
-                    yield orjson.loads(line[6:])
 
 
 async def _refusal(answer: aiohttp.ClientResponse, url: str, key: str | None) -> str:

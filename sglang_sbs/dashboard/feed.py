@@ -16,7 +16,6 @@ from typing import Any, Protocol
 import orjson
 
 from sglang_sbs.dashboard.recorder import Problems, Recorder
-from sglang_sbs.scheduling import SchedulerConfig
 from sglang_sbs.scheduling.events import Command, Event
 
 logger = logging.getLogger(__name__)
@@ -40,7 +39,7 @@ class Observable(Protocol):
 
     @property
     def scheduler(self) -> Any:
-        """A :class:`~sglang_sbs.scheduling.Scheduler`, or what has its ``snapshot``."""
+        """A :class:`~sglang_sbs.scheduling.Scheduler`."""
 
 
 class Feed(Protocol):
@@ -59,7 +58,6 @@ class LocalFeed:
     def __init__(
         self,
         pump: Observable,
-        config: SchedulerConfig,
         *,
         problems: Problems = lambda: (),
         alone: bool = False,
@@ -68,46 +66,32 @@ class LocalFeed:
         """``problems`` are those of workers, for the alerts; ``alone`` marks a front end's own;
         ``lead`` says who of several schedulers this is, for people."""
         self._pump = pump
-        self._config = config
         self._record = partial(Recorder, problems=problems, errors=lambda: pump.errors, alone=alone)
         self._lead = lead
-        self._recorder: Recorder | None = None
-        self._watchers: dict[int, Take] = {}
-        self._numbers = 0
+        self.recorder: Recorder | None = None
+        self.watchers: dict[Stop, Take] = {}
         self._ticker: asyncio.Task[None] | None = None
-
-    @property
-    def watchers(self) -> int:
-        return len(self._watchers)
-
-    @property
-    def attached(self) -> bool:
-        return self._recorder is not None
 
     def watch(self, take: Take) -> Stop:
         recorder = self._attach()
-        number = self._numbers = self._numbers + 1
         take(self._encode(recorder.history(time.monotonic())), True)
-        self._watchers[number] = take
 
         def stop() -> None:
-            self._watchers.pop(number, None)
+            self.watchers.pop(stop, None)
 
+        self.watchers[stop] = take
         return stop
 
-    def close(self) -> None:
-        self._watchers.clear()
-        self._detach()
-
     def _attach(self) -> Recorder:
-        if self._recorder is None:
-            self._recorder = self._record(self._pump.scheduler, self._config, time.monotonic())
+        if self.recorder is None:
+            self.recorder = self._record(self._pump.scheduler, time.monotonic())
             self._pump.observer = self._observe
             self._ticker = asyncio.create_task(self._tick())
-        return self._recorder
+        return self.recorder
 
-    def _detach(self) -> None:
-        self._recorder = None
+    def close(self) -> None:
+        self.watchers.clear()
+        self.recorder = None
         self._pump.observer = None
         if self._ticker is not None:
             self._ticker.cancel()
@@ -116,8 +100,8 @@ class LocalFeed:
     def _observe(self, event: Event, commands: Sequence[Command], now_s: float) -> None:
         """A defect of the dashboard is not the scheduler's."""
         try:
-            if self._recorder is not None:
-                self._recorder.observe(event, commands, now_s)
+            if self.recorder is not None:
+                self.recorder.observe(event, commands, now_s)
         except Exception:
             logger.exception("the dashboard failed on %r and is closed", type(event).__name__)
             self.close()
@@ -126,18 +110,18 @@ class LocalFeed:
         idle_s = 0.0
         while idle_s < LINGER_S:
             await asyncio.sleep(FRAME_S)
-            recorder = self._recorder
+            recorder = self.recorder
             if recorder is None:
                 return
-            idle_s = 0.0 if self._watchers else idle_s + FRAME_S
+            idle_s = 0.0 if self.watchers else idle_s + FRAME_S
             try:
                 frame = recorder.frame(time.monotonic())
             except Exception:
                 logger.exception("the dashboard failed and is closed")
                 break
-            if self._watchers:
+            if self.watchers:
                 payload = self._encode(frame)
-                for take in list(self._watchers.values()):
+                for take in list(self.watchers.values()):
                     take(payload, False)
         self._ticker = None
         self.close()

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import logging
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Awaitable, Callable
 from importlib.resources import files
 
@@ -61,15 +61,11 @@ class Dashboard:
 
     def __init__(self, feed: Feed) -> None:
         self._feed = feed
-        self._watchers: dict[_Watcher, None] = {}
+        self.watchers: dict[_Watcher, None] = {}
         """The longest open first."""
         self._closed = False
         self.dropped = 0
         """Watchers that did not keep up."""
-
-    @property
-    def watchers(self) -> int:
-        return len(self._watchers)
 
     def routes(self) -> list[tuple[str, str, Handler]]:
         """Method, path and handler of everything here."""
@@ -78,21 +74,25 @@ class Dashboard:
 
     def close(self) -> None:
         self._closed = True
-        for watcher in self._watchers:
+        for watcher in self.watchers:
             watcher.end()
 
     async def events(self, request: web.Request) -> web.StreamResponse:
         """Server-sent events: ``history`` first, then ``frame`` five times a second; or NoRoom."""
         watcher = _Watcher(request.transport)
         if self._closed or not self._has_room(watcher):
-            open_ones = f"{len(self._watchers)} dashboards are open"
+            open_ones = f"{len(self.watchers)} dashboards are open"
             raise NoRoom(f"{open_ones} (the limit is {MAX_WATCHERS}): close one")
         response = web.StreamResponse(headers=_EVENT_HEADERS)
-        self._watchers[watcher] = None
+        self.watchers[watcher] = None
         stop = self._feed.watch(watcher.take)
         try:
             await response.prepare(request)
-            while (event := await watcher.next()) is not None:
+            while True:
+                async with asyncio.timeout(SILENT_S):
+                    event = await watcher.events.get()
+                if event is None:
+                    break
                 await response.write(event)
         except (ConnectionError, TimeoutError):
             pass
@@ -102,7 +102,7 @@ class Dashboard:
                 raise
         finally:
             stop()
-            self._watchers.pop(watcher, None)
+            self.watchers.pop(watcher, None)
             if watcher.lost:
                 self.dropped += 1
                 logger.info("a dashboard did not keep up and was dropped")
@@ -110,14 +110,14 @@ class Dashboard:
 
     def _has_room(self, new: _Watcher) -> bool:
         """When all places are taken, who has most of them gives one to who has far fewer."""
-        if len(self._watchers) < MAX_WATCHERS:
+        if len(self.watchers) < MAX_WATCHERS:
             return True
-        places = Counter(watcher.address for watcher in self._watchers)
+        places = Counter(watcher.address for watcher in self.watchers)
         address, most = places.most_common(1)[0]
         if places[new.address] + 1 >= most:
             return False
-        oldest = next(watcher for watcher in self._watchers if watcher.address == address)
-        del self._watchers[oldest]
+        oldest = next(watcher for watcher in self.watchers if watcher.address == address)
+        del self.watchers[oldest]
         oldest.drop()
         return True
 
@@ -128,44 +128,30 @@ class _Watcher:
     def __init__(self, transport: asyncio.Transport | None) -> None:
         self.lost = False
         """It did not keep up."""
-        self._pending: deque[bytes] = deque()
-        self._ended = False
-        self._changed = asyncio.Event()
+        self.events: asyncio.Queue[bytes | None] = asyncio.Queue()
+        """``None`` is the end."""
         self._transport = transport
         peer = transport.get_extra_info("peername") if transport is not None else None
         self.address = peer[0] if isinstance(peer, tuple) else ""
 
     def take(self, payload: bytes, full: bool) -> None:
-        if self._ended:
-            return
-        if len(self._pending) >= PENDING_FRAMES:
+        if self.events.qsize() >= PENDING_FRAMES:
             self.lost = True
             self.drop()
             return
         kind = b"history" if full else b"frame"
-        self._pending.append(b"event: " + kind + b"\ndata: " + payload + b"\n\n")
-        self._changed.set()
+        self.events.put_nowait(b"event: " + kind + b"\ndata: " + payload + b"\n\n")
 
     def drop(self) -> None:
         """End it now: the writer may be waiting for the connection to take more."""
-        self._pending.clear()
+        while not self.events.empty():
+            self.events.get_nowait()
         self.end()
         if self._transport is not None:
             self._transport.abort()
 
     def end(self) -> None:
-        self._ended = True
-        self._changed.set()
-
-    async def next(self) -> bytes | None:
-        """One event; ``None`` at the end. Raises: TimeoutError, nothing comes any more."""
-        while not self._pending:
-            if self._ended:
-                return None
-            self._changed.clear()
-            async with asyncio.timeout(SILENT_S):
-                await self._changed.wait()
-        return self._pending.popleft()
+        self.events.put_nowait(None)
 
 
 def _asset(name: str, kind: str) -> Handler:

@@ -19,7 +19,7 @@ from sglang_sbs.dashboard.alerts import Recent, find_alerts
 from sglang_sbs.dashboard.passes import PassHistory, PassRecord
 from sglang_sbs.dashboard.shadow import Shape
 from sglang_sbs.dashboard.ttft import RULES, TtftComparison, percentile
-from sglang_sbs.scheduling import Scheduler, SchedulerConfig
+from sglang_sbs.scheduling import Scheduler
 from sglang_sbs.scheduling.events import (
     Command,
     Dispatch,
@@ -75,18 +75,15 @@ class Recorder:
 
     def __init__(
         self,
-        scheduler: Any,
-        config: SchedulerConfig,
+        scheduler: Scheduler,
         now_s: float,
         *,
         problems: Problems = lambda: (),
         errors: Callable[[], int] = lambda: 0,
         alone: bool = False,
     ) -> None:
-        """``scheduler`` is a :class:`~sglang_sbs.scheduling.Scheduler`, or has its ``snapshot``.
-        ``problems`` are those of workers, ``errors`` the events the scheduler failed on."""
+        """``problems`` are those of workers, ``errors`` the events the scheduler failed on."""
         self._scheduler = scheduler
-        self._config = config
         self._problems = problems
         self._errors = errors
         self._alone = alone
@@ -95,17 +92,16 @@ class Recorder:
         self._gangs: deque[Gang] = deque(maxlen=_GANGS)
         self._new_gangs: list[Gang] = []
         self._holds: deque[tuple[float, float]] = deque(maxlen=_MAX_HOLDS)
-        self._dispatches: deque[tuple[float, int]] = deque(maxlen=_QUEUE_SAMPLES)
         self._dispatched = 0
         self._refusals: deque[tuple[float, str]] = deque(maxlen=_MAX_HOLDS)
         self._fires: deque[tuple[float, str]] = deque(maxlen=_MAX_HOLDS)
         self._known_fires: dict[str, int] = {}
         self._waiting: dict[str, tuple[int, float]] = {}
         self._placed: dict[str, tuple[str, int]] = {}
-        self._lone = _without_barrier(scheduler.snapshot(now_s))
         self._waited_s = 0.0
         self._waiting_since_s: float | None = None
-        self._queue: deque[tuple[float, int]] = deque(maxlen=_QUEUE_SAMPLES)
+        self._trail: deque[tuple[float, int, int]] = deque(maxlen=_QUEUE_SAMPLES)
+        """When, requests that waited then, and those dispatched until then."""
         self.ttft = TtftComparison()
         self._follow(now_s, begin=True)
 
@@ -142,9 +138,9 @@ class Recorder:
         report = event.report
         if report.role == "prefill":
             self._clock(now_s)
-            name, barrier = event.instance, event.instance not in self._lone
+            barrier = len(self._scheduler.lone.instances(event.instance)) == 1
             self._pass_history.on_report(
-                name, report.dp_size, report, now_s, self._waited_s, barrier=barrier
+                event.instance, report.dp_size, report, now_s, self._waited_s, barrier=barrier
             )
 
     def _on_arrived(self, event: RequestArrived, now_s: float) -> None:
@@ -152,9 +148,7 @@ class Recorder:
             self._waiting.pop(next(iter(self._waiting)))
         tokens = max(1, event.prompt_tokens)
         self._waiting[event.rid] = (tokens, now_s)
-        known = isinstance(self._scheduler, Scheduler)
-        latency_s = self._scheduler.interval.latency_s if known else 0.0
-        self.ttft.arrived(event.rid, tokens, now_s, latency_s)
+        self.ttft.arrived(event.rid, tokens, now_s, self._scheduler.interval.latency_s)
 
     def _on_dispatch(self, command: Dispatch, now_s: float) -> None:
         tokens, _ = self._waiting.pop(command.rid, (0, now_s))
@@ -162,9 +156,8 @@ class Recorder:
         self._holds.append((now_s, command.held_s))
         if len(self._placed) >= _MAX_WAITING:
             self._placed.pop(next(iter(self._placed)))
-        place = self._placed[command.rid] = command.prefill, command.prefill_rank
-        if isinstance(self._scheduler, Scheduler):
-            place = self._scheduler.lone.place(*place)
+        self._placed[command.rid] = command.prefill, command.prefill_rank
+        place = self._scheduler.lone.place(command.prefill, command.prefill_rank)
         self.ttft.dispatched(command.rid, *place, command.cached_tokens, now_s)
         last = self._new_gangs[-1] if self._new_gangs else None
         if last is None or last.batch != command.batch:
@@ -185,15 +178,14 @@ class Recorder:
         self._clock(now_s)
         passes = self._pass_history.take(now_s)
         gangs, self._new_gangs = self._new_gangs, []
-        snapshot: Snapshot = self._scheduler.snapshot(now_s)
-        self._lone = _without_barrier(snapshot)
+        snapshot = self._scheduler.snapshot(now_s)
         self._follow(now_s)
-        self._queue.append((now_s, snapshot.queue_requests))
-        self._dispatches.append((now_s, self._dispatched))
+        self._trail.append((now_s, snapshot.queue_requests, self._dispatched))
         self._count_fires(snapshot, now_s)
         self._passes.extend(passes)
         self._gangs.extend(gangs)
-        self._forget(now_s)
+        while self._passes and now_s - self._passes[0].end_s > PASSES_S:
+            self._passes.popleft()
         return self._state(snapshot, now_s) | {
             "full": False,
             "passes": [_pass(one) for one in passes],
@@ -203,12 +195,12 @@ class Recorder:
     def history(self, now_s: float) -> dict[str, Any]:
         """The state, and everything remembered up to the last frame."""
         self._clock(now_s)
-        snapshot: Snapshot = self._scheduler.snapshot(now_s)
+        snapshot = self._scheduler.snapshot(now_s)
         return self._state(snapshot, now_s) | {
             "full": True,
             "passes": [_pass(one) for one in self._passes],
             "gangs": [_gang(gang) for gang in self._gangs],
-            "queue_trail": [[round(at_s, 3), requests] for at_s, requests in self._queue],
+            "queue_trail": [[round(at_s, 3), requests] for at_s, requests, _ in self._trail],
         }
 
     def _state(self, snapshot: Snapshot, now_s: float) -> dict[str, Any]:
@@ -219,7 +211,7 @@ class Recorder:
             scheduler_errors=self._errors(),
             alone=self._alone,
         )
-        config = self._config
+        config = self._scheduler.config
         return {
             "v": FRAME_VERSION,
             "now_s": round(now_s, 4),
@@ -262,10 +254,10 @@ class Recorder:
 
     def _dispatch_rate(self) -> float:
         """Over the last ten seconds or less."""
-        if len(self._dispatches) < 2:
+        if not self._trail:
             return 0.0
-        last_s, last = self._dispatches[-1]
-        first_s, first = next(one for one in self._dispatches if last_s - one[0] <= 10.0)
+        last_s, _, last = self._trail[-1]
+        first_s, _, first = next(one for one in self._trail if last_s - one[0] <= 10.0)
         return round((last - first) / (last_s - first_s), 2) if last_s > first_s else 0.0
 
     def _hold(self, now_s: float) -> dict[str, Any]:
@@ -306,10 +298,11 @@ class Recorder:
     def _follow(self, now_s: float, *, begin: bool = False) -> None:
         """Tell the shadows which instances are up, and at first what they are busy with."""
         scheduler = self._scheduler
-        if not isinstance(scheduler, Scheduler):
-            return
         up = [one for one in scheduler.prefill.values() if scheduler.is_up(one.id)]
-        shapes = {one.id: Shape(one.dp_size, one.chunk_tokens, one.model, one.worker) for one in up}
+        shapes = {
+            one.id: Shape(one.dp_size, one.chunk_tokens, one.model.predict_s, one.worker)
+            for one in up
+        }
         self.ttft.follow(shapes, now_s)
         if begin:
             ranks = sum(one.dp_size for one in up)
@@ -324,17 +317,6 @@ class Recorder:
             known = self._known_fires.get(state.instance, state.watchdog_fires)
             self._fires.extend((now_s, state.instance) for _ in range(state.watchdog_fires - known))
             self._known_fires[state.instance] = state.watchdog_fires
-
-    def _forget(self, now_s: float) -> None:
-        while self._passes and now_s - self._passes[0].end_s > PASSES_S:
-            self._passes.popleft()
-        while self._holds and now_s - self._holds[0][0] > RECENT_S:
-            self._holds.popleft()
-
-
-def _without_barrier(snapshot: Snapshot) -> set[str]:
-    """Prefill instances whose ranks make passes of their own."""
-    return {one.instance for one in snapshot.prefill if not one.barrier}
 
 
 def _pass(one: PassRecord) -> list[Any]:

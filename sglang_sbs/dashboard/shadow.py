@@ -12,17 +12,9 @@ import math
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
 
 MAX_REQUESTS = 20_000
 """A shadow with more unfinished requests has lost touch: it is emptied and starts again."""
-
-
-class Model(Protocol):
-    """Of :class:`sglang_sbs.scheduling.prefill.forward_model.ForwardModel`."""
-
-    def predict_s(self, tokens_per_rank: Sequence[int], pairs: Sequence[float] = ()) -> float:
-        """Forward time of a pass."""
 
 
 @dataclass(slots=True)
@@ -31,7 +23,8 @@ class Shape:
 
     dp_size: int
     chunk_tokens: int
-    model: Model
+    predict_s: Callable[[Sequence[int], Sequence[float]], float]
+    """Forward time of a pass, from tokens and attention pairs per rank (``ForwardModel``)."""
     worker: str = ""
     """What a gateway knows the instance by, where that is not the instance itself."""
 
@@ -169,7 +162,7 @@ def _step(instance: ShadowInstance, now_s: float, finished: list[tuple[str, floa
     chunk, finishing = instance.shape.chunk_tokens, instance.finishing
     computed = [_compute(rank, chunk, start_s, finishing) for rank in instance.ranks]
     instance.taken, pairs = [tokens for tokens, _ in computed], [some for _, some in computed]
-    instance.ends_s = start_s + instance.shape.model.predict_s(instance.taken, pairs)
+    instance.ends_s = start_s + instance.shape.predict_s(instance.taken, pairs)
     return True
 
 

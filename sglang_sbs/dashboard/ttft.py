@@ -60,8 +60,7 @@ class TtftComparison:
     def preload(self, name: str, backlog_tokens: list[int], free_s: float) -> None:
         """What an instance is busy with when watching begins, under every rule alike."""
         for cluster in self._clusters.values():
-            if name in cluster.instances:
-                cluster.preload(name, backlog_tokens, free_s)
+            cluster.preload(name, backlog_tokens, free_s)
 
     def arrived(self, rid: str, tokens: int, now_s: float, latency_s: float) -> None:
         """The scheduler took a request; ``latency_s`` is L_net."""
@@ -98,7 +97,6 @@ class TtftComparison:
         if pending is not None and pending.measured_s is None:
             del self._pending[rid]
             pending.gone = not pending.decided
-            pending.decided = True
 
     def advance(self, now_s: float) -> None:
         """Let the shadows run as far as is known."""

@@ -6,22 +6,21 @@ import asyncio
 from collections.abc import Callable, Mapping
 
 from sglang_sbs.doctor.checks import cluster, endforward, engine, prefill, router, security
-from sglang_sbs.doctor.facts import ClusterFacts, Heard, Target
+from sglang_sbs.doctor.facts import ClusterFacts, EngineFacts, Heard
 from sglang_sbs.doctor.findings import GROUPS, Finding, Severity, Wording
 from sglang_sbs.doctor.gathering.endforward import Ear, endpoints_to_hear
 from sglang_sbs.doctor.gathering.engines import Asker, examine_all
 from sglang_sbs.doctor.gathering.pairs import probe_pairs
-from sglang_sbs.doctor.gathering.router import ask_router, targets_of
+from sglang_sbs.doctor.gathering.router import ask_router, engines_of
 from sglang_sbs.doctor.options import DoctorOptions
 from sglang_sbs.router.options.tls import worker_session
 
 Progress = Callable[[str], None]
 """Told what is being done, in a few words."""
 
+_CHECKS = engine, cluster, endforward, prefill, security, router
 CATALOGUE: Mapping[str, Wording] = {
-    name: wording
-    for module in (engine, cluster, endforward, prefill, security, router)
-    for name, wording in module.finding.items()
+    name: wording for module in _CHECKS for name, wording in module.finding.items()
 }
 """Every finding the doctor can make."""
 
@@ -30,19 +29,20 @@ async def gather(options: DoctorOptions, progress: Progress = lambda _doing: Non
     """Ask everybody everything. Never raises for what engines or a router do."""
     async with worker_session(options.router_flags) as session:
         asker = Asker(session, options)
-        targets = [Target(url, "prefill", port) for url, port in options.router_flags.prefill]
-        targets += [Target(url, "decode") for url in options.router_flags.decode]
+        given = options.router_flags
+        engines = [EngineFacts(url, "prefill", port) for url, port in given.prefill]
+        engines += [EngineFacts(url, "decode") for url in given.decode]
         told = None
         if options.router is not None:
             progress(f"asking the router {options.router}")
             told = await ask_router(asker, options, options.router)
-            targets = targets or targets_of(told)
-        progress(f"asking {len(targets)} engines")
-        facts = ClusterFacts(options, await examine_all(asker, targets), router=told)
+            engines = engines or engines_of(told)
+        progress(f"asking {len(engines)} engines")
+        await examine_all(asker, engines)
+        facts = ClusterFacts(options, engines, router=told)
         if _worth_listening(facts):
             progress(f"listening for EndForward, {options.wait_s:g} s at most")
-            keys = options.router_flags.endforward_keys
-            facts.heard = await asyncio.to_thread(Ear(options, facts.engines, keys).listen)
+            facts.heard = await asyncio.to_thread(Ear(options, engines).listen)
         whose = endforward.Attribution(facts.usable, facts.heard or Heard())
         await asyncio.gather(*(asker.kv_ports(e, whose.of(e)) for e in facts.engines))
         if options.probe:
@@ -54,16 +54,9 @@ async def gather(options: DoctorOptions, progress: Progress = lambda _doing: Non
 
 def judge(facts: ClusterFacts) -> list[Finding]:
     """Every finding, by group and the worst first within it."""
-    found = [
-        *cluster.check_cluster(facts),
-        *router.check_router(facts),
-        *security.check_security(facts),
-    ]
-    found += [one for each in facts.engines for one in engine.check_engine(each)]
-    found += [*prefill.check_prefill(facts), *endforward.check_endforward(facts)]
-    groups, severities = list(GROUPS), list(Severity)
-    found.sort(key=lambda one: (groups.index(one.group), -severities.index(one.severity)))
-    return list(dict.fromkeys(found))
+    severities = list(Severity)
+    found = dict.fromkeys(one for module in _CHECKS for one in module.check(facts))
+    return sorted(found, key=lambda one: (GROUPS.index(one.group), -severities.index(one.severity)))
 
 
 def _worth_listening(facts: ClusterFacts) -> bool:

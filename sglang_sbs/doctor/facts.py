@@ -20,15 +20,6 @@ from sglang_sbs.scheduling.events import InstanceRole, LoadPolled
 from sglang_sbs.wire import EndForward
 
 
-@dataclass(frozen=True, slots=True)
-class Target:
-    """An engine as given; ``url`` is normalised."""
-
-    url: str
-    role: InstanceRole
-    bootstrap_port: int | None = None
-
-
 @dataclass(eq=False)
 class Failure(Exception):
     """Why a question had no answer. ``kind``: that of the finding ``reach.KIND``, or ``refused``:
@@ -63,9 +54,13 @@ class Bootstrap:
 
 @dataclass(slots=True)
 class EngineFacts:
-    """One engine. Fields that could not be had keep their defaults."""
+    """One engine, and what it said. Fields that could not be had keep their defaults."""
 
-    target: Target
+    url: str
+    """Normalised."""
+    role: InstanceRole
+    """As given, like the bootstrap port."""
+    given_port: int | None = None
     failure: Failure | None = None
     data: dict[str, Any] = field(default_factory=dict)
     """``/server_info`` as it came."""
@@ -87,10 +82,6 @@ class EngineFacts:
     """Those that refuse connections from here, each with its rank."""
     hidden_kv_ranks: list[int] = field(default_factory=list)
     """DP ranks on other nodes that report without saying where their KV events are."""
-
-    @property
-    def url(self) -> str:
-        return self.target.url
 
     @property
     def known(self) -> WorkerInfo:
@@ -170,14 +161,11 @@ class RouterFacts:
         """Since the last report of each DP rank of an engine, as the scheduler has it; ``None``:
         none ever came."""
         instances = (*self.instances("prefill"), *self.instances("decode"))
-        ranks = next((one.get("ranks") for one in instances if one.get("instance") == url), None)
-        told = [
-            rank.get("age_s") if isinstance(rank, dict) else None
-            for rank in (ranks if isinstance(ranks, list) else ())
-        ]
+        told = next((one for one in instances if one.get("instance") == url), {})
+        ages_s = [rank.get("age_s") for rank in objects(told.get("ranks"))]
         return {
             rank: float(age_s) if isinstance(age_s, int | float) else None
-            for rank, age_s in enumerate(told)
+            for rank, age_s in enumerate(ages_s)
         }
 
 
@@ -208,7 +196,7 @@ class ClusterFacts:
 
     def of_role(self, role: InstanceRole) -> list[EngineFacts]:
         """Engines given as ``role`` that can be used."""
-        return [e for e in self.usable if e.target.role == role]
+        return [e for e in self.usable if e.role == role]
 
 
 SHOWN_VERSION = (0, 5, 22)

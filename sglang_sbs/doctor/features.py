@@ -1,5 +1,5 @@
 """Which features are on in a deployment, why, and what to change: ``doctor --features``. One
-function per row, in order; its docstring is the feature's in ``docs/features.md``."""
+function per row, in order. What each feature is: ``docs/features.md``."""
 
 from __future__ import annotations
 
@@ -50,6 +50,10 @@ class Seen(NamedTuple):
     change: str | None = None
 
 
+class _Untold(Exception):
+    """No router said what its flags turn on."""
+
+
 class FeatureView:
     """What was gathered, as the functions below ask for it; answers may be anything.
 
@@ -69,9 +73,16 @@ class FeatureView:
         )
 
     @property
+    def told(self) -> dict[str, Any]:
+        """``options``, where a row needs them. Raises: _Untold."""
+        if not self.options:
+            raise _Untold
+        return self.options
+
+    @property
     def policy(self) -> str:
-        """Empty: not told."""
-        return text(self.state, "policy") or text(self.options, "policy")
+        """Raises: _Untold."""
+        return text(self.state, "policy") or text(self.told, "policy")
 
     def problem(self, engine: EngineFacts, kind: str) -> str:
         """What the router has against an engine; empty: nothing of that kind."""
@@ -98,7 +109,6 @@ Decide = Callable[[FeatureView], Seen]
 class Feature(NamedTuple):
     id: str
     title: str
-    meaning: str
     turn_on: str
     """Which flag or variable, on which side."""
     decide: Decide
@@ -123,7 +133,10 @@ def feature_rows(facts: ClusterFacts) -> list[FeatureRow]:
     view = FeatureView(facts)
     rows = []
     for one in FEATURES:
-        state, why, change = one.decide(view)
+        try:
+            state, why, change = one.decide(view)
+        except _Untold:
+            state, why, change = _UNTOLD
         advice = "" if state is State.ON else one.turn_on
         rows.append(FeatureRow(one.id, one.title, state, why, advice if change is None else change))
     return rows
@@ -133,13 +146,13 @@ def _feature(title: str, turn_on: str) -> Callable[[Decide], Decide]:
     """Makes a function a row of the table."""
 
     def add(decide: Decide) -> Decide:
-        name, meaning = decide.__name__.replace("_", "-"), " ".join((decide.__doc__ or "").split())
-        FEATURES.append(Feature(name, title, meaning, turn_on, decide))
+        FEATURES.append(Feature(decide.__name__.replace("_", "-"), title, turn_on, decide))
         return decide
 
     return add
 
 
+_UNTOLD = Seen(State.UNKNOWN, "the router did not answer, or does not say", "see sglang-sbs doctor")
 _NOBODY = Seen(State.UNKNOWN, "no such engine could be asked", "see sglang-sbs doctor")
 
 
@@ -156,22 +169,10 @@ def _over(engines: Sequence[EngineFacts], fault: Callable[[EngineFacts], str], o
     return Seen(State.OFF, f"{url}: {said}" if len(engines) == 1 else f"on every engine: {said}")
 
 
-def _untold(view: FeatureView) -> Seen:
-    """A router was asked and did not say."""
-    if view.asked:
-        return Seen(State.UNKNOWN, "this router does not say", "update sglang-sbs on the router")
-    return Seen(State.UNKNOWN, "the router did not answer", "see sglang-sbs doctor")
-
-
 @_feature("Batches held at the router", "--policy sbs (router)")
 def batches(view: FeatureView) -> Seen:
-    """Requests wait at the router until a prefill instance is about to be free, then leave as a
-    batch, each for its DP rank."""
-    policy = view.policy
-    if not policy:
-        return _untold(view)
-    if policy != "sbs":
-        return Seen(State.OFF, f"--policy {policy} places every request at once")
+    if view.policy != "sbs":
+        return Seen(State.OFF, f"--policy {view.policy} places every request at once")
     trigger = text(view.state, "trigger") or text(view.options, "trigger")
     sent = f", {number(view.state, 'batches')} batches so far" if view.asked else ""
     return Seen(State.ON, f"--policy sbs, trigger {trigger}{sent}")
@@ -182,8 +183,6 @@ def batches(view: FeatureView) -> Seen:
     "install sglang-sbs beside SGLang on every node and set SGLANG_SBS_ROUTERS there",
 )
 def endforward(view: FeatureView) -> Seen:
-    """Every DP rank of every engine tells the router when a pass starts and ends. Ranks that do not
-    are followed by load polls, more coarsely."""
     ranks = {engine.url: view.silent_ranks(engine) for engine in view.engines}
     if not ranks:
         return _NOBODY
@@ -205,10 +204,7 @@ def endforward(view: FeatureView) -> Seen:
     "the same file as --sbs-endforward-key-file (router) and SGLANG_SBS_KEY_FILE (engines)",
 )
 def endforward_key(view: FeatureView) -> Seen:
-    """Reports are encrypted, and taken only from who has the secret."""
-    if not view.options:
-        return _untold(view)
-    if view.options.get("endforward_encrypted") is not True:
+    if view.told.get("endforward_encrypted") is not True:
         return Seen(State.OFF, "the router takes EndForward in the clear")
     return _over(
         view.engines,
@@ -223,13 +219,9 @@ def endforward_key(view: FeatureView) -> Seen:
     "or unset, and SGLang 0.5.22 or newer where there are several",
 )
 def gang_gate(view: FeatureView) -> Seen:
-    """A prefill pass waits for the late requests of a batch, so that a batch is one pass."""
-    if view.policy and view.policy != "sbs":
+    if view.policy != "sbs":
         return Seen(State.OFF, f"--policy {view.policy} sends no batches", "--policy sbs")
-    told = view.options.get("gang_gate")
-    if not isinstance(told, bool):
-        return _untold(view)
-    if not told:
+    if not view.told.get("gang_gate"):
         return Seen(State.OFF, "--sbs-gang-gate off", "--sbs-gang-gate on (router)")
     seen = _over(view.prefill, _gate_fault, "a pass starts all requests of a batch or none")
     for engine in view.prefill if seen.state is State.ON else ():
@@ -267,8 +259,6 @@ def _gate_fault(engine: EngineFacts) -> str:
 
 @_feature("What is cached", prefill.finding["cache.approximate"].change)
 def cache(view: FeatureView) -> Seen:
-    """How the router knows which prefixes each rank has: exactly, by KV events; approximately, by
-    what it sent where; or not at all."""
     source = text(view.options, "prefix_source")
     if source == "off":
         return Seen(State.OFF, "--sbs-prefix-source off", "--sbs-prefix-source auto (router)")
@@ -297,11 +287,7 @@ def cache(view: FeatureView) -> Seen:
 
 @_feature("Token ids forwarded", "--tokenizer-path DIRECTORY (router)")
 def token_ids(view: FeatureView) -> Seen:
-    """The router tokenizes text prompts: exact lengths to pack by, and engines with the same
-    tokenizer get the ids and need not do it again."""
-    if not view.options:
-        return _untold(view)
-    if view.options.get("tokenizer") is not True:
+    if view.told.get("tokenizer") is not True:
         return Seen(State.OFF, "no --tokenizer-path: lengths of text prompts are estimates")
     if text(view.options, "forward_token_ids") == "off":
         why = "exact lengths, but --sbs-forward-token-ids off: engines tokenize again"
@@ -328,10 +314,6 @@ def token_ids(view: FeatureView) -> Seen:
     "--policy sbs, and the same --schedule-low-priority-values-first on router and engines",
 )
 def priority(view: FeatureView) -> Seen:
-    """Waiting requests are ordered by class and SLO, and tenants take turns if a header names
-    them."""
-    if not view.policy:
-        return _untold(view)
     if view.policy != "sbs":
         return Seen(State.OFF, f"--policy {view.policy} holds no requests to put in order")
     low_first = view.options.get("low_priority_values_first") is True
@@ -349,8 +331,7 @@ def priority(view: FeatureView) -> Seen:
 
 @_feature("Interval learned", "nothing to set: send requests, and see the row endforward")
 def interval(view: FeatureView) -> Seen:
-    """How often a batch leaves follows from measured passes and network delay (I_opt, L_net)."""
-    if view.policy and view.policy != "sbs":
+    if view.policy != "sbs":
         return Seen(State.OFF, f"--policy {view.policy} has no interval", "--policy sbs")
     if not view.asked:
         return Seen(State.UNKNOWN, "only a running router knows", "give --router URL")
@@ -367,8 +348,6 @@ def interval(view: FeatureView) -> Seen:
 
 @_feature("Aborts on both legs", security.finding["security.admin-key"].change)
 def aborts(view: FeatureView) -> Seen:
-    """When a client leaves or one side fails, the router aborts the request on prefill and
-    decode."""
     fitting = ("", view.facts.options.router_flags.worker_key)
 
     def fault(engine: EngineFacts) -> str:
@@ -380,8 +359,6 @@ def aborts(view: FeatureView) -> Seen:
 
 @_feature("Decode limits kept", "SGLang 0.5.14 or later on decode engines")
 def decode_caps(view: FeatureView) -> Seen:
-    """A batch leaves only if decode ranks have KV memory and slots for it."""
-
     def fault(engine: EngineFacts) -> str:
         if not engine.known.kv_capacity_tokens:
             return "it does not say how many KV tokens a rank holds"
@@ -398,7 +375,6 @@ def decode_caps(view: FeatureView) -> Seen:
     "--prefill-max-requests (engine), if passes of many short prompts are to be bounded",
 )
 def pass_limit(view: FeatureView) -> Seen:
-    """An engine with --prefill-max-requests ends a pass early when it has so many."""
     limits = {e.url: n for e in view.prefill if (n := number(e.data, "prefill_max_requests")) > 0}
     if not view.prefill:
         return _NOBODY
@@ -414,7 +390,6 @@ def pass_limit(view: FeatureView) -> Seen:
 
 @_feature("Several nodes", "the plugin and the same SGLANG_SBS_ROUTERS on every node")
 def nodes(view: FeatureView) -> Seen:
-    """Engines that span nodes, of which the ranks of every node report."""
     most = max((number(engine.data, "nnodes") for engine in view.engines), default=0)
     several = [engine for engine in view.engines if number(engine.data, "nnodes") > 1]
     if most < 1:
@@ -433,7 +408,6 @@ def nodes(view: FeatureView) -> Seen:
 
 @_feature("Rust server", "SGLANG_RUST_SERVER=1 (engine)")
 def rust_server(view: FeatureView) -> Seen:
-    """Engines with SGLANG_RUST_SERVER=1 have one HTTP address per DP rank."""
     told = {engine.known.rust_server for engine in view.engines}
     if told == {True}:
         return Seen(State.ON, "engines serve HTTP from Rust, one address per DP rank")
@@ -448,9 +422,6 @@ def rust_server(view: FeatureView) -> Seen:
     "SGLANG_SCHEDULER_SKIP_ALL_GATHER (prefill engines)",
 )
 def barrier(view: FeatureView) -> Seen:
-    """DP ranks of a prefill engine start each pass together, which is what batches are for. Where
-    they do not, SBS still places by predicted finish."""
-
     def fault(engine: EngineFacts) -> str:
         return engine.known.no_barrier or ("it has one DP rank" if engine.known.dp_size < 2 else "")
 
@@ -459,10 +430,7 @@ def barrier(view: FeatureView) -> Seen:
 
 @_feature("Several front ends", "--workers N (router)")
 def front_ends(view: FeatureView) -> Seen:
-    """Several processes relay requests, one schedules."""
-    if not view.options:
-        return _untold(view)
-    processes = number(view.options, "front_ends")
+    processes = number(view.told, "front_ends")
     if text(view.options, "role") == "front-end":
         return Seen(State.ON, "this front end relays; a process of its own schedules")
     if processes > 1:
@@ -472,9 +440,6 @@ def front_ends(view: FeatureView) -> Seen:
 
 @_feature("Second router", "SGLANG_SBS_ROUTERS=tcp://A:7600,tcp://B:7600 (engines)")
 def standby(view: FeatureView) -> Seen:
-    """Engines report to more than one router, so that another one knows the cluster when the first
-    is lost or replaced."""
-
     def fault(engine: EngineFacts) -> str:
         if engine.sbs is None:
             return "the plugin does not say where it reports to"

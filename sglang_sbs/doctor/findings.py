@@ -11,24 +11,11 @@ CLUSTER = "cluster"
 """Subject of what concerns several engines."""
 ROUTER = "router"
 
-GROUPS = {
-    "reach": "Reaching the engines",
-    "version": "Versions",
-    "plugin": "The engine plugin",
-    "endforward": "EndForward",
-    "limits": "DP, chunk and limits",
-    "flags": "Engine flags",
-    "pair": "Prefill with decode",
-    "latency": "Latency and clocks",
-    "bootstrap": "Bootstrap servers",
-    "cache": "Prefix caches",
-    "room": "Room on decode",
-    "security": "Keys and TLS",
-    "router": "The router",
-    "probe": "Probe requests",
-}
-"""Title of each part of the cluster that findings are about, in the order of reports. The first
-word of a finding's id."""
+GROUPS = (
+    *("reach", "version", "plugin", "endforward", "limits", "flags", "pair", "latency"),
+    *("bootstrap", "cache", "room", "security", "router", "probe"),
+)
+"""What findings are about, in the order of reports: the first word of an id."""
 
 
 class Severity(StrEnum):
@@ -64,30 +51,27 @@ class Finding:
 
 
 class Wording(NamedTuple):
-    """What a finding means, and what to do about it."""
-
     severity: Severity
-    meaning: str
     change: str
+    """What to do about it."""
 
 
 class Findings(dict[str, Wording]):
     """What a module can find, by id. Calling it makes one."""
 
     def __init__(self, text: str) -> None:
-        """``SEVERITY ID: MEANING -> CHANGE`` each; indented lines go on with the one before. Ids
-        are stable: tools may rely on them."""
+        """``SEVERITY ID -> CHANGE`` each; indented lines go on with the one before. Ids are stable:
+        tools may rely on them. What each means: ``docs/doctor.md``."""
         for paragraph in re.split(r"\n(?=\S)", text.strip()):
-            head, _, said = " ".join(paragraph.split()).partition(": ")
+            head, _, change = " ".join(paragraph.split()).partition(" -> ")
             severity, name = head.split()
-            meaning, _, change = said.partition(" -> ")
-            self[name] = Wording(Severity(severity), meaning, change)
+            self[name] = Wording(Severity(severity), change)
 
     def __call__(
         self, finding_id: str, subject: str, seen: str, change: str | None = None
     ) -> Finding:
         """``change``: where the advice can be more exact. Raises: KeyError, no such id."""
-        severity, _, advice = self[finding_id]
+        severity, advice = self[finding_id]
         return Finding(finding_id, severity, subject, seen, advice if change is None else change)
 
 

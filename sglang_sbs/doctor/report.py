@@ -58,7 +58,7 @@ def _engine(engine: EngineFacts) -> dict[str, Any]:
     info = engine.info
     return {
         "url": engine.url,
-        "role": engine.target.role,
+        "role": engine.role,
         "reachable": engine.failure is None,
         "usable": info is not None,
         **{name: getattr(info, name, None) for name in _TOLD},
@@ -75,7 +75,7 @@ def print_report(
         by_subject.setdefault(one.subject, []).append(one)
     for engine in facts.engines:
         version = f"SGLang {engine.info.version}" if engine.info is not None else "not usable"
-        title = f"{engine.target.role} {engine.url}  {version}"
+        title = f"{engine.role} {engine.url}  {version}"
         _print_block(console, title, by_subject.pop(engine.url, []), quiet)
     last = [(ROUTER, by_subject.pop(ROUTER, [])), (CLUSTER, by_subject.pop(CLUSTER, []))]
     for subject, some in [*by_subject.items(), *last]:

@@ -70,9 +70,7 @@ class OwnScheduler:
         )
         self._watch = Watch(options, dispatcher.submit, find_owner, metrics, session, silenced)
         self.registry = self._watch.registry
-        self.feed = LocalFeed(
-            dispatcher.pump, options.scheduler, problems=lambda: problems_of(self.registry)
-        )
+        self.feed = LocalFeed(dispatcher.pump, problems=lambda: problems_of(self.registry))
 
     async def start(self) -> str | None:
         """Returns the EndForward endpoint, if there is one. Raises: OSError, it is taken;
@@ -152,7 +150,7 @@ class RemoteScheduler:
             dashboard_frame=lambda frame: feed.received(frame),  # noqa: PLW0108
             give_up_s=options.scheduler.default_timeout_s + OVERDUE_S,
         )
-        self.feed = feed = RemoteFeed(self._link, _alone(options))
+        self.feed = feed = RemoteFeed(self._link)
 
     async def start(self) -> None:
         await self._link.start(_FIND_S)

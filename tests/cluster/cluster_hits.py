@@ -15,7 +15,7 @@ from pathlib import Path
 import aiohttp
 from cluster_requests import generate
 
-from sglang_sbs.cluster.local import LocalCluster
+from benchmarks.chaos.breakable import BreakableCluster
 from sglang_sbs.scheduling.eventlog import LogRecord, read_event_log
 from sglang_sbs.scheduling.events import BlocksStored, Dispatch, ForwardEnded, PrefillDone
 from tools.cpu_engine.tiny_model import VOCAB_SIZE
@@ -44,7 +44,7 @@ class Outcome:
 class Site:
     """A cluster, and one router's URL and record."""
 
-    cluster: LocalCluster
+    cluster: BreakableCluster
     url: str
     log: Path
 

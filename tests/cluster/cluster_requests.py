@@ -17,7 +17,7 @@ from typing import Any
 import aiohttp
 import pytest
 
-from sglang_sbs.cluster.local import LocalCluster
+from benchmarks.chaos.breakable import BreakableCluster
 from sglang_sbs.cluster.plan import (
     PORTS_PER_INSTANCE,
     ClusterOptions,
@@ -54,10 +54,10 @@ def cluster_options(
     )
 
 
-def start(options: ClusterOptions) -> LocalCluster:
+def start(options: ClusterOptions) -> BreakableCluster:
     """The cluster, to be entered."""
     plan = plan_cluster(options, free_port_blocks(PORTS_PER_INSTANCE))
-    return LocalCluster(plan, STARTUP_TIMEOUT_S)
+    return BreakableCluster(plan, STARTUP_TIMEOUT_S)
 
 
 def random_prompt(seed: int, num_tokens: int) -> list[int]:
@@ -97,7 +97,7 @@ async def send_legs(
     The room's number modulo the DP size is the prefill rank, as SGLang's prefill side requires.
     """
     pair = {
-        "bootstrap_host": prefill.host,
+        "bootstrap_host": "127.0.0.1",
         "bootstrap_port": prefill.bootstrap_port,
         "bootstrap_room": random.getrandbits(60) * prefill.ranks + prefill_rank,
         "disagg_prefill_dp_rank": prefill_rank,

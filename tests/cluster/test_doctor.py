@@ -19,8 +19,8 @@ import pytest
 import pytest_asyncio
 from cluster_requests import STARTUP_TIMEOUT_S, cluster_options
 
+from benchmarks.chaos.breakable import BreakableCluster
 from benchmarks.demo.runs import RouterPorts, running_router
-from sglang_sbs.cluster.local import LocalCluster
 from sglang_sbs.cluster.plan import PORTS_PER_INSTANCE, InstancePlan, plan_cluster
 from sglang_sbs.cluster.ports import free_port_blocks
 from tools.cpu_engine.engines import CpuEngines
@@ -53,7 +53,7 @@ class Report:
 
 @dataclass
 class Patient:
-    cluster: LocalCluster
+    cluster: BreakableCluster
     ports: RouterPorts
     folder: Path
 
@@ -128,7 +128,7 @@ async def patient(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Pat
     without = {k: v for k, v in second.environment.items() if k != "SGLANG_SBS_ROUTERS"}
     second = dataclasses.replace(second, environment=without)
     plan = dataclasses.replace(plan, instances=(prefill, second, decode))
-    async with LocalCluster(plan, STARTUP_TIMEOUT_S) as cluster:
+    async with BreakableCluster(plan, STARTUP_TIMEOUT_S) as cluster:
         yield Patient(cluster, ports, options.log_dir)
 
 

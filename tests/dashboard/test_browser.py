@@ -130,7 +130,7 @@ async def test_a_thousand_ranks_work(browser: Browser) -> None:
 
 async def test_the_key_is_asked_for_kept_in_the_tab_and_in_no_url(browser: Browser) -> None:
     asked: list[str] = []
-    async with cluster("--admin-api-key", "open sesame") as running:
+    async with cluster("--admin-api-key", "open sesame", real=True) as running:
         page, _ = await open_page(browser, running.server.port)
         page.on("request", lambda request: asked.append(request.url))
         await expect(page.locator("#login")).to_be_visible()

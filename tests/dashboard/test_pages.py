@@ -6,14 +6,15 @@ import asyncio
 import logging
 import socket
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from pathlib import Path
 from typing import Any
 
 import aiohttp
 import pytest
+import router_harness
 from aiohttp import web
-from router_harness import TIMEOUT_S, Cluster, FakeScheduler, cluster, options_for, until
+from router_harness import TIMEOUT_S, Cluster, options_for, until
 
 from sglang_sbs.dashboard import feed as feed_module
 from sglang_sbs.dashboard import pages
@@ -23,10 +24,14 @@ from sglang_sbs.dashboard.pages import PENDING_FRAMES, Dashboard
 from sglang_sbs.router.api.access import CONTROL_PLANE, OPEN_PATHS
 from sglang_sbs.router.processes.scheduler_process import SchedulerProcess
 from sglang_sbs.router.server import RouterServer
-from sglang_sbs.scheduling import Scheduler, SchedulerConfig
+from sglang_sbs.scheduling import Scheduler
 from tools.stand_ins.mock_engine import MockEngine, Rooms
 
 KEYS = ("--control-plane-api-keys", "ops:Ops:admin:secret", "dev:Dev:user:weak")
+
+
+def cluster(*flags: str) -> AbstractAsyncContextManager[Cluster]:
+    return router_harness.cluster(*flags, scheduler=Scheduler())
 
 
 def local_feed(running: Cluster) -> LocalFeed:
@@ -110,7 +115,7 @@ async def test_the_client_says_what_to_do_about_a_key() -> None:
 
 
 async def test_a_history_comes_first_then_frames() -> None:
-    async with cluster(scheduler=Scheduler(SchedulerConfig())) as running:
+    async with cluster() as running:
         got = await take(running, 3)
     assert [frame["full"] for frame in got] == [True, False, False]
     assert [one["instance"] for one in got[0]["prefill"]] == [running.prefill[0].url]
@@ -118,9 +123,9 @@ async def test_a_history_comes_first_then_frames() -> None:
 
 
 async def test_requests_show_up_as_decisions() -> None:
-    async with cluster(scheduler=Scheduler(SchedulerConfig())) as running:
+    async with cluster() as running:
         watching = asyncio.create_task(take(running, 8))
-        await until(lambda: running.server.dashboard.watchers == 1)
+        await until(lambda: len(running.server.dashboard.watchers) == 1)
         status, _ = await running.generate(text="hello", sampling_params={"max_new_tokens": 2})
         assert status == 200
         seen = [gang for frame in await watching for gang in frame["gangs"]]
@@ -135,10 +140,10 @@ async def test_it_costs_nothing_when_nobody_looks(monkeypatch: pytest.MonkeyPatc
     async with cluster() as running:
         feed = local_feed(running)
         pump = running.server.dispatcher.pump  # type: ignore[attr-defined]
-        assert not feed.attached
+        assert feed.recorder is None
         assert pump.observer is None
         await take(running, 2)
-        await until(lambda: not feed.attached)
+        await until(lambda: feed.recorder is None)
         assert pump.observer is None
         assert feed._ticker is None
         assert (await take(running, 1))[0]["full"], "and begins anew"
@@ -157,13 +162,13 @@ async def test_all_watchers_get_the_same_bytes(monkeypatch: pytest.MonkeyPatch) 
 
 
 async def test_a_defect_of_the_dashboard_is_not_the_schedulers() -> None:
-    async with cluster(scheduler=Scheduler(SchedulerConfig())) as running:
+    async with cluster() as running:
         feed = local_feed(running)
         feed.watch(lambda payload, full: None)
-        feed._recorder.ttft = None  # type: ignore[union-attr, assignment]
+        feed.recorder.ttft = None  # type: ignore[union-attr, assignment]
         status, _ = await running.generate(text="hello", sampling_params={"max_new_tokens": 2})
         assert status == 200
-        assert not feed.attached
+        assert feed.recorder is None
         assert running.server.dispatcher.scheduler_errors == 0
 
 
@@ -205,14 +210,14 @@ async def test_a_watcher_that_does_not_read_is_dropped() -> None:
     async with served(feed) as (dashboard, port):
         with socket.create_connection(("127.0.0.1", port)) as slow:
             slow.sendall(b"GET /dashboard/events HTTP/1.1\r\nHost: x\r\n\r\n")
-            await until(lambda: dashboard.watchers == 1)
+            await until(lambda: len(dashboard.watchers) == 1)
             sent = 0
             async with asyncio.timeout(TIMEOUT_S):
                 while feed.takes and sent < 1000:
                     feed.takes[0](b"x" * 1_000_000, False)
                     sent += 1
                     await asyncio.sleep(0)
-            await until(lambda: dashboard.watchers == 0)
+            await until(lambda: len(dashboard.watchers) == 0)
     assert dashboard.dropped == 1
     assert sent < 100, "what waits for it is bounded"
 
@@ -230,7 +235,7 @@ async def test_a_burst_is_no_reason_to_drop_who_reads() -> None:
             feed.takes[0](b"{}", False)
         expected = b"event: history\ndata: {}\n\n" + b"event: frame\ndata: {}\n\n" * 9
         assert await answer.content.readexactly(len(expected)) == expected
-        assert dashboard.watchers == 1
+        assert len(dashboard.watchers) == 1
 
 
 async def test_too_many_watchers_are_told_so(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -242,7 +247,7 @@ async def test_too_many_watchers_are_told_so(monkeypatch: pytest.MonkeyPatch) ->
             assert third.status == 503
             assert "too_many_dashboards" in await third.text()
         first.close()
-        await until(lambda: running.server.dashboard.watchers == 1)
+        await until(lambda: len(running.server.dashboard.watchers) == 1)
         assert (await take(running, 1))[0]["full"]
         second.close()
 
@@ -262,7 +267,7 @@ async def test_who_has_most_dashboards_open_gives_one_to_somebody_else(
             async with asyncio.timeout(TIMEOUT_S):
                 with pytest.raises(aiohttp.ClientError):
                     await greedy[0].content.read()
-            assert running.server.dashboard.watchers == 3
+            assert len(running.server.dashboard.watchers) == 3
             # Two of one, one of the other: nobody gives up a place for the sake of it.
             async with other.get(url) as second:
                 assert second.status == 503
@@ -275,7 +280,7 @@ async def test_leaving_is_no_failure(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO, "sglang_sbs.access"):
         async with cluster() as running:
             await take(running, 2)
-            await until(lambda: running.server.dashboard.watchers == 0)
+            await until(lambda: len(running.server.dashboard.watchers) == 0)
             await until(lambda: bool(caplog.records))
     (record,) = caplog.records
     assert record.levelno == logging.INFO
@@ -288,7 +293,7 @@ async def test_streams_end_with_the_router() -> None:
         await running.server.stop(grace_s=0.0)
         async with asyncio.timeout(TIMEOUT_S):
             await answer.content.read()
-        assert running.server.dashboard.watchers == 0
+        assert len(running.server.dashboard.watchers) == 0
 
 
 # Several processes ----------------------------------------------------------------------------
@@ -363,15 +368,15 @@ async def test_a_front_end_that_no_longer_asks_gets_no_frames(
 
     monkeypatch.setattr(dashboard_feed, "LEASE_S", 0.05)
     monkeypatch.setattr(feed_module, "FRAME_S", 0.01)
-    pump = SchedulerPump(FakeScheduler(), decided=lambda c: None, failed=lambda rid: None)
-    feed = LocalFeed(pump, SchedulerConfig())
+    pump = SchedulerPump(Scheduler(), decided=lambda c: None, failed=lambda rid: None)
+    feed = LocalFeed(pump)
     told: list[DashboardFrame] = []
     lease = Leases(feed, lambda identity, frame: told.append(frame) is None)
     lease.ask(b"x", WatchDashboard(history=True))
     assert told[0].full
-    await until(lambda: feed.watchers == 0)
+    await until(lambda: len(feed.watchers) == 0)
     lease.ask(b"x", WatchDashboard())
-    assert feed.watchers == 1, "it asked again"
+    assert len(feed.watchers) == 1, "it asked again"
     feed.close()
     pump.close()
 
@@ -384,9 +389,9 @@ async def test_a_front_end_that_is_gone_before_its_history_came_is_watched_for_n
     from sglang_sbs.router.processes.messages import WatchDashboard
 
     monkeypatch.setattr(feed_module, "FRAME_S", 0.01)
-    pump = SchedulerPump(FakeScheduler(), decided=lambda c: None, failed=lambda rid: None)
-    feed = LocalFeed(pump, SchedulerConfig())
+    pump = SchedulerPump(Scheduler(), decided=lambda c: None, failed=lambda rid: None)
+    feed = LocalFeed(pump)
     Leases(feed, lambda identity, frame: False).ask(b"x", WatchDashboard(history=True))
-    await until(lambda: feed.watchers == 0)
+    await until(lambda: len(feed.watchers) == 0)
     feed.close()
     pump.close()

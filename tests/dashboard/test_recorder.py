@@ -75,7 +75,7 @@ def test_a_bubble_is_wasted_as_far_as_requests_waited() -> None:
 
 
 def test_a_frame_tells_how_evenly_passes_are_spread_over_ranks() -> None:
-    made = Recorder(Scheduler(SchedulerConfig()), SchedulerConfig(), 0.0)
+    made = Recorder(Scheduler(SchedulerConfig()), 0.0)
     assert made.frame(0.0)["balance"] is None
     for forward_id, tokens in ((1, [6, 2]), (2, [4, 0])):
         for rank in range(2):
@@ -133,7 +133,7 @@ def test_a_frame_tells_of_a_worker_without_a_barrier_as_one() -> None:
     up = InstanceUp(instance=P0, role="prefill", dp_size=2, chunk_tokens=1024, barrier=False)
     for event in (up, InstanceUp(instance=D0, role="decode", dp_size=1)):
         scheduler.handle(event, 0.0)
-    recorder = Recorder(scheduler, scheduler.config, 1.0)
+    recorder = Recorder(scheduler, 1.0)
     events: list[Event] = [
         *(RequestArrived(rid=f"r{number}", prompt_tokens=50) for number in range(2)),
         *(
@@ -171,7 +171,7 @@ class Steady:
 
 def shadow(instances: int = 1, dp_size: int = 2) -> ShadowCluster:
     made = ShadowCluster()
-    shapes = {f"p{i}": Shape(dp_size, 100, Steady()) for i in range(instances)}
+    shapes = {f"p{i}": Shape(dp_size, 100, Steady().predict_s) for i in range(instances)}
     made.follow(shapes, 0.0)
     return made
 
@@ -213,8 +213,8 @@ def test_rules_place_as_they_say() -> None:
 
 def test_a_worker_without_a_barrier_is_one_worker_whose_ranks_wait_for_nobody() -> None:
     cluster = ShadowCluster()
-    lone = {f"p0 rank {rank}": Shape(1, 100, Steady(), "p0") for rank in range(3)}
-    cluster.follow(lone | {"p1": Shape(2, 100, Steady())}, 0.0)
+    lone = {f"p0 rank {rank}": Shape(1, 100, Steady().predict_s, "p0") for rank in range(3)}
+    cluster.follow(lone | {"p1": Shape(2, 100, Steady().predict_s)}, 0.0)
     turn = RoundRobin()
     places = [turn(cluster.instances) for _ in range(4)]
     assert places == [("p0 rank 0", 0), ("p1", 0), ("p0 rank 1", 0), ("p1", 1)]
@@ -228,14 +228,14 @@ def test_an_instance_that_goes_takes_its_requests_along() -> None:
     cluster.place("a", ("p0", 0), 50, 0.0)
     cluster.place("b", ("p1", 0), 50, 0.0)
     cluster.advance(0.5)
-    cluster.follow({"p1": Shape(2, 100, Steady())}, 0.5)
+    cluster.follow({"p1": Shape(2, 100, Steady().predict_s)}, 0.5)
     assert cluster.requests == 1
     assert cluster.advance(2.0) == [("b", 1.0)]
 
 
 def test_the_comparison_is_of_the_same_requests() -> None:
     ttft = TtftComparison()
-    ttft.follow({P0: Shape(2, 100, Steady())}, 0.0)
+    ttft.follow({P0: Shape(2, 100, Steady().predict_s)}, 0.0)
     ttft.arrived("a", 50, 0.0, 0.0)
     ttft.arrived("refused", 50, 0.0, 0.0)
     ttft.ended("refused")
@@ -254,7 +254,7 @@ def test_the_comparison_is_of_the_same_requests() -> None:
 
 def test_immediate_dispatch_is_granted_the_cached_prefix() -> None:
     ttft = TtftComparison()
-    ttft.follow({P0: Shape(1, 100, Steady())}, 0.0)
+    ttft.follow({P0: Shape(1, 100, Steady().predict_s)}, 0.0)
     ttft.arrived("a", 250, 0.0, 0.0)
     ttft.dispatched("a", P0, 0, 200, 0.0)
     ttft.advance(5.0)
@@ -346,7 +346,7 @@ class Watched:
 
     def __init__(self, now_s: float = 1.0, **config: Any) -> None:
         self.scheduler = scheduler_with(*ALL_HEARD, **config)
-        self.recorder = Recorder(self.scheduler, self.scheduler.config, now_s)
+        self.recorder = Recorder(self.scheduler, now_s)
 
     def handle(self, event: Event, now_s: float) -> list[Command]:
         commands = self.scheduler.handle(event, now_s)

@@ -27,7 +27,7 @@ from sglang_sbs.scheduling import InstanceUp, RequestArrived, Scheduler, Schedul
 def frame_of(prefill: int, decode: int, dp_size: int = 8) -> dict[str, Any]:
     """A real frame of a scheduler with so many instances and some requests."""
     scheduler = Scheduler(SchedulerConfig())
-    recorder = Recorder(scheduler, scheduler.config, 1.0)
+    recorder = Recorder(scheduler, 1.0)
     for role, count in (("prefill", prefill), ("decode", decode)):
         for number in range(count):
             name = f"http://{role}-{number}.example:30000"
@@ -148,7 +148,7 @@ async def test_the_key_comes_from_the_flag_or_the_environment(
     capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv(KEY_VARIABLE, raising=False)
-    async with cluster("--admin-api-key", "secret") as running:
+    async with cluster("--admin-api-key", "secret", real=True) as running:
         where = ("--router", running.url, "--json", "--for", "0")
         assert await run(*where) == 1
         assert KEY_VARIABLE in capfd.readouterr().err

@@ -17,7 +17,7 @@ from rich.console import Console
 
 from sglang_sbs.doctor.cli import main
 from sglang_sbs.doctor.examine import gather
-from sglang_sbs.doctor.facts import ClusterFacts, EngineFacts, Failure, RouterFacts, Target
+from sglang_sbs.doctor.facts import ClusterFacts, EngineFacts, Failure, RouterFacts
 from sglang_sbs.doctor.features import FEATURES, FeatureRow, feature_rows
 from sglang_sbs.doctor.options import DoctorOptions, parse_options
 from sglang_sbs.doctor.report import features_exit_code, features_json, print_features
@@ -25,7 +25,7 @@ from sglang_sbs.router.options.options import parse_flags
 from sglang_sbs.router.server import RouterServer
 from sglang_sbs.router.workers.server_info import UnusableWorker, parse_server_info
 from tools import feature_deployments
-from tools.doctor_pages import features_table
+from tools.doctor_pages import features_table, meanings
 
 ROOT = Path(__file__).parents[2]
 FLAGS = ["--prefill", "http://p0:1", "--prefill", "http://p1:1", "--decode", "http://d0:1"]
@@ -117,7 +117,7 @@ class Cluster:
         engines = []
         for url, data in self.data.items():
             role: Any = ROLES[url]
-            engines.append(engine := EngineFacts(Target(url, role), data=data))
+            engines.append(engine := EngineFacts(url, role, data=data))
             with contextlib.suppress(UnusableWorker):
                 engine.info = parse_server_info(data, role)
         return ClusterFacts(parsed(*words), engines, router=self.router)
@@ -203,7 +203,7 @@ EVERY_RANK = [
         ("gang-gate", lambda c: c.plugins(gang_gate_ms=0.0), "off", "SGLANG_SBS_GANG_GATE_MS=0"),
         ("gang-gate", lambda c: c.first(sbs=None), "partly", "http://p0:1: no plugin"),
         ("gang-gate", state(policy="eta"), "off", "--policy eta"),
-        ("gang-gate", lambda c: c.asked().options.clear(), "unknown", "this router does not say"),
+        ("gang-gate", lambda c: c.asked().options.clear(), "unknown", "or does not say"),
         ("cache", lambda c: c.first(kv_events=None), "partly", "approximate, 1 of 2 engines"),
         ("cache", entry(kv_events=False), "partly", "does not get its KV events"),
         (
@@ -447,7 +447,7 @@ def test_the_docs_have_every_row() -> None:
 def test_every_row_says_what_it_is_and_what_turns_it_on() -> None:
     assert len({one.id for one in FEATURES}) == len(FEATURES)
     for one in FEATURES:
-        assert one.meaning.endswith(".") and one.turn_on, one.id
+        assert meanings("features.md")[one.id].endswith(".") and one.turn_on, one.id
 
 
 def test_the_docs_say_what_is_on_where() -> None:

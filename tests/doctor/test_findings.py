@@ -30,7 +30,7 @@ from doctor_rig import DP, Engine, rig
 from rust_mock_engine import RustMockEngine
 
 from sglang_sbs.doctor.examine import CATALOGUE, gather, judge
-from sglang_sbs.doctor.facts import ClusterFacts, Target
+from sglang_sbs.doctor.facts import ClusterFacts
 from sglang_sbs.doctor.findings import CLUSTER, Finding, Severity
 from sglang_sbs.doctor.options import parse_options
 from sglang_sbs.engine.publish import Publisher
@@ -181,7 +181,7 @@ async def test_decode_on_another_host_cannot_use_a_loopback_bootstrap_host() -> 
         facts = await r.facts()
 
     def move_decode(facts: ClusterFacts) -> None:
-        facts.engines[-1].target = Target("http://192.0.2.7:30000", "decode")
+        facts.engines[-1].url = "http://192.0.2.7:30000"
 
     assert "bootstrap.loopback" in ids(altered(facts, move_decode), r.prefill[0].url)
 
@@ -194,7 +194,7 @@ async def test_a_key_over_plain_http_to_another_host_is_told() -> None:
         assert "security.plain-key" not in ids(judge(facts))
 
     def move_decode(facts: ClusterFacts) -> None:
-        facts.engines[-1].target = Target("http://192.0.2.7:30000", "decode")
+        facts.engines[-1].url = "http://192.0.2.7:30000"
 
     assert "security.plain-key" in ids(altered(facts, move_decode))
 

@@ -7,7 +7,7 @@ from typing import Any
 import aiohttp
 import pytest
 
-from sglang_sbs.doctor.facts import EngineFacts, Target
+from sglang_sbs.doctor.facts import EngineFacts
 from sglang_sbs.doctor.gathering import pairs
 from sglang_sbs.doctor.options import parse_options
 from sglang_sbs.router.workers.server_info import SbsBlock, WorkerInfo
@@ -17,7 +17,7 @@ BOOTED_S = 1_000_000
 
 def engine(url: str, role: Any, booted_s: int) -> EngineFacts:
     block = SbsBlock(boot_id=url, booted_s=booted_s)
-    return EngineFacts(Target(url, role, 8998), info=WorkerInfo(sbs=block))
+    return EngineFacts(url, role, 8998, info=WorkerInfo(sbs=block))
 
 
 async def test_every_pair_spells_a_prefill_as_a_router_would(

@@ -82,7 +82,7 @@ class Rig:
             "rid": rid,
             "input_ids": [random.randrange(3, VOCAB_SIZE) for _ in range(prompt_tokens)],
             "sampling_params": {"max_new_tokens": new_tokens, "ignore_eos": True},
-            "bootstrap_host": prefill.host,
+            "bootstrap_host": "127.0.0.1",
             "bootstrap_port": prefill.bootstrap_port,
             "bootstrap_room": random.getrandbits(60) * 2 + rank,
             "disagg_prefill_dp_rank": rank,

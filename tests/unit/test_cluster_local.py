@@ -11,9 +11,11 @@ from pathlib import Path
 
 import pytest
 
-from sglang_sbs.cluster.local import ClusterStartError, LocalCluster, Progress
+from benchmarks.chaos.breakable import BreakableCluster
+from sglang_sbs.cluster.local import ClusterStartError, Progress
 from sglang_sbs.cluster.plan import ClusterPlan, InstancePlan, Role, ServerPlan
 from sglang_sbs.cluster.ports import free_port_blocks
+from sglang_sbs.cluster.supervise import ProcessDiedError
 
 # Answers 404 to anything but {path}, which is 503 the first {not_yet} times.
 SERVER = """
@@ -46,7 +48,6 @@ def instance(
         log_path=tmp_path / f"{name}.log",
         url=f"http://127.0.0.1:{port}",
         role=Role.UNIFIED,
-        host="127.0.0.1",
         bootstrap_port=None,
         ranks=1,
     )
@@ -102,7 +103,7 @@ async def test_the_router_starts_once_every_engine_is_ready(tmp_path: Path) -> N
         instance(tmp_path, "b", not_yet=3),
         front=router(tmp_path, not_yet=2),
     )
-    async with LocalCluster(plan, 60, steps.append) as cluster:
+    async with BreakableCluster(plan, 60, steps.append) as cluster:
         pids = [cluster.pid(name) for name in ("a", "b", "router")]
         with pytest.raises(KeyError):
             cluster.pid("c")
@@ -116,7 +117,7 @@ async def test_the_router_starts_once_every_engine_is_ready(tmp_path: Path) -> N
 async def test_an_engine_without_the_newest_readiness_path_is_asked_otherwise(
     tmp_path: Path,
 ) -> None:
-    async with LocalCluster(cluster_plan(tmp_path, instance(tmp_path, "a", "/model_info")), 60):
+    async with BreakableCluster(cluster_plan(tmp_path, instance(tmp_path, "a", "/model_info")), 60):
         pass
 
 
@@ -126,7 +127,7 @@ async def test_an_engine_that_dies_at_start_is_reported_at_once(tmp_path: Path) 
         instance(tmp_path, "slow", not_yet=NEVER_READY),
         instance(tmp_path, "broken", program="raise RuntimeError('no such model')"),
     )
-    cluster = LocalCluster(plan, 60)
+    cluster = BreakableCluster(plan, 60)
     with pytest.raises(ClusterStartError) as raised:
         await cluster.__aenter__()
     assert "broken ended by itself (exit code 1)" in str(raised.value)
@@ -138,23 +139,25 @@ async def test_an_engine_that_dies_at_start_is_reported_at_once(tmp_path: Path) 
 async def test_a_start_that_takes_too_long_names_engine_answer_and_flag(tmp_path: Path) -> None:
     plan = cluster_plan(tmp_path, instance(tmp_path, "slow", not_yet=NEVER_READY))
     with pytest.raises(ClusterStartError, match=r"slow: .*GET /ready answered 503") as raised:
-        await LocalCluster(plan, startup_timeout_s=1).__aenter__()
+        await BreakableCluster(plan, startup_timeout_s=1).__aenter__()
     assert "--startup-timeout" in str(raised.value)
 
 
 async def test_a_death_while_running_is_reported(tmp_path: Path) -> None:
     plan = cluster_plan(tmp_path, instance(tmp_path, "a"), instance(tmp_path, "b"))
-    async with LocalCluster(plan, 60) as cluster:
+    async with BreakableCluster(plan, 60) as cluster:
         os.kill(cluster.pid("b"), signal.SIGKILL)
         async with asyncio.timeout(30):
-            death = await cluster.first_death()
+            with pytest.raises(ProcessDiedError) as raised:
+                await cluster.unless_one_dies(asyncio.Event().wait())
+    death = raised.value
     assert (death.name, death.returncode) == ("b", -signal.SIGKILL)
 
 
 async def test_a_cancelled_start_leaves_nothing_running(tmp_path: Path) -> None:
     started: asyncio.Queue[Progress] = asyncio.Queue()
     plan = cluster_plan(tmp_path, instance(tmp_path, "slow", not_yet=NEVER_READY))
-    cluster = LocalCluster(plan, 60, started.put_nowait)
+    cluster = BreakableCluster(plan, 60, started.put_nowait)
     entering = asyncio.create_task(cluster.__aenter__())
     await started.get()
     pid = cluster.pid("slow")
@@ -167,7 +170,7 @@ async def test_a_cancelled_start_leaves_nothing_running(tmp_path: Path) -> None:
 async def test_an_instance_is_killed_and_started_again_with_more_flags(tmp_path: Path) -> None:
     steps: list[Progress] = []
     plan = cluster_plan(tmp_path, instance(tmp_path, "a"), instance(tmp_path, "b", not_yet=2))
-    async with LocalCluster(plan, 60, steps.append) as cluster:
+    async with BreakableCluster(plan, 60, steps.append) as cluster:
         first, other = cluster.pid("b"), cluster.pid("a")
         await cluster.kill("b")
         assert not is_alive(first)
@@ -186,7 +189,7 @@ async def test_an_instance_that_ends_while_it_starts_again_is_an_error(tmp_path:
     plan = instance(tmp_path, "a")
     source = flag_fails + plan.argv[2]
     plan = dataclasses.replace(plan, argv=(*plan.argv[:2], source))
-    async with LocalCluster(cluster_plan(tmp_path, plan), 60) as cluster:
+    async with BreakableCluster(cluster_plan(tmp_path, plan), 60) as cluster:
         await cluster.kill("a")
         with pytest.raises(ClusterStartError, match=r"(?s)a ended by itself.*no such flag"):
             await cluster.start_instance("a", ["--bad"])
@@ -197,7 +200,7 @@ async def test_an_instance_over_two_nodes_starts_dies_and_starts_again_as_one(
 ) -> None:
     node = instance(tmp_path, "a-node-1", program="import time; time.sleep(1000)")
     plan = cluster_plan(tmp_path, dataclasses.replace(instance(tmp_path, "a"), followers=(node,)))
-    async with LocalCluster(plan, 60) as cluster:
+    async with BreakableCluster(plan, 60) as cluster:
         first = cluster.pid("a-node-1")
         await cluster.kill("a")
         assert not is_alive(first)

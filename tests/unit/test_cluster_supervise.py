@@ -12,9 +12,10 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.chaos.breakable import BreakableProcesses
 from sglang_sbs.cluster.plan import ProcessPlan
 from sglang_sbs.cluster.spawn import SpawnedProcess, SpawnError, last_log_lines
-from sglang_sbs.cluster.supervise import Supervisor, describe_exit
+from sglang_sbs.cluster.supervise import ProcessDiedError, Supervisor, describe_exit
 
 SLEEP = "import time; print('up', flush=True); time.sleep(600)"
 IGNORES_SIGTERM = (
@@ -114,8 +115,10 @@ async def test_a_death_is_reported_with_exit_code_and_last_words(tmp_path: Path)
     await start(supervisor, plan(tmp_path, "healthy", SLEEP))
     await supervisor.start(plan(tmp_path, "sick", "print('my last words'); raise SystemExit(3)"))
     async with asyncio.timeout(30):
-        death = await supervisor.first_death()
+        with pytest.raises(ProcessDiedError) as raised:
+            await supervisor.unless_one_dies(asyncio.Event().wait())
     await supervisor.stop(grace_s=30)
+    death = raised.value
     assert (death.name, death.returncode) == ("sick", 3)
     assert "sick ended by itself (exit code 3)" in str(death)
     assert "my last words" in str(death)
@@ -128,7 +131,8 @@ async def test_a_watched_process_is_reported_but_not_stopped(tmp_path: Path) -> 
     await watcher.stop(grace_s=30)
     assert is_alive(process.pid)
     await owner.stop(grace_s=30)
-    assert (await watcher.first_death()).name == "theirs"
+    with pytest.raises(ProcessDiedError, match=r"^theirs ended"):
+        await watcher.unless_one_dies(asyncio.Event().wait())
 
 
 async def test_nothing_is_left_when_the_supervising_process_is_killed(tmp_path: Path) -> None:
@@ -179,7 +183,7 @@ def test_only_the_end_of_a_log_is_shown(tmp_path: Path) -> None:
 async def test_a_killed_process_is_gone_with_its_children_and_may_be_started_again(
     tmp_path: Path,
 ) -> None:
-    supervisor = Supervisor()
+    supervisor = BreakableProcesses()
     parent = await start(supervisor, plan(tmp_path, "a", LEAVES_A_CHILD))
     other = await start(supervisor, plan(tmp_path, "b", SLEEP))
     child = int((tmp_path / "a.log").read_text().split()[1])
@@ -196,7 +200,7 @@ async def test_a_killed_process_is_gone_with_its_children_and_may_be_started_aga
 
 
 async def test_a_signal_reaches_the_children_too(tmp_path: Path) -> None:
-    supervisor = Supervisor()
+    supervisor = BreakableProcesses()
     parent = await start(supervisor, plan(tmp_path, "a", LEAVES_A_CHILD))
     child = int((tmp_path / "a.log").read_text().split()[1])
 

@@ -19,10 +19,10 @@ from typing import Any
 
 import aiohttp
 
+from benchmarks.chaos.breakable import BreakableProcesses
 from benchmarks.chaos.ha.cut import Cut
 from sglang_sbs.cluster.plan import ProcessPlan
 from sglang_sbs.cluster.readiness import wait_until_ready
-from sglang_sbs.cluster.supervise import Supervisor
 
 HOSTS = ("127.0.0.1", "127.0.0.2")
 _PORTS_PER_HOST = 16
@@ -87,7 +87,7 @@ class Places:
 
     def __init__(self, ports: Sequence[int], store: tuple[str, int] | None) -> None:
         """``ports``: first of a block per host; ``store``: where the lock is, if there is one."""
-        self._supervisor = Supervisor()
+        self._supervisor = BreakableProcesses()
         self._session: aiohttp.ClientSession
         self.schedulers: list[Part] = []
         self.front_ends: list[Part] = []

@@ -13,54 +13,32 @@ from sglang_sbs.doctor.findings import CLUSTER, Finding, Findings
 from sglang_sbs.engine.install import WIRE_VERSION
 
 finding = Findings("""
-error reach.same-engine: Two URLs lead to one engine: the router would count its capacity twice.
-    -> give every engine once
-error reach.no-pair: There is no usable prefill or no usable decode engine: no request can be
-    served.
-    -> give at least one working --prefill and one working --decode
-ok version.ok: All engines run one SGLang release that the plugin supports.
-warning version.mixed: Engines run different SGLang releases. Prefill and decode exchange internal
-    structures that change between releases.
-    -> run one release everywhere
-warning version.mixed-plugin: Engines run different sglang-sbs releases, or another one than this
-    doctor (and router).
-    -> install the same sglang-sbs on all engines and routers
-error version.wire: The plugin speaks another version of the EndForward message than this release
-    reads.
-    -> install the same sglang-sbs on engines and routers
-warning version.mixed-kernel: Engines run different sgl-kernel releases: speed, and in the last
-    digits results, differ.
-    -> pip install the same sgl-kernel on all engines
-warning limits.uneven: Instances of one role differ in DP size, chunk, page size or limits. SBS
-    goes by each one's own, but the smaller ones are late or full first.
-    -> start all instances of a role with the same flags
-ok pair.ok: Prefill and decode engines fit each other.
-error pair.model: Engines serve different models.
-    -> start all engines of a cluster with the same --model-path and --served-model-name
-error pair.transfer-backend: KV cache cannot go from one transfer backend to another.
-    -> the same --disaggregation-transfer-backend on prefill and decode
-error pair.page-size: Decode refuses a prefill engine with another page size.
-    -> the same --page-size on prefill and decode
-error pair.kv-dtype: Decode refuses a prefill engine with another type of KV cache.
-    -> the same --kv-cache-dtype on prefill and decode
-error pair.allocation-policy: Both sides must reserve decode memory at the same time.
-    -> the same --disaggregation-decode-allocation-policy on prefill and decode
-error pair.tp-indivisible: The attention TP sizes (tp / dp) of prefill and decode do not divide
-    each other: KV heads cannot be mapped.
-    -> choose --tp and --dp so that one side's tp/dp divides the other's
-note pair.tp-differs: Prefill and decode have different attention TP sizes (tp / dp). With MLA
-    (DeepSeek) that costs nothing; other models pay for cutting up the KV cache at every transfer.
-    -> with models without MLA choose the same tp/dp on both sides
-warning pair.context: Prefill takes longer prompts than decode: those are computed and then
-    refused.
-    -> the same --context-length on both sides, and enough KV memory on decode
-ok probe.ok: A request through this pair generated its token.
-error probe.failed: A request through this pair failed.
-    -> look at the first error in the logs of both engines; the message names the side
+error reach.same-engine -> give every engine once
+error reach.no-pair -> give at least one working --prefill and one working --decode
+ok version.ok
+warning version.mixed -> run one release everywhere
+warning version.mixed-plugin -> install the same sglang-sbs on all engines and routers
+error version.wire -> install the same sglang-sbs on engines and routers
+warning version.mixed-kernel -> pip install the same sgl-kernel on all engines
+warning limits.uneven -> start all instances of a role with the same flags
+ok pair.ok
+error pair.model -> start all engines of a cluster with the same --model-path and
+    --served-model-name
+error pair.transfer-backend -> the same --disaggregation-transfer-backend on prefill and decode
+error pair.page-size -> the same --page-size on prefill and decode
+error pair.kv-dtype -> the same --kv-cache-dtype on prefill and decode
+error pair.allocation-policy -> the same --disaggregation-decode-allocation-policy on prefill and
+    decode
+error pair.tp-indivisible -> choose --tp and --dp so that one side's tp/dp divides the other's
+note pair.tp-differs -> with models without MLA choose the same tp/dp on both sides
+warning pair.context -> the same --context-length on both sides, and enough KV memory on decode
+ok probe.ok
+error probe.failed -> look at the first error in the logs of both engines; the message names the
+    side
 """)
 
 
-def check_cluster(facts: ClusterFacts) -> Iterator[Finding]:
+def check(facts: ClusterFacts) -> Iterator[Finding]:
     """Everything that needs more than one engine."""
     sides = {"prefill": facts.of_role("prefill"), "decode": facts.of_role("decode")}
     missing = [role for role, engines in sides.items() if not engines]
@@ -69,7 +47,7 @@ def check_cluster(facts: ClusterFacts) -> Iterator[Finding]:
     yield from _same_engine(facts.usable)
     yield from _versions(facts.usable)
     for role, engines in sides.items():
-        limits = grouped(engines, lambda e: describe_limits(e.known, e.target.role))
+        limits = grouped(engines, lambda e: describe_limits(e.known, e.role))
         if len(limits) > 1:
             yield finding("limits.uneven", CLUSTER, f"{role}: {told(limits)}")
     if not missing:

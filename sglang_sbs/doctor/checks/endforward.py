@@ -32,65 +32,40 @@ from sglang_sbs.router.workers.server_info import (
 from sglang_sbs.wire import EndForward
 
 finding = Findings("""
-ok plugin.ok: The plugin is loaded and says where it speaks.
-warning plugin.absent: The plugin is not installed in this engine's Python, or not configured. SBS
-    then falls back to load polls and the engine's own answers: coarser.
-    -> install sglang-sbs next to SGLang (pip install . in a checkout of it), set
+ok plugin.ok
+warning plugin.absent -> install sglang-sbs next to SGLang (pip install . in a checkout of it), set
     SGLANG_SBS_ROUTERS=tcp://ROUTER:7600, restart (and have sglang_sbs in SGLANG_PLUGINS if that is
     set)
-note plugin.unknown: This SGLang release does not show plugins in /server_info, and EndForward
-    could not be listened to: nobody can tell whether it is loaded.
-    -> run the doctor on the router's machine while no router runs, or give --router
-warning plugin.routers-differ: Engines report to different routers: each router sees only a part of
-    the cluster.
-    -> set the same SGLANG_SBS_ROUTERS on all engines; it takes several, separated by commas
-error plugin.instance-id: SGLANG_SBS_INSTANCE_ID is the same on several engines: their reports
-    cannot be told apart.
-    -> set it to each engine's own URL as given to the router, or unset it
-note plugin.instance-id-unknown: SGLANG_SBS_INSTANCE_ID is not the URL given here. The router goes
-    by the request ids that ranks echo, so that reports count from the first request on.
-    -> set it to the URL given to the router, or unset it
-warning plugin.errors: The plugin had errors inside the engine; after 20 it switches itself off.
-    -> look for 'sglang_sbs' in the engine's log and report what it says
-ok endforward.ok: Every DP rank reports, and lately.
-error endforward.silent: The plugin is loaded and nothing arrives from any rank of this engine.
-    -> let SGLANG_SBS_ROUTERS name an address of the router that this engine's machine reaches
-    (port 7600 unless --sbs-endforward-bind says otherwise), and let SGLANG_SBS_KEY_FILE there and
-    --sbs-endforward-key-file here be the same secret, or both unset
-error endforward.rank-missing: Some DP ranks of this engine report and others do not.
-    -> give every node of a multi-node engine the plugin and the same SGLANG_SBS_ROUTERS; look for
-    'sglang_sbs' in the log of the missing ranks
-warning endforward.stale: The last report of a rank is old; heartbeats come every second.
-    -> look whether the engine hangs, and at the network between it and the router
-error endforward.key: Publishers connected and failed the handshake: one side has a key and the
-    other has none or another one.
-    -> the same file in SGLANG_SBS_KEY_FILE of all engines and --sbs-endforward-key-file of the
-    router (openssl rand -hex 32 > FILE), or neither
-error endforward.mismatch: Reports say another role or DP size than /server_info: they belong to
-    another engine.
-    -> set SGLANG_SBS_INSTANCE_ID to each engine's own URL, or unset it
-warning endforward.malformed: Messages arrive that are no EndForward: another program talks to this
-    port, or another release of the plugin.
-    -> keep the port inside the cluster; use keys (--sbs-endforward-key-file)
-warning endforward.stranger: Ranks report that belong to none of the engines given.
-    -> give all engines of the cluster; if they are another cluster's, correct SGLANG_SBS_ROUTERS
-    there
-note endforward.unattributed: Reports arrive that cannot be told apart between engines: their
-    SGLang does not show the plugin in /server_info. A router finds out by the requests it sends.
-    -> set SGLANG_SBS_INSTANCE_ID to each engine's URL
-note endforward.port-busy: Something listens already where engines report to, a router presumably:
-    the doctor cannot listen there too.
-    -> give --router URL, so that the router is asked what arrives
-note endforward.elsewhere: The engine reports to addresses that are not this machine's: not
-    checked.
-    -> run the doctor on the router's machine, give --router URL, or say where to listen:
-    --sbs-endforward-bind tcp://0.0.0.0:7600
-warning endforward.cannot-listen: The endpoint to listen at cannot be bound.
-    -> give another --sbs-endforward-bind
+note plugin.unknown -> run the doctor on the router's machine while no router runs, or give --router
+warning plugin.routers-differ -> set the same SGLANG_SBS_ROUTERS on all engines; it takes several,
+    separated by commas
+error plugin.instance-id -> set it to each engine's own URL as given to the router, or unset it
+note plugin.instance-id-unknown -> set it to the URL given to the router, or unset it
+warning plugin.errors -> look for 'sglang_sbs' in the engine's log and report what it says
+ok endforward.ok
+error endforward.silent -> let SGLANG_SBS_ROUTERS name an address of the router that this engine's
+    machine reaches (port 7600 unless --sbs-endforward-bind says otherwise), and let
+    SGLANG_SBS_KEY_FILE there and --sbs-endforward-key-file here be the same secret, or both unset
+error endforward.rank-missing -> give every node of a multi-node engine the plugin and the same
+    SGLANG_SBS_ROUTERS; look for 'sglang_sbs' in the log of the missing ranks
+warning endforward.stale -> look whether the engine hangs, and at the network between it and the
+    router
+error endforward.key -> the same file in SGLANG_SBS_KEY_FILE of all engines and
+    --sbs-endforward-key-file of the router (openssl rand -hex 32 > FILE), or neither
+error endforward.mismatch -> set SGLANG_SBS_INSTANCE_ID to each engine's own URL, or unset it
+warning endforward.malformed -> keep the port inside the cluster; use keys
+    (--sbs-endforward-key-file)
+warning endforward.stranger -> give all engines of the cluster; if they are another cluster's,
+    correct SGLANG_SBS_ROUTERS there
+note endforward.unattributed -> set SGLANG_SBS_INSTANCE_ID to each engine's URL
+note endforward.port-busy -> give --router URL, so that the router is asked what arrives
+note endforward.elsewhere -> run the doctor on the router's machine, give --router URL, or say where
+    to listen: --sbs-endforward-bind tcp://0.0.0.0:7600
+warning endforward.cannot-listen -> give another --sbs-endforward-bind
 """)
 
 
-def check_endforward(facts: ClusterFacts) -> Iterator[Finding]:
+def check(facts: ClusterFacts) -> Iterator[Finding]:
     """Plugin and reports of every engine."""
     usable = facts.usable
     heard = facts.heard or Heard()
@@ -168,7 +143,7 @@ class Attribution:
 
 
 def _says(engine: EngineFacts, report: EndForward) -> bool:
-    return (engine.target.role, engine.known.dp_size) == (report.role, report.dp_size)
+    return (engine.role, engine.known.dp_size) == (report.role, report.dp_size)
 
 
 def _is_strange(engine: EngineFacts, report: EndForward) -> bool:
@@ -253,7 +228,7 @@ def _reports(facts: ClusterFacts, engine: EngineFacts, mine: Attribution) -> Ite
     missing = [rank for rank in range(info.dp_size) if rank not in ranks]
     if (wrong := mine.mismatched.get(url)) is not None:
         seen = f"reports say {wrong.role} with {wrong.dp_size} ranks, /server_info says "
-        seen += f"{engine.target.role} with {info.dp_size}"
+        seen += f"{engine.role} with {info.dp_size}"
         yield finding("endforward.mismatch", url, seen)
     elif not missing:
         messages = sum(one.messages for one in ranks.values())
@@ -322,7 +297,7 @@ def _listening(facts: ClusterFacts, heard: Heard, mine: Attribution) -> Iterator
         yield finding("endforward.malformed", CLUSTER, seen)
     for role in ("prefill", "decode"):
         some = [one.last for one in mine.leftover if one.last.role == role]
-        mates = [e for e in facts.engines if e.target.role == role]
+        mates = [e for e in facts.engines if e.role == role]
         if some and not any(e.info is None for e in mates):  # else they may be its reports
             seen = f"{len(some)} {role} ranks of {len({one.boot_id for one in some})} boots"
             kind = "unattributed" if any(map(may_speak_unseen, mates)) else "stranger"

@@ -6,7 +6,7 @@ import statistics
 from collections.abc import Iterator
 from typing import Any
 
-from sglang_sbs.doctor.facts import EngineFacts, listed, number, text
+from sglang_sbs.doctor.facts import ClusterFacts, EngineFacts, listed, number, text
 from sglang_sbs.doctor.findings import Finding, Findings
 from sglang_sbs.router.workers import server_info
 from sglang_sbs.router.workers.server_info import WorkerInfo
@@ -30,134 +30,71 @@ FULL = 0.9
 """Share of KV tokens or slots in use from which a rank counts as full."""
 
 finding = Findings("""
-ok reach.ok: The engine answers, and is ready.
-error reach.unreachable: No connection: nothing listens there, the name does not resolve, or a
-    firewall drops it.
-    -> check that the engine runs, and the host and port of this URL (its --host and --port)
-error reach.silent: It takes connections and does not answer: stopped, overloaded, or a scheduler
-    that hangs. /server_info is answered between two passes.
-    -> look at the engine's log; raise --timeout if a forward pass takes that long
-error reach.wrong-scheme: The engine speaks HTTPS where http:// is given, or the other way round.
-    -> write the URL with the other scheme
-error reach.certificate: The engine's certificate is not trusted here, or it wants a client
-    certificate.
-    -> give --ca-cert-paths FILE (and --client-cert-path, --client-key-path), as to the router
-error reach.not-sglang: Something answers that is no SGLang engine.
-    -> give the URL of an engine's --port; not of its bootstrap, metrics or other port
-error reach.is-a-router: The URL is a router's.
-    -> give it with --router, and the engines' own URLs with --prefill and --decode
-error reach.wrong-role: The engine runs in another disaggregation mode than it is given as.
-    -> list it under the other flag, or relaunch it with the other --disaggregation-mode
-error reach.unusable: What the engine says of itself cannot be.
-    -> look at its /server_info; is that an unmodified SGLang?
-error reach.rank-server: With SGLang's Rust server (SGLANG_RUST_SERVER=1) each DP rank serves HTTP
-    itself, at --port plus its number. Requests for one of the ranks would go astray, so a router
-    sends this engine nothing.
-    -> give the address of DP rank 0 and open the ports behind it, or start the engine without
-    SGLANG_RUST_SERVER
-error reach.not-ready: The engine runs and refuses requests: still loading, paused, or a weight
-    update.
-    -> wait for it, or continue generation (POST /continue_generation)
-error version.too-old: The router cannot use this SGLang release.
-    -> upgrade the engine
-warning version.needs-patch: This SGLang has no plugin framework (it begins with 0.5.11), so that
-    sglang-sbs installed beside it alone sends no EndForward.
-    -> on the engine's machine: sglang-sbs patch apply, then restart it; or upgrade SGLang
-warning version.coupled: Before SGLang 0.5.10 the prefill rank of a request decides which decode
-    ranks are left.
-    -> upgrade the engine to 0.5.10 or later if you can
-note version.unknown: A build from source without a release number: taken to be recent.
-    -> nothing; make sure that it is newer than 0.5.11
-ok limits.ok: DP size, chunk and limits are such that SBS has something to do.
-warning limits.dp-one: A prefill engine with one DP rank: SBS can choose when, but not the rank
-    within a batch.
-    -> start prefill engines with --dp N --enable-dp-attention, N > 1
-warning limits.no-dp-attention: Several DP ranks without DP attention are independent replicas:
-    nothing is gained by batching them into one pass.
-    -> add --enable-dp-attention
-note limits.no-barrier: The DP ranks make passes each for itself. SBS takes each for an instance of
-    one rank: it gains by the predicted finish of each rank and by the order of the queue; batches
-    over ranks, and holding for them, gain nothing.
-    -> nothing, if that is wanted: SBS needs no setting for it
-warning limits.no-chunking: Chunked prefill is off: a pass is as long as the longest prompt in it,
-    and its end can hardly be foretold.
-    -> set --chunked-prefill-size (N tokens per rank x DP size)
-warning limits.chunk-small: Few tokens per rank and pass: fixed costs and stragglers outweigh the
-    work.
-    -> SGLang divides --chunked-prefill-size by the DP size: for N tokens per rank start the engine
-    with --chunked-prefill-size N x DP
-note limits.chunk-page: The chunk per rank is no multiple of the page size: every chunked prompt
-    wastes a bit.
-    -> choose --chunked-prefill-size as a multiple of page size x DP size
-warning limits.max-prefill-tokens: --max-prefill-tokens is below the chunk per rank, and ends
-    passes before they are full.
-    -> raise --max-prefill-tokens to the chunk per rank at least; SGLang does not divide it
-warning limits.few-running: Few requests may be on a rank at once: passes and decode batches stay
-    small.
-    -> raise --max-running-requests; SGLang divides it by the DP size
-ok flags.ok: No flag gets in the way of SBS.
-warning flags.load-balance: The router names every request's rank by its room. With another method
-    SGLang (before 0.5.16) registers each rank over HTTP within the scheduler, between two passes,
-    and whatever does not come through the router is placed by it.
-    -> leave --load-balance-method out (auto), or write follow_bootstrap_room
-warning flags.decode-ranks: With this method a decode engine before SGLang 0.5.10 chooses its DP
-    ranks itself: the router's choice has no effect.
-    -> --load-balance-method follow_bootstrap_room (before 0.5.8: round_robin) on decode
-warning flags.prefill-delayer: --enable-prefill-delayer holds requests back in the engine, while
-    SBS has just timed them: two hands on one wheel.
-    -> start prefill engines without --enable-prefill-delayer
-note flags.prefill-delayer-queue: The queue trigger of the prefill delayer compares what waits with
-    what runs, and nothing runs on a prefill engine of a PD cluster: it delays nothing there.
-    -> start prefill engines without --prefill-delayer-queue-min-ratio and
-    --prefill-delayer-max-delay-ms
-note flags.min-free-slots-delay: --min-free-slots-delay waits for running requests to end, and
-    nothing runs on a prefill engine of a PD cluster: it delays nothing there.
-    -> start prefill engines without --min-free-slots-delay
-warning flags.sleep-on-idle: Under DP attention --sleep-on-idle costs one to two seconds of TTFT
-    after idle times: ranks wake up one by one, and none can begin alone.
-    -> start engines without --sleep-on-idle
-warning flags.rust-idle: With SGLang's Rust server an idle DP rank sleeps up to a second, and the
-    others wait for it before they begin a request. The plugin makes that a millisecond.
-    -> install the plugin next to SGLang and set SGLANG_SBS_ROUTERS
-note flags.overlap-disabled: Without overlap scheduling the GPU waits for the CPU between two
-    passes.
-    -> leave --disable-overlap-schedule out unless a feature needs it
-note flags.schedule-policy: The engine reorders its queue. SBS sends batches that fit a pass and
-    foretells passes as first come first served: what a pass leaves over runs at other times than
-    foretold.
-    -> leave --schedule-policy at fcfs on prefill engines
-note flags.pipeline: With pipeline parallelism several passes are under way at once, and their ends
-    foretell the next one less well.
-    -> prefer tensor and data parallelism on prefill engines where memory allows
-note flags.role-switch: --enable-pd-role-switch: the engine may change its role while a router
-    runs.
-    -> after a switch, give the router the engine under its new role (DELETE and POST /workers)
-ok latency.ok: Round trips are short against a forward pass.
-warning latency.high: Even the fastest of several round trips is long. SBS measures and adds it
-    (L_net), but decides that much earlier on what it knows.
-    -> run the router in the same network as the engines; mind proxies between them
-note latency.jitter: Some round trips take much longer than others: a busy HTTP server, garbage
-    collection in the engine, or a shared network.
-    -> after start-up POST /freeze_gc to each engine (SGLang does so itself unless
+ok reach.ok
+error reach.unreachable -> check that the engine runs, and the host and port of this URL (its --host
+    and --port)
+error reach.silent -> look at the engine's log; raise --timeout if a forward pass takes that long
+error reach.wrong-scheme -> write the URL with the other scheme
+error reach.certificate -> give --ca-cert-paths FILE (and --client-cert-path, --client-key-path), as
+    to the router
+error reach.not-sglang -> give the URL of an engine's --port; not of its bootstrap, metrics or other
+    port
+error reach.is-a-router -> give it with --router, and the engines' own URLs with --prefill and
+    --decode
+error reach.wrong-role -> list it under the other flag, or relaunch it with the other
+    --disaggregation-mode
+error reach.unusable -> look at its /server_info; is that an unmodified SGLang?
+error reach.rank-server -> give the address of DP rank 0 and open the ports behind it, or start the
+    engine without SGLANG_RUST_SERVER
+error reach.not-ready -> wait for it, or continue generation (POST /continue_generation)
+error version.too-old -> upgrade the engine
+warning version.needs-patch -> on the engine's machine: sglang-sbs patch apply, then restart it; or
+    upgrade SGLang
+warning version.coupled -> upgrade the engine to 0.5.10 or later if you can
+note version.unknown -> nothing; make sure that it is newer than 0.5.11
+ok limits.ok
+warning limits.dp-one -> start prefill engines with --dp N --enable-dp-attention, N > 1
+warning limits.no-dp-attention -> add --enable-dp-attention
+note limits.no-barrier -> nothing, if that is wanted: SBS needs no setting for it
+warning limits.no-chunking -> set --chunked-prefill-size (N tokens per rank x DP size)
+warning limits.chunk-small -> SGLang divides --chunked-prefill-size by the DP size: for N tokens per
+    rank start the engine with --chunked-prefill-size N x DP
+note limits.chunk-page -> choose --chunked-prefill-size as a multiple of page size x DP size
+warning limits.max-prefill-tokens -> raise --max-prefill-tokens to the chunk per rank at least;
+    SGLang does not divide it
+warning limits.few-running -> raise --max-running-requests; SGLang divides it by the DP size
+ok flags.ok
+warning flags.load-balance -> leave --load-balance-method out (auto), or write follow_bootstrap_room
+warning flags.decode-ranks -> --load-balance-method follow_bootstrap_room (before 0.5.8:
+    round_robin) on decode
+warning flags.prefill-delayer -> start prefill engines without --enable-prefill-delayer
+note flags.prefill-delayer-queue -> start prefill engines without --prefill-delayer-queue-min-ratio
+    and --prefill-delayer-max-delay-ms
+note flags.min-free-slots-delay -> start prefill engines without --min-free-slots-delay
+warning flags.sleep-on-idle -> start engines without --sleep-on-idle
+warning flags.rust-idle -> install the plugin next to SGLang and set SGLANG_SBS_ROUTERS
+note flags.overlap-disabled -> leave --disable-overlap-schedule out unless a feature needs it
+note flags.schedule-policy -> leave --schedule-policy at fcfs on prefill engines
+note flags.pipeline -> prefer tensor and data parallelism on prefill engines where memory allows
+note flags.role-switch -> after a switch, give the router the engine under its new role (DELETE and
+    POST /workers)
+ok latency.ok
+warning latency.high -> run the router in the same network as the engines; mind proxies between them
+note latency.jitter -> after start-up POST /freeze_gc to each engine (SGLang does so itself unless
     --skip-server-warmup is set)
-note latency.clock: The engine's clock is off from this machine's. SBS does not use it (reports
-    carry spans of time), but logs cannot be compared.
-    -> run NTP or chrony on the engine's machine
-ok room.ok: Decode has room for more requests.
-warning room.kv-full: KV memory of a decode rank is nearly full: requests wait there or are
-    retracted.
-    -> add decode instances or memory (--mem-fraction-static), or send less
-warning room.slots-full: A decode rank runs nearly as many requests as it may.
-    -> raise --max-running-requests, add decode instances, or send less
-note room.unknown: The engine does not tell its load (/v1/loads) for every rank.
-    -> nothing; SGLang 0.5.14 and later do
+note latency.clock -> run NTP or chrony on the engine's machine
+ok room.ok
+warning room.kv-full -> add decode instances or memory (--mem-fraction-static), or send less
+warning room.slots-full -> raise --max-running-requests, add decode instances, or send less
+note room.unknown -> nothing; SGLang 0.5.14 and later do
 """)
 
 
-def check_engine(facts: EngineFacts) -> Iterator[Finding]:
-    """Everything about one engine that needs no other one."""
-    for name, *said in _checks(facts):
-        yield finding(name, facts.url, *said)
+def check(facts: ClusterFacts) -> Iterator[Finding]:
+    """Everything about each engine that needs no other one."""
+    for engine in facts.engines:
+        for name, *said in _checks(engine):
+            yield finding(name, engine.url, *said)
 
 
 _Said = tuple[str, str] | tuple[str, str, str]
@@ -172,12 +109,12 @@ def _checks(facts: EngineFacts) -> Iterator[_Said]:
     yield from _limits(facts, facts.info)
     yield from list(_conflicts(facts, facts.info)) or [("flags.ok", "nothing that gets in the way")]
     yield from _latency(facts)
-    if facts.target.role == "decode":
+    if facts.role == "decode":
         yield from _room(facts, facts.info)
 
 
 def _reach(facts: EngineFacts) -> Iterator[_Said]:
-    url, role, info = facts.url, facts.target.role, facts.info
+    url, role, info = facts.url, facts.role, facts.info
     if facts.failure is not None:
         if facts.failure.kind != "refused":  # the keys are a matter of their own
             yield f"reach.{facts.failure.kind}", facts.failure.text
@@ -221,7 +158,7 @@ def _version(info: WorkerInfo) -> Iterator[_Said]:
 
 
 def _limits(facts: EngineFacts, info: WorkerInfo) -> Iterator[_Said]:
-    prefill = facts.target.role == "prefill"
+    prefill = facts.role == "prefill"
     found = list(_limits_of_prefill(facts, info)) if prefill else []
     if info.no_barrier == server_info.NO_DP_ATTENTION:
         seen = f"dp {info.dp_size} without --enable-dp-attention"
@@ -231,7 +168,7 @@ def _limits(facts: EngineFacts, info: WorkerInfo) -> Iterator[_Said]:
     if 0 < info.max_running_requests < MIN_RUNNING_REQUESTS:
         seen = f"{info.max_running_requests} requests per rank at most"
         found.append(("limits.few-running", seen))
-    yield from found or [("limits.ok", describe_limits(info, facts.target.role))]
+    yield from found or [("limits.ok", describe_limits(info, facts.role))]
 
 
 def describe_limits(info: WorkerInfo, role: str) -> str:
@@ -269,7 +206,7 @@ def _limits_of_prefill(facts: EngineFacts, info: WorkerInfo) -> Iterator[_Said]:
 
 def _conflicts(facts: EngineFacts, info: WorkerInfo) -> Iterator[_Said]:
     data, several = facts.data, info.dp_size > 1
-    if facts.target.role == "prefill":
+    if facts.role == "prefill":
         yield from _conflicts_of_prefill(data, info)
     if info.rank_choice == "engine" and several:
         yield "flags.decode-ranks", f"--load-balance-method {info.load_balance_method}"

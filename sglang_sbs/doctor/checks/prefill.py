@@ -11,53 +11,35 @@ from sglang_sbs.router.engines.urls import is_loopback, split_worker_url
 from sglang_sbs.router.workers.server_info import WorkerInfo, node_of_rank
 
 finding = Findings("""
-ok bootstrap.ok: The bootstrap server answers, and all prefill ranks are known.
-error bootstrap.unreachable: The bootstrap server of this prefill engine cannot be reached: decode
-    engines get no KV cache from it.
-    -> give the port of --disaggregation-bootstrap-port behind the URL of --prefill, and open it
-    for the decode engines
-error bootstrap.wrong-port: The bootstrap port given is not the engine's.
-    -> write the engine's own port behind --prefill URL, or leave it out
-error bootstrap.not-one: What answers at the bootstrap port is no bootstrap server.
-    -> give the port of --disaggregation-bootstrap-port, not of HTTP, behind --prefill URL
-error bootstrap.other-engine: The bootstrap server is another engine's: decode would wait for KV
-    cache that never comes.
-    -> give each --prefill its own bootstrap port; engines on one host need different ones
-error bootstrap.registering: Not all ranks of the prefill engine have registered with its bootstrap
-    server.
-    -> look for the missing ranks in the engine's log; do all nodes run?
-error bootstrap.loopback: Decode engines are told the host of the prefill URL, and this one means
-    themselves to them.
-    -> write prefill URLs with the address by which decode engines reach them, not localhost
-ok cache.exact: KV events tell the router what every rank has cached, to the page.
-note cache.approximate: No KV events: the router estimates what is cached from what it sent where.
-    -> start prefill engines with --page-size 64 --kv-events-config '{"publisher": "zmq",
-    "endpoint": "tcp://*:5557", "replay_endpoint": "tcp://*:5657"}'
-note cache.off: The radix cache is off: no prompt finds what earlier ones left.
-    -> leave --disable-radix-cache out
-warning cache.unusable: KV events are published, but not so that they can be subscribed to.
-    -> correct --kv-events-config: an endpoint tcp://*:PORT, and a replay_endpoint whose port is
-    higher by the DP size at least
-warning cache.unreachable: Ports of KV events refuse connections from here.
-    -> open them for the router on the node that is named: from the endpoint's port on and from the
-    replay endpoint's on, one per DP rank; let the endpoint listen (tcp://*:PORT)
-warning cache.other-nodes: DP ranks on other nodes than the engine's first do not say where their
-    KV events are, or name an address that is not believed: the router estimates what they have
-    cached.
-    -> the same release of the plugin on every node; SGLANG_SBS_NODE_HOST there if its messages
-    come from another address than routers reach it by (then with a key)
-note cache.no-replay: Without a replay endpoint a router that starts later, or misses an event,
-    learns the cache only from new blocks.
-    -> add "replay_endpoint": "tcp://*:5657" to --kv-events-config
-note cache.small-pages: Pages of few tokens make many KV events, which cost more than they save.
-    -> start prefill and decode with --page-size 16 or more
-warning cache.mixed: Some prefill engines publish KV events and others do not: what is exactly
-    known is weighed against estimates.
-    -> the same --kv-events-config on all prefill engines
+ok bootstrap.ok
+error bootstrap.unreachable -> give the port of --disaggregation-bootstrap-port behind the URL of
+    --prefill, and open it for the decode engines
+error bootstrap.wrong-port -> write the engine's own port behind --prefill URL, or leave it out
+error bootstrap.not-one -> give the port of --disaggregation-bootstrap-port, not of HTTP, behind
+    --prefill URL
+error bootstrap.other-engine -> give each --prefill its own bootstrap port; engines on one host need
+    different ones
+error bootstrap.registering -> look for the missing ranks in the engine's log; do all nodes run?
+error bootstrap.loopback -> write prefill URLs with the address by which decode engines reach them,
+    not localhost
+ok cache.exact
+note cache.approximate -> start prefill engines with --page-size 64 --kv-events-config
+    '{"publisher": "zmq", "endpoint": "tcp://*:5557", "replay_endpoint": "tcp://*:5657"}'
+note cache.off -> leave --disable-radix-cache out
+warning cache.unusable -> correct --kv-events-config: an endpoint tcp://*:PORT, and a
+    replay_endpoint whose port is higher by the DP size at least
+warning cache.unreachable -> open them for the router on the node that is named: from the endpoint's
+    port on and from the replay endpoint's on, one per DP rank; let the endpoint listen
+    (tcp://*:PORT)
+warning cache.other-nodes -> the same release of the plugin on every node; SGLANG_SBS_NODE_HOST
+    there if its messages come from another address than routers reach it by (then with a key)
+note cache.no-replay -> add "replay_endpoint": "tcp://*:5657" to --kv-events-config
+note cache.small-pages -> start prefill and decode with --page-size 16 or more
+warning cache.mixed -> the same --kv-events-config on all prefill engines
 """)
 
 
-def check_prefill(facts: ClusterFacts) -> Iterator[Finding]:
+def check(facts: ClusterFacts) -> Iterator[Finding]:
     """Every prefill engine, and how they differ."""
     prefill, decode = facts.of_role("prefill"), facts.of_role("decode")
     for engine in prefill:
@@ -88,7 +70,7 @@ def _bootstrap(engine: EngineFacts, decode: Sequence[EngineFacts]) -> Iterator[F
 
 
 def _bootstrap_problems(engine: EngineFacts, bootstrap: Bootstrap) -> Iterator[Finding]:
-    url, given, own = engine.url, engine.target.bootstrap_port, engine.known.bootstrap_port
+    url, given, own = engine.url, engine.given_port, engine.known.bootstrap_port
     if given is not None and own not in (None, given):
         why = f" ({bootstrap.failure})" if bootstrap.failure else ""
         seen = f"{given} is given, and the engine's is {own}{why}"

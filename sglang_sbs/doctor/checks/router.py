@@ -20,32 +20,22 @@ from sglang_sbs.router.workers.worker import SILENT_AFTER_S
 from sglang_sbs.scheduling.policy_names import facts_of
 
 finding = Findings("""
-ok router.ok: The router is ready and knows the engines as they are.
-error router.unreachable: The router does not answer.
-    -> check --router: the URL of the router's --host and --port, with its scheme
-warning router.not-ours: What answers is no sglang-sbs router: it does not know EndForward.
-    -> give the URL of python -m sglang_sbs.launch_router
-error router.key: The router refuses the key given for its control plane.
-    -> give --admin-api-key (or a control plane key with the role admin, or --api-key)
-error router.not-ready: The router has no healthy pair of prefill and decode, or is shutting down.
-    -> see the findings of its workers
-warning router.worker-missing: The router does not know this engine.
-    -> add it to the router's flags, or POST /workers
-note router.worker-extra: The router has a worker that was not given here: not examined.
-    -> give it too, or give --router alone to examine all
-error router.worker-down: The router does not send requests to this engine.
-    -> see its other findings; the router's log says since when
-warning router.problem: The router reports a problem with this engine.
-    -> as the router says; docs/router.md has its messages
-warning router.polls: The router hears no EndForward of this engine lately and goes by load polls.
-    -> see the findings on the plugin and EndForward
-warning router.throttled: Flow control is refusing requests (429): more arrives than the cluster
-    can prefill.
-    -> add prefill instances; sglang-sbs simulate plan says how many
+ok router.ok
+error router.unreachable -> check --router: the URL of the router's --host and --port, with its
+    scheme
+warning router.not-ours -> give the URL of python -m sglang_sbs.launch_router
+error router.key -> give --admin-api-key (or a control plane key with the role admin, or --api-key)
+error router.not-ready -> see the findings of its workers
+warning router.worker-missing -> add it to the router's flags, or POST /workers
+note router.worker-extra -> give it too, or give --router alone to examine all
+error router.worker-down -> see its other findings; the router's log says since when
+warning router.problem -> as the router says; docs/router.md has its messages
+warning router.polls -> see the findings on the plugin and EndForward
+warning router.throttled -> add prefill instances; sglang-sbs simulate plan says how many
 """)
 
 
-def check_router(facts: ClusterFacts) -> Iterator[Finding]:
+def check(facts: ClusterFacts) -> Iterator[Finding]:
     """The router, and its view of every engine."""
     router = facts.router
     if router is None:
@@ -89,7 +79,7 @@ def _router(facts: ClusterFacts, router: RouterFacts) -> Iterator[Finding]:
 
 def _worker(router: RouterFacts, engine: EngineFacts, entry: dict[str, Any]) -> Iterator[Finding]:
     url, usable = engine.url, entry.get("usable") is True
-    if entry.get("worker_type") != engine.target.role:
+    if entry.get("worker_type") != engine.role:
         seen = f"the router has it as {entry.get('worker_type')}"
         yield finding("router.problem", url, seen, "give it the same role to both")
     if not usable:

@@ -12,31 +12,23 @@ from sglang_sbs.engine.config import split_tcp
 from sglang_sbs.router.engines.urls import is_loopback, split_worker_url
 
 finding = Findings("""
-ok security.ok: Keys are accepted where they are wanted.
-error security.key-refused: The engine refuses the API key given, or wants one and none is given.
-    -> give the engine's --api-key as --api-key to the router (and to this doctor)
-warning security.key-unneeded: A key is given and the engine answers without one: whoever reaches
-    its port can use it.
-    -> start the engine with --api-key
-note security.no-key: Engines take requests from whoever reaches their ports.
-    -> keep the ports inside the cluster, or start engines and router with --api-key
-error security.admin-key: The engine has an admin key, and it is not the one given: it refuses the
-    router's aborts, so that requests of clients that left go on.
-    -> give the engine's --admin-api-key as --admin-api-key to the router
-warning security.admin-key-shown: With an admin key and no API key, SGLang shows the admin key to
-    whoever asks for /server_info.
-    -> start the engine with --api-key too
-warning security.plain-key: The key goes over the network unencrypted.
-    -> start engines with --ssl-certfile and --ssl-keyfile and give https:// URLs
-note security.endforward-open: EndForward goes over the network unencrypted and is taken from
-    whoever reaches the port.
-    -> share a secret: --sbs-endforward-key-file FILE here, SGLANG_SBS_KEY_FILE=FILE on engines
-warning security.key-file-mode: Other users of this machine can read the secret.
-    -> chmod 600 the file
+ok security.ok
+error security.key-refused -> give the engine's --api-key as --api-key to the router (and to this
+    doctor)
+warning security.key-unneeded -> start the engine with --api-key
+note security.no-key -> keep the ports inside the cluster, or start engines and router with
+    --api-key
+error security.admin-key -> give the engine's --admin-api-key as --admin-api-key to the router
+warning security.admin-key-shown -> start the engine with --api-key too
+warning security.plain-key -> start engines with --ssl-certfile and --ssl-keyfile and give https://
+    URLs
+note security.endforward-open -> share a secret: --sbs-endforward-key-file FILE here,
+    SGLANG_SBS_KEY_FILE=FILE on engines
+warning security.key-file-mode -> chmod 600 the file
 """)
 
 
-def check_security(facts: ClusterFacts) -> Iterator[Finding]:
+def check(facts: ClusterFacts) -> Iterator[Finding]:
     """Every engine's keys, and the secret of EndForward."""
     found = [one for engine in facts.engines for one in _keys(facts, engine)]
     yield from found

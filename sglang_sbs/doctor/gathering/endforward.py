@@ -13,7 +13,6 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
 import zmq
-from zmq.utils.monitor import parse_monitor_message
 
 from sglang_sbs.doctor.facts import EngineFacts, Heard, RankHeard, key_differs, may_speak_unseen
 from sglang_sbs.doctor.options import DoctorOptions
@@ -22,7 +21,7 @@ from sglang_sbs.engine.publish import resolve_endpoints
 from sglang_sbs.router.signals.endforward_listener import implausible, peer_of, publisher_endpoints
 from sglang_sbs.router.workers.server_info import node_of_rank
 from sglang_sbs.wire import TOPIC, MalformedMessage, decode_endforward
-from sglang_sbs.wire.curve import CurveKeys, Gatekeeper
+from sglang_sbs.wire.curve import Gatekeeper
 
 _FAILED_HANDSHAKE = (
     zmq.Event.HANDSHAKE_FAILED_NO_DETAIL
@@ -50,36 +49,38 @@ def endpoints_to_hear(options: DoctorOptions, engines: Iterable[EngineFacts]) ->
 class Ear:
     """One listening; ``listen`` blocks, so it belongs into a thread."""
 
-    def __init__(
-        self, options: DoctorOptions, engines: Sequence[EngineFacts], keys: CurveKeys | None
-    ) -> None:
+    def __init__(self, options: DoctorOptions, engines: Sequence[EngineFacts]) -> None:
         self._options = options
         self._engines = engines
-        self._keys = keys
+        self._keys = keys = options.router_flags.endforward_keys
         self._heard = Heard()
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context(io_threads=1)
-        self._sockets: list[zmq.Socket[bytes]] = []
-        self._monitors: list[zmq.Socket[bytes]] = []
+        # Two, since with keys one socket cannot be CURVE's server and its client.
+        self._listening, self._dialling = self._subscriber(), self._subscriber()
+        if keys is not None:
+            keys.serve(self._listening)
+            keys.connect(self._dialling)
 
     def listen(self) -> Heard:
         """Until every rank that is known to speak was heard, or ``wait_s`` is over."""
         gatekeeper = Gatekeeper(self._context, self._keys) if self._keys is not None else None
         started_s = time.monotonic()
+        sockets = self._listening, self._dialling
+        monitors = [sock.get_monitor_socket(_FAILED_HANDSHAKE) for sock in sockets]
         try:
             for endpoint in endpoints_to_hear(self._options, self._engines):
                 self._bind(endpoint)
             for facts in self._engines:
                 self._dial(facts)
             if self._heard.bound or self._heard.dialled:
-                self._receive(started_s + self._options.wait_s)
+                self._receive(started_s + self._options.wait_s, monitors)
         finally:
             # First: with nobody at the monitor's end libzmq would block over its next event.
-            for sock in self._sockets:
+            for sock in sockets:
                 sock.disable_monitor()
-            for sock in (*self._monitors, *self._sockets):
+            for sock in (*monitors, *sockets):
                 sock.close(0)
             if gatekeeper is not None:
-                self._heard.handshakes_failed += gatekeeper.refused
                 gatekeeper.close()
             self._context.term()
         self._heard.listened_s = time.monotonic() - started_s
@@ -89,8 +90,6 @@ class Ear:
         sock = self._context.socket(zmq.SUB)
         sock.linger, sock.ipv6, sock.maxmsgsize = 0, True, _MAX_MESSAGE_BYTES
         sock.setsockopt(zmq.SUBSCRIBE, TOPIC)
-        self._sockets.append(sock)
-        self._monitors.append(sock.get_monitor_socket(_FAILED_HANDSHAKE))
         return sock
 
     def _bind(self, endpoint: str) -> None:
@@ -111,11 +110,8 @@ class Ear:
         """0, or the number of the error."""
         if endpoint.startswith("ipc://") and _ipc_taken(endpoint.removeprefix("ipc://")):
             return errno.EADDRINUSE
-        sock = self._subscriber()
-        if self._keys is not None:
-            self._keys.serve(sock)
         try:
-            sock.bind(endpoint)
+            self._listening.bind(endpoint)
         except zmq.ZMQError as error:
             return error.errno or errno.EINVAL
         self._heard.bound.append(endpoint)
@@ -125,16 +121,13 @@ class Ear:
         """Connect to an engine that listens itself."""
         if facts.sbs is None or not facts.sbs.bind or key_differs(self._options, facts):
             return
-        sock = self._subscriber()
-        if self._keys is not None:
-            self._keys.connect(sock)
         for endpoint in publisher_endpoints(facts.url, facts.sbs.bind, facts.known.dp_size):
-            sock.connect(endpoint)
+            self._dialling.connect(endpoint)
             self._heard.dialled.append(endpoint)
 
-    def _receive(self, until_s: float) -> None:
+    def _receive(self, until_s: float, monitors: Sequence[zmq.Socket[bytes]]) -> None:
         poller = zmq.Poller()
-        for sock in (*self._sockets, *self._monitors):
+        for sock in (self._listening, self._dialling, *monitors):
             poller.register(sock, zmq.POLLIN)
         speaking = [
             (facts.known, facts.sbs.boot_id)
@@ -151,11 +144,10 @@ class Ear:
         while time.monotonic() < until_s:
             for sock, _ in poller.poll(_TURN_MS):
                 for frames in _received(sock):
-                    if sock in self._sockets:
+                    if sock in monitors:
+                        self._heard.handshakes_failed += 1
+                    else:
                         self._take([frame.bytes for frame in frames], peer_of(frames[0]))
-                        continue
-                    event = parse_monitor_message([frame.bytes for frame in frames])["event"]
-                    self._heard.handshakes_failed += bool(event & _FAILED_HANDSHAKE)
             heard = self._heard.ranks
             if (
                 not patient

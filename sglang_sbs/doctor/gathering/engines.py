@@ -10,15 +10,17 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import datetime
+from functools import partial
 from typing import Any
 
 import aiohttp
 import orjson
 
-from sglang_sbs.doctor.facts import Bootstrap, EngineFacts, Failure, RankHeard, Target
+from sglang_sbs.doctor.facts import Bootstrap, EngineFacts, Failure, RankHeard
 from sglang_sbs.doctor.options import DoctorOptions
 from sglang_sbs.engine.config import split_tcp
 from sglang_sbs.plain_words import plain_error, system_error
+from sglang_sbs.router.engines.control_requests import AnswerTooLong, ask
 from sglang_sbs.router.engines.urls import split_worker_url
 from sglang_sbs.router.options.config import BreakerConfig
 from sglang_sbs.router.workers import server_info
@@ -31,7 +33,6 @@ from sglang_sbs.router.workers.worker import Worker
 ROUND_TRIPS = 8
 _AT_ONCE = 64
 """Engines asked at a time."""
-_MAX_BYTES = 16 << 20
 _ROUTE = "/route?prefill_dp_rank=-1&prefill_cp_rank=-1&target_tp_rank=-1&target_pp_rank=-1"
 """What a decode engine asks first: the layout of the whole prefill engine."""
 
@@ -64,19 +65,13 @@ class Asker:
     async def get(self, url: str, path: str, key: str | None = None) -> Answer:
         """``GET``; without ``key``, none is sent. Raises: Failure."""
         limit_s = self._options.timeout_s
-        timeout = aiohttp.ClientTimeout(total=limit_s, sock_connect=min(5.0, limit_s))
+        get = partial(ask, self._session, "GET", timeout_s=limit_s, connect_s=min(5.0, limit_s))
         started_s = time.monotonic()
         try:
-            async with self._session.get(
-                url + path, headers=bearer(key), timeout=timeout, allow_redirects=False
-            ) as response:
-                body = await response.content.read(_MAX_BYTES)
-                while len(body) < _MAX_BYTES and not response.content.at_eof():
-                    body += await response.content.read(_MAX_BYTES - len(body))
-                took_s = time.monotonic() - started_s
-                return Answer(response.status, body, took_s, time.time())
+            status, body = await get(url + path, headers=bearer(key))
         except (aiohttp.ClientError, OSError, TimeoutError, ValueError) as error:
             raise Failure(*await self._why(url, error, limit_s)) from error
+        return Answer(status, body, time.monotonic() - started_s, time.time())
 
     async def _why(self, url: str, error: Exception, limit_s: float) -> tuple[str, str]:
         scheme, host, port = split_worker_url(url)
@@ -89,6 +84,8 @@ class Asker:
             return "certificate", text
         if isinstance(error, aiohttp.ConnectionTimeoutError):
             return "unreachable", "no connection in time: a firewall, or a wrong host"
+        if isinstance(error, AnswerTooLong):
+            return "not-sglang", text
         if isinstance(error, TimeoutError):
             return "silent", f"connected, and no answer within {limit_s:g} s"
         if isinstance(error, aiohttp.ClientConnectorError):
@@ -99,25 +96,23 @@ class Asker:
 
     # An engine --------------------------------------------------------------------------------
 
-    async def examine(self, target: Target) -> EngineFacts:
+    async def examine(self, facts: EngineFacts) -> None:
         """Everything one engine says. Never raises for what it does."""
-        facts = EngineFacts(target)
         try:
-            facts.data = await self._server_info(target.url)
-            facts.info = server_info.parse_server_info(facts.data, target.role)
-            await self._rank_servers(facts.info, target.url)
+            facts.data = await self._server_info(facts.url)
+            facts.info = server_info.parse_server_info(facts.data, facts.role)
+            await self._rank_servers(facts.info, facts.url)
         except Failure as failure:
             facts.failure = failure
-            return facts
+            return
         except UnusableWorker as error:
             facts.info, facts.unusable = None, error
         questions = [self._round_trips(facts), self._without_key(facts)]
         if facts.info is not None:
             questions.append(self._loads(facts, facts.info))
-            if target.role == "prefill":
+            if facts.role == "prefill":
                 questions.append(self._bootstrap(facts, facts.info))
         await asyncio.gather(*questions)
-        return facts
 
     async def _rank_servers(self, info: WorkerInfo, url: str) -> None:
         """Of the first node: only EndForward says where the others are. Raises: RankOutOfReach, a
@@ -207,7 +202,7 @@ class Asker:
         ]
 
     async def _bootstrap(self, facts: EngineFacts, info: WorkerInfo) -> None:
-        port = facts.target.bootstrap_port or info.bootstrap_port
+        port = facts.given_port or info.bootstrap_port
         if port is None:
             return
         host = worker_of(facts, info).bootstrap_host
@@ -227,9 +222,9 @@ def worker_of(facts: EngineFacts, info: WorkerInfo) -> Worker:
     """The engine as a router would have it."""
     return Worker(
         url=facts.url,
-        role=facts.target.role,
+        role=facts.role,
         breaker=Breaker(BreakerConfig()),
-        configured_bootstrap_port=facts.target.bootstrap_port,
+        configured_bootstrap_port=facts.given_port,
         info=info,
     )
 
@@ -238,14 +233,14 @@ def bearer(key: str | None) -> dict[str, str]:
     return {"Authorization": f"Bearer {key}"} if key else {}
 
 
-async def examine_all(asker: Asker, targets: Sequence[Target]) -> list[EngineFacts]:
+async def examine_all(asker: Asker, engines: Sequence[EngineFacts]) -> None:
     gate = asyncio.Semaphore(_AT_ONCE)
 
-    async def examine(target: Target) -> EngineFacts:
+    async def examine(facts: EngineFacts) -> None:
         async with gate:
-            return await asker.examine(target)
+            await asker.examine(facts)
 
-    return list(await asyncio.gather(*map(examine, targets)))
+    await asyncio.gather(*map(examine, engines))
 
 
 def _any_certificate() -> ssl.SSLContext:

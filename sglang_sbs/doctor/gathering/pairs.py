@@ -7,8 +7,8 @@ import asyncio
 import itertools
 import time
 import uuid
-from collections.abc import Callable, Sequence
-from contextlib import AbstractAsyncContextManager, suppress
+from collections.abc import Awaitable, Callable, Sequence
+from contextlib import suppress
 from functools import partial
 
 import aiohttp
@@ -17,6 +17,7 @@ import orjson
 from sglang_sbs.doctor.facts import EngineFacts, ProbeResult
 from sglang_sbs.doctor.gathering.engines import bearer, worker_of
 from sglang_sbs.doctor.options import DoctorOptions
+from sglang_sbs.router.engines.control_requests import ask
 from sglang_sbs.router.workers import rank_contract
 from sglang_sbs.router.workers.server_info import ranks_in_reach
 from sglang_sbs.router.workers.worker import Worker
@@ -29,8 +30,8 @@ _PROMPT = [5, 6, 7, 8]
 """Token ids: also engines without a tokenizer take them."""
 _MAX_REPLY_CHARS = 300
 _SIDES: tuple[InstanceRole, InstanceRole] = ("prefill", "decode")
-_Post = Callable[..., AbstractAsyncContextManager[aiohttp.ClientResponse]]
-"""``ClientSession.post`` with the key that it needs."""
+_Post = Callable[..., Awaitable[tuple[int, bytes]]]
+"""To a URL, with the key that it needs."""
 
 
 async def probe_pairs(
@@ -42,7 +43,7 @@ async def probe_pairs(
     """Requests through all pairs, a few at a time."""
     gate = asyncio.Semaphore(_AT_ONCE)
     keys = options.router_flags.api_key, options.router_flags.worker_key
-    post, abort = (partial(session.post, headers=bearer(key)) for key in keys)
+    post, abort = (partial(ask, session, "POST", headers=bearer(key)) for key in keys)
     sides = [[worker_of(one, one.known) for one in side] for side in (prefill, decode)]
     for worker in sides[0]:
         worker.spell([one.sbs for one in decode])
@@ -103,10 +104,9 @@ class _LegFailed(Exception):
 
 async def _leg(post: _Post, url: str, side: InstanceRole, body: dict[str, object]) -> None:
     """Raises: _LegFailed, naming the side."""
-    timeout = aiohttp.ClientTimeout(total=None, sock_connect=5.0)
+    limits = {"timeout_s": 2 * PROBE_TIMEOUT_S, "connect_s": 5.0}  # the pair's own limit is first
     try:
-        async with post(f"{url}/generate", json=body, timeout=timeout) as response:
-            status, raw = response.status, await response.read()
+        status, raw = await post(f"{url}/generate", json=body, **limits)
     except (aiohttp.ClientError, OSError) as error:
         raise _LegFailed(f"{side}: {error or type(error).__name__}") from error
     text = raw[:_MAX_REPLY_CHARS].decode("utf-8", "replace").strip()
@@ -122,6 +122,4 @@ async def _leg(post: _Post, url: str, side: InstanceRole, body: dict[str, object
 
 async def _abort(post: _Post, url: str, rid: str) -> None:
     with suppress(aiohttp.ClientError, OSError, TimeoutError):
-        timeout = aiohttp.ClientTimeout(total=5.0)
-        async with post(f"{url}/abort_request", json={"rid": rid}, timeout=timeout):
-            pass
+        await post(f"{url}/abort_request", json={"rid": rid}, timeout_s=5.0)

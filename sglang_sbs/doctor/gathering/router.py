@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 
-from sglang_sbs.doctor.facts import Failure, RouterFacts, Target, number, objects
+from sglang_sbs.doctor.facts import EngineFacts, Failure, RouterFacts, number, objects
 from sglang_sbs.doctor.gathering.engines import Asker
 from sglang_sbs.doctor.options import DoctorOptions
 from sglang_sbs.router.engines.urls import normalise_worker_url
@@ -58,9 +58,9 @@ async def _ask(asker: Asker, options: DoctorOptions, url: str) -> RouterFacts:
     return facts
 
 
-def targets_of(facts: RouterFacts) -> list[Target]:
+def engines_of(facts: RouterFacts) -> list[EngineFacts]:
     """The engines a router has, as it has them."""
-    targets = []
+    engines = []
     for entry in facts.workers:
         role = entry.get("worker_type")
         port = number(entry, "bootstrap_port")
@@ -69,7 +69,7 @@ def targets_of(facts: RouterFacts) -> list[Target]:
         except ValueError:
             continue
         if role == "prefill":
-            targets.append(Target(url, "prefill", port if 1 <= port <= 65535 else None))
+            engines.append(EngineFacts(url, "prefill", port if 1 <= port <= 65535 else None))
         elif role == "decode":
-            targets.append(Target(url, "decode"))
-    return targets
+            engines.append(EngineFacts(url, "decode"))
+    return engines

@@ -34,13 +34,14 @@ async def ask(
     *,
     headers: Mapping[str, str] | None,
     timeout_s: float,
+    connect_s: float | None = None,
     json: Any = None,
     most_bytes: int = MAX_ANSWER_BYTES,
 ) -> tuple[int, bytes]:
     """Status and body; a redirect is an answer like any other. Raises: aiohttp.ClientError, there
     was none, or it has more than ``most_bytes``; OSError, as above; TimeoutError, not all of it
     came within ``timeout_s``."""
-    timeout = aiohttp.ClientTimeout(total=timeout_s)
+    timeout = aiohttp.ClientTimeout(total=timeout_s, sock_connect=connect_s)
     async with session.request(
         method, url, headers=headers, json=json, allow_redirects=False, timeout=timeout
     ) as response:

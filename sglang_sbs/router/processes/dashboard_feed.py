@@ -12,7 +12,6 @@ from sglang_sbs.dashboard.feed import Feed, LocalFeed, Stop, Take
 from sglang_sbs.router.assignment.scheduler_driver import SchedulerPump
 from sglang_sbs.router.processes.messages import DashboardFrame, WatchDashboard
 from sglang_sbs.router.processes.scheduler_link import SchedulerLink
-from sglang_sbs.scheduling import SchedulerConfig
 
 RENEW_S = 0.5
 LEASE_S = 3.0
@@ -22,10 +21,8 @@ class RemoteFeed:
     """A front end's; while there is no scheduler, of its own fallback, and marked as such. Must be
     used from one event loop only."""
 
-    def __init__(self, link: SchedulerLink, config: SchedulerConfig) -> None:
-        """``config`` is the fallback's."""
+    def __init__(self, link: SchedulerLink) -> None:
         self._link = link
-        self._config = config
         self._watchers: dict[Take, bool] = {}
         """Whether each has its history."""
         self._renewer: asyncio.Task[None] | None = None
@@ -70,7 +67,7 @@ class RemoteFeed:
             self._link.tell(WatchDashboard(history=waiting))
         elif self._own is None:
             self._own_pump = pump
-            self._own = LocalFeed(pump, self._config, alone=True)
+            self._own = LocalFeed(pump, alone=True)
             self._own.watch(self._deliver)
         elif waiting:
             self._own.watch(self._deliver)()  # only for its history

@@ -99,7 +99,6 @@ class SchedulerProcess:
         registry = self._watch.registry
         self._feed = LocalFeed(
             self._hub.pump,
-            options.scheduler,
             problems=lambda: problems_of(registry),
             lead=self.lead.shown_to_people,
         )
