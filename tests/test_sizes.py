@@ -30,7 +30,7 @@ TOO_MANY_PARAMETERS = {
     "sglang_sbs/scheduling/policies/pbaa.py _place",
     "sglang_sbs/scheduling/policies/pbaa.py place_fitting",
     "sglang_sbs/scheduling/policies/pbaa.py top_up",
-    "sglang_sbs/scheduling/queue/slo_forecast.py first_token_in_s",
+    "sglang_sbs/scheduling/queue/flow_control.py first_token_in_s",
 }
 
 

@@ -6,8 +6,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from sglang_sbs.scheduling.events import InstanceId
-from sglang_sbs.scheduling.prefix.places import NO_HITS, Hits
-from sglang_sbs.scheduling.prefix.upcoming import Upcoming
+from sglang_sbs.scheduling.prefix.places import NO_HITS, Hits, Upcoming
 
 
 @dataclass(slots=True, eq=False)

@@ -123,29 +123,29 @@ class Scheduler:
         self.prefix.advance(now_s)
         # What only tells of decode moves nothing while nothing waits for room there, and in a large
         # cluster it is most of what comes. What could change by itself has its WakeAt.
-        may_change = True
-        soon_s: float | None = None
+        look_in_s: float | None = 0.0
         match event:
             case ev.RequestArrived():
                 self._on_arrived(event, now_s, out)
             case ev.PrefillDone():
                 if not self._on_prefill_done(event, now_s):
-                    may_change, soon_s = False, _REPEATED_S
+                    look_in_s = _REPEATED_S
             case ev.RequestEnded():
-                may_change = self._on_ended(event)
-                if may_change and event.outcome != "completed":
+                if not self._on_ended(event):
+                    look_in_s = None
+                elif event.outcome != "completed":
                     if now_s < self._given_up_s + _GIVEN_UP_S:
-                        may_change, soon_s = False, _GIVEN_UP_S
+                        look_in_s = _GIVEN_UP_S
                     else:
                         self._given_up_s = now_s
             case ev.RequestAdopted():
                 self._on_adopted(event, now_s)
-                may_change, soon_s = False, _ADOPTED_S
+                look_in_s = _ADOPTED_S
             case ev.ForwardEnded():
-                if self._on_report(event, now_s):
-                    may_change = self._makes_room(event.instance)
-                else:
-                    may_change, soon_s = False, _REPEATED_S
+                if not self._on_report(event, now_s):
+                    look_in_s = _REPEATED_S
+                elif not self._makes_room(event.instance):
+                    look_in_s = None
             case ev.LoadPolled():
                 for poll in self.lone.polls(event):
                     self._on_load_polled(poll, now_s)
@@ -158,12 +158,18 @@ class Scheduler:
                 self.prefix.on_blocks(event)
             case ev.TimerFired():
                 # No timer is set now: the same time may be asked for again.
-                may_change = not self.prefix.unfinished or now_s >= (self._wake_s or math.inf)
-                self._wake_s = None if may_change else self._wake_s
-        if may_change or (self._wake_s or math.inf) <= now_s:
+                if self.prefix.unfinished and now_s < (self._wake_s or math.inf):
+                    look_in_s = None
+                else:
+                    self._wake_s = None
+        if look_in_s == 0.0 or (self._wake_s or math.inf) <= now_s:
             self._drive(now_s, out)
-        elif soon_s is not None:
-            self._drive_by(now_s + soon_s, out)
+        elif look_in_s is not None:
+            # One look for all events like this one until then.
+            look_s = now_s + look_in_s
+            if self._wake_s is None or self._wake_s > look_s:
+                self._wake_s = look_s
+                out.append(ev.WakeAt(time_s=look_s))
         if self.prefix.unfinished:
             # It takes the place of the other one, which is asked for again when it has come.
             out.append(ev.WakeAt(time_s=min(now_s + _GO_ON_S, self._wake_s or math.inf)))
@@ -418,12 +424,6 @@ class Scheduler:
         """What decode ranks said long ago is forgotten."""
         times_s = [decode.advance(now_s) for decode in self.decode.values()]
         self._silent_s = min([one for one in times_s if one is not None], default=math.inf)
-
-    def _drive_by(self, time_s: float, out: list[ev.Command]) -> None:
-        """One look for all events like this one until then."""
-        if self._wake_s is None or self._wake_s > time_s:
-            self._wake_s = time_s
-            out.append(ev.WakeAt(time_s=time_s))
 
     def _refuse(self, rid: str, cause: ev.RefuseCause, message: str) -> ev.Refuse:
         after_s = retry_after_s(self.queue, self._members.up_prefill)

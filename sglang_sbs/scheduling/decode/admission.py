@@ -28,10 +28,8 @@ class ExpectedOutput:
 
     def total_tokens(self, request: Request) -> int:
         """Prompt plus expected output."""
-        expected = int(self._tokens)
-        if request.max_new_tokens is not None:
-            expected = min(expected, request.max_new_tokens)
-        return request.prompt_tokens + expected
+        expected, most = int(self._tokens), request.max_new_tokens
+        return request.prompt_tokens + (expected if most is None or expected < most else most)
 
     def answered_tokens(
         self, event: RequestEnded, request: Request, instances: Sequence[DecodeInstance]

@@ -45,13 +45,22 @@ class PaperTrigger(PrefillPolicy):
         due_s = self._last_s + self._interval.interval_s
         if due_s > now_s + _EPSILON_S:
             return Plan(wake_s=due_s)
-        target = self._target_of(instances)
-        if not self._ready(target, now_s):
-            return Plan(wake_s=self._fixed_interval_s(target))
+        ids = [instance.id for instance in instances]
+        number = ids.index(self._target) if self._target in ids else 0
+        target = instances[number]
+        if not target.ready:
+            if target.tier != "interval":
+                return Plan()
+            # A silent instance is served at fixed intervals (section 4.1.2, graceful degradation).
+            fixed_s = target.last_dispatch_s + self._interval.mean_forward_s
+            if fixed_s > now_s + _EPSILON_S:
+                return Plan(wake_s=fixed_s)
         pending: list[Request] = []
         new: list[Request] = []
         for request in queue:
-            if admissible(request) and permitted(request, target, instances):
+            if admissible(request) and (
+                not request.exclude or permitted(request, target, instances)
+            ):
                 (pending if request.waited_batches else new).append(request)
         allocation = pbaa(
             pending,
@@ -62,7 +71,7 @@ class PaperTrigger(PrefillPolicy):
             target.places(),
         )
         self._last_s = now_s
-        self._target = self._after(target, instances)
+        self._target = ids[(number + 1) % len(ids)]
         if not target.idle:
             # Its EndForward is spent on this cycle, whether or not it had room.
             target.ready = False
@@ -72,26 +81,3 @@ class PaperTrigger(PrefillPolicy):
             wake_s=now_s + self._interval.interval_s,
             passed_over=allocation.left,
         )
-
-    def _target_of(self, instances: Sequence[PrefillInstance]) -> PrefillInstance:
-        for instance in instances:
-            if instance.id == self._target:
-                return instance
-        return instances[0]
-
-    @staticmethod
-    def _after(target: PrefillInstance, instances: Sequence[PrefillInstance]) -> str:
-        ids = [i.id for i in instances]
-        return ids[(ids.index(target.id) + 1) % len(ids)]
-
-    def _ready(self, target: PrefillInstance, now_s: float) -> bool:
-        if target.ready:
-            return True
-        fixed_s = self._fixed_interval_s(target)
-        return fixed_s is not None and fixed_s <= now_s + _EPSILON_S
-
-    def _fixed_interval_s(self, target: PrefillInstance) -> float | None:
-        """A silent instance is served at fixed intervals (section 4.1.2, graceful degradation)."""
-        if target.tier != "interval":
-            return None
-        return target.last_dispatch_s + self._interval.mean_forward_s

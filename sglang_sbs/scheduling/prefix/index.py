@@ -38,9 +38,16 @@ from heapq import heappop, heappush
 from itertools import takewhile
 
 from sglang_sbs.scheduling.events import CacheTier, InstanceId, PrefixSource
-from sglang_sbs.scheduling.prefix.places import NO_HITS, Hits, Place, Rank, Sent
+from sglang_sbs.scheduling.prefix.places import (
+    NO_HITS,
+    Hits,
+    Place,
+    Rank,
+    Sent,
+    Upcoming,
+    UpcomingBlocks,
+)
 from sglang_sbs.scheduling.prefix.tables import BlockTable, bits_of, slices_of, take_lapsed
-from sglang_sbs.scheduling.prefix.upcoming import Upcoming, UpcomingBlocks
 
 CONFIRMED_S = 2.0
 """With KV events: so long after prefill a claim stands without having been published."""

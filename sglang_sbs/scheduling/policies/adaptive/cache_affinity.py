@@ -27,8 +27,7 @@ from sglang_sbs.scheduling.policies.adaptive.pass_forecast import FETCH_S, Home
 from sglang_sbs.scheduling.policies.pbaa import LEAST_HIT_SHARE, first_part
 from sglang_sbs.scheduling.policies.tuning import AGAIN_WEIGHT
 from sglang_sbs.scheduling.prefill.instance import PrefillInstance
-from sglang_sbs.scheduling.prefix.places import Hits
-from sglang_sbs.scheduling.prefix.upcoming import Upcoming, shared_blocks
+from sglang_sbs.scheduling.prefix.places import Hits, Upcoming, shared_blocks
 from sglang_sbs.scheduling.request import Request
 
 _TWINS = 4

@@ -12,7 +12,7 @@ from collections.abc import Collection, Iterable, Sequence
 from itertools import islice
 
 from sglang_sbs.scheduling.events import InstanceId
-from sglang_sbs.scheduling.policies.adaptive.moment import Moment
+from sglang_sbs.scheduling.policies.adaptive.lineup import Moment
 from sglang_sbs.scheduling.policies.adaptive.offered_load import OfferedLoad
 from sglang_sbs.scheduling.policies.adaptive.pass_forecast import (
     MOST_PLANNED,
@@ -36,22 +36,19 @@ class LongPrompts:
     def __init__(self, offered: OfferedLoad, interval: IntervalController) -> None:
         self._offered = offered
         self._interval = interval
-        self._chunk_tokens = 1.0
+        self.chunk_tokens = 1.0
         """The mean of the instances."""
         self._largest_chunk_tokens = 0
         self.uneven_chunks = False
-        self._overlap = False
-        """Everybody launches a pass ahead."""
         self._by_id: dict[InstanceId, PrefillInstance] = {}
 
     def on_topology_change(self, instances: Sequence[PrefillInstance]) -> None:
         """These are the instances that are up."""
         if instances:
-            self._chunk_tokens = sum(i.chunk_tokens for i in instances) / len(instances)
+            self.chunk_tokens = sum(i.chunk_tokens for i in instances) / len(instances)
         chunks = {i.chunk_tokens for i in instances}
         self._largest_chunk_tokens = max(chunks, default=0)
         self.uneven_chunks = len(chunks) > 1
-        self._overlap = all(i.overlap for i in instances)
         self._by_id = {instance.id: instance for instance in instances}
 
     def matter(self, queue: RequestQueue, most_chunks: float) -> bool:
@@ -107,7 +104,7 @@ class LongPrompts:
         )
 
         def terms_of(request: Request) -> Terms:
-            chunks = math.ceil(request.uncached_tokens / self._chunk_tokens)
+            chunks = math.ceil(request.uncached_tokens / self.chunk_tokens)
             waited = (at.now_s - request.arrived_s) / (pass_s * chunks)
             return terms._replace(impatience=1 + AGEING * waited)
 

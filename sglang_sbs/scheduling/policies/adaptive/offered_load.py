@@ -6,7 +6,6 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 
-from sglang_sbs.scheduling.policies.adaptive.fair_share import tokens_per_s
 from sglang_sbs.scheduling.policies.tuning import RATE_PASSES
 from sglang_sbs.scheduling.prefill.instance import PrefillInstance
 
@@ -84,7 +83,7 @@ class OfferedLoad:
     def _work_out(self, instances: Iterable[PrefillInstance]) -> None:
         """How fast these are now."""
         for instance in instances:
-            number, speed = self._number_of[instance], tokens_per_s(instance)
+            number, speed = self._number_of[instance], instance.tokens_per_s
             full_s = instance.capacity_of(self.mean_tokens) / speed
             fixed_s = instance.model.fixed_s
             self._speeds[number] = speed
