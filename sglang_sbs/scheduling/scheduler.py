@@ -397,7 +397,8 @@ class Scheduler:
             return not holds or (request.rid not in unplaced and admits(request))
 
         while instances and len(self.queue):
-            plan = self.policy.plan(self.queue, instances, admissible, now_s)
+            asked = admissible if unplaced or not holds else admits  # often: for all that wait
+            plan = self.policy.plan(self.queue, instances, asked, now_s)
             left = self.gangs.commit(plan, now_s, out)
             if len(left) < len(plan.placements):
                 self.policy.on_dispatched(now_s)
@@ -405,7 +406,7 @@ class Scheduler:
             again.update(placement.instance for placement in plan.placements)
             unplaced.update(left)
             nothing_left = len(left) == len(plan.placements)
-            if nothing_left and not (left and self.policy.holds and len(unplaced) < _MOST_UNPLACED):
+            if nothing_left and not (left and holds and len(unplaced) < _MOST_UNPLACED):
                 wakes.append(plan.wake_s)
                 break
         passes_s = RESERVE_AFTER_PASSES * self.interval.mean_forward_s

@@ -25,10 +25,11 @@ class ExpectedOutput:
 
     def __init__(self, default_tokens: int) -> None:
         self._tokens = float(default_tokens)
+        self._whole_tokens = default_tokens
 
     def total_tokens(self, request: Request) -> int:
         """Prompt plus expected output."""
-        expected, most = int(self._tokens), request.max_new_tokens
+        expected, most = self._whole_tokens, request.max_new_tokens
         return request.prompt_tokens + (expected if most is None or expected < most else most)
 
     def answered_tokens(
@@ -42,6 +43,7 @@ class ExpectedOutput:
 
     def learn(self, tokens: int) -> None:
         self._tokens += _OUTPUT_STEP * (tokens - self._tokens)
+        self._whole_tokens = int(self._tokens)
 
 
 class Reservation(NamedTuple):

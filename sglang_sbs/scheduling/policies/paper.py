@@ -19,7 +19,6 @@ from sglang_sbs.scheduling.policies.policy import (
 from sglang_sbs.scheduling.prefill.instance import PrefillInstance
 from sglang_sbs.scheduling.prefill.interval import IntervalController
 from sglang_sbs.scheduling.queue.request import RequestQueue
-from sglang_sbs.scheduling.request import Request
 
 _EPSILON_S = 1e-9
 
@@ -55,16 +54,15 @@ class PaperTrigger(PrefillPolicy):
             fixed_s = target.last_dispatch_s + self._interval.mean_forward_s
             if fixed_s > now_s + _EPSILON_S:
                 return Plan(wake_s=fixed_s)
-        pending: list[Request] = []
-        new: list[Request] = []
-        for request in queue:
-            if admissible(request) and (
-                not request.exclude or permitted(request, target, instances)
-            ):
-                (pending if request.waited_batches else new).append(request)
+        waiting = [
+            request
+            for request in queue
+            if admissible(request)
+            and (not request.exclude or permitted(request, target, instances))
+        ]
         allocation = pbaa(
-            pending,
-            new,
+            [request for request in waiting if request.waited_batches],
+            [request for request in waiting if not request.waited_batches],
             target.c_avail(),
             lambda request, rank: request.hit_tokens(target.id, rank),
             target.page,

@@ -106,19 +106,15 @@ class PromptProgress:
 
     def compute(self, tokens: int) -> float:
         """A pass takes so many tokens. Returns their pairs."""
-        pairs = 0.0
-        done = []
-        for rid, prompt in self._prompts.items():
+        pairs = self.pairs(tokens)
+        for rid, prompt in [*self._prompts.items()]:
             part = min(tokens, prompt[0] - prompt[1])
-            pairs += part * (prompt[1] + part / 2)
             prompt[1] += part
             tokens -= part
             if prompt[1] == prompt[0]:
-                done.append(rid)
+                del self._prompts[rid]
             if tokens <= 0:
                 break
-        for rid in done:
-            del self._prompts[rid]
         return pairs
 
 

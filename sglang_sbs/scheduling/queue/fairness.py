@@ -147,8 +147,8 @@ class TenantTurns:
         """How many requests of all tenants have their turn before one that would wait with its
         key, as if all were of one size."""
         if not self.several:
-            waiting = next(iter(self._waiting.values()), [])
-            return bisect_left(waiting, (request.key, request.order))
+            queues = [*self._waiting.values()]
+            return bisect_left(queues[0], (request.key, request.order)) if queues else 0
         waiting = self._waiting.get(request.tenant, ())
         own = bisect_left(waiting, (request.key, request.order))
         per_weight = own / self._weight_of(request.tenant)
