@@ -81,5 +81,4 @@ class Request:
 
 
 def uncached_tokens_of(requests: Iterable[Request]) -> int:
-    """Sum of L(r) - L_hit(r)."""
     return sum(r.uncached_tokens for r in requests)

@@ -176,7 +176,6 @@ class Scheduler:
         return out
 
     def snapshot(self, now_s: float) -> Snapshot:
-        """The state matrix and queue, for metrics and people."""
         return snapshot_of(self, now_s)
 
     @property
@@ -372,7 +371,7 @@ class Scheduler:
             interval.on_end_forward(observation.forward_s)
             self.policy.on_forward_learned(source)
             for instance in self.prefill.values():
-                instance.watchdog.on_cluster(interval.mean_forward_s, self.config.watchdog_factor)
+                instance.watchdog.on_cluster(interval.mean_forward_s)
 
     # The loop -----------------------------------------------------------------------------
 

@@ -32,8 +32,6 @@ class PrefillRankState(msgspec.Struct, frozen=True):
 
 
 class PrefillState(msgspec.Struct, frozen=True):
-    """One prefill instance."""
-
     instance: str
     up: bool
     tier: str
@@ -61,8 +59,6 @@ class DecodeRankState(msgspec.Struct, frozen=True):
 
 
 class DecodeState(msgspec.Struct, frozen=True):
-    """One decode instance."""
-
     instance: str
     up: bool
     ranks: list[DecodeRankState]
@@ -98,7 +94,6 @@ class Snapshot(msgspec.Struct, frozen=True):
 
 
 def snapshot_of(scheduler: Scheduler, now_s: float) -> Snapshot:
-    """Copy the state at ``now_s``."""
     interval, queue = scheduler.interval, scheduler.queue
     first = next(iter(queue), None)
     waiting = Counter(class_of(request.priority) for request in queue.first(len(queue)))

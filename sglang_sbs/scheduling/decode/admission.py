@@ -28,7 +28,6 @@ class ExpectedOutput:
         self._whole_tokens = default_tokens
 
     def total_tokens(self, request: Request) -> int:
-        """Prompt plus expected output."""
         expected, most = self._whole_tokens, request.max_new_tokens
         return request.prompt_tokens + (expected if most is None or expected < most else most)
 

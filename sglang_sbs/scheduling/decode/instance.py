@@ -30,8 +30,6 @@ would have is lost, and a first one cannot tell how many it missed."""
 
 @dataclass(slots=True)
 class DecodeRank:
-    """One DP rank."""
-
     flight: TokenLedger = field(default_factory=TokenLedger)
     """Dispatched and not yet accepted by the rank: prompt tokens."""
     growth: TokenLedger = field(default_factory=TokenLedger)

@@ -21,7 +21,7 @@ from sglang_sbs.scheduling.policies.immediate import (
     requests_of,
     workers_of,
 )
-from sglang_sbs.scheduling.prefill.instance import PrefillInstance
+from sglang_sbs.scheduling.prefill.instance import Instances
 from sglang_sbs.scheduling.request import Request
 
 CACHE_THRESHOLD = 0.3
@@ -139,7 +139,7 @@ class LlmD(RandomRank):
     are equal). The highest wins, of equal ones any (``max-score-picker``). A queue is the requests
     that are in no pass yet."""
 
-    def choose(self, request: Request, instances: Sequence[PrefillInstance], now_s: float) -> Place:
+    def choose(self, request: Request, instances: Instances, now_s: float) -> Place:
         workers = workers_of(instances)
         places = [rank_of(one, number) for one in workers for number in range(ranks_of(one))]
         hits = [hit for worker in workers for hit in _hits(request, worker)]

@@ -16,7 +16,7 @@ from sglang_sbs.scheduling.policies.policy import (
     PrefillPolicy,
     permitted,
 )
-from sglang_sbs.scheduling.prefill.instance import PrefillInstance
+from sglang_sbs.scheduling.prefill.instance import Instances, PrefillInstance
 from sglang_sbs.scheduling.prefill.interval import IntervalController
 from sglang_sbs.scheduling.queue.request import RequestQueue
 from sglang_sbs.scheduling.request import Request
@@ -27,8 +27,7 @@ Worker = list[PrefillInstance]
 """What a gateway chooses among: one instance, or where there is no barrier all that it is."""
 
 
-def workers_of(instances: Sequence[PrefillInstance]) -> list[Worker]:
-    """The workers that the instances are."""
+def workers_of(instances: Instances) -> list[Worker]:
     workers: dict[str, Worker] = {}
     for instance in instances:
         workers.setdefault(instance.worker, []).append(instance)
@@ -36,7 +35,6 @@ def workers_of(instances: Sequence[PrefillInstance]) -> list[Worker]:
 
 
 def ranks_of(worker: Worker) -> int:
-    """How many DP ranks it has."""
     return sum([instance.dp_size for instance in worker])
 
 
@@ -66,11 +64,7 @@ class ImmediatePolicy(PrefillPolicy):
         self._turns = count()
 
     def plan(
-        self,
-        queue: RequestQueue,
-        instances: Sequence[PrefillInstance],
-        admissible: Admissible,
-        now_s: float,
+        self, queue: RequestQueue, instances: Instances, admissible: Admissible, now_s: float
     ) -> Plan:
         request = queue.oldest
         if request is None:
@@ -79,7 +73,7 @@ class ImmediatePolicy(PrefillPolicy):
         instance, rank = self.choose(request, candidates, now_s)
         return Plan([Placement(request, instance, rank)], reason="immediate")
 
-    def choose(self, request: Request, instances: Sequence[PrefillInstance], now_s: float) -> Place:
+    def choose(self, request: Request, instances: Instances, now_s: float) -> Place:
         """The instance and DP rank of the next request."""
         worker = self.worker_of(request, workers_of(instances), now_s)
         return rank_of(worker, self.rank_in(worker, request))
@@ -137,7 +131,7 @@ class LeastRequests(ImmediatePolicy):
 class LeastTokens(ImmediatePolicy):
     """The DP rank with the fewest unfinished prompt tokens, over all instances."""
 
-    def choose(self, request: Request, instances: Sequence[PrefillInstance], now_s: float) -> Place:
+    def choose(self, request: Request, instances: Instances, now_s: float) -> Place:
         return min(
             ((i, d) for i in instances for d in range(i.dp_size)),
             key=lambda place: place[0].ranks[place[1]].outstanding.total,
@@ -181,7 +175,7 @@ class Eta(ImmediatePolicy):
         super().__init__()
         self._interval = interval
 
-    def choose(self, request: Request, instances: Sequence[PrefillInstance], now_s: float) -> Place:
+    def choose(self, request: Request, instances: Instances, now_s: float) -> Place:
         best: tuple[float, int] | None = None
         chosen: Place | None = None
         latency_s = self._interval.latency_s

@@ -6,8 +6,6 @@ which cost throughput on a real engine. Must not know decode or flow control."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 from sglang_sbs.scheduling.policies.pbaa import pbaa
 from sglang_sbs.scheduling.policies.policy import (
     Admissible,
@@ -16,7 +14,7 @@ from sglang_sbs.scheduling.policies.policy import (
     PrefillPolicy,
     permitted,
 )
-from sglang_sbs.scheduling.prefill.instance import PrefillInstance
+from sglang_sbs.scheduling.prefill.instance import Instances
 from sglang_sbs.scheduling.prefill.interval import IntervalController
 from sglang_sbs.scheduling.queue.request import RequestQueue
 
@@ -35,11 +33,7 @@ class PaperTrigger(PrefillPolicy):
         self._target: str | None = None
 
     def plan(
-        self,
-        queue: RequestQueue,
-        instances: Sequence[PrefillInstance],
-        admissible: Admissible,
-        now_s: float,
+        self, queue: RequestQueue, instances: Instances, admissible: Admissible, now_s: float
     ) -> Plan:
         due_s = self._last_s + self._interval.interval_s
         if due_s > now_s + _EPSILON_S:

@@ -77,7 +77,6 @@ class Room:
         return paged(request.prompt_tokens - (0 if hits is None else hits[rank]), self._page)
 
     def take(self, rank: int, tokens: int) -> None:
-        """A request goes there."""
         self._tokens[rank] -= tokens
         if self._places is not None:
             self._places[rank] -= 1

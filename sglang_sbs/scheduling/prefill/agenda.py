@@ -45,7 +45,6 @@ class Agenda:
         """Of all others, by number."""
 
     def on_topology_change(self, instances: Iterable[PrefillInstance]) -> None:
-        """These are the instances now."""
         for instance in self._instances:
             instance.unsubscribe(self._changed)
         self._instances = list(instances)

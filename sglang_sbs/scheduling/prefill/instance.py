@@ -16,6 +16,7 @@ the pass is presumed over when one of its requests is answered. A later report o
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 from sglang_sbs.scheduling.prefill.books import PrefillBooks
 from sglang_sbs.scheduling.prefill.observation import Observation, observe_launch
@@ -466,3 +467,6 @@ class PrefillInstance(PrefillBooks):
 
     def _compute(self, tokens: list[int]) -> list[float]:
         return [rank.prompts.compute(mine) for rank, mine in zip(self.ranks, tokens, strict=True)]
+
+
+Instances = Sequence[PrefillInstance]

@@ -186,7 +186,6 @@ class PrefillRank:
         self.idle = True
 
     def new_boot(self) -> None:
-        """Forward ids start anew."""
         self.last_forward_id = self.launched_id = -1
         self.presumed_passes.clear()
         self.taken.clear()

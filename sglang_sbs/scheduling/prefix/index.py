@@ -169,7 +169,6 @@ class PrefixIndex:
     def stored(
         self, instance: InstanceId, rank: int, blocks: Sequence[int], tier: CacheTier = "device"
     ) -> None:
-        """The rank holds these blocks."""
         held = self._published(instance, rank, blocks, tier)
         if held is not None:
             self._set(self._table(tier), blocks, held.bit)
@@ -178,7 +177,6 @@ class PrefixIndex:
     def removed(
         self, instance: InstanceId, rank: int, blocks: Sequence[int], tier: CacheTier = "device"
     ) -> None:
-        """The rank evicted these blocks from that tier."""
         held = self._published(instance, rank, blocks, tier)
         if held is not None:
             self.version += self._table(tier).take(blocks, held.bit)
@@ -471,7 +469,6 @@ class PrefixIndex:
         self._retired |= rank.bit
 
     def _on_ranks_change(self) -> None:
-        """Other ranks are in use now."""
         self.version += 1
         self._upcoming.version += 1
         self._live = {}

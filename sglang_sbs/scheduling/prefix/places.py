@@ -97,7 +97,6 @@ class UpcomingBlocks:
             self._by_root[root] = others
 
     def begins_like(self, blocks: Sequence[int]) -> bool:
-        """Whether anybody has the first of these blocks."""
         return bool(blocks) and blocks[0] in self._by_root
 
     def sharing(self, blocks: Sequence[int], count: int) -> Iterator[tuple[Sent, int]]:

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from sglang_sbs.scheduling.config import SchedulerConfig
 from sglang_sbs.scheduling.decode.instance import DecodeInstance
 from sglang_sbs.scheduling.events import RefuseCause, RequestArrived
-from sglang_sbs.scheduling.prefill.instance import PrefillInstance
+from sglang_sbs.scheduling.prefill.instance import Instances, PrefillInstance
 from sglang_sbs.scheduling.queue.request import RequestQueue
 from sglang_sbs.scheduling.request import Request
 
@@ -21,7 +21,7 @@ def refusal_of(
     event: RequestArrived,
     config: SchedulerConfig,
     queue: RequestQueue,
-    prefill: Sequence[PrefillInstance],
+    prefill: Instances,
     decode: Sequence[DecodeInstance],
 ) -> Refusal | None:
     """Why a new request is refused; None if it may wait. ``prefill``, ``decode``: that are up."""
@@ -50,7 +50,7 @@ def refusal_of(
 def slo_refusal_of(
     request: Request,
     queue: RequestQueue,
-    prefill: Sequence[PrefillInstance],
+    prefill: Instances,
     now_s: float,
     latency_s: float,
 ) -> Refusal | None:
@@ -83,7 +83,7 @@ def first_token_in_s(
     ahead_tokens: float,
     waiting_tokens: int,
     mean_tokens: float,
-    instances: Sequence[PrefillInstance],
+    instances: Instances,
     now_s: float,
     latency_s: float,
     give_up_s: float = math.inf,
@@ -128,9 +128,7 @@ def _own_passes_s(instance: PrefillInstance, tokens: int, others_tokens: float) 
     return whole * full_s + rest_s
 
 
-def missing_role(
-    prefill: Sequence[PrefillInstance], decode: Sequence[DecodeInstance]
-) -> Refusal | None:
+def missing_role(prefill: Instances, decode: Sequence[DecodeInstance]) -> Refusal | None:
     """Why no request at all can be placed."""
     if not prefill:
         return "no_prefill", "no prefill instance is up"
@@ -139,7 +137,7 @@ def missing_role(
     return None
 
 
-def retry_after_s(queue: RequestQueue, prefill: Sequence[PrefillInstance]) -> float:
+def retry_after_s(queue: RequestQueue, prefill: Instances) -> float:
     """Time until the prompt tokens that wait now are computed, at full passes; at least 1 s."""
     mean_tokens = queue.tokens / max(1, len(queue)) or math.inf
     rate = sum(tokens / pass_s for tokens, pass_s in (i.full_pass(mean_tokens) for i in prefill))

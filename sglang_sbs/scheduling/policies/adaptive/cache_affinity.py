@@ -90,7 +90,6 @@ class CacheAffinity:
         """How often a request was left for another instance, or for one that computes the same."""
 
     def view(self, instance: PrefillInstance) -> _View:
-        """What is known of the instance in this decision."""
         view = self._views.get(instance.id)
         if view is None:
             backlog = [rank.ahead_tokens for rank in instance.ranks]
@@ -248,6 +247,16 @@ class BatchAffinity:
         """
         if not request.blocks:
             return True
+        twins = self._taken.setdefault(request.blocks[0], [])
+        if self._waits(request, twins):
+            self.deferred += 1
+            self._decision.deferred += 1
+            return False
+        if len(twins) < _TWINS:
+            twins.append(request)
+        return True
+
+    def _waits(self, request: Request, twins: Sequence[Request]) -> bool:
         hits, decision = request.hits, self._decision
         if (
             hits is decision.elsewhere.get(request.rid)
@@ -255,25 +264,14 @@ class BatchAffinity:
             and self._home_of is None
             and hits.best_tokens >= self._least_tokens
         ):
-            self.deferred += 1
-            decision.deferred += 1
-            return False
+            return True
         if hits.best_tokens:
             decision.look_at(request)
-        twins = self._taken.get(request.blocks[0])
-        if (
+        return (
             self._is_elsewhere(request)
             or decision.is_coming(request)
-            or (twins is not None and self._is_taken(request, twins))
-        ):
-            self.deferred += 1
-            decision.deferred += 1
-            return False
-        if twins is None:
-            self._taken[request.blocks[0]] = [request]
-        elif len(twins) < _TWINS:
-            twins.append(request)
-        return True
+            or (len(twins) > 0 and self._is_taken(request, twins))
+        )
 
     def _is_elsewhere(self, request: Request) -> bool:
         here = self._instance.id

@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 from sglang_sbs.scheduling.events import InstanceId
 from sglang_sbs.scheduling.prefill.agenda import Timetable
-from sglang_sbs.scheduling.prefill.instance import PrefillInstance
+from sglang_sbs.scheduling.prefill.instance import Instances, PrefillInstance
 
 _EPSILON_S = 1e-9
 
@@ -57,7 +57,7 @@ class Starts:
 
     def __init__(
         self,
-        instances: Sequence[PrefillInstance],
+        instances: Instances,
         at: Moment,
         near: Collection[int],
         far: Sequence[tuple[float, int]] = (),
@@ -133,7 +133,7 @@ class Lineup:
     """Of the instances that are up."""
 
     def __init__(self) -> None:
-        self.instances: Sequence[PrefillInstance] = ()
+        self.instances: Instances = ()
         self.by_id: dict[InstanceId, PrefillInstance] = {}
         self._number_of: dict[PrefillInstance, int] = {}
         self._changed: set[PrefillInstance] = set()
@@ -149,8 +149,7 @@ class Lineup:
         self.overlap = False
         """Whether anybody launches a pass ahead."""
 
-    def on_topology_change(self, instances: Sequence[PrefillInstance]) -> None:
-        """These are up."""
+    def on_topology_change(self, instances: Instances) -> None:
         for instance in self.instances:
             instance.unsubscribe(self._changed)
         self.instances = instances

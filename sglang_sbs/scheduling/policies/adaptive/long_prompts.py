@@ -8,7 +8,7 @@ than how many leave. Owns that judgement, and what a forecast of passes starts f
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable
 from itertools import islice
 
 from sglang_sbs.scheduling.events import InstanceId
@@ -24,7 +24,7 @@ from sglang_sbs.scheduling.policies.adaptive.pass_forecast import (
 from sglang_sbs.scheduling.policies.adaptive.pass_forecast import homes as cheapest_homes
 from sglang_sbs.scheduling.policies.policy import permitted
 from sglang_sbs.scheduling.policies.tuning import AGAIN_WEIGHT, AGEING, SLACK
-from sglang_sbs.scheduling.prefill.instance import PrefillInstance
+from sglang_sbs.scheduling.prefill.instance import Instances, PrefillInstance
 from sglang_sbs.scheduling.prefill.interval import IntervalController
 from sglang_sbs.scheduling.queue.request import RequestQueue
 from sglang_sbs.scheduling.request import Request
@@ -42,8 +42,7 @@ class LongPrompts:
         self.uneven_chunks = False
         self._by_id: dict[InstanceId, PrefillInstance] = {}
 
-    def on_topology_change(self, instances: Sequence[PrefillInstance]) -> None:
-        """These are the instances that are up."""
+    def on_topology_change(self, instances: Instances) -> None:
         if instances:
             self.chunk_tokens = sum(i.chunk_tokens for i in instances) / len(instances)
         chunks = {i.chunk_tokens for i in instances}
@@ -66,15 +65,15 @@ class LongPrompts:
             return True
         return most_chunks > many
 
-    def are_cached(self, instances: Sequence[PrefillInstance]) -> bool:
+    def are_cached(self, instances: Instances) -> bool:
         """Whether most of what is sent has been cached, as in agents' turns: then it is caches that
         settle where a request goes."""
         return sum([i.cached_share for i in instances]) > len(instances) / 2
 
     def homes(
         self,
-        candidates: Sequence[PrefillInstance],
-        instances: Sequence[PrefillInstance],
+        candidates: Instances,
+        instances: Instances,
         in_order: Iterable[PrefillInstance],
         queue: RequestQueue,
         overdue: bool,
@@ -118,12 +117,7 @@ class LongPrompts:
             ),
         )
 
-    def suits(
-        self,
-        request: Request,
-        instance: PrefillInstance,
-        instances: Sequence[PrefillInstance],
-    ) -> bool:
+    def suits(self, request: Request, instance: PrefillInstance, instances: Instances) -> bool:
         """Not where it takes several passes, if it would take one elsewhere."""
         tokens = request.uncached_tokens_on(instance.id)
         if not instance.chunk_tokens < tokens <= self._largest_chunk_tokens:

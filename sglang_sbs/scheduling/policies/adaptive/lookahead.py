@@ -13,15 +13,13 @@ whenever it leaves.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
-from sglang_sbs.scheduling.prefill.instance import PrefillInstance
+from sglang_sbs.scheduling.prefill.instance import Instances, PrefillInstance
 
 _EPSILON_S = 1e-9
 
 
 def lookahead(
-    instances: Sequence[PrefillInstance],
+    instances: Instances,
     queue_tokens: int,
     mean_tokens: float,
     lead_s: float,

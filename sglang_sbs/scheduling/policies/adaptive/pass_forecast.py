@@ -40,8 +40,6 @@ MOST_HOLDERS = 2
 
 
 class Home(NamedTuple):
-    """Where a request should go."""
-
     instance: InstanceId
     rank: int
 

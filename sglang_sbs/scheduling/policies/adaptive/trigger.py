@@ -58,7 +58,7 @@ from sglang_sbs.scheduling.policies.policy import (
     permitted,
 )
 from sglang_sbs.scheduling.policies.tuning import AGEING, SLACK
-from sglang_sbs.scheduling.prefill.instance import PrefillInstance
+from sglang_sbs.scheduling.prefill.instance import Instances, PrefillInstance
 from sglang_sbs.scheduling.prefill.interval import IntervalController
 from sglang_sbs.scheduling.prefill.observation import Observation
 from sglang_sbs.scheduling.queue.priority import Urgency
@@ -88,7 +88,7 @@ class Decision:
     """One moment: what is known of it, and what follows so far."""
 
     queue: RequestQueue
-    instances: Sequence[PrefillInstance]
+    instances: Instances
     admissible: Admissible
     at: Moment
     whole_s: float
@@ -177,18 +177,14 @@ class AdaptiveTrigger(PrefillPolicy):
         batches_s = self._interval.mean_forward_s / max(1, self._interval.active)
         return AGEING * batches_s
 
-    def on_topology_change(self, instances: Sequence[PrefillInstance]) -> None:
+    def on_topology_change(self, instances: Instances) -> None:
         self._long.on_topology_change(instances)
         self._decision = None
         self._offered.on_topology_change(instances)
         self._lineup.on_topology_change(instances)
 
     def plan(
-        self,
-        queue: RequestQueue,
-        instances: Sequence[PrefillInstance],
-        admissible: Admissible,
-        now_s: float,
+        self, queue: RequestQueue, instances: Instances, admissible: Admissible, now_s: float
     ) -> Plan:
         if now_s + _EPSILON_S < self._retry_s:
             return Plan(wake_s=self._retry_s)
@@ -224,11 +220,7 @@ class AdaptiveTrigger(PrefillPolicy):
         return Plan(wake_s=min(one.wakes, default=None))
 
     def _look(
-        self,
-        queue: RequestQueue,
-        instances: Sequence[PrefillInstance],
-        admissible: Admissible,
-        now_s: float,
+        self, queue: RequestQueue, instances: Instances, admissible: Admissible, now_s: float
     ) -> Decision:
         """Who has waited too long, and when a batch would start where."""
         whole_s = self.lead_s + self._offered.leaving_s(len(queue), self._interval.serial_s)
@@ -469,11 +461,7 @@ class AdaptiveTrigger(PrefillPolicy):
         return None if forbidden == len(one.queue) else (head, rest)
 
     def _shared(
-        self,
-        instance: PrefillInstance,
-        one: Decision,
-        head: list[Request],
-        rest: list[Request],
+        self, instance: PrefillInstance, one: Decision, head: list[Request], rest: list[Request]
     ) -> tuple[list[Request], list[Request]]:
         """The instance's share of them, and what is left for those that start later."""
         alone = len(one.instances) == 1 or one.passes_of(instance) > 1
