@@ -95,7 +95,6 @@ class Scheduler:
         self._requests: dict[str, Request] = {}
         self._adopted: dict[tuple[ev.InstanceId, int], list[str]] = {}
         """By rank: adopted since its last report, which therefore does not count them."""
-        self._outputs = ExpectedOutput(self.config.default_output_tokens)
         self._agenda = Agenda()
         self._arrivals = 0
         self._wake_s: float | None = None
@@ -103,13 +102,12 @@ class Scheduler:
         """No decode rank has been silent for too long before."""
         self._given_up_s = -math.inf
         """When a request was given up and that was looked at."""
-        self._admission = DecodeAdmission(self._outputs)
+        self._admission = DecodeAdmission(ExpectedOutput(self.config.default_output_tokens))
         self.gangs = Gangs(
             members=self._members,
             queue=self.queue,
             prefix=self.prefix,
             interval=self.interval,
-            outputs=self._outputs,
             admission=self._admission,
             choose_decode=make_decode_rule(self.config),
             holds=self.policy.holds,
@@ -239,12 +237,12 @@ class Scheduler:
         name, rank = request.prefill or ("", 0)
         if (prefill := self.prefill.get(name)) is not None:
             prefill.dropped(request.rid, rank)
-        tokens = self._outputs.answered_tokens(event, request, self._members.up_decode)
+        tokens = self._admission.outputs.answered_tokens(event, request, self._members.up_decode)
         name, rank = request.decode or ("", 0)
         if (decode := self.decode.get(name)) is not None:
             decode.ended(request.rid, rank, request.prompt_tokens + tokens)
         if event.outcome == "completed" and event.completion_tokens is not None:
-            self._outputs.learn(tokens)
+            self._admission.outputs.learn(tokens)
         return not request.prefilled or (request.decode is not None and self._makes_room(name))
 
     def _makes_room(self, instance: ev.InstanceId) -> bool:
@@ -269,7 +267,7 @@ class Scheduler:
             decode=(event.decode, event.decode_rank),
             prefilled=event.prefilled,
         )
-        request.total_tokens = self._outputs.total_tokens(request)
+        request.total_tokens = self._admission.outputs.total_tokens(request)
         self._arrivals += 1
         self._requests[event.rid] = request
         self._count_in(request, now_s)

@@ -9,13 +9,7 @@ from collections.abc import Sequence
 from itertools import count
 
 from sglang_sbs.scheduling.paging import paged
-from sglang_sbs.scheduling.policies.policy import (
-    Admissible,
-    Placement,
-    Plan,
-    PrefillPolicy,
-    permitted,
-)
+from sglang_sbs.scheduling.policies.policy import Admissible, Placement, Plan, PrefillPolicy
 from sglang_sbs.scheduling.prefill.instance import Instances, PrefillInstance
 from sglang_sbs.scheduling.prefill.interval import IntervalController
 from sglang_sbs.scheduling.queue.request import RequestQueue
@@ -69,8 +63,7 @@ class ImmediatePolicy(PrefillPolicy):
         request = queue.oldest
         if request is None:
             return Plan()
-        candidates = [i for i in instances if permitted(request, i, instances)]
-        instance, rank = self.choose(request, candidates, now_s)
+        instance, rank = self.choose(request, request.allowed_on(instances), now_s)
         return Plan([Placement(request, instance, rank)], reason="immediate")
 
     def choose(self, request: Request, instances: Instances, now_s: float) -> Place:

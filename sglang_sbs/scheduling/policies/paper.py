@@ -1,19 +1,13 @@
 """The paper's dual trigger, literally: I_opt elapsed AND EndForward of the next target instance.
 
-Owns when a batch leaves and for whom under ``--sbs-trigger paper`` (Figure 5 and section 4.1 of
-arXiv 2512.16134), for comparison: at EndForward, in strict rotation, with Algorithm 2's overshoot,
-which cost throughput on a real engine. Must not know decode or flow control."""
+``--sbs-trigger paper`` (Figure 5 and section 4.1 of arXiv 2512.16134), for comparison: at
+EndForward, in strict rotation, with Algorithm 2's overshoot, which cost throughput on a real
+engine."""
 
 from __future__ import annotations
 
 from sglang_sbs.scheduling.policies.pbaa import pbaa
-from sglang_sbs.scheduling.policies.policy import (
-    Admissible,
-    Placement,
-    Plan,
-    PrefillPolicy,
-    permitted,
-)
+from sglang_sbs.scheduling.policies.policy import Admissible, Placement, Plan, PrefillPolicy
 from sglang_sbs.scheduling.prefill.instance import Instances
 from sglang_sbs.scheduling.prefill.interval import IntervalController
 from sglang_sbs.scheduling.queue.request import RequestQueue
@@ -52,7 +46,7 @@ class PaperTrigger(PrefillPolicy):
             request
             for request in queue
             if admissible(request)
-            and (not request.exclude or permitted(request, target, instances))
+            and (not request.exclude or target in request.allowed_on(instances))
         ]
         allocation = pbaa(
             [request for request in waiting if request.waited_batches],

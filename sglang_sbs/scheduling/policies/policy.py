@@ -68,8 +68,3 @@ class PrefillPolicy(ABC):
     ) -> Plan:
         """One decision. Called again until it places nothing; neither ``queue`` nor ``instances``
         is ever empty."""
-
-
-def permitted(request: Request, instance: PrefillInstance, instances: Instances) -> bool:
-    """A retry avoids the instances it failed on, while there are others."""
-    return instance.id not in request.exclude or all(i.id in request.exclude for i in instances)

@@ -1,7 +1,5 @@
 """Which prefill DP rank holds which KV blocks: L_hit(r, d) for the cache-aware mode.
 
-Must not know how blocks are named or heard of, nor what a hit is worth.
-
 How it works
 ------------
 A block is named after its tokens and all before them (SGLang's KV events do that), so a prompt is a

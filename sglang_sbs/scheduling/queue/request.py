@@ -42,7 +42,7 @@ class RequestQueue:
 
     key_of: Callable[[Request], float] = lambda request: request.arrived_s
     """The policy's order; must not change while a request waits and its hits stay the same."""
-    prefix: PrefixIndex | None = None
+    prefix: PrefixIndex = field(default_factory=PrefixIndex)
     turns: TenantTurns = field(default_factory=TenantTurns)
     """Whose requests come next, where those of several tenants wait."""
     tokens: int = 0
@@ -86,7 +86,7 @@ class RequestQueue:
         if request is not None:
             self.tokens -= request.uncached_tokens
             self._over_limit.discard(rid)
-            if self.prefix is not None and rid in self._watches:
+            if rid in self._watches:
                 self.prefix.unwatch(self._watches.pop(rid), rid)
             order = request.order
             self.turns.remove(request)
@@ -119,8 +119,7 @@ class RequestQueue:
         for _, _, request in self.turns.by_key():
             # Asked here as well: a call for each would be much of what a decision takes.
             if request.blocks and not (
-                prefix is not None
-                and request.hits_version == prefix.version
+                request.hits_version == prefix.version
                 and request.upcoming_version == prefix.upcoming_version
             ):
                 self._looked_up(request)
@@ -133,7 +132,7 @@ class RequestQueue:
     def look_up(self, request: Request) -> None:
         """What ranks have of its prompt now."""
         prefix = self.prefix
-        if prefix is None or not request.blocks:
+        if not request.blocks:
             return
         if request.hits_version != prefix.version:
             request.hits_version = prefix.version
@@ -147,8 +146,6 @@ class RequestQueue:
 
     def reorder(self) -> None:
         """Give requests their new place of which more is cached than when they got the old one."""
-        if self.prefix is None:
-            return
         for rid in self.prefix.take_appeared():
             request = self._requests.get(rid)
             if request is None:
@@ -161,7 +158,7 @@ class RequestQueue:
             self._watch(request)
 
     def _watch(self, request: Request) -> None:
-        if self.prefix is None or not request.block_tokens:
+        if not request.block_tokens:
             return
         held = request.hits.best_tokens // request.block_tokens
         if held < len(request.blocks):

@@ -1,7 +1,5 @@
 """What a cached prefix is worth when a batch is formed for one instance.
 
-Owns the choice between computing a prefix again and waiting for where it is cached, among instances
-and among the DP ranks of one. Must not know the queue, the trigger or how hits are found.
 :class:`CacheAffinity` is one decision, in which batches for several instances may be tried; each is
 a :class:`BatchAffinity`.
 

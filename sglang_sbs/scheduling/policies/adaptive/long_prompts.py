@@ -1,8 +1,7 @@
 """Where prompts of several chunks go, and whether they matter.
 
 Such a prompt makes several passes of its instance long, so for all that wait the place matters more
-than how many leave. Owns that judgement, and what a forecast of passes starts from
-(:mod:`.pass_forecast`). Must not know when a batch leaves, or DP ranks.
+than how many leave. Must not know when a batch leaves, or DP ranks.
 """
 
 from __future__ import annotations
@@ -22,7 +21,6 @@ from sglang_sbs.scheduling.policies.adaptive.pass_forecast import (
     Terms,
 )
 from sglang_sbs.scheduling.policies.adaptive.pass_forecast import homes as cheapest_homes
-from sglang_sbs.scheduling.policies.policy import permitted
 from sglang_sbs.scheduling.policies.tuning import AGAIN_WEIGHT, AGEING, SLACK
 from sglang_sbs.scheduling.prefill.instance import Instances, PrefillInstance
 from sglang_sbs.scheduling.prefill.interval import IntervalController
@@ -113,7 +111,8 @@ class LongPrompts:
             queue.in_order(),
             terms_of,
             lambda request, i: (
-                (overdue or self.suits(request, i, instances)) and permitted(request, i, instances)
+                (overdue or self.suits(request, i, instances))
+                and (not request.exclude or i in request.allowed_on(instances))
             ),
         )
 
@@ -122,9 +121,7 @@ class LongPrompts:
         tokens = request.uncached_tokens_on(instance.id)
         if not instance.chunk_tokens < tokens <= self._largest_chunk_tokens:
             return True
-        return not any(
-            tokens <= one.chunk_tokens and permitted(request, one, instances) for one in instances
-        )
+        return not any(tokens <= one.chunk_tokens for one in request.allowed_on(instances))
 
 
 def _forecast(instance: PrefillInstance, at: Moment, *, closed: bool) -> PassForecast:

@@ -1,5 +1,4 @@
-"""How much arrives, and what share of the time of all instances that takes. Owns the arrival rates
-and what follows from them and the forward models. Must not know what waits."""
+"""How much arrives, and what share of the time of all instances that takes; not what waits."""
 
 from __future__ import annotations
 

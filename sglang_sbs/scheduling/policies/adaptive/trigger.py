@@ -1,7 +1,6 @@
 """The default trigger: late binding to the instance that is about to be ready.
 
-Owns when a batch leaves, for which instance, and which requests are in it under
-``--sbs-trigger adaptive``. Must not know decode or flow control.
+Must not know decode or flow control.
 
 Theory of operation
 -------------------
@@ -50,13 +49,7 @@ from sglang_sbs.scheduling.policies.adaptive.lookahead import lookahead
 from sglang_sbs.scheduling.policies.adaptive.offered_load import OfferedLoad
 from sglang_sbs.scheduling.policies.adaptive.pass_forecast import Home
 from sglang_sbs.scheduling.policies.pbaa import place_fitting, top_up
-from sglang_sbs.scheduling.policies.policy import (
-    Admissible,
-    Placement,
-    Plan,
-    PrefillPolicy,
-    permitted,
-)
+from sglang_sbs.scheduling.policies.policy import Admissible, Placement, Plan, PrefillPolicy
 from sglang_sbs.scheduling.policies.tuning import AGEING, SLACK
 from sglang_sbs.scheduling.prefill.instance import Instances, PrefillInstance
 from sglang_sbs.scheduling.prefill.interval import IntervalController
@@ -438,7 +431,7 @@ class AdaptiveTrigger(PrefillPolicy):
         for request in one.queue.in_order():
             if full or affinity.deferred >= MAX_DEFERRED or refused >= MOST_REFUSED:
                 break
-            if request.exclude and not permitted(request, instance, one.instances):
+            if request.exclude and instance not in request.allowed_on(one.instances):
                 forbidden += 1
             elif not one.admissible(request):
                 refused += 1
