@@ -97,7 +97,7 @@ class Scheduler:
         """By rank: adopted since its last report, which therefore does not count them."""
         self._agenda = Agenda()
         self._arrivals = 0
-        self._wake_s: float | None = None
+        self._wake_s = math.inf
         self._silent_s = math.inf
         """No decode rank has been silent for too long before."""
         self._given_up_s = -math.inf
@@ -156,21 +156,19 @@ class Scheduler:
                 self.prefix.on_blocks(event)
             case ev.TimerFired():
                 # No timer is set now: the same time may be asked for again.
-                if self.prefix.unfinished and now_s < (self._wake_s or math.inf):
+                if self.prefix.unfinished and now_s < self._wake_s:
                     look_in_s = None
                 else:
-                    self._wake_s = None
-        if look_in_s == 0.0 or (self._wake_s or math.inf) <= now_s:
+                    self._wake_s = math.inf
+        if look_in_s == 0.0 or self._wake_s <= now_s:
             self._drive(now_s, out)
-        elif look_in_s is not None:
+        elif look_in_s is not None and self._wake_s > now_s + look_in_s:
             # One look for all events like this one until then.
-            look_s = now_s + look_in_s
-            if self._wake_s is None or self._wake_s > look_s:
-                self._wake_s = look_s
-                out.append(ev.WakeAt(time_s=look_s))
+            self._wake_s = now_s + look_in_s
+            out.append(ev.WakeAt(time_s=self._wake_s))
         if self.prefix.unfinished:
             # It takes the place of the other one, which is asked for again when it has come.
-            out.append(ev.WakeAt(time_s=min(now_s + _GO_ON_S, self._wake_s or math.inf)))
+            out.append(ev.WakeAt(time_s=min(now_s + _GO_ON_S, self._wake_s)))
         return out
 
     def snapshot(self, now_s: float) -> Snapshot:
@@ -380,8 +378,7 @@ class Scheduler:
             out.append(self._refuse(request.rid, "deadline", message))
         instances = self._members.up_prefill
         latency_s = self.interval.latency_s
-        due_s, again = self._agenda.advance(now_s, latency_s)
-        wakes = [due_s]
+        wake_s, again = self._agenda.advance(now_s, latency_s)
         if now_s >= self._silent_s:
             self._fall_silent(now_s)
         self.queue.reorder()
@@ -404,24 +401,24 @@ class Scheduler:
             unplaced.update(left)
             nothing_left = len(left) == len(plan.placements)
             if nothing_left and not (left and holds and len(unplaced) < _MOST_UNPLACED):
-                wakes.append(plan.wake_s)
+                wake_s = min(wake_s, plan.wake_s)
                 break
         passes_s = RESERVE_AFTER_PASSES * self.interval.mean_forward_s
         self._admission.reserve(self.queue, now_s - passes_s)
         if self._admission.least_refused_tokens < math.inf:
             self._fall_silent(now_s)
-            wakes.append(None if self._silent_s == math.inf else self._silent_s)
-        wakes.extend(instance.advance(now_s, latency_s) for instance in again)
-        wakes.append(self.queue.next_deadline_s())
-        wake_s = min((w for w in wakes if w is not None), default=None)
-        if wake_s is not None and wake_s != self._wake_s:
+            wake_s = min(wake_s, self._silent_s)
+        for instance in again:
+            wake_s = min(wake_s, instance.advance(now_s, latency_s))
+        wake_s = min(wake_s, self.queue.next_deadline_s())
+        if self._wake_s != wake_s < math.inf:
             out.append(ev.WakeAt(time_s=wake_s))
         self._wake_s = wake_s
 
     def _fall_silent(self, now_s: float) -> None:
         """What decode ranks said long ago is forgotten."""
         times_s = [decode.advance(now_s) for decode in self.decode.values()]
-        self._silent_s = min([one for one in times_s if one is not None], default=math.inf)
+        self._silent_s = min(times_s, default=math.inf)
 
     def _refuse(self, rid: str, cause: ev.RefuseCause, message: str) -> ev.Refuse:
         after_s = retry_after_s(self.queue, self._members.up_prefill)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from statistics import fmean
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, get_args
 
 import msgspec
 
@@ -16,8 +16,6 @@ from sglang_sbs.scheduling.queue.priority import CLASSES, class_of
 
 if TYPE_CHECKING:
     from sglang_sbs.scheduling.scheduler import Scheduler
-
-_WEAKEST_FIRST: tuple[Tier, ...] = ("none", "interval", "http", "load_poll", "endforward")
 
 
 class PrefillRankState(msgspec.Struct, frozen=True):
@@ -130,7 +128,7 @@ def _prefill_state(instances: Worker, scheduler: Scheduler, now_s: float) -> Pre
     return PrefillState(
         instance=instances[0].worker,
         up=scheduler.is_up(instances[0].id),
-        tier=min([i.tier for i in instances], key=_WEAKEST_FIRST.index),
+        tier=min([i.tier for i in instances], key=get_args(Tier).index),
         ready=any(i.ready for i in instances),
         predicted_free_in_s=max(0.0, min(i.free_at_s(now_s, latency_s) for i in instances) - now_s),
         forward_fixed_s=fmean(i.model.fixed_s for i in instances),

@@ -3,6 +3,7 @@ queue's bookkeeping, decode, or how instances keep their state true."""
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -31,7 +32,7 @@ class Plan:
 
     placements: list[Placement] = field(default_factory=list)
     reason: str = ""
-    wake_s: float | None = None
+    wake_s: float = math.inf
     passed_over: list[Request] = field(default_factory=list)
     """Requests that took part in this cycle and were not allocated: Q_next of Algorithm 2."""
 

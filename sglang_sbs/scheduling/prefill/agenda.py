@@ -54,8 +54,8 @@ class Agenda:
         for instance in self._instances:
             instance.subscribe(self._changed)
 
-    def advance(self, now_s: float, latency_s: float) -> tuple[float | None, set[PrefillInstance]]:
-        """Let happen what is due. Returns when to call again even if nothing changes, None for
+    def advance(self, now_s: float, latency_s: float) -> tuple[float, set[PrefillInstance]]:
+        """Let happen what is due. Returns when to call again even if nothing changes, infinity for
         never; and who is due again at this very moment."""
         asked = self._changed.copy()
         self._changed.clear()
@@ -68,12 +68,13 @@ class Agenda:
         for instance in asked:
             own_s = instance.advance(now_s, latency_s)
             rests = instance.rests
-            self._due.set(self._number_of[instance], own_s if rests else None)
+            is_due = rests and own_s < math.inf
+            self._due.set(self._number_of[instance], own_s if is_due else None)
             if not rests:
                 self._changed.add(instance)
-                next_s = min(next_s, math.inf if own_s is None else own_s)
-            if own_s is not None and own_s <= now_s:
+                next_s = min(next_s, own_s)
+            if own_s <= now_s:
                 again.add(instance)
         if self._due.ordered:
             next_s = min(next_s, self._due.ordered[0][0])
-        return (None if next_s == math.inf else next_s), again
+        return next_s, again

@@ -15,9 +15,9 @@ from sglang_sbs.scheduling.prefill.report_limits import DeviceTime
 from sglang_sbs.scheduling.prefill.watchdog import Watchdog
 from sglang_sbs.wire import EndForward
 
-Tier = Literal["none", "endforward", "load_poll", "http", "interval"]
-"""Which signal readiness rests on. ``none``: nothing heard yet. ``interval``: fell silent, served
-at fixed intervals (paper section 4.1.2, graceful degradation)."""
+Tier = Literal["none", "interval", "http", "load_poll", "endforward"]
+"""Which signal readiness rests on, the weakest first. ``none``: nothing heard yet. ``interval``:
+fell silent, served at fixed intervals (paper section 4.1.2, graceful degradation)."""
 
 
 class PrefillBooks:

@@ -6,6 +6,7 @@ knows how fast it is, or whether it compiles: it is given more time."""
 
 from __future__ import annotations
 
+import math
 from collections import deque
 
 _FACTOR = 5.0
@@ -22,8 +23,8 @@ class Watchdog:
     """Of one instance. Its owner arms it, asks :attr:`due_s`, and says what it has learned."""
 
     def __init__(self, t_default_s: float) -> None:
-        self.due_s: float | None = None
-        """When it fires; None: nothing is owed."""
+        self.due_s = math.inf
+        """When it fires; infinity: nothing is owed."""
         self.fires = 0
         self._cluster_s = t_default_s
         self._last_s: deque[float] = deque(maxlen=_LAST)

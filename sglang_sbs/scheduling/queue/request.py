@@ -178,8 +178,8 @@ class RequestQueue:
         """Prompt tokens of the longest that waits, cached or not."""
         return self._lengths[-1][0] if self._lengths else 0
 
-    def next_deadline_s(self) -> float | None:
-        return self._deadlines[0][0] if self._deadlines else None
+    def next_deadline_s(self) -> float:
+        return self._deadlines[0][0] if self._deadlines else math.inf
 
     def expired(self, now_s: float) -> list[Request]:
         """Remove and return the requests whose deadline has passed."""

@@ -76,7 +76,7 @@ class CacheAffinity:
         self._homes: dict[str, _Best] = {}
         self._wanted: set[InstanceId] = set()
         self._coming: dict[str, tuple[Sequence[Upcoming], bool]] = {}
-        self.wake_s: float | None = None
+        self.wake_s = math.inf
         """When something will be cached that a request was told to wait for."""
         self._sharing: Counter[int | None] = Counter()
         """Requests that were looked at, by the prefix they share."""
@@ -134,8 +134,7 @@ class CacheAffinity:
             view = self.view(at)
             start_s = max(one.visible_s, view.start_s)
             if start_s + self.done_s(request, view, one.tokens, 0) < least_s:
-                known = (one.visible_s, self.wake_s)
-                self.wake_s = min(time_s for time_s in known if time_s is not None)
+                self.wake_s = min(self.wake_s, one.visible_s)
                 return True
         return False
 

@@ -95,7 +95,7 @@ class Decision:
     meanwhile."""
     all_idle: bool
     starts: Starts
-    wakes: list[float]
+    wake_s: float
     """When to decide again, at the latest."""
     candidates: list[PrefillInstance] = field(default_factory=list)
     ahead: list[PrefillInstance] = field(default_factory=list)
@@ -203,14 +203,14 @@ class AdaptiveTrigger(PrefillPolicy):
                 self._planned_s = None if joins else one.starts.begin_s(instance)
                 affinity.dispatched(instance)
                 return plan
-        one.wakes += [] if affinity.wake_s is None else [affinity.wake_s]
+        one.wake_s = min(one.wake_s, affinity.wake_s)
         return self._later(one, affinity.deferred)
 
     def _later(self, one: Decision, deferred: int = 0) -> Plan:
         if max(deferred, len(one.home_of or ())) >= MAX_DEFERRED:
             self._retry_s = one.at.now_s + RETRY_S
-            one.wakes.append(self._retry_s)
-        return Plan(wake_s=min(one.wakes, default=None))
+            one.wake_s = min(one.wake_s, self._retry_s)
+        return Plan(wake_s=one.wake_s)
 
     def _look(
         self, queue: RequestQueue, instances: Instances, admissible: Admissible, now_s: float
@@ -235,7 +235,7 @@ class AdaptiveTrigger(PrefillPolicy):
             late=self._urgency.matters(now_s) and not chunked,
             all_idle=self._lineup.all_idle,
             starts=self._lineup.starts(at),
-            wakes=[hold_until_s] if at.now_s + _EPSILON_S < hold_until_s < math.inf else [],
+            wake_s=hold_until_s if at.now_s + _EPSILON_S < hold_until_s else math.inf,
         )
 
     def _open(self, one: Decision) -> None:
@@ -246,7 +246,7 @@ class AdaptiveTrigger(PrefillPolicy):
         few = len(queue) <= MOST_JOINING
         join_s = self._interval.lone_s  # one that comes late is one request in the next pass
         ahead_tokens = 0.0
-        wake_s = min(one.wakes, default=math.inf)
+        wake_s = one.wake_s
         for start_s, _, number in one.starts:
             instance = one.instances[number]
             ahead_tokens += self._offered.capacity_of(instance)
@@ -275,8 +275,7 @@ class AdaptiveTrigger(PrefillPolicy):
                 one.candidates.append(instance)
             else:
                 wake_s = min(wake_s, open_s)
-        if wake_s < math.inf:
-            one.wakes.append(wake_s)
+        one.wake_s = wake_s
 
     def _choose(self, one: Decision) -> None:
         """Of those that may get a batch the ones that should, the most urgent first."""
@@ -288,7 +287,7 @@ class AdaptiveTrigger(PrefillPolicy):
                 instances, queue.tokens, mean_tokens, one.whole_s, at.now_s
             )
             if due_s is not None:
-                one.wakes.append(due_s)
+                one.wake_s = min(one.wake_s, due_s)
         chunked = one.chunked
         early = chunked and lineup.overlap and self._long.are_cached(instances)
         early = early and any(i.forms_ahead and i.has_room for i in instances)
@@ -345,8 +344,7 @@ class AdaptiveTrigger(PrefillPolicy):
                 due_s = min(due_s, free_s)
             else:
                 spaced.append(instance)
-        if due_s < math.inf:
-            one.wakes.append(due_s - one.at.latency_s)
+        one.wake_s = min(one.wake_s, due_s - one.at.latency_s)
         return spaced
 
     # One batch ----------------------------------------------------------------------------
