@@ -27,10 +27,9 @@ TOO_MANY_PARAMETERS = {
     "benchmarks/compare_routers/workloads.py arrivals",
     "benchmarks/fitting/recorded_runs.py record_runs",
     "benchmarks/gangs/command.py _run",
-    "sglang_sbs/scheduling/policies/pbaa.py _place",
     "sglang_sbs/scheduling/policies/pbaa.py place_fitting",
     "sglang_sbs/scheduling/policies/pbaa.py top_up",
-    "sglang_sbs/scheduling/queue/slo_forecast.py first_token_in_s",
+    "sglang_sbs/scheduling/queue/flow_control.py first_token_in_s",
 }
 
 

@@ -28,9 +28,6 @@ class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True):
     """T_default of Algorithm 1: forward time assumed before the first EndForward."""
     window: int = 100
     """W_size of Algorithm 1: forward times in the moving average."""
-    watchdog_factor: float = 5.0
-    """T_timeout = watchdog_factor x mean forward time (paper section 4.1.2), of the cluster or of
-    the instance, whichever is longer."""
     n_limit: int = 100
     """N_limit of Algorithm 2: cycles a request may stay unallocated before flow control. A cycle is
     one batch of each prefill instance."""
@@ -73,7 +70,6 @@ class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True):
         for name in (
             "t_default_s",
             "window",
-            "watchdog_factor",
             "default_chunk_tokens",
             "max_queue_requests",
             "default_timeout_s",

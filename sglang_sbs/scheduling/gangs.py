@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from sglang_sbs.scheduling import events as ev
-from sglang_sbs.scheduling.decode.admission import DecodeAdmission, ExpectedOutput
+from sglang_sbs.scheduling.decode.admission import DecodeAdmission
 from sglang_sbs.scheduling.decode.instance import DecodeInstance
 from sglang_sbs.scheduling.decode.rules import DecodeRuleFunction, schedule_decode
 from sglang_sbs.scheduling.membership import Membership
@@ -25,7 +25,6 @@ class Gangs:
     queue: RequestQueue
     prefix: PrefixCaches
     interval: IntervalController
-    outputs: ExpectedOutput
     admission: DecodeAdmission
     choose_decode: DecodeRuleFunction
     holds: bool
@@ -39,7 +38,7 @@ class Gangs:
             return []
         for placement in plan.placements:
             request = placement.request
-            request.total_tokens = self.outputs.total_tokens(request)
+            request.total_tokens = self.admission.outputs.total_tokens(request)
             request.decode_hits = self.prefix.decode_hits(request, self.members.decode_targets)
         left = self._send(plan.placements, plan.reason, now_s, out)
         # Only where ranks are coupled does prefill's matter: another one may have room behind it.
@@ -91,7 +90,6 @@ class Gangs:
         """The decode rank of each request, as an index into all, for which there is one."""
         members = self.members
         loads = [load for decode in members.up_decode for load in decode.loads()]
-        ids = {decode.id for decode in members.up_decode}
         coupled = self._coupled
         placed = {placement.request.rid: placement for placement in placements}
 
@@ -104,7 +102,7 @@ class Gangs:
                     return False
             if self.holds and not self.admission.is_open(request, decode, rank):
                 return False
-            return decode.id not in request.exclude or ids <= set(request.exclude)
+            return not request.exclude or decode in request.allowed_on(members.up_decode)
 
         requests = [placement.request for placement in placements]
         return schedule_decode(requests, loads, self.choose_decode, allowed, admit=self.holds)

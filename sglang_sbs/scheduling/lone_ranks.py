@@ -70,7 +70,6 @@ class LoneRanks:
             self._instances.pop(known.worker, None)
 
     def polls(self, event: ev.LoadPolled) -> Iterable[ev.LoadPolled]:
-        """What a load poll says of each instance of the worker."""
         names = self._instances.get(event.instance)
         figures = event.queued_tokens, event.running_requests, event.kv_tokens
         if names is None:

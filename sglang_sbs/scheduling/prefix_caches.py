@@ -44,7 +44,6 @@ class PrefixCaches:
             index.gone(instance)
 
     def on_blocks(self, event: BlockEvent) -> None:
-        """A rank published what happened to its cache."""
         for index in self._both:
             match event:
                 case ev.BlocksStored():

@@ -4,10 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from typing import Protocol, TypeVar
 
 from sglang_sbs.scheduling.events import InstanceId
-from sglang_sbs.scheduling.prefix.places import NO_HITS, Hits
-from sglang_sbs.scheduling.prefix.upcoming import Upcoming
+from sglang_sbs.scheduling.prefix.places import NO_HITS, Hits, Upcoming
+
+
+class _Named(Protocol):
+    id: InstanceId
+
+
+_Instance = TypeVar("_Instance", bound=_Named)
 
 
 @dataclass(slots=True, eq=False)
@@ -57,6 +64,12 @@ class Request:
     def __post_init__(self) -> None:
         self.uncached_tokens = self.prompt_tokens - self.hits.best_tokens
 
+    def allowed_on(self, instances: Sequence[_Instance]) -> Sequence[_Instance]:
+        """A retry avoids the instances it failed on, while there are others."""
+        if not self.exclude:
+            return instances
+        return [one for one in instances if one.id not in self.exclude] or instances
+
     def hit_tokens(self, instance: InstanceId, rank: int) -> int:
         """L_hit(r, d)."""
         hits = self.hits.by_instance.get(instance)
@@ -82,5 +95,4 @@ class Request:
 
 
 def uncached_tokens_of(requests: Iterable[Request]) -> int:
-    """Sum of L(r) - L_hit(r)."""
     return sum(r.uncached_tokens for r in requests)

@@ -95,21 +95,19 @@ class Scheduler:
         self._requests: dict[str, Request] = {}
         self._adopted: dict[tuple[ev.InstanceId, int], list[str]] = {}
         """By rank: adopted since its last report, which therefore does not count them."""
-        self._outputs = ExpectedOutput(self.config.default_output_tokens)
         self._agenda = Agenda()
         self._arrivals = 0
-        self._wake_s: float | None = None
+        self._wake_s = math.inf
         self._silent_s = math.inf
         """No decode rank has been silent for too long before."""
         self._given_up_s = -math.inf
         """When a request was given up and that was looked at."""
-        self._admission = DecodeAdmission(self._outputs)
+        self._admission = DecodeAdmission(ExpectedOutput(self.config.default_output_tokens))
         self.gangs = Gangs(
             members=self._members,
             queue=self.queue,
             prefix=self.prefix,
             interval=self.interval,
-            outputs=self._outputs,
             admission=self._admission,
             choose_decode=make_decode_rule(self.config),
             holds=self.policy.holds,
@@ -123,29 +121,29 @@ class Scheduler:
         self.prefix.advance(now_s)
         # What only tells of decode moves nothing while nothing waits for room there, and in a large
         # cluster it is most of what comes. What could change by itself has its WakeAt.
-        may_change = True
-        soon_s: float | None = None
+        look_in_s: float | None = 0.0
         match event:
             case ev.RequestArrived():
                 self._on_arrived(event, now_s, out)
             case ev.PrefillDone():
                 if not self._on_prefill_done(event, now_s):
-                    may_change, soon_s = False, _REPEATED_S
+                    look_in_s = _REPEATED_S
             case ev.RequestEnded():
-                may_change = self._on_ended(event)
-                if may_change and event.outcome != "completed":
+                if not self._on_ended(event):
+                    look_in_s = None
+                elif event.outcome != "completed":
                     if now_s < self._given_up_s + _GIVEN_UP_S:
-                        may_change, soon_s = False, _GIVEN_UP_S
+                        look_in_s = _GIVEN_UP_S
                     else:
                         self._given_up_s = now_s
             case ev.RequestAdopted():
                 self._on_adopted(event, now_s)
-                may_change, soon_s = False, _ADOPTED_S
+                look_in_s = _ADOPTED_S
             case ev.ForwardEnded():
-                if self._on_report(event, now_s):
-                    may_change = self._makes_room(event.instance)
-                else:
-                    may_change, soon_s = False, _REPEATED_S
+                if not self._on_report(event, now_s):
+                    look_in_s = _REPEATED_S
+                elif not self._makes_room(event.instance):
+                    look_in_s = None
             case ev.LoadPolled():
                 for poll in self.lone.polls(event):
                     self._on_load_polled(poll, now_s)
@@ -158,19 +156,22 @@ class Scheduler:
                 self.prefix.on_blocks(event)
             case ev.TimerFired():
                 # No timer is set now: the same time may be asked for again.
-                may_change = not self.prefix.unfinished or now_s >= (self._wake_s or math.inf)
-                self._wake_s = None if may_change else self._wake_s
-        if may_change or (self._wake_s or math.inf) <= now_s:
+                if self.prefix.unfinished and now_s < self._wake_s:
+                    look_in_s = None
+                else:
+                    self._wake_s = math.inf
+        if look_in_s == 0.0 or self._wake_s <= now_s:
             self._drive(now_s, out)
-        elif soon_s is not None:
-            self._drive_by(now_s + soon_s, out)
+        elif look_in_s is not None and self._wake_s > now_s + look_in_s:
+            # One look for all events like this one until then.
+            self._wake_s = now_s + look_in_s
+            out.append(ev.WakeAt(time_s=self._wake_s))
         if self.prefix.unfinished:
             # It takes the place of the other one, which is asked for again when it has come.
-            out.append(ev.WakeAt(time_s=min(now_s + _GO_ON_S, self._wake_s or math.inf)))
+            out.append(ev.WakeAt(time_s=min(now_s + _GO_ON_S, self._wake_s)))
         return out
 
     def snapshot(self, now_s: float) -> Snapshot:
-        """The state matrix and queue, for metrics and people."""
         return snapshot_of(self, now_s)
 
     @property
@@ -234,12 +235,12 @@ class Scheduler:
         name, rank = request.prefill or ("", 0)
         if (prefill := self.prefill.get(name)) is not None:
             prefill.dropped(request.rid, rank)
-        tokens = self._outputs.answered_tokens(event, request, self._members.up_decode)
+        tokens = self._admission.outputs.answered_tokens(event, request, self._members.up_decode)
         name, rank = request.decode or ("", 0)
         if (decode := self.decode.get(name)) is not None:
             decode.ended(request.rid, rank, request.prompt_tokens + tokens)
         if event.outcome == "completed" and event.completion_tokens is not None:
-            self._outputs.learn(tokens)
+            self._admission.outputs.learn(tokens)
         return not request.prefilled or (request.decode is not None and self._makes_room(name))
 
     def _makes_room(self, instance: ev.InstanceId) -> bool:
@@ -264,7 +265,7 @@ class Scheduler:
             decode=(event.decode, event.decode_rank),
             prefilled=event.prefilled,
         )
-        request.total_tokens = self._outputs.total_tokens(request)
+        request.total_tokens = self._admission.outputs.total_tokens(request)
         self._arrivals += 1
         self._requests[event.rid] = request
         self._count_in(request, now_s)
@@ -366,7 +367,7 @@ class Scheduler:
             interval.on_end_forward(observation.forward_s)
             self.policy.on_forward_learned(source)
             for instance in self.prefill.values():
-                instance.watchdog.on_cluster(interval.mean_forward_s, self.config.watchdog_factor)
+                instance.watchdog.on_cluster(interval.mean_forward_s)
 
     # The loop -----------------------------------------------------------------------------
 
@@ -377,8 +378,7 @@ class Scheduler:
             out.append(self._refuse(request.rid, "deadline", message))
         instances = self._members.up_prefill
         latency_s = self.interval.latency_s
-        due_s, again = self._agenda.advance(now_s, latency_s)
-        wakes = [due_s]
+        wake_s, again = self._agenda.advance(now_s, latency_s)
         if now_s >= self._silent_s:
             self._fall_silent(now_s)
         self.queue.reorder()
@@ -391,7 +391,8 @@ class Scheduler:
             return not holds or (request.rid not in unplaced and admits(request))
 
         while instances and len(self.queue):
-            plan = self.policy.plan(self.queue, instances, admissible, now_s)
+            asked = admissible if unplaced or not holds else admits  # often: for all that wait
+            plan = self.policy.plan(self.queue, instances, asked, now_s)
             left = self.gangs.commit(plan, now_s, out)
             if len(left) < len(plan.placements):
                 self.policy.on_dispatched(now_s)
@@ -399,31 +400,25 @@ class Scheduler:
             again.update(placement.instance for placement in plan.placements)
             unplaced.update(left)
             nothing_left = len(left) == len(plan.placements)
-            if nothing_left and not (left and self.policy.holds and len(unplaced) < _MOST_UNPLACED):
-                wakes.append(plan.wake_s)
+            if nothing_left and not (left and holds and len(unplaced) < _MOST_UNPLACED):
+                wake_s = min(wake_s, plan.wake_s)
                 break
         passes_s = RESERVE_AFTER_PASSES * self.interval.mean_forward_s
         self._admission.reserve(self.queue, now_s - passes_s)
         if self._admission.least_refused_tokens < math.inf:
             self._fall_silent(now_s)
-            wakes.append(None if self._silent_s == math.inf else self._silent_s)
-        wakes.extend(instance.advance(now_s, latency_s) for instance in again)
-        wakes.append(self.queue.next_deadline_s())
-        wake_s = min((w for w in wakes if w is not None), default=None)
-        if wake_s is not None and wake_s != self._wake_s:
+            wake_s = min(wake_s, self._silent_s)
+        for instance in again:
+            wake_s = min(wake_s, instance.advance(now_s, latency_s))
+        wake_s = min(wake_s, self.queue.next_deadline_s())
+        if self._wake_s != wake_s < math.inf:
             out.append(ev.WakeAt(time_s=wake_s))
         self._wake_s = wake_s
 
     def _fall_silent(self, now_s: float) -> None:
         """What decode ranks said long ago is forgotten."""
         times_s = [decode.advance(now_s) for decode in self.decode.values()]
-        self._silent_s = min([one for one in times_s if one is not None], default=math.inf)
-
-    def _drive_by(self, time_s: float, out: list[ev.Command]) -> None:
-        """One look for all events like this one until then."""
-        if self._wake_s is None or self._wake_s > time_s:
-            self._wake_s = time_s
-            out.append(ev.WakeAt(time_s=time_s))
+        self._silent_s = min(times_s, default=math.inf)
 
     def _refuse(self, rid: str, cause: ev.RefuseCause, message: str) -> ev.Refuse:
         after_s = retry_after_s(self.queue, self._members.up_prefill)

@@ -4,20 +4,18 @@ from __future__ import annotations
 
 from collections import Counter
 from statistics import fmean
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, get_args
 
 import msgspec
 
 from sglang_sbs.scheduling.decode.instance import DecodeInstance
 from sglang_sbs.scheduling.decode.rules import UNLIMITED
+from sglang_sbs.scheduling.policies.immediate import Worker, workers_of
 from sglang_sbs.scheduling.prefill.books import Tier
-from sglang_sbs.scheduling.prefill.instance import PrefillInstance
 from sglang_sbs.scheduling.queue.priority import CLASSES, class_of
 
 if TYPE_CHECKING:
     from sglang_sbs.scheduling.scheduler import Scheduler
-
-_WEAKEST_FIRST: tuple[Tier, ...] = ("none", "interval", "http", "load_poll", "endforward")
 
 
 class PrefillRankState(msgspec.Struct, frozen=True):
@@ -32,8 +30,6 @@ class PrefillRankState(msgspec.Struct, frozen=True):
 
 
 class PrefillState(msgspec.Struct, frozen=True):
-    """One prefill instance."""
-
     instance: str
     up: bool
     tier: str
@@ -61,8 +57,6 @@ class DecodeRankState(msgspec.Struct, frozen=True):
 
 
 class DecodeState(msgspec.Struct, frozen=True):
-    """One decode instance."""
-
     instance: str
     up: bool
     ranks: list[DecodeRankState]
@@ -98,13 +92,9 @@ class Snapshot(msgspec.Struct, frozen=True):
 
 
 def snapshot_of(scheduler: Scheduler, now_s: float) -> Snapshot:
-    """Copy the state at ``now_s``."""
     interval, queue = scheduler.interval, scheduler.queue
     first = next(iter(queue), None)
     waiting = Counter(class_of(request.priority) for request in queue.first(len(queue)))
-    workers: dict[str, list[PrefillInstance]] = {}
-    for instance in scheduler.prefill.values():
-        workers.setdefault(instance.worker, []).append(instance)
     return Snapshot(
         policy=scheduler.config.policy,
         trigger=scheduler.config.trigger if scheduler.config.policy == "sbs" else "immediate",
@@ -119,8 +109,8 @@ def snapshot_of(scheduler: Scheduler, now_s: float) -> Snapshot:
         throttled=scheduler.throttled,
         batches=scheduler.gangs.count,
         prefill=[
-            _prefill_state(worker, instances, scheduler, now_s)
-            for worker, instances in workers.items()
+            _prefill_state(instances, scheduler, now_s)
+            for instances in workers_of([*scheduler.prefill.values()])
         ],
         decode=[
             _decode_state(one, scheduler.is_up(one.id), now_s) for one in scheduler.decode.values()
@@ -131,16 +121,14 @@ def snapshot_of(scheduler: Scheduler, now_s: float) -> Snapshot:
     )
 
 
-def _prefill_state(
-    worker: str, instances: list[PrefillInstance], scheduler: Scheduler, now_s: float
-) -> PrefillState:
+def _prefill_state(instances: Worker, scheduler: Scheduler, now_s: float) -> PrefillState:
     """Of one instance; without a barrier of all that the worker is: means of what is learned, sums
     of what is counted, of times the soonest."""
     latency_s = scheduler.interval.latency_s
     return PrefillState(
-        instance=worker,
+        instance=instances[0].worker,
         up=scheduler.is_up(instances[0].id),
-        tier=min([i.tier for i in instances], key=_WEAKEST_FIRST.index),
+        tier=min([i.tier for i in instances], key=get_args(Tier).index),
         ready=any(i.ready for i in instances),
         predicted_free_in_s=max(0.0, min(i.free_at_s(now_s, latency_s) for i in instances) - now_s),
         forward_fixed_s=fmean(i.model.fixed_s for i in instances),
@@ -160,7 +148,7 @@ def _prefill_state(
             for rank, c_avail in zip(i.ranks, i.c_avail(), strict=True)
         ],
         chunk_tokens=instances[0].chunk_tokens,
-        barrier=instances[0].id == worker,
+        barrier=instances[0].id == instances[0].worker,
     )
 
 

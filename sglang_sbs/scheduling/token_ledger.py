@@ -34,8 +34,8 @@ class TokenLedger:
         self.charged = self._charge(self._tokens)
 
     def add(self, rid: str, tokens: int) -> None:
-        """Enter or replace a request."""
-        self.pop(rid)
+        if rid in self._tokens:
+            self.pop(rid)
         self._tokens[rid] = tokens
         self.total += tokens
         self.charged += paged(tokens, self._page)
@@ -47,7 +47,6 @@ class TokenLedger:
         self.charged += self._charge(tokens)
 
     def reduce(self, rid: str, tokens: int) -> None:
-        """Take some tokens off a request that stays."""
         before = self._tokens[rid]
         self._tokens[rid] = before - tokens
         self.total -= tokens

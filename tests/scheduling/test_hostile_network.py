@@ -19,7 +19,7 @@ from sglang_sbs.scheduling import (
 from sglang_sbs.scheduling.policies.adaptive.trigger import AdaptiveTrigger
 from sglang_sbs.scheduling.prefill.forward_model import ForwardModel
 from sglang_sbs.scheduling.prefill.instance import PrefillInstance
-from sglang_sbs.scheduling.prefill.network_latency import NetworkLatency
+from sglang_sbs.scheduling.prefill.interval import NetworkLatency
 from sglang_sbs.simulator.cluster.cost import COSTS
 from sglang_sbs.simulator.cluster.simulation import simulate
 from sglang_sbs.simulator.cluster.spec import ClusterSpec

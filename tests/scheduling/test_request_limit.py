@@ -14,9 +14,8 @@ from sglang_sbs.scheduling import InstanceUp
 from sglang_sbs.scheduling.policies.adaptive.pass_forecast import PassForecast, Terms
 from sglang_sbs.scheduling.policies.pbaa import LEFT_OUT, pbaa, place_fitting, top_up
 from sglang_sbs.scheduling.prefill.instance import PrefillInstance
-from sglang_sbs.scheduling.queue.flow_control import retry_after_s
+from sglang_sbs.scheduling.queue.flow_control import first_token_in_s, retry_after_s
 from sglang_sbs.scheduling.queue.request import RequestQueue
-from sglang_sbs.scheduling.queue.slo_forecast import first_token_in_s
 from sglang_sbs.simulator.experiments.sweep import Job, run_job
 
 CHUNK, DP, MOST = 1024, 2, 4

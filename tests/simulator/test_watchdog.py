@@ -76,7 +76,7 @@ def test_an_instance_that_falls_silent_is_reset(policy: str, monkeypatch: pytest
 
 def test_silence_counts_from_the_end_of_what_runs_and_is_measured_by_the_slower():
     dog = Watchdog(t_default_s=0.3)
-    dog.on_cluster(0.2, factor=5.0)
+    dog.on_cluster(0.2)
     dog.arm(10.0, busy_until_s=10.0, launched=False)
     assert dog.due_s == pytest.approx(11.0)
     dog.arm(10.0, busy_until_s=12.0, launched=False)
@@ -84,13 +84,13 @@ def test_silence_counts_from_the_end_of_what_runs_and_is_measured_by_the_slower(
     for _ in range(9):
         dog.on_pass(2.0)
     assert dog.timeout_s == pytest.approx(10.0)
-    dog.on_cluster(3.0, factor=5.0)
+    dog.on_cluster(3.0)
     assert dog.timeout_s == pytest.approx(15.0)
 
 
 def test_one_slow_pass_does_not_make_the_watchdog_patient():
     dog = Watchdog(t_default_s=0.3)
-    dog.on_cluster(0.2, factor=5.0)
+    dog.on_cluster(0.2)
     for forward_s in (30.0, 0.2):
         dog.on_pass(forward_s)
     assert dog.timeout_s == pytest.approx(1.0)

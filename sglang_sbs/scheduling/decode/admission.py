@@ -25,13 +25,11 @@ class ExpectedOutput:
 
     def __init__(self, default_tokens: int) -> None:
         self._tokens = float(default_tokens)
+        self._whole_tokens = default_tokens
 
     def total_tokens(self, request: Request) -> int:
-        """Prompt plus expected output."""
-        expected = int(self._tokens)
-        if request.max_new_tokens is not None:
-            expected = min(expected, request.max_new_tokens)
-        return request.prompt_tokens + expected
+        expected, most = self._whole_tokens, request.max_new_tokens
+        return request.prompt_tokens + (expected if most is None or expected < most else most)
 
     def answered_tokens(
         self, event: RequestEnded, request: Request, instances: Sequence[DecodeInstance]
@@ -44,6 +42,7 @@ class ExpectedOutput:
 
     def learn(self, tokens: int) -> None:
         self._tokens += _OUTPUT_STEP * (tokens - self._tokens)
+        self._whole_tokens = int(self._tokens)
 
 
 class Reservation(NamedTuple):
@@ -58,7 +57,7 @@ class DecodeAdmission:
     """The room of all decode ranks, and who it is kept for."""
 
     def __init__(self, outputs: ExpectedOutput) -> None:
-        self._outputs = outputs
+        self.outputs = outputs
         self._instances: Sequence[DecodeInstance] = ()
         self._room_tokens: int | None = None
         """Of all ranks that are not reserved; None: to be worked out again."""
@@ -84,13 +83,14 @@ class DecodeAdmission:
         """Whether some rank that the request may use has room for all of it."""
         reserved = self.reserved
         if request.exclude or (reserved is not None and reserved.rid == request.rid):
-            room_tokens = max([self._room(d, request) for d in self._permitted(request)], default=0)
+            allowed = request.allowed_on(self._instances)
+            room_tokens = max([self._room(decode, request) for decode in allowed], default=0)
         else:
             if self._room_tokens is None:
                 rooms = [self._room(decode, request) for decode in self._instances]
                 self._room_tokens = max(rooms, default=0)
             room_tokens = self._room_tokens
-        tokens = self._outputs.total_tokens(request)
+        tokens = self.outputs.total_tokens(request)
         if tokens <= room_tokens:
             return True
         self.refused(tokens)
@@ -121,7 +121,7 @@ class DecodeAdmission:
                 continue
             rooms = [
                 (room, decode.id, rank)
-                for decode in self._permitted(request)
+                for decode in request.allowed_on(self._instances)
                 for rank, room in enumerate(decode.rooms())
             ]
             if rooms:
@@ -129,11 +129,6 @@ class DecodeAdmission:
                 self.reserved = Reservation(request.rid, instance, rank)
                 self._room_tokens = None
             return
-
-    def _permitted(self, request: Request) -> Sequence[DecodeInstance]:
-        """A retry avoids the instances it failed on, while there are others."""
-        allowed = [decode for decode in self._instances if decode.id not in request.exclude]
-        return allowed or self._instances
 
     def _room(self, decode: DecodeInstance, request: Request) -> int:
         kept = self.reserved

@@ -30,8 +30,6 @@ would have is lost, and a first one cannot tell how many it missed."""
 
 @dataclass(slots=True)
 class DecodeRank:
-    """One DP rank."""
-
     flight: TokenLedger = field(default_factory=TokenLedger)
     """Dispatched and not yet accepted by the rank: prompt tokens."""
     growth: TokenLedger = field(default_factory=TokenLedger)
@@ -241,9 +239,9 @@ class DecodeInstance:
                 self._hear(index, now_s)
         self._all_changed()
 
-    def advance(self, now_s: float) -> float | None:
+    def advance(self, now_s: float) -> float:
         """Forget what was heard too long ago. Returns when to call again even if nothing is heard;
-        None for never."""
+        infinity for never."""
         while self._heard_s:
             index, heard_s = next(iter(self._heard_s.items()))
             if heard_s + SILENT_S > now_s:
@@ -253,7 +251,7 @@ class DecodeInstance:
             self._stale.add(index)
             if not self._heard_s:
                 self._take_limits(0, 0)
-        return None
+        return math.inf
 
     def _hear(self, index: int, now_s: float) -> None:
         self._heard_s.pop(index, None)

@@ -206,7 +206,6 @@ def _log_expm1(x: float) -> float:
 
 
 def fewest_requests(_request: Request, board: DecodeBoard, fits: Fits) -> int | None:
-    """Decode rule of the least-loaded baselines."""
     return next(board.frontier(fits), None)
 
 

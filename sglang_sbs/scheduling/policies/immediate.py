@@ -4,17 +4,13 @@ and the strongest immediate one. Must not know the queue's bookkeeping or decode
 from __future__ import annotations
 
 import random
+from collections import Counter
 from collections.abc import Sequence
+from itertools import count
 
 from sglang_sbs.scheduling.paging import paged
-from sglang_sbs.scheduling.policies.policy import (
-    Admissible,
-    Placement,
-    Plan,
-    PrefillPolicy,
-    permitted,
-)
-from sglang_sbs.scheduling.prefill.instance import PrefillInstance
+from sglang_sbs.scheduling.policies.policy import Admissible, Placement, Plan, PrefillPolicy
+from sglang_sbs.scheduling.prefill.instance import Instances, PrefillInstance
 from sglang_sbs.scheduling.prefill.interval import IntervalController
 from sglang_sbs.scheduling.queue.request import RequestQueue
 from sglang_sbs.scheduling.request import Request
@@ -25,8 +21,7 @@ Worker = list[PrefillInstance]
 """What a gateway chooses among: one instance, or where there is no barrier all that it is."""
 
 
-def workers_of(instances: Sequence[PrefillInstance]) -> list[Worker]:
-    """The workers that the instances are."""
+def workers_of(instances: Instances) -> list[Worker]:
     workers: dict[str, Worker] = {}
     for instance in instances:
         workers.setdefault(instance.worker, []).append(instance)
@@ -34,7 +29,6 @@ def workers_of(instances: Sequence[PrefillInstance]) -> list[Worker]:
 
 
 def ranks_of(worker: Worker) -> int:
-    """How many DP ranks it has."""
     return sum([instance.dp_size for instance in worker])
 
 
@@ -48,27 +42,40 @@ def requests_of(worker: Worker) -> int:
     return sum([len(rank.outstanding) for instance in worker for rank in instance.ranks])
 
 
+def requests_at(worker: Worker, number: int) -> int:
+    """Unfinished ones of one of its DP ranks."""
+    instance, rank = rank_of(worker, number)
+    return len(instance.ranks[rank].outstanding)
+
+
 class ImmediatePolicy(PrefillPolicy):
-    """Places every request when it arrives; subclasses choose where."""
+    """Places every request when it arrives. Subclasses choose the worker, by default each in turn,
+    and the DP rank in it; or the place at once."""
 
     holds = False
 
+    def __init__(self) -> None:
+        self._turns = count()
+
     def plan(
-        self,
-        queue: RequestQueue,
-        instances: Sequence[PrefillInstance],
-        admissible: Admissible,
-        now_s: float,
+        self, queue: RequestQueue, instances: Instances, admissible: Admissible, now_s: float
     ) -> Plan:
         request = queue.oldest
         if request is None:
             return Plan()
-        candidates = [i for i in instances if permitted(request, i, instances)]
-        instance, rank = self.choose(request, candidates, now_s)
+        instance, rank = self.choose(request, request.allowed_on(instances), now_s)
         return Plan([Placement(request, instance, rank)], reason="immediate")
 
-    def choose(self, request: Request, instances: Sequence[PrefillInstance], now_s: float) -> Place:
+    def choose(self, request: Request, instances: Instances, now_s: float) -> Place:
         """The instance and DP rank of the next request."""
+        worker = self.worker_of(request, workers_of(instances), now_s)
+        return rank_of(worker, self.rank_in(worker, request))
+
+    def worker_of(self, request: Request, workers: Sequence[Worker], now_s: float) -> Worker:
+        return workers[next(self._turns) % len(workers)]
+
+    def rank_in(self, worker: Worker, request: Request) -> int:
+        """A number for :func:`rank_of`."""
         raise NotImplementedError
 
 
@@ -76,77 +83,63 @@ class RoundRobin(ImmediatePolicy):
     """Instances in turn; within an instance, DP ranks in turn."""
 
     def __init__(self) -> None:
-        self._next = 0
-        self._next_rank: dict[str, int] = {}
+        super().__init__()
+        self._next_rank: Counter[str] = Counter()
 
-    def choose(self, request: Request, instances: Sequence[PrefillInstance], now_s: float) -> Place:
-        workers = workers_of(instances)
-        worker = workers[self._next % len(workers)]
-        self._next += 1
+    def rank_in(self, worker: Worker, request: Request) -> int:
         name = worker[0].worker
-        number = self._next_rank.get(name, 0) % ranks_of(worker)
+        number = self._next_rank[name] % ranks_of(worker)
         self._next_rank[name] = number + 1
-        return rank_of(worker, number)
+        return number
 
 
-class Random(ImmediatePolicy):
-    """A random instance and a random DP rank: gateway `random` over SGLang's room mod dp."""
-
-    def __init__(self, seed: int) -> None:
-        self._random = random.Random(seed)
-
-    def choose(self, request: Request, instances: Sequence[PrefillInstance], now_s: float) -> Place:
-        return self.any_rank_of(self._random.choice(workers_of(instances)))
-
-    def any_rank_of(self, worker: Worker) -> Place:
-        """As SGLang places what names no rank."""
-        return rank_of(worker, self._random.randrange(ranks_of(worker)))
-
-
-class RandomRank(Random):
+class RandomRank(ImmediatePolicy):
     """Instances in turn, a random DP rank: gateway `round_robin` over SGLang's room mod dp."""
 
     def __init__(self, seed: int) -> None:
-        super().__init__(seed)
-        self._next = 0
+        super().__init__()
+        self._random = random.Random(seed)
 
-    def choose(self, request: Request, instances: Sequence[PrefillInstance], now_s: float) -> Place:
-        workers = workers_of(instances)
-        worker = workers[self._next % len(workers)]
-        self._next += 1
-        return self.any_rank_of(worker)
+    def rank_in(self, worker: Worker, request: Request) -> int:
+        return self._random.randrange(ranks_of(worker))
+
+
+class Random(RandomRank):
+    """A random instance and a random DP rank: gateway `random` over SGLang's room mod dp."""
+
+    def worker_of(self, request: Request, workers: Sequence[Worker], now_s: float) -> Worker:
+        return self._random.choice(workers)
 
 
 class LeastRequests(ImmediatePolicy):
     """The instance with the fewest unfinished requests, then its DP rank with the fewest."""
 
-    def choose(self, request: Request, instances: Sequence[PrefillInstance], now_s: float) -> Place:
-        worker = min(workers_of(instances), key=requests_of)
-        places = [rank_of(worker, number) for number in range(ranks_of(worker))]
-        return min(places, key=lambda place: len(place[0].ranks[place[1]].outstanding))
+    def worker_of(self, request: Request, workers: Sequence[Worker], now_s: float) -> Worker:
+        return min(workers, key=requests_of)
+
+    def rank_in(self, worker: Worker, request: Request) -> int:
+        return min(range(ranks_of(worker)), key=lambda number: requests_at(worker, number))
 
 
 class LeastTokens(ImmediatePolicy):
     """The DP rank with the fewest unfinished prompt tokens, over all instances."""
 
-    def choose(self, request: Request, instances: Sequence[PrefillInstance], now_s: float) -> Place:
+    def choose(self, request: Request, instances: Instances, now_s: float) -> Place:
         return min(
             ((i, d) for i in instances for d in range(i.dp_size)),
             key=lambda place: place[0].ranks[place[1]].outstanding.total,
         )
 
 
-class PowerOfTwo(Random):
+class PowerOfTwo(RandomRank):
     """The less loaded of two random instances by unfinished requests, a random DP rank: gateway
     `power_of_two` over SGLang's room mod dp."""
 
-    def choose(self, request: Request, instances: Sequence[PrefillInstance], now_s: float) -> Place:
-        workers = workers_of(instances)
-        pair = self._random.sample(workers, min(2, len(workers)))
-        return self.any_rank_of(min(pair, key=requests_of))
+    def worker_of(self, request: Request, workers: Sequence[Worker], now_s: float) -> Worker:
+        return min(self._random.sample(workers, min(2, len(workers))), key=requests_of)
 
 
-class StaleTokens(Random):
+class StaleTokens(RandomRank):
     """The instance with the fewest unfinished prompt tokens, a random DP rank, as a gateway sees it
     that polls loads every ``stale_s`` and keeps no books in between: all arrivals of one interval
     herd to the same instance."""
@@ -157,16 +150,14 @@ class StaleTokens(Random):
         self._polled_s = float("-inf")
         self._tokens: dict[str, int] = {}
 
-    def choose(self, request: Request, instances: Sequence[PrefillInstance], now_s: float) -> Place:
-        workers = {worker[0].worker: worker for worker in workers_of(instances)}
+    def worker_of(self, request: Request, workers: Sequence[Worker], now_s: float) -> Worker:
         if now_s - self._polled_s >= self._stale_s:
             self._polled_s = now_s
             self._tokens = {
-                name: sum(rank.outstanding.total for one in worker for rank in one.ranks)
-                for name, worker in workers.items()
+                worker[0].worker: sum(rank.outstanding.total for i in worker for rank in i.ranks)
+                for worker in workers
             }
-        name = min(workers, key=lambda one: self._tokens.get(one, 0))
-        return self.any_rank_of(workers[name])
+        return min(workers, key=lambda worker: self._tokens.get(worker[0].worker, 0))
 
 
 class Eta(ImmediatePolicy):
@@ -174,11 +165,12 @@ class Eta(ImmediatePolicy):
     strongest policy that does not wait."""
 
     def __init__(self, interval: IntervalController) -> None:
+        super().__init__()
         self._interval = interval
 
-    def choose(self, request: Request, instances: Sequence[PrefillInstance], now_s: float) -> Place:
+    def choose(self, request: Request, instances: Instances, now_s: float) -> Place:
         best: tuple[float, int] | None = None
-        chosen: tuple[PrefillInstance, int] | None = None
+        chosen: Place | None = None
         latency_s = self._interval.latency_s
         for instance in instances:
             free_s = max(0.0, instance.free_at_s(now_s, latency_s) - now_s)

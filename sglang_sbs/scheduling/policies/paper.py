@@ -1,25 +1,16 @@
 """The paper's dual trigger, literally: I_opt elapsed AND EndForward of the next target instance.
 
-Owns when a batch leaves and for whom under ``--sbs-trigger paper`` (Figure 5 and section 4.1 of
-arXiv 2512.16134), for comparison: at EndForward, in strict rotation, with Algorithm 2's overshoot,
-which cost throughput on a real engine. Must not know decode or flow control."""
+``--sbs-trigger paper`` (Figure 5 and section 4.1 of arXiv 2512.16134), for comparison: at
+EndForward, in strict rotation, with Algorithm 2's overshoot, which cost throughput on a real
+engine."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 from sglang_sbs.scheduling.policies.pbaa import pbaa
-from sglang_sbs.scheduling.policies.policy import (
-    Admissible,
-    Placement,
-    Plan,
-    PrefillPolicy,
-    permitted,
-)
-from sglang_sbs.scheduling.prefill.instance import PrefillInstance
+from sglang_sbs.scheduling.policies.policy import Admissible, Placement, Plan, PrefillPolicy
+from sglang_sbs.scheduling.prefill.instance import Instances
 from sglang_sbs.scheduling.prefill.interval import IntervalController
 from sglang_sbs.scheduling.queue.request import RequestQueue
-from sglang_sbs.scheduling.request import Request
 
 _EPSILON_S = 1e-9
 
@@ -36,33 +27,37 @@ class PaperTrigger(PrefillPolicy):
         self._target: str | None = None
 
     def plan(
-        self,
-        queue: RequestQueue,
-        instances: Sequence[PrefillInstance],
-        admissible: Admissible,
-        now_s: float,
+        self, queue: RequestQueue, instances: Instances, admissible: Admissible, now_s: float
     ) -> Plan:
         due_s = self._last_s + self._interval.interval_s
         if due_s > now_s + _EPSILON_S:
             return Plan(wake_s=due_s)
-        target = self._target_of(instances)
-        if not self._ready(target, now_s):
-            return Plan(wake_s=self._fixed_interval_s(target))
-        pending: list[Request] = []
-        new: list[Request] = []
-        for request in queue:
-            if admissible(request) and permitted(request, target, instances):
-                (pending if request.waited_batches else new).append(request)
+        ids = [instance.id for instance in instances]
+        number = ids.index(self._target) if self._target in ids else 0
+        target = instances[number]
+        if not target.ready:
+            if target.tier != "interval":
+                return Plan()
+            # A silent instance is served at fixed intervals (section 4.1.2, graceful degradation).
+            fixed_s = target.last_dispatch_s + self._interval.mean_forward_s
+            if fixed_s > now_s + _EPSILON_S:
+                return Plan(wake_s=fixed_s)
+        waiting = [
+            request
+            for request in queue
+            if admissible(request)
+            and (not request.exclude or target in request.allowed_on(instances))
+        ]
         allocation = pbaa(
-            pending,
-            new,
+            [request for request in waiting if request.waited_batches],
+            [request for request in waiting if not request.waited_batches],
             target.c_avail(),
             lambda request, rank: request.hit_tokens(target.id, rank),
             target.page,
             target.places(),
         )
         self._last_s = now_s
-        self._target = self._after(target, instances)
+        self._target = ids[(number + 1) % len(ids)]
         if not target.idle:
             # Its EndForward is spent on this cycle, whether or not it had room.
             target.ready = False
@@ -72,26 +67,3 @@ class PaperTrigger(PrefillPolicy):
             wake_s=now_s + self._interval.interval_s,
             passed_over=allocation.left,
         )
-
-    def _target_of(self, instances: Sequence[PrefillInstance]) -> PrefillInstance:
-        for instance in instances:
-            if instance.id == self._target:
-                return instance
-        return instances[0]
-
-    @staticmethod
-    def _after(target: PrefillInstance, instances: Sequence[PrefillInstance]) -> str:
-        ids = [i.id for i in instances]
-        return ids[(ids.index(target.id) + 1) % len(ids)]
-
-    def _ready(self, target: PrefillInstance, now_s: float) -> bool:
-        if target.ready:
-            return True
-        fixed_s = self._fixed_interval_s(target)
-        return fixed_s is not None and fixed_s <= now_s + _EPSILON_S
-
-    def _fixed_interval_s(self, target: PrefillInstance) -> float | None:
-        """A silent instance is served at fixed intervals (section 4.1.2, graceful degradation)."""
-        if target.tier != "interval":
-            return None
-        return target.last_dispatch_s + self._interval.mean_forward_s

@@ -52,40 +52,49 @@ class Room:
     """What the next pass still takes on each rank of an instance: tokens, and requests where the
     engine has a limit of them."""
 
-    __slots__ = ("_places", "_tokens", "free")
+    __slots__ = ("_page", "_places", "_tokens", "free", "hits_of")
 
-    def __init__(self, c_avail: Sequence[int], places: Sequence[int] | None) -> None:
+    def __init__(
+        self,
+        c_avail: Sequence[int],
+        places: Sequence[int] | None,
+        page: int,
+        hits_of: PrefixHits = no_hits,
+    ) -> None:
         self._tokens = list(c_avail)
         self._places = None if places is None else list(places)
-        self.free = self._tokens
+        self._page = page
+        self.hits_of = hits_of
+        self.free = list(c_avail)
         """Tokens for one more request."""
-        if self._places is not None:
-            self.free = [
-                tokens if left > 0 else min(0, tokens)
-                for tokens, left in zip(self._tokens, self._places, strict=True)
-            ]
+        if places is not None:
+            for rank in range(len(places)):
+                self._limit(rank)
+
+    def need(self, request: Request, rank: int) -> int:
+        """What a request costs there."""
+        hits = self.hits_of(request)
+        return paged(request.prompt_tokens - (0 if hits is None else hits[rank]), self._page)
 
     def take(self, rank: int, tokens: int) -> None:
-        """A request goes there."""
         self._tokens[rank] -= tokens
         if self._places is not None:
             self._places[rank] -= 1
-            self._limit(rank)
+        self._limit(rank)
 
-    def holds_instead(self, rank: int, tokens: int, instead_of: int) -> bool:
-        """Whether a request fits there if one of so many tokens goes."""
-        return self._tokens[rank] + instead_of >= tokens
+    def holds_instead(self, rank: int, request: Request, instead_of: Request) -> bool:
+        """Whether a request fits there if that one goes."""
+        return self._tokens[rank] + self.need(instead_of, rank) >= self.need(request, rank)
 
-    def swap(self, rank: int, tokens: int, instead_of: int) -> None:
+    def swap(self, rank: int, request: Request, instead_of: Request) -> None:
         """It takes the place of that one."""
-        self._tokens[rank] += instead_of - tokens
-        if self._places is not None:
-            self._limit(rank)
+        self._tokens[rank] += self.need(instead_of, rank) - self.need(request, rank)
+        self._limit(rank)
 
     def _limit(self, rank: int) -> None:
-        assert self._places is not None
         tokens = self._tokens[rank]
-        self.free[rank] = tokens if self._places[rank] > 0 else min(0, tokens)
+        is_full = self._places is not None and self._places[rank] <= 0
+        self.free[rank] = min(0, tokens) if is_full else tokens
 
 
 def pbaa(
@@ -110,7 +119,7 @@ def pbaa(
         page: a request costs whole pages of so many tokens.
         places: how many requests each rank still takes; None: any number.
     """
-    room = Room(c_avail, places)
+    room = Room(c_avail, places, page)
     ranks = range(len(c_avail))
     placed: list[tuple[Request, int]] = []
     left: list[Request] = []
@@ -164,17 +173,17 @@ def place_fitting(
         places: how many requests each rank still takes; None: any number.
     """
     longest_first = sorted(requests, key=lambda r: -r.uncached_tokens)
-    more = chunk_tokens, hits_of, rank_of, received_tokens, page
-    room = Room(c_avail, places)
+    more = chunk_tokens, rank_of, received_tokens
+    room = Room(c_avail, places, page, hits_of)
     placed, left = _place(longest_first, room, *more)
     if left and placed:
         highest = max(request.priority for request in left)
         if highest > min(request.priority for request, _ in placed):
             longest_first.sort(key=lambda r: -r.priority)
-            room = Room(c_avail, places)
+            room = Room(c_avail, places, page, hits_of)
             placed, left = _place(longest_first, room, *more)
     if any(request.waited_batches >= LEFT_OUT for request in left):
-        left = _take_turns(placed, left, room, chunk_tokens, hits_of, page)
+        left = _take_turns(placed, left, room, chunk_tokens)
     return Allocation(placed, left)
 
 
@@ -182,31 +191,25 @@ def _place(
     requests: Iterable[Request],
     room: Room,
     chunk_tokens: int,
-    hits_of: PrefixHits,
     rank_of: RankOf | None,
     received_tokens: Sequence[int] | None,
-    page: int,
 ) -> tuple[list[tuple[Request, int]], list[Request]]:
     """In this order: who is placed, and who is left. Changes ``room``."""
-    capacity = room.free
     placed: list[tuple[Request, int]] = []
     left: list[Request] = []
-    rank: int | None
     for request in requests:
-        hits = hits_of(request)
-        if hits is None or rank_of is None:
-            need = paged(request.prompt_tokens, page)
-            rank = _emptiest(capacity, received_tokens)
-            if capacity[rank] < first_part(need, chunk_tokens):
+        rank: int | None
+        if rank_of is None or room.hits_of(request) is None:
+            rank = _emptiest(room.free, received_tokens)
+            if room.free[rank] < first_part(room.need(request, rank), chunk_tokens):
                 rank = None
         else:
-            rank = rank_of(request, capacity)
-            need = paged(request.prompt_tokens - (0 if rank is None else hits[rank]), page)
+            rank = rank_of(request, room.free)
         if rank is None:
             left.append(request)
         else:
             placed.append((request, rank))
-            room.take(rank, need)
+            room.take(rank, room.need(request, rank))
     return placed, left
 
 
@@ -215,8 +218,6 @@ def _take_turns(
     left: list[Request],
     room: Room,
     chunk_tokens: int,
-    hits_of: PrefixHits,
-    page: int,
 ) -> list[Request]:
     """Let those in that were left out of several batches, each for the shortest new one that makes
     room: short ones are placed last, and with full passes it would be luck. Of requests of up to a
@@ -226,10 +227,6 @@ def _take_turns(
 
     def may_move(request: Request) -> bool:
         return request.prompt_tokens <= chunk_tokens and request.hits.best_tokens < least_hit
-
-    def need_of(request: Request, rank: int) -> int:
-        hits = hits_of(request)
-        return paged(request.prompt_tokens - (0 if hits is None else hits[rank]), page)
 
     still: list[Request] = []
     turns = 0
@@ -241,7 +238,7 @@ def _take_turns(
                 if (
                     one.order > old.order
                     and one.waited_batches == 0
-                    and room.holds_instead(rank, need_of(old, rank), need_of(one, rank))
+                    and room.holds_instead(rank, old, one)
                     and may_move(one)
                     and (at is None or one.prompt_tokens < placed[at][0].prompt_tokens)
                 ):
@@ -251,14 +248,14 @@ def _take_turns(
         else:
             one, rank = placed[at]
             placed[at] = (old, rank)
-            room.swap(rank, need_of(old, rank), need_of(one, rank))
+            room.swap(rank, old, one)
             still.append(one)
     left = []
     for request in sorted(still, key=lambda r: -r.uncached_tokens):
         rank = _emptiest(room.free, None)
-        if may_move(request) and need_of(request, rank) <= room.free[rank]:
+        if may_move(request) and room.need(request, rank) <= room.free[rank]:
             placed.append((request, rank))
-            room.take(rank, need_of(request, rank))
+            room.take(rank, room.need(request, rank))
         else:
             left.append(request)
     return left
@@ -294,10 +291,9 @@ def top_up(
     remaining = uncached_tokens_of(allocation.left)
     if remaining <= keep_tokens:
         return allocation
-    room = Room(c_avail, places)
+    room = Room(c_avail, places, page, hits_of)
     for request, rank in allocation.placed:
-        hits = hits_of(request)
-        room.take(rank, paged(request.prompt_tokens - (0 if hits is None else hits[rank]), page))
+        room.take(rank, room.need(request, rank))
     placed = list(allocation.placed)
     left: list[Request] = []
     for request in sorted(allocation.left, key=lambda r: (r.priority, r.order)):
@@ -309,7 +305,7 @@ def top_up(
         best = after.index(max(after))
         if room.free[best] > hole_share * chunk_tokens:
             placed.append((request, best))
-            room.take(best, paged(request.prompt_tokens - hits[best], page))
+            room.take(best, room.need(request, best))
             remaining -= request.uncached_tokens
         else:
             left.append(request)

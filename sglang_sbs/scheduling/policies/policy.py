@@ -3,12 +3,13 @@ queue's bookkeeping, decode, or how instances keep their state true."""
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from sglang_sbs.scheduling.prefill.instance import PrefillInstance
+from sglang_sbs.scheduling.prefill.instance import Instances, PrefillInstance
 from sglang_sbs.scheduling.prefill.observation import Observation
 from sglang_sbs.scheduling.queue.request import RequestQueue
 from sglang_sbs.scheduling.request import Request
@@ -31,7 +32,7 @@ class Plan:
 
     placements: list[Placement] = field(default_factory=list)
     reason: str = ""
-    wake_s: float | None = None
+    wake_s: float = math.inf
     passed_over: list[Request] = field(default_factory=list)
     """Requests that took part in this cycle and were not allocated: Q_next of Algorithm 2."""
 
@@ -47,7 +48,7 @@ class PrefillPolicy(ABC):
         """Its place in the queue's order, smallest first; asked once, when it arrives."""
         return request.arrived_s
 
-    def on_topology_change(self, instances: Sequence[PrefillInstance]) -> None:  # noqa: B027
+    def on_topology_change(self, instances: Instances) -> None:  # noqa: B027
         """These are the prefill instances that are up now."""
 
     def on_arrival(self, tokens: int, now_s: float) -> None:  # noqa: B027
@@ -64,18 +65,7 @@ class PrefillPolicy(ABC):
 
     @abstractmethod
     def plan(
-        self,
-        queue: RequestQueue,
-        instances: Sequence[PrefillInstance],
-        admissible: Admissible,
-        now_s: float,
+        self, queue: RequestQueue, instances: Instances, admissible: Admissible, now_s: float
     ) -> Plan:
         """One decision. Called again until it places nothing; neither ``queue`` nor ``instances``
         is ever empty."""
-
-
-def permitted(
-    request: Request, instance: PrefillInstance, instances: Sequence[PrefillInstance]
-) -> bool:
-    """A retry avoids the instances it failed on, while there are others."""
-    return instance.id not in request.exclude or all(i.id in request.exclude for i in instances)

@@ -4,10 +4,33 @@ it has changed, when its time has come, and at every event while its time depend
 from __future__ import annotations
 
 import math
+from bisect import bisect_left, insort
 from collections.abc import Iterable
 
 from sglang_sbs.scheduling.prefill.instance import PrefillInstance
-from sglang_sbs.scheduling.prefill.timetable import Timetable
+
+
+class Timetable:
+    """Times of numbered things, at most one each, kept in order while single ones change."""
+
+    __slots__ = ("_time_of", "ordered")
+
+    def __init__(self) -> None:
+        self._time_of: dict[int, float] = {}
+        self.ordered: list[tuple[float, int]] = []
+        """Time and number, the earliest first. Not to be changed from outside."""
+
+    def set(self, number: int, time_s: float | None) -> None:
+        """Its time is this one now; None: it has none."""
+        before_s = self._time_of.get(number)
+        if time_s == before_s:
+            return
+        if before_s is not None:
+            del self.ordered[bisect_left(self.ordered, (before_s, number))]
+            del self._time_of[number]
+        if time_s is not None:
+            self._time_of[number] = time_s
+            insort(self.ordered, (time_s, number))
 
 
 class Agenda:
@@ -22,7 +45,6 @@ class Agenda:
         """Of all others, by number."""
 
     def on_topology_change(self, instances: Iterable[PrefillInstance]) -> None:
-        """These are the instances now."""
         for instance in self._instances:
             instance.unsubscribe(self._changed)
         self._instances = list(instances)
@@ -32,8 +54,8 @@ class Agenda:
         for instance in self._instances:
             instance.subscribe(self._changed)
 
-    def advance(self, now_s: float, latency_s: float) -> tuple[float | None, set[PrefillInstance]]:
-        """Let happen what is due. Returns when to call again even if nothing changes, None for
+    def advance(self, now_s: float, latency_s: float) -> tuple[float, set[PrefillInstance]]:
+        """Let happen what is due. Returns when to call again even if nothing changes, infinity for
         never; and who is due again at this very moment."""
         asked = self._changed.copy()
         self._changed.clear()
@@ -46,12 +68,13 @@ class Agenda:
         for instance in asked:
             own_s = instance.advance(now_s, latency_s)
             rests = instance.rests
-            self._due.set(self._number_of[instance], own_s if rests else None)
+            is_due = rests and own_s < math.inf
+            self._due.set(self._number_of[instance], own_s if is_due else None)
             if not rests:
                 self._changed.add(instance)
-                next_s = min(next_s, math.inf if own_s is None else own_s)
-            if own_s is not None and own_s <= now_s:
+                next_s = min(next_s, own_s)
+            if own_s <= now_s:
                 again.add(instance)
         if self._due.ordered:
             next_s = min(next_s, self._due.ordered[0][0])
-        return (None if next_s == math.inf else next_s), again
+        return next_s, again

@@ -15,9 +15,9 @@ from sglang_sbs.scheduling.prefill.report_limits import DeviceTime
 from sglang_sbs.scheduling.prefill.watchdog import Watchdog
 from sglang_sbs.wire import EndForward
 
-Tier = Literal["none", "endforward", "load_poll", "http", "interval"]
-"""Which signal readiness rests on. ``none``: nothing heard yet. ``interval``: fell silent, served
-at fixed intervals (paper section 4.1.2, graceful degradation)."""
+Tier = Literal["none", "interval", "http", "load_poll", "endforward"]
+"""Which signal readiness rests on, the weakest first. ``none``: nothing heard yet. ``interval``:
+fell silent, served at fixed intervals (paper section 4.1.2, graceful degradation)."""
 
 
 class PrefillBooks:
@@ -37,11 +37,6 @@ class PrefillBooks:
         self.worker = worker or up.instance
         self.dp_size = up.dp_size
         self.chunk_tokens = default_chunk_tokens
-        self.page = 1
-        """Tokens per page that a request is charged of the chunk."""
-        self.prefill_max_requests = 0
-        """Of a rank in one pass; 0: no limit."""
-        self.overlap = up.overlap
         self.ranks = [PrefillRank() for _ in range(up.dp_size)]
         self._set_room(up)
         self.model = ForwardModel(t_default_s=t_default_s, chunk_tokens=self.chunk_tokens)
@@ -96,6 +91,7 @@ class PrefillBooks:
 
     def _set_room(self, up: InstanceUp) -> None:
         self.page = max(1, up.charged_page or up.page_size)
+        """Tokens per page that a request is charged of the chunk."""
         self.chunk_tokens = whole_pages(up.chunk_tokens or self.chunk_tokens, self.page)
         self.capacity_tokens = self.chunk_tokens * self.dp_size
         """Of a pass with a full chunk on every rank."""
@@ -103,6 +99,7 @@ class PrefillBooks:
         # A limit that no chunk can hold is none.
         most = up.prefill_max_requests
         self.prefill_max_requests = most if 0 < most * self.page < self.chunk_tokens else 0
+        """Of a rank in one pass; 0: no limit."""
         for rank in self.ranks:
             rank.set_limits(self.page, self.chunk_tokens, self.prefill_max_requests)
 
@@ -132,6 +129,11 @@ class PrefillBooks:
         """The same, and the predicted forward time of such a pass."""
         tokens = self.capacity_of(mean_tokens)
         return tokens, self.model.predict_s([round(tokens / self.dp_size)] * self.dp_size)
+
+    @property
+    def tokens_per_s(self) -> float:
+        """Without the fixed time of its passes."""
+        return self.dp_size / self.model.slope_s_per_token()
 
     @property
     def longest_prompt_tokens(self) -> int:

@@ -127,7 +127,6 @@ class ForwardModel:
     def observe(
         self, tokens_per_rank: Sequence[int], forward_s: float, pairs: Sequence[float] = ()
     ) -> None:
-        """Learn from one finished pass."""
         self.passes += 1
         one = _Observed(tuple(tokens_per_rank), forward_s, tuple(pairs))
         if len(self._first) < _WARM_UP:

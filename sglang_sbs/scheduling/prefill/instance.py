@@ -16,6 +16,7 @@ the pass is presumed over when one of its requests is answered. A later report o
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 from sglang_sbs.scheduling.prefill.books import PrefillBooks
 from sglang_sbs.scheduling.prefill.observation import Observation, observe_launch
@@ -39,10 +40,10 @@ class PrefillInstance(PrefillBooks):
 
     # Time ---------------------------------------------------------------------------------
 
-    def advance(self, now_s: float, latency_s: float) -> float | None:
+    def advance(self, now_s: float, latency_s: float) -> float:
         """Let presumed launches and ends happen, and the watchdog fire, up to ``now_s``. Returns
-        when to call again even if nothing is heard; None for never."""
-        if self.watchdog.due_s is not None and self.watchdog.due_s <= now_s:
+        when to call again even if nothing is heard; infinity for never."""
+        if self.watchdog.due_s <= now_s:
             self._on_silence(now_s)
         if self.rests:
             return self.watchdog.due_s
@@ -53,18 +54,18 @@ class PrefillInstance(PrefillBooks):
                 self.free_since_s = self.passes.pop(0).end_s
                 self.ready = True
         launch_s = self._presumed_launch_s(latency_s)
-        if launch_s is not None and launch_s <= now_s:
+        if launch_s <= now_s:
             sends = self.has_flight
             self._presume_launch(now_s, launch_s)
             self._recount()
             if sends:
                 # Presuming is not hearing: what others are said to have queued buys no time.
                 self._watch(now_s)
-            launch_s = None
-        times = [one for one in (self.watchdog.due_s, launch_s) if one is not None]
+            launch_s = math.inf
+        next_s = min(self.watchdog.due_s, launch_s)
         if self.tier != "endforward" and self.passes and not self.passes[0].rids:
-            times.append(self.passes[0].end_s)
-        return min(times, default=None)
+            next_s = min(next_s, self.passes[0].end_s)
+        return next_s
 
     # Own actions --------------------------------------------------------------------------
 
@@ -147,7 +148,7 @@ class PrefillInstance(PrefillBooks):
             running.rids.pop(rid, None)
         self._recount()
         if not self._owes_signal:
-            self.watchdog.due_s = None
+            self.watchdog.due_s = math.inf
         if not self.has_outstanding and self.tier != "endforward" and not self.passes:
             self.ready = True
 
@@ -222,7 +223,7 @@ class PrefillInstance(PrefillBooks):
             rank.forget()
         self._recount()
         self.passes.clear()
-        self.watchdog.due_s = None
+        self.watchdog.due_s = math.inf
         self.ready = True
         self.left_s = -math.inf
 
@@ -244,7 +245,7 @@ class PrefillInstance(PrefillBooks):
     def _watch(self, now_s: float) -> None:
         """Something was heard or is believed anew: the watchdog waits for what comes next."""
         if not self._owes_signal:
-            self.watchdog.due_s = None
+            self.watchdog.due_s = math.inf
         elif not self.passes:
             # Of others' requests it only speaks once a second.
             wait_s = 0.0 if self.has_outstanding else LOST_S
@@ -304,9 +305,9 @@ class PrefillInstance(PrefillBooks):
             for rank, tokens in zip(self.ranks, report.tokens_per_rank, strict=True):
                 rank.presume(report.forward_id, tokens, self.chunk_tokens)
 
-    def _presumed_launch_s(self, latency_s: float) -> float | None:
+    def _presumed_launch_s(self, latency_s: float) -> float:
         if not self.launching:
-            return None
+            return math.inf
         start_s = max(self.free_since_s + self.gap_s, self.last_dispatch_s + latency_s)
         # A plugin reports launches: give its message time before believing it lost.
         grace_s = 0.5 * self.model.predict_s([0]) if self.tier == "endforward" else 0.0
@@ -466,3 +467,6 @@ class PrefillInstance(PrefillBooks):
 
     def _compute(self, tokens: list[int]) -> list[float]:
         return [rank.prompts.compute(mine) for rank, mine in zip(self.ranks, tokens, strict=True)]
+
+
+Instances = Sequence[PrefillInstance]

@@ -13,13 +13,12 @@ the message does not know of yet are presumed once more.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from sglang_sbs.scheduling.paging import paged
 from sglang_sbs.scheduling.prefill.passes import Pass
-from sglang_sbs.scheduling.prefill.prompt_progress import PromptProgress
 from sglang_sbs.scheduling.prefill.report_limits import MOST_CHUNKS, MOST_PASSES
 from sglang_sbs.scheduling.report_cursor import ReportCursor
 from sglang_sbs.scheduling.token_ledger import TokenLedger
@@ -60,6 +59,63 @@ class Presumed(NamedTuple):
     sent: Sent | None
     forward_id: int
     """The first pass presumed to contain some of it."""
+
+
+class PromptProgress:
+    """The prompts of one rank that are not computed yet, oldest first: what attention costs depends
+    on how far each is, as the last chunk of a long one costs far more than its first.
+
+    Ranks report tokens, not contexts; but they compute first come first served, so the tokens of
+    each pass tell where in which prompt it was. Drift ends with the requests it is about."""
+
+    __slots__ = ("_prompts",)
+
+    def __init__(self) -> None:
+        self._prompts: dict[str, list[int]] = {}
+        """Request id to prompt tokens, how many of them are computed, and how many were cached when
+        it was sent."""
+
+    def add(self, rid: str, prompt_tokens: int, cached_tokens: int = 0) -> None:
+        """A request was dispatched to the rank, which has the beginning of its prompt."""
+        self._prompts[rid] = [prompt_tokens, cached_tokens, cached_tokens]
+
+    def drop(self, rid: str) -> None:
+        self._prompts.pop(rid, None)
+
+    def clear(self) -> None:
+        self._prompts.clear()
+
+    def waiting(self) -> Iterable[Sequence[int]]:
+        """Prompt tokens of each, how many of them are computed, and how many were cached."""
+        return self._prompts.values()
+
+    @property
+    def longest_tokens(self) -> int:
+        return max([prompt[0] for prompt in self._prompts.values()], default=0)
+
+    def pairs(self, tokens: int) -> float:
+        """Attention pairs of the next ``tokens`` tokens: chunk * (context + chunk / 2) summed."""
+        pairs = 0.0
+        for prompt_tokens, computed, _ in self._prompts.values():
+            part = min(tokens, prompt_tokens - computed)
+            pairs += part * (computed + part / 2)
+            tokens -= part
+            if tokens <= 0:
+                break
+        return pairs
+
+    def compute(self, tokens: int) -> float:
+        """A pass takes so many tokens. Returns their pairs."""
+        pairs = self.pairs(tokens)
+        for rid, prompt in [*self._prompts.items()]:
+            part = min(tokens, prompt[0] - prompt[1])
+            prompt[1] += part
+            tokens -= part
+            if prompt[1] == prompt[0]:
+                del self._prompts[rid]
+            if tokens <= 0:
+                break
+        return pairs
 
 
 @dataclass(slots=True)
@@ -130,7 +186,6 @@ class PrefillRank:
         self.idle = True
 
     def new_boot(self) -> None:
-        """Forward ids start anew."""
         self.last_forward_id = self.launched_id = -1
         self.presumed_passes.clear()
         self.taken.clear()

@@ -6,9 +6,11 @@ knows how fast it is, or whether it compiles: it is given more time."""
 
 from __future__ import annotations
 
+import math
 from collections import deque
 
 _FACTOR = 5.0
+"""T_timeout in mean forward times."""
 _NEW = 4.0
 """An instance that has reported the launch of its first pass is given so many times as long."""
 _MOST_BUSY_S = 60.0
@@ -21,10 +23,9 @@ class Watchdog:
     """Of one instance. Its owner arms it, asks :attr:`due_s`, and says what it has learned."""
 
     def __init__(self, t_default_s: float) -> None:
-        self.due_s: float | None = None
-        """When it fires; None: nothing is owed."""
+        self.due_s = math.inf
+        """When it fires; infinity: nothing is owed."""
         self.fires = 0
-        self._factor = _FACTOR
         self._cluster_s = t_default_s
         self._last_s: deque[float] = deque(maxlen=_LAST)
         self._own_s: float | None = None
@@ -32,12 +33,11 @@ class Watchdog:
     @property
     def timeout_s(self) -> float:
         """T_timeout: how much silence is too much."""
-        return self._factor * max(self._own_s or 0.0, self._cluster_s)
+        return _FACTOR * max(self._own_s or 0.0, self._cluster_s)
 
-    def on_cluster(self, mean_forward_s: float, factor: float) -> None:
-        """The usual forward time of all instances; ``factor``: how often that is too much."""
+    def on_cluster(self, mean_forward_s: float) -> None:
+        """The usual forward time of all instances."""
         self._cluster_s = mean_forward_s
-        self._factor = factor
 
     def on_pass(self, forward_s: float) -> None:
         self._last_s.append(forward_s)

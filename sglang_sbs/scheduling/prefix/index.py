@@ -1,7 +1,5 @@
 """Which prefill DP rank holds which KV blocks: L_hit(r, d) for the cache-aware mode.
 
-Must not know how blocks are named or heard of, nor what a hit is worth.
-
 How it works
 ------------
 A block is named after its tokens and all before them (SGLang's KV events do that), so a prompt is a
@@ -38,9 +36,16 @@ from heapq import heappop, heappush
 from itertools import takewhile
 
 from sglang_sbs.scheduling.events import CacheTier, InstanceId, PrefixSource
-from sglang_sbs.scheduling.prefix.places import NO_HITS, Hits, Place, Rank, Sent
+from sglang_sbs.scheduling.prefix.places import (
+    NO_HITS,
+    Hits,
+    Place,
+    Rank,
+    Sent,
+    Upcoming,
+    UpcomingBlocks,
+)
 from sglang_sbs.scheduling.prefix.tables import BlockTable, bits_of, slices_of, take_lapsed
-from sglang_sbs.scheduling.prefix.upcoming import Upcoming, UpcomingBlocks
 
 CONFIRMED_S = 2.0
 """With KV events: so long after prefill a claim stands without having been published."""
@@ -162,7 +167,6 @@ class PrefixIndex:
     def stored(
         self, instance: InstanceId, rank: int, blocks: Sequence[int], tier: CacheTier = "device"
     ) -> None:
-        """The rank holds these blocks."""
         held = self._published(instance, rank, blocks, tier)
         if held is not None:
             self._set(self._table(tier), blocks, held.bit)
@@ -171,7 +175,6 @@ class PrefixIndex:
     def removed(
         self, instance: InstanceId, rank: int, blocks: Sequence[int], tier: CacheTier = "device"
     ) -> None:
-        """The rank evicted these blocks from that tier."""
         held = self._published(instance, rank, blocks, tier)
         if held is not None:
             self.version += self._table(tier).take(blocks, held.bit)
@@ -464,7 +467,6 @@ class PrefixIndex:
         self._retired |= rank.bit
 
     def _on_ranks_change(self) -> None:
-        """Other ranks are in use now."""
         self.version += 1
         self._upcoming.version += 1
         self._live = {}

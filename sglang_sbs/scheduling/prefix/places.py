@@ -1,13 +1,18 @@
-"""What the prefix index knows of an instance, its DP ranks, and requests that were sent there."""
+"""What the prefix index knows of an instance, its DP ranks, and requests that were sent there, of
+which some share a prefix with others while their ranks compute it."""
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from sglang_sbs.scheduling.events import InstanceId, PrefixSource
+
+_MOST = 8
+"""So many requests with the same beginning that are on their way are looked at, newest ones."""
 
 
 class Hits(NamedTuple):
@@ -61,3 +66,46 @@ class Sent:
     blocks: Sequence[int]
     visible_s: float
     visible: bool = False
+
+
+class Upcoming(NamedTuple):
+    """A rank that is going to hold the beginning of a prompt."""
+
+    instance: InstanceId
+    rank: int
+    tokens: int
+    visible_s: float
+
+
+class UpcomingBlocks:
+    """The requests that were sent and cannot be found yet, by their first block."""
+
+    def __init__(self) -> None:
+        self.version = 0
+        """Counts changes."""
+        self._by_root: dict[int, list[Sent]] = {}
+
+    def add(self, sent: Sent) -> None:
+        self._by_root.setdefault(sent.blocks[0], []).append(sent)
+        self.version += 1
+
+    def remove(self, sent: Sent) -> None:
+        self.version += 1
+        root = sent.blocks[0]
+        others = [one for one in self._by_root.pop(root, ()) if one is not sent]
+        if others:
+            self._by_root[root] = others
+
+    def begins_like(self, blocks: Sequence[int]) -> bool:
+        return bool(blocks) and blocks[0] in self._by_root
+
+    def sharing(self, blocks: Sequence[int], count: int) -> Iterator[tuple[Sent, int]]:
+        """Those that have some of the first ``count`` blocks, and how many."""
+        for sent in self._by_root.get(blocks[0], ())[-_MOST:]:
+            yield sent, shared_blocks(blocks, sent.blocks, count)
+
+
+def shared_blocks(one: Sequence[int], other: Sequence[int], most: int) -> int:
+    """How many blocks two prompts have in common. A block names all before it, so by halving."""
+    shared = range(min(len(one), len(other), most))
+    return bisect_left(shared, True, key=lambda at: one[at] != other[at])

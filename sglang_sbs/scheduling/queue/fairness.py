@@ -58,13 +58,10 @@ def parse_weights(text: str) -> dict[str, float]:
 
 
 class TenantTurns:
-    """The requests that wait, by tenant, and what each tenant was served. Costs nothing until the
-    first request with a tenant comes, and again when the queue has been empty."""
+    """The requests that wait, by tenant, and what each tenant was served."""
 
     def __init__(self, weights: Mapping[str, float] = MappingProxyType({})) -> None:
         """``weights``: of tenants by name; 1 for all others."""
-        self.active = False
-        """Whether a request with a tenant has come since the queue was empty."""
         self._weights = weights
         self._waiting: dict[str, list[Entry]] = {}
         """By tenant, in the order of their keys; no empty lists."""
@@ -72,12 +69,6 @@ class TenantTurns:
         """Tokens over weight, since everything was forgotten."""
         self._now = 0.0
         """What the tenant served last had been served before: where newcomers start."""
-
-    def begin(self, waiting: Iterable[Entry]) -> None:
-        """The first request with a tenant comes; these wait already."""
-        self.active = True
-        for _, _, request in waiting:
-            self.add(request)
 
     def add(self, request: Request) -> None:
         """A request waits, with its key. May change the name of its tenant, see the module."""
@@ -99,11 +90,18 @@ class TenantTurns:
         if not waiting:
             del self._waiting[request.tenant]
         if not self._waiting:
-            self.active = False
             self._served.clear()
             self._now = 0.0
 
+    @property
+    def active(self) -> bool:
+        """Whether a request with a tenant has come since nothing waited."""
+        return len(self._served) > (SHARED in self._served)
+
     def charge(self, request: Request) -> None:
+        """It is served now: its tenant has had a turn. Turns count once there are tenants."""
+        if not self.active:
+            return
         served = self._served[request.tenant]
         self._now = max(self._now, served)
         self._served[request.tenant] = served + self._price(request)
@@ -111,12 +109,17 @@ class TenantTurns:
     @property
     def tenants(self) -> int:
         """How many have requests waiting; 0 while it is not active."""
-        return len(self._waiting)
+        return len(self._waiting) if self.active else 0
 
     @property
     def several(self) -> bool:
         """Whether requests of more than one tenant wait."""
         return len(self._waiting) > 1
+
+    def by_key(self) -> Iterable[Entry]:
+        """All that wait, whoever's turn it is."""
+        queues = self._waiting.values()
+        return heapq.merge(*queues) if len(queues) > 1 else next(iter(queues), ())
 
     def in_turn(self) -> Iterator[Request]:
         """All waiting requests in the order in which they take their turns. Not to be changed
@@ -140,9 +143,12 @@ class TenantTurns:
             following = served[tenant] // QUANTUM_TOKENS, *waiting[position][:2], tenant, position
             heapq.heapreplace(turns, following)
 
-    def ahead_share(self, request: Request) -> float:
+    def ahead(self, request: Request) -> float:
         """How many requests of all tenants have their turn before one that would wait with its
         key, as if all were of one size."""
+        if not self.several:
+            queues = [*self._waiting.values()]
+            return bisect_left(queues[0], (request.key, request.order)) if queues else 0
         waiting = self._waiting.get(request.tenant, ())
         own = bisect_left(waiting, (request.key, request.order))
         per_weight = own / self._weight_of(request.tenant)

@@ -37,7 +37,6 @@ def class_of(priority: int) -> PriorityClass:
 
 
 def clamped_priority(priority: int) -> int:
-    """The nearest priority that the order knows."""
     return max(-MOST_PRIORITY, min(MOST_PRIORITY, priority))
 
 

@@ -6,6 +6,7 @@ import math
 from bisect import bisect_left, insort
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
+from itertools import islice
 
 from sglang_sbs.scheduling.events import RequestArrived
 from sglang_sbs.scheduling.prefix.index import PrefixIndex
@@ -41,13 +42,12 @@ class RequestQueue:
 
     key_of: Callable[[Request], float] = lambda request: request.arrived_s
     """The policy's order; must not change while a request waits and its hits stay the same."""
-    prefix: PrefixIndex | None = None
+    prefix: PrefixIndex = field(default_factory=PrefixIndex)
     turns: TenantTurns = field(default_factory=TenantTurns)
     """Whose requests come next, where those of several tenants wait."""
     tokens: int = 0
     """Uncached prompt tokens waiting."""
     _requests: dict[str, Request] = field(default_factory=dict)
-    _ordered: list[tuple[float, int, Request]] = field(default_factory=list)
     _deadlines: list[tuple[float, int, Request]] = field(default_factory=list)
     _lengths: list[tuple[int, int]] = field(default_factory=list)
     """Prompt tokens and order of each."""
@@ -73,9 +73,7 @@ class RequestQueue:
         """Append; arrival order is the order of calls."""
         self.look_at(request)
         self._requests[request.rid] = request
-        if self.turns.active or request.tenant:
-            self._share(request)
-        insort(self._ordered, (request.key, request.order, request))
+        self.turns.add(request)
         insort(self._deadlines, (request.deadline_s, request.order, request))
         insort(self._lengths, (request.prompt_tokens, request.order))
         self.tokens += request.uncached_tokens
@@ -88,36 +86,24 @@ class RequestQueue:
         if request is not None:
             self.tokens -= request.uncached_tokens
             self._over_limit.discard(rid)
-            if self.prefix is not None and rid in self._watches:
+            if rid in self._watches:
                 self.prefix.unwatch(self._watches.pop(rid), rid)
             order = request.order
-            del self._ordered[bisect_left(self._ordered, (request.key, order))]
+            self.turns.remove(request)
             del self._deadlines[bisect_left(self._deadlines, (request.deadline_s, order))]
             del self._lengths[bisect_left(self._lengths, (request.prompt_tokens, order))]
-            if self.turns.active:
-                self.turns.remove(request)
         return request
 
     def dispatch(self, request: Request) -> None:
-        """Take out a waiting request that is served now: its tenant has had a turn."""
-        if self.turns.active:
-            self.turns.charge(request)
+        """Take out a waiting request that is served now."""
+        self.turns.charge(request)
         self.remove(request.rid)
-
-    def _share(self, request: Request) -> None:
-        if not self.turns.active:
-            self.turns.begin(self._ordered)
-        self.turns.add(request)
 
     def ahead_tokens(self, request: Request) -> float:
         """About how many of the waiting tokens would be served before a request with its key."""
-        if not self._ordered:
+        if not self._requests:
             return 0.0
-        if self.turns.several:
-            ahead = self.turns.ahead_share(request)
-        else:
-            ahead = bisect_left(self._ordered, (request.key, request.order))
-        return self.tokens * min(1.0, ahead / len(self._ordered))
+        return self.tokens * min(1.0, self.turns.ahead(request) / len(self._requests))
 
     @property
     def oldest(self) -> Request | None:
@@ -130,11 +116,10 @@ class RequestQueue:
             yield from map(self._looked_up, self.turns.in_turn())
             return
         prefix = self.prefix
-        for _, _, request in self._ordered:
+        for _, _, request in self.turns.by_key():
             # Asked here as well: a call for each would be much of what a decision takes.
             if request.blocks and not (
-                prefix is not None
-                and request.hits_version == prefix.version
+                request.hits_version == prefix.version
                 and request.upcoming_version == prefix.upcoming_version
             ):
                 self._looked_up(request)
@@ -142,12 +127,12 @@ class RequestQueue:
 
     def first(self, count: int) -> Iterator[Request]:
         """The first of :meth:`in_order`, with hits as they were looked up last."""
-        return (request for _, _, request in self._ordered[:count])
+        return (request for _, _, request in islice(self.turns.by_key(), count))
 
     def look_up(self, request: Request) -> None:
         """What ranks have of its prompt now."""
         prefix = self.prefix
-        if prefix is None or not request.blocks:
+        if not request.blocks:
             return
         if request.hits_version != prefix.version:
             request.hits_version = prefix.version
@@ -161,26 +146,19 @@ class RequestQueue:
 
     def reorder(self) -> None:
         """Give requests their new place of which more is cached than when they got the old one."""
-        if self.prefix is None:
-            return
         for rid in self.prefix.take_appeared():
             request = self._requests.get(rid)
             if request is None:
                 continue
             self._watches.pop(rid, None)
-            del self._ordered[bisect_left(self._ordered, (request.key, request.order))]
-            shared = self.turns.active
-            if shared:
-                self.turns.remove(request)
+            self.turns.remove(request)
             self._looked_up(request)
             request.key = self.key_of(request)
-            if shared:
-                self._share(request)
-            insort(self._ordered, (request.key, request.order, request))
+            self.turns.add(request)
             self._watch(request)
 
     def _watch(self, request: Request) -> None:
-        if self.prefix is None or not request.block_tokens:
+        if not request.block_tokens:
             return
         held = request.hits.best_tokens // request.block_tokens
         if held < len(request.blocks):
@@ -200,8 +178,8 @@ class RequestQueue:
         """Prompt tokens of the longest that waits, cached or not."""
         return self._lengths[-1][0] if self._lengths else 0
 
-    def next_deadline_s(self) -> float | None:
-        return self._deadlines[0][0] if self._deadlines else None
+    def next_deadline_s(self) -> float:
+        return self._deadlines[0][0] if self._deadlines else math.inf
 
     def expired(self, now_s: float) -> list[Request]:
         """Remove and return the requests whose deadline has passed."""
@@ -215,9 +193,10 @@ class RequestQueue:
         """Phase 3 of Algorithm 2, for what could have been in a batch and was not. A cycle is one
         batch of each of the ``instances``: with 64 of them who only waits for the next pass would
         else be over ``n_limit``."""
+        cycle = 1 / instances
         for request in passed_over:
             request.waited_batches += 1
-            request.waited_cycles += 1 / instances
+            request.waited_cycles += cycle
             if request.waited_cycles > n_limit and request.rid in self._requests:
                 self._over_limit.add(request.rid)
 

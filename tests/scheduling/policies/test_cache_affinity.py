@@ -16,8 +16,7 @@ from sglang_sbs.scheduling import (
 )
 from sglang_sbs.scheduling.policies.adaptive.cache_affinity import BatchAffinity, CacheAffinity
 from sglang_sbs.scheduling.policies.adaptive.pass_forecast import Home
-from sglang_sbs.scheduling.prefix.places import Hits
-from sglang_sbs.scheduling.prefix.upcoming import Upcoming
+from sglang_sbs.scheduling.prefix.places import Hits, Upcoming
 from sglang_sbs.scheduling.request import Request
 
 PAGE = 10

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 
 from sglang_sbs.scheduling.events import InstanceUp
-from sglang_sbs.scheduling.policies.gateway_caches import (
+from sglang_sbs.scheduling.policies.gateways import (
     BALANCE_ABS_THRESHOLD,
     MAX_TREE_TOKENS,
     CacheAware,

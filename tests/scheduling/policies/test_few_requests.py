@@ -7,10 +7,15 @@ from test_pass_forecast import CHUNK, instance
 from test_pass_forecast import request as request_of
 
 from sglang_sbs.scheduling.policies.adaptive import few_requests
-from sglang_sbs.scheduling.policies.adaptive.fair_share import fair_share, prefix
-from sglang_sbs.scheduling.policies.adaptive.few_requests import Turns, Waiting, best_cut, cut_of
-from sglang_sbs.scheduling.policies.adaptive.lineup import Starts
-from sglang_sbs.scheduling.policies.adaptive.moment import Moment
+from sglang_sbs.scheduling.policies.adaptive.few_requests import (
+    Turns,
+    Waiting,
+    best_cut,
+    cut_of,
+    fair_share,
+    prefix,
+)
+from sglang_sbs.scheduling.policies.adaptive.lineup import Moment, Starts
 from sglang_sbs.scheduling.policies.adaptive.offered_load import OfferedLoad
 
 

@@ -7,10 +7,9 @@ import random
 import pytest
 from test_pass_forecast import instance
 
-from sglang_sbs.scheduling.policies.adaptive.lineup import Lineup, Starts
-from sglang_sbs.scheduling.policies.adaptive.moment import Moment
+from sglang_sbs.scheduling.policies.adaptive.lineup import Lineup, Moment, Starts
+from sglang_sbs.scheduling.prefill.agenda import Timetable
 from sglang_sbs.scheduling.prefill.passes import Pass
-from sglang_sbs.scheduling.prefill.timetable import Timetable
 
 NOW = Moment(10.0, 0.02)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from sglang_sbs.scheduling.policies.adaptive.stagger import PlannedStarts
+from sglang_sbs.scheduling.policies.adaptive.lineup import PlannedStarts
 
 
 def planned(*starts_s: float) -> PlannedStarts:

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sglang_sbs.scheduling.prefill.prompt_progress import PromptProgress
+from sglang_sbs.scheduling.prefill.rank import PromptProgress
 
 
 def progress(*prompts: int) -> PromptProgress:

@@ -1,7 +1,5 @@
 """What a cached prefix is worth when a batch is formed for one instance.
 
-Owns the choice between computing a prefix again and waiting for where it is cached, among instances
-and among the DP ranks of one. Must not know the queue, the trigger or how hits are found.
 :class:`CacheAffinity` is one decision, in which batches for several instances may be tried; each is
 a :class:`BatchAffinity`.
 
@@ -27,8 +25,7 @@ from sglang_sbs.scheduling.policies.adaptive.pass_forecast import FETCH_S, Home
 from sglang_sbs.scheduling.policies.pbaa import LEAST_HIT_SHARE, first_part
 from sglang_sbs.scheduling.policies.tuning import AGAIN_WEIGHT
 from sglang_sbs.scheduling.prefill.instance import PrefillInstance
-from sglang_sbs.scheduling.prefix.places import Hits
-from sglang_sbs.scheduling.prefix.upcoming import Upcoming, shared_blocks
+from sglang_sbs.scheduling.prefix.places import Hits, Upcoming, shared_blocks
 from sglang_sbs.scheduling.request import Request
 
 _TWINS = 4
@@ -79,7 +76,7 @@ class CacheAffinity:
         self._homes: dict[str, _Best] = {}
         self._wanted: set[InstanceId] = set()
         self._coming: dict[str, tuple[Sequence[Upcoming], bool]] = {}
-        self.wake_s: float | None = None
+        self.wake_s = math.inf
         """When something will be cached that a request was told to wait for."""
         self._sharing: Counter[int | None] = Counter()
         """Requests that were looked at, by the prefix they share."""
@@ -91,7 +88,6 @@ class CacheAffinity:
         """How often a request was left for another instance, or for one that computes the same."""
 
     def view(self, instance: PrefillInstance) -> _View:
-        """What is known of the instance in this decision."""
         view = self._views.get(instance.id)
         if view is None:
             backlog = [rank.ahead_tokens for rank in instance.ranks]
@@ -138,8 +134,7 @@ class CacheAffinity:
             view = self.view(at)
             start_s = max(one.visible_s, view.start_s)
             if start_s + self.done_s(request, view, one.tokens, 0) < least_s:
-                known = (one.visible_s, self.wake_s)
-                self.wake_s = min(time_s for time_s in known if time_s is not None)
+                self.wake_s = min(self.wake_s, one.visible_s)
                 return True
         return False
 
@@ -249,6 +244,16 @@ class BatchAffinity:
         """
         if not request.blocks:
             return True
+        twins = self._taken.setdefault(request.blocks[0], [])
+        if self._waits(request, twins):
+            self.deferred += 1
+            self._decision.deferred += 1
+            return False
+        if len(twins) < _TWINS:
+            twins.append(request)
+        return True
+
+    def _waits(self, request: Request, twins: Sequence[Request]) -> bool:
         hits, decision = request.hits, self._decision
         if (
             hits is decision.elsewhere.get(request.rid)
@@ -256,25 +261,14 @@ class BatchAffinity:
             and self._home_of is None
             and hits.best_tokens >= self._least_tokens
         ):
-            self.deferred += 1
-            decision.deferred += 1
-            return False
+            return True
         if hits.best_tokens:
             decision.look_at(request)
-        twins = self._taken.get(request.blocks[0])
-        if (
+        return (
             self._is_elsewhere(request)
             or decision.is_coming(request)
-            or (twins is not None and self._is_taken(request, twins))
-        ):
-            self.deferred += 1
-            decision.deferred += 1
-            return False
-        if twins is None:
-            self._taken[request.blocks[0]] = [request]
-        elif len(twins) < _TWINS:
-            twins.append(request)
-        return True
+            or (len(twins) > 0 and self._is_taken(request, twins))
+        )
 
     def _is_elsewhere(self, request: Request) -> bool:
         here = self._instance.id

@@ -8,15 +8,48 @@ late, or have a pass queued that more will follow under overlap scheduling."""
 from __future__ import annotations
 
 import math
-from bisect import bisect_left
+from bisect import bisect_left, bisect_right, insort
 from collections.abc import Collection, Iterator, Sequence
 from heapq import merge
 from itertools import islice
+from typing import NamedTuple
 
 from sglang_sbs.scheduling.events import InstanceId
-from sglang_sbs.scheduling.policies.adaptive.moment import Moment
-from sglang_sbs.scheduling.prefill.instance import PrefillInstance
-from sglang_sbs.scheduling.prefill.timetable import Timetable
+from sglang_sbs.scheduling.prefill.agenda import Timetable
+from sglang_sbs.scheduling.prefill.instance import Instances, PrefillInstance
+
+_EPSILON_S = 1e-9
+
+
+class Moment(NamedTuple):
+    """The time of a decision."""
+
+    now_s: float
+    latency_s: float
+    """L_net of a batch that leaves now."""
+
+    @property
+    def arrives_s(self) -> float:
+        """When what is sent now is there."""
+        return self.now_s + self.latency_s
+
+    def starts_s(self, instance: PrefillInstance) -> tuple[float, float]:
+        """When the pass starts that a batch sent now would be in, and when the instance is free."""
+        free_s = self.free_at_s(instance)
+        if self.forms_at_s(instance) >= self.arrives_s:
+            return free_s, free_s
+        if instance.backlog_tokens:
+            # It starts the next one before, with what it has.
+            return free_s + instance.next_pass_s(), free_s
+        return self.arrives_s, free_s
+
+    def free_at_s(self, instance: PrefillInstance) -> float:
+        """When it could launch something new."""
+        return max(self.now_s, instance.free_at_s(self.now_s, self.latency_s))
+
+    def forms_at_s(self, instance: PrefillInstance) -> float:
+        """Until when a request can still be in the next batch that is formed there."""
+        return max(self.now_s, instance.forms_at_s(self.now_s, self.latency_s))
 
 
 class Starts:
@@ -24,7 +57,7 @@ class Starts:
 
     def __init__(
         self,
-        instances: Sequence[PrefillInstance],
+        instances: Instances,
         at: Moment,
         near: Collection[int],
         far: Sequence[tuple[float, int]] = (),
@@ -100,7 +133,7 @@ class Lineup:
     """Of the instances that are up."""
 
     def __init__(self) -> None:
-        self.instances: Sequence[PrefillInstance] = ()
+        self.instances: Instances = ()
         self.by_id: dict[InstanceId, PrefillInstance] = {}
         self._number_of: dict[PrefillInstance, int] = {}
         self._changed: set[PrefillInstance] = set()
@@ -116,8 +149,7 @@ class Lineup:
         self.overlap = False
         """Whether anybody launches a pass ahead."""
 
-    def on_topology_change(self, instances: Sequence[PrefillInstance]) -> None:
-        """These are up."""
+    def on_topology_change(self, instances: Instances) -> None:
         for instance in self.instances:
             instance.unsubscribe(self._changed)
         self.instances = instances
@@ -164,3 +196,28 @@ class Lineup:
         first = bisect_left(far, (at.arrives_s, -1))
         near = [number for _, number in far[:first]]
         return Starts(self.instances, at, [*near, *self._others], far, first)
+
+
+class PlannedStarts:
+    """When the passes start whose batches left of late, to keep others apart from them: the stagger
+    of the paper (section 4.1), softly."""
+
+    __slots__ = ("at_s",)
+
+    def __init__(self) -> None:
+        self.at_s: list[float] = []
+        """In order, seconds."""
+
+    def add(self, start_s: float, forget_s: float) -> None:
+        """Another; those before ``forget_s`` keep nobody away any more."""
+        del self.at_s[: bisect_left(self.at_s, forget_s)]
+        insort(self.at_s, start_s)
+
+    def first_apart(self, start_s: float, apart_s: float) -> float:
+        """The first time from then on that is ``apart_s`` or more from all of them."""
+        least_s = apart_s - _EPSILON_S
+        for planned_s in self.at_s[bisect_right(self.at_s, start_s - least_s) :]:
+            if planned_s - start_s >= least_s:
+                break
+            start_s = planned_s + apart_s
+        return start_s

@@ -1,18 +1,17 @@
 """Where prompts of several chunks go, and whether they matter.
 
 Such a prompt makes several passes of its instance long, so for all that wait the place matters more
-than how many leave. Owns that judgement, and what a forecast of passes starts from
-(:mod:`.pass_forecast`). Must not know when a batch leaves, or DP ranks.
+than how many leave. Must not know when a batch leaves, or DP ranks.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable
 from itertools import islice
 
 from sglang_sbs.scheduling.events import InstanceId
-from sglang_sbs.scheduling.policies.adaptive.moment import Moment
+from sglang_sbs.scheduling.policies.adaptive.lineup import Moment
 from sglang_sbs.scheduling.policies.adaptive.offered_load import OfferedLoad
 from sglang_sbs.scheduling.policies.adaptive.pass_forecast import (
     MOST_PLANNED,
@@ -22,9 +21,8 @@ from sglang_sbs.scheduling.policies.adaptive.pass_forecast import (
     Terms,
 )
 from sglang_sbs.scheduling.policies.adaptive.pass_forecast import homes as cheapest_homes
-from sglang_sbs.scheduling.policies.policy import permitted
 from sglang_sbs.scheduling.policies.tuning import AGAIN_WEIGHT, AGEING, SLACK
-from sglang_sbs.scheduling.prefill.instance import PrefillInstance
+from sglang_sbs.scheduling.prefill.instance import Instances, PrefillInstance
 from sglang_sbs.scheduling.prefill.interval import IntervalController
 from sglang_sbs.scheduling.queue.request import RequestQueue
 from sglang_sbs.scheduling.request import Request
@@ -36,22 +34,18 @@ class LongPrompts:
     def __init__(self, offered: OfferedLoad, interval: IntervalController) -> None:
         self._offered = offered
         self._interval = interval
-        self._chunk_tokens = 1.0
+        self.chunk_tokens = 1.0
         """The mean of the instances."""
         self._largest_chunk_tokens = 0
         self.uneven_chunks = False
-        self._overlap = False
-        """Everybody launches a pass ahead."""
         self._by_id: dict[InstanceId, PrefillInstance] = {}
 
-    def on_topology_change(self, instances: Sequence[PrefillInstance]) -> None:
-        """These are the instances that are up."""
+    def on_topology_change(self, instances: Instances) -> None:
         if instances:
-            self._chunk_tokens = sum(i.chunk_tokens for i in instances) / len(instances)
+            self.chunk_tokens = sum(i.chunk_tokens for i in instances) / len(instances)
         chunks = {i.chunk_tokens for i in instances}
         self._largest_chunk_tokens = max(chunks, default=0)
         self.uneven_chunks = len(chunks) > 1
-        self._overlap = all(i.overlap for i in instances)
         self._by_id = {instance.id: instance for instance in instances}
 
     def matter(self, queue: RequestQueue, most_chunks: float) -> bool:
@@ -69,15 +63,15 @@ class LongPrompts:
             return True
         return most_chunks > many
 
-    def are_cached(self, instances: Sequence[PrefillInstance]) -> bool:
+    def are_cached(self, instances: Instances) -> bool:
         """Whether most of what is sent has been cached, as in agents' turns: then it is caches that
         settle where a request goes."""
         return sum([i.cached_share for i in instances]) > len(instances) / 2
 
     def homes(
         self,
-        candidates: Sequence[PrefillInstance],
-        instances: Sequence[PrefillInstance],
+        candidates: Instances,
+        instances: Instances,
         in_order: Iterable[PrefillInstance],
         queue: RequestQueue,
         overdue: bool,
@@ -107,7 +101,7 @@ class LongPrompts:
         )
 
         def terms_of(request: Request) -> Terms:
-            chunks = math.ceil(request.uncached_tokens / self._chunk_tokens)
+            chunks = math.ceil(request.uncached_tokens / self.chunk_tokens)
             waited = (at.now_s - request.arrived_s) / (pass_s * chunks)
             return terms._replace(impatience=1 + AGEING * waited)
 
@@ -117,23 +111,17 @@ class LongPrompts:
             queue.in_order(),
             terms_of,
             lambda request, i: (
-                (overdue or self.suits(request, i, instances)) and permitted(request, i, instances)
+                (overdue or self.suits(request, i, instances))
+                and (not request.exclude or i in request.allowed_on(instances))
             ),
         )
 
-    def suits(
-        self,
-        request: Request,
-        instance: PrefillInstance,
-        instances: Sequence[PrefillInstance],
-    ) -> bool:
+    def suits(self, request: Request, instance: PrefillInstance, instances: Instances) -> bool:
         """Not where it takes several passes, if it would take one elsewhere."""
         tokens = request.uncached_tokens_on(instance.id)
         if not instance.chunk_tokens < tokens <= self._largest_chunk_tokens:
             return True
-        return not any(
-            tokens <= one.chunk_tokens and permitted(request, one, instances) for one in instances
-        )
+        return not any(tokens <= one.chunk_tokens for one in request.allowed_on(instances))
 
 
 def _forecast(instance: PrefillInstance, at: Moment, *, closed: bool) -> PassForecast:

@@ -1,27 +1,22 @@
 """When a batch is to wait in the engine before the pass in front of it has even started.
 
-Owns that question, for engines with overlap scheduling. Must not know which requests are in the
-batch.
-
-Such an engine forms the batch of a pass when the pass before it *starts*, if anything waits by
-then, and launches it without a gap. What comes later it takes in when that pass *ends*, and the
-device is idle while it does: 20 to 30 ms on the CPU cluster, 6 % of the time at saturation. Late
-binding wants the second, as it knows more by then. With more waiting in the router than all
-instances can take in their next passes there is nothing to be known: the batch runs in that pass
-whenever it leaves.
+An engine with overlap scheduling forms the batch of a pass when the pass before it *starts*, if
+anything waits by then, and launches it without a gap. What comes later it takes in when that pass
+*ends*, and the device is idle while it does: 20 to 30 ms on the CPU cluster, 6 % of the time at
+saturation. Late binding wants the second, as it knows more by then. With more waiting in the router
+than all instances can take in their next passes there is nothing to be known: the batch runs in
+that pass whenever it leaves.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
-from sglang_sbs.scheduling.prefill.instance import PrefillInstance
+from sglang_sbs.scheduling.prefill.instance import Instances, PrefillInstance
 
 _EPSILON_S = 1e-9
 
 
 def lookahead(
-    instances: Sequence[PrefillInstance],
+    instances: Instances,
     queue_tokens: int,
     mean_tokens: float,
     lead_s: float,

@@ -1,14 +1,12 @@
-"""How much arrives, and what share of the time of all instances that takes. Owns the arrival rates
-and what follows from them and the forward models. Must not know what waits."""
+"""How much arrives, and what share of the time of all instances that takes; not what waits."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 
-from sglang_sbs.scheduling.policies.adaptive.fair_share import tokens_per_s
 from sglang_sbs.scheduling.policies.tuning import RATE_PASSES
-from sglang_sbs.scheduling.prefill.instance import PrefillInstance
+from sglang_sbs.scheduling.prefill.instance import Instances, PrefillInstance
 
 _LEAST_WINDOW_S = 3.0
 """A rate needs a few requests to be told from."""
@@ -47,13 +45,11 @@ class OfferedLoad:
         """Of all instances."""
 
     def arrived(self, tokens: int, now_s: float) -> None:
-        """A request came."""
         self._decay(now_s)
         self.token_rate += tokens / self._window_s
         self.request_rate += 1 / self._window_s
 
-    def on_topology_change(self, instances: Sequence[PrefillInstance]) -> None:
-        """These are the instances that are up."""
+    def on_topology_change(self, instances: Instances) -> None:
         self.capacity_tokens = sum(i.capacity_tokens for i in instances)
         self._is_limited = any(i.prefill_max_requests for i in instances)
         self._number_of = {instance: number for number, instance in enumerate(instances)}
@@ -62,11 +58,10 @@ class OfferedLoad:
         self._learned = set(instances)
 
     def forget_speed(self, instance: PrefillInstance) -> None:
-        """Its forward model has changed."""
         if instance in self._number_of:
             self._learned.add(instance)
 
-    def measure(self, instances: Sequence[PrefillInstance], now_s: float) -> None:
+    def measure(self, instances: Instances, now_s: float) -> None:
         """Before a decision: as things are now."""
         self._decay(now_s)
         self.mean_tokens = max(1.0, self.token_rate / max(1e-9, self.request_rate))
@@ -82,9 +77,8 @@ class OfferedLoad:
         self._window_s = max(_LEAST_WINDOW_S, RATE_PASSES * self.pass_s)
 
     def _work_out(self, instances: Iterable[PrefillInstance]) -> None:
-        """How fast these are now."""
         for instance in instances:
-            number, speed = self._number_of[instance], tokens_per_s(instance)
+            number, speed = self._number_of[instance], instance.tokens_per_s
             full_s = instance.capacity_of(self.mean_tokens) / speed
             fixed_s = instance.model.fixed_s
             self._speeds[number] = speed

@@ -1,8 +1,5 @@
 """What the next passes of a prefill instance will hold, and what one more request would cost there.
 
-Owns the layout of prompts over the passes to come, and the choice of an instance for each request
-by it. Must not know when a batch leaves, or the policy.
-
 Why
 ---
 With prompts of many chunks a share of tokens says little: the rank with most attention pairs sets
@@ -40,8 +37,6 @@ MOST_HOLDERS = 2
 
 
 class Home(NamedTuple):
-    """Where a request should go."""
-
     instance: InstanceId
     rank: int
 

@@ -1,7 +1,6 @@
 """The default trigger: late binding to the instance that is about to be ready.
 
-Owns when a batch leaves, for which instance, and which requests are in it under
-``--sbs-trigger adaptive``. Must not know decode or flow control.
+Must not know decode or flow control.
 
 Theory of operation
 -------------------
@@ -44,23 +43,15 @@ from sglang_sbs.scheduling.paging import paged
 from sglang_sbs.scheduling.policies.adaptive.cache_affinity import BatchAffinity, CacheAffinity
 from sglang_sbs.scheduling.policies.adaptive.dispatch_lead import DispatchLead
 from sglang_sbs.scheduling.policies.adaptive.few_requests import Waiting, cut_of
-from sglang_sbs.scheduling.policies.adaptive.lineup import Lineup, Starts
+from sglang_sbs.scheduling.policies.adaptive.lineup import Lineup, Moment, PlannedStarts, Starts
 from sglang_sbs.scheduling.policies.adaptive.long_prompts import LongPrompts, early_homes, may_take
 from sglang_sbs.scheduling.policies.adaptive.lookahead import lookahead
-from sglang_sbs.scheduling.policies.adaptive.moment import Moment
 from sglang_sbs.scheduling.policies.adaptive.offered_load import OfferedLoad
 from sglang_sbs.scheduling.policies.adaptive.pass_forecast import Home
-from sglang_sbs.scheduling.policies.adaptive.stagger import PlannedStarts
 from sglang_sbs.scheduling.policies.pbaa import place_fitting, top_up
-from sglang_sbs.scheduling.policies.policy import (
-    Admissible,
-    Placement,
-    Plan,
-    PrefillPolicy,
-    permitted,
-)
+from sglang_sbs.scheduling.policies.policy import Admissible, Placement, Plan, PrefillPolicy
 from sglang_sbs.scheduling.policies.tuning import AGEING, SLACK
-from sglang_sbs.scheduling.prefill.instance import PrefillInstance
+from sglang_sbs.scheduling.prefill.instance import Instances, PrefillInstance
 from sglang_sbs.scheduling.prefill.interval import IntervalController
 from sglang_sbs.scheduling.prefill.observation import Observation
 from sglang_sbs.scheduling.queue.priority import Urgency
@@ -90,16 +81,21 @@ class Decision:
     """One moment: what is known of it, and what follows so far."""
 
     queue: RequestQueue
-    instances: Sequence[PrefillInstance]
+    instances: Instances
     admissible: Admissible
     at: Moment
     whole_s: float
     """The lead of a batch of all that wait."""
     overdue: bool
     """The oldest request has waited long enough: whoever can take it does."""
+    chunked: bool
+    """Prompts of many chunks decide where requests go."""
+    late: bool
+    """Nothing is committed early, which would take the next pass from an urgent request that comes
+    meanwhile."""
     all_idle: bool
     starts: Starts
-    wakes: list[float]
+    wake_s: float
     """When to decide again, at the latest."""
     candidates: list[PrefillInstance] = field(default_factory=list)
     ahead: list[PrefillInstance] = field(default_factory=list)
@@ -128,7 +124,6 @@ class AdaptiveTrigger(PrefillPolicy):
         self.starts = PlannedStarts()
         self._planned_s: float | None = None
         """Of the batch that was planned last; None: it joins one that left."""
-        self._chunk_tokens = 1.0
         self._long = LongPrompts(self._offered, interval)
         self._lead = DispatchLead()
         self._retry_s = float("-inf")
@@ -163,9 +158,9 @@ class AdaptiveTrigger(PrefillPolicy):
     def key_of(self, request: Request) -> float:
         """Short first with ageing: a chunk of length is worth ``_ageing_s`` of waiting. What is
         longer takes several passes as it is, and would be the tail if it started last."""
-        chunks = min(1.0, request.uncached_tokens / self._chunk_tokens)
-        shift_s = self._urgency.shift_s(request, request.uncached_tokens / self._chunk_tokens)
-        return request.arrived_s + self._ageing_s() * chunks + shift_s
+        chunks = request.uncached_tokens / self._long.chunk_tokens
+        shift_s = self._urgency.shift_s(request, chunks)
+        return request.arrived_s + self._ageing_s() * min(1.0, chunks) + shift_s
 
     def _hold_s(self) -> float:
         return max(self._max_hold_s, MOST_HOLD_PASSES * self._interval.mean_forward_s)
@@ -175,36 +170,28 @@ class AdaptiveTrigger(PrefillPolicy):
         batches_s = self._interval.mean_forward_s / max(1, self._interval.active)
         return AGEING * batches_s
 
-    def on_topology_change(self, instances: Sequence[PrefillInstance]) -> None:
-        if instances:
-            self._chunk_tokens = sum(i.chunk_tokens for i in instances) / len(instances)
+    def on_topology_change(self, instances: Instances) -> None:
         self._long.on_topology_change(instances)
         self._decision = None
         self._offered.on_topology_change(instances)
         self._lineup.on_topology_change(instances)
 
     def plan(
-        self,
-        queue: RequestQueue,
-        instances: Sequence[PrefillInstance],
-        admissible: Admissible,
-        now_s: float,
+        self, queue: RequestQueue, instances: Instances, admissible: Admissible, now_s: float
     ) -> Plan:
         if now_s + _EPSILON_S < self._retry_s:
             return Plan(wake_s=self._retry_s)
         self._offered.measure(instances, now_s)
         self._lineup.refresh()
         one = self._look(queue, instances, admissible, now_s)
-        chunks = self._lineup.most_chunks
-        late = self._urgency.matters(now_s) and not self._long.matter(queue, chunks)
-        self._open(one, late)
-        chunked = self._choose(one, late)
+        self._open(one)
+        self._choose(one)
         if not one.candidates and self._decision_s != now_s:
             return self._later(one)
         affinity = self._decision_at(one)
         tried = 0
         for instance in one.candidates:
-            every = self._long.uneven_chunks or chunked
+            every = self._long.uneven_chunks or one.chunked
             if not (tried < MAX_TRIED or every or affinity.is_wanted(instance)):
                 continue
             plan = self._batch_for(instance, one, affinity)
@@ -216,21 +203,17 @@ class AdaptiveTrigger(PrefillPolicy):
                 self._planned_s = None if joins else one.starts.begin_s(instance)
                 affinity.dispatched(instance)
                 return plan
-        one.wakes += [] if affinity.wake_s is None else [affinity.wake_s]
+        one.wake_s = min(one.wake_s, affinity.wake_s)
         return self._later(one, affinity.deferred)
 
     def _later(self, one: Decision, deferred: int = 0) -> Plan:
         if max(deferred, len(one.home_of or ())) >= MAX_DEFERRED:
             self._retry_s = one.at.now_s + RETRY_S
-            one.wakes.append(self._retry_s)
-        return Plan(wake_s=min(one.wakes, default=None))
+            one.wake_s = min(one.wake_s, self._retry_s)
+        return Plan(wake_s=one.wake_s)
 
     def _look(
-        self,
-        queue: RequestQueue,
-        instances: Sequence[PrefillInstance],
-        admissible: Admissible,
-        now_s: float,
+        self, queue: RequestQueue, instances: Instances, admissible: Admissible, now_s: float
     ) -> Decision:
         """Who has waited too long, and when a batch would start where."""
         whole_s = self.lead_s + self._offered.leaving_s(len(queue), self._interval.serial_s)
@@ -240,6 +223,7 @@ class AdaptiveTrigger(PrefillPolicy):
         oldest = next(filter(admissible, islice(queue, MOST_REFUSED)), None)
         oldest_s = math.inf if oldest is None else oldest.arrived_s
         hold_until_s = oldest_s + self._hold_s()
+        chunked = self._long.matter(queue, self._lineup.most_chunks)
         return Decision(
             queue,
             instances,
@@ -247,26 +231,26 @@ class AdaptiveTrigger(PrefillPolicy):
             at,
             whole_s,
             overdue=at.now_s + _EPSILON_S >= hold_until_s,
+            chunked=chunked,
+            late=self._urgency.matters(now_s) and not chunked,
             all_idle=self._lineup.all_idle,
             starts=self._lineup.starts(at),
-            wakes=[hold_until_s] if at.now_s + _EPSILON_S < hold_until_s < math.inf else [],
+            wake_s=hold_until_s if at.now_s + _EPSILON_S < hold_until_s else math.inf,
         )
 
-    def _open(self, one: Decision, late: bool) -> None:
-        """The instances that may get a batch, or a part of one, at this moment. ``late``: nothing
-        is committed early, which would take the next pass from an urgent request that comes
-        meanwhile."""
+    def _open(self, one: Decision) -> None:
+        """The instances that may get a batch, or a part of one, at this moment."""
         now_s, serial_s, queue = one.at.now_s, self._interval.serial_s, one.queue
         whole_s = one.whole_s
         beyond_s = whole_s + _BEYOND_S
         few = len(queue) <= MOST_JOINING
         join_s = self._interval.lone_s  # one that comes late is one request in the next pass
         ahead_tokens = 0.0
-        wake_s = min(one.wakes, default=math.inf)
+        wake_s = one.wake_s
         for start_s, _, number in one.starts:
             instance = one.instances[number]
             ahead_tokens += self._offered.capacity_of(instance)
-            long_queue = not late and SLACK * queue.tokens >= ahead_tokens
+            long_queue = not one.late and SLACK * queue.tokens >= ahead_tokens
             if not long_queue:
                 # Who starts later is open later, and wakes nobody sooner.
                 one.starts.until_s = max(now_s, wake_s) + beyond_s
@@ -291,26 +275,24 @@ class AdaptiveTrigger(PrefillPolicy):
                 one.candidates.append(instance)
             else:
                 wake_s = min(wake_s, open_s)
-        if wake_s < math.inf:
-            one.wakes.append(wake_s)
+        one.wake_s = wake_s
 
-    def _choose(self, one: Decision, late: bool) -> bool:
-        """Of those that may get a batch the ones that should, the most urgent first; whether
-        prompts of many chunks decide it."""
+    def _choose(self, one: Decision) -> None:
+        """Of those that may get a batch the ones that should, the most urgent first."""
         queue, instances, at = one.queue, one.instances, one.at
         lineup = self._lineup
-        if not late and lineup.overlap and queue.tokens >= lineup.room_tokens:
+        if not one.late and lineup.overlap and queue.tokens >= lineup.room_tokens:
             mean_tokens = self._offered.mean_tokens
             one.ahead, due_s = lookahead(
                 instances, queue.tokens, mean_tokens, one.whole_s, at.now_s
             )
             if due_s is not None:
-                one.wakes.append(due_s)
-        chunked = self._long.matter(queue, lineup.most_chunks)
+                one.wake_s = min(one.wake_s, due_s)
+        chunked = one.chunked
         early = chunked and lineup.overlap and self._long.are_cached(instances)
         early = early and any(i.forms_ahead and i.has_room for i in instances)
         if not (one.candidates or one.ahead or early):
-            return False
+            return
         if chunked:
             one.ahead = []  # prompts of many chunks keep every pass full as it is
         elif not one.overdue and not one.all_idle:
@@ -325,7 +307,6 @@ class AdaptiveTrigger(PrefillPolicy):
                 in_order = (instances[number] for _, _, number in one.starts)
                 others = (i for i in in_order if i not in one.candidates)
                 one.candidates += early_homes(one.home_of.values(), others)
-        return chunked
 
     def _decision_at(self, one: Decision) -> CacheAffinity:
         """One for all batches that leave at the same moment."""
@@ -363,8 +344,7 @@ class AdaptiveTrigger(PrefillPolicy):
                 due_s = min(due_s, free_s)
             else:
                 spaced.append(instance)
-        if due_s < math.inf:
-            one.wakes.append(due_s - one.at.latency_s)
+        one.wake_s = min(one.wake_s, due_s - one.at.latency_s)
         return spaced
 
     # One batch ----------------------------------------------------------------------------
@@ -449,7 +429,7 @@ class AdaptiveTrigger(PrefillPolicy):
         for request in one.queue.in_order():
             if full or affinity.deferred >= MAX_DEFERRED or refused >= MOST_REFUSED:
                 break
-            if request.exclude and not permitted(request, instance, one.instances):
+            if request.exclude and instance not in request.allowed_on(one.instances):
                 forbidden += 1
             elif not one.admissible(request):
                 refused += 1
@@ -472,11 +452,7 @@ class AdaptiveTrigger(PrefillPolicy):
         return None if forbidden == len(one.queue) else (head, rest)
 
     def _shared(
-        self,
-        instance: PrefillInstance,
-        one: Decision,
-        head: list[Request],
-        rest: list[Request],
+        self, instance: PrefillInstance, one: Decision, head: list[Request], rest: list[Request]
     ) -> tuple[list[Request], list[Request]]:
         """The instance's share of them, and what is left for those that start later."""
         alone = len(one.instances) == 1 or one.passes_of(instance) > 1
