@@ -85,9 +85,9 @@ class PrefillBooks:
 
     def set_limits(self, up: InstanceUp) -> None:
         """Chunk, page, overlap scheduling and graphs as the engine has them."""
-        self._changes()
         self._set_room(up)
         self.model.captured_tokens = up.captured_tokens
+        self._recount()
 
     def _set_room(self, up: InstanceUp) -> None:
         self.page = max(1, up.charged_page or up.page_size)

@@ -363,3 +363,17 @@ def test_one_message_of_any_rank_per_pass_keeps_the_books_of_all(passes):
     rig.hear(*[rig.engine.message(d, "heartbeat") for d in range(3)])
     assert rig.books.idle
     assert not any(rank.presumed or rank.presumed_passes for rank in rig.books.ranks)
+
+
+def test_what_was_predicted_with_another_chunk_and_page_is_predicted_again():
+    rig = Rig()
+    rig.send("a", 0, 900, arrives=False)
+    before_s, charged, room = rig.books.next_pass_s(), rig.books.charged_tokens, rig.books.has_room
+    assert (charged, room) == (900, True)
+    up = InstanceUp(instance="p0", role="prefill", dp_size=2, chunk_tokens=512, page_size=256)
+    rig.books.set_limits(up)
+    assert rig.books.next_pass_s() < before_s
+    assert rig.books.charged_tokens == 1024
+    rig.books.set_limits(msgspec.structs.replace(up, chunk_tokens=CHUNK, page_size=1))
+    assert rig.books.next_pass_s() == before_s
+    assert rig.books.charged_tokens == 900
