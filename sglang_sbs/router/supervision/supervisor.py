@@ -204,7 +204,7 @@ class Supervisor:
 
     async def _serve(self, folder: Path, predecessor: handover.Predecessor | None) -> int:
         options = self._options
-        successors: handover.Successors | None = None
+        successors: asyncio.Server | None = None
         try:
             if options.role == "router":
                 endpoint = f"ipc://{folder}/scheduler"
@@ -219,7 +219,8 @@ class Supervisor:
             self._announce()
             try:
                 path = handover.control_path(options.host, self._port)
-                successors = handover.Successors(path, self._sockets, self._stopping.set)
+                call = self._sockets, self._stopping.set
+                successors = await handover.await_successors(path, *call)
             except OSError as error:
                 logger.warning("a rolling restart is not possible: %s", error)
             if predecessor is not None:
