@@ -39,7 +39,6 @@ class Campaign(Election):
         self._times = times
         self._clock = clock
         self._candidate = Candidate(f"{identity}{_MARK}{secrets.token_hex(4)}", times)
-        self._lapse: asyncio.TimerHandle | None = None
         self._sooner = asyncio.Event()
         self.complaint = ""
         """Why the store cannot be asked; empty: it can."""
@@ -58,10 +57,6 @@ class Campaign(Election):
     def leader(self) -> str | None:
         holder = self._candidate.leader_at(self._clock())
         return holder.rpartition(_MARK)[0] or holder if holder else None
-
-    def leads(self) -> bool:
-        self._look()
-        return self._told is not None
 
     def exceed(self, term: int) -> None:
         self._candidate.exceed(term, self._clock())
@@ -106,17 +101,8 @@ class Campaign(Election):
             self.complaint = text
             logger.warning("election: the store cannot be asked: %s", text)
 
-    def _look(self) -> None:
-        """Say what has changed, and be here again when the lead lapses."""
-        now_s = self._clock()
-        term = self._candidate.term_at(now_s)
-        if self._lapse is not None:
-            self._lapse.cancel()
-            self._lapse = None
-        until_s = self._candidate.until()
-        if until_s is not None:
-            self._lapse = asyncio.get_running_loop().call_later(until_s - now_s, self._look)
-        self._tell(term)
+    def _term_now(self) -> int | None:
+        return self._candidate.term_at(self._clock())
 
     async def _leave(self) -> None:
         """Follow first, then let somebody else lead at once."""

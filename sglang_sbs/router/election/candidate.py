@@ -126,10 +126,6 @@ class Candidate:
             self._lead = None
         return self._lead.term if self._lead else None
 
-    def until(self) -> float | None:
-        """When the lead lapses, unless it is renewed."""
-        return self._until_s if self._lead else None
-
     def leader_at(self, now_s: float) -> str | None:
         if self.term_at(now_s) is not None:
             return self.holder

@@ -5,8 +5,8 @@ dies takes its requests with it.
 
 Theory of operation
 -------------------
-A session begins with :class:`Hello` and is open from :class:`Welcome` on, which is held back until
-the workers have been looked at (``settled``): a scheduler that just started would refuse what its
+A session begins with the :class:`Hello` that :class:`Welcome` answers. None is answered before the
+workers have been looked at (``settled``): a scheduler that just started would refuse what its
 front ends can still place by themselves. It ends with :class:`Bye`, with a later session of the
 same front end, or with ``SILENT_S`` without a word; then its requests end as aborted, exactly once,
 like everything else in ``_owners``. A message of an unknown session is answered
@@ -61,7 +61,6 @@ class _Session:
     front_end: str
     name: str
     heard_s: float
-    open: bool = False
     requests: dict[str, Placed] = field(default_factory=dict)
     outbox: list[Dispatch | Refuse] = field(default_factory=list)
 
@@ -81,9 +80,8 @@ class Hub:
         watch_dashboard: Callable[[bytes, messages.WatchDashboard], None] = lambda who, asked: None,
         retire_page: Callable[[str], None] = lambda page: None,
     ) -> None:
-        """``lead`` begins with :meth:`lead` and ends with :meth:`follow`. ``watch_dashboard`` is
-        told that somebody looks at a front end's dashboard; ``retire_page`` gets the last known
-        metrics of a front end that is gone."""
+        """``watch_dashboard`` is told that somebody looks at a front end's dashboard;
+        ``retire_page`` gets the last known metrics of a front end that is gone."""
         self.boot_id = uuid.uuid4().hex
         self.pump = driver.SchedulerPump(scheduler, self.decided, self.failed, observer, event_log)
         self._watch_dashboard = watch_dashboard
@@ -116,26 +114,18 @@ class Hub:
 
     def follow(self) -> None:
         """Not any more: whoever schedules next is told of the requests by their front ends."""
-        self._lead.end()
         logger.warning("this process schedules no more; it is a standby")
-        # Waiting ones first: the end of one that runs would be the dispatch of the next.
-        owned = [(rid, s.requests[rid]) for rid, s in self._owners.items()]
-        owned.sort(key=lambda one: bool(one[1].prefill))
-        sessions, self._sessions = list(self._sessions.values()), {}
-        self._owners.clear()
+        sessions, self._sessions = self._sessions.values(), {}
         for session in sessions:
-            session.requests, session.outbox = {}, []
             self.tell(session.identity, self._lead.turned_away())
-        for rid, placed in owned:
-            self.membership.count(placed, -1)
-            self.pump.submit(RequestEnded(rid=rid, outcome="aborted"))
+        self._abort(*sessions)
         self._pages.clear()  # the next scheduler asks for them
 
     # From outside -----------------------------------------------------------------------------
 
     @property
     def front_ends(self) -> int:
-        return len(self._open)
+        return len(self._sessions)
 
     @property
     def requests(self) -> int:
@@ -145,10 +135,6 @@ class Hub:
     @property
     def settled(self) -> bool:
         return self.membership.settled(self._loop.time())
-
-    @property
-    def _open(self) -> list[_Session]:
-        return [session for session in self._sessions.values() if session.open]
 
     def workers_changed(self) -> None:
         """Tell the front ends in this turn of the event loop."""
@@ -163,7 +149,7 @@ class Hub:
 
     async def metrics_pages(self) -> list[str]:
         """Every front end's page; the last known one of those that do not answer in time."""
-        asked = (self._ask(one, messages.AskMetrics()) for one in self._open)
+        asked = (self._ask(one, messages.AskMetrics()) for one in self._sessions.values())
         for session, answer in await asyncio.gather(*asked):
             if isinstance(answer, messages.MetricsPage):
                 self._pages[session.front_end] = answer.text
@@ -191,7 +177,7 @@ class Hub:
             self.tell(identity, self._lead.looked(message, ready=self.settled and self.stands))
         elif isinstance(message, Hello):
             self._hello(identity, message)
-        elif session is None or not session.open:
+        elif session is None:
             unknown = messages.Unwelcome() if self._lead.active else self._lead.turned_away()
             self.tell(identity, unknown)
         else:
@@ -239,16 +225,14 @@ class Hub:
             self.tell(identity, self._lead.turned_away())
             return
         now_s = self._loop.time()
-        new = _Session(identity, hello.front_end, hello.name, now_s)
-        session = self._sessions.setdefault(identity, new)
-        session.heard_s = now_s
         if hello.scheduler not in ("", self.boot_id):
             self.membership.inherit(hello, now_s)
-        if not session.open and self.settled:
-            for earlier in list(self._sessions.values()):
-                if earlier is not session and earlier.front_end == session.front_end:
+        if identity not in self._sessions and self.settled:
+            session = _Session(identity, hello.front_end, hello.name, now_s)
+            before, self._sessions[identity] = list(self._sessions.values()), session
+            for earlier in before:
+                if earlier.front_end == session.front_end:
                     self._end_session(earlier, "began anew")
-            session.open = True
             welcome = messages.Welcome(
                 scheduler=self.boot_id, workers=self._states(), version=version, release=__version__
             )
@@ -257,9 +241,9 @@ class Hub:
 
     async def _abort_elsewhere(self, session: _Session, message: messages.AbortElsewhere) -> None:
         question = messages.Abort(rid=message.rid)
-        asked = (self._ask(other, question) for other in self._open if other is not session)
-        answers = [answer for _, answer in await asyncio.gather(*asked)]
-        count = sum(answer.count for answer in answers if isinstance(answer, messages.Aborted))
+        others = (other for other in self._sessions.values() if other is not session)
+        answers = await asyncio.gather(*(self._ask(other, question) for other in others))
+        count = sum(answer.count for _, answer in answers if isinstance(answer, messages.Aborted))
         self.tell(session.identity, messages.Done(call=message.call, count=count))
 
     def _change(self, message: messages.Change) -> messages.Done:
@@ -339,7 +323,7 @@ class Hub:
         return self._send(identity, self._lead.stamped(message))
 
     def _tell_all(self, message: messages.FromScheduler) -> None:
-        for session in self._open:
+        for session in list(self._sessions.values()):
             if not self.tell(session.identity, message):
                 self._end_session(session, "its connection is gone")
 
@@ -405,10 +389,16 @@ class Hub:
             had = counted(len(session.requests), "request")
             logger.log(level, "front end %s is gone (%s) with %s", session.name, why, had)
             self._retire_page(self._pages.pop(session.front_end, ""))
-        requests, session.requests = session.requests, {}
-        session.outbox.clear()
-        for rid in requests:  # all of them first: the end of one may be the dispatch of the next
+        self._abort(session)
+
+    def _abort(self, *sessions: _Session) -> None:
+        """End their requests, those that wait first: the end of one that runs would be the dispatch
+        of the next."""
+        owned = [one for session in sessions for one in session.requests.items()]
+        for session in sessions:
+            session.requests, session.outbox = {}, []
+        for rid, _ in owned:
             del self._owners[rid]
-        for rid, placed in requests.items():
+        for rid, placed in sorted(owned, key=lambda one: bool(one[1].prefill)):
             self.membership.count(placed, -1)
             self.pump.submit(RequestEnded(rid=rid, outcome="aborted"))

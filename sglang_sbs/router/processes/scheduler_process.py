@@ -70,8 +70,7 @@ class SchedulerProcess:
         several = options.several
         assert several.listen is not None, "checked with the command line"
         election = _election_of(several)
-        told = election.told if isinstance(election, FixedOrder) else lambda look: None
-        self.lead = Lead(election, several.advertise, told)
+        self.lead = Lead(election, several.advertise)
         log = EventLogWriter(options.event_log, options.scheduler) if options.event_log else None
         self._session = worker_session(options)
         # What is made later is looked up when it is called.
@@ -163,8 +162,6 @@ class SchedulerProcess:
                 if repr(error) != last_cause:
                     logger.exception("the election failed: this scheduler is a standby")
                 last_cause = repr(error)
-            if self.lead.active:
-                self._hub.follow()
             await asyncio.sleep(_AGAIN_S)
 
     def _has_looked(self) -> bool:

@@ -141,7 +141,8 @@ class FixedOrder(Election):
         try:
             while True:
                 self._scouts.ask(Look(who=self._endpoints[self._own]))
-                self._tell(self._order.decide(self._standings(), self._loop.time()))
+                self._order.decide(self._standings(), self._loop.time())
+                self._look()
                 await asyncio.sleep(TICK_S)
         finally:
             if self._order.term is not None:
@@ -157,15 +158,14 @@ class FixedOrder(Election):
         ]
         return max(active)[1] if active else None
 
-    def leads(self) -> bool:
+    def _term_now(self) -> int | None:
         if self._order.stalled(self._loop.time()):
             logger.warning("this process did nothing for %g s or more: others may lead", LOST_S)
-        self._tell(self._order.term)
-        return self._told is not None
+        return self._order.term
 
     def exceed(self, term: int) -> None:
         self._order.exceed(term)
-        self._tell(self._order.term)
+        self._look()
 
     def told(self, look: Look) -> None:
         """Somebody asks how this process stands, and says how he does."""
