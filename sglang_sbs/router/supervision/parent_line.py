@@ -18,37 +18,36 @@ _PONG = b"pong"
 _MAX_BYTES = 4096
 
 
-class Parent:
-    """The child's end."""
+def tell_parent(
+    fd: int,
+    facts: dict[str, Any],
+    *,
+    gone: Callable[[], None],
+    let_go: Callable[[], None] = lambda: None,
+) -> None:
+    """The child's end: it is ready. Calls ``let_go`` when asked to, and ``gone`` once when the
+    supervisor has ended."""
+    loop, line = asyncio.get_running_loop(), socket.socket(fileno=fd)
+    line.setblocking(False)
 
-    def __init__(self, fd: int) -> None:
-        self._socket = socket.socket(fileno=fd)
-        self._socket.setblocking(False)
+    def readable() -> None:
+        try:
+            data = line.recv(_MAX_BYTES)
+        except BlockingIOError:
+            return
+        except OSError:
+            data = b""
+        if not data:
+            loop.remove_reader(line)
+            gone()
+        elif data == _LET_GO:
+            let_go()
+        else:
+            with contextlib.suppress(OSError):  # nobody reads there any more
+                line.send(_PONG)
 
-    def ready(self, facts: dict[str, Any]) -> None:
-        self._socket.send(orjson.dumps(facts))
-
-    def listen(self, *, let_go: Callable[[], None], gone: Callable[[], None]) -> None:
-        """Call ``let_go`` when asked to, and ``gone`` once when the supervisor has ended."""
-        loop = asyncio.get_running_loop()
-
-        def readable() -> None:
-            try:
-                data = self._socket.recv(_MAX_BYTES)
-            except (BlockingIOError, InterruptedError):
-                return
-            except OSError:
-                data = b""
-            if not data:
-                loop.remove_reader(self._socket)
-                gone()
-            elif data == _LET_GO:
-                let_go()
-            else:
-                with contextlib.suppress(OSError):  # nobody reads there any more
-                    self._socket.send(_PONG)
-
-        loop.add_reader(self._socket, readable)
+    loop.add_reader(line, readable)
+    line.send(orjson.dumps(facts))
 
 
 class ChildLine:

@@ -23,7 +23,7 @@ from sglang_sbs.router.options.router_options import RouterOptions
 from sglang_sbs.router.supervision import socket_handover as handover
 from sglang_sbs.router.supervision.parent_line import ChildLine
 from sglang_sbs.router.supervision.socket_handover import listen
-from sglang_sbs.router.supervision.stop_signals import end_on_signals
+from sglang_sbs.router.supervision.stop_signals import end_on_signals, one_of
 
 logger = logging.getLogger(__name__)
 
@@ -89,49 +89,38 @@ class Child:
 
     async def _run(self) -> tuple[bool, str]:
         """One life; whether it came to serve, and how it ended."""
+        served = False
         try:
-            line, process = await self._spawn()
+            with contextlib.closing(ChildLine()) as self._line:
+                self._process = process = await self._spawn(self._line.child_socket)
+                ended = asyncio.create_task(process.wait())
+                with contextlib.suppress(EOFError):
+                    self.facts = await self._line.ready()
+                    served = True
+                    self.serving.set()
+                    logger.info("%s serves (pid %d)", self.name, process.pid)
+                    await self._until_hung(self._line, ended)
+                return served, _describe(await ended)
         except OSError as error:
             return False, f"could not be run: {error}"
-        ended = asyncio.create_task(process.wait())
-        ready = asyncio.create_task(line.ready())
-        try:
-            await asyncio.wait({ended, ready}, return_when=asyncio.FIRST_COMPLETED)
-            served = ready.done() and ready.exception() is None
-            if served:
-                self.facts = ready.result()
-                self.serving.set()
-                logger.info("%s serves (pid %d)", self.name, process.pid)
-                await self._until_hung(line, ended)
-            code = await ended
         finally:
-            ready.cancel()
-            await asyncio.gather(ready, return_exceptions=True)
-            line.close()
             self.serving.clear()
-        return served, _describe(code)
 
-    async def _spawn(self) -> tuple[ChildLine, asyncio.subprocess.Process]:
+    async def _spawn(self, line: socket.socket) -> asyncio.subprocess.Process:
         """Raises: OSError, the system has no process, memory, descriptor or port for it now."""
         if self.renew is not None and not self.sockets:
             self.sockets = self.renew()
-        self._line = line = ChildLine()
-        try:
-            fds = [sock.fileno() for sock in self.sockets]
-            arguments = [*self.command(), "--sbs-parent-fd", str(line.child_socket.fileno())]
-            if fds:
-                arguments += ["--sbs-listen-fds", ",".join(map(str, fds))]
-            self._process = process = await asyncio.create_subprocess_exec(
+        fds = [sock.fileno() for sock in self.sockets]
+        arguments = [*self.command(), "--sbs-parent-fd", str(line.fileno())]
+        if fds:
+            arguments += ["--sbs-listen-fds", ",".join(map(str, fds))]
+        with line:  # the child has its own
+            return await asyncio.create_subprocess_exec(
                 *(sys.executable, "-m", "sglang_sbs.launch_router", *arguments),
                 stdin=asyncio.subprocess.DEVNULL,
-                pass_fds=[line.child_socket.fileno(), *fds],
+                pass_fds=[line.fileno(), *fds],
                 start_new_session=True,
             )
-        except BaseException:
-            line.close()
-            raise
-        line.child_socket.close()
-        return line, process
 
     async def _until_hung(self, line: ChildLine, ended: asyncio.Task[int]) -> None:
         """Until it has ended; it is killed when it is stopped or stuck."""
@@ -226,9 +215,7 @@ class Supervisor:
             if predecessor is not None:
                 logger.info("taking over: the router before this one may end")
                 predecessor.drain()
-            stopping = asyncio.create_task(self._stopping.wait())
-            await asyncio.wait({stopping, *self._tasks}, return_when=asyncio.FIRST_COMPLETED)
-            stopping.cancel()
+            await one_of(*self._tasks, unless=self._stopping)
         except StartError as error:
             logger.error("%s", error)
             return 1
@@ -286,16 +273,9 @@ class Supervisor:
         for task in tasks:
             task.add_done_callback(self._kept)
         self._tasks += tasks
-
-        async def all_serve() -> None:
-            for child in children:
-                await child.serving.wait()
-
-        serving = asyncio.create_task(all_serve())
-        stopping = asyncio.create_task(self._stopping.wait())
-        await asyncio.wait({serving, stopping, *tasks}, return_when=asyncio.FIRST_COMPLETED)
+        serving = asyncio.gather(*(child.serving.wait() for child in children))
+        await one_of(serving, *tasks, unless=self._stopping)
         serving.cancel()
-        stopping.cancel()
         for task in tasks:
             if task.done():
                 task.result()
@@ -338,10 +318,8 @@ class Supervisor:
             child.end()
         count = len(self._front_ends)
         draining = asyncio.create_task(asyncio.wait(self._tasks[-count:]))
-        again = asyncio.create_task(self._stopping.wait())
         limit_s = self._options.shutdown_grace_s + _MARGIN_S
-        await asyncio.wait([draining, again], timeout=limit_s, return_when=asyncio.FIRST_COMPLETED)
-        again.cancel()
+        await one_of(draining, unless=self._stopping, limit_s=limit_s)
         if not draining.done():
             logger.warning("front ends did not end in time, or a second signal came")
             return 1
