@@ -8,6 +8,7 @@ import socket
 import uuid
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partial
 
 import aiohttp
 import msgspec
@@ -22,14 +23,12 @@ from sglang_sbs.router.options.router_options import RouterOptions
 from sglang_sbs.router.processes import messages
 from sglang_sbs.router.processes.dashboard_feed import RemoteFeed
 from sglang_sbs.router.processes.leading.scheduler_choice import LeadView, SchedulerChoice
-from sglang_sbs.router.processes.leading.scouts import Line
 from sglang_sbs.router.processes.mirrored_registry import MirroredRegistry
 from sglang_sbs.router.processes.scheduler_link import SchedulerLink
 from sglang_sbs.router.processes.sockets import FrontEndSocket
 from sglang_sbs.router.signals.endforward_listener import FindOwner
 from sglang_sbs.router.signals.engine_signals import Watch
-from sglang_sbs.router.telemetry.metrics import RouterMetrics, snapshot_families
-from sglang_sbs.router.telemetry.worker_metrics import model_name
+from sglang_sbs.router.telemetry.metrics import RouterMetrics
 from sglang_sbs.router.workers.health import Monitor
 from sglang_sbs.router.workers.worker import Worker, WorkerEvents
 from sglang_sbs.router.workers.worker_view import problems_of
@@ -61,7 +60,6 @@ class OwnScheduler:
         """``scheduler`` replaces the real one (tests). ``silenced``: see
         :class:`~sglang_sbs.router.workers.worker.WorkerEvents`."""
         log = EventLogWriter(options.event_log, options.scheduler) if options.event_log else None
-        self._metrics = metrics
         self.dispatcher = dispatcher = Dispatcher(
             scheduler or Scheduler(options.scheduler),
             observer=metrics,
@@ -95,10 +93,8 @@ class OwnScheduler:
         """There is no other."""
 
     def families(self) -> Iterator[Metric]:
-        yield from snapshot_families(self.dispatcher.snapshot(), self.registry)
         yield from self.dispatcher.pump.times.families()
-        yield from self._watch.families()
-        yield self._metrics.selections(model_name(self.registry))
+        yield from self._watch.families(self.dispatcher.snapshot())
 
     async def close(self) -> None:
         self.feed.close()
@@ -124,9 +120,7 @@ class RemoteScheduler:
         self._monitor: Monitor | None = None
         self._closed = False
 
-        def dial(endpoint: str, receive: Callable[[messages.FromScheduler], None]) -> Line:
-            return FrontEndSocket(endpoint, options.several.keys, receive)
-
+        dial = partial(FrontEndSocket, options.several.keys)
         # What is made later is looked up when it is called.
         self.registry = MirroredRegistry(
             WorkerEvents(

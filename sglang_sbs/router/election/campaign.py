@@ -26,18 +26,12 @@ def boot_clock() -> float:
 
 
 class Campaign(Election):
-    def __init__(
-        self,
-        store: LockStore,
-        identity: str,
-        times: ElectionTimes,
-        clock: Callable[[], float] = boot_clock,
-    ) -> None:
+    def __init__(self, store: LockStore, identity: str, times: ElectionTimes) -> None:
         """``identity``: the address under which this process is known."""
         super().__init__()
         self._store = store
         self._times = times
-        self._clock = clock
+        self._clock = boot_clock
         self._candidate = Candidate(f"{identity}{_MARK}{secrets.token_hex(4)}", times)
         self._sooner = asyncio.Event()
         self.complaint = ""

@@ -30,7 +30,8 @@ class RemoteFeed:
         """Whether each has its history."""
         self._renewer: asyncio.Task[None] | None = None
         self._own: LocalFeed | None = None
-        self._own_pump: SchedulerPump | None = None
+        self._pump: SchedulerPump | None = None
+        """The fallback's, while that is watched."""
 
     def watch(self, take: Take) -> Stop:
         """The history comes with the answer."""
@@ -61,7 +62,7 @@ class RemoteFeed:
     def _renew(self) -> None:
         """Ask the scheduler process, or the fallback while there is none."""
         pump = self._link.pump
-        if pump is not self._own_pump:
+        if pump is not self._pump:
             self._leave_own()
             # Another scheduler: its frames do not fit the last ones.
             self._watchers = dict.fromkeys(self._watchers, False)
@@ -69,14 +70,14 @@ class RemoteFeed:
         if pump is None:
             self._link.tell(WatchDashboard(history=waiting))
         elif self._own is None:
-            self._own_pump = pump
+            self._pump = pump
             self._own = LocalFeed(pump, self._config, alone=True)
             self._own.watch(self._deliver)
         elif waiting:
             self._own.watch(self._deliver)()  # only for its history
 
     def _leave_own(self) -> None:
-        own, self._own, self._own_pump = self._own, None, None
+        own, self._own, self._pump = self._own, None, None
         if own is not None:
             own.close()
 

@@ -37,6 +37,7 @@ from sglang_sbs.router.processes.leading.lead import Lead
 from sglang_sbs.router.processes.membership import Membership, Placed
 from sglang_sbs.router.processes.messages import VERSION, Hello, spoken
 from sglang_sbs.router.processes.mirrored_registry import state_of
+from sglang_sbs.router.processes.summed_metrics import add_pages, of_workers
 from sglang_sbs.router.workers.kubernetes_pods import Members
 from sglang_sbs.router.workers.worker import Worker
 from sglang_sbs.scheduling import events
@@ -78,10 +79,8 @@ class Hub:
         observer: driver.DispatchObserver | None = None,
         event_log: EventLogWriter | None = None,
         watch_dashboard: Callable[[bytes, messages.WatchDashboard], None] = lambda who, asked: None,
-        retire_page: Callable[[str], None] = lambda page: None,
     ) -> None:
-        """``watch_dashboard`` is told that somebody looks at a front end's dashboard;
-        ``retire_page`` gets the last known metrics of a front end that is gone."""
+        """``watch_dashboard`` is told that somebody looks at a front end's dashboard."""
         self.boot_id = uuid.uuid4().hex
         self.pump = driver.SchedulerPump(scheduler, self.decided, self.failed, observer, event_log)
         self._watch_dashboard = watch_dashboard
@@ -91,10 +90,11 @@ class Hub:
         """How late its tick was."""
         self._registry = members.registry
         self._send = tell
-        self._retire_page = retire_page
         self._sessions: dict[bytes, _Session] = {}
         self._owners: dict[str, _Session] = {}
         self._pages: dict[str, str] = {}
+        self._retired = ""
+        """What front ends that are gone had counted: it still happened."""
         self._asked: Calls[_Answer] = Calls()
         self._tasks: set[asyncio.Task[None]] = set()
         self._flushing = False
@@ -148,12 +148,15 @@ class Hub:
         return (placed.prefill if role == "prefill" else placed.decode) or None
 
     async def metrics_pages(self) -> list[str]:
-        """Every front end's page; the last known one of those that do not answer in time."""
+        """Every front end's page; the last known one of those that do not answer in time, and what
+        those had counted that are gone."""
         asked = (self._ask(one, messages.AskMetrics()) for one in self._sessions.values())
         for session, answer in await asyncio.gather(*asked):
             if isinstance(answer, messages.MetricsPage):
                 self._pages[session.front_end] = answer.text
-        return list(self._pages.values())
+        # Those that live forget a removed worker themselves.
+        self._retired = of_workers(self._retired, self._registry.get)
+        return [page for page in (*self._pages.values(), self._retired) if page]
 
     async def _ask(
         self, session: _Session, question: messages.AskMetrics | messages.Abort
@@ -388,7 +391,9 @@ class Hub:
             level = logging.WARNING if session.requests else logging.INFO
             had = counted(len(session.requests), "request")
             logger.log(level, "front end %s is gone (%s) with %s", session.name, why, had)
-            self._retire_page(self._pages.pop(session.front_end, ""))
+            pages = (self._retired, self._pages.pop(session.front_end, ""))
+            known = (of_workers(page, self._registry.get) for page in pages)
+            self._retired = add_pages(known, lasting_only=True)
         self._abort(session)
 
     def _abort(self, *sessions: _Session) -> None:

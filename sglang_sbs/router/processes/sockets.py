@@ -105,7 +105,7 @@ class FrontEndSocket(_Socket):
     """The front end's end (DEALER). Each one is a new session for the scheduler."""
 
     def __init__(
-        self, endpoint: str, keys: CurveKeys | None, receive: Callable[[FromScheduler], None]
+        self, keys: CurveKeys | None, endpoint: str, receive: Callable[[FromScheduler], None]
     ) -> None:
         """Raises: zmq.ZMQError, there is no room for another one, or no such endpoint."""
         super().__init__(zmq.DEALER, "the scheduler")

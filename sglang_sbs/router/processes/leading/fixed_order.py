@@ -133,7 +133,7 @@ class FixedOrder(Election):
         self._own = own
         self._loop = asyncio.get_running_loop()
         others = [one for one in endpoints if one != endpoints[own]]
-        self._scouts = Scouts(others, dial, self._loop.time)
+        self._scouts = Scouts(others, dial)
         self._order = Order(own, self._loop.time())
 
     async def run(self, lead: Callable[[int], None], follow: Callable[[], None]) -> None:
@@ -151,12 +151,8 @@ class FixedOrder(Election):
 
     @property
     def leader(self) -> str | None:
-        active = [
-            (standing.term, endpoint)
-            for endpoint, standing in zip(self._endpoints, self._standings(), strict=True)
-            if standing is not None and standing.active
-        ]
-        return max(active)[1] if active else None
+        terms = self._scouts.leaders(LOST_S)
+        return max(terms, key=terms.__getitem__, default=None)
 
     def _term_now(self) -> int | None:
         if self._order.stalled(self._loop.time()):

@@ -66,7 +66,7 @@ class SchedulerChoice:
         self._name = name
         self._loop = asyncio.get_running_loop()
         several = len(self._endpoints) > 1
-        self._scouts = Scouts(self._endpoints if several else (), dial, self._loop.time)
+        self._scouts = Scouts(self._endpoints if several else (), dial)
         self._asked_s = 0.0
         self._tried_s = self._loop.time()
         self._turned_away = False
@@ -136,12 +136,9 @@ class SchedulerChoice:
 
     def _leader(self) -> str | None:
         """Who leads in the highest term, which is not below the highest heard of."""
-        found = None
-        for endpoint in self._endpoints:
-            standing = self._scouts.standing(endpoint, FRESH_S)
-            if standing is None or not standing.active or standing.term < self.term:
-                continue
-            if found is None or standing.term > self.term or endpoint == self.target:
-                found = endpoint
-            self.term = standing.term
-        return found
+        terms = self._scouts.leaders(FRESH_S)
+        latest = max(terms, key=terms.__getitem__, default=None)
+        if latest is None or terms[latest] < self.term:
+            return None
+        self.term = terms[latest]
+        return self.target if terms.get(self.target) == self.term else latest
