@@ -58,8 +58,8 @@ class Campaign(Election):
         self._look()
 
     async def _step(self) -> None:
-        asked_s = self._clock()
-        step = self._candidate.next_step(asked_s)
+        store, candidate, asked_s = self._store, self._candidate, self._clock()
+        step = candidate.next_step(asked_s)
         if isinstance(step, Sleep):
             self._sooner.clear()
             with contextlib.suppress(TimeoutError):
@@ -67,26 +67,24 @@ class Campaign(Election):
             return
         try:
             async with asyncio.timeout(self._times.ask_s):
-                await self._ask(step, asked_s)
+                match step:
+                    case Read():
+                        candidate.observed(await store.read(), self._clock())
+                    case Take():
+                        record = await store.take(step.seen, candidate.holder, step.term)
+                        candidate.took(record, asked_s, self._clock())
+                    case Renew():
+                        record = await store.renew(step.mine)
+                        candidate.renewed(record, asked_s, self._clock())
         except Refused:
-            self._candidate.refused(self._clock())
+            candidate.refused(self._clock())
         except StoreError as error:
             self._failed(str(error), asked_s)
         except TimeoutError:
             self._failed(f"no answer within {self._times.ask_s:g} s", asked_s)
-
-    async def _ask(self, step: Read | Take | Renew, asked_s: float) -> None:
-        candidate = self._candidate
-        if isinstance(step, Read):
-            candidate.observed(await self._store.read(), self._clock())
-        elif isinstance(step, Take):
-            record = await self._store.take(step.seen, candidate.holder, step.term)
-            candidate.took(record, asked_s, self._clock())
         else:
-            record = await self._store.renew(step.mine)
-            candidate.renewed(record, asked_s, self._clock())
-        if self.complaint:
-            logger.info("election: the store answers again")
+            if self.complaint:
+                logger.info("election: the store answers again")
             self.complaint = ""
 
     def _failed(self, text: str, asked_s: float) -> None:

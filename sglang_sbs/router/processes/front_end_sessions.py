@@ -383,8 +383,7 @@ class Hub:
         self._tell_all(messages.Alive())
 
     def _end_session(self, session: _Session, why: str) -> None:
-        if self._sessions.pop(session.identity, None) is None:
-            return
+        del self._sessions[session.identity]
         if any(other.front_end == session.front_end for other in self._sessions.values()):
             logger.info("front end %s %s: it announces its requests again", session.name, why)
         else:

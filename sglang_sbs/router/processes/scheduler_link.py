@@ -269,13 +269,7 @@ class SchedulerLink(Assigner):
         before, self._line, self._line_is_over = self._line, None, False
         if before is not None:
             before.close()
-        line: Line
-
-        def take(message: messages.FromScheduler) -> None:
-            if line is self._line:
-                self._received(message)
-
-        self._line = line = self.choice.connect(take)
+        self._line = self.choice.connect(self._received)
 
     def _connect_anew(self, why: str) -> None:
         self._line_is_over = True

@@ -35,7 +35,7 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(hub_module, "CLUSTER_EVERY_S", 0.05)
     monkeypatch.setattr(choice_module, "LOOK_EVERY_S", 0.03)
     monkeypatch.setattr(choice_module, "FRESH_S", 0.2)
-    monkeypatch.setattr(choice_module, "TRY_S", 0.05)
+    monkeypatch.setattr(choice_module, "AGAIN_S", 0.05)
 
 
 @pytest.fixture
