@@ -82,11 +82,8 @@ class Router:
         return cls(args)
 
     def start(self) -> None:
-        """Run until SIGTERM or SIGINT, in the main thread of a process.
-
-        Raises:
-            RuntimeError: it could not start, or a second signal cut it off. Its log says more.
-        """
+        """Run until SIGTERM or SIGINT, in the main thread of a process. Raises: RuntimeError, it
+        could not start, or a second signal cut it off. Its log says more."""
         code = main(self._arguments)
         if code:
             raise RuntimeError(f"the router ended with exit code {code}: see what it logged")

@@ -211,6 +211,7 @@ class RemoteScheduler:
         """While nobody else watches the workers, this process does."""
         if self._closed:
             return
+        self.feed.scheduler_changed()
         if alone and self._monitor is None:
             config = replace(self._options.monitor, load_poll_interval_s=None)
             self._monitor = Monitor(self.registry, self._session, config, self._link.submit)

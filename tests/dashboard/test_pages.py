@@ -13,7 +13,7 @@ from typing import Any
 import aiohttp
 import pytest
 from aiohttp import web
-from router_harness import TIMEOUT_S, Cluster, FakeScheduler, cluster, options_for, until
+from router_harness import TIMEOUT_S, Cluster, cluster, options_for, until
 
 from sglang_sbs.dashboard import feed as feed_module
 from sglang_sbs.dashboard import pages
@@ -351,42 +351,3 @@ async def take_from(server: RouterServer, count: int) -> list[dict[str, Any]]:
         if len(found) == count:
             break
     return found
-
-
-async def test_a_front_end_that_no_longer_asks_gets_no_frames(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    from sglang_sbs.router.assignment.scheduler_driver import SchedulerPump
-    from sglang_sbs.router.processes import dashboard_feed
-    from sglang_sbs.router.processes.dashboard_feed import Leases
-    from sglang_sbs.router.processes.messages import DashboardFrame, WatchDashboard
-
-    monkeypatch.setattr(dashboard_feed, "LEASE_S", 0.05)
-    monkeypatch.setattr(feed_module, "FRAME_S", 0.01)
-    pump = SchedulerPump(FakeScheduler(), decided=lambda c: None, failed=lambda rid: None)
-    feed = LocalFeed(pump, SchedulerConfig())
-    told: list[DashboardFrame] = []
-    lease = Leases(feed, lambda identity, frame: told.append(frame) is None)
-    lease.ask(b"x", WatchDashboard(history=True))
-    assert told[0].full
-    await until(lambda: feed.watchers == 0)
-    lease.ask(b"x", WatchDashboard())
-    assert feed.watchers == 1, "it asked again"
-    feed.close()
-    pump.close()
-
-
-async def test_a_front_end_that_is_gone_before_its_history_came_is_watched_for_no_more(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    from sglang_sbs.router.assignment.scheduler_driver import SchedulerPump
-    from sglang_sbs.router.processes.dashboard_feed import Leases
-    from sglang_sbs.router.processes.messages import WatchDashboard
-
-    monkeypatch.setattr(feed_module, "FRAME_S", 0.01)
-    pump = SchedulerPump(FakeScheduler(), decided=lambda c: None, failed=lambda rid: None)
-    feed = LocalFeed(pump, SchedulerConfig())
-    Leases(feed, lambda identity, frame: False).ask(b"x", WatchDashboard(history=True))
-    await until(lambda: feed.watchers == 0)
-    feed.close()
-    pump.close()

@@ -98,8 +98,7 @@ class Campaign(Election):
 
     async def _leave(self) -> None:
         """Follow first, then let somebody else lead at once."""
-        mine = self._candidate.mine()
-        self._candidate.resign()
+        mine = self._candidate.resign()
         self._look()
         try:
             if mine is not None:

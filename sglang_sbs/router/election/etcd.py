@@ -17,16 +17,14 @@ from typing import Any
 import aiohttp
 
 from sglang_sbs.router.election.candidate import MAX_TERM, Record
-from sglang_sbs.router.election.election import Refused, StoreError
+from sglang_sbs.router.election.election import LockStore, Refused, StoreError
 
 _MAX_ANSWER_BYTES = 1 << 16
 _ABSENT = "0"
 """Revision of a key that is not there."""
 
 
-class EtcdLock:
-    """Implements :class:`~sglang_sbs.router.election.election.LockStore`."""
-
+class EtcdLock(LockStore):
     def __init__(
         self, endpoints: Sequence[str], key: str, lasts_s: int, tls: ssl.SSLContext | None
     ) -> None:

@@ -10,7 +10,7 @@ from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any
 
 from sglang_sbs.router.election.candidate import LONGEST_LEASE_S, MAX_TERM, Record
-from sglang_sbs.router.election.election import Refused, StoreError
+from sglang_sbs.router.election.election import LockStore, Refused, StoreError
 from sglang_sbs.router.kubernetes_api import ApiError, open_api, read_answer
 
 if TYPE_CHECKING:
@@ -22,9 +22,7 @@ _NOT_FOUND = 404
 """To an update: it was deleted. To a creation: there is no such namespace."""
 
 
-class KubernetesLease:
-    """Implements :class:`~sglang_sbs.router.election.election.LockStore`."""
-
+class KubernetesLease(LockStore):
     def __init__(self, namespace: str, name: str, lasts_s: int) -> None:
         self._namespace = namespace
         self._name = name

@@ -28,6 +28,7 @@ from dataclasses import dataclass, field
 from functools import partial
 
 from sglang_sbs import __version__
+from sglang_sbs.dashboard.feed import Stop, Take
 from sglang_sbs.plain_words import counted
 from sglang_sbs.router.assignment import scheduler_driver as driver
 from sglang_sbs.router.assignment.decision_times import Spread
@@ -64,6 +65,8 @@ class _Session:
     heard_s: float
     requests: dict[str, Placed] = field(default_factory=dict)
     outbox: list[Dispatch | Refuse] = field(default_factory=list)
+    stop_frames: Stop = lambda: None
+    """Of the dashboard."""
 
 
 class Hub:
@@ -78,12 +81,12 @@ class Hub:
         *,
         observer: driver.DispatchObserver | None = None,
         event_log: EventLogWriter | None = None,
-        watch_dashboard: Callable[[bytes, messages.WatchDashboard], None] = lambda who, asked: None,
+        frames: Callable[[Take], Stop] = lambda take: lambda: None,
     ) -> None:
-        """``watch_dashboard`` is told that somebody looks at a front end's dashboard."""
+        """``frames``: of the dashboard, to whom they are wanted by."""
         self.boot_id = uuid.uuid4().hex
         self.pump = driver.SchedulerPump(scheduler, self.decided, self.failed, observer, event_log)
-        self._watch_dashboard = watch_dashboard
+        self._frames = frames
         self.foreign = 0
         """Messages about requests of another session: a defect of a front end."""
         self.lag = Spread()
@@ -212,9 +215,16 @@ class Hub:
             case events.BlocksCleared():
                 self.pump.submit(message)
             case messages.WatchDashboard():
-                self._watch_dashboard(identity, message)
+                self._send_frames(session, wanted=not message.over)
             case messages.Bye():
                 self._end_session(session, "it said goodbye")
+
+    def _send_frames(self, session: _Session, *, wanted: bool) -> None:
+        def take(payload: bytes, full: bool) -> None:
+            self.tell(session.identity, messages.DashboardFrame(payload=payload, full=full))
+
+        session.stop_frames()
+        session.stop_frames = self._frames(take) if wanted else lambda: None
 
     def _hello(self, identity: bytes, hello: Hello) -> None:
         version = spoken(hello)
@@ -396,10 +406,11 @@ class Hub:
         self._abort(session)
 
     def _abort(self, *sessions: _Session) -> None:
-        """End their requests, those that wait first: the end of one that runs would be the dispatch
+        """End all of theirs, those that wait first: the end of one that runs would be the dispatch
         of the next."""
         owned = [one for session in sessions for one in session.requests.items()]
         for session in sessions:
+            session.stop_frames()
             session.requests, session.outbox = {}, []
         for rid, _ in owned:
             del self._owners[rid]

@@ -1,6 +1,4 @@
-"""What front ends say of workers: that one is to come, to change or to go, which failed, and the
-legs in flight at each.
-"""
+"""What front ends say of workers: which are to come or to go, which failed, and where legs are."""
 
 from __future__ import annotations
 

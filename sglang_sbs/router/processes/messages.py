@@ -179,10 +179,12 @@ class MetricsPage(_Message, frozen=True):
 
 
 class WatchDashboard(_Message, frozen=True):
-    """Somebody looks at the dashboard here: wants :class:`DashboardFrame` for some seconds."""
+    """Somebody looks at the dashboard here: a :class:`DashboardFrame` is wanted time and again."""
 
     history: bool = False
-    """Begin with a frame that has everything: somebody else began to look."""
+    """Begin (anew) with a frame that has everything: somebody else began to look."""
+    over: bool = False
+    """Nobody looks any more."""
 
 
 class Bye(_Message, frozen=True):

@@ -224,7 +224,7 @@ class SchedulerLink(Assigner):
         self._told_alone = True
 
     def _welcomed(self, welcome: messages.Welcome) -> None:
-        if self.connected or self._line is None:
+        if self.connected:
             return
         try:
             self._join(welcome)

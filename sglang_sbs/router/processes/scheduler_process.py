@@ -20,7 +20,6 @@ from sglang_sbs.router.metric_families import gauge, total
 from sglang_sbs.router.options.router_options import RouterOptions
 from sglang_sbs.router.options.several import SeveralProcesses
 from sglang_sbs.router.options.tls import worker_session
-from sglang_sbs.router.processes.dashboard_feed import Leases
 from sglang_sbs.router.processes.front_end_sessions import Hub
 from sglang_sbs.router.processes.leading.fixed_order import FixedOrder
 from sglang_sbs.router.processes.leading.lead import Lead, Unopposed
@@ -55,7 +54,6 @@ class SchedulerProcess:
         self.metrics = RouterMetrics(
             options.prometheus_duration_buckets, options.scheduler.policy, self._knows
         )
-        self._campaign: asyncio.Task[None] | None = None
         self._tasks: list[asyncio.Task[None]] = []
         self._metrics_port: MetricsPort | None = None
 
@@ -89,7 +87,7 @@ class SchedulerProcess:
             self.lead,
             observer=self.metrics,
             event_log=log,
-            watch_dashboard=lambda who, asked: self._leases.ask(who, asked),  # noqa: PLW0108
+            frames=lambda take: self._feed.watch(take),  # noqa: PLW0108
         )
         registry = self._watch.registry
         self._feed = LocalFeed(
@@ -98,7 +96,6 @@ class SchedulerProcess:
             problems=lambda: problems_of(registry),
             lead=self.lead.shown_to_people,
         )
-        self._leases = Leases(self._feed, self._hub.tell)
         self.metrics.collect_with(self._collect)
         try:
             await self._listen_for_metrics()
@@ -107,7 +104,7 @@ class SchedulerProcess:
         except BaseException:
             await self.stop()
             raise
-        self._campaign = asyncio.create_task(self._stand(election))
+        self._tasks.append(asyncio.create_task(self._stand(election)))
 
     @property
     def prometheus_port(self) -> int:
@@ -125,10 +122,7 @@ class SchedulerProcess:
             self._tasks.append(asyncio.create_task(port.close()))
 
     async def stop(self) -> None:
-        if self._campaign is not None:  # first, so that another one can lead at once
-            self._campaign.cancel()
-            await asyncio.gather(self._campaign, return_exceptions=True)
-        for task in self._tasks:
+        for task in self._tasks:  # first, so that another one can lead at once
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
         self._feed.close()

@@ -273,7 +273,12 @@ class Supervisor:
         for task in tasks:
             task.add_done_callback(self._kept)
         self._tasks += tasks
-        serving = asyncio.gather(*(child.serving.wait() for child in children))
+
+        async def all_serve() -> None:
+            for child in children:
+                await child.serving.wait()
+
+        serving = asyncio.create_task(all_serve())
         await one_of(serving, *tasks, unless=self._stopping)
         serving.cancel()
         for task in tasks:

@@ -228,9 +228,9 @@ def test_a_lock_that_was_deleted_does_not_make_terms_fall() -> None:
 def test_what_is_given_back_is_the_lock_if_it_is_its_own() -> None:
     candidate = leading(100.0)
     candidate.term_at(200.0)
-    assert candidate.mine() == mine()  # lapsed, and still written in the store
+    assert candidate.resign() == mine()  # lapsed, and still written in the store
     candidate.observed(OTHER, 200.0)
-    assert candidate.mine() is None
+    assert candidate.resign() is None
 
 
 @pytest.mark.parametrize(

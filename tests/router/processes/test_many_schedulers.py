@@ -154,7 +154,9 @@ async def test_who_leads_in_an_earlier_term_gets_nobody_when_the_later_one_is_go
     several.ballots["b"].win(2)
     await several.all_follow("b")
     several.crash("b")
-    await until(lambda: front_end.link.fenced > 2)
+    await until(lambda: not front_end.link.connected)
+    exceeded = len(several.ballots["a"].exceeded)
+    await until(lambda: len(several.ballots["a"].exceeded) > exceeded + 10)  # it is asked, and told
     assert not front_end.link.connected
     await front_end.ask("alone")
     assert front_end.alone.dispatches == 1

@@ -124,8 +124,6 @@ class Order:
 
 
 class FixedOrder(Election):
-    """Must be used from one event loop only."""
-
     def __init__(self, endpoints: Sequence[str], own: int, dial: Dial) -> None:
         """``endpoints``: of all, in order; ``own``: which of them this process is."""
         super().__init__()
@@ -141,7 +139,8 @@ class FixedOrder(Election):
         try:
             while True:
                 self._scouts.ask(Look(who=self._endpoints[self._own]))
-                self._order.decide(self._standings(), self._loop.time())
+                standings = [self._scouts.standing(one, LOST_S) for one in self._endpoints]
+                self._order.decide(standings, self._loop.time())
                 self._look()
                 await asyncio.sleep(TICK_S)
         finally:
@@ -165,8 +164,4 @@ class FixedOrder(Election):
 
     def told(self, look: Look) -> None:
         """Somebody asks how this process stands, and says how he does."""
-        if look.who not in self._endpoints:
-            self._order.told(look, self._loop.time())
-
-    def _standings(self) -> list[Standing | None]:
-        return [self._scouts.standing(one, LOST_S) for one in self._endpoints]
+        self._order.told(look, self._loop.time())

@@ -62,8 +62,7 @@ class SchedulerChoice:
         self._dial = dial
         self._name = name
         self._loop = asyncio.get_running_loop()
-        several = len(self._endpoints) > 1
-        self._scouts = Scouts(self._endpoints if several else (), dial)
+        self._scouts = Scouts(self._endpoints if len(self._endpoints) > 1 else (), dial)
         self._asked_s = 0.0
         self._connected_s = 0.0
         self._turned_away = False
