@@ -143,7 +143,7 @@ class RemoteScheduler:
             metrics_page=lambda: metrics.render().decode(),
             abort=abort,
             alone_changed=self._alone_changed,
-            dashboard_frame=lambda frame: feed.received(frame),  # noqa: PLW0108
+            dashboard_frame=lambda payload, full: feed.deliver(payload, full),  # noqa: PLW0108
             give_up_s=options.scheduler.default_timeout_s + OVERDUE_S,
         )
         self.feed = feed = RemoteFeed(self._link, _alone(options))

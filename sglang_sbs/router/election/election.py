@@ -3,8 +3,9 @@ election needs of the service that keeps the lock."""
 
 from __future__ import annotations
 
+import contextlib
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Protocol
 
 from sglang_sbs.router.election.candidate import Record
@@ -66,6 +67,15 @@ class Refused(Exception):
 
 class StoreError(Exception):
     """No answer, or none that can be used. What the words say is shown to the operator."""
+
+
+@contextlib.contextmanager
+def understood(where: str) -> Iterator[None]:
+    """What does not look as it should there is the store's fault. Raises: StoreError."""
+    try:
+        yield
+    except (KeyError, TypeError, ValueError, IndexError, AttributeError) as error:
+        raise StoreError(f"not what was expected in {where}: {error!r}") from error
 
 
 class LockStore(Protocol):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from sglang_sbs.dashboard.feed import LocalFeed, Stop, Take
-from sglang_sbs.router.processes.messages import DashboardFrame, WatchDashboard
+from sglang_sbs.router.processes.messages import WatchDashboard
 from sglang_sbs.router.processes.scheduler_link import SchedulerLink
 from sglang_sbs.scheduling import SchedulerConfig
 
@@ -54,15 +54,12 @@ class RemoteFeed:
         else:
             self._stop()
             self._own = self._own or LocalFeed(pump, self._config, alone=True)
-            self._stop = self._own.watch(self._deliver)
+            self._stop = self._own.watch(self.deliver)
 
     def _want_no_more(self) -> None:
-        self._link.tell(WatchDashboard(over=True))
+        self._link.tell(WatchDashboard())
 
-    def received(self, frame: DashboardFrame) -> None:
-        self._deliver(frame.payload, frame.full)
-
-    def _deliver(self, payload: bytes, full: bool) -> None:
+    def deliver(self, payload: bytes, full: bool) -> None:
         """A history to those that wait for one, a frame to those that have one."""
         for take, follows in list(self._watchers.items()):
             if take in self._watchers and full != follows:

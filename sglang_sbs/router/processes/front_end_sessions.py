@@ -97,7 +97,7 @@ class Hub:
         self._owners: dict[str, _Session] = {}
         self._pages: dict[str, str] = {}
         self._retired = ""
-        """What front ends that are gone had counted: it still happened."""
+        """What front ends that are gone had counted."""
         self._asked: Calls[_Answer] = Calls()
         self._tasks: set[asyncio.Task[None]] = set()
         self._flushing = False
@@ -215,7 +215,7 @@ class Hub:
             case events.BlocksCleared():
                 self.pump.submit(message)
             case messages.WatchDashboard():
-                self._send_frames(session, wanted=not message.over)
+                self._send_frames(session, wanted=message.history)
             case messages.Bye():
                 self._end_session(session, "it said goodbye")
 
@@ -400,10 +400,13 @@ class Hub:
             level = logging.WARNING if session.requests else logging.INFO
             had = counted(len(session.requests), "request")
             logger.log(level, "front end %s is gone (%s) with %s", session.name, why, had)
-            pages = (self._retired, self._pages.pop(session.front_end, ""))
-            known = (of_workers(page, self._registry.get) for page in pages)
-            self._retired = add_pages(known, lasting_only=True)
+            self._retire(self._pages.pop(session.front_end, ""))
         self._abort(session)
+
+    def _retire(self, page: str) -> None:
+        """What it counted still happened."""
+        known = (of_workers(page, self._registry.get) for page in (self._retired, page))
+        self._retired = add_pages(known, lasting_only=True)
 
     def _abort(self, *sessions: _Session) -> None:
         """End all of theirs, those that wait first: the end of one that runs would be the dispatch

@@ -179,12 +179,11 @@ class MetricsPage(_Message, frozen=True):
 
 
 class WatchDashboard(_Message, frozen=True):
-    """Somebody looks at the dashboard here: a :class:`DashboardFrame` is wanted time and again."""
+    """Whether somebody looks at the dashboard here, and wants a :class:`DashboardFrame` now and
+    again."""
 
     history: bool = False
-    """Begin (anew) with a frame that has everything: somebody else began to look."""
-    over: bool = False
-    """Nobody looks any more."""
+    """Begin (anew) with a frame that has everything: somebody began to look. Else nobody does."""
 
 
 class Bye(_Message, frozen=True):

@@ -76,7 +76,7 @@ class SchedulerLink(Assigner):
     give_up_s: float
     alone_changed: Callable[[bool], None] = lambda alone: None
     """Told whenever the scheduler is lost or found again."""
-    dashboard_frame: Callable[[messages.DashboardFrame], None] = lambda frame: None
+    dashboard_frame: Callable[[bytes, bool], None] = lambda payload, full: None
     """Gets what a :class:`~.messages.WatchDashboard` brings."""
 
     def __post_init__(self) -> None:
@@ -355,7 +355,7 @@ class SchedulerLink(Assigner):
                 if message.snapshot is not None:
                     self._snapshot = message.snapshot
             case messages.DashboardFrame():
-                self.dashboard_frame(message)
+                self.dashboard_frame(message.payload, message.full)
             case messages.Silenced():
                 if worker := self.registry.get(message.worker):
                     self.registry.silenced(worker)

@@ -169,7 +169,6 @@ class Supervisor:
         self._schedulers = 0
         self._front_ends: list[Child] = []
         self._tasks: list[asyncio.Task[None]] = []
-        self._failed = False
 
     async def run(self) -> int:
         """Serve until a signal or a successor ends it; the exit code.
@@ -186,10 +185,9 @@ class Supervisor:
         base = "/tmp" if len(tempfile.gettempdir()) > _LONGEST_TMPDIR else None
         with tempfile.TemporaryDirectory(prefix="sglang-sbs-", dir=base) as folder:  # mode 0700
             try:
-                code = await self._serve(Path(folder), predecessor)
+                return await self._serve(Path(folder), predecessor)
             finally:
                 await self._kill()
-        return 1 if self._failed else code
 
     async def _serve(self, folder: Path, predecessor: handover.Predecessor | None) -> int:
         options = self._options
@@ -216,13 +214,18 @@ class Supervisor:
                 logger.info("taking over: the router before this one may end")
                 predecessor.drain()
             await one_of(*self._tasks, unless=self._stopping)
+            lost = [task for task in self._tasks if task.done()]
+            for task in lost:
+                told = "lost %s by a defect: the router ends"
+                logger.error(told, task.get_name(), exc_info=task.exception())
         except StartError as error:
             logger.error("%s", error)
             return 1
         finally:
             if successors is not None:
                 successors.close()
-        return await self._stop()
+        code = await self._stop()
+        return 1 if lost else code
 
     # Children ---------------------------------------------------------------------------------
 
@@ -270,8 +273,6 @@ class Supervisor:
     async def _start(self, children: list[Child]) -> None:
         """Start them and wait until all serve, or a signal comes. Raises: StartError."""
         tasks = [asyncio.create_task(child.keep(), name=child.name) for child in children]
-        for task in tasks:
-            task.add_done_callback(self._kept)
         self._tasks += tasks
 
         async def all_serve() -> None:
@@ -284,13 +285,6 @@ class Supervisor:
         for task in tasks:
             if task.done():
                 task.result()
-
-    def _kept(self, task: asyncio.Task[None]) -> None:
-        """A child is kept no longer; that is a defect unless it was to end or never served."""
-        error = None if task.cancelled() else task.exception()
-        if error is not None and not isinstance(error, StartError):
-            self._failed = True
-            logger.error("lost %s by a defect: the router ends", task.get_name(), exc_info=error)
 
     def _sockets(self) -> list[socket.socket]:
         return [sock for child in self._front_ends for sock in child.sockets]

@@ -26,7 +26,6 @@ from sglang_sbs.router.processes.messages import (
     AbortElsewhere,
     AddWorker,
     Adopted,
-    DashboardFrame,
     RemoveWorker,
     Unwelcome,
     WatchDashboard,
@@ -284,14 +283,14 @@ async def test_frames_of_the_dashboard_come_while_somebody_looks_and_the_session
     feed = LocalFeed(side.hub.pump, SchedulerConfig())
     side.hub._frames = feed.watch
     one, other = [await world.front_end() for _ in range(2)]
-    frames: list[DashboardFrame] = []
-    one.link.dashboard_frame = frames.append
+    frames: list[bool] = []
+    one.link.dashboard_frame = lambda payload, full: frames.append(full)
     for _ in range(2):
         one.link.tell(WatchDashboard(history=True))
-        await until(lambda: any(one.full and not then.full for one, then in pairwise(frames)))
+        await until(lambda: any(full and not then for full, then in pairwise(frames)))
         assert feed.watchers == 1
         frames.clear()
-    one.link.tell(WatchDashboard(over=True))
+    one.link.tell(WatchDashboard())
     await until(lambda: feed.watchers == 0)
     for front_end in (one, other):
         front_end.link.tell(WatchDashboard(history=True))
