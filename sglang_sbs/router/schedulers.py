@@ -22,7 +22,7 @@ from sglang_sbs.router.metric_families import gauge, total
 from sglang_sbs.router.options.router_options import RouterOptions
 from sglang_sbs.router.processes import messages
 from sglang_sbs.router.processes.dashboard_feed import RemoteFeed
-from sglang_sbs.router.processes.leading.scheduler_choice import LeadView, SchedulerChoice
+from sglang_sbs.router.processes.leading.scheduler_choice import SchedulerChoice
 from sglang_sbs.router.processes.mirrored_registry import MirroredRegistry
 from sglang_sbs.router.processes.scheduler_link import SchedulerLink
 from sglang_sbs.router.processes.sockets import FrontEndSocket
@@ -67,15 +67,10 @@ class OwnScheduler:
             give_up_s=options.scheduler.default_timeout_s + OVERDUE_S,
         )
         self._watch = Watch(options, dispatcher.submit, find_owner, metrics, session, silenced)
-        self.registry = self._watch.registry
+        self.registry, self.start = self._watch.registry, self._watch.start
         self.feed = LocalFeed(
             dispatcher.pump, options.scheduler, problems=lambda: problems_of(self.registry)
         )
-
-    async def start(self) -> str | None:
-        """Returns the EndForward endpoint, if there is one. Raises: OSError, it is taken;
-        ValueError, no way to look for workers (``--service-discovery``)."""
-        return await self._watch.start()
 
     async def add_worker(self, url: str, role: InstanceRole, bootstrap_port: int | None) -> Worker:
         return self._watch.add_worker(url, role, bootstrap_port)
@@ -146,6 +141,7 @@ class RemoteScheduler:
             dashboard_frame=lambda payload, full: feed.deliver(payload, full),  # noqa: PLW0108
             give_up_s=options.scheduler.default_timeout_s + OVERDUE_S,
         )
+        self.lead = self._link.lead
         self.feed = feed = RemoteFeed(self._link, _alone(options))
 
     async def start(self) -> None:
@@ -179,9 +175,6 @@ class RemoteScheduler:
         except RouterError:
             logger.warning("without the scheduler only this front end's requests are aborted")
             return 0
-
-    def lead(self) -> LeadView:
-        return self._link.lead()
 
     def families(self) -> Iterator[Metric]:
         """The scheduler process has the rest."""

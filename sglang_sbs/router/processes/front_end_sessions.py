@@ -21,23 +21,25 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import time
 import uuid
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
+
+import msgspec
 
 from sglang_sbs import __version__
 from sglang_sbs.dashboard.feed import Stop, Take
 from sglang_sbs.plain_words import counted
 from sglang_sbs.router.assignment import scheduler_driver as driver
 from sglang_sbs.router.assignment.decision_times import Spread
+from sglang_sbs.router.errors import LegFailure
 from sglang_sbs.router.processes import messages
 from sglang_sbs.router.processes.calls import Calls
 from sglang_sbs.router.processes.leading.lead import Lead
 from sglang_sbs.router.processes.membership import Membership, Placed
 from sglang_sbs.router.processes.messages import VERSION, Hello, spoken
-from sglang_sbs.router.processes.mirrored_registry import state_of
+from sglang_sbs.router.processes.mirrored_registry import states_of
 from sglang_sbs.router.processes.summed_metrics import add_pages, of_workers
 from sglang_sbs.router.workers.kubernetes_pods import Members
 from sglang_sbs.router.workers.worker import Worker
@@ -203,7 +205,7 @@ class Hub:
                 for request in message.requests:
                     self._adopt(session, request)
             case messages.LegFailed():
-                self.membership.leg_failed(message)
+                self._registry.leg_failed(LegFailure(**msgspec.structs.asdict(message)))
             case messages.AddWorker() | messages.RemoveWorker() | messages.UpdateWorker():
                 self.tell(identity, self._change(message))
             case messages.AbortElsewhere():
@@ -247,7 +249,10 @@ class Hub:
                 if earlier.front_end == session.front_end:
                     self._end_session(earlier, "began anew")
             welcome = messages.Welcome(
-                scheduler=self.boot_id, workers=self._states(), version=version, release=__version__
+                scheduler=self.boot_id,
+                workers=states_of(self._registry),
+                version=version,
+                release=__version__,
             )
             self.tell(identity, welcome)
             logger.info("front end %s connected; %d now", session.name, self.front_ends)
@@ -323,17 +328,13 @@ class Hub:
 
     # Telling ----------------------------------------------------------------------------------
 
-    def _states(self) -> list[messages.WorkerState]:
-        now_s = time.monotonic()
-        return [state_of(worker, now_s) for worker in self._registry]
-
     def silenced(self, worker: Worker) -> None:
         self._flush()
         self._tell_all(messages.Silenced(worker=worker.url))
 
     def tell(self, identity: bytes, message: messages.FromScheduler) -> bool:
         """Every message bears the term."""
-        return self._send(identity, self._lead.stamped(message))
+        return self._send(identity, msgspec.structs.replace(message, term=self._lead.term))
 
     def _tell_all(self, message: messages.FromScheduler) -> None:
         for session in list(self._sessions.values()):
@@ -347,7 +348,7 @@ class Hub:
 
     def _cluster(self, snapshot: Snapshot | None = None) -> messages.Cluster:
         return messages.Cluster(
-            workers=self._states(),
+            workers=states_of(self._registry),
             snapshot=snapshot,
             lead_s=self._loop.time() - self._lead.since_s,
             address=self._lead.address,

@@ -39,7 +39,7 @@ from sglang_sbs.router.processes.calls import Calls, no_scheduler
 from sglang_sbs.router.processes.leading.scheduler_choice import LeadView, SchedulerChoice
 from sglang_sbs.router.processes.leading.scouts import Line
 from sglang_sbs.router.processes.messages import MAX_ADOPTED, OLDEST, VERSION
-from sglang_sbs.router.processes.mirrored_registry import MirroredRegistry
+from sglang_sbs.router.processes.mirrored_registry import MirroredRegistry, states_of
 from sglang_sbs.scheduling.events import Event, RequestAdopted, RequestArrived
 
 logger = logging.getLogger(__name__)
@@ -302,7 +302,7 @@ class SchedulerLink(Assigner):
                 front_end=self._id,
                 name=self.name,
                 scheduler=self.choice.boot_id,
-                workers=self.registry.states(),
+                workers=states_of(self.registry),
                 oldest=OLDEST,
                 release=__version__,
                 term=self.choice.term,

@@ -30,7 +30,7 @@ swallows everything breaks none."""
 class _Socket:
     """In the event loop, of which it takes messages as they come."""
 
-    def __init__(self, kind: int, peer: str, options: dict[int, int]) -> None:
+    def __init__(self, kind: int, peer: str, options: dict[zmq.SocketOption, int]) -> None:
         """``peer``: who speaks, in the log. Raises: zmq.ZMQError, no room for another one."""
         self.malformed = 0
         self._peer = peer

@@ -6,9 +6,8 @@ import asyncio
 import logging
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any
 
-import msgspec
 from prometheus_client.core import Metric
 
 from sglang_sbs.router.election import Election
@@ -18,7 +17,6 @@ from sglang_sbs.router.processes.messages import Hello, Look, Standing, Unwelcom
 
 logger = logging.getLogger(__name__)
 
-_M = TypeVar("_M", bound=msgspec.Struct)
 _MOST_AHEAD = 1_000_000
 """Terms: nobody leads that often between two words of a peer."""
 
@@ -81,9 +79,6 @@ class Lead:
             self.shown(hello.term)
         elif hello.scheduler not in ("", boot_id) and hello.last_term:
             self.shown(hello.last_term)
-
-    def stamped(self, message: _M) -> _M:
-        return msgspec.structs.replace(message, term=self.term)
 
     def shown_to_people(self) -> dict[str, Any] | None:
         """On the dashboard; ``None`` where there can only be this one."""
