@@ -8,9 +8,8 @@ import contextlib
 import gc
 import logging
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
 
 import uvloop
 
@@ -23,8 +22,8 @@ from sglang_sbs.router.options.router_options import RouterOptions
 from sglang_sbs.router.processes.scheduler_process import SchedulerProcess
 from sglang_sbs.router.prompts.tokenizer_files import tokenizer_folder
 from sglang_sbs.router.server import RouterServer
-from sglang_sbs.router.supervision.parent_line import Parent
-from sglang_sbs.router.supervision.stop_signals import end_on_signals
+from sglang_sbs.router.supervision.parent_line import tell_parent
+from sglang_sbs.router.supervision.stop_signals import end_on_signals, one_of
 from sglang_sbs.router.supervision.supervisor import Supervisor
 from sglang_sbs.router.telemetry.logs import set_up_logging
 
@@ -83,11 +82,8 @@ class Router:
         return cls(args)
 
     def start(self) -> None:
-        """Run until SIGTERM or SIGINT, in the main thread of a process.
-
-        Raises:
-            RuntimeError: it could not start, or a second signal cut it off. Its log says more.
-        """
+        """Run until SIGTERM or SIGINT, in the main thread of a process. Raises: RuntimeError, it
+        could not start, or a second signal cut it off. Its log says more."""
         code = main(self._arguments)
         if code:
             raise RuntimeError(f"the router ended with exit code {code}: see what it logged")
@@ -113,15 +109,15 @@ async def serve(options: RouterOptions) -> int:
     await server.start()
     stopping = asyncio.Event()
     end_on_signals(stopping)
-    if options.parent_fd is None:  # else the supervisor says so for all
+    if options.parent_fd is not None:  # the supervisor says so for all
+        tell_parent(options.parent_fd, {}, gone=stopping.set)
+    else:
         place = f"policy {options.scheduler.policy} at {options.host}:{server.port}"
         logger.info("sglang-sbs %s: %s, %s", __version__, place, _heard_at(server))
-    _tell_parent(options, {}, gone=stopping.set)
     _settle_memory()
     await stopping.wait()
     stopping.clear()
     stop = asyncio.create_task(server.stop())
-    again = asyncio.create_task(stopping.wait())
     if options.parent_fd is None:
         logger.info(
             "stopping: %s in flight may take %g s (--shutdown-grace-period-secs); a second Ctrl-C "
@@ -129,12 +125,11 @@ async def serve(options: RouterOptions) -> int:
             counted(server.in_flight.client_requests, "request"),
             options.shutdown_grace_s,
         )
-    await asyncio.wait({stop, again}, return_when=asyncio.FIRST_COMPLETED)
+    await one_of(stop, unless=stopping)
     if not stop.done():
         stop.cancel()
         await asyncio.gather(stop, return_exceptions=True)
         return 1
-    again.cancel()
     return 0
 
 
@@ -146,14 +141,14 @@ async def schedule(options: RouterOptions) -> int:
     logger.info("scheduler: %s, %s", place, _heard_at(process))
     stopping, orphaned = asyncio.Event(), asyncio.Event()
     end_on_signals(stopping)
-    facts = {"prometheus_port": process.prometheus_port, "endforward": process.endforward_endpoint}
-    _tell_parent(options, facts, gone=orphaned.set, let_go=process.let_go)
+    if options.parent_fd is not None:
+        port, endforward = process.prometheus_port, process.endforward_endpoint
+        facts = {"prometheus_port": port, "endforward": endforward}
+        tell_parent(options.parent_fd, facts, gone=orphaned.set, let_go=process.let_go)
     _settle_memory()
     alone = asyncio.create_task(_outlast_front_ends(process, orphaned, options.shutdown_grace_s))
-    stopped = asyncio.create_task(stopping.wait())
-    await asyncio.wait({alone, stopped}, return_when=asyncio.FIRST_COMPLETED)
-    for task in (alone, stopped):
-        task.cancel()
+    await one_of(alone, unless=stopping)
+    alone.cancel()
     await process.stop()
     return 0
 
@@ -182,20 +177,6 @@ def _elected_by(options: RouterOptions) -> str:
     if len(several.schedulers) > 1:
         return f" (known as {several.advertise}, the first of {len(several.schedulers)} schedules)"
     return ""
-
-
-def _tell_parent(
-    options: RouterOptions,
-    facts: dict[str, Any],
-    *,
-    gone: Callable[[], None],
-    let_go: Callable[[], None] = lambda: None,
-) -> None:
-    if options.parent_fd is None:
-        return
-    parent = Parent(options.parent_fd)
-    parent.listen(let_go=let_go, gone=gone)
-    parent.ready(facts)
 
 
 def _settle_memory() -> None:

@@ -3,7 +3,6 @@ package of the extra ``kubernetes`` and imports it only when asked to."""
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 from pathlib import Path
@@ -43,8 +42,7 @@ async def open_api(flag: str) -> ApiClient:
 async def read_answer(response: Any) -> dict[str, Any]:
     """The object in an answer that was asked for with ``_preload_content=False``.
     Raises: ApiError, the status is none of success; ValueError, it holds no JSON object."""
-    with contextlib.ExitStack() as stack:
-        stack.callback(response.release)
+    async with response:
         raw = await response.read()
         if not 200 <= response.status < 300:
             raise ApiError(response.status, _message(raw))

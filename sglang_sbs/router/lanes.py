@@ -29,9 +29,7 @@ class Lanes:
         self._long = ThreadPoolExecutor(1, thread_name_prefix="long")
         self.long_bytes = 0
         """Of the long work that is waiting or under way."""
-
-    def begin(self) -> None:
-        """Start the threads now: later, who starts one waits for all work that is under way."""
+        # Their threads start now: later, who starts one waits for all work that is under way.
         for _ in range(_SHORT_THREADS):
             self._short.submit(time.sleep, 0.01)
         self._long.submit(time.sleep, 0.0)

@@ -8,6 +8,7 @@ import socket
 import uuid
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partial
 
 import aiohttp
 import msgspec
@@ -21,15 +22,13 @@ from sglang_sbs.router.metric_families import gauge, total
 from sglang_sbs.router.options.router_options import RouterOptions
 from sglang_sbs.router.processes import messages
 from sglang_sbs.router.processes.dashboard_feed import RemoteFeed
-from sglang_sbs.router.processes.leading.scheduler_choice import LeadView, SchedulerChoice
-from sglang_sbs.router.processes.leading.scouts import Line
+from sglang_sbs.router.processes.leading.scheduler_choice import SchedulerChoice
 from sglang_sbs.router.processes.mirrored_registry import MirroredRegistry
 from sglang_sbs.router.processes.scheduler_link import SchedulerLink
 from sglang_sbs.router.processes.sockets import FrontEndSocket
 from sglang_sbs.router.signals.endforward_listener import FindOwner
 from sglang_sbs.router.signals.engine_signals import Watch
-from sglang_sbs.router.telemetry.metrics import RouterMetrics, snapshot_families
-from sglang_sbs.router.telemetry.worker_metrics import model_name
+from sglang_sbs.router.telemetry.metrics import RouterMetrics
 from sglang_sbs.router.workers.health import Monitor
 from sglang_sbs.router.workers.worker import Worker, WorkerEvents
 from sglang_sbs.router.workers.worker_view import problems_of
@@ -61,7 +60,6 @@ class OwnScheduler:
         """``scheduler`` replaces the real one (tests). ``silenced``: see
         :class:`~sglang_sbs.router.workers.worker.WorkerEvents`."""
         log = EventLogWriter(options.event_log, options.scheduler) if options.event_log else None
-        self._metrics = metrics
         self.dispatcher = dispatcher = Dispatcher(
             scheduler or Scheduler(options.scheduler),
             observer=metrics,
@@ -69,13 +67,8 @@ class OwnScheduler:
             give_up_s=options.scheduler.default_timeout_s + OVERDUE_S,
         )
         self._watch = Watch(options, dispatcher.submit, find_owner, metrics, session, silenced)
-        self.registry = self._watch.registry
+        self.registry, self.start = self._watch.registry, self._watch.start
         self.feed = LocalFeed(dispatcher.pump, problems=lambda: problems_of(self.registry))
-
-    async def start(self) -> str | None:
-        """Returns the EndForward endpoint, if there is one. Raises: OSError, it is taken;
-        ValueError, no way to look for workers (``--service-discovery``)."""
-        return await self._watch.start()
 
     async def add_worker(self, url: str, role: InstanceRole, bootstrap_port: int | None) -> Worker:
         return self._watch.add_worker(url, role, bootstrap_port)
@@ -93,10 +86,8 @@ class OwnScheduler:
         """There is no other."""
 
     def families(self) -> Iterator[Metric]:
-        yield from snapshot_families(self.dispatcher.snapshot(), self.registry)
         yield from self.dispatcher.pump.times.families()
-        yield from self._watch.families()
-        yield self._metrics.selections(model_name(self.registry))
+        yield from self._watch.families(self.dispatcher.snapshot())
 
     async def close(self) -> None:
         self.feed.close()
@@ -122,9 +113,7 @@ class RemoteScheduler:
         self._monitor: Monitor | None = None
         self._closed = False
 
-        def dial(endpoint: str, receive: Callable[[messages.FromScheduler], None]) -> Line:
-            return FrontEndSocket(endpoint, options.several.keys, receive)
-
+        dial = partial(FrontEndSocket, options.several.keys)
         # What is made later is looked up when it is called.
         self.registry = MirroredRegistry(
             WorkerEvents(
@@ -147,9 +136,10 @@ class RemoteScheduler:
             metrics_page=lambda: metrics.render().decode(),
             abort=abort,
             alone_changed=self._alone_changed,
-            dashboard_frame=lambda frame: feed.received(frame),  # noqa: PLW0108
+            dashboard_frame=lambda payload, full: feed.deliver(payload, full),  # noqa: PLW0108
             give_up_s=options.scheduler.default_timeout_s + OVERDUE_S,
         )
+        self.lead = self._link.lead
         self.feed = feed = RemoteFeed(self._link)
 
     async def start(self) -> None:
@@ -184,9 +174,6 @@ class RemoteScheduler:
             logger.warning("without the scheduler only this front end's requests are aborted")
             return 0
 
-    def lead(self) -> LeadView:
-        return self._link.lead()
-
     def families(self) -> Iterator[Metric]:
         """The scheduler process has the rest."""
         lead = self.lead()
@@ -215,6 +202,7 @@ class RemoteScheduler:
         """While nobody else watches the workers, this process does."""
         if self._closed:
             return
+        self.feed.scheduler_changed()
         if alone and self._monitor is None:
             config = replace(self._options.monitor, load_poll_interval_s=None)
             self._monitor = Monitor(self.registry, self._session, config, self._link.submit)

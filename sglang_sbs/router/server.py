@@ -126,7 +126,6 @@ class RouterServer:
         missed = self.metrics.length_error
         self.lengths = PromptLengths(lambda relative: missed.observe(abs(relative)))
         self.lanes = Lanes()
-        self.lanes.begin()
         self._build_prompts(self.tokenizer)
         self.in_flight = InFlight(
             dispatcher=self.dispatcher,

@@ -146,7 +146,8 @@ class Net:
 
     @staticmethod
     def _reach(line: FakeLine, frames: list[bytes]) -> None:
-        line.receive(decode_from_scheduler(frames))
+        if not line.closed:
+            line.receive(decode_from_scheduler(frames))
 
     def thaw(self) -> None:
         self.frozen = False
@@ -177,6 +178,7 @@ def too_many_files() -> OSError:
 
 class FakeLine:
     malformed = 0
+    closed = False
 
     def __init__(self, net: Net, receive: Callable[[FromScheduler], None], identity: bytes) -> None:
         self.identity = identity
@@ -192,6 +194,7 @@ class FakeLine:
     def drain(self) -> None: ...
 
     def close(self, linger_ms: int = 0) -> None:
+        self.closed = True
         self._net.forget(self)
 
 

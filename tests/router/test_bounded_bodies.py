@@ -418,7 +418,6 @@ async def test_what_was_sent_is_not_kept_while_the_answer_is_waited_for() -> Non
 
 async def test_threads_are_there_before_they_are_wanted() -> None:
     lanes = Lanes()
-    lanes.begin()
     assert [len(threads._threads) for threads in (lanes._short, lanes._long)] == [2, 1]
     lanes.close()
 

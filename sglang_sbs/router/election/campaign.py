@@ -26,20 +26,13 @@ def boot_clock() -> float:
 
 
 class Campaign(Election):
-    def __init__(
-        self,
-        store: LockStore,
-        identity: str,
-        times: ElectionTimes,
-        clock: Callable[[], float] = boot_clock,
-    ) -> None:
+    def __init__(self, store: LockStore, identity: str, times: ElectionTimes) -> None:
         """``identity``: the address under which this process is known."""
         super().__init__()
         self._store = store
         self._times = times
-        self._clock = clock
+        self._clock = boot_clock
         self._candidate = Candidate(f"{identity}{_MARK}{secrets.token_hex(4)}", times)
-        self._lapse: asyncio.TimerHandle | None = None
         self._sooner = asyncio.Event()
         self.complaint = ""
         """Why the store cannot be asked; empty: it can."""
@@ -59,18 +52,14 @@ class Campaign(Election):
         holder = self._candidate.leader_at(self._clock())
         return holder.rpartition(_MARK)[0] or holder if holder else None
 
-    def leads(self) -> bool:
-        self._look()
-        return self._told is not None
-
     def exceed(self, term: int) -> None:
         self._candidate.exceed(term, self._clock())
         self._sooner.set()
         self._look()
 
     async def _step(self) -> None:
-        asked_s = self._clock()
-        step = self._candidate.next_step(asked_s)
+        store, candidate, asked_s = self._store, self._candidate, self._clock()
+        step = candidate.next_step(asked_s)
         if isinstance(step, Sleep):
             self._sooner.clear()
             with contextlib.suppress(TimeoutError):
@@ -78,26 +67,24 @@ class Campaign(Election):
             return
         try:
             async with asyncio.timeout(self._times.ask_s):
-                await self._ask(step, asked_s)
+                match step:
+                    case Read():
+                        candidate.observed(await store.read(), self._clock())
+                    case Take():
+                        record = await store.take(step.seen, candidate.holder, step.term)
+                        candidate.took(record, asked_s, self._clock())
+                    case Renew():
+                        record = await store.renew(step.mine)
+                        candidate.renewed(record, asked_s, self._clock())
         except Refused:
-            self._candidate.refused(self._clock())
+            candidate.refused(self._clock())
         except StoreError as error:
             self._failed(str(error), asked_s)
         except TimeoutError:
             self._failed(f"no answer within {self._times.ask_s:g} s", asked_s)
-
-    async def _ask(self, step: Read | Take | Renew, asked_s: float) -> None:
-        candidate = self._candidate
-        if isinstance(step, Read):
-            candidate.observed(await self._store.read(), self._clock())
-        elif isinstance(step, Take):
-            record = await self._store.take(step.seen, candidate.holder, step.term)
-            candidate.took(record, asked_s, self._clock())
         else:
-            record = await self._store.renew(step.mine)
-            candidate.renewed(record, asked_s, self._clock())
-        if self.complaint:
-            logger.info("election: the store answers again")
+            if self.complaint:
+                logger.info("election: the store answers again")
             self.complaint = ""
 
     def _failed(self, text: str, asked_s: float) -> None:
@@ -106,22 +93,12 @@ class Campaign(Election):
             self.complaint = text
             logger.warning("election: the store cannot be asked: %s", text)
 
-    def _look(self) -> None:
-        """Say what has changed, and be here again when the lead lapses."""
-        now_s = self._clock()
-        term = self._candidate.term_at(now_s)
-        if self._lapse is not None:
-            self._lapse.cancel()
-            self._lapse = None
-        until_s = self._candidate.until()
-        if until_s is not None:
-            self._lapse = asyncio.get_running_loop().call_later(until_s - now_s, self._look)
-        self._tell(term)
+    def _term_now(self) -> int | None:
+        return self._candidate.term_at(self._clock())
 
     async def _leave(self) -> None:
         """Follow first, then let somebody else lead at once."""
-        mine = self._candidate.mine()
-        self._candidate.resign()
+        mine = self._candidate.resign()
         self._look()
         try:
             if mine is not None:

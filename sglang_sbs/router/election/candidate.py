@@ -126,22 +126,13 @@ class Candidate:
             self._lead = None
         return self._lead.term if self._lead else None
 
-    def until(self) -> float | None:
-        """When the lead lapses, unless it is renewed."""
-        return self._until_s if self._lead else None
-
     def leader_at(self, now_s: float) -> str | None:
         if self.term_at(now_s) is not None:
             return self.holder
         seen = self._seen
-        if seen is None or seen.holder in ("", self.holder) or self._is_free(seen, now_s):
+        if seen is None or seen.holder in ("", self.holder) or now_s >= self._free_s(seen):
             return None
         return seen.holder
-
-    def mine(self) -> Record | None:
-        """What to give back on the way out: the lock may be this candidate's after the lead."""
-        seen = self._seen
-        return seen if seen is not None and seen.holder == self.holder else None
 
     def next_step(self, now_s: float) -> Step:
         if now_s < self._not_before_s:
@@ -151,8 +142,8 @@ class Candidate:
                 return Renew(self._lead)
             return Sleep(min(self._look_s, self._until_s) - now_s)
         seen = self._seen
-        if seen is not None and self._is_free(seen, now_s) and self._next_term(seen) <= MAX_TERM:
-            return Take(seen, self._next_term(seen))
+        if seen is not None and now_s >= self._free_s(seen) and self._floor < MAX_TERM:
+            return Take(seen, self._floor + 1)
         if seen is None or now_s >= self._look_s:
             return Read()
         return Sleep(min(self._look_s, self._free_s(seen)) - now_s)
@@ -211,22 +202,19 @@ class Candidate:
         self._ousted += 1
         self._lead = self._seen = None
 
-    def resign(self) -> None:
-        self._lead = None
+    def resign(self) -> Record | None:
+        """Lead no more. Returns what to give back: the lock may be this candidate's after the
+        lead."""
+        self._lead, seen = None, self._seen
+        return seen if seen is not None and seen.holder == self.holder else None
 
     def _lead_by(self, record: Record, asked_s: float, now_s: float) -> None:
         self._until_s = asked_s + min(self._times.renew_s, record.lasts_s)
         self._lead = record if self._until_s > now_s else None
         self._look_s = asked_s + self._times.retry_s
 
-    def _next_term(self, seen: Record) -> int:
-        return max(seen.term, self._floor) + 1
-
     def _free_s(self, seen: Record) -> float:
         """From when on the lock may be taken."""
         if seen.holder in ("", self.holder):
             return self._take_not_before_s
         return max(self._take_not_before_s, self._seen_s + seen.lasts_s)
-
-    def _is_free(self, seen: Record, now_s: float) -> bool:
-        return now_s >= self._free_s(seen)

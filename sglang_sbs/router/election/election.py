@@ -3,8 +3,9 @@ election needs of the service that keeps the lock."""
 
 from __future__ import annotations
 
+import contextlib
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Protocol
 
 from sglang_sbs.router.election.candidate import Record
@@ -16,7 +17,8 @@ class Election(ABC):
     def __init__(self) -> None:
         self._lead: Callable[[int], None] = lambda _term: None
         self._follow: Callable[[], None] = lambda: None
-        self._told: int | None = None
+        self.term: int | None = None
+        """In which this process leads, as was said last."""
 
     @abstractmethod
     async def run(self, lead: Callable[[int], None], follow: Callable[[], None]) -> None:
@@ -31,25 +33,31 @@ class Election(ABC):
     def leader(self) -> str | None:
         """Who is known to lead: its address."""
 
-    @abstractmethod
     def leads(self) -> bool:
         """Whether this process leads at this moment, by the clock: ask before every decision. A
         process that was stopped may run other callbacks before ``follow`` is said; this says it
         then."""
+        self._look()
+        return self.term is not None
 
     @abstractmethod
     def exceed(self, term: int) -> None:
         """A front end has followed another leader of this term: a lead in it or below it ends."""
 
-    def _tell(self, term: int | None) -> None:
+    @abstractmethod
+    def _term_now(self) -> int | None:
+        """In which this process leads, by the clock."""
+
+    def _look(self) -> None:
         """Say in which term this process leads, if that is news."""
-        if term == self._told:
+        term = self._term_now()
+        if term == self.term:
             return
-        told, self._told = self._told, None
-        if told is not None:
+        if self.term is not None:
+            self.term = None
             self._follow()
         if term is not None:
-            self._told = term
+            self.term = term
             self._lead(term)
 
 
@@ -59,6 +67,15 @@ class Refused(Exception):
 
 class StoreError(Exception):
     """No answer, or none that can be used. What the words say is shown to the operator."""
+
+
+@contextlib.contextmanager
+def understood(where: str) -> Iterator[None]:
+    """What does not look as it should there is the store's fault. Raises: StoreError."""
+    try:
+        yield
+    except (KeyError, TypeError, ValueError, IndexError, AttributeError) as error:
+        raise StoreError(f"not what was expected in {where}: {error!r}") from error
 
 
 class LockStore(Protocol):

@@ -7,26 +7,23 @@ Renewals touch the lease only: they leave no history behind that somebody would 
 
 from __future__ import annotations
 
-import contextlib
 import json
 import ssl
 from base64 import b64decode, b64encode
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import aiohttp
 
 from sglang_sbs.router.election.candidate import MAX_TERM, Record
-from sglang_sbs.router.election.election import Refused, StoreError
+from sglang_sbs.router.election.election import LockStore, Refused, StoreError, understood
 
 _MAX_ANSWER_BYTES = 1 << 16
 _ABSENT = "0"
 """Revision of a key that is not there."""
 
 
-class EtcdLock:
-    """Implements :class:`~sglang_sbs.router.election.election.LockStore`."""
-
+class EtcdLock(LockStore):
     def __init__(
         self, endpoints: Sequence[str], key: str, lasts_s: int, tls: ssl.SSLContext | None
     ) -> None:
@@ -48,7 +45,7 @@ class EtcdLock:
 
     async def take(self, seen: Record, holder: str, term: int) -> Record:
         # If this comes second the lease expires by itself.
-        with _understood():
+        with understood("etcd"):
             lease = str((await self._ask("lease/grant", {"TTL": str(self._lasts_s)}))["ID"])
         lock_at, _, term_at = seen.version.partition("/")
         unchanged = [_is_at(self._lock_key, lock_at), _is_at(self._term_key, term_at)]
@@ -57,13 +54,13 @@ class EtcdLock:
         if not answer.get("succeeded"):
             raise Refused
         self._lease = lease
-        with _understood():
+        with understood("etcd"):
             revision = str(answer["header"]["revision"])
         return Record(holder, term, version=f"{revision}/{revision}")
 
     async def renew(self, mine: Record) -> Record:
         kept = await self._ask("lease/keepalive", {"ID": self._lease})
-        with _understood():
+        with understood("etcd"):
             left_s = int(kept["result"].get("TTL", 0))
         if not left_s:
             raise Refused
@@ -84,7 +81,7 @@ class EtcdLock:
         """The lock's key and the term's, at one moment; empty: not there."""
         wanted = [{"request_range": {"key": key}} for key in (self._lock_key, self._term_key)]
         answer = await self._ask("kv/txn", {"success": wanted})
-        with _understood():
+        with understood("etcd"):
             lock, term = [one["response_range"].get("kvs", [{}])[0] for one in answer["responses"]]
         return lock, term
 
@@ -114,17 +111,8 @@ class EtcdLock:
         return answer
 
 
-@contextlib.contextmanager
-def _understood() -> Iterator[None]:
-    """What is not as etcd says it is the store's fault. Raises: StoreError."""
-    try:
-        yield
-    except (KeyError, TypeError, ValueError, IndexError, AttributeError) as error:
-        raise StoreError(f"not what was expected in etcd: {error!r}") from error
-
-
 def _record(lock: dict[str, Any], term: dict[str, Any]) -> Record:
-    with _understood():
+    with understood("etcd"):
         number = int(_decode(term["value"])) if term else 0
         if not 0 <= number <= MAX_TERM:
             raise ValueError(f"term {number}")

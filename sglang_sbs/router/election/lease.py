@@ -3,14 +3,12 @@
 
 from __future__ import annotations
 
-import contextlib
 import math
-from collections.abc import AsyncIterator
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any
 
 from sglang_sbs.router.election.candidate import LONGEST_LEASE_S, MAX_TERM, Record
-from sglang_sbs.router.election.election import Refused, StoreError
+from sglang_sbs.router.election.election import LockStore, Refused, StoreError, understood
 from sglang_sbs.router.kubernetes_api import ApiError, open_api, read_answer
 
 if TYPE_CHECKING:
@@ -22,9 +20,7 @@ _NOT_FOUND = 404
 """To an update: it was deleted. To a creation: there is no such namespace."""
 
 
-class KubernetesLease:
-    """Implements :class:`~sglang_sbs.router.election.election.LockStore`."""
-
+class KubernetesLease(LockStore):
     def __init__(self, namespace: str, name: str, lasts_s: int) -> None:
         self._namespace = namespace
         self._name = name
@@ -38,14 +34,11 @@ class KubernetesLease:
         self._api = await open_api("--sbs-election")
 
     async def read(self) -> Record:
-        async with self._asking("get"):
-            try:
-                return self._take_in(await self._call("read", self._name, self._namespace))
-            except ApiError as error:
-                if error.status != _NOT_FOUND:
-                    raise
-                self._seen = {}
-                return Record()
+        lease = await self._call("read", self._name, self._namespace)
+        if lease is None:
+            self._seen = {}
+            return Record()
+        return self._take_in(lease)
 
     async def take(self, seen: Record, holder: str, term: int) -> Record:
         now = _now()
@@ -80,53 +73,49 @@ class KubernetesLease:
         spec = {**seen.get("spec", {}), **lasts, **changes}
         kind = {"apiVersion": "coordination.k8s.io/v1", "kind": "Lease"}
         body = {**kind, **seen, "metadata": metadata, "spec": spec}
-        async with self._asking("create and update"):
-            try:
-                if not version:
-                    return self._take_in(await self._call("create", self._namespace, body))
-                return self._take_in(await self._call("replace", self._name, self._namespace, body))
-            except ApiError as error:
-                if error.status == _CONFLICT or (version and error.status == _NOT_FOUND):
-                    raise Refused from error
-                raise
+        if version:
+            written = await self._call("replace", self._name, self._namespace, body)
+        else:
+            written = await self._call("create", self._namespace, body)
+        if written is None:
+            raise Refused
+        return self._take_in(written)
 
-    async def _call(self, verb: str, *arguments: Any) -> dict[str, Any]:
-        """Raises: ApiError, ValueError."""
-        from kubernetes_asyncio.client import CoordinationV1Api
+    async def _call(self, verb: str, *arguments: Any) -> dict[str, Any] | None:
+        """``None``: there is no such Lease, or it is another version. Raises: StoreError."""
+        import aiohttp
+        from kubernetes_asyncio.client import ApiException, CoordinationV1Api
 
         method = getattr(CoordinationV1Api(self._api), f"{verb}_namespaced_lease")
-        return await read_answer(await method(*arguments, _preload_content=False))
-
-    @contextlib.asynccontextmanager
-    async def _asking(self, verbs: str) -> AsyncIterator[None]:
-        """Whatever goes wrong is the store's. Raises: StoreError."""
-        import aiohttp
-        from kubernetes_asyncio.client import ApiException
-
         try:
-            yield
+            return await read_answer(await method(*arguments, _preload_content=False))
         except ApiError as error:
-            role = f"the service account needs a Role in namespace {self._namespace}"
+            if error.status == _CONFLICT or (error.status == _NOT_FOUND and verb != "create"):
+                return None
             hint = ""
             if error.status in (401, 403):
+                role = f"the service account needs a Role in namespace {self._namespace}"
+                verbs = "get" if verb == "read" else "create and update"
                 hint = f"; {role} to {verbs} leases of coordination.k8s.io"
             elif error.status == _NOT_FOUND:
                 hint = f"; is there a namespace {self._namespace}?"
             raise StoreError(f"{error}{hint}") from error
-        except (aiohttp.ClientError, OSError, ApiException, ValueError, TypeError) as error:
+        except (aiohttp.ClientError, OSError, ApiException, ValueError) as error:
             raise StoreError(str(error) or type(error).__name__) from error
 
     def _take_in(self, lease: dict[str, Any]) -> Record:
-        """Raises: ValueError, TypeError: it is none."""
-        metadata, spec = lease["metadata"], lease.get("spec") or {}
-        term = int(spec.get("leaseTransitions") or 0)
-        lasts_s = float(spec.get("leaseDurationSeconds") or 0)
-        if not 0 <= term <= MAX_TERM or not math.isfinite(lasts_s):
-            raise ValueError(f"leaseTransitions {term}, leaseDurationSeconds {lasts_s:g}")
-        holder, sign = (str(spec.get(name) or "") for name in ("holderIdentity", "renewTime"))
-        lasts_s, version = min(max(lasts_s, 1.0), LONGEST_LEASE_S), str(metadata["resourceVersion"])
+        """Raises: StoreError, it is none."""
+        with understood("the Lease"):
+            metadata, spec = lease["metadata"], lease.get("spec") or {}
+            term = int(spec.get("leaseTransitions") or 0)
+            lasts_s = float(spec.get("leaseDurationSeconds") or 0)
+            if not 0 <= term <= MAX_TERM or not math.isfinite(lasts_s):
+                raise ValueError(f"leaseTransitions {term}, leaseDurationSeconds {lasts_s:g}")
+            holder, sign = (str(spec.get(name) or "") for name in ("holderIdentity", "renewTime"))
+            lasts_s = min(max(lasts_s, 1.0), LONGEST_LEASE_S)
+            record = Record(holder, term, sign, lasts_s, str(metadata["resourceVersion"]))
         self._seen = lease
-        return Record(holder, term, sign, lasts_s, version)
+        return record
 
 
 def _now() -> str:

@@ -1,6 +1,4 @@
-"""Questions with a number, and the answer that brings it back: both ways between front end and
-scheduler process.
-"""
+"""Questions with a number, and the answer that brings it back: between front end and scheduler."""
 
 from __future__ import annotations
 
@@ -25,9 +23,8 @@ class Calls(Generic[_A]):
         self._waiting: dict[int, asyncio.Future[_A]] = {}
 
     async def ask(self, tell: Callable[[_Q], bool], question: _Q, limit_s: float) -> _A | None:
-        """``tell`` sends the question, whose ``call`` is its number. ``None``: nobody takes it, or
-        no answer came in time. Raises: RouterError, 503, it will not come any more
-        (:meth:`give_up`)."""
+        """``tell`` sends the question. ``None``: nobody takes it, or no answer came in time.
+        Raises: RouterError, 503, it will not come any more (:meth:`give_up`)."""
         number = next(self._numbers)
         future: asyncio.Future[_A] = asyncio.get_running_loop().create_future()
         self._waiting[number] = future

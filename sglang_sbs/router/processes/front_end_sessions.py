@@ -5,8 +5,8 @@ dies takes its requests with it.
 
 Theory of operation
 -------------------
-A session begins with :class:`Hello` and is open from :class:`Welcome` on, which is held back until
-the workers have been looked at (``settled``): a scheduler that just started would refuse what its
+A session begins with the :class:`Hello` that :class:`Welcome` answers. None is answered before the
+workers have been looked at (``settled``): a scheduler that just started would refuse what its
 front ends can still place by themselves. It ends with :class:`Bye`, with a later session of the
 same front end, or with ``SILENT_S`` without a word; then its requests end as aborted, exactly once,
 like everything else in ``_owners``. A message of an unknown session is answered
@@ -21,22 +21,26 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import time
 import uuid
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 
+import msgspec
+
 from sglang_sbs import __version__
+from sglang_sbs.dashboard.feed import Stop, Take
 from sglang_sbs.plain_words import counted
 from sglang_sbs.router.assignment import scheduler_driver as driver
 from sglang_sbs.router.assignment.decision_times import Spread
+from sglang_sbs.router.errors import LegFailure
 from sglang_sbs.router.processes import messages
 from sglang_sbs.router.processes.calls import Calls
 from sglang_sbs.router.processes.leading.lead import Lead
 from sglang_sbs.router.processes.membership import Membership, Placed
 from sglang_sbs.router.processes.messages import VERSION, Hello, spoken
-from sglang_sbs.router.processes.mirrored_registry import state_of
+from sglang_sbs.router.processes.mirrored_registry import states_of
+from sglang_sbs.router.processes.summed_metrics import add_pages, of_workers
 from sglang_sbs.router.workers.kubernetes_pods import Members
 from sglang_sbs.router.workers.worker import Worker
 from sglang_sbs.scheduling import events
@@ -61,9 +65,10 @@ class _Session:
     front_end: str
     name: str
     heard_s: float
-    open: bool = False
     requests: dict[str, Placed] = field(default_factory=dict)
     outbox: list[Dispatch | Refuse] = field(default_factory=list)
+    stop_frames: Stop = lambda: None
+    """Of the dashboard."""
 
 
 class Hub:
@@ -78,25 +83,23 @@ class Hub:
         *,
         observer: driver.DispatchObserver | None = None,
         event_log: EventLogWriter | None = None,
-        watch_dashboard: Callable[[bytes, messages.WatchDashboard], None] = lambda who, asked: None,
-        retire_page: Callable[[str], None] = lambda page: None,
+        frames: Callable[[Take], Stop] = lambda take: lambda: None,
     ) -> None:
-        """``lead`` begins with :meth:`lead` and ends with :meth:`follow`. ``watch_dashboard`` is
-        told that somebody looks at a front end's dashboard; ``retire_page`` gets the last known
-        metrics of a front end that is gone."""
+        """``frames``: of the dashboard, to whom they are wanted by."""
         self.boot_id = uuid.uuid4().hex
         self.pump = driver.SchedulerPump(scheduler, self.decided, self.failed, observer, event_log)
-        self._watch_dashboard = watch_dashboard
+        self._frames = frames
         self.foreign = 0
         """Messages about requests of another session: a defect of a front end."""
         self.lag = Spread()
         """How late its tick was."""
         self._registry = members.registry
         self._send = tell
-        self._retire_page = retire_page
         self._sessions: dict[bytes, _Session] = {}
         self._owners: dict[str, _Session] = {}
         self._pages: dict[str, str] = {}
+        self._retired = ""
+        """What front ends that are gone had counted."""
         self._asked: Calls[_Answer] = Calls()
         self._tasks: set[asyncio.Task[None]] = set()
         self._flushing = False
@@ -116,26 +119,18 @@ class Hub:
 
     def follow(self) -> None:
         """Not any more: whoever schedules next is told of the requests by their front ends."""
-        self._lead.end()
         logger.warning("this process schedules no more; it is a standby")
-        # Waiting ones first: the end of one that runs would be the dispatch of the next.
-        owned = [(rid, s.requests[rid]) for rid, s in self._owners.items()]
-        owned.sort(key=lambda one: bool(one[1].prefill))
-        sessions, self._sessions = list(self._sessions.values()), {}
-        self._owners.clear()
+        sessions, self._sessions = self._sessions.values(), {}
         for session in sessions:
-            session.requests, session.outbox = {}, []
             self.tell(session.identity, self._lead.turned_away())
-        for rid, placed in owned:
-            self.membership.count(placed, -1)
-            self.pump.submit(RequestEnded(rid=rid, outcome="aborted"))
+        self._abort(*sessions)
         self._pages.clear()  # the next scheduler asks for them
 
     # From outside -----------------------------------------------------------------------------
 
     @property
     def front_ends(self) -> int:
-        return len(self._open)
+        return len(self._sessions)
 
     @property
     def requests(self) -> int:
@@ -145,10 +140,6 @@ class Hub:
     @property
     def settled(self) -> bool:
         return self.membership.settled(self._loop.time())
-
-    @property
-    def _open(self) -> list[_Session]:
-        return [session for session in self._sessions.values() if session.open]
 
     def workers_changed(self) -> None:
         """Tell the front ends in this turn of the event loop."""
@@ -162,12 +153,15 @@ class Hub:
         return (placed.prefill if role == "prefill" else placed.decode) or None
 
     async def metrics_pages(self) -> list[str]:
-        """Every front end's page; the last known one of those that do not answer in time."""
-        asked = (self._ask(one, messages.AskMetrics()) for one in self._open)
+        """Every front end's page; the last known one of those that do not answer in time, and what
+        those had counted that are gone."""
+        asked = (self._ask(one, messages.AskMetrics()) for one in self._sessions.values())
         for session, answer in await asyncio.gather(*asked):
             if isinstance(answer, messages.MetricsPage):
                 self._pages[session.front_end] = answer.text
-        return list(self._pages.values())
+        # Those that live forget a removed worker themselves.
+        self._retired = of_workers(self._retired, self._registry.get)
+        return [page for page in (*self._pages.values(), self._retired) if page]
 
     async def _ask(
         self, session: _Session, question: messages.AskMetrics | messages.Abort
@@ -191,7 +185,7 @@ class Hub:
             self.tell(identity, self._lead.looked(message, ready=self.settled and self.stands))
         elif isinstance(message, Hello):
             self._hello(identity, message)
-        elif session is None or not session.open:
+        elif session is None:
             unknown = messages.Unwelcome() if self._lead.active else self._lead.turned_away()
             self.tell(identity, unknown)
         else:
@@ -211,7 +205,7 @@ class Hub:
                 for request in message.requests:
                     self._adopt(session, request)
             case messages.LegFailed():
-                self.membership.leg_failed(message)
+                self._registry.leg_failed(LegFailure(**msgspec.structs.asdict(message)))
             case messages.AddWorker() | messages.RemoveWorker() | messages.UpdateWorker():
                 self.tell(identity, self._change(message))
             case messages.AbortElsewhere():
@@ -223,9 +217,16 @@ class Hub:
             case events.BlocksCleared():
                 self.pump.submit(message)
             case messages.WatchDashboard():
-                self._watch_dashboard(identity, message)
+                self._send_frames(session, wanted=message.history)
             case messages.Bye():
                 self._end_session(session, "it said goodbye")
+
+    def _send_frames(self, session: _Session, *, wanted: bool) -> None:
+        def take(payload: bytes, full: bool) -> None:
+            self.tell(session.identity, messages.DashboardFrame(payload=payload, full=full))
+
+        session.stop_frames()
+        session.stop_frames = self._frames(take) if wanted else lambda: None
 
     def _hello(self, identity: bytes, hello: Hello) -> None:
         version = spoken(hello)
@@ -239,27 +240,28 @@ class Hub:
             self.tell(identity, self._lead.turned_away())
             return
         now_s = self._loop.time()
-        new = _Session(identity, hello.front_end, hello.name, now_s)
-        session = self._sessions.setdefault(identity, new)
-        session.heard_s = now_s
         if hello.scheduler not in ("", self.boot_id):
             self.membership.inherit(hello, now_s)
-        if not session.open and self.settled:
-            for earlier in list(self._sessions.values()):
-                if earlier is not session and earlier.front_end == session.front_end:
+        if identity not in self._sessions and self.settled:
+            session = _Session(identity, hello.front_end, hello.name, now_s)
+            before, self._sessions[identity] = list(self._sessions.values()), session
+            for earlier in before:
+                if earlier.front_end == session.front_end:
                     self._end_session(earlier, "began anew")
-            session.open = True
             welcome = messages.Welcome(
-                scheduler=self.boot_id, workers=self._states(), version=version, release=__version__
+                scheduler=self.boot_id,
+                workers=states_of(self._registry),
+                version=version,
+                release=__version__,
             )
             self.tell(identity, welcome)
             logger.info("front end %s connected; %d now", session.name, self.front_ends)
 
     async def _abort_elsewhere(self, session: _Session, message: messages.AbortElsewhere) -> None:
         question = messages.Abort(rid=message.rid)
-        asked = (self._ask(other, question) for other in self._open if other is not session)
-        answers = [answer for _, answer in await asyncio.gather(*asked)]
-        count = sum(answer.count for answer in answers if isinstance(answer, messages.Aborted))
+        others = (other for other in self._sessions.values() if other is not session)
+        answers = await asyncio.gather(*(self._ask(other, question) for other in others))
+        count = sum(answer.count for _, answer in answers if isinstance(answer, messages.Aborted))
         self.tell(session.identity, messages.Done(call=message.call, count=count))
 
     def _change(self, message: messages.Change) -> messages.Done:
@@ -326,20 +328,16 @@ class Hub:
 
     # Telling ----------------------------------------------------------------------------------
 
-    def _states(self) -> list[messages.WorkerState]:
-        now_s = time.monotonic()
-        return [state_of(worker, now_s) for worker in self._registry]
-
     def silenced(self, worker: Worker) -> None:
         self._flush()
         self._tell_all(messages.Silenced(worker=worker.url))
 
     def tell(self, identity: bytes, message: messages.FromScheduler) -> bool:
         """Every message bears the term."""
-        return self._send(identity, self._lead.stamped(message))
+        return self._send(identity, msgspec.structs.replace(message, term=self._lead.term))
 
     def _tell_all(self, message: messages.FromScheduler) -> None:
-        for session in self._open:
+        for session in list(self._sessions.values()):
             if not self.tell(session.identity, message):
                 self._end_session(session, "its connection is gone")
 
@@ -350,7 +348,7 @@ class Hub:
 
     def _cluster(self, snapshot: Snapshot | None = None) -> messages.Cluster:
         return messages.Cluster(
-            workers=self._states(),
+            workers=states_of(self._registry),
             snapshot=snapshot,
             lead_s=self._loop.time() - self._lead.since_s,
             address=self._lead.address,
@@ -396,19 +394,30 @@ class Hub:
         self._tell_all(messages.Alive())
 
     def _end_session(self, session: _Session, why: str) -> None:
-        if self._sessions.pop(session.identity, None) is None:
-            return
+        del self._sessions[session.identity]
         if any(other.front_end == session.front_end for other in self._sessions.values()):
             logger.info("front end %s %s: it announces its requests again", session.name, why)
         else:
             level = logging.WARNING if session.requests else logging.INFO
             had = counted(len(session.requests), "request")
             logger.log(level, "front end %s is gone (%s) with %s", session.name, why, had)
-            self._retire_page(self._pages.pop(session.front_end, ""))
-        requests, session.requests = session.requests, {}
-        session.outbox.clear()
-        for rid in requests:  # all of them first: the end of one may be the dispatch of the next
+            self._retire(self._pages.pop(session.front_end, ""))
+        self._abort(session)
+
+    def _retire(self, page: str) -> None:
+        """What it counted still happened."""
+        known = (of_workers(page, self._registry.get) for page in (self._retired, page))
+        self._retired = add_pages(known, lasting_only=True)
+
+    def _abort(self, *sessions: _Session) -> None:
+        """End all of theirs, those that wait first: the end of one that runs would be the dispatch
+        of the next."""
+        owned = [one for session in sessions for one in session.requests.items()]
+        for session in sessions:
+            session.stop_frames()
+            session.requests, session.outbox = {}, []
+        for rid, _ in owned:
             del self._owners[rid]
-        for rid, placed in requests.items():
+        for rid, placed in sorted(owned, key=lambda one: bool(one[1].prefill)):
             self.membership.count(placed, -1)
             self.pump.submit(RequestEnded(rid=rid, outcome="aborted"))

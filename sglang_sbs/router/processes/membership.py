@@ -1,16 +1,11 @@
-"""What front ends say of workers: that one is to come, to change or to go, which failed, and the
-legs in flight at each.
-"""
+"""What front ends say of workers: which are to come, to change or to go, and where legs are."""
 
 from __future__ import annotations
 
 import logging
 from dataclasses import dataclass
 
-import msgspec
-
-from sglang_sbs.router.errors import LegFailure
-from sglang_sbs.router.processes.messages import AddWorker, Change, Hello, LegFailed, RemoveWorker
+from sglang_sbs.router.processes.messages import AddWorker, Change, Hello, RemoveWorker
 from sglang_sbs.router.workers.kubernetes_pods import Members, is_discovered
 from sglang_sbs.router.workers.worker import Worker
 from sglang_sbs.scheduling.events import Dispatch
@@ -116,6 +111,3 @@ class Membership:
             worker.priority, worker.cost = message.priority, message.cost
             worker.labels = message.labels
         return worker
-
-    def leg_failed(self, failed: LegFailed) -> None:
-        self._registry.leg_failed(LegFailure(**msgspec.structs.asdict(failed)))

@@ -179,10 +179,11 @@ class MetricsPage(_Message, frozen=True):
 
 
 class WatchDashboard(_Message, frozen=True):
-    """Somebody looks at the dashboard here: wants :class:`DashboardFrame` for some seconds."""
+    """Whether somebody looks at the dashboard here, and wants a :class:`DashboardFrame` now and
+    again."""
 
     history: bool = False
-    """Begin with a frame that has everything: somebody else began to look."""
+    """Begin (anew) with a frame that has everything: somebody began to look. Else nobody does."""
 
 
 class Bye(_Message, frozen=True):

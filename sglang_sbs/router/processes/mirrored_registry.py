@@ -40,6 +40,11 @@ def state_of(worker: Worker, now_s: float) -> WorkerState:
     )
 
 
+def states_of(workers: Iterable[Worker]) -> list[WorkerState]:
+    now_s = time.monotonic()
+    return [state_of(worker, now_s) for worker in workers]
+
+
 class MirroredRegistry(Registry):
     """A front end's workers. What it emits is heard only while there is no scheduler."""
 
@@ -54,11 +59,6 @@ class MirroredRegistry(Registry):
         """``report``: blame is the scheduler's business while it takes such messages (True)."""
         super().__init__(events, breaker, expects_endforward=False, asks_cheaply=asks_cheaply)
         self._report = report
-
-    def states(self) -> list[WorkerState]:
-        """The workers as last heard, for a scheduler that knows less."""
-        now_s = time.monotonic()
-        return [state_of(worker, now_s) for worker in self]
 
     def announcements(self) -> list[InstanceUp]:
         """What a scheduler that knows nothing must be told."""

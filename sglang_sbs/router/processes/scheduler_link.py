@@ -39,7 +39,7 @@ from sglang_sbs.router.processes.calls import Calls, no_scheduler
 from sglang_sbs.router.processes.leading.scheduler_choice import LeadView, SchedulerChoice
 from sglang_sbs.router.processes.leading.scouts import Line
 from sglang_sbs.router.processes.messages import MAX_ADOPTED, OLDEST, VERSION
-from sglang_sbs.router.processes.mirrored_registry import MirroredRegistry
+from sglang_sbs.router.processes.mirrored_registry import MirroredRegistry, states_of
 from sglang_sbs.scheduling.events import Event, RequestAdopted, RequestArrived
 
 logger = logging.getLogger(__name__)
@@ -76,7 +76,7 @@ class SchedulerLink(Assigner):
     give_up_s: float
     alone_changed: Callable[[bool], None] = lambda alone: None
     """Told whenever the scheduler is lost or found again."""
-    dashboard_frame: Callable[[messages.DashboardFrame], None] = lambda frame: None
+    dashboard_frame: Callable[[bytes, bool], None] = lambda payload, full: None
     """Gets what a :class:`~.messages.WatchDashboard` brings."""
 
     def __post_init__(self) -> None:
@@ -224,7 +224,7 @@ class SchedulerLink(Assigner):
         self._told_alone = True
 
     def _welcomed(self, welcome: messages.Welcome) -> None:
-        if self.connected or self._line is None:
+        if self.connected:
             return
         try:
             self._join(welcome)
@@ -269,13 +269,7 @@ class SchedulerLink(Assigner):
         before, self._line, self._line_is_over = self._line, None, False
         if before is not None:
             before.close()
-        line: Line
-
-        def take(message: messages.FromScheduler) -> None:
-            if line is self._line:
-                self._received(message)
-
-        self._line = line = self.choice.connect(take)
+        self._line = self.choice.connect(self._received)
 
     def _connect_anew(self, why: str) -> None:
         self._line_is_over = True
@@ -308,7 +302,7 @@ class SchedulerLink(Assigner):
                 front_end=self._id,
                 name=self.name,
                 scheduler=self.choice.boot_id,
-                workers=self.registry.states(),
+                workers=states_of(self.registry),
                 oldest=OLDEST,
                 release=__version__,
                 term=self.choice.term,
@@ -361,7 +355,7 @@ class SchedulerLink(Assigner):
                 if message.snapshot is not None:
                     self._snapshot = message.snapshot
             case messages.DashboardFrame():
-                self.dashboard_frame(message)
+                self.dashboard_frame(message.payload, message.full)
             case messages.Silenced():
                 if worker := self.registry.get(message.worker):
                     self.registry.silenced(worker)

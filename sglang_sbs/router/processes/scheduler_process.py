@@ -7,7 +7,8 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
+from functools import partial
 
 from aiohttp import web
 from prometheus_client.core import Metric
@@ -19,18 +20,14 @@ from sglang_sbs.router.metric_families import gauge, total
 from sglang_sbs.router.options.router_options import RouterOptions
 from sglang_sbs.router.options.several import SeveralProcesses
 from sglang_sbs.router.options.tls import worker_session
-from sglang_sbs.router.processes.dashboard_feed import Leases
 from sglang_sbs.router.processes.front_end_sessions import Hub
 from sglang_sbs.router.processes.leading.fixed_order import FixedOrder
 from sglang_sbs.router.processes.leading.lead import Lead, Unopposed
-from sglang_sbs.router.processes.leading.scouts import Line
-from sglang_sbs.router.processes.messages import FromScheduler
 from sglang_sbs.router.processes.sockets import FrontEndSocket, SchedulerSocket
-from sglang_sbs.router.processes.summed_metrics import add_pages, of_workers, page_parts
+from sglang_sbs.router.processes.summed_metrics import page_parts
 from sglang_sbs.router.signals.engine_signals import Watch
-from sglang_sbs.router.telemetry.metrics import RouterMetrics, snapshot_families
+from sglang_sbs.router.telemetry.metrics import RouterMetrics
 from sglang_sbs.router.telemetry.metrics_port import MetricsPort, page_of
-from sglang_sbs.router.telemetry.worker_metrics import model_name
 from sglang_sbs.router.workers.worker_view import problems_of
 from sglang_sbs.scheduling import Scheduler
 from sglang_sbs.scheduling.eventlog import EventLogWriter
@@ -57,8 +54,6 @@ class SchedulerProcess:
         self.metrics = RouterMetrics(
             options.prometheus_duration_buckets, options.scheduler.policy, self._knows
         )
-        self._retired = ""
-        self._campaign: asyncio.Task[None] | None = None
         self._tasks: list[asyncio.Task[None]] = []
         self._metrics_port: MetricsPort | None = None
 
@@ -70,8 +65,7 @@ class SchedulerProcess:
         several = options.several
         assert several.listen is not None, "checked with the command line"
         election = _election_of(several)
-        told = election.told if isinstance(election, FixedOrder) else lambda look: None
-        self.lead = Lead(election, several.advertise, told)
+        self.lead = Lead(election, several.advertise)
         log = EventLogWriter(options.event_log, options.scheduler) if options.event_log else None
         self._session = worker_session(options)
         # What is made later is looked up when it is called.
@@ -93,8 +87,7 @@ class SchedulerProcess:
             self.lead,
             observer=self.metrics,
             event_log=log,
-            watch_dashboard=lambda who, asked: self._leases.ask(who, asked),  # noqa: PLW0108
-            retire_page=self._retire,
+            frames=lambda take: self._feed.watch(take),  # noqa: PLW0108
         )
         registry = self._watch.registry
         self._feed = LocalFeed(
@@ -102,7 +95,6 @@ class SchedulerProcess:
             problems=lambda: problems_of(registry),
             lead=self.lead.shown_to_people,
         )
-        self._leases = Leases(self._feed, self._hub.tell)
         self.metrics.collect_with(self._collect)
         try:
             await self._listen_for_metrics()
@@ -111,7 +103,7 @@ class SchedulerProcess:
         except BaseException:
             await self.stop()
             raise
-        self._campaign = asyncio.create_task(self._stand(election))
+        self._tasks.append(asyncio.create_task(self._stand(election)))
 
     @property
     def prometheus_port(self) -> int:
@@ -129,10 +121,7 @@ class SchedulerProcess:
             self._tasks.append(asyncio.create_task(port.close()))
 
     async def stop(self) -> None:
-        if self._campaign is not None:  # first, so that another one can lead at once
-            self._campaign.cancel()
-            await asyncio.gather(self._campaign, return_exceptions=True)
-        for task in self._tasks:
+        for task in self._tasks:  # first, so that another one can lead at once
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
         self._feed.close()
@@ -162,8 +151,6 @@ class SchedulerProcess:
                 if repr(error) != last_cause:
                     logger.exception("the election failed: this scheduler is a standby")
                 last_cause = repr(error)
-            if self.lead.active:
-                self._hub.follow()
             await asyncio.sleep(_AGAIN_S)
 
     def _has_looked(self) -> bool:
@@ -194,11 +181,9 @@ class SchedulerProcess:
 
     async def _metrics(self, _request: web.Request) -> web.Response:
         pages = await self._hub.metrics_pages()
-        # Those that live forget a removed worker themselves.
-        self._retired = self._of_workers(self._retired)
         parts = []
         since_s = time.monotonic()
-        for part in page_parts([*pages, self._retired], own=self.metrics.registry.collect()):
+        for part in page_parts(pages, own=self.metrics.registry.collect()):
             parts.append(part)
             if time.monotonic() - since_s > _SCRAPE_TURN_S:
                 await asyncio.sleep(0)  # decisions first
@@ -219,28 +204,16 @@ class SchedulerProcess:
         known = {"term": lead.term, "leader": lead.leader, "front_ends": self.front_ends}
         return web.json_response(shown | known, status=200 if good else 503)
 
-    def _retire(self, page: str) -> None:
-        """What a dead front end counted still happened."""
-        with contextlib.suppress(ValueError):
-            pages = map(self._of_workers, (self._retired, page))
-            self._retired = add_pages(pages, lasting_only=True)
-
-    def _of_workers(self, page: str) -> str:
-        """Removed ones have no series: their front end's page may be of before."""
-        return of_workers(page, self._knows)
-
     def _collect(self) -> Iterator[Metric]:
-        yield from snapshot_families(self._hub.pump.snapshot(), self._watch.registry)
         yield from self._hub.pump.times.families()
         yield from lag_families(self._hub.lag)
         yield from self.lead.families()
-        yield from self._watch.families()
+        yield from self._watch.families(self._hub.pump.snapshot())
         about = "Events the scheduler failed on: a defect"
         yield total("sbs_scheduler_errors", about, self._hub.pump.errors)
         yield gauge("sbs_front_ends", "Front ends connected to the scheduler", self.front_ends)
         fates = self._sockets.counts | {"foreign": self._hub.foreign}
         yield total("sbs_front_end_messages", "Messages of front ends by fate", fates, "fate")
-        yield self.metrics.selections(model_name(self._watch.registry))
 
 
 def _election_of(several: SeveralProcesses) -> Election:
@@ -253,8 +226,5 @@ def _election_of(several: SeveralProcesses) -> Election:
     others = several.schedulers
     if len(others) <= 1:
         return Unopposed()
-
-    def dial(endpoint: str, receive: Callable[[FromScheduler], None]) -> Line:
-        return FrontEndSocket(endpoint, several.keys, receive)
-
+    dial = partial(FrontEndSocket, several.keys)
     return FixedOrder(others, others.index(several.advertise), dial)

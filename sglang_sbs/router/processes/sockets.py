@@ -30,7 +30,7 @@ swallows everything breaks none."""
 class _Socket:
     """In the event loop, of which it takes messages as they come."""
 
-    def __init__(self, kind: int, peer: str) -> None:
+    def __init__(self, kind: int, peer: str, options: dict[zmq.SocketOption, int]) -> None:
         """``peer``: who speaks, in the log. Raises: zmq.ZMQError, no room for another one."""
         self.malformed = 0
         self._peer = peer
@@ -45,7 +45,7 @@ class _Socket:
         self._socket.set_hwm(_HWM)
         patience = (zmq.HEARTBEAT_TIMEOUT, zmq.HANDSHAKE_IVL, zmq.CONNECT_TIMEOUT)
         times = {zmq.HEARTBEAT_IVL: _HEARTBEAT_MS, **dict.fromkeys(patience, _UNHEARD_MS)}
-        for option, value in (_OPTIONS | times).items():
+        for option, value in (_OPTIONS | times | options).items():
             self._socket.setsockopt(option, value)
 
     def watch(self) -> None:
@@ -105,16 +105,14 @@ class FrontEndSocket(_Socket):
     """The front end's end (DEALER). Each one is a new session for the scheduler."""
 
     def __init__(
-        self, endpoint: str, keys: CurveKeys | None, receive: Callable[[FromScheduler], None]
+        self, keys: CurveKeys | None, endpoint: str, receive: Callable[[FromScheduler], None]
     ) -> None:
         """Raises: zmq.ZMQError, there is no room for another one, or no such endpoint."""
-        super().__init__(zmq.DEALER, "the scheduler")
+        # Queue nothing for a scheduler that is away: by its return it would be stale.
+        options = {zmq.IMMEDIATE: 1, zmq.RECONNECT_IVL: 50, zmq.RECONNECT_IVL_MAX: 500}
+        super().__init__(zmq.DEALER, "the scheduler", options)
         self._receive = receive
         try:
-            # Queue nothing for a scheduler that is away: by its return it would be stale.
-            self._socket.setsockopt(zmq.IMMEDIATE, 1)
-            self._socket.setsockopt(zmq.RECONNECT_IVL, 50)
-            self._socket.setsockopt(zmq.RECONNECT_IVL_MAX, 500)
             if keys is not None:
                 keys.connect(self._socket)
             self._socket.connect(endpoint)
@@ -143,15 +141,13 @@ class SchedulerSocket(_Socket):
     """The scheduler's end (ROUTER); peers are told apart by their ZMQ identity."""
 
     def __init__(self, receive: Callable[[bytes, ToScheduler], None]) -> None:
-        super().__init__(zmq.ROUTER, "a front end")
+        super().__init__(zmq.ROUTER, "a front end", {zmq.ROUTER_MANDATORY: 1})
         self._receive = receive
         self._gatekeeper: Gatekeeper | None = None
         self._taken = 0
 
     def open(self, endpoint: str, keys: CurveKeys | None) -> str:
         """Listen; returns the endpoint with a wildcard port resolved. Raises: OSError."""
-        self._socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
-        self._socket.setsockopt(zmq.ROUTER_HANDOVER, 0)
         if keys is not None:
             self._gatekeeper = Gatekeeper(self._context, keys)
             keys.serve(self._socket)

@@ -19,12 +19,12 @@ _MEANS = frozenset({"sbs_prompt_bytes_per_token"})
 _WORKER = re.compile(r'[{,]worker="([^"]*)"')
 
 
-def of_workers(page: str, known: Callable[[str], bool]) -> str:
+def of_workers(page: str, known: Callable[[str], object]) -> str:
     """The page without the series of workers (label ``worker``) that are not known."""
 
     def stays(line: str) -> bool:
         worker = _WORKER.search(line)
-        return worker is None or known(worker[1])
+        return worker is None or bool(known(worker[1]))
 
     return "\n".join(filter(stays, page.split("\n")))
 

@@ -8,6 +8,7 @@ import asyncio
 import errno
 import logging
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import aiohttp
 from prometheus_client.core import Metric
@@ -17,8 +18,8 @@ from sglang_sbs.router.options.router_options import RouterOptions
 from sglang_sbs.router.options.tls import worker_ssl
 from sglang_sbs.router.signals.endforward_listener import EndForwardListener, FindOwner
 from sglang_sbs.router.signals.kv_subscriber import KvEventSubscriber
-from sglang_sbs.router.telemetry.metrics import RouterMetrics
-from sglang_sbs.router.telemetry.worker_metrics import engine_requests, worker_families
+from sglang_sbs.router.telemetry.metrics import RouterMetrics, snapshot_families
+from sglang_sbs.router.telemetry.worker_metrics import engine_requests, model_name, worker_families
 from sglang_sbs.router.workers.health import Monitor
 from sglang_sbs.router.workers.kubernetes_watch import PodDiscovery
 from sglang_sbs.router.workers.registry import Registry
@@ -122,7 +123,10 @@ class Watch:
         self._listener.removed(worker.url)
         self._kv_events.removed(worker.url)
 
-    def families(self) -> Iterator[Metric]:
+    def families(self, snapshot: Any) -> Iterator[Metric]:
+        """``snapshot``: of the scheduler that hears all this."""
+        yield from snapshot_families(snapshot, self.registry)
+        yield self._metrics.selections(model_name(self.registry))
         fates, about = self._listener.counts, "Messages by what became of them"
         yield total("sbs_endforward_received", about, fates, "fate")
         about = "Time spent on taking messages in, the scheduler's included"

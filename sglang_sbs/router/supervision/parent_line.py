@@ -1,6 +1,6 @@
-"""The line between a supervisor and a child: a socket pair. Upwards one JSON line of facts when the
-child is ready; downwards ``let go`` (leave ports to a successor), and ``ping``, which a child whose
-event loop turns answers."""
+"""The line between a supervisor and a child: a socket pair, one message after another. Upwards
+facts as JSON when the child is ready; downwards ``let go`` (leave ports to a successor), and
+``ping``, which a child whose event loop turns answers."""
 
 from __future__ import annotations
 
@@ -12,66 +12,59 @@ from typing import Any
 
 import orjson
 
-_LET_GO = b"let go\n"
-_PING = b"ping\n"
-_PONG = b"pong\n"
+_LET_GO = b"let go"
+_PING = b"ping"
+_PONG = b"pong"
 _MAX_BYTES = 4096
 
 
-class Parent:
-    """The child's end."""
+def tell_parent(
+    fd: int,
+    facts: dict[str, Any],
+    *,
+    gone: Callable[[], None],
+    let_go: Callable[[], None] = lambda: None,
+) -> None:
+    """The child's end: it is ready. Calls ``let_go`` when asked to, and ``gone`` once when the
+    supervisor has ended."""
+    loop, line = asyncio.get_running_loop(), socket.socket(fileno=fd)
+    line.setblocking(False)
 
-    def __init__(self, fd: int) -> None:
-        self._socket = socket.socket(fileno=fd)
-        self._socket.setblocking(False)
+    def readable() -> None:
+        try:
+            data = line.recv(_MAX_BYTES)
+        except BlockingIOError:
+            return
+        except OSError:
+            data = b""
+        if not data:
+            loop.remove_reader(line)
+            gone()
+        elif data == _LET_GO:
+            let_go()
+        else:
+            with contextlib.suppress(OSError):  # nobody reads there any more
+                line.send(_PONG)
 
-    def ready(self, facts: dict[str, Any]) -> None:
-        self._socket.send(orjson.dumps(facts) + b"\n")
-
-    def listen(self, *, let_go: Callable[[], None], gone: Callable[[], None]) -> None:
-        """Call ``let_go`` when asked to, and ``gone`` once when the supervisor has ended."""
-        loop = asyncio.get_running_loop()
-
-        def readable() -> None:
-            try:
-                data = self._socket.recv(_MAX_BYTES)
-            except (BlockingIOError, InterruptedError):
-                return
-            except OSError:
-                data = b""
-            if not data:
-                loop.remove_reader(self._socket)
-                gone()
-                return
-            if _PING in data:
-                with contextlib.suppress(OSError):  # nobody reads there any more
-                    self._socket.send(_PONG)
-            if _LET_GO in data:
-                let_go()
-
-        loop.add_reader(self._socket, readable)
+    loop.add_reader(line, readable)
+    line.send(orjson.dumps(facts))
 
 
 class ChildLine:
     """The supervisor's end."""
 
     def __init__(self) -> None:
-        self._socket, self.child_socket = socket.socketpair()
+        self._socket, self.child_socket = socket.socketpair(type=socket.SOCK_SEQPACKET)
         """``child_socket`` is to be inherited, and closed here once the child runs."""
         self._socket.setblocking(False)
 
     async def ready(self) -> dict[str, Any]:
         """Wait for the child's facts. Raises: EOFError, it ended before."""
-        loop = asyncio.get_running_loop()
         data = b""
-        while not data.endswith(b"\n"):
-            try:
-                part = await loop.sock_recv(self._socket, _MAX_BYTES)
-            except OSError:
-                part = b""
-            if not part:
-                raise EOFError
-            data += part
+        with contextlib.suppress(OSError):
+            data = await asyncio.get_running_loop().sock_recv(self._socket, _MAX_BYTES)
+        if not data:
+            raise EOFError
         facts: dict[str, Any] = orjson.loads(data)
         return facts
 

@@ -11,6 +11,7 @@ import socket
 import stat
 import tempfile
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -25,19 +26,12 @@ _ANSWER_S = 5.0
 
 def check_free(host: str, port: int) -> None:
     """Raises: OSError, it is not. (SO_REUSEPORT would let two routers share it unnoticed.)"""
-    if port == 0:
-        return
     for family, address in _addresses(host, port):
-        with socket.socket(family, socket.SOCK_STREAM) as probe:
-            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            try:
-                probe.bind(address)
-            except OSError as error:
-                how = (
-                    "--sbs-take-over takes it over from a router that runs with --workers 2 or more"
-                )
-                text = f"--port {port}: {error.strerror}; {how}"
-                raise OSError(error.errno, text) from error
+        try:
+            socket.create_server(address, family=family).close()
+        except OSError as error:
+            how = "--sbs-take-over takes it over from a router that runs with --workers 2 or more"
+            raise OSError(error.errno, f"--port {port}: {error.strerror}; {how}") from error
 
 
 def listen(host: str, port: int) -> list[socket.socket]:
@@ -45,17 +39,10 @@ def listen(host: str, port: int) -> list[socket.socket]:
     Raises: OSError, the address cannot be used."""
     sockets: list[socket.socket] = []
     with contextlib.ExitStack() as unless_all:
-        for family, address in _addresses(host, port):
-            sock = unless_all.enter_context(socket.socket(family, socket.SOCK_STREAM))
-            sockets.append(sock)
-            sock.setblocking(False)
-            sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
-            if family == socket.AF_INET6:
-                sock.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
-            same_port = sockets[0].getsockname()[1] if len(sockets) > 1 else port
-            sock.bind((address[0], same_port, *address[2:]))
-            sock.listen(BACKLOG)
+        for family, (name, number, *scope) in _addresses(host, port):
+            address = (name, sockets[0].getsockname()[1] if sockets else number, *scope)
+            sock = socket.create_server(address, family=family, backlog=BACKLOG, reuse_port=True)
+            sockets.append(unless_all.enter_context(sock))
         unless_all.pop_all()
     return sockets
 
@@ -77,12 +64,12 @@ def control_path(host: str, port: int) -> Path:
     return folder / f"{host.replace('/', '_')}-{port}.sock"
 
 
+@dataclass(frozen=True)
 class Predecessor:
     """The router that serves the port now, seen by the one that takes it over."""
 
-    def __init__(self, line: socket.socket, sockets: list[socket.socket]) -> None:
-        self.sockets = sockets
-        self._line = line
+    sockets: list[socket.socket]
+    _line: socket.socket
 
     @classmethod
     def call(cls, host: str, port: int) -> Predecessor | None:
@@ -95,7 +82,7 @@ class Predecessor:
             line.close()
             return None
         _, fds, _, _ = socket.recv_fds(line, 16, _MAX_SOCKETS)
-        return cls(line, [socket.socket(fileno=fd) for fd in fds])
+        return cls([socket.socket(fileno=fd) for fd in fds], line)
 
     def drain(self) -> None:
         with contextlib.suppress(OSError):
@@ -103,61 +90,25 @@ class Predecessor:
         self._line.close()
 
 
-class Successors:
-    """Hands the sockets to whoever calls, and reports that it has taken over."""
+async def await_successors(
+    path: Path, sockets: Callable[[], list[socket.socket]], drain: Callable[[], None]
+) -> asyncio.Server:
+    """Hand the sockets to whoever calls at ``path``, and call ``drain`` when that one has taken
+    over. A router that listens there already is called no more. Raises: OSError."""
 
-    def __init__(
-        self, path: Path, sockets: Callable[[], list[socket.socket]], drain: Callable[[], None]
-    ) -> None:
-        """Listen at ``path``, also if a router before this one does. Raises: OSError."""
-        self._sockets = sockets
-        self._drain = drain
-        self._loop = asyncio.get_running_loop()
-        self._lines: set[socket.socket] = set()
-        path.unlink(missing_ok=True)
-        self._listening = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        self._listening.setblocking(False)
-        self._listening.bind(str(path))
-        self._listening.listen(4)
-        self._loop.add_reader(self._listening, self._called)
-
-    def _called(self) -> None:
+    async def called(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        data, offered = b"", sockets()[:_MAX_SOCKETS]
         try:
-            line, _ = self._listening.accept()
-        except OSError:
-            return
-        line.setblocking(False)
-        sockets = self._sockets()[:_MAX_SOCKETS]
-        try:
-            socket.send_fds(line, [b"sockets\n"], [sock.fileno() for sock in sockets])
+            with socket.socket(fileno=os.dup(writer.get_extra_info("socket").fileno())) as line:
+                socket.send_fds(line, [b"sockets\n"], [sock.fileno() for sock in offered])
+            logger.info("a successor has the %d listening sockets", len(offered))
+            data = await reader.read(64)
         except OSError as error:
             logger.warning("a successor called and is gone again: %s", error)
-            line.close()
-            return
-        logger.info("a successor has the %d listening sockets", len(sockets))
-        self._lines.add(line)
-        self._loop.add_reader(line, self._said, line)
-
-    def _said(self, line: socket.socket) -> None:
-        try:
-            data = line.recv(64)
-        except (BlockingIOError, InterruptedError):
-            return
-        except OSError:
-            data = b""
-        self._loop.remove_reader(line)
-        self._lines.discard(line)
-        line.close()
+        writer.close()
         if data == _DRAIN:
-            self._drain()
+            drain()
         else:
             logger.warning("the successor went away without taking over")
 
-    def close(self) -> None:
-        """Take no calls any more. The path stays: it may be the successor's by now."""
-        self._loop.remove_reader(self._listening)
-        self._listening.close()
-        for line in self._lines:
-            self._loop.remove_reader(line)
-            line.close()
-        self._lines.clear()
+    return await asyncio.start_unix_server(called, path)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import signal
+from typing import Any
 
 
 def end_on_signals(stopping: asyncio.Event) -> None:
@@ -21,3 +22,12 @@ def end_on_signals(stopping: asyncio.Event) -> None:
         stopping.set()
 
     loop.add_signal_handler(signal.SIGHUP, hung_up)
+
+
+async def one_of(
+    *work: asyncio.Future[Any], unless: asyncio.Event, limit_s: float | None = None
+) -> None:
+    """Wait until one of them is done, the event is set, or the time is over."""
+    ending = asyncio.create_task(unless.wait())
+    await asyncio.wait({ending, *work}, timeout=limit_s, return_when=asyncio.FIRST_COMPLETED)
+    ending.cancel()

@@ -23,7 +23,7 @@ from sglang_sbs.router.options.router_options import RouterOptions
 from sglang_sbs.router.supervision import socket_handover as handover
 from sglang_sbs.router.supervision.parent_line import ChildLine
 from sglang_sbs.router.supervision.socket_handover import listen
-from sglang_sbs.router.supervision.stop_signals import end_on_signals
+from sglang_sbs.router.supervision.stop_signals import end_on_signals, one_of
 
 logger = logging.getLogger(__name__)
 
@@ -89,49 +89,38 @@ class Child:
 
     async def _run(self) -> tuple[bool, str]:
         """One life; whether it came to serve, and how it ended."""
+        served = False
         try:
-            line, process = await self._spawn()
+            with contextlib.closing(ChildLine()) as self._line:
+                self._process = process = await self._spawn(self._line.child_socket)
+                ended = asyncio.create_task(process.wait())
+                with contextlib.suppress(EOFError):
+                    self.facts = await self._line.ready()
+                    served = True
+                    self.serving.set()
+                    logger.info("%s serves (pid %d)", self.name, process.pid)
+                    await self._until_hung(self._line, ended)
+                return served, _describe(await ended)
         except OSError as error:
             return False, f"could not be run: {error}"
-        ended = asyncio.create_task(process.wait())
-        ready = asyncio.create_task(line.ready())
-        try:
-            await asyncio.wait({ended, ready}, return_when=asyncio.FIRST_COMPLETED)
-            served = ready.done() and ready.exception() is None
-            if served:
-                self.facts = ready.result()
-                self.serving.set()
-                logger.info("%s serves (pid %d)", self.name, process.pid)
-                await self._until_hung(line, ended)
-            code = await ended
         finally:
-            ready.cancel()
-            await asyncio.gather(ready, return_exceptions=True)
-            line.close()
             self.serving.clear()
-        return served, _describe(code)
 
-    async def _spawn(self) -> tuple[ChildLine, asyncio.subprocess.Process]:
+    async def _spawn(self, line: socket.socket) -> asyncio.subprocess.Process:
         """Raises: OSError, the system has no process, memory, descriptor or port for it now."""
         if self.renew is not None and not self.sockets:
             self.sockets = self.renew()
-        self._line = line = ChildLine()
-        try:
-            fds = [sock.fileno() for sock in self.sockets]
-            arguments = [*self.command(), "--sbs-parent-fd", str(line.child_socket.fileno())]
-            if fds:
-                arguments += ["--sbs-listen-fds", ",".join(map(str, fds))]
-            self._process = process = await asyncio.create_subprocess_exec(
+        fds = [sock.fileno() for sock in self.sockets]
+        arguments = [*self.command(), "--sbs-parent-fd", str(line.fileno())]
+        if fds:
+            arguments += ["--sbs-listen-fds", ",".join(map(str, fds))]
+        with line:  # the child has its own
+            return await asyncio.create_subprocess_exec(
                 *(sys.executable, "-m", "sglang_sbs.launch_router", *arguments),
                 stdin=asyncio.subprocess.DEVNULL,
-                pass_fds=[line.child_socket.fileno(), *fds],
+                pass_fds=[line.fileno(), *fds],
                 start_new_session=True,
             )
-        except BaseException:
-            line.close()
-            raise
-        line.child_socket.close()
-        return line, process
 
     async def _until_hung(self, line: ChildLine, ended: asyncio.Task[int]) -> None:
         """Until it has ended; it is killed when it is stopped or stuck."""
@@ -180,7 +169,6 @@ class Supervisor:
         self._schedulers = 0
         self._front_ends: list[Child] = []
         self._tasks: list[asyncio.Task[None]] = []
-        self._failed = False
 
     async def run(self) -> int:
         """Serve until a signal or a successor ends it; the exit code.
@@ -197,14 +185,13 @@ class Supervisor:
         base = "/tmp" if len(tempfile.gettempdir()) > _LONGEST_TMPDIR else None
         with tempfile.TemporaryDirectory(prefix="sglang-sbs-", dir=base) as folder:  # mode 0700
             try:
-                code = await self._serve(Path(folder), predecessor)
+                return await self._serve(Path(folder), predecessor)
             finally:
                 await self._kill()
-        return 1 if self._failed else code
 
     async def _serve(self, folder: Path, predecessor: handover.Predecessor | None) -> int:
         options = self._options
-        successors: handover.Successors | None = None
+        successors: asyncio.Server | None = None
         try:
             if options.role == "router":
                 endpoint = f"ipc://{folder}/scheduler"
@@ -219,22 +206,26 @@ class Supervisor:
             self._announce()
             try:
                 path = handover.control_path(options.host, self._port)
-                successors = handover.Successors(path, self._sockets, self._stopping.set)
+                call = self._sockets, self._stopping.set
+                successors = await handover.await_successors(path, *call)
             except OSError as error:
                 logger.warning("a rolling restart is not possible: %s", error)
             if predecessor is not None:
                 logger.info("taking over: the router before this one may end")
                 predecessor.drain()
-            stopping = asyncio.create_task(self._stopping.wait())
-            await asyncio.wait({stopping, *self._tasks}, return_when=asyncio.FIRST_COMPLETED)
-            stopping.cancel()
+            await one_of(*self._tasks, unless=self._stopping)
+            lost = [task for task in self._tasks if task.done()]
+            for task in lost:
+                told = "lost %s by a defect: the router ends"
+                logger.error(told, task.get_name(), exc_info=task.exception())
         except StartError as error:
             logger.error("%s", error)
             return 1
         finally:
             if successors is not None:
                 successors.close()
-        return await self._stop()
+        code = await self._stop()
+        return 1 if lost else code
 
     # Children ---------------------------------------------------------------------------------
 
@@ -282,8 +273,6 @@ class Supervisor:
     async def _start(self, children: list[Child]) -> None:
         """Start them and wait until all serve, or a signal comes. Raises: StartError."""
         tasks = [asyncio.create_task(child.keep(), name=child.name) for child in children]
-        for task in tasks:
-            task.add_done_callback(self._kept)
         self._tasks += tasks
 
         async def all_serve() -> None:
@@ -291,20 +280,11 @@ class Supervisor:
                 await child.serving.wait()
 
         serving = asyncio.create_task(all_serve())
-        stopping = asyncio.create_task(self._stopping.wait())
-        await asyncio.wait({serving, stopping, *tasks}, return_when=asyncio.FIRST_COMPLETED)
+        await one_of(serving, *tasks, unless=self._stopping)
         serving.cancel()
-        stopping.cancel()
         for task in tasks:
             if task.done():
                 task.result()
-
-    def _kept(self, task: asyncio.Task[None]) -> None:
-        """A child is kept no longer; that is a defect unless it was to end or never served."""
-        error = None if task.cancelled() else task.exception()
-        if error is not None and not isinstance(error, StartError):
-            self._failed = True
-            logger.error("lost %s by a defect: the router ends", task.get_name(), exc_info=error)
 
     def _sockets(self) -> list[socket.socket]:
         return [sock for child in self._front_ends for sock in child.sockets]
@@ -337,10 +317,8 @@ class Supervisor:
             child.end()
         count = len(self._front_ends)
         draining = asyncio.create_task(asyncio.wait(self._tasks[-count:]))
-        again = asyncio.create_task(self._stopping.wait())
         limit_s = self._options.shutdown_grace_s + _MARGIN_S
-        await asyncio.wait([draining, again], timeout=limit_s, return_when=asyncio.FIRST_COMPLETED)
-        again.cancel()
+        await one_of(draining, unless=self._stopping, limit_s=limit_s)
         if not draining.done():
             logger.warning("front ends did not end in time, or a second signal came")
             return 1

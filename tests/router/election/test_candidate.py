@@ -103,7 +103,8 @@ def test_a_store_out_of_reach_ends_the_lead_before_it_can_be_anothers() -> None:
 def test_the_time_of_a_lead_counts_from_when_the_renewal_was_sent() -> None:
     candidate = leading(100.0)
     candidate.renewed(mine(), asked_s=101.0, now_s=101.4)
-    assert candidate.until() == 102.5
+    assert candidate.term_at(102.4) == 5
+    assert candidate.term_at(102.5) is None
 
 
 def test_an_answer_that_comes_too_late_gives_no_lead() -> None:
@@ -227,9 +228,9 @@ def test_a_lock_that_was_deleted_does_not_make_terms_fall() -> None:
 def test_what_is_given_back_is_the_lock_if_it_is_its_own() -> None:
     candidate = leading(100.0)
     candidate.term_at(200.0)
-    assert candidate.mine() == mine()  # lapsed, and still written in the store
+    assert candidate.resign() == mine()  # lapsed, and still written in the store
     candidate.observed(OTHER, 200.0)
-    assert candidate.mine() is None
+    assert candidate.resign() is None
 
 
 @pytest.mark.parametrize(

@@ -83,8 +83,7 @@ class Several:
         scheduler: SchedulerLike | None = None,
     ) -> SchedulerSide:
         net = self.nets.setdefault(address, Net())
-        told = getattr(election, "told", lambda look: None)
-        side = SchedulerSide(net, config, scheduler, lead=Lead(election, address, told))
+        side = SchedulerSide(net, config, scheduler, lead=Lead(election, address))
         net.side = self.sides[address] = side
         return side
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -18,6 +19,7 @@ from link_harness import (
 )
 from router_harness import until
 
+from sglang_sbs.dashboard.feed import LocalFeed
 from sglang_sbs.router.errors import Refused, RouterError, transport_failure
 from sglang_sbs.router.processes import scheduler_link as link_module
 from sglang_sbs.router.processes.messages import (
@@ -26,8 +28,9 @@ from sglang_sbs.router.processes.messages import (
     Adopted,
     RemoveWorker,
     Unwelcome,
+    WatchDashboard,
 )
-from sglang_sbs.scheduling import Command, Dispatch
+from sglang_sbs.scheduling import Command, Dispatch, SchedulerConfig
 from sglang_sbs.scheduling.events import (
     Event,
     RequestAdopted,
@@ -271,6 +274,32 @@ async def test_a_lost_worker_and_an_abort_are_told_to_all(world: World) -> None:
     assert (await one.link.ask(AbortElsewhere(rid="x"))).count == 2
     assert (one.aborted, other.aborted) == ([], ["x"])
     assert await side.hub.metrics_pages() == ["# front end 0\n", "# front end 1\n"]
+
+
+async def test_frames_of_the_dashboard_come_while_somebody_looks_and_the_session_lasts(
+    world: World,
+) -> None:
+    side = await world.boot()
+    feed = LocalFeed(side.hub.pump)
+    side.hub._frames = feed.watch
+    one, other = [await world.front_end() for _ in range(2)]
+    frames: list[bool] = []
+    one.link.dashboard_frame = lambda payload, full: frames.append(full)
+    for _ in range(2):
+        one.link.tell(WatchDashboard(history=True))
+        await until(lambda: any(full and not then for full, then in pairwise(frames)))
+        assert feed.watchers == 1
+        frames.clear()
+    one.link.tell(WatchDashboard())
+    await until(lambda: feed.watchers == 0)
+    for front_end in (one, other):
+        front_end.link.tell(WatchDashboard(history=True))
+    await until(lambda: feed.watchers == 2)
+    one.link.close()
+    await until(lambda: feed.watchers == 1)
+    side.hub.follow()
+    assert feed.watchers == 0
+    feed.close()
 
 
 async def test_another_version_is_refused_and_the_front_end_serves_alone(

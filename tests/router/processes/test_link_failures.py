@@ -19,6 +19,7 @@ from link_harness import (
 from router_harness import until
 
 from sglang_sbs.router.errors import RouterError
+from sglang_sbs.router.processes import scheduler_link as link_module
 from sglang_sbs.router.processes.messages import AbortElsewhere, Unwelcome
 
 pytestmark = pytest.mark.usefixtures("quick")
@@ -113,7 +114,7 @@ async def test_a_heartbeat_that_fails_is_followed_by_another(
     await front_end.ask("running")
     waiting = front_end.ask("waiting")
     await until(lambda: side.books[0] == 1)
-    monkeypatch.setattr(front_end.registry, "states", failing(3, front_end.registry.states))
+    monkeypatch.setattr(link_module, "states_of", failing(3, link_module.states_of))
     monkeypatch.setattr(front_end.link._line, "drain", failing(1 << 30, lambda: None))
     assert (await waiting).prefill
     await until(lambda: caplog.text.count("heartbeat failed") >= 4)

@@ -35,7 +35,7 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(hub_module, "CLUSTER_EVERY_S", 0.05)
     monkeypatch.setattr(choice_module, "LOOK_EVERY_S", 0.03)
     monkeypatch.setattr(choice_module, "FRESH_S", 0.2)
-    monkeypatch.setattr(choice_module, "TRY_S", 0.05)
+    monkeypatch.setattr(choice_module, "AGAIN_S", 0.05)
 
 
 @pytest.fixture
@@ -154,7 +154,9 @@ async def test_who_leads_in_an_earlier_term_gets_nobody_when_the_later_one_is_go
     several.ballots["b"].win(2)
     await several.all_follow("b")
     several.crash("b")
-    await until(lambda: front_end.link.fenced > 2)
+    await until(lambda: not front_end.link.connected)
+    exceeded = len(several.ballots["a"].exceeded)
+    await until(lambda: len(several.ballots["a"].exceeded) > exceeded + 10)  # it is asked, and told
     assert not front_end.link.connected
     await front_end.ask("alone")
     assert front_end.alone.dispatches == 1

@@ -54,7 +54,7 @@ class Door:
     async def knock(self, keys: CurveKeys | None, seconds: float = TIMEOUT_S) -> bool:
         """Whether a front end with these keys is answered."""
         heard: asyncio.Future[FromScheduler] = asyncio.get_running_loop().create_future()
-        line = FrontEndSocket(self.endpoint, keys, heard.set_result)
+        line = FrontEndSocket(keys, self.endpoint, heard.set_result)
         try:
             async with asyncio.timeout(seconds):
                 while not line.tell(HELLO):  # noqa: ASYNC110 - ZMQ connects without an event
@@ -102,7 +102,7 @@ async def test_a_front_end_with_keys_speaks_to_no_other_scheduler(keys: CurveKey
 async def test_a_socket_that_cannot_be_made_leaves_no_descriptor_open() -> None:
     before = len(os.listdir("/proc/self/fd"))
     with pytest.raises(zmq.ZMQError) as raised:
-        FrontEndSocket("tcp://without-a-port", None, lambda message: None)
+        FrontEndSocket(None, "tcp://without-a-port", lambda message: None)
     # While the error is still held, and with it all that was in scope. ZeroMQ closes in a thread.
     await until(lambda: len(os.listdir("/proc/self/fd")) <= before)
     assert raised.value
@@ -139,7 +139,7 @@ async def test_a_scheduler_with_another_secret_is_passed_over(keys: CurveKeys) -
     stranger, friend = Door(keys_of(secrets.token_hex(32))), Door(keys)
 
     def dial(endpoint: str, receive: Callable[[FromScheduler], None]) -> FrontEndSocket:
-        return FrontEndSocket(endpoint, keys, receive)
+        return FrontEndSocket(keys, endpoint, receive)
 
     choice = SchedulerChoice([stranger.endpoint, friend.endpoint], dial, "a test")
     line = choice.connect(lambda message: None)
@@ -203,7 +203,7 @@ async def test_a_connection_that_is_swallowed_for_good_is_made_anew(
     monkeypatch.setattr(sockets_module, "_UNHEARD_MS", 200)
     door, network = Door(keys), Swallower()
     heard: list[FromScheduler] = []
-    line = FrontEndSocket(await network.open(door.endpoint), keys, heard.append)
+    line = FrontEndSocket(keys, await network.open(door.endpoint), heard.append)
 
     async def answered() -> None:
         before = len(heard)

@@ -242,9 +242,10 @@ async def test_a_worker_removed_since_a_front_end_was_last_heard_does_not_come_b
     try:
         front_end = RouterMetrics()
         use(front_end, "http://gone:1", decode.url)
-        scheduler._retire(front_end.render().decode())
-        assert series(scheduler._retired, "http://gone:1") == {}
-        assert series(scheduler._retired, decode.url)[ERRORS] == 1
-        assert "sbs_hold_seconds_count 2.0" in scheduler._retired
+        hub = scheduler._hub
+        hub._retire(front_end.render().decode())
+        assert series(hub._retired, "http://gone:1") == {}
+        assert series(hub._retired, decode.url)[ERRORS] == 1
+        assert "sbs_hold_seconds_count 2.0" in hub._retired
     finally:
         await scheduler.stop()

@@ -270,9 +270,9 @@ async def test_a_scheduler_that_restarted_believes_the_pods_not_its_front_ends(
     timing = WatchTiming(stream_s=1, first_pause_s=0.01)
     async with following(members, timing=timing):
         await until(lambda: len(members.registry) == 2)
-        lead = Lead(Unopposed())
-        lead.begin(1, 0.0)
-        hub = Hub(members, lambda identity, message: True, FakeScheduler(), lead)
+        unopposed = Unopposed()
+        hub = Hub(members, lambda identity, message: True, FakeScheduler(), Lead(unopposed))
+        unopposed.begin(hub.lead, hub.follow)
         hub.receive(
             b"f", Hello(version=VERSION, front_end="f", name="f", scheduler="old", workers=states)
         )

@@ -124,8 +124,6 @@ class Order:
 
 
 class FixedOrder(Election):
-    """Must be used from one event loop only."""
-
     def __init__(self, endpoints: Sequence[str], own: int, dial: Dial) -> None:
         """``endpoints``: of all, in order; ``own``: which of them this process is."""
         super().__init__()
@@ -133,7 +131,7 @@ class FixedOrder(Election):
         self._own = own
         self._loop = asyncio.get_running_loop()
         others = [one for one in endpoints if one != endpoints[own]]
-        self._scouts = Scouts(others, dial, self._loop.time)
+        self._scouts = Scouts(others, dial)
         self._order = Order(own, self._loop.time())
 
     async def run(self, lead: Callable[[int], None], follow: Callable[[], None]) -> None:
@@ -141,7 +139,9 @@ class FixedOrder(Election):
         try:
             while True:
                 self._scouts.ask(Look(who=self._endpoints[self._own]))
-                self._tell(self._order.decide(self._standings(), self._loop.time()))
+                standings = [self._scouts.standing(one, LOST_S) for one in self._endpoints]
+                self._order.decide(standings, self._loop.time())
+                self._look()
                 await asyncio.sleep(TICK_S)
         finally:
             if self._order.term is not None:
@@ -150,27 +150,18 @@ class FixedOrder(Election):
 
     @property
     def leader(self) -> str | None:
-        active = [
-            (standing.term, endpoint)
-            for endpoint, standing in zip(self._endpoints, self._standings(), strict=True)
-            if standing is not None and standing.active
-        ]
-        return max(active)[1] if active else None
+        terms = self._scouts.leaders(LOST_S)
+        return max(terms, key=terms.__getitem__, default=None)
 
-    def leads(self) -> bool:
+    def _term_now(self) -> int | None:
         if self._order.stalled(self._loop.time()):
             logger.warning("this process did nothing for %g s or more: others may lead", LOST_S)
-        self._tell(self._order.term)
-        return self._told is not None
+        return self._order.term
 
     def exceed(self, term: int) -> None:
         self._order.exceed(term)
-        self._tell(self._order.term)
+        self._look()
 
     def told(self, look: Look) -> None:
         """Somebody asks how this process stands, and says how he does."""
-        if look.who not in self._endpoints:
-            self._order.told(look, self._loop.time())
-
-    def _standings(self) -> list[Standing | None]:
-        return [self._scouts.standing(one, LOST_S) for one in self._endpoints]
+        self._order.told(look, self._loop.time())

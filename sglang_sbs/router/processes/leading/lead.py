@@ -6,18 +6,17 @@ import asyncio
 import logging
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any
 
-import msgspec
 from prometheus_client.core import Metric
 
 from sglang_sbs.router.election import Election
 from sglang_sbs.router.metric_families import gauge, total
+from sglang_sbs.router.processes.leading.fixed_order import FixedOrder
 from sglang_sbs.router.processes.messages import Hello, Look, Standing, Unwelcome
 
 logger = logging.getLogger(__name__)
 
-_M = TypeVar("_M", bound=msgspec.Struct)
 _MOST_AHEAD = 1_000_000
 """Terms: nobody leads that often between two words of a peer."""
 
@@ -27,40 +26,31 @@ class Lead:
     election: Election
     address: str = ""
     """Where front ends reach this process."""
-    told: Callable[[Look], None] = lambda look: None
-    """Gets what they say of their sessions."""
     begun: int = 0
     """Leads of this process so far."""
     since_s: float = 0.0
     """When the present one began."""
-    _own_term: int = 0
     _highest: int = 0
-    _led: bool = False
 
     @property
     def active(self) -> bool:
         """Asked before whatever only the one that schedules may do."""
-        return self._led and self.election.leads()
+        return self.election.leads()
 
     @property
     def term(self) -> int:
         """In which this process leads; else the highest heard of."""
-        return self._own_term if self._led else self._highest
+        return self.election.term or self._highest
 
     @property
     def leader(self) -> str:
         """The address of who schedules, as far as it is known."""
-        return self.address if self._led else self.election.leader or ""
+        return self.address if self.election.term else self.election.leader or ""
 
     def begin(self, term: int, now_s: float) -> None:
-        self._led = True
         self.begun += 1
         self.since_s = now_s
-        self._own_term = term
         self._highest = max(self._highest, term)
-
-    def end(self) -> None:
-        self._led = False
 
     def shown(self, term: int) -> None:
         """Somebody else leads, or led, in this term. One far beyond all that were is nobody's: the
@@ -75,7 +65,8 @@ class Lead:
     def looked(self, look: Look, *, ready: bool) -> Standing:
         if look.term > self.term:
             self.shown(look.term)
-        self.told(look)
+        if isinstance(self.election, FixedOrder):
+            self.election.told(look)
         return Standing(active=self.active, ready=ready)
 
     def turned_away(self) -> Unwelcome:
@@ -88,9 +79,6 @@ class Lead:
             self.shown(hello.term)
         elif hello.scheduler not in ("", boot_id) and hello.last_term:
             self.shown(hello.last_term)
-
-    def stamped(self, message: _M) -> _M:
-        return msgspec.structs.replace(message, term=self.term)
 
     def shown_to_people(self) -> dict[str, Any] | None:
         """On the dashboard; ``None`` where there can only be this one."""
@@ -111,18 +99,22 @@ class Unopposed(Election):
     """The election of a scheduler that is the only one."""
 
     leader = None
+    _own_term: int | None = None
 
     async def run(self, lead: Callable[[int], None], follow: Callable[[], None]) -> None:
         self.begin(lead, follow)
         await asyncio.Event().wait()
 
     def begin(self, lead: Callable[[int], None], follow: Callable[[], None]) -> None:
-        self._lead, self._follow, self._told = lead, follow, None
-        self.exceed(0)
-
-    def leads(self) -> bool:
-        return True
+        self._lead, self._follow = lead, follow
+        self._own_term = 1
+        self._look()
 
     def exceed(self, term: int) -> None:
         """The scheduler before this process led in that term."""
-        self._tell(term + 1)
+        if self._own_term is not None:
+            self._own_term = term + 1
+            self._look()
+
+    def _term_now(self) -> int | None:
+        return self._own_term

@@ -5,9 +5,6 @@ leads in a higher one: a scheduler that is cut off from the others and believes 
 nobody. Every address is asked all the time, also while there is a session, for that alone tells of
 a later term. The same question carries the highest term this front end knows of, which deposes
 whoever leads in an earlier one.
-
-If nobody answers, or schedulers of a release that does not know the question, one address after the
-other is tried.
 """
 
 from __future__ import annotations
@@ -25,8 +22,8 @@ LOOK_EVERY_S = 0.5
 """While there is a session; without one at every beat."""
 FRESH_S = 1.5
 """An older answer tells nothing."""
-TRY_S = 1.0
-"""So long one address is tried while nobody says who leads."""
+AGAIN_S = 1.0
+"""So often an address whose scheduler does not lead is connected to anew."""
 
 
 class LeadView(msgspec.Struct, frozen=True, kw_only=True):
@@ -51,7 +48,7 @@ class SchedulerChoice:
     def __init__(self, endpoints: Sequence[str], dial: Dial, name: str) -> None:
         """``endpoints``: the one to prefer first; ``name``: of this front end."""
         self.target = endpoints[0]
-        """The address the session is with, or that is tried."""
+        """The address the session is with, or is to be with."""
         self.term = 0
         """The highest heard of."""
         self.boot_id = ""
@@ -65,20 +62,19 @@ class SchedulerChoice:
         self._dial = dial
         self._name = name
         self._loop = asyncio.get_running_loop()
-        several = len(self._endpoints) > 1
-        self._scouts = Scouts(self._endpoints if several else (), dial, self._loop.time)
+        self._scouts = Scouts(self._endpoints if len(self._endpoints) > 1 else (), dial)
         self._asked_s = 0.0
-        self._tried_s = self._loop.time()
+        self._connected_s = 0.0
         self._turned_away = False
 
     def connect(self, receive: Callable[[FromScheduler], None]) -> Line:
         """A line to ``target``. May raise; then nothing is left open."""
-        self._tried_s = self._loop.time()
+        self._connected_s = self._loop.time()
         self._turned_away = False
         return self._dial(self.target, receive)
 
     def look(self, *, served: bool) -> str:
-        """At every beat: why to connect anew, to another ``target``; empty: there is no reason."""
+        """At every beat: why to connect anew, to ``target``; empty: there is no reason."""
         now_s = self._loop.time()
         if not served or now_s - self._asked_s >= LOOK_EVERY_S:
             self._asked_s = now_s
@@ -89,14 +85,9 @@ class SchedulerChoice:
                 return ""
             self.target = leader
             return f"{leader} leads in term {self.term}"
-        if served or now_s - self._tried_s < TRY_S:
-            return ""
-        if len(self._endpoints) == 1 and not self._turned_away:
+        if not self._turned_away or now_s - self._connected_s < AGAIN_S:
             return ""  # ZMQ connects again by itself
-        self._tried_s = now_s
-        position = self._endpoints.index(self.target)
-        self.target = self._endpoints[(position + 1) % len(self._endpoints)]
-        return f"trying {self.target}"
+        return f"{self.target} does not lead"
 
     def turned_away(self) -> None:
         """``target`` does not lead. Behind one address there may be several, one of which does."""
@@ -136,12 +127,9 @@ class SchedulerChoice:
 
     def _leader(self) -> str | None:
         """Who leads in the highest term, which is not below the highest heard of."""
-        found = None
-        for endpoint in self._endpoints:
-            standing = self._scouts.standing(endpoint, FRESH_S)
-            if standing is None or not standing.active or standing.term < self.term:
-                continue
-            if found is None or standing.term > self.term or endpoint == self.target:
-                found = endpoint
-            self.term = standing.term
-        return found
+        terms = self._scouts.leaders(FRESH_S)
+        latest = max(terms, key=terms.__getitem__, default=None)
+        if latest is None or terms[latest] < self.term:
+            return None
+        self.term = terms[latest]
+        return self.target if terms.get(self.target) == self.term else latest

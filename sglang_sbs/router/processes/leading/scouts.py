@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -36,8 +37,6 @@ class Scouts:
 
     endpoints: Sequence[str]
     dial: Dial
-    now: Callable[[], float]
-    """The clock of the loop, in seconds."""
     _lines: dict[str, Line] = field(default_factory=dict)
     _seen: dict[str, tuple[Standing, float]] = field(default_factory=dict)
     """The last answer of each, and when it came."""
@@ -53,7 +52,12 @@ class Scouts:
 
     def standing(self, endpoint: str, within_s: float) -> Standing | None:
         standing, at_s = self._seen.get(endpoint, (None, 0.0))
-        return standing if self.now() - at_s <= within_s else None
+        return standing if asyncio.get_running_loop().time() - at_s <= within_s else None
+
+    def leaders(self, within_s: float) -> dict[str, int]:
+        """Who says that it leads, and in which term."""
+        said = {endpoint: self.standing(endpoint, within_s) for endpoint in self.endpoints}
+        return {endpoint: one.term for endpoint, one in said.items() if one and one.active}
 
     def close(self) -> None:
         lines, self._lines = self._lines, {}
@@ -63,7 +67,7 @@ class Scouts:
     def _new(self, endpoint: str) -> Line | None:
         def take(message: FromScheduler) -> None:
             if isinstance(message, Standing):
-                self._seen[endpoint] = message, self.now()
+                self._seen[endpoint] = message, asyncio.get_running_loop().time()
 
         try:
             line = self._lines[endpoint] = self.dial(endpoint, take)
