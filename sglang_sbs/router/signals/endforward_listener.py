@@ -23,19 +23,18 @@ import time
 from collections import Counter, deque
 from collections.abc import Callable
 from dataclasses import dataclass
-from operator import attrgetter
 
 import msgspec
 import zmq
 
 from sglang_sbs.router.engines.urls import bracketed, is_loopback, split_worker_url
 from sglang_sbs.router.workers.registry import Registry
-from sglang_sbs.router.workers.server_info import MAX_DP_SIZE, WorkerInfo
+from sglang_sbs.router.workers.server_info import WorkerInfo
 from sglang_sbs.router.workers.worker import Worker
 from sglang_sbs.scheduling.events import Event, ForwardEnded
-from sglang_sbs.wire import TOPIC, EndForward, MalformedMessage, decode_endforward
+from sglang_sbs.wire import TOPIC, EndForward, decode_endforward
 from sglang_sbs.wire.curve import CurveKeys, Gatekeeper
-from sglang_sbs.wire.endforward import FRAMES, MAX_RIDS
+from sglang_sbs.wire.endforward import FRAMES, MAX_RIDS, ImplausibleMessage
 
 logger = logging.getLogger(__name__)
 
@@ -65,18 +64,6 @@ _OF_SUBSCRIBERS = {
 _MAX_BOOTS = 10_000
 _MAX_STRANGERS = 64
 """Unknown senders named in the log; more are only counted."""
-_MAX_COUNT = 1 << 40
-_MAX_CLOCK_S = 1e11
-_MAX_SPAN_S = 3600.0
-_COUNTS = (
-    *("seq", "forward_id", "extend_tokens", "cached_tokens", "batch_size"),
-    *("inflight_passes", "inflight_tokens", "inflight_requests"),
-    *("waiting_requests", "waiting_tokens", "bootstrapping_requests", "bootstrapping_tokens"),
-    *("chunk_remainder_tokens", "kv_transfer_requests", "running_requests", "kv_tokens"),
-    *("kv_capacity_tokens", "chunk_tokens", "max_running_requests", "accepted_requests"),
-    *("accepted_tokens", "computed_tokens", "aborted_requests"),
-)
-_counts_of = attrgetter(*_COUNTS)
 _BIND = re.compile(r"tcp://[^/\s]+:([0-9]{1,5})")
 
 FindOwner = Callable[[str, str], str | None]
@@ -87,8 +74,6 @@ FindOwner = Callable[[str, str], str | None]
 class _Slot:
     report: EndForward
     peer: str
-    key: tuple[str, int] | None = None
-    """The rank whose later message may take its place."""
 
 
 class EndForwardListener:
@@ -240,15 +225,12 @@ class EndForwardListener:
 
     def _parse(self, frames: list[bytes]) -> EndForward | None:
         try:
-            report = decode_endforward(frames)
-        except (MalformedMessage, ValueError, RecursionError) as error:
-            self._refused("malformed", str(error))
-            return None
-        nonsense = implausible(report)
-        if nonsense is not None:
-            self._refused("implausible", nonsense)
-            return None
-        return report
+            return decode_endforward(frames)
+        except ImplausibleMessage as error:
+            self._refused("implausible", error)
+        except (ValueError, RecursionError) as error:
+            self._refused("malformed", error)
+        return None
 
     def _handle(self, report: EndForward, peer: str) -> None:
         worker = self._bind(report)
@@ -272,7 +254,7 @@ class EndForwardListener:
         if self._on_report is not None:
             self._on_report(worker, report)
 
-    def _refused(self, fate: str, why: str) -> None:
+    def _refused(self, fate: str, why: Exception) -> None:
         self.counts[fate] += 1
         if self.counts[fate] == 1:
             logger.warning("%s EndForward message (counted from now on): %s", fate, why)
@@ -288,8 +270,9 @@ class EndForwardListener:
         until_s = received_s + max(_TURN_S, received_s - started_s)
         while self._unread and time.monotonic() < until_s:
             slot = self._unread.popleft()
-            if slot.key is not None:
-                del self._newest[slot.key]
+            key = (slot.report.boot_id, slot.report.dp_rank)
+            if self._newest.get(key) is slot:
+                del self._newest[key]
             self._handle(slot.report, slot.peer)
         self.busy_s += time.monotonic() - started_s
         if (self._unread or not drained) and fd not in self._going_on:
@@ -312,21 +295,21 @@ class EndForwardListener:
 
     def _queue(self, report: EndForward, peer: str) -> None:
         key = (report.boot_id, report.dp_rank)
-        earlier = self._newest.get(key)
-        if earlier is not None and earlier.report.seq < report.seq:
-            if rids := earlier.report.rids:
+        slot = self._newest.get(key)
+        rids = slot.report.rids if slot is not None else []
+        fits = len(rids) + len(report.rids) <= MAX_RIDS
+        if slot is not None and slot.report.seq < report.seq and fits:
+            if rids:
                 report = msgspec.structs.replace(report, rids=[*rids, *report.rids])
             self.counts["superseded"] += 1
-            earlier.report, earlier.peer = report, peer
-            if not _is_state(report) or len(report.rids) > MAX_RIDS // 2:
-                del self._newest[key]
-                earlier.key = None
-            return
-        slot = _Slot(report, peer)
-        if earlier is None and _is_state(report):
-            slot.key = key
+            slot.report, slot.peer = report, peer
+        else:
+            slot = _Slot(report, peer)
+            self._unread.append(slot)
+        if _is_state(report):
             self._newest[key] = slot
-        self._unread.append(slot)
+        else:
+            self._newest.pop(key, None)
 
     def _bind(self, report: EndForward) -> Worker | None:
         url = self._boots.get(report.boot_id)
@@ -395,38 +378,6 @@ def peer_of(frame: zmq.Frame) -> str:
 def _is_state(report: EndForward) -> bool:
     """Whether it says how a rank is, and nothing about a prefill pass."""
     return report.role == "decode" or report.kind == "heartbeat"
-
-
-def implausible(report: EndForward) -> str | None:
-    """What no engine can mean, though it has the right types; ``None`` if there is nothing."""
-    counts = _counts_of(report)
-    if min(counts) < 0 or max(counts) > _MAX_COUNT:
-        wrong = next(i for i, count in enumerate(counts) if not 0 <= count <= _MAX_COUNT)
-        return f"{_COUNTS[wrong]} is {counts[wrong]}"
-    for name, low, high in (
-        ("launch_s", 0.0, _MAX_CLOCK_S),
-        ("end_s", 0.0, _MAX_CLOCK_S),
-        ("age_s", -1.0, _MAX_SPAN_S),
-        ("forward_s", 0.0, _MAX_SPAN_S),
-    ):
-        if not low <= getattr(report, name) <= high:  # also false for NaN
-            return f"{name} is {getattr(report, name)}"
-    if report.dp_size > MAX_DP_SIZE:
-        return f"dp_size is {report.dp_size}"
-    if not 0 < len(report.boot_id) <= 128 or len(report.instance_id) > 512:
-        return "boot_id or instance_id is empty or too long"
-    if len(report.dist_init_addr) > 256:
-        return "dist_init_addr is too long"
-    if len(report.rids) > MAX_RIDS:
-        return f"{len(report.rids)} request ids"
-    if len(report.started) > MAX_RIDS:
-        return f"{len(report.started)} requests in their first pass"
-    per_rank = report.tokens_per_rank
-    if per_rank is not None and (
-        len(per_rank) > MAX_DP_SIZE or not all(0 <= count <= _MAX_COUNT for count in per_rank)
-    ):
-        return "tokens_per_rank is out of range"
-    return None
 
 
 def publisher_endpoints(worker_url: str, bind: str, dp_size: int) -> list[str]:
