@@ -197,6 +197,39 @@ async def test_others_get_turns_while_a_large_message_is_decoded(
         await here.believes({3})
 
 
+async def test_what_comes_during_a_replay_waits_for_its_end(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """In its socket, and nobody looks there all the time."""
+    looks = 0
+    drain = kv_rank_sockets.RankSockets._drain
+
+    def counted(*args: Any) -> None:
+        nonlocal looks
+        looks += 1
+        drain(*args)
+
+    monkeypatch.setattr(kv_rank_sockets.RankSockets, "_drain", counted)
+    async with system() as here:
+        first, loop = here.publishers[0], asyncio.get_running_loop()
+        first.publish(stored(1))
+        loop.remove_reader(first._fd)  # it answers later
+        here.up()
+        await until(lambda: here.count("replays") == 1)
+        first.publish(removed(1))
+        first.publish(stored(2))
+        looks = 0
+        await asyncio.sleep(0.3)
+        assert here.held(0) == set()
+        assert looks < 50
+        loop.add_reader(first._fd, first._answer)
+        first._answer()
+        await here.believes({2})
+        first.publish(stored(3))
+        await here.believes({2, 3})
+        assert (here.count("gaps"), here.count("replays")) == (0, 1)
+
+
 async def test_a_lost_batch_is_asked_for_again() -> None:
     async with system() as here:
         here.up()

@@ -21,7 +21,7 @@ from sglang_sbs.router.signals.kv_messages import (
     replay_frames,
     replay_request,
 )
-from sglang_sbs.router.signals.kv_rank_feed import Message, RankFeed
+from sglang_sbs.router.signals.kv_rank_feed import RankFeed
 from sglang_sbs.router.workers.kv_addresses import KvEndpoints
 from sglang_sbs.scheduling.events import BlocksCleared, BlocksRemoved, BlocksStored, InstanceId
 from sglang_sbs.wire import MalformedMessage
@@ -38,8 +38,6 @@ _SUBSCRIBED_S = 0.2
 """From a connection to the first replay: by then the publisher knows of the subscription."""
 _REPLAY_SILENCE_S = 3.0
 """Between two messages of a replay, and before the first."""
-_AT_ONCE_BYTES = 64 << 10
-"""A larger message is decoded in parts."""
 _LIVE_HWM = 2_000
 _REPLAY_HWM = 1_000
 _OF_SOCKETS = {
@@ -84,7 +82,7 @@ class RankSockets:
         self._delay: asyncio.TimerHandle | None = None
         self._going_on: set[zmq.Socket[bytes]] = set()
         self._reading: Generator[None, None, KvBatch] | None = None
-        """A large message being decoded; no other is taken meanwhile."""
+        """The message being decoded; no other is taken meanwhile."""
         self._replay_seq = 0
         self._replay_heard_s = 0.0
         self.feed = RankFeed(
@@ -159,9 +157,15 @@ class RankSockets:
         self._close_replay()
         self._owner.replay_over(self)
         self.feed.disconnected()
+        self._soon(self._live)
 
     def _subscribed(self) -> None:
         self._delay = None
+        self.learn()
+
+    def learn(self) -> None:
+        """Begin anew, with what was before."""
+        self._reading = None
         self.feed.connected()
 
     def _drain(self, sock: zmq.Socket[bytes]) -> None:
@@ -170,6 +174,10 @@ class RankSockets:
         while sock in (self._live, self._replay):
             if self._owner.behind or self._reading is not None:
                 self._soon(sock)
+                return
+            if sock is self._live and self.feed.replaying:
+                # It holds what follows the replay. Asked for it, its descriptor calls no more.
+                sock.getsockopt(zmq.EVENTS)
                 return
             try:
                 frames = sock.recv_multipart(zmq.NOBLOCK)
@@ -185,19 +193,12 @@ class RankSockets:
             except MalformedMessage as error:
                 self._malformed(error)
                 continue
-            if not is_live or self._delay is None:
-                self._read(sock, *read)
+            if not is_live or (self.connected and self._delay is None):
+                self._reading = decode_in_parts(read[1])
+                self._read_on(self._reading, sock, read[0])
             if time.monotonic() >= until_s:
                 self._soon(sock)
                 return
-
-    def _read(self, sock: zmq.Socket[bytes], seq: int, payload: bytes) -> None:
-        """Take what came on one of the two sockets: a large message in parts."""
-        if len(payload) <= _AT_ONCE_BYTES:
-            self._told(sock, seq, payload)
-            return
-        self._reading = decode_in_parts(payload)
-        self._read_on(self._reading, sock, seq)
 
     def _read_on(
         self, parts: Generator[None, None, KvBatch], sock: zmq.Socket[bytes], seq: int
@@ -205,7 +206,7 @@ class RankSockets:
         if parts is not self._reading:
             return
         began_s = time.monotonic()
-        message: Message = b""
+        batch: KvBatch | None = None
         try:
             while True:
                 next(parts)
@@ -216,23 +217,20 @@ class RankSockets:
             self._loop.call_later(took_s, self._read_on, parts, sock, seq)
             return
         except StopIteration as over:
-            message = over.value
+            batch = over.value
         except MalformedMessage:
-            pass  # so is nothing
+            pass
         self._reading = None
-        self._told(sock, seq, message)
-
-    def _told(self, sock: zmq.Socket[bytes], seq: int, message: Message) -> None:
         if sock is self._live:
-            self.feed.live(seq, message)
+            self.feed.live(seq, batch)
         elif sock is self._replay:
-            self.feed.replayed(seq, message)
+            self.feed.replayed(seq, batch)
             self._after_replay()
 
-    def _soon(self, sock: zmq.Socket[bytes]) -> None:
+    def _soon(self, sock: zmq.Socket[bytes] | None) -> None:
         """Go on in the next turn of the loop; once, however often it is asked for: the socket's
         descriptor calls too while anything is left."""
-        if sock not in self._going_on:
+        if sock is not None and sock not in self._going_on:
             self._going_on.add(sock)
             self._loop.call_soon(self._go_on, sock)
 
@@ -271,3 +269,4 @@ class RankSockets:
         if not self.feed.replaying:
             self._close_replay()
             self._owner.replay_over(self)
+            self._soon(self._live)

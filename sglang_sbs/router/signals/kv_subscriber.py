@@ -10,8 +10,8 @@ import logging
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterator
-from contextlib import suppress
 from functools import partial
+from itertools import islice
 
 import zmq
 from prometheus_client.core import Metric
@@ -50,8 +50,8 @@ class KvEventSubscriber:
         self._instances: dict[InstanceId, _Subscription] = {}
         self._counts: dict[tuple[InstanceId, int], Counter[str]] = {}
         self._named_elsewhere: set[InstanceId] = set()
-        self._replaying: set[RankSockets] = set()
-        self._waiting: deque[RankSockets] = deque()
+        self._replays: dict[RankSockets, None] = {}
+        """Those under way, then those that wait for one of them to end."""
         self._untold: deque[BlockEvent] = deque()
         self._telling = False
         self._ticker = asyncio.create_task(self._tick())
@@ -148,20 +148,17 @@ class KvEventSubscriber:
         return len(self._untold) >= _MOST_UNTOLD
 
     def may_replay(self, rank: RankSockets) -> bool:
-        if rank in self._replaying or len(self._replaying) < _MAX_REPLAYS:
-            self._replaying.add(rank)
-            return True
-        if rank not in self._waiting:
-            self._waiting.append(rank)
-        return False
+        """False: it is told to when its turn has come."""
+        self._replays.setdefault(rank)
+        return rank in islice(self._replays, _MAX_REPLAYS)
 
     def replay_over(self, rank: RankSockets) -> None:
-        self._replaying.discard(rank)
-        with suppress(ValueError):
-            self._waiting.remove(rank)
-        while self._waiting and len(self._replaying) < _MAX_REPLAYS:
-            following = self._waiting.popleft()
-            self._replaying.add(following)
+        if rank not in self._replays:
+            return
+        waiting = islice(self._replays, _MAX_REPLAYS, _MAX_REPLAYS + 1)
+        following = next(waiting, None) if self.may_replay(rank) else None
+        del self._replays[rank]
+        if following is not None:
             following.request_replay()
 
     async def _tick(self) -> None:
@@ -253,7 +250,7 @@ class _Subscription:
             if self._worker.kv_events_missing:
                 self._missing("")
                 for rank in self.ranks:
-                    rank.feed.connected()
+                    rank.learn()
         elif foreign:
             self._missing(
                 f"at {foreign[0].endpoints.live} another DP rank than {foreign[0].feed.dp_rank} "

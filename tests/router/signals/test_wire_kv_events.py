@@ -8,6 +8,7 @@ import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from kv_batches import decode_kv_batch
 
 from sglang_sbs.router.signals.kv_messages import (
     END_OF_REPLAY,
@@ -17,7 +18,6 @@ from sglang_sbs.router.signals.kv_messages import (
     Change,
     KvBatch,
     decode_in_parts,
-    decode_kv_batch,
     live_frames,
     replay_frames,
     replay_request,
