@@ -32,10 +32,6 @@ MOST_BLOCKS = 1 << 18
 """Of one message: an event of SGLang has one block and takes a hundred bytes."""
 _MOST_CHANGES = 10_000
 """Of one message: a pass of an engine makes a few."""
-_BLOCK_BYTES = 40
-"""Of a name as a Python number, and its place in a list."""
-_CHANGE_BYTES = 200
-"""Of the object that has a list of them."""
 _PART_BYTES = 64 << 10
 """Of one message, between two pauses, if it is not one event."""
 _EVENT_BYTES = 100
@@ -70,8 +66,6 @@ class KvBatch:
     """The engine's wall clock."""
     changes: list[Change]
     dp_rank: int | None = None
-    size_bytes: int = field(default=0, compare=False)
-    """Of the message, or of its blocks here if they take more."""
 
 
 _Block = Annotated[int, msgspec.Meta(ge=-(2**63), le=2**63 - 1)]
@@ -171,8 +165,7 @@ def decode_in_parts(payload: bytes) -> Generator[None, None, KvBatch]:
             yield
     except (msgspec.DecodeError, ValueError, RecursionError) as error:
         raise MalformedMessage(str(error)) from error
-    size = max(len(payload), _BLOCK_BYTES * blocks + _CHANGE_BYTES * len(changes))
-    return KvBatch(batch.ts, changes, batch.attn_dp_rank, size)
+    return KvBatch(batch.ts, changes, batch.attn_dp_rank)
 
 
 def _parts(raws: list[msgspec.Raw]) -> Iterator[list[msgspec.Raw]]:

@@ -35,6 +35,8 @@ RECHECK_EVERY_S = 5.0
 """``/server_info`` is read at most this often because of EndForward of an unknown boot."""
 BARRIER_S = 10.0
 """What EndForward says of the barrier is taken in at most this often, per worker."""
+_TOLD = set(WorkerInfo.__struct_fields__) & set(InstanceUp.__struct_fields__)
+_OF_PREFILL = {"captured_tokens", "overlap", "prefill_max_requests"}
 _MAX_REMEMBERED = 256
 _MAX_PROBLEM_CHARS = 2048
 MUTE_AFTER_DISPATCHES = 3
@@ -422,7 +424,16 @@ class Registry:
             self._emit(self._instance_up(worker))
 
     def _instance_up(self, worker: Worker) -> InstanceUp:
-        return worker.instance_up(self.prefix_source_of(worker))
+        info = worker.info
+        assert info is not None, "only described workers are announced"
+        decode = worker.role == "decode"
+        return InstanceUp(
+            instance=worker.url,
+            role=worker.role,
+            prefix_source=self.prefix_source_of(worker),
+            barrier=decode or not info.no_barrier,
+            **{name: getattr(info, name) for name in (_TOLD - _OF_PREFILL if decode else _TOLD)},
+        )
 
     def _check_quiet(self, worker: Worker, now_s: float) -> None:
         """A stopped process (SIGSTOP, a hung host) breaks no connection: notice its silence. An

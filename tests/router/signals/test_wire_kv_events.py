@@ -212,13 +212,6 @@ def test_a_message_has_so_many_events_and_blocks_at_most(events: list[Any]) -> N
     assert decode_kv_batch(pack([1.0, events[:-1]]))
 
 
-def test_a_batch_that_is_held_counts_as_what_it_takes() -> None:
-    """A small number is a byte of a message and eight or more here."""
-    payload = pack([1.0, [stored([1] * 1000)]])
-    assert len(payload) < 2000
-    assert decode_kv_batch(payload).size_bytes == 40_200
-
-
 def test_an_event_has_a_size() -> None:
     """To look past its token ids takes time, too."""
     for size, read in ((MAX_EVENT_BYTES // 2, True), (MAX_EVENT_BYTES, False)):
