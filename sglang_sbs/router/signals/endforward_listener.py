@@ -90,8 +90,9 @@ class EndForwardListener:
         self._on_report = on_report
         self._boots: dict[str, str] = {}  # boot id -> worker URL
         self._unbound_warned: set[str] = set()
-        self._binding: dict[str, frozenset[str]] = {}
+        self._binding: dict[str, list[str]] = {}
         """Where engines bind, by worker URL: what is connected to while the socket is open."""
+        self._dialled: set[str] = set()
         self.counts: Counter[str] = Counter()
         """Messages by fate: ``bound``, ``unbound``, ``malformed``, ``implausible``, ``dropped``,
         ``superseded`` (before anybody looked at it)."""
@@ -133,7 +134,7 @@ class EndForwardListener:
             self._dialling = self._subscriber()
             keys.connect(self._dialling)
             self._watch(self._dialling)
-        self._dial(frozenset().union(*self._binding.values()), frozenset())
+        self._dial()
         return endpoint
 
     def _subscriber(self) -> zmq.Socket[bytes]:
@@ -156,6 +157,7 @@ class EndForwardListener:
             sock.close(0)
         self._sockets.clear()
         self._dialling = None
+        self._dialled.clear()
         self._end_context()
 
     def _end_context(self) -> None:
@@ -183,36 +185,31 @@ class EndForwardListener:
             self._registry.report_problem(worker, "bind", text)
         else:
             worker.problems.pop("bind", None)
-        self._follow(worker.url, frozenset(endpoints))
+        if endpoints != self._binding.get(worker.url, []):
+            self._binding[worker.url] = endpoints
+            self._dial()
 
     def removed(self, worker_url: str) -> None:
         for boot_id in [boot_id for boot_id, url in self._boots.items() if url == worker_url]:
             del self._boots[boot_id]
-        self._follow(worker_url, frozenset())
+        if self._binding.pop(worker_url, None):
+            self._dial()
 
-    def _follow(self, worker_url: str, endpoints: frozenset[str]) -> None:
-        before = self._binding.get(worker_url, frozenset())
-        if endpoints == before:
+    def _dial(self) -> None:
+        """Connect to all that bind, and to no others."""
+        sock, wanted = self._dialling, set().union(*self._binding.values())
+        if sock is None:
             return
-        self._binding.pop(worker_url, None)
-        others = frozenset().union(*self._binding.values())
-        if endpoints:
-            self._binding[worker_url] = endpoints
-        self._dial(endpoints - before - others, before - endpoints - others)
-
-    def _dial(self, new: frozenset[str], gone: frozenset[str]) -> None:
-        sock = self._dialling
-        if sock is None or not (new or gone):
-            return
-        for endpoint in gone:
+        for endpoint in self._dialled - wanted:
             with contextlib.suppress(zmq.ZMQError):  # it never was one
                 sock.disconnect(endpoint)
-        for endpoint in new:
+        for endpoint in wanted - self._dialled:
             try:
                 sock.connect(endpoint)
             except zmq.ZMQError as error:
                 reason = os.strerror(error.errno or 0)
                 logger.warning("no EndForward from %r: %s", endpoint, reason)
+        self._dialled = wanted
         # ZMQ's descriptor is edge-triggered, and using the socket may use up the edge.
         asyncio.get_running_loop().call_soon(self._drain, int(sock.getsockopt(zmq.FD)))
 
