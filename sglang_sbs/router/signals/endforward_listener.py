@@ -178,13 +178,13 @@ class EndForwardListener:
         if info.boot_id:
             self._boots[info.boot_id] = worker.url
         endpoints = publisher_endpoints(worker.url, bind, info.dp_size)
+        problem = ""
         if bind and not endpoints:
-            told = f"it binds {bind[:100]!r}, where no router can connect"
-            wanted = f"with {info.dp_size} ports from PORT on"
-            text = f"{told}: set SGLANG_SBS_BIND=tcp://*:PORT there, {wanted}"
-            self._registry.report_problem(worker, "bind", text)
-        else:
-            worker.problems.pop("bind", None)
+            problem = (
+                f"it binds {bind[:100]!r}, where no router can connect: set "
+                f"SGLANG_SBS_BIND=tcp://*:PORT there, with {info.dp_size} ports from PORT on"
+            )
+        self._registry.report_problem(worker, "bind", problem)
         if endpoints != self._binding.get(worker.url, []):
             self._binding[worker.url] = endpoints
             self._dial()

@@ -44,12 +44,12 @@ class RankFeed:
         dp_rank: int,
         submit: Callable[[BlocksStored | BlocksRemoved | BlocksCleared], None],
         ask: Callable[[int], None] | None,
-        counts: Counter[str] | None = None,
+        counts: Counter[str],
     ) -> None:
         """``ask`` is ``None`` for an engine without a replay endpoint."""
         self.instance = instance
         self.dp_rank = dp_rank
-        self.counts: Counter[str] = Counter() if counts is None else counts
+        self.counts = counts
         """``events`` (batches), ``stored``, ``removed`` (blocks), ``gaps``, ``replays``, ``lost``
         (times that what was known had to be forgotten), ``malformed``, ``foreign``."""
         self._submit = submit

@@ -88,15 +88,15 @@ class RankSockets:
         self.feed = RankFeed(
             instance,
             dp_rank,
-            partial(owner.submit, instance),
+            owner.submit,
             self._ask if endpoints.replay else None,
             owner.counts_of(instance, dp_rank),
         )
         self._foreign_before = self.feed.counts["foreign"]
         self._replay: zmq.Socket[bytes] | None = None
-        self._live: zmq.Socket[bytes] | None = _socket(owner.context, zmq.SUB, _LIVE_HWM)
+        self._live = _socket(owner.context, zmq.SUB, _LIVE_HWM)
         self._live.setsockopt(zmq.SUBSCRIBE, self._topic)
-        self._monitor: zmq.Socket[bytes] | None = self._live.get_monitor_socket(_CONNECTION_EVENTS)
+        self._monitor: zmq.Socket[bytes] = self._live.get_monitor_socket(_CONNECTION_EVENTS)
         self._watch(self._monitor, self._drain_monitor)
         self._watch(self._live, partial(self._drain, self._live))
         self._live.connect(endpoints.live)
@@ -107,37 +107,34 @@ class RankSockets:
         return self.feed.counts["foreign"] > self._foreign_before
 
     def close(self) -> None:
+        if self._live.closed:
+            return
         self._gone()
-        live, self._live = self._live, None
-        monitor, self._monitor = self._monitor, None
-        if monitor is not None and live is not None:
-            # First: with nobody at the monitor's end libzmq would block over its next event.
-            live.disable_monitor()
-            self._end(monitor)
-            self._end(live)
+        # First: with nobody at the monitor's end libzmq would block over its next event.
+        self._live.disable_monitor()
+        self._end(self._monitor)
+        self._end(self._live)
 
     def tick(self, now_s: float) -> None:
         if self._replay is not None and now_s - self._replay_heard_s >= _REPLAY_SILENCE_S:
-            self._close_replay()
             self.feed.replay_failed()
             self._after_replay()
 
     def _watch(self, sock: zmq.Socket[bytes], drain: Callable[[], None]) -> None:
-        self._loop.add_reader(int(sock.getsockopt(zmq.FD)), drain)
+        self._loop.add_reader(sock.fileno(), drain)
         # ZMQ's descriptor is edge-triggered, and using the socket may use up the edge.
         self._loop.call_soon(drain)
 
     def _end(self, sock: zmq.Socket[bytes]) -> None:
-        self._loop.remove_reader(int(sock.getsockopt(zmq.FD)))
+        self._loop.remove_reader(sock.fileno())
         sock.close(0)
 
     # Publisher --------------------------------------------------------------------------------
 
     def _drain_monitor(self) -> None:
-        monitor = self._monitor
-        while monitor is not None and monitor is self._monitor:
+        while not self._monitor.closed:
             try:
-                frames = monitor.recv_multipart(zmq.NOBLOCK)
+                frames = self._monitor.recv_multipart(zmq.NOBLOCK)
             except zmq.Again:
                 return
             event = parse_monitor_message(frames)["event"]
@@ -154,10 +151,8 @@ class RankSockets:
             self._delay = None
         self.connected = False
         self._reading = None
-        self._close_replay()
-        self._owner.replay_over(self)
         self.feed.disconnected()
-        self._soon(self._live)
+        self._after_replay()
 
     def _subscribed(self) -> None:
         self._delay = None
@@ -171,7 +166,7 @@ class RankSockets:
     def _drain(self, sock: zmq.Socket[bytes]) -> None:
         """Take what came on one of the two sockets, for a turn."""
         until_s = time.monotonic() + TURN_S
-        while sock in (self._live, self._replay):
+        while not sock.closed:
             if self._owner.behind or self._reading is not None:
                 self._soon(sock)
                 return
@@ -227,10 +222,10 @@ class RankSockets:
             self.feed.replayed(seq, batch)
             self._after_replay()
 
-    def _soon(self, sock: zmq.Socket[bytes] | None) -> None:
+    def _soon(self, sock: zmq.Socket[bytes]) -> None:
         """Go on in the next turn of the loop; once, however often it is asked for: the socket's
         descriptor calls too while anything is left."""
-        if sock is not None and sock not in self._going_on:
+        if sock not in self._going_on:
             self._going_on.add(sock)
             self._loop.call_soon(self._go_on, sock)
 

@@ -113,9 +113,9 @@ class KvEventSubscriber:
     def counts_of(self, instance: InstanceId, rank: int) -> Counter[str]:
         return self._counts.setdefault((instance, rank), Counter())
 
-    def submit(self, instance: InstanceId, event: BlockEvent) -> None:
+    def submit(self, event: BlockEvent) -> None:
         """While some rank cannot be heard the scheduler is told nothing of any."""
-        worker = self.registry.get(instance)
+        worker = self.registry.get(event.instance)
         if worker is not None and worker.kv_events_missing:
             return
         if isinstance(event, BlocksCleared):  # what waits of that rank is worth nothing

@@ -37,6 +37,11 @@ BARRIER_S = 10.0
 """What EndForward says of the barrier is taken in at most this often, per worker."""
 _TOLD = set(WorkerInfo.__struct_fields__) & set(InstanceUp.__struct_fields__)
 _OF_PREFILL = {"captured_tokens", "overlap", "prefill_max_requests"}
+_NO_KV_EVENTS = (
+    "publishes no KV events, so that nothing is known of its cache: start it with "
+    '--kv-events-config \'{"publisher": "zmq", "endpoint": "tcp://*:5557", '
+    '"replay_endpoint": "tcp://*:5657"}\', or use --sbs-prefix-source auto'
+)
 _MAX_REMEMBERED = 256
 _MAX_PROBLEM_CHARS = 2048
 MUTE_AFTER_DISPATCHES = 3
@@ -140,7 +145,8 @@ class Registry:
         self._spell()
         for solved in ("unusable", "unreachable", "bootstrap"):
             worker.problems.pop(solved, None)
-        self._check_prefix_source(worker)
+        if self._prefix_source == "events" and info.radix_cache and info.kv_events is None:
+            self.report_problem(worker, "kv_events", _NO_KV_EVENTS)
         given, port = worker.configured_bootstrap_port, worker.bootstrap_port
         if info.rust_server and given is not None and given != port:
             text = (
@@ -279,12 +285,9 @@ class Registry:
             worker.gates_at_fault[rank] = told
         elif worker.gates_at_fault.pop(rank, None) is None:
             return
-        first = min(worker.gates_at_fault, default=None)
-        if first is None:
-            worker.problems.pop("gang_gate", None)
-        else:
-            fault = GATE_FAULTS[worker.gates_at_fault[first]]
-            self.report_problem(worker, "gang_gate", f"DP rank {first}: {fault}")
+        first, fault = min(worker.gates_at_fault.items(), default=(0, ""))
+        text = f"DP rank {first}: {GATE_FAULTS[fault]}" if fault else ""
+        self.report_problem(worker, "gang_gate", text)
 
     def _hear_of_barrier(self, worker: Worker, info: WorkerInfo, barrier: bool) -> None:
         as_told = as_reported(info, barrier)
@@ -339,22 +342,14 @@ class Registry:
             worker.kv_events_missing = bool(why)
             self._announce_anew(worker)
 
-    def _check_prefix_source(self, worker: Worker) -> None:
-        info = worker.info
-        if info is None or not info.radix_cache or self._prefix_source != "events":
-            return
-        if info.kv_events is None:
-            text = (
-                "publishes no KV events, so that nothing is known of its cache: start it with "
-                '--kv-events-config \'{"publisher": "zmq", "endpoint": "tcp://*:5557", '
-                '"replay_endpoint": "tcp://*:5657"}\', or use --sbs-prefix-source auto'
-            )
-            self.report_problem(worker, "kv_events", text)
-
     def report_problem(self, worker: Worker, kind: str, text: str) -> None:
-        """Show it in ``GET /workers``; log it once, and again if it is back after a while."""
+        """Show it in ``GET /workers``; log it once, and again if it is back after a while. Without
+        a text it is solved."""
         text = text[:_MAX_PROBLEM_CHARS]
-        if worker.problems.get(kind) == text:
+        if worker.problems.get(kind, "") == text:
+            return
+        if not text:
+            del worker.problems[kind]
             return
         worker.problems[kind] = text
         now_s = self._clock()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 from sglang_sbs.router.signals import kv_rank_sockets
 
@@ -15,7 +16,7 @@ async def test_a_socket_that_calls_in_every_turn_does_not_multiply_what_goes_on(
     sockets._loop = asyncio.get_running_loop()
     sockets._going_on = set()
     sockets._owner = SimpleNamespace(behind=True)
-    sockets._live = object()
+    sockets._live = Mock(closed=False)
     turns = 0
     drain = sockets._drain
 
@@ -28,5 +29,5 @@ async def test_a_socket_that_calls_in_every_turn_does_not_multiply_what_goes_on(
     for _ in range(20):
         counted(sockets._live)  # as the descriptor does, beside what goes on by itself
         await asyncio.sleep(0)
-    sockets._live = None
+    sockets._live.closed = True
     assert turns <= 2 * 20 + 1

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
@@ -74,7 +75,9 @@ class Followed:
         self.belief: Held = set()
         self.asked: list[int] = []
         self.unread: list[tuple[int, bytes]] = []
-        self.feed = RankFeed("http://p", 1, self.take, self.asked.append if replays else None)
+        self.feed = RankFeed(
+            "http://p", 1, self.take, self.asked.append if replays else None, Counter()
+        )
 
     def take(self, event: Event) -> None:
         self.events.append(event)
