@@ -26,6 +26,7 @@ from collections.abc import Callable, Iterable
 from sglang_sbs.router.signals.kv_messages import END_OF_REPLAY, Change, KvBatch
 from sglang_sbs.scheduling.events import BlocksCleared, BlocksRemoved, BlocksStored, CacheTier
 
+BlockEvent = BlocksStored | BlocksRemoved | BlocksCleared
 MAX_BLOCKS_PER_EVENT = 2048
 _LONG_REPLAY = 256
 """Batches after which the end of a replay is only believed if a further one brings nothing: an
@@ -42,7 +43,7 @@ class RankFeed:
         self,
         instance: str,
         dp_rank: int,
-        submit: Callable[[BlocksStored | BlocksRemoved | BlocksCleared], None],
+        submit: Callable[[BlockEvent], None],
         ask: Callable[[int], None] | None,
         counts: Counter[str],
     ) -> None:
