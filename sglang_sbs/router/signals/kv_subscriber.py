@@ -15,12 +15,12 @@ from functools import partial
 from typing import Any
 
 import zmq
-import zmq.asyncio
 from prometheus_client.core import Metric
 from zmq.utils.monitor import parse_monitor_message
 
 from sglang_sbs.router.engines.urls import split_worker_url
 from sglang_sbs.router.metric_families import gauge, total
+from sglang_sbs.router.signals.inbox import Inbox
 from sglang_sbs.router.signals.kv_messages import (
     END_OF_REPLAY,
     MAX_MESSAGE_BYTES,
@@ -78,7 +78,7 @@ class KvEventSubscriber:
     def __init__(self, registry: Registry, submit: Callable[[Event], None]) -> None:
         self.registry = registry
         self._submit = submit
-        self._context = zmq.asyncio.Context(io_threads=1)
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context(io_threads=1)
         self._context.set(zmq.MAX_SOCKETS, _MAX_SOCKETS)
         self._instances: dict[InstanceId, _Subscription] = {}
         self._counts: dict[tuple[InstanceId, int], Counter[str]] = {}
@@ -154,7 +154,7 @@ class KvEventSubscriber:
         task.add_done_callback(self._tasks.discard)
         return task
 
-    def socket(self, kind: int, hwm: int) -> zmq.asyncio.Socket:
+    def socket(self, kind: int, hwm: int) -> zmq.Socket[bytes]:
         sock = self._context.socket(kind)
         for option, value in _OF_SOCKETS.items():
             sock.setsockopt(option, value)
@@ -338,10 +338,11 @@ class _Rank:
         counts = owner.counts_of(instance, dp_rank)
         self.feed = RankFeed(instance, dp_rank, owner.submit, ask, counts)
         self._foreign_before = counts["foreign"]
-        self._live = owner.socket(zmq.SUB, _LIVE_HWM)
-        self._live.setsockopt(zmq.SUBSCRIBE, topic.encode())
-        self._monitor = self._live.get_monitor_socket(_CONNECTION_EVENTS)
-        self._live.connect(endpoints.live)
+        live = owner.socket(zmq.SUB, _LIVE_HWM)
+        live.setsockopt(zmq.SUBSCRIBE, topic.encode())
+        self._monitor = Inbox(live.get_monitor_socket(_CONNECTION_EVENTS))
+        self._live = Inbox(live)
+        live.connect(endpoints.live)
         self._watching = owner.start(self._watch())
         self._following: asyncio.Task[None] | None = None
 
@@ -351,17 +352,19 @@ class _Rank:
         return self.feed.counts["foreign"] > self._foreign_before
 
     def close(self) -> None:
+        if self._live.sock.closed:
+            return
         self._gone()
         self._watching.cancel()
         # First: with nobody at the monitor's end libzmq would block over its next event.
-        self._live.disable_monitor()
-        self._monitor.close(0)
-        self._live.close(0)
+        self._live.sock.disable_monitor()
+        self._monitor.close()
+        self._live.close()
 
     async def _watch(self) -> None:
         """Whether there is a connection. Each may be to another publisher."""
         while True:
-            event = parse_monitor_message(await self._monitor.recv_multipart())["event"]
+            event = parse_monitor_message(await self._monitor.get())["event"]
             self._gone()
             if event == zmq.Event.HANDSHAKE_SUCCEEDED:
                 self.connected = True
@@ -396,7 +399,7 @@ class _Rank:
         """Over what came before: it may be of another publisher."""
         with suppress(zmq.Again):
             while True:
-                await self._live.recv_multipart(zmq.NOBLOCK)
+                self._live.sock.recv_multipart(zmq.NOBLOCK)
                 await self._turn()
 
     def _ask(self, seq: int) -> None:
@@ -405,24 +408,24 @@ class _Rank:
     async def _replay(self) -> None:
         """On a socket of its own, as answers do not say what they answer."""
         async with self._owner.replays:
-            sock = self._owner.socket(zmq.DEALER, _REPLAY_HWM)
+            inbox = Inbox(self._owner.socket(zmq.DEALER, _REPLAY_HWM))
             try:
-                sock.connect(self.endpoints.replay)
-                await sock.send_multipart(replay_request(self._asked_from))
+                inbox.sock.connect(self.endpoints.replay)
+                inbox.sock.send_multipart(replay_request(self._asked_from))
                 seq = 0
                 while seq != END_OF_REPLAY:
-                    seq, batch = await self._take(sock, replay_frames, _REPLAY_SILENCE_S)
+                    seq, batch = await self._take(inbox, replay_frames, _REPLAY_SILENCE_S)
                     self.feed.replayed(seq, batch)
             except TimeoutError:
                 self.feed.replay_failed()
             finally:
-                sock.close(0)
+                inbox.close()
 
     # Messages ---------------------------------------------------------------------------------
 
     async def _take(
         self,
-        sock: zmq.asyncio.Socket,
+        inbox: Inbox,
         read: Callable[[Sequence[bytes]], tuple[int, bytes]],
         limit_s: float | None = None,
     ) -> tuple[int, KvBatch | None]:
@@ -430,7 +433,7 @@ class _Rank:
         while True:
             await self._turn()
             async with asyncio.timeout(limit_s):
-                frames = await sock.recv_multipart()
+                frames = await inbox.get()
             try:
                 seq, payload = read(frames)
             except MalformedMessage as error:
