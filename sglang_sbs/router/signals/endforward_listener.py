@@ -172,7 +172,7 @@ class EndForwardListener:
         """``/server_info`` was read: connect to a publisher that binds, and to no earlier one."""
         if self._registry.get(worker.url) is not worker:
             return  # removed while it was asked
-        if info.nodes > 1 and self._registry.listens_to_events(worker):
+        if info.nodes > 1 and self._registry.kv_events_of(worker) is not None:
             self._registry.asks_peers = True
         bind = info.sbs.bind if info.sbs is not None else ""
         if info.boot_id:

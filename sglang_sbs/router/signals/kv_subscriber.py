@@ -96,18 +96,14 @@ class KvEventSubscriber:
 
     def up(self, worker: Worker) -> None:
         """The scheduler was told of the instance, or of a change."""
-        info = worker.info
-        known = self._instances.get(worker.url)
-        if info is None or info.kv_events is None or not self.registry.listens_to_events(worker):
-            self._forget(worker.url)
+        source, known = self.registry.kv_events_of(worker), self._instances.get(worker.url)
+        if known is not None and (known.source, len(known.ranks)) == (source, worker.dp_size):
+            known.resume()
             return
-        if known is not None:
-            if (known.source, len(known.ranks)) == (info.kv_events, info.dp_size):
-                known.resume()
-                return
-            self._forget(worker.url)
-        self._say_if_elsewhere(worker, info.kv_events)
-        self._instances[worker.url] = _Subscription(self, worker, info.kv_events, info.dp_size)
+        self._forget(worker.url)
+        if source is not None:
+            self._say_if_elsewhere(worker, source)
+            self._instances[worker.url] = _Subscription(self, worker, source)
 
     def down(self, worker: Worker) -> None:
         """It is not used for now. Often not for long, and a replay is costly: listen on a while."""
@@ -240,9 +236,7 @@ class KvEventSubscriber:
 class _Subscription:
     """All ranks of one instance."""
 
-    def __init__(
-        self, owner: KvEventSubscriber, worker: Worker, source: KvEventsBlock, dp_size: int
-    ) -> None:
+    def __init__(self, owner: KvEventSubscriber, worker: Worker, source: KvEventsBlock) -> None:
         self.source = source
         self.down_s: float | None = None
         """Since when it is not used."""
@@ -250,7 +244,7 @@ class _Subscription:
         self._worker = worker
         self._missing = partial(owner.registry.set_kv_events_missing, worker)
         self._heard_s = time.monotonic()
-        self.ranks = [self._open(dp_rank) for dp_rank in range(dp_size)]
+        self.ranks = [self._open(dp_rank) for dp_rank in range(worker.dp_size)]
 
     def _open(self, dp_rank: int) -> _Rank:
         worker = self._worker
@@ -299,7 +293,7 @@ class _Subscription:
 
     def _why(self, dp_rank: int) -> str:
         worker = self._worker
-        node = node_of_rank(worker.info, dp_rank) if worker.info is not None else 0
+        node = node_of_rank(worker.known, dp_rank)
         refused = worker.kv_refused.get(dp_rank)
         if refused is not None:
             return f"of rank {dp_rank} on node {node}, {refused}"

@@ -20,7 +20,7 @@ from sglang_sbs.router.workers.diagnosis import (
     why_stranger,
 )
 from sglang_sbs.router.workers.kv_addresses import RefusedAddress, told_endpoints
-from sglang_sbs.router.workers.server_info import WorkerInfo, node_of_rank
+from sglang_sbs.router.workers.server_info import KvEventsBlock, WorkerInfo, node_of_rank
 from sglang_sbs.router.workers.worker import SILENT_AFTER_S, Worker, WorkerEvents
 from sglang_sbs.scheduling.events import InstanceDown, InstanceRole, InstanceUp, PrefixSource
 from sglang_sbs.wire import EndForward
@@ -299,19 +299,17 @@ class Registry:
 
     # What is cached where ---------------------------------------------------------------------
 
-    def listens_to_events(self, worker: Worker) -> bool:
-        """Whether its KV events are wanted and, as far as it says, to be had."""
-        info = worker.info
-        if info is None or not info.radix_cache or info.kv_events is None:
-            return False
-        return self._prefix_source in ("auto", "events")
+    def kv_events_of(self, worker: Worker) -> KvEventsBlock | None:
+        """What it says of its KV events, if they are wanted and to be had."""
+        wanted = worker.known.radix_cache and self._prefix_source in ("auto", "events")
+        return worker.known.kv_events if wanted else None
 
     def prefix_source_of(self, worker: Worker) -> PrefixSource:
         """How the scheduler learns what the worker has cached."""
         info = worker.info
         if info is None or not info.radix_cache:
             return "off"
-        if self.listens_to_events(worker) and not worker.kv_events_missing:
+        if self.kv_events_of(worker) is not None and not worker.kv_events_missing:
             return "events"
         return "approximate" if self._prefix_source in ("auto", "approximate") else "off"
 
@@ -319,11 +317,10 @@ class Registry:
         self, worker: Worker, report: EndForward, peer: str, *, has_key: bool
     ) -> None:
         """A rank's message, which was booked, says where it publishes KV events."""
-        info, told = worker.info, report.kv_address
-        if info is None or told is None or not self.listens_to_events(worker):
+        rank, told = report.dp_rank, report.kv_address
+        if told is None or self.kv_events_of(worker) is None:
             return
-        rank = report.dp_rank
-        if node_of_rank(info, rank) == 0:
+        if node_of_rank(worker.known, rank) == 0:
             worker.kv_refused[rank] = "it is on the first node, which has the worker's own host"
             return
         try:
