@@ -1,7 +1,7 @@
 """What one DP rank's cache holds, followed through its KV events: order, gaps, replays, restarts.
 
-Sans-I/O: batches, connections and timeouts are reported here, requests for a replay go out by a
-callback.
+Sans-I/O: batches, connections and timeouts are reported here; whoever does so asks for a replay
+where one is wanted.
 
 Theory of operation
 -------------------
@@ -36,36 +36,35 @@ _MAX_FRUITLESS = 3
 
 
 class RankFeed:
-    """``submit`` takes scheduler events; ``ask`` requests a replay from a number on. A batch is
-    ``None`` where what came under its number is none."""
+    """``submit`` takes scheduler events. A batch is ``None`` where what came under its number is
+    none."""
 
     def __init__(
         self,
         instance: str,
         dp_rank: int,
         submit: Callable[[BlockEvent], None],
-        ask: Callable[[int], None] | None,
+        replays: bool,
         counts: Counter[str],
     ) -> None:
-        """``ask`` is ``None`` for an engine without a replay endpoint."""
+        """``replays``: the engine has an endpoint for them."""
         self.instance = instance
         self.dp_rank = dp_rank
         self.counts = counts
         """``events`` (batches), ``stored``, ``removed`` (blocks), ``gaps``, ``replays``, ``lost``
         (times that what was known had to be forgotten), ``malformed``, ``foreign``."""
         self._submit = submit
-        self._can_ask = ask
-        self._ask = ask
+        self._has_replays = self._can_ask = replays
         self._told = False
         """The scheduler was told of blocks since it was last told that there are none."""
         self._next: int | None = None
         """Number of the batch to come; ``None``: whichever comes first."""
         self._ts_s = -math.inf
         self.replaying = False
-        """A replay was asked for and has not ended."""
+        """A replay from ``asked_from`` on is wanted, or under way."""
+        self.asked_from = 0
         self._broken = False
         """Something of the replay under way did not arrive."""
-        self._asked_from = 0
         self._fruitless = 0
         self._survivors: dict[CacheTier, dict[int, None]] | None = None
         """While everything is learned: blocks that are there so far. ``None``: only what is new."""
@@ -77,9 +76,9 @@ class RankFeed:
     def connected(self) -> None:
         """From now on no batch is missed: learn what was before."""
         self.disconnected()
-        self._ask = self._can_ask
+        self._can_ask = self._has_replays
         self._fruitless = 0
-        if self._ask is not None:
+        if self._can_ask:
             self._learn_all()
 
     def disconnected(self) -> None:
@@ -97,7 +96,7 @@ class RankFeed:
         batch = self._own(batch)
         if self._next is not None and seq > self._next:
             self.counts["gaps"] += 1
-            if self._ask is not None:
+            if self._can_ask:
                 self._ahead = seq, batch
                 self._replay_from(self._next)
                 return
@@ -110,7 +109,7 @@ class RankFeed:
             if batch is None or not batch.ts_s > self._ts_s:
                 return  # the replay had it
             self._lose()
-            if seq > 0 and self._ask is not None:
+            if seq > 0 and self._can_ask:
                 self._learn_all()
                 return
         self._next = seq + 1
@@ -139,11 +138,11 @@ class RankFeed:
         if seq == END_OF_REPLAY:
             self._replay_ended()
             return
-        expected = self._asked_from if self._next is None else self._next
+        expected = self.asked_from if self._next is None else self._next
         if self._broken or seq < expected:
             return
         if seq > expected:
-            if self._next is not None and self._next > self._asked_from:
+            if self._next is not None and self._next > self.asked_from:
                 self._broken = True  # dropped on the way: ask for it again
                 return
             # The engine has forgotten what was before it.
@@ -168,13 +167,13 @@ class RankFeed:
     def _replay_ended(self) -> None:
         position = self._next or 0
         if self._broken:
-            self._fruitless = 0 if position > self._asked_from else self._fruitless + 1
+            self._fruitless = 0 if position > self.asked_from else self._fruitless + 1
             if self._fruitless < _MAX_FRUITLESS:
                 self._replay_from(position)
                 return
-            self._ask = None
+            self._can_ask = False
             self._lose()
-        elif position - self._asked_from >= _LONG_REPLAY:
+        elif position - self.asked_from >= _LONG_REPLAY:
             self._replay_from(position)
             return
         self.replaying = False
@@ -194,12 +193,10 @@ class RankFeed:
         self._replay_from(0)
 
     def _replay_from(self, seq: int) -> None:
-        assert self._ask is not None
         self.replaying = True
         self._broken = False
-        self._asked_from = seq
+        self.asked_from = seq
         self.counts["replays"] += 1
-        self._ask(seq)
 
     # To the scheduler -------------------------------------------------------------------------
 

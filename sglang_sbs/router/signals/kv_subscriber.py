@@ -327,10 +327,8 @@ class _Rank:
         self._read_live = partial(live_frames, topic=topic.encode())
         self._until_s = 0.0
         """When its turn is over."""
-        self._asked_from = 0
-        ask = self._ask if endpoints.replay else None
         counts = owner.counts_of(instance, dp_rank)
-        self.feed = RankFeed(instance, dp_rank, owner.submit, ask, counts)
+        self.feed = RankFeed(instance, dp_rank, owner.submit, bool(endpoints.replay), counts)
         self._foreign_before = counts["foreign"]
         live = owner.socket(zmq.SUB, _LIVE_HWM)
         live.setsockopt(zmq.SUBSCRIBE, topic.encode())
@@ -396,16 +394,13 @@ class _Rank:
                 self._live.sock.recv_multipart(zmq.NOBLOCK)
                 await self._turn()
 
-    def _ask(self, seq: int) -> None:
-        self._asked_from = seq
-
     async def _replay(self) -> None:
         """On a socket of its own, as answers do not say what they answer."""
         async with self._owner.replays:
             inbox = Inbox(self._owner.socket(zmq.DEALER, _REPLAY_HWM))
             try:
                 inbox.sock.connect(self.endpoints.replay)
-                inbox.sock.send_multipart(replay_request(self._asked_from))
+                inbox.sock.send_multipart(replay_request(self.feed.asked_from))
                 seq = 0
                 while seq != END_OF_REPLAY:
                     seq, batch = await self._take(inbox, replay_frames, _REPLAY_SILENCE_S)

@@ -67,6 +67,16 @@ def batch_in(payload: bytes) -> KvBatch | None:
         return None
 
 
+class Asking(RankFeed):
+    """Notes where each replay is to begin."""
+
+    asked: list[int]
+
+    def _replay_from(self, seq: int) -> None:
+        super()._replay_from(seq)
+        self.asked.append(self.asked_from)
+
+
 class Followed:
     """A feed and what the scheduler would believe after the events it was given."""
 
@@ -75,9 +85,8 @@ class Followed:
         self.belief: Held = set()
         self.asked: list[int] = []
         self.unread: list[tuple[int, bytes]] = []
-        self.feed = RankFeed(
-            "http://p", 1, self.take, self.asked.append if replays else None, Counter()
-        )
+        self.feed = Asking("http://p", 1, self.take, replays, Counter())
+        self.feed.asked = self.asked
 
     def take(self, event: Event) -> None:
         self.events.append(event)
