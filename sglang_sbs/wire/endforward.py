@@ -9,20 +9,32 @@ Every field is absolute or cumulative, so a lost, duplicated or late message hea
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
-from typing import Literal
+from typing import Annotated, Literal
 
 import msgspec
+from msgspec import Meta
 
 TOPIC = b"sbs1"
 FRAMES = 3
+MAX_RIDS = 1024
+MAX_DP_SIZE = 4096
+"""More ranks than any engine has: a number above it is garbage, not a cluster."""
 
+Count = Annotated[int, Meta(ge=0, le=1 << 40)]
+Clock = Annotated[float, Meta(ge=0, le=1e11)]
+Span = Annotated[float, Meta(ge=0, le=3600)]
 Kind = Literal["launch", "forward", "idle", "heartbeat"]
 Role = Literal["prefill", "decode", "null"]
 
 
 class MalformedMessage(ValueError):
     """The frames are not an EndForward v1 message."""
+
+
+class ImplausibleMessage(MalformedMessage):
+    """They have the right types, and no engine can mean what they say."""
 
 
 class Started(msgspec.Struct, array_like=True, frozen=True):
@@ -52,14 +64,14 @@ class EndForward(msgspec.Struct, array_like=True, frozen=True, kw_only=True):
     subtract two of them, and place the pass end at ``its own now - age_s``.
     """
 
-    instance_id: str
+    instance_id: Annotated[str, Meta(max_length=512)]
     """Worker URL if configured on the engine, else empty (the receiver binds by ``rids``)."""
-    boot_id: str
+    boot_id: Annotated[str, Meta(min_length=1, max_length=128)]
     """New for every start of the engine; a change means everything in flight there is gone."""
     role: Role
     dp_rank: int
-    dp_size: int
-    seq: int
+    dp_size: Annotated[int, Meta(le=MAX_DP_SIZE)]
+    seq: Count
     """Counts this rank's messages from 0 within one ``boot_id``."""
     kind: Kind
     """``forward``: a pass ended. ``launch``: a prefill pass with tokens on some rank was handed to
@@ -68,63 +80,63 @@ class EndForward(msgspec.Struct, array_like=True, frozen=True, kw_only=True):
     ``heartbeat``: liveness only; the state fields are current, the pass fields repeat the last
     pass."""
 
-    forward_id: int = 0
+    forward_id: Count = 0
     """SGLang's ``batch.forward_iter``; counts passes on every rank alike if there is a barrier."""
     mode: str = "idle"
     """SGLang's ForwardMode name in lower case (``extend``, ``decode``, ``idle``, ...)."""
-    launch_s: float = 0.0
-    end_s: float = 0.0
-    age_s: float = 0.0
+    launch_s: Clock = 0.0
+    end_s: Clock = 0.0
+    age_s: Annotated[float, Meta(ge=-1, le=3600)] = 0.0
     """Send time minus ``end_s`` (minus ``launch_s`` for a launch)."""
-    forward_s: float = 0.0
+    forward_s: Span = 0.0
     """T_fwd: ``end - max(launch, previous end)``, the time the device was busy with this pass."""
-    extend_tokens: int = 0
-    cached_tokens: int = 0
-    batch_size: int = 0
-    tokens_per_rank: list[int] | None = None
+    extend_tokens: Count = 0
+    cached_tokens: Count = 0
+    batch_size: Count = 0
+    tokens_per_rank: Annotated[list[Count], Meta(max_length=MAX_DP_SIZE)] | None = None
     """Tokens of every DP rank in this pass (the barrier's view), when the engine gathers them."""
 
-    inflight_passes: int = 0
+    inflight_passes: Count = 0
     """Passes already launched behind this one (overlap); the first started at ``end_s``."""
-    inflight_tokens: int = 0
-    inflight_requests: int = 0
+    inflight_tokens: Count = 0
+    inflight_requests: Count = 0
 
-    waiting_requests: int = 0
-    waiting_tokens: int = 0
+    waiting_requests: Count = 0
+    waiting_tokens: Count = 0
     """Uncached prompt tokens of requests that are schedulable and not yet launched."""
-    bootstrapping_requests: int = 0
-    bootstrapping_tokens: int = 0
+    bootstrapping_requests: Count = 0
+    bootstrapping_tokens: Count = 0
     """Prefill: requests still in the handshake with decode."""
-    chunk_remainder_tokens: int = 0
+    chunk_remainder_tokens: Count = 0
     """Tokens of the chunked request that no launched pass contains yet."""
-    kv_transfer_requests: int = 0
+    kv_transfer_requests: Count = 0
     """Prefill: requests whose KV is being sent. Decode: preallocated or in transfer."""
 
-    running_requests: int = 0
+    running_requests: Count = 0
     """B_i of the paper."""
-    kv_tokens: int = 0
+    kv_tokens: Count = 0
     """K_i of the paper: KV cache tokens in use, without evictable prefix cache."""
-    kv_capacity_tokens: int = 0
+    kv_capacity_tokens: Count = 0
 
-    chunk_tokens: int = 0
+    chunk_tokens: Count = 0
     """C_chunk per rank: ``--chunked-prefill-size`` after SGLang divided it by the DP size."""
-    max_running_requests: int = 0
+    max_running_requests: Count = 0
     """Per rank."""
 
-    accepted_requests: int = 0
-    accepted_tokens: int = 0
-    computed_tokens: int = 0
+    accepted_requests: Count = 0
+    accepted_tokens: Count = 0
+    computed_tokens: Count = 0
     """Extend tokens of all passes ended so far."""
-    aborted_requests: int = 0
+    aborted_requests: Count = 0
 
-    rids: list[str] = []
-    """Request ids this rank has accepted since its previous message (at most ``MAX_RIDS``)."""
+    rids: Annotated[list[str], Meta(max_length=MAX_RIDS)] = []
+    """Request ids this rank has accepted since its previous message."""
     hook_errors: int = 0
     sglang_version: str = ""
     hook_us: int = 0
     """Engine time spent on making and sending this rank's previous message, microseconds."""
-    started: list[Started] = []
-    """``launch``: the requests whose first tokens are in this pass. At most ``MAX_RIDS``."""
+    started: Annotated[list[Started], Meta(max_length=MAX_RIDS)] = []
+    """``launch``: the requests whose first tokens are in this pass."""
     barrier: bool = True
     """All DP ranks make each pass together. False: this rank makes passes of its own and counts
     them for itself."""
@@ -132,7 +144,7 @@ class EndForward(msgspec.Struct, array_like=True, frozen=True, kw_only=True):
     """Of a rank on another node than the engine's first: ``/server_info`` names no host for it."""
     gang_gate: str = ""
     """What became of a gang gate that was on: ``GATE_ALONE``, ``GATE_ERRORS``, or empty."""
-    dist_init_addr: str = ""
+    dist_init_addr: Annotated[str, Meta(max_length=256)] = ""
     """``--dist-init-addr`` of an engine on several nodes, each of which has a ``boot_id`` of its
     own; empty on one node."""
 
@@ -153,7 +165,6 @@ class EndForward(msgspec.Struct, array_like=True, frozen=True, kw_only=True):
         )
 
 
-MAX_RIDS = 1024
 GATE_ALONE = "alone"
 """The rank waits for its own part of a gang only, as others do not tell it of theirs."""
 GATE_ERRORS = "errors"
@@ -169,13 +180,20 @@ def encode_endforward(message: EndForward) -> list[bytes]:
 
 
 def decode_endforward(frames: Sequence[bytes]) -> EndForward:
-    """Raises: MalformedMessage, wrong topic, frame count or types, or an impossible rank."""
+    """Raises: MalformedMessage, wrong topic, frame count or types, or an impossible rank;
+    ImplausibleMessage, a field is out of range."""
     if len(frames) != FRAMES or frames[0] != TOPIC:
         raise MalformedMessage(f"expected {FRAMES} frames starting with {TOPIC!r}")
     try:
         message = _decoder.decode(frames[2])
     except msgspec.DecodeError as error:
-        raise MalformedMessage(str(error)) from error
+        text = re.sub(r"\$\[(\d+)\]", _name_of, str(error), count=1)
+        kind = ImplausibleMessage if re.search("[<>]=", text) else MalformedMessage
+        raise kind(text) from error
     if not 0 <= message.dp_rank < message.dp_size:
         raise MalformedMessage(f"dp_rank {message.dp_rank} outside [0, {message.dp_size})")
     return message
+
+
+def _name_of(place: re.Match[str]) -> str:
+    return EndForward.__struct_fields__[int(place[1])]

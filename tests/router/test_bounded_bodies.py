@@ -31,8 +31,7 @@ from sglang_sbs.router.relay.merged_answers import merge_answers
 from sglang_sbs.router.requests.plan import leg_bodies, plan_request
 from sglang_sbs.router.requests.splitting import MOST_IDS_BYTES, MOST_READ_BYTES
 from sglang_sbs.router.workers.breaker import Breaker
-from sglang_sbs.router.workers.placement import Placement
-from sglang_sbs.router.workers.worker import Worker
+from sglang_sbs.router.workers.worker import Placement, Worker
 
 MIB = 1 << 20
 KINDS: list[Any] = ["generate", "completions", "chat"]

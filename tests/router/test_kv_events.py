@@ -12,7 +12,7 @@ import pytest
 from router_harness import TIMEOUT_S, until
 
 from sglang_sbs.router.options.config import PrefixWish
-from sglang_sbs.router.signals import kv_rank_feed, kv_rank_sockets, kv_subscriber
+from sglang_sbs.router.signals import kv_rank_feed, kv_subscriber
 from sglang_sbs.router.signals.kv_messages import MAX_EVENT_BLOCKS
 from sglang_sbs.router.signals.kv_subscriber import KvEventSubscriber
 from sglang_sbs.router.workers.registry import Registry
@@ -163,10 +163,10 @@ async def test_others_get_turns_while_a_large_message_is_decoded(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """What comes behind it waits, as it says what became of the same blocks later."""
-    monkeypatch.setattr(kv_rank_sockets, "TURN_S", 0.0)
+    monkeypatch.setattr(kv_subscriber, "TURN_S", 0.0)
     turns = 0
     decoded_in: set[int] = set()
-    decode = kv_rank_sockets.decode_in_parts
+    decode = kv_subscriber.decode_in_parts
 
     def watched(payload: bytes) -> Any:
         parts = decode(payload)
@@ -178,7 +178,7 @@ async def test_others_get_turns_while_a_large_message_is_decoded(
                 return over.value
             yield
 
-    monkeypatch.setattr(kv_rank_sockets, "decode_in_parts", watched)
+    monkeypatch.setattr(kv_subscriber, "decode_in_parts", watched)
     async with system() as here:
         first = here.publishers[0]
         first.publish(*map(stored, range(8000)))  # comes with the replay
@@ -195,6 +195,59 @@ async def test_others_get_turns_while_a_large_message_is_decoded(
         first.publish(stored(3))
         await until(lambda: here.count("malformed") == 1)
         await here.believes({3})
+
+
+async def test_what_comes_during_a_replay_waits_for_its_end(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """In its socket, and nobody looks there all the time."""
+    looks = 0
+    turn = kv_subscriber._Rank._turn
+
+    async def counted(rank: Any) -> None:
+        nonlocal looks
+        looks += 1
+        await turn(rank)
+
+    monkeypatch.setattr(kv_subscriber._Rank, "_turn", counted)
+    async with system() as here:
+        first, loop = here.publishers[0], asyncio.get_running_loop()
+        first.publish(stored(1))
+        loop.remove_reader(first._fd)  # it answers later
+        here.up()
+        await until(lambda: here.count("replays") == 1)
+        first.publish(removed(1))
+        first.publish(stored(2))
+        looks = 0
+        await asyncio.sleep(0.3)
+        assert here.held(0) == set()
+        assert looks < 50
+        loop.add_reader(first._fd, first._answer)
+        first._answer()
+        await here.believes({2})
+        first.publish(stored(3))
+        await here.believes({2, 3})
+        assert (here.count("gaps"), here.count("replays")) == (0, 1)
+
+
+async def test_while_the_scheduler_is_behind_nothing_is_taken(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(kv_subscriber, "_MOST_UNTOLD", 1)
+    async with system() as here:
+        here.up()
+        await here.publishers[0].subscribed()
+        here.publishers[0].publish(stored(9))
+        await here.believes({9})
+        before = here.count("events")
+        with monkeypatch.context() as busy:
+            busy.setattr(here.subscriber, "_tell_soon", lambda: None)
+            for block in range(5):
+                here.publishers[0].publish(stored(block))
+            await asyncio.sleep(0.2)
+            assert here.count("events") <= before + 1
+        here.subscriber._tell_soon()
+        await here.believes({*range(5), 9})
 
 
 async def test_a_lost_batch_is_asked_for_again() -> None:
@@ -230,7 +283,7 @@ async def test_without_a_replay_endpoint_too() -> None:
         here.up()
         await first.subscribed()
         await until(lambda: all(rank.connected for rank in here.subscriber._instances[URL].ranks))
-        await asyncio.sleep(2 * kv_rank_sockets._SUBSCRIBED_S)
+        await asyncio.sleep(2 * kv_subscriber._SUBSCRIBED_S)
         first.publish(stored(1, 2))
         await here.believes({1, 2})
         first.publish(removed(1), lose=True)
@@ -348,7 +401,7 @@ async def test_the_flag_has_the_last_word(wish: PrefixWish, expected: str) -> No
         if expected == "events":
             await here.believes({1})
         else:
-            await asyncio.sleep(2 * kv_rank_sockets._SUBSCRIBED_S)
+            await asyncio.sleep(2 * kv_subscriber._SUBSCRIBED_S)
             assert here.held(0) == set()
 
 
@@ -435,7 +488,7 @@ async def test_many_ranks_take_turns_with_their_replays(monkeypatch: pytest.Monk
 
 async def test_a_long_past_is_learned_to_its_end(monkeypatch: pytest.MonkeyPatch) -> None:
     """More than the engine's socket holds: what that drops is asked for again."""
-    monkeypatch.setattr(kv_rank_sockets, "_REPLAY_SILENCE_S", 0.3)
+    monkeypatch.setattr(kv_subscriber, "_REPLAY_SILENCE_S", 0.3)
     monkeypatch.setattr(kv_subscriber, "_TICK_S", 0.05)
     async with system() as here:
         first = here.publishers[0]
@@ -453,7 +506,7 @@ async def test_a_long_past_is_learned_to_its_end(monkeypatch: pytest.MonkeyPatch
 async def test_an_engine_that_answers_no_replay_is_followed_all_the_same(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(kv_rank_sockets, "_REPLAY_SILENCE_S", 0.1)
+    monkeypatch.setattr(kv_subscriber, "_REPLAY_SILENCE_S", 0.1)
     monkeypatch.setattr(kv_subscriber, "_TICK_S", 0.05)
     async with system(replay=False) as here:
         port = free_ports(RANKS)[0]

@@ -18,9 +18,9 @@ from sglang_sbs.doctor.facts import EngineFacts, Heard, RankHeard, key_differs, 
 from sglang_sbs.doctor.options import DoctorOptions
 from sglang_sbs.engine.config import split_tcp
 from sglang_sbs.engine.publish import resolve_endpoints
-from sglang_sbs.router.signals.endforward_listener import implausible, peer_of, publisher_endpoints
+from sglang_sbs.router.signals.endforward_listener import peer_of, publisher_endpoints
 from sglang_sbs.router.workers.server_info import node_of_rank
-from sglang_sbs.wire import TOPIC, MalformedMessage, decode_endforward
+from sglang_sbs.wire import TOPIC, decode_endforward
 from sglang_sbs.wire.curve import Gatekeeper
 
 _FAILED_HANDSHAKE = (
@@ -159,8 +159,6 @@ class Ear:
     def _take(self, frames: list[bytes], peer: str) -> None:
         try:
             report = decode_endforward(frames)
-            if (nonsense := implausible(report)) is not None:
-                raise MalformedMessage(nonsense)
         except (ValueError, RecursionError) as error:
             self._heard.malformed[str(error)[:120]] += 1
             return

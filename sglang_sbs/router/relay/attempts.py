@@ -20,9 +20,8 @@ from sglang_sbs.router.relay.pair import Pair
 from sglang_sbs.router.requests.plan import leg_bodies
 from sglang_sbs.router.telemetry.metrics import RouterMetrics
 from sglang_sbs.router.workers.breaker import Suspicions
-from sglang_sbs.router.workers.placement import Placement
 from sglang_sbs.router.workers.registry import Registry
-from sglang_sbs.router.workers.worker import Worker
+from sglang_sbs.router.workers.worker import Placement, Worker
 from sglang_sbs.scheduling.events import Dispatch, Outcome, RequestArrived
 from sglang_sbs.wire.gangs import SIZED_RID_PREFIX, TAG_BITS, GangPart
 

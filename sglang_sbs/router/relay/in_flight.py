@@ -23,8 +23,7 @@ from sglang_sbs.router.requests.headers import Asked
 from sglang_sbs.router.requests.plan import Plan
 from sglang_sbs.router.telemetry.metrics import RouterMetrics
 from sglang_sbs.router.telemetry.tracing import AttemptTrace, Traces
-from sglang_sbs.router.workers.placement import Placement
-from sglang_sbs.router.workers.worker import Worker
+from sglang_sbs.router.workers.worker import Placement, Worker
 from sglang_sbs.scheduling.events import Dispatch, Outcome
 from sglang_sbs.scheduling.queue.priority import class_of
 

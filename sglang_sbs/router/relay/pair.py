@@ -16,7 +16,7 @@ from sglang_sbs.router.errors import EventTooLarge, LegFailure, answer_too_large
 from sglang_sbs.router.relay import engine_json
 from sglang_sbs.router.relay.leg_answers import Body, DecodeLeg, PrefillLeg, PrefillReply
 from sglang_sbs.router.requests.plan import PATHS, Pieces
-from sglang_sbs.router.workers.placement import Placement
+from sglang_sbs.router.workers.worker import Placement
 
 if TYPE_CHECKING:
     from sglang_sbs.router.relay.in_flight import Attempt, Exchange, InFlight

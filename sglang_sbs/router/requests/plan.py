@@ -12,8 +12,8 @@ from sglang_sbs.router.options.config import RelayConfig
 from sglang_sbs.router.requests import body_fields
 from sglang_sbs.router.requests.raw_json import JsonError, is_true, joined, members_of
 from sglang_sbs.router.requests.splitting import Prompt, split_generate, split_openai
-from sglang_sbs.router.workers.placement import Placement
 from sglang_sbs.router.workers.rank_contract import decode_members, prefill_members
+from sglang_sbs.router.workers.worker import Placement
 
 RouteKind = Literal["generate", "completions", "chat"]
 

@@ -23,19 +23,18 @@ import time
 from collections import Counter, deque
 from collections.abc import Callable
 from dataclasses import dataclass
-from operator import attrgetter
 
 import msgspec
 import zmq
 
 from sglang_sbs.router.engines.urls import bracketed, is_loopback, split_worker_url
 from sglang_sbs.router.workers.registry import Registry
-from sglang_sbs.router.workers.server_info import MAX_DP_SIZE, WorkerInfo
+from sglang_sbs.router.workers.server_info import WorkerInfo
 from sglang_sbs.router.workers.worker import Worker
 from sglang_sbs.scheduling.events import Event, ForwardEnded
-from sglang_sbs.wire import TOPIC, EndForward, MalformedMessage, decode_endforward
+from sglang_sbs.wire import TOPIC, EndForward, decode_endforward
 from sglang_sbs.wire.curve import CurveKeys, Gatekeeper
-from sglang_sbs.wire.endforward import FRAMES, MAX_RIDS
+from sglang_sbs.wire.endforward import FRAMES, MAX_RIDS, ImplausibleMessage
 
 logger = logging.getLogger(__name__)
 
@@ -65,18 +64,6 @@ _OF_SUBSCRIBERS = {
 _MAX_BOOTS = 10_000
 _MAX_STRANGERS = 64
 """Unknown senders named in the log; more are only counted."""
-_MAX_COUNT = 1 << 40
-_MAX_CLOCK_S = 1e11
-_MAX_SPAN_S = 3600.0
-_COUNTS = (
-    *("seq", "forward_id", "extend_tokens", "cached_tokens", "batch_size"),
-    *("inflight_passes", "inflight_tokens", "inflight_requests"),
-    *("waiting_requests", "waiting_tokens", "bootstrapping_requests", "bootstrapping_tokens"),
-    *("chunk_remainder_tokens", "kv_transfer_requests", "running_requests", "kv_tokens"),
-    *("kv_capacity_tokens", "chunk_tokens", "max_running_requests", "accepted_requests"),
-    *("accepted_tokens", "computed_tokens", "aborted_requests"),
-)
-_counts_of = attrgetter(*_COUNTS)
 _BIND = re.compile(r"tcp://[^/\s]+:([0-9]{1,5})")
 
 FindOwner = Callable[[str, str], str | None]
@@ -87,8 +74,6 @@ FindOwner = Callable[[str, str], str | None]
 class _Slot:
     report: EndForward
     peer: str
-    key: tuple[str, int] | None = None
-    """The rank whose later message may take its place."""
 
 
 class EndForwardListener:
@@ -105,8 +90,9 @@ class EndForwardListener:
         self._on_report = on_report
         self._boots: dict[str, str] = {}  # boot id -> worker URL
         self._unbound_warned: set[str] = set()
-        self._binding: dict[str, frozenset[str]] = {}
+        self._binding: dict[str, list[str]] = {}
         """Where engines bind, by worker URL: what is connected to while the socket is open."""
+        self._dialled: set[str] = set()
         self.counts: Counter[str] = Counter()
         """Messages by fate: ``bound``, ``unbound``, ``malformed``, ``implausible``, ``dropped``,
         ``superseded`` (before anybody looked at it)."""
@@ -148,7 +134,7 @@ class EndForwardListener:
             self._dialling = self._subscriber()
             keys.connect(self._dialling)
             self._watch(self._dialling)
-        self._dial(frozenset().union(*self._binding.values()), frozenset())
+        self._dial()
         return endpoint
 
     def _subscriber(self) -> zmq.Socket[bytes]:
@@ -171,6 +157,7 @@ class EndForwardListener:
             sock.close(0)
         self._sockets.clear()
         self._dialling = None
+        self._dialled.clear()
         self._end_context()
 
     def _end_context(self) -> None:
@@ -185,49 +172,44 @@ class EndForwardListener:
         """``/server_info`` was read: connect to a publisher that binds, and to no earlier one."""
         if self._registry.get(worker.url) is not worker:
             return  # removed while it was asked
-        if info.nodes > 1 and self._registry.listens_to_events(worker):
+        if info.nodes > 1 and self._registry.kv_events_of(worker) is not None:
             self._registry.asks_peers = True
         bind = info.sbs.bind if info.sbs is not None else ""
         if info.boot_id:
             self._boots[info.boot_id] = worker.url
         endpoints = publisher_endpoints(worker.url, bind, info.dp_size)
+        problem = ""
         if bind and not endpoints:
-            told = f"it binds {bind[:100]!r}, where no router can connect"
-            wanted = f"with {info.dp_size} ports from PORT on"
-            text = f"{told}: set SGLANG_SBS_BIND=tcp://*:PORT there, {wanted}"
-            self._registry.report_problem(worker, "bind", text)
-        else:
-            worker.problems.pop("bind", None)
-        self._follow(worker.url, frozenset(endpoints))
+            problem = (
+                f"it binds {bind[:100]!r}, where no router can connect: set "
+                f"SGLANG_SBS_BIND=tcp://*:PORT there, with {info.dp_size} ports from PORT on"
+            )
+        self._registry.report_problem(worker, "bind", problem)
+        if endpoints != self._binding.get(worker.url, []):
+            self._binding[worker.url] = endpoints
+            self._dial()
 
     def removed(self, worker_url: str) -> None:
         for boot_id in [boot_id for boot_id, url in self._boots.items() if url == worker_url]:
             del self._boots[boot_id]
-        self._follow(worker_url, frozenset())
+        if self._binding.pop(worker_url, None):
+            self._dial()
 
-    def _follow(self, worker_url: str, endpoints: frozenset[str]) -> None:
-        before = self._binding.get(worker_url, frozenset())
-        if endpoints == before:
+    def _dial(self) -> None:
+        """Connect to all that bind, and to no others."""
+        sock, wanted = self._dialling, set().union(*self._binding.values())
+        if sock is None:
             return
-        self._binding.pop(worker_url, None)
-        others = frozenset().union(*self._binding.values())
-        if endpoints:
-            self._binding[worker_url] = endpoints
-        self._dial(endpoints - before - others, before - endpoints - others)
-
-    def _dial(self, new: frozenset[str], gone: frozenset[str]) -> None:
-        sock = self._dialling
-        if sock is None or not (new or gone):
-            return
-        for endpoint in gone:
+        for endpoint in self._dialled - wanted:
             with contextlib.suppress(zmq.ZMQError):  # it never was one
                 sock.disconnect(endpoint)
-        for endpoint in new:
+        for endpoint in wanted - self._dialled:
             try:
                 sock.connect(endpoint)
             except zmq.ZMQError as error:
                 reason = os.strerror(error.errno or 0)
                 logger.warning("no EndForward from %r: %s", endpoint, reason)
+        self._dialled = wanted
         # ZMQ's descriptor is edge-triggered, and using the socket may use up the edge.
         asyncio.get_running_loop().call_soon(self._drain, int(sock.getsockopt(zmq.FD)))
 
@@ -240,15 +222,12 @@ class EndForwardListener:
 
     def _parse(self, frames: list[bytes]) -> EndForward | None:
         try:
-            report = decode_endforward(frames)
-        except (MalformedMessage, ValueError, RecursionError) as error:
-            self._refused("malformed", str(error))
-            return None
-        nonsense = implausible(report)
-        if nonsense is not None:
-            self._refused("implausible", nonsense)
-            return None
-        return report
+            return decode_endforward(frames)
+        except ImplausibleMessage as error:
+            self._refused("implausible", error)
+        except (ValueError, RecursionError) as error:
+            self._refused("malformed", error)
+        return None
 
     def _handle(self, report: EndForward, peer: str) -> None:
         worker = self._bind(report)
@@ -272,7 +251,7 @@ class EndForwardListener:
         if self._on_report is not None:
             self._on_report(worker, report)
 
-    def _refused(self, fate: str, why: str) -> None:
+    def _refused(self, fate: str, why: Exception) -> None:
         self.counts[fate] += 1
         if self.counts[fate] == 1:
             logger.warning("%s EndForward message (counted from now on): %s", fate, why)
@@ -288,8 +267,9 @@ class EndForwardListener:
         until_s = received_s + max(_TURN_S, received_s - started_s)
         while self._unread and time.monotonic() < until_s:
             slot = self._unread.popleft()
-            if slot.key is not None:
-                del self._newest[slot.key]
+            key = (slot.report.boot_id, slot.report.dp_rank)
+            if self._newest.get(key) is slot:
+                del self._newest[key]
             self._handle(slot.report, slot.peer)
         self.busy_s += time.monotonic() - started_s
         if (self._unread or not drained) and fd not in self._going_on:
@@ -312,21 +292,21 @@ class EndForwardListener:
 
     def _queue(self, report: EndForward, peer: str) -> None:
         key = (report.boot_id, report.dp_rank)
-        earlier = self._newest.get(key)
-        if earlier is not None and earlier.report.seq < report.seq:
-            if rids := earlier.report.rids:
+        slot = self._newest.get(key)
+        rids = slot.report.rids if slot is not None else []
+        fits = len(rids) + len(report.rids) <= MAX_RIDS
+        if slot is not None and slot.report.seq < report.seq and fits:
+            if rids:
                 report = msgspec.structs.replace(report, rids=[*rids, *report.rids])
             self.counts["superseded"] += 1
-            earlier.report, earlier.peer = report, peer
-            if not _is_state(report) or len(report.rids) > MAX_RIDS // 2:
-                del self._newest[key]
-                earlier.key = None
-            return
-        slot = _Slot(report, peer)
-        if earlier is None and _is_state(report):
-            slot.key = key
+            slot.report, slot.peer = report, peer
+        else:
+            slot = _Slot(report, peer)
+            self._unread.append(slot)
+        if _is_state(report):
             self._newest[key] = slot
-        self._unread.append(slot)
+        else:
+            self._newest.pop(key, None)
 
     def _bind(self, report: EndForward) -> Worker | None:
         url = self._boots.get(report.boot_id)
@@ -395,38 +375,6 @@ def peer_of(frame: zmq.Frame) -> str:
 def _is_state(report: EndForward) -> bool:
     """Whether it says how a rank is, and nothing about a prefill pass."""
     return report.role == "decode" or report.kind == "heartbeat"
-
-
-def implausible(report: EndForward) -> str | None:
-    """What no engine can mean, though it has the right types; ``None`` if there is nothing."""
-    counts = _counts_of(report)
-    if min(counts) < 0 or max(counts) > _MAX_COUNT:
-        wrong = next(i for i, count in enumerate(counts) if not 0 <= count <= _MAX_COUNT)
-        return f"{_COUNTS[wrong]} is {counts[wrong]}"
-    for name, low, high in (
-        ("launch_s", 0.0, _MAX_CLOCK_S),
-        ("end_s", 0.0, _MAX_CLOCK_S),
-        ("age_s", -1.0, _MAX_SPAN_S),
-        ("forward_s", 0.0, _MAX_SPAN_S),
-    ):
-        if not low <= getattr(report, name) <= high:  # also false for NaN
-            return f"{name} is {getattr(report, name)}"
-    if report.dp_size > MAX_DP_SIZE:
-        return f"dp_size is {report.dp_size}"
-    if not 0 < len(report.boot_id) <= 128 or len(report.instance_id) > 512:
-        return "boot_id or instance_id is empty or too long"
-    if len(report.dist_init_addr) > 256:
-        return "dist_init_addr is too long"
-    if len(report.rids) > MAX_RIDS:
-        return f"{len(report.rids)} request ids"
-    if len(report.started) > MAX_RIDS:
-        return f"{len(report.started)} requests in their first pass"
-    per_rank = report.tokens_per_rank
-    if per_rank is not None and (
-        len(per_rank) > MAX_DP_SIZE or not all(0 <= count <= _MAX_COUNT for count in per_rank)
-    ):
-        return "tokens_per_rank is out of range"
-    return None
 
 
 def publisher_endpoints(worker_url: str, bind: str, dp_size: int) -> list[str]:

@@ -51,7 +51,10 @@ class Watch:
         reads_reports = facts_of(options.scheduler.policy).reads_reports
         self.registry = Registry(
             WorkerEvents(
-                *(self._emit, self._doubted, silenced), lambda worker: metrics.forget(worker.url)
+                self._emit,
+                lambda worker: self._monitor.doubt(worker),  # noqa: PLW0108 - it is made later
+                silenced,
+                removed=lambda worker: metrics.forget(worker.url),
             ),
             options.breaker,
             expects_endforward=reads_reports and options.endforward_bind is not None,
@@ -151,9 +154,6 @@ class Watch:
         ):
             up = isinstance(event, InstanceUp)
             (self._kv_events.up if up else self._kv_events.down)(worker)
-
-    def _doubted(self, worker: Worker) -> None:
-        self._monitor.doubt(worker)
 
     def _reported(self, worker: Worker, report: EndForward) -> None:
         chunk = report.chunk_tokens or (worker.info.chunk_tokens if worker.info else 0)

@@ -1,13 +1,13 @@
 """What one DP rank's cache holds, followed through its KV events: order, gaps, replays, restarts.
 
-Sans-I/O: messages, connections and timeouts are reported here, requests for a replay go out by a
-callback.
+Sans-I/O: batches, connections and timeouts are reported here; whoever does so asks for a replay
+where one is wanted.
 
 Theory of operation
 -------------------
 Batches are numbered from 0 by each publisher. A connection begins with nothing known and a replay
-of all the engine still keeps: of it only what is left at its end is passed on. Live batches that
-come meanwhile are held back and follow. Later a missing number starts a replay from there. What
+of all the engine still keeps: of it only what is left at its end is passed on. Live batches wait
+where they come from until a replay is over. Later a missing number starts a replay from there. What
 cannot be had any more (no replay, or the engine has dropped it) ends with ``BlocksCleared``: the
 rank is learned anew from there. That is safe, since a block stored before is then merely not known,
 and removing an unknown one does nothing.
@@ -20,18 +20,14 @@ is asked for again, as long as that gets on.
 from __future__ import annotations
 
 import math
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Callable, Iterable
 
-from sglang_sbs.router.signals.kv_messages import END_OF_REPLAY, Change, KvBatch, decode_kv_batch
+from sglang_sbs.router.signals.kv_messages import END_OF_REPLAY, Change, KvBatch
 from sglang_sbs.scheduling.events import BlocksCleared, BlocksRemoved, BlocksStored, CacheTier
-from sglang_sbs.wire import MalformedMessage
 
+BlockEvent = BlocksStored | BlocksRemoved | BlocksCleared
 MAX_BLOCKS_PER_EVENT = 2048
-_MAX_HELD_BYTES = 16 << 20
-_HELD_EACH_BYTES = 256
-"""What holding a batch takes, however small it is."""
-"""Of live batches during a replay; beyond it everything is learned anew."""
 _LONG_REPLAY = 256
 """Batches after which the end of a replay is only believed if a further one brings nothing: an
 engine's ROUTER, which holds 1000 messages, may have dropped some before the end."""
@@ -39,58 +35,50 @@ _MAX_FRUITLESS = 3
 """Replays without progress after which the engine is taken to give none."""
 
 
-Message = bytes | KvBatch
-"""As it came, or decoded already, as large ones are."""
-
-
 class RankFeed:
-    """``submit`` takes scheduler events; ``ask`` requests a replay from a number on."""
+    """``submit`` takes scheduler events. A batch is ``None`` where what came under its number is
+    none."""
 
     def __init__(
         self,
         instance: str,
         dp_rank: int,
-        submit: Callable[[BlocksStored | BlocksRemoved | BlocksCleared], None],
-        ask: Callable[[int], None] | None,
-        counts: Counter[str] | None = None,
+        submit: Callable[[BlockEvent], None],
+        replays: bool,
+        counts: Counter[str],
     ) -> None:
-        """``ask`` is ``None`` for an engine without a replay endpoint."""
+        """``replays``: the engine has an endpoint for them."""
         self.instance = instance
         self.dp_rank = dp_rank
-        self.counts: Counter[str] = Counter() if counts is None else counts
+        self.counts = counts
         """``events`` (batches), ``stored``, ``removed`` (blocks), ``gaps``, ``replays``, ``lost``
         (times that what was known had to be forgotten), ``malformed``, ``foreign``."""
         self._submit = submit
-        self._can_ask = ask
-        self._ask = ask
+        self._has_replays = self._can_ask = replays
         self._told = False
         """The scheduler was told of blocks since it was last told that there are none."""
         self._next: int | None = None
         """Number of the batch to come; ``None``: whichever comes first."""
         self._ts_s = -math.inf
-        self._replaying = False
+        self.replaying = False
+        """A replay from ``asked_from`` on is wanted, or under way."""
+        self.asked_from = 0
         self._broken = False
         """Something of the replay under way did not arrive."""
-        self._asked_from = 0
         self._fruitless = 0
         self._survivors: dict[CacheTier, dict[int, None]] | None = None
         """While everything is learned: blocks that are there so far. ``None``: only what is new."""
-        self._held: deque[tuple[int, KvBatch | None]] = deque()
-        self._held_bytes = 0
-
-    @property
-    def replaying(self) -> bool:
-        """A replay was asked for and has not ended."""
-        return self._replaying
+        self._ahead: tuple[int, KvBatch | None] | None = None
+        """The live batch before which some are missing."""
 
     # Connection -------------------------------------------------------------------------------
 
     def connected(self) -> None:
         """From now on no batch is missed: learn what was before."""
         self.disconnected()
-        self._ask = self._can_ask
+        self._can_ask = self._has_replays
         self._fruitless = 0
-        if self._ask is not None:
+        if self._can_ask:
             self._learn_all()
 
     def disconnected(self) -> None:
@@ -98,34 +86,22 @@ class RankFeed:
         self._forget()
         self._next = None
         self._ts_s = -math.inf
-        self._replaying = False
-        self._survivors = None
-        self._drop_held()
+        self.replaying = False
+        self._survivors = self._ahead = None
 
     # Live batches -----------------------------------------------------------------------------
 
-    def live(self, seq: int, message: Message) -> None:
-        self._follow(seq, self._read(message))
-
-    def _follow(self, seq: int, batch: KvBatch | None) -> None:
-        if self._replaying:
-            self._hold(seq, batch)
-            if self._held_bytes > _MAX_HELD_BYTES:
-                self._drop_held()
-                self._broken = True
-            return
+    def live(self, seq: int, batch: KvBatch | None) -> None:
+        """Not while a replay is under way."""
+        batch = self._own(batch)
         if self._next is not None and seq > self._next:
             self.counts["gaps"] += 1
-            if self._ask is not None:
-                self._hold(seq, batch)
+            if self._can_ask:
+                self._ahead = seq, batch
                 self._replay_from(self._next)
                 return
             self._lose()
         self._take(seq, batch)
-
-    def _hold(self, seq: int, batch: KvBatch | None) -> None:
-        self._held.append((seq, batch))
-        self._held_bytes += _HELD_EACH_BYTES + (batch.size_bytes if batch is not None else 0)
 
     def _take(self, seq: int, batch: KvBatch | None) -> None:
         """A batch in its turn, or one from before it."""
@@ -133,7 +109,7 @@ class RankFeed:
             if batch is None or not batch.ts_s > self._ts_s:
                 return  # the replay had it
             self._lose()
-            if seq > 0 and self._ask is not None:
+            if seq > 0 and self._can_ask:
                 self._learn_all()
                 return
         self._next = seq + 1
@@ -143,41 +119,39 @@ class RankFeed:
         self._ts_s = batch.ts_s
         self._tell(batch.changes)
 
-    def _read(self, message: Message) -> KvBatch | None:
-        try:
-            batch = decode_kv_batch(message) if isinstance(message, bytes) else message
-        except MalformedMessage:
-            self.counts["malformed"] += 1
-            return None
-        if batch.dp_rank is not None and batch.dp_rank != self.dp_rank:
-            self.counts["foreign"] += 1
-            return None
-        self.counts["events"] += 1
+    def _own(self, batch: KvBatch | None) -> KvBatch | None:
+        if batch is None:
+            kind = "malformed"
+        elif batch.dp_rank in (None, self.dp_rank):
+            kind = "events"
+        else:
+            kind, batch = "foreign", None
+        self.counts[kind] += 1
         return batch
 
     # Replays ----------------------------------------------------------------------------------
 
-    def replayed(self, seq: int, message: Message) -> None:
-        """A message of the replay; the last one has the number ``END_OF_REPLAY``."""
-        if not self._replaying:
+    def replayed(self, seq: int, batch: KvBatch | None) -> None:
+        """One of the replay; the last has the number ``END_OF_REPLAY``."""
+        if not self.replaying:
             return
         if seq == END_OF_REPLAY:
             self._replay_ended()
             return
-        expected = self._asked_from if self._next is None else self._next
+        expected = self.asked_from if self._next is None else self._next
         if self._broken or seq < expected:
             return
         if seq > expected:
-            if self._next is not None and self._next > self._asked_from:
+            if self._next is not None and self._next > self.asked_from:
                 self._broken = True  # dropped on the way: ask for it again
                 return
             # The engine has forgotten what was before it.
             if expected > 0:
-                self._begin_anew()
+                self._lose()
         self._next = seq + 1
-        batch = self._read(message)
+        batch = self._own(batch)
         if batch is None:
-            self._begin_anew()
+            self._lose()
             return
         self._ts_s = batch.ts_s
         if self._survivors is None:
@@ -186,55 +160,43 @@ class RankFeed:
             _apply(batch.changes, self._survivors)
 
     def replay_failed(self) -> None:
-        if self._replaying:
+        if self.replaying:
             self._broken = True
             self._replay_ended()
 
     def _replay_ended(self) -> None:
         position = self._next or 0
         if self._broken:
-            self._fruitless = 0 if position > self._asked_from else self._fruitless + 1
+            self._fruitless = 0 if position > self.asked_from else self._fruitless + 1
             if self._fruitless < _MAX_FRUITLESS:
                 self._replay_from(position)
                 return
-            self._ask = None
+            self._can_ask = False
             self._lose()
-        elif position - self._asked_from >= _LONG_REPLAY:
+        elif position - self.asked_from >= _LONG_REPLAY:
             self._replay_from(position)
             return
-        self._replaying = False
+        self.replaying = False
         self._fruitless = 0
         self._tell_survivors()
-        held, self._held, self._held_bytes = self._held, deque(), 0
-        if held and self._next is not None and held[0][0] > self._next:
-            # The replay did not have what was missing before it: it cannot be had.
-            self._lose()
-            self._next = held[0][0]
-        while held:
-            self._follow(*held.popleft())
+        ahead, self._ahead = self._ahead, None
+        if ahead is not None:
+            if self._next is not None and ahead[0] > self._next:
+                # The replay did not have what was missing before it: it cannot be had.
+                self._lose()
+                self._next = ahead[0]
+            self._take(*ahead)
 
     def _learn_all(self) -> None:
         self._next = None
-        self._drop_held()
         self._survivors = {"device": {}, "host": {}}
         self._replay_from(0)
 
     def _replay_from(self, seq: int) -> None:
-        assert self._ask is not None
-        self._replaying = True
+        self.replaying = True
         self._broken = False
-        self._asked_from = seq
+        self.asked_from = seq
         self.counts["replays"] += 1
-        self._ask(seq)
-
-    def _begin_anew(self) -> None:
-        """Within a replay: what was known before this is worth nothing."""
-        self._lose()
-        self._survivors = {"device": {}, "host": {}}
-
-    def _drop_held(self) -> None:
-        self._held.clear()
-        self._held_bytes = 0
 
     # To the scheduler -------------------------------------------------------------------------
 

@@ -9,24 +9,44 @@ import asyncio
 import logging
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Coroutine, Iterator, Sequence
 from contextlib import suppress
 from functools import partial
+from typing import Any
 
 import zmq
 from prometheus_client.core import Metric
+from zmq.utils.monitor import parse_monitor_message
 
 from sglang_sbs.router.engines.urls import split_worker_url
 from sglang_sbs.router.metric_families import gauge, total
-from sglang_sbs.router.signals.kv_rank_sockets import TURN_S, BlockEvent, RankSockets
-from sglang_sbs.router.workers.kv_addresses import default_endpoints
+from sglang_sbs.router.signals.inbox import Inbox
+from sglang_sbs.router.signals.kv_messages import (
+    END_OF_REPLAY,
+    MAX_MESSAGE_BYTES,
+    KvBatch,
+    decode_in_parts,
+    live_frames,
+    replay_frames,
+    replay_request,
+)
+from sglang_sbs.router.signals.kv_rank_feed import BlockEvent, RankFeed
+from sglang_sbs.router.workers.kv_addresses import KvEndpoints, default_endpoints
 from sglang_sbs.router.workers.registry import Registry
 from sglang_sbs.router.workers.server_info import KvEventsBlock, node_of_rank
 from sglang_sbs.router.workers.worker import Worker
 from sglang_sbs.scheduling.events import BlocksCleared, Event, InstanceId
+from sglang_sbs.wire import MalformedMessage
 
 logger = logging.getLogger(__name__)
 
+TURN_S = 0.002
+"""Time for messages of one rank, or for what they say, before other callbacks of the event loop get
+a turn."""
+_SUBSCRIBED_S = 0.2
+"""From a connection to the first replay: by then the publisher knows of the subscription."""
+_REPLAY_SILENCE_S = 3.0
+"""Between two messages of a replay, and before the first."""
 PATIENCE_S = 10.0
 """An instance is taken to publish nothing after some rank could not be connected to for so long."""
 KEEP_S = 60.0
@@ -37,6 +57,19 @@ _MAX_REPLAYS = 8
 _MOST_UNTOLD = 64
 """Events for the scheduler that wait for their turn."""
 _MAX_SOCKETS = 32_768
+_LIVE_HWM = 2_000
+_REPLAY_HWM = 1_000
+_OF_SOCKETS = {
+    zmq.LINGER: 0,
+    zmq.IPV6: 1,
+    zmq.MAXMSGSIZE: MAX_MESSAGE_BYTES,
+    zmq.RECONNECT_IVL: 100,
+    zmq.RECONNECT_IVL_MAX: 2_000,
+    # A host that vanished closes no connection.
+    zmq.HEARTBEAT_IVL: 5_000,
+    zmq.HEARTBEAT_TIMEOUT: 15_000,
+}
+_CONNECTION_EVENTS = zmq.Event.HANDSHAKE_SUCCEEDED | zmq.Event.DISCONNECTED
 
 
 class KvEventSubscriber:
@@ -45,33 +78,32 @@ class KvEventSubscriber:
     def __init__(self, registry: Registry, submit: Callable[[Event], None]) -> None:
         self.registry = registry
         self._submit = submit
-        self.context: zmq.Context[zmq.Socket[bytes]] = zmq.Context(io_threads=1)
-        self.context.set(zmq.MAX_SOCKETS, _MAX_SOCKETS)
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context(io_threads=1)
+        self._context.set(zmq.MAX_SOCKETS, _MAX_SOCKETS)
         self._instances: dict[InstanceId, _Subscription] = {}
         self._counts: dict[tuple[InstanceId, int], Counter[str]] = {}
         self._named_elsewhere: set[InstanceId] = set()
-        self._replaying: set[RankSockets] = set()
-        self._waiting: deque[RankSockets] = deque()
+        self.replays = asyncio.Semaphore(_MAX_REPLAYS)
         self._untold: deque[BlockEvent] = deque()
         self._telling = False
-        self._ticker = asyncio.create_task(self._tick())
+        self.room = asyncio.Event()
+        """For more of them."""
+        self.room.set()
+        self._tasks: set[asyncio.Task[None]] = set()
+        self.start(self._tick())
 
     # Instances --------------------------------------------------------------------------------
 
     def up(self, worker: Worker) -> None:
         """The scheduler was told of the instance, or of a change."""
-        info = worker.info
-        known = self._instances.get(worker.url)
-        if info is None or info.kv_events is None or not self.registry.listens_to_events(worker):
-            self._forget(worker.url)
+        source, known = self.registry.kv_events_of(worker), self._instances.get(worker.url)
+        if known is not None and (known.source, len(known.ranks)) == (source, worker.dp_size):
+            known.resume()
             return
-        if known is not None:
-            if (known.source, len(known.ranks)) == (info.kv_events, info.dp_size):
-                known.resume()
-                return
-            self._forget(worker.url)
-        self._say_if_elsewhere(worker, info.kv_events)
-        self._instances[worker.url] = _Subscription(self, worker, info.kv_events, info.dp_size)
+        self._forget(worker.url)
+        if source is not None:
+            self._say_if_elsewhere(worker, source)
+            self._instances[worker.url] = _Subscription(self, worker, source)
 
     def down(self, worker: Worker) -> None:
         """It is not used for now. Often not for long, and a replay is costly: listen on a while."""
@@ -93,12 +125,13 @@ class KvEventSubscriber:
             del self._counts[key]
 
     async def close(self) -> None:
-        self._ticker.cancel()
         self._untold.clear()
         for instance in list(self._instances):
             self._forget(instance)
-        await asyncio.gather(self._ticker, return_exceptions=True)
-        self.context.term()
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        self._context.term()
 
     def _say_if_elsewhere(self, worker: Worker, source: KvEventsBlock) -> None:
         host = split_worker_url(worker.url)[1]
@@ -110,12 +143,26 @@ class KvEventSubscriber:
 
     # For its parts ----------------------------------------------------------------------------
 
+    def start(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        """In the background; until it ends, or :meth:`close`."""
+        task = asyncio.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        return task
+
+    def socket(self, kind: int, hwm: int) -> zmq.Socket[bytes]:
+        sock = self._context.socket(kind)
+        for option, value in _OF_SOCKETS.items():
+            sock.setsockopt(option, value)
+        sock.setsockopt(zmq.RCVHWM, hwm)
+        return sock
+
     def counts_of(self, instance: InstanceId, rank: int) -> Counter[str]:
         return self._counts.setdefault((instance, rank), Counter())
 
-    def submit(self, instance: InstanceId, event: BlockEvent) -> None:
+    def submit(self, event: BlockEvent) -> None:
         """While some rank cannot be heard the scheduler is told nothing of any."""
-        worker = self.registry.get(instance)
+        worker = self.registry.get(event.instance)
         if worker is not None and worker.kv_events_missing:
             return
         if isinstance(event, BlocksCleared):  # what waits of that rank is worth nothing
@@ -124,6 +171,8 @@ class KvEventSubscriber:
             self._submit(event)
             return
         self._untold.append(event)
+        if len(self._untold) >= _MOST_UNTOLD:
+            self.room.clear()
         self._tell_soon()
 
     def _tell_soon(self) -> None:
@@ -141,28 +190,9 @@ class KvEventSubscriber:
                 if time.monotonic() >= until_s:
                     break
         finally:
+            if len(self._untold) < _MOST_UNTOLD:
+                self.room.set()
             self._tell_soon()
-
-    @property
-    def behind(self) -> bool:
-        return len(self._untold) >= _MOST_UNTOLD
-
-    def may_replay(self, rank: RankSockets) -> bool:
-        if rank in self._replaying or len(self._replaying) < _MAX_REPLAYS:
-            self._replaying.add(rank)
-            return True
-        if rank not in self._waiting:
-            self._waiting.append(rank)
-        return False
-
-    def replay_over(self, rank: RankSockets) -> None:
-        self._replaying.discard(rank)
-        with suppress(ValueError):
-            self._waiting.remove(rank)
-        while self._waiting and len(self._replaying) < _MAX_REPLAYS:
-            following = self._waiting.popleft()
-            self._replaying.add(following)
-            following.request_replay()
 
     async def _tick(self) -> None:
         while True:
@@ -171,8 +201,6 @@ class KvEventSubscriber:
             for instance, subscription in list(self._instances.items()):
                 try:
                     subscription.follow()
-                    for rank in subscription.ranks:
-                        rank.tick(now_s)
                     if subscription.down_s is None:
                         subscription.tick(now_s)
                     elif now_s - subscription.down_s >= KEEP_S:
@@ -208,9 +236,7 @@ class KvEventSubscriber:
 class _Subscription:
     """All ranks of one instance."""
 
-    def __init__(
-        self, owner: KvEventSubscriber, worker: Worker, source: KvEventsBlock, dp_size: int
-    ) -> None:
+    def __init__(self, owner: KvEventSubscriber, worker: Worker, source: KvEventsBlock) -> None:
         self.source = source
         self.down_s: float | None = None
         """Since when it is not used."""
@@ -218,14 +244,14 @@ class _Subscription:
         self._worker = worker
         self._missing = partial(owner.registry.set_kv_events_missing, worker)
         self._heard_s = time.monotonic()
-        self.ranks = [self._open(dp_rank) for dp_rank in range(dp_size)]
+        self.ranks = [self._open(dp_rank) for dp_rank in range(worker.dp_size)]
 
-    def _open(self, dp_rank: int) -> RankSockets:
+    def _open(self, dp_rank: int) -> _Rank:
         worker = self._worker
         endpoints = worker.kv_endpoints.get(dp_rank)
         if endpoints is None:
             endpoints = default_endpoints(worker.url, self.source, dp_rank)
-        return RankSockets(self._owner, worker.url, endpoints, self.source.topic, dp_rank)
+        return _Rank(self._owner, worker.url, endpoints, self.source.topic, dp_rank)
 
     def follow(self) -> None:
         """Connect to ranks on other nodes where they say they are. A connection that was made so is
@@ -253,7 +279,7 @@ class _Subscription:
             if self._worker.kv_events_missing:
                 self._missing("")
                 for rank in self.ranks:
-                    rank.feed.connected()
+                    rank.learn()
         elif foreign:
             self._missing(
                 f"at {foreign[0].endpoints.live} another DP rank than {foreign[0].feed.dp_rank} "
@@ -267,7 +293,7 @@ class _Subscription:
 
     def _why(self, dp_rank: int) -> str:
         worker = self._worker
-        node = node_of_rank(worker.info, dp_rank) if worker.info is not None else 0
+        node = node_of_rank(worker.known, dp_rank)
         refused = worker.kv_refused.get(dp_rank)
         if refused is not None:
             return f"of rank {dp_rank} on node {node}, {refused}"
@@ -280,3 +306,156 @@ class _Subscription:
             "can those ports be reached from here, and does the endpoint in --kv-events-config "
             "have a wildcard host?"
         )
+
+
+class _Rank:
+    """The connection to one DP rank's publisher, and one to its replay endpoint while needed.
+    Whatever arrives is bounded, counted and read in turns; its :class:`.RankFeed` knows the order
+    of events."""
+
+    def __init__(
+        self,
+        owner: KvEventSubscriber,
+        instance: InstanceId,
+        endpoints: KvEndpoints,
+        topic: str,
+        dp_rank: int,
+    ) -> None:
+        self.endpoints = endpoints
+        self.connected = False
+        self._owner = owner
+        self._read_live = partial(live_frames, topic=topic.encode())
+        self._until_s = 0.0
+        """When its turn is over."""
+        counts = owner.counts_of(instance, dp_rank)
+        self.feed = RankFeed(instance, dp_rank, owner.submit, bool(endpoints.replay), counts)
+        self._foreign_before = counts["foreign"]
+        live = owner.socket(zmq.SUB, _LIVE_HWM)
+        live.setsockopt(zmq.SUBSCRIBE, topic.encode())
+        self._monitor = Inbox(live.get_monitor_socket(_CONNECTION_EVENTS))
+        self._live = Inbox(live)
+        live.connect(endpoints.live)
+        self._watching = owner.start(self._watch())
+        self._following: asyncio.Task[None] | None = None
+
+    @property
+    def foreign(self) -> bool:
+        """Another rank publishes there."""
+        return self.feed.counts["foreign"] > self._foreign_before
+
+    def close(self) -> None:
+        if self._live.sock.closed:
+            return
+        self._gone()
+        self._watching.cancel()
+        # First: with nobody at the monitor's end libzmq would block over its next event.
+        self._live.sock.disable_monitor()
+        self._monitor.close()
+        self._live.close()
+
+    async def _watch(self) -> None:
+        """Whether there is a connection. Each may be to another publisher."""
+        while True:
+            event = parse_monitor_message(await self._monitor.get())["event"]
+            self._gone()
+            if event == zmq.Event.HANDSHAKE_SUCCEEDED:
+                self.connected = True
+                self.learn()
+
+    def _gone(self) -> None:
+        self.connected = False
+        if self._following is not None:
+            self._following.cancel()
+        self.feed.disconnected()
+
+    def learn(self) -> None:
+        """Begin anew, with what was before."""
+        if self._following is not None:
+            self._following.cancel()
+        self._following = self._owner.start(self._follow())
+
+    async def _follow(self) -> None:
+        while True:
+            try:
+                await asyncio.sleep(_SUBSCRIBED_S)
+                await self._pass_over()
+                self.feed.connected()
+                while True:
+                    while self.feed.replaying:
+                        await self._replay()
+                    self.feed.live(*await self._take(self._live, self._read_live))
+            except Exception:  # a defect must not leave it unheard
+                logger.exception("following KV events of %s failed", self.endpoints.live)
+
+    async def _pass_over(self) -> None:
+        """Over what came before: it may be of another publisher."""
+        with suppress(zmq.Again):
+            while True:
+                self._live.sock.recv_multipart(zmq.NOBLOCK)
+                await self._turn()
+
+    async def _replay(self) -> None:
+        """On a socket of its own, as answers do not say what they answer."""
+        async with self._owner.replays:
+            inbox = Inbox(self._owner.socket(zmq.DEALER, _REPLAY_HWM))
+            try:
+                inbox.sock.connect(self.endpoints.replay)
+                inbox.sock.send_multipart(replay_request(self.feed.asked_from))
+                seq = 0
+                while seq != END_OF_REPLAY:
+                    seq, batch = await self._take(inbox, replay_frames, _REPLAY_SILENCE_S)
+                    self.feed.replayed(seq, batch)
+            except TimeoutError:
+                self.feed.replay_failed()
+            finally:
+                inbox.close()
+
+    # Messages ---------------------------------------------------------------------------------
+
+    async def _take(
+        self,
+        inbox: Inbox,
+        read: Callable[[Sequence[bytes]], tuple[int, bytes]],
+        limit_s: float | None = None,
+    ) -> tuple[int, KvBatch | None]:
+        """The next message: its number, and what it says. Raises: TimeoutError, none came."""
+        while True:
+            await self._turn()
+            async with asyncio.timeout(limit_s):
+                frames = await inbox.get()
+            try:
+                seq, payload = read(frames)
+            except MalformedMessage as error:
+                self._malformed(error)
+                continue
+            return seq, await self._decoded(payload)
+
+    async def _decoded(self, payload: bytes) -> KvBatch | None:
+        parts = decode_in_parts(payload)
+        try:
+            while True:
+                began_s, took_s = time.monotonic(), 0.0
+                while took_s <= TURN_S:
+                    next(parts)
+                    took_s = time.monotonic() - began_s
+                # A part can be a whole message that is one event: as long, others are on their own.
+                await asyncio.sleep(took_s)
+        except StopIteration as over:
+            batch: KvBatch = over.value
+            return batch
+        except MalformedMessage:
+            return None
+
+    async def _turn(self) -> None:
+        """Let others have theirs when this one's is over, and the scheduler what it was told."""
+        if time.monotonic() >= self._until_s:
+            await asyncio.sleep(0)
+            self._until_s = time.monotonic() + TURN_S
+        while not self._owner.room.is_set():
+            await self._owner.room.wait()
+
+    def _malformed(self, error: MalformedMessage) -> None:
+        self.feed.counts["malformed"] += 1
+        if self.feed.counts["malformed"] == 1:
+            text = "malformed KV events at %s (counted from now on): %s"
+            logger.warning(text, self.endpoints.live, error)

@@ -82,17 +82,6 @@ def _bootstrap_port(metadata: Mapping[str, Any], name: str) -> int | None:
     return None
 
 
-def by_url(found: Iterable[Found]) -> dict[str, Found]:
-    """One pod per address: of two that claim the same, the younger (the other's end is on its
-    way). A pod that both selectors match is a prefill pod, as in ``sglang_router``."""
-    wanted: dict[str, Found] = {}
-    for pod in found:
-        other = wanted.setdefault(pod.url, pod)
-        if (pod.created, pod.role == "prefill") >= (other.created, other.role == "prefill"):
-            wanted[pod.url] = pod
-    return wanted
-
-
 def is_discovered(worker: Worker) -> bool:
     return worker.labels.get(DISCOVERED) == _BY
 
@@ -124,7 +113,8 @@ class PodMembership:
     def follow(self, found: Iterable[Found], *, complete: bool) -> None:
         """``found``: all pods that serve, as far as known. ``complete``: nothing is missing among
         them, so that a worker without a pod (of a router process before this one) is over."""
-        wanted = by_url(found)
+        # Of two that claim an address the younger: the other's end is on its way.
+        wanted = {pod.url: pod for pod in sorted(found, key=lambda pod: pod.created)}
         for url, pod in list(self._followed.items()):
             if wanted.get(url) != pod:
                 del self._followed[url]

@@ -9,8 +9,9 @@ from __future__ import annotations
 import asyncio
 import logging
 import random
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from prometheus_client.core import Metric
@@ -82,7 +83,7 @@ class PodDiscovery:
             for uid, pod in stream.pods.items()
             if pod is not None and (stream.role == "prefill" or uid not in prefill)
         ]
-        self._membership.follow(found, complete=all(s.listed for s in self._streams))
+        self._membership.follow(found, complete=all(s.lists for s in self._streams))
 
     def families(self) -> Iterator[Metric]:
         """For a scrape; the first three as ``sglang_router`` names them."""
@@ -110,7 +111,6 @@ class PodStream:
         self.role = role
         self.pods: dict[str, Found | None] = {}
         """By uid; ``None``: matches, but does not serve."""
-        self.listed = False
         self.current = False
         self.lists = 0
         self.errors = 0
@@ -161,14 +161,17 @@ class PodStream:
     async def _list(self, api: ApiClient) -> None:
         pods: dict[str, Found | None] = {}
         query: dict[str, Any] = {"limit": PAGE_SIZE}
+        timeout_s = self._discovery.timing.list_s
         while True:
-            page = await self._ask(api, **query)
+            page = await read_answer(
+                await self._call(api)(_request_timeout=timeout_s, _preload_content=False, **query)
+            )
             metadata = page.get("metadata") or {}
             pods.update(map(self._read, page.get("items") or ()))
             if not (token := metadata.get("continue")):
                 break
             query["_continue"] = token
-        self.pods, self.listed = pods, True
+        self.pods = pods
         self._version = str(metadata.get("resourceVersion") or "")
         self.lists += 1
         self._is_current()
@@ -179,12 +182,9 @@ class PodStream:
         from kubernetes_asyncio.watch import Watch
 
         timing = self._discovery.timing
-        method, positional = self._method(api)
         async with Watch(return_type="object") as watch:
             events = watch.stream(
-                method,
-                *positional,
-                label_selector=self._selector,
+                self._call(api),
                 resource_version=self._version,
                 allow_watch_bookmarks=True,
                 timeout_seconds=timing.stream_s,
@@ -213,25 +213,15 @@ class PodStream:
             self.pods[uid] = found
         self._discovery.changed()
 
-    async def _ask(self, api: ApiClient, **query: Any) -> dict[str, Any]:
-        """One page of a list, as it is. Raises: ApiError, ValueError."""
-        method, positional = self._method(api)
-        response = await method(
-            *positional,
-            label_selector=self._selector,
-            _request_timeout=self._discovery.timing.list_s,
-            _preload_content=False,
-            **query,
-        )
-        return await read_answer(response)
-
-    def _method(self, api: ApiClient) -> tuple[Any, tuple[str, ...]]:
+    def _call(self, api: ApiClient) -> Callable[..., Any]:
+        """Lists the pods, or watches them."""
         from kubernetes_asyncio.client import CoreV1Api
 
         core, namespace = CoreV1Api(api), self._discovery.config.namespace
-        if namespace is None:
-            return core.list_pod_for_all_namespaces, ()
-        return core.list_namespaced_pod, (namespace,)
+        call = core.list_pod_for_all_namespaces
+        if namespace is not None:
+            call = partial(core.list_namespaced_pod, namespace)
+        return partial(call, label_selector=self._selector)
 
     def _read(self, pod: dict[str, Any]) -> tuple[str, Found | None]:
         metadata = pod.get("metadata") or {}

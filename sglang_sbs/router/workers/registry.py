@@ -20,7 +20,7 @@ from sglang_sbs.router.workers.diagnosis import (
     why_stranger,
 )
 from sglang_sbs.router.workers.kv_addresses import RefusedAddress, told_endpoints
-from sglang_sbs.router.workers.server_info import WorkerInfo, node_of_rank
+from sglang_sbs.router.workers.server_info import KvEventsBlock, WorkerInfo, node_of_rank
 from sglang_sbs.router.workers.worker import SILENT_AFTER_S, Worker, WorkerEvents
 from sglang_sbs.scheduling.events import InstanceDown, InstanceRole, InstanceUp, PrefixSource
 from sglang_sbs.wire import EndForward
@@ -35,6 +35,13 @@ RECHECK_EVERY_S = 5.0
 """``/server_info`` is read at most this often because of EndForward of an unknown boot."""
 BARRIER_S = 10.0
 """What EndForward says of the barrier is taken in at most this often, per worker."""
+_TOLD = set(WorkerInfo.__struct_fields__) & set(InstanceUp.__struct_fields__)
+_OF_PREFILL = {"captured_tokens", "overlap", "prefill_max_requests"}
+_NO_KV_EVENTS = (
+    "publishes no KV events, so that nothing is known of its cache: start it with "
+    '--kv-events-config \'{"publisher": "zmq", "endpoint": "tcp://*:5557", '
+    '"replay_endpoint": "tcp://*:5657"}\', or use --sbs-prefix-source auto'
+)
 _MAX_REMEMBERED = 256
 _MAX_PROBLEM_CHARS = 2048
 MUTE_AFTER_DISPATCHES = 3
@@ -138,7 +145,8 @@ class Registry:
         self._spell()
         for solved in ("unusable", "unreachable", "bootstrap"):
             worker.problems.pop(solved, None)
-        self._check_prefix_source(worker)
+        if self._prefix_source == "events" and info.radix_cache and info.kv_events is None:
+            self.report_problem(worker, "kv_events", _NO_KV_EVENTS)
         given, port = worker.configured_bootstrap_port, worker.bootstrap_port
         if info.rust_server and given is not None and given != port:
             text = (
@@ -277,12 +285,9 @@ class Registry:
             worker.gates_at_fault[rank] = told
         elif worker.gates_at_fault.pop(rank, None) is None:
             return
-        first = min(worker.gates_at_fault, default=None)
-        if first is None:
-            worker.problems.pop("gang_gate", None)
-        else:
-            fault = GATE_FAULTS[worker.gates_at_fault[first]]
-            self.report_problem(worker, "gang_gate", f"DP rank {first}: {fault}")
+        first, fault = min(worker.gates_at_fault.items(), default=(0, ""))
+        text = f"DP rank {first}: {GATE_FAULTS[fault]}" if fault else ""
+        self.report_problem(worker, "gang_gate", text)
 
     def _hear_of_barrier(self, worker: Worker, info: WorkerInfo, barrier: bool) -> None:
         as_told = as_reported(info, barrier)
@@ -294,19 +299,17 @@ class Registry:
 
     # What is cached where ---------------------------------------------------------------------
 
-    def listens_to_events(self, worker: Worker) -> bool:
-        """Whether its KV events are wanted and, as far as it says, to be had."""
-        info = worker.info
-        if info is None or not info.radix_cache or info.kv_events is None:
-            return False
-        return self._prefix_source in ("auto", "events")
+    def kv_events_of(self, worker: Worker) -> KvEventsBlock | None:
+        """What it says of its KV events, if they are wanted and to be had."""
+        wanted = worker.known.radix_cache and self._prefix_source in ("auto", "events")
+        return worker.known.kv_events if wanted else None
 
     def prefix_source_of(self, worker: Worker) -> PrefixSource:
         """How the scheduler learns what the worker has cached."""
         info = worker.info
         if info is None or not info.radix_cache:
             return "off"
-        if self.listens_to_events(worker) and not worker.kv_events_missing:
+        if self.kv_events_of(worker) is not None and not worker.kv_events_missing:
             return "events"
         return "approximate" if self._prefix_source in ("auto", "approximate") else "off"
 
@@ -314,11 +317,10 @@ class Registry:
         self, worker: Worker, report: EndForward, peer: str, *, has_key: bool
     ) -> None:
         """A rank's message, which was booked, says where it publishes KV events."""
-        info, told = worker.info, report.kv_address
-        if info is None or told is None or not self.listens_to_events(worker):
+        rank, told = report.dp_rank, report.kv_address
+        if told is None or self.kv_events_of(worker) is None:
             return
-        rank = report.dp_rank
-        if node_of_rank(info, rank) == 0:
+        if node_of_rank(worker.known, rank) == 0:
             worker.kv_refused[rank] = "it is on the first node, which has the worker's own host"
             return
         try:
@@ -337,22 +339,14 @@ class Registry:
             worker.kv_events_missing = bool(why)
             self._announce_anew(worker)
 
-    def _check_prefix_source(self, worker: Worker) -> None:
-        info = worker.info
-        if info is None or not info.radix_cache or self._prefix_source != "events":
-            return
-        if info.kv_events is None:
-            text = (
-                "publishes no KV events, so that nothing is known of its cache: start it with "
-                '--kv-events-config \'{"publisher": "zmq", "endpoint": "tcp://*:5557", '
-                '"replay_endpoint": "tcp://*:5657"}\', or use --sbs-prefix-source auto'
-            )
-            self.report_problem(worker, "kv_events", text)
-
     def report_problem(self, worker: Worker, kind: str, text: str) -> None:
-        """Show it in ``GET /workers``; log it once, and again if it is back after a while."""
+        """Show it in ``GET /workers``; log it once, and again if it is back after a while. Without
+        a text it is solved."""
         text = text[:_MAX_PROBLEM_CHARS]
-        if worker.problems.get(kind) == text:
+        if worker.problems.get(kind, "") == text:
+            return
+        if not text:
+            del worker.problems[kind]
             return
         worker.problems[kind] = text
         now_s = self._clock()
@@ -422,7 +416,16 @@ class Registry:
             self._emit(self._instance_up(worker))
 
     def _instance_up(self, worker: Worker) -> InstanceUp:
-        return worker.instance_up(self.prefix_source_of(worker))
+        info = worker.info
+        assert info is not None, "only described workers are announced"
+        decode = worker.role == "decode"
+        return InstanceUp(
+            instance=worker.url,
+            role=worker.role,
+            prefix_source=self.prefix_source_of(worker),
+            barrier=decode or not info.no_barrier,
+            **{name: getattr(info, name) for name in (_TOLD - _OF_PREFILL if decode else _TOLD)},
+        )
 
     def _check_quiet(self, worker: Worker, now_s: float) -> None:
         """A stopped process (SIGSTOP, a hung host) breaks no connection: notice its silence. An

@@ -12,6 +12,7 @@ import msgspec
 from sglang_sbs.router.engines.urls import rank_url
 from sglang_sbs.router.workers.rank_contract import is_coupled, rank_choice_of
 from sglang_sbs.scheduling.events import InstanceRole, RankChoice
+from sglang_sbs.wire.endforward import MAX_DP_SIZE
 
 MIN_VERSION = (0, 5, 6)
 """First SGLang release this router knows how to speak to."""
@@ -20,8 +21,6 @@ PLUGIN_VERSION = (0, 5, 11)
 """First SGLang release that loads plugins."""
 CACHED_DETAILS_VERSION = (0, 5, 23)
 """First SGLang release known to take ``return_cached_tokens_details``."""
-MAX_DP_SIZE = 4096
-"""More ranks than any engine has: a number above it is garbage, not a cluster."""
 _REPLAY_PORT = "replay_endpoint_port_base"
 _RUST_MARK = "rust_mm_transport"
 """In an internal state: SGLang's Rust server, also where it does not name the DP rank (0.5.22)."""

@@ -15,8 +15,10 @@ from sglang_sbs.router.engines.urls import bracketed, split_worker_url
 from sglang_sbs.router.workers.breaker import Breaker
 from sglang_sbs.router.workers.host_spelling import respelled, spelling_for
 from sglang_sbs.router.workers.kv_addresses import KvEndpoints
+from sglang_sbs.router.workers.rank_contract import pick_bootstrap_room
 from sglang_sbs.router.workers.server_info import SbsBlock, WorkerInfo, ranks_in_reach, server_url
-from sglang_sbs.scheduling.events import Event, InstanceRole, InstanceUp, PrefixSource
+from sglang_sbs.scheduling.events import Event, InstanceRole
+from sglang_sbs.wire.gangs import GangPart
 
 _UNKNOWN = WorkerInfo()
 SILENT_AFTER_S = 5.0
@@ -146,27 +148,6 @@ class Worker(WorkerFacts, kw_only=True, eq=False):
         sound = self.healthy and not self.draining and self.breaker.state != "open"
         return sound and self.info is not None
 
-    def instance_up(self, prefix_source: PrefixSource) -> InstanceUp:
-        info = self.info
-        assert info is not None, "only described workers are announced"
-        prefill = self.role == "prefill"
-        return InstanceUp(
-            instance=self.url,
-            role=self.role,
-            dp_size=info.dp_size,
-            chunk_tokens=info.chunk_tokens,
-            kv_capacity_tokens=info.kv_capacity_tokens,
-            max_running_requests=info.max_running_requests,
-            prefill_max_requests=info.prefill_max_requests if prefill else 0,
-            page_size=info.page_size,
-            prefix_source=prefix_source,
-            rank_choice="free" if prefill else info.rank_choice,
-            overlap=info.overlap and prefill,
-            barrier=not info.no_barrier or not prefill,
-            captured_tokens=info.captured_tokens if prefill else (),
-            allocates_late=info.allocates_late,
-        )
-
     def report_age_s(self, now_s: float) -> float | None:
         """Since the last EndForward of any rank; ``None`` if there never was one."""
         return now_s - max(self.last_report_s.values()) if self.last_report_s else None
@@ -196,3 +177,29 @@ class WorkerEvents:
     may not know yet."""
     removed: Callable[[Worker], None] = _nobody
     """What was counted for it may go."""
+
+
+@dataclass(frozen=True, slots=True)
+class Placement:
+    """Where one attempt at a request goes."""
+
+    prefill: Worker
+    prefill_rank: int
+    decode: Worker
+    decode_rank: int
+
+    @property
+    def prefill_origin(self) -> str:
+        """Where the leg goes: the worker's URL, or that of its DP rank."""
+        return self.prefill.url_of(self.prefill_rank)
+
+    @property
+    def decode_origin(self) -> str:
+        return self.decode.url_of(self.decode_rank)
+
+    def pick_room(self, gang: GangPart | None) -> int:
+        """A bootstrap room by which engines know their ranks, and ``gang`` if there is one."""
+        ranks = (self.prefill_rank, self.prefill.dp_size)
+        if self.decode.known.rank_choice == "by_room":
+            return pick_bootstrap_room(*ranks, self.decode_rank, self.decode.dp_size, gang=gang)
+        return pick_bootstrap_room(*ranks, gang=gang)

@@ -30,7 +30,7 @@ from sglang_sbs.router.processes.messages import (
     Unwelcome,
     WatchDashboard,
 )
-from sglang_sbs.scheduling import Command, Dispatch, SchedulerConfig
+from sglang_sbs.scheduling import Command, Dispatch
 from sglang_sbs.scheduling.events import (
     Event,
     RequestAdopted,
@@ -288,17 +288,17 @@ async def test_frames_of_the_dashboard_come_while_somebody_looks_and_the_session
     for _ in range(2):
         one.link.tell(WatchDashboard(history=True))
         await until(lambda: any(full and not then for full, then in pairwise(frames)))
-        assert feed.watchers == 1
+        assert len(feed.watchers) == 1
         frames.clear()
     one.link.tell(WatchDashboard())
-    await until(lambda: feed.watchers == 0)
+    await until(lambda: len(feed.watchers) == 0)
     for front_end in (one, other):
         front_end.link.tell(WatchDashboard(history=True))
-    await until(lambda: feed.watchers == 2)
+    await until(lambda: len(feed.watchers) == 2)
     one.link.close()
-    await until(lambda: feed.watchers == 1)
+    await until(lambda: len(feed.watchers) == 1)
     side.hub.follow()
-    assert feed.watchers == 0
+    assert len(feed.watchers) == 0
     feed.close()
 
 

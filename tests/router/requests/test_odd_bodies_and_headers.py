@@ -26,8 +26,7 @@ from sglang_sbs.router.prompts.reader import Known, PromptReader
 from sglang_sbs.router.requests.headers import forwarded_headers
 from sglang_sbs.router.requests.plan import _INTERNAL_FIELDS, leg_bodies, plan_request
 from sglang_sbs.router.workers.breaker import Breaker
-from sglang_sbs.router.workers.placement import Placement
-from sglang_sbs.router.workers.worker import Worker
+from sglang_sbs.router.workers.worker import Placement, Worker
 from sglang_sbs.scheduling.events import RequestArrived
 
 PREFILL = Worker(

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import random
+from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
 import msgspec
 import pytest
+from kv_batches import decode_kv_batch
 
 from sglang_sbs.router.signals import kv_rank_feed
-from sglang_sbs.router.signals.kv_messages import END_OF_REPLAY
+from sglang_sbs.router.signals.kv_messages import END_OF_REPLAY, KvBatch
 from sglang_sbs.router.signals.kv_rank_feed import RankFeed
 from sglang_sbs.scheduling.events import BlocksCleared, BlocksRemoved, BlocksStored, Event
+from sglang_sbs.wire import MalformedMessage
 
 pack = msgspec.msgpack.encode
 Held = set[tuple[str, int]]
@@ -57,6 +60,23 @@ class Publisher:
         return [*kept, (END_OF_REPLAY, b"")]
 
 
+def batch_in(payload: bytes) -> KvBatch | None:
+    try:
+        return decode_kv_batch(payload)
+    except MalformedMessage:
+        return None
+
+
+class Asking(RankFeed):
+    """Notes where each replay is to begin."""
+
+    asked: list[int]
+
+    def _replay_from(self, seq: int) -> None:
+        super()._replay_from(seq)
+        self.asked.append(self.asked_from)
+
+
 class Followed:
     """A feed and what the scheduler would believe after the events it was given."""
 
@@ -64,7 +84,9 @@ class Followed:
         self.events: list[Event] = []
         self.belief: Held = set()
         self.asked: list[int] = []
-        self.feed = RankFeed("http://p", 1, self.take, self.asked.append if replays else None)
+        self.unread: list[tuple[int, bytes]] = []
+        self.feed = Asking("http://p", 1, self.take, replays, Counter())
+        self.feed.asked = self.asked
 
     def take(self, event: Event) -> None:
         self.events.append(event)
@@ -83,7 +105,22 @@ class Followed:
         """Answer the replay it waits for."""
         for seq, payload in publisher.replay(self.asked.pop()):
             if not lose(seq):
-                self.feed.replayed(seq, payload)
+                self.feed.replayed(seq, batch_in(payload))
+        self.go_on()
+
+    def replay_failed(self) -> None:
+        self.feed.replay_failed()
+        self.go_on()
+
+    def live(self, seq: int, payload: bytes) -> None:
+        self.unread.append((seq, payload))
+        self.go_on()
+
+    def go_on(self) -> None:
+        """As the socket does, which holds what comes during a replay."""
+        while self.unread and not self.feed.replaying:
+            seq, payload = self.unread.pop(0)
+            self.feed.live(seq, batch_in(payload))
 
 
 def connected_to(publisher: Publisher) -> Followed:
@@ -106,15 +143,15 @@ def test_a_connection_begins_with_what_is_left_of_the_past() -> None:
 def test_one_event_per_kind_of_a_message_in_its_order() -> None:
     publisher = Publisher()
     followed = connected_to(publisher)
-    followed.feed.live(
+    followed.live(
         *publisher.publish(
             {"type": "BlockRemoved", "block_hashes": [9]},
             {"type": "BlockStored", "block_hashes": [1]},
             {"type": "BlockStored", "block_hashes": [9]},
         )
     )
-    followed.feed.live(*publisher.flush())
-    followed.feed.live(*publisher.store(4))
+    followed.live(*publisher.flush())
+    followed.live(*publisher.store(4))
     assert [type(event) for event in followed.events] == [
         *(BlocksRemoved, BlocksStored, BlocksCleared, BlocksStored)
     ]
@@ -125,7 +162,7 @@ def test_very_many_blocks_come_in_several_events(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(kv_rank_feed, "MAX_BLOCKS_PER_EVENT", 10)
     publisher = Publisher()
     followed = connected_to(publisher)
-    followed.feed.live(*publisher.store(*range(25)))
+    followed.live(*publisher.store(*range(25)))
     assert [len(event.blocks) for event in followed.events] == [10, 10, 5]  # type: ignore[union-attr]
     assert followed.belief == publisher.cache
 
@@ -135,11 +172,11 @@ def test_what_comes_during_the_replay_follows_it_once() -> None:
     publisher.store(1)
     followed = Followed()
     followed.feed.connected()
-    followed.feed.live(*publisher.store(2))
-    followed.feed.live(*publisher.remove(1))
+    followed.live(*publisher.store(2))
+    followed.live(*publisher.remove(1))
     assert followed.events == []
     followed.answer(publisher)
-    followed.feed.live(*publisher.store(3))
+    followed.live(*publisher.store(3))
     assert followed.belief == publisher.cache
     assert followed.feed.counts["gaps"] == 0
 
@@ -147,11 +184,11 @@ def test_what_comes_during_the_replay_follows_it_once() -> None:
 def test_a_gap_is_replayed_from_there() -> None:
     publisher = Publisher()
     followed = connected_to(publisher)
-    followed.feed.live(*publisher.store(1, 2))
+    followed.live(*publisher.store(1, 2))
     publisher.remove(1)
     publisher.store(3)
-    followed.feed.live(*publisher.store(4))
-    followed.feed.live(*publisher.store(5))
+    followed.live(*publisher.store(4))
+    followed.live(*publisher.store(5))
     assert followed.asked == [1]
     followed.answer(publisher)
     assert followed.belief == publisher.cache
@@ -164,15 +201,15 @@ def test_a_gap_is_replayed_from_there() -> None:
 def test_a_gap_that_the_engine_has_forgotten_clears_the_rank(keeps: int) -> None:
     publisher = Publisher(keeps=keeps)
     followed = connected_to(publisher)
-    followed.feed.live(*publisher.store(1, 2))
+    followed.live(*publisher.store(1, 2))
     publisher.remove(1)
     publisher.store(3)
-    followed.feed.live(*publisher.store(4))
+    followed.live(*publisher.store(4))
     followed.answer(publisher)
     assert followed.feed.counts["lost"] == 1
     assert ("device", 4) in followed.belief
     assert followed.belief <= publisher.cache
-    followed.feed.live(*publisher.store(6))
+    followed.live(*publisher.store(6))
     assert ("device", 6) in followed.belief
     assert followed.asked == []
 
@@ -182,19 +219,19 @@ def test_without_replays_a_gap_clears_the_rank() -> None:
     followed = Followed(replays=False)
     publisher.store(9)
     followed.feed.connected()
-    followed.feed.live(*publisher.store(1))
+    followed.live(*publisher.store(1))
     publisher.remove(1)
-    followed.feed.live(*publisher.store(4))
+    followed.live(*publisher.store(4))
     assert followed.belief == {("device", 4)}
 
 
 def test_a_batch_that_cannot_be_read_is_a_loss() -> None:
     publisher = Publisher()
     followed = connected_to(publisher)
-    followed.feed.live(*publisher.store(1))
+    followed.live(*publisher.store(1))
     publisher.remove(1)
-    followed.feed.live(1, b"\xc1")
-    followed.feed.live(*publisher.store(2))
+    followed.live(1, b"\xc1")
+    followed.live(*publisher.store(2))
     assert followed.belief == {("device", 2)}
     assert followed.feed.counts["malformed"] == 1
 
@@ -211,14 +248,14 @@ def test_so_is_one_in_a_replay() -> None:
 def test_a_broken_connection_forgets_and_begins_anew() -> None:
     publisher = Publisher()
     followed = connected_to(publisher)
-    followed.feed.live(*publisher.store(1))
+    followed.live(*publisher.store(1))
     followed.feed.disconnected()
     assert followed.belief == set()
     again = Publisher(since_s=500.0)
     again.store(7)
     followed.feed.connected()
     followed.answer(again)
-    followed.feed.live(*again.store(8))
+    followed.live(*again.store(8))
     assert followed.belief == again.cache == {("device", 7), ("device", 8)}
 
 
@@ -227,20 +264,20 @@ def test_numbers_that_go_back_are_another_publisher(missed: int) -> None:
     publisher = Publisher()
     followed = connected_to(publisher)
     for block in range(5):
-        followed.feed.live(*publisher.store(block))
+        followed.live(*publisher.store(block))
     again = Publisher(since_s=500.0)
     for block in range(missed):
         again.store(100 + block)
-    followed.feed.live(*again.store(200))
+    followed.live(*again.store(200))
     if missed:
         followed.answer(again)
-    followed.feed.live(*again.store(201))
+    followed.live(*again.store(201))
     assert followed.belief == again.cache
 
 
 def test_batches_of_another_rank_are_not_taken() -> None:
     followed = connected_to(Publisher())
-    followed.feed.live(*Publisher(dp_rank=0).store(1))
+    followed.live(*Publisher(dp_rank=0).store(1))
     assert followed.events == []
     assert followed.feed.counts["foreign"] == 1
 
@@ -255,7 +292,7 @@ def test_a_long_replay_of_which_parts_are_dropped_is_completed() -> None:
     followed.feed.connected()
     for upto in (60, 120, 180, 200):
         followed.answer(publisher, lose=lambda seq, upto=upto: not 0 <= seq < upto)  # type: ignore[misc]
-        followed.feed.replay_failed()  # silence: the end was dropped too
+        followed.replay_failed()  # silence: the end was dropped too
     followed.answer(publisher)
     assert followed.belief == publisher.cache
     assert followed.feed.counts["replays"] == 5
@@ -292,34 +329,16 @@ def test_an_engine_that_answers_no_replay_is_followed_from_now_on() -> None:
     publisher.store(1)
     followed = Followed()
     followed.feed.connected()
-    followed.feed.live(*publisher.store(2))
+    followed.live(*publisher.store(2))
     for _ in range(3):
-        followed.feed.replay_failed()
-    followed.feed.live(*publisher.store(3))
+        followed.replay_failed()
+    followed.live(*publisher.store(3))
     assert followed.belief == {("device", 2), ("device", 3)}
     followed.asked.clear()
     publisher.remove(3)
-    followed.feed.live(*publisher.store(4))
+    followed.live(*publisher.store(4))
     assert followed.asked == []
     assert followed.belief == {("device", 4)}
-
-
-def test_more_than_can_be_held_back_is_replayed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kv_rank_feed, "_MAX_HELD_BYTES", 200)
-    publisher = Publisher()
-    followed = Followed()
-    followed.feed.connected()
-    past = publisher.replay(followed.asked.pop())
-    for block in range(20):
-        followed.feed.live(*publisher.store(block))
-    for message in past:
-        followed.feed.replayed(*message)
-    assert followed.asked == [0]
-    followed.answer(publisher)
-    followed.feed.live(*publisher.store(99))
-    while followed.asked:
-        followed.answer(publisher)
-    assert followed.belief == publisher.cache
 
 
 @pytest.mark.parametrize("seed", range(200))
@@ -335,12 +354,12 @@ def test_under_any_losses_nothing_is_believed_that_is_not_there(seed: int) -> No
         while followed.asked:
             if losing and draw.random() < 0.2:
                 followed.asked.pop()
-                followed.feed.replay_failed()
+                followed.replay_failed()
             else:
                 lossy = losing and draw.random() < 0.5
                 followed.answer(publisher, lambda seq, p=0.1 * lossy: draw.random() < p)  # type: ignore[misc]
                 if followed.feed.replaying and not followed.asked:
-                    followed.feed.replay_failed()  # the end was lost
+                    followed.replay_failed()  # the end was lost
 
     for _ in range(120):
         kind = draw.random()
@@ -356,11 +375,11 @@ def test_under_any_losses_nothing_is_believed_that_is_not_there(seed: int) -> No
             followed.feed.connected()
             message = publisher.store(1)
         if draw.random() < 0.9:
-            followed.feed.live(*message)
+            followed.live(*message)
             settle(losing=True)
             # The end of a replay may be there and what was before it not, until the next batch.
             assert followed.belief <= publisher.cache or replays
-    followed.feed.live(*publisher.store(31))
+    followed.live(*publisher.store(31))
     settle(losing=False)
     assert followed.belief <= publisher.cache
     if followed.feed.counts["lost"] == 0 and publisher.keeps == 1000:

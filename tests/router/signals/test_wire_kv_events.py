@@ -8,6 +8,7 @@ import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from kv_batches import decode_kv_batch
 
 from sglang_sbs.router.signals.kv_messages import (
     END_OF_REPLAY,
@@ -17,7 +18,6 @@ from sglang_sbs.router.signals.kv_messages import (
     Change,
     KvBatch,
     decode_in_parts,
-    decode_kv_batch,
     live_frames,
     replay_frames,
     replay_request,
@@ -210,13 +210,6 @@ def test_a_message_has_so_many_events_and_blocks_at_most(events: list[Any]) -> N
     with pytest.raises(MalformedMessage):
         decode_kv_batch(pack([1.0, events]))
     assert decode_kv_batch(pack([1.0, events[:-1]]))
-
-
-def test_a_batch_that_is_held_counts_as_what_it_takes() -> None:
-    """A small number is a byte of a message and eight or more here."""
-    payload = pack([1.0, [stored([1] * 1000)]])
-    assert len(payload) < 2000
-    assert decode_kv_batch(payload).size_bytes == 40_200
 
 
 def test_an_event_has_a_size() -> None:

@@ -7,12 +7,12 @@ from typing import Any
 import pytest
 from registry_setup import Setup
 
-from sglang_sbs.router.signals.endforward_listener import implausible
 from sglang_sbs.router.workers.diagnosis import why_stranger
 from sglang_sbs.router.workers.registry import QUIET_S
 from sglang_sbs.router.workers.server_info import SbsBlock, WorkerInfo, parse_server_info
 from sglang_sbs.router.workers.worker import SILENT_AFTER_S
-from sglang_sbs.wire import EndForward
+from sglang_sbs.wire import EndForward, decode_endforward, encode_endforward
+from sglang_sbs.wire.endforward import ImplausibleMessage
 
 
 def report(rank: int, boot: str, address: str, **fields: Any) -> EndForward:
@@ -90,4 +90,5 @@ def test_an_address_is_what_engines_on_several_nodes_have() -> None:
     assert parse_server_info(told | {"nnodes": 2}, "prefill").dist_init_addr == "p0:5000"
     assert parse_server_info(told | {"nnodes": 1}, "prefill").dist_init_addr == ""
     assert parse_server_info(told | {"nnodes": 2, "dist_init_addr": None}, "prefill")
-    assert implausible(report(0, "b", "x" * 257)) == "dist_init_addr is too long"
+    with pytest.raises(ImplausibleMessage, match="dist_init_addr"):
+        decode_endforward(encode_endforward(report(0, "b", "x" * 257)))
