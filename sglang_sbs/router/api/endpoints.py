@@ -21,7 +21,7 @@ from sglang_sbs.router.answer import Answer
 from sglang_sbs.router.api.bodies import json_answer, read_object
 from sglang_sbs.router.api.engine_metrics import merge_pages
 from sglang_sbs.router.api.served_router import Router
-from sglang_sbs.router.client.answer_stream import joined, send
+from sglang_sbs.router.client.answer_stream import send
 from sglang_sbs.router.client.intake import Bodies
 from sglang_sbs.router.engines.control_requests import ask
 from sglang_sbs.router.errors import RouterError
@@ -44,7 +44,7 @@ class Control:
         self._registry = server.registry
         self._bodies = Bodies(_BODIES_BYTES)
         self._generating: asyncio.Task[str] | None = None
-        self._metrics: asyncio.Task[bytes | bytearray] | None = None
+        self._metrics: asyncio.Task[bytes] | None = None
 
     def routes(self) -> list[tuple[str, str, Handler]]:
         return [
@@ -305,10 +305,10 @@ class Control:
         content_type = "text/plain; version=0.0.4; charset=utf-8"
         return await send(request, Answer(200, page, content_type))
 
-    async def _merged_metrics(self) -> bytes | bytearray:
+    async def _merged_metrics(self) -> bytes:
         answers = await self._ask_all(list(self._registry), "GET", "/metrics")
-        pages = ((worker.url, page) for worker, status, page in answers if status == 200)
-        return await joined(await merge_pages(pages))
+        pages = [(worker.url, page) for worker, status, page in answers if status == 200]
+        return await asyncio.to_thread(lambda: b"".join(merge_pages(pages)))
 
     async def abort_request(self, request: web.Request) -> web.StreamResponse:
         """By the id the client gave its request (prefix match, as on an engine), or all."""

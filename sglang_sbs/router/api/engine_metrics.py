@@ -7,17 +7,14 @@ reaches the port may ask, and prometheus_client's parser takes a second per mega
 
 from __future__ import annotations
 
-import asyncio
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass, field
+from io import BytesIO, TextIOWrapper
 
-_TURN_BYTES = 16 << 10
-"""Of a page, read before others of this process get a turn."""
-_MOST_LINE_BYTES = 64 << 10
+_MOST_LINE_CHARS = 64 << 10
 _MOST_FAMILIES = 10_000
 """Of a page: each takes a hundred times the memory of a short line."""
-_PART_BYTES = 64 << 10
 _SAMPLE = re.compile(
     r"([a-zA-Z_:][a-zA-Z0-9_:]*)"
     r'(?:\{((?:[^"{}]++|"(?:[^"\\]++|\\.)*+")*+)\})?'
@@ -26,8 +23,6 @@ _SAMPLE = re.compile(
 _DECLARATION = re.compile(r"# (HELP|TYPE) ([a-zA-Z_:][a-zA-Z0-9_:]*)(?: (.*))?")
 _KINDS = frozenset({"counter", "gauge", "histogram", "summary", "untyped", "unknown"})
 _SUFFIXES = ("", "_total", "_bucket", "_sum", "_count", "_created")
-
-Part = bytes | bytearray
 
 
 class _Unreadable(ValueError):
@@ -41,30 +36,23 @@ class _Family:
     samples: bytearray = field(default_factory=bytearray)
 
 
-async def merge_pages(pages: Iterable[tuple[str, Part]]) -> list[Part]:
-    """One page, in parts, from ``(worker URL, page)``; one that cannot be read is left out."""
+def merge_pages(pages: Iterable[tuple[str, bytes]]) -> list[bytes | bytearray]:
+    """One page, in parts, from ``(worker URL, page)``; one that cannot be read is left out.
+    Blocks: a second for some ten megabytes."""
     merged: dict[str, list[_Family]] = {}
     for url, page in pages:
         try:
-            families = await _Page(f'worker_addr="{url}"').read(page)
+            families = _Page(f'worker_addr="{url}"').read(page)
         except _Unreadable:
             continue
         for name, family in families.items():
             merged.setdefault(name, []).append(family)
-    parts: list[Part] = []
-    short = bytearray()
+    parts: list[bytes | bytearray] = []
     for name, of_pages in merged.items():
-        for key, rest in sorted(of_pages[0].declared.items()):
-            short += f"# {key} {name} {rest}\n".encode()
-        for family in of_pages:
-            long = len(family.samples) > _PART_BYTES
-            if not long:
-                short += family.samples
-            if long or len(short) > _PART_BYTES:
-                parts += (short, family.samples) if long else (short,)
-                short = bytearray()
-        await asyncio.sleep(0)
-    return [part for part in (*parts, short) if part]
+        declared = sorted(of_pages[0].declared.items())
+        parts += [f"# {key} {name} {rest}\n".encode() for key, rest in declared]
+        parts += [family.samples for family in of_pages]
+    return parts
 
 
 @dataclass
@@ -78,14 +66,14 @@ class _Page:
     _names: frozenset[str] = frozenset()
     """Of its samples."""
 
-    async def read(self, page: Part) -> dict[str, _Family]:
-        for piece in _pieces(page):
-            for line in piece.decode("utf-8", "replace").split("\n"):
-                if line and not line.isspace():
-                    self._read_line(line)
-            if len(self._families) > _MOST_FAMILIES:
-                raise _Unreadable("too many families")
-            await asyncio.sleep(0)
+    def read(self, page: bytes) -> dict[str, _Family]:
+        """Raises: _Unreadable."""
+        lines = TextIOWrapper(BytesIO(page), "utf-8", "replace", newline="\n")
+        while line := lines.readline(_MOST_LINE_CHARS):
+            if len(line) == _MOST_LINE_CHARS or len(self._families) > _MOST_FAMILIES:
+                raise _Unreadable("too long a line, or too many families")
+            if not line.isspace():
+                self._read_line(line.removesuffix("\n"))
         return self._families
 
     def _read_line(self, line: str) -> None:
@@ -113,16 +101,3 @@ class _Page:
 
     def _family(self, name: str) -> _Family:
         return self._families.setdefault(name, _Family())
-
-
-def _pieces(page: Part) -> Iterator[Part]:
-    """Whole lines, as many as are read in one turn. Raises: _Unreadable, a line is too long."""
-    start = 0
-    while start < len(page):
-        end = 1 + page.rfind(b"\n", start, start + _TURN_BYTES)
-        end = end or 1 + page.find(b"\n", start, start + _MOST_LINE_BYTES)
-        if not end and len(page) - start > _MOST_LINE_BYTES:
-            raise _Unreadable("a line is too long")
-        end = end or len(page)
-        yield page[start:end]
-        start = end
