@@ -56,9 +56,11 @@ def _check_known(parser: argparse.ArgumentParser, argv: Sequence[str]) -> None:
 def _options_of(args: argparse.Namespace) -> RouterOptions:
     """Check what the parser cannot. Raises: ValueError."""
     warnings: list[str] = []
-    for name, (_, why) in IGNORED_FLAGS.items():
-        if hasattr(args, f"ignored:{name}"):
-            warnings.append(f"--{name} has no effect here: {why}")
+    warnings += [
+        f"--{name} has no effect here: {why}"
+        for name, why in IGNORED_FLAGS.items()
+        if getattr(args, name.replace("-", "_")) not in (None, False)
+    ]
     prefill = tuple(map(_prefill, args.prefill or ()))
     decode = tuple(read("--decode", normalise_worker_url, url) for (url,) in args.decode or ())
     for url, times in Counter([*(url for url, _ in prefill), *decode]).items():

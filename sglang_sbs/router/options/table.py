@@ -27,7 +27,7 @@ from sglang_sbs.router.options.option import (
 )
 from sglang_sbs.router.options.router_options import REQUEST_ID_HEADERS, ForwardTokenIds
 from sglang_sbs.router.options.several import Role
-from sglang_sbs.router.options.stock import NEAREST_POLICY
+from sglang_sbs.router.options.stock import IGNORED_OPTIONS, NEAREST_POLICY
 from sglang_sbs.scheduling.config import DECODE_RULES, TRIGGERS
 
 
@@ -287,13 +287,14 @@ GROUPS: dict[str, tuple[Option, ...]] = {
         Option("sbs-take-over", "take_over", switch,
             "rolling restart: take the port over from the router (with --workers 2 or more) that "
             "serves it now, which then finishes what it has and ends; no request is lost"),
-        Option("sbs-parent-fd", "parent_fd", int, "", hidden=True),
-        Option("sbs-listen-fds", "listen_fds", str, "", hidden=True,
+        Option("sbs-parent-fd", "parent_fd", int, internal=True),
+        Option("sbs-listen-fds", "listen_fds", str, internal=True,
             read=lambda text: tuple(map(int, text.split(","))) if text else ()),
     ),
     "traces": (
         Option("enable-trace", "", switch, "send OpenTelemetry spans; needs the extra 'trace'"),
         Option("otlp-traces-endpoint", "", str, "OTLP collector, gRPC", default="localhost:4317"),
     ),
+    "of sglang_router": IGNORED_OPTIONS,
 }
 # fmt: on
