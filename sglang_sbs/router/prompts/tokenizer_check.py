@@ -31,7 +31,7 @@ from sglang_sbs.router.engines.control_requests import ask
 from sglang_sbs.router.prompts.block_names import BlockFormat
 from sglang_sbs.router.prompts.chat_template import TemplateError
 from sglang_sbs.router.prompts.chat_tokenizer import ChatTokenizer
-from sglang_sbs.router.prompts.reader import LongestPrompt, PromptKind
+from sglang_sbs.router.prompts.reader import Known, LongestPrompt, PromptKind
 from sglang_sbs.router.requests.plan import RouteKind
 from sglang_sbs.router.workers.registry import Registry
 from sglang_sbs.router.workers.server_info import WorkerInfo, parse_version
@@ -118,9 +118,7 @@ class EngineTokenizers:
     _verdicts: dict[str, tuple[WorkerInfo, Verdict]] = field(default_factory=dict)
     _again_s: dict[str, float] = field(default_factory=dict)
     _disagreeing: frozenset[PromptKind] = frozenset()
-    _format: BlockFormat | None = None
-    _models: frozenset[str] = frozenset()
-    _longest: LongestPrompt | None = None
+    _known: Known = field(default_factory=Known)
     _looked_s: float = -_EVERY_S
     _task: asyncio.Task[None] | None = None
     _odd_pages: str = ""
@@ -135,29 +133,15 @@ class EngineTokenizers:
             self._task.cancel()
             await asyncio.gather(self._task, return_exceptions=True)
 
-    def block_format(self) -> BlockFormat | None:
-        """How most prefill instances cut prompts into blocks: a prompt gets one list of names.
-        ``None``: names are of no use."""
-        if not self.names_blocks:
-            return None
-        self._look()
-        return self._format
-
-    def longest_prompt(self) -> LongestPrompt | None:
-        """``None``: it is not known of every engine."""
-        self._look()
-        return self._longest
-
-    def _look(self) -> None:
+    def known(self) -> Known:
+        """As it was within the last second."""
         now_s = time.monotonic()
-        if now_s - self._looked_s < _EVERY_S:
-            return
-        self._looked_s = now_s
-        if self.names_blocks:
-            self._format = self._common_format()
-        infos = [worker.info for worker in self.registry]
-        self._models = frozenset(info.model_id for info in infos if info is not None)
-        self._longest = longest_prompt(self.registry)
+        if now_s - self._looked_s >= _EVERY_S:
+            self._looked_s = now_s
+            blocks = self._common_format() if self.names_blocks else None
+            models = frozenset(w.info.model_id for w in self.registry if w.info is not None)
+            self._known = Known(blocks, longest_prompt(self.registry), models)
+        return self._known
 
     def agrees(self, kind: PromptKind) -> bool:
         """False: some engine is known to come to other token ids than the tokenizer here."""
@@ -178,10 +162,6 @@ class EngineTokenizers:
         return all(_may_get_ids(self.verdict(worker), asked) for worker in workers) and not (
             kind == "completions" and any(w.info and w.info.completion_template for w in workers)
         )
-
-    def serves(self, model: str) -> bool:
-        """Whether this is a model's whole name, though it looks like ``model:adapter``."""
-        return model in self._models
 
     def verdict(self, worker: Worker) -> Verdict:
         info, verdict = self._verdicts.get(worker.url, (None, _UNKNOWN))
