@@ -64,7 +64,7 @@ class OwnScheduler:
         self._metrics = metrics
         self.dispatcher = dispatcher = Dispatcher(
             scheduler or Scheduler(options.scheduler),
-            observer=metrics,
+            counts=metrics.decided,
             event_log=log,
             give_up_s=options.scheduler.default_timeout_s + OVERDUE_S,
         )
@@ -145,7 +145,7 @@ class RemoteScheduler:
             self.registry,
             name=name,
             fallback=lambda: Scheduler(_alone(options)),
-            observer=metrics,
+            counts=metrics.decided,
             metrics_page=lambda: metrics.render().decode(),
             abort=abort,
             alone_changed=self._alone_changed,

@@ -41,12 +41,7 @@ class SchedulerLike(Protocol):
     def snapshot(self, now_s: float) -> Any: ...
 
 
-class DispatchObserver(Protocol):
-    """Who counts what the scheduler decided (metrics)."""
-
-    def dispatched(self, command: Dispatch) -> None: ...
-    def refused(self, command: Refuse) -> None: ...
-
+Decision = Dispatch | Refuse
 
 Observer = Callable[[Event, Sequence[Command], float], None]
 """Must neither raise nor block."""
@@ -57,10 +52,11 @@ class SchedulerPump:
     """Must be used from one event loop only."""
 
     scheduler: SchedulerLike
-    decided: Callable[[Dispatch | Refuse], None]
+    decided: Callable[[Decision], None]
     failed: Callable[[str], None]
     """Gets the rid of a request on whose arrival the scheduler failed."""
-    counts: DispatchObserver | None = None
+    counts: Callable[[Decision], None] | None = None
+    """Counts decisions (metrics)."""
     event_log: EventLogWriter | None = None
     observer: Observer | None = None
     """Told of every event and what was answered, while somebody looks."""
@@ -109,10 +105,7 @@ class SchedulerPump:
                 self._wake_at(command.time_s, now_s)
                 continue
             if self.counts is not None:
-                if isinstance(command, Dispatch):
-                    self.counts.dispatched(command)
-                else:
-                    self.counts.refused(command)
+                self.counts(command)
             self.decided(command)
 
     def _scheduler_failed(self, event: Event, now_s: float) -> None:

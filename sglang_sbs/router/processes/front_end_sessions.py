@@ -76,7 +76,7 @@ class Hub:
         scheduler: driver.SchedulerLike,
         lead: Lead,
         *,
-        observer: driver.DispatchObserver | None = None,
+        counts: Callable[[driver.Decision], None] | None = None,
         event_log: EventLogWriter | None = None,
         watch_dashboard: Callable[[bytes, messages.WatchDashboard], None] = lambda who, asked: None,
         retire_page: Callable[[str], None] = lambda page: None,
@@ -85,7 +85,7 @@ class Hub:
         told that somebody looks at a front end's dashboard; ``retire_page`` gets the last known
         metrics of a front end that is gone."""
         self.boot_id = uuid.uuid4().hex
-        self.pump = driver.SchedulerPump(scheduler, self.decided, self.failed, observer, event_log)
+        self.pump = driver.SchedulerPump(scheduler, self.decided, self.failed, counts, event_log)
         self._watch_dashboard = watch_dashboard
         self.foreign = 0
         """Messages about requests of another session: a defect of a front end."""

@@ -91,7 +91,7 @@ class SchedulerProcess:
             self._sockets.tell,
             Scheduler(options.scheduler),
             self.lead,
-            observer=self.metrics,
+            counts=self.metrics.decided,
             event_log=log,
             watch_dashboard=lambda who, asked: self._leases.ask(who, asked),  # noqa: PLW0108
             retire_page=self._retire,

@@ -178,9 +178,12 @@ class RouterMetrics:
         """Remove the series of a worker. One that is added again begins at 0."""
         self._of_workers.forget(worker_url)
 
-    # DispatchObserver -------------------------------------------------------------------------
+    # The scheduler ----------------------------------------------------------------------------
 
-    def dispatched(self, command: Dispatch) -> None:
+    def decided(self, command: Dispatch | Refuse) -> None:
+        if isinstance(command, Refuse):
+            self.refusals.labels(command.cause).inc()
+            return
         self._dispatched += 1
         self.hold_seconds.observe(command.held_s)
         for role, worker, rank in (
@@ -196,9 +199,6 @@ class RouterMetrics:
             if size:
                 self.gang_size.observe(size)
             self._gang = (command.batch, 1)
-
-    def refused(self, command: Refuse) -> None:
-        self.refusals.labels(command.cause).inc()
 
     def selections(self, model: str) -> CounterMetricFamily:
         """Worker choices, under sglang_router's name: both roles are chosen at once here."""
