@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import random
 import time
 from collections import Counter
@@ -82,11 +83,14 @@ _CHATS: tuple[dict[str, Any], ...] = (
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """``None``: could not be found out."""
+    """Of an engine that told this ``info`` of itself. ``None``: could not be found out."""
 
+    info: WorkerInfo | None = None
     text: bool | None = None
     chat: bool | None = None
     takes_chat_ids: bool = False
+    again_s: float = math.inf
+    """When the engine is asked again."""
 
     @property
     def wrong(self) -> list[PromptKind]:
@@ -115,8 +119,7 @@ class EngineTokenizers:
     forwarding: Forwarding
     names_blocks: bool
     api_key: str | None
-    _verdicts: dict[str, tuple[WorkerInfo, Verdict]] = field(default_factory=dict)
-    _again_s: dict[str, float] = field(default_factory=dict)
+    _verdicts: dict[str, Verdict] = field(default_factory=dict)
     _disagreeing: frozenset[PromptKind] = frozenset()
     _known: Known = field(default_factory=Known)
     _looked_s: float = -_EVERY_S
@@ -151,7 +154,7 @@ class EngineTokenizers:
         """Whether token ids may be sent in place of such prompts, to some engine at least."""
         return self.forwarding == "on" or (
             self.forwarding == "auto"
-            and any(_may_get_ids(verdict, kind) for _, verdict in self._verdicts.copy().values())
+            and any(_may_get_ids(verdict, kind) for verdict in self._verdicts.copy().values())
         )
 
     def may_get_ids(self, kind: RouteKind, *workers: Worker) -> bool:
@@ -164,8 +167,8 @@ class EngineTokenizers:
         )
 
     def verdict(self, worker: Worker) -> Verdict:
-        info, verdict = self._verdicts.get(worker.url, (None, _UNKNOWN))
-        return verdict if info is not None and info == worker.info else _UNKNOWN
+        verdict = self._verdicts.get(worker.url, _UNKNOWN)
+        return verdict if verdict.info == worker.info else _UNKNOWN
 
     def _common_format(self) -> BlockFormat | None:
         formats = Counter(
@@ -199,22 +202,18 @@ class EngineTokenizers:
         for url in self._verdicts.keys() - workers.keys():
             del self._verdicts[url]
         for worker in workers.values():
-            info = worker.info
-            known = self._verdicts.get(worker.url)
-            if info is None or not worker.healthy or (known is not None and known[0] == info):
+            info, known, now_s = worker.info, self.verdict(worker), time.monotonic()
+            if info is None or not worker.healthy or (known.info and now_s < known.again_s):
                 continue
-            if self._again_s.get(worker.url, 0.0) > time.monotonic():
-                continue
-            self._again_s[worker.url] = time.monotonic() + _AGAIN_S
             try:
                 async with asyncio.timeout(_ANSWER_S):
                     verdict = await self._ask(worker.url, info, probes)
+                self._tell(worker, verdict)
             except (aiohttp.ClientError, TimeoutError, OSError, ValueError) as error:
+                verdict = Verdict(info, again_s=now_s + _AGAIN_S)
                 logger.debug("worker %s: its tokenizer is not known: %s", worker.url, error)
-                continue
-            self._verdicts[worker.url] = (info, verdict)
-            self._tell(worker, verdict)
-        verdicts = [verdict for _, verdict in self._verdicts.values()]
+            self._verdicts[worker.url] = verdict
+        verdicts = self._verdicts.values()
         self._disagreeing = frozenset(kind for one in verdicts for kind in one.wrong)
 
     async def _ask(self, url: str, info: WorkerInfo, probes: _Probes) -> Verdict:
@@ -229,7 +228,7 @@ class EngineTokenizers:
         numbers = parse_version(info.version)
         new = numbers is not None and (numbers >= CHAT_IDS_VERSION or numbers == (0, 0, 0))
         takes = bool(chat) and new and not await self._sees(url)
-        return Verdict(text=text, chat=chat, takes_chat_ids=takes)
+        return Verdict(info, text, chat, takes)
 
     async def _sees(self, url: str) -> bool:
         """Whether it takes images or sound: then its processor may want the text of a chat."""
