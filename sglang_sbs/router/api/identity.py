@@ -38,8 +38,7 @@ ASK_AGAIN_S = 10.0
 """Least time between two fetches for a key that is not known, or after a failed one."""
 _FETCH_S = 10.0
 _LARGEST_BYTES = 1 << 20
-_ROLE_CLAIM = "roles"
-_OTHER_ROLE_CLAIMS = ("role", "roles", "groups", "group")
+_OTHER_ROLE_CLAIMS = ("role", "groups", "group")
 
 
 class TokenError(ValueError):
@@ -173,9 +172,8 @@ class TokenCheck:
 
     def _role(self, claims: Mapping[str, Any]) -> Role:
         """The highest of the roles it has; ``user`` without any known one."""
-        names = _texts(claims.get(_ROLE_CLAIM))
-        if _ROLE_CLAIM not in claims:
-            names = [text for c in _OTHER_ROLE_CLAIMS for text in _texts(claims.get(c))]
+        told = ("roles",) if "roles" in claims else _OTHER_ROLE_CLAIMS
+        names = [text for claim in told for text in _texts(claims.get(claim))]
         roles = self._config.roles
         own = [roles.get(name, "user") if roles else name.lower() for name in names]
         return "admin" if "admin" in own else "user"

@@ -14,7 +14,7 @@ from prometheus_client.core import Metric
 
 from sglang_sbs.dashboard.feed import LocalFeed
 from sglang_sbs.router.assignment.decision_times import lag_families
-from sglang_sbs.router.election import Election, ElectionTimes, parse_election
+from sglang_sbs.router.election import Election, parse_election
 from sglang_sbs.router.metric_families import gauge, total
 from sglang_sbs.router.options.router_options import RouterOptions
 from sglang_sbs.router.options.several import SeveralProcesses
@@ -245,10 +245,10 @@ class SchedulerProcess:
 
 
 def _election_of(several: SeveralProcesses) -> Election:
-    if (flags := several.election) is not None:
+    if several.election is not None:
+        url, times = several.election
         try:
-            times = ElectionTimes(flags.lease_s, flags.renew_s, flags.retry_s)
-            return parse_election(flags.url, several.advertise, times)
+            return parse_election(url, several.advertise, times)
         except ValueError as error:
             raise ValueError(f"--sbs-election: {error}") from error
     others = several.schedulers

@@ -209,7 +209,7 @@ def _kind_of(value: Any) -> PromptKind:
 
 
 def _check_size(prompt: Prompt, longest: LongestPrompt) -> None:
-    """Before anything is made of it. Raises: RouterError."""
+    """Raises: RouterError."""
     if isinstance(prompt.value, array):
         longest.check(len(prompt.value))
     size = len(prompt.value) if isinstance(prompt.value, str) else prompt.size_bytes
