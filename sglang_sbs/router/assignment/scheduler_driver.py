@@ -4,6 +4,7 @@ policy is logged, counted and survived."""
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import math
 import time
@@ -121,14 +122,15 @@ class SchedulerPump:
     def _write(self, step: Callable[[EventLogWriter], None]) -> None:
         """A full disk must not stop the router."""
         log = self.event_log
+        if log is None:
+            return
         try:
-            if log is not None:
-                step(log)
+            step(log)
         except OSError as error:
             logger.error("the event log ends here: %s", error)
             self.event_log = None
-            if log is not None:
-                log.abandon()
+            with contextlib.suppress(OSError):
+                log.close()
 
     def _wake_at(self, time_s: float, now_s: float) -> None:
         if self._timer is not None:
@@ -146,7 +148,7 @@ class SchedulerPump:
 
     def flush_log(self) -> None:
         self._flushing = None
-        self._write(lambda log: log.flush())
+        self._write(EventLogWriter.flush)
 
     def close(self) -> None:
         """Stop the timer and close the log; events after this are dropped."""
@@ -155,5 +157,5 @@ class SchedulerPump:
             if timer is not None:
                 timer.cancel()
         self._timer = self._flushing = None
-        self._write(lambda log: log.close())
+        self._write(EventLogWriter.close)
         self.event_log = None
