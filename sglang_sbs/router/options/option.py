@@ -42,7 +42,7 @@ class Option:
     per_s: int = 1
     """The field is in seconds, the flag in so many parts of one."""
     read: Callable[[Any], Any] | None = None
-    """From the flag's value to the field's."""
+    """From the flag's value to the field's. Raises: ValueError."""
     internal: bool = False
     """Processes of the router say it to each other."""
 
@@ -51,10 +51,11 @@ class Option:
         return self.flag.replace("-", "_")
 
     def value_in(self, args: argparse.Namespace) -> Any:
+        """Raises: ValueError, which names the flag."""
         value = getattr(args, self.dest)
         if self.per_s != 1:
             return value / self.per_s
-        return value if self.read is None else self.read(value)
+        return value if self.read is None else read(f"--{self.flag}", self.read, value)
 
     def arguments(self, default: Any) -> dict[str, Any]:
         """For argparse. ``default``: of its field."""
