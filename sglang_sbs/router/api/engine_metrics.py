@@ -8,6 +8,7 @@ reaches the port may ask, and prometheus_client's parser takes a second per mega
 from __future__ import annotations
 
 import re
+from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from io import BytesIO, TextIOWrapper
@@ -42,7 +43,7 @@ def merge_pages(pages: Iterable[tuple[str, bytes]]) -> list[bytes | bytearray]:
     merged: dict[str, list[_Family]] = {}
     for url, page in pages:
         try:
-            families = _Page(f'worker_addr="{url}"').read(page)
+            families = _families_on(page, f'worker_addr="{url}"')
         except _Unreadable:
             continue
         for name, family in families.items():
@@ -55,49 +56,33 @@ def merge_pages(pages: Iterable[tuple[str, bytes]]) -> list[bytes | bytearray]:
     return parts
 
 
-@dataclass
-class _Page:
-    label: str
-    """Added to every sample."""
-    _families: dict[str, _Family] = field(default_factory=dict)
-    """By their new names."""
-    _current: _Family = field(default_factory=_Family)
-    """The one that was declared last."""
-    _names: frozenset[str] = frozenset()
-    """Of its samples."""
-
-    def read(self, page: bytes) -> dict[str, _Family]:
-        """Raises: _Unreadable."""
-        lines = TextIOWrapper(BytesIO(page), "utf-8", "replace", newline="\n")
-        while line := lines.readline(_MOST_LINE_CHARS):
-            if len(line) == _MOST_LINE_CHARS or len(self._families) > _MOST_FAMILIES:
-                raise _Unreadable("too long a line, or too many families")
-            if not line.isspace():
-                self._read_line(line.removesuffix("\n"))
-        return self._families
-
-    def _read_line(self, line: str) -> None:
+def _families_on(page: bytes, label: str) -> dict[str, _Family]:
+    """By their new names; every sample gets ``label``. Raises: _Unreadable."""
+    families: defaultdict[str, _Family] = defaultdict(_Family)
+    current, names_of_current = _Family(), frozenset[str]()
+    lines = TextIOWrapper(BytesIO(page), "utf-8", "replace", newline="\n")
+    while line := lines.readline(_MOST_LINE_CHARS):
+        if len(line) == _MOST_LINE_CHARS or len(families) > _MOST_FAMILIES:
+            raise _Unreadable("too long a line, or too many families")
+        line = line.removesuffix("\n")
+        if not line or line.isspace():
+            continue
         if line[0] == "#":
-            found = _DECLARATION.fullmatch(line)
-            if found is not None:  # else it is a comment
-                self._declare(found[1], found[2].replace(":", "_"), found[3] or "")
-            return
-        sample = _SAMPLE.fullmatch(line)
-        if sample is None:
+            if (found := _DECLARATION.fullmatch(line)) is None:
+                continue  # a comment
+            key, name, rest = found[1], found[2].replace(":", "_"), found[3] or ""
+            if key == "TYPE" and rest not in _KINDS:
+                raise _Unreadable("there is no such type")
+            current = families[name]
+            current.declared.setdefault(key, rest)
+            names_of_current = frozenset(name + suffix for suffix in _SUFFIXES)
+            continue
+        if (sample := _SAMPLE.fullmatch(line)) is None:
             raise _Unreadable("a line is no sample")
         name, labels = sample[1].replace(":", "_"), (sample[2] or "").rstrip(", ")
         if "worker_addr=" in labels:
             raise _Unreadable("it speaks of others")
-        family = self._current if name in self._names else self._family(name)
-        own = f"{labels},{self.label}" if labels else self.label
+        family = current if name in names_of_current else families[name]
+        own = f"{labels},{label}" if labels else label
         family.samples += f"{name}{{{own}}} {sample[3]}{sample[4] or ''}\n".encode()
-
-    def _declare(self, key: str, name: str, rest: str) -> None:
-        if key == "TYPE" and rest not in _KINDS:
-            raise _Unreadable("there is no such type")
-        self._current = self._family(name)
-        self._current.declared.setdefault(key, rest)
-        self._names = frozenset(name + suffix for suffix in _SUFFIXES)
-
-    def _family(self, name: str) -> _Family:
-        return self._families.setdefault(name, _Family())
+    return families
