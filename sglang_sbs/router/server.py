@@ -127,7 +127,7 @@ class RouterServer:
         self.lengths = PromptLengths(lambda relative: missed.observe(abs(relative)))
         self.lanes = Lanes()
         self.lanes.begin()
-        self._build_prompts(self.tokenizer)
+        self._build_prompts()
         self.in_flight = InFlight(
             dispatcher=self.dispatcher,
             pool=self.pool,
@@ -163,18 +163,18 @@ class RouterServer:
         )
         self.metrics.collect_with(self._collect)
 
-    def _build_prompts(self, tokenizer: ChatTokenizer | None) -> None:
+    def _build_prompts(self) -> None:
         options = self.options
         self.tokenizers = EngineTokenizers(
             self.registry,
             self.session,
-            tokenizer,
+            self.tokenizer,
             forwarding=options.forward_token_ids,
             names_blocks=options.names_blocks,
             api_key=options.api_key,
         )
         self.prompts = PromptReader(
-            tokenizer,
+            self.tokenizer,
             self.lengths,
             BlockNamer(as_published=options.prefix_source != "approximate"),
             self.tokenizers,

@@ -58,7 +58,6 @@ class SigningKeys:
         self._keys: dict[str, PyJWK] = {}
         self._fetched_s = self._asked_s = -math.inf
         self._lock = asyncio.Lock()
-        self.fetches = 0
 
     async def get(self, name: str) -> PyJWK:
         """Raises: TokenError, there is no such key; ProviderError."""
@@ -94,7 +93,6 @@ class SigningKeys:
         """Raises: ClientError, OSError, TimeoutError, ValueError."""
         from jwt import PyJWK, PyJWTError
 
-        self.fetches += 1
         async with aiohttp.ClientSession(trust_env=True) as session:
             url = self._config.jwks_uri or await self._discover(session)
             found = (await _get(session, url)).get("keys")

@@ -57,7 +57,6 @@ class SchedulerPump:
     failed: Callable[[str], None]
     """Gets the rid of a request on whose arrival the scheduler failed."""
     counts: Callable[[Decision], None] | None = None
-    """Counts decisions (metrics)."""
     event_log: EventLogWriter | None = None
     observer: Observer | None = None
     """Told of every event and what was answered, while somebody looks."""

@@ -89,13 +89,8 @@ def build_parser(prog: str | None = None) -> argparse.ArgumentParser:
 def add_flags(
     parser: argparse.ArgumentParser, prefix: str | None = None, without: Container[str] = ()
 ) -> None:
-    """Add the router's flags to ``parser``.
-
-    Args:
-        prefix: ``None`` for the router's own parser, where both spellings mean the same. For a
-            parser of others only ``--{prefix}x`` is added, with argparse's own ``dest``.
-        without: names of flags to leave out.
-    """
+    """Without a ``prefix`` to the router's own parser, where both spellings mean the same. To a
+    parser of others only ``--{prefix}x`` is added, with argparse's own ``dest``."""
     own = prefix is None
     defaults = _field_defaults()
     for title, options in GROUPS.items():
