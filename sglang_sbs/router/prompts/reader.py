@@ -48,7 +48,8 @@ PromptKind = Literal["text", "chat"]
 class LongestPrompt(NamedTuple):
     """The longest prompt that some engine takes (its ``max_req_input_len``)."""
 
-    tokens: int
+    tokens: float = math.inf
+    """Infinite: it is not known of every engine."""
     cuts: bool = False
     """Longer ones are cut (``--allow-auto-truncate``), not refused."""
 
@@ -76,8 +77,7 @@ class Known(NamedTuple):
     blocks: BlockFormat | None = None
     """How most prefill instances cut prompts into blocks: a prompt gets one list of names.
     ``None``: names are of no use."""
-    longest: LongestPrompt | None = None
-    """``None``: it is not known of every engine."""
+    longest: LongestPrompt = LongestPrompt()
     models: frozenset[str] = frozenset()
     """Their whole names, though one may look like ``model:adapter``."""
     tokenizes: bool = True
@@ -127,12 +127,10 @@ class PromptReader:
         return format_ is None or tokens // format_.page_tokens <= _QUICK_PAGES
 
     def _read_all(self, plan: Plan, known: Known) -> list[ReadPrompt]:
-        longest = known.longest
-        if longest is not None:
-            for prompt in plan.prompts:
-                _check_size(prompt, longest)
-        prompts = [self._read(plan.model, prompt, known) for prompt in plan.prompts]
-        return prompts if longest is None else [_bounded(one, longest) for one in prompts]
+        for prompt in plan.prompts:
+            _check_size(prompt, known.longest)
+        prompts = (self._read(plan.model, prompt, known) for prompt in plan.prompts)
+        return [_bounded(one, known.longest) for one in prompts]
 
     def _read(self, model: str, prompt: Prompt, known: Known) -> ReadPrompt:
         value, ids = prompt.value, None
@@ -166,19 +164,17 @@ class PromptReader:
         page_tokens = known.blocks.page_tokens if blocks and known.blocks else 0
         return ReadPrompt(length, blocks, page_tokens, ids_json)
 
-    def _tokenize(self, value: Any, longest: LongestPrompt | None) -> PromptIds | None:
+    def _tokenize(self, value: Any, longest: LongestPrompt) -> PromptIds | None:
         """``None``: its length is to be estimated. Raises: RouterError, it is too long."""
         if self.tokenizer is None:
             return None
-        most = math.inf
-        if longest is not None and not longest.cuts and self.engines.agrees(_kind_of(value)):
-            most = longest.tokens
+        counts = not longest.cuts and self.engines.agrees(_kind_of(value))
+        most = longest.tokens if counts else math.inf
         try:
             if isinstance(value, str):
                 return PromptIds(self.tokenizer.text_ids(value, most))
             return self.tokenizer.chat_ids(value, most)
         except TooManyTokens as found:
-            assert longest is not None
             longest.check(found.args[0], at_least=True)
             raise
         except TooLong:
@@ -194,11 +190,10 @@ class PromptReader:
     ) -> array[int]:
         if ids is not None:
             return self.namer.names(ids, format_, namespace)
-        text = None
-        if self.names_text and isinstance(value, str):
-            text = value.encode("utf-8", "surrogatepass")
-        elif self.names_text and isinstance(value, dict):
-            text = chat_bytes(value)
+        if not self.names_text or value is None:
+            return _NO_BLOCKS
+        is_text = isinstance(value, str)
+        text = value.encode("utf-8", "surrogatepass") if is_text else chat_bytes(value)
         if text is None:
             return _NO_BLOCKS
         return self.namer.text_names(text, format_.page_tokens, namespace)
@@ -228,4 +223,4 @@ def _bounded(read: ReadPrompt, longest: LongestPrompt) -> ReadPrompt:
         longest.check(read.length.tokens)
     if read.length.tokens <= longest.tokens:
         return read
-    return replace(read, length=PromptLength(longest.tokens))
+    return replace(read, length=PromptLength(int(longest.tokens)))

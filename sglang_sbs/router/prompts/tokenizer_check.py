@@ -143,7 +143,8 @@ class EngineTokenizers:
             self._looked_s = now_s
             blocks = self._common_format() if self.names_blocks else None
             models = frozenset(w.info.model_id for w in self.registry if w.info is not None)
-            self._known = Known(blocks, longest_prompt(self.registry), models)
+            longest = longest_prompt(self.registry) or LongestPrompt()
+            self._known = Known(blocks, longest, models)
         return self._known
 
     def agrees(self, kind: PromptKind) -> bool:

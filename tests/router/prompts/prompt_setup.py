@@ -22,7 +22,7 @@ class Known:
         self.longest: LongestPrompt | None = None
 
     def known(self) -> reader.Known:
-        return reader.Known(self.format, self.longest, frozenset(self.models))
+        return reader.Known(self.format, self.longest or LongestPrompt(), frozenset(self.models))
 
     def agrees(self, kind: PromptKind) -> bool:
         return kind not in self.wrong
