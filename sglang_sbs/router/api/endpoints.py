@@ -329,13 +329,12 @@ class Control:
     ) -> list[tuple[Worker, int, bytes]]:
         """Ask several workers at once; 0 and the reason for those that cannot be reached.
         ``every_rank``: with an answer of every DP rank where each serves HTTP itself."""
-        key = self._server.options.worker_key
-        headers = {"Authorization": f"Bearer {key}"} if key else {}
+        session, key = self._server.session, self._server.options.worker_key
 
         async def of(worker: Worker, url: str) -> tuple[Worker, int, bytes]:
-            to = (self._server.session, method, url + path)
             try:
-                return worker, *await ask(*to, headers=headers, timeout_s=_ASK_TIMEOUT_S)
+                asked = ask(session, method, url + path, key=key, timeout_s=_ASK_TIMEOUT_S)
+                return worker, *await asked
             except (aiohttp.ClientError, OSError, TimeoutError) as error:
                 return worker, 0, plain_error(error).encode()
 

@@ -122,8 +122,7 @@ class SigningKeys:
 
 
 async def _get(session: aiohttp.ClientSession, url: str) -> dict[str, Any]:
-    asked = ask(session, "GET", url, headers=None, timeout_s=_FETCH_S, most_bytes=_LARGEST_BYTES)
-    status, raw = await asked
+    status, raw = await ask(session, "GET", url, timeout_s=_FETCH_S, most_bytes=_LARGEST_BYTES)
     if status != 200:
         raise ValueError(f"{url}: HTTP {status}")
     value = json.loads(raw)

@@ -233,27 +233,24 @@ class EngineTokenizers:
 
     async def _sees(self, url: str) -> bool:
         """Whether it takes images or sound: then its processor may want the text of a chat."""
-        status, data = await self._talk("GET", f"{url}/model_info")
+        url += "/model_info"
+        status, data = await ask(self.session, "GET", url, key=self.api_key, timeout_s=_ANSWER_S)
         model = orjson.loads(data) if status == 200 else None
         names = ("has_image_understanding", "has_audio_understanding")
         return not isinstance(model, dict) or any(model.get(name) is not False for name in names)
 
     async def _post(self, url: str, body: Mapping[str, Any]) -> dict[str, Any] | None:
         """The answer of ``/tokenize``; ``None``: refused, or there is no such endpoint."""
-        status, data = await self._talk("POST", f"{url}/tokenize", body)
+        url += "/tokenize"
+        status, data = await ask(
+            self.session, "POST", url, key=self.api_key, timeout_s=_ANSWER_S, json=body
+        )
         if status >= 500:
             raise ValueError(f"status {status}")  # to be asked again
         if status != 200:
             return None
         answer = orjson.loads(data)
         return answer if isinstance(answer, dict) else None
-
-    async def _talk(
-        self, method: str, url: str, body: Mapping[str, Any] | None = None
-    ) -> tuple[int, bytes]:
-        headers = {"Authorization": f"Bearer {self.api_key}"} if self.api_key else {}
-        to = (self.session, method, url)
-        return await ask(*to, headers=headers, timeout_s=_ANSWER_S, json=body)
 
     def _tell(self, worker: Worker, verdict: Verdict) -> None:
         if not verdict.wrong:
