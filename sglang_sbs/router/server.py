@@ -304,7 +304,7 @@ class RouterServer:
             # After the scheduler's, which may be on this machine, and asks nobody to make room.
             number = min(number + 1, 65535)
         malformed = self.metrics.malformed.inc
-        port = MetricsPort(options.prometheus_host, number, pages, malformed, _LAST_WORDS_S)
+        port = MetricsPort(options.prometheus_host, number, pages, malformed)
         self._metrics_port = port
         if apart:
             opening = asyncio.create_task(port.open_when_free())

@@ -187,7 +187,7 @@ class SchedulerProcess:
         host, number = self.options.prometheus_host, self.options.prometheus_port
         standing = {"/readiness": self._readiness, "/active": self._active}
         pages, malformed = {"/metrics": self._metrics, **standing}, self.metrics.malformed.inc
-        self._metrics_port = port = MetricsPort(host, number, pages, malformed, 1.0)
+        self._metrics_port = port = MetricsPort(host, number, pages, malformed)
         if self.options.take_over:
             self._tasks.append(asyncio.create_task(port.open_when_free()))
         else:
