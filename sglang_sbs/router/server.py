@@ -109,7 +109,7 @@ class RouterServer:
         except BaseException:
             await self.stop(grace_s=0.0)
             raise
-        self.tokenizers.start()
+        self._tasks.append(asyncio.create_task(self.tokenizers.watch()))
 
     def _build(self) -> None:
         options = self.options
@@ -217,7 +217,6 @@ class RouterServer:
             await self._runner.cleanup()
         if self._metrics_port is not None:
             await self._metrics_port.close()
-        await self.tokenizers.close()
         self.lanes.close()
         self.pool.close()
         await self.session.close()

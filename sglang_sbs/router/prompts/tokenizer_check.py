@@ -123,18 +123,7 @@ class EngineTokenizers:
     _disagreeing: frozenset[PromptKind] = frozenset()
     _known: Known = field(default_factory=Known)
     _looked_s: float = -_EVERY_S
-    _task: asyncio.Task[None] | None = None
     _odd_pages: str = ""
-
-    def start(self) -> None:
-        """Ask engines as they come up; nobody is asked without a tokenizer."""
-        if self.tokenizer is not None:
-            self._task = asyncio.create_task(self._watch())
-
-    async def close(self) -> None:
-        if self._task is not None:
-            self._task.cancel()
-            await asyncio.gather(self._task, return_exceptions=True)
 
     def known(self) -> Known:
         """As it was within the last second."""
@@ -189,8 +178,11 @@ class EngineTokenizers:
                 )
         return common[0][0] if common else None
 
-    async def _watch(self) -> None:
-        probes = await asyncio.to_thread(self._make_probes)
+    async def watch(self) -> None:
+        """Asks engines as they come up; nobody is asked without a tokenizer."""
+        if self.tokenizer is None:
+            return
+        probes = await asyncio.to_thread(_probes_of, self.tokenizer)
         while True:
             try:
                 await self._ask_all(probes)
@@ -267,22 +259,21 @@ class EngineTokenizers:
             "model it serves, and --chat-template as the engine has it",
         )
 
-    def _make_probes(self) -> _Probes:
-        tokenizer = self.tokenizer
-        assert tokenizer is not None
-        vocabulary = tokenizer.tokenizer.get_vocab_size()
-        sample = random.Random(1).choices(range(vocabulary), k=_SAMPLE)
-        added = tokenizer.tokenizer.get_added_tokens_decoder().values()
-        specials = [token.content for token in added][:_MAX_SPECIALS]
-        all_specials = "".join(specials) + " " + " ".join(specials) + "\n"
-        sampled = tokenizer.tokenizer.decode(sample, skip_special_tokens=False)
-        texts = [*_TEXTS, all_specials, sampled]
-        text_ids = [tokenizer.text_ids(text).tolist() for text in texts]
-        chat_ids: list[list[int] | None] = [None] * len(_CHATS)
-        for at, body in enumerate(_CHATS):
-            with suppress(TemplateError):
-                chat_ids[at] = tokenizer.chat_ids(body).ids.tolist()
-        return _Probes(texts, text_ids, chat_ids)
+
+def _probes_of(tokenizer: ChatTokenizer) -> _Probes:
+    vocabulary = tokenizer.tokenizer.get_vocab_size()
+    sample = random.Random(1).choices(range(vocabulary), k=_SAMPLE)
+    added = tokenizer.tokenizer.get_added_tokens_decoder().values()
+    specials = [token.content for token in added][:_MAX_SPECIALS]
+    all_specials = "".join(specials) + " " + " ".join(specials) + "\n"
+    sampled = tokenizer.tokenizer.decode(sample, skip_special_tokens=False)
+    texts = [*_TEXTS, all_specials, sampled]
+    text_ids = [tokenizer.text_ids(text).tolist() for text in texts]
+    chat_ids: list[list[int] | None] = [None] * len(_CHATS)
+    for at, body in enumerate(_CHATS):
+        with suppress(TemplateError):
+            chat_ids[at] = tokenizer.chat_ids(body).ids.tolist()
+    return _Probes(texts, text_ids, chat_ids)
 
 
 def longest_prompt(workers: Iterable[Worker]) -> LongestPrompt | None:
