@@ -173,7 +173,7 @@ def _heard_at(process: RouterServer | SchedulerProcess) -> str:
 def _elected_by(options: RouterOptions) -> str:
     several = options.several
     if several.election is not None:
-        return f" (known as {several.advertise}, elected by {several.election.url})"
+        return f" (known as {several.advertise}, elected by {several.election[0]})"
     if len(several.schedulers) > 1:
         return f" (known as {several.advertise}, the first of {len(several.schedulers)} schedules)"
     return ""

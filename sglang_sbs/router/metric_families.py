@@ -15,8 +15,6 @@ _F = TypeVar("_F", GaugeMetricFamily, CounterMetricFamily)
 
 
 class Made(Collector):
-    """Families as ``make`` has them when they are asked for."""
-
     def __init__(self, make: Callable[[], Iterable[Metric]]) -> None:
         self._make = make
 

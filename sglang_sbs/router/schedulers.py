@@ -62,7 +62,7 @@ class OwnScheduler:
         log = EventLogWriter(options.event_log, options.scheduler) if options.event_log else None
         self.dispatcher = dispatcher = Dispatcher(
             scheduler or Scheduler(options.scheduler),
-            observer=metrics,
+            counts=metrics.decided,
             event_log=log,
             give_up_s=options.scheduler.default_timeout_s + OVERDUE_S,
         )
@@ -132,7 +132,7 @@ class RemoteScheduler:
             self.registry,
             name=name,
             fallback=lambda: Scheduler(_alone(options)),
-            observer=metrics,
+            counts=metrics.decided,
             metrics_page=lambda: metrics.render().decode(),
             abort=abort,
             alone_changed=self._alone_changed,

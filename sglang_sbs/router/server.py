@@ -109,7 +109,7 @@ class RouterServer:
         except BaseException:
             await self.stop(grace_s=0.0)
             raise
-        self.tokenizers.start()
+        self._tasks.append(asyncio.create_task(self.tokenizers.watch()))
 
     def _build(self) -> None:
         options = self.options
@@ -126,7 +126,7 @@ class RouterServer:
         missed = self.metrics.length_error
         self.lengths = PromptLengths(lambda relative: missed.observe(abs(relative)))
         self.lanes = Lanes()
-        self._build_prompts(self.tokenizer)
+        self._build_prompts()
         self.in_flight = InFlight(
             dispatcher=self.dispatcher,
             pool=self.pool,
@@ -162,18 +162,18 @@ class RouterServer:
         )
         self.metrics.collect_with(self._collect)
 
-    def _build_prompts(self, tokenizer: ChatTokenizer | None) -> None:
+    def _build_prompts(self) -> None:
         options = self.options
         self.tokenizers = EngineTokenizers(
             self.registry,
             self.session,
-            tokenizer,
+            self.tokenizer,
             forwarding=options.forward_token_ids,
             names_blocks=options.names_blocks,
             api_key=options.api_key,
         )
         self.prompts = PromptReader(
-            tokenizer,
+            self.tokenizer,
             self.lengths,
             BlockNamer(as_published=options.prefix_source != "approximate"),
             self.tokenizers,
@@ -216,7 +216,6 @@ class RouterServer:
             await self._runner.cleanup()
         if self._metrics_port is not None:
             await self._metrics_port.close()
-        await self.tokenizers.close()
         self.lanes.close()
         self.pool.close()
         await self.session.close()
@@ -303,7 +302,7 @@ class RouterServer:
             # After the scheduler's, which may be on this machine, and asks nobody to make room.
             number = min(number + 1, 65535)
         malformed = self.metrics.malformed.inc
-        port = MetricsPort(options.prometheus_host, number, pages, malformed, _LAST_WORDS_S)
+        port = MetricsPort(options.prometheus_host, number, pages, malformed)
         self._metrics_port = port
         if apart:
             opening = asyncio.create_task(port.open_when_free())

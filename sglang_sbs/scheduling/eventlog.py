@@ -7,7 +7,6 @@ the first with the configuration. The events with their ``now_s``, fed to a fres
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import BinaryIO
@@ -18,7 +17,7 @@ from sglang_sbs.scheduling.config import SchedulerConfig
 from sglang_sbs.scheduling.events import Command, Event
 
 MAGIC = b"sglang-sbs-events-1\n"
-_FLUSH_BYTES = 64 * 1024
+_BUFFER_BYTES = 64 * 1024
 
 
 class LogRecord(msgspec.Struct, array_like=True, frozen=True):
@@ -32,35 +31,25 @@ class EventLogWriter:
     """Appends records; buffered, so that an event costs microseconds."""
 
     def __init__(self, path: Path, config: SchedulerConfig) -> None:
-        self._file: BinaryIO = path.open("wb")
+        self._file: BinaryIO = path.open("wb", buffering=_BUFFER_BYTES)
         self._encoder = msgspec.msgpack.Encoder()
-        self._buffer = bytearray(MAGIC)
+        self._file.write(MAGIC)
         self._append(LogRecord(0.0, None, [], config))
         self.flush()
 
     def write(self, now_s: float, event: Event, commands: Sequence[Command]) -> None:
         self._append(LogRecord(now_s, event, list(commands)))
-        if len(self._buffer) >= _FLUSH_BYTES:
-            self.flush()
 
     def flush(self) -> None:
-        self._file.write(self._buffer)
         self._file.flush()
-        self._buffer.clear()
 
     def close(self) -> None:
-        self.flush()
+        """Raises: OSError, not all of it was written; it is closed all the same."""
         self._file.close()
-
-    def abandon(self) -> None:
-        """Close without the rest of the buffer: it cannot be written."""
-        self._buffer.clear()
-        with contextlib.suppress(OSError):
-            self._file.close()
 
     def _append(self, record: LogRecord) -> None:
         data = self._encoder.encode(record)
-        self._buffer += len(data).to_bytes(4, "big") + data
+        self._file.write(len(data).to_bytes(4, "big") + data)
 
 
 def read_event_log(

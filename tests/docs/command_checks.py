@@ -147,7 +147,7 @@ def _check_router(words: Sequence[str], command: Command) -> None:
     for word in words:
         name = word.partition("=")[0].removeprefix("--").removeprefix("router-")
         if word.startswith("--") and name in IGNORED_FLAGS:
-            raise Wrong(f"{command}: {word} has no effect: {IGNORED_FLAGS[name][1]}")
+            raise Wrong(f"{command}: {word} has no effect: {IGNORED_FLAGS[name]}")
 
 
 def _check_scheduler(words: Sequence[str], command: Command) -> None:

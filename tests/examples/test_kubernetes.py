@@ -19,7 +19,7 @@ import pytest
 import yaml
 from command_lines import EXAMPLES, ROOT, ROUTER, Command, read_by_router, read_by_sglang
 
-from sglang_sbs.router.election import ElectionTimes, parse_election
+from sglang_sbs.router.election import parse_election
 from sglang_sbs.router.options.config import LWS_WORKER_INDEX
 from sglang_sbs.router.workers.kubernetes_pods import Members
 from sglang_sbs.router.workers.kubernetes_watch import PodDiscovery, WatchTiming
@@ -290,9 +290,8 @@ async def test_the_schedulers_of_the_manifests_elect_one(
     await api.start()
     monkeypatch.setenv("KUBECONFIG", str(api.kubeconfig(tmp_path)))
     several = options_of(scheduler(), tmp_path).several
-    flags = several.election
-    times = ElectionTimes(flags.lease_s, flags.renew_s, flags.retry_s)
-    election = parse_election(flags.url, several.advertise, times)
+    url, times = several.election
+    election = parse_election(url, several.advertise, times)
     led: asyncio.Future[int] = asyncio.get_running_loop().create_future()
     task = asyncio.create_task(election.run(led.set_result, lambda: None))
     try:

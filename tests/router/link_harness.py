@@ -199,15 +199,13 @@ class FakeLine:
 
 
 class Counts:
-    """A DispatchObserver."""
+    """Counts what was dispatched."""
 
     def __init__(self) -> None:
         self.dispatches = 0
 
-    def dispatched(self, command: Dispatch) -> None:
-        self.dispatches += 1
-
-    def refused(self, command: Refuse) -> None: ...
+    def __call__(self, command: Dispatch | Refuse) -> None:
+        self.dispatches += isinstance(command, Dispatch)
 
 
 def announced(rid: str, prompt_tokens: int = 10, **fields: Any) -> Announced:
@@ -237,7 +235,7 @@ class FrontEnd:
             self.registry,
             name=name,
             fallback=lambda: Scheduler(SchedulerConfig(policy="least_tokens")),
-            observer=self.alone,
+            counts=self.alone,
             metrics_page=lambda: f"# {name}\n",
             abort=self._abort,
             give_up_s=30.0,

@@ -337,7 +337,7 @@ async def test_a_text_beyond_all_contexts_is_not_looked_at() -> None:
     assert prompt.value is None
     no_engines: Any = None
     reader = PromptReader(None, PromptLengths(), BlockNamer(), no_engines, names_text=False)
-    (read,) = reader._read_all(plan, Known(None, None))
+    (read,) = reader._read_all(plan, Known())
     assert read.length.tokens == pytest.approx(MOST_READ_BYTES / 4, rel=0.01)
     assert not read.length.exact
     reader.lanes.close()
@@ -387,11 +387,11 @@ def test_what_waits_of_a_batch_is_small() -> None:
     plan = plan_request("generate", orjson.dumps({"text": ["x"] * 1000}))
     no_engines: Any = SimpleNamespace(takes_ids=lambda kind: False)
     reader = PromptReader(None, PromptLengths(), BlockNamer(), no_engines, names_text=True)
-    reader._read_all(plan, Known(BlockFormat(16), None))  # what is made once
+    reader._read_all(plan, Known(BlockFormat(16)))  # what is made once
     gc.collect()
     tracemalloc.start()
     again = plan_request("generate", orjson.dumps({"text": ["x"] * 1000}))
-    read = reader._read_all(again, Known(BlockFormat(16), None))
+    read = reader._read_all(again, Known(BlockFormat(16)))
     again.forget_values()
     kept = tracemalloc.get_traced_memory()[0]
     tracemalloc.stop()

@@ -68,7 +68,7 @@ class Asker:
         get = partial(ask, self._session, "GET", timeout_s=limit_s, connect_s=min(5.0, limit_s))
         started_s = time.monotonic()
         try:
-            status, body = await get(url + path, headers=bearer(key))
+            status, body = await get(url + path, key=key)
         except (aiohttp.ClientError, OSError, TimeoutError, ValueError) as error:
             raise Failure(*await self._why(url, error, limit_s)) from error
         return Answer(status, body, time.monotonic() - started_s, time.time())
@@ -227,10 +227,6 @@ def worker_of(facts: EngineFacts, info: WorkerInfo) -> Worker:
         configured_bootstrap_port=facts.given_port,
         info=info,
     )
-
-
-def bearer(key: str | None) -> dict[str, str]:
-    return {"Authorization": f"Bearer {key}"} if key else {}
 
 
 async def examine_all(asker: Asker, engines: Sequence[EngineFacts]) -> None:

@@ -15,7 +15,7 @@ import aiohttp
 import orjson
 
 from sglang_sbs.doctor.facts import EngineFacts, ProbeResult
-from sglang_sbs.doctor.gathering.engines import bearer, worker_of
+from sglang_sbs.doctor.gathering.engines import worker_of
 from sglang_sbs.doctor.options import DoctorOptions
 from sglang_sbs.router.engines.control_requests import ask
 from sglang_sbs.router.workers import rank_contract
@@ -43,7 +43,7 @@ async def probe_pairs(
     """Requests through all pairs, a few at a time."""
     gate = asyncio.Semaphore(_AT_ONCE)
     keys = options.router_flags.api_key, options.router_flags.worker_key
-    post, abort = (partial(ask, session, "POST", headers=bearer(key)) for key in keys)
+    post, abort = (partial(ask, session, "POST", key=key) for key in keys)
     sides = [[worker_of(one, one.known) for one in side] for side in (prefill, decode)]
     for worker in sides[0]:
         worker.spell([one.sbs for one in decode])

@@ -20,7 +20,7 @@ from sglang_sbs.plain_words import plain_error
 from sglang_sbs.router.api.bodies import json_answer, read_object
 from sglang_sbs.router.api.engine_metrics import merge_pages
 from sglang_sbs.router.api.served_router import Router
-from sglang_sbs.router.client.answer_stream import joined, send
+from sglang_sbs.router.client.answer_stream import send
 from sglang_sbs.router.client.intake import Bodies
 from sglang_sbs.router.engines.control_requests import ask
 from sglang_sbs.router.errors import RouterError
@@ -43,7 +43,7 @@ class Control:
         self._registry = server.registry
         self._bodies = Bodies(_BODIES_BYTES)
         self._generating: asyncio.Task[str] | None = None
-        self._metrics: asyncio.Task[bytes | bytearray] | None = None
+        self._metrics: asyncio.Task[bytes] | None = None
 
     def routes(self) -> list[tuple[str, str, Handler]]:
         return [
@@ -304,10 +304,10 @@ class Control:
         headers = {"Content-Type": "text/plain; version=0.0.4; charset=utf-8"}
         return await send(request, web.Response(body=page, headers=headers))
 
-    async def _merged_metrics(self) -> bytes | bytearray:
+    async def _merged_metrics(self) -> bytes:
         answers = await self._ask_all(list(self._registry), "GET", "/metrics")
-        pages = ((worker.url, page) for worker, status, page in answers if status == 200)
-        return await joined(await merge_pages(pages))
+        pages = [(worker.url, page) for worker, status, page in answers if status == 200]
+        return await asyncio.to_thread(lambda: b"".join(merge_pages(pages)))
 
     async def abort_request(self, request: web.Request) -> web.StreamResponse:
         """By the id the client gave its request (prefix match, as on an engine), or all."""
@@ -328,13 +328,12 @@ class Control:
     ) -> list[tuple[Worker, int, bytes]]:
         """Ask several workers at once; 0 and the reason for those that cannot be reached.
         ``every_rank``: with an answer of every DP rank where each serves HTTP itself."""
-        key = self._server.options.worker_key
-        headers = {"Authorization": f"Bearer {key}"} if key else {}
+        session, key = self._server.session, self._server.options.worker_key
 
         async def of(worker: Worker, url: str) -> tuple[Worker, int, bytes]:
-            to = (self._server.session, method, url + path)
             try:
-                return worker, *await ask(*to, headers=headers, timeout_s=_ASK_TIMEOUT_S)
+                asked = ask(session, method, url + path, key=key, timeout_s=_ASK_TIMEOUT_S)
+                return worker, *await asked
             except (aiohttp.ClientError, OSError, TimeoutError) as error:
                 return worker, 0, plain_error(error).encode()
 

@@ -7,17 +7,15 @@ reaches the port may ask, and prometheus_client's parser takes a second per mega
 
 from __future__ import annotations
 
-import asyncio
 import re
-from collections.abc import Iterable, Iterator
+from collections import defaultdict
+from collections.abc import Iterable
 from dataclasses import dataclass, field
+from io import BytesIO, TextIOWrapper
 
-_TURN_BYTES = 16 << 10
-"""Of a page, read before others of this process get a turn."""
-_MOST_LINE_BYTES = 64 << 10
+_MOST_LINE_CHARS = 64 << 10
 _MOST_FAMILIES = 10_000
 """Of a page: each takes a hundred times the memory of a short line."""
-_PART_BYTES = 64 << 10
 _SAMPLE = re.compile(
     r"([a-zA-Z_:][a-zA-Z0-9_:]*)"
     r'(?:\{((?:[^"{}]++|"(?:[^"\\]++|\\.)*+")*+)\})?'
@@ -26,8 +24,6 @@ _SAMPLE = re.compile(
 _DECLARATION = re.compile(r"# (HELP|TYPE) ([a-zA-Z_:][a-zA-Z0-9_:]*)(?: (.*))?")
 _KINDS = frozenset({"counter", "gauge", "histogram", "summary", "untyped", "unknown"})
 _SUFFIXES = ("", "_total", "_bucket", "_sum", "_count", "_created")
-
-Part = bytes | bytearray
 
 
 class _Unreadable(ValueError):
@@ -41,88 +37,52 @@ class _Family:
     samples: bytearray = field(default_factory=bytearray)
 
 
-async def merge_pages(pages: Iterable[tuple[str, Part]]) -> list[Part]:
-    """One page, in parts, from ``(worker URL, page)``; one that cannot be read is left out."""
+def merge_pages(pages: Iterable[tuple[str, bytes]]) -> list[bytes | bytearray]:
+    """One page, in parts, from ``(worker URL, page)``; one that cannot be read is left out.
+    Blocks: a second for some ten megabytes."""
     merged: dict[str, list[_Family]] = {}
     for url, page in pages:
         try:
-            families = await _Page(f'worker_addr="{url}"').read(page)
+            families = _families_on(page, f'worker_addr="{url}"')
         except _Unreadable:
             continue
         for name, family in families.items():
             merged.setdefault(name, []).append(family)
-    parts: list[Part] = []
-    short = bytearray()
+    parts: list[bytes | bytearray] = []
     for name, of_pages in merged.items():
-        for key, rest in sorted(of_pages[0].declared.items()):
-            short += f"# {key} {name} {rest}\n".encode()
-        for family in of_pages:
-            long = len(family.samples) > _PART_BYTES
-            if not long:
-                short += family.samples
-            if long or len(short) > _PART_BYTES:
-                parts += (short, family.samples) if long else (short,)
-                short = bytearray()
-        await asyncio.sleep(0)
-    return [part for part in (*parts, short) if part]
+        declared = sorted(of_pages[0].declared.items())
+        parts += [f"# {key} {name} {rest}\n".encode() for key, rest in declared]
+        parts += [family.samples for family in of_pages]
+    return parts
 
 
-@dataclass
-class _Page:
-    label: str
-    """Added to every sample."""
-    _families: dict[str, _Family] = field(default_factory=dict)
-    """By their new names."""
-    _current: _Family = field(default_factory=_Family)
-    """The one that was declared last."""
-    _names: frozenset[str] = frozenset()
-    """Of its samples."""
-
-    async def read(self, page: Part) -> dict[str, _Family]:
-        for piece in _pieces(page):
-            for line in piece.decode("utf-8", "replace").split("\n"):
-                if line and not line.isspace():
-                    self._read_line(line)
-            if len(self._families) > _MOST_FAMILIES:
-                raise _Unreadable("too many families")
-            await asyncio.sleep(0)
-        return self._families
-
-    def _read_line(self, line: str) -> None:
+def _families_on(page: bytes, label: str) -> dict[str, _Family]:
+    """By their new names; every sample gets ``label``. Raises: _Unreadable."""
+    families: defaultdict[str, _Family] = defaultdict(_Family)
+    current, names_of_current = _Family(), frozenset[str]()
+    lines = TextIOWrapper(BytesIO(page), "utf-8", "replace", newline="\n")
+    while line := lines.readline(_MOST_LINE_CHARS):
+        if len(line) == _MOST_LINE_CHARS or len(families) > _MOST_FAMILIES:
+            raise _Unreadable("too long a line, or too many families")
+        line = line.removesuffix("\n")
+        if not line or line.isspace():
+            continue
         if line[0] == "#":
-            found = _DECLARATION.fullmatch(line)
-            if found is not None:  # else it is a comment
-                self._declare(found[1], found[2].replace(":", "_"), found[3] or "")
-            return
-        sample = _SAMPLE.fullmatch(line)
-        if sample is None:
+            if (found := _DECLARATION.fullmatch(line)) is None:
+                continue  # a comment
+            key, name, rest = found[1], found[2].replace(":", "_"), found[3] or ""
+            if key == "TYPE" and rest not in _KINDS:
+                raise _Unreadable("there is no such type")
+            current = families[name]
+            current.declared.setdefault(key, rest)
+            names_of_current = frozenset(name + suffix for suffix in _SUFFIXES)
+            continue
+        if (sample := _SAMPLE.fullmatch(line)) is None:
             raise _Unreadable("a line is no sample")
         name, labels = sample[1].replace(":", "_"), (sample[2] or "").rstrip(", ")
         if "worker_addr=" in labels:
             raise _Unreadable("it speaks of others")
-        family = self._current if name in self._names else self._family(name)
-        own = f"{labels},{self.label}" if labels else self.label
+        family = current if name in names_of_current else families[name]
+        own = f"{labels},{label}" if labels else label
         family.samples += f"{name}{{{own}}} {sample[3]}{sample[4] or ''}\n".encode()
-
-    def _declare(self, key: str, name: str, rest: str) -> None:
-        if key == "TYPE" and rest not in _KINDS:
-            raise _Unreadable("there is no such type")
-        self._current = self._family(name)
-        self._current.declared.setdefault(key, rest)
-        self._names = frozenset(name + suffix for suffix in _SUFFIXES)
-
-    def _family(self, name: str) -> _Family:
-        return self._families.setdefault(name, _Family())
-
-
-def _pieces(page: Part) -> Iterator[Part]:
-    """Whole lines, as many as are read in one turn. Raises: _Unreadable, a line is too long."""
-    start = 0
-    while start < len(page):
-        end = 1 + page.rfind(b"\n", start, start + _TURN_BYTES)
-        end = end or 1 + page.find(b"\n", start, start + _MOST_LINE_BYTES)
-        if not end and len(page) - start > _MOST_LINE_BYTES:
-            raise _Unreadable("a line is too long")
-        end = end or len(page)
-        yield page[start:end]
-        start = end
+    return families

@@ -38,8 +38,7 @@ ASK_AGAIN_S = 10.0
 """Least time between two fetches for a key that is not known, or after a failed one."""
 _FETCH_S = 10.0
 _LARGEST_BYTES = 1 << 20
-_ROLE_CLAIM = "roles"
-_OTHER_ROLE_CLAIMS = ("role", "roles", "groups", "group")
+_OTHER_ROLE_CLAIMS = ("role", "groups", "group")
 
 
 class TokenError(ValueError):
@@ -59,7 +58,6 @@ class SigningKeys:
         self._keys: dict[str, PyJWK] = {}
         self._fetched_s = self._asked_s = -math.inf
         self._lock = asyncio.Lock()
-        self.fetches = 0
 
     async def get(self, name: str) -> PyJWK:
         """Raises: TokenError, there is no such key; ProviderError."""
@@ -95,7 +93,6 @@ class SigningKeys:
         """Raises: ClientError, OSError, TimeoutError, ValueError."""
         from jwt import PyJWK, PyJWTError
 
-        self.fetches += 1
         async with aiohttp.ClientSession(trust_env=True) as session:
             url = self._config.jwks_uri or await self._discover(session)
             found = (await _get(session, url)).get("keys")
@@ -125,8 +122,7 @@ class SigningKeys:
 
 
 async def _get(session: aiohttp.ClientSession, url: str) -> dict[str, Any]:
-    asked = ask(session, "GET", url, headers=None, timeout_s=_FETCH_S, most_bytes=_LARGEST_BYTES)
-    status, raw = await asked
+    status, raw = await ask(session, "GET", url, timeout_s=_FETCH_S, most_bytes=_LARGEST_BYTES)
     if status != 200:
         raise ValueError(f"{url}: HTTP {status}")
     value = json.loads(raw)
@@ -173,9 +169,8 @@ class TokenCheck:
 
     def _role(self, claims: Mapping[str, Any]) -> Role:
         """The highest of the roles it has; ``user`` without any known one."""
-        names = _texts(claims.get(_ROLE_CLAIM))
-        if _ROLE_CLAIM not in claims:
-            names = [text for c in _OTHER_ROLE_CLAIMS for text in _texts(claims.get(c))]
+        told = ("roles",) if "roles" in claims else _OTHER_ROLE_CLAIMS
+        names = [text for claim in told for text in _texts(claims.get(claim))]
         roles = self._config.roles
         own = [roles.get(name, "user") if roles else name.lower() for name in names]
         return "admin" if "admin" in own else "user"

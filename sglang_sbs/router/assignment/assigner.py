@@ -8,16 +8,13 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
 import msgspec
 
-from sglang_sbs.router.assignment.scheduler_driver import (
-    DispatchObserver,
-    SchedulerLike,
-    SchedulerPump,
-)
+from sglang_sbs.router.assignment.scheduler_driver import Decision, SchedulerLike, SchedulerPump
 from sglang_sbs.router.errors import Refused, RouterError
 from sglang_sbs.scheduling.eventlog import EventLogWriter
 from sglang_sbs.scheduling.events import (
@@ -115,7 +112,7 @@ class Assigner:
         for rank in range(dp_size):
             self._say(BlocksCleared(instance=instance, dp_rank=rank))
 
-    def _decided(self, command: Dispatch | Refuse) -> None:
+    def _decided(self, command: Decision) -> None:
         """What the scheduler says of a request; of one that ended meanwhile it is told so."""
         request = self._requests.get(command.rid)
         if request is None or request.assignment is not None:
@@ -190,9 +187,9 @@ class Dispatcher(Assigner):
         self,
         scheduler: SchedulerLike,
         *,
-        observer: DispatchObserver | None = None,
+        counts: Callable[[Decision], None] | None = None,
         event_log: EventLogWriter | None = None,
         give_up_s: float | None = None,
     ) -> None:
         super().__init__(give_up_s)
-        self.pump = SchedulerPump(scheduler, self._decided, self._fail, observer, event_log)
+        self.pump = SchedulerPump(scheduler, self._decided, self._fail, counts, event_log)

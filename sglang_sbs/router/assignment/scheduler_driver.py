@@ -4,6 +4,7 @@ policy is logged, counted and survived."""
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import math
 import time
@@ -41,12 +42,7 @@ class SchedulerLike(Protocol):
     def snapshot(self, now_s: float) -> Any: ...
 
 
-class DispatchObserver(Protocol):
-    """Who counts what the scheduler decided (metrics)."""
-
-    def dispatched(self, command: Dispatch) -> None: ...
-    def refused(self, command: Refuse) -> None: ...
-
+Decision = Dispatch | Refuse
 
 Observer = Callable[[Event, Sequence[Command], float], None]
 """Must neither raise nor block."""
@@ -57,10 +53,10 @@ class SchedulerPump:
     """Must be used from one event loop only."""
 
     scheduler: SchedulerLike
-    decided: Callable[[Dispatch | Refuse], None]
+    decided: Callable[[Decision], None]
     failed: Callable[[str], None]
     """Gets the rid of a request on whose arrival the scheduler failed."""
-    counts: DispatchObserver | None = None
+    counts: Callable[[Decision], None] | None = None
     event_log: EventLogWriter | None = None
     observer: Observer | None = None
     """Told of every event and what was answered, while somebody looks."""
@@ -109,10 +105,7 @@ class SchedulerPump:
                 self._wake_at(command.time_s, now_s)
                 continue
             if self.counts is not None:
-                if isinstance(command, Dispatch):
-                    self.counts.dispatched(command)
-                else:
-                    self.counts.refused(command)
+                self.counts(command)
             self.decided(command)
 
     def _scheduler_failed(self, event: Event, now_s: float) -> None:
@@ -128,14 +121,15 @@ class SchedulerPump:
     def _write(self, step: Callable[[EventLogWriter], None]) -> None:
         """A full disk must not stop the router."""
         log = self.event_log
+        if log is None:
+            return
         try:
-            if log is not None:
-                step(log)
+            step(log)
         except OSError as error:
             logger.error("the event log ends here: %s", error)
             self.event_log = None
-            if log is not None:
-                log.abandon()
+            with contextlib.suppress(OSError):
+                log.close()
 
     def _wake_at(self, time_s: float, now_s: float) -> None:
         if self._timer is not None:
@@ -153,7 +147,7 @@ class SchedulerPump:
 
     def flush_log(self) -> None:
         self._flushing = None
-        self._write(lambda log: log.flush())
+        self._write(EventLogWriter.flush)
 
     def close(self) -> None:
         """Stop the timer and close the log; events after this are dropped."""
@@ -162,5 +156,5 @@ class SchedulerPump:
             if timer is not None:
                 timer.cancel()
         self._timer = self._flushing = None
-        self._write(lambda log: log.close())
+        self._write(EventLogWriter.close)
         self.event_log = None

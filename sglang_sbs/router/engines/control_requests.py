@@ -4,7 +4,6 @@ or hold more than its own size (compression), and it has an end, whatever the en
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping
 from typing import Any
 
 import aiohttp
@@ -32,15 +31,16 @@ async def ask(
     method: str,
     url: str,
     *,
-    headers: Mapping[str, str] | None,
+    key: str | None = None,
     timeout_s: float,
     connect_s: float | None = None,
     json: Any = None,
     most_bytes: int = MAX_ANSWER_BYTES,
 ) -> tuple[int, bytes]:
-    """Status and body; a redirect is an answer like any other. Raises: aiohttp.ClientError, there
-    was none, or it has more than ``most_bytes``; OSError, as above; TimeoutError, not all of it
-    came within ``timeout_s``."""
+    """Status and body; a redirect is an answer like any other. ``key`` is a bearer token. Raises:
+    aiohttp.ClientError, there was no answer, or it has more than ``most_bytes``; OSError, as above;
+    TimeoutError, not all of it came within ``timeout_s``."""
+    headers = {"Authorization": f"Bearer {key}"} if key else None
     timeout = aiohttp.ClientTimeout(total=timeout_s, sock_connect=connect_s)
     async with session.request(
         method, url, headers=headers, json=json, allow_redirects=False, timeout=timeout

@@ -11,7 +11,7 @@ import msgspec
 
 from sglang_sbs.router.options.config import BreakerConfig, MonitorConfig, RelayConfig
 from sglang_sbs.router.options.router_options import RouterOptions
-from sglang_sbs.router.options.stock import IGNORED_FLAGS, REFUSED_FLAGS, Arity
+from sglang_sbs.router.options.stock import REFUSED_FLAGS
 from sglang_sbs.router.options.table import GROUPS
 from sglang_sbs.scheduling.config import SchedulerConfig
 
@@ -89,39 +89,24 @@ def build_parser(prog: str | None = None) -> argparse.ArgumentParser:
 def add_flags(
     parser: argparse.ArgumentParser, prefix: str | None = None, without: Container[str] = ()
 ) -> None:
-    """Add the router's flags to ``parser``.
-
-    Args:
-        prefix: ``None`` for the router's own parser, where both spellings mean the same. For a
-            parser of others only ``--{prefix}x`` is added, with argparse's own ``dest``.
-        without: names of flags to leave out.
-    """
+    """Without a ``prefix`` to the router's own parser, where both spellings mean the same. To a
+    parser of others only ``--{prefix}x`` is added, with argparse's own ``dest``."""
     own = prefix is None
     defaults = _field_defaults()
     for title, options in GROUPS.items():
         section = parser.add_argument_group(title if own else f"router: {title}")
         for option in options:
-            if option.flag in without or (option.hidden and not own):
+            if option.flag in without or (option.internal and not own):
                 continue
-            first_field = option.fields.partition(" ")[0]
-            words = option.arguments(defaults.get(first_field))
-            if option.hidden:
-                words = {"type": option.type, "help": argparse.SUPPRESS}
-                parser.add_argument(f"--{option.flag}", **words)
-                continue
-            default = words.get("default")
-            shown = "" if default in (None, False, ()) else f" (default: {default})"
-            section.add_argument(
-                f"--{prefix or ''}{option.flag}", help=option.help + shown, **words
-            )
+            words = option.arguments(defaults.get(option.fields.partition(" ")[0]))
+            section.add_argument(f"--{prefix or ''}{option.flag}", **words)
             if own:
                 words |= {"default": argparse.SUPPRESS, "help": argparse.SUPPRESS}
                 parser.add_argument(f"--router-{option.flag}", dest=option.dest, **words)
-    for name, (arity, _) in IGNORED_FLAGS.items():
-        _add_unused(parser, name, arity, prefix)
     if not own:
         for name in REFUSED_FLAGS:
-            _add_unused(parser, name, "many", prefix)
+            words = {"default": argparse.SUPPRESS, "help": argparse.SUPPRESS}
+            parser.add_argument(f"--{prefix}{name}", nargs="*", **words)
 
 
 def _field_defaults() -> dict[str, Any]:
@@ -133,18 +118,3 @@ def _field_defaults() -> dict[str, Any]:
     for part, config in parts.items():
         found |= {f"{part}.{one.name}": one.default for one in fields(config)}
     return found
-
-
-def _add_unused(
-    parser: argparse.ArgumentParser, name: str, arity: Arity, prefix: str | None
-) -> None:
-    options: dict[str, Any] = {"default": argparse.SUPPRESS, "help": argparse.SUPPRESS}
-    if arity == "flag":
-        options["action"] = "store_true"
-    elif arity == "many":
-        options["nargs"] = "*"
-    if prefix is None:
-        spellings = (f"--{name}", f"--router-{name}")
-        parser.add_argument(*spellings, dest=f"ignored:{name}", **options)
-    else:
-        parser.add_argument(f"--{prefix}{name}", **options)

@@ -35,9 +35,6 @@ def default_bodies_bytes(limits: Sequence[Path] = _MEMORY_LIMITS) -> int:
     return max(MAX_BODIES_BYTES, min(found) // 4)
 
 
-_LEGS_GROWTH = 4
-
-
 @dataclass(frozen=True)
 class RelayConfig:
     request_timeout_s: float = 1800
@@ -60,7 +57,7 @@ class RelayConfig:
     @property
     def max_legs_bytes(self) -> int:
         """Of all bodies sent to one role for one client request."""
-        return _LEGS_GROWTH * self.max_payload_bytes
+        return 4 * self.max_payload_bytes
 
 
 @dataclass(frozen=True)

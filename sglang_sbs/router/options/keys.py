@@ -37,6 +37,15 @@ def parse_control_key(text: str) -> ControlKey:
     return ControlKey(parts[0], parts[1], role, parts[3])
 
 
+def parse_control_keys(texts: Sequence[str]) -> tuple[ControlKey, ...]:
+    """Raises: ValueError, as above, or two have one id."""
+    found: dict[str, ControlKey] = {}
+    for key in map(parse_control_key, texts):
+        if found.setdefault(key.id, key) is not key:
+            raise ValueError(f"two keys have the id {key.id!r}")
+    return tuple(found.values())
+
+
 _LOOPBACK = ("localhost", "127.0.0.1", "::1")
 
 

@@ -7,6 +7,7 @@ import argparse
 import contextlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, TypeVar
 
 _METAVARS = {"ms": "MS", "secs": "SECONDS", "host": "HOST", "port": "PORT", "policy": "POLICY"}
@@ -31,7 +32,8 @@ class Option:
     spaces between several. Empty: more than its value decides."""
     type: Callable[[str], Any] | tuple[str, ...]
     """What reads its value (or :func:`switch`), or what it may be."""
-    help: str
+    help: str = ""
+    """Empty: not shown."""
     default: Any = OF_ITS_FIELD
     nargs: str | int | None = None
     metavar: str | tuple[str, ...] | None = None
@@ -40,8 +42,8 @@ class Option:
     per_s: int = 1
     """The field is in seconds, the flag in so many parts of one."""
     read: Callable[[Any], Any] | None = None
-    """From the flag's value to the field's."""
-    hidden: bool = False
+    """From the flag's value to the field's. Raises: ValueError."""
+    internal: bool = False
     """Processes of the router say it to each other."""
 
     @property
@@ -49,16 +51,17 @@ class Option:
         return self.flag.replace("-", "_")
 
     def value_in(self, args: argparse.Namespace) -> Any:
+        """Raises: ValueError, which names the flag."""
         value = getattr(args, self.dest)
         if self.per_s != 1:
             return value / self.per_s
-        return value if self.read is None else self.read(value)
+        return value if self.read is None else read(f"--{self.flag}", self.read, value)
 
     def arguments(self, default: Any) -> dict[str, Any]:
-        """For argparse, besides the help. ``default``: of its field."""
+        """For argparse. ``default``: of its field."""
+        found: dict[str, Any] = {"help": self.help or argparse.SUPPRESS}
         if self.type is switch:
-            return {"action": "store_true"}
-        found: dict[str, Any] = {}
+            return found | {"action": "store_true"}
         if isinstance(self.type, tuple):
             found["choices"] = self.type
         else:
@@ -73,6 +76,8 @@ class Option:
             default = self.default
         elif self.per_s != 1:
             default *= self.per_s
+        if self.help and default not in (None, False, ()):
+            found["help"] += f" (default: {default})"
         return found if default is None else found | {"default": default}
 
 
@@ -98,39 +103,23 @@ def prefill_of(entry: Sequence[str]) -> tuple[str, int | None]:
     return url, int(port)
 
 
-def _number(text: str, low: float, high: float, what: str) -> float:
+def _number(low: float, high: float, what: str, text: str) -> float:
     with contextlib.suppress(ValueError):
         if low <= (value := float(text)) <= high:
             return value
     raise argparse.ArgumentTypeError(f"{text!r} is not {what}")
 
 
-def seconds(text: str) -> float:
-    """Of any unit. Raises: ArgumentTypeError, as all here."""
-    return _number(text, 1e-9, 1e9, "a number greater than 0")
-
-
-def non_negative(text: str) -> float:
-    return _number(text, 0, 1e9, "a number >= 0")
-
-
-def share(text: str) -> float:
-    return _number(text, 0, 1, "a number from 0 to 1")
-
-
-def _whole(text: str, low: int, high: int, what: str) -> int:
+def _whole(low: int, high: int, what: str, text: str) -> int:
     if not (text.isascii() and text.isdigit() and low <= int(text) <= high):
         raise argparse.ArgumentTypeError(f"{text!r} is not {what}")
     return int(text)
 
 
-def positive_int(text: str) -> int:
-    return _whole(text, 1, 2**63, "a whole number >= 1")
-
-
-def count(text: str) -> int:
-    return _whole(text, 0, 2**63, "a whole number >= 0")
-
-
-def port(text: str) -> int:
-    return _whole(text, 0, 65535, "a port in 0..65535")
+seconds = partial(_number, 1e-9, 1e9, "a number greater than 0")
+"""Of any unit."""
+non_negative = partial(_number, 0, 1e9, "a number >= 0")
+share = partial(_number, 0, 1, "a number from 0 to 1")
+positive_int = partial(_whole, 1, 2**63, "a whole number >= 1")
+count = partial(_whole, 0, 2**63, "a whole number >= 0")
+port = partial(_whole, 0, 65535, "a port in 0..65535")

@@ -11,18 +11,15 @@ from itertools import chain
 from typing import Any
 
 from sglang_sbs import extras
-from sglang_sbs.router.engines.urls import normalise_worker_url
 from sglang_sbs.router.options import config, keys
 from sglang_sbs.router.options.arguments import FlagError, build_parser
-from sglang_sbs.router.options.option import prefill_of, read
+from sglang_sbs.router.options.option import read
 from sglang_sbs.router.options.router_options import RouterOptions
 from sglang_sbs.router.options.several import is_local, several_of
 from sglang_sbs.router.options.stock import IGNORED_FLAGS, NEAREST_POLICY, REFUSED_FLAGS
 from sglang_sbs.router.options.table import GROUPS
 from sglang_sbs.scheduling.config import SchedulerConfig
 from sglang_sbs.scheduling.policy_names import POLICIES, Policy, facts_of
-from sglang_sbs.scheduling.queue.fairness import parse_weights
-from sglang_sbs.wire.curve import keys_in
 
 _HEADER_NAME = re.compile(r"[a-z0-9][a-z0-9_-]{0,63}")
 _TAKEN = frozenset({"authorization", "content-length", "content-type", "host", "connection"})
@@ -56,20 +53,21 @@ def _check_known(parser: argparse.ArgumentParser, argv: Sequence[str]) -> None:
 def _options_of(args: argparse.Namespace) -> RouterOptions:
     """Check what the parser cannot. Raises: ValueError."""
     warnings: list[str] = []
-    for name, (_, why) in IGNORED_FLAGS.items():
-        if hasattr(args, f"ignored:{name}"):
-            warnings.append(f"--{name} has no effect here: {why}")
-    prefill = tuple(map(_prefill, args.prefill or ()))
-    decode = tuple(read("--decode", normalise_worker_url, url) for (url,) in args.decode or ())
+    warnings += [
+        f"--{name} has no effect here: {why}"
+        for name, why in IGNORED_FLAGS.items()
+        if getattr(args, name.replace("-", "_")) not in (None, False)
+    ]
+    fields = _fields(args)
+    prefill, decode = fields[""]["prefill"], fields[""]["decode"]
     for url, times in Counter([*(url for url, _ in prefill), *decode]).items():
         if times > 1:
             raise ValueError(f"worker {url} is listed twice")
     _check_values(args, warnings)
     bind = _endforward_bind(args, warnings)
-    key_file = args.sbs_endforward_key_file
     warnings += [
         f"{path} can be read by other users of this machine: chmod 600 it"
-        for path in (args.sbs_key_file, key_file)
+        for path in (args.sbs_key_file, args.sbs_endforward_key_file)
         if path is not None and path.exists() and path.stat().st_mode & 0o077
     ]
     policy = _policy(args.policy, warnings)
@@ -78,11 +76,7 @@ def _options_of(args: argparse.Namespace) -> RouterOptions:
     starts_empty = args.pd_disaggregation and not (prefill or decode or discovery)
     if starts_empty and several.role != "front-end":
         warnings.append("no workers yet: POST /workers adds them, or --prefill and --decode")
-    fields = _fields(args)
-    weights = args.sbs_tenant_weights
-    if weights is not None:
-        weights = read("--sbs-tenant-weights", parse_weights, weights)
-    fields["scheduler"] |= {"policy": policy, "tenant_weights": weights or {}}
+    fields["scheduler"]["policy"] = policy
     fields["relay"]["sends_gangs"] = policy == "sbs" and args.sbs_gang_gate == "on"
     if args.disable_retries:
         fields["relay"]["max_attempts"] = 1
@@ -90,8 +84,6 @@ def _options_of(args: argparse.Namespace) -> RouterOptions:
         fields["monitor"]["load_poll_interval_s"] = None
     fields[""]["endforward_bind"] = bind
     return RouterOptions(
-        prefill=prefill,
-        decode=decode,
         starts_empty=starts_empty,
         scheduler=SchedulerConfig(**fields["scheduler"]),
         relay=config.RelayConfig(**fields["relay"]),
@@ -99,9 +91,7 @@ def _options_of(args: argparse.Namespace) -> RouterOptions:
         monitor=config.MonitorConfig(**fields["monitor"]),
         discovery=discovery,
         tenant_header=_tenant_header(args, warnings),
-        control_plane_keys=_control_keys(args.control_plane_api_keys),
         jwt=jwt,
-        endforward_keys=key_file and read("--sbs-endforward-key-file", keys_in, key_file),
         several=several,
         otlp_endpoint=args.otlp_traces_endpoint if args.enable_trace else None,
         warnings=tuple(warnings),
@@ -161,16 +151,6 @@ def _endforward_bind(args: argparse.Namespace, warnings: list[str]) -> str | Non
     return bind
 
 
-def _control_keys(texts: Sequence[str]) -> tuple[keys.ControlKey, ...]:
-    found: dict[str, keys.ControlKey] = {}
-    for text in texts:
-        key = read("--control-plane-api-keys", keys.parse_control_key, text)
-        if key.id in found:
-            raise FlagError(f"--control-plane-api-keys: two keys have the id {key.id!r}")
-        found[key.id] = key
-    return tuple(found.values())
-
-
 def _policy(name: str, warnings: list[str]) -> Policy:
     normal = name.lower().replace("-", "_")
     if normal in NEAREST_POLICY:
@@ -182,11 +162,6 @@ def _policy(name: str, warnings: list[str]) -> Policy:
     near = difflib.get_close_matches(normal, [*POLICIES, *NEAREST_POLICY], n=1, cutoff=0.4)
     hint = f"; did you mean {near[0]}?" if near else ""
     raise FlagError(f"--policy {name!r} is not one of {', '.join(POLICIES)}{hint}")
-
-
-def _prefill(entry: Sequence[str]) -> tuple[str, int | None]:
-    url, port = read("--prefill", prefill_of, entry, " ")
-    return read("--prefill", normalise_worker_url, url), port
 
 
 def _tenant_header(args: argparse.Namespace, warnings: list[str]) -> str | None:

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Literal
 
 from sglang_sbs.extras import without_kubernetes
+from sglang_sbs.router.election import ElectionTimes
 from sglang_sbs.router.options.option import read
 from sglang_sbs.wire.curve import CurveKeys, keys_in
 
@@ -17,16 +18,6 @@ IN_THE_CLEAR = Path("none")
 """As a key file: there is none, and that is meant so."""
 _WILDCARDS = ("*", "0.0.0.0", "::", "")
 _HOW = "write tcp://HOST:PORT, e.g. tcp://10.0.0.1:7700"
-
-
-@dataclass(frozen=True, slots=True)
-class ElectionFlags:
-    """``--sbs-election`` and its times, in seconds."""
-
-    url: str
-    lease_s: float
-    renew_s: float
-    retry_s: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +31,8 @@ class SeveralProcesses:
     """Where this scheduler listens for front ends."""
     advertise: str = ""
     """Where it can be reached, as the others know it; empty: it need not be known."""
-    election: ElectionFlags | None = None
+    election: tuple[str, ElectionTimes] | None = None
+    """Where the lock is, as a URL."""
     keys: CurveKeys | None = None
 
     @property
@@ -105,8 +97,9 @@ def _scheduler(
         return SeveralProcesses("scheduler", named, listen, advertise, None, keys)
     if args.sbs_election.startswith("k8s:") and (install := without_kubernetes()):
         raise ValueError(f"--sbs-election {args.sbs_election} needs a Kubernetes client: {install}")
-    times = (getattr(args, f"sbs_election_{kind}_secs") for kind in ("lease", "renew", "retry"))
-    election = ElectionFlags(args.sbs_election, *times)
+    given = (getattr(args, f"sbs_election_{kind}_secs") for kind in ("lease", "renew", "retry"))
+    times = read("--sbs-election", lambda seconds: ElectionTimes(*seconds), given)
+    election = (args.sbs_election, times)
     return SeveralProcesses("scheduler", (), listen, advertise, election, keys)
 
 

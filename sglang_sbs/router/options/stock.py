@@ -3,11 +3,8 @@ accepted, with one warning that tells what is lost."""
 
 from __future__ import annotations
 
-from typing import Literal
-
+from sglang_sbs.router.options.option import Option, switch
 from sglang_sbs.scheduling.policy_names import Policy
-
-Arity = Literal["flag", "one", "many"]
 
 _WHY = {
     "no caches are guessed at here: sbs knows what each DP rank holds": (
@@ -33,16 +30,19 @@ _WHY = {
         "redis-retention-days"
     ),
 }
-_ARITY: dict[str, Arity] = {
-    **dict.fromkeys(("dp-aware", "enable-igw", "mini-lb"), "flag"),
-    **dict.fromkeys(("tokenizer-cache-enable-l0", "tokenizer-cache-enable-l1"), "flag"),
-    "selector": "many",
-}
-"""Where it is not one value."""
+_SWITCHES = (
+    *("dp-aware", "enable-igw", "mini-lb"),
+    *("tokenizer-cache-enable-l0", "tokenizer-cache-enable-l1"),
+)
 
-IGNORED_FLAGS: dict[str, tuple[Arity, str]] = {
-    name: (_ARITY.get(name, "one"), why) for why, names in _WHY.items() for name in names.split()
-}
+IGNORED_FLAGS = {name: why for why, names in _WHY.items() for name in names.split()}
+
+IGNORED_OPTIONS = tuple(
+    Option(
+        name, "", switch if name in _SWITCHES else str, nargs="*" if name == "selector" else None
+    )
+    for name in IGNORED_FLAGS
+)
 
 REFUSED_FLAGS: dict[str, str] = {
     "worker-urls": (

@@ -5,30 +5,41 @@ is its field's, unless it is written here."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from operator import not_
 from pathlib import Path
 from typing import get_args
 
+from sglang_sbs.router.engines.urls import normalise_worker_url
 from sglang_sbs.router.options.config import (
     BOOTSTRAP_PORT_ANNOTATION,
     LWS_WORKER_INDEX,
     PrefixWish,
     default_bodies_bytes,
 )
+from sglang_sbs.router.options.keys import parse_control_keys
 from sglang_sbs.router.options.option import (
     Option,
     count,
     non_negative,
     port,
     positive_int,
+    prefill_of,
     seconds,
     share,
     switch,
 )
 from sglang_sbs.router.options.router_options import REQUEST_ID_HEADERS, ForwardTokenIds
 from sglang_sbs.router.options.several import Role
-from sglang_sbs.router.options.stock import NEAREST_POLICY
+from sglang_sbs.router.options.stock import IGNORED_OPTIONS, NEAREST_POLICY
 from sglang_sbs.scheduling.config import DECODE_RULES, TRIGGERS
+from sglang_sbs.scheduling.queue.fairness import parse_weights
+from sglang_sbs.wire.curve import keys_in
+
+
+def _prefill(entries: list[Sequence[str]] | None) -> tuple[tuple[str, int | None], ...]:
+    pairs = map(prefill_of, entries or ())
+    return tuple((normalise_worker_url(url), port) for url, port in pairs)
 
 
 def _header_names(names: list[str] | None) -> tuple[str, ...]:
@@ -40,12 +51,15 @@ GROUPS: dict[str, tuple[Option, ...]] = {
     "workers": (
         Option("pd-disaggregation", "", switch,
             "always on. Written without any worker, the router starts and waits for POST /workers"),
-        Option("prefill", "", str,
+        Option("prefill", "prefill", str,
             "a prefill instance and its --disaggregation-bootstrap-port; repeat per instance. "
             "Without a port (or with 'none') the engine is asked for it",
-            repeated=True, nargs="+", metavar=("URL", "BOOTSTRAP_PORT")),
-        Option("decode", "", str,
-            "a decode instance; repeat per instance", repeated=True, nargs=1, metavar="URL"),
+            repeated=True, nargs="+", metavar=("URL", "BOOTSTRAP_PORT"), default=None,
+            read=_prefill),
+        Option("decode", "decode", str,
+            "a decode instance; repeat per instance",
+            repeated=True, nargs=1, metavar="URL", default=None,
+            read=lambda urls: tuple(normalise_worker_url(url) for (url,) in urls or ())),
         Option("worker-startup-timeout-secs", "monitor.startup_timeout_s", seconds,
             "complain when a worker is not up by then"),
         Option("worker-startup-check-interval", "monitor.startup_check_interval_s", seconds,
@@ -89,10 +103,10 @@ GROUPS: dict[str, tuple[Option, ...]] = {
         Option("sbs-endforward-bind", "endforward_bind", str,
             "where engines' EndForward messages arrive; without --sbs-endforward-key-file an "
             "address only engines can reach; 'none' turns it off", metavar="ENDPOINT"),
-        Option("sbs-endforward-key-file", "", Path,
+        Option("sbs-endforward-key-file", "endforward_keys", Path,
             "file with the secret (openssl rand -hex 32) that engines name in "
             "SGLANG_SBS_KEY_FILE: EndForward is encrypted then, and taken only from them",
-            metavar="FILE"),
+            metavar="FILE", read=lambda path: path and keys_in(path)),
         Option("sbs-n-limit", "scheduler.n_limit", count,
             "N_limit of Algorithm 2: cycles until flow control"),
         Option("sbs-queue-timeout-secs", "scheduler.default_timeout_s", seconds,
@@ -146,8 +160,9 @@ GROUPS: dict[str, tuple[Option, ...]] = {
             "header that names the tenant, e.g. x-tenant-id: tenants with waiting requests then "
             "share the passes. Only what stands before the router may set it: clients could take "
             "any name", metavar="NAME"),
-        Option("sbs-tenant-weights", "", str,
-            "shares of tenants, e.g. gold=3,free=0.5; 1 for all others", metavar="NAME=W,..."),
+        Option("sbs-tenant-weights", "scheduler.tenant_weights", str,
+            "shares of tenants, e.g. gold=3,free=0.5; 1 for all others", metavar="NAME=W,...",
+            default=None, read=lambda text: {} if text is None else parse_weights(text)),
     ),
     "serving": (
         Option("host", "host", str, "address to listen at"),
@@ -190,9 +205,9 @@ GROUPS: dict[str, tuple[Option, ...]] = {
         Option("admin-api-key", "admin_api_key", str,
             "for /workers, /flush_cache, /get_loads here and engines' admin endpoints",
             metavar="KEY"),
-        Option("control-plane-api-keys", "", str,
+        Option("control-plane-api-keys", "control_plane_keys", str,
             "keys for the same endpoints, ID:NAME:ROLE:KEY with the role admin (may) or user (may "
-            "not)", nargs="*", metavar="ID:NAME:ROLE:KEY", default=()),
+            "not)", nargs="*", metavar="ID:NAME:ROLE:KEY", read=parse_control_keys),
         Option("control-plane-audit-enabled", "control_plane_audit", switch,
             "log who used them and who was refused"),
         Option("jwt-issuer", "", str,
@@ -287,13 +302,14 @@ GROUPS: dict[str, tuple[Option, ...]] = {
         Option("sbs-take-over", "take_over", switch,
             "rolling restart: take the port over from the router (with --workers 2 or more) that "
             "serves it now, which then finishes what it has and ends; no request is lost"),
-        Option("sbs-parent-fd", "parent_fd", int, "", hidden=True),
-        Option("sbs-listen-fds", "listen_fds", str, "", hidden=True,
+        Option("sbs-parent-fd", "parent_fd", int, internal=True),
+        Option("sbs-listen-fds", "listen_fds", str, internal=True,
             read=lambda text: tuple(map(int, text.split(","))) if text else ()),
     ),
     "traces": (
         Option("enable-trace", "", switch, "send OpenTelemetry spans; needs the extra 'trace'"),
         Option("otlp-traces-endpoint", "", str, "OTLP collector, gRPC", default="localhost:4317"),
     ),
+    "of sglang_router": IGNORED_OPTIONS,
 }
 # fmt: on

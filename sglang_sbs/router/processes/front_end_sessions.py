@@ -81,13 +81,13 @@ class Hub:
         scheduler: driver.SchedulerLike,
         lead: Lead,
         *,
-        observer: driver.DispatchObserver | None = None,
+        counts: Callable[[driver.Decision], None] | None = None,
         event_log: EventLogWriter | None = None,
         frames: Callable[[Take], Stop] = lambda take: lambda: None,
     ) -> None:
         """``frames``: of the dashboard, to whom they are wanted by."""
         self.boot_id = uuid.uuid4().hex
-        self.pump = driver.SchedulerPump(scheduler, self.decided, self.failed, observer, event_log)
+        self.pump = driver.SchedulerPump(scheduler, self.decided, self.failed, counts, event_log)
         self._frames = frames
         self.foreign = 0
         """Messages about requests of another session: a defect of a front end."""

@@ -69,7 +69,7 @@ class SchedulerLink(Assigner):
     name: str
     fallback: Callable[[], driver.SchedulerLike]
     """Makes a scheduler for a time alone."""
-    observer: driver.DispatchObserver
+    counts: Callable[[driver.Decision], None]
     metrics_page: Callable[[], str]
     abort: Callable[[str], int]
     """Ends the requests of clients by the id they gave (empty: all); how many."""
@@ -180,7 +180,7 @@ class SchedulerLink(Assigner):
     def _place_alone(self) -> None:
         """Let the fallback place requests, those that wait first."""
         self.pump = pump = driver.SchedulerPump(
-            self.fallback(), decided=self._decided, failed=self._fail, counts=self.observer
+            self.fallback(), decided=self._decided, failed=self._fail, counts=self.counts
         )
         try:
             known = chain[Event](self.registry.announcements(), self._placed())

@@ -15,7 +15,7 @@ from prometheus_client.core import Metric
 
 from sglang_sbs.dashboard.feed import LocalFeed
 from sglang_sbs.router.assignment.decision_times import lag_families
-from sglang_sbs.router.election import Election, ElectionTimes, parse_election
+from sglang_sbs.router.election import Election, parse_election
 from sglang_sbs.router.metric_families import gauge, total
 from sglang_sbs.router.options.router_options import RouterOptions
 from sglang_sbs.router.options.several import SeveralProcesses
@@ -85,7 +85,7 @@ class SchedulerProcess:
             self._sockets.tell,
             Scheduler(options.scheduler),
             self.lead,
-            observer=self.metrics,
+            counts=self.metrics.decided,
             event_log=log,
             frames=lambda take: self._feed.watch(take),  # noqa: PLW0108
         )
@@ -173,7 +173,7 @@ class SchedulerProcess:
         host, number = self.options.prometheus_host, self.options.prometheus_port
         standing = {"/readiness": self._readiness, "/active": self._active}
         pages, malformed = {"/metrics": self._metrics, **standing}, self.metrics.malformed.inc
-        self._metrics_port = port = MetricsPort(host, number, pages, malformed, 1.0)
+        self._metrics_port = port = MetricsPort(host, number, pages, malformed)
         if self.options.take_over:
             self._tasks.append(asyncio.create_task(port.open_when_free()))
         else:
@@ -217,10 +217,10 @@ class SchedulerProcess:
 
 
 def _election_of(several: SeveralProcesses) -> Election:
-    if (flags := several.election) is not None:
+    if several.election is not None:
+        url, times = several.election
         try:
-            times = ElectionTimes(flags.lease_s, flags.renew_s, flags.retry_s)
-            return parse_election(flags.url, several.advertise, times)
+            return parse_election(url, several.advertise, times)
         except ValueError as error:
             raise ValueError(f"--sbs-election: {error}") from error
     others = several.schedulers

@@ -13,6 +13,7 @@ and only what is new is hashed.
 from __future__ import annotations
 
 import hashlib
+import json
 import struct
 import sys
 from array import array
@@ -128,11 +129,7 @@ def _scoped(names: array[int], scope: bytes) -> array[int]:
 
 def _encoded(*parts: str | None) -> bytes:
     """Unambiguous for any strings and their absence."""
-    texts = (None if part is None else part.encode("utf-8", "surrogatepass") for part in parts)
-    return b"".join(
-        b"\x00" if text is None else b"\x01%b%b" % (len(text).to_bytes(8, "little"), text)
-        for text in texts
-    )
+    return json.dumps(parts).encode()
 
 
 def _sha256(data: bytes) -> bytes:

@@ -77,17 +77,14 @@ class TextPieces:
         """By :func:`_key` of their pieces."""
         self._bytes = 0
         self._lock = threading.Lock()
-        self._specials: dict[str, int] = {}
         self._cut: re.Pattern[str] | None = None
         """``None``: only whole texts are remembered."""
-        first, last = _surroundings(tokenizer)
-        self._first, self._last = array("I", first), array("I", last)
+        self._first, self._last = _surroundings(tokenizer)
         state = json.loads(tokenizer.to_str())
         self._cuts_words = state.get("pre_tokenizer") is not None
-        specials = _cutting_tokens(state)
-        if specials:
-            longest_first = sorted(specials, key=len, reverse=True)
-            self._specials = specials
+        self._specials = _cutting_tokens(state)
+        if self._specials:
+            longest_first = sorted(self._specials, key=len, reverse=True)
             self._cut = re.compile("(" + "|".join(map(re.escape, longest_first)) + ")")
             probe = _PROBE + _PROBE.join(longest_first[:3]) + _PROBE
             if list(self.encode(probe)) != _encode(tokenizer, [probe])[0]:
@@ -199,13 +196,13 @@ def _encode(tokenizer: Tokenizer, texts: list[str]) -> list[list[int]]:
     return [encoding.ids for encoding in encodings]
 
 
-def _surroundings(tokenizer: Tokenizer) -> tuple[list[int], list[int]]:
+def _surroundings(tokenizer: Tokenizer) -> tuple[array[int], array[int]]:
     """The ids put before and after a text (beginning and end of sequence)."""
     encoding = tokenizer.encode("a")
-    ids, added = encoding.ids, encoding.special_tokens_mask
+    ids, added = array("I", encoding.ids), encoding.special_tokens_mask
     content = [index for index, special in enumerate(added) if not special]
     if not content:
-        return ids, []
+        return ids, ids[:0]
     return ids[: content[0]], ids[content[-1] + 1 :]
 
 

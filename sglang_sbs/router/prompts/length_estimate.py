@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 from sglang_sbs.router.prompts.chat_template import content_text
 
@@ -22,12 +22,20 @@ _TOKENS_PER_MESSAGE = 4
 """Role markers and separators of a chat message, roughly, in any template."""
 
 
+Counted = Literal["given", "tokenized", "estimated"]
+"""Where a prompt's length is from: its token ids were given, made here, or nobody knows them."""
+
+
 @dataclass(frozen=True, slots=True)
 class PromptLength:
     tokens: int
-    exact: bool
+    counted: Counted = "estimated"
     size_bytes: int = 0
     """Of the text the estimate rests on; 0 where there is nothing to learn from."""
+
+    @property
+    def exact(self) -> bool:
+        return self.counted != "estimated"
 
 
 class PromptLengths:
@@ -65,9 +73,9 @@ class PromptLengths:
             texts, messages, only_text = _chat_texts(prompt)
             size = sum(map(_utf8_size, texts))
             tokens = round(size / self.bytes_per_token) + _TOKENS_PER_MESSAGE * messages
-            return PromptLength(max(1, tokens), False, size if only_text else 0)
+            return PromptLength(max(1, tokens), size_bytes=size if only_text else 0)
         size = _utf8_size(prompt)
-        return PromptLength(max(1, round(size / self.bytes_per_token)), False, size)
+        return PromptLength(max(1, round(size / self.bytes_per_token)), size_bytes=size)
 
 
 def chat_bytes(body: dict[str, Any]) -> bytes | None:

@@ -43,14 +43,13 @@ _NO_BLOCKS = array("q")
 """One for all: a batch has a thousand prompts."""
 
 PromptKind = Literal["text", "chat"]
-Counted = Literal["given", "tokenized", "estimated"]
-"""Where a prompt's length is from: its token ids were given, made here, or nobody knows them."""
 
 
 class LongestPrompt(NamedTuple):
     """The longest prompt that some engine takes (its ``max_req_input_len``)."""
 
-    tokens: int
+    tokens: float = math.inf
+    """Infinite: it is not known of every engine."""
     cuts: bool = False
     """Longer ones are cut (``--allow-auto-truncate``), not refused."""
 
@@ -70,12 +69,17 @@ class ReadPrompt:
     block_tokens: int = 0
     ids_json: bytes | None = None
     """Its token ids as JSON, where engines may get them instead of the text."""
-    counted: Counted = "estimated"
 
 
 class Known(NamedTuple):
-    blocks: BlockFormat | None
-    longest: LongestPrompt | None
+    """What is known of all engines."""
+
+    blocks: BlockFormat | None = None
+    """How most prefill instances cut prompts into blocks: a prompt gets one list of names.
+    ``None``: names are of no use."""
+    longest: LongestPrompt = LongestPrompt()
+    models: frozenset[str] = frozenset()
+    """Their whole names, though one may look like ``model:adapter``."""
     tokenizes: bool = True
 
 
@@ -88,14 +92,14 @@ class PromptReader:
     names_text: bool
     """Text nobody can tokenize gets block names too, good for the approximate index only."""
     lanes: Lanes = field(default_factory=Lanes)
-    counts: Counter[Counted] = field(default_factory=Counter)
+    counts: Counter[str] = field(default_factory=Counter)
     _template_warned: bool = False
 
     async def read(self, plan: Plan) -> list[ReadPrompt]:
         """One per prompt of the plan. What takes time is done off the loop.
         Raises: RouterError (400), a prompt is longer than any engine takes. If it went there,
         others would wait for passes that never come."""
-        known = Known(self.engines.block_format(), self.engines.longest_prompt())
+        known = self.engines.known()
         if self._is_quick(plan, known.blocks):
             prompts = self._read_all(plan, known)
         else:
@@ -103,7 +107,7 @@ class PromptReader:
             if size >= LONG_BYTES and self.lanes.long_bytes > _MOST_BACKLOG_BYTES:
                 known = known._replace(tokenizes=False)
             prompts = await self.lanes.run(size, self._read_all, plan, known)
-        self.counts.update(prompt.counted for prompt in prompts)
+        self.counts.update(prompt.length.counted for prompt in prompts)
         return prompts
 
     def _is_quick(self, plan: Plan, format_: BlockFormat | None) -> bool:
@@ -123,58 +127,54 @@ class PromptReader:
         return format_ is None or tokens // format_.page_tokens <= _QUICK_PAGES
 
     def _read_all(self, plan: Plan, known: Known) -> list[ReadPrompt]:
-        longest = known.longest
-        if longest is not None:
-            for prompt in plan.prompts:
-                _check_size(prompt, longest)
-        prompts = [self._read(plan.model, prompt, known) for prompt in plan.prompts]
-        return prompts if longest is None else [_bounded(one, longest) for one in prompts]
+        for prompt in plan.prompts:
+            _check_size(prompt, known.longest)
+        prompts = (self._read(plan.model, prompt, known) for prompt in plan.prompts)
+        return [_bounded(one, known.longest) for one in prompts]
 
     def _read(self, model: str, prompt: Prompt, known: Known) -> ReadPrompt:
         value, ids = prompt.value, None
         ids_json: bytes | None = None
-        counted: Counted = "estimated"
         if isinstance(value, array):
-            counted, ids, length = "given", value, PromptLength(max(1, len(value)), exact=True)
+            ids, length = value, PromptLength(max(1, len(value)), "given")
         elif value is None and prompt.size_bytes:
-            estimate = round(prompt.size_bytes / self.lengths.bytes_per_token)
-            length = PromptLength(max(1, estimate), exact=False)
+            length = PromptLength(max(1, round(prompt.size_bytes / self.lengths.bytes_per_token)))
         elif value is None:
-            counted, length = "given", PromptLength(max(1, prompt.tokens), exact=True)
+            length = PromptLength(max(1, prompt.tokens), "given")
         elif known.tokenizes and (read := self._tokenize(value, known.longest)) is not None:
             kind = _kind_of(value)
-            exact = read.exact and self.engines.agrees(kind)
-            length = PromptLength(max(1, len(read.ids)), exact)
-            counted, ids = ("tokenized", read.ids) if exact else ("estimated", None)
-            if exact and read.certain and prompt.takes_ids and self.engines.takes_ids(kind):
-                ids_json = json_of_ids(read.ids)
+            length = PromptLength(max(1, len(read.ids)))
+            if read.exact and self.engines.agrees(kind):
+                ids, length = read.ids, PromptLength(length.tokens, "tokenized")
+                if read.certain and prompt.takes_ids and self.engines.takes_ids(kind):
+                    ids_json = json_of_ids(ids)
         else:
             length = self.lengths.estimate(value)
         blocks = _NO_BLOCKS
         if not prompt.alone:
-            counted = "estimated"
-            length = replace(length, exact=False, size_bytes=0)
+            length = PromptLength(length.tokens)
         elif known.blocks is not None and prompt.namespace is not None:
-            namespace = self._with_adapter(prompt.namespace, model)
+            namespace = prompt.namespace
+            _, _, adapter = model.partition(":")  # ``base:adapter`` comes before ``lora_path``
+            if adapter and model not in known.models:
+                namespace = replace(namespace, lora=adapter.strip())
             blocks = self._name(value, ids, known.blocks, namespace)
         if not blocks and ids_json is None:
-            return _of_length(length, counted)
+            return _of_length(length)
         page_tokens = known.blocks.page_tokens if blocks and known.blocks else 0
-        return ReadPrompt(length, blocks, page_tokens, ids_json, counted)
+        return ReadPrompt(length, blocks, page_tokens, ids_json)
 
-    def _tokenize(self, value: Any, longest: LongestPrompt | None) -> PromptIds | None:
+    def _tokenize(self, value: Any, longest: LongestPrompt) -> PromptIds | None:
         """``None``: its length is to be estimated. Raises: RouterError, it is too long."""
         if self.tokenizer is None:
             return None
-        most = math.inf
-        if longest is not None and not longest.cuts and self.engines.agrees(_kind_of(value)):
-            most = longest.tokens
+        counts = not longest.cuts and self.engines.agrees(_kind_of(value))
+        most = longest.tokens if counts else math.inf
         try:
             if isinstance(value, str):
                 return PromptIds(self.tokenizer.text_ids(value, most))
             return self.tokenizer.chat_ids(value, most)
         except TooManyTokens as found:
-            assert longest is not None
             longest.check(found.args[0], at_least=True)
             raise
         except TooLong:
@@ -190,21 +190,13 @@ class PromptReader:
     ) -> array[int]:
         if ids is not None:
             return self.namer.names(ids, format_, namespace)
-        text = None
-        if self.names_text and isinstance(value, str):
-            text = value.encode("utf-8", "surrogatepass")
-        elif self.names_text and isinstance(value, dict):
-            text = chat_bytes(value)
+        if not self.names_text or value is None:
+            return _NO_BLOCKS
+        is_text = isinstance(value, str)
+        text = value.encode("utf-8", "surrogatepass") if is_text else chat_bytes(value)
         if text is None:
             return _NO_BLOCKS
         return self.namer.text_names(text, format_.page_tokens, namespace)
-
-    def _with_adapter(self, namespace: Namespace, model: str) -> Namespace:
-        """``base-model:adapter-name`` comes before ``lora_path``."""
-        _, colon, adapter = model.partition(":")
-        if not colon or not adapter or self.engines.serves(model):
-            return namespace
-        return replace(namespace, lora=adapter.strip())
 
 
 def _kind_of(value: Any) -> PromptKind:
@@ -212,7 +204,7 @@ def _kind_of(value: Any) -> PromptKind:
 
 
 def _check_size(prompt: Prompt, longest: LongestPrompt) -> None:
-    """Before anything is made of it. Raises: RouterError."""
+    """Raises: RouterError."""
     if isinstance(prompt.value, array):
         longest.check(len(prompt.value))
     size = len(prompt.value) if isinstance(prompt.value, str) else prompt.size_bytes
@@ -220,9 +212,9 @@ def _check_size(prompt: Prompt, longest: LongestPrompt) -> None:
 
 
 @lru_cache(maxsize=1024)
-def _of_length(length: PromptLength, counted: Counted) -> ReadPrompt:
+def _of_length(length: PromptLength) -> ReadPrompt:
     """The same object for all alike: a batch has a thousand prompts."""
-    return ReadPrompt(length, counted=counted)
+    return ReadPrompt(length)
 
 
 def _bounded(read: ReadPrompt, longest: LongestPrompt) -> ReadPrompt:
@@ -231,4 +223,4 @@ def _bounded(read: ReadPrompt, longest: LongestPrompt) -> ReadPrompt:
         longest.check(read.length.tokens)
     if read.length.tokens <= longest.tokens:
         return read
-    return replace(read, length=PromptLength(longest.tokens, exact=False))
+    return replace(read, length=PromptLength(int(longest.tokens)))

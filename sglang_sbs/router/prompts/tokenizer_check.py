@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import random
 import time
 from collections import Counter
@@ -31,7 +32,7 @@ from sglang_sbs.router.engines.control_requests import ask
 from sglang_sbs.router.prompts.block_names import BlockFormat
 from sglang_sbs.router.prompts.chat_template import TemplateError
 from sglang_sbs.router.prompts.chat_tokenizer import ChatTokenizer
-from sglang_sbs.router.prompts.reader import LongestPrompt, PromptKind
+from sglang_sbs.router.prompts.reader import Known, LongestPrompt, PromptKind
 from sglang_sbs.router.requests.plan import RouteKind
 from sglang_sbs.router.workers.registry import Registry
 from sglang_sbs.router.workers.server_info import WorkerInfo, parse_version
@@ -82,11 +83,14 @@ _CHATS: tuple[dict[str, Any], ...] = (
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """``None``: could not be found out."""
+    """Of an engine that told this ``info`` of itself. ``None``: could not be found out."""
 
+    info: WorkerInfo | None = None
     text: bool | None = None
     chat: bool | None = None
     takes_chat_ids: bool = False
+    again_s: float = math.inf
+    """When the engine is asked again."""
 
     @property
     def wrong(self) -> list[PromptKind]:
@@ -115,49 +119,22 @@ class EngineTokenizers:
     forwarding: Forwarding
     names_blocks: bool
     api_key: str | None
-    _verdicts: dict[str, tuple[WorkerInfo, Verdict]] = field(default_factory=dict)
-    _again_s: dict[str, float] = field(default_factory=dict)
+    _verdicts: dict[str, Verdict] = field(default_factory=dict)
     _disagreeing: frozenset[PromptKind] = frozenset()
-    _format: BlockFormat | None = None
-    _models: frozenset[str] = frozenset()
-    _longest: LongestPrompt | None = None
+    _known: Known = field(default_factory=Known)
     _looked_s: float = -_EVERY_S
-    _task: asyncio.Task[None] | None = None
     _odd_pages: str = ""
 
-    def start(self) -> None:
-        """Ask engines as they come up; nobody is asked without a tokenizer."""
-        if self.tokenizer is not None:
-            self._task = asyncio.create_task(self._watch())
-
-    async def close(self) -> None:
-        if self._task is not None:
-            self._task.cancel()
-            await asyncio.gather(self._task, return_exceptions=True)
-
-    def block_format(self) -> BlockFormat | None:
-        """How most prefill instances cut prompts into blocks: a prompt gets one list of names.
-        ``None``: names are of no use."""
-        if not self.names_blocks:
-            return None
-        self._look()
-        return self._format
-
-    def longest_prompt(self) -> LongestPrompt | None:
-        """``None``: it is not known of every engine."""
-        self._look()
-        return self._longest
-
-    def _look(self) -> None:
+    def known(self) -> Known:
+        """As it was within the last second."""
         now_s = time.monotonic()
-        if now_s - self._looked_s < _EVERY_S:
-            return
-        self._looked_s = now_s
-        if self.names_blocks:
-            self._format = self._common_format()
-        infos = [worker.info for worker in self.registry]
-        self._models = frozenset(info.model_id for info in infos if info is not None)
-        self._longest = longest_prompt(self.registry)
+        if now_s - self._looked_s >= _EVERY_S:
+            self._looked_s = now_s
+            blocks = self._common_format() if self.names_blocks else None
+            models = frozenset(w.info.model_id for w in self.registry if w.info is not None)
+            longest = longest_prompt(self.registry) or LongestPrompt()
+            self._known = Known(blocks, longest, models)
+        return self._known
 
     def agrees(self, kind: PromptKind) -> bool:
         """False: some engine is known to come to other token ids than the tokenizer here."""
@@ -167,7 +144,7 @@ class EngineTokenizers:
         """Whether token ids may be sent in place of such prompts, to some engine at least."""
         return self.forwarding == "on" or (
             self.forwarding == "auto"
-            and any(_may_get_ids(verdict, kind) for _, verdict in self._verdicts.copy().values())
+            and any(_may_get_ids(verdict, kind) for verdict in self._verdicts.copy().values())
         )
 
     def may_get_ids(self, kind: RouteKind, *workers: Worker) -> bool:
@@ -179,13 +156,9 @@ class EngineTokenizers:
             kind == "completions" and any(w.info and w.info.completion_template for w in workers)
         )
 
-    def serves(self, model: str) -> bool:
-        """Whether this is a model's whole name, though it looks like ``model:adapter``."""
-        return model in self._models
-
     def verdict(self, worker: Worker) -> Verdict:
-        info, verdict = self._verdicts.get(worker.url, (None, _UNKNOWN))
-        return verdict if info is not None and info == worker.info else _UNKNOWN
+        verdict = self._verdicts.get(worker.url, _UNKNOWN)
+        return verdict if verdict.info == worker.info else _UNKNOWN
 
     def _common_format(self) -> BlockFormat | None:
         formats = Counter(
@@ -205,8 +178,11 @@ class EngineTokenizers:
                 )
         return common[0][0] if common else None
 
-    async def _watch(self) -> None:
-        probes = await asyncio.to_thread(self._make_probes)
+    async def watch(self) -> None:
+        """Asks engines as they come up; nobody is asked without a tokenizer."""
+        if self.tokenizer is None:
+            return
+        probes = await asyncio.to_thread(_probes_of, self.tokenizer)
         while True:
             try:
                 await self._ask_all(probes)
@@ -219,22 +195,18 @@ class EngineTokenizers:
         for url in self._verdicts.keys() - workers.keys():
             del self._verdicts[url]
         for worker in workers.values():
-            info = worker.info
-            known = self._verdicts.get(worker.url)
-            if info is None or not worker.healthy or (known is not None and known[0] == info):
+            info, known, now_s = worker.info, self.verdict(worker), time.monotonic()
+            if info is None or not worker.healthy or (known.info and now_s < known.again_s):
                 continue
-            if self._again_s.get(worker.url, 0.0) > time.monotonic():
-                continue
-            self._again_s[worker.url] = time.monotonic() + _AGAIN_S
             try:
                 async with asyncio.timeout(_ANSWER_S):
                     verdict = await self._ask(worker.url, info, probes)
+                self._tell(worker, verdict)
             except (aiohttp.ClientError, TimeoutError, OSError, ValueError) as error:
+                verdict = Verdict(info, again_s=now_s + _AGAIN_S)
                 logger.debug("worker %s: its tokenizer is not known: %s", worker.url, error)
-                continue
-            self._verdicts[worker.url] = (info, verdict)
-            self._tell(worker, verdict)
-        verdicts = [verdict for _, verdict in self._verdicts.values()]
+            self._verdicts[worker.url] = verdict
+        verdicts = self._verdicts.values()
         self._disagreeing = frozenset(kind for one in verdicts for kind in one.wrong)
 
     async def _ask(self, url: str, info: WorkerInfo, probes: _Probes) -> Verdict:
@@ -249,31 +221,28 @@ class EngineTokenizers:
         numbers = parse_version(info.version)
         new = numbers is not None and (numbers >= CHAT_IDS_VERSION or numbers == (0, 0, 0))
         takes = bool(chat) and new and not await self._sees(url)
-        return Verdict(text=text, chat=chat, takes_chat_ids=takes)
+        return Verdict(info, text, chat, takes)
 
     async def _sees(self, url: str) -> bool:
         """Whether it takes images or sound: then its processor may want the text of a chat."""
-        status, data = await self._talk("GET", f"{url}/model_info")
+        url += "/model_info"
+        status, data = await ask(self.session, "GET", url, key=self.api_key, timeout_s=_ANSWER_S)
         model = orjson.loads(data) if status == 200 else None
         names = ("has_image_understanding", "has_audio_understanding")
         return not isinstance(model, dict) or any(model.get(name) is not False for name in names)
 
     async def _post(self, url: str, body: Mapping[str, Any]) -> dict[str, Any] | None:
         """The answer of ``/tokenize``; ``None``: refused, or there is no such endpoint."""
-        status, data = await self._talk("POST", f"{url}/tokenize", body)
+        url += "/tokenize"
+        status, data = await ask(
+            self.session, "POST", url, key=self.api_key, timeout_s=_ANSWER_S, json=body
+        )
         if status >= 500:
             raise ValueError(f"status {status}")  # to be asked again
         if status != 200:
             return None
         answer = orjson.loads(data)
         return answer if isinstance(answer, dict) else None
-
-    async def _talk(
-        self, method: str, url: str, body: Mapping[str, Any] | None = None
-    ) -> tuple[int, bytes]:
-        headers = {"Authorization": f"Bearer {self.api_key}"} if self.api_key else {}
-        to = (self.session, method, url)
-        return await ask(*to, headers=headers, timeout_s=_ANSWER_S, json=body)
 
     def _tell(self, worker: Worker, verdict: Verdict) -> None:
         if not verdict.wrong:
@@ -290,22 +259,21 @@ class EngineTokenizers:
             "model it serves, and --chat-template as the engine has it",
         )
 
-    def _make_probes(self) -> _Probes:
-        tokenizer = self.tokenizer
-        assert tokenizer is not None
-        vocabulary = tokenizer.tokenizer.get_vocab_size()
-        sample = random.Random(1).choices(range(vocabulary), k=_SAMPLE)
-        added = tokenizer.tokenizer.get_added_tokens_decoder().values()
-        specials = [token.content for token in added][:_MAX_SPECIALS]
-        all_specials = "".join(specials) + " " + " ".join(specials) + "\n"
-        sampled = tokenizer.tokenizer.decode(sample, skip_special_tokens=False)
-        texts = [*_TEXTS, all_specials, sampled]
-        text_ids = [tokenizer.text_ids(text).tolist() for text in texts]
-        chat_ids: list[list[int] | None] = [None] * len(_CHATS)
-        for at, body in enumerate(_CHATS):
-            with suppress(TemplateError):
-                chat_ids[at] = tokenizer.chat_ids(body).ids.tolist()
-        return _Probes(texts, text_ids, chat_ids)
+
+def _probes_of(tokenizer: ChatTokenizer) -> _Probes:
+    vocabulary = tokenizer.tokenizer.get_vocab_size()
+    sample = random.Random(1).choices(range(vocabulary), k=_SAMPLE)
+    added = tokenizer.tokenizer.get_added_tokens_decoder().values()
+    specials = [token.content for token in added][:_MAX_SPECIALS]
+    all_specials = "".join(specials) + " " + " ".join(specials) + "\n"
+    sampled = tokenizer.tokenizer.decode(sample, skip_special_tokens=False)
+    texts = [*_TEXTS, all_specials, sampled]
+    text_ids = [tokenizer.text_ids(text).tolist() for text in texts]
+    chat_ids: list[list[int] | None] = [None] * len(_CHATS)
+    for at, body in enumerate(_CHATS):
+        with suppress(TemplateError):
+            chat_ids[at] = tokenizer.chat_ids(body).ids.tolist()
+    return _Probes(texts, text_ids, chat_ids)
 
 
 def longest_prompt(workers: Iterable[Worker]) -> LongestPrompt | None:

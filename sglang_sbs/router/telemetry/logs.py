@@ -21,21 +21,12 @@ _QUIET_PATHS = frozenset({"/health", "/liveness", "/readiness", "/metrics"})
 _FIELDS = "fields"
 
 
-class WithRequestId(logging.Filter):
-    """Puts ``request_id`` into every record, and ``[id] `` as ``request_tag``."""
-
-    def filter(self, record: logging.LogRecord) -> bool:
-        identifier = current_request_id.get()
-        record.request_id = identifier
-        # On one line, whatever a client put into its id.
-        record.request_tag = f"[{_printable(identifier)}] " if identifier else ""
-        return True
-
-
 class PlainFormatter(logging.Formatter):
     """One line per record, whatever engines and clients put into it; a traceback is indented."""
 
     def formatMessage(self, record: logging.LogRecord) -> str:
+        identifier = current_request_id.get()
+        record.request_tag = f"[{_printable(identifier)}] " if identifier else ""
         return _escaped(super().formatMessage(record))
 
     def formatException(self, ei: Any) -> str:
@@ -58,8 +49,8 @@ class JsonFormatter(logging.Formatter):
         }
         if self._process:
             line["process"] = f"{self._process} {record.process}"
-        if getattr(record, "request_id", ""):
-            line["request_id"] = record.__dict__["request_id"]
+        if identifier := current_request_id.get():
+            line["request_id"] = identifier
         line |= getattr(record, _FIELDS, {})
         if record.exc_info:
             line["exception"] = self.formatException(record.exc_info)
@@ -78,7 +69,6 @@ def set_up_logging(
     who = f"[{process} %(process)d] " if process else ""
     plain = PlainFormatter(f"%(asctime)s %(levelname)s {who}%(name)s: %(request_tag)s%(message)s")
     for handler in handlers:
-        handler.addFilter(WithRequestId())
         handler.setFormatter(JsonFormatter(process) if as_json else plain)
     logging.basicConfig(level=LEVELS.get(level, logging.ERROR), handlers=handlers, force=True)
 

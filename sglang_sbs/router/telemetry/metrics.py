@@ -47,6 +47,7 @@ _STOCK_LABELS = " ".join(_STOCK)
 
 _Buckets = tuple[float, ...]
 _K = TypeVar("_K")
+_M = TypeVar("_M", bound=MetricWrapperBase)
 
 
 def _declared(
@@ -149,8 +150,11 @@ class RouterMetrics:
         policy: str = "sbs",
         knows: Callable[[str], bool] = lambda worker_url: True,
     ) -> None:
-        """``knows``: whether there is a worker of that URL; no other has series of its own."""
+        """``knows``: whether there is a worker of that URL. No other has series of its own: with
+        service discovery every pod has a URL, and what stayed of each would be exported for ever.
+        """
         self._policy = policy
+        self._knows = knows
         self.registry = CollectorRegistry()
         durations = {"buckets": duration_buckets or _DURATION_BUCKETS}
         for name, declared in vars(RouterMetrics).items():
@@ -160,7 +164,8 @@ class RouterMetrics:
         self._began_s: Multiset[float] = Multiset()
         self.collect_with(self._age_families)
         self._gang = (-1, 0)
-        self._of_workers = WorkerSeries(knows)
+        self._of_workers: dict[str, dict[tuple[Any, ...], Any]] = {}
+        """By URL."""
         # Looking a label set up costs more than counting: keep those of the hot paths.
         self._http = cache(self._http_series)
         self._responses = cache(self.http_responses.labels)
@@ -176,18 +181,35 @@ class RouterMetrics:
 
     def forget(self, worker_url: str) -> None:
         """Remove the series of a worker. One that is added again begins at 0."""
-        self._of_workers.forget(worker_url)
+        for metric, labels in self._of_workers.pop(worker_url, {}):
+            metric.remove(*labels)
 
-    # DispatchObserver -------------------------------------------------------------------------
+    def _of_worker(self, metric: _M, worker_url: str, *labels: str | int) -> _M | None:
+        """The series of ``metric`` with ``labels`` (all of them, in its order), which is kept:
+        looking it up there costs more than counting. ``None``: the worker is not known."""
+        own = self._of_workers.get(worker_url)
+        if own is None:
+            if not self._knows(worker_url):
+                return None
+            own = self._of_workers[worker_url] = {}
+        one: _M | None = own.get((metric, labels))
+        if one is None:
+            one = own[metric, labels] = metric.labels(*labels)
+        return one
 
-    def dispatched(self, command: Dispatch) -> None:
+    # The scheduler ----------------------------------------------------------------------------
+
+    def decided(self, command: Dispatch | Refuse) -> None:
+        if isinstance(command, Refuse):
+            self.refusals.labels(command.cause).inc()
+            return
         self._dispatched += 1
         self.hold_seconds.observe(command.held_s)
         for role, worker, rank in (
             ("prefill", command.prefill, command.prefill_rank),
             ("decode", command.decode, command.decode_rank),
         ):
-            if legs := self._of_workers.of(self.dispatches, worker, role, worker, rank):
+            if legs := self._of_worker(self.dispatches, worker, role, worker, rank):
                 legs.inc()
         batch, size = self._gang
         if command.batch == batch:
@@ -196,9 +218,6 @@ class RouterMetrics:
             if size:
                 self.gang_size.observe(size)
             self._gang = (command.batch, 1)
-
-    def refused(self, command: Refuse) -> None:
-        self.refusals.labels(command.cause).inc()
 
     def selections(self, model: str) -> CounterMetricFamily:
         """Worker choices, under sglang_router's name: both roles are chosen at once here."""
@@ -279,7 +298,7 @@ class RouterMetrics:
 
     def leg_failed(self, failure: LegFailure) -> None:
         labels = (failure.leg, "http", failure.worker, failure.code)
-        if failures := self._of_workers.of(self.leg_failures, failure.worker, *labels):
+        if failures := self._of_worker(self.leg_failures, failure.worker, *labels):
             failures.inc()
 
     def first_byte(self, priority: PriorityClass, seconds: float, slo_s: float | None) -> None:
@@ -303,7 +322,7 @@ class RouterMetrics:
         if report.extend_tokens > 0 and chunk_tokens > 0:
             self.chunk_utilisation.observe(min(1.0, report.extend_tokens / chunk_tokens))
         if report.dp_rank == 0:
-            if passes := self._of_workers.of(self.forward_seconds, worker_url, worker_url):
+            if passes := self._of_worker(self.forward_seconds, worker_url, worker_url):
                 passes.observe(report.forward_s)
             if report.tokens_per_rank and any(report.tokens_per_rank):
                 busy, ranks = active_ranks(report.tokens_per_rank), len(report.tokens_per_rank)
@@ -313,37 +332,6 @@ class RouterMetrics:
                 if chunk_tokens > 0:
                     filled = sum(report.tokens_per_rank) / (chunk_tokens * ranks)
                     self.batch_fill.observe(min(1.0, filled))
-
-
-_M = TypeVar("_M", bound=MetricWrapperBase)
-
-
-class WorkerSeries:
-    """Series of workers that are counted as things happen, by worker URL, and their end: with
-    service discovery every pod has a URL of its own, and what stayed of each would be exported for
-    ever. A worker that is not known has none: what its last requests still bring is not counted."""
-
-    def __init__(self, knows: Callable[[str], bool]) -> None:
-        """``knows``: whether there is such a worker now."""
-        self._knows = knows
-        self._series: dict[str, dict[tuple[Any, ...], Any]] = {}
-
-    def of(self, metric: _M, worker_url: str, *labels: str | int) -> _M | None:
-        """The series of ``metric`` with ``labels`` (all of them, in its order), which is kept:
-        looking it up there costs more than counting. ``None``: the worker is not known."""
-        own = self._series.get(worker_url)
-        if own is None:
-            if not self._knows(worker_url):
-                return None
-            own = self._series[worker_url] = {}
-        one: _M | None = own.get((metric, labels))
-        if one is None:
-            one = own[metric, labels] = metric.labels(*labels)
-        return one
-
-    def forget(self, worker_url: str) -> None:
-        for metric, labels in self._series.pop(worker_url, {}):
-            metric.remove(*labels)
 
 
 # fmt: off

@@ -20,6 +20,8 @@ from sglang_sbs.router.client.intake import KEEP_ALIVE_S, Doorman, Gate, ParserL
 logger = logging.getLogger(__name__)
 
 _AGAIN_S = 0.5
+_LAST_ANSWERS_S = 1.0
+"""For answers under way when it closes."""
 MAX_CONNECTIONS = 64
 """Of scrapers; when all are taken the longest silent one has to go, else the new one."""
 
@@ -35,15 +37,9 @@ class MetricsPort:
     """``open`` once or until it succeeds, then ``close``."""
 
     def __init__(
-        self,
-        host: str,
-        port: int,
-        pages: Mapping[str, Page],
-        malformed: Callable[[], None],
-        shutdown_s: float,
+        self, host: str, port: int, pages: Mapping[str, Page], malformed: Callable[[], None]
     ) -> None:
-        """``malformed`` is told of requests that are no HTTP; ``shutdown_s`` is how long answers
-        under way may take at the end."""
+        """``malformed`` is told of requests that are no HTTP."""
         self._host = host
         self.port = port
         """0: any; which, once it is open."""
@@ -56,7 +52,7 @@ class MetricsPort:
             logger=ParserLog(malformed),
             auto_decompress=False,
             keepalive_timeout=KEEP_ALIVE_S,
-            shutdown_timeout=shutdown_s,
+            shutdown_timeout=_LAST_ANSWERS_S,
         )
         self._listening: asyncio.Server | None = None
 

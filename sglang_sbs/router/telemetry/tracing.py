@@ -39,8 +39,6 @@ class AttemptTrace:
 
 
 class Traces:
-    """The spans of one router process."""
-
     def __init__(self, processor: SpanProcessor) -> None:
         """Raises: ImportError, the packages are not installed."""
         from opentelemetry import context, trace

@@ -321,10 +321,8 @@ class Monitor:
             await asyncio.gather(*map(check, ranks[first - 1 : first - 1 + _ASKED_AT_ONCE]))
 
     async def _get(self, url: str, path: str, timeout_s: float | None = None) -> tuple[int, bytes]:
-        key = self._config.api_key
-        headers = {"Authorization": f"Bearer {key}"} if key else None
-        limit_s = timeout_s or self._config.health_timeout_s
-        return await ask(self._session, "GET", url + path, headers=headers, timeout_s=limit_s)
+        limit_s, key = timeout_s or self._config.health_timeout_s, self._config.api_key
+        return await ask(self._session, "GET", url + path, key=key, timeout_s=limit_s)
 
     # Fallback signal --------------------------------------------------------------------------
 

@@ -304,9 +304,7 @@ async def test_a_full_disk_ends_the_event_log_and_nothing_else(tmp_path: Path) -
             lambda event, now_s: [dispatch(event.rid)] if isinstance(event, RequestArrived) else []
         )
         dispatcher = Dispatcher(scheduler, event_log=log)
-        if broken_at == "write":
-            log._buffer += bytes(100_000)
-        else:
+        if broken_at == "flush":
             dispatcher.submit(TimerFired())
             dispatcher.pump.flush_log()
         assert (await dispatcher.assign(announced("r"))).rid == "r"

@@ -12,9 +12,9 @@ import pytest
 from sglang_sbs.launch_router import main
 from sglang_sbs.router.options.arguments import FlagError, build_parser
 from sglang_sbs.router.options.config import default_bodies_bytes
-from sglang_sbs.router.options.option import switch
+from sglang_sbs.router.options.option import Option, switch
 from sglang_sbs.router.options.options import parse_flags
-from sglang_sbs.router.options.stock import IGNORED_FLAGS, NEAREST_POLICY
+from sglang_sbs.router.options.stock import IGNORED_OPTIONS, NEAREST_POLICY
 from sglang_sbs.router.options.table import GROUPS
 from sglang_sbs.scheduling.config import SchedulerConfig
 from sglang_sbs.scheduling.policy_names import POLICIES
@@ -150,13 +150,13 @@ def test_both_spellings_mean_the_same() -> None:
     assert (plain.port, plain.queue_size) == (1234, 7)
 
 
-@pytest.mark.parametrize("name", sorted(IGNORED_FLAGS))
-def test_flags_without_meaning_are_accepted_with_one_warning(name: str) -> None:
-    arity, _ = IGNORED_FLAGS[name]
-    values = {"flag": [], "one": ["5"], "many": ["a=b", "c=d"]}[arity]
-    options = parse_flags([f"--{name}", *values, *PD, *QUIET])
+@pytest.mark.parametrize("option", IGNORED_OPTIONS, ids=lambda option: option.flag)
+def test_flags_without_meaning_are_accepted_with_one_warning(option: Option) -> None:
+    one = [] if option.type is switch else ["5"]
+    values = one if option.nargs is None else ["a=b", "c=d"]
+    options = parse_flags([f"--{option.flag}", *values, *PD, *QUIET])
     (warning,) = options.warnings
-    assert f"--{name} has no effect" in warning
+    assert f"--{option.flag} has no effect" in warning
 
 
 @pytest.mark.parametrize(

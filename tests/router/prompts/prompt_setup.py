@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from sglang_sbs.router.prompts import reader
 from sglang_sbs.router.prompts.block_names import BlockFormat
 from sglang_sbs.router.prompts.reader import LongestPrompt, PromptKind
 
@@ -20,17 +21,11 @@ class Known:
         self.models = {"org:model"}
         self.longest: LongestPrompt | None = None
 
-    def block_format(self) -> BlockFormat | None:
-        return self.format
+    def known(self) -> reader.Known:
+        return reader.Known(self.format, self.longest or LongestPrompt(), frozenset(self.models))
 
     def agrees(self, kind: PromptKind) -> bool:
         return kind not in self.wrong
 
     def takes_ids(self, kind: PromptKind) -> bool:
         return self.ids
-
-    def serves(self, model: str) -> bool:
-        return model in self.models
-
-    def longest_prompt(self) -> LongestPrompt | None:
-        return self.longest

@@ -272,7 +272,7 @@ async def test_different_pages_are_said_once_and_the_most_common_counts(
         tokenizers = system.server.tokenizers
         for _ in range(2):
             tokenizers._looked_s = float("-inf")
-            assert tokenizers.block_format() == BlockFormat(64)
+            assert tokenizers.known().blocks == BlockFormat(64)
     assert caplog.text.count("--page-size") == 1
 
 
@@ -285,7 +285,7 @@ async def test_a_text_too_long_to_be_tokenized_is_estimated(tokenizer: ChatToken
     ):
         plan = plan_request(kind, orjson.dumps(body))  # type: ignore[arg-type]
         (read,) = await reader.read(plan)
-        assert read.counted == "estimated"
+        assert read.length.counted == "estimated"
         assert not read.length.exact
         assert read.length.tokens > MOST_WHOLE_CHARS // 20
     reader.lanes.close()

@@ -11,7 +11,7 @@ from sglang_sbs.router.prompts.length_estimate import PromptLength, PromptLength
 
 def test_text_is_estimated_from_utf8_bytes() -> None:
     lengths = PromptLengths()
-    assert lengths.estimate("x" * 400) == PromptLength(100, False, 400)
+    assert lengths.estimate("x" * 400) == PromptLength(100, "estimated", 400)
     assert lengths.estimate("ü" * 400).size_bytes == 800
     assert lengths.estimate("").tokens == 1
 
@@ -32,10 +32,10 @@ def test_the_estimate_follows_what_engines_report() -> None:
     assert abs(errors[-1]) < abs(errors[0]) / 2
     before = lengths.bytes_per_token
     assert lengths.contradicted == 0
-    lengths.learn(PromptLength(5, True), 500)
-    lengths.learn(PromptLength(5, True), 5)
+    lengths.learn(PromptLength(5, "given"), 500)
+    lengths.learn(PromptLength(5, "given"), 5)
     assert lengths.contradicted == 1
-    lengths.learn(PromptLength(5, False, 100), 0)
+    lengths.learn(PromptLength(5, "estimated", 100), 0)
     assert lengths.bytes_per_token == before
 
 
@@ -55,7 +55,7 @@ def test_no_answer_makes_the_estimate_absurd() -> None:
 
 def test_a_single_long_prompt_does_not_set_the_estimate_for_all() -> None:
     lengths = PromptLengths()
-    odd = PromptLength(1, False, size_bytes=50_000_000)
+    odd = PromptLength(1, "estimated", size_bytes=50_000_000)
     lengths.learn(odd, 50_000_000)
     assert lengths.estimate("x" * 400).tokens < 200
 

@@ -18,7 +18,7 @@ from router_harness import cluster, until
 from sglang_sbs.router import server
 from sglang_sbs.router.options.options import parse_flags
 from sglang_sbs.router.telemetry import logs, tracing
-from sglang_sbs.router.telemetry.logs import JsonFormatter, WithRequestId, current_request_id
+from sglang_sbs.router.telemetry.logs import JsonFormatter, current_request_id
 from sglang_sbs.wire import EndForward
 from tools.stand_ins.mock_engine import Behaviour
 
@@ -30,7 +30,6 @@ class Lines(logging.Handler):
 
     def __init__(self) -> None:
         super().__init__(logging.DEBUG)
-        self.addFilter(WithRequestId())
         self.setFormatter(JsonFormatter())
         self.lines: list[dict[str, Any]] = []
 

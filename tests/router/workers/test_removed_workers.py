@@ -51,7 +51,7 @@ class Counted:
 def use(metrics: RouterMetrics, prefill: str, decode: str) -> None:
     """Everything that is counted by worker as it happens."""
     for rank in (0, 1):
-        metrics.dispatched(
+        metrics.decided(
             Dispatch(
                 rid="r",
                 prefill=prefill,
@@ -82,7 +82,7 @@ def test_workers_that_come_and_go_leave_nothing() -> None:
     page = counted.metrics.render().decode()
     left = [line for line in page.splitlines() if 'worker="' in line]
     assert left and all(any(worker.url in line for worker in stays) for line in left)
-    assert len(counted.metrics._of_workers._series) == 2
+    assert len(counted.metrics._of_workers) == 2
     assert counted.of(stays[0].url)["sbs_forward_seconds_count"] == 1
     assert next(iter(counted.metrics.selections("m").samples)).value == 40
 
