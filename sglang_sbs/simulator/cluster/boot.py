@@ -8,10 +8,9 @@ import random
 import msgspec
 
 from sglang_sbs.scheduling.events import BlocksRemoved, BlocksStored, CacheTier, InstanceUp
-from sglang_sbs.simulator.cluster.cache_tiers import LowerTiers, SharedStorage
 from sglang_sbs.simulator.cluster.decode_rank import DecodeRank
 from sglang_sbs.simulator.cluster.engine import SimulatedPrefill
-from sglang_sbs.simulator.cluster.kv_cache import BlockCache
+from sglang_sbs.simulator.cluster.kv_cache import BlockCache, SharedStorage
 from sglang_sbs.simulator.cluster.spec import ClusterSpec, InstanceSpec
 
 DECODE = "decode"
@@ -21,7 +20,6 @@ HOST: CacheTier = "host"
 
 def prefill_up(name: str, one: InstanceSpec, spec: ClusterSpec) -> InstanceUp:
     """What the scheduler is told of an instance."""
-    tiers = spec.tiers
     return InstanceUp(
         instance=name,
         role="prefill",
@@ -35,7 +33,7 @@ def prefill_up(name: str, one: InstanceSpec, spec: ClusterSpec) -> InstanceUp:
         barrier=spec.barrier,
         prefill_max_requests=spec.prefill_max_requests,
         captured_tokens=spec.captured_tokens,
-        shares_storage=tiers is not None and tiers.has_storage,
+        shares_storage=spec.tiers.has_storage,
     )
 
 
@@ -76,19 +74,18 @@ def boot_engines(
             rng=random.Random(spec.seed * 1000 + index + 1_000_000_007 * (boot + 1_000 * number)),
             boot_id=f"{name}-{boot}",
             caches=[
-                _cache(spec, storage) for _ in range(shape.dp_size if spec.block_tokens else 0)
+                BlockCache(
+                    spec.kv_capacity_tokens,
+                    spec.block_tokens,
+                    host_tokens=spec.tiers.host_kv_tokens,
+                    storage=storage,
+                )
+                for _ in range(shape.dp_size if spec.block_tokens else 0)
             ],
             lone_rank=None if spec.barrier else (number, one.dp_size),
         )
         for number in range(engines)
     ]
-
-
-def _cache(spec: ClusterSpec, storage: SharedStorage | None) -> BlockCache:
-    size, lower = spec.block_tokens, None
-    if spec.tiers is not None and spec.tiers.host_kv_tokens >= size:
-        lower = LowerTiers(spec.tiers.host_kv_tokens // size, storage)
-    return BlockCache(spec.kv_capacity_tokens, size, lower=lower)
 
 
 def block_events(engine: SimulatedPrefill) -> list[BlocksRemoved | BlocksStored]:

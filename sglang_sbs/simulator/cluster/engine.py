@@ -36,8 +36,7 @@ from collections.abc import Sequence
 from dataclasses import KW_ONLY, dataclass, field
 
 from sglang_sbs.scheduling.paging import padded
-from sglang_sbs.simulator.cluster.cache_tiers import BlockEvents
-from sglang_sbs.simulator.cluster.kv_cache import BlockCache, Blocks, Hold
+from sglang_sbs.simulator.cluster.kv_cache import BlockCache, BlockEvents, Blocks, Hold
 from sglang_sbs.simulator.cluster.spec import ClusterSpec, InstanceSpec
 from sglang_sbs.wire import EndForward
 from sglang_sbs.wire.endforward import Kind
@@ -131,8 +130,6 @@ class SimulatedPrefill:
     def __post_init__(self) -> None:
         one, cost = self.one, self.spec.cost
         self._cost = cost if one.speed == 1 else cost.at_speed(one.speed)
-        tiers = self.spec.tiers
-        self._host_load_s = tiers.host_load_s if tiers is not None else 0.0
         self.ranks = [Rank() for _ in range(one.dp_size)]
         for rank, cache in zip(self.ranks, self.caches, strict=False):
             rank.cache = cache
@@ -316,7 +313,7 @@ class SimulatedPrefill:
                 break
             completed.append(request)
         rank.waiting_tokens -= tokens
-        return tokens, count, pairs, cached, loaded * self._host_load_s
+        return tokens, count, pairs, cached, loaded * self.spec.tiers.host_load_s
 
     def messages(self, kind: Kind, about: DevicePass | None = None) -> list[EndForward]:
         """What every rank says; ``about``: the pass that was launched or has ended, which is not in

@@ -14,9 +14,8 @@ import msgspec
 from sglang_sbs.scheduling import Scheduler, SchedulerConfig, events
 from sglang_sbs.simulator.cluster import boot
 from sglang_sbs.simulator.cluster.arrival import Arrival, ClosedLoop
-from sglang_sbs.simulator.cluster.cache_tiers import SharedStorage
 from sglang_sbs.simulator.cluster.engine import SimulatedPrefill, Waiting
-from sglang_sbs.simulator.cluster.kv_cache import Blocks
+from sglang_sbs.simulator.cluster.kv_cache import Blocks, SharedStorage
 from sglang_sbs.simulator.cluster.network import (
     DispatchNetwork,
     FeedbackChannel,
@@ -93,7 +92,7 @@ class Simulation:
         """At that very time: the timers of a sound scheduler come to an end."""
         self._loop = loop
         self._storage: SharedStorage | None = None
-        if spec.tiers is not None and spec.tiers.has_storage:
+        if spec.tiers.has_storage:
             self._outcome.history = loop.history if loop is not None else ()
             self._storage = SharedStorage(self._outcome.history)
             self._computed.update(self._outcome.history)
@@ -353,7 +352,6 @@ class Simulation:
     def _wait_for_storage(self, engine: SimulatedPrefill) -> None:
         """What ranks get from storage takes its time."""
         for request in engine.take_fetches():
-            assert self._spec.tiers is not None
             tokens = len(request.fetching) * self._spec.block_tokens
             load_s = tokens * self._spec.tiers.storage_load_s
             self._at(self._now_s + load_s, self._go_on_with, engine, engine.fetched, request)

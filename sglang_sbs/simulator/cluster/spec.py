@@ -9,7 +9,6 @@ from typing import Literal, get_args
 import msgspec
 
 from sglang_sbs.scheduling.events import PrefixSource
-from sglang_sbs.simulator.cluster.cache_tiers import TierSpec
 from sglang_sbs.simulator.cluster.cost import PassCost
 
 KV_CAPACITY_TOKENS = 500_000
@@ -49,6 +48,28 @@ class InstanceSpec(msgspec.Struct, frozen=True, kw_only=True):
     def capacity_tokens(self) -> int:
         """Tokens of a pass with a full chunk on every rank."""
         return self.dp_size * self.chunk_tokens
+
+
+class TierSpec(msgspec.Struct, frozen=True, kw_only=True):
+    """Sizes and speeds of what is below the radix caches (:mod:`.kv_cache`)."""
+
+    host_kv_tokens: int = 1_000_000
+    """Of each prefill rank: twice its device memory (``--hicache-ratio 2``). 0: no such tier, and
+    none below it."""
+    host_load_s: float = 1.5e-6
+    """Per token, from host memory to the device: 70272 bytes at 50 GB/s."""
+    storage: bool = True
+    """Of all prefill ranks together, and as large as it takes."""
+    storage_load_s: float = 7e-6
+    """Per token, from storage to host memory: 70272 bytes at 10 GB/s."""
+
+    @property
+    def has_storage(self) -> bool:
+        """Storage is reached through host memory only."""
+        return self.storage and self.host_kv_tokens > 0
+
+
+NO_TIERS = TierSpec(host_kv_tokens=0)
 
 
 class TopologyChange(msgspec.Struct, frozen=True):
@@ -113,8 +134,8 @@ class ClusterSpec(msgspec.Struct, frozen=True, kw_only=True):
     """Per prefill DP rank, cached or in use; only with a radix cache."""
     prefix_source: PrefixSource = "events"
     """How the scheduler knows what the ranks have cached."""
-    tiers: TierSpec | None = None
-    """Host memory and storage below the radix caches; None: neither."""
+    tiers: TierSpec = NO_TIERS
+    """Host memory and storage below the radix caches."""
     handshake_s: float = 0.0
     """From a request's arrival at the rank, or from when decode has room, until it may run."""
     first_token_s: float = 0.0
@@ -176,11 +197,10 @@ class ClusterSpec(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def cluster_kv_tokens(self) -> int:
         """KV capacity of all prefill ranks, host memory included; storage has no end."""
-        if self.tiers is not None and self.tiers.has_storage:
+        if self.tiers.has_storage:
             return sys.maxsize
-        host = self.tiers.host_kv_tokens if self.tiers is not None else 0
         ranks = sum(one.dp_size for _, one in self.prefill)
-        return (self.kv_capacity_tokens + host) * ranks
+        return (self.kv_capacity_tokens + self.tiers.host_kv_tokens) * ranks
 
     @property
     def prefill(self) -> tuple[tuple[str, InstanceSpec], ...]:

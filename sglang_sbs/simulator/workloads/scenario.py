@@ -11,9 +11,8 @@ from typing import Any, Literal, get_args
 import msgspec
 
 from sglang_sbs.simulator.cluster.arrival import Arrival
-from sglang_sbs.simulator.cluster.cache_tiers import TierSpec
 from sglang_sbs.simulator.cluster.cost import COSTS, PassCost
-from sglang_sbs.simulator.cluster.spec import ClusterSpec, InstanceSpec
+from sglang_sbs.simulator.cluster.spec import ClusterSpec, InstanceSpec, TierSpec
 from sglang_sbs.simulator.workloads import agentic
 from sglang_sbs.simulator.workloads.agentic import AgentLoop
 from sglang_sbs.simulator.workloads.arrivals import (
