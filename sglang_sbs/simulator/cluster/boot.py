@@ -1,4 +1,4 @@
-"""How a simulated instance starts, and what its ranks publish of their caches."""
+"""How a simulated instance starts."""
 
 from __future__ import annotations
 
@@ -7,15 +7,13 @@ import random
 
 import msgspec
 
-from sglang_sbs.scheduling.events import BlocksRemoved, BlocksStored, CacheTier, InstanceUp
+from sglang_sbs.scheduling.events import InstanceUp
 from sglang_sbs.simulator.cluster.decode_rank import DecodeRank
 from sglang_sbs.simulator.cluster.engine import SimulatedPrefill
 from sglang_sbs.simulator.cluster.kv_cache import BlockCache, SharedStorage
 from sglang_sbs.simulator.cluster.spec import ClusterSpec, InstanceSpec
 
 DECODE = "decode"
-DEVICE: CacheTier = "device"
-HOST: CacheTier = "host"
 
 
 def prefill_up(name: str, one: InstanceSpec, spec: ClusterSpec) -> InstanceUp:
@@ -85,19 +83,4 @@ def boot_engines(
             lone_rank=None if spec.barrier else (number, one.dp_size),
         )
         for number in range(engines)
-    ]
-
-
-def block_events(engine: SimulatedPrefill) -> list[BlocksRemoved | BlocksStored]:
-    """What the ranks publish after a pass, removals first in each tier."""
-    return [
-        kind(instance=engine.name, dp_rank=rank, blocks=blocks, tier=tier)
-        for rank, events in engine.take_block_events()
-        for kind, blocks, tier in (
-            (BlocksRemoved, events.removed, DEVICE),
-            (BlocksStored, events.stored, DEVICE),
-            (BlocksRemoved, events.host_removed, HOST),
-            (BlocksStored, events.host_stored, HOST),
-        )
-        if blocks
     ]

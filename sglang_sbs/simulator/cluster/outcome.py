@@ -87,7 +87,7 @@ class PoolRecord:
 
 @dataclass(slots=True)
 class Outcome:
-    requests: list[RequestRecord]
+    requests: list[RequestRecord] = field(default_factory=list)
     passes: list[PassRecord] = field(default_factory=list)
     """In the order of their ends."""
     queued_passes: int = 0
@@ -97,7 +97,7 @@ class Outcome:
     retries: int = 0
     """Attempts after the first, of all requests."""
     duration_s: float = 0.0
-    arrivals: Sequence[Arrival] = ()
+    arrivals: list[Arrival] = field(default_factory=list)
     """By the index of their requests."""
     history: Sequence[int] = ()
     """Blocks that were in storage before the first of them."""

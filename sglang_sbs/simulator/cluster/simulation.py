@@ -48,18 +48,20 @@ def simulate(
     if spec.block_tokens and longest > spec.kv_capacity_tokens:
         wanted = f"at least {longest}, the longest prompt"
         raise ValueError(f"kv_capacity_tokens must be {wanted}, not {spec.kv_capacity_tokens}")
-    one = Simulation(first, Scheduler(config), spec, observe=observe, drain_s=drain_s, loop=loop)
-    one.start()
-    return one.end()
+    outcome = Outcome()
+    one = Simulation(outcome, Scheduler(config), spec, observe=observe, drain_s=drain_s, loop=loop)
+    one.start(first)
+    one.end()
+    return outcome
 
 
 class Simulation:
     """One cluster with its scheduler, from :meth:`start` to :meth:`end`; beside others with the
-    same clock :meth:`go_on` and :meth:`come` in turn."""
+    same clock and outcome :meth:`go_on` and :meth:`come` in turn."""
 
     def __init__(
         self,
-        arrivals: Sequence[Arrival | tuple[float, int]],
+        outcome: Outcome,
         scheduler: Scheduler,
         spec: ClusterSpec,
         *,
@@ -78,7 +80,7 @@ class Simulation:
         """Those that are alive; without a barrier one for each DP rank."""
         self._feedback = FeedbackChannel(spec)
         self._decode = boot.decode_ranks(spec)
-        self._outcome = Outcome([])
+        self._outcome = outcome
         self._computed: set[int] = set()
         """Blocks that some rank has computed."""
         self._attempts: dict[str, RequestRecord] = {}
@@ -96,13 +98,11 @@ class Simulation:
             self._outcome.history = loop.history if loop is not None else ()
             self._storage = SharedStorage(self._outcome.history)
             self._computed.update(self._outcome.history)
-        self._arrivals: list[Arrival] = []
-        """By the index of their requests."""
         self._drain_s = drain_s
         self._end_s = 0.0
-        self.come(arrivals)
 
-    def start(self) -> None:
+    def start(self, arrivals: Sequence[Arrival | tuple[float, int]] = ()) -> None:
+        self.come(arrivals)
         for name in self._instances:
             if not joins_late([c for c in self._spec.changes if c.instance == name]):
                 self._up(name)
@@ -121,12 +121,11 @@ class Simulation:
         """Requests that came and have not ended."""
         return len(self._attempts)
 
-    def end(self) -> Outcome:
-        """The rest of it, and what came of all."""
+    def end(self) -> float:
+        """The rest of it; returns how long it took in all, in simulated seconds."""
         self.go_on(math.inf)
-        self._outcome.duration_s = self._now_s
-        self._outcome.arrivals = self._arrivals
-        return self._outcome
+        self._outcome.duration_s = max(self._outcome.duration_s, self._now_s)
+        return self._now_s
 
     def _change(self, change: TopologyChange) -> None:
         if change.action == "up":
@@ -151,12 +150,10 @@ class Simulation:
             self._engines[name] = engines
         self._tell(boot.prefill_up(name, one, spec))
 
-    def _engine_of(self, name: str, rank: int) -> tuple[SimulatedPrefill, int] | None:
-        """The living engine of a DP rank, and which of its ranks that is."""
+    def _engine_of(self, name: str, rank: int) -> SimulatedPrefill | None:
+        """The living engine of a DP rank."""
         engines = self._engines.get(name)
-        if engines is None:
-            return None
-        return (engines[0], rank) if self._spec.barrier else (engines[rank], 0)
+        return None if engines is None else engines[rank % len(engines)]
 
     def _lives(self, engine: SimulatedPrefill) -> bool:
         return engine in self._engines.get(engine.name, ())
@@ -238,14 +235,16 @@ class Simulation:
         record.ends += 1
         record.ended_s = self._now_s
         if self._loop is not None:
-            for one in self._loop.after(self._arrivals[record.index], self._now_s):
+            for one in self._loop.after(self._outcome.arrivals[record.index], self._now_s):
                 self.come([one])
 
     def _arrive(self, arrivals: Sequence[Arrival | tuple[float, int]], at: int) -> None:
         self.come(arrivals, at + 1)
         arrival = arrivals[at]
-        index, tokens = len(self._arrivals), arrival[1]
-        self._arrivals.append(arrival if isinstance(arrival, Arrival) else Arrival(*arrival, 0))
+        index, tokens = len(self._outcome.arrivals), arrival[1]
+        self._outcome.arrivals.append(
+            arrival if isinstance(arrival, Arrival) else Arrival(*arrival, 0)
+        )
         record = RequestRecord(f"r{index}", tokens, self._now_s, index, tokens)
         if error := self._spec.length_error:
             record.told_tokens = max(1, round(tokens * self._lengths.uniform(1 - error, 1 + error)))
@@ -259,7 +258,7 @@ class Simulation:
         record.attempts += 1
         self._attempts[rid] = record
         blocks = self._blocks_of(record)
-        arrival = self._arrivals[record.index]
+        arrival = self._outcome.arrivals[record.index]
         self._tell(
             events.RequestArrived(
                 rid=rid,
@@ -276,7 +275,7 @@ class Simulation:
         )
 
     def _blocks_of(self, record: RequestRecord) -> Blocks:
-        return self._arrivals[record.index].blocks if self._spec.block_tokens else ()
+        return self._outcome.arrivals[record.index].blocks if self._spec.block_tokens else ()
 
     def _send(self, batch: Sequence[events.Dispatch]) -> None:
         """What leaves for one instance at the same time."""
@@ -294,17 +293,17 @@ class Simulation:
         if (record := self._attempts.get(rid)) is None:
             return  # it failed on the way
         assert record.prefill is not None and record.decode is not None
-        at = self._engine_of(*record.prefill)
-        if at is None:
+        engine = self._engine_of(*record.prefill)
+        if engine is None:
             self._fail(rid)
             return
-        engine, rank = at
         decode = self._decode[record.decode[1]]
         decode.waiting.append((rid, record))
         admitted = decode.admit()
         at_once = record.reserved and not self._spec.handshake_s
         self._outcome.bootstrap_waits += not record.reserved
-        engine.deliver(rid, rank, record.prompt_tokens, self._blocks_of(record), handshaken=at_once)
+        rank, tokens = record.prefill[1], record.prompt_tokens
+        engine.deliver(rid, rank, tokens, self._blocks_of(record), handshaken=at_once)
         if not at_once:
             self._handshake(admitted)
         self._step_if_asleep(engine)
@@ -317,10 +316,9 @@ class Simulation:
         if (record := self._attempts.get(rid)) is None:
             return  # it failed meanwhile
         assert record.prefill is not None
-        at = self._engine_of(*record.prefill)
-        assert at is not None
-        engine, rank = at
-        engine.handshaken(rid, rank)
+        engine = self._engine_of(*record.prefill)
+        assert engine is not None
+        engine.handshaken(rid, record.prefill[1])
         self._step_if_asleep(engine)
 
     def _step_if_asleep(self, engine: SimulatedPrefill) -> None:
@@ -385,8 +383,8 @@ class Simulation:
         record.cached_tokens = request.cached_tokens
         record.loaded_tokens = request.loaded_tokens
         record.fetched_tokens = request.fetched_tokens
-        if request.hold is not None:
-            cached_tokens, block_tokens = request.cached_tokens, self._spec.block_tokens
+        if block_tokens := self._spec.block_tokens:
+            cached_tokens = request.cached_tokens
             new = request.blocks[cached_tokens // block_tokens :]
             known = sum(block in self._computed for block in new)
             record.recomputed_tokens = known * block_tokens
@@ -408,7 +406,7 @@ class Simulation:
 
     def _output_tokens(self, record: RequestRecord) -> int:
         if self._spec.decode_token_s:
-            return self._arrivals[record.index].output_tokens
+            return self._outcome.arrivals[record.index].output_tokens
         return self._spec.output_tokens
 
     def _end(self, rid: str) -> None:
@@ -429,7 +427,7 @@ class Simulation:
     def _publish(self, engine: SimulatedPrefill) -> None:
         """KV events: once per pass, and none is lost, as they can be asked for again."""
         heard_s = self._now_s + self._spec.feedback_latency_s
-        for event in boot.block_events(engine):  # taken in any case, or they would pile up
+        for event in engine.take_block_events():  # taken in any case, or they would pile up
             if self._spec.publishes_blocks:
                 self._at(heard_s, self._hear_of_blocks, engine, event)
 

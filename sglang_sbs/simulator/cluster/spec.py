@@ -92,6 +92,8 @@ class ClusterSpec(msgspec.Struct, frozen=True, kw_only=True):
     """Prefill instances that differ; instead of the three fields above."""
     changes: tuple[TopologyChange, ...] = ()
     """In the order of time; instances are called p0, p1, ..."""
+    first_instance: int = 0
+    """The number in the name of the first."""
     detection_s: float = 0.2
     """From the death of an instance until the scheduler hears of it. What is sent there meanwhile
     fails and is tried again elsewhere."""
@@ -207,7 +209,7 @@ class ClusterSpec(msgspec.Struct, frozen=True, kw_only=True):
         """The prefill instances with their names."""
         same = InstanceSpec(dp_size=self.dp_size, chunk_tokens=self.chunk_tokens)
         listed = self.instances or (same,) * self.prefill_instances
-        return tuple((f"p{index}", one) for index, one in enumerate(listed))
+        return tuple((f"p{index}", one) for index, one in enumerate(listed, self.first_instance))
 
     def up_s(self, instance: str, from_s: float, to_s: float) -> float:
         """Within a window, for how long new requests may go to an instance."""
