@@ -57,7 +57,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from sglang_sbs.engine import collect
-from sglang_sbs.engine.gang_board import MOST_RANKS, Board, Line, SocketBoard, Word
+from sglang_sbs.engine.gang_board import MOST_RANKS, Board, SocketBoard, Word
 from sglang_sbs.engine.gang_gather import GatherBoard
 from sglang_sbs.engine.room_status import TAKEN_IN
 from sglang_sbs.wire.endforward import GATE_ALONE, GATE_ERRORS
@@ -123,7 +123,7 @@ class GangHold:
         gather: GatherBoard,
         clock: Callable[[], float] = time.monotonic,
         sleep: Callable[[float], None] = time.sleep,
-        open_board: Callable[[str, int, int], Board] = SocketBoard,
+        open_board: Callable[..., Board] = SocketBoard,
     ) -> None:
         """``gate_ms``: 0: hold nothing; None: ``DEFAULT_GATE_MS``. ``gather``: for ranks on several
         hosts."""
@@ -133,9 +133,10 @@ class GangHold:
         self._clock, self._sleep = clock, sleep
         self._open_board = open_board
         self._gather = gather
-        self._ranks = Line("other DP ranks")
-        """Open where this rank shares a barrier with them."""
-        self._team = Line("the other processes of this DP rank")
+        self._ranks = Board()
+        """Open where this rank shares a barrier with other DP ranks."""
+        self._team = Board()
+        """Open where it has other processes."""
         self._processes = 1
         """Of this DP rank."""
         self._decides = True
@@ -200,7 +201,7 @@ class GangHold:
             rooms = self._taken.setdefault(part.tag, set())
             rooms.add(room)
             if len(rooms) == part.members:
-                self._ranks.board.tell(part.tag, Word(taken_turn=self._taken_turn))
+                self._ranks.tell(part.tag, Word(taken_turn=self._taken_turn))
             while len(self._taken) > _MOST_GANGS:
                 del self._taken[next(iter(self._taken))]
 
@@ -308,7 +309,7 @@ class GangHold:
         ready = not any(_in_handshake(queue, req) for req in reqs)
         if ready or not word.arrived:
             word.arrived, word.ready_turn = True, self._turn if ready else 0
-            self._team.board.say(gang.part.tag, word)
+            self._team.say(gang.part.tag, word)
 
     def _may_start(self, queue: Any, gang: _Gang, reqs: Sequence[Any]) -> bool:
         word = gang.word
@@ -331,7 +332,9 @@ class GangHold:
         if says:  # once in a turn: few messages fit into a socket
             self._say(gang)
         gang.free = (
-            self._agreed(gang.part, word) or self._taken_in(gang.part) or self._unheard(word)
+            self._agreed(gang.part, word)
+            or self._taken_in(gang.part)
+            or 0 < word.gave_up_turn < self._turn - MOST_UNHEARD_TURNS
         )
         if gang.free and gang.part.ranks > 1:
             self._ranks.waited(gang.part.tag)
@@ -341,7 +344,7 @@ class GangHold:
         """Whether its handshakes are over with the other processes of this DP rank, too."""
         if not self._team.is_open:
             return True
-        heard = self._team.heard(gang.part.tag)
+        heard = self._team.heard(gang.part.tag).values()
         ready = sum(one.ready_turn > 0 for one in heard) >= self._processes - 1
         if ready:
             self._team.waited(gang.part.tag)
@@ -352,7 +355,7 @@ class GangHold:
         turn is heard by all before the next begins, so all ranks conclude the same."""
         if part.ranks == 1 or not self._ranks.is_open:
             return any(word.ready_turn or word.gave_up_turn for word in mine)
-        words = self._ranks.heard(part.tag)
+        words = self._ranks.heard(part.tag).values()
         if any(0 < word.gave_up_turn < self._turn for word in words):
             return True
         return sum(0 < word.ready_turn < self._turn for word in words) >= part.ranks
@@ -363,11 +366,8 @@ class GangHold:
         done between the two. Requests that are still on their way to prefill are not waited for."""
         if self._result_turn != self._turn:
             return False
-        turns = [word.taken_turn for word in self._ranks.heard(part.tag)]
+        turns = [word.taken_turn for word in self._ranks.heard(part.tag).values()]
         return sum(0 < turn <= self._turn for turn in turns) >= part.ranks
-
-    def _unheard(self, word: Word) -> bool:
-        return 0 < word.gave_up_turn < self._turn - MOST_UNHEARD_TURNS
 
     def _waited_enough(self, gang: _Gang) -> bool:
         if gang.came:
@@ -392,7 +392,7 @@ class GangHold:
             return False
         if gang.part.ranks == 1 or not self._ranks.is_open:
             return True
-        heard = self._ranks.heard(gang.part.tag)
+        heard = self._ranks.heard(gang.part.tag).values()
         return sum(one.arrived for one in heard) >= gang.part.ranks
 
     def _took(self, span_s: float) -> None:
@@ -406,7 +406,7 @@ class GangHold:
 
     def _say(self, gang: _Gang) -> None:
         if gang.part.ranks > 1:
-            self._ranks.board.say(gang.part.tag, gang.word)
+            self._ranks.say(gang.part.tag, gang.word)
 
     def _attach(self, scheduler: Any) -> None:
         """Set up on first use: only now is the rank of this process known."""
@@ -423,15 +423,15 @@ class GangHold:
         name = f"sglang-sbs.{os.getuid()}.{self._boot_id}"
         apart = collect.rank_is_on_several_hosts(scheduler, one)
         if 1 < one.processes <= MOST_RANKS and not apart:
-            team = self._open_board(f"{name}.of.{rank}", number, one.processes)
-            self._team.open(team, number)
+            whom = "the other processes of this DP rank"
+            self._team = self._open_board(f"{name}.of.{rank}", number, one.processes, whom)
         if not self._decides or not one.barrier:
             return
         if one.hosts > 1:
+            self._ranks = self._gather
             self._gather.open()
-            self._ranks.open(self._gather, rank)
         elif one.dp_size <= MOST_RANKS:
-            self._ranks.open(self._open_board(name, rank, one.dp_size), rank)
+            self._ranks = self._open_board(name, rank, one.dp_size)
 
     def _failed(self) -> None:
         """Called while handling an exception of ours: SGLang goes on as if nothing was held."""
