@@ -5,45 +5,43 @@ How
 Each request says how many of its gang come to this rank, and to how many ranks it goes
 (:mod:`sglang_sbs.wire.gangs`). A request of a gang that is not complete stays in the handshake
 queue (``PrefillBootstrapQueue``, ``disaggregation/prefill.py``), where SGLang's own code finds and
-aborts it. The event loop runs on meanwhile: that is how the rest is read from the sockets, here and
-on the other ranks, which a wait inside the loop would keep from it at the next collective
-operation.
+aborts it. The event loop runs on meanwhile: a wait inside it would keep the other ranks from their
+sockets at the next collective operation.
 
-Ranks run their loops in lockstep. Each turn ends in a collective operation, so it has the same
-number on all, and what a rank says in one has reached the others before the next: on one host over
-sockets (:mod:`.gang_board`), on several inside that operation (:mod:`.gang_gather`). A rank says
-when its part is ready. In the turn after the last said so, all let the gang go.
+Each turn of the loop ends in a collective operation, so it has the same number on all ranks, and
+what a rank says in one has reached the others before the next: on one host over sockets
+(:mod:`.gang_board`), on several inside that operation (:mod:`.gang_gather`). A rank says when its
+part is ready. In the turn after the last said so, all let the gang go.
 
 Mostly a gang comes while a pass runs. The thread that hears from decode tells the other ranks of
-one host when the handshakes of a part are over. If all did so before the pass ended, that turn is
-saved: all let the gang go in their first look after it, without a word more. Not where a DP rank is
-several processes, nor on a device without overlap scheduling, where idle ranks look before the end.
+one host when the handshakes of a part are over. If all did so before the pass ended, all let the
+gang go in their first look after it, without a word more. Not where a DP rank is several processes,
+nor on a device without overlap scheduling, where idle ranks look before the end.
 
 Several processes per DP rank
 -----------------------------
 Its first process (attention TP and CP rank 0) decides for all of them. SGLang takes the minimum of
 what they report of a handshake, in a collective operation of every turn (``poll_and_all_reduce``,
 ``disaggregation/utils.py``). So the first one reports a request that is held as still in the
-handshake, and it stays in the queue of all. This needs no other collective operation and does not
-depend on what the others think. They only tell the first one when a gang's handshakes are over with
-them, too. Where they are on several hosts they do not, and it goes by its own handshakes.
+handshake, and it stays in the queue of all. The others only tell the first one when a gang's
+handshakes are over with them, too; where they are on several hosts it goes by its own.
 
 How long
 --------
 Counted is the time in which a part of the gang could have started. A gang waits ``gate_ms`` for
 handshakes with decode, which may have no room. It waits as long for requests that are still on
 their way, and longer where they usually take longer (``ARRIVAL_SHARE`` times as long at most).
-Requests that are not of a gang are never held, but for those that were sent after one, to be in the
-same pass: they follow it. One of them alone would start a pass, and the gang miss it.
+Others are never held, but for those that were sent after a gang, to be in the same pass: one of
+them alone would start a pass, and the gang miss it.
 
 Over several hosts with SGLang before 0.5.22
 --------------------------------------------
 There ranks cannot tell each other anything. A rank polls the handshakes of what has come to it
 within its turn, and the others wait for it at the barrier. It does not while a pass runs and it has
-nothing to put behind it. A request is waited for only so often in its life. Each poll is a
-collective operation of the processes of a DP rank, so polls are counted, not timed: all processes
-see the same and poll equally often. With several of them it polls only where the variable is set,
-as a node without the plugin would leave the others polling alone.
+nothing to put behind it. Each poll is a collective operation of the processes of a DP rank, so
+polls are counted, not timed: all processes see the same and poll equally often. With several of
+them it polls only where the variable is set, as a node without the plugin would leave the others
+polling alone.
 """
 
 from __future__ import annotations
@@ -76,8 +74,8 @@ _FORGETTING = 0.9
 MOST_TURN_S = 0.005
 """A turn counts no longer: it may have been a forward pass, during which nothing could start."""
 MOST_MISSED = 1
-"""So many passes may start without a gang, of what was there before it; then it goes with what it
-has. Turns are rare while passes run, and its time would take long to pass."""
+"""So many passes may start without a gang; then it goes with what it has. Turns are rare while
+passes run, and its time would take long to pass."""
 FIRST_TURN = 1
 MAX_ERRORS = 3
 MOST_UNHEARD_TURNS = 3
@@ -125,8 +123,7 @@ class GangHold:
         sleep: Callable[[float], None] = time.sleep,
         open_board: Callable[..., Board] = SocketBoard,
     ) -> None:
-        """``gate_ms``: 0: hold nothing; None: ``DEFAULT_GATE_MS``. ``gather``: for ranks on several
-        hosts."""
+        """``gate_ms``: 0: hold nothing; None: ``DEFAULT_GATE_MS``."""
         self._is_set = gate_ms is not None
         self._limit_s = (DEFAULT_GATE_MS if gate_ms is None else gate_ms) / 1e3
         self._boot_id = boot_id
@@ -137,10 +134,8 @@ class GangHold:
         """Open where this rank shares a barrier with other DP ranks."""
         self._team = Board()
         """Open where it has other processes."""
-        self._processes = 1
-        """Of this DP rank."""
-        self._decides = True
-        """For all of them."""
+        self._processes = 1  # of this DP rank
+        self._decides = True  # for all of them
         self._attached = False
         self._off = self._limit_s == 0
         self._errors = 0
@@ -150,15 +145,11 @@ class GangHold:
         """The first whose look counts on what decode takes in now."""
         self._taken: dict[int, set[int]] = {}
         """Rooms of each gang here that decode has taken in. Of the thread that hears of it."""
-        self._looks = 0
-        """At the queue."""
+        self._looks = 0  # at the queue
         self._turn_s = clock()
-        self._last_turn_s = 0.0
-        """How long the turn before this one counts."""
-        self._gangs: dict[int, _Gang] = {}
-        """By tag."""
-        self._passes = 0
-        """That were started so far."""
+        self._last_turn_s = 0.0  # how long the turn before this one counts
+        self._gangs: dict[int, _Gang] = {}  # by tag
+        self._passes = 0  # that were started so far
         self._usual_span_s = 0.0
         self._incomplete: list[_Gang] = []
         """Those that started without requests that had not come."""
@@ -298,7 +289,6 @@ class GangHold:
         return gang.free
 
     def _missed(self, gang: _Gang) -> bool:
-        """Whether passes have started without it that it could have been in."""
         return self._passes - gang.first_pass > MOST_MISSED
 
     def _report(self, queue: Any, gang: _Gang, reqs: Sequence[Any]) -> None:
@@ -315,9 +305,10 @@ class GangHold:
         word = gang.word
         says = not word.arrived and len(gang.seen) >= gang.part.members
         word.arrived |= says
+        alone = gang.part.ranks == 1
         if gang.free:
-            if says:
-                self._say(gang)  # whoever went without it learns that it was late, not lost
+            if says and not alone:  # whoever went without it learns that it was late, not lost
+                self._ranks.say(gang.part.tag, word)
             return True
         in_handshake = sum(_in_handshake(queue, req) for req in reqs)
         if not gang.came:
@@ -329,14 +320,14 @@ class GangHold:
             word.ready_turn, says = self._turn, True
         if not word.gave_up_turn and in_handshake < len(reqs) and self._waited_enough(gang):
             word.gave_up_turn, says = self._turn, True
-        if says:  # once in a turn: few messages fit into a socket
-            self._say(gang)
+        if says and not alone:  # once in a turn: few messages fit into a socket
+            self._ranks.say(gang.part.tag, word)
         gang.free = (
             self._agreed(gang.part, word)
             or self._taken_in(gang.part)
             or 0 < word.gave_up_turn < self._turn - MOST_UNHEARD_TURNS
         )
-        if gang.free and gang.part.ranks > 1:
+        if gang.free and not alone:
             self._ranks.waited(gang.part.tag)
         return gang.free
 
@@ -387,7 +378,6 @@ class GangHold:
         return enough
 
     def _has_come(self, gang: _Gang) -> bool:
-        """Whether all of it is there, on all ranks."""
         if len(gang.seen) < gang.part.members:
             return False
         if gang.part.ranks == 1 or not self._ranks.is_open:
@@ -403,10 +393,6 @@ class GangHold:
         for gang in [gang for gang in self._incomplete if self._has_come(gang)]:
             self._incomplete.remove(gang)
             self._took(ARRIVAL_SHARE * self._limit_s)
-
-    def _say(self, gang: _Gang) -> None:
-        if gang.part.ranks > 1:
-            self._ranks.say(gang.part.tag, gang.word)
 
     def _attach(self, scheduler: Any) -> None:
         """Set up on first use: only now is the rank of this process known."""
@@ -473,10 +459,10 @@ def _in_handshake_still(held: list[Any]) -> Iterator[None]:
             vars(sender).pop("poll", None)
 
 
-def _in_handshake(queue: Any, req: Any) -> int:
-    """1 while decode has not taken it in; a failed one is out of it, for SGLang to deal with."""
+def _in_handshake(queue: Any, req: Any) -> bool:
+    """Decode has not taken it in; a failed one is out of it, for SGLang to deal with."""
     waits = int(req.disagg_kv_sender.poll()) == _IN_HANDSHAKE
-    return int(waits and not _starts_in_handshake(queue, req))
+    return waits and not _starts_in_handshake(queue, req)
 
 
 def _starts_in_handshake(queue: Any, req: Any) -> bool:
