@@ -106,7 +106,6 @@ def make_scenario(
     name: str,
     *,
     cost: PassCost = COSTS["mixed"],
-    prefill_instances: int = 3,
     instances: Sequence[Mapping[str, Any]] = (),
     burstiness: float = 1.0,
     load_counts: LoadCounts = "prompt",
@@ -149,9 +148,7 @@ def make_scenario(
     build = known.get((kind, colon))
     if build is None or (kind == "trace" and not text):
         raise ScenarioError(f"no scenario {name!r}; one of {', '.join(SCENARIOS)}")
-    return build(
-        _Wanted(name, cost, prefill_instances, instances, burstiness, load_counts, spec), text
-    )
+    return build(_Wanted(name, cost, instances, burstiness, load_counts, spec), text)
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,7 +157,6 @@ class _Wanted:
 
     name: str
     cost: PassCost
-    prefill_instances: int
     instances: Sequence[Mapping[str, Any]]
     burstiness: float
     load_counts: LoadCounts
@@ -174,7 +170,6 @@ class _Wanted:
         equal = {name: shape[name] for name in ("dp_size", "chunk_tokens") if name in shape}
         spec = ClusterSpec(
             cost=self.cost,
-            prefill_instances=len(self.instances) or self.prefill_instances,
             instances=tuple(InstanceSpec(**(equal | dict(one))) for one in self.instances),
             **shape,
         )
@@ -186,7 +181,7 @@ class _Wanted:
     def worth(self, shape: ClusterSpec) -> float:
         """How many equal instances its instances count as."""
         if not self.instances:
-            return self.prefill_instances
+            return shape.prefill_instances
         one = msgspec.structs.replace(shape, prefill_instances=1, instances=(), changes=())
         return full_chunk_tokens_per_s(shape) / full_chunk_tokens_per_s(one)
 
