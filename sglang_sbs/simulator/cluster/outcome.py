@@ -82,7 +82,6 @@ class PoolRecord:
     decisions_s: Sequence[float]
     """CPU time of each event that its scheduler took: measured, not simulated."""
     duration_s: float
-    """Of the simulation."""
 
 
 @dataclass(slots=True)

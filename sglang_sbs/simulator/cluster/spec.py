@@ -73,8 +73,7 @@ NO_TIERS = TierSpec(host_kv_tokens=0)
 
 
 class TopologyChange(msgspec.Struct, frozen=True):
-    """What happens to an instance at a time; an instance whose first change is ``up`` joins then,
-    all others are there from the start."""
+    """An instance whose first change is ``up`` joins then, all others are there from the start."""
 
     at_s: float
     action: Action
@@ -95,8 +94,7 @@ class ClusterSpec(msgspec.Struct, frozen=True, kw_only=True):
     first_instance: int = 0
     """The number in the name of the first."""
     detection_s: float = 0.2
-    """From the death of an instance until the scheduler hears of it. What is sent there meanwhile
-    fails and is tried again elsewhere."""
+    """From the death of an instance until the scheduler hears of it."""
     decode_dp_size: int = 32
     dispatch_latency_s: float = 0.005
     """Router to the rank's socket: HTTP, tokenization, handshake."""
@@ -109,16 +107,14 @@ class ClusterSpec(msgspec.Struct, frozen=True, kw_only=True):
     dispatch_serial_s: float = 0.0
     """Part of the dispatch that an instance spends on one request after the other."""
     gang_gate_s: float = 0.0
-    """What arrives of a batch waits so long at most for the rest of it: the plugin's gang gate.
-    0: engines without one start with whatever is there."""
+    """What arrives of a batch waits so long at most for the rest of it: the plugin's gang gate."""
     launch_gap_s: float = 0.0
     """Engine work between the end of a pass and the launch of the next."""
     prepare_s: float = 0.0
     """Part of it after requests were taken in: what comes later has to wait. An idle instance
     spends it too, on top of the dispatch latency."""
     overlap: bool = False
-    """One-batch lookahead of SGLang's overlap scheduling. False: a pass takes all that waits when
-    the one before it ends."""
+    """One-batch lookahead of SGLang's overlap scheduling."""
     barrier: bool = True
     """All DP ranks of an instance make each pass together. False: each makes passes of its own (as
     under DWDP), which take as long as one in which all ranks have as much."""
@@ -130,8 +126,7 @@ class ClusterSpec(msgspec.Struct, frozen=True, kw_only=True):
     """Most requests of a rank in one pass; 0: no limit. The scheduler is told."""
     block_tokens: int = 0
     """Tokens per block of the radix caches, which the scheduler is told as the page size of KV
-    events; whatever it is, the chunk is charged in pages of ``page_size``. 0:
-    the engines have no radix cache (``--disable-radix-cache``), and unbounded KV."""
+    events. 0: no radix cache (``--disable-radix-cache``), and unbounded KV."""
     kv_capacity_tokens: int = KV_CAPACITY_TOKENS
     """Per prefill DP rank, cached or in use; only with a radix cache."""
     prefix_source: PrefixSource = "events"
@@ -172,12 +167,11 @@ class ClusterSpec(msgspec.Struct, frozen=True, kw_only=True):
     """The SLO that every request brings; None: none does."""
     short_pool: int = 0
     """So many of the instances take short prompts only, the others long ones
-    (:mod:`sglang_sbs.simulator.cluster.arrangements`). 0: all take all."""
+    (:mod:`.arrangements`). 0: all take all."""
     pools: int = 0
     """So many pools of equally many instances, each with a scheduler of its own; decode is divided,
-    too (see the same module). 0: one scheduler, of which no time is taken."""
+    too. 0: one scheduler, of which no time is taken."""
     pool_balance: PoolBalance = "least"
-    """What is before the pools."""
     deflect_tokens: int = 0
     """Decode computes prompts of at most so many tokens, too. 0: none."""
     deflecting: str = ""
@@ -193,7 +187,7 @@ class ClusterSpec(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def publishes_blocks(self) -> bool:
-        """Whether the ranks publish KV events and somebody listens."""
+        """Whether the ranks publish KV events, and somebody listens."""
         return self.block_tokens > 0 and self.prefix_source == "events"
 
     @property

@@ -15,8 +15,7 @@ from sglang_sbs.simulator.options import common
 from sglang_sbs.simulator.options.cluster import add_cluster, cluster_fields
 from sglang_sbs.simulator.options.common import Flag, names, run_with_progress
 from sglang_sbs.simulator.parallel import Row, Task
-from sglang_sbs.simulator.workloads.arrivals import TraceError
-from sglang_sbs.simulator.workloads.scenario import SCENARIOS, ScenarioError, make_scenario
+from sglang_sbs.simulator.workloads.scenario import SCENARIOS
 
 TRACE_SEEDS = 5
 """Windows of a trace that are simulated unless told otherwise."""
@@ -78,13 +77,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         parser.error("--cost: a plan is made for one cost model")
     common.check_outputs(args, parser)
     name = args.scenario if args.trace is None else f"trace:{args.trace}"
-    try:
-        scenario = make_scenario(name, **cluster_fields(args))
-    except (ScenarioError, TraceError) as error:
-        parser.error(str(error))
     args.duration = args.duration or common.DURATION_S
-    if args.duration <= scenario.warm_up_s:
-        parser.error(f"--duration: more than the {scenario.warm_up_s:g} s of warm-up of {name}")
+    scenario = common.checked_scenario(args, parser, name, cluster_fields(args))
     if args.qps is None and math.isnan(scenario.workload_qps):
         parser.error(f"--qps: {name} has no rate of its own")
     args.seeds = args.seeds or (TRACE_SEEDS if name.startswith("trace:") else 1)
