@@ -142,7 +142,7 @@ def _tasks(args: argparse.Namespace, parser: argparse.ArgumentParser) -> list[Ta
     spec = {
         **cluster.cluster_fields(args),
         **cluster.topology_fields(args, parser),
-        **scheduler.slo_fields(args),
+        **common.fields_of(args, scheduler.CLASSES),
     }
     scenario = common.checked_scenario(args, parser, args.scenario, spec)
     slo_s = args.slo_ttft or scenario.slo_ttft_s

@@ -146,7 +146,9 @@ class SimulatedPrefill:
         self._last_launched = False
         self._forward_id = 0
         self._free_s = -math.inf
-        self._fetches: list[Waiting] = []
+        self.fetches: list[Waiting] = []
+        """For whom ranks began to get blocks from storage in the last step; :meth:`fetched` ends
+        it."""
 
     def deliver(
         self, rid: str, rank: int, tokens: int, blocks: Blocks = (), *, handshaken: bool = True
@@ -222,12 +224,6 @@ class SimulatedPrefill:
             if blocks
         ]
 
-    def take_fetches(self) -> list[Waiting]:
-        """For whom ranks have begun to get blocks from storage since then; :meth:`fetched` ends
-        it."""
-        fetches, self._fetches = self._fetches, []
-        return fetches
-
     @staticmethod
     def fetched(request: Waiting) -> None:
         """The blocks are here: it may be scheduled."""
@@ -256,7 +252,7 @@ class SimulatedPrefill:
         if request.fetching:
             request.fetches += 1
             request.fetched_tokens += len(request.fetching) * rank.cache.block_tokens
-            self._fetches.append(request)
+            self.fetches.append(request)
         return bool(request.fetching)
 
     def _launch(self, launch_s: float) -> DevicePass | None:

@@ -155,8 +155,10 @@ class Simulation:
         engines = self._engines.get(name)
         return None if engines is None else engines[rank % len(engines)]
 
-    def _lives(self, engine: SimulatedPrefill) -> bool:
-        return engine in self._engines.get(engine.name, ())
+    def _for(self, engine: SimulatedPrefill, action: Callable[..., None], *args: Any) -> None:
+        """What happens at an engine, unless it has died meanwhile."""
+        if engine in self._engines.get(engine.name, ()):
+            action(*args)
 
     def _die(self, name: str) -> None:
         """Every connection to the instance breaks, so its requests fail at once; that it is gone
@@ -324,47 +326,44 @@ class Simulation:
     def _step_if_asleep(self, engine: SimulatedPrefill) -> None:
         if engine.asleep:
             engine.asleep = False
-            self._at(self._now_s, self._step, engine)
+            self._at(self._now_s, self._for, engine, self._step, engine)
 
     def _step(self, engine: SimulatedPrefill) -> None:
         """One iteration of the engine's event loop."""
-        if not self._lives(engine):
-            return  # dead
         prepare_s = self._spec.prepare_s
         while True:
             launch_s = self._now_s + prepare_s
             launched, messages = engine.step(launch_s)
-            self._wait_for_storage(engine)
+            for request in engine.fetches:
+                self._fetch(engine, request)
+            engine.fetches.clear()
             self._report(engine.name, messages, prepare_s if launched is not None else 0.0)
             self._outcome.queued_passes += launched is not None and len(engine.device) > 1
             waits_for = engine.waits_for(launched)
             if waits_for is not None:
-                self._at(max(launch_s, waits_for.end_s), self._finish, engine)
+                end_s = max(launch_s, waits_for.end_s)
+                self._at(end_s, self._for, engine, self._finish, engine)
                 return
             if launched is None:
                 return
             if prepare_s:
-                self._at(launch_s, self._step, engine)
+                self._at(launch_s, self._for, engine, self._step, engine)
                 return
 
-    def _wait_for_storage(self, engine: SimulatedPrefill) -> None:
-        """What ranks get from storage takes its time."""
-        for request in engine.take_fetches():
-            tokens = len(request.fetching) * self._spec.block_tokens
-            load_s = tokens * self._spec.tiers.storage_load_s
-            self._at(self._now_s + load_s, self._go_on_with, engine, engine.fetched, request)
+    def _fetch(self, engine: SimulatedPrefill, request: Waiting) -> None:
+        """What a rank gets from storage takes its time."""
+        tokens = len(request.fetching) * self._spec.block_tokens
+        at_s = self._now_s + tokens * self._spec.tiers.storage_load_s
+        self._at(at_s, self._for, engine, self._go_on_with, engine, engine.fetched, request)
 
     def _go_on_with(
         self, engine: SimulatedPrefill, done: Callable[[Waiting], None], request: Waiting
     ) -> None:
         """Something is done for a request, upon which others may be scheduled, too."""
-        if self._lives(engine):
-            done(request)
-            self._step_if_asleep(engine)
+        done(request)
+        self._step_if_asleep(engine)
 
     def _finish(self, engine: SimulatedPrefill) -> None:
-        if not self._lives(engine):
-            return  # dead
         ended, messages = engine.finish()
         record = PassRecord(engine.name, ended.start_s, ended.end_s, tuple(ended.tokens))
         self._outcome.passes.append(record)
@@ -374,7 +373,7 @@ class Simulation:
         for request in ended.completed:
             self._complete(engine, request, first_s)
         pause_s = max(0.0, self._spec.launch_gap_s - self._spec.prepare_s)
-        self._at(self._now_s + pause_s, self._step, engine)
+        self._at(self._now_s + pause_s, self._for, engine, self._step, engine)
 
     def _complete(self, engine: SimulatedPrefill, request: Waiting, first_s: float) -> None:
         """A prompt is computed; ``first_s``: when its KV is at decode."""
@@ -390,7 +389,7 @@ class Simulation:
             record.recomputed_tokens = known * block_tokens
             self._computed.update(new)
             if self._spec.first_token_s:
-                self._at(first_s, self._go_on_with, engine, engine.sent, request)
+                self._at(first_s, self._for, engine, self._go_on_with, engine, engine.sent, request)
             else:
                 engine.sent(request)
         answer_s = first_s + self._spec.feedback_latency_s
@@ -429,8 +428,4 @@ class Simulation:
         heard_s = self._now_s + self._spec.feedback_latency_s
         for event in engine.take_block_events():  # taken in any case, or they would pile up
             if self._spec.publishes_blocks:
-                self._at(heard_s, self._hear_of_blocks, engine, event)
-
-    def _hear_of_blocks(self, engine: SimulatedPrefill, event: events.Event) -> None:
-        if self._lives(engine):
-            self._tell(event)
+                self._at(heard_s, self._for, engine, self._tell, event)
