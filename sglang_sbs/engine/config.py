@@ -32,8 +32,6 @@ class ConfigError(ValueError):
 
 @dataclass(frozen=True)
 class HookConfig:
-    """What the hook of one engine process was asked to do."""
-
     routers: tuple[str, ...]
     """Endpoints to connect to: ``tcp://HOST:PORT`` or ``ipc://PATH``."""
     bind: str | None
@@ -133,7 +131,6 @@ def split_tcp(endpoint: str) -> tuple[str, int]:
 
 
 def join_tcp(host: str, port: int) -> str:
-    """The inverse of :func:`split_tcp`."""
     return f"tcp://[{host}]:{port}" if ":" in host else f"tcp://{host}:{port}"
 
 

@@ -117,7 +117,6 @@ class GatherBoard(Board):
             self._give_up(f"what ranks gather is not as expected: {error!r}")
 
     def _laden(self, pairs: int, vote: Any) -> tuple[int, Any]:
-        """The two numbers with what this rank has to say."""
         room = 1 + (_VOTE_WORDS if vote else 0)
         saying = list(islice(self._unsaid, room))
         codes = [_encode(tag, self._unsaid.pop(tag)) for tag in saying]

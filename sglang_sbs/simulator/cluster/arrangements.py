@@ -115,7 +115,7 @@ def _with_deflection(spec: ClusterSpec) -> ClusterSpec:
     prefill pass with as few tokens takes, decode's own work and all."""
     listed = [one for _, one in spec.prefill]
     decode = InstanceSpec(dp_size=spec.decode_dp_size, chunk_tokens=DEFLECT_CHUNK_TOKENS)
-    return msgspec.structs.replace(spec, instances=(*listed, decode), deflecting=f"p{len(listed)}")
+    return msgspec.structs.replace(spec, instances=(*listed, decode))
 
 
 class _TimedScheduler(Scheduler):

@@ -85,9 +85,8 @@ class DevicePass:
     start_s: float
     end_s: float
     tokens: list[int]
-    """Extend tokens per rank."""
     requests: list[int]
-    """Requests per rank."""
+    """Per rank, as the extend tokens above."""
     completed: list[Waiting]
     """Requests whose prompt ends in it."""
     cached_tokens: list[int]
@@ -119,9 +118,7 @@ class SimulatedPrefill:
 
     name: str
     one: InstanceSpec
-    """Its own shape."""
     spec: ClusterSpec
-    """Of the cluster that it is in."""
     _: KW_ONLY
     rng: random.Random
     """What ``pass_jitter`` draws from."""

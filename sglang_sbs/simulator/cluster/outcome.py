@@ -28,7 +28,6 @@ class RequestRecord:
     prefill: tuple[str, int] | None = None
     decode: tuple[str, int] | None = None
     predicted_tokens: int = 0
-    """The hit the scheduler expected."""
     cached_tokens: int = 0
     """Found in the cache of its rank, whatever the tier."""
     loaded_tokens: int = 0

@@ -118,7 +118,6 @@ class Simulation:
 
     @property
     def in_flight(self) -> int:
-        """Requests that came and have not ended."""
         return len(self._attempts)
 
     def end(self) -> float:
@@ -250,8 +249,8 @@ class Simulation:
         record = RequestRecord(f"r{index}", tokens, self._now_s, index, tokens)
         if error := self._spec.length_error:
             record.told_tokens = max(1, round(tokens * self._lengths.uniform(1 - error, 1 + error)))
-        if self._spec.deflecting and tokens > self._spec.deflect_tokens:
-            record.excluded = (self._spec.deflecting,)
+        if 0 < self._spec.deflect_tokens < tokens:
+            record.excluded = (list(self._instances)[-1],)
         self._outcome.requests.append(record)
         self._attempt(record)
 

@@ -173,9 +173,7 @@ class ClusterSpec(msgspec.Struct, frozen=True, kw_only=True):
     too. 0: one scheduler, of which no time is taken."""
     pool_balance: PoolBalance = "least"
     deflect_tokens: int = 0
-    """Decode computes prompts of at most so many tokens, too. 0: none."""
-    deflecting: str = ""
-    """The instance that takes only those."""
+    """Decode computes prompts of at most so many tokens, too: the last instance. 0: none."""
     seed: int = 0
 
     def __post_init__(self) -> None:
@@ -200,7 +198,6 @@ class ClusterSpec(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def prefill(self) -> tuple[tuple[str, InstanceSpec], ...]:
-        """The prefill instances with their names."""
         same = InstanceSpec(dp_size=self.dp_size, chunk_tokens=self.chunk_tokens)
         listed = self.instances or (same,) * self.prefill_instances
         return tuple((f"p{index}", one) for index, one in enumerate(listed, self.first_instance))

@@ -188,7 +188,6 @@ def needs_table(cells: Sequence[Row], rates: Sequence[tuple[str, float]]) -> Res
 
 
 def _count_words(found: Row | None, counts: Sequence[int]) -> str:
-    """How many of the ``counts`` tried."""
     if found is None:
         return f"more than {counts[-1]}"
     fewest = found["prefill_instances"] == counts[0] > 1

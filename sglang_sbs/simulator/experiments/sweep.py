@@ -10,7 +10,7 @@ from typing import Any
 
 import msgspec
 
-from sglang_sbs.scheduling import SchedulerConfig
+from sglang_sbs.scheduling import POLICIES, SchedulerConfig
 from sglang_sbs.simulator.cluster.arrangements import simulate_arranged
 from sglang_sbs.simulator.cluster.cost import cost_name, find_cost
 from sglang_sbs.simulator.cluster.outcome import Outcome, RequestRecord, mean, quantile
@@ -32,16 +32,12 @@ NO_FLOW_CONTROL: dict[str, Any] = {
 
 PARTS = 8
 """Of the time of ``day``, that TTFT is told of one by one."""
-_AT_ONCE = (
-    "eta", "random_rank", "random", "round_robin", "power_of_two", "least_requests",
-    "least_tokens", "stale_tokens", "cache_aware", "session", "sgl_router", "llm_d",
-)  # fmt: skip
 POLICY_CONFIGS: dict[str, dict[str, Any]] = {
     "sbs": {"policy": "sbs", "trigger": "adaptive"},
     "sbs_basic": {"policy": "sbs", "trigger": "adaptive"},
     "sbs_equal": {"policy": "sbs", "trigger": "adaptive"},
     "sbs_paper": {"policy": "sbs", "trigger": "paper", "decode_rule": "iqr"},
-    **{name: {"policy": name} for name in _AT_ONCE},
+    **{name: {"policy": name} for name in POLICIES if name != "sbs"},
 }
 """Policies by the name they have here."""
 SEES_ALL_EQUAL = "sbs_equal"
@@ -124,7 +120,6 @@ def _by_part(outcome: Outcome, duration_s: float) -> list[float]:
 
 
 def run_outcome(scenario: Scenario, job: Job) -> Outcome:
-    """The simulation itself."""
     arrivals = scenario.at_load(job.load, job.duration_s, job.seed)
     if job.policy != SEES_ALL_EQUAL and isinstance(arrivals, list):
         arrivals = job.classes.of(arrivals, job.seed)

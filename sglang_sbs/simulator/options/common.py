@@ -164,7 +164,6 @@ def checked_scenario(
 
 
 def add_overlap(group: argparse._ActionsContainer, *, default: bool = True) -> None:
-    """``--overlap``, ``--no-overlap``: how the simulated engines launch their passes."""
     text = (
         "engines look one batch ahead, as SGLang does by default: what waits when a pass "
         "starts is the next one, without what arrives while it runs. --no-overlap, SGLang's "
