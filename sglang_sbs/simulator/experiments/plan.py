@@ -79,7 +79,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     name = args.scenario if args.trace is None else f"trace:{args.trace}"
     args.duration = args.duration or common.DURATION_S
     scenario = common.checked_scenario(args, parser, name, cluster_fields(args))
-    if args.qps is None and math.isnan(scenario.workload_qps):
+    own_qps = args.qps or scenario.trace_qps or scenario.nominal_qps
+    if math.isnan(own_qps):
         parser.error(f"--qps: {name} has no rate of its own")
     args.seeds = args.seeds or (TRACE_SEEDS if name.startswith("trace:") else 1)
     chunks = args.chunks or [scenario.spec.chunk_tokens]
@@ -93,7 +94,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         rows = run_with_progress(tasks, console, args.workers)
     except EmptyWindowError as error:
         parser.error(f"--duration: {error}")
-    own_qps = args.qps or scenario.workload_qps
     rates = [("now", own_qps)]
     rates += [(f"x {factor:g}", factor * own_qps) for factor in args.growth if factor != 1.0]
     cells = over_seeds(rows)
