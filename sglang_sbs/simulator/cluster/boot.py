@@ -1,19 +1,56 @@
-"""How a simulated instance starts."""
+"""How simulated instances start, and what a prefill cluster sees of decode: who has to wait."""
 
 from __future__ import annotations
 
 import math
 import random
+from collections import deque
+from dataclasses import dataclass, field
 
 import msgspec
 
 from sglang_sbs.scheduling.events import InstanceUp
-from sglang_sbs.simulator.cluster.decode_rank import DecodeRank
 from sglang_sbs.simulator.cluster.engine import SimulatedPrefill
 from sglang_sbs.simulator.cluster.kv_cache import BlockCache, SharedStorage
+from sglang_sbs.simulator.cluster.outcome import RequestRecord
 from sglang_sbs.simulator.cluster.spec import ClusterSpec, InstanceSpec
 
 DECODE = "decode"
+
+
+@dataclass(slots=True)
+class DecodeRank:
+    """KV and slots of one decode DP rank; admits first come first served."""
+
+    free_tokens: float
+    free_slots: float
+    output_tokens: int
+    """Reserved for each request beside its prompt."""
+    waiting: deque[tuple[str, RequestRecord]] = field(default_factory=deque)
+
+    def admit(self) -> list[str]:
+        """Reserve for those at the head of the queue that fit now."""
+        admitted = []
+        while (
+            self.waiting
+            and self.free_slots >= 1
+            and self.free_tokens >= self.waiting[0][1].prompt_tokens + self.output_tokens
+        ):
+            rid, record = self.waiting.popleft()
+            self.free_slots -= 1
+            self.free_tokens -= record.prompt_tokens + self.output_tokens
+            record.reserved = True
+            admitted.append(rid)
+        return admitted
+
+    def release(self, rid: str, record: RequestRecord) -> None:
+        """The attempt is over, whether it was admitted, waits, or is still on its way."""
+        if record.reserved:
+            record.reserved = False
+            self.free_slots += 1
+            self.free_tokens += record.prompt_tokens + self.output_tokens
+        else:
+            self.waiting = deque(entry for entry in self.waiting if entry[0] != rid)
 
 
 def prefill_up(name: str, one: InstanceSpec, spec: ClusterSpec) -> InstanceUp:

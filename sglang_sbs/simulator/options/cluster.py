@@ -6,8 +6,6 @@ import argparse
 from collections.abc import Callable
 from typing import Any, cast, get_args
 
-import msgspec
-
 from sglang_sbs.scheduling.events import PrefixSource
 from sglang_sbs.simulator.cluster import spec
 from sglang_sbs.simulator.cluster.arrangements import DEFLECT_CHUNK_TOKENS
@@ -208,10 +206,8 @@ def cluster_fields(args: argparse.Namespace) -> dict[str, Any]:
     # Agents have tiers without being told; others if anything is said of them.
     without = args.storage is False and _is_agentic(args)
     if args.host_kv_tokens is not None or args.storage or without:
-        tiers = spec.TierSpec(storage=args.storage is not False)
-        if args.host_kv_tokens is not None:
-            tiers = msgspec.structs.replace(tiers, host_kv_tokens=args.host_kv_tokens)
-        fields["tiers"] = tiers
+        host = {} if args.host_kv_tokens is None else {"host_kv_tokens": args.host_kv_tokens}
+        fields["tiers"] = spec.TierSpec(storage=args.storage is not False, **host)
     return fields
 
 
@@ -236,7 +232,8 @@ def topology_fields(args: argparse.Namespace, parser: argparse.ArgumentParser) -
         parser.error(f"--short-pool: {AGENTIC} is a closed loop, in which lengths are not known")
     if args.pools and _is_agentic(args):
         parser.error(f"--pools: {AGENTIC} is a closed loop, whose agents are not divided")
-    fields = fields_of(args, _INSTANCES)
-    if args.instance:
-        return {"instances": args.instance, **fields}
-    return {"prefill_instances": args.prefill or 3, **fields}
+    listed: dict[str, Any] = {
+        "instances": args.instance or (),
+        "prefill_instances": args.prefill or 3,
+    }
+    return listed | fields_of(args, _INSTANCES)
