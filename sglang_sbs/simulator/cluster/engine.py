@@ -152,13 +152,14 @@ class SimulatedPrefill:
     ) -> None:
         """A request reached the socket of the rank (of its instance); it is ingested by the next
         iteration."""
-        self._inbox.append(Waiting(rid, rank % len(self.ranks), tokens, tokens, blocks))
+        at = 0 if self.lone_rank else rank
+        self._inbox.append(Waiting(rid, at, tokens, tokens, blocks))
         if handshaken:
             self._early.add(rid)
 
     def handshaken(self, rid: str, rank: int) -> None:
         """Decode has room for the request and has said so: it may be scheduled."""
-        at = self.ranks[rank % len(self.ranks)]
+        at = self.ranks[0 if self.lone_rank else rank]
         request = at.bootstrapping.pop(rid, None)
         if request is None:
             self._early.add(rid)
