@@ -32,8 +32,6 @@ class ConfigError(ValueError):
 
 @dataclass(frozen=True)
 class HookConfig:
-    """What the hook of one engine process was asked to do."""
-
     routers: tuple[str, ...]
     """Endpoints to connect to: ``tcp://HOST:PORT`` or ``ipc://PATH``."""
     bind: str | None
@@ -62,7 +60,10 @@ def load_config(environ: MutableMapping[str, str]) -> HookConfig:
     given = {name: value.strip() for name, value in environ.items() if name.startswith(_PREFIX)}
     parts = map(str.strip, given.get(ROUTERS, "").split(","))
     routers = tuple(_router(part) for part in parts if part)
-    bind = _bind(given.get(BIND, ""))
+    bind = given.get(BIND) or None
+    if bind is not None:
+        how = "the endpoint of DP rank 0, e.g. tcp://*:7600 (rank d binds port 7600 + d)"
+        _split(BIND, bind, how)
     gate_ms = _number(given, GANG_GATE_MS, default=20.0, least=0.0)
     if gate_ms > MOST_GATE_MS:
         raise ConfigError(
@@ -133,7 +134,6 @@ def split_tcp(endpoint: str) -> tuple[str, int]:
 
 
 def join_tcp(host: str, port: int) -> str:
-    """The inverse of :func:`split_tcp`."""
     return f"tcp://[{host}]:{port}" if ":" in host else f"tcp://{host}:{port}"
 
 
@@ -149,13 +149,8 @@ def is_hostname(host: str) -> bool:
 def _router(endpoint: str) -> str:
     if endpoint.startswith("ipc://") and len(endpoint) > len("ipc://"):
         return endpoint
-    try:
-        host, _ = split_tcp(endpoint)
-    except ValueError as error:
-        raise ConfigError(
-            f"{ROUTERS}: {endpoint!r}: {error}; write tcp://HOST:PORT or ipc://PATH, "
-            "several separated by commas, e.g. tcp://router-0:7600,tcp://router-1:7600"
-        ) from error
+    several = "several separated by commas, e.g. tcp://router-0:7600,tcp://router-1:7600"
+    host, _ = _split(ROUTERS, endpoint, f"tcp://HOST:PORT or ipc://PATH, {several}")
     if host == "*":
         raise ConfigError(
             f"{ROUTERS}: {endpoint!r} has no address to connect to; write the router's host, e.g. "
@@ -164,14 +159,11 @@ def _router(endpoint: str) -> str:
     return endpoint
 
 
-def _bind(endpoint: str) -> str | None:
+def _split(variable: str, endpoint: str, how: str) -> tuple[str, int]:
     try:
-        return endpoint if endpoint and split_tcp(endpoint) else None
+        return split_tcp(endpoint)
     except ValueError as error:
-        raise ConfigError(
-            f"{BIND}: {endpoint!r}: {error}; write the endpoint of DP rank 0, e.g. tcp://*:7600 "
-            "(rank d binds port 7600 + d)"
-        ) from error
+        raise ConfigError(f"{variable}: {endpoint!r}: {error}; write {how}") from error
 
 
 def _number(given: dict[str, str], name: str, *, default: float, least: float) -> float:

@@ -10,7 +10,7 @@ import logging
 import socket
 import struct
 from collections import deque
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import astuple, dataclass
 
@@ -41,35 +41,52 @@ class Word:
     """From which on all of its handshakes are over, known while a pass ran. 0: not known."""
 
 
-class Deserted(Exception):
-    """Somebody has left the board, and all who are on it know in the same turn."""
-
-
 class Board:
-    """What a rank says to the others of its engine, and the newest word it heard of each, of the
+    """What a process says to the others of its engine, and the newest word it heard of each, of the
     gangs that were spoken of last. This one leads to nobody."""
 
-    tells_absence = False
-    """Who is not on it is known without waiting for a word."""
-
-    def __init__(self) -> None:
+    def __init__(self, whom: str = "", rank: int = 0) -> None:
+        """``whom``: it leads to, for the log. ``rank``: of this process on it."""
+        self._whom, self._rank = whom, rank
         self._words: dict[int, dict[int, Word]] = {}
+        self._silences = 0
+        self.is_open = False
+        self.failed = False
+        """It was open, and the others were not to be heard."""
 
     def say(self, tag: int, word: Word) -> None: ...
 
     def tell(self, tag: int, word: Word) -> None:
         """As ``say``, from another thread; who listens here hears it, too. May do nothing."""
 
-    def listen(self) -> bool:
-        """Take in what was said, and whether anything was; to be called in every turn, as little of
-        it can wait. Raises: Deserted, nobody may wait for anybody on it from now on."""
-        return False
+    def listen(self) -> None:
+        """Take in what was said; to be called in every turn, as little of it can wait."""
+        if self._take_in():
+            self._silences = 0
 
-    def close(self) -> None: ...
+    def _take_in(self) -> bool:
+        """Whether anything was said."""
+        return False
 
     def heard(self, tag: int) -> Mapping[int, Word]:
         """By rank, this one included."""
         return self._words.get(tag, {})
+
+    def waited(self, tag: int) -> None:
+        """A gang waited for the others; after ``MAX_SILENCES`` in vain the board is closed."""
+        others = self.heard(tag).keys() - {self._rank}
+        self._silences = 0 if others else self._silences + 1
+        if self.is_open and self._silences >= MAX_SILENCES:
+            self._give_up("nothing is heard")
+
+    def _give_up(self, why: str) -> None:
+        logger.warning("gangs: %s; nobody waits for %s any more", why, self._whom)
+        self.failed = True
+        self.close()
+
+    def close(self) -> None:
+        self.is_open = False
+        self._words.clear()
 
     def _note(self, tag: int, rank: int, word: Word) -> None:
         """Nothing that was said is taken back: two threads say what they know."""
@@ -83,11 +100,10 @@ class Board:
 class SocketBoard(Board):
     """Over Linux's abstract Unix sockets, which leave nothing behind."""
 
-    def __init__(self, name: str, rank: int, ranks: int) -> None:
+    def __init__(self, name: str, rank: int, ranks: int, whom: str = "other DP ranks") -> None:
         """``name``: the same on all ranks of the engine, and of no other engine. Raises: OSError,
         an address is taken, or this is no Linux."""
-        super().__init__()
-        self._rank = rank
+        super().__init__(whom, rank)
         peers = [peer for peer in range(ranks) if peer != rank]
         self._addresses = [f"\0{name}.{rank}.{peer}" for peer in peers]
         self._told: deque[tuple[int, Word]] = deque(maxlen=_MOST_GANGS)
@@ -102,6 +118,7 @@ class SocketBoard(Board):
         except OSError:
             self.close()
             raise
+        self.is_open = True
 
     def say(self, tag: int, word: Word) -> None:
         self._note(tag, self._rank, word)
@@ -117,7 +134,7 @@ class SocketBoard(Board):
             with suppress(OSError):  # it is not up yet, or its queue is full
                 self._out.sendto(message, address)
 
-    def listen(self) -> bool:
+    def _take_in(self) -> bool:
         while self._told:
             tag, word = self._told.popleft()
             self._note(tag, self._rank, word)
@@ -125,6 +142,7 @@ class SocketBoard(Board):
         return any(read)
 
     def close(self) -> None:
+        super().close()
         for one in (self._out, *self._inboxes.values()):
             one.close()
 
@@ -140,48 +158,3 @@ class SocketBoard(Board):
                 read = True
                 tag, *word = _MESSAGE.unpack(data)
                 self._note(tag, peer, Word(*word))
-
-
-class Line:
-    """A board for as long as somebody is heard on it."""
-
-    def __init__(self, whom: str) -> None:
-        """``whom``: for the log."""
-        self._whom = whom
-        self.is_open = False
-        self.board = Board()
-        self._rank = 0
-        self._silences = 0
-        self.failed = False
-        """It was open, and the others were not to be heard."""
-
-    def open(self, board: Board, rank: int) -> None:
-        """``rank``: of this process on it."""
-        self.board, self._rank, self.is_open = board, rank, True
-
-    def listen(self) -> None:
-        try:
-            if self.board.listen():
-                self._silences = 0
-        except Deserted as why:
-            logger.warning("gangs: %s; nobody waits for %s any more", why, self._whom)
-            self.failed = True
-            self.close()
-
-    def heard(self, tag: int) -> Collection[Word]:
-        return self.board.heard(tag).values()
-
-    def waited(self, tag: int) -> None:
-        """A gang waited for the others; after ``MAX_SILENCES`` in vain the board is closed."""
-        if not self.is_open or self.board.tells_absence:
-            return
-        others = self.board.heard(tag).keys() - {self._rank}
-        self._silences = 0 if others else self._silences + 1
-        if self._silences >= MAX_SILENCES:
-            logger.warning("gangs: nothing is heard of %s; nobody waits for them", self._whom)
-            self.failed = True
-            self.close()
-
-    def close(self) -> None:
-        board, self.board, self.is_open = self.board, Board(), False
-        board.close()

@@ -19,7 +19,7 @@ from dataclasses import MISSING, fields
 from itertools import islice
 from typing import Any, NamedTuple
 
-from sglang_sbs.engine.gang_board import Board, Deserted, Word
+from sglang_sbs.engine.gang_board import Board, Word
 from sglang_sbs.wire.gangs import TAG_BITS
 
 SYNC_MODULE = "sglang.srt.managers.scheduler_components.dp_attn"
@@ -50,20 +50,14 @@ class Columns(NamedTuple):
 class GatherBoard(Board):
     """Of one scheduler process; does nothing before :meth:`open`."""
 
-    tells_absence = True
-
     def __init__(self, find_columns: Callable[[], Columns | None] | None = None) -> None:
-        super().__init__()
+        super().__init__("other DP ranks")
         self._find_columns = find_columns or columns_of_sglang
         self._columns: Columns | None = None
-        self._present = False
         self._unsaid: dict[int, Word] = {}
         self._turns_alone = 0
         self._complete = False
         """All have taken part."""
-        self._heard_all = False
-        self._why = ""
-        """Nobody may wait for anybody."""
 
     def is_possible(self) -> bool:
         """SGLang gathers these numbers since 0.5.22."""
@@ -72,21 +66,18 @@ class GatherBoard(Board):
 
     def open(self) -> None:
         """From the next gathering on this rank takes part."""
-        self._present = self.is_possible()
+        self.is_open = self.is_possible()
 
     def say(self, tag: int, word: Word) -> None:
         self._unsaid[tag] = word
         while len(self._unsaid) > _MOST_UNSAID:
             del self._unsaid[next(iter(self._unsaid))]
 
-    def listen(self) -> bool:
-        if self._why:
-            raise Deserted(self._why)
-        heard, self._heard_all = self._heard_all, False
-        return heard
+    def waited(self, tag: int) -> None:
+        """Who is not on it is known without waiting for a word."""
 
     def close(self) -> None:
-        self._present = False
+        super().close()
         self._unsaid.clear()
 
     # Hooks ----------------------------------------------------------------------------------------
@@ -95,7 +86,7 @@ class GatherBoard(Board):
         self, original: Callable[..., Any], info: Any, *args: Any, **kwargs: Any
     ) -> Any:
         """Around ``MLPSyncBatchInfo._get_local_tensor``: the row of this rank."""
-        if not self._present:
+        if not self.is_open:
             return original(info, *args, **kwargs)
         pairs, vote = info.attention_pairs, info.can_run_draft_cuda_graph
         try:
@@ -115,18 +106,17 @@ class GatherBoard(Board):
             rows = info.tp0_info_cpu.tolist()
             pairs = [row[self._columns.pairs] for row in rows]
             info.global_attention_pairs = [one & ((1 << PAIRS_BITS) - 1) for one in pairs]
-            if self._present:
+            if self.is_open:
                 self._hear(pairs, [row[self._columns.vote] for row in rows])
         except Exception as error:
             self._fail(error)
 
     def _fail(self, error: Exception) -> None:
         """The others learn of it by the bit that is missing in the next row, or in this."""
-        self._why = f"what ranks gather is not as expected: {error!r}"
-        self._present = False
+        if self.is_open:
+            self._give_up(f"what ranks gather is not as expected: {error!r}")
 
     def _laden(self, pairs: int, vote: Any) -> tuple[int, Any]:
-        """The two numbers with what this rank has to say."""
         room = 1 + (_VOTE_WORDS if vote else 0)
         saying = list(islice(self._unsaid, room))
         codes = [_encode(tag, self._unsaid.pop(tag)) for tag in saying]
@@ -141,14 +131,13 @@ class GatherBoard(Board):
         self._turns_alone += bool(missing)
         if missing and (self._complete or self._turns_alone > MOST_TURNS_ALONE):
             named = ", ".join(map(str, missing[:8])) + (" …" if len(missing) > 8 else "")
-            self._why = f"the gang gate is not on in rank {named}"
+            self._give_up(f"the gang gate is not on in rank {named}")
             return
         for rank, (one, vote) in enumerate(zip(pairs, votes, strict=True)):
             for code in (one >> PAIRS_BITS, vote >> 1, vote >> (1 + _WORD_BITS)):
                 if code & _FLAGS:
                     tag, word = _decode(code)
                     self._note(tag, rank, word)
-        self._heard_all = not missing
         self._complete = self._complete or not missing
 
 

@@ -5,45 +5,43 @@ How
 Each request says how many of its gang come to this rank, and to how many ranks it goes
 (:mod:`sglang_sbs.wire.gangs`). A request of a gang that is not complete stays in the handshake
 queue (``PrefillBootstrapQueue``, ``disaggregation/prefill.py``), where SGLang's own code finds and
-aborts it. The event loop runs on meanwhile: that is how the rest is read from the sockets, here and
-on the other ranks, which a wait inside the loop would keep from it at the next collective
-operation.
+aborts it. The event loop runs on meanwhile: a wait inside it would keep the other ranks from their
+sockets at the next collective operation.
 
-Ranks run their loops in lockstep. Each turn ends in a collective operation, so it has the same
-number on all, and what a rank says in one has reached the others before the next: on one host over
-sockets (:mod:`.gang_board`), on several inside that operation (:mod:`.gang_gather`). A rank says
-when its part is ready. In the turn after the last said so, all let the gang go.
+Each turn of the loop ends in a collective operation, so it has the same number on all ranks, and
+what a rank says in one has reached the others before the next: on one host over sockets
+(:mod:`.gang_board`), on several inside that operation (:mod:`.gang_gather`). A rank says when its
+part is ready. In the turn after the last said so, all let the gang go.
 
 Mostly a gang comes while a pass runs. The thread that hears from decode tells the other ranks of
-one host when the handshakes of a part are over. If all did so before the pass ended, that turn is
-saved: all let the gang go in their first look after it, without a word more. Not where a DP rank is
-several processes, nor on a device without overlap scheduling, where idle ranks look before the end.
+one host when the handshakes of a part are over. If all did so before the pass ended, all let the
+gang go in their first look after it, without a word more. Not where a DP rank is several processes,
+nor on a device without overlap scheduling, where idle ranks look before the end.
 
 Several processes per DP rank
 -----------------------------
 Its first process (attention TP and CP rank 0) decides for all of them. SGLang takes the minimum of
 what they report of a handshake, in a collective operation of every turn (``poll_and_all_reduce``,
 ``disaggregation/utils.py``). So the first one reports a request that is held as still in the
-handshake, and it stays in the queue of all. This needs no other collective operation and does not
-depend on what the others think. They only tell the first one when a gang's handshakes are over with
-them, too. Where they are on several hosts they do not, and it goes by its own handshakes.
+handshake, and it stays in the queue of all. The others only tell the first one when a gang's
+handshakes are over with them, too; where they are on several hosts it goes by its own.
 
 How long
 --------
 Counted is the time in which a part of the gang could have started. A gang waits ``gate_ms`` for
 handshakes with decode, which may have no room. It waits as long for requests that are still on
 their way, and longer where they usually take longer (``ARRIVAL_SHARE`` times as long at most).
-Requests that are not of a gang are never held, but for those that were sent after one, to be in the
-same pass: they follow it. One of them alone would start a pass, and the gang miss it.
+Others are never held, but for those that were sent after a gang, to be in the same pass: one of
+them alone would start a pass, and the gang miss it.
 
 Over several hosts with SGLang before 0.5.22
 --------------------------------------------
 There ranks cannot tell each other anything. A rank polls the handshakes of what has come to it
 within its turn, and the others wait for it at the barrier. It does not while a pass runs and it has
-nothing to put behind it. A request is waited for only so often in its life. Each poll is a
-collective operation of the processes of a DP rank, so polls are counted, not timed: all processes
-see the same and poll equally often. With several of them it polls only where the variable is set,
-as a node without the plugin would leave the others polling alone.
+nothing to put behind it. Each poll is a collective operation of the processes of a DP rank, so
+polls are counted, not timed: all processes see the same and poll equally often. With several of
+them it polls only where the variable is set, as a node without the plugin would leave the others
+polling alone.
 """
 
 from __future__ import annotations
@@ -57,7 +55,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from sglang_sbs.engine import collect
-from sglang_sbs.engine.gang_board import MOST_RANKS, Board, Line, SocketBoard, Word
+from sglang_sbs.engine.gang_board import MOST_RANKS, Board, SocketBoard, Word
 from sglang_sbs.engine.gang_gather import GatherBoard
 from sglang_sbs.engine.room_status import TAKEN_IN
 from sglang_sbs.wire.endforward import GATE_ALONE, GATE_ERRORS
@@ -76,8 +74,8 @@ _FORGETTING = 0.9
 MOST_TURN_S = 0.005
 """A turn counts no longer: it may have been a forward pass, during which nothing could start."""
 MOST_MISSED = 1
-"""So many passes may start without a gang, of what was there before it; then it goes with what it
-has. Turns are rare while passes run, and its time would take long to pass."""
+"""So many passes may start without a gang; then it goes with what it has. Turns are rare while
+passes run, and its time would take long to pass."""
 FIRST_TURN = 1
 MAX_ERRORS = 3
 MOST_UNHEARD_TURNS = 3
@@ -123,23 +121,21 @@ class GangHold:
         gather: GatherBoard,
         clock: Callable[[], float] = time.monotonic,
         sleep: Callable[[float], None] = time.sleep,
-        open_board: Callable[[str, int, int], Board] = SocketBoard,
+        open_board: Callable[..., Board] = SocketBoard,
     ) -> None:
-        """``gate_ms``: 0: hold nothing; None: ``DEFAULT_GATE_MS``. ``gather``: for ranks on several
-        hosts."""
+        """``gate_ms``: 0: hold nothing; None: ``DEFAULT_GATE_MS``."""
         self._is_set = gate_ms is not None
         self._limit_s = (DEFAULT_GATE_MS if gate_ms is None else gate_ms) / 1e3
         self._boot_id = boot_id
         self._clock, self._sleep = clock, sleep
         self._open_board = open_board
         self._gather = gather
-        self._ranks = Line("other DP ranks")
-        """Open where this rank shares a barrier with them."""
-        self._team = Line("the other processes of this DP rank")
-        self._processes = 1
-        """Of this DP rank."""
-        self._decides = True
-        """For all of them."""
+        self._ranks = Board()
+        """Open where this rank shares a barrier with other DP ranks."""
+        self._team = Board()
+        """Open where it has other processes."""
+        self._processes = 1  # of this DP rank
+        self._decides = True  # for all of them
         self._attached = False
         self._off = self._limit_s == 0
         self._errors = 0
@@ -149,15 +145,11 @@ class GangHold:
         """The first whose look counts on what decode takes in now."""
         self._taken: dict[int, set[int]] = {}
         """Rooms of each gang here that decode has taken in. Of the thread that hears of it."""
-        self._looks = 0
-        """At the queue."""
+        self._looks = 0  # at the queue
         self._turn_s = clock()
-        self._last_turn_s = 0.0
-        """How long the turn before this one counts."""
-        self._gangs: dict[int, _Gang] = {}
-        """By tag."""
-        self._passes = 0
-        """That were started so far."""
+        self._last_turn_s = 0.0  # how long the turn before this one counts
+        self._gangs: dict[int, _Gang] = {}  # by tag
+        self._passes = 0  # that were started so far
         self._usual_span_s = 0.0
         self._incomplete: list[_Gang] = []
         """Those that started without requests that had not come."""
@@ -200,7 +192,7 @@ class GangHold:
             rooms = self._taken.setdefault(part.tag, set())
             rooms.add(room)
             if len(rooms) == part.members:
-                self._ranks.board.tell(part.tag, Word(taken_turn=self._taken_turn))
+                self._ranks.tell(part.tag, Word(taken_turn=self._taken_turn))
             while len(self._taken) > _MOST_GANGS:
                 del self._taken[next(iter(self._taken))]
 
@@ -297,7 +289,6 @@ class GangHold:
         return gang.free
 
     def _missed(self, gang: _Gang) -> bool:
-        """Whether passes have started without it that it could have been in."""
         return self._passes - gang.first_pass > MOST_MISSED
 
     def _report(self, queue: Any, gang: _Gang, reqs: Sequence[Any]) -> None:
@@ -308,15 +299,16 @@ class GangHold:
         ready = not any(_in_handshake(queue, req) for req in reqs)
         if ready or not word.arrived:
             word.arrived, word.ready_turn = True, self._turn if ready else 0
-            self._team.board.say(gang.part.tag, word)
+            self._team.say(gang.part.tag, word)
 
     def _may_start(self, queue: Any, gang: _Gang, reqs: Sequence[Any]) -> bool:
         word = gang.word
         says = not word.arrived and len(gang.seen) >= gang.part.members
         word.arrived |= says
+        alone = gang.part.ranks == 1
         if gang.free:
-            if says:
-                self._say(gang)  # whoever went without it learns that it was late, not lost
+            if says and not alone:  # whoever went without it learns that it was late, not lost
+                self._ranks.say(gang.part.tag, word)
             return True
         in_handshake = sum(_in_handshake(queue, req) for req in reqs)
         if not gang.came:
@@ -328,12 +320,14 @@ class GangHold:
             word.ready_turn, says = self._turn, True
         if not word.gave_up_turn and in_handshake < len(reqs) and self._waited_enough(gang):
             word.gave_up_turn, says = self._turn, True
-        if says:  # once in a turn: few messages fit into a socket
-            self._say(gang)
+        if says and not alone:  # once in a turn: few messages fit into a socket
+            self._ranks.say(gang.part.tag, word)
         gang.free = (
-            self._agreed(gang.part, word) or self._taken_in(gang.part) or self._unheard(word)
+            self._agreed(gang.part, word)
+            or self._taken_in(gang.part)
+            or 0 < word.gave_up_turn < self._turn - MOST_UNHEARD_TURNS
         )
-        if gang.free and gang.part.ranks > 1:
+        if gang.free and not alone:
             self._ranks.waited(gang.part.tag)
         return gang.free
 
@@ -341,7 +335,7 @@ class GangHold:
         """Whether its handshakes are over with the other processes of this DP rank, too."""
         if not self._team.is_open:
             return True
-        heard = self._team.heard(gang.part.tag)
+        heard = self._team.heard(gang.part.tag).values()
         ready = sum(one.ready_turn > 0 for one in heard) >= self._processes - 1
         if ready:
             self._team.waited(gang.part.tag)
@@ -352,7 +346,7 @@ class GangHold:
         turn is heard by all before the next begins, so all ranks conclude the same."""
         if part.ranks == 1 or not self._ranks.is_open:
             return any(word.ready_turn or word.gave_up_turn for word in mine)
-        words = self._ranks.heard(part.tag)
+        words = self._ranks.heard(part.tag).values()
         if any(0 < word.gave_up_turn < self._turn for word in words):
             return True
         return sum(0 < word.ready_turn < self._turn for word in words) >= part.ranks
@@ -363,11 +357,8 @@ class GangHold:
         done between the two. Requests that are still on their way to prefill are not waited for."""
         if self._result_turn != self._turn:
             return False
-        turns = [word.taken_turn for word in self._ranks.heard(part.tag)]
+        turns = [word.taken_turn for word in self._ranks.heard(part.tag).values()]
         return sum(0 < turn <= self._turn for turn in turns) >= part.ranks
-
-    def _unheard(self, word: Word) -> bool:
-        return 0 < word.gave_up_turn < self._turn - MOST_UNHEARD_TURNS
 
     def _waited_enough(self, gang: _Gang) -> bool:
         if gang.came:
@@ -387,12 +378,11 @@ class GangHold:
         return enough
 
     def _has_come(self, gang: _Gang) -> bool:
-        """Whether all of it is there, on all ranks."""
         if len(gang.seen) < gang.part.members:
             return False
         if gang.part.ranks == 1 or not self._ranks.is_open:
             return True
-        heard = self._ranks.heard(gang.part.tag)
+        heard = self._ranks.heard(gang.part.tag).values()
         return sum(one.arrived for one in heard) >= gang.part.ranks
 
     def _took(self, span_s: float) -> None:
@@ -403,10 +393,6 @@ class GangHold:
         for gang in [gang for gang in self._incomplete if self._has_come(gang)]:
             self._incomplete.remove(gang)
             self._took(ARRIVAL_SHARE * self._limit_s)
-
-    def _say(self, gang: _Gang) -> None:
-        if gang.part.ranks > 1:
-            self._ranks.board.say(gang.part.tag, gang.word)
 
     def _attach(self, scheduler: Any) -> None:
         """Set up on first use: only now is the rank of this process known."""
@@ -423,15 +409,15 @@ class GangHold:
         name = f"sglang-sbs.{os.getuid()}.{self._boot_id}"
         apart = collect.rank_is_on_several_hosts(scheduler, one)
         if 1 < one.processes <= MOST_RANKS and not apart:
-            team = self._open_board(f"{name}.of.{rank}", number, one.processes)
-            self._team.open(team, number)
+            whom = "the other processes of this DP rank"
+            self._team = self._open_board(f"{name}.of.{rank}", number, one.processes, whom)
         if not self._decides or not one.barrier:
             return
         if one.hosts > 1:
+            self._ranks = self._gather
             self._gather.open()
-            self._ranks.open(self._gather, rank)
         elif one.dp_size <= MOST_RANKS:
-            self._ranks.open(self._open_board(name, rank, one.dp_size), rank)
+            self._ranks = self._open_board(name, rank, one.dp_size)
 
     def _failed(self) -> None:
         """Called while handling an exception of ours: SGLang goes on as if nothing was held."""
@@ -473,10 +459,10 @@ def _in_handshake_still(held: list[Any]) -> Iterator[None]:
             vars(sender).pop("poll", None)
 
 
-def _in_handshake(queue: Any, req: Any) -> int:
-    """1 while decode has not taken it in; a failed one is out of it, for SGLang to deal with."""
+def _in_handshake(queue: Any, req: Any) -> bool:
+    """Decode has not taken it in; a failed one is out of it, for SGLang to deal with."""
     waits = int(req.disagg_kv_sender.poll()) == _IN_HANDSHAKE
-    return int(waits and not _starts_in_handshake(queue, req))
+    return waits and not _starts_in_handshake(queue, req)
 
 
 def _starts_in_handshake(queue: Any, req: Any) -> bool:

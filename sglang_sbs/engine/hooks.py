@@ -60,7 +60,6 @@ class RankHook:
         clock: Callable[[], float] = time.monotonic,
         gang_gate: Callable[[], str] = lambda: "",
     ) -> None:
-        """``gang_gate``: the field of that name."""
         self._config = config
         self._gang_gate = gang_gate
         self._open_sink = open_sink
@@ -82,7 +81,6 @@ class RankHook:
         self._said_idle = False
 
     def close(self) -> None:
-        """Say nothing from now on."""
         self.off = True
         if self._sink is not None:
             self._sink.close()
@@ -275,7 +273,6 @@ class RankHook:
         said.hook_us = int((self._clock() - begun_s) * 1e6)
 
     def _failed(self) -> None:
-        """Called while handling an exception of ours."""
         error = sys.exc_info()[1]
         self.errors += 1
         if isinstance(error, BindError):

@@ -12,12 +12,12 @@ from importlib import metadata
 from typing import Any, NamedTuple
 
 from sglang_sbs import __version__
-from sglang_sbs.engine import hooks_without_plugins
 from sglang_sbs.engine.collect import read_placement, skips_gather
 from sglang_sbs.engine.config import HookConfig
 from sglang_sbs.engine.gang_gather import SYNC_CLASS, SYNC_MODULE, GatherBoard
 from sglang_sbs.engine.gang_hold import GangHold
 from sglang_sbs.engine.hooks import RankHook
+from sglang_sbs.engine.hooks_without_plugins import is_loaded, wrap
 from sglang_sbs.engine.room_status import around_update_status
 
 logger = logging.getLogger(__name__)
@@ -86,12 +86,19 @@ def install(config: HookConfig) -> None:
     try:
         registry = importlib.import_module(REGISTRY)
     except ImportError:
-        if not (SCHEDULER_MODULE in sys.modules or SERVER_MODULE in sys.modules):
+        names = [name for name in (SCHEDULER_MODULE, SERVER_MODULE) if name in sys.modules]
+        if not names:
             raise  # called by something else than a patched SGLang
-        direct = hooks_without_plugins
-        _register(direct, _direct_hooks(hook, config), direct.is_loaded)
+        loaded = tuple(f"{name}." for name in names)
+        hooks = [one for one in _direct_hooks(hook, config) if one.targets[0].startswith(loaded)]
+        _register(hooks, is_loaded, wrap)
     else:
-        _register(registry, _plugin_hooks(hook, hold, gather, config), _resolves)
+
+        def register(target: str, function: Callable[..., Any], kind: str) -> None:
+            kind_of_sglang = getattr(registry.HookType, kind)
+            registry.HookRegistry.register(target, function, kind_of_sglang)
+
+        _register(_plugin_hooks(hook, hold, gather, config), _resolves, register)
 
 
 def _rank_hooks(hook: RankHook) -> list[Hook]:
@@ -148,25 +155,21 @@ def _direct_hooks(hook: RankHook, config: HookConfig) -> list[Hook]:
     ]
 
 
-def _register(registry: Any, hooks: list[Hook], exists: Callable[[str], bool]) -> None:
+def _register(
+    hooks: list[Hook],
+    exists: Callable[[str], bool],
+    register: Callable[[str, Callable[..., Any], str], None],
+) -> None:
     missing = []
     for hook in hooks:
         target = next(filter(exists, hook.targets), None)
         if target is not None:
-            kind = getattr(registry.HookType, hook.kind)
-            registry.HookRegistry.register(target, hook.function, kind)
-        elif hook.optional:
-            continue
-        elif registry is not hooks_without_plugins or _module_is_loaded(hook.targets[0]):
+            register(target, hook.function, hook.kind)
+        elif not hook.optional:
             missing.append(hook.targets[0])
     if missing:
         said = "This SGLang has no %s; EndForward goes without (see docs/endforward.md)"
         logger.warning(said, ", ".join(missing))
-
-
-def _module_is_loaded(target: str) -> bool:
-    modules = (module for module in (SCHEDULER_MODULE, SERVER_MODULE) if module in sys.modules)
-    return any(target.startswith(module + ".") for module in modules)
 
 
 def _resolves(target: str) -> bool:

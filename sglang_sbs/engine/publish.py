@@ -45,7 +45,6 @@ def resolve_endpoints(host: str, port: int) -> frozenset[str]:
 
 
 def is_own_address(host: str) -> bool:
-    """Whether a socket of this machine can have the IP address."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     with socket.socket(family, socket.SOCK_DGRAM) as probe:
         try:

@@ -10,19 +10,12 @@ from dataclasses import replace
 from itertools import product
 from pathlib import Path
 
-from sglang_sbs.simulator.cluster.spec import TopologyError
 from sglang_sbs.simulator.experiments import matrix, plan, sweep, tables
 from sglang_sbs.simulator.options import cluster, common, scheduler
 from sglang_sbs.simulator.options.common import Flag, names, run_with_progress
 from sglang_sbs.simulator.parallel import Task
 from sglang_sbs.simulator.replay import replay
-from sglang_sbs.simulator.workloads.arrivals import TraceError
-from sglang_sbs.simulator.workloads.scenario import (
-    AGENTIC,
-    SCENARIOS,
-    ScenarioError,
-    make_scenario,
-)
+from sglang_sbs.simulator.workloads.scenario import AGENTIC, SCENARIOS
 
 DEFAULT_POLICIES = "sbs,sbs_paper,eta,least_tokens,round_robin,random_rank"
 
@@ -149,16 +142,9 @@ def _tasks(args: argparse.Namespace, parser: argparse.ArgumentParser) -> list[Ta
     spec = {
         **cluster.cluster_fields(args),
         **cluster.topology_fields(args, parser),
-        **scheduler.slo_fields(args),
+        **common.fields_of(args, scheduler.CLASSES),
     }
-    try:
-        scenario = make_scenario(args.scenario, **spec)
-    except (ScenarioError, TraceError) as error:
-        parser.error(str(error))
-    except TopologyError as error:
-        parser.error(f"--at {error}")
-    if args.duration <= scenario.warm_up_s:
-        parser.error(f"--duration must be longer than the warm-up of {scenario.warm_up_s:g} s")
+    scenario = common.checked_scenario(args, parser, args.scenario, spec)
     slo_s = args.slo_ttft or scenario.slo_ttft_s
     config, classes = scheduler.scheduler_fields(args), scheduler.classes_of(args, parser)
     base = sweep.Job(args.scenario, "", 1.0, 0, args.duration, config=config, classes=classes)

@@ -59,53 +59,41 @@ class Queue:
         return ready
 
 
-class Words(Board):
-    """What was said, or heard, on one board."""
+class Place(Board):
+    """Of one process on a board where what the others said is heard on listening."""
 
-    def say(self, tag: int, word: Word) -> None: ...
+    def __init__(self, hearsay: Hearsay, said: Board, rank: int) -> None:
+        super().__init__(rank=rank)
+        self.is_open = True
+        self._hearsay, self._said = hearsay, said
 
-    def listen(self) -> bool:
-        return False
+    def say(self, tag: int, word: Word) -> None:
+        self.tell(tag, word)
+        self._note(tag, self._rank, word)
 
-    def close(self) -> None: ...
+    def tell(self, tag: int, word: Word) -> None:
+        self._said._note(tag, self._rank, word)
+
+    def _take_in(self) -> bool:
+        news = False
+        for tag in () if self._hearsay.deaf else list(self._said._words):
+            for who, word in self._said.heard(tag).items():
+                news |= self.heard(tag).get(who) != word
+                self._note(tag, who, word)
+        return news
 
 
 class Hearsay:
-    """The boards of all processes: who is on a board hears what others say there on listening."""
+    """The boards of all processes, by name."""
 
     def __init__(self) -> None:
-        self.said: dict[str, Words] = {}
+        self.said: dict[str, Board] = {}
         self.opened: list[tuple[str, int]] = []
         self.deaf = False
 
-    def board(self, name: str, rank: int) -> Any:
+    def board(self, name: str, rank: int) -> Board:
         self.opened.append((name, rank))
-        said = self.said.setdefault(name, Words())
-        heard = Words()
-
-        def say(tag: int, word: Word) -> None:
-            said._note(tag, rank, word)
-            heard._note(tag, rank, word)
-
-        def tell(tag: int, word: Word) -> None:
-            said._note(tag, rank, word)
-
-        def listen() -> bool:
-            news = False
-            for tag in () if self.deaf else list(said._words):
-                for who, word in said.heard(tag).items():
-                    news |= heard.heard(tag).get(who) != word
-                    heard._note(tag, who, word)
-            return news
-
-        return SimpleNamespace(
-            say=say,
-            tell=tell,
-            listen=listen,
-            heard=heard.heard,
-            close=lambda: None,
-            tells_absence=False,
-        )
+        return Place(self, self.said.setdefault(name, Board()), rank)
 
 
 class Rank:
@@ -148,7 +136,7 @@ class Rank:
             "boot",
             clock=clock,
             sleep=self.sleep,
-            open_board=lambda name, rank, _ranks: (hearsay or Hearsay()).board(name, rank),
+            open_board=lambda name, rank, *_: (hearsay or Hearsay()).board(name, rank),
             gather=self.gather,
         )
 

@@ -13,7 +13,7 @@ from engine_fakes import Batch, Mode, Rank, Req, Role
 
 from sglang_sbs.engine import register
 from sglang_sbs.engine.collect import SchedulerReader, read_placement
-from sglang_sbs.engine.hooks_without_plugins import HookRegistry, HookType, is_loaded
+from sglang_sbs.engine.hooks_without_plugins import is_loaded, wrap
 
 SCHEDULER, SERVER = "sglang.srt.managers.scheduler", "sglang.srt.entrypoints.http_server"
 
@@ -45,8 +45,8 @@ def test_the_two_kinds_of_hooks(target: Any) -> None:
     def around(original: Any, thing: Any, value: int) -> int:
         return int(original(thing, value + 1)) + 100
 
-    HookRegistry.register("sbs_test_target.triple", before, HookType.BEFORE)
-    HookRegistry.register("sbs_test_target.Thing.double", around, HookType.AROUND)
+    wrap("sbs_test_target.triple", before, "BEFORE")
+    wrap("sbs_test_target.Thing.double", around, "AROUND")
     assert target.triple(5) == 15
     assert seen == [("before", 5)]
     assert target.Thing().double(1) == 104
@@ -60,7 +60,7 @@ def test_registering_again_changes_nothing(target: Any) -> None:
         calls.append(value)
 
     for _ in range(3):
-        HookRegistry.register("sbs_test_target.triple", hook, HookType.BEFORE)
+        wrap("sbs_test_target.triple", hook, "BEFORE")
     target.triple(1)
     assert calls == [1]
 

@@ -55,8 +55,10 @@ def _by_length(arrivals: Sequence[Arrival], spec: ClusterSpec) -> tuple[list[Clu
     listed = [one for _, one in spec.prefill]
     threshold = fair_threshold([one.prompt_tokens for one in arrivals], spec.short_pool, listed)
     parts = [
-        msgspec.structs.replace(spec, instances=tuple(instances), short_pool=0)
-        for instances in (listed[: spec.short_pool], listed[spec.short_pool :])
+        msgspec.structs.replace(
+            spec, instances=tuple(listed[first:end]), first_instance=first, short_pool=0
+        )
+        for first, end in ((0, spec.short_pool), (spec.short_pool, len(listed)))
     ]
     return parts, lambda one, _: int(one.prompt_tokens > threshold)
 
@@ -81,6 +83,7 @@ def _equal_parts(spec: ClusterSpec) -> list[ClusterSpec]:
         msgspec.structs.replace(
             spec,
             instances=tuple(listed[each * number : each * (number + 1)]),
+            first_instance=each * number,
             decode_dp_size=max(1, spec.decode_dp_size // spec.pools),
             pools=0,
             seed=spec.seed + 1000 * number,
@@ -112,7 +115,7 @@ def _with_deflection(spec: ClusterSpec) -> ClusterSpec:
     prefill pass with as few tokens takes, decode's own work and all."""
     listed = [one for _, one in spec.prefill]
     decode = InstanceSpec(dp_size=spec.decode_dp_size, chunk_tokens=DEFLECT_CHUNK_TOKENS)
-    return msgspec.structs.replace(spec, instances=(*listed, decode), deflecting=f"p{len(listed)}")
+    return msgspec.structs.replace(spec, instances=(*listed, decode))
 
 
 class _TimedScheduler(Scheduler):
@@ -136,45 +139,21 @@ def _simulate_pools(
     choose: Choose,
     drain_s: float,
 ) -> Outcome:
-    """Clusters with one clock. Their outcomes are put together: instances are numbered through."""
+    """Clusters with one clock and one outcome."""
+    whole = Outcome()
     schedulers = [_TimedScheduler(config) for _ in parts]
     pairs = zip(schedulers, parts, strict=True)
-    pools = [Simulation([], scheduler, part, drain_s=drain_s) for scheduler, part in pairs]
-    sent: list[list[int]] = [[] for _ in parts]
+    pools = [Simulation(whole, scheduler, part, drain_s=drain_s) for scheduler, part in pairs]
+    sent = [0] * len(pools)
     for pool in pools:
         pool.start()
-    for index, arrival in enumerate(arrivals):
+    for arrival in arrivals:
         for pool in pools:
             pool.go_on(arrival.at_s)
         chosen = choose(arrival, [pool.in_flight for pool in pools])
-        sent[chosen].append(index)
+        sent[chosen] += 1
         pools[chosen].come([arrival])
-    whole = Outcome([], arrivals=arrivals)
-    first = 0
-    for pool, part, mine, scheduler in zip(pools, parts, sent, schedulers, strict=True):
-        outcome = pool.end()
-        _add(outcome, whole, mine, first)
-        whole.pools.append(PoolRecord(len(mine), scheduler.decisions_s, outcome.duration_s))
-        first += len(part.prefill)
-    whole.requests.sort(key=lambda request: request.index)
+    for pool, requests, scheduler in zip(pools, sent, schedulers, strict=True):
+        whole.pools.append(PoolRecord(requests, scheduler.decisions_s, pool.end()))
     whole.passes.sort(key=lambda one: one.end_s)
     return whole
-
-
-def _add(outcome: Outcome, whole: Outcome, indices: Sequence[int], first: int) -> None:
-    """``indices``: of its arrivals among all; ``first``: the number of its first instance."""
-
-    def named(instance: str) -> str:
-        return f"p{first + int(instance[1:])}"
-
-    for request in outcome.requests:
-        request.index = indices[request.index]
-        request.rid = f"r{request.index}"
-        if request.prefill is not None:
-            request.prefill = (named(request.prefill[0]), request.prefill[1])
-    whole.requests += outcome.requests
-    whole.passes += [one._replace(instance=named(one.instance)) for one in outcome.passes]
-    whole.queued_passes += outcome.queued_passes
-    whole.bootstrap_waits += outcome.bootstrap_waits
-    whole.retries += outcome.retries
-    whole.duration_s = max(whole.duration_s, outcome.duration_s)

@@ -26,13 +26,10 @@ class Arrival(NamedTuple):
 class ClosedLoop(Protocol):
     """Clients of whom each waits for an answer before it sends again."""
 
-    @property
-    def first(self) -> Sequence[Arrival]:
-        """In time order; those that follow are not in it."""
-
-    @property
-    def history(self) -> Sequence[int]:
-        """Blocks that are in storage, where there is any, before the first one comes."""
+    first: list[Arrival]
+    """In time order; those that follow are not in it."""
+    history: list[int]
+    """Blocks that are in storage, where there is any, before the first one comes."""
 
     def after(self, arrival: Arrival, now_s: float) -> Sequence[Arrival]:
         """Its answer has ended, or it was given up: what follows, no earlier than ``now_s``."""

@@ -1,27 +1,60 @@
-"""How a simulated instance starts, and what its ranks publish of their caches."""
+"""How simulated instances start, and what a prefill cluster sees of decode: who has to wait."""
 
 from __future__ import annotations
 
 import math
 import random
+from collections import deque
+from dataclasses import dataclass, field
 
 import msgspec
 
-from sglang_sbs.scheduling.events import BlocksRemoved, BlocksStored, CacheTier, InstanceUp
-from sglang_sbs.simulator.cluster.cache_tiers import LowerTiers, SharedStorage
-from sglang_sbs.simulator.cluster.decode_rank import DecodeRank
+from sglang_sbs.scheduling.events import InstanceUp
 from sglang_sbs.simulator.cluster.engine import SimulatedPrefill
-from sglang_sbs.simulator.cluster.kv_cache import BlockCache
+from sglang_sbs.simulator.cluster.kv_cache import BlockCache, SharedStorage
+from sglang_sbs.simulator.cluster.outcome import RequestRecord
 from sglang_sbs.simulator.cluster.spec import ClusterSpec, InstanceSpec
 
 DECODE = "decode"
-DEVICE: CacheTier = "device"
-HOST: CacheTier = "host"
+
+
+@dataclass(slots=True)
+class DecodeRank:
+    """KV and slots of one decode DP rank; admits first come first served."""
+
+    free_tokens: float
+    free_slots: float
+    output_tokens: int
+    """Reserved for each request beside its prompt."""
+    waiting: deque[tuple[str, RequestRecord]] = field(default_factory=deque)
+
+    def admit(self) -> list[str]:
+        """Reserve for those at the head of the queue that fit now."""
+        admitted = []
+        while (
+            self.waiting
+            and self.free_slots >= 1
+            and self.free_tokens >= self.waiting[0][1].prompt_tokens + self.output_tokens
+        ):
+            rid, record = self.waiting.popleft()
+            self.free_slots -= 1
+            self.free_tokens -= record.prompt_tokens + self.output_tokens
+            record.reserved = True
+            admitted.append(rid)
+        return admitted
+
+    def release(self, rid: str, record: RequestRecord) -> None:
+        """The attempt is over, whether it was admitted, waits, or is still on its way."""
+        if record.reserved:
+            record.reserved = False
+            self.free_slots += 1
+            self.free_tokens += record.prompt_tokens + self.output_tokens
+        else:
+            self.waiting = deque(entry for entry in self.waiting if entry[0] != rid)
 
 
 def prefill_up(name: str, one: InstanceSpec, spec: ClusterSpec) -> InstanceUp:
     """What the scheduler is told of an instance."""
-    tiers = spec.tiers
     return InstanceUp(
         instance=name,
         role="prefill",
@@ -35,7 +68,7 @@ def prefill_up(name: str, one: InstanceSpec, spec: ClusterSpec) -> InstanceUp:
         barrier=spec.barrier,
         prefill_max_requests=spec.prefill_max_requests,
         captured_tokens=spec.captured_tokens,
-        shares_storage=tiers is not None and tiers.has_storage,
+        shares_storage=spec.tiers.has_storage,
     )
 
 
@@ -76,31 +109,15 @@ def boot_engines(
             rng=random.Random(spec.seed * 1000 + index + 1_000_000_007 * (boot + 1_000 * number)),
             boot_id=f"{name}-{boot}",
             caches=[
-                _cache(spec, storage) for _ in range(shape.dp_size if spec.block_tokens else 0)
+                BlockCache(
+                    spec.kv_capacity_tokens,
+                    spec.block_tokens,
+                    host_tokens=spec.tiers.host_kv_tokens,
+                    storage=storage,
+                )
+                for _ in range(shape.dp_size if spec.block_tokens else 0)
             ],
             lone_rank=None if spec.barrier else (number, one.dp_size),
         )
         for number in range(engines)
-    ]
-
-
-def _cache(spec: ClusterSpec, storage: SharedStorage | None) -> BlockCache:
-    size, lower = spec.block_tokens, None
-    if spec.tiers is not None and spec.tiers.host_kv_tokens >= size:
-        lower = LowerTiers(spec.tiers.host_kv_tokens // size, storage)
-    return BlockCache(spec.kv_capacity_tokens, size, lower=lower)
-
-
-def block_events(engine: SimulatedPrefill) -> list[BlocksRemoved | BlocksStored]:
-    """What the ranks publish after a pass, removals first in each tier."""
-    return [
-        kind(instance=engine.name, dp_rank=rank, blocks=blocks, tier=tier)
-        for rank, events in engine.take_block_events()
-        for kind, blocks, tier in (
-            (BlocksRemoved, events.removed, DEVICE),
-            (BlocksStored, events.stored, DEVICE),
-            (BlocksRemoved, events.host_removed, HOST),
-            (BlocksStored, events.host_stored, HOST),
-        )
-        if blocks
     ]

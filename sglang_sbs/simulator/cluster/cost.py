@@ -4,7 +4,6 @@ instance. A file has one fitted to a real engine's EndForward reports."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from operator import add
 from pathlib import Path
@@ -119,7 +118,7 @@ def load_cost(path: Path) -> PassCost:
     except msgspec.ValidationError as error:
         raise CostError(f"cost file {path}: {error}") from error
     for name, value in msgspec.structs.asdict(cost).items():
-        if not math.isfinite(value) or value < 0:
+        if value < 0:
             wanted = "a finite number of seconds >= 0"
             raise CostError(f"cost file {path}: {name} must be {wanted}, not {value}")
     if cost.full_chunk_s(1) <= 0:

@@ -31,17 +31,20 @@ from __future__ import annotations
 
 import math
 import random
+import sys
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import KW_ONLY, dataclass, field
 
+from sglang_sbs.scheduling.events import BlocksRemoved, BlocksStored, CacheTier
 from sglang_sbs.scheduling.paging import padded
-from sglang_sbs.simulator.cluster.cache_tiers import BlockEvents
 from sglang_sbs.simulator.cluster.kv_cache import BlockCache, Blocks, Hold
 from sglang_sbs.simulator.cluster.spec import ClusterSpec, InstanceSpec
 from sglang_sbs.wire import EndForward
 from sglang_sbs.wire.endforward import Kind
 
+_DEVICE: CacheTier = "device"
+_HOST: CacheTier = "host"
 _MOST_FETCHES = 3
 """For one request; after that what is missing is computed."""
 
@@ -82,9 +85,8 @@ class DevicePass:
     start_s: float
     end_s: float
     tokens: list[int]
-    """Extend tokens per rank."""
     requests: list[int]
-    """Requests per rank."""
+    """Per rank, as the extend tokens above."""
     completed: list[Waiting]
     """Requests whose prompt ends in it."""
     cached_tokens: list[int]
@@ -93,6 +95,7 @@ class DevicePass:
 
 @dataclass(slots=True)
 class Rank:
+    cache: BlockCache
     waiting: deque[Waiting] = field(default_factory=deque)
     waiting_tokens: int = 0
     """Of ``waiting``, with what is left of the chunked request."""
@@ -103,7 +106,6 @@ class Rank:
     accepted_requests: int = 0
     accepted_tokens: int = 0
     computed_tokens: int = 0
-    cache: BlockCache | None = None
 
     def enqueue(self, request: Waiting) -> None:
         self.waiting.append(request)
@@ -116,26 +118,21 @@ class SimulatedPrefill:
 
     name: str
     one: InstanceSpec
-    """Its own shape."""
     spec: ClusterSpec
-    """Of the cluster that it is in."""
     _: KW_ONLY
     rng: random.Random
     """What ``pass_jitter`` draws from."""
     boot_id: str = ""
     caches: Sequence[BlockCache] = ()
-    """One per rank; empty for an engine without a radix cache."""
+    """One per rank; empty for an engine without a radix cache, whose KV has no end."""
     lone_rank: tuple[int, int] | None = None
     """Rank and DP size in its messages, if it is one rank of an instance without a barrier."""
 
     def __post_init__(self) -> None:
         one, cost = self.one, self.spec.cost
         self._cost = cost if one.speed == 1 else cost.at_speed(one.speed)
-        tiers = self.spec.tiers
-        self._host_load_s = tiers.host_load_s if tiers is not None else 0.0
-        self.ranks = [Rank() for _ in range(one.dp_size)]
-        for rank, cache in zip(self.ranks, self.caches, strict=False):
-            rank.cache = cache
+        caches = self.caches or [BlockCache(sys.maxsize, 1) for _ in range(one.dp_size)]
+        self.ranks = [Rank(cache) for cache in caches]
         self.device: deque[DevicePass] = deque()
         """At most two with overlap, one without; the first one runs."""
         self.asleep = True
@@ -146,24 +143,29 @@ class SimulatedPrefill:
         self._last_launched = False
         self._forward_id = 0
         self._free_s = -math.inf
-        self._fetches: list[Waiting] = []
+        self.fetches: list[Waiting] = []
+        """For whom ranks began to get blocks from storage in the last step; :meth:`fetched` ends
+        it."""
 
     def deliver(
         self, rid: str, rank: int, tokens: int, blocks: Blocks = (), *, handshaken: bool = True
     ) -> None:
-        """A request reached the rank's socket; it is ingested by the next iteration."""
-        self._inbox.append(Waiting(rid, rank, tokens, tokens, blocks))
+        """A request reached the socket of the rank (of its instance); it is ingested by the next
+        iteration."""
+        at = 0 if self.lone_rank else rank
+        self._inbox.append(Waiting(rid, at, tokens, tokens, blocks))
         if handshaken:
             self._early.add(rid)
 
     def handshaken(self, rid: str, rank: int) -> None:
         """Decode has room for the request and has said so: it may be scheduled."""
-        request = self.ranks[rank].bootstrapping.pop(rid, None)
+        at = self.ranks[0 if self.lone_rank else rank]
+        request = at.bootstrapping.pop(rid, None)
         if request is None:
             self._early.add(rid)
             return
-        self.ranks[rank].bootstrapping_tokens -= request.remaining
-        self.ranks[rank].enqueue(request)
+        at.bootstrapping_tokens -= request.remaining
+        at.enqueue(request)
 
     def step(self, launch_s: float) -> tuple[DevicePass | None, list[EndForward]]:
         """The first half of an iteration: ingest, form a batch and hand it to the device, which
@@ -195,28 +197,30 @@ class SimulatedPrefill:
         for rank, tokens in zip(self.ranks, ended.tokens, strict=True):
             rank.computed_tokens += tokens
         for request in ended.completed:
-            cache = self.ranks[request.rank].cache
-            if cache is not None and request.hold is not None:
-                cache.publish(request.hold, request.prompt_tokens)
+            assert request.hold is not None
+            self.ranks[request.rank].cache.publish(request.hold, request.prompt_tokens)
         return ended, self.messages("forward", ended)
 
     def sent(self, request: Waiting) -> None:
         """The KV of a completed request has reached decode: its blocks may be evicted."""
-        cache = self.ranks[request.rank].cache
-        if cache is not None and request.hold is not None:
-            cache.end(request.hold)
+        assert request.hold is not None
+        self.ranks[request.rank].cache.end(request.hold)
 
-    def take_block_events(self) -> list[tuple[int, BlockEvents]]:
-        """What the ranks publish of their caches, once per pass: (DP rank, events)."""
+    def take_block_events(self) -> list[BlocksRemoved | BlocksStored]:
+        """What the ranks publish of their caches, once per pass; removals first in each tier."""
         first = self.lone_rank[0] if self.lone_rank else 0
-        taken = ((i, cache.take_events()) for i, cache in enumerate(self.caches, first))
-        return [(index, events) for index, events in taken if events is not None]
-
-    def take_fetches(self) -> list[Waiting]:
-        """For whom ranks have begun to get blocks from storage since then; :meth:`fetched` ends
-        it."""
-        fetches, self._fetches = self._fetches, []
-        return fetches
+        return [
+            kind(instance=self.name, dp_rank=rank, blocks=blocks, tier=tier)
+            for rank, cache in enumerate(self.caches, first)
+            if (events := cache.take_events()) is not None
+            for kind, blocks, tier in (
+                (BlocksRemoved, events.removed, _DEVICE),
+                (BlocksStored, events.stored, _DEVICE),
+                (BlocksRemoved, events.host_removed, _HOST),
+                (BlocksStored, events.host_stored, _HOST),
+            )
+            if blocks
+        ]
 
     @staticmethod
     def fetched(request: Waiting) -> None:
@@ -240,13 +244,13 @@ class SimulatedPrefill:
 
     def _fetch(self, rank: Rank, request: Waiting) -> bool:
         """Begin to get what only storage has; whether there is any."""
-        if (cache := rank.cache) is None or request.fetches == _MOST_FETCHES:
+        if request.fetches == _MOST_FETCHES:
             return False
-        request.fetching = cache.to_fetch(request.blocks, request.prompt_tokens)
+        request.fetching = rank.cache.to_fetch(request.blocks, request.prompt_tokens)
         if request.fetching:
             request.fetches += 1
-            request.fetched_tokens += len(request.fetching) * cache.block_tokens
-            self._fetches.append(request)
+            request.fetched_tokens += len(request.fetching) * rank.cache.block_tokens
+            self.fetches.append(request)
         return bool(request.fetching)
 
     def _launch(self, launch_s: float) -> DevicePass | None:
@@ -280,18 +284,18 @@ class SimulatedPrefill:
                 break
             if request.fetching:
                 continue
-            if cache is not None and request.hold is None:
+            if request.hold is None:
                 if request.fetched:
                     cache.fetched(request.blocks, request.fetched)
                 if self._fetch(rank, request):
                     continue  # it lost what it would have found while it waited
-            hit, load = (0, 0) if cache is None else _look_up(cache, request)
+            hit, load = _look_up(cache, request)
             part = request.remaining - hit
             if part > room:
                 part = room // page * page
             if part == 0:
                 break
-            if cache is not None and request.hold is None:
+            if request.hold is None:
                 request.hold = cache.start(
                     request.blocks, (hit - load) // cache.block_tokens, request.prompt_tokens
                 )
@@ -316,7 +320,7 @@ class SimulatedPrefill:
                 break
             completed.append(request)
         rank.waiting_tokens -= tokens
-        return tokens, count, pairs, cached, loaded * self._host_load_s
+        return tokens, count, pairs, cached, loaded * self.spec.tiers.host_load_s
 
     def messages(self, kind: Kind, about: DevicePass | None = None) -> list[EndForward]:
         """What every rank says; ``about``: the pass that was launched or has ended, which is not in

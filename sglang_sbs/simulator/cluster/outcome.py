@@ -28,7 +28,6 @@ class RequestRecord:
     prefill: tuple[str, int] | None = None
     decode: tuple[str, int] | None = None
     predicted_tokens: int = 0
-    """The hit the scheduler expected."""
     cached_tokens: int = 0
     """Found in the cache of its rank, whatever the tier."""
     loaded_tokens: int = 0
@@ -82,12 +81,11 @@ class PoolRecord:
     decisions_s: Sequence[float]
     """CPU time of each event that its scheduler took: measured, not simulated."""
     duration_s: float
-    """Of the simulation."""
 
 
 @dataclass(slots=True)
 class Outcome:
-    requests: list[RequestRecord]
+    requests: list[RequestRecord] = field(default_factory=list)
     passes: list[PassRecord] = field(default_factory=list)
     """In the order of their ends."""
     queued_passes: int = 0
@@ -97,7 +95,7 @@ class Outcome:
     retries: int = 0
     """Attempts after the first, of all requests."""
     duration_s: float = 0.0
-    arrivals: Sequence[Arrival] = ()
+    arrivals: list[Arrival] = field(default_factory=list)
     """By the index of their requests."""
     history: Sequence[int] = ()
     """Blocks that were in storage before the first of them."""

@@ -14,9 +14,8 @@ import msgspec
 from sglang_sbs.scheduling import Scheduler, SchedulerConfig, events
 from sglang_sbs.simulator.cluster import boot
 from sglang_sbs.simulator.cluster.arrival import Arrival, ClosedLoop
-from sglang_sbs.simulator.cluster.cache_tiers import SharedStorage
 from sglang_sbs.simulator.cluster.engine import SimulatedPrefill, Waiting
-from sglang_sbs.simulator.cluster.kv_cache import Blocks
+from sglang_sbs.simulator.cluster.kv_cache import Blocks, SharedStorage
 from sglang_sbs.simulator.cluster.network import (
     DispatchNetwork,
     FeedbackChannel,
@@ -49,18 +48,20 @@ def simulate(
     if spec.block_tokens and longest > spec.kv_capacity_tokens:
         wanted = f"at least {longest}, the longest prompt"
         raise ValueError(f"kv_capacity_tokens must be {wanted}, not {spec.kv_capacity_tokens}")
-    one = Simulation(first, Scheduler(config), spec, observe=observe, drain_s=drain_s, loop=loop)
-    one.start()
-    return one.end()
+    outcome = Outcome()
+    one = Simulation(outcome, Scheduler(config), spec, observe=observe, drain_s=drain_s, loop=loop)
+    one.start(first)
+    one.end()
+    return outcome
 
 
 class Simulation:
     """One cluster with its scheduler, from :meth:`start` to :meth:`end`; beside others with the
-    same clock :meth:`go_on` and :meth:`come` in turn."""
+    same clock and outcome :meth:`go_on` and :meth:`come` in turn."""
 
     def __init__(
         self,
-        arrivals: Sequence[Arrival | tuple[float, int]],
+        outcome: Outcome,
         scheduler: Scheduler,
         spec: ClusterSpec,
         *,
@@ -79,7 +80,7 @@ class Simulation:
         """Those that are alive; without a barrier one for each DP rank."""
         self._feedback = FeedbackChannel(spec)
         self._decode = boot.decode_ranks(spec)
-        self._outcome = Outcome([])
+        self._outcome = outcome
         self._computed: set[int] = set()
         """Blocks that some rank has computed."""
         self._attempts: dict[str, RequestRecord] = {}
@@ -93,17 +94,15 @@ class Simulation:
         """At that very time: the timers of a sound scheduler come to an end."""
         self._loop = loop
         self._storage: SharedStorage | None = None
-        if spec.tiers is not None and spec.tiers.has_storage:
+        if spec.tiers.has_storage:
             self._outcome.history = loop.history if loop is not None else ()
             self._storage = SharedStorage(self._outcome.history)
             self._computed.update(self._outcome.history)
-        self._arrivals: list[Arrival] = []
-        """By the index of their requests."""
         self._drain_s = drain_s
         self._end_s = 0.0
-        self.come(arrivals)
 
-    def start(self) -> None:
+    def start(self, arrivals: Sequence[Arrival | tuple[float, int]] = ()) -> None:
+        self.come(arrivals)
         for name in self._instances:
             if not joins_late([c for c in self._spec.changes if c.instance == name]):
                 self._up(name)
@@ -119,15 +118,13 @@ class Simulation:
 
     @property
     def in_flight(self) -> int:
-        """Requests that came and have not ended."""
         return len(self._attempts)
 
-    def end(self) -> Outcome:
-        """The rest of it, and what came of all."""
+    def end(self) -> float:
+        """The rest of it; returns how long it took in all, in simulated seconds."""
         self.go_on(math.inf)
-        self._outcome.duration_s = self._now_s
-        self._outcome.arrivals = self._arrivals
-        return self._outcome
+        self._outcome.duration_s = max(self._outcome.duration_s, self._now_s)
+        return self._now_s
 
     def _change(self, change: TopologyChange) -> None:
         if change.action == "up":
@@ -152,15 +149,15 @@ class Simulation:
             self._engines[name] = engines
         self._tell(boot.prefill_up(name, one, spec))
 
-    def _engine_of(self, name: str, rank: int) -> tuple[SimulatedPrefill, int] | None:
-        """The living engine of a DP rank, and which of its ranks that is."""
+    def _engine_of(self, name: str, rank: int) -> SimulatedPrefill | None:
+        """The living engine of a DP rank."""
         engines = self._engines.get(name)
-        if engines is None:
-            return None
-        return (engines[0], rank) if self._spec.barrier else (engines[rank], 0)
+        return None if engines is None else engines[rank % len(engines)]
 
-    def _lives(self, engine: SimulatedPrefill) -> bool:
-        return engine in self._engines.get(engine.name, ())
+    def _for(self, engine: SimulatedPrefill, action: Callable[..., None], *args: Any) -> None:
+        """What happens at an engine, unless it has died meanwhile."""
+        if engine in self._engines.get(engine.name, ()):
+            action(*args)
 
     def _die(self, name: str) -> None:
         """Every connection to the instance breaks, so its requests fail at once; that it is gone
@@ -239,19 +236,21 @@ class Simulation:
         record.ends += 1
         record.ended_s = self._now_s
         if self._loop is not None:
-            for one in self._loop.after(self._arrivals[record.index], self._now_s):
+            for one in self._loop.after(self._outcome.arrivals[record.index], self._now_s):
                 self.come([one])
 
     def _arrive(self, arrivals: Sequence[Arrival | tuple[float, int]], at: int) -> None:
         self.come(arrivals, at + 1)
         arrival = arrivals[at]
-        index, tokens = len(self._arrivals), arrival[1]
-        self._arrivals.append(arrival if isinstance(arrival, Arrival) else Arrival(*arrival, 0))
+        index, tokens = len(self._outcome.arrivals), arrival[1]
+        self._outcome.arrivals.append(
+            arrival if isinstance(arrival, Arrival) else Arrival(*arrival, 0)
+        )
         record = RequestRecord(f"r{index}", tokens, self._now_s, index, tokens)
         if error := self._spec.length_error:
             record.told_tokens = max(1, round(tokens * self._lengths.uniform(1 - error, 1 + error)))
-        if self._spec.deflecting and tokens > self._spec.deflect_tokens:
-            record.excluded = (self._spec.deflecting,)
+        if 0 < self._spec.deflect_tokens < tokens:
+            record.excluded = (list(self._instances)[-1],)
         self._outcome.requests.append(record)
         self._attempt(record)
 
@@ -260,7 +259,7 @@ class Simulation:
         record.attempts += 1
         self._attempts[rid] = record
         blocks = self._blocks_of(record)
-        arrival = self._arrivals[record.index]
+        arrival = self._outcome.arrivals[record.index]
         self._tell(
             events.RequestArrived(
                 rid=rid,
@@ -277,7 +276,7 @@ class Simulation:
         )
 
     def _blocks_of(self, record: RequestRecord) -> Blocks:
-        return self._arrivals[record.index].blocks if self._spec.block_tokens else ()
+        return self._outcome.arrivals[record.index].blocks if self._spec.block_tokens else ()
 
     def _send(self, batch: Sequence[events.Dispatch]) -> None:
         """What leaves for one instance at the same time."""
@@ -295,17 +294,17 @@ class Simulation:
         if (record := self._attempts.get(rid)) is None:
             return  # it failed on the way
         assert record.prefill is not None and record.decode is not None
-        at = self._engine_of(*record.prefill)
-        if at is None:
+        engine = self._engine_of(*record.prefill)
+        if engine is None:
             self._fail(rid)
             return
-        engine, rank = at
         decode = self._decode[record.decode[1]]
         decode.waiting.append((rid, record))
         admitted = decode.admit()
         at_once = record.reserved and not self._spec.handshake_s
         self._outcome.bootstrap_waits += not record.reserved
-        engine.deliver(rid, rank, record.prompt_tokens, self._blocks_of(record), handshaken=at_once)
+        rank, tokens = record.prefill[1], record.prompt_tokens
+        engine.deliver(rid, rank, tokens, self._blocks_of(record), handshaken=at_once)
         if not at_once:
             self._handshake(admitted)
         self._step_if_asleep(engine)
@@ -318,57 +317,52 @@ class Simulation:
         if (record := self._attempts.get(rid)) is None:
             return  # it failed meanwhile
         assert record.prefill is not None
-        at = self._engine_of(*record.prefill)
-        assert at is not None
-        engine, rank = at
-        engine.handshaken(rid, rank)
+        engine = self._engine_of(*record.prefill)
+        assert engine is not None
+        engine.handshaken(rid, record.prefill[1])
         self._step_if_asleep(engine)
 
     def _step_if_asleep(self, engine: SimulatedPrefill) -> None:
         if engine.asleep:
             engine.asleep = False
-            self._at(self._now_s, self._step, engine)
+            self._at(self._now_s, self._for, engine, self._step, engine)
 
     def _step(self, engine: SimulatedPrefill) -> None:
         """One iteration of the engine's event loop."""
-        if not self._lives(engine):
-            return  # dead
         prepare_s = self._spec.prepare_s
         while True:
             launch_s = self._now_s + prepare_s
             launched, messages = engine.step(launch_s)
-            self._wait_for_storage(engine)
+            for request in engine.fetches:
+                self._fetch(engine, request)
+            engine.fetches.clear()
             self._report(engine.name, messages, prepare_s if launched is not None else 0.0)
             self._outcome.queued_passes += launched is not None and len(engine.device) > 1
             waits_for = engine.waits_for(launched)
             if waits_for is not None:
-                self._at(max(launch_s, waits_for.end_s), self._finish, engine)
+                end_s = max(launch_s, waits_for.end_s)
+                self._at(end_s, self._for, engine, self._finish, engine)
                 return
             if launched is None:
                 return
             if prepare_s:
-                self._at(launch_s, self._step, engine)
+                self._at(launch_s, self._for, engine, self._step, engine)
                 return
 
-    def _wait_for_storage(self, engine: SimulatedPrefill) -> None:
-        """What ranks get from storage takes its time."""
-        for request in engine.take_fetches():
-            assert self._spec.tiers is not None
-            tokens = len(request.fetching) * self._spec.block_tokens
-            load_s = tokens * self._spec.tiers.storage_load_s
-            self._at(self._now_s + load_s, self._go_on_with, engine, engine.fetched, request)
+    def _fetch(self, engine: SimulatedPrefill, request: Waiting) -> None:
+        """What a rank gets from storage takes its time."""
+        tokens = len(request.fetching) * self._spec.block_tokens
+        at_s = self._now_s + tokens * self._spec.tiers.storage_load_s
+        self._at(at_s, self._for, engine, self._go_on_with, engine, engine.fetched, request)
 
     def _go_on_with(
         self, engine: SimulatedPrefill, done: Callable[[Waiting], None], request: Waiting
     ) -> None:
         """Something is done for a request, upon which others may be scheduled, too."""
-        if self._lives(engine):
-            done(request)
-            self._step_if_asleep(engine)
+        done(request)
+        self._step_if_asleep(engine)
 
     def _finish(self, engine: SimulatedPrefill) -> None:
-        if not self._lives(engine):
-            return  # dead
         ended, messages = engine.finish()
         record = PassRecord(engine.name, ended.start_s, ended.end_s, tuple(ended.tokens))
         self._outcome.passes.append(record)
@@ -378,7 +372,7 @@ class Simulation:
         for request in ended.completed:
             self._complete(engine, request, first_s)
         pause_s = max(0.0, self._spec.launch_gap_s - self._spec.prepare_s)
-        self._at(self._now_s + pause_s, self._step, engine)
+        self._at(self._now_s + pause_s, self._for, engine, self._step, engine)
 
     def _complete(self, engine: SimulatedPrefill, request: Waiting, first_s: float) -> None:
         """A prompt is computed; ``first_s``: when its KV is at decode."""
@@ -387,14 +381,14 @@ class Simulation:
         record.cached_tokens = request.cached_tokens
         record.loaded_tokens = request.loaded_tokens
         record.fetched_tokens = request.fetched_tokens
-        if request.hold is not None:
-            cached_tokens, block_tokens = request.cached_tokens, self._spec.block_tokens
+        if block_tokens := self._spec.block_tokens:
+            cached_tokens = request.cached_tokens
             new = request.blocks[cached_tokens // block_tokens :]
             known = sum(block in self._computed for block in new)
             record.recomputed_tokens = known * block_tokens
             self._computed.update(new)
             if self._spec.first_token_s:
-                self._at(first_s, self._go_on_with, engine, engine.sent, request)
+                self._at(first_s, self._for, engine, self._go_on_with, engine, engine.sent, request)
             else:
                 engine.sent(request)
         answer_s = first_s + self._spec.feedback_latency_s
@@ -410,7 +404,7 @@ class Simulation:
 
     def _output_tokens(self, record: RequestRecord) -> int:
         if self._spec.decode_token_s:
-            return self._arrivals[record.index].output_tokens
+            return self._outcome.arrivals[record.index].output_tokens
         return self._spec.output_tokens
 
     def _end(self, rid: str) -> None:
@@ -431,10 +425,6 @@ class Simulation:
     def _publish(self, engine: SimulatedPrefill) -> None:
         """KV events: once per pass, and none is lost, as they can be asked for again."""
         heard_s = self._now_s + self._spec.feedback_latency_s
-        for event in boot.block_events(engine):  # taken in any case, or they would pile up
+        for event in engine.take_block_events():  # taken in any case, or they would pile up
             if self._spec.publishes_blocks:
-                self._at(heard_s, self._hear_of_blocks, engine, event)
-
-    def _hear_of_blocks(self, engine: SimulatedPrefill, event: events.Event) -> None:
-        if self._lives(engine):
-            self._tell(event)
+                self._at(heard_s, self._for, engine, self._tell, event)

@@ -9,7 +9,6 @@ from typing import Literal, get_args
 import msgspec
 
 from sglang_sbs.scheduling.events import PrefixSource
-from sglang_sbs.simulator.cluster.cache_tiers import TierSpec
 from sglang_sbs.simulator.cluster.cost import PassCost
 
 KV_CAPACITY_TOKENS = 500_000
@@ -51,9 +50,30 @@ class InstanceSpec(msgspec.Struct, frozen=True, kw_only=True):
         return self.dp_size * self.chunk_tokens
 
 
+class TierSpec(msgspec.Struct, frozen=True, kw_only=True):
+    """Sizes and speeds of what is below the radix caches (:mod:`.kv_cache`)."""
+
+    host_kv_tokens: int = 1_000_000
+    """Of each prefill rank: twice its device memory (``--hicache-ratio 2``). 0: no such tier, and
+    none below it."""
+    host_load_s: float = 1.5e-6
+    """Per token, from host memory to the device: 70272 bytes at 50 GB/s."""
+    storage: bool = True
+    """Of all prefill ranks together, and as large as it takes."""
+    storage_load_s: float = 7e-6
+    """Per token, from storage to host memory: 70272 bytes at 10 GB/s."""
+
+    @property
+    def has_storage(self) -> bool:
+        """Storage is reached through host memory only."""
+        return self.storage and self.host_kv_tokens > 0
+
+
+NO_TIERS = TierSpec(host_kv_tokens=0)
+
+
 class TopologyChange(msgspec.Struct, frozen=True):
-    """What happens to an instance at a time; an instance whose first change is ``up`` joins then,
-    all others are there from the start."""
+    """An instance whose first change is ``up`` joins then, all others are there from the start."""
 
     at_s: float
     action: Action
@@ -71,9 +91,10 @@ class ClusterSpec(msgspec.Struct, frozen=True, kw_only=True):
     """Prefill instances that differ; instead of the three fields above."""
     changes: tuple[TopologyChange, ...] = ()
     """In the order of time; instances are called p0, p1, ..."""
+    first_instance: int = 0
+    """The number in the name of the first."""
     detection_s: float = 0.2
-    """From the death of an instance until the scheduler hears of it. What is sent there meanwhile
-    fails and is tried again elsewhere."""
+    """From the death of an instance until the scheduler hears of it."""
     decode_dp_size: int = 32
     dispatch_latency_s: float = 0.005
     """Router to the rank's socket: HTTP, tokenization, handshake."""
@@ -86,16 +107,14 @@ class ClusterSpec(msgspec.Struct, frozen=True, kw_only=True):
     dispatch_serial_s: float = 0.0
     """Part of the dispatch that an instance spends on one request after the other."""
     gang_gate_s: float = 0.0
-    """What arrives of a batch waits so long at most for the rest of it: the plugin's gang gate.
-    0: engines without one start with whatever is there."""
+    """What arrives of a batch waits so long at most for the rest of it: the plugin's gang gate."""
     launch_gap_s: float = 0.0
     """Engine work between the end of a pass and the launch of the next."""
     prepare_s: float = 0.0
     """Part of it after requests were taken in: what comes later has to wait. An idle instance
     spends it too, on top of the dispatch latency."""
     overlap: bool = False
-    """One-batch lookahead of SGLang's overlap scheduling. False: a pass takes all that waits when
-    the one before it ends."""
+    """One-batch lookahead of SGLang's overlap scheduling."""
     barrier: bool = True
     """All DP ranks of an instance make each pass together. False: each makes passes of its own (as
     under DWDP), which take as long as one in which all ranks have as much."""
@@ -107,14 +126,13 @@ class ClusterSpec(msgspec.Struct, frozen=True, kw_only=True):
     """Most requests of a rank in one pass; 0: no limit. The scheduler is told."""
     block_tokens: int = 0
     """Tokens per block of the radix caches, which the scheduler is told as the page size of KV
-    events; whatever it is, the chunk is charged in pages of ``page_size``. 0:
-    the engines have no radix cache (``--disable-radix-cache``), and unbounded KV."""
+    events. 0: no radix cache (``--disable-radix-cache``), and unbounded KV."""
     kv_capacity_tokens: int = KV_CAPACITY_TOKENS
     """Per prefill DP rank, cached or in use; only with a radix cache."""
     prefix_source: PrefixSource = "events"
     """How the scheduler knows what the ranks have cached."""
-    tiers: TierSpec | None = None
-    """Host memory and storage below the radix caches; None: neither."""
+    tiers: TierSpec = NO_TIERS
+    """Host memory and storage below the radix caches."""
     handshake_s: float = 0.0
     """From a request's arrival at the rank, or from when decode has room, until it may run."""
     first_token_s: float = 0.0
@@ -149,16 +167,13 @@ class ClusterSpec(msgspec.Struct, frozen=True, kw_only=True):
     """The SLO that every request brings; None: none does."""
     short_pool: int = 0
     """So many of the instances take short prompts only, the others long ones
-    (:mod:`sglang_sbs.simulator.cluster.arrangements`). 0: all take all."""
+    (:mod:`.arrangements`). 0: all take all."""
     pools: int = 0
     """So many pools of equally many instances, each with a scheduler of its own; decode is divided,
-    too (see the same module). 0: one scheduler, of which no time is taken."""
+    too. 0: one scheduler, of which no time is taken."""
     pool_balance: PoolBalance = "least"
-    """What is before the pools."""
     deflect_tokens: int = 0
-    """Decode computes prompts of at most so many tokens, too. 0: none."""
-    deflecting: str = ""
-    """The instance that takes only those."""
+    """Decode computes prompts of at most so many tokens, too: the last instance. 0: none."""
     seed: int = 0
 
     def __post_init__(self) -> None:
@@ -170,24 +185,22 @@ class ClusterSpec(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def publishes_blocks(self) -> bool:
-        """Whether the ranks publish KV events and somebody listens."""
+        """Whether the ranks publish KV events, and somebody listens."""
         return self.block_tokens > 0 and self.prefix_source == "events"
 
     @property
     def cluster_kv_tokens(self) -> int:
         """KV capacity of all prefill ranks, host memory included; storage has no end."""
-        if self.tiers is not None and self.tiers.has_storage:
+        if self.tiers.has_storage:
             return sys.maxsize
-        host = self.tiers.host_kv_tokens if self.tiers is not None else 0
         ranks = sum(one.dp_size for _, one in self.prefill)
-        return (self.kv_capacity_tokens + host) * ranks
+        return (self.kv_capacity_tokens + self.tiers.host_kv_tokens) * ranks
 
     @property
     def prefill(self) -> tuple[tuple[str, InstanceSpec], ...]:
-        """The prefill instances with their names."""
         same = InstanceSpec(dp_size=self.dp_size, chunk_tokens=self.chunk_tokens)
         listed = self.instances or (same,) * self.prefill_instances
-        return tuple((f"p{index}", one) for index, one in enumerate(listed))
+        return tuple((f"p{index}", one) for index, one in enumerate(listed, self.first_instance))
 
     def up_s(self, instance: str, from_s: float, to_s: float) -> float:
         """Within a window, for how long new requests may go to an instance."""

@@ -50,7 +50,6 @@ def _at(
     duration_s: float = 80.0,
     **spec: Any,
 ) -> list[Cell]:
-    """The cells of one condition."""
     return [Cell(f"{label}load {one:g}", scenario, one, duration_s, spec) for one in loads]
 
 

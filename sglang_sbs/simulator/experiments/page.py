@@ -76,5 +76,4 @@ def _cell(text: str) -> str:
 
 
 def policies_table(names: Iterable[str]) -> ResultTable:
-    """What the policies on a page are, in words."""
     return ResultTable("what the policies do", ["policy", ""], list(map(list, words_of(names))))

@@ -15,8 +15,7 @@ from sglang_sbs.simulator.options import common
 from sglang_sbs.simulator.options.cluster import add_cluster, cluster_fields
 from sglang_sbs.simulator.options.common import Flag, names, run_with_progress
 from sglang_sbs.simulator.parallel import Row, Task
-from sglang_sbs.simulator.workloads.arrivals import TraceError
-from sglang_sbs.simulator.workloads.scenario import SCENARIOS, ScenarioError, make_scenario
+from sglang_sbs.simulator.workloads.scenario import SCENARIOS
 
 TRACE_SEEDS = 5
 """Windows of a trace that are simulated unless told otherwise."""
@@ -78,14 +77,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         parser.error("--cost: a plan is made for one cost model")
     common.check_outputs(args, parser)
     name = args.scenario if args.trace is None else f"trace:{args.trace}"
-    try:
-        scenario = make_scenario(name, **cluster_fields(args))
-    except (ScenarioError, TraceError) as error:
-        parser.error(str(error))
     args.duration = args.duration or common.DURATION_S
-    if args.duration <= scenario.warm_up_s:
-        parser.error(f"--duration: more than the {scenario.warm_up_s:g} s of warm-up of {name}")
-    if args.qps is None and math.isnan(scenario.workload_qps):
+    scenario = common.checked_scenario(args, parser, name, cluster_fields(args))
+    own_qps = args.qps or scenario.trace_qps or scenario.nominal_qps
+    if math.isnan(own_qps):
         parser.error(f"--qps: {name} has no rate of its own")
     args.seeds = args.seeds or (TRACE_SEEDS if name.startswith("trace:") else 1)
     chunks = args.chunks or [scenario.spec.chunk_tokens]
@@ -99,7 +94,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         rows = run_with_progress(tasks, console, args.workers)
     except EmptyWindowError as error:
         parser.error(f"--duration: {error}")
-    own_qps = args.qps or scenario.workload_qps
     rates = [("now", own_qps)]
     rates += [(f"x {factor:g}", factor * own_qps) for factor in args.growth if factor != 1.0]
     cells = over_seeds(rows)
@@ -194,7 +188,6 @@ def needs_table(cells: Sequence[Row], rates: Sequence[tuple[str, float]]) -> Res
 
 
 def _count_words(found: Row | None, counts: Sequence[int]) -> str:
-    """How many of the ``counts`` tried."""
     if found is None:
         return f"more than {counts[-1]}"
     fewest = found["prefill_instances"] == counts[0] > 1

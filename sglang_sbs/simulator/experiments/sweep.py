@@ -3,22 +3,21 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from statistics import fmean
 from typing import Any
 
 import msgspec
 
-from sglang_sbs.scheduling import SchedulerConfig
+from sglang_sbs.scheduling import POLICIES, SchedulerConfig
 from sglang_sbs.simulator.cluster.arrangements import simulate_arranged
-from sglang_sbs.simulator.cluster.arrival import Arrival
 from sglang_sbs.simulator.cluster.cost import cost_name, find_cost
 from sglang_sbs.simulator.cluster.outcome import Outcome, RequestRecord, mean, quantile
 from sglang_sbs.simulator.parallel import Row
-from sglang_sbs.simulator.workloads.classes import Classes, class_summary, equal
+from sglang_sbs.simulator.workloads.classes import Classes, class_summary
 from sglang_sbs.simulator.workloads.optimum import optimal_cached_tokens
-from sglang_sbs.simulator.workloads.scenario import Scenario, Workload, make_scenario
+from sglang_sbs.simulator.workloads.scenario import Scenario, make_scenario
 
 _MOST_LOAD = 100.0
 """No capacity is searched above it: an engine this fast would never break the SLO."""
@@ -33,16 +32,12 @@ NO_FLOW_CONTROL: dict[str, Any] = {
 
 PARTS = 8
 """Of the time of ``day``, that TTFT is told of one by one."""
-_AT_ONCE = (
-    "eta", "random_rank", "random", "round_robin", "power_of_two", "least_requests",
-    "least_tokens", "stale_tokens", "cache_aware", "session", "sgl_router", "llm_d",
-)  # fmt: skip
 POLICY_CONFIGS: dict[str, dict[str, Any]] = {
     "sbs": {"policy": "sbs", "trigger": "adaptive"},
     "sbs_basic": {"policy": "sbs", "trigger": "adaptive"},
     "sbs_equal": {"policy": "sbs", "trigger": "adaptive"},
     "sbs_paper": {"policy": "sbs", "trigger": "paper", "decode_rule": "iqr"},
-    **{name: {"policy": name} for name in _AT_ONCE},
+    **{name: {"policy": name} for name in POLICIES if name != "sbs"},
 }
 """Policies by the name they have here."""
 SEES_ALL_EQUAL = "sbs_equal"
@@ -99,16 +94,15 @@ def row_head(job: Job, scenario: Scenario) -> Row:
 
 def run(scenario: Scenario, job: Job) -> Row:
     """As :func:`run_job`, with the scenario at hand."""
-    workload = arrivals_of(scenario, job)
-    outcome = run_outcome(scenario, job, workload)
-    # Not the outcome's own: of ``sbs_equal`` they are without classes.
-    arrivals = workload if isinstance(workload, list) else outcome.arrivals
+    outcome = run_outcome(scenario, job)
     slo_s = scenario.spec.ttft_slo_s or scenario.slo_ttft_s
+    # Of ``sbs_equal`` the outcome's own are without classes.
+    arrivals = outcome.arrivals if scenario.agents else job.classes.of(outcome.arrivals, job.seed)
     classes = class_summary(_counted(outcome, scenario), arrivals, slo_s)
     return {
         **row_head(job, scenario),
         **summary(outcome, scenario),
-        **cache_summary(outcome, arrivals, scenario),
+        **cache_summary(outcome, scenario),
         **(loop_summary(outcome, scenario, job) if scenario.agents else {}),
         **({"slo_s": slo_s, "classes": classes} if classes else {}),
         **(pool_summary(outcome) if outcome.pools else {}),
@@ -125,17 +119,10 @@ def _by_part(outcome: Outcome, duration_s: float) -> list[float]:
     return [fmean(part) if part else math.nan for part in parts]
 
 
-def arrivals_of(scenario: Scenario, job: Job) -> Workload:
+def run_outcome(scenario: Scenario, job: Job) -> Outcome:
     arrivals = scenario.at_load(job.load, job.duration_s, job.seed)
-    return job.classes.of(arrivals, job.seed) if isinstance(arrivals, list) else arrivals
-
-
-def run_outcome(scenario: Scenario, job: Job, arrivals: Workload | None = None) -> Outcome:
-    """The simulation itself, with the arrivals at hand or those of the job."""
-    if arrivals is None:
-        arrivals = arrivals_of(scenario, job)
-    if job.policy == SEES_ALL_EQUAL and isinstance(arrivals, list):
-        arrivals = equal(arrivals)
+    if job.policy != SEES_ALL_EQUAL and isinstance(arrivals, list):
+        arrivals = job.classes.of(arrivals, job.seed)
     spec = msgspec.structs.replace(scenario.spec, seed=job.seed)
     if job.policy not in READS_CACHES:
         spec = msgspec.structs.replace(spec, prefix_source="off")
@@ -216,7 +203,7 @@ def loop_summary(outcome: Outcome, scenario: Scenario, job: Job) -> Row:
     }
 
 
-def cache_summary(outcome: Outcome, arrivals: Sequence[Arrival], scenario: Scenario) -> Row:
+def cache_summary(outcome: Outcome, scenario: Scenario) -> Row:
     """Prompt tokens of the requests that arrived after the warm-up and were prefilled.
 
     ``computed_tokens``: what was not found in the cache of the rank. ``recomputed_tokens``: those
@@ -227,7 +214,7 @@ def cache_summary(outcome: Outcome, arrivals: Sequence[Arrival], scenario: Scena
     """
     spec = scenario.spec
     room = spec.cluster_kv_tokens
-    best = optimal_cached_tokens(arrivals, spec.block_tokens, room, outcome.history)
+    best = optimal_cached_tokens(outcome.arrivals, spec.block_tokens, room, outcome.history)
     counted = [r for r in _counted(outcome, scenario) if not math.isnan(r.prefilled_s)]
     prompt_tokens = sum(r.prompt_tokens for r in counted)
     cached_tokens = sum(r.cached_tokens for r in counted)

@@ -63,7 +63,6 @@ def groups(rows: Iterable[Row], *keys: str) -> dict[tuple[Any, ...], list[Row]]:
 
 
 def result_tables(rows: Sequence[Row]) -> list[ResultTable]:
-    """All that there is to say of runs at some loads."""
     found_any = any(row["hit_rate"] > 0 for row in rows)
     return [
         *load_tables(rows),
@@ -162,7 +161,6 @@ def _class_cell(mine: Sequence[Row]) -> str:
 
 
 def _class_tables(rows: Sequence[Row]) -> list[ResultTable]:
-    """TTFT and goodput of each class and tenant."""
     split = [
         {**row, "policy": f"{row['policy']}, {name}", "of_class": row["classes"].get(name)}
         for row in rows

@@ -6,12 +6,9 @@ import argparse
 from collections.abc import Callable
 from typing import Any, cast, get_args
 
-import msgspec
-
 from sglang_sbs.scheduling.events import PrefixSource
 from sglang_sbs.simulator.cluster import spec
 from sglang_sbs.simulator.cluster.arrangements import DEFLECT_CHUNK_TOKENS
-from sglang_sbs.simulator.cluster.cache_tiers import TierSpec
 from sglang_sbs.simulator.options.common import (
     Flag,
     add_all,
@@ -122,7 +119,7 @@ _CACHES = (
         f"({spec.KV_CAPACITY_TOKENS})", "TOKENS"),
     Flag("--host-kv-tokens", "", _tokens, None,
         "host memory below each rank's KV cache (HiCache); 0: none, and no storage "
-        f"(agentic: {TierSpec().host_kv_tokens}, else 0)", "TOKENS"),
+        f"(agentic: {spec.TierSpec().host_kv_tokens}, else 0)", "TOKENS"),
     Flag("--storage", "", argparse.BooleanOptionalAction, None,
         "storage below host memory, which all ranks share (with host memory)"),
     Flag("--block-tokens", "", _tokens, 0,
@@ -209,10 +206,8 @@ def cluster_fields(args: argparse.Namespace) -> dict[str, Any]:
     # Agents have tiers without being told; others if anything is said of them.
     without = args.storage is False and _is_agentic(args)
     if args.host_kv_tokens is not None or args.storage or without:
-        tiers = TierSpec(storage=args.storage is not False)
-        if args.host_kv_tokens is not None:
-            tiers = msgspec.structs.replace(tiers, host_kv_tokens=args.host_kv_tokens)
-        fields["tiers"] = tiers
+        host = {} if args.host_kv_tokens is None else {"host_kv_tokens": args.host_kv_tokens}
+        fields["tiers"] = spec.TierSpec(storage=args.storage is not False, **host)
     return fields
 
 
@@ -237,7 +232,8 @@ def topology_fields(args: argparse.Namespace, parser: argparse.ArgumentParser) -
         parser.error(f"--short-pool: {AGENTIC} is a closed loop, in which lengths are not known")
     if args.pools and _is_agentic(args):
         parser.error(f"--pools: {AGENTIC} is a closed loop, whose agents are not divided")
-    fields = fields_of(args, _INSTANCES)
-    if args.instance:
-        return {"instances": args.instance, **fields}
-    return {"prefill_instances": args.prefill or 3, **fields}
+    listed: dict[str, Any] = {
+        "instances": args.instance or (),
+        "prefill_instances": args.prefill or 3,
+    }
+    return listed | fields_of(args, _INSTANCES)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import math
 import tempfile
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
@@ -17,8 +17,15 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from sglang_sbs.extras import without_matplotlib
 from sglang_sbs.outputs import try_to_write
 from sglang_sbs.simulator.cluster.cost import COSTS, CostError, cost_name, find_cost
+from sglang_sbs.simulator.cluster.spec import TopologyError
 from sglang_sbs.simulator.parallel import Row, Task, run_all
-from sglang_sbs.simulator.workloads.scenario import WARM_UP_S
+from sglang_sbs.simulator.workloads.arrivals import TraceError
+from sglang_sbs.simulator.workloads.scenario import (
+    WARM_UP_S,
+    Scenario,
+    ScenarioError,
+    make_scenario,
+)
 
 _MOST_INSTANCES = 64
 _PLOT_SUFFIXES = (".png", ".svg", ".html")
@@ -141,8 +148,22 @@ def cost_words(text: str, parser: argparse.ArgumentParser) -> list[str]:
     return words
 
 
+def checked_scenario(
+    args: argparse.Namespace, parser: argparse.ArgumentParser, name: str, spec: Mapping[str, Any]
+) -> Scenario:
+    """Ends the program with code 2 if it cannot be, or ends with its warm-up."""
+    try:
+        scenario = make_scenario(name, **spec)
+    except TopologyError as error:
+        parser.error(f"--at {error}")
+    except (ScenarioError, TraceError) as error:
+        parser.error(str(error))
+    if args.duration <= scenario.warm_up_s:
+        parser.error(f"--duration must be longer than the warm-up of {scenario.warm_up_s:g} s")
+    return scenario
+
+
 def add_overlap(group: argparse._ActionsContainer, *, default: bool = True) -> None:
-    """``--overlap``, ``--no-overlap``: how the simulated engines launch their passes."""
     text = (
         "engines look one batch ahead, as SGLang does by default: what waits when a pass "
         "starts is the next one, without what arrives while it runs. --no-overlap, SGLang's "

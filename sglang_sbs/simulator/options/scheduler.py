@@ -66,7 +66,7 @@ _FLAGS = (
     Flag("--sbs-refuse-missed-slo", "refuse_missed_slo", bool, None,
         "refuse what cannot meet --ttft-slo-ms as things are when it arrives"),
 )
-_CLASSES = (
+CLASSES = (
     Flag("--priority-share", "", _share, 0.0,
         "share of the requests that have a high priority, drawn from the seed (0)", "SHARE"),
     Flag("--low-share", "", _share, 0.0,
@@ -93,7 +93,7 @@ def scheduler_fields(args: argparse.Namespace) -> dict[str, Any]:
 
 def add_classes(parser: argparse.ArgumentParser) -> None:
     what = "who sends the requests; sbs_equal is sbs that is told of no priorities and no tenants"
-    add_all(parser.add_argument_group("classes", what), _CLASSES)
+    add_all(parser.add_argument_group("classes", what), CLASSES)
 
 
 def classes_of(args: argparse.Namespace, parser: argparse.ArgumentParser) -> Classes:
@@ -101,8 +101,3 @@ def classes_of(args: argparse.Namespace, parser: argparse.ArgumentParser) -> Cla
     if args.priority_share + args.low_share > 1:
         parser.error("--priority-share and --low-share: write shares that are at most 1 together")
     return Classes(args.priority_share, args.low_share, args.tenants)
-
-
-def slo_fields(args: argparse.Namespace) -> dict[str, Any]:
-    """The SLO as a keyword of ``make_scenario``."""
-    return fields_of(args, _CLASSES)

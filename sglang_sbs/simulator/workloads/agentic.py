@@ -53,7 +53,6 @@ class _Thread:
     """Names of the full pages of its context, as far as they were sent."""
     parent: _Thread | None = None
     children: int = 0
-    """Sub-agents under way."""
 
 
 class AgentLoop:
@@ -95,16 +94,14 @@ class AgentLoop:
         if thread.turns > 0 and thread.tokens <= LONGEST_TOKENS:
             return [self._turn(thread, now_s + pause_s)]
         del self._threads[thread.number]
-        parent = thread.parent
-        if parent is None:
-            return [self._turn(self._begin(), now_s + pause_s)]
-        parent.children -= 1
-        parent.tokens += _MEAN_OUTPUT_TOKENS  # what it is told of the work
-        if parent.children:
-            return []
-        if parent.tokens <= LONGEST_TOKENS:
-            return [self._turn(parent, now_s)]
-        del self._threads[parent.number]
+        if (parent := thread.parent) is not None:
+            parent.children -= 1
+            parent.tokens += _MEAN_OUTPUT_TOKENS  # what it is told of the work
+            if parent.children:
+                return []
+            if parent.tokens <= LONGEST_TOKENS:
+                return [self._turn(parent, now_s)]
+            del self._threads[parent.number]
         return [self._turn(self._begin(), now_s + pause_s)]
 
     def _begin(self, parent: _Thread | None = None) -> _Thread:

@@ -95,7 +95,6 @@ def time_of_day(share: float) -> float:
 def with_long(
     arrivals: Sequence[Arrival], duration_s: float, prompt_tokens: int, every_s: float
 ) -> list[Arrival]:
-    """The same with a long prompt now and then."""
     times_s = [every_s * (number + 0.5) for number in range(int(duration_s / every_s))]
     long = [Arrival(at_s, prompt_tokens, _OUTPUT_TOKENS) for at_s in times_s]
     return sorted([*arrivals, *long], key=lambda arrival: arrival.at_s)

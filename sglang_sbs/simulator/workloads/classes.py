@@ -22,14 +22,9 @@ class Classes:
     tenants: Mapping[str, float] = field(default_factory=dict)
     """How much each sends, as parts of their sum; empty: nobody is told apart."""
 
-    @property
-    def differ(self) -> bool:
-        """Whether there is more than one kind of request."""
-        return bool(self.high_share or self.low_share or self.tenants)
-
     def of(self, arrivals: Sequence[Arrival], seed: int) -> list[Arrival]:
         """The same requests, with what is drawn for each; the rest of them does not change."""
-        if not self.differ:
+        if not (self.high_share or self.low_share or self.tenants):
             return list(arrivals)
         rng = random.Random(f"classes {seed}")
         names, weights = list(self.tenants), list(self.tenants.values())
@@ -41,11 +36,6 @@ class Classes:
             tenant = rng.choices(names, weights)[0] if names else ""
             out.append(arrival._replace(priority=int(high) - int(low), tenant=tenant))
         return out
-
-
-def equal(arrivals: Sequence[Arrival]) -> list[Arrival]:
-    """The same requests, all of one kind."""
-    return [arrival._replace(priority=0, tenant="") for arrival in arrivals]
 
 
 def class_summary(

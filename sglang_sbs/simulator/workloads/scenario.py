@@ -11,9 +11,8 @@ from typing import Any, Literal, get_args
 import msgspec
 
 from sglang_sbs.simulator.cluster.arrival import Arrival
-from sglang_sbs.simulator.cluster.cache_tiers import TierSpec
 from sglang_sbs.simulator.cluster.cost import COSTS, PassCost
-from sglang_sbs.simulator.cluster.spec import ClusterSpec, InstanceSpec
+from sglang_sbs.simulator.cluster.spec import ClusterSpec, InstanceSpec, TierSpec
 from sglang_sbs.simulator.workloads import agentic
 from sglang_sbs.simulator.workloads.agentic import AgentLoop
 from sglang_sbs.simulator.workloads.arrivals import (
@@ -37,7 +36,6 @@ AGENTIC = "agentic"
 """The closed loop: load is a number of agents."""
 WARM_UP_S = 20.0
 """Of a run, in which nothing is counted yet."""
-_PAPER_INSTANCES = 3
 _PAPER_3K_QPS = 57.0
 """Of the baseline, per instance (Table 1)."""
 LoadCounts = Literal["prompt", "uncached"]
@@ -84,16 +82,14 @@ class ScenarioError(ValueError):
 class Scenario:
     """A workload on a cluster."""
 
-    name: str
     spec: ClusterSpec
     nominal_qps: float
     """Requests per second of the whole cluster at load 1.0."""
     arrivals: Arrivals
     slo_ttft_s: float
     """Mean time to first token of the capacity search."""
-    workload_qps: float
-    """The rate the workload itself has: a trace's mean rate; of the paper's, load 1.0 on its three
-    prefill instances."""
+    trace_qps: float = 0.0
+    """The mean rate of a trace, which others do not have."""
     agents: float = 0.0
     """In a closed loop: how many there are at load 1.0, and ``arrivals`` takes their number."""
     warm_up_s: float = WARM_UP_S
@@ -107,7 +103,6 @@ def make_scenario(
     name: str,
     *,
     cost: PassCost = COSTS["mixed"],
-    prefill_instances: int = 3,
     instances: Sequence[Mapping[str, Any]] = (),
     burstiness: float = 1.0,
     load_counts: LoadCounts = "prompt",
@@ -150,18 +145,14 @@ def make_scenario(
     build = known.get((kind, colon))
     if build is None or (kind == "trace" and not text):
         raise ScenarioError(f"no scenario {name!r}; one of {', '.join(SCENARIOS)}")
-    return build(
-        _Wanted(name, cost, prefill_instances, instances, burstiness, load_counts, spec), text
-    )
+    return build(_Wanted(cost, instances, burstiness, load_counts, spec), text)
 
 
 @dataclass(frozen=True, slots=True)
 class _Wanted:
     """What :func:`make_scenario` is given."""
 
-    name: str
     cost: PassCost
-    prefill_instances: int
     instances: Sequence[Mapping[str, Any]]
     burstiness: float
     load_counts: LoadCounts
@@ -175,7 +166,6 @@ class _Wanted:
         equal = {name: shape[name] for name in ("dp_size", "chunk_tokens") if name in shape}
         spec = ClusterSpec(
             cost=self.cost,
-            prefill_instances=len(self.instances) or self.prefill_instances,
             instances=tuple(InstanceSpec(**(equal | dict(one))) for one in self.instances),
             **shape,
         )
@@ -187,22 +177,9 @@ class _Wanted:
     def worth(self, shape: ClusterSpec) -> float:
         """How many equal instances its instances count as."""
         if not self.instances:
-            return self.prefill_instances
+            return shape.prefill_instances
         one = msgspec.structs.replace(shape, prefill_instances=1, instances=(), changes=())
         return full_chunk_tokens_per_s(shape) / full_chunk_tokens_per_s(one)
-
-    def of(
-        self, shape: ClusterSpec, qps: float, arrivals: Arrivals, slo_s: float, **more: float
-    ) -> Scenario:
-        """Its own rate is that of the paper's three instances, unless ``more`` says otherwise."""
-        own = {"workload_qps": qps * _PAPER_INSTANCES / self.worth(shape), **more}
-        return Scenario(self.name, shape, qps, arrivals, slo_s, **own)
-
-    def per_instance(
-        self, shape: ClusterSpec, qps: float, arrivals: Arrivals, slo_s: float
-    ) -> Scenario:
-        own_qps = qps * _PAPER_INSTANCES
-        return self.of(shape, qps * self.worth(shape), arrivals, slo_s, workload_qps=own_qps)
 
     def bursty(self, length_of: LengthOf) -> Callable[[float, float, int], list[Arrival]]:
         return lambda qps, duration_s, seed: with_own_blocks(
@@ -223,17 +200,18 @@ class _Wanted:
 
 def _paper_3k(wanted: _Wanted, _text: str) -> Scenario:
     shape = wanted.cluster(3072)
-    return wanted.per_instance(shape, _PAPER_3K_QPS, wanted.bursty(_SHORT), 0.8)
+    rate = _PAPER_3K_QPS * wanted.worth(shape)
+    return Scenario(shape, rate, wanted.bursty(_SHORT), 0.8)
 
 
 def _paper_5k(wanted: _Wanted, _text: str) -> Scenario:
     shape = wanted.cluster(5120)
-    return wanted.per_instance(shape, 70.0, wanted.bursty(_SHORT), 1.0)
+    return Scenario(shape, 70.0 * wanted.worth(shape), wanted.bursty(_SHORT), 1.0)
 
 
 def _paper_long(wanted: _Wanted, _text: str) -> Scenario:
     shape = wanted.cluster(16384)
-    return wanted.of(shape, full_chunk_tokens_per_s(shape) / 6700.0, wanted.bursty(_LONG), 4.0)
+    return Scenario(shape, full_chunk_tokens_per_s(shape) / 6700.0, wanted.bursty(_LONG), 4.0)
 
 
 def _one_long(wanted: _Wanted, text: str) -> Scenario:
@@ -247,35 +225,35 @@ def _one_long(wanted: _Wanted, text: str) -> Scenario:
 
 
 def _onoff(wanted: _Wanted, text: str) -> Scenario:
-    wanted.refuse_bursts(f"{wanted.name} has its")
+    wanted.refuse_bursts("onoff has its")
     return replace(
         _paper_3k(wanted, text), arrivals=lambda q, d, s: on_off(q, d, _SHORT, s, phase_s=_PHASE_S)
     )
 
 
 def _day(wanted: _Wanted, text: str) -> Scenario:
-    wanted.refuse_bursts(f"{wanted.name} has its")
+    wanted.refuse_bursts("day has its")
     return replace(_paper_3k(wanted, text), arrivals=lambda q, d, s: day(q, d, _SHORT, s))
 
 
 def _fixed(wanted: _Wanted, text: str) -> Scenario:
     tokens = _length(text)
     shape = wanted.cluster(3072, tokens)
-    rate = _PAPER_3K_QPS * _SHORT_MEAN_TOKENS / tokens
-    return wanted.per_instance(shape, rate, wanted.bursty(lambda _: tokens), 0.8)
+    rate = _PAPER_3K_QPS * _SHORT_MEAN_TOKENS / tokens * wanted.worth(shape)
+    return Scenario(shape, rate, wanted.bursty(lambda _: tokens), 0.8)
 
 
 def _uniform(wanted: _Wanted, text: str) -> Scenario:
     least, most = _lengths(text)
     shape = wanted.cluster(3072, most)
     rate = full_passes_per_s(shape, (least + most) / 2)
-    return wanted.of(shape, rate, wanted.bursty(lambda rng: rng.randint(least, most)), 0.8)
+    return Scenario(shape, rate, wanted.bursty(lambda rng: rng.randint(least, most)), 0.8)
 
 
 def _sessions(wanted: _Wanted, _text: str) -> Scenario:
     wanted.refuse_bursts("sessions have their")
     shape = wanted.cluster(16384, LONGEST_TOKENS, PAGE_TOKENS)
-    return wanted.of(shape, wanted.nominal_qps(shape, conversations(*_SAMPLE)), conversations, 4.0)
+    return Scenario(shape, wanted.nominal_qps(shape, conversations(*_SAMPLE)), conversations, 4.0)
 
 
 def _agentic(wanted: _Wanted, _text: str) -> Scenario:
@@ -289,7 +267,7 @@ def _agentic(wanted: _Wanted, _text: str) -> Scenario:
     def loop(agents: float, duration_s: float, seed: int) -> AgentLoop:
         return AgentLoop(max(1, round(agents)), duration_s, seed)
 
-    return wanted.of(shape, math.nan, loop, 6.0, agents=agents, warm_up_s=AGENT_WARM_UP_S)
+    return Scenario(shape, math.nan, loop, 6.0, agents=agents, warm_up_s=AGENT_WARM_UP_S)
 
 
 def _trace(wanted: _Wanted, file: str) -> Scenario:
@@ -300,9 +278,9 @@ def _trace(wanted: _Wanted, file: str) -> Scenario:
     longest = max(arrival.prompt_tokens for arrival in trace)
     shape = wanted.cluster(chunk_tokens, longest, block_tokens)
     rate = len(trace) / max(1e-9, trace[-1].at_s)
-    qps = wanted.nominal_qps(shape, trace)
-    return wanted.of(
-        shape, qps, lambda q, d, s: replayed(trace, q / rate, d, s), 4.0, workload_qps=rate
+    nominal_qps = wanted.nominal_qps(shape, trace)
+    return Scenario(
+        shape, nominal_qps, lambda q, d, s: replayed(trace, q / rate, d, s), 4.0, trace_qps=rate
     )
 
 

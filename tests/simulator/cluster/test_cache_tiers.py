@@ -6,12 +6,11 @@ import pytest
 
 from sglang_sbs.scheduling import SchedulerConfig
 from sglang_sbs.simulator.cluster.arrival import Arrival
-from sglang_sbs.simulator.cluster.cache_tiers import LowerTiers, SharedStorage, TierSpec
 from sglang_sbs.simulator.cluster.cost import PassCost
-from sglang_sbs.simulator.cluster.kv_cache import BlockCache
+from sglang_sbs.simulator.cluster.kv_cache import BlockCache, SharedStorage
 from sglang_sbs.simulator.cluster.outcome import RequestRecord
 from sglang_sbs.simulator.cluster.simulation import simulate
-from sglang_sbs.simulator.cluster.spec import ClusterSpec
+from sglang_sbs.simulator.cluster.spec import NO_TIERS, ClusterSpec, TierSpec
 
 BLOCK = 10
 COST = PassCost(fixed_s=0.1, max_s=0.001)
@@ -19,7 +18,7 @@ FIRST, SECOND = tuple(range(100, 110)), tuple(range(200, 210))
 
 
 def cache(device: int, host: int, storage: SharedStorage | None = None) -> BlockCache:
-    return BlockCache(device * BLOCK, BLOCK, lower=LowerTiers(host, storage))
+    return BlockCache(device * BLOCK, BLOCK, host_tokens=host * BLOCK, storage=storage)
 
 
 def compute(one: BlockCache, blocks: tuple[int, ...]) -> None:
@@ -60,7 +59,7 @@ def test_storage_has_for_every_rank_what_any_rank_computed() -> None:
     assert other.loadable(FIRST, 0, 101) == 10
 
 
-def run(tiers: TierSpec | None, **more: float) -> list[RequestRecord]:
+def run(tiers: TierSpec, **more: float) -> list[RequestRecord]:
     """The same prompt on one rank and then, with another one in between, on the other rank."""
     spec = ClusterSpec(
         cost=COST,
@@ -95,6 +94,6 @@ def test_what_is_in_host_memory_makes_the_pass_longer() -> None:
     assert again.ttft_s == pytest.approx(0.005 + 0.101 + 0.5)
 
 
-@pytest.mark.parametrize("tiers", [None, TierSpec(storage=False), TierSpec(host_kv_tokens=0)])
-def test_without_storage_another_rank_computes_again(tiers: TierSpec | None) -> None:
+@pytest.mark.parametrize("tiers", [TierSpec(storage=False), NO_TIERS])
+def test_without_storage_another_rank_computes_again(tiers: TierSpec) -> None:
     assert run(tiers)[-1].recomputed_tokens == 500

@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sglang_sbs.scheduling import SchedulerConfig
+from sglang_sbs.scheduling.events import BlocksRemoved, BlocksStored
 from sglang_sbs.simulator import COSTS, ClusterSpec, PassCost, TopologyChange, simulate
 from sglang_sbs.simulator.cluster.arrival import Arrival
 from sglang_sbs.simulator.cluster.engine import SimulatedPrefill
@@ -81,8 +82,8 @@ def test_two_of_one_pass_with_a_new_prefix_in_common_compute_it_each():
     assert first.tokens == [100]  # 35 + 35 + 30 of c, which is cut
     passes, _ = serve(prefill, 0.0)
     assert [one.tokens for one in passes] == [[5]]
-    ((rank, events),) = prefill.take_block_events()
-    assert (rank, events.stored, events.removed) == (0, [1, 2, 3], [])
+    (stored,) = prefill.take_block_events()
+    assert stored == BlocksStored(instance="p0", dp_rank=0, blocks=[1, 2, 3], tier="device")
 
 
 def test_the_chunks_of_a_long_prompt_are_there_for_others_while_the_rest_is_computed():
@@ -108,8 +109,9 @@ def test_blocks_stay_until_the_kv_is_sent_and_who_finds_no_room_waits_for_that()
     prefill.sent(ended.completed[0])
     launched, *_ = iterate(prefill, 2.0)
     assert launched.tokens == [60]
-    ((_, events),) = prefill.take_block_events()
-    assert events.removed == [5, 4] and events.stored == [0, 1, 2, 3, 4, 5]
+    removed, stored = prefill.take_block_events()
+    assert isinstance(removed, BlocksRemoved) and isinstance(stored, BlocksStored)
+    assert removed.blocks == [5, 4] and stored.blocks == [0, 1, 2, 3, 4, 5]
 
 
 SMALL = {

@@ -90,6 +90,27 @@ def test_a_plan_for_a_trace_looks_at_several_windows(flags, seeds, tmp_path, mon
     assert f"mean over {len(seeds)} seeds" in " ".join(capsys.readouterr().out.split())
 
 
+def test_a_plan_for_the_papers_workload_is_for_its_three_instances(monkeypatch, capsys):
+    monkeypatch.setattr(plan, "run_with_progress", lambda *_: rows_of(0.0, instances=1))
+    assert (
+        main(
+            [
+                "plan",
+                "--scenario",
+                "paper-3k",
+                "--slo-ttft",
+                "1",
+                "--prefill",
+                "1",
+                "--policies",
+                "sbs",
+            ]
+        )
+        == 0
+    )
+    assert "now: 171 QPS" in " ".join(capsys.readouterr().out.split())
+
+
 def test_the_command_plans_for_a_trace(tmp_path, capsys):
     trace = write_azure(tmp_path / "t.csv", lengths(300))
     page, rows = tmp_path / "plan.html", tmp_path / "rows.json"

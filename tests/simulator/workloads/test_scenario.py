@@ -22,7 +22,6 @@ def test_load_one_is_the_papers_baseline_peak_per_instance(name, qps, chunk, slo
     for instances in (1, 3, 6):
         scenario = make_scenario(name, prefill_instances=instances)
         assert scenario.nominal_qps == qps * instances
-        assert scenario.workload_qps == qps * 3
         assert (scenario.spec.chunk_tokens, scenario.slo_ttft_s) == (chunk, slo_s)
 
 
@@ -41,7 +40,7 @@ def test_a_trace_at_load_one_fills_every_chunk(tmp_path, name, write, chunk):
     arrivals = scenario.at_load(1.0, 50.0, seed=3)
     tokens_per_s = sum(a.prompt_tokens for a in arrivals) / 50
     assert tokens_per_s == pytest.approx(full_chunk_tokens_per_s(scenario.spec), rel=0.1)
-    assert scenario.workload_qps == pytest.approx(10, rel=0.2)
+    assert scenario.trace_qps == pytest.approx(10, rel=0.2)
 
 
 @pytest.mark.parametrize("name", ["paper-9k", "trace:", "paper-3k:x", ""])
@@ -61,7 +60,6 @@ def test_prompts_of_one_length_bring_as_many_tokens_as_the_papers(load: float):
         assert {a.prompt_tokens for a in arrivals} == {length}
         assert len(arrivals) * length / duration_s == pytest.approx(tokens / 200, rel=0.06)
         assert scenario.spec.chunk_tokens == 3072
-        assert scenario.workload_qps == scenario.nominal_qps
     assert make_scenario("fixed:1600", burstiness=3.0).nominal_qps == pytest.approx(
         3 * 57 * 1000.5 / 1600
     )
@@ -116,7 +114,6 @@ def test_an_instance_that_differs_counts_what_its_full_chunks_are_worth():
     uneven = make_scenario("paper-3k", instances=[{}, {"dp_size": 4}, {"speed": 0.5}], dp_size=8)
     assert uneven.nominal_qps == pytest.approx(2 * 57)
     assert [one.dp_size for _, one in uneven.spec.prefill] == [8, 4, 8]
-    assert uneven.workload_qps == 57 * 3
 
 
 def test_bursts_come_at_the_same_rate():
