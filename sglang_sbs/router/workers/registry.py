@@ -143,7 +143,9 @@ class Registry:
         changed = worker.info != info
         worker.info = info
         self._spell()
-        for solved in ("unusable", "unreachable", "bootstrap"):
+        launch = {f"launch{number}": text for number, text in enumerate(info.warnings)}
+        gone = {kind for kind in worker.problems if kind.startswith("launch")} - launch.keys()
+        for solved in ("unusable", "unreachable", "bootstrap", *gone):
             worker.problems.pop(solved, None)
         if self._prefix_source == "events" and info.radix_cache and info.kv_events is None:
             self.report_problem(worker, "kv_events", _NO_KV_EVENTS)
@@ -154,8 +156,8 @@ class Registry:
                 f"and not at {given}: that port is used. Write it behind --prefill URL, or none"
             )
             self.report_problem(worker, "bootstrap", text)
-        for number, text in enumerate(info.warnings):
-            self.report_problem(worker, f"launch{number}", text)
+        for kind, text in launch.items():
+            self.report_problem(worker, kind, text)
         if changed:
             self._announce_anew(worker)
 

@@ -363,6 +363,8 @@ def test_dp_attention_missing_is_a_problem_of_the_worker() -> None:
     worker = setup.registry.add("http://p:1", "prefill")
     setup.registry.described(worker, parse_server_info(data, "prefill"))
     assert "--enable-dp-attention" in worker.problems["launch0"]
+    setup.registry.described(worker, parse_server_info(INFO, "prefill"))
+    assert not worker.problems, "it was started again, with other flags"
     with pytest.raises(UnusableWorker, match="dp_size"):
         parse_server_info(INFO | {"attn_dp_size": 10**9}, "prefill")
 
