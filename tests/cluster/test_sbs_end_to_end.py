@@ -14,12 +14,12 @@ import aiohttp
 import orjson
 import pytest
 
+from benchmarks.chaos.breakable import BreakableCluster
 from benchmarks.demo import cli
 from benchmarks.demo.load import Workload, run_load
 from benchmarks.demo.passes import read_engines
 from benchmarks.demo.runs import RouterPorts, instance_names, running_router
 from benchmarks.demo.virtual_cluster import parallel_flags
-from sglang_sbs.cluster.local import LocalCluster
 from sglang_sbs.cluster.plan import PORTS_PER_INSTANCE, ClusterOptions, plan_cluster
 from sglang_sbs.cluster.ports import free_port_blocks
 from tools.cpu_engine.engines import CpuEngines
@@ -55,7 +55,7 @@ def test_the_demo_serves_everything_on_every_rank_and_changes_no_token(tmp_path:
 class Served:
     """A small cluster behind a router."""
 
-    cluster: LocalCluster
+    cluster: BreakableCluster
     url: str
     event_log: Path
 
@@ -86,7 +86,7 @@ async def served(
     event_log = tmp_path / "router.events"
     flags = ["--policy", "sbs", "--sbs-event-log", str(event_log), *router_flags]
     async with (
-        LocalCluster(plan_cluster(options, blocks)) as cluster,
+        BreakableCluster(plan_cluster(options, blocks)) as cluster,
         running_router(cluster.instances, ports, flags, tmp_path) as url,
     ):
         yield Served(cluster, url, event_log)

@@ -133,7 +133,7 @@ def test_any_json_is_a_plan_or_a_400(kind: Any, extra: dict[str, Any], keep: boo
     except RouterError as error:
         assert error.status == 400
         return
-    for prompt in READER._read_all(plan, Known(None, None)):
+    for prompt in READER._read_all(plan, Known(None)):
         assert prompt.length.tokens >= 1
     for unit in plan.units:
         limit = plan.prompts[unit // plan.samples].max_new_tokens
