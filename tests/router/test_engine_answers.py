@@ -165,6 +165,22 @@ async def test_decode_that_does_not_wait_for_prefill_is_paused(monkeypatch: Any)
         c.check_books()
 
 
+async def test_an_empty_stream_of_decode_does_not_wait_for_prefill() -> None:
+    """Whose logprobs are to go into it: it may wait itself, for what decode has left."""
+    async with cluster("--disable-retries") as c:
+        c.decode[0].raw_answers["/generate"] = (
+            b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\nContent-Length: 0\r\n\r\n"
+        )
+        c.prefill[0].reply_gate.close()
+        async with asyncio.timeout(5):
+            status, answer = await c.generate(text="x", stream=True, return_logprob=True)
+        assert status == 502, answer
+        assert "the stream is empty" in answer["error"]["message"]
+        c.prefill[0].reply_gate.open()
+        await c.settled()
+        c.check_books()
+
+
 CONTROL = {
     "/model_info": "/model_info",
     "/get_server_info": "/server_info",

@@ -242,10 +242,10 @@ class Gate(asyncio.Protocol):
             transport.abort()  # type: ignore[attr-defined]
             return
         self.doorman.watch(transport)
-        protocol = self.serve()
+        protocol, heard = self.serve(), self.doorman.heard
 
-        def lost(exc: Exception | None) -> None:
-            self.doorman.heard(transport)
+        def lost(exc: Exception | None) -> None:  # without self, else both wait for a collector
+            heard(transport)
             protocol.connection_lost(exc)
 
         self.connection_lost = lost  # type: ignore[method-assign]

@@ -245,8 +245,8 @@ class Pair:
         """``body`` is empty if it was streamed."""
         self._decode_over = True
         self.body = body
-        if not self._waits_for_prefill:
-            self._complete()
+        if not self._waits_for_prefill or (self.stream and not self._held):
+            self._complete()  # of an empty stream prefill may never hear
 
     def _complete(self) -> None:
         if self._failure is not None:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import heapq
 import socket
+import weakref
 from collections.abc import Callable
 from typing import Any
 from unittest.mock import Mock
@@ -16,7 +18,7 @@ from router_harness import cluster, until
 
 from sglang_sbs.router.client import answer_stream, intake
 from sglang_sbs.router.client.answer_stream import Downstream
-from sglang_sbs.router.client.intake import Doorman
+from sglang_sbs.router.client.intake import Doorman, Gate
 from sglang_sbs.router.telemetry.metrics_port import MAX_CONNECTIONS
 from tools.stand_ins.mock_engine import Behaviour
 
@@ -247,3 +249,29 @@ async def test_what_is_closed_already_makes_no_room() -> None:
     assert doorman.close_oldest()
     there.abort.assert_called_once()
     gone.abort.assert_not_called()
+
+
+async def test_who_serves_a_connection_goes_with_it() -> None:
+    """Not with the garbage collector's next turn: strangers may come and go by the thousand."""
+
+    class Serves(asyncio.Protocol):
+        """One that can be watched."""
+
+    served: list[weakref.ref[Serves]] = []
+
+    def serve() -> Serves:
+        protocol = Serves()
+        served.append(weakref.ref(protocol))
+        return protocol
+
+    doorman = Doorman()
+    loop = asyncio.get_running_loop()
+    async with await loop.create_server(lambda: Gate(doorman, serve), "127.0.0.1", 0) as server:
+        gc.disable()
+        try:
+            _, writer = await asyncio.open_connection(*server.sockets[0].getsockname())
+            await until(lambda: len(served) == 1)
+            writer.close()
+            await until(lambda: served[0]() is None)
+        finally:
+            gc.enable()
