@@ -33,7 +33,7 @@ async def frames(router: str, key: str | None) -> AsyncIterator[dict[str, Any]]:
             if answer.status != 200:
                 raise DashboardError(await _refusal(answer, url, key))
             while line := await answer.content.readuntil(b"\n", max_size=_MAX_EVENT_BYTES):
-                if line.startswith(b"data: "):
+                if line.startswith(b"data: ") and line.endswith(b"\n"):  # else it was cut off
                     yield orjson.loads(line[6:])
     except LineTooLong as error:
         raise DashboardError("an event of the stream is too long to be one") from error

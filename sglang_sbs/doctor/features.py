@@ -82,7 +82,10 @@ class FeatureView:
     @property
     def policy(self) -> str:
         """Raises: _Untold."""
-        return text(self.state, "policy") or text(self.told, "policy")
+        policy = text(self.state, "policy") or text(self.told, "policy")
+        if not policy:
+            raise _Untold
+        return policy
 
     def problem(self, engine: EngineFacts, kind: str) -> str:
         """What the router has against an engine; empty: nothing of that kind."""
@@ -221,7 +224,10 @@ def endforward_key(view: FeatureView) -> Seen:
 def gang_gate(view: FeatureView) -> Seen:
     if view.policy != "sbs":
         return Seen(State.OFF, f"--policy {view.policy} sends no batches", "--policy sbs")
-    if not view.told.get("gang_gate"):
+    told = view.told.get("gang_gate")
+    if not isinstance(told, bool):
+        raise _Untold
+    if not told:
         return Seen(State.OFF, "--sbs-gang-gate off", "--sbs-gang-gate on (router)")
     seen = _over(view.prefill, _gate_fault, "a pass starts all requests of a batch or none")
     for engine in view.prefill if seen.state is State.ON else ():

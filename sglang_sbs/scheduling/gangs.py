@@ -102,7 +102,7 @@ class Gangs:
                     return False
             if self.holds and not self.admission.is_open(request, decode, rank):
                 return False
-            return not request.exclude or decode in request.allowed_on(members.up_decode)
+            return request.may_use(decode, members.up_decode)
 
         requests = [placement.request for placement in placements]
         return schedule_decode(requests, loads, self.choose_decode, allowed, admit=self.holds)

@@ -70,6 +70,11 @@ class Request:
             return instances
         return [one for one in instances if one.id not in self.exclude] or instances
 
+    def may_use(self, instance: _Instance, instances: Iterable[_Instance]) -> bool:
+        """Whether it is one of those; asked often, so all are looked at only if they must be."""
+        exclude = self.exclude
+        return instance.id not in exclude or all(one.id in exclude for one in instances)
+
     def hit_tokens(self, instance: InstanceId, rank: int) -> int:
         """L_hit(r, d)."""
         hits = self.hits.by_instance.get(instance)

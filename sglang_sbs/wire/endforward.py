@@ -9,7 +9,6 @@ Every field is absolute or cumulative, so a lost, duplicated or late message hea
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
 from typing import Annotated, Literal
 
@@ -187,13 +186,18 @@ def decode_endforward(frames: Sequence[bytes]) -> EndForward:
     try:
         message = _decoder.decode(frames[2])
     except msgspec.DecodeError as error:
-        text = re.sub(r"\$\[(\d+)\]", _name_of, str(error), count=1)
-        kind = ImplausibleMessage if re.search("[<>]=", text) else MalformedMessage
-        raise kind(text) from error
+        raise _named(str(error)) from error
     if not 0 <= message.dp_rank < message.dp_size:
         raise MalformedMessage(f"dp_rank {message.dp_rank} outside [0, {message.dp_size})")
     return message
 
 
-def _name_of(place: re.Match[str]) -> str:
-    return EndForward.__struct_fields__[int(place[1])]
+def _named(error: str) -> MalformedMessage:
+    """With the field's name for its number. What stands before the place, which is last, may be the
+    sender's own words."""
+    said, at, place = error.rpartition(" - at `$[")
+    number, _, rest = place.partition("]")
+    if at and number.isdecimal() and int(number) < len(EndForward.__struct_fields__):
+        error = f"{said} - at `{EndForward.__struct_fields__[int(number)]}{rest}"
+    out_of_range = said.startswith("Expected ") and (">= " in said or "<= " in said)
+    return (ImplausibleMessage if out_of_range else MalformedMessage)(error)

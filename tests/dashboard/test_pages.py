@@ -296,6 +296,27 @@ async def test_streams_end_with_the_router() -> None:
         assert len(running.server.dashboard.watchers) == 0
 
 
+@pytest.mark.parametrize("rest", [b'data: {"full": fal', b"data: ", b""])
+async def test_an_event_that_a_proxy_cut_off_is_left_out(rest: bytes) -> None:
+    async def events(request: web.Request) -> web.StreamResponse:
+        response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
+        await response.prepare(request)
+        await response.write(b'event: history\ndata: {"full": true}\n\nevent: frame\n' + rest)
+        return response
+
+    application = web.Application()
+    application.router.add_get(pages.EVENTS_PATH, events)
+    runner = web.AppRunner(application)
+    await runner.setup()
+    try:
+        await web.TCPSite(runner, "127.0.0.1", 0).start()
+        port = runner.addresses[0][1]
+        got = [frame async for frame in frames(f"http://127.0.0.1:{port}", None)]
+    finally:
+        await runner.cleanup()
+    assert got == [{"full": True}]
+
+
 # Several processes ----------------------------------------------------------------------------
 
 

@@ -156,6 +156,10 @@ def unanswered(c: Cluster) -> None:
     c.router = RouterFacts("http://r:1", Failure("unreachable", "refused"))
 
 
+def without_policy(c: Cluster) -> None:
+    c.asked().state["policy"] = c.asked().options["policy"] = None
+
+
 def closed_port(c: Cluster) -> ClusterFacts:
     facts = c.facts()
     facts.engines[0].closed_kv_ports = [5558]
@@ -204,6 +208,10 @@ EVERY_RANK = [
         ("gang-gate", lambda c: c.first(sbs=None), "partly", "http://p0:1: no plugin"),
         ("gang-gate", state(policy="eta"), "off", "--policy eta"),
         ("gang-gate", lambda c: c.asked().options.clear(), "unknown", "or does not say"),
+        ("gang-gate", lambda c: c.asked().options.pop("gang_gate"), "unknown", "or does not say"),
+        ("gang-gate", without_policy, "unknown", "or does not say"),
+        ("batches", without_policy, "unknown", "or does not say"),
+        ("priority", without_policy, "unknown", "or does not say"),
         ("cache", lambda c: c.first(kv_events=None), "partly", "approximate, 1 of 2 engines"),
         ("cache", entry(kv_events=False), "partly", "does not get its KV events"),
         (

@@ -14,7 +14,7 @@ from sglang_sbs.wire import (
     decode_endforward,
     encode_endforward,
 )
-from sglang_sbs.wire.endforward import Started
+from sglang_sbs.wire.endforward import ImplausibleMessage, Started
 
 MESSAGE = EndForward(
     instance_id="http://p0:30000",
@@ -89,3 +89,23 @@ def test_malformed_messages_are_refused(frames):
 def test_random_bytes_never_raise_anything_else(frames):
     with pytest.raises(MalformedMessage):
         decode_endforward([TOPIC, *frames] if len(frames) != 2 else frames)
+
+
+@pytest.mark.parametrize("words", ["$[999]", "$[0] <= 3", "$[" + "9" * 5000 + "]", "`$[1]" * 9])
+@pytest.mark.parametrize("field", ["role", "kind"])
+def test_the_senders_words_are_not_read_as_what_is_wrong(field, words):
+    frames = encode_endforward(msgspec.structs.replace(MESSAGE, **{field: words}))
+    with pytest.raises(MalformedMessage) as raised:
+        decode_endforward(frames)
+    assert not isinstance(raised.value, ImplausibleMessage)
+    assert str(raised.value) == f"Invalid enum value '{words}' - at `{field}`"
+
+
+def test_what_is_out_of_range_is_named():
+    for change, place in (
+        ({"extend_tokens": -1}, "extend_tokens"),
+        ({"rids": ["r"] * 1025}, "rids"),
+    ):
+        frames = encode_endforward(msgspec.structs.replace(MESSAGE, **change))
+        with pytest.raises(ImplausibleMessage, match=f"[<>]= .* - at `{place}`$"):
+            decode_endforward(frames)

@@ -45,8 +45,7 @@ class PaperTrigger(PrefillPolicy):
         waiting = [
             request
             for request in queue
-            if admissible(request)
-            and (not request.exclude or target in request.allowed_on(instances))
+            if admissible(request) and request.may_use(target, instances)
         ]
         allocation = pbaa(
             [request for request in waiting if request.waited_batches],

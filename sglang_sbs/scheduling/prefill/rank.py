@@ -106,15 +106,19 @@ class PromptProgress:
 
     def compute(self, tokens: int) -> float:
         """A pass takes so many tokens. Returns their pairs."""
-        pairs = self.pairs(tokens)
-        for rid, prompt in [*self._prompts.items()]:
+        pairs = 0.0
+        done = []
+        for rid, prompt in self._prompts.items():  # of thousands only the first few are looked at
             part = min(tokens, prompt[0] - prompt[1])
+            pairs += part * (prompt[1] + part / 2)
             prompt[1] += part
             tokens -= part
             if prompt[1] == prompt[0]:
-                del self._prompts[rid]
+                done.append(rid)
             if tokens <= 0:
                 break
+        for rid in done:
+            del self._prompts[rid]
         return pairs
 
 

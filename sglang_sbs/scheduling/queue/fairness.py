@@ -17,6 +17,7 @@ from __future__ import annotations
 import heapq
 from bisect import bisect_left, insort
 from collections.abc import Iterable, Iterator, Mapping
+from itertools import chain
 from types import MappingProxyType
 from typing import TYPE_CHECKING
 
@@ -65,6 +66,9 @@ class TenantTurns:
         self._weights = weights
         self._waiting: dict[str, list[Entry]] = {}
         """By tenant, in the order of their keys; no empty lists."""
+        self._merged: list[Entry] | None = None
+        """All of them in that order, since a second tenant came until nothing waits: decisions ask
+        for the first few, and to merge as many lists as there are tenants takes long."""
         self._served: dict[str, float] = {}
         """Tokens over weight, since everything was forgotten."""
         self._now = 0.0
@@ -81,15 +85,23 @@ class TenantTurns:
         if waiting is None:
             waiting = self._waiting[tenant] = []
             self._served[tenant] = max(self._now, self._served.get(tenant, 0.0))
-        insort(waiting, (request.key, request.order, request))
+        entry = request.key, request.order, request
+        insort(waiting, entry)
+        if self._merged is not None:
+            insort(self._merged, entry)
+        elif self.several:
+            self._merged = sorted(chain.from_iterable(self._waiting.values()))
 
     def remove(self, request: Request) -> None:
         """It waits no longer. To be told with the key it had."""
         waiting = self._waiting[request.tenant]
         del waiting[bisect_left(waiting, (request.key, request.order))]
+        if self._merged is not None:
+            del self._merged[bisect_left(self._merged, (request.key, request.order))]
         if not waiting:
             del self._waiting[request.tenant]
         if not self._waiting:
+            self._merged = None
             self._served.clear()
             self._now = 0.0
 
@@ -118,8 +130,9 @@ class TenantTurns:
 
     def by_key(self) -> Iterable[Entry]:
         """All that wait, whoever's turn it is."""
-        queues = self._waiting.values()
-        return heapq.merge(*queues) if len(queues) > 1 else next(iter(queues), ())
+        if self._merged is not None:
+            return self._merged
+        return next(iter(self._waiting.values()), ())
 
     def in_turn(self) -> Iterator[Request]:
         """All waiting requests in the order in which they take their turns. Not to be changed

@@ -2,12 +2,21 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 from test_scheduler import Driver
 
-from sglang_sbs.scheduling import InstanceDown, InstanceUp, PrefillDone, RequestEnded
+from sglang_sbs.scheduling import (
+    InstanceDown,
+    InstanceUp,
+    PrefillDone,
+    RequestArrived,
+    RequestEnded,
+)
 from sglang_sbs.scheduling.policies.adaptive.trigger import MOST_REFUSED, AdaptiveTrigger
 from sglang_sbs.scheduling.prefill.instance import LOST_S
+from sglang_sbs.scheduling.queue.request import arrived
 
 
 def driver(**config) -> Driver:
@@ -55,6 +64,17 @@ class TestExcluded:
             assert it.arrive(f"retry{index}", 900, exclude=("d0",)) == []
         assert [one.decode for one in it.arrive("fresh", 800)] == ["d0"]
         assert it.refused == []
+
+    def test_whether_a_retry_may_use_one_instance_takes_no_look_at_the_others(self):
+        event = RequestArrived(rid="r", prompt_tokens=1, exclude=("p0", "p1"))
+        request = arrived(event, 0, 0.0, 1.0)
+        places = [SimpleNamespace(id=f"p{number}") for number in range(9)]
+        looked_at = iter(places)
+        assert request.may_use(places[4], looked_at)
+        assert next(looked_at) is places[0]
+        for some in (places, places[:2], places[1:3]):
+            for one in some:
+                assert request.may_use(one, some) == (one in request.allowed_on(some))
 
 
 class TestCoupledRanks:

@@ -28,6 +28,25 @@ def test_many_short_prompts_cost_less_than_a_long_one():
     assert progress(1000).pairs(1000) == 1000 * 500
 
 
+class LookedAt(dict[str, list[int]]):
+    """How many prompts were looked at."""
+
+    count = 0
+
+    def items(self):
+        for one in super().items():
+            self.count += 1
+            yield one
+
+
+def test_a_pass_looks_at_no_more_prompts_than_it_takes():
+    rank = progress(*[100] * 1000)
+    rank._prompts = looked_at = LookedAt(rank._prompts)
+    assert rank.compute(250) == 2 * 100 * 50 + 50 * 25
+    assert looked_at.count == 3
+    assert len(looked_at) == 998
+
+
 def test_what_is_dropped_is_not_computed():
     rank = progress(1000, 10)
     rank.compute(500)

@@ -140,3 +140,32 @@ def test_no_tenant_starves(weights, sizes):
             for other in "abc":
                 ahead = served[name] - served[other]
                 assert ahead <= QUANTUM_TOKENS + largest[name] + largest[other] + 1e-6
+
+
+class CountedKey(float):
+    """A key that counts how often one was compared with another."""
+
+    compared = 0
+
+    def __eq__(self, other: object) -> bool:
+        CountedKey.compared += 1
+        return float.__eq__(self, other)  # type: ignore[arg-type]
+
+    __hash__ = float.__hash__
+
+
+def test_the_first_few_of_many_tenants_cost_no_look_at_each_tenant():
+    queue = RequestQueue(key_of=lambda one: CountedKey(one.arrived_s * 7 % 11))
+    for number in range(600):
+        queue.add(request(number, f"tenant {number % 300}"))
+    for number in range(0, 600, 3):
+        queue.remove(f"r{number}")
+    CountedKey.compared = 0
+    first = [one.order for one in queue.first(5)]
+    assert CountedKey.compared == 0
+    assert first == sorted((n for n in range(600) if n % 3), key=lambda n: (n * 7 % 11, n))[:5]
+    for number in range(600):
+        queue.remove(f"r{number}")
+    assert list(queue.first(5)) == []
+    queue.add(request(600, "alone"))
+    assert [one.order for one in queue.first(5)] == [600]

@@ -111,8 +111,7 @@ class LongPrompts:
             queue.in_order(),
             terms_of,
             lambda request, i: (
-                (overdue or self.suits(request, i, instances))
-                and (not request.exclude or i in request.allowed_on(instances))
+                (overdue or self.suits(request, i, instances)) and request.may_use(i, instances)
             ),
         )
 

@@ -429,7 +429,7 @@ class AdaptiveTrigger(PrefillPolicy):
         for request in one.queue.in_order():
             if full or affinity.deferred >= MAX_DEFERRED or refused >= MOST_REFUSED:
                 break
-            if request.exclude and instance not in request.allowed_on(one.instances):
+            if request.exclude and not request.may_use(instance, one.instances):
                 forbidden += 1
             elif not one.admissible(request):
                 refused += 1
