@@ -25,8 +25,9 @@ class Election(ABC):
         """Until cancelled, which gives the lead away.
 
         ``lead(term)``: this process schedules from now on; every term is higher than the one
-        before. ``follow()``: it must not any more, said before the lead could be another's. Raises:
-        ValueError, there is no way to the store at all (no kubeconfig, no service account)."""
+        before. ``follow()``: it must not any more; where a lead ends by the clock, the first
+        :meth:`leads` after that says it, which is to be asked all the time. Raises: ValueError,
+        there is no way to the store at all (no kubeconfig, no service account)."""
 
     @property
     @abstractmethod

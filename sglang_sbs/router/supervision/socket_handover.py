@@ -94,7 +94,8 @@ async def await_successors(
     path: Path, sockets: Callable[[], list[socket.socket]], drain: Callable[[], None]
 ) -> asyncio.Server:
     """Hand the sockets to whoever calls at ``path``, and call ``drain`` when that one has taken
-    over. A router that listens there already is called no more. Raises: OSError."""
+    over, unless the server was closed meanwhile. A router that listens there already is called no
+    more. Raises: OSError."""
 
     async def called(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         data, offered = b"", sockets()[:_MAX_SOCKETS]
@@ -106,9 +107,10 @@ async def await_successors(
         except OSError as error:
             logger.warning("a successor called and is gone again: %s", error)
         writer.close()
-        if data == _DRAIN:
-            drain()
-        else:
+        if data != _DRAIN:
             logger.warning("the successor went away without taking over")
+        elif server.is_serving():  # else this router ends already, and that would cut it off
+            drain()
 
-    return await asyncio.start_unix_server(called, path)
+    server = await asyncio.start_unix_server(called, path)
+    return server

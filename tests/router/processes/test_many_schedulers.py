@@ -5,12 +5,16 @@ from __future__ import annotations
 import asyncio
 import random
 from collections.abc import AsyncIterator
+from typing import Any
 
 import pytest
 from link_harness import HOLDING, FrontEnd, OneAtATime
 from many_schedulers import Several
 from router_harness import until
 
+from sglang_sbs.router.election import ElectionTimes
+from sglang_sbs.router.election.campaign import Campaign, boot_clock
+from sglang_sbs.router.election.candidate import Record
 from sglang_sbs.router.processes import front_end_sessions as hub_module
 from sglang_sbs.router.processes import messages
 from sglang_sbs.router.processes import scheduler_link as link_module
@@ -336,3 +340,39 @@ async def test_whatever_happens_to_schedulers_no_request_is_lost_and_books_end_e
     for rid, front_end in running.items():
         front_end.link.ended(rid, "completed", 1)
     await several.books_are_empty()
+
+
+class Hanging:
+    """A store that answers until the lock is taken."""
+
+    async def open(self) -> None: ...
+
+    async def read(self) -> Record:
+        return Record()
+
+    async def take(self, seen: Record, holder: str, term: int) -> Record:
+        return Record(holder, term)
+
+    async def renew(self, mine: Record) -> Record:
+        return await asyncio.get_running_loop().create_future()
+
+    async def release(self, mine: Record) -> None: ...
+
+    async def close(self) -> None: ...
+
+
+async def test_who_cannot_renew_decides_no_more_while_the_store_is_still_asked(
+    several: Several,
+) -> None:
+    store: Any = Hanging()
+    campaign = Campaign(store, "a", ElectionTimes(lease_s=60, renew_s=50, retry_s=0.05))
+    side = several.boot("a", campaign)
+    run = asyncio.create_task(campaign.run(side.hub.lead, side.hub.follow))
+    front_end = await several.front_end()
+    assert campaign.term == 1
+    await asyncio.sleep(0.1)  # it asks, for 25 s
+    campaign._clock = lambda: boot_clock() + 50.0
+    await until(lambda: side.hub.front_ends == 0 and not front_end.link.connected)
+    assert campaign.term is None
+    run.cancel()
+    await asyncio.gather(run, return_exceptions=True)

@@ -7,6 +7,7 @@ import errno
 import os
 import signal
 import socket
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,12 @@ from router_harness import until
 from sglang_sbs.router.options.options import parse_flags
 from sglang_sbs.router.supervision import supervisor as supervisor_module
 from sglang_sbs.router.supervision.parent_line import ChildLine
-from sglang_sbs.router.supervision.socket_handover import listen
+from sglang_sbs.router.supervision.socket_handover import (
+    Predecessor,
+    await_successors,
+    control_path,
+    listen,
+)
 from sglang_sbs.router.supervision.supervisor import Supervisor
 
 FLAGS = [
@@ -168,3 +174,24 @@ async def test_a_defect_ends_the_router_with_its_traceback_and_an_exit_code(
     others = [process for number, process in enumerate(system.started) if number != dies]
     assert all(process.signals[0] == signal.SIGTERM for process in others), "they may drain"
     assert system.open_sockets == 0
+
+
+async def test_a_successor_cuts_off_no_router_that_ends_already(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A second word of the kind ends what is in flight at once."""
+    folder = tempfile.TemporaryDirectory()  # of a short name, as sockets need
+    monkeypatch.setattr("tempfile.tempdir", folder.name)
+    path = control_path("127.0.0.1", 1)
+    drained: list[str] = []
+    for ends_before in (False, True):
+        successors = await await_successors(path, list, lambda: drained.append("drain"))
+        successor = await asyncio.to_thread(Predecessor.call, "127.0.0.1", 1)
+        assert successor is not None
+        if ends_before:
+            successors.close()
+        successor.drain()
+        await asyncio.sleep(0.1)
+        assert drained == ["drain"]
+        successors.close()
+    folder.cleanup()
