@@ -375,6 +375,7 @@ class _Rank:
         self._following = self._owner.start(self._follow())
 
     async def _follow(self) -> None:
+        last_cause = ""
         while True:
             try:
                 await asyncio.sleep(_SUBSCRIBED_S)
@@ -384,8 +385,10 @@ class _Rank:
                     while self.feed.replaying:
                         await self._replay()
                     self.feed.live(*await self._take(self._live, self._read_live))
-            except Exception:  # a defect must not leave it unheard
-                logger.exception("following KV events of %s failed", self.endpoints.live)
+            except Exception as error:  # a defect must not leave it unheard
+                if repr(error) != last_cause:  # said once: with no descriptor left it goes on
+                    logger.exception("following KV events of %s failed", self.endpoints.live)
+                last_cause = repr(error)
 
     async def _pass_over(self) -> None:
         """Over what came before: it may be of another publisher."""
