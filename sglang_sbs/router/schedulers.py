@@ -202,7 +202,6 @@ class RemoteScheduler:
         """While nobody else watches the workers, this process does."""
         if self._closed:
             return
-        self.feed.scheduler_changed()
         if alone and self._monitor is None:
             config = replace(self._options.monitor, load_poll_interval_s=None)
             self._monitor = Monitor(self.registry, self._session, config, self._link.submit)
@@ -211,6 +210,7 @@ class RemoteScheduler:
         elif not alone and self._monitor is not None:
             self._monitor.stop_all()
             self._monitor = None
+        self.feed.scheduler_changed()  # last: a defect of the dashboard is not the workers'
 
 
 def _alone(options: RouterOptions) -> SchedulerConfig:
