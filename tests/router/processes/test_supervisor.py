@@ -168,3 +168,16 @@ async def test_a_defect_ends_the_router_with_its_traceback_and_an_exit_code(
     others = [process for number, process in enumerate(system.started) if number != dies]
     assert all(process.signals[0] == signal.SIGTERM for process in others), "they may drain"
     assert system.open_sockets == 0
+
+
+def test_answers_that_came_late_do_not_speak_for_a_child_that_hangs() -> None:
+    line = ChildLine()
+    child = line.child_socket
+    for _ in range(3):  # it is busy for a while
+        assert not line.ping()
+    for _ in range(3):
+        assert child.recv(64).startswith(b"ping")
+        child.send(b"pong")
+    assert line.ping()
+    assert not line.ping()
+    line.close()
