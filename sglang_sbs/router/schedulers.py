@@ -210,7 +210,7 @@ class RemoteScheduler:
         elif not alone and self._monitor is not None:
             self._monitor.stop_all()
             self._monitor = None
-        self.feed.scheduler_changed()  # last: if it fails the workers are watched all the same
+        self.feed.scheduler_changed()  # last: a defect of the dashboard is not the workers'
 
 
 def _alone(options: RouterOptions) -> SchedulerConfig:

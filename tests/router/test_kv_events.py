@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
 
 import msgspec
 import pytest
+import zmq
 from router_harness import TIMEOUT_S, until
 
 from sglang_sbs.router.options.config import PrefixWish
@@ -501,6 +503,27 @@ async def test_a_long_past_is_learned_to_its_end(monkeypatch: pytest.MonkeyPatch
         first.publish(stored(5000))
         await here.believes({*range(3995, 4000), 5000})
         assert here.count("lost") == 0
+
+
+async def test_without_descriptors_for_replays_it_is_said_once_and_tried_again(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A thousand ranks that say so five times a second would leave time for nothing else."""
+    monkeypatch.setattr(kv_subscriber, "_SUBSCRIBED_S", 0.01)
+
+    def full(kind: int, hwm: int) -> Any:
+        if kind == zmq.DEALER:
+            raise zmq.ZMQError(errno.EMFILE)
+        return KvEventSubscriber.socket(here.subscriber, kind, hwm)
+
+    async with system() as here:
+        here.publishers[0].publish(stored(1))
+        monkeypatch.setattr(here.subscriber, "socket", full)
+        here.up()
+        await until(lambda: min(here.count("replays", rank) for rank in range(RANKS)) >= 5)
+        assert caplog.text.count("following KV events of") == RANKS
+        monkeypatch.undo()
+        await here.believes({1})
 
 
 async def test_an_engine_that_answers_no_replay_is_followed_all_the_same(

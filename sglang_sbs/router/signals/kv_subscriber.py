@@ -43,7 +43,6 @@ logger = logging.getLogger(__name__)
 TURN_S = 0.002
 """Time for messages of one rank, or for what they say, before other callbacks of the event loop get
 a turn."""
-_FAILED_S = 2.0
 _SUBSCRIBED_S = 0.2
 """From a connection to the first replay: by then the publisher knows of the subscription."""
 _REPLAY_SILENCE_S = 3.0
@@ -376,6 +375,7 @@ class _Rank:
         self._following = self._owner.start(self._follow())
 
     async def _follow(self) -> None:
+        last_cause = ""
         while True:
             try:
                 await asyncio.sleep(_SUBSCRIBED_S)
@@ -385,9 +385,10 @@ class _Rank:
                     while self.feed.replaying:
                         await self._replay()
                     self.feed.live(*await self._take(self._live, self._read_live))
-            except Exception:  # a defect, or no descriptors: it must not stay unheard
-                logger.exception("following KV events of %s failed", self.endpoints.live)
-                await asyncio.sleep(_FAILED_S)
+            except Exception as error:  # a defect must not leave it unheard
+                if repr(error) != last_cause:  # said once: with no descriptor left it goes on
+                    logger.exception("following KV events of %s failed", self.endpoints.live)
+                last_cause = repr(error)
 
     async def _pass_over(self) -> None:
         """Over what came before: it may be of another publisher."""

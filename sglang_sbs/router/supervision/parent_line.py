@@ -72,7 +72,8 @@ class ChildLine:
         """Ask for a sign of life; whether there was one since the last time."""
         heard = False
         with contextlib.suppress(OSError):
-            heard = bool(self._socket.recv(_MAX_BYTES))
+            while self._socket.recv(_MAX_BYTES):  # all: late ones would speak for it when it hangs
+                heard = True
         self._say(_PING)
         return heard
 

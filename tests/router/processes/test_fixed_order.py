@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import random
 from collections.abc import AsyncIterator
+from functools import partial
 from itertools import pairwise
 
 import pytest
@@ -24,6 +25,7 @@ from sglang_sbs.router.processes.leading.fixed_order import (
     Order,
 )
 from sglang_sbs.router.processes.messages import Look, Standing
+from sglang_sbs.router.processes.sockets import FrontEndSocket
 
 STANDBY = Standing(term=1, ready=True)
 TICK_S = 0.1
@@ -305,3 +307,16 @@ async def test_the_second_takes_over_from_the_first_and_gives_back(several: Seve
     finally:
         for address in runs:
             await end(address)
+
+
+async def test_who_does_not_lead_has_nothing_to_say_of_being_late(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It is asked ten times a second, also while it still looks at the workers and does not run."""
+    monkeypatch.setattr(order_module, "LOST_S", -1.0)
+    election = FixedOrder(["tcp://a:1", "tcp://b:1"], 0, partial(FrontEndSocket, None))
+    assert not election.leads()
+    assert caplog.text == ""
+    election._order.term = 1
+    assert not election.leads()
+    assert "others may lead" in caplog.text

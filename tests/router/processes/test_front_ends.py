@@ -5,12 +5,17 @@ from __future__ import annotations
 import asyncio
 import signal
 from collections import Counter
+from pathlib import Path
 from typing import Any
 
 import aiohttp
 import pytest
 from router_harness import sse_events, until
 from router_processes import Group, Site, fresh_client, kill, running
+
+from sglang_sbs.router.options.options import parse_flags
+from sglang_sbs.router.schedulers import RemoteScheduler
+from sglang_sbs.router.telemetry.metrics import RouterMetrics
 
 IN_FLIGHT = "sbs_in_flight_requests"
 
@@ -242,3 +247,23 @@ async def test_an_abort_and_a_worker_update_reach_every_front_end() -> None:
                     worker = await got.json()
                 known = (worker["priority"], worker["metadata"].get("rack")) == (7, "3")
                 good = good + 1 if known else 0
+
+
+async def test_a_dashboard_that_fails_keeps_no_front_end_from_watching_the_workers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    role = ("--sbs-role", "front-end", "--sbs-scheduler", f"ipc://{tmp_path}/s")
+    options = parse_flags(
+        [*role, "--prefill", "http://127.0.0.1:1", "--decode", "http://127.0.0.1:2"]
+    )
+    async with aiohttp.ClientSession() as session:
+        scheduler = RemoteScheduler(
+            options, RouterMetrics(), session, lambda rid: 0, lambda worker: None
+        )
+        monkeypatch.setattr(scheduler.feed, "scheduler_changed", lambda: 1 / 0)
+        for alone in (True, False):
+            with pytest.raises(ZeroDivisionError):
+                scheduler._alone_changed(alone)
+            assert (scheduler._monitor is not None) is alone
+        monkeypatch.undo()
+        await scheduler.close()

@@ -195,3 +195,16 @@ async def test_a_successor_cuts_off_no_router_that_ends_already(
         assert drained == ["drain"]
         successors.close()
     folder.cleanup()
+
+
+def test_answers_that_came_late_do_not_speak_for_a_child_that_hangs() -> None:
+    line = ChildLine()
+    child = line.child_socket
+    for _ in range(3):  # it is busy for a while
+        assert not line.ping()
+    for _ in range(3):
+        assert child.recv(64).startswith(b"ping")
+        child.send(b"pong")
+    assert line.ping()
+    assert not line.ping()
+    line.close()

@@ -154,7 +154,8 @@ class FixedOrder(Election):
         return max(terms, key=terms.__getitem__, default=None)
 
     def _term_now(self) -> int | None:
-        if self._order.stalled(self._loop.time()):
+        led = self._order.term is not None
+        if self._order.stalled(self._loop.time()) and led:
             logger.warning("this process did nothing for %g s or more: others may lead", LOST_S)
         return self._order.term
 
