@@ -145,6 +145,8 @@ class SocketBoard(Board):
         super().close()
         for one in (self._out, *self._inboxes.values()):
             one.close()
+        self._inboxes.clear()  # or each turn of the event loop would go on asking all of them
+        self._addresses.clear()
 
     def _read(self, peer: int, inbox: socket.socket) -> bool:
         """Whether there was anything."""

@@ -298,6 +298,24 @@ def test_a_rank_that_is_not_up_yet_is_no_error() -> None:
     board.close()
 
 
+def test_who_was_silent_too_long_is_not_asked_again_in_every_turn(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    board = SocketBoard("sglang-sbs-test.silent", 0, 2)
+    for tag in range(MAX_SILENCES):
+        board.listen()
+        board.waited(tag)
+    assert (board.is_open, board.failed) == (False, True)
+    asked: list[int] = []
+    monkeypatch.setattr(SocketBoard, "_read", lambda _board, peer, _inbox: asked.append(peer))
+    board.listen()
+    board.say(MAX_SILENCES, Word(arrived=True))
+    board.tell(MAX_SILENCES, Word(taken_turn=1))
+    board.listen()
+    board.close()
+    assert asked == []
+
+
 def test_nothing_is_held_where_no_turns_are_counted() -> None:
     """As with a release of SGLang whose event loop the hook does not find."""
     rank = Rank(Clock(), ranks=2, hearsay=Hearsay())
