@@ -54,7 +54,7 @@ class RemoteFeed:
             self._stop = self._own.watch(self.deliver)
 
     def _want_no_more(self) -> None:
-        self._link.tell(WatchDashboard())
+        self._link.tell(WatchDashboard(ended=True))
 
     def deliver(self, payload: bytes, full: bool) -> None:
         """A history to those that wait for one, a frame to those that have one."""

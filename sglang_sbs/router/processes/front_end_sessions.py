@@ -216,7 +216,7 @@ class Hub:
                 self._asked.answered(message.call, message)
             case events.BlocksCleared():
                 self.pump.submit(message)
-            case messages.WatchDashboard():
+            case messages.WatchDashboard() if message.history or message.ended:
                 self._send_frames(session, wanted=message.history)
             case messages.Bye():
                 self._end_session(session, "it said goodbye")

@@ -179,11 +179,13 @@ class MetricsPage(_Message, frozen=True):
 
 
 class WatchDashboard(_Message, frozen=True):
-    """Whether somebody looks at the dashboard here, and wants a :class:`DashboardFrame` now and
-    again."""
+    """Somebody looks at the dashboard here: wants a :class:`DashboardFrame` now and again. Neither
+    of its fields: it goes on (nothing to do; earlier front ends say so every half second)."""
 
     history: bool = False
-    """Begin (anew) with a frame that has everything: somebody began to look. Else nobody does."""
+    """Begin (anew) with a frame that has everything: somebody began to look."""
+    ended: bool = False
+    """Nobody looks any more."""
 
 
 class Bye(_Message, frozen=True):

@@ -290,7 +290,11 @@ async def test_frames_of_the_dashboard_come_while_somebody_looks_and_the_session
         await until(lambda: any(full and not then for full, then in pairwise(frames)))
         assert len(feed.watchers) == 1
         frames.clear()
-    one.link.tell(WatchDashboard())
+    before = list(feed.watchers)
+    one.link.tell(WatchDashboard())  # as an earlier release renews what it wants
+    await one.link.ask(AbortElsewhere(rid="x"))
+    assert list(feed.watchers) == before
+    one.link.tell(WatchDashboard(ended=True))
     await until(lambda: len(feed.watchers) == 0)
     for front_end in (one, other):
         front_end.link.tell(WatchDashboard(history=True))

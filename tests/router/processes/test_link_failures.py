@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -22,10 +21,6 @@ from router_harness import until
 from sglang_sbs.router.errors import RouterError
 from sglang_sbs.router.processes import scheduler_link as link_module
 from sglang_sbs.router.processes.messages import AbortElsewhere, Unwelcome
-from sglang_sbs.router.schedulers import RemoteScheduler
-from sglang_sbs.router.workers.health import MonitorConfig
-from sglang_sbs.router.workers.registry import Registry
-from sglang_sbs.router.workers.worker import WorkerEvents
 
 pytestmark = pytest.mark.usefixtures("quick")
 
@@ -162,19 +157,3 @@ async def test_a_front_end_that_cannot_make_its_first_line_does_not_start(world:
     world.front_ends.append(front_end)
     with pytest.raises(OSError, match="Too many"):
         await front_end.link.start(5.0)
-
-
-async def test_workers_are_watched_alone_though_the_dashboard_fails(world: World) -> None:
-    await world.boot()
-    front_end = await world.front_end()
-    remote: Any = object.__new__(RemoteScheduler)
-    remote._closed, remote._monitor, remote._session = False, None, None
-    remote._options = SimpleNamespace(monitor=MonitorConfig())
-    remote._link, remote.registry = front_end.link, Registry(WorkerEvents())
-    remote.feed = SimpleNamespace(scheduler_changed=failing(2, lambda: None))
-    with pytest.raises(OSError):
-        remote._alone_changed(True)
-    assert remote._monitor is not None
-    with pytest.raises(OSError):
-        remote._alone_changed(False)
-    assert remote._monitor is None
