@@ -53,6 +53,8 @@ async def test_engines_that_publish_nothing(
         assert here.sources == [expected]
         if wish == "events":
             assert "--kv-events-config" in here.worker.problems["kv_events"]
+        here.up()
+        assert "kv_events" not in here.worker.problems, "it was started again, with other flags"
 
 
 async def test_ranks_that_cannot_be_reached_fall_back_until_they_can(
@@ -78,6 +80,23 @@ async def test_ranks_that_cannot_be_reached_fall_back_until_they_can(
         assert "kv_events" not in here.worker.problems
         first.stop()
         second.stop()
+
+
+@pytest.mark.parametrize(("wish", "problem"), [("auto", None), ("events", "--kv-events-config")])
+async def test_events_that_did_not_arrive_are_no_problem_of_an_engine_that_publishes_none(
+    wish: PrefixWish, problem: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(kv_subscriber, "PATIENCE_S", 0.1)
+    monkeypatch.setattr(kv_subscriber, "_TICK_S", 0.05)
+    async with system(wish) as here:
+        here.source = KvEventsBlock(port=free_ports(RANKS)[0], host="*")
+        here.up()
+        await until(lambda: "kv_events" in here.worker.problems)
+        here.up()
+        assert "cannot be had" in here.worker.problems["kv_events"]
+        here.up(kv_events=None)
+        told = here.worker.problems.get("kv_events")
+        assert told is None if problem is None else told is not None and problem in told
 
 
 async def test_the_port_of_another_rank_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:

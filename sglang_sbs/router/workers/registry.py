@@ -147,8 +147,11 @@ class Registry:
         gone = {kind for kind in worker.problems if kind.startswith("launch")} - launch.keys()
         for solved in ("unusable", "unreachable", "bootstrap", *gone):
             worker.problems.pop(solved, None)
-        if self._prefix_source == "events" and info.radix_cache and info.kv_events is None:
-            self.report_problem(worker, "kv_events", _NO_KV_EVENTS)
+        if self.kv_events_of(worker) is None:
+            worker.kv_events_missing = False  # of the engine before this one
+        if not worker.kv_events_missing:
+            lacking = self._prefix_source == "events" and info.radix_cache and not info.kv_events
+            self.report_problem(worker, "kv_events", _NO_KV_EVENTS if lacking else "")
         given, port = worker.configured_bootstrap_port, worker.bootstrap_port
         if info.rust_server and given is not None and given != port:
             text = (
