@@ -37,7 +37,7 @@ class Bootstrap:
     """What a prefill engine's bootstrap server said."""
 
     host: str
-    """As decode engines are told it."""
+    """As decode engines are told it, like the port."""
     port: int
     failure: str = ""
     """No connection."""

@@ -153,6 +153,11 @@ async def test_ranks_that_serve_by_themselves_are_all_asked() -> None:
         findings = judge(await gather(parse_options([*words, "--probe"])))
         assert {"reach.ok", "room.ok", "flags.rust-idle"} <= ids(findings, decode.url)
         assert "probe.ok" in ids(findings)
+        facts = await gather(parse_options(["--prefill", prefill.url, "8998", *words[2:]]))
+        assert "bootstrap.wrong-port" not in ids(judge(facts)), "routers use the engine's own"
+        asked = facts.engines[0].bootstrap
+        assert asked is not None
+        assert asked.port == prefill.port
         prefill.lost_ranks.add(1)
         (named,) = (
             one for one in judge(await gather(parse_options(words))) if one.subject == prefill.url

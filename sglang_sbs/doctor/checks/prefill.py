@@ -70,10 +70,10 @@ def _bootstrap(engine: EngineFacts, decode: Sequence[EngineFacts]) -> Iterator[F
 
 
 def _bootstrap_problems(engine: EngineFacts, bootstrap: Bootstrap) -> Iterator[Finding]:
-    url, given, own = engine.url, engine.given_port, engine.known.bootstrap_port
-    if given is not None and own not in (None, given):
+    url, own = engine.url, engine.known.bootstrap_port
+    if own not in (None, bootstrap.port):
         why = f" ({bootstrap.failure})" if bootstrap.failure else ""
-        seen = f"{given} is given, and the engine's is {own}{why}"
+        seen = f"{bootstrap.port} is given, and the engine's is {own}{why}"
         yield finding("bootstrap.wrong-port", url, seen, f"--prefill {url} {own}")
     elif bootstrap.failure:
         yield finding("bootstrap.unreachable", url, bootstrap.failure)

@@ -202,11 +202,11 @@ class Asker:
         ]
 
     async def _bootstrap(self, facts: EngineFacts, info: WorkerInfo) -> None:
-        port = facts.given_port or info.bootstrap_port
+        worker = worker_of(facts, info)
+        port = worker.bootstrap_port
         if port is None:
             return
-        host = worker_of(facts, info).bootstrap_host
-        bootstrap = facts.bootstrap = Bootstrap(host, port)
+        bootstrap = facts.bootstrap = Bootstrap(worker.bootstrap_host, port)
         # Decode engines speak plain HTTP to it, whatever the engine itself speaks.
         try:
             answer = await self.get(f"http://{bootstrap.host}:{port}", _ROUTE)
