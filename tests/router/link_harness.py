@@ -253,7 +253,15 @@ class FrontEnd:
         return 2
 
     def ask(self, rid: str, tokens: int = 10) -> asyncio.Task[Dispatch]:
-        return asyncio.create_task(self.link.assign(announced(rid, tokens)))
+        return asyncio.create_task(self._asked(rid, tokens))
+
+    async def _asked(self, rid: str, tokens: int) -> Dispatch:
+        """As the relay does."""
+        try:
+            return await self.link.assign(announced(rid, tokens))
+        except BaseException:
+            self.link.ended(rid, "aborted")
+            raise
 
 
 class World:

@@ -68,8 +68,9 @@ class Assigner:
         self._requests: dict[str, Announced] = {}
 
     async def assign(self, request: Announced) -> Dispatch:
-        """Wait for instances and ranks. Cancelling it ends the request as aborted. Raises: Refused,
-        the scheduler will not take it; RouterError, the scheduler lost track of it."""
+        """Wait for instances and ranks. Whatever comes of it, who asked tells the end of it
+        (:meth:`ended`). Raises: Refused, the scheduler will not take it; RouterError, the scheduler
+        lost track of it."""
         rid, decision = request.arrival.rid, request.decision
         self._requests[rid] = request
         watchdog: asyncio.TimerHandle | None = None
@@ -81,15 +82,9 @@ class Assigner:
                 loop = asyncio.get_running_loop()
                 watchdog = loop.call_later(self._give_up_s, self._give_up, rid)
             return await decision
-        except asyncio.CancelledError:
+        finally:
             if decision.done() and not decision.cancelled():
                 decision.exception()  # retrieved: a refusal nobody waits for is no news
-            self.ended(rid, "aborted")
-            raise
-        except Exception:
-            self.ended(rid, "failed")  # unless it was refused: then it is gone already
-            raise
-        finally:
             if watchdog is not None:
                 watchdog.cancel()
 

@@ -142,7 +142,7 @@ async def test_refusals_raise_and_end_the_request() -> None:
 
 
 @pytest.mark.parametrize("dispatched_first", [False, True])
-async def test_cancelling_ends_it_as_aborted_also_in_the_instant_of_dispatch(
+async def test_what_is_cancelled_is_ended_once_also_in_the_instant_of_dispatch(
     dispatched_first: bool,
 ) -> None:
     scheduler = Scripted(lambda event, now_s: [])
@@ -157,6 +157,8 @@ async def test_cancelling_ends_it_as_aborted_also_in_the_instant_of_dispatch(
     task.cancel()
     with pytest.raises(asyncio.CancelledError):
         await task
+    assert not any(isinstance(event, RequestEnded) for event in scheduler.events)
+    dispatcher.ended("a", "aborted")
     assert scheduler.events[-1] == RequestEnded(rid="a", outcome="aborted")
     assert dispatcher.open == dispatcher.waiting == 0
 

@@ -13,7 +13,6 @@ from link_harness import (
     FakeLine,
     FrontEnd,
     World,
-    announced,
     too_many_files,
 )
 from router_harness import until
@@ -145,7 +144,7 @@ async def test_an_arrival_that_cannot_be_said_is_not_kept(world: World) -> None:
     assert isinstance(line, FakeLine)
     line.tell = failing(2, line.tell)  # type: ignore[method-assign]
     with pytest.raises(OSError, match="Too many"):
-        await front_end.link.assign(announced("a"))
+        await front_end.ask("a")
     assert front_end.link.open == 0
     assert (await front_end.ask("b")).prefill
     await until(lambda: side.books == (0, 1, 2))
