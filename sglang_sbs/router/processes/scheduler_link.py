@@ -220,8 +220,9 @@ class SchedulerLink(Assigner):
             pump.close()
 
     def _tell_alone(self) -> None:
-        self.alone_changed(True)
-        self._told_alone = True
+        if self.pump is not None:  # whoever is told looks at it
+            self.alone_changed(True)
+            self._told_alone = True
 
     def _welcomed(self, welcome: messages.Welcome) -> None:
         if self.connected:

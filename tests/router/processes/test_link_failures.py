@@ -19,6 +19,7 @@ from router_harness import until
 
 from sglang_sbs.router.errors import RouterError
 from sglang_sbs.router.processes import scheduler_link as link_module
+from sglang_sbs.router.processes.dashboard_feed import RemoteFeed
 from sglang_sbs.router.processes.messages import AbortElsewhere, Unwelcome
 
 pytestmark = pytest.mark.usefixtures("quick")
@@ -103,6 +104,21 @@ async def test_whatever_step_of_going_alone_fails_all_of_them_are_taken_in_the_e
     await until(lambda: link.connected)
     await until(lambda: side.books == (0, 3, 6) and side.hub.front_ends == 1)
     assert told == [True, False]
+
+
+async def test_who_looks_at_the_dashboard_sees_the_fallback_also_if_that_is_late(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await world.boot()
+    link = (await world.front_end()).link
+    feed = RemoteFeed(link)
+    link.alone_changed = lambda alone: feed.scheduler_changed()
+    frames: list[bool] = []
+    feed.watch(lambda payload, full: frames.append(full))
+    monkeypatch.setattr(link, "fallback", failing(1, link.fallback))
+    world.crash()
+    await until(lambda: frames[:2] == [True, False])
+    feed.close()
 
 
 async def test_a_heartbeat_that_fails_is_followed_by_another(
