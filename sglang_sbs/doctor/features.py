@@ -139,7 +139,7 @@ def feature_rows(facts: ClusterFacts) -> list[FeatureRow]:
         try:
             state, why, change = one.decide(view)
         except _Untold:
-            state, why, change = _UNTOLD
+            state, why, change = _UNTOLD if view.asked else _UNANSWERED
         advice = "" if state is State.ON else one.turn_on
         rows.append(FeatureRow(one.id, one.title, state, why, advice if change is None else change))
     return rows
@@ -155,7 +155,8 @@ def _feature(title: str, turn_on: str) -> Callable[[Decide], Decide]:
     return add
 
 
-_UNTOLD = Seen(State.UNKNOWN, "the router did not answer, or does not say", "see sglang-sbs doctor")
+_UNTOLD = Seen(State.UNKNOWN, "this router does not say", "update sglang-sbs on the router")
+_UNANSWERED = Seen(State.UNKNOWN, "the router did not answer", "see sglang-sbs doctor")
 _NOBODY = Seen(State.UNKNOWN, "no such engine could be asked", "see sglang-sbs doctor")
 
 
