@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from itertools import chain
 from typing import Any
 
 import msgspec
@@ -18,7 +19,7 @@ from sglang_sbs.router.workers.server_info import (
 from sglang_sbs.scheduling.events import (
     BlocksCleared,
 )
-from tools.stand_ins.kv_publisher import cleared, removed, stored
+from tools.stand_ins.kv_publisher import _END, cleared, removed, stored
 
 
 async def test_the_past_and_then_what_happens_of_every_rank() -> None:
@@ -125,6 +126,31 @@ async def test_what_comes_during_a_replay_waits_for_its_end(
         first.publish(stored(3))
         await here.believes({2, 3})
         assert (here.count("gaps"), here.count("replays")) == (0, 1)
+
+
+async def test_what_comes_during_a_replay_is_bounded_by_its_bytes(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """What is dropped of it is asked for again."""
+    monkeypatch.setattr(kv_subscriber, "_MOST_HELD_BYTES", 5000)
+    async with system() as here:
+        first, loop = here.publishers[0], asyncio.get_running_loop()
+        first.publish(stored(100))
+        loop.remove_reader(first._fd)
+        here.up()
+        await until(lambda: here.count("replays") == 1)
+        assert first._replay.poll(1000)
+        asked, *_ = first._replay.recv_multipart()
+        for block in range(50):
+            first.publish(stored(block))
+        rank = here.subscriber._instances[URL].ranks[0]
+        await until(lambda: rank._held and rank._held[-1][1] == (50).to_bytes(8, "big"))
+        assert sum(map(len, chain(*rank._held))) <= 5000
+        first._replay.send_multipart([asked, b"", b"", bytes(8), first._sent[0]])
+        first._replay.send_multipart([asked, b"", b"", _END, b""])
+        loop.add_reader(first._fd, first._answer)
+        await here.believes({*range(50), 100})
+        assert (here.count("gaps"), here.count("replays"), here.count("lost")) == (1, 2, 0)
 
 
 async def test_while_the_scheduler_is_behind_nothing_is_taken(

@@ -57,7 +57,12 @@ _MAX_REPLAYS = 8
 _MOST_UNTOLD = 64
 """Events for the scheduler that wait for their turn."""
 _MAX_SOCKETS = 32_768
-_LIVE_HWM = 2_000
+_MOST_HELD_BYTES = 16 << 20
+"""Of a rank's live messages during a replay."""
+_HELD_EACH_BYTES = 256
+"""However small it is."""
+_LIVE_HWM = 128
+"""Messages, of any size: what is more waits at the engine."""
 _REPLAY_HWM = 1_000
 _OF_SOCKETS = {
     zmq.LINGER: 0,
@@ -335,6 +340,8 @@ class _Rank:
         self._monitor = Inbox(live.get_monitor_socket(_CONNECTION_EVENTS))
         self._live = Inbox(live)
         live.connect(endpoints.live)
+        self._held: deque[list[bytes]] = deque()
+        """Live messages that came during a replay."""
         self._watching = owner.start(self._watch())
         self._following: asyncio.Task[None] | None = None
 
@@ -382,8 +389,13 @@ class _Rank:
                 await self._pass_over()
                 self.feed.connected()
                 while True:
-                    while self.feed.replaying:
-                        await self._replay()
+                    if self.feed.replaying:
+                        holding = self._owner.start(self._hold())
+                        try:
+                            while self.feed.replaying:
+                                await self._replay()
+                        finally:
+                            holding.cancel()
                     self.feed.live(*await self._take(self._live, self._read_live))
             except Exception as error:  # a defect must not leave it unheard
                 if repr(error) != last_cause:  # said once: with no descriptor left it goes on
@@ -396,6 +408,21 @@ class _Rank:
             while True:
                 self._live.sock.recv_multipart(zmq.NOBLOCK)
                 await self._turn()
+
+    async def _hold(self) -> None:
+        """Take live messages. Of too many bytes only the last one stays: what is missing before it
+        is asked for then. The replay has what was here already."""
+        self._held.clear()
+        held_bytes = 0
+        while True:
+            frames = await self._live.get()
+            size = _HELD_EACH_BYTES + sum(map(len, frames))
+            held_bytes += size
+            if held_bytes > _MOST_HELD_BYTES:
+                self._held.clear()
+                held_bytes = size
+            self._held.append(frames)
+            await self._turn()
 
     async def _replay(self) -> None:
         """On a socket of its own, as answers do not say what they answer."""
@@ -424,8 +451,11 @@ class _Rank:
         """The next message: its number, and what it says. Raises: TimeoutError, none came."""
         while True:
             await self._turn()
+            while not self._owner.room.is_set():
+                await self._owner.room.wait()
             async with asyncio.timeout(limit_s):
-                frames = await inbox.get()
+                held = inbox is self._live and self._held
+                frames = held.popleft() if held else await inbox.get()
             try:
                 seq, payload = read(frames)
             except MalformedMessage as error:
@@ -450,12 +480,10 @@ class _Rank:
             return None
 
     async def _turn(self) -> None:
-        """Let others have theirs when this one's is over, and the scheduler what it was told."""
+        """Let others have theirs when this one's is over."""
         if time.monotonic() >= self._until_s:
             await asyncio.sleep(0)
             self._until_s = time.monotonic() + TURN_S
-        while not self._owner.room.is_set():
-            await self._owner.room.wait()
 
     def _malformed(self, error: MalformedMessage) -> None:
         self.feed.counts["malformed"] += 1
