@@ -64,6 +64,8 @@ _OF_SUBSCRIBERS = {
 _MAX_BOOTS = 10_000
 _MAX_STRANGERS = 64
 """Unknown senders named in the log; more are only counted."""
+_MAX_WHY_CHARS = 300
+"""Of what is wrong with a message: it may be the sender's own words."""
 _BIND = re.compile(r"tcp://[^/\s]+:([0-9]{1,5})")
 
 FindOwner = Callable[[str, str], str | None]
@@ -254,7 +256,8 @@ class EndForwardListener:
     def _refused(self, fate: str, why: Exception) -> None:
         self.counts[fate] += 1
         if self.counts[fate] == 1:
-            logger.warning("%s EndForward message (counted from now on): %s", fate, why)
+            text = "%s EndForward message (counted from now on): %r"
+            logger.warning(text, fate, str(why)[:_MAX_WHY_CHARS])
 
     def _drain(self, fd: int) -> None:
         sock = self._sockets.get(fd)

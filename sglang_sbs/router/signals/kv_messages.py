@@ -136,7 +136,8 @@ def replay_frames(frames: Sequence[bytes]) -> tuple[int, bytes]:
 
 def _numbered(frames: Sequence[bytes], count: int, first: bytes, least: int) -> tuple[int, bytes]:
     if len(frames) != count or frames[0] != first or len(frames[-2]) != _SEQ.size:
-        raise MalformedMessage(f"expected {count} frames starting with {first[:64]!r}")
+        wanted = f"{count} frames, {first[:64]!r} first, {_SEQ.size} bytes in the last but one"
+        raise MalformedMessage(f"expected {wanted}")
     seq: int = _SEQ.unpack(frames[-2])[0]
     if seq < least:
         raise MalformedMessage(f"sequence number {seq}")

@@ -6,6 +6,7 @@ import asyncio
 import time
 from typing import Any
 
+import msgspec
 import pytest
 import zmq
 from endforward_setup import Setup, publish_until
@@ -46,6 +47,17 @@ def test_by_the_boot_id_of_server_info() -> None:
     setup.listener.described(setup.decode, WorkerInfo(sbs=SbsBlock(boot_id=engine.boot_id)))
     setup.receive(engine, 0)
     assert setup.bound() == [setup.decode.url]
+
+
+def test_a_strangers_words_are_a_short_line_of_the_log(caplog: pytest.LogCaptureFixture) -> None:
+    setup = Setup()
+    report = msgspec.to_builtins(MockEngine("prefill").report())
+    report[2] = "a role\n" * 10_000
+    setup.listener.receive([TOPIC, bytes(8), msgspec.msgpack.encode(report)])
+    (record,) = caplog.records
+    assert "a role" in record.getMessage()
+    assert "\n" not in record.getMessage()
+    assert len(record.getMessage()) < 500
 
 
 def test_garbage_is_counted_never_raised() -> None:

@@ -164,7 +164,7 @@ def test_frames_of_a_live_message() -> None:
         [b"kv", b"7", b"x"],
         [b"kv", (-1).to_bytes(8, "big", signed=True), b"x"],
     ):
-        with pytest.raises(MalformedMessage):
+        with pytest.raises(MalformedMessage, match=r"8 bytes|number -1"):
             live_frames(frames, b"kv")
 
 
