@@ -59,8 +59,8 @@ _MOST_UNTOLD = 64
 _MAX_SOCKETS = 32_768
 _MOST_HELD_BYTES = 16 << 20
 """Of a rank's live messages during a replay."""
-_HELD_EACH_BYTES = 256
-"""However small it is."""
+_FRAME_BYTES = 64
+"""That a frame of them takes, however small it is."""
 _LIVE_HWM = 128
 """Messages, of any size: what is more waits at the engine."""
 _REPLAY_HWM = 1_000
@@ -414,9 +414,9 @@ class _Rank:
         is asked for then. The replay has what was here already."""
         self._held.clear()
         held_bytes = 0
-        while True:
+        while not self._live.sock.closed:
             frames = await self._live.get()
-            size = _HELD_EACH_BYTES + sum(map(len, frames))
+            size = sum(_FRAME_BYTES + len(frame) for frame in frames)
             held_bytes += size
             if held_bytes > _MOST_HELD_BYTES:
                 self._held.clear()
