@@ -20,10 +20,11 @@ FRAMES = 3
 MAX_RIDS = 1024
 MAX_DP_SIZE = 4096
 """More ranks than any engine has: a number above it is garbage, not a cluster."""
+MAX_SPAN_S = 3600.0
 
 Count = Annotated[int, Meta(ge=0, le=1 << 40)]
 Clock = Annotated[float, Meta(ge=0, le=1e11)]
-Span = Annotated[float, Meta(ge=0, le=3600)]
+Span = Annotated[float, Meta(ge=0, le=MAX_SPAN_S)]
 Kind = Literal["launch", "forward", "idle", "heartbeat"]
 Role = Literal["prefill", "decode", "null"]
 
@@ -85,8 +86,8 @@ class EndForward(msgspec.Struct, array_like=True, frozen=True, kw_only=True):
     """SGLang's ForwardMode name in lower case (``extend``, ``decode``, ``idle``, ...)."""
     launch_s: Clock = 0.0
     end_s: Clock = 0.0
-    age_s: Annotated[float, Meta(ge=-1, le=3600)] = 0.0
-    """Send time minus ``end_s`` (minus ``launch_s`` for a launch)."""
+    age_s: Annotated[float, Meta(ge=-1, le=1e11)] = 0.0
+    """Send time minus ``end_s`` (minus ``launch_s`` for a launch). Grows while the rank rests."""
     forward_s: Span = 0.0
     """T_fwd: ``end - max(launch, previous end)``, the time the device was busy with this pass."""
     extend_tokens: Count = 0
@@ -189,6 +190,8 @@ def decode_endforward(frames: Sequence[bytes]) -> EndForward:
         raise _named(str(error)) from error
     if not 0 <= message.dp_rank < message.dp_size:
         raise MalformedMessage(f"dp_rank {message.dp_rank} outside [0, {message.dp_size})")
+    if message.age_s > MAX_SPAN_S and message.kind in ("launch", "forward"):
+        raise ImplausibleMessage(f"a {message.kind} that is {message.age_s:g} s old")
     return message
 
 

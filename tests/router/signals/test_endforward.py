@@ -100,6 +100,14 @@ def test_what_no_engine_can_mean_is_dropped_and_counted(fields: dict[str, Any]) 
     assert setup.events == []
 
 
+def test_an_engine_that_has_made_no_pass_for_a_week_is_heard() -> None:
+    setup = Setup()
+    for rank, kind in enumerate(("heartbeat", "idle")):
+        fields = {"instance_id": setup.prefill.url, "kind": kind, "age_s": 7 * 86_400.0}
+        setup.receive(MockEngine("prefill"), rank, **fields)
+    assert setup.bound() == [setup.prefill.url] * 2
+
+
 @given(data=st.binary(max_size=200))
 def test_any_bytes_behind_the_topic_are_survived(data: bytes) -> None:
     setup = Setup()
