@@ -271,7 +271,7 @@ class RouterServer:
         options = self.options
         await runner.setup()
         assert runner.server is not None
-        gate = partial(intake.Gate, self.doorman, runner.server)
+        gate = partial(intake.Gate, self.doorman, intake.refusing_odd_expect(runner.server))
         create, tls = asyncio.get_running_loop().create_server, server_ssl(options)
         open_port = partial(create, gate, ssl=tls, backlog=_BACKLOG)
         if options.listen_fds:

@@ -154,6 +154,21 @@ class ParserLog(logging.LoggerAdapter[logging.Logger]):
         self.logger.log(level, msg, *args, **kwargs)
 
 
+def refusing_odd_expect(server: web.Server) -> web.Server:
+    """It refuses an Expect of anything but 100-continue by itself: aiohttp quotes it, and breaks
+    over one that is no text."""
+    handle = server.request_handler
+
+    async def handled(request: web.BaseRequest) -> web.StreamResponse:
+        if request.headers.get("Expect", "100-continue").lower() != "100-continue":
+            why = "the only Expect that is met here is 100-continue"
+            return RouterError(417, "expectation_failed", why).response()
+        return await handle(request)
+
+    server.request_handler = handled
+    return server
+
+
 class Doorman:
     """Closes connections on which nothing is asked: silent ones, that sent no whole request head,
     and idle ones, between two requests."""

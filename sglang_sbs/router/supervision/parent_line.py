@@ -47,7 +47,8 @@ def tell_parent(
                 line.send(_PONG)
 
     loop.add_reader(line, readable)
-    line.send(orjson.dumps(facts))
+    with contextlib.suppress(OSError):  # it ended meanwhile, which is read
+        line.send(orjson.dumps(facts))
 
 
 class ChildLine:

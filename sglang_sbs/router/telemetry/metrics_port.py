@@ -15,7 +15,13 @@ from functools import partial
 from aiohttp import web
 
 from sglang_sbs.plain_words import naming_port
-from sglang_sbs.router.client.intake import KEEP_ALIVE_S, Doorman, Gate, ParserLog
+from sglang_sbs.router.client.intake import (
+    KEEP_ALIVE_S,
+    Doorman,
+    Gate,
+    ParserLog,
+    refusing_odd_expect,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -60,7 +66,8 @@ class MetricsPort:
         """Raises: OSError, the port is taken."""
         if self._runner.server is None:
             await self._runner.setup()
-        assert self._runner.server is not None
+            assert self._runner.server is not None
+            refusing_odd_expect(self._runner.server)
         gate = partial(Gate, self._doorman, self._runner.server, self._has_room)
         with naming_port("--prometheus-port", self._host, self.port):
             listening = await asyncio.get_running_loop().create_server(gate, self._host, self.port)

@@ -226,6 +226,20 @@ async def test_every_response_header_is_one_line_whatever_the_request_id() -> No
         await check_nothing_left(c)
 
 
+@pytest.mark.parametrize("value", [b"a miracle", b"\x99100-continue"])
+async def test_an_expect_that_is_not_met_is_refused_at_both_ports(
+    value: bytes, caplog: Any
+) -> None:
+    async with cluster() as c:
+        for port in (c.server.port, c.server.prometheus_port):
+            head = b"GET /metrics HTTP/1.1\r\nHost: x\r\nConnection: close\r\nExpect: "
+            data = head + value + b"\r\n\r\n"
+            head, _, body = (await raw_exchange(port, data)).partition(b"\r\n\r\n")
+            assert head.startswith(b"HTTP/1.1 417")
+            assert orjson.loads(body)["error"]["code"] == "expectation_failed"
+    assert not [record for record in caplog.records if record.exc_info]
+
+
 async def test_what_is_no_http_is_counted_and_its_bytes_are_not_logged(caplog: Any) -> None:
     caplog.set_level(logging.DEBUG)
     key = b"k3y-of-somebody"

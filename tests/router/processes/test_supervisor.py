@@ -17,7 +17,7 @@ from router_harness import until
 
 from sglang_sbs.router.options.options import parse_flags
 from sglang_sbs.router.supervision import supervisor as supervisor_module
-from sglang_sbs.router.supervision.parent_line import ChildLine
+from sglang_sbs.router.supervision.parent_line import ChildLine, tell_parent
 from sglang_sbs.router.supervision.socket_handover import (
     Predecessor,
     await_successors,
@@ -208,3 +208,13 @@ def test_answers_that_came_late_do_not_speak_for_a_child_that_hangs() -> None:
     assert line.ping()
     assert not line.ping()
     line.close()
+
+
+async def test_a_child_is_told_that_its_supervisor_ended_while_it_started() -> None:
+    line = ChildLine()
+    fd = line.child_socket.detach()
+    line.close()
+    gone = asyncio.Event()
+    tell_parent(fd, {}, gone=gone.set)
+    async with asyncio.timeout(10):
+        await gone.wait()
