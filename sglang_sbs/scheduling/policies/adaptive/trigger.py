@@ -191,7 +191,8 @@ class AdaptiveTrigger(PrefillPolicy):
         if not one.candidates and self._decision_s != now_s:
             return self._later(one)
         affinity = self._decision_at(one)
-        (one.in_order,) = tee(self._in_order(one), 1)
+        homes, in_order = one.home_of, queue.in_order()
+        (one.in_order,) = tee(in_order if homes is None else self._in_order(one, homes), 1)
         tried = 0
         for instance in one.candidates:
             every = self._long.uneven_chunks or one.chunked
@@ -405,13 +406,10 @@ class AdaptiveTrigger(PrefillPolicy):
             passed_over=allocation.left,
         )
 
-    def _in_order(self, one: Decision) -> Iterator[Request]:
+    def _in_order(self, one: Decision, home_of: dict[str, Home]) -> Iterator[Request]:
         """All that wait, in order, but for those that no instance takes or counts: they are passed
         once, not once for each instance. Who comes after one that matters is told of as well."""
-        home_of, patient_s = one.home_of, self._patient_s(one)
-        if home_of is None:
-            yield from one.queue.in_order()
-            return
+        patient_s = self._patient_s(one)
 
         def matters(request: Request) -> bool:
             return (
@@ -447,7 +445,7 @@ class AdaptiveTrigger(PrefillPolicy):
         most = min(most, one.starts.in_time.get(instance.id, math.inf))
         spare = room if one.queue.tokens > keep_tokens else 0
         patient_s = self._patient_s(one)
-        home_of, page = one.home_of, instance.page
+        home_of, page, admissible = one.home_of, instance.page, one.admissible
         even = not self._long.uneven_chunks
         head: list[Request] = []
         rest: list[Request] = []
@@ -460,7 +458,7 @@ class AdaptiveTrigger(PrefillPolicy):
                 break
             if request.exclude and not request.may_use(instance, one.instances):
                 forbidden += 1
-            elif not one.admissible(request):
+            elif not admissible(request):
                 refused += 1
             elif (
                 (even or one.overdue or self._long.suits(request, instance, one.instances))
