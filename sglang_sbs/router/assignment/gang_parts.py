@@ -5,7 +5,7 @@ both in the same pass (``engine.gang_hold``)."""
 from __future__ import annotations
 
 import random
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -45,9 +45,9 @@ class GangParts:
         dispatched = [one for one in commands if isinstance(one, Dispatch)]
         if not dispatched:
             return commands
-        requests = Counter(_instance_of(one) for one in dispatched)
-        members = Counter((_instance_of(one), one.prefill_rank) for one in dispatched)
-        ranks = Counter(instance for instance, _rank in members)
+        members: dict[_Instance, dict[int, int]] = defaultdict(lambda: defaultdict(int))
+        for one in dispatched:
+            members[_instance_of(one)][one.prefill_rank] += 1
         gangs: dict[_Instance, _Gang] = {}
         parts: dict[str, GangPart] = {}
         for one in dispatched:
@@ -59,11 +59,11 @@ class GangParts:
             if instance not in gangs:
                 self._tag = (self._tag + 1) % (1 << TAG_BITS)
                 drawn = random.getrandbits(DRAWN_BITS)
-                gangs[instance] = _Gang(self._tag, drawn, ranks[instance])
-            parts[one.rid] = gangs[instance].part(members[instance, one.prefill_rank])
+                gangs[instance] = _Gang(self._tag, drawn, len(members[instance]))
+            parts[one.rid] = gangs[instance].part(members[instance][one.prefill_rank])
         for instance, gang in gangs.items():
             self._newest.pop(instance, None)
-            if requests[instance] > 1:
+            if sum(members[instance].values()) > 1:
                 self._newest[instance] = gang
         while len(self._newest) > _MOST_INSTANCES:
             del self._newest[next(iter(self._newest))]

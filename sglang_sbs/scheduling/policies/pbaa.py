@@ -65,7 +65,7 @@ class Room:
         self._places = None if places is None else list(places)
         self._page = page
         self.hits_of = hits_of
-        self.free = list(c_avail)
+        self.free = self._tokens if places is None else list(c_avail)
         """Tokens for one more request."""
         if places is not None:
             for rank in range(len(places)):
@@ -80,7 +80,7 @@ class Room:
         self._tokens[rank] -= tokens
         if self._places is not None:
             self._places[rank] -= 1
-        self._limit(rank)
+            self._limit(rank)
 
     def holds_instead(self, rank: int, request: Request, instead_of: Request) -> bool:
         """Whether a request fits there if that one goes."""
@@ -197,19 +197,21 @@ def _place(
     """In this order: who is placed, and who is left. Changes ``room``."""
     placed: list[tuple[Request, int]] = []
     left: list[Request] = []
+    rank: int | None
     for request in requests:
-        rank: int | None
         if rank_of is None or room.hits_of(request) is None:
             rank = _emptiest(room.free, received_tokens)
-            if room.free[rank] < first_part(room.need(request, rank), chunk_tokens):
+            need = room.need(request, rank)
+            if room.free[rank] < first_part(need, chunk_tokens):
                 rank = None
         else:
             rank = rank_of(request, room.free)
+            need = 0 if rank is None else room.need(request, rank)
         if rank is None:
             left.append(request)
         else:
             placed.append((request, rank))
-            room.take(rank, room.need(request, rank))
+            room.take(rank, need)
     return placed, left
 
 

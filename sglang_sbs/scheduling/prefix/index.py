@@ -268,6 +268,10 @@ class PrefixIndex:
             if sent.place.is_up and self._places.get(sent.place.id) is sent.place
         ]
 
+    def upcoming_changed(self, blocks: Sequence[int], since: int) -> bool:
+        """Whether :meth:`upcoming` may differ from what it was at that version."""
+        return self._upcoming.changed(blocks, since)
+
     def watch(self, block: int, rid: str) -> None:
         """Tell by :meth:`take_appeared` when some rank holds this block, which none does now."""
         self._watched.setdefault(block, []).append(rid)
@@ -468,7 +472,7 @@ class PrefixIndex:
 
     def _on_ranks_change(self) -> None:
         self.version += 1
-        self._upcoming.version += 1
+        self._upcoming.all_changed()
         self._live = {}
         for place in self._places.values():
             if place.is_up:

@@ -84,10 +84,13 @@ class UpcomingBlocks:
         self.version = 0
         """Counts changes."""
         self._by_root: dict[int, list[Sent]] = {}
+        self._changed: dict[int, int] = {}
+        """Their version when those with the same first block changed last."""
 
     def add(self, sent: Sent) -> None:
-        self._by_root.setdefault(sent.blocks[0], []).append(sent)
         self.version += 1
+        self._by_root.setdefault(sent.blocks[0], []).append(sent)
+        self._changed[sent.blocks[0]] = self.version
 
     def remove(self, sent: Sent) -> None:
         self.version += 1
@@ -95,6 +98,17 @@ class UpcomingBlocks:
         others = [one for one in self._by_root.pop(root, ()) if one is not sent]
         if others:
             self._by_root[root] = others
+            self._changed[root] = self.version
+        else:
+            self._changed.pop(root, None)
+
+    def all_changed(self) -> None:
+        self.version += 1
+        self._changed = dict.fromkeys(self._by_root, self.version)
+
+    def changed(self, blocks: Sequence[int], since: int) -> bool:
+        """Whether those that begin like this may be others than at that version."""
+        return self._changed.get(blocks[0], self.version) > since
 
     def begins_like(self, blocks: Sequence[int]) -> bool:
         return bool(blocks) and blocks[0] in self._by_root

@@ -115,12 +115,12 @@ class RequestQueue:
         if self.turns.several:
             yield from map(self._looked_up, self.turns.in_turn())
             return
-        prefix = self.prefix
+        hits_version, upcoming_version = self.prefix.version, self.prefix.upcoming_version
         for _, _, request in self.turns.by_key():
             # Asked here as well: a call for each would be much of what a decision takes.
             if request.blocks and not (
-                request.hits_version == prefix.version
-                and request.upcoming_version == prefix.upcoming_version
+                request.hits_version == hits_version
+                and request.upcoming_version == upcoming_version
             ):
                 self._looked_up(request)
             yield request
@@ -139,10 +139,11 @@ class RequestQueue:
             request.hits = prefix.find(request.blocks, request.block_tokens, request.prompt_tokens)
             request.uncached_tokens = request.prompt_tokens - request.hits.best_tokens
         if request.upcoming_version != prefix.upcoming_version:
+            if prefix.upcoming_changed(request.blocks, request.upcoming_version):
+                request.upcoming = prefix.upcoming(
+                    request.blocks, request.block_tokens, request.prompt_tokens
+                )
             request.upcoming_version = prefix.upcoming_version
-            request.upcoming = prefix.upcoming(
-                request.blocks, request.block_tokens, request.prompt_tokens
-            )
 
     def reorder(self) -> None:
         """Give requests their new place of which more is cached than when they got the old one."""

@@ -164,6 +164,7 @@ class TestUpcoming:
     def test_until_it_is_there_or_never_will_be(self, how: str) -> None:
         prefix = index()
         prefix.sent("r", "p0", 1, [1, 2, 3], PAGE, visible_s=5.0)
+        before = prefix.upcoming_version
         match how:
             case "visible":
                 prefix.advance(5.0)
@@ -176,6 +177,16 @@ class TestUpcoming:
             case _:
                 prefix.gone("p0")
         assert prefix.upcoming([1, 2], PAGE, 1000) == []
+        assert prefix.upcoming_changed([1, 2], before)
+
+    def test_it_changes_only_with_those_that_begin_like_it(self) -> None:
+        prefix = index()
+        prefix.sent("r", "p0", 1, [1, 2], PAGE, visible_s=5.0)
+        before = prefix.upcoming_version
+        prefix.sent("other", "p0", 0, [7, 8], PAGE, visible_s=6.0)
+        assert not prefix.upcoming_changed([1, 3], before)
+        prefix.sent("twin", "p1", 0, [1], PAGE, visible_s=6.0)
+        assert prefix.upcoming_changed([1, 3], before)
 
 
 class TestApproximate:

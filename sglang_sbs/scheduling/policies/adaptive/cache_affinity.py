@@ -244,13 +244,13 @@ class BatchAffinity:
         """
         if not request.blocks:
             return True
-        twins = self._taken.setdefault(request.blocks[0], [])
+        twins = self._taken.get(request.blocks[0], ())
         if self._waits(request, twins):
             self.deferred += 1
             self._decision.deferred += 1
             return False
         if len(twins) < _TWINS:
-            twins.append(request)
+            self._taken.setdefault(request.blocks[0], []).append(request)
         return True
 
     def _waits(self, request: Request, twins: Sequence[Request]) -> bool:

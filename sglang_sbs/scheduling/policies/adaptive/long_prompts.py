@@ -95,6 +95,7 @@ class LongPrompts:
         first = [*candidates[:NEAREST], *islice(in_order, NEAREST)]
         near = list(dict.fromkeys(first))[:NEAREST]
         pass_s = self._interval.mean_forward_s
+        anywhere = overdue or not self.uneven_chunks
         terms = Terms(
             waiting=SLACK * self._offered.request_rate / len(instances) * pass_s,
             again_weight=AGAIN_WEIGHT * self._offered.load**2 / (1 - self._offered.load),
@@ -111,7 +112,8 @@ class LongPrompts:
             queue.in_order(),
             terms_of,
             lambda request, i: (
-                (overdue or self.suits(request, i, instances)) and request.may_use(i, instances)
+                (anywhere or self.suits(request, i, instances))
+                and (not request.exclude or request.may_use(i, instances))
             ),
         )
 

@@ -103,7 +103,7 @@ class PassForecast:
     def cost_s(self, request: Request, terms: Terms) -> float:
         """When a request would be done on the best rank here, plus what it delays others by,
         weighted, seconds."""
-        return min(self._cost_on_s(request, rank, terms) for rank in self._ranks_for(request))
+        return min([self._cost_on_s(request, rank, terms) for rank in self._ranks_for(request)])
 
     def _ranks_for(self, request: Request) -> set[int]:
         """The emptiest rank, and the emptiest of those that have most of it cached."""
@@ -111,19 +111,21 @@ class PassForecast:
         hits = request.hits.by_instance.get(name)
         if hits is None:
             return {self._ahead.index(min(self._ahead))}
-        fetched = request.hits.to_fetch.get(name) or [0] * len(hits)
-        held = [mine - theirs for mine, theirs in zip(hits, fetched, strict=True)]
+        ahead, fetched = self._ahead, request.hits.to_fetch.get(name)
+        if fetched is None:
+            held, emptiest = hits, ahead.index(min(ahead))
+        else:
+            held = [mine - theirs for mine, theirs in zip(hits, fetched, strict=True)]
+            emptiest = min(range(len(held)), key=lambda d: (ahead[d], fetched[d]))
         most = max(held)
-        ranks = range(len(held))
-        emptiest = min(ranks, key=lambda d: (self._ahead[d], fetched[d]))
-        holder = min(ranks, key=lambda d: (held[d] < most, self._ahead[d]))
-        return {emptiest, holder}
+        holders = [d for d, mine in enumerate(held) if mine == most]
+        return {emptiest, min(holders, key=ahead.__getitem__)}
 
-    def _begins_at(self, request: Request, rank: int) -> tuple[int, float]:
-        """Tokens ahead of the request on a rank, and how much later than the pass that follows from
-        them it begins."""
+    def _begins_at(self, rank: int, fetched: int) -> tuple[int, float]:
+        """Tokens ahead on a rank of a request of which it gets so many from storage first, and how
+        much later than the pass that follows from them it begins."""
         at = self._ahead[rank]
-        left_s = request.fetch_tokens(self.instance.id, rank) * FETCH_S
+        left_s = fetched * FETCH_S
         # A rank begins to fetch when it takes the request in, which is when it forms a pass.
         passes = 0
         while left_s > 0 and passes < len(self._passes):
@@ -134,13 +136,14 @@ class PassForecast:
     def _cost_on_s(self, request: Request, rank: int, terms: Terms) -> float:
         instance, passes = self.instance, self._passes
         model, chunk = instance.model, instance.chunk_tokens
-        at, fetch_s = self._begins_at(request, rank)
+        fetched = request.fetch_tokens(instance.id, rank)
+        at, fetch_s = self._begins_at(rank, fetched) if fetched else (self._ahead[rank], 0.0)
         tokens = request.prompt_tokens
         first = at // chunk
-        done_s = self._start_s + fetch_s + sum(one.length_s for one in passes[:first])
-        delayed = terms.waiting + sum(one.ends for one in passes[first:])
+        done_s = self._start_s + fetch_s + sum([one.length_s for one in passes[:first]])
+        delayed = terms.waiting + sum([one.ends for one in passes[first:]])
         delays_s = 0.0
-        load_s = request.fetch_tokens(instance.id, rank) * LOAD_S
+        load_s = fetched * LOAD_S
         cached = context = request.hit_tokens(instance.id, rank)
         for index in range(first, (at + tokens - context - 1) // chunk + 1):
             part = min(chunk - at % chunk, tokens - context)
@@ -170,9 +173,9 @@ class PassForecast:
         rank = min(self._ranks_for(request), key=lambda d: self._cost_on_s(request, d, terms))
         cached = request.hit_tokens(self.instance.id, rank)
         weight = self._weight_of(request.uncached_tokens)
-        self._ahead[rank], _ = self._begins_at(request, rank)
-        load_s = request.fetch_tokens(self.instance.id, rank) * LOAD_S
-        self._lay(rank, request.prompt_tokens - cached, cached, weight, load_s)
+        fetched = request.fetch_tokens(self.instance.id, rank)
+        self._ahead[rank], _ = self._begins_at(rank, fetched)
+        self._lay(rank, request.prompt_tokens - cached, cached, weight, fetched * LOAD_S)
         return Home(self.instance.id, rank)
 
     def _weight_of(self, tokens: int) -> float:

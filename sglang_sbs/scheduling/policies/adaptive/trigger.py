@@ -35,9 +35,9 @@ instance, or for one that is computing the same (``cache_affinity``).
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from itertools import islice
+from itertools import islice, tee
 
 from sglang_sbs.scheduling.paging import paged
 from sglang_sbs.scheduling.policies.adaptive.cache_affinity import BatchAffinity, CacheAffinity
@@ -102,6 +102,8 @@ class Decision:
     """Those that should get one for the pass after their next."""
     home_of: dict[str, Home] | None = None
     """Where each request should go; None: anywhere, for a fair share of the queue."""
+    in_order: Iterator[Request] = field(init=False)
+    """See :meth:`AdaptiveTrigger._in_order`. A tee: nobody advances this one itself."""
 
     def passes_of(self, instance: PrefillInstance) -> int:
         """For how many passes together it gets requests."""
@@ -189,6 +191,8 @@ class AdaptiveTrigger(PrefillPolicy):
         if not one.candidates and self._decision_s != now_s:
             return self._later(one)
         affinity = self._decision_at(one)
+        homes, in_order = one.home_of, queue.in_order()
+        (one.in_order,) = tee(in_order if homes is None else self._in_order(one, homes), 1)
         tried = 0
         for instance in one.candidates:
             every = self._long.uneven_chunks or one.chunked
@@ -402,6 +406,29 @@ class AdaptiveTrigger(PrefillPolicy):
             passed_over=allocation.left,
         )
 
+    def _in_order(self, one: Decision, home_of: dict[str, Home]) -> Iterator[Request]:
+        """All that wait, in order, but for those that no instance takes or counts: they are passed
+        once, not once for each instance. Who comes after one that matters is told of as well."""
+        patient_s = self._patient_s(one)
+
+        def matters(request: Request) -> bool:
+            return (
+                request.rid in home_of
+                or bool(request.exclude)
+                or request.arrived_s <= patient_s
+                or not one.admissible(request)
+            )
+
+        told = True
+        for request in one.queue.in_order():
+            if told or matters(request):
+                yield request
+                told = matters(request)
+
+    def _patient_s(self, one: Decision) -> float:
+        """Whatever was predicted, nobody who came before this waits for a cached prefix."""
+        return one.at.now_s + _EPSILON_S - self._hold_s()
+
     def _gather(
         self,
         instance: PrefillInstance,
@@ -417,21 +444,21 @@ class AdaptiveTrigger(PrefillPolicy):
         most = math.inf if places is None else sum(places)
         most = min(most, one.starts.in_time.get(instance.id, math.inf))
         spare = room if one.queue.tokens > keep_tokens else 0
-        # Whatever was predicted, nobody waits for a cached prefix longer than this.
-        patient_s = one.at.now_s + _EPSILON_S - self._hold_s()
-        home_of, page = one.home_of, instance.page
+        patient_s = self._patient_s(one)
+        home_of, page, admissible = one.home_of, instance.page, one.admissible
         even = not self._long.uneven_chunks
         head: list[Request] = []
         rest: list[Request] = []
         taken = refused = forbidden = 0
         most_taken, most_both = room + spare, 2 * most if spare else most
         full = most_taken <= 0 or most_both <= 0
-        for request in one.queue.in_order():
+        one.in_order, in_order = tee(one.in_order)
+        for request in in_order:
             if full or affinity.deferred >= MAX_DEFERRED or refused >= MOST_REFUSED:
                 break
             if request.exclude and not request.may_use(instance, one.instances):
                 forbidden += 1
-            elif not one.admissible(request):
+            elif not admissible(request):
                 refused += 1
             elif (
                 (even or one.overdue or self._long.suits(request, instance, one.instances))
