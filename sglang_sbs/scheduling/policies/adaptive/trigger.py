@@ -61,6 +61,9 @@ from sglang_sbs.scheduling.request import Request, uncached_tokens_of
 MOST_HOLD_PASSES = 5.0
 """A hold ends after so many mean forward times, or what is configured if that is longer: passes of
 large chunks take seconds."""
+MOST_LATENCY_PASSES = 2
+"""On their way for so many passes or more, requests leave when they come: what is known when a pass
+ends is no help for the one they will be in, and one batch per pass would leave the engine idle."""
 MOST_JOINING = 64
 """With more waiting nobody joins a batch on its way: they were left for later passes on purpose."""
 MAX_TRIED = 2
@@ -95,6 +98,8 @@ class Decision:
     meanwhile."""
     all_idle: bool
     starts: Starts
+    under_way: int
+    """For how many passes of an instance requests are on their way to it; over 1, none waits."""
     wake_s: float
     """When to decide again, at the latest."""
     candidates: list[PrefillInstance] = field(default_factory=list)
@@ -105,7 +110,8 @@ class Decision:
 
     def passes_of(self, instance: PrefillInstance) -> int:
         """For how many passes together it gets requests."""
-        return 2 if instance in self.ahead and len(instance.passes) == 1 else 1
+        ahead = instance in self.ahead and len(instance.passes) == 1
+        return max(self.under_way, 2 if ahead else 1)
 
 
 class AdaptiveTrigger(PrefillPolicy):
@@ -143,6 +149,9 @@ class AdaptiveTrigger(PrefillPolicy):
             self.starts.add(self._planned_s, forget_s=now_s - self._offered.pass_s)
 
     def on_landing(self, seen: Observation, ranks: int, now_s: float) -> None:
+        if self._under_way() > 1 and seen.soonest_s < math.inf:
+            # Nobody is idle while so much is on its way, so nothing else tells of L_net.
+            self._interval.observe([seen.soonest_s], now_s)
         self._lead.observe(
             seen,
             now_s,
@@ -161,6 +170,12 @@ class AdaptiveTrigger(PrefillPolicy):
         chunks = request.uncached_tokens / self._long.chunk_tokens
         shift_s = self._urgency.shift_s(request, chunks)
         return request.arrived_s + self._ageing_s() * min(1.0, chunks) + shift_s
+
+    def _under_way(self) -> int:
+        """How many passes an instance makes until what is sent is computed, if it is on its way for
+        so many that nothing is gained by holding it; else 1."""
+        passes = self._interval.lone_s / self._interval.mean_forward_s
+        return 1 + int(passes) if passes >= MOST_LATENCY_PASSES else 1
 
     def _hold_s(self) -> float:
         return max(self._max_hold_s, MOST_HOLD_PASSES * self._interval.mean_forward_s)
@@ -235,11 +250,16 @@ class AdaptiveTrigger(PrefillPolicy):
             late=self._urgency.matters(now_s) and not chunked,
             all_idle=self._lineup.all_idle,
             starts=self._lineup.starts(at),
+            under_way=self._under_way(),
             wake_s=hold_until_s if at.now_s + _EPSILON_S < hold_until_s else math.inf,
         )
 
     def _open(self, one: Decision) -> None:
         """The instances that may get a batch, or a part of one, at this moment."""
+        if one.under_way > 1:
+            in_order = [one.instances[number] for _, _, number in one.starts]
+            one.candidates = [i for i in in_order if max(i.c_avail(one.under_way)) > 0]
+            return
         now_s, serial_s, queue = one.at.now_s, self._interval.serial_s, one.queue
         whole_s = one.whole_s
         beyond_s = whole_s + _BEYOND_S
@@ -295,7 +315,7 @@ class AdaptiveTrigger(PrefillPolicy):
             return
         if chunked:
             one.ahead = []  # prompts of many chunks keep every pass full as it is
-        elif not one.overdue and not one.all_idle:
+        elif not one.overdue and not one.all_idle and one.under_way == 1:
             one.candidates = self._spaced(one)
         one.candidates = list(dict.fromkeys([*one.ahead, *one.candidates]))
         if chunked:
