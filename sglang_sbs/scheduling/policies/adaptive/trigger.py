@@ -61,9 +61,6 @@ from sglang_sbs.scheduling.request import Request, uncached_tokens_of
 MOST_HOLD_PASSES = 5.0
 """A hold ends after so many mean forward times, or what is configured if that is longer: passes of
 large chunks take seconds."""
-MOST_LATENCY_PASSES = 2
-"""On their way for so many passes or more, requests leave when they come: what is known when a pass
-ends is no help for the one they will be in, and one batch per pass would leave the engine idle."""
 MOST_JOINING = 64
 """With more waiting nobody joins a batch on its way: they were left for later passes on purpose."""
 MAX_TRIED = 2
@@ -99,7 +96,7 @@ class Decision:
     all_idle: bool
     starts: Starts
     under_way: int
-    """For how many passes of an instance requests are on their way to it; over 1, none waits."""
+    """As :meth:`AdaptiveTrigger._under_way`: over 1, nothing waits."""
     wake_s: float
     """When to decide again, at the latest."""
     candidates: list[PrefillInstance] = field(default_factory=list)
@@ -172,10 +169,10 @@ class AdaptiveTrigger(PrefillPolicy):
         return request.arrived_s + self._ageing_s() * min(1.0, chunks) + shift_s
 
     def _under_way(self) -> int:
-        """How many passes an instance makes until what is sent is computed, if it is on its way for
-        so many that nothing is gained by holding it; else 1."""
-        passes = self._interval.lone_s / self._interval.mean_forward_s
-        return 1 + int(passes) if passes >= MOST_LATENCY_PASSES else 1
+        """How many passes an instance begins until what is sent is there. If over 1, nothing is won
+        by holding it: what is known when a pass ends is no help for the one it will be in, and one
+        batch per pass would be one per latency."""
+        return 1 + int(self._interval.lone_s / self._interval.mean_forward_s)
 
     def _hold_s(self) -> float:
         return max(self._max_hold_s, MOST_HOLD_PASSES * self._interval.mean_forward_s)
