@@ -69,6 +69,25 @@ def test_jitter_moves_the_latency_no_further_than_it_moves_requests(jitter: floa
     assert max(seen[len(seen) // 4 :]) < 0.03
 
 
+def test_a_latency_far_above_what_was_assumed_is_learned():
+    """Long before the launch is told of it was presumed."""
+    spec = ClusterSpec(cost=COSTS["mixed"], dispatch_latency_s=0.3, overlap=True)
+    assert learned_latencies_s(spec, 60.0, 10.0)[-1] == pytest.approx(0.3)
+
+
+def test_what_is_on_its_way_for_several_passes_is_not_held():
+    """One batch per pass and instance would be a batch per latency. L_net stays known, although no
+    instance is idle any more."""
+    spec = ClusterSpec(cost=COSTS["mixed"], dispatch_latency_s=1.2, overlap=True)
+    assert learned_latencies_s(spec, 60.0, 50.0)[-1] == pytest.approx(1.2, rel=0.2)
+    mean_s = {}
+    for policy in ("sbs", "eta"):
+        arrivals = synthetic(60.0, 50.0, uniform_like(3000), 7)
+        requests = simulate(arrivals, scheduler_config(policy, 7), spec).requests
+        mean_s[policy] = sum(one.prefilled_s - one.arrived_s for one in requests) / len(requests)
+    assert mean_s["sbs"] < 1.2 * mean_s["eta"]
+
+
 def test_a_latency_is_forgotten_without_an_idle_instance_to_learn_from():
     network = NetworkLatency(0.02)
     hostile(network)

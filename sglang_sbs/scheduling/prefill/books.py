@@ -9,8 +9,8 @@ from typing import Any, Literal
 from sglang_sbs.scheduling.events import InstanceId, InstanceUp
 from sglang_sbs.scheduling.paging import whole_pages
 from sglang_sbs.scheduling.prefill.forward_model import ForwardModel
-from sglang_sbs.scheduling.prefill.passes import Pass
-from sglang_sbs.scheduling.prefill.rank import PrefillRank, Sent
+from sglang_sbs.scheduling.prefill.passes import Pass, Sent
+from sglang_sbs.scheduling.prefill.rank import PrefillRank
 from sglang_sbs.scheduling.prefill.report_limits import DeviceTime
 from sglang_sbs.scheduling.prefill.watchdog import Watchdog
 from sglang_sbs.wire import EndForward

@@ -20,8 +20,8 @@ from collections.abc import Sequence
 
 from sglang_sbs.scheduling.prefill.books import PrefillBooks
 from sglang_sbs.scheduling.prefill.observation import Observation, observe_launch
-from sglang_sbs.scheduling.prefill.passes import Pass, accepted, with_id
-from sglang_sbs.scheduling.prefill.rank import MOST_TAKEN, PrefillRank, Sent
+from sglang_sbs.scheduling.prefill.passes import Pass, Sent, accepted, sent_of, with_id
+from sglang_sbs.scheduling.prefill.rank import MOST_TAKEN, PrefillRank
 from sglang_sbs.scheduling.prefill.report_limits import MOST_CHUNKS, MOST_PASSES, within_limits
 from sglang_sbs.scheduling.report_cursor import SILENT_S
 from sglang_sbs.wire import EndForward
@@ -316,14 +316,14 @@ class PrefillInstance(PrefillBooks):
     def _presume_launch(self, now_s: float, start_s: float) -> None:
         """Believe that the backlog was launched: FCFS per rank, up to the chunk."""
         tokens = []
-        rids: dict[str, tuple[int, float]] = {}
+        rids: dict[str, tuple[int, Sent]] = {}
         queued = []
         for index, rank in enumerate(self.ranks):
             of_queue, of_flight, landed = rank.take_chunk(self.chunk_tokens)
             queued.append(of_queue)
             tokens.append(of_queue + of_flight)
             for rid, sent in landed.items():
-                rids[rid] = index, self.last_dispatch_s if sent is None else sent.at_s
+                rids[rid] = index, sent or Sent(self.last_dispatch_s, joins=True)
         pairs = self._pairs(tokens)
         end_s = max(now_s, start_s + self.model.predict_s(tokens, pairs))
         self.passes.append(Pass(start_s, end_s, tokens, None, rids, queued, pairs))
@@ -331,7 +331,8 @@ class PrefillInstance(PrefillBooks):
     def _acknowledge(
         self, rank: PrefillRank, report: EndForward, lost_requests: int, launch_s: float
     ) -> Observation:
-        sent = [one for rid in report.rids if (one := rank.land(rid)) is not None]
+        named = [rank.land(rid) or sent_of(rid, self.passes) for rid in report.rids]
+        sent = [one for one in named if one is not None]
         if report.kind in ("heartbeat", "idle"):
             rank.taken = [*rank.taken, *sent][-MOST_TAKEN:]
         elif report.kind == "launch":

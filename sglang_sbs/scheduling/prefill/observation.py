@@ -16,11 +16,13 @@ Each sample is of one thing, and what would poison it is left out:
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from sglang_sbs.scheduling.prefill.books import PrefillBooks
-from sglang_sbs.scheduling.prefill.rank import PrefillRank, Sent
+from sglang_sbs.scheduling.prefill.passes import Sent
+from sglang_sbs.scheduling.prefill.rank import PrefillRank
 from sglang_sbs.wire import EndForward
 
 _ON_TIME_S = 0.002
@@ -44,6 +46,8 @@ class Observation:
     any more."""
     left_behind_s: list[float] = field(default_factory=list)
     """As ``landed_s`` for those that have to wait for the next pass although this one had room."""
+    soonest_s: float = math.inf
+    """How long before the launch the last of those was sent that are in it: L_net at most."""
     torn: float | None = None
     """Of a batch that was sent to the idle instance: the share of its requests for this rank that
     its launch left behind."""
@@ -69,6 +73,7 @@ def observe_launch(
     """Requests of the batch that woke the instance."""
     for sent in accepted:
         ahead_s = max(0.0, launch_s - sent.left_s)
+        learned.soonest_s = min(learned.soonest_s, ahead_s)
         if sent.to_idle:
             if sent.at_s >= free_since_s:
                 started += sent.requests > 1

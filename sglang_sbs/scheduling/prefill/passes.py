@@ -2,8 +2,28 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+
+
+@dataclass(slots=True)
+class Sent:
+    """How the requests of a batch were dispatched; each refers to it until its rank accepts it."""
+
+    at_s: float
+    to_idle: bool = False
+    """Nothing ran or waited at the instance, so its next launch is due to this batch alone."""
+    joins: bool = False
+    """Another batch was on its way already."""
+    requests: int = 1
+    left_s: float = -math.inf
+    """When the last of them has left: they leave one after the other."""
+    has_told: bool = False
+    """Its latency was taken."""
+
+    def __post_init__(self) -> None:
+        self.left_s = max(self.at_s, self.left_s)
 
 
 @dataclass(slots=True)
@@ -17,8 +37,8 @@ class Pass:
     """Extend tokens per DP rank."""
     forward_id: int | None
     """None: presumed, not reported."""
-    rids: dict[str, tuple[int, float]] = field(default_factory=dict)
-    """Requests presumed to complete in it: their rank, and when they were sent."""
+    rids: dict[str, tuple[int, Sent]] = field(default_factory=dict)
+    """Requests presumed to complete in it: their rank, and how they were sent."""
     queued: list[int] = field(default_factory=list)
     """What it was presumed to take from the reported queue of each rank, tokens."""
     pairs: list[float] = field(default_factory=list)
@@ -27,6 +47,11 @@ class Pass:
 
 def with_id(passes: Sequence[Pass], forward_id: int) -> Pass | None:
     return next((one for one in passes if one.forward_id == forward_id), None)
+
+
+def sent_of(rid: str, passes: Sequence[Pass]) -> Sent | None:
+    """Of a request that is presumed to be in one of these."""
+    return next((one.rids[rid][1] for one in passes if rid in one.rids), None)
 
 
 def accepted(passes: Sequence[Pass], rids: Sequence[str], rank: int, lost: int) -> int:

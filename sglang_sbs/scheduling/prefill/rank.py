@@ -12,13 +12,12 @@ the message does not know of yet are presumed once more.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from sglang_sbs.scheduling.paging import paged
-from sglang_sbs.scheduling.prefill.passes import Pass
+from sglang_sbs.scheduling.prefill.passes import Pass, Sent
 from sglang_sbs.scheduling.prefill.report_limits import MOST_CHUNKS, MOST_PASSES
 from sglang_sbs.scheduling.report_cursor import ReportCursor
 from sglang_sbs.scheduling.token_ledger import TokenLedger
@@ -30,25 +29,6 @@ _REMEMBERED_PASSES = 16
 
 MOST_TAKEN = 64
 """The newest ones: a rank may never tell of a launch."""
-
-
-@dataclass(slots=True)
-class Sent:
-    """How the requests of a batch were dispatched; each refers to it until its rank accepts it."""
-
-    at_s: float
-    to_idle: bool = False
-    """Nothing ran or waited at the instance, so its next launch is due to this batch alone."""
-    joins: bool = False
-    """Another batch was on its way already."""
-    requests: int = 1
-    left_s: float = -math.inf
-    """When the last of them has left: they leave one after the other."""
-    has_told: bool = False
-    """Its latency was taken."""
-
-    def __post_init__(self) -> None:
-        self.left_s = max(self.at_s, self.left_s)
 
 
 class Presumed(NamedTuple):
@@ -300,10 +280,10 @@ class PrefillRank:
         """They were not launched as presumed. ``index``: of this rank."""
         for one in passes:
             self.queued_tokens += one.queued[index]
-            for rid, (at, sent_s) in one.rids.items():
+            for rid, (at, sent) in one.rids.items():
                 if at == index and rid in self.outstanding:
                     self.flight.add(rid, 0)
-                    self.sent[rid] = Sent(sent_s)
+                    self.sent[rid] = sent
         # Whole again, and the oldest in front: that order is what a lost report is healed by.
         for rid in self.outstanding.oldest():
             if rid in self.flight:

@@ -10,7 +10,8 @@ from model_engine import PrefillEngine
 
 from sglang_sbs.scheduling import InstanceUp
 from sglang_sbs.scheduling.prefill.instance import PrefillInstance
-from sglang_sbs.scheduling.prefill.rank import PrefillRank, Sent
+from sglang_sbs.scheduling.prefill.passes import Sent
+from sglang_sbs.scheduling.prefill.rank import PrefillRank
 
 CHUNK = 1000
 LATENCY_S = 0.005

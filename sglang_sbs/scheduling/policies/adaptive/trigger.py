@@ -95,6 +95,8 @@ class Decision:
     meanwhile."""
     all_idle: bool
     starts: Starts
+    under_way: int
+    """As :meth:`AdaptiveTrigger._under_way`: over 1, nothing waits."""
     wake_s: float
     """When to decide again, at the latest."""
     candidates: list[PrefillInstance] = field(default_factory=list)
@@ -107,7 +109,8 @@ class Decision:
 
     def passes_of(self, instance: PrefillInstance) -> int:
         """For how many passes together it gets requests."""
-        return 2 if instance in self.ahead and len(instance.passes) == 1 else 1
+        ahead = instance in self.ahead and len(instance.passes) == 1
+        return max(self.under_way, 2 if ahead else 1)
 
 
 class AdaptiveTrigger(PrefillPolicy):
@@ -145,6 +148,9 @@ class AdaptiveTrigger(PrefillPolicy):
             self.starts.add(self._planned_s, forget_s=now_s - self._offered.pass_s)
 
     def on_landing(self, seen: Observation, ranks: int, now_s: float) -> None:
+        if self._under_way() > 1 and seen.soonest_s < math.inf:
+            # Nobody is idle while so much is on its way, so nothing else tells of L_net.
+            self._interval.observe([seen.soonest_s], now_s)
         self._lead.observe(
             seen,
             now_s,
@@ -163,6 +169,12 @@ class AdaptiveTrigger(PrefillPolicy):
         chunks = request.uncached_tokens / self._long.chunk_tokens
         shift_s = self._urgency.shift_s(request, chunks)
         return request.arrived_s + self._ageing_s() * min(1.0, chunks) + shift_s
+
+    def _under_way(self) -> int:
+        """How many passes an instance begins until what is sent is there. If over 1, nothing is won
+        by holding it: what is known when a pass ends is no help for the one it will be in, and one
+        batch per pass would be one per latency."""
+        return 1 + int(self._interval.lone_s / self._interval.mean_forward_s)
 
     def _hold_s(self) -> float:
         return max(self._max_hold_s, MOST_HOLD_PASSES * self._interval.mean_forward_s)
@@ -239,11 +251,16 @@ class AdaptiveTrigger(PrefillPolicy):
             late=self._urgency.matters(now_s) and not chunked,
             all_idle=self._lineup.all_idle,
             starts=self._lineup.starts(at),
+            under_way=self._under_way(),
             wake_s=hold_until_s if at.now_s + _EPSILON_S < hold_until_s else math.inf,
         )
 
     def _open(self, one: Decision) -> None:
         """The instances that may get a batch, or a part of one, at this moment."""
+        if one.under_way > 1:
+            in_order = [one.instances[number] for _, _, number in one.starts]
+            one.candidates = [i for i in in_order if max(i.c_avail(one.under_way)) > 0]
+            return
         now_s, serial_s, queue = one.at.now_s, self._interval.serial_s, one.queue
         whole_s = one.whole_s
         beyond_s = whole_s + _BEYOND_S
@@ -299,7 +316,7 @@ class AdaptiveTrigger(PrefillPolicy):
             return
         if chunked:
             one.ahead = []  # prompts of many chunks keep every pass full as it is
-        elif not one.overdue and not one.all_idle:
+        elif not one.overdue and not one.all_idle and one.under_way == 1:
             one.candidates = self._spaced(one)
         one.candidates = list(dict.fromkeys([*one.ahead, *one.candidates]))
         if chunked:
