@@ -243,6 +243,10 @@ def test_an_endforward_socket_others_can_reach_is_warned_about(bind: str, warned
     assert any("without authentication" in text for text in options.warnings) == warned
 
 
+def test_a_front_end_hears_no_endforward_and_warns_of_none() -> None:
+    assert not parse_flags(["--sbs-scheduler", "tcp://127.0.0.1:7700"]).warnings
+
+
 def test_urls_get_one_spelling() -> None:
     options = parse_flags(
         ["--prefill", "P0:30000/", "--decode", "https://D0", "--decode", "[::1]:5"]
