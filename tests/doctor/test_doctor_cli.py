@@ -182,6 +182,14 @@ def test_the_command_on_engines_that_are_not_there(tmp_path: Path) -> None:
     }
 
 
+def test_a_report_that_cannot_be_written_is_told_with_its_flag(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert main(["--router", "http://127.0.0.1:1", "--json", "/dev/null/report"]) == 2
+    said = capsys.readouterr().err.splitlines()[-1]
+    assert said == "sglang-sbs doctor: --json /dev/null/report: Not a directory"
+
+
 async def test_nothing_an_engine_answers_is_a_traceback() -> None:
     """Every field of /server_info (and of the plugin's block) with values of every wrong type."""
     nonsense = [None, -1, 0, 2**63, 1.5, "", "x", [], {}, [None], {"a": []}, True]
