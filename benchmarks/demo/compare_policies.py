@@ -73,6 +73,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         parser.error("--seeds and --requests must be greater than 0")
     if (lacking := without_sglang("bench", on_cpu=True)) is not None:
         parser.error(lacking)
+    try:
+        args.out.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        parser.error(f"--out: {error}")
     console = Console()
     rows = asyncio.run(_sweep(args, console))
     _print(rows, policies, args.loads, console)
@@ -90,7 +94,6 @@ def policy_flags(name: str) -> list[str]:
 async def _sweep(args: argparse.Namespace, console: Console) -> list[dict[str, Any]]:
     policies, loads = args.policies, args.loads
     prefill, decode = args.topology_counts
-    args.out.mkdir(parents=True, exist_ok=True)
     rows = []
     async with running_rig(prefill, decode, args.dp, args.out, console) as rig:
         for load in loads:
