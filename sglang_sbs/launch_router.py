@@ -44,7 +44,7 @@ def main(argv: Sequence[str] | None = None, prog: str | None = None) -> int:
                 "for both"
             )
     except FlagError as error:
-        print(f"{prog or 'launch_router'}: {error}", file=sys.stderr)
+        print(f"launch_router: {error}", file=sys.stderr)
         return 2
     # Who speaks, where several processes write to one log.
     who, as_json = options.role if options.parent_fd is not None else "", options.log_json
@@ -69,6 +69,9 @@ def main(argv: Sequence[str] | None = None, prog: str | None = None) -> int:
     except (OSError, ValueError) as error:
         logger.error("cannot start: %s", plain_error(error))
         return 1
+    except KeyboardInterrupt:
+        logger.info("interrupted before it served")
+        return 130
 
 
 class Router:

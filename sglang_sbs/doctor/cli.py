@@ -40,6 +40,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     except OSError as error:  # the report's file
         print(f"sglang-sbs doctor: {plain_error(error)}", file=sys.stderr)
         return 2
+    except KeyboardInterrupt:
+        print("sglang-sbs doctor: interrupted", file=sys.stderr)
+        return 130
 
 
 async def _examine(options: DoctorOptions) -> int:

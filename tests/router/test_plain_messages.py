@@ -57,6 +57,21 @@ async def test_what_cannot_be_used_is_told_with_its_flag(
     assert "Traceback" not in said and "Unclosed" not in said
 
 
+async def test_a_front_end_that_looks_for_its_scheduler_ends_at_ctrl_c() -> None:
+    process = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-m", "sglang_sbs.launch_router", "--host", "127.0.0.1", "--port", "0"),
+        *("--sbs-scheduler", "ipc:///nobody", "--sbs-tenant-weights", "a=1"),
+        stderr=asyncio.subprocess.PIPE,
+    )
+    assert process.stderr is not None
+    async with asyncio.timeout(START_S):
+        await process.stderr.readuntil(b"--sbs-tenant-header")  # it warns before it looks
+        process.send_signal(signal.SIGINT)
+        said = await process.stderr.read()
+    assert await process.wait() == 130
+    assert b"interrupted before it served" in said and b"Traceback" not in said
+
+
 async def why_it_does_not_start(*flags: str) -> str:
     process = await asyncio.create_subprocess_exec(
         *(sys.executable, "-m", "sglang_sbs.launch_router", *WORKERS, "--host", "127.0.0.1"),
