@@ -44,7 +44,7 @@ def main(argv: Sequence[str] | None = None, prog: str | None = None) -> int:
                 "for both"
             )
     except FlagError as error:
-        print(f"launch_router: {error}", file=sys.stderr)
+        print(f"{prog or 'launch_router'}: {error}", file=sys.stderr)
         return 2
     # Who speaks, where several processes write to one log.
     who, as_json = options.role if options.parent_fd is not None else "", options.log_json
