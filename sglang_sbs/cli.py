@@ -3,6 +3,7 @@ flags; nothing heavy is imported for one that was not asked for."""
 
 from __future__ import annotations
 
+import io
 import os
 import sys
 from collections.abc import Callable, Sequence
@@ -60,6 +61,8 @@ example:
 def main(argv: Sequence[str] | None = None) -> int:
     """Entry point of the console command; the exit code of the verb."""
     words = list(sys.argv[1:] if argv is None else argv)
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="replace")  # what the terminal's encoding does not have
     if argv is None and ASKED in os.environ:
         complete(list(VERBS), _main_of)
         return 1

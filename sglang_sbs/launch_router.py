@@ -14,7 +14,7 @@ from dataclasses import replace
 import uvloop
 
 from sglang_sbs import __version__
-from sglang_sbs.plain_words import counted
+from sglang_sbs.plain_words import counted, naming_file, plain_error
 from sglang_sbs.router.options.arguments import FlagError
 from sglang_sbs.router.options.options import parse_flags
 from sglang_sbs.router.options.router_args import RouterArgs
@@ -44,15 +44,18 @@ def main(argv: Sequence[str] | None = None, prog: str | None = None) -> int:
                 "for both"
             )
     except FlagError as error:
-        print(f"launch_router: {error}", file=sys.stderr)
+        print(f"{prog or 'launch_router'}: {error}", file=sys.stderr)
         return 2
     # Who speaks, where several processes write to one log.
     who, as_json = options.role if options.parent_fd is not None else "", options.log_json
-    set_up_logging(options.log_level, options.log_dir, as_json=as_json, process=who)
-    if options.parent_fd is None:  # its children say nothing that it has said
-        for warning in options.warnings:
-            logger.warning("%s", warning)
+    set_up_logging(options.log_level, as_json=as_json, process=who)
     try:
+        if options.log_dir is not None:
+            with naming_file("--log-dir", options.log_dir):
+                set_up_logging(options.log_level, options.log_dir, as_json=as_json, process=who)
+        if options.parent_fd is None:  # its children say nothing that it has said
+            for warning in options.warnings:
+                logger.warning("%s", warning)
         if options.tokenizer_path is not None and options.role != "scheduler":
             folder = tokenizer_folder(options.tokenizer_path)
             options = replace(options, tokenizer_path=folder)
@@ -64,8 +67,11 @@ def main(argv: Sequence[str] | None = None, prog: str | None = None) -> int:
             return uvloop.run(schedule(options))
         return uvloop.run(serve(options))
     except (OSError, ValueError) as error:
-        logger.error("cannot start: %s", error)
+        logger.error("cannot start: %s", plain_error(error))
         return 1
+    except KeyboardInterrupt:
+        logger.info("interrupted before it served")
+        return 130
 
 
 class Router:

@@ -26,7 +26,9 @@ from sglang_sbs.cluster.plan import (
 from sglang_sbs.cluster.ports import free_port_blocks, is_port_free
 from sglang_sbs.cluster.serve import serve_until_stopped
 from sglang_sbs.extras import only_in_a_checkout, without_sglang
+from sglang_sbs.plain_words import naming_file, plain_error
 from sglang_sbs.router.options.arguments import FlagError
+from sglang_sbs.router.options.option import port
 from sglang_sbs.router.options.options import parse_flags
 from sglang_sbs.router.options.router_options import RouterOptions
 from sglang_sbs.router.prompts.chat_tokenizer import ChatTokenizer
@@ -73,7 +75,7 @@ def build_parser(prog: str = PROG) -> argparse.ArgumentParser:
     add("--prefill-instances", type=int, default=1, metavar="N")
     add("--decode-instances", type=int, default=1, metavar="N")
     add("--host", default="127.0.0.1", help="address of the router (%(default)s)")
-    add("--port", type=int, default=30000, help="port of the router (%(default)s)")
+    add("--port", type=port, default=30000, metavar="PORT", help="port of the router (%(default)s)")
     add(
         "--prefill-args",
         default="",
@@ -217,9 +219,15 @@ def main(arguments: Sequence[str] | None = None, prog: str = PROG) -> None:
         return
     if (lacking := without_sglang("server", on_cpu=_on_cpu(own))) is not None:
         sys.exit(lacking)
-    for flag, port in (("--port", own.port), ("--router-prometheus-port", router.prometheus_port)):
-        if not is_port_free(port):
-            sys.exit(f"port {port} is in use: choose another with {flag}")
+    ports = {"--port": own.port, "--router-prometheus-port": router.prometheus_port}
+    for flag, number in ports.items():
+        if not is_port_free(number):
+            sys.exit(f"port {number} is in use: choose another with {flag}")
+    try:
+        with naming_file("--log-dir", plan.log_dir):
+            plan.log_dir.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        sys.exit(plain_error(error))
     sys.exit(asyncio.run(serve_until_stopped(plan, own.startup_timeout, _say_ready)))
 
 

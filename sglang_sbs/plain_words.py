@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import errno
 import os
+import socket
 import ssl
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 import aiohttp
 
@@ -16,7 +19,8 @@ def counted(number: int, noun: str) -> str:
 
 
 def plain_error(error: BaseException) -> str:
-    """Why a worker did not answer, without the words of the HTTP client."""
+    """Why a worker did not answer, or a router did not start, without the words of the HTTP client
+    and the system's numbers."""
     match error:
         case TimeoutError():
             return "no answer in time"
@@ -26,21 +30,34 @@ def plain_error(error: BaseException) -> str:
             return f"cannot connect to {error.host}:{error.port}: {system_error(error.os_error)}"
         case aiohttp.ServerDisconnectedError():
             return "it closed the connection without an answer"
+        case OSError(errno=int(number)):
+            return str(error).removeprefix(f"[Errno {number}] ")
         case _:
             return str(error) or type(error).__name__
 
 
 @contextmanager
-def naming_port(flag: str, host: str, port: int) -> Iterator[None]:
-    """An error of listening inside names the flag. Raises: OSError."""
+def naming_file(flag: str, path: Path) -> Iterator[None]:
+    """An error of opening it inside names the flag. Raises: OSError."""
     try:
         yield
     except OSError as error:
-        raise OSError(
-            error.errno,
-            f"{flag} {port}: cannot listen at {host}: {system_error(error)}; choose another with "
-            f"{flag}, or end what listens there",
-        ) from error
+        raise OSError(error.errno, f"{flag} {path}: {system_error(error)}") from error
+
+
+@contextmanager
+def naming_port(flag: str, host: str, port: int) -> Iterator[None]:
+    """An error of listening inside names the flag, or that of the host. Raises: OSError."""
+    try:
+        yield
+    except OSError as error:
+        why = system_error(error)
+        if isinstance(error, socket.gaierror) or error.errno == errno.EADDRNOTAVAIL:
+            said = f"{flag.replace('port', 'host')} {host}: cannot listen there: {why}"
+        else:
+            how = f"choose another with {flag}, or end what listens there"
+            said = f"{flag} {port}: cannot listen at {host}: {why}; {how}"
+        raise OSError(error.errno, said) from error
 
 
 def system_error(error: OSError) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import subprocess
 import sys
 from importlib import import_module
@@ -9,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from sglang_sbs import __version__, checkout
+from sglang_sbs import __version__, checkout, cli
 from sglang_sbs.cli import VERBS, main
 
 IN_A_CHECKOUT = [verb for verb in VERBS if VERBS[verb].module.startswith("benchmarks.")]
@@ -29,6 +30,14 @@ def test_version(capsys):
 def test_an_unknown_verb_names_the_known_ones(capsys):
     assert main(["rooter"]) == 2
     assert "router" in capsys.readouterr().err
+
+
+def test_a_terminal_that_is_not_utf_8_gets_question_marks(monkeypatch):
+    written = io.BytesIO()
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(written, "ascii", write_through=True))
+    monkeypatch.setattr(cli, "_main_of", lambda _verb: lambda _words: print("rank 0 …"))
+    assert main(["top"]) == 0
+    assert written.getvalue() == b"rank 0 ?\n"
 
 
 @pytest.mark.parametrize("verb", VERBS)

@@ -20,6 +20,7 @@ from benchmarks.demo.runs import Run
 from benchmarks.demo.virtual_cluster import running_rig
 from sglang_sbs.extras import without_sglang
 from sglang_sbs.scheduling import POLICIES
+from sglang_sbs.simulator.options.common import numbers
 
 POLICY_NAMES = ("sbs", "sbs_paper", *(p for p in POLICIES if p != "sbs"))
 NO_FLOW_CONTROL = ["--sbs-n-limit", "1000000"]
@@ -48,7 +49,7 @@ def build_parser() -> argparse.ArgumentParser:
     add("--dp", type=int, default=2, help="DP ranks per instance (default 2)")
     default, says = "sbs,sbs_paper,round_robin,least_tokens", ", ".join(POLICY_NAMES)
     add("--policies", default=default, help=f"comma-separated, of {says}")
-    add("--loads", default="0.6,0.9", help="shares of capacity (default 0.6,0.9)")
+    add("--loads", type=numbers, default=[0.6, 0.9], help="shares of capacity (default 0.6,0.9)")
     add("--seeds", type=int, default=1, help="arrival seeds per cell (default 1)")
     add("--requests", type=int, default=300, help="per run (default 300)")
     add("--json", type=Path, metavar="FILE", help="write one row per run here")
@@ -66,16 +67,19 @@ def main(argv: Sequence[str] | None = None) -> int:
         parser.error(f"--policies: {unknown[0]!r} is not one of {', '.join(POLICY_NAMES)}")
     try:
         args.topology_counts = parse_topology(args.topology)
-        loads = args.loads = [float(load) for load in args.loads.split(",")]
     except ValueError as error:
         parser.error(str(error))
-    if min(loads) <= 0 or args.seeds < 1 or args.requests < 1:
-        parser.error("--loads, --seeds and --requests must be greater than 0")
+    if args.seeds < 1 or args.requests < 1:
+        parser.error("--seeds and --requests must be greater than 0")
     if (lacking := without_sglang("bench", on_cpu=True)) is not None:
         parser.error(lacking)
+    try:
+        args.out.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        parser.error(f"--out: {error}")
     console = Console()
     rows = asyncio.run(_sweep(args, console))
-    _print(rows, policies, loads, console)
+    _print(rows, policies, args.loads, console)
     write_json(args.json, rows)
     return 1 if any(row["failed"] for row in rows) else 0
 
@@ -90,7 +94,6 @@ def policy_flags(name: str) -> list[str]:
 async def _sweep(args: argparse.Namespace, console: Console) -> list[dict[str, Any]]:
     policies, loads = args.policies, args.loads
     prefill, decode = args.topology_counts
-    args.out.mkdir(parents=True, exist_ok=True)
     rows = []
     async with running_rig(prefill, decode, args.dp, args.out, console) as rig:
         for load in loads:

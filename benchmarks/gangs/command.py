@@ -32,6 +32,7 @@ from benchmarks.demo.virtual_cluster import (
 )
 from benchmarks.gangs.gangs import AIM_S, Figures, figures, read_gangs
 from sglang_sbs.cluster.local import ClusterStartError
+from sglang_sbs.simulator.options.common import numbers
 from tools.cpu_engine.tiny_model import cached_tiny_model
 
 _WARM_UP_REQUESTS = 40
@@ -88,7 +89,8 @@ def build_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument(
         "--loads",
-        default="0.4,0.8",
+        type=numbers,
+        default=[0.4, 0.8],
         help="shares of what full chunks on every rank serve (0.4,0.8)",
     )
     parser.add_argument("--seeds", type=int, default=1, help="arrival seeds per load (1)")
@@ -114,9 +116,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parser.parse_args(argv)
     try:
         topology = parse_topology(args.topology)
-        loads = [float(load) for load in args.loads.split(",")]
-        if min(loads) <= 0 or min(args.seeds, args.requests, args.dp) < 1 or args.skip < 0:
-            raise ValueError("--loads, --seeds, --requests and --dp must be greater than 0")
+        if min(args.seeds, args.requests, args.dp) < 1 or args.skip < 0:
+            raise ValueError("--seeds, --requests and --dp must be greater than 0")
         check_busy(args.busy)
         args.attention_tp = attention_tp_of(args)
         if args.nodes < 1 or args.dp * args.attention_tp % args.nodes:
@@ -129,7 +130,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             rows = [_row(str(path), [path], args.skip) for path in args.logs]
         else:
             with burners(args.busy):
-                rows = asyncio.run(_runs(args, topology, loads, console))
+                rows = asyncio.run(_runs(args, topology, args.loads, console))
     except (ClusterStartError, RuntimeError, OSError, ValueError) as error:
         console.print(f"stopped: {error}", highlight=False, markup=False)
         return 1

@@ -22,6 +22,7 @@ from sglang_sbs.doctor.report import (
     print_features,
     print_report,
 )
+from sglang_sbs.plain_words import naming_file, plain_error
 from sglang_sbs.router.options.arguments import FlagError
 from sglang_sbs.router.options.tls import worker_ssl
 
@@ -37,8 +38,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         return asyncio.run(_examine(options))
     except OSError as error:  # the report's file
-        print(f"sglang-sbs doctor: {error}", file=sys.stderr)
+        print(f"sglang-sbs doctor: {plain_error(error)}", file=sys.stderr)
         return 2
+    except KeyboardInterrupt:
+        print("sglang-sbs doctor: interrupted", file=sys.stderr)
+        return 130
 
 
 async def _examine(options: DoctorOptions) -> int:
@@ -59,7 +63,8 @@ async def _examine(options: DoctorOptions) -> int:
         if options.json == Path("-"):
             sys.stdout.write(data.decode())
             return code
-        options.json.write_bytes(data)
+        with naming_file("--json", options.json):
+            options.json.write_bytes(data)
     show(quiet=options.quiet)
     return code
 

@@ -143,12 +143,12 @@ def features_json(facts: ClusterFacts, rows: Sequence[FeatureRow]) -> dict[str, 
 def print_features(
     console: Console, facts: ClusterFacts, rows: Sequence[FeatureRow], *, quiet: bool
 ) -> None:
-    """One line per feature, and whose word the table is. ``quiet``: without what is on."""
+    """One line per feature, and whose word the table is. ``quiet``: only what could be better."""
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
     for title in ("feature", "state", "why", "what to change"):
         table.add_column(title, overflow="fold", no_wrap=title == "state")
     for row in rows:
-        if not (quiet and row.state is State.ON):
+        if row.change or row.state is State.UNKNOWN or not quiet:
             state = Text(str(row.state), style=_STYLES[row.state])
             table.add_row(Text(row.title), state, Text(row.why), Text(row.change or "-"))
     console.print(table)

@@ -23,6 +23,8 @@ KEY_FILE = "SGLANG_SBS_KEY_FILE"
 NODE_HOST = "SGLANG_SBS_NODE_HOST"
 GANG_GATE_MS = "SGLANG_SBS_GANG_GATE_MS"
 _PREFIX = "SGLANG_SBS_"
+DEFAULT_GATE_MS = 40.0
+"""Where nobody chose: the way of the leg at decode, and a pass there."""
 MOST_GATE_MS = 200.0
 
 
@@ -64,11 +66,11 @@ def load_config(environ: MutableMapping[str, str]) -> HookConfig:
     if bind is not None:
         how = "the endpoint of DP rank 0, e.g. tcp://*:7600 (rank d binds port 7600 + d)"
         _split(BIND, bind, how)
-    gate_ms = _number(given, GANG_GATE_MS, default=20.0, least=0.0)
+    gate_ms = _number(given, GANG_GATE_MS, default=DEFAULT_GATE_MS, least=0.0)
     if gate_ms > MOST_GATE_MS:
         raise ConfigError(
             f"{GANG_GATE_MS}: {given[GANG_GATE_MS]!r} is more than {MOST_GATE_MS:g}, longer than "
-            "any batch should wait; write e.g. 20, 0 for never, or unset it"
+            "any batch should wait; write e.g. 40, 0 for never, or unset it"
         )
     if not given.get(BOOT_ID):
         given[BOOT_ID] = environ[BOOT_ID] = uuid.uuid4().hex

@@ -55,6 +55,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from sglang_sbs.engine import collect
+from sglang_sbs.engine.config import DEFAULT_GATE_MS
 from sglang_sbs.engine.gang_board import MOST_RANKS, Board, SocketBoard, Word
 from sglang_sbs.engine.gang_gather import GatherBoard
 from sglang_sbs.engine.room_status import TAKEN_IN
@@ -63,8 +64,6 @@ from sglang_sbs.wire.gangs import SIZED_RID_PREFIX, GangPart, part_of_room
 
 logger = logging.getLogger(__name__)
 
-DEFAULT_GATE_MS = 40.0
-"""Where nobody chose: the way of the leg at decode, and a pass there."""
 POLL_S = 0.001
 ARRIVAL_SHARE = 5
 _PATIENCE = 4

@@ -124,11 +124,11 @@ def _one(action: str, item: Installed, patches: list[Patch], version: str | None
     report = Report(item.package, item.version, str(item.root))
     named, release = f"{item.package} {item.version}", version or item.version
     patch = next((p for p in patches if p.package == item.package and release in p.versions), None)
-    if item.has_plugins:
+    if release != item.version and not item.is_source_build:
+        report.message = f"{named} is installed, not {release}"
+    elif item.has_plugins:
         report.state, report.ok = "unneeded", True
         report.message = f"nothing to patch: {named} loads plugins by itself"
-    elif release != item.version and not item.is_source_build:
-        report.message = f"{named} is installed, not {release}"
     elif patch is None:
         report.message, report.ok = _no_patch(item, release, patches), action == "revert"
     elif item.editable is not None:

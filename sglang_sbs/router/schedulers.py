@@ -15,6 +15,7 @@ import msgspec
 from prometheus_client.core import Metric
 
 from sglang_sbs.dashboard.feed import LocalFeed
+from sglang_sbs.plain_words import naming_file
 from sglang_sbs.router.assignment.assigner import Dispatcher
 from sglang_sbs.router.assignment.scheduler_driver import SchedulerLike
 from sglang_sbs.router.errors import RouterError
@@ -59,16 +60,24 @@ class OwnScheduler:
     ) -> None:
         """``scheduler`` replaces the real one (tests). ``silenced``: see
         :class:`~sglang_sbs.router.workers.worker.WorkerEvents`."""
-        log = EventLogWriter(options.event_log, options.scheduler) if options.event_log else None
+        self._options = options
         self.dispatcher = dispatcher = Dispatcher(
             scheduler or Scheduler(options.scheduler),
             counts=metrics.decided,
-            event_log=log,
             give_up_s=options.scheduler.default_timeout_s + OVERDUE_S,
         )
         self._watch = Watch(options, dispatcher.submit, find_owner, metrics, session, silenced)
-        self.registry, self.start = self._watch.registry, self._watch.start
+        self.registry = self._watch.registry
         self.feed = LocalFeed(dispatcher.pump, problems=lambda: problems_of(self.registry))
+
+    async def start(self) -> str | None:
+        """As :meth:`.Watch.start`. Raises also: OSError, the event log cannot be written."""
+        options = self._options
+        if options.event_log is not None:  # before any event
+            with naming_file("--sbs-event-log", options.event_log):
+                log = EventLogWriter(options.event_log, options.scheduler)
+            self.dispatcher.pump.event_log = log
+        return await self._watch.start()
 
     async def add_worker(self, url: str, role: InstanceRole, bootstrap_port: int | None) -> Worker:
         return self._watch.add_worker(url, role, bootstrap_port)

@@ -65,7 +65,9 @@ def keys_in(path: Path) -> CurveKeys:
     """The keys of the secret in a file. Raises: SecretError."""
     try:
         return keys_of(path.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError) as error:
+    except OSError as error:
+        raise SecretError(f"cannot read {path}: {error.strerror}") from error
+    except UnicodeDecodeError as error:
         raise SecretError(f"cannot read {path}: {error}") from error
     except SecretError as error:
         raise SecretError(f"{path}: {error}") from error

@@ -93,7 +93,7 @@ def check(command: Command) -> None:
         _check_server(["--model-path", rest[1], *rest[4:]], command)  # serve MODEL
     elif program == "pytest":
         _check_pytest(rest)
-    elif program == "pip":
+    elif program in ("pip", ".venv/bin/pip"):
         _check_pip(rest)
     elif program == "curl":
         curl_requests(rest)

@@ -118,6 +118,18 @@ def test_variables_exist_and_those_of_the_hook_are_documented() -> None:
     assert set(named(re.compile(r"SGLANG_SBS_[A-Z_]*[A-Z]"))) <= our_variables()
 
 
+def test_every_error_code_is_documented() -> None:
+    raised = re.compile(r"RouterError\(\s*\d+, \"([a-z_]+)\"")
+    codes = {
+        code
+        for path in (ROOT / "sglang_sbs/router").rglob("*.py")
+        for code in raised.findall(path.read_text())
+    }
+    assert len(codes) > 15
+    page = (ROOT / "docs/router.md").read_text()
+    assert {code for code in codes if f"`{code}`" not in page} == set()
+
+
 def test_every_documented_metric_is_exported() -> None:
     """By its name in the source; a counter's there may lack the ``_total``."""
     source = "".join(

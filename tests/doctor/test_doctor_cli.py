@@ -9,12 +9,14 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from unittest.mock import Mock
 
 import orjson
 import pytest
 from doctor_rig import Rig, rig
 from rich.console import Console
 
+from sglang_sbs.doctor import cli
 from sglang_sbs.doctor.cli import main
 from sglang_sbs.doctor.examine import CATALOGUE, gather, judge
 from sglang_sbs.doctor.findings import GROUPS, Finding, Severity, Verdict, verdict
@@ -180,6 +182,22 @@ def test_the_command_on_engines_that_are_not_there(tmp_path: Path) -> None:
         "reach.unreachable",
         "reach.no-pair",
     }
+
+
+def test_a_report_that_cannot_be_written_is_told_with_its_flag(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert main(["--router", "http://127.0.0.1:1", "--json", "/dev/null/report"]) == 2
+    said = capsys.readouterr().err.splitlines()[-1]
+    assert said == "sglang-sbs doctor: --json /dev/null/report: Not a directory"
+
+
+def test_ctrl_c_is_no_traceback(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(cli, "gather", Mock(side_effect=KeyboardInterrupt))
+    assert main(["--router", "http://127.0.0.1:1"]) == 130
+    assert "sglang-sbs doctor: interrupted" in capsys.readouterr().err
 
 
 async def test_nothing_an_engine_answers_is_a_traceback() -> None:

@@ -63,6 +63,8 @@ def test_an_engine_that_loads_plugins_needs_nothing(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     site = Site.make(tmp_path, "0.5.23", files=OLD | {"sglang/srt/plugins/hook_registry.py": ""})
+    assert run(tmp_path, "apply", "--version", "0.5.9") == 1
+    assert "sglang 0.5.23 is installed, not 0.5.9" in capsys.readouterr().out
     for action in ("status", "apply", "revert"):
         assert run(tmp_path, action) == 0
         assert "nothing to patch" in capsys.readouterr().out

@@ -350,7 +350,7 @@ async def test_the_listener_sees_where_messages_come_from(
     assert endpoint is not None
     told = KvAddress(host, system.source.port + 1, system.source.port + 3)
     try:
-        with speaking(endpoint.replace("[::ffff:127.0.0.1]", "127.0.0.1"), secret) as sock:
+        with speaking(endpoint, secret) as sock:
             async with asyncio.timeout(20):
                 seq = 0
                 while not (system.worker.kv_endpoints or system.worker.kv_refused):

@@ -33,20 +33,56 @@ def taken() -> Iterator[int]:
 @pytest.mark.parametrize("workers", ["1", "2"])
 @pytest.mark.parametrize("flag", ["--port", "--prometheus-port", "--sbs-endforward-bind"])
 async def test_a_port_in_use_is_told_with_its_flag(flag: str, workers: str, taken: int) -> None:
-    ports = {"--port": "0", "--prometheus-port": "0", "--sbs-endforward-bind": "none"}
-    ports[flag] = f"tcp://127.0.0.1:{taken}" if flag.endswith("bind") else str(taken)
+    value = f"tcp://127.0.0.1:{taken}" if flag.endswith("bind") else str(taken)
+    said = await why_it_does_not_start("--workers", workers, flag, value)
+    assert re.search(rf"start: {flag} {value}: .*[Aa]ddress already in use", said)
+
+
+@pytest.mark.parametrize("workers", ["1", "2"])
+@pytest.mark.parametrize(
+    ("flag", "value", "why"),
+    [
+        ("--host", "192.0.2.77", "cannot listen there: Cannot assign requested address"),
+        ("--host", "nobody.invalid", "cannot listen there: "),
+        ("--prometheus-host", "nobody.invalid", "cannot listen there: "),
+        ("--log-dir", "/dev/null/logs", "Not a directory"),
+        ("--sbs-event-log", "/dev/null/log", "Not a directory"),
+    ],
+)
+async def test_what_cannot_be_used_is_told_with_its_flag(
+    flag: str, value: str, why: str, workers: str
+) -> None:
+    said = await why_it_does_not_start("--workers", workers, flag, value)
+    assert f"cannot start: {flag} {value}: {why}" in said
+    assert "Traceback" not in said and "Unclosed" not in said
+
+
+async def test_a_front_end_that_looks_for_its_scheduler_ends_at_ctrl_c() -> None:
     process = await asyncio.create_subprocess_exec(
-        *(sys.executable, "-m", "sglang_sbs.launch_router", *WORKERS, "--workers", workers),
-        *("--host", "127.0.0.1", "--prometheus-host", "127.0.0.1"),
-        *(word for pair in ports.items() for word in pair),
+        *(sys.executable, "-m", "sglang_sbs.launch_router", "--host", "127.0.0.1", "--port", "0"),
+        *("--sbs-scheduler", "ipc:///nobody", "--sbs-tenant-weights", "a=1"),
+        stderr=asyncio.subprocess.PIPE,
+    )
+    assert process.stderr is not None
+    async with asyncio.timeout(START_S):
+        await process.stderr.readuntil(b"--sbs-tenant-header")  # it warns before it looks
+        process.send_signal(signal.SIGINT)
+        said = await process.stderr.read()
+    assert await process.wait() == 130
+    assert b"interrupted before it served" in said and b"Traceback" not in said
+
+
+async def why_it_does_not_start(*flags: str) -> str:
+    process = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-m", "sglang_sbs.launch_router", *WORKERS, "--host", "127.0.0.1"),
+        *("--prometheus-host", "127.0.0.1", "--port", "0", "--prometheus-port", "0"),
+        *("--sbs-endforward-bind", "none", *flags),
         stderr=asyncio.subprocess.PIPE,
     )
     async with asyncio.timeout(START_S):
         _, said = await process.communicate()
     assert process.returncode == 1
-    assert re.search(
-        rf"{flag} (tcp://127.0.0.1:)?{taken}: .*[Aa]ddress already in use", said.decode()
-    )
+    return said.decode()
 
 
 @pytest.mark.parametrize(

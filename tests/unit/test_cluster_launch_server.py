@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from sglang_sbs import checkout
+from sglang_sbs import checkout, launch_server
 from sglang_sbs.cluster.plan import PlanError
 from sglang_sbs.launch_server import main, split_flags
 
@@ -73,6 +73,7 @@ def test_a_wheel_says_where_engines_on_cpu_can_be_had(
         (["--model-path", "/m", "--decode-instances", "0"], "--decode-instances must be at least"),
         (["--model-path", "/m", "--virtual-gpu", "{]"], "--virtual-gpu: .* is not valid JSON"),
         (["--model-path", "/m", "--disaggregation-mode", "prefill"], "use --prefill-instances"),
+        (["--model-path", "/m", "--port", "70000"], "--port: '70000' is not a port"),
     ],
 )
 def test_a_bad_flag_ends_with_a_message_that_names_it(
@@ -82,6 +83,15 @@ def test_a_bad_flag_ends_with_a_message_that_names_it(
         main([*arguments, "--dry-run"])
     assert ended.value.code == 2
     assert re.search(complaint, capsys.readouterr().err)
+
+
+def test_a_log_folder_that_cannot_be_made_is_told_with_its_flag(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(launch_server, "without_sglang", lambda *_, **__: None)
+    ports = ("--port", "0", "--router-prometheus-port", "0")
+    with pytest.raises(SystemExit, match=r"^--log-dir /dev/null/x: Not a directory$"):
+        main(["--model-path", "/m", "--log-dir", "/dev/null/x", *ports])
 
 
 def test_help_teaches_with_an_example(capsys: pytest.CaptureFixture[str]) -> None:

@@ -22,8 +22,7 @@ from benchmarks.listener import ReportListener, boots
 from sglang_sbs.cluster.local import LocalCluster
 from sglang_sbs.cluster.plan import PORTS_PER_INSTANCE, ClusterOptions, pd_urls, plan_cluster
 from sglang_sbs.cluster.ports import free_port_blocks
-from sglang_sbs.engine.config import GANG_GATE_MS, MOST_GATE_MS
-from sglang_sbs.engine.gang_hold import DEFAULT_GATE_MS
+from sglang_sbs.engine.config import DEFAULT_GATE_MS, GANG_GATE_MS, MOST_GATE_MS
 from sglang_sbs.simulator.cluster.cost import CostError, PassCost
 from tools.cpu_engine.engines import CpuEngines
 from tools.cpu_engine.tiny_model import cached_tiny_model

@@ -15,7 +15,7 @@ from sglang_sbs.router.options import config, keys
 from sglang_sbs.router.options.arguments import FlagError, build_parser
 from sglang_sbs.router.options.option import read
 from sglang_sbs.router.options.router_options import RouterOptions
-from sglang_sbs.router.options.several import is_local, several_of
+from sglang_sbs.router.options.several import SeveralProcesses, is_local, several_of
 from sglang_sbs.router.options.stock import IGNORED_FLAGS, NEAREST_POLICY, REFUSED_FLAGS
 from sglang_sbs.router.options.table import GROUPS
 from sglang_sbs.scheduling.config import SchedulerConfig
@@ -64,14 +64,14 @@ def _options_of(args: argparse.Namespace) -> RouterOptions:
         if times > 1:
             raise ValueError(f"worker {url} is listed twice")
     _check_values(args, warnings)
-    bind = _endforward_bind(args, warnings)
+    several = several_of(args, warnings)
+    bind = _endforward_bind(args, several, warnings)
     warnings += [
         f"{path} can be read by other users of this machine: chmod 600 it"
         for path in (args.sbs_key_file, args.sbs_endforward_key_file)
         if path is not None and path.exists() and path.stat().st_mode & 0o077
     ]
     policy = _policy(args.policy, warnings)
-    several = several_of(args, warnings)
     discovery, jwt = _discovery(args, warnings), _jwt(args)
     starts_empty = args.pd_disaggregation and not (prefill or decode or discovery)
     if starts_empty and several.role != "front-end":
@@ -134,13 +134,17 @@ def _check_values(args: argparse.Namespace, warnings: list[str]) -> None:
         warnings.append(f"--rate-limit-tokens-per-second has no effect without {missing}")
 
 
-def _endforward_bind(args: argparse.Namespace, warnings: list[str]) -> str | None:
+def _endforward_bind(
+    args: argparse.Namespace, several: SeveralProcesses, warnings: list[str]
+) -> str | None:
     bind: str = args.sbs_endforward_bind
     if bind.lower() == "none":
         return None
     if not bind.startswith(("tcp://", "ipc://")):
         how = "write tcp://HOST:PORT, e.g. tcp://0.0.0.0:7600, or none"
         raise FlagError(f"--sbs-endforward-bind {bind!r}: {how}")
+    if several.role == "front-end":
+        return bind  # engines speak to the scheduler
     if not is_local(bind) and args.sbs_endforward_key_file is None:
         warnings.append(
             f"--sbs-endforward-bind {bind} takes messages from whoever can reach it, without "

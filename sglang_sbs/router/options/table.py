@@ -63,7 +63,7 @@ GROUPS: dict[str, tuple[Option, ...]] = {
         Option("worker-startup-timeout-secs", "monitor.startup_timeout_s", seconds,
             "complain when a worker is not up by then"),
         Option("worker-startup-check-interval", "monitor.startup_check_interval_s", seconds,
-            "longest pause between looks at a worker that is starting"),
+            "longest pause between looks at a worker that is starting", metavar="SECONDS"),
     ),
     "workers in Kubernetes": (
         Option("service-discovery", "", switch,
@@ -308,7 +308,8 @@ GROUPS: dict[str, tuple[Option, ...]] = {
     ),
     "traces": (
         Option("enable-trace", "", switch, "send OpenTelemetry spans; needs the extra 'trace'"),
-        Option("otlp-traces-endpoint", "", str, "OTLP collector, gRPC", default="localhost:4317"),
+        Option("otlp-traces-endpoint", "", str, "OTLP collector, gRPC", default="localhost:4317",
+            metavar="HOST:PORT"),
     ),
     "of sglang_router": IGNORED_OPTIONS,
 }

@@ -14,6 +14,7 @@ from aiohttp import web
 from prometheus_client.core import Metric
 
 from sglang_sbs.dashboard.feed import LocalFeed
+from sglang_sbs.plain_words import naming_file
 from sglang_sbs.router.assignment.decision_times import lag_families
 from sglang_sbs.router.election import Election, parse_election
 from sglang_sbs.router.metric_families import gauge, total
@@ -66,7 +67,10 @@ class SchedulerProcess:
         assert several.listen is not None, "checked with the command line"
         election = _election_of(several)
         self.lead = Lead(election, several.advertise)
-        log = EventLogWriter(options.event_log, options.scheduler) if options.event_log else None
+        log = None
+        if options.event_log is not None:
+            with naming_file("--sbs-event-log", options.event_log):
+                log = EventLogWriter(options.event_log, options.scheduler)
         self._session = worker_session(options)
         # What is made later is looked up when it is called.
         self._watch = Watch(

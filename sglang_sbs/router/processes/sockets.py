@@ -12,6 +12,7 @@ import zmq
 
 from sglang_sbs.router.processes import messages
 from sglang_sbs.router.processes.messages import FromScheduler, ToScheduler, encode
+from sglang_sbs.router.signals.inbox import endpoint_of
 from sglang_sbs.wire import MalformedMessage
 from sglang_sbs.wire.curve import CurveKeys, Gatekeeper
 
@@ -157,7 +158,7 @@ class SchedulerSocket(_Socket):
             self.close()
             raise OSError(f"--sbs-listen {endpoint}: {error}") from error
         self.watch()
-        return str(self._socket.getsockopt_string(zmq.LAST_ENDPOINT))
+        return endpoint_of(self._socket)
 
     def tell(self, identity: bytes, message: FromScheduler) -> bool:
         return self.send([identity, *encode(message)])

@@ -28,6 +28,7 @@ import msgspec
 import zmq
 
 from sglang_sbs.router.engines.urls import bracketed, is_loopback, split_worker_url
+from sglang_sbs.router.signals.inbox import endpoint_of
 from sglang_sbs.router.workers.registry import Registry
 from sglang_sbs.router.workers.server_info import WorkerInfo
 from sglang_sbs.router.workers.worker import Worker
@@ -129,7 +130,7 @@ class EndForwardListener:
                 self._end_context()
                 text = f"--sbs-endforward-bind {bind}: {error.strerror}"
                 raise OSError(error.errno, text) from error
-            endpoint = listening.getsockopt_string(zmq.LAST_ENDPOINT)
+            endpoint = endpoint_of(listening)
         self._dialling = listening
         self._watch(listening)
         if keys is not None:

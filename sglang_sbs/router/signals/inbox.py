@@ -1,11 +1,17 @@
-"""A ZMQ socket in the event loop."""
+"""A ZMQ socket in the event loop, and where one listens."""
 
 from __future__ import annotations
 
 import asyncio
+import re
 from contextlib import suppress
 
 import zmq
+
+
+def endpoint_of(sock: zmq.Socket[bytes]) -> str:
+    """Where it listens: a wildcard port resolved, IPv4 addresses written as such."""
+    return re.sub(r"\[::ffff:([0-9.]+)\]", r"\1", sock.getsockopt_string(zmq.LAST_ENDPOINT))
 
 
 class Inbox:

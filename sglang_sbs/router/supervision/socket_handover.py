@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import logging
 import os
 import socket
@@ -14,6 +15,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from sglang_sbs.plain_words import naming_port
 
 logger = logging.getLogger(__name__)
 
@@ -26,12 +29,15 @@ _ANSWER_S = 5.0
 
 def check_free(host: str, port: int) -> None:
     """Raises: OSError, it is not. (SO_REUSEPORT would let two routers share it unnoticed.)"""
-    for family, address in _addresses(host, port):
-        try:
-            socket.create_server(address, family=family).close()
-        except OSError as error:
+    try:
+        with naming_port("--port", host, port):
+            for family, address in _addresses(host, port):
+                socket.create_server(address, family=family).close()
+    except OSError as error:
+        if error.errno == errno.EADDRINUSE:
             how = "--sbs-take-over takes it over from a router that runs with --workers 2 or more"
-            raise OSError(error.errno, f"--port {port}: {error.strerror}; {how}") from error
+            raise OSError(error.errno, f"{error.strerror}; {how}") from error
+        raise
 
 
 def listen(host: str, port: int) -> list[socket.socket]:

@@ -58,10 +58,10 @@ class JsonFormatter(logging.Formatter):
 
 
 def set_up_logging(
-    level: str, log_dir: Path | None, *, as_json: bool = False, process: str = ""
+    level: str, log_dir: Path | None = None, *, as_json: bool = False, process: str = ""
 ) -> None:
     """Log to standard error and, with ``log_dir``, also to a file there. ``process``: who speaks,
-    where several processes write to one log."""
+    where several processes write to one log. Raises: OSError, no file can be written there."""
     handlers: list[logging.Handler] = [logging.StreamHandler()]
     if log_dir is not None:
         log_dir.mkdir(parents=True, exist_ok=True)

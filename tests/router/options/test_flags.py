@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from sglang_sbs import launch_scheduler
 from sglang_sbs.launch_router import main
 from sglang_sbs.router.options.arguments import FlagError, build_parser
 from sglang_sbs.router.options.config import default_bodies_bytes
@@ -243,6 +244,10 @@ def test_an_endforward_socket_others_can_reach_is_warned_about(bind: str, warned
     assert any("without authentication" in text for text in options.warnings) == warned
 
 
+def test_a_front_end_hears_no_endforward_and_warns_of_none() -> None:
+    assert not parse_flags(["--sbs-scheduler", "tcp://127.0.0.1:7700"]).warnings
+
+
 def test_urls_get_one_spelling() -> None:
     options = parse_flags(
         ["--prefill", "P0:30000/", "--decode", "https://D0", "--decode", "[::1]:5"]
@@ -254,6 +259,11 @@ def test_urls_get_one_spelling() -> None:
 def test_main_without_workers_explains_itself(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--policy", "sbs"]) == 2
     assert "--prefill URL" in capsys.readouterr().err
+
+
+def test_an_error_names_the_command(capsys: pytest.CaptureFixture[str]) -> None:
+    assert launch_scheduler.main([]) == 2
+    assert capsys.readouterr().err.startswith("sglang-sbs scheduler: a scheduler needs --sbs-lis")
 
 
 def test_help_teaches_with_an_example(capsys: pytest.CaptureFixture[str]) -> None:

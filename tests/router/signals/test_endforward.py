@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 import time
 from typing import Any
 
@@ -159,6 +160,7 @@ def test_where_binding_publishers_are_found() -> None:
 async def test_over_a_socket_that_engines_connect_to() -> None:
     async with cluster(sbs_block=True) as c:
         assert c.server.endforward_endpoint is not None
+        assert re.fullmatch(r"tcp://127\.0\.0\.1:[0-9]+", c.server.endforward_endpoint)
         engine = c.prefill[0]
         engine.connect_publisher(c.server.endforward_endpoint)
         worker = c.server.registry.get(engine.url)
