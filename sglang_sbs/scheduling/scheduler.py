@@ -71,6 +71,9 @@ _GO_ON_S = 0.001
 """Until the next part of work that is too long to be done at once."""
 _MOST_UNPLACED = 64
 """Planning goes on without those that decode had no rank for, until they are so many."""
+_MOST_BATCHES = 8
+"""An event plans so many at most, then the next one is due: in a burst of thousands the first leave
+while the others are planned, and what comes meanwhile is heard."""
 _MOST_ADOPTED = 64
 
 
@@ -390,7 +393,9 @@ class Scheduler:
         def admissible(request: Request) -> bool:
             return not holds or (request.rid not in unplaced and admits(request))
 
-        while instances and len(self.queue):
+        for _ in range(_MOST_BATCHES):
+            if not (instances and len(self.queue)):
+                break
             asked = admissible if unplaced or not holds else admits  # often: for all that wait
             plan = self.policy.plan(self.queue, instances, asked, now_s)
             left = self.gangs.commit(plan, now_s, out)
@@ -403,6 +408,8 @@ class Scheduler:
             if nothing_left and not (left and holds and len(unplaced) < _MOST_UNPLACED):
                 wake_s = min(wake_s, plan.wake_s)
                 break
+        else:
+            wake_s = now_s
         passes_s = RESERVE_AFTER_PASSES * self.interval.mean_forward_s
         self._admission.reserve(self.queue, now_s - passes_s)
         if self._admission.least_refused_tokens < math.inf:

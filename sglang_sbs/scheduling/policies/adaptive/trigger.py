@@ -35,9 +35,9 @@ instance, or for one that is computing the same (``cache_affinity``).
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from itertools import islice, tee
+from itertools import islice
 
 from sglang_sbs.scheduling.paging import paged
 from sglang_sbs.scheduling.policies.adaptive.cache_affinity import BatchAffinity, CacheAffinity
@@ -104,8 +104,6 @@ class Decision:
     """Those that should get one for the pass after their next."""
     home_of: dict[str, Home] | None = None
     """Where each request should go; None: anywhere, for a fair share of the queue."""
-    in_order: Iterator[Request] = field(init=False)
-    """See :meth:`AdaptiveTrigger._in_order`. A tee: nobody advances this one itself."""
 
     def passes_of(self, instance: PrefillInstance) -> int:
         """For how many passes together it gets requests."""
@@ -149,8 +147,9 @@ class AdaptiveTrigger(PrefillPolicy):
 
     def on_landing(self, seen: Observation, ranks: int, now_s: float) -> None:
         if self._under_way() > 1 and seen.soonest_s < math.inf:
-            # Nobody is idle while so much is on its way, so nothing else tells of L_net.
-            self._interval.observe([seen.soonest_s], now_s)
+            # Nobody is idle while so much is on its way, and only that would tell of L_net: so it
+            # is what it was, if it is no more than this.
+            self._interval.observe([min(seen.soonest_s, self._interval.lone_s)], now_s)
         self._lead.observe(
             seen,
             now_s,
@@ -170,11 +169,13 @@ class AdaptiveTrigger(PrefillPolicy):
         shift_s = self._urgency.shift_s(request, chunks)
         return request.arrived_s + self._ageing_s() * min(1.0, chunks) + shift_s
 
-    def _under_way(self) -> int:
+    def _under_way(self, waiting_tokens: int = 0) -> int:
         """How many passes an instance begins until what is sent is there. If over 1, nothing is won
         by holding it: what is known when a pass ends is no help for the one it will be in, and one
-        batch per pass would be one per latency."""
-        return 1 + int(self._interval.lone_s / self._interval.mean_forward_s)
+        batch per pass would be one per latency. Half a pass is enough with as much waiting as all
+        can take."""
+        passes = self._interval.lone_s / self._interval.mean_forward_s
+        return 1 + int(passes + 0.5 * (SLACK * waiting_tokens >= self._offered.capacity_tokens))
 
     def _hold_s(self) -> float:
         return max(self._max_hold_s, MOST_HOLD_PASSES * self._interval.mean_forward_s)
@@ -203,8 +204,6 @@ class AdaptiveTrigger(PrefillPolicy):
         if not one.candidates and self._decision_s != now_s:
             return self._later(one)
         affinity = self._decision_at(one)
-        homes, in_order = one.home_of, queue.in_order()
-        (one.in_order,) = tee(in_order if homes is None else self._in_order(one, homes), 1)
         tried = 0
         for instance in one.candidates:
             every = self._long.uneven_chunks or one.chunked
@@ -251,7 +250,7 @@ class AdaptiveTrigger(PrefillPolicy):
             late=self._urgency.matters(now_s) and not chunked,
             all_idle=self._lineup.all_idle,
             starts=self._lineup.starts(at),
-            under_way=self._under_way(),
+            under_way=self._under_way(queue.tokens),
             wake_s=hold_until_s if at.now_s + _EPSILON_S < hold_until_s else math.inf,
         )
 
@@ -423,29 +422,6 @@ class AdaptiveTrigger(PrefillPolicy):
             passed_over=allocation.left,
         )
 
-    def _in_order(self, one: Decision, home_of: dict[str, Home]) -> Iterator[Request]:
-        """All that wait, in order, but for those that no instance takes or counts: they are passed
-        once, not once for each instance. Who comes after one that matters is told of as well."""
-        patient_s = self._patient_s(one)
-
-        def matters(request: Request) -> bool:
-            return (
-                request.rid in home_of
-                or bool(request.exclude)
-                or request.arrived_s <= patient_s
-                or not one.admissible(request)
-            )
-
-        told = True
-        for request in one.queue.in_order():
-            if told or matters(request):
-                yield request
-                told = matters(request)
-
-    def _patient_s(self, one: Decision) -> float:
-        """Whatever was predicted, nobody who came before this waits for a cached prefix."""
-        return one.at.now_s + _EPSILON_S - self._hold_s()
-
     def _gather(
         self,
         instance: PrefillInstance,
@@ -461,21 +437,21 @@ class AdaptiveTrigger(PrefillPolicy):
         most = math.inf if places is None else sum(places)
         most = min(most, one.starts.in_time.get(instance.id, math.inf))
         spare = room if one.queue.tokens > keep_tokens else 0
-        patient_s = self._patient_s(one)
-        home_of, page, admissible = one.home_of, instance.page, one.admissible
+        # Whatever was predicted, nobody waits for a cached prefix longer than this.
+        patient_s = one.at.now_s + _EPSILON_S - self._hold_s()
+        home_of, page = one.home_of, instance.page
         even = not self._long.uneven_chunks
         head: list[Request] = []
         rest: list[Request] = []
         taken = refused = forbidden = 0
         most_taken, most_both = room + spare, 2 * most if spare else most
         full = most_taken <= 0 or most_both <= 0
-        one.in_order, in_order = tee(one.in_order)
-        for request in in_order:
+        for request in one.queue.in_order():
             if full or affinity.deferred >= MAX_DEFERRED or refused >= MOST_REFUSED:
                 break
             if request.exclude and not request.may_use(instance, one.instances):
                 forbidden += 1
-            elif not admissible(request):
+            elif not one.admissible(request):
                 refused += 1
             elif (
                 (even or one.overdue or self._long.suits(request, instance, one.instances))
