@@ -472,3 +472,12 @@ def test_an_answer_longer_than_any_can_be_does_not_empty_a_decode_rank():
     driver.tell(RequestEnded(rid="r", outcome="completed", completion_tokens=2**41))
     (load,) = driver.scheduler.decode["d0"].loads()
     assert load.kv_tokens >= 5000 - 150
+
+
+def test_thousands_at_once_are_planned_in_parts_and_the_first_leave_before_the_last_are():
+    driver = Driver().up(prefill=20, dp=1, chunk=100, decode_dp=1, max_running_requests=1)
+    for number in range(20):
+        driver.arrive(f"r{number}")
+    first = driver.tell(InstanceUp(instance="d1", role="decode", dp_size=2))
+    assert 0 < len(first) < 10 and driver.wake_s == driver.now_s
+    assert len(first + driver.wait(0.0)) == 19

@@ -28,6 +28,8 @@ before is learned from what either costs (``dispatch_lead``). Then, per decision
 5. placement: longest first into the emptiest rank, whole requests only, and split requests to fill
    the pass only when more is left than the other instances can take in theirs.
 
+Where the way takes a pass or more, none of this helps: requests leave when they come.
+
 Tokens are uncached ones. A request of whose prompt some rank holds a part may be left for that
 instance, or for one that is computing the same (``cache_affinity``).
 """
