@@ -12,11 +12,11 @@ it. Everything else is belief about instances (``prefill.instance``, ``decode.in
 reports of the engines replace, never add to.
 
 After every event the same loop runs: time-outs, then the policy is asked for one batch at a time
-until it has none, each batch gets its decode ranks (Algorithm 3 or the potential), and the earliest
-time at which anything could change by itself becomes :class:`WakeAt`. A batch's request that no
-decode rank can admit is not dispatched: a prefill whose decode has no room would hold a bootstrap
-slot and compute nothing. It waits for room, and the oldest such request gets a rank kept for it
-before smaller ones starve it (``decode.admission``).
+until it has none or the event had its share, each batch gets its decode ranks (Algorithm 3 or the
+potential), and the earliest time at which anything could change by itself becomes :class:`WakeAt`.
+A batch's request that no decode rank can admit is not dispatched: a prefill whose decode has no
+room would hold a bootstrap slot and compute nothing. It waits for room, and the oldest such request
+gets a rank kept for it before smaller ones starve it (``decode.admission``).
 
 Not in the table: a request may also enter as *dispatched* (:class:`RequestAdopted`): somebody else
 placed it. Until the next report of its ranks it counts as in flight; that report includes it, so it

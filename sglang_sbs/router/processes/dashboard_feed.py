@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-import asyncio
-
 from sglang_sbs.dashboard.feed import LocalFeed, Stop, Take
 from sglang_sbs.router.processes.messages import WatchDashboard
 from sglang_sbs.router.processes.scheduler_link import SchedulerLink
-
-RENEW_S = 1.0
 
 
 class RemoteFeed:
@@ -21,14 +17,11 @@ class RemoteFeed:
         self._own: LocalFeed | None = None
         """The fallback's, while that is watched."""
         self._stop: Stop = lambda: None
-        self._renewing: asyncio.Task[None] | None = None
 
     def watch(self, take: Take) -> Stop:
         """The history comes with the answer."""
         self._watchers[take] = False
         self._begin()
-        if self._renewing is None or self._renewing.done():
-            self._renewing = asyncio.create_task(self._renew())
 
         def stop() -> None:
             if self._watchers.pop(take, None) is not None and not self._watchers:
@@ -36,16 +29,7 @@ class RemoteFeed:
 
         return stop
 
-    async def _renew(self) -> None:
-        """For a scheduler of an earlier release, which forgets after 3 s who does not ask again."""
-        while self._watchers:
-            if self._link.pump is None:
-                self._link.tell(WatchDashboard())
-            await asyncio.sleep(RENEW_S)
-
     def close(self) -> None:
-        if self._renewing is not None:
-            self._renewing.cancel()
         self._watchers.clear()
         self.scheduler_changed()
 

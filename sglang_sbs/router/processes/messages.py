@@ -180,7 +180,7 @@ class MetricsPage(_Message, frozen=True):
 
 class WatchDashboard(_Message, frozen=True):
     """Somebody looks at the dashboard here: wants a :class:`DashboardFrame` now and again. Neither
-    of its fields: it goes on, which only schedulers of earlier releases have to be told."""
+    of its fields: it goes on (nothing to do; earlier front ends say so every half second)."""
 
     history: bool = False
     """Begin (anew) with a frame that has everything: somebody began to look."""

@@ -145,9 +145,13 @@ class PrefillBooks:
     @property
     def has_room(self) -> bool:
         """Whether C_avail is positive on some rank."""
+        return self.has_room_in(1)
+
+    def has_room_in(self, passes: int) -> bool:
+        """The same of so many passes together."""
         if self._least_ahead_tokens is None:
             self._least_ahead_tokens = min([rank.ahead_tokens for rank in self.ranks])
-        return self._least_ahead_tokens < self.chunk_tokens
+        return self._least_ahead_tokens < passes * self.chunk_tokens
 
     def has_room_beside(self, report: EndForward) -> bool:
         """Whether a page would have fitted into the reported pass, whatever its requests were."""

@@ -21,7 +21,6 @@ from router_harness import until
 
 from sglang_sbs.dashboard.feed import LocalFeed
 from sglang_sbs.router.errors import Refused, RouterError, transport_failure
-from sglang_sbs.router.processes import dashboard_feed
 from sglang_sbs.router.processes import scheduler_link as link_module
 from sglang_sbs.router.processes.messages import (
     AbortElsewhere,
@@ -304,24 +303,6 @@ async def test_frames_of_the_dashboard_come_while_somebody_looks_and_the_session
     await until(lambda: len(feed.watchers) == 1)
     side.hub.follow()
     assert len(feed.watchers) == 0
-    feed.close()
-
-
-async def test_a_scheduler_of_an_earlier_release_is_asked_for_frames_again_and_again(
-    world: World, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(dashboard_feed, "RENEW_S", 0.01)
-    await world.boot()
-    link = (await world.front_end()).link
-    said: list[Any] = []
-    monkeypatch.setattr(link, "tell", said.append)
-    feed = dashboard_feed.RemoteFeed(link)
-    stop = feed.watch(lambda payload, full: None)
-    await until(lambda: said.count(WatchDashboard()) >= 3)
-    assert said[0] == WatchDashboard(history=True)
-    stop()
-    await asyncio.sleep(0.05)
-    assert [one for one in said if isinstance(one, WatchDashboard)][-1].ended
     feed.close()
 
 

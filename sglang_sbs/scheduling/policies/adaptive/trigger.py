@@ -260,7 +260,7 @@ class AdaptiveTrigger(PrefillPolicy):
         """The instances that may get a batch, or a part of one, at this moment."""
         if one.under_way > 1:
             in_order = [one.instances[number] for _, _, number in one.starts]
-            one.candidates = [i for i in in_order if max(i.c_avail(one.under_way)) > 0]
+            one.candidates = [i for i in in_order if i.has_room_in(one.under_way)]
             return
         now_s, serial_s, queue = one.at.now_s, self._interval.serial_s, one.queue
         whole_s = one.whole_s
