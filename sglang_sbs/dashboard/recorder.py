@@ -112,6 +112,9 @@ class Recorder:
                 self._on_report(event, now_s)
             case RequestArrived():
                 self._on_arrived(event, now_s)
+            case PrefillDone(aborted=True):
+                self._placed.pop(event.rid, None)
+                self.ttft.ended(event.rid)
             case PrefillDone():
                 place = self._placed.pop(event.rid, ("", 0))
                 self.ttft.prefilled(event.rid, now_s, self._pass_history.last_end_s(*place))

@@ -61,9 +61,20 @@ def describe(config: HookConfig) -> dict[str, object]:
         "encrypted": config.keys is not None,
         "gang_gate_ms": config.gang_gate_ms,
         "barrier": not skips_gather(),
+        "deferred_release": _defers_release(),
         "sglang_sbs_version": __version__,
         "sgl_kernel_version": _kernel_version(),
     }
+
+
+def _defers_release() -> bool:
+    """SGLang's switch for keeping KV pages of an aborted request until its transfer has ended
+    (``environ.py``, from 0.5.19). Whether the transfer back end takes part in it is not asked."""
+    try:
+        envs = importlib.import_module("sglang.srt.environ").envs
+        return bool(envs.SGLANG_DISAGGREGATION_DEFERRED_DECODE_KV_RELEASE.get())
+    except (ImportError, AttributeError):
+        return False
 
 
 def _kernel_version() -> str:

@@ -134,6 +134,7 @@ class RouterServer:
             metrics=self.metrics,
             worker_key=options.worker_key,
             traces=self.traces,
+            transfer_timeout_s=options.relay.transfer_timeout_s,
         )
         self.admission = Admission(
             options.max_concurrent_requests,
@@ -209,6 +210,7 @@ class RouterServer:
                 async with asyncio.timeout(_LAST_WORDS_S):
                     await self.in_flight.wait_idle()
                     await self.in_flight.aborts.wait_idle()
+        await self.in_flight.parking.drain()
         for task in self._tasks:
             task.cancel()
         await self._schedulers.close()
@@ -326,6 +328,11 @@ class RouterServer:
         yield total("sbs_prompts_contradicted", about, self.lengths.contradicted)
         about = "Their text was not sent, or not needed"
         yield total("sbs_requests_sent_as_ids", about, self.relay.attempts.sent_as_ids)
+        parking = self.in_flight.parking
+        about = "Cancelled decode requests that wait until no KV can arrive for them any more"
+        yield gauge("sbs_parked_requests", about, parking.by_worker(), "worker")
+        about = "Decode requests that had to wait so"
+        yield total("sbs_requests_parked", about, parking.parked_total)
         held = self.in_flight.sessions()
         sessions = {worker.url: held.get(worker.url, 0) for worker in self.registry}
         about = "Conversations in flight"

@@ -82,6 +82,8 @@ class PrefillDone(_Message, frozen=True):
     prompt_tokens: Count | None = None
     """As the engine counted them."""
     cached_tokens: Count | None = None
+    aborted: bool = False
+    """The request was aborted on prefill, which says nothing about a pass."""
 
 
 class RequestEnded(_Message, frozen=True):

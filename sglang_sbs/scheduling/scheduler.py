@@ -221,8 +221,13 @@ class Scheduler:
         if request is None or request.prefill is None or request.prefilled:
             return False
         request.prefilled = True
-        self.prefix.prefilled(request, now_s, event.cached_tokens)
         instance = self.prefill.get(request.prefill[0])
+        if event.aborted:
+            self.prefix.dropped(event.rid)
+            if instance is not None:
+                instance.dropped(request.rid, request.prefill[1])
+            return True
+        self.prefix.prefilled(request, now_s, event.cached_tokens)
         if instance is not None:
             seen = instance.prefilled(request.rid, request.prefill[1], now_s)
             self._learn(seen, now_s, instance)

@@ -31,6 +31,10 @@ def sbs_says(**fields: object) -> Break:
     return lambda r: r.prefill[0].sbs.update(fields)
 
 
+def decode_sbs_says(**fields: object) -> Break:
+    return lambda r: r.decode.sbs.update(fields)
+
+
 def flags(*words: str) -> Break:
     return lambda r: r.flags.extend(words)
 
@@ -202,6 +206,8 @@ BROKEN: dict[str, tuple[str, Break]] = {
     ),
     "version.too-old": (P0, says(version="0.4.9")),
     "version.needs-patch": (P0, says(version="0.5.8", sbs=None)),
+    "version.kv-release": (D0, decode_says(version="0.5.20")),
+    "version.kv-acks": (CLUSTER, says(version="0.5.20")),
     "version.coupled": (P0, says(version="0.5.8")),
     "version.mixed": (CLUSTER, says(version="0.5.22")),
     "version.mixed-plugin": (CLUSTER, sbs_says(sglang_sbs_version="9.0")),
@@ -255,6 +261,7 @@ BROKEN: dict[str, tuple[str, Break]] = {
     "flags.overlap-disabled": (P0, says(disable_overlap_schedule=True)),
     "flags.schedule-policy": (P0, says(schedule_policy="lpm")),
     "flags.pipeline": (P0, says(pp_size=2)),
+    "flags.kv-release": (D0, decode_sbs_says(deferred_release=False)),
     "flags.role-switch": (P0, says(enable_pd_role_switch=True)),
     "pair.model": (CLUSTER, says(served_model_name="another")),
     "pair.transfer-backend": (CLUSTER, says(disaggregation_transfer_backend="nixl")),

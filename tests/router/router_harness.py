@@ -194,12 +194,13 @@ async def cluster(
     real: bool = False,
     tls: ssl.SSLContext | None = None,
     prefill_says: dict[str, Any] | None = None,
+    decode_says: dict[str, Any] | None = None,
     kind: type[MockEngine] = MockEngine,
 ) -> AsyncIterator[Cluster]:
     """A running router with mock engines; everything is stopped at the end.
 
     ``real``: with the scheduler that the flags ask for. ``tls``: what the engines serve HTTPS with.
-    ``prefill_says``: more of ``/server_info`` of the prefill engines.
+    ``prefill_says``, ``decode_says``: more of ``/server_info`` of the engines of that role.
     """
     rooms = Rooms()
     prefills = [
@@ -213,7 +214,14 @@ async def cluster(
         for _ in range(prefill)
     ]
     decodes = [
-        kind("decode", dp_size=decode_dp, sbs_block=sbs_block, rooms=rooms) for _ in range(decode)
+        kind(
+            "decode",
+            dp_size=decode_dp,
+            sbs_block=sbs_block,
+            rooms=rooms,
+            server_info=decode_says,
+        )
+        for _ in range(decode)
     ]
     for engine in prefills + decodes:
         await engine.start(tls=tls)

@@ -69,6 +69,8 @@ class MockEngine:
         self.unread = 0
         """Requests whose body was left unread."""
         self.aborts: list[str] = []
+        self.ignores_aborts = False
+        """Aborts are noted and end nothing, as while a rank is in a forward pass."""
         self.abort_headers: list[dict[str, str]] = []
         self.hits: dict[str, int] = {}
         """Control requests by path."""
@@ -332,6 +334,8 @@ class MockEngine:
         self.aborts.append(rid)
         self.abort_headers.append({k.lower(): v for k, v in request.headers.items()})
         for record in self.requests:
+            if self.ignores_aborts:
+                continue
             if record.rid.startswith(rid) and record.port == port_of(request):
                 record.aborted.set()
         await self._note()

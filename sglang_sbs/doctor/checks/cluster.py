@@ -17,6 +17,7 @@ error reach.same-engine -> give every engine once
 error reach.no-pair -> give at least one working --prefill and one working --decode
 ok version.ok
 warning version.mixed -> run one release everywhere
+note version.kv-acks -> upgrade prefill engines, too
 warning version.mixed-plugin -> install the same sglang-sbs on all engines and routers
 error version.wire -> install the same sglang-sbs on engines and routers
 warning version.mixed-kernel -> pip install the same sgl-kernel on all engines
@@ -73,6 +74,10 @@ def _versions(engines: Sequence[EngineFacts]) -> Iterator[Finding]:
     sglang = grouped(engines, lambda e: e.known.version)
     if len(sglang) > 1:
         found.append(finding("version.mixed", CLUSTER, f"SGLang {told(sglang)}"))
+    old = [e for e in engines if e.role == "prefill" and not e.known.acks_release]
+    if old and any(e.role == "decode" and e.known.defers_release for e in engines):
+        seen = f"SGLang {told(grouped(old, lambda e: e.known.version))} on prefill"
+        found.append(finding("version.kv-acks", CLUSTER, seen))
     with_plugin = [e for e in engines if isinstance(e.data.get("sbs"), dict)]
     plugin = grouped(with_plugin, lambda e: text(e.plugin, "sglang_sbs_version") or "?")
     if len(plugin) > 1 or (plugin and __version__ not in plugin):

@@ -51,6 +51,7 @@ error version.too-old -> upgrade the engine
 warning version.needs-patch -> on the engine's machine: sglang-sbs patch apply, then restart it; or
     upgrade SGLang
 warning version.coupled -> upgrade the engine to 0.5.10 or later if you can
+error version.kv-release -> upgrade decode engines to SGLang 0.5.21 or later (mori: 0.5.22)
 note version.unknown -> nothing; make sure that it is newer than 0.5.11
 ok limits.ok
 warning limits.dp-one -> start prefill engines with --dp N --enable-dp-attention, N > 1
@@ -76,6 +77,7 @@ warning flags.rust-idle -> install the plugin next to SGLang and set SGLANG_SBS_
 note flags.overlap-disabled -> leave --disable-overlap-schedule out unless a feature needs it
 note flags.schedule-policy -> leave --schedule-policy at fcfs on prefill engines
 note flags.pipeline -> prefer tensor and data parallelism on prefill engines where memory allows
+error flags.kv-release -> unset SGLANG_DISAGGREGATION_DEFERRED_DECODE_KV_RELEASE on decode engines
 note flags.role-switch -> after a switch, give the router the engine under its new role (DELETE and
     POST /workers)
 ok latency.ok
@@ -106,6 +108,8 @@ def _checks(facts: EngineFacts) -> Iterator[_Said]:
     if facts.info is None:
         return
     yield from _version(facts.info)
+    if facts.role == "decode" and not facts.info.defers_release:
+        yield _release(facts.info)
     yield from _limits(facts, facts.info)
     yield from list(_conflicts(facts, facts.info)) or [("flags.ok", "nothing that gets in the way")]
     yield from _latency(facts)
@@ -155,6 +159,23 @@ def _version(info: WorkerInfo) -> Iterator[_Said]:
         yield "version.needs-patch", f"runs SGLang {info.version}"
     if info.coupled:
         yield "version.coupled", f"runs SGLang {info.version}"
+
+
+def _release(info: WorkerInfo) -> _Said:
+    """The engine frees KV pages while they may still be written to (``relay/parking.py``)."""
+    backend = info.transfer_backend or "mooncake"
+    runs = f"SGLang {info.version or '?'} with transfer backend {backend}"
+    first = server_info.DEFERRED_RELEASE.get(backend)
+    numbers = server_info.parse_version(info.version)
+    if (
+        first
+        and info.sbs is not None
+        and info.sbs.deferred_release is False
+        and numbers
+        and (numbers >= first)
+    ):
+        return "flags.kv-release", f"{runs}, deferred release is off"
+    return "version.kv-release", f"{runs} has no deferred release that is known to work"
 
 
 def _limits(facts: EngineFacts, info: WorkerInfo) -> Iterator[_Said]:

@@ -97,6 +97,13 @@ class Assigner:
             request.prefilled = True
             self._say(PrefillDone(rid, prompt_tokens, cached_tokens))
 
+    def prefill_aborted(self, rid: str) -> None:
+        """The request is over on prefill without an answer; decode still holds its KV."""
+        request = self._requests.get(rid)
+        if request is not None and not request.prefilled:
+            request.prefilled = True
+            self._say(PrefillDone(rid=rid, aborted=True))
+
     def ended(self, rid: str, outcome: Outcome, completion_tokens: int | None = None) -> None:
         """Report the end of a request; only the first report of each is passed on."""
         if self._requests.pop(rid, None) is not None:

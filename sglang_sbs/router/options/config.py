@@ -53,6 +53,8 @@ class RelayConfig:
     """The policy holds requests: engines may wait a moment for those sent together."""
     low_priority_values_first: bool = False
     """A smaller number in a body is a higher priority."""
+    transfer_timeout_s: float = 30.0
+    """How long an engine may still write KV of a request that prefill has given up."""
 
     @property
     def max_legs_bytes(self) -> int:

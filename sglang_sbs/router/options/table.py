@@ -181,6 +181,10 @@ GROUPS: dict[str, tuple[Option, ...]] = {
             "most requests that one may become: prompts times n"),
         Option("shutdown-grace-period-secs", "shutdown_grace_s", non_negative,
             "how long requests in flight may run on after SIGTERM"),
+        Option("kv-transfer-timeout-secs", "relay.transfer_timeout_s", seconds,
+            "the engines' own limit on one KV transfer (mooncake: MC_TRANSFER_TIMEOUT). A decode "
+            "engine without deferred KV release keeps a cancelled request so long after prefill "
+            "gave it up, so that nobody else gets pages that are still written to"),
         Option("max-concurrent-requests", "max_concurrent_requests", int,
             "requests inside at once, each of a batch or of n counted; -1: no limit"),
         Option("queue-size", "queue_size", count, "client requests waiting for that, then 429"),

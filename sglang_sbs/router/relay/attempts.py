@@ -113,6 +113,9 @@ class Attempts:
 
     async def _attempt(self, run: UnitRun) -> Pair:
         exchange = run.exchange
+        if self.in_flight.parking.full:
+            why = "too many cancelled requests still wait for their KV transfer to end"
+            raise RouterError(503, "too_many_parked", why, retry_after_s=1.0)
         attempt = Attempt(arrival=self._arrival(run), run=run)
         self.in_flight.announce(attempt)
         outcome: Outcome = "failed"
@@ -142,8 +145,7 @@ class Attempts:
                 tokens = attempt.pair.completion_tokens
                 if outcome != "completed":
                     attempt.pair.abort()
-            self.dispatcher.ended(attempt.rid, outcome, tokens)
-            self.in_flight.ended(attempt, outcome)
+            self.in_flight.end(attempt, outcome, tokens)
 
     def _arrival(self, run: UnitRun) -> RequestArrived:
         exchange, prompt = run.exchange, run.prompt

@@ -19,6 +19,7 @@ from sglang_sbs.router.prompts.reader import ReadPrompt
 from sglang_sbs.router.relay.aborts import Aborts
 from sglang_sbs.router.relay.leg_answers import PrefillReply
 from sglang_sbs.router.relay.pair import Pair
+from sglang_sbs.router.relay.parking import TRANSFER_TIMEOUT_S, Parking
 from sglang_sbs.router.requests.headers import Asked
 from sglang_sbs.router.requests.plan import Plan
 from sglang_sbs.router.telemetry.metrics import RouterMetrics
@@ -113,6 +114,7 @@ class InFlight:
     traces: Traces | None = None
     pace: Pace = field(default_factory=Pace)
     """Of work on long answers."""
+    transfer_timeout_s: float = TRANSFER_TIMEOUT_S
     _attempts: dict[str, Attempt] = field(default_factory=dict)
     _tasks: dict[asyncio.Task[object], Sequence[str]] = field(default_factory=dict)
     """Of client requests, each with the client's ids for it."""
@@ -121,6 +123,7 @@ class InFlight:
 
     def __post_init__(self, worker_key: str | None) -> None:
         self.aborts = Aborts(self.pool, worker_key, self.metrics.aborts.inc)
+        self.parking = Parking(self.transfer_timeout_s)
         self._idle.set()
 
     def __len__(self) -> int:
@@ -186,6 +189,22 @@ class InFlight:
         for worker in (placement.prefill, placement.decode):
             worker.active += 1
             worker.dispatches += 1
+
+    def end(self, attempt: Attempt, outcome: Outcome, completion_tokens: int | None) -> None:
+        """The attempt is over; while its decode request is parked, only for prefill."""
+        pair = attempt.pair
+        if pair is None or not pair.must_park:
+            self.dispatcher.ended(attempt.rid, outcome, completion_tokens)
+            self.ended(attempt, outcome)
+            return
+
+        def released() -> None:
+            self.dispatcher.ended(attempt.rid, outcome)
+            self.ended(attempt, outcome)
+
+        self.dispatcher.prefill_aborted(attempt.rid)
+        self._prefill_over(attempt)
+        self.parking.park(pair, released)
 
     def ended(self, attempt: Attempt, outcome: Outcome) -> None:
         del self._attempts[attempt.rid]
@@ -257,6 +276,8 @@ class InFlight:
         for rid, attempt in list(self._attempts.items()):
             pair, placement = attempt.pair, attempt.placement
             if pair is None or placement is None:
+                continue
+            if pair.must_park:
                 continue
             if placement.decode is worker and pair.opened:
                 loop = asyncio.get_running_loop()

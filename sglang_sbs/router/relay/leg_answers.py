@@ -108,6 +108,8 @@ class PrefillLeg(_Leg):
             self.body.clear()  # that it came is all that counts
 
     def message_complete(self) -> None:
+        if self.pair.must_park:
+            self._ended_parked()
         if self.pair.closed:
             return
         if self.status != 200:
@@ -118,6 +120,15 @@ class PrefillLeg(_Leg):
             self._open(engine_json.opened_in_parts(self.body))
         else:
             self._open_soon(engine_json.opened_in_parts(self.body))
+
+    def _ended_parked(self) -> None:
+        """Nobody wants the answer but to know whether all KV was sent."""
+        if self.status != 200:
+            self._status_failed()
+        elif engine_json.ABORT_MARK.search(self.body) is not None:
+            self.pair.leg_failed(errors.leg_aborted(self.name, self.worker, 500, ""))
+        else:
+            self.pair.prefill_finished(PrefillReply({}, None, None))
 
     def _open_soon(self, parts: Parts) -> None:
         wait_s = self.pair.pace.wait_s(len(self.body))
@@ -155,12 +166,17 @@ class DecodeLeg(_Leg):
 
     def head_received(self, status: int, headers: Mapping[str, str]) -> None:
         self.status = self.pair.status = status
+        if self.pair.must_park:
+            return
         content_type = headers.get("content-type") or "application/json"
         if _CONTENT_TYPE.fullmatch(content_type) is None:
             raise MalformedResponse(f"its content-type is none: {content_type[:40]!r}")
         self.pair.content_type = content_type
 
     def body_received(self, data: bytes) -> None:
+        if self.pair.must_park:
+            self.pair.decode_began()
+            return
         if self.status == 200 and self.pair.stream:
             self.pair.decode_data(data)
             return
@@ -170,6 +186,9 @@ class DecodeLeg(_Leg):
         self._aborted = self._aborted or engine_json.ABORT_MARK.search(self.body, new) is not None
 
     def message_complete(self) -> None:
+        if self.pair.must_park:
+            self.pair.decode_ended()
+            return
         if self.status != 200:
             self._status_failed()
             return

@@ -69,6 +69,8 @@ class Pair:
         """Decode's first byte is there, or the whole of an answer that is not streamed."""
         self.closed = False
         """Aborted: whatever comes now is for nobody."""
+        self.must_park = False
+        """Aborted, but decode's request must stay (:mod:`.parking`)."""
         self._in_flight = in_flight
         self._pool = in_flight.pool
         self._sink = exchange.make_sink(self) if exchange.make_sink is not None else None
@@ -82,6 +84,11 @@ class Pair:
         self._changed = asyncio.Event()
         self._prefill_over = False
         self._decode_over = False
+        self._decode_began = False
+        self._all_sent = False
+        """Prefill answered with 200: the whole KV is at decode."""
+        self._never_taken = False
+        """Prefill refused the request, so no KV will be sent."""
         self._started_s = time.monotonic()
         # Prefill first: it is the one that queues. Both writes leave in this very callback.
         to = placement.prefill_origin, placement.decode_origin
@@ -112,21 +119,69 @@ class Pair:
         await self._changed.wait()
 
     def abort(self) -> None:
-        """End both legs now, on the engines too. Does nothing once both are over."""
+        """End both requests now, on the engines too, unless the decode request :attr:`must_park`.
+        Does nothing once both are over."""
         if self.closed:
             return
         self.closed = True
         self._sink = None
+        self.must_park = self._kv_may_come()
         if not self._prefill_over:
-            self._abort_leg(self.prefill_call)
+            if self.must_park:
+                # Its answer tells whether all KV was sent, so the connection stays.
+                self._abort_on_engine(self.prefill_call)
+            else:
+                self._abort_leg(self.prefill_call)
+        if self.must_park:
+            self._held = b""
+            self.decode_call.set_paused(False)
+        elif not self._decode_over:
+            self._abort_leg(self.decode_call)
+
+    def _kv_may_come(self) -> bool:
+        """Whether prefill may still write to KV pages that decode frees upon an abort."""
+        if self.placement.decode.known.defers_release:
+            return False
+        taken = self.prefill_call.sent and not self._never_taken
+        waits = self.decode_call.sent and not (self._decode_over or self._decode_began)
+        return waits and taken and not self._all_sent
+
+    @property
+    def prefill_over(self) -> bool:
+        return self._prefill_over
+
+    def abort_decode(self) -> None:
+        """End what was parked."""
+        self.must_park = False
+        if not self._prefill_over:
+            self._prefill_over = True
+            self.prefill_call.cancel()
         if not self._decode_over:
             self._abort_leg(self.decode_call)
+
+    def _release(self) -> None:
+        parking = self._in_flight.parking
+        if self in parking:
+            parking.release(self)
+        else:
+            self.abort_decode()  # in the moment before it is parked
+
+    def decode_began(self) -> None:
+        """The first byte of a parked request: its KV is there."""
+        self._release()
+
+    def decode_ended(self) -> None:
+        """The engine ended a parked request by itself."""
+        self._decode_over = True
+        self._release()
 
     def _abort_leg(self, call: Call) -> None:
         sent = call.sent
         call.cancel()
-        if not sent:
-            return
+        if sent:
+            self._abort_on_engine(call)
+
+    def _abort_on_engine(self, call: Call) -> None:
         send = self._in_flight.aborts.send
         send(call.origin, self.rid)
         if time.monotonic() - self._started_s < _ABORT_AGAIN_S:
@@ -159,9 +214,14 @@ class Pair:
     # Verdicts (from the legs) -----------------------------------------------------------------
 
     def leg_failed(self, failure: LegFailure) -> None:
+        if self.must_park:
+            self._parked_failed(failure)
+            return
         if self.closed or self._done:
             return
         over = not failure.transport or failure.unreachable
+        if failure.leg == "prefill":
+            self._never_taken = failure.unreachable or 400 <= failure.status < 500
         if failure.leg == "prefill":
             self._prefill_over = over
             if self.opened:
@@ -171,6 +231,18 @@ class Pair:
         self._failure = failure
         self.abort()
         self._changed.set()
+
+    def _parked_failed(self, failure: LegFailure) -> None:
+        if failure.leg == "decode":
+            # A lost connection ends nothing: the engine may not know, and KV may be on its way.
+            if not failure.transport:
+                self.decode_ended()
+        elif failure.unreachable or 400 <= failure.status < 500:
+            self._prefill_over = True
+            self._release()
+        else:
+            self._prefill_over = True
+            self._in_flight.parking.prefill_ended(self)
 
     def prefill_came(self) -> None:
         """Prefill's reply comes, and is long. Others are not held until it was read."""
@@ -182,7 +254,9 @@ class Pair:
         self._pool.loop.call_soon(what, self.rid, *more)
 
     def prefill_finished(self, reply: PrefillReply) -> None:
-        self._prefill_over = True
+        self._prefill_over = self._all_sent = True
+        if self.must_park:
+            self._release()
         if self.closed:
             return
         self.prefill_reply = reply
@@ -197,6 +271,7 @@ class Pair:
             self._complete()
 
     def decode_data(self, data: bytes) -> None:
+        self._decode_began = True
         if self._waits_for_prefill:
             self._held += data
             self.decode_call.set_paused(True)
@@ -243,7 +318,7 @@ class Pair:
 
     def decode_finished(self, body: Body) -> None:
         """``body`` is empty if it was streamed."""
-        self._decode_over = True
+        self._decode_over = self._decode_began = True
         self.body = body
         if not self._waits_for_prefill or (self.stream and not self._held):
             self._complete()  # of an empty stream prefill may never hear

@@ -317,7 +317,9 @@ class Supervisor:
             child.end()
         count = len(self._front_ends)
         draining = asyncio.create_task(asyncio.wait(self._tasks[-count:]))
-        limit_s = self._options.shutdown_grace_s + _MARGIN_S
+        # Front ends wait for parked requests after the grace period (relay/parking.py).
+        parked_s = self._options.relay.transfer_timeout_s
+        limit_s = self._options.shutdown_grace_s + parked_s + _MARGIN_S
         await one_of(draining, unless=self._stopping, limit_s=limit_s)
         if not draining.done():
             logger.warning("front ends did not end in time, or a second signal came")

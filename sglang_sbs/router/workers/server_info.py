@@ -21,6 +21,13 @@ PLUGIN_VERSION = (0, 5, 11)
 """First SGLang release that loads plugins."""
 CACHED_DETAILS_VERSION = (0, 5, 23)
 """First SGLang release known to take ``return_cached_tokens_details``."""
+DEFERRED_RELEASE = {
+    "mooncake": (0, 5, 21),
+    "mooncake_tcp": (0, 5, 21),
+    "nixl": (0, 5, 21),
+    "mori": (0, 5, 22),
+}
+"""First SGLang release that defers the release of KV by default, by transfer back end."""
 _REPLAY_PORT = "replay_endpoint_port_base"
 _RUST_MARK = "rust_mm_transport"
 """In an internal state: SGLang's Rust server, also where it does not name the DP rank (0.5.22)."""
@@ -52,6 +59,9 @@ class SbsBlock(msgspec.Struct, frozen=True):
     """Endpoints the engine's publishers connect to."""
     barrier: bool | None = None
     """Whether its DP ranks gather before each pass; None: an older plugin does not say."""
+    deferred_release: bool | None = None
+    """SGLang's ``SGLANG_DISAGGREGATION_DEFERRED_DECODE_KV_RELEASE`` there; False also where the
+    release has none. None: an older plugin does not say."""
 
 
 class KvEventsBlock(msgspec.Struct, frozen=True, kw_only=True):
@@ -102,6 +112,13 @@ class WorkerInfo(msgspec.Struct, frozen=True, kw_only=True):
     """Its release couples prefill and decode ranks (``rank_contract``)."""
     rank_choice: RankChoice = "free"
     """What can be chosen of its ranks as a decode instance."""
+    defers_release: bool = False
+    """A decode instance that keeps the KV pages of an aborted request until nothing is written to
+    them any more (SGLang's deferred release)."""
+    acks_release: bool = False
+    """A prefill instance that tells such a decode instance when nothing is written any more;
+    without, decode keeps the pages for 30 s."""
+    transfer_backend: str = ""
     allocates_late: bool = False
     """A decode instance that reserves KV when prefill is done with it, not before."""
     sbs: SbsBlock | None = None
@@ -205,6 +222,9 @@ def parse_server_info(data: dict[str, Any], role: InstanceRole) -> WorkerInfo:
         load_balance_method=method,
         coupled=is_coupled(numbers),
         rank_choice=choice,
+        defers_release=role == "decode" and _defers_release(data, numbers or (), sbs),
+        acks_release=role == "prefill" and _defers_release(data, numbers or (), sbs),
+        transfer_backend=_text(data.get("disaggregation_transfer_backend")),
         allocates_late=role == "decode" and allocation == "prefill_complete",
         overlap=data.get("disable_overlap_schedule") is not True,
         rust_server=rust_server,
@@ -361,8 +381,22 @@ def _sbs_block(value: object) -> SbsBlock | None:
         booted_s=_count(value.get("booted_s")),
         bind=_text(value.get("bind")),
         routers=tuple(map(_text, routers[:_MAX_ROUTERS])) if isinstance(routers, list) else (),
-        barrier=barrier if isinstance(barrier := value.get("barrier"), bool) else None,
+        barrier=_flag(value.get("barrier")),
+        deferred_release=_flag(value.get("deferred_release")),
     )
+
+
+def _flag(value: object) -> bool | None:
+    return value if isinstance(value, bool) else None
+
+
+def _defers_release(data: dict[str, Any], numbers: tuple[int, ...], sbs: SbsBlock | None) -> bool:
+    variable = sbs.deferred_release if sbs is not None else None
+    first = DEFERRED_RELEASE.get(_text(data.get("disaggregation_transfer_backend")) or "mooncake")
+    if first is None or variable is False:
+        return False
+    is_release = numbers > (0, 0, 0)
+    return numbers >= first if is_release else variable is True
 
 
 def _kv_events_block(value: object, dp_size: int, warnings: list[str]) -> KvEventsBlock | None:

@@ -1,0 +1,248 @@
+"""Decode requests whose KV may be on its way get neither an abort nor a closed connection, where
+their engine would free the pages at once (``relay/parking.py``)."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+import aiohttp
+import pytest
+from router_harness import Cluster, cluster, until
+
+from sglang_sbs.router.relay import parking
+from sglang_sbs.scheduling.events import PrefillDone, RequestEnded
+from tools.stand_ins.mock_engine import Behaviour, MockEngine
+from tools.stand_ins.mock_script import RecordedRequest
+
+OLD = {"version": "0.5.20", "disaggregation_transfer_backend": "mooncake"}
+LONG = ("--kv-transfer-timeout-secs", "3600")
+SHORT = ("--kv-transfer-timeout-secs", "0.05")
+ONE_TRY = ("--disable-retries",)
+
+
+@asynccontextmanager
+async def held(*flags: str, says: dict[str, Any] = OLD, **kwargs: Any) -> AsyncIterator[Cluster]:
+    """A cluster whose engines keep what they get; all is let go of at the end."""
+    async with cluster(*flags, decode_says=says, **kwargs) as c:
+        for engine in (*c.prefill, *c.decode):
+            engine.gate.close()
+        try:
+            yield c
+        finally:
+            for engine in (*c.prefill, *c.decode):
+                engine.gate.open()
+            let_go(c)
+            await c.settled()
+            c.check_books()
+
+
+def let_go(c: Cluster) -> None:
+    for pair in list(c.server.in_flight.parking._parked):
+        c.server.in_flight.parking.release(pair)
+
+
+async def leave(c: Cluster, *, stream: bool) -> tuple[RecordedRequest, RecordedRequest]:
+    """A client that leaves while both engines have its request; what they got."""
+    async with aiohttp.ClientSession() as session:
+        body = {"text": "x", "stream": stream}
+        task = asyncio.create_task(_post(session, c.url + "/generate", body))
+        await c.prefill[0].gate.arrived(1)
+        await c.decode[0].gate.arrived(1)
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+    return c.prefill[0].requests[-1], c.decode[0].requests[-1]
+
+
+async def _post(session: aiohttp.ClientSession, url: str, body: dict[str, Any]) -> None:
+    async with session.post(url, json=body) as response:
+        await response.read()
+
+
+def untouched(engine: MockEngine, request: RecordedRequest) -> bool:
+    """Neither an abort nor a FIN."""
+    return request.rid not in engine.aborts and not request.disconnected.is_set()
+
+
+async def parked(c: Cluster) -> None:
+    await until(lambda: len(c.server.in_flight.parking) == 1)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_prefill_is_aborted_and_decode_is_parked(stream: bool) -> None:
+    async with held(*LONG) as c:
+        prefill, decode = await leave(c, stream=stream)
+        await c.prefill[0].aborted(prefill.rid)
+        await parked(c)
+        assert untouched(c.decode[0], decode)
+        done = c.scheduler.of(PrefillDone)
+        assert [one.aborted for one in done] == [True]
+        assert c.scheduler.of(RequestEnded) == []
+        worker = c.server.registry.get(c.decode[0].url)
+        assert worker is not None and worker.active == 1
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_its_first_byte_ends_it(stream: bool) -> None:
+    async with held(*LONG) as c:
+        c.decode[0].token_gate.close()
+        _, decode = await leave(c, stream=stream)
+        await parked(c)
+        c.prefill[0].gate.open()
+        c.decode[0]._rooms.prefilled(int(decode.body["bootstrap_room"]))
+        assert untouched(c.decode[0], decode)
+        c.decode[0].gate.open()
+        await until(lambda: len(c.server.in_flight.parking) == 0)
+        if stream:
+            await c.decode[0].aborted(decode.rid)
+        c.decode[0].token_gate.open()
+
+
+async def test_prefill_that_answers_200_ends_it() -> None:
+    async with held(*LONG) as c:
+        for engine in c.prefill:
+            engine.gate.open()
+            engine.reply_gate.close()
+        c.prefill[0].ignores_aborts = True
+        async with aiohttp.ClientSession() as session:
+            task = asyncio.create_task(_post(session, c.url + "/generate", {"text": "x"}))
+            await c.prefill[0].reply_gate.arrived(1)
+            await c.decode[0].gate.arrived(1)
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
+        decode = c.decode[0].requests[-1]
+        await parked(c)
+        assert untouched(c.decode[0], decode)
+        c.prefill[0].reply_gate.open()
+        await c.decode[0].aborted(decode.rid)
+
+
+async def test_the_transfer_time_out_after_prefills_end_ends_it() -> None:
+    async with held(*SHORT) as c:
+        prefill, decode = await leave(c, stream=True)
+        await c.prefill[0].aborted(prefill.rid)
+        await c.decode[0].aborted(decode.rid)
+
+
+async def test_the_time_out_does_not_run_while_prefill_has_not_answered() -> None:
+    async with held(*SHORT) as c:
+        c.prefill[0].ignores_aborts = True
+        _, decode = await leave(c, stream=True)
+        await parked(c)
+        await asyncio.sleep(0.2)  # four time-outs
+        assert untouched(c.decode[0], decode)
+
+
+@pytest.mark.parametrize("status", [400, 413, 422])
+async def test_a_request_that_prefill_refused_is_aborted_at_once(status: int) -> None:
+    async with held(*LONG, *ONE_TRY) as c:
+        c.prefill[0].behaviour = Behaviour(status=status)
+        answer = asyncio.create_task(c.generate(text="x"))
+        await c.decode[0].gate.arrived(1)
+        c.prefill[0].gate.open()
+        assert (await answer)[0] == status
+        await c.decode[0].aborted(c.decode[0].requests[0].rid)
+        assert c.server.in_flight.parking.parked_total == 0
+
+
+async def test_a_request_that_prefill_never_got_is_aborted_at_once() -> None:
+    async with held(*LONG, *ONE_TRY) as c:
+        await c.prefill[0].stop()
+        assert (await c.generate(text="x"))[0] == 502
+        assert c.server.in_flight.parking.parked_total == 0
+
+
+@pytest.mark.parametrize("fault", ["reset_before_head", None])
+async def test_a_retry_does_not_wait(fault: Any) -> None:
+    async with held(*LONG, prefill=2) as c:
+        for engine in c.prefill:
+            engine.gate.open()
+            engine.behaviours.append(Behaviour(fault=fault, status=200 if fault else 500))
+            engine.behaviours.append(Behaviour())
+        c.prefill[1].behaviours.popleft()
+        c.prefill[1].behaviours.popleft()
+        answer = asyncio.create_task(c.generate(text="x"))
+        await c.decode[0].gate.arrived(2)
+        await parked(c)
+        first, second = c.decode[0].requests
+        assert first.rid != second.rid
+        assert untouched(c.decode[0], first) and untouched(c.decode[0], second)
+        c.decode[0].gate.open()
+        assert (await answer)[0] == 200
+
+
+async def test_a_time_out_parks() -> None:
+    async with held(*LONG, "--request-timeout-secs", "0.3") as c:
+        assert (await c.generate(text="x"))[0] == 504
+        await parked(c)
+        assert untouched(c.decode[0], c.decode[0].requests[0])
+
+
+async def test_an_abort_by_rid_parks() -> None:
+    async with held(*LONG) as c:
+        answer = asyncio.create_task(c.generate(text="x", rid="mine"))
+        await c.decode[0].gate.arrived(1)
+        async with c.post("/abort_request", {"rid": "mine"}) as response:
+            assert response.status == 200
+        assert (await answer)[0] == 499
+        await parked(c)
+        assert untouched(c.decode[0], c.decode[0].requests[0])
+
+
+async def test_a_shutdown_waits_for_parked_requests(caplog: pytest.LogCaptureFixture) -> None:
+    async with held("--kv-transfer-timeout-secs", "0.5") as c:
+        c.prefill[0].ignores_aborts = True
+        answer = asyncio.create_task(c.generate(text="x"))
+        await c.decode[0].gate.arrived(1)
+        decode = c.decode[0].requests[0]
+        stopping = asyncio.create_task(c.server.stop(grace_s=0.0))
+        await answer
+        await parked(c)
+        assert untouched(c.decode[0], decode) and not stopping.done()
+        await stopping
+        assert "requests are closed while prefill has not answered" in caplog.text
+
+
+async def test_with_too_many_parked_new_requests_are_refused(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(parking, "MOST_PARKED", 1)
+    async with held(*LONG) as c:
+        await leave(c, stream=False)
+        await parked(c)
+        status, body = await c.generate(text="y")
+        assert (status, body["error"]["code"]) == (503, "too_many_parked")
+        assert len(c.decode[0].requests) == 1
+
+
+@pytest.mark.parametrize(
+    "says",
+    [
+        {"version": "0.5.21", "disaggregation_transfer_backend": "mooncake"},
+        {"version": "0.5.22", "disaggregation_transfer_backend": "mori"},
+        {"version": "0.5.23"},
+    ],
+)
+async def test_engines_that_defer_the_release_are_aborted_at_once(says: dict[str, Any]) -> None:
+    async with held(*LONG, says=says) as c:
+        _, decode = await leave(c, stream=True)
+        await c.decode[0].aborted(decode.rid)
+        assert c.server.in_flight.parking.parked_total == 0
+
+
+@pytest.mark.parametrize(
+    "says",
+    [
+        {"version": "0.5.21", "disaggregation_transfer_backend": "mori"},
+        {"version": "0.5.23", "disaggregation_transfer_backend": "ascend"},
+        {"version": "0.5.23", "sbs": {"boot_id": "b", "deferred_release": False}},
+        {"version": "0.0.0", "disaggregation_transfer_backend": "mooncake"},
+    ],
+)
+async def test_engines_that_may_not_defer_it_are_not(says: dict[str, Any]) -> None:
+    async with held(*LONG, says=says) as c:
+        _, decode = await leave(c, stream=True)
+        await parked(c)
+        assert untouched(c.decode[0], decode)
