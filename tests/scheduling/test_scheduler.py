@@ -255,19 +255,23 @@ def test_an_engine_restart_forgets_what_was_in_flight_there():
 
 
 @TRIGGERS
-def test_the_watchdog_resets_a_silent_instance_and_serves_it_at_fixed_intervals(trigger):
+def test_a_silent_instance_gets_nothing_before_it_answers_and_then_is_served(trigger):
     driver = Driver(trigger=trigger, t_default_s=0.2, default_timeout_s=1000).up()
     driver.arrive("lost", 1000)
     driver.report("p0", 0, kind="heartbeat")
+    driver.wait(3.0)
     driver.arrive("next", 100)
-    driver.wait(1.5)
     state = driver.prefill_state()
     assert state.watchdog_fires >= 1
     assert state.tier == "interval"
+    assert [d.rid for d in driver.dispatched] == ["lost"]
+    driver.wait(30.0)  # what is so old may be lost
     assert [d.rid for d in driver.dispatched] == ["lost", "next"]
+    driver.tell(PrefillDone(rid="next"))
     for i in range(5):
         driver.arrive(f"more{i}", 100)
-    driver.wait(30.0)
+        driver.wait(1.0)
+        driver.tell(PrefillDone(rid=f"more{i}"))
     assert len(driver.dispatched) == 7
 
 

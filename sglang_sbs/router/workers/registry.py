@@ -23,6 +23,7 @@ from sglang_sbs.router.workers.kv_addresses import RefusedAddress, told_endpoint
 from sglang_sbs.router.workers.server_info import KvEventsBlock, WorkerInfo, node_of_rank
 from sglang_sbs.router.workers.worker import SILENT_AFTER_S, Worker, WorkerEvents
 from sglang_sbs.scheduling.events import InstanceDown, InstanceRole, InstanceUp, PrefixSource
+from sglang_sbs.scheduling.stalled_work import StalledWork
 from sglang_sbs.wire import EndForward
 
 logger = logging.getLogger(__name__)
@@ -278,12 +279,21 @@ class Registry:
                 return False
             self._hear_of_barrier(worker, worker.info, report.barrier)
         self._hear_of_gang_gate(worker, rank, report.gang_gate)
+        if worker.role == "prefill":
+            self._hear_of_stalled_work(worker, report)
         worker.boots[rank] = boot_id
         worker.last_report_s[rank] = self._clock()
         worker.reports[rank] = worker.reports.get(rank, 0) + 1
         worker.problems.pop("dp_size", None)
         worker.problems.pop("role", None)
         return True
+
+    def _hear_of_stalled_work(self, worker: Worker, report: EndForward) -> None:
+        rank = worker.stalled.setdefault(report.dp_rank, StalledWork())
+        rank.observe(report, self._clock())
+        if rank.cause or "stalled" in worker.problems:
+            causes = (one.cause for _, one in sorted(worker.stalled.items()))
+            self.report_problem(worker, "stalled", next(filter(None, causes), ""))
 
     def _hear_of_gang_gate(self, worker: Worker, rank: int, told: str) -> None:
         if told in GATE_FAULTS:
@@ -389,7 +399,9 @@ class Registry:
         worker.boots.clear()
         worker.last_report_s.clear()
         worker.gates_at_fault.clear()
-        worker.problems.pop("gang_gate", None)
+        worker.stalled.clear()
+        for kind in ("gang_gate", "stalled"):
+            worker.problems.pop(kind, None)
         worker.restarted_s = self._clock()
         worker.info = None
         worker.breaker.reset()

@@ -18,6 +18,7 @@ from sglang_sbs.router.workers.kv_addresses import KvEndpoints
 from sglang_sbs.router.workers.rank_contract import pick_bootstrap_room
 from sglang_sbs.router.workers.server_info import SbsBlock, WorkerInfo, ranks_in_reach, server_url
 from sglang_sbs.scheduling.events import Event, InstanceRole
+from sglang_sbs.scheduling.stalled_work import StalledWork
 from sglang_sbs.wire.gangs import GangPart
 
 _UNKNOWN = WorkerInfo()
@@ -67,6 +68,8 @@ class Worker(WorkerFacts, kw_only=True, eq=False):
     barrier_told_s: float = float("-inf")
     gates_at_fault: dict[int, str] = field(default_factory=dict)
     """DP ranks whose gang gate does not do what it should."""
+    stalled: dict[int, StalledWork] = field(default_factory=dict)
+    """Whether work waits at its DP ranks while no pass takes it; prefill only."""
     called: dict[str, str] = field(default_factory=dict)
     """The boot that each spelling of its host meant, as far as this router saw (``host_spelling``).
     """

@@ -15,6 +15,8 @@ from sglang_sbs.scheduling.prefill.report_limits import DeviceTime
 from sglang_sbs.scheduling.prefill.watchdog import Watchdog
 from sglang_sbs.wire import EndForward
 
+STALLED_S = 60.0
+"""An instance that takes nothing is expected to go on after this long."""
 Tier = Literal["none", "interval", "http", "load_poll", "endforward"]
 """Which signal readiness rests on, the weakest first. ``none``: nothing heard yet. ``interval``:
 fell silent, served at fixed intervals (paper section 4.1.2, graceful degradation)."""
@@ -173,6 +175,11 @@ class PrefillBooks:
         return self.tier, self.idle, len(self.passes), newest_id
 
     @property
+    def takes_nothing(self) -> bool:
+        """Whether no rank would begin what is sent now."""
+        return all(rank.takes_nothing for rank in self.ranks)
+
+    @property
     def launching(self) -> bool:
         """No pass runs but there is a backlog, so one is about to start without us knowing it."""
         return not self.passes and self.backlog_tokens > 0
@@ -185,6 +192,8 @@ class PrefillBooks:
     def free_at_s(self, now_s: float, latency_s: float) -> float:
         """When it could launch something new: the predicted end of all that is launched, and the
         pause that usually follows; or the end of what is about to be."""
+        if self.takes_nothing:
+            return now_s + STALLED_S
         if self.passes:
             return self.passes[-1].end_s + self.gap_s
         if self.launching:
@@ -241,3 +250,11 @@ class PrefillBooks:
 
     def _pairs(self, tokens: list[int]) -> list[float]:
         return [rank.prompts.pairs(mine) for rank, mine in zip(self.ranks, tokens, strict=True)]
+
+    def _vector(self, report: EndForward) -> list[int]:
+        if report.tokens_per_rank is not None:
+            return list(report.tokens_per_rank)
+        return [report.extend_tokens if n == report.dp_rank else 0 for n in range(self.dp_size)]
+
+    def _compute(self, tokens: list[int]) -> list[float]:
+        return [rank.prompts.compute(mine) for rank, mine in zip(self.ranks, tokens, strict=True)]

@@ -30,6 +30,11 @@ _CACHED_STEP = 0.05
 """Of a prompt in ``cached_share``."""
 LEAST_GAP_SHARE = 0.1
 """Of a sample in the smoothed gap; the first ones are a plain mean."""
+HEARTBEATS_S = 2.5
+"""An instance that speaks is not silent before it missed two heartbeats."""
+UNANSWERED_S = 30.0
+"""A request that a silent instance has not answered for this long may be lost: it keeps nobody
+away any more."""
 LOST_S = 2.0
 """What a rank that speaks has not named this long after it was sent, and no less than the watchdog
 waits, does not count any more: a connection hangs, or the engine dropped it."""
@@ -127,6 +132,7 @@ class PrefillInstance(PrefillBooks):
         Without EndForward this is also the sign that the pass it was presumed in has ended."""
         ended = next((i for i, running in enumerate(self.passes) if rid in running.rids), None)
         self.dropped(rid, rank)
+        self._answered()
         if self.tier == "endforward":
             return Observation()
         if self.has_outstanding:
@@ -147,6 +153,8 @@ class PrefillInstance(PrefillBooks):
             # No answer will end the pass for this request; without any it ends by time.
             running.rids.pop(rid, None)
         self._recount()
+        if not self.has_outstanding:
+            self._answered()
         if not self._owes_signal:
             self.watchdog.due_s = math.inf
         if not self.has_outstanding and self.tier != "endforward" and not self.passes:
@@ -168,6 +176,8 @@ class PrefillInstance(PrefillBooks):
         self._device.heard(now_s)
         report = self._plausible(rank, report)
         rank.clean = False
+        rank.unanswered = False
+        rank.stalled.observe(report, now_s)
         self.tier = "endforward"
         inflight = 0 if report.kind == "launch" else report.inflight_passes
         rank.heard(report.forward_id + inflight)
@@ -247,8 +257,10 @@ class PrefillInstance(PrefillBooks):
         if not self._owes_signal:
             self.watchdog.due_s = math.inf
         elif not self.passes:
-            # Of others' requests it only speaks once a second.
-            wait_s = 0.0 if self.has_outstanding else LOST_S
+            # A rank without passes sends a heartbeat once a second.
+            wait_s = LOST_S if not self.has_outstanding else 0.0
+            if self.tier == "endforward":
+                wait_s = max(wait_s, HEARTBEATS_S - self.watchdog.timeout_s)
             self.watchdog.arm(now_s, busy_until_s=now_s + wait_s, launched=False)
         else:
             first = self.passes[0]
@@ -292,11 +304,32 @@ class PrefillInstance(PrefillBooks):
                 rank.idle = True
 
     def _on_silence(self, now_s: float) -> None:
-        """Safety path of the paper: silence for T_timeout after a dispatch resets the state."""
+        """Safety path of the paper (section 4.1.2): silence for T_timeout after a dispatch resets
+        predictions. Unanswered requests stay, and keep others away until the instance answers or
+        speaks, or they are old enough to be lost."""
         self.watchdog.fires += 1
+        lost_s = self.last_dispatch_s + UNANSWERED_S
+        open_requests = [
+            {rid: rank.outstanding[rid] for rid in rank.outstanding.oldest()}
+            for rank in self.ranks
+            if now_s < lost_s
+        ]
         self.reset()
         self.tier = "interval"
         self.free_since_s = now_s
+        if any(open_requests):
+            for rank, requests in zip(self.ranks, open_requests, strict=True):
+                rank.outstanding.add_oldest(requests)
+                rank.flight.add_oldest(requests)
+                rank.unanswered = True
+            self._recount()
+            self.ready = False
+            self.watchdog.due_s = lost_s
+
+    def _answered(self) -> None:
+        """It works: whatever it has not answered yet is on its way."""
+        for rank in self.ranks:
+            rank.unanswered = False
 
     def _presume_of_all(self, report: EndForward) -> None:
         """The barrier: the first to tell of a pass tells of all ranks in it."""
@@ -306,7 +339,7 @@ class PrefillInstance(PrefillBooks):
                 rank.presume(report.forward_id, tokens, self.chunk_tokens)
 
     def _presumed_launch_s(self, latency_s: float) -> float:
-        if not self.launching:
+        if not self.launching or self.takes_nothing:
             return math.inf
         start_s = max(self.free_since_s + self.gap_s, self.last_dispatch_s + latency_s)
         # A plugin reports launches: give its message time before believing it lost.
@@ -460,14 +493,6 @@ class PrefillInstance(PrefillBooks):
         self.passes = [p for p in self.passes if p.forward_id is not None]
         for index, rank in enumerate(self.ranks):
             rank.take_back(index, presumed)
-
-    def _vector(self, report: EndForward) -> list[int]:
-        if report.tokens_per_rank is not None:
-            return list(report.tokens_per_rank)
-        return [report.extend_tokens if n == report.dp_rank else 0 for n in range(self.dp_size)]
-
-    def _compute(self, tokens: list[int]) -> list[float]:
-        return [rank.prompts.compute(mine) for rank, mine in zip(self.ranks, tokens, strict=True)]
 
 
 Instances = Sequence[PrefillInstance]

@@ -20,9 +20,12 @@ from sglang_sbs.scheduling.paging import paged
 from sglang_sbs.scheduling.prefill.passes import Pass, Sent
 from sglang_sbs.scheduling.prefill.report_limits import MOST_CHUNKS, MOST_PASSES
 from sglang_sbs.scheduling.report_cursor import ReportCursor
+from sglang_sbs.scheduling.stalled_work import StalledWork
 from sglang_sbs.scheduling.token_ledger import TokenLedger
 from sglang_sbs.wire import EndForward
 
+STALLED_CHUNKS = 1000
+"""A rank that takes nothing counts as if so many chunks were ahead: no policy prefers it."""
 _REMEMBERED_PASSES = 16
 """Older ones are taken for facts: the rank may never be heard."""
 
@@ -135,6 +138,12 @@ class PrefillRank:
     """Uncached prompt tokens ever sent here, which is what fills its prefix cache."""
     has_cached: bool = False
     """Whether any request was sent here because of what the rank has cached."""
+    stalled: StalledWork = field(default_factory=StalledWork)
+    """Whether it takes what waits there."""
+    unanswered: bool = False
+    """It fell silent with requests that prefill has not answered."""
+    kv_free_tokens: int | None = None
+    """Room in its KV pool as last reported; None: unknown."""
     idle: bool = True
     left_waiting: bool = False
     """The last pass whose end it reported left something that the next one can start with."""
@@ -167,6 +176,9 @@ class PrefillRank:
         self.queued_tokens = 0
         self.queue_charge = 1.0
         self.queue_density = 0.0
+        self.stalled.clear()
+        self.unanswered = False
+        self.kv_free_tokens = None
         self.idle = True
 
     def new_boot(self) -> None:
@@ -390,10 +402,18 @@ class PrefillRank:
     def ahead_tokens(self) -> int:
         """What a new request finds taken of the chunks to come: what is charged, and whole passes
         that hold as many requests as they may."""
-        if not self.most_requests:
-            return self.charged_tokens
-        full = self.backlog_requests // self.most_requests
-        return max(self.charged_tokens, full * self.chunk_tokens)
+        ahead = self.charged_tokens
+        if self.most_requests:
+            full = self.backlog_requests // self.most_requests
+            ahead = max(ahead, full * self.chunk_tokens)
+        if self.takes_nothing:
+            ahead += STALLED_CHUNKS * self.chunk_tokens
+        return ahead
+
+    @property
+    def takes_nothing(self) -> bool:
+        """Whatever is sent there would wait: for a pass that does not come, or for an answer."""
+        return self.unanswered or bool(self.stalled.cause)
 
     @property
     def charged_tokens(self) -> int:

@@ -456,3 +456,19 @@ def test_a_worker_told_of_in_words_of_a_later_release_costs_no_other() -> None:
     mirror.follow(again)
     (seen,) = mirror
     assert (seen.url, seen.usable) == ("http://p:2", True)
+
+
+def test_work_that_no_pass_takes_is_a_problem_until_a_pass_begins() -> None:
+    setup = Setup()
+    worker = setup.up("http://p:1", sbs=SbsBlock(boot_id="b1"))
+    waits = {"kind": "heartbeat", "waiting_requests": 2, "waiting_tokens": 600}
+
+    def say(seq: int, **fields: Any) -> str:
+        setup.now_s += 0.6
+        assert setup.registry.reported(worker, report(0, seq=seq, **fields))
+        return worker.problems.get("stalled", "")
+
+    assert say(1, **waits) == say(2, **waits) == ""
+    full = {"kv_tokens": 900, "kv_capacity_tokens": 1000}
+    assert "its KV pool is full (900 of 1000 tokens)" in say(3, **waits, **full)
+    assert say(4, kind="launch", extend_tokens=300, waiting_requests=1) == ""

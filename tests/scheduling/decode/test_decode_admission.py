@@ -112,6 +112,8 @@ class TestReservation:
         for index in range(count):
             it.tell(RequestEnded(rid=f"s{index}", outcome="completed", completion_tokens=0))
             it.arrive(f"s{index + 10}", 1000)
+            for sent in it.dispatched[before:]:
+                it.tell(PrefillDone(rid=sent.rid))
             it.wait(0.3)
         return [one.rid for one in it.dispatched[before:]]
 
