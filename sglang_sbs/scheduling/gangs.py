@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from sglang_sbs.scheduling import events as ev
+from sglang_sbs.scheduling.decisions import Decisions, note
 from sglang_sbs.scheduling.decode.admission import DecodeAdmission
 from sglang_sbs.scheduling.decode.instance import DecodeInstance
 from sglang_sbs.scheduling.decode.rules import DecodeRuleFunction, schedule_decode
 from sglang_sbs.scheduling.membership import Membership
 from sglang_sbs.scheduling.paging import paged
 from sglang_sbs.scheduling.policies.pbaa import first_part
-from sglang_sbs.scheduling.policies.policy import Placement, Plan
+from sglang_sbs.scheduling.policies.policy import Placement, Plan, PrefillPolicy
 from sglang_sbs.scheduling.prefill.interval import IntervalController
 from sglang_sbs.scheduling.prefix_caches import PrefixCaches
 from sglang_sbs.scheduling.queue.request import RequestQueue
+from sglang_sbs.scheduling.reasons import WaitReason
 from sglang_sbs.scheduling.request import Request
 
 
@@ -27,10 +29,15 @@ class Gangs:
     interval: IntervalController
     admission: DecodeAdmission
     choose_decode: DecodeRuleFunction
-    holds: bool
-    """Requests may wait for room in decode."""
+    policy: PrefillPolicy
+    decisions: Decisions
     count: int = 0
     """Dispatched so far."""
+    holds: bool = field(init=False)
+    """Requests may wait for room in decode."""
+
+    def __post_init__(self) -> None:
+        self.holds = self.policy.holds
 
     def commit(self, plan: Plan, now_s: float, out: list[ev.Command]) -> list[str]:
         """Choose decode ranks and dispatch; the requests for which there was none."""
@@ -40,12 +47,20 @@ class Gangs:
             request = placement.request
             request.total_tokens = self.admission.outputs.total_tokens(request)
             request.decode_hits = self.prefix.decode_hits(request, self.members.decode_targets)
-        left = self._send(plan.placements, plan.reason, now_s, out)
+        if plan.batch is None:
+            up = len(self.members.up_prefill)
+            plan.batch = self.policy.explained(plan, up, len(self.queue), now_s)
+        left = self._send(plan.placements, plan, now_s, out)
+        if plan.batch.launch_s is not None:
+            plan.batch.end_s = plan.batch.launch_s + plan.placements[0].instance.next_pass_s()
         # Only where ranks are coupled does prefill's matter: another one may have room behind it.
         if left and self._coupled:
-            left = [p for p in left if not self._send_elsewhere(p, plan.reason, now_s, out)]
+            left = [p for p in left if not self._send_elsewhere(p, plan, now_s, out)]
+        plan.batch.costs_s = {}
         for placement in left:
             self.admission.refused(placement.request.total_tokens)
+            if placement.request.waits_for is not WaitReason.NO_DECODE_ROOM:
+                note(placement.request, WaitReason.NO_DECODE_ROOM, now_s)
         self.admission.changed()
         return [placement.request.rid for placement in left]
 
@@ -54,7 +69,7 @@ class Gangs:
         return any(decode.rank_choice == "by_room" for decode in self.members.up_decode)
 
     def _send(
-        self, placements: Sequence[Placement], reason: str, now_s: float, out: list[ev.Command]
+        self, placements: Sequence[Placement], plan: Plan, now_s: float, out: list[ev.Command]
     ) -> list[Placement]:
         """Dispatch as one batch what decode has a rank for; returns the others."""
         assigned = self._assign(placements)
@@ -66,11 +81,13 @@ class Gangs:
                 left.append(placement)
             else:
                 decode, rank = self.members.decode_targets[index]
-                out.append(self._dispatch(placement, decode, rank, reason, now_s))
+                out.append(self._dispatch(placement, decode, rank, plan.reason, now_s))
+                batches = self.count - 1 - placement.request.first_batch
+                self.decisions.dispatched(placement.request, plan.batch, batches)
         return left
 
     def _send_elsewhere(
-        self, placement: Placement, reason: str, now_s: float, out: list[ev.Command]
+        self, placement: Placement, plan: Plan, now_s: float, out: list[ev.Command]
     ) -> bool:
         """The same on another rank of the prefill worker; whether there was one."""
         request, instance, rank = placement
@@ -84,7 +101,7 @@ class Gangs:
             if tokens >= need and (one, d) != (instance, rank)
         ]
         others.sort(key=lambda one: -one[0])
-        return any(not self._send([other], reason, now_s, out) for _, other in others)
+        return any(not self._send([other], plan, now_s, out) for _, other in others)
 
     def _assign(self, placements: Sequence[Placement]) -> dict[str, int]:
         """The decode rank of each request, as an index into all, for which there is one."""

@@ -8,6 +8,7 @@ from typing import Protocol, TypeVar
 
 from sglang_sbs.scheduling.events import InstanceId
 from sglang_sbs.scheduling.prefix.places import NO_HITS, Hits, Upcoming
+from sglang_sbs.scheduling.reasons import Waited, WaitReason
 
 
 class _Named(Protocol):
@@ -55,6 +56,12 @@ class Request:
     """How many left without it that it could have been in. 0 means newly arrived."""
     waited_cycles: float = 0.0
     """``r.wait`` of Algorithm 2. As many batches as there are instances are a cycle."""
+    waits_for: WaitReason | None = None
+    """Why it is still here, as far as a decision looked at it."""
+    waits: tuple[Waited, ...] = ()
+    """Whenever that changed."""
+    first_batch: int = 0
+    """The number of the last batch that left before it arrived."""
     prefill: tuple[InstanceId, int] | None = None
     decode: tuple[InstanceId, int] | None = None
     prefilled: bool = False

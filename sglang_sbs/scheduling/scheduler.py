@@ -33,6 +33,7 @@ import msgspec
 
 from sglang_sbs.scheduling import events as ev
 from sglang_sbs.scheduling.config import SchedulerConfig
+from sglang_sbs.scheduling.decisions import Decisions, Why, why_waiting
 from sglang_sbs.scheduling.decode.admission import (
     RESERVE_AFTER_PASSES,
     DecodeAdmission,
@@ -80,7 +81,8 @@ _MOST_ADOPTED = 64
 class Scheduler:
     """See the module's theory of operation."""
 
-    def __init__(self, config: SchedulerConfig | None = None) -> None:
+    def __init__(self, config: SchedulerConfig | None = None, *, remembers: int = 0) -> None:
+        """``remembers``: for how many of the last requests that left :meth:`why` has an answer."""
         self.config = config or SchedulerConfig()
         self.interval = IntervalController(
             t_default_s=self.config.t_default_s,
@@ -103,6 +105,8 @@ class Scheduler:
         self._wake_s = math.inf
         self._silent_s = math.inf
         """No decode rank has been silent for too long before."""
+        self._fresh: Request | None = None
+        """The request that has just arrived."""
         self._given_up_s = -math.inf
         """When a request was given up and that was looked at."""
         self._admission = DecodeAdmission(ExpectedOutput(self.config.default_output_tokens))
@@ -113,7 +117,8 @@ class Scheduler:
             interval=self.interval,
             admission=self._admission,
             choose_decode=make_decode_rule(self.config),
-            holds=self.policy.holds,
+            policy=self.policy,
+            decisions=Decisions(remembers),
         )
 
     def handle(self, event: ev.Event, now_s: float) -> list[ev.Command]:
@@ -177,6 +182,14 @@ class Scheduler:
     def snapshot(self, now_s: float) -> Snapshot:
         return snapshot_of(self, now_s)
 
+    def why(self, rid: str, now_s: float) -> Why | None:
+        """Why a request left when and where it did, or what it waits for. None: it is unknown, or
+        among those forgotten since."""
+        waiting = self._requests.get(rid)
+        if waiting is not None and waiting.prefill is None:
+            return why_waiting(waiting, self.gangs.count - waiting.first_batch, now_s)
+        return self.gangs.decisions.why(rid)
+
     @property
     def throttled(self) -> bool:
         """Flow control: a request has waited more than N_limit cycles, new ones are refused."""
@@ -211,7 +224,8 @@ class Scheduler:
             out.append(self._refuse(event.rid, *refusal))
             return
         self._arrivals += 1
-        self._requests[event.rid] = request
+        request.first_batch = self.gangs.count
+        self._requests[event.rid] = self._fresh = request
         self.queue.add(request)
         self.policy.on_arrival(request.uncached_tokens, now_s)
 
@@ -422,6 +436,9 @@ class Scheduler:
             wake_s = min(wake_s, self._silent_s)
         for instance in again:
             wake_s = min(wake_s, instance.advance(now_s, latency_s))
+        fresh, self._fresh = self._fresh, None
+        if fresh is not None and fresh.prefill is None and not fresh.waits:
+            self.policy.note_waiting(fresh, now_s)
         wake_s = min(wake_s, self.queue.next_deadline_s())
         if self._wake_s != wake_s < math.inf:
             out.append(ev.WakeAt(time_s=wake_s))

@@ -11,6 +11,7 @@ from sglang_sbs.scheduling.policies.policy import Admissible, Placement, Plan, P
 from sglang_sbs.scheduling.prefill.instance import Instances
 from sglang_sbs.scheduling.prefill.interval import IntervalController
 from sglang_sbs.scheduling.queue.request import RequestQueue
+from sglang_sbs.scheduling.reasons import Opening
 
 _EPSILON_S = 1e-9
 
@@ -19,6 +20,7 @@ class PaperTrigger(PrefillPolicy):
     """Round robin over instances, one batch per interval, PBAA over the target's DP ranks."""
 
     holds = True
+    opening = Opening.INTERVAL
 
     def __init__(self, interval: IntervalController) -> None:
         self._interval = interval

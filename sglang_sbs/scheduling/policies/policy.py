@@ -9,9 +9,11 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from sglang_sbs.scheduling.decisions import Batch, look_at
 from sglang_sbs.scheduling.prefill.instance import Instances, PrefillInstance
 from sglang_sbs.scheduling.prefill.observation import Observation
 from sglang_sbs.scheduling.queue.request import RequestQueue
+from sglang_sbs.scheduling.reasons import Opening, Term
 from sglang_sbs.scheduling.request import Request
 
 Admissible = Callable[[Request], bool]
@@ -35,6 +37,8 @@ class Plan:
     wake_s: float = math.inf
     passed_over: list[Request] = field(default_factory=list)
     """Requests that took part in this cycle and were not allocated: Q_next of Algorithm 2."""
+    batch: Batch | None = None
+    """What was known, for explanations."""
 
 
 class PrefillPolicy(ABC):
@@ -43,6 +47,8 @@ class PrefillPolicy(ABC):
 
     holds: bool
     """Whether requests may wait in the scheduler. If not, decode admission does not hold either."""
+    opening = Opening.AT_ONCE
+    """Why its batches leave when they do, where it does not say so of each."""
 
     def key_of(self, request: Request) -> float:
         """Its place in the queue's order, smallest first; asked once, when it arrives."""
@@ -62,6 +68,16 @@ class PrefillPolicy(ABC):
 
     def on_forward_learned(self, instance: PrefillInstance) -> None:  # noqa: B027
         """Its forward model has changed."""
+
+    def note_waiting(self, request: Request, now_s: float) -> None:  # noqa: B027
+        """It has just arrived and was not placed: note what it waits for."""
+
+    def explained(self, plan: Plan, instances: int, waiting: int, now_s: float) -> Batch:
+        """What is known of a batch of which the policy said nothing itself: where it goes."""
+        instance = plan.placements[0].instance
+        start_s = max(now_s, instance.free_at_s(now_s, 0.0))
+        looks = [look_at(instance, start_s)]
+        return Batch(now_s, self.opening, Term.RULE, looks, instances, waiting, start_s)
 
     @abstractmethod
     def plan(

@@ -59,6 +59,25 @@ class _Observed(NamedTuple):
     pairs: tuple[float, ...]
 
 
+class PassCost(NamedTuple):
+    """The fit at one time, which what is learned later does not change."""
+
+    weights: Sequence[float]
+    token_unit: float
+    time_unit_s: float
+
+    def rank_s(self, tokens: float, pairs: float) -> float:
+        """As :meth:`ForwardModel.rank_s`."""
+        unit = self.token_unit
+        own = self.weights[1] * tokens + 2 * self.weights[3] * pairs / unit
+        return own / unit * self.time_unit_s
+
+    def pass_s(self, mean_tokens: float, slowest_s: float) -> float:
+        """As :meth:`ForwardModel.pass_s`."""
+        common = self.weights[0] + self.weights[2] * mean_tokens / self.token_unit
+        return max(1e-3, common * self.time_unit_s + slowest_s)
+
+
 class ForwardModel:
     """Exponentially forgetting ridge regression in units of the default forward time and chunk. The
     prior is half T_default fixed plus half T_default for a full chunk: positive and growing."""
@@ -95,6 +114,8 @@ class ForwardModel:
         self.fixed_s = max(0.0, self._fit.weights[0]) * self._time_unit_s
         """a: the time of an empty pass."""
         self._usual_slope_s = self._slope_s(_USUAL_IMBALANCE)
+        # Solving makes a new list of weights, so this one stays as it is.
+        self.cost = PassCost(self._fit.weights, self._token_unit, self._time_unit_s)
 
     def predict_s(self, tokens_per_rank: Sequence[int], pairs: Sequence[float] = ()) -> float:
         """Forward time of a pass with these extend tokens on each rank; at least 1 ms. ``pairs``:

@@ -26,6 +26,7 @@ from sglang_sbs.scheduling.policies.pbaa import LEAST_HIT_SHARE, first_part
 from sglang_sbs.scheduling.policies.tuning import AGAIN_WEIGHT
 from sglang_sbs.scheduling.prefill.instance import PrefillInstance
 from sglang_sbs.scheduling.prefix.places import Hits, Upcoming, shared_blocks
+from sglang_sbs.scheduling.reasons import WaitReason
 from sglang_sbs.scheduling.request import Request
 
 _TWINS = 4
@@ -87,17 +88,20 @@ class CacheAffinity:
         self.deferred = 0
         """How often a request was left for another instance, or for one that computes the same."""
 
-    def view(self, instance: PrefillInstance) -> _View:
+    def view(self, instance: PrefillInstance, *, keep: bool = True) -> _View:
+        """``keep``: the decision sees the instance like this from now on."""
         view = self._views.get(instance.id)
         if view is None:
             backlog = [rank.ahead_tokens for rank in instance.ranks]
-            view = self._views[instance.id] = _View(
+            view = _View(
                 instance,
                 self._start_of(instance),
                 instance.next_pass_s(),
                 backlog,
                 backlog.index(min(backlog)),
             )
+            if keep:
+                self._views[instance.id] = view
         return view
 
     def look_at(self, request: Request) -> None:
@@ -228,6 +232,19 @@ class BatchAffinity:
         self._taken: dict[int, list[Request]] = {}
         """Requests in the batch, by their first block."""
         self.deferred = 0
+        self.left_for = WaitReason.BETTER_ELSEWHERE
+        """Why the last request that does not belong here was left."""
+
+    @property
+    def instance(self) -> InstanceId:
+        return self._instance.id
+
+    def better_for(self, request: Request) -> tuple[InstanceId, float]:
+        """Where a request is better off that was left for its cached prefix, and how much less it
+        costs there, seconds."""
+        home = self._decision.home_of(request)
+        here = self._decision.best_on(request, self._decision.view(self._instance, keep=False))
+        return home.instance, here.cost_s - home.cost_s
 
     def hits_of(self, request: Request) -> Sequence[int] | None:
         """L_hit(r, d) on the ranks of the instance; None if they have nothing of it."""
@@ -261,14 +278,15 @@ class BatchAffinity:
             and self._home_of is None
             and hits.best_tokens >= self._least_tokens
         ):
+            self.left_for = WaitReason.BETTER_ELSEWHERE
             return True
         if hits.best_tokens:
             decision.look_at(request)
-        return (
-            self._is_elsewhere(request)
-            or decision.is_coming(request)
-            or (len(twins) > 0 and self._is_taken(request, twins))
-        )
+        if self._is_elsewhere(request):
+            self.left_for = WaitReason.BETTER_ELSEWHERE
+            return True
+        self.left_for = WaitReason.PREFIX_COMING
+        return decision.is_coming(request) or (len(twins) > 0 and self._is_taken(request, twins))
 
     def _is_elsewhere(self, request: Request) -> bool:
         here = self._instance.id

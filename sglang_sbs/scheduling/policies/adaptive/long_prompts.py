@@ -78,9 +78,10 @@ class LongPrompts:
         at: Moment,
         *,
         early: bool = False,
+        costs_s: dict[str, dict[InstanceId, float]] | None = None,
     ) -> dict[str, Home]:
         """Where each request costs least, now or later. ``in_order``: of start. ``early``:
-        requests may leave before a batch could."""
+        requests may leave before a batch could. ``costs_s``: see :func:`.pass_forecast.homes`."""
         forecasts: dict[str, PassForecast] = {}
         by_id = self._by_id
 
@@ -115,6 +116,7 @@ class LongPrompts:
                 (anywhere or self.suits(request, i, instances))
                 and (not request.exclude or request.may_use(i, instances))
             ),
+            costs_s=costs_s,
         )
 
     def suits(self, request: Request, instance: PrefillInstance, instances: Instances) -> bool:

@@ -221,6 +221,8 @@ def homes(
     requests: Iterable[Request],
     terms_of: Callable[[Request], Terms],
     may_go: Callable[[Request, PrefillInstance], bool],
+    *,
+    costs_s: dict[str, dict[InstanceId, float]] | None = None,
 ) -> dict[str, Home]:
     """Where each request costs least, by request id.
 
@@ -234,6 +236,7 @@ def homes(
             all full.
         terms_of: of a request that nobody shares a prefix with.
         may_go: whether a request is allowed on an instance.
+        costs_s: gets, by request id, what it costs on each instance that was compared.
     """
     chosen: dict[str, Home] = {}
     names = {one.instance.id for one in nearest}
@@ -254,9 +257,10 @@ def homes(
             # What is computed again is there afterwards: all that share it pay for it.
             weight = terms.again_weight / sharing[request.cached_until]
             terms = terms._replace(again_weight=weight)
-            chosen[request.rid] = _cheapest(allowed, request, terms).add(request, terms)
+            costs = [one.cost_s(request, terms) for one in allowed]
+            cheapest = allowed[costs.index(min(costs))]
+            if costs_s is not None:
+                names_of = [one.instance.id for one in allowed]
+                costs_s[request.rid] = dict(zip(names_of, costs, strict=True))
+            chosen[request.rid] = cheapest.add(request, terms)
     return chosen
-
-
-def _cheapest(forecasts: Sequence[PassForecast], request: Request, terms: Terms) -> PassForecast:
-    return min(forecasts, key=lambda one: one.cost_s(request, terms))

@@ -38,18 +38,23 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from itertools import islice
 
 from sglang_sbs.scheduling.paging import paged
 from sglang_sbs.scheduling.policies.adaptive.cache_affinity import BatchAffinity, CacheAffinity
+from sglang_sbs.scheduling.policies.adaptive.decision import Decision
 from sglang_sbs.scheduling.policies.adaptive.dispatch_lead import DispatchLead
+from sglang_sbs.scheduling.policies.adaptive.explained import (
+    batch_of,
+    note_left,
+    note_opening,
+    note_skipped,
+)
 from sglang_sbs.scheduling.policies.adaptive.few_requests import Waiting, cut_of
-from sglang_sbs.scheduling.policies.adaptive.lineup import Lineup, Moment, PlannedStarts, Starts
+from sglang_sbs.scheduling.policies.adaptive.lineup import Lineup, Moment, PlannedStarts
 from sglang_sbs.scheduling.policies.adaptive.long_prompts import LongPrompts, early_homes, may_take
 from sglang_sbs.scheduling.policies.adaptive.lookahead import lookahead
 from sglang_sbs.scheduling.policies.adaptive.offered_load import OfferedLoad
-from sglang_sbs.scheduling.policies.adaptive.pass_forecast import Home
 from sglang_sbs.scheduling.policies.pbaa import place_fitting, top_up
 from sglang_sbs.scheduling.policies.policy import Admissible, Placement, Plan, PrefillPolicy
 from sglang_sbs.scheduling.policies.tuning import AGEING, SLACK
@@ -58,6 +63,7 @@ from sglang_sbs.scheduling.prefill.interval import IntervalController
 from sglang_sbs.scheduling.prefill.observation import Observation
 from sglang_sbs.scheduling.queue.priority import Urgency
 from sglang_sbs.scheduling.queue.request import RequestQueue
+from sglang_sbs.scheduling.reasons import WaitReason
 from sglang_sbs.scheduling.request import Request, uncached_tokens_of
 
 MOST_HOLD_PASSES = 5.0
@@ -76,41 +82,6 @@ RETRY_S = 0.01
 _EPSILON_S = 1e-9
 _BEYOND_S = 1e-6
 """More than the difference that the order of adding times makes."""
-
-
-@dataclass(slots=True)
-class Decision:
-    """One moment: what is known of it, and what follows so far."""
-
-    queue: RequestQueue
-    instances: Instances
-    admissible: Admissible
-    at: Moment
-    whole_s: float
-    """The lead of a batch of all that wait."""
-    overdue: bool
-    """The oldest request has waited long enough: whoever can take it does."""
-    chunked: bool
-    """Prompts of many chunks decide where requests go."""
-    late: bool
-    """Nothing is committed early, which would take the next pass from an urgent request that comes
-    meanwhile."""
-    all_idle: bool
-    starts: Starts
-    under_way: int
-    """As :meth:`AdaptiveTrigger._under_way`: over 1, nothing waits."""
-    wake_s: float
-    """When to decide again, at the latest."""
-    candidates: list[PrefillInstance] = field(default_factory=list)
-    ahead: list[PrefillInstance] = field(default_factory=list)
-    """Those that should get one for the pass after their next."""
-    home_of: dict[str, Home] | None = None
-    """Where each request should go; None: anywhere, for a fair share of the queue."""
-
-    def passes_of(self, instance: PrefillInstance) -> int:
-        """For how many passes together it gets requests."""
-        ahead = instance in self.ahead and len(instance.passes) == 1
-        return max(self.under_way, 2 if ahead else 1)
 
 
 class AdaptiveTrigger(PrefillPolicy):
@@ -134,6 +105,8 @@ class AdaptiveTrigger(PrefillPolicy):
         self._retry_s = float("-inf")
         self._decision: CacheAffinity | None = None
         self._decision_s = float("-inf")
+        self._one: Decision | None = None
+        """The last one."""
 
     @property
     def lead_s(self) -> float:
@@ -200,7 +173,7 @@ class AdaptiveTrigger(PrefillPolicy):
             return Plan(wake_s=self._retry_s)
         self._offered.measure(instances, now_s)
         self._lineup.refresh()
-        one = self._look(queue, instances, admissible, now_s)
+        self._one = one = self._look(queue, instances, admissible, now_s)
         self._open(one)
         self._choose(one)
         if not one.candidates and self._decision_s != now_s:
@@ -222,6 +195,10 @@ class AdaptiveTrigger(PrefillPolicy):
                 return plan
         one.wake_s = min(one.wake_s, affinity.wake_s)
         return self._later(one, affinity.deferred)
+
+    def note_waiting(self, request: Request, now_s: float) -> None:
+        if self._one is not None:
+            note_opening(request, self._one, now_s)
 
     def _later(self, one: Decision, deferred: int = 0) -> Plan:
         if max(deferred, len(one.home_of or ())) >= MAX_DEFERRED:
@@ -271,6 +248,8 @@ class AdaptiveTrigger(PrefillPolicy):
         wake_s = one.wake_s
         for start_s, _, number in one.starts:
             instance = one.instances[number]
+            if one.soonest is None:
+                one.soonest = instance
             ahead_tokens += self._offered.capacity_of(instance)
             long_queue = not one.late and SLACK * queue.tokens >= ahead_tokens
             if not long_queue:
@@ -323,7 +302,9 @@ class AdaptiveTrigger(PrefillPolicy):
         if chunked:
             in_order = (instances[number] for _, _, number in one.starts)
             one.home_of = self._long.homes(
-                one.candidates, instances, in_order, queue, one.overdue, at, early=early
+                *(one.candidates, instances, in_order, queue, one.overdue, at),
+                early=early,
+                costs_s=one.costs_s,
             )
             if early:
                 in_order = (instances[number] for _, _, number in one.starts)
@@ -403,6 +384,9 @@ class AdaptiveTrigger(PrefillPolicy):
             instance.page,
             places,
         )
+        if allocation.placed:
+            note_left(allocation.left, WaitReason.DOES_NOT_FIT, one.at.now_s)
+            note_left(rest, WaitReason.SHARE_FULL, one.at.now_s)
         beyond = one.queue.tokens - uncached_tokens_of(head) - uncached_tokens_of(rest)
         allocation = top_up(
             allocation._replace(left=allocation.left + rest),
@@ -422,6 +406,7 @@ class AdaptiveTrigger(PrefillPolicy):
                 else f"{ahead_ms:.0f} ms before the predicted launch on {instance.id}"
             ),
             passed_over=allocation.left,
+            batch=batch_of(instance, one) if allocation.placed else None,
         )
 
     def _gather(
@@ -452,25 +437,28 @@ class AdaptiveTrigger(PrefillPolicy):
             if full or affinity.deferred >= MAX_DEFERRED or refused >= MOST_REFUSED:
                 break
             if request.exclude and not request.may_use(instance, one.instances):
-                forbidden += 1
+                forbidden, left = forbidden + 1, WaitReason.EXCLUDED
             elif not one.admissible(request):
-                refused += 1
-            elif (
-                (even or one.overdue or self._long.suits(request, instance, one.instances))
-                and (
-                    home_of is None
-                    or affinity.is_home_of(request)
-                    or request.arrived_s <= patient_s
-                )
-                and (
-                    not request.blocks
-                    or request.arrived_s <= patient_s
-                    or affinity.belongs_here(request)
-                )
+                refused, left = refused + 1, WaitReason.NO_DECODE_ROOM
+            elif not (even or one.overdue or self._long.suits(request, instance, one.instances)):
+                left = WaitReason.DOES_NOT_FIT
+            elif not (
+                home_of is None or affinity.is_home_of(request) or request.arrived_s <= patient_s
             ):
+                left = WaitReason.BETTER_ELSEWHERE
+            elif not (
+                not request.blocks
+                or request.arrived_s <= patient_s
+                or affinity.belongs_here(request)
+            ):
+                left = affinity.left_for
+            else:
                 (head if taken < room and len(head) < most else rest).append(request)
                 taken += paged(request.uncached_tokens_on(instance.id), page)
                 full = taken >= most_taken or len(head) + len(rest) >= most_both
+                continue
+            if request.waits_for is not left:
+                note_skipped(request, left, one, affinity)
         return None if forbidden == len(one.queue) else (head, rest)
 
     def _shared(

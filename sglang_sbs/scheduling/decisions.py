@@ -1,0 +1,277 @@
+"""Remembers why requests left when and where they did, and works it out when somebody asks.
+
+A decision must not become slower for it. So a batch notes a few numbers of each candidate
+(:class:`Look`), which do not change afterwards, and :meth:`Decisions.why` predicts from them what
+the request would have met there. Everything follows from the events: replaying an event log gives
+the same reasons."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import msgspec
+
+from sglang_sbs.scheduling.events import InstanceId
+from sglang_sbs.scheduling.paging import paged
+from sglang_sbs.scheduling.prefill.forward_model import PassCost
+from sglang_sbs.scheduling.prefill.instance import PrefillInstance
+from sglang_sbs.scheduling.reasons import MOST_WAITS, Opening, Term, Waited, WaitReason
+from sglang_sbs.scheduling.request import Request
+
+_LATE_S = 0.02
+"""An instance that was expected to be ready so long ago has been."""
+MOST_LOOKS = 4
+"""Instances noted per batch, those that start first."""
+
+
+class Candidate(msgspec.Struct, frozen=True, omit_defaults=True):
+    """What a request was predicted to meet at a prefill instance. Seconds from the decision on."""
+
+    instance: InstanceId
+    start_s: float
+    """Until the pass starts that the request would be in."""
+    finish_s: float
+    """Until its prompt would be computed."""
+    delay_s: float
+    """How much longer it makes that pass for the other requests in it."""
+    cached_tokens: int = 0
+    cost_s: float | None = None
+    """How much more it costs there than at the best one, where costs decided (:class:`Term`)."""
+    chosen: bool = False
+
+
+class Why(msgspec.Struct, frozen=True, omit_defaults=True):
+    """Why a request is where it is. Times are the scheduler's clock unless they are durations."""
+
+    rid: str
+    prompt_tokens: int
+    arrived_s: float
+    waits: list[Waited]
+    """What it waited for, in order of time."""
+    batches: int = 0
+    """How many left while it waited."""
+    decided_s: float | None = None
+    """None: it still waits."""
+    opening: Opening | None = None
+    term: Term | None = None
+    candidates: list[Candidate] = []
+    """The first that would have started, the chosen one among them."""
+    instances: int = 0
+    """How many were up."""
+    waiting: int = 0
+    """Requests in the queue at the decision."""
+    launch_s: float | None = None
+    """When its pass was predicted to start."""
+    end_s: float | None = None
+    """When that pass was predicted to end, with everything that was sent by then."""
+
+
+class Look(NamedTuple):
+    """One prefill instance as a decision saw it."""
+
+    instance: InstanceId
+    start_s: float
+    """Of the pass that what is sent now would be in."""
+    ahead_tokens: Sequence[int]
+    """Per rank: charged for what waits there."""
+    next_pass_s: float
+    """What that pass takes without the request."""
+    chunk_tokens: int
+    page: int
+    cost: PassCost
+
+    def candidate(self, decided: Decided) -> Candidate:
+        hits = decided.hits.get(self.instance)
+        emptiest = self.ahead_tokens.index(min(self.ahead_tokens))
+        ranks = {emptiest}
+        if hits is not None:
+            most = max(hits)
+            ranks.add(min(range(len(hits)), key=lambda d: (-hits[d], self.ahead_tokens[d])))
+            ranks = ranks if most else {emptiest}
+        if decided.instance == self.instance:
+            ranks = {decided.rank}
+        finish_s, delay_s, cached = min(
+            self._on(rank, decided.prompt_tokens, 0 if hits is None else hits[rank])
+            for rank in ranks
+        )
+        start_s = self.start_s - decided.batch.at_s
+        costs_s = decided.costs_s or {}
+        cost_s = costs_s.get(self.instance)
+        return Candidate(
+            instance=self.instance,
+            start_s=start_s,
+            finish_s=start_s + finish_s,
+            delay_s=delay_s,
+            cached_tokens=cached,
+            cost_s=None if cost_s is None else cost_s - min(costs_s.values()),
+            chosen=self.instance == decided.instance,
+        )
+
+    def _on(self, rank: int, prompt_tokens: int, cached: int) -> tuple[float, float, int]:
+        """From the start of the pass until the prompt is computed, and how much longer that pass
+        gets, seconds; the cached tokens."""
+        chunk, ranks = self.chunk_tokens, len(self.ahead_tokens)
+        ahead, tokens = self.ahead_tokens[rank], max(1, prompt_tokens - cached)
+        passes = -(-(ahead + paged(tokens, self.page)) // chunk)
+        own = min(chunk, tokens)
+        fill = min(chunk, ahead + tokens)
+        held = sum([min(chunk, one) for one in self.ahead_tokens])
+        slowest_s = self.cost.rank_s(fill, own * (prompt_tokens - own / 2))
+        pass_s = self.cost.pass_s((held + fill - min(chunk, ahead)) / ranks, slowest_s)
+        pass_s = max(self.next_pass_s, pass_s)
+        delay_s = pass_s - self.next_pass_s if held else 0.0
+        return passes * pass_s, delay_s, cached
+
+
+def look_at(instance: PrefillInstance, start_s: float) -> Look:
+    return Look(
+        instance.id,
+        start_s,
+        [rank.ahead_tokens for rank in instance.ranks],
+        instance.next_pass_s(),
+        instance.chunk_tokens,
+        instance.page,
+        instance.model.cost,
+    )
+
+
+@dataclass(slots=True, eq=False)
+class Batch:
+    """What was known when a batch left."""
+
+    at_s: float
+    opening: Opening
+    term: Term
+    looks: Sequence[Look]
+    instances: int = 0
+    waiting: int = 0
+    launch_s: float | None = None
+    end_s: float | None = None
+    costs_s: Mapping[str, Mapping[InstanceId, float]] = field(default_factory=dict)
+    """By request id, what it was weighed to cost at each instance, where that decided. Empty once
+    the batch has left: each request keeps its own."""
+
+
+class Decided(NamedTuple):
+    """One request that left."""
+
+    batch: Batch
+    rid: str
+    prompt_tokens: int
+    arrived_s: float
+    instance: InstanceId
+    rank: int
+    waits: Sequence[Waited]
+    batches: int
+    hits: Mapping[InstanceId, Sequence[int]]
+    """What the ranks of the candidates had of its prompt, tokens."""
+    costs_s: Mapping[InstanceId, float] | None
+
+    @property
+    def term(self) -> Term:
+        term = Term.LEAST_COST if self.costs_s else self.batch.term
+        if term not in (Term.SOONEST, Term.FIRST_OPEN) or not self.hits:
+            return term
+        here = max(self.hits.get(self.instance, [0]))
+        others = [max(one) for name, one in self.hits.items() if name != self.instance]
+        return Term.CACHED if here > max(others, default=0) else term
+
+
+_NO_HITS: dict[InstanceId, Sequence[int]] = {}
+
+
+class Decisions:
+    """The last requests that left."""
+
+    def __init__(self, most: int) -> None:
+        """``most``: how many are remembered; 0: none."""
+        self._most = most
+        self._kept: dict[str, Decided] = {}
+
+    def dispatched(self, request: Request, batch: Batch | None, batches: int) -> None:
+        """A request has left; how many batches did while it waited. The names of its blocks are not
+        kept."""
+        if batch is None or request.prefill is None or not self._most:
+            return
+        instance, rank = request.prefill
+        kept, hits = self._kept, _NO_HITS
+        if request.hits.by_instance:
+            found = request.hits.by_instance
+            names = [look.instance for look in batch.looks]
+            hits = {name: found[name] for name in names if name in found}
+        if len(kept) >= self._most:
+            del kept[next(iter(kept))]
+        kept[request.rid] = Decided(
+            batch,
+            request.rid,
+            request.prompt_tokens,
+            request.arrived_s,
+            instance,
+            rank,
+            request.waits,
+            batches,
+            hits,
+            batch.costs_s.get(request.rid) if batch.costs_s else None,
+        )
+
+    def why(self, rid: str) -> Why | None:
+        """None: it is not remembered."""
+        decided = self._kept.get(rid)
+        if decided is None:
+            return None
+        batch = decided.batch
+        return Why(
+            rid=rid,
+            prompt_tokens=decided.prompt_tokens,
+            arrived_s=decided.arrived_s,
+            waits=_waits_of(decided.waits, decided.batches, batch.at_s),
+            batches=decided.batches,
+            decided_s=batch.at_s,
+            opening=batch.opening,
+            term=decided.term,
+            candidates=[look.candidate(decided) for look in batch.looks],
+            instances=batch.instances,
+            waiting=batch.waiting,
+            launch_s=batch.launch_s,
+            end_s=batch.end_s,
+        )
+
+
+def _waits_of(noted: Sequence[Waited], batches: int, until_s: float) -> list[Waited]:
+    # What was noted at the decision itself did not keep the request waiting.
+    waits = [one for one in noted if one.at_s < until_s]
+    last = waits[-1] if waits else None
+    if last is not None and last.reason is WaitReason.NOT_YET and batches:
+        due_s = last.until_s
+        if due_s is not None and last.at_s < due_s < until_s - _LATE_S:
+            # Nobody looked as far as this request: the passes were full with those before it.
+            waits.append(Waited(WaitReason.SHARE_FULL, due_s, last.instance))
+    return waits
+
+
+def why_waiting(request: Request, batches: int, now_s: float) -> Why:
+    """Of a request in the queue; how many batches left since it arrived."""
+    return Why(
+        rid=request.rid,
+        prompt_tokens=request.prompt_tokens,
+        arrived_s=request.arrived_s,
+        waits=_waits_of(request.waits, batches, now_s),
+        batches=batches,
+    )
+
+
+def note(
+    request: Request,
+    reason: WaitReason,
+    now_s: float,
+    instance: InstanceId = "",
+    until_s: float | None = None,
+    gain_s: float | None = None,
+) -> None:
+    """From now on the request waits for this. To be called where ``request.waits_for`` is another
+    reason, which is looked at more often than it changes."""
+    request.waits_for = reason
+    if len(request.waits) < MOST_WAITS:
+        request.waits = (*request.waits, Waited(reason, now_s, instance, until_s, gain_s))

@@ -1,0 +1,85 @@
+"""The words of an explanation: what kind of opening a batch left for, which term decided where a
+request went, and what a request waits for. :mod:`.decisions` keeps them."""
+
+from __future__ import annotations
+
+from enum import StrEnum
+
+import msgspec
+
+from sglang_sbs.scheduling.events import InstanceId
+
+MOST_WAITS = 12
+"""Reasons remembered of one request, the first ones: two that alternate would be a long list."""
+
+
+class Opening(StrEnum):
+    """Why a batch could leave for an instance at this moment."""
+
+    IDLE = "idle"
+    ABOUT_TO_END = "about_to_end"
+    """Its running pass ends within the dispatch lead."""
+    JOINS = "joins"
+    """A batch is on its way there, and this one still reaches the same pass."""
+    FULL_AHEAD = "full_ahead"
+    """More waits than all passes that start before can hold: nothing is lost by sending early."""
+    AHEAD = "ahead"
+    """The engine launches a pass ahead (overlap scheduling), and the next one would have a gap."""
+    FAR_AWAY = "far_away"
+    """The way there takes a pass or more, so holding gains nothing."""
+    AT_ONCE = "at_once"
+    """The policy does not hold requests."""
+    INTERVAL = "interval"
+    """The dispatch interval was over (``--sbs-trigger paper``)."""
+
+
+class Term(StrEnum):
+    """What decided where a request went."""
+
+    ONLY_ONE = "only_one"
+    """There was one instance to choose from."""
+    SOONEST = "soonest"
+    """Its pass starts first."""
+    CACHED = "cached"
+    """More of the prompt is in its cache than on instances that start sooner."""
+    LEAST_COST = "least_cost"
+    """Its own completion plus the delay of others is smallest there."""
+    OVERDUE = "overdue"
+    """It has waited for the longest hold: the first instance that can take it does."""
+    FIRST_OPEN = "first_open"
+    """Those that start sooner could not take it at that moment."""
+    RULE = "rule"
+    """The rule of a policy without predictions."""
+
+
+class WaitReason(StrEnum):
+    """What a request waits for."""
+
+    NOT_YET = "not_yet"
+    """No instance is about to be ready."""
+    NO_DECODE_ROOM = "no_decode_room"
+    """No decode rank has room for the request."""
+    BETTER_ELSEWHERE = "better_elsewhere"
+    """Another instance is predicted to cost less, though it is not ready yet."""
+    PREFIX_COMING = "prefix_coming"
+    """A rank is computing a part of its prompt for another request."""
+    SHARE_FULL = "share_full"
+    """A batch left without it: the instance's share of the queue was complete."""
+    DOES_NOT_FIT = "does_not_fit"
+    """A batch left without it: no rank had room for all of it."""
+    EXCLUDED = "excluded"
+    """It failed on the instance that was ready, and others may still take it."""
+
+
+class Waited(msgspec.Struct, frozen=True, omit_defaults=True):
+    """From some time on a request waited for this."""
+
+    reason: WaitReason
+    at_s: float
+    """The scheduler's clock."""
+    instance: InstanceId = ""
+    """Where: the instance that was expected to be ready first, or the better one."""
+    until_s: float | None = None
+    """When it was expected to be ready, or the prefix to be cached."""
+    gain_s: float | None = None
+    """How much less the better instance was predicted to cost."""

@@ -1,0 +1,283 @@
+"""The scheduler explains every request: why it left for where it went, or what it waits for."""
+
+from __future__ import annotations
+
+import random
+
+import msgspec
+import pytest
+from model_engine import PrefillEngine
+from test_scheduler import Driver
+
+from sglang_sbs.scheduling import (
+    BlocksStored,
+    Dispatch,
+    ForwardEnded,
+    InstanceUp,
+    PrefillDone,
+    RequestArrived,
+    RequestEnded,
+    Scheduler,
+    SchedulerConfig,
+    TimerFired,
+    WakeAt,
+)
+from sglang_sbs.scheduling.decisions import Why
+from sglang_sbs.scheduling.reasons import Opening, Term, WaitReason
+
+PAGE = 100
+
+
+class Asked(Driver):
+    """A driver whose scheduler remembers its decisions."""
+
+    def __init__(self, **config):
+        super().__init__(**config)
+        self.scheduler = Scheduler(SchedulerConfig(**config), remembers=64)
+
+    def why(self, rid: str) -> Why:
+        why = self.scheduler.why(rid, self.now_s)
+        assert why is not None
+        return why
+
+    def starts_pass(self, instance: str, rids: list[str], tokens: int, forward_id: int = 1):
+        """Both ranks report that a pass of two ranks was launched."""
+        for rank in (0, 1):
+            self.report(
+                instance,
+                rank,
+                kind="launch",
+                forward_id=forward_id,
+                tokens_per_rank=[tokens, 0],
+                extend_tokens=0 if rank else tokens,
+                rids=[] if rank else rids,
+            )
+
+
+def test_a_request_to_an_idle_cluster_names_the_candidates_with_what_was_predicted_of_them():
+    driver = Asked().up(prefill=3)
+    (dispatch,) = driver.arrive("r", 500)
+    why = driver.why("r")
+    assert why.opening is Opening.IDLE
+    assert why.term is Term.SOONEST
+    assert why.waits == []
+    assert why.instances == 3
+    chosen = [one for one in why.candidates if one.chosen]
+    assert [one.instance for one in chosen] == [dispatch.prefill]
+    assert sorted(one.instance for one in why.candidates) == ["p0", "p1", "p2"]
+    for candidate in why.candidates:
+        assert 0 < candidate.start_s < candidate.finish_s
+        assert candidate.delay_s == 0  # nobody else is in the pass
+        assert candidate.cached_tokens == 0
+    assert why.launch_s == pytest.approx(driver.now_s + chosen[0].start_s)
+    assert why.end_s == pytest.approx(driver.now_s + chosen[0].finish_s)
+
+
+def test_a_request_that_waits_for_a_busy_instance_says_for_which_one_and_until_when():
+    driver = Asked(t_default_s=0.5).up()
+    driver.arrive("first", 800)
+    driver.now_s += 0.01
+    driver.starts_pass("p0", ["first"], 800)
+    assert driver.arrive("second", 100) == []
+    arrived_s = driver.now_s
+    driver.now_s += 0.001
+    (waited,) = driver.why("second").waits
+    assert waited.reason is WaitReason.NOT_YET
+    assert waited.at_s == arrived_s
+    assert waited.instance == "p0"
+    (running,) = driver.scheduler.prefill["p0"].passes
+    assert waited.until_s == pytest.approx(running.end_s, abs=0.01)
+    assert driver.why("second").decided_s is None
+
+    (dispatch,) = driver.wait(2.0)
+    why = driver.why("second")
+    assert why.opening is Opening.ABOUT_TO_END
+    assert why.term is Term.ONLY_ONE
+    assert why.waits == [waited]
+    assert why.decided_s - why.arrived_s == pytest.approx(dispatch.held_s)
+    assert why.launch_s == pytest.approx(waited.until_s, abs=0.01)
+
+
+def test_who_waits_for_decode_room_says_so():
+    driver = Asked().up(prefill=3, kv_capacity_tokens=1000)
+    driver.arrive("small", 500, max_new_tokens=300)
+    driver.arrive("also small", 500, max_new_tokens=300)
+    assert driver.arrive("large", 500, max_new_tokens=300) == []
+    driver.now_s += 0.1
+    assert driver.why("large").waits[-1].reason is WaitReason.NO_DECODE_ROOM
+    driver.tell(RequestEnded(rid="small", outcome="aborted"))
+    why = driver.why("large")
+    assert why.decided_s is not None
+    assert [one.reason for one in why.waits] == [WaitReason.NO_DECODE_ROOM]
+
+
+def test_who_waits_for_its_cached_prefix_says_where_and_what_it_gains():
+    driver = Asked()
+    for name in ("p0", "p1"):
+        driver.tell(
+            InstanceUp(
+                instance=name,
+                role="prefill",
+                dp_size=2,
+                chunk_tokens=1000,
+                page_size=PAGE,
+                prefix_source="events",
+            )
+        )
+    driver.tell(InstanceUp(instance="d0", role="decode", dp_size=2))
+    blocks = [*range(1, 10)]
+    (first,) = driver.arrive("first", 900)
+    driver.now_s += 0.01
+    driver.starts_pass(first.prefill, ["first"], 900)
+    (second,) = driver.arrive("second", 950)
+    driver.now_s += 0.02
+    driver.starts_pass(second.prefill, ["second"], 950)
+    holder = second.prefill  # is ready after the other one
+    driver.tell(BlocksStored(instance=holder, dp_rank=0, blocks=blocks))
+    driver.arrive("cached", 950, blocks=blocks, block_tokens=PAGE)
+    driver.wait(3.0)
+    why = driver.why("cached")
+    (chosen,) = [one for one in why.candidates if one.chosen]
+    assert (chosen.instance, chosen.cached_tokens) == (holder, 900)
+    assert why.term is Term.CACHED
+    elsewhere = [one for one in why.waits if one.reason is WaitReason.BETTER_ELSEWHERE]
+    assert [one.instance for one in elsewhere] == [holder]
+    assert elsewhere[0].gain_s > 0
+
+
+@pytest.mark.parametrize(
+    ("config", "opening"),
+    [({"policy": "eta"}, Opening.AT_ONCE), ({"trigger": "paper"}, Opening.INTERVAL)],
+)
+def test_policies_without_predictions_name_their_rule(config, opening):
+    driver = Asked(**config).up(prefill=2)
+    (dispatch,) = driver.arrive("r")
+    why = driver.why("r")
+    assert (why.opening, why.term) == (opening, Term.RULE)
+    assert [one.instance for one in why.candidates] == [dispatch.prefill]
+
+
+def test_only_so_many_decisions_are_remembered_and_none_unless_wanted():
+    driver = Asked(policy="eta").up()
+    for number in range(100):
+        driver.arrive(f"r{number}")
+        driver.tell(RequestEnded(rid=f"r{number}", outcome="completed"))
+    known = [
+        number
+        for number in range(100)
+        if driver.scheduler.why(f"r{number}", driver.now_s) is not None
+    ]
+    assert known == [*range(36, 100)]
+    plain = Driver().up()
+    plain.arrive("r")
+    assert plain.scheduler.why("r", plain.now_s) is None
+
+
+class Cluster:
+    """Engines that tell the truth, and a record of every event."""
+
+    def __init__(self, seed: int, **config):
+        self.config = SchedulerConfig(t_default_s=0.2, **config)
+        self.scheduler = Scheduler(self.config, remembers=10_000)
+        self.engines = {f"p{n}": PrefillEngine(f"p{n}", 2, 1000) for n in range(3)}
+        self.random = random.Random(seed)
+        self.now_s = 10.0
+        self.events = []
+        self.sent: list[Dispatch] = []
+        self.tokens: dict[str, int] = {}
+        self.unexplained: list[str] = []
+        self._timers: list[tuple[float, int, object]] = []
+        self._wake_s = float("inf")
+        for name in self.engines:
+            self.tell(InstanceUp(instance=name, role="prefill", dp_size=2, chunk_tokens=1000))
+        decode = {"dp_size": 2, "kv_capacity_tokens": 40_000}
+        self.tell(InstanceUp(instance="d0", role="decode", **decode))
+
+    def tell(self, event):
+        self.events.append((self.now_s, event))
+        for command in self.scheduler.handle(event, self.now_s):
+            if isinstance(command, Dispatch):
+                self.sent.append(command)
+                at_s = self.now_s + 0.005
+                self.at(at_s, lambda sent=command: self.deliver(sent))
+            elif isinstance(command, WakeAt):
+                self._wake_s = command.time_s
+        for request in self.scheduler.queue:
+            if not self.scheduler.why(request.rid, self.now_s + 1e-6).waits:
+                self.unexplained.append(request.rid)
+
+    def at(self, time_s, action):
+        self._timers.append((time_s, len(self.events) + len(self._timers), action))
+
+    def deliver(self, sent):
+        engine = self.engines[sent.prefill]
+        engine.accept(sent.rid, sent.prefill_rank, self.tokens[sent.rid])
+        self.launch(engine)
+
+    def launch(self, engine):
+        if engine.running is None and engine.has_work:
+            for message in engine.launch():
+                self.tell(ForwardEnded(instance=engine.name, report=message))
+            self.at(self.now_s + engine.forward_s, lambda: self.finish(engine))
+
+    def finish(self, engine):
+        done, messages = engine.finish()
+        for message in messages:
+            self.tell(ForwardEnded(instance=engine.name, report=message))
+        for rid in done:
+            self.tell(PrefillDone(rid=rid))
+            self.tell(RequestEnded(rid=rid, outcome="completed", completion_tokens=8))
+        self.launch(engine)
+
+    def run(self, requests: int):
+        for number in range(requests):
+            at_s = self.now_s + self.random.uniform(0, requests / 40)
+            tokens = self.random.choice([50, 200, 400, 900, 2500])
+            self.tokens[f"r{number}"] = tokens
+            arrival = RequestArrived(rid=f"r{number}", prompt_tokens=tokens, max_new_tokens=10)
+            self.at(at_s, lambda arrival=arrival: self.tell(arrival))
+        while self._timers or self.scheduler.queue:
+            next_s = min([one[0] for one in self._timers], default=float("inf"))
+            if self._wake_s < next_s:
+                self.now_s, self._wake_s = max(self.now_s, self._wake_s), float("inf")
+                self.tell(TimerFired())
+                continue
+            self._timers.sort()
+            self.now_s, _, action = self._timers.pop(0)
+            action()
+        return self
+
+
+@pytest.mark.parametrize("seed", [1, 2, 3])
+def test_nothing_leaves_or_waits_without_a_reason_and_a_replay_gives_the_same_ones(seed):
+    cluster = Cluster(seed).run(120)
+    assert cluster.unexplained == []
+    assert len(cluster.sent) == 120
+    again = Scheduler(cluster.config, remembers=10_000)
+    for now_s, event in cluster.events:
+        again.handle(event, now_s)
+    openings, reasons = set(), set()
+    for sent in cluster.sent:
+        why = cluster.scheduler.why(sent.rid, cluster.now_s)
+        assert [one.instance for one in why.candidates if one.chosen] == [sent.prefill]
+        assert why.decided_s - why.arrived_s == pytest.approx(sent.held_s)
+        assert bool(why.waits) == (sent.held_s > 0)
+        assert why.launch_s >= why.decided_s
+        openings.add(why.opening)
+        reasons.update(one.reason for one in why.waits)
+        assert msgspec.json.encode(again.why(sent.rid, cluster.now_s)) == msgspec.json.encode(why)
+    assert {Opening.IDLE, Opening.ABOUT_TO_END} <= openings
+    assert {WaitReason.NOT_YET, WaitReason.SHARE_FULL, WaitReason.DOES_NOT_FIT} <= reasons
+
+
+def test_where_costs_decide_the_chosen_one_costs_least():
+    cluster = Cluster(4).run(150)
+    weighed = [
+        why
+        for sent in cluster.sent
+        if (why := cluster.scheduler.why(sent.rid, cluster.now_s)).term is Term.LEAST_COST
+    ]
+    assert weighed
+    for why in weighed:
+        chosen = [one.cost_s for one in why.candidates if one.chosen]
+        assert chosen == [0.0]
