@@ -15,6 +15,7 @@ import uvloop
 
 from sglang_sbs import __version__
 from sglang_sbs.plain_words import counted, naming_file, plain_error
+from sglang_sbs.router.name_lookup import RouterLoop
 from sglang_sbs.router.options.arguments import FlagError
 from sglang_sbs.router.options.options import parse_flags
 from sglang_sbs.router.options.router_args import RouterArgs
@@ -62,10 +63,10 @@ def main(argv: Sequence[str] | None = None, prog: str | None = None) -> int:
             arguments += ["--tokenizer-path", str(folder)]  # its children need not look again
         several = options.workers > 1 or (options.take_over and options.role != "scheduler")
         if several and options.parent_fd is None:
-            return uvloop.run(Supervisor(arguments, options).run())
+            return uvloop.run(Supervisor(arguments, options).run(), loop_factory=RouterLoop)
         if options.role == "scheduler":
-            return uvloop.run(schedule(options))
-        return uvloop.run(serve(options))
+            return uvloop.run(schedule(options), loop_factory=RouterLoop)
+        return uvloop.run(serve(options), loop_factory=RouterLoop)
     except (OSError, ValueError) as error:
         logger.error("cannot start: %s", plain_error(error))
         return 1
