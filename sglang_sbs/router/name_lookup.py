@@ -1,6 +1,6 @@
 """Host names, looked up so that a name server that does not answer delays nobody else.
 
-uvloop resolves in libuv's pool of four threads, and does so for every connection that aiohttp opens,
+uvloop resolves in libuv's pool of four threads, for every connection that aiohttp opens,
 also to an IP address. Four names whose DNS hangs stop all of that. Here an address is never looked
 up, each name takes one thread of its own at most, and the addresses it had before hold while DNS is
 away.

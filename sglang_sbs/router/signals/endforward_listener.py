@@ -17,10 +17,12 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import math
 import os
 import re
+import resource
 import time
-from collections import Counter, deque
+from collections import Counter, OrderedDict, deque
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -29,6 +31,7 @@ import zmq
 
 from sglang_sbs.router.engines.urls import bracketed, is_loopback, split_worker_url
 from sglang_sbs.router.signals.inbox import endpoint_of
+from sglang_sbs.router.signals.peer_limit import PeerLimit
 from sglang_sbs.router.workers.registry import Registry
 from sglang_sbs.router.workers.server_info import WorkerInfo
 from sglang_sbs.router.workers.worker import Worker
@@ -63,6 +66,9 @@ _OF_SUBSCRIBERS = {
     zmq.HEARTBEAT_TIMEOUT: 15_000,
 }
 _MAX_BOOTS = 10_000
+_LOG_BOUND_S = 10.0
+_LEAST_PEERS, _MOST_PEERS = 64, 16_384
+"""Connections to the port: a third of the process's descriptors, within these bounds."""
 _MAX_STRANGERS = 64
 """Unknown senders named in the log; more are only counted."""
 _MAX_WHY_CHARS = 300
@@ -91,7 +97,10 @@ class EndForwardListener:
         self._submit = submit
         self._find_owner = find_owner
         self._on_report = on_report
-        self._boots: dict[str, str] = {}  # boot id -> worker URL
+        self._boots: OrderedDict[str, str] = OrderedDict()
+        """Worker URL by boot id, the one heard last at the end."""
+        self._bound_s: dict[str, float] = {}
+        """When the log last said who a boot is, by worker URL."""
         self._unbound_warned: set[str] = set()
         self._binding: dict[str, list[str]] = {}
         """Where engines bind, by worker URL: what is connected to while the socket is open."""
@@ -112,6 +121,8 @@ class EndForwardListener:
         """Connects to engines that bind. With keys it is a socket of its own: one socket cannot be
         CURVE's server and its client."""
         self._gatekeeper: Gatekeeper | None = None
+        self.peers: PeerLimit | None = None
+        """Of the port that engines connect to."""
 
     def open(self, bind: str | None, keys: CurveKeys | None = None) -> str | None:
         """Start receiving; returns the endpoint bound (a wildcard port resolved). With ``keys``
@@ -119,6 +130,9 @@ class EndForwardListener:
         self._context = zmq.Context(io_threads=1)
         listening = self._subscriber()
         endpoint = None
+        if bind is not None and not bind.startswith("ipc:"):
+            most = max(_LEAST_PEERS, resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 3)
+            self.peers = PeerLimit(listening, min(most, _MOST_PEERS))
         if keys is not None:
             self._gatekeeper = Gatekeeper(self._context, keys)
             keys.serve(listening)
@@ -126,6 +140,7 @@ class EndForwardListener:
             try:
                 listening.bind(bind)
             except zmq.ZMQError as error:
+                self._end_peers()
                 listening.close(0)
                 self._end_context()
                 text = f"--sbs-endforward-bind {bind}: {error.strerror}"
@@ -154,7 +169,13 @@ class EndForwardListener:
         asyncio.get_running_loop().add_reader(fd, self._drain, fd)
         self._drain(fd)
 
+    def _end_peers(self) -> None:
+        if self.peers is not None:
+            self.peers.close()
+            self.peers = None
+
     def close(self) -> None:
+        self._end_peers()
         for fd, sock in self._sockets.items():
             asyncio.get_running_loop().remove_reader(fd)
             sock.close(0)
@@ -315,15 +336,20 @@ class EndForwardListener:
     def _bind(self, report: EndForward) -> Worker | None:
         url = self._boots.get(report.boot_id)
         if url is not None and (worker := self._registry.get(url)) is not None:
+            self._boots.move_to_end(report.boot_id)
             return worker
         worker, warned = self._identify(report), self._unbound_warned
         if worker is not None:
             if len(self._boots) >= _MAX_BOOTS:
-                self._boots.clear()
+                self._boots.popitem(last=False)
             self._boots[report.boot_id] = worker.url
-            how = "by instance id" if report.instance_id else "by echoed request ids"
-            boot = report.boot_id[:8]
-            logger.info("EndForward of boot %s is worker %s (%s)", boot, worker.url, how)
+            # Anybody can invent boot ids where there is no key.
+            now_s = time.monotonic()
+            if now_s - self._bound_s.get(worker.url, -math.inf) >= _LOG_BOUND_S:
+                self._bound_s[worker.url] = now_s
+                how = "by instance id" if report.instance_id else "by echoed request ids"
+                boot = report.boot_id[:8]
+                logger.info("EndForward of boot %s is worker %s (%s)", boot, worker.url, how)
         elif report.instance_id and len(warned) < _MAX_STRANGERS and report.boot_id not in warned:
             warned.add(report.boot_id)
             logger.warning(

@@ -132,6 +132,9 @@ class Watch:
         yield self._metrics.selections(model_name(self.registry))
         fates, about = self._listener.counts, "Messages by what became of them"
         yield total("sbs_endforward_received", about, fates, "fate")
+        refused = self._listener.peers.refused if self._listener.peers is not None else 0
+        about = "Connections to the EndForward port that were closed as there were too many"
+        yield total("sbs_endforward_peers_refused", about, refused)
         about = "Time spent on taking messages in, the scheduler's included"
         yield total("sbs_endforward_seconds", about, self._listener.busy_s)
         if self._discovery is not None:

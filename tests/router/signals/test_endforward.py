@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import re
+import socket
 import time
 from typing import Any
 
@@ -15,6 +17,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from router_harness import cluster, until
 
+from sglang_sbs.router.signals import endforward_listener
 from sglang_sbs.router.signals.endforward_listener import publisher_endpoints
 from sglang_sbs.router.workers.server_info import SbsBlock, WorkerInfo
 from sglang_sbs.scheduling.events import ForwardEnded, InstanceDown, InstanceUp, LoadPolled
@@ -303,3 +306,44 @@ async def test_messages_of_another_length_cost_one_of_their_neighbours_at_most()
         setup.listener.close()
     ids = [event.report.forward_id for event in setup.events if isinstance(event, ForwardEnded)]
     assert ids[-4:] == [1, 2, 3, 4]
+
+
+async def test_connections_beyond_the_limit_are_closed_and_engines_are_heard(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(endforward_listener, "_LEAST_PEERS", 20)
+    monkeypatch.setattr(endforward_listener, "_MOST_PEERS", 20)
+    setup, engine = Setup(), MockEngine("prefill")
+    endpoint = setup.listener.open("tcp://127.0.0.1:*")
+    assert endpoint is not None and setup.listener.peers is not None
+    engine.connect_publisher(endpoint)
+    try:
+        await publish_until(engine, setup.bound, instance_id=setup.prefill.url)
+        before = len(os.listdir("/proc/self/fd"))
+        port = int(endpoint.rpartition(":")[2])
+        silent = [socket.create_connection(("127.0.0.1", port)) for _ in range(100)]
+        await until(lambda: setup.listener.peers.refused >= 80)
+        await until(lambda: len(os.listdir("/proc/self/fd")) <= before + len(silent) + 20)
+        setup.events.clear()
+        await publish_until(engine, setup.bound, instance_id=setup.prefill.url)
+        for one in silent:
+            one.close()
+    finally:
+        setup.listener.close()
+        await engine.stop()
+
+
+def test_invented_boots_neither_fill_the_log_nor_push_out_the_engines(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(endforward_listener, "_MAX_BOOTS", 50)
+    setup, engine = Setup(), MockEngine("prefill")
+    with caplog.at_level("INFO", logger=endforward_listener.logger.name):
+        for number in range(500):
+            setup.receive(engine, instance_id=setup.prefill.url)
+            engine_boot, engine.boot_id = engine.boot_id, f"invented-{number}"
+            setup.receive(engine, instance_id=setup.prefill.url, seq=number)
+            engine.boot_id = engine_boot
+    assert len(caplog.records) < 10
+    assert engine.boot_id in setup.listener._boots
+    assert len(setup.listener._boots) == 50
