@@ -175,7 +175,7 @@ async def test_an_empty_stream_of_decode_does_not_wait_for_prefill() -> None:
         async with asyncio.timeout(5):
             status, answer = await c.generate(text="x", stream=True, return_logprob=True)
         assert status == 502, answer
-        assert "the stream is empty" in answer["error"]["message"]
+        assert "the stream ended before its first event" in answer["error"]["message"]
         c.prefill[0].reply_gate.open()
         await c.settled()
         c.check_books()
@@ -382,3 +382,79 @@ def test_a_list_of_answers_is_as_they_came() -> None:
     with pytest.raises(NoAnswer) as caught:
         merge_answers(plan, [b"{}", b"[]"])
     assert caught.value.args[0] == 1
+
+
+STREAM_HEAD = b"HTTP/1.1 200 OK\r\nContent-Type: %b\r\nConnection: close\r\n\r\n"
+FIRST = b'data: {"text": "a", "meta_info": {}}\n\n'
+LAST = b"data: [DONE]\n\n"
+MESSAGES = [{"role": "user", "content": "x"}]
+
+
+@pytest.fixture
+def byte_by_byte(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Everything that engines send arrives one byte at a time."""
+    received = connection.Connection.data_received
+
+    def in_bytes(self: Any, data: bytes) -> None:
+        for at in range(len(data)):
+            received(self, data[at : at + 1])
+
+    monkeypatch.setattr(connection.Connection, "data_received", in_bytes)
+
+
+@pytest.mark.usefixtures("byte_by_byte")
+@pytest.mark.parametrize("edited", [False, True])
+@pytest.mark.parametrize("before", [b"", b"\xef\xbb\xbf", b"\n", b": hello\n\n"])
+async def test_a_stream_may_come_byte_by_byte(before: bytes, edited: bool) -> None:
+    async with cluster("--disable-retries") as c:
+        raw = before + FIRST + LAST
+        c.decode[0].raw_answers["/generate"] = STREAM_HEAD % b"text/event-stream" + raw
+        body = {"text": "x", "stream": True} | ({"rid": "mine"} if edited else {})
+        async with c.post("/generate", body) as response:
+            assert response.status == 200
+            answer = await response.read()
+        assert answer.endswith(LAST) if edited else answer == raw
+        await c.settled()
+        assert c.scheduler.ended() == ["completed"]
+        c.check_books()
+
+
+@pytest.mark.usefixtures("byte_by_byte")
+@pytest.mark.parametrize("path", ["/generate", "/v1/chat/completions"])
+async def test_a_first_event_that_is_an_error_is_answered_with_its_status(path: str) -> None:
+    async with cluster("--disable-retries") as c:
+        error = b'data: {"error": {"message": "no such adapter", "code": 404}}\n\n'
+        c.decode[0].raw_answers[path] = STREAM_HEAD % b"text/event-stream" + error + LAST
+        async with c.post(path, {"text": "x", "messages": MESSAGES, "stream": True}) as response:
+            assert response.status == 404
+            assert "no such adapter" in await response.text()
+        await c.settled()
+        c.check_books()
+
+
+async def test_an_end_mark_in_the_content_does_not_hide_a_cut_stream() -> None:
+    async with cluster("--disable-retries") as c:
+        said = b'data: {"text": "[DONE]", "meta_info": {}}\n\n'
+        c.decode[0].raw_answers["/generate"] = STREAM_HEAD % b"text/event-stream" + FIRST + said
+        async with c.post("/generate", {"text": "x", "stream": True}) as response:
+            answer = await response.read()
+        assert b"ended without [DONE]" in answer.split(b"\n\n")[-2]
+        await c.settled()
+        assert c.scheduler.ended() == ["failed"]
+        c.check_books()
+
+
+@pytest.mark.parametrize("content_type", [b"text/html", b"application/json", b"text/event-streams"])
+async def test_a_stream_of_another_type_is_a_502(content_type: bytes) -> None:
+    async with cluster("--disable-retries") as c:
+        c.decode[0].raw_answers["/generate"] = STREAM_HEAD % content_type + FIRST + LAST
+        status, answer = await c.generate(text="x", stream=True)
+        assert status == 502
+        assert "not an event stream" in answer["error"]["message"]
+        c.decode[0].raw_answers["/generate"] = (
+            STREAM_HEAD % b"Text/Event-Stream ;charset=utf-8" + FIRST + LAST
+        )
+        async with c.post("/generate", {"text": "x", "stream": True}) as response:
+            assert response.status == 200
+        await c.settled()
+        c.check_books()

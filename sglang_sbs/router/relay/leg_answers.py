@@ -27,6 +27,7 @@ _SMALL_BYTES = 1 << 20
 """Answers up to this size are parsed and copied without a thought."""
 _CONTENT_TYPE = re.compile(r"[!-~][ -~]{0,255}")
 """What may be passed on: anything else could end the head of the client's answer."""
+_EVENT_STREAM = re.compile(r"text/event-stream *(;|$)", re.IGNORECASE)
 MAX_ANSWER_BYTES = 256 << 20
 """Of an answer that is not streamed; most of a large one are logprobs."""
 MAX_LOGPROBS_BYTES = 32 << 20
@@ -170,7 +171,9 @@ class DecodeLeg(_Leg):
             return
         content_type = headers.get("content-type") or "application/json"
         if _CONTENT_TYPE.fullmatch(content_type) is None:
-            raise MalformedResponse(f"its content-type is none: {content_type[:40]!r}")
+            raise MalformedResponse(f"it sent an invalid Content-Type: {content_type[:40]!r}")
+        if status == 200 and self.pair.stream and not _EVENT_STREAM.match(content_type):
+            raise MalformedResponse(f"its response is not an event stream: {content_type[:40]!r}")
         self.pair.content_type = content_type
 
     def body_received(self, data: bytes) -> None:

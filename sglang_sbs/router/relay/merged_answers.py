@@ -8,9 +8,8 @@ from typing import Any
 
 import orjson
 
-from sglang_sbs.router.errors import EventTooLarge
 from sglang_sbs.router.relay import engine_json
-from sglang_sbs.router.relay.engine_json import SHORT_BYTES
+from sglang_sbs.router.relay.event_reader import Payload
 from sglang_sbs.router.requests import raw_json
 from sglang_sbs.router.requests.plan import Plan
 from sglang_sbs.router.requests.raw_json import JsonError, Raw
@@ -18,56 +17,7 @@ from sglang_sbs.router.requests.raw_json import JsonError, Raw
 _INPUT_LOGPROBS = ("input_token_logprobs", "input_top_logprobs", "input_token_ids_logprobs")
 _ECHOED = ("tokens", "token_logprobs", "top_logprobs", "text_offset")
 """The parallel lists of OpenAI's completion logprobs."""
-_DONE = b"[DONE]"
-_DATA = b"data:"
 _EVENT_END = b"\n\n"
-MAX_EVENT_BYTES = 16 << 20
-"""Of one in a stream that is edited or merged."""
-
-
-class SseSplitter:
-    """Cuts a byte stream into the payloads of its ``data:`` events. Every byte is looked at once,
-    in however many pieces a long event comes. A long payload is not copied: it is a view of the
-    buffer that it came into."""
-
-    def __init__(self) -> None:
-        self._buffer = bytearray()
-        self._seen = 0
-        """Where a search goes on: before it there is no end of an event."""
-
-    def feed(self, data: bytes) -> list[bytes | memoryview]:
-        """Raises: EventTooLarge."""
-        self._buffer += data
-        payloads: list[bytes | memoryview] = []
-        start, look = 0, self._seen
-        while (end := self._buffer.find(_EVENT_END, look)) >= 0:
-            next_start = end + len(_EVENT_END)
-            event: bytes | memoryview
-            if end - start > SHORT_BYTES:
-                event = memoryview(self._buffer)[start:end]
-                self._buffer, next_start = self._buffer[next_start:], 0
-            else:
-                event = bytes(self._buffer[start:end])
-            payload = _payload(event)
-            if payload is not None:
-                payloads.append(payload)
-            start = look = next_start
-        del self._buffer[:start]
-        if len(self._buffer) > MAX_EVENT_BYTES:
-            most = f"{MAX_EVENT_BYTES >> 20} MiB"
-            raise EventTooLarge(f"an event of the stream is over {most}: ask for fewer tokens")
-        self._seen = max(0, len(self._buffer) - 1)
-        return payloads
-
-
-def _payload(event: bytes | memoryview) -> bytes | memoryview | None:
-    """Of a long one with the spaces around it."""
-    begin = bytes(event[:1]).count(b"\n")  # more of them would have been an end
-    end = begin + len(_DATA)
-    if event[begin:end] != _DATA:
-        return None
-    payload = event[end:]
-    return payload.strip() if isinstance(payload, bytes) else payload
 
 
 def sse(value: Any) -> list[bytes | memoryview]:
@@ -241,15 +191,11 @@ class StreamMerger:
 def event_sink(
     transform: Callable[[dict[str, Any]], Sequence[bytes | memoryview]],
     push: Callable[[bytes | memoryview], None],
-) -> Callable[[bytes], None]:
-    """A decode sink that parses events, and drops the unit's own ``[DONE]``."""
-    splitter = SseSplitter()
+) -> Callable[[Payload], None]:
+    """Takes the data of decode's events, and pushes what ``transform`` makes of each."""
 
-    def sink(data: bytes) -> None:
-        for payload in splitter.feed(data):
-            if payload == _DONE:
-                continue
-            for piece in transform(engine_json.opened(payload)):
-                push(piece)
+    def sink(data: Payload) -> None:
+        for piece in transform(engine_json.opened(data)):
+            push(piece)
 
     return sink

@@ -7,13 +7,14 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from sglang_sbs.router.engines.connection import Receiver
 from sglang_sbs.router.engines.connection_pool import Call, request_head
 from sglang_sbs.router.errors import EventTooLarge, LegFailure, answer_too_large, transport_failure
 from sglang_sbs.router.relay import engine_json
+from sglang_sbs.router.relay.event_reader import EventReader, Payload
 from sglang_sbs.router.relay.leg_answers import Body, DecodeLeg, PrefillLeg, PrefillReply
 from sglang_sbs.router.requests.plan import PATHS, Pieces
 from sglang_sbs.router.workers.worker import Placement
@@ -25,11 +26,6 @@ logger = logging.getLogger(__name__)
 
 _SETTLE_S = 10.0
 """How long a prefill reply may still take once decode is through."""
-_EVENT_STREAM = "text/event-stream"
-_SSE_STARTS = (b"data:", b"event:", b"id:", b"retry:", b":")
-_END_MARK = b"[DONE]"
-_TAIL_BYTES = 4096
-"""Of a stream, kept to see how it ended."""
 _ABORT_AGAIN_S = 1.0
 """An engine that is still tokenizing ignores an abort; young legs get a second one after this."""
 
@@ -63,8 +59,6 @@ class Pair:
         """Of an answer that is not streamed, whole."""
         self.prefill_reply: PrefillReply | None = None
         self.pace = in_flight.pace
-        self.chunks = 0
-        """Events of the stream so far."""
         self.opened = False
         """Decode's first byte is there, or the whole of an answer that is not streamed."""
         self.closed = False
@@ -74,11 +68,12 @@ class Pair:
         self._in_flight = in_flight
         self._pool = in_flight.pool
         self._sink = exchange.make_sink(self) if exchange.make_sink is not None else None
+        whole = exchange.edits_events
+        self._reader = EventReader(exchange.stream_kind, self.decode, whole=whole)
         self._waits_for_prefill = self.needs_prefill_reply
         self._held = b""
         """What came of decode's stream before prefill has answered."""
         self._paused = False
-        self._tail = b""
         self._done = False
         self._failure: LegFailure | None = None
         self._changed = asyncio.Event()
@@ -200,15 +195,17 @@ class Pair:
     @property
     def engine_failed(self) -> bool:
         """The stream that reached the client ends in an abort or error of the engine."""
-        return (
-            engine_json.SSE_ERROR in self._tail
-            or engine_json.ABORT_MARK.search(self._tail) is not None
-        )
+        return self._reader.failed
+
+    @property
+    def chunks(self) -> int:
+        """Events of the stream so far."""
+        return self._reader.events
 
     @property
     def completion_tokens(self) -> int | None:
         """As the answer says, else counted by stream events; ``None`` if neither helps."""
-        said = engine_json.completion_tokens_of(self._tail or self.body)
+        said = engine_json.completion_tokens_of(self._reader.last or self.body)
         return (self.chunks or None) if said is None else said
 
     # Verdicts (from the legs) -----------------------------------------------------------------
@@ -276,42 +273,33 @@ class Pair:
             self._held += data
             self.decode_call.set_paused(True)
             return
-        if not self.opened:
-            failure = self._first_event_failure(data)
-            if failure is not None:
-                self.leg_failed(failure)
-                return
-            self._open()
-        self.chunks += data.count(b"data: ")
-        self._tail = data if len(data) > 64 else (self._tail + data)[-_TAIL_BYTES:]
-        if self._sink is None:
+        self._pass_on(self._reader.feed(data))
+
+    def _pass_on(self, pieces: Sequence[Payload]) -> None:
+        reader = self._reader
+        if not self.opened and reader.failure is not None:
+            self.leg_failed(reader.failure)
             return
+        if not self.opened and reader.opened:
+            self._open()
         try:
-            self._sink(data)
-        except EventTooLarge as error:
-            self.leg_failed(answer_too_large("decode", self.decode, str(error)))
+            if self._sink is not None:
+                for piece in pieces:
+                    self._sink(piece)
         except (ValueError, TypeError, AttributeError, KeyError) as error:
             # A sink that edits events parses them: what it cannot read is decode's fault.
             why = repr(error)  # who keeps the line must not keep what led to it
             logger.warning("unreadable event in the stream of %s: %s", self.decode, why)
             self._decode_broke("unreadable event in its stream")
+        if isinstance(reader.broken, EventTooLarge):
+            self.leg_failed(answer_too_large("decode", self.decode, str(reader.broken)))
+        elif reader.broken is not None:
+            self._decode_broke(str(reader.broken))
 
     def _open(self) -> None:
         self.opened = True
         self._book(self._in_flight.decode_started, time.monotonic())
         self._changed.set()
-
-    def _first_event_failure(self, data: bytes) -> LegFailure | None:
-        """SGLang reports errors of a stream inside it: catch them while a retry is possible."""
-        if self._event_stream and not data.lstrip().startswith(_SSE_STARTS):
-            return transport_failure("decode", self.decode, "what it streams are no events")
-        if data.startswith(engine_json.SSE_ERROR) or engine_json.ABORT_MARK.search(data):
-            return engine_json.sse_failure(self.decode, data)
-        return None
-
-    @property
-    def _event_stream(self) -> bool:
-        return self.stream and self.content_type.startswith(_EVENT_STREAM)
 
     def _decode_broke(self, detail: str) -> None:
         self.leg_failed(transport_failure("decode", self.decode, detail))
@@ -326,15 +314,18 @@ class Pair:
     def _complete(self) -> None:
         if self._failure is not None:
             return
-        if not self.opened:
-            if self.stream:
-                self._decode_broke("the stream is empty")
+        if self.stream:
+            self._pass_on(self._reader.end())
+            if self._failure is not None:
                 return
+            if not self._reader.opened:
+                self._decode_broke("the stream ended before its first event")
+                return
+            if not self._reader.done:
+                self._decode_broke(f"the stream ended without {self._reader.kind.end_name}")
+                return
+        else:
             self._open()
-        elif self._event_stream and _END_MARK not in self._tail:
-            # SGLang ends every stream with the mark, also one that reports an error.
-            self._decode_broke("the stream ended without [DONE]")
-            return
         self._done = True
         self._sink = None
         if not self._prefill_over and not self.closed:

@@ -23,6 +23,7 @@ from sglang_sbs.router.relay import merged_answers
 from sglang_sbs.router.relay.admission import Admission
 from sglang_sbs.router.relay.attempts import Attempts
 from sglang_sbs.router.relay.engine_json import SHORT_BYTES, dumped_pieces, opened_in_parts
+from sglang_sbs.router.relay.event_reader import Payload
 from sglang_sbs.router.relay.in_flight import Exchange, InFlight
 from sglang_sbs.router.relay.leg_answers import Body
 from sglang_sbs.router.relay.pair import Pair
@@ -211,7 +212,7 @@ class Relay:
             return
         merger = merged_answers.StreamMerger(plan, plan.client_rid(0) or uuid.uuid4().hex)
 
-        def make_sink(pair: Pair) -> Callable[[bytes], None]:
+        def make_sink(pair: Pair) -> Callable[[Payload], None]:
             begun = False
 
             def transform(event: dict[str, Any]) -> Sequence[bytes | memoryview]:
@@ -224,7 +225,7 @@ class Relay:
 
             return merged_answers.event_sink(transform, downstream.push)
 
-        exchange.make_sink = make_sink
+        exchange.make_sink, exchange.edits_events = make_sink, True
         await self._run_all(exchange, partial(self.attempts.run, exchange))
         downstream.push(merger.end())
 

@@ -9,7 +9,7 @@ import orjson
 import pytest
 from router_harness import Cluster, cluster, sse_events, until
 
-from sglang_sbs.router.relay import merged_answers
+from sglang_sbs.router.relay import event_reader
 from sglang_sbs.scheduling.events import Refuse, RequestArrived
 from tools.stand_ins.mock_script import Behaviour
 
@@ -71,9 +71,9 @@ async def test_when_the_client_has_left_those_that_only_wait_are_not_sent() -> N
 async def test_too_long_an_event_blames_no_engine(
     more: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(merged_answers, "MAX_EVENT_BYTES", 10_000)
+    monkeypatch.setattr(event_reader, "MAX_EVENT_BYTES", 100_000)
     async with cluster() as c:
-        tail = b"data: " + orjson.dumps({"text": "x" * 20_000}) + b"\n\n"
+        tail = b"data: " + orjson.dumps({"text": "x" * 200_000}) + b"\n\n"
         c.decode[0].behaviour = Behaviour(garbage_tail=tail)
         async with c.post("/generate", {"text": "x", "stream": True} | more) as response:
             events = sse_events(await response.read())

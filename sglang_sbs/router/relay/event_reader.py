@@ -1,0 +1,310 @@
+"""Reads the server-sent events of one engine response and decides everything about it: where the
+stream opens, whether it fails first, whether it is complete, what broke it. TCP may cut a stream
+anywhere, so the reader judges whole events only: no cut changes the verdict or what is passed on.
+
+Knows how events are framed (https://html.spec.whatwg.org/multipage/server-sent-events.html). What
+they mean is described by a :class:`StreamKind`.
+"""
+
+from __future__ import annotations
+
+import enum
+import re
+from collections.abc import Sequence
+from typing import Protocol
+
+from sglang_sbs.router.errors import EventTooLarge, LegFailure
+
+MAX_EVENT_BYTES = 16 << 20
+"""Largest event of a stream that is edited or merged."""
+LONG_BYTES = 64 << 10
+"""A longer event is judged by an excerpt, and a stream whose first event is longer opens with it
+incomplete."""
+_HEAD_BYTES = 1024
+_TAIL_BYTES = 4096
+"""How much an excerpt has of a long event's beginning and end."""
+_MARK_BYTES = 64
+_FIELDS = (b"data:", b"event:", b"id:", b"retry:", b":")
+_BOM = b"\xef\xbb\xbf"
+_EVENT_END = b"\n\n"
+
+Payload = bytes | memoryview
+
+
+class Sign(enum.Enum):
+    """What one event says about its stream."""
+
+    PREAMBLE = "preamble"
+    """Held back until the stream opens: if it fails next, the request can still be retried."""
+    CONTENT = "content"
+    END = "end"
+    FAILURE = "failure"
+
+
+class StreamKind(Protocol):
+    """What begins, ends and breaks streams of one kind."""
+
+    @property
+    def end_name(self) -> str:
+        """The event that ends a complete stream, as error messages call it."""
+
+    @property
+    def needle(self) -> bytes:
+        """A part of every match of :attr:`mark`; it is searched for first, as that is fast."""
+
+    @property
+    def mark(self) -> re.Pattern[bytes]:
+        """What :meth:`sign` looks for in the middle of an event; matches at most 64 bytes."""
+
+    @property
+    def signs(self) -> tuple[bytes, ...]:
+        """A nameless event of one line is content if it neither begins with one of these, from its
+        ``data: `` on, nor contains :attr:`needle`."""
+
+    def sign(self, data: bytes, name: bytes) -> Sign:
+        """Judge an event by its ``data`` and ``event`` fields. Of long data it gets an excerpt: the
+        beginning, the first match of :attr:`mark`, and the end, with zero bytes in between."""
+
+    def failure(self, worker: str, data: bytes) -> LegFailure | None:
+        """What an event with ``Sign.FAILURE`` reports; ``None`` if it is content after all."""
+
+
+class EventReader:
+    """The verdict on one stream, and what of it may be passed on so far."""
+
+    __slots__ = (
+        *("_begun", "_cut", "_held", "_last", "_marked", "_partial", "_read", "_searched"),
+        *("_seen", "_simple", "_whole", "_worker"),
+        *("broken", "done", "events", "failed", "failure", "kind", "opened"),
+    )
+
+    def __init__(self, kind: StreamKind, worker: str, *, whole: bool = False) -> None:
+        """``whole``: pass on the data of complete events, except the one that ends the stream, for
+        an editor; otherwise the bytes as they come."""
+        self.kind = kind
+        self._worker = worker
+        self._whole = whole
+        self.opened = False
+        """It may be passed on: an event came that is neither preamble nor failure."""
+        self.done = False
+        """The event that ends it came."""
+        self.events = 0
+        """Events with data so far, without the one that ends it."""
+        self._last = b""
+        self.failure: LegFailure | None = None
+        """What it reports instead of opening."""
+        self.failed = False
+        """It has reported a failure, before it opened or after."""
+        self.broken: ValueError | None = None
+        """Why nothing more is read: ``EventTooLarge``, or plain where there are no events."""
+        self._simple = False
+        """It has opened, and an event begins with the next piece."""
+        self._held: list[Payload] = []
+        self._partial = bytearray()
+        """The event under way, its line ends as ``\\n``."""
+        self._read = 0
+        """Bytes before ``_partial``; counted until the stream opens."""
+        self._seen = 0
+        """No event ends in ``_partial`` before this."""
+        self._begun = False
+        """The first event is complete."""
+        self._cut = False
+        """The event under way is long and has lost its middle."""
+        self._searched = 0
+        """Where the search of a long event for the mark goes on."""
+        self._marked = b""
+        """What it found."""
+
+    @property
+    def last(self) -> bytes:
+        """The latest event with data, but for the one that ends the stream: its data, of a long one
+        the excerpt."""
+        return self._last.removeprefix(b"data: ").strip()
+
+    def feed(self, data: bytes) -> Sequence[Payload]:
+        """Read on. Returns what may be passed on: nothing before the stream opens, nor once it is
+        broken."""
+        # Nearly every piece is one event of one line. This is the router's hottest path.
+        if (
+            self._simple
+            and data.startswith(b"data: ")
+            and data.endswith(_EVENT_END)
+            and data.find(b"\n") == len(data) - len(_EVENT_END) <= LONG_BYTES
+            and self.kind.needle not in data
+            and not data.startswith(self.kind.signs)
+        ):
+            self.events += 1
+            self._last = data
+            return (data[6:].strip(),) if self._whole else (data,)
+        if self.failure is not None or self.broken is not None:
+            return ()
+        self._add(data)
+        self._read_events()
+        self._simple = self.opened and not self._partial and self.broken is None
+        if not self._whole:
+            self._held.append(data)
+        return self._released()
+
+    def end(self) -> Sequence[Payload]:
+        """The response is complete. Returns as :meth:`feed` does."""
+        rest = bytes(self._partial[: LONG_BYTES + 1])
+        if self.failure is not None or self.broken is not None or len(rest) > LONG_BYTES:
+            return ()
+        if not self._is_event(rest):
+            return ()
+        data, name = _fields(self._without_bom(rest))
+        if data is not None:
+            # An event without its blank line is not to be used, but these are clear without it.
+            sign = self.kind.sign(data, name)
+            if sign in (Sign.END, Sign.FAILURE):
+                self._judge(sign, data, data)
+        return self._released()
+
+    def _released(self) -> Sequence[Payload]:
+        if not self.opened or not self._held:
+            return ()
+        held, self._held = self._held, []
+        return held
+
+    def _add(self, data: bytes) -> None:
+        buffer = self._partial
+        if b"\r" in data or buffer.endswith(b"\r"):
+            if buffer.endswith(b"\r"):
+                del buffer[-1:]
+                data = b"\r" + data
+            data = data.replace(b"\r\n", b"\n")
+        buffer += data
+
+    def _read_events(self) -> None:
+        buffer, start, look = self._partial, 0, self._seen
+        while (end := buffer.find(_EVENT_END, look)) >= 0:
+            long = end - start > LONG_BYTES or self._cut
+            if not self.opened and self._read + end > LONG_BYTES:
+                self._open_unread(start)
+            if self.failure is None and self.broken is None:
+                if long:
+                    self._long_event(start, end)
+                else:
+                    self._event(bytes(buffer[start:end]))
+            if self.failure is not None or self.broken is not None:
+                return
+            next_start = end + len(_EVENT_END)
+            if long:
+                self._partial = buffer = buffer[next_start:]  # views keep the old one
+                next_start = 0
+            start = look = next_start
+        if not self.opened and self._read + len(buffer) > LONG_BYTES + len(_EVENT_END):
+            self._open_unread(start)
+        self._read += start
+        del buffer[:start]
+        self._seen = max(0, len(buffer) - len(_EVENT_END))  # the last may be a \r of \r\n
+        if len(buffer) > LONG_BYTES and self.opened:
+            self._long_so_far(buffer)
+
+    def _is_event(self, event: bytes) -> bool:
+        """False, with the reason in :attr:`broken`, if a stream begins with something else."""
+        event = self._without_bom(event).lstrip(b"\n")
+        if self.opened or event.startswith(_FIELDS) or any(f.startswith(event) for f in _FIELDS):
+            return True
+        self.broken = ValueError("its response is not an event stream")
+        return False
+
+    def _without_bom(self, event: bytes) -> bytes:
+        return event if self._begun else event.removeprefix(_BOM)
+
+    def _event(self, event: bytes) -> None:
+        if not self._is_event(event):
+            return
+        data, name = _fields(self._without_bom(event))
+        self._begun = True
+        if data is not None:
+            self._judge(self.kind.sign(data, name), data, data)
+
+    def _judge(self, sign: Sign, data: Payload, excerpt: bytes) -> None:
+        if sign is Sign.FAILURE:
+            failure = self.kind.failure(self._worker, excerpt)
+            self.failed = self.failed or failure is not None
+            if failure is not None and not self.opened:
+                self.failure = failure
+                return
+        if sign is Sign.END:
+            self.opened = self.done = True
+            return
+        self.events += 1
+        self._last = excerpt
+        self.opened = self.opened or sign is not Sign.PREAMBLE
+        if self._whole:
+            self._held.append(data)
+
+    def _open_unread(self, start: int) -> None:
+        """The first event is too long to wait for its end: its beginning must do."""
+        end = min(start + _HEAD_BYTES, LONG_BYTES - self._read)
+        head = bytes(self._partial[start : max(start, end)])
+        if not self._is_event(head):
+            return
+        data, name = _fields(self._without_bom(head))
+        if data is not None and self.kind.sign(data, name) is Sign.FAILURE:
+            self.failure = self.kind.failure(self._worker, data)
+            self.failed = self.failure is not None
+        self.opened = self.failure is None
+
+    def _long_so_far(self, buffer: bytearray) -> None:
+        """Search a long event as it comes: at its end that would take long."""
+        if self._whole and len(buffer) > MAX_EVENT_BYTES + len(_EVENT_END):
+            self._too_large()
+            return
+        self._search(buffer, 0, len(buffer))
+        if not self._whole and len(buffer) > 4 * LONG_BYTES:
+            del buffer[_HEAD_BYTES:-LONG_BYTES]
+            self._cut = True
+            self._searched = len(buffer)
+            self._seen = len(buffer) - len(_EVENT_END)
+
+    def _search(self, buffer: bytearray, start: int, end: int) -> None:
+        needle = self.kind.needle
+        at = max(start, self._searched - _MARK_BYTES)
+        while not self._marked and (at := buffer.find(needle, at, end)) >= 0:
+            at += len(needle)
+            around = max(start, at - _MARK_BYTES), min(end, at + _MARK_BYTES)
+            found = self.kind.mark.search(buffer, *around)
+            self._marked = b"" if found is None else found[0]
+        self._searched = end
+
+    def _long_event(self, start: int, end: int) -> None:
+        buffer = self._partial
+        event = memoryview(buffer)[start:end]
+        if self._whole and len(event) > MAX_EVENT_BYTES:
+            self._too_large()
+            return
+        self._search(buffer, start, end)
+        data, name = _fields(self._without_bom(bytes(event[:_HEAD_BYTES])))
+        if data is not None:
+            excerpt = b"\0".join((data, self._marked, bytes(event[-_TAIL_BYTES:])))
+            payload: Payload = event
+            if self._whole:
+                payload = _long_payload(buffer, event, start, end)
+            self._judge(self.kind.sign(excerpt, name), payload, excerpt)
+        self._begun = True
+        self._marked, self._searched, self._cut = b"", 0, False
+
+    def _too_large(self) -> None:
+        most = f"{MAX_EVENT_BYTES >> 20} MiB"
+        self.broken = EventTooLarge(f"an event of the stream is over {most}: ask for fewer tokens")
+
+
+def _fields(event: bytes) -> tuple[bytes | None, bytes]:
+    """An event's ``data``, ``None`` if it has none, and its name."""
+    if event.startswith(b"data:") and b"\n" not in event:
+        return event[5:].strip(), b""
+    lines = event.split(b"\n")
+    data = [line[5:].strip() for line in lines if line.startswith(b"data:")]
+    names = [line[6:].strip() for line in lines if line.startswith(b"event:")]
+    return b"\n".join(data) if data else None, names[-1] if names else b""
+
+
+def _long_payload(buffer: bytearray, event: memoryview, start: int, end: int) -> Payload:
+    """The data of a long event: a view if it is one line, with the spaces around it."""
+    begin = start + bytes(event[:1]).count(b"\n")  # more of them would have ended an event
+    if buffer[begin : begin + 5] == b"data:" and buffer.find(b"\n", begin, end) < 0:
+        return event[begin + 5 - start :]
+    return _fields(bytes(event))[0] or b""

@@ -1,0 +1,262 @@
+"""The verdict on an engine's event stream depends on its bytes, not on how TCP cut them."""
+
+from __future__ import annotations
+
+import itertools
+import re
+import time
+import tracemalloc
+from collections.abc import Iterable
+from typing import Any
+
+import orjson
+import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
+
+from sglang_sbs.router.errors import EventTooLarge, LegFailure, leg_status_failure
+from sglang_sbs.router.relay import event_reader
+from sglang_sbs.router.relay.engine_json import TOKEN_STREAM
+from sglang_sbs.router.relay.event_reader import EventReader, Payload, Sign, StreamKind
+from sglang_sbs.router.relay.merged_answers import event_sink, sse
+
+DONE = b"data: [DONE]\n\n"
+ERROR = b'data: {"error": {"message": "no", "code": 503}}\n\n'
+ABORT = (
+    b'data: {"text":"","meta_info":{"finish_reason":{"type":"abort","message":"gone",'
+    b'"status_code":500}}}\n\n'
+)
+CHUNK = b'data: {"choices":[{"index":0,"delta":{"content":"a"}}]}\n\n'
+SAYS_DONE = b'data: {"choices":[{"index":0,"delta":{"content":"[DONE]"}}]}\n\n'
+SAYS_ABORT = b'data: {"choices":[{"index":0,"delta":{"content":"abort"},"token":"abort"}]}\n\n'
+PARTS = [
+    *(CHUNK, DONE, ERROR, ABORT, SAYS_DONE, SAYS_ABORT, b"data: {", b"[DONE]", b'"abort"', b"\n"),
+    *(
+        b"\n\n",
+        b"\r\n",
+        b"\r",
+        b": ping\n\n",
+        b"event: x\n",
+        b"id: 1\n",
+        b"\xef\xbb\xbf",
+        b"<html>",
+    ),
+    *(b"data:[DONE]\r\n\r\n", b'"type":"abort"', b"data: a\ndata: b\n\n", b"data:\n\n", b"data"),
+]
+
+
+class Responses:
+    """What ``/v1/responses`` would be: no end mark of its own, and a first event without output."""
+
+    end_name = "response.completed"
+    signs = ()
+    needle = b'"status":"failed"'
+    mark = re.compile(needle)
+
+    def sign(self, data: bytes, name: bytes) -> Sign:
+        return {
+            b"response.created": Sign.PREAMBLE,
+            b"response.completed": Sign.END,
+            b"error": Sign.FAILURE,
+        }.get(name, Sign.CONTENT)
+
+    def failure(self, worker: str, data: bytes) -> LegFailure | None:
+        return leg_status_failure("decode", worker, 500, data)
+
+
+def verdict(
+    pieces: Iterable[bytes], kind: StreamKind = TOKEN_STREAM, *, whole: bool = False
+) -> tuple[Any, ...]:
+    """Everything that a reader says at the end, and what it passed on."""
+    reader = EventReader(kind, "decode:1", whole=whole)
+    passed: list[Payload] = []
+    for piece in pieces:
+        passed += reader.feed(piece)
+    passed += reader.end()
+    out: Any = [bytes(one).strip() for one in passed] if whole else b"".join(passed)
+    failure = reader.failure and (reader.failure.status, reader.failure.message)
+    facts = (reader.opened, reader.done, reader.failed, reader.events, reader.last)
+    return (*facts, failure, type(reader.broken), str(reader.broken), out)
+
+
+def cut(raw: bytes, cuts: Iterable[int]) -> list[bytes]:
+    edges = sorted({0, len(raw), *(at % (len(raw) + 1) for at in cuts)})
+    return [raw[start:end] for start, end in itertools.pairwise(edges)]
+
+
+@pytest.mark.parametrize("whole", [False, True], ids=["as it comes", "whole events"])
+@given(st.lists(st.sampled_from(PARTS), max_size=8), st.lists(st.integers(0, 500), max_size=12))
+@example([ERROR, DONE], [1])
+@example([b"\xef\xbb\xbf", CHUNK, DONE], [2])
+def test_the_verdict_is_the_same_wherever_the_stream_is_cut(
+    whole: bool, parts: list[bytes], cuts: list[int]
+) -> None:
+    raw = b"".join(parts)
+    once = verdict([raw], whole=whole)
+    assert verdict(cut(raw, cuts), whole=whole) == once
+    assert verdict((raw[at : at + 1] for at in range(len(raw))), whole=whole) == once
+
+
+@pytest.mark.parametrize("whole", [False, True], ids=["as it comes", "whole events"])
+@given(
+    st.lists(
+        st.sampled_from([*PARTS, b"x" * 30, b"x" * 47, b'{"error": "' + b"y" * 60]), max_size=12
+    ),
+    st.lists(st.integers(0, 900), max_size=12),
+)
+def test_nor_does_it_depend_on_cuts_where_events_are_long(
+    whole: bool, parts: list[bytes], cuts: list[int]
+) -> None:
+    raw = b"".join(parts)
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(event_reader, "LONG_BYTES", 64)
+        patched.setattr(event_reader, "_HEAD_BYTES", 16)
+        patched.setattr(event_reader, "_TAIL_BYTES", 24)
+        patched.setattr(event_reader, "MAX_EVENT_BYTES", 150)
+        once = verdict([raw], whole=whole)
+        assert verdict(cut(raw, cuts), whole=whole) == once
+        assert verdict((raw[at : at + 1] for at in range(len(raw))), whole=whole) == once
+
+
+@pytest.mark.parametrize("raw", [ERROR + DONE, ABORT + DONE, ERROR.strip()])
+def test_a_first_event_that_is_an_error_never_opens_a_stream(raw: bytes) -> None:
+    for at in range(len(raw)):
+        reader = EventReader(TOKEN_STREAM, "decode:1")
+        passed = [*reader.feed(raw[:at]), *reader.feed(raw[at:]), *reader.end()]
+        assert (reader.opened, passed) == (False, []), at
+        assert reader.failure is not None
+        assert reader.failure.message in ("no", "gone"), at
+
+
+def test_an_end_mark_inside_content_is_none() -> None:
+    opened, done, *_ = verdict([CHUNK, SAYS_DONE])
+    assert (opened, done) == (True, False)
+    assert verdict([CHUNK, b"data: x [DONE]\n\n"])[1] is False
+    for end in (
+        DONE,
+        b"data:[DONE]\n\n",
+        b"data: [DONE]",
+        b"data: [DONE]\r\n\r\n",
+        b"id: 1\n" + DONE,
+    ):
+        assert verdict([CHUNK, end])[1] is True, end
+
+
+def test_what_is_no_event_stream_does_not_open() -> None:
+    for raw in (
+        b"<html>",
+        b"<html>\n\n",
+        b'{"text": "x"}',
+        b"\0" * 100_000,
+        b"\xef\xbb\xbf<p>\n\n",
+    ):
+        opened, *_, why, passed = verdict([raw])
+        assert (opened, why, passed) == (False, "its response is not an event stream", b""), raw
+
+
+def test_a_byte_order_mark_and_comments_come_before_the_first_event() -> None:
+    raw = b"\xef\xbb\xbf: hello\r\n\r\nid: 7\r\n" + CHUNK + DONE
+    opened, done, _, events, *_, passed = verdict([raw])
+    assert (opened, done, events, passed) == (True, True, 1, raw)
+    assert verdict([b": hello\n\n"])[0] is False
+
+
+def test_an_abort_is_seen_in_the_middle_of_a_long_event() -> None:
+    long = b"0.1," * 100_000
+    for mark in (b'"type":"abort"', b'"finish_reason": "abort"'):
+        raw = b'data: {"text":"","meta_info":{%b,"l":[%b1],"m":[%b1]}}\n\n' % (mark, long, long)
+        for size in (len(raw), 16 << 10, 7001):
+            reader = EventReader(TOKEN_STREAM, "decode:1")
+            for piece in (CHUNK, *(raw[at : at + size] for at in range(0, len(raw), size)), DONE):
+                assert b"".join(reader.feed(piece)) == piece
+            assert reader.failed and reader.done
+    assert not verdict([CHUNK, b'data: {"text":"%babort"}\n\n' % long])[2]
+
+
+def test_another_kind_of_stream_is_described_by_one_object() -> None:
+    created = b'event: response.created\ndata: {"type":"response.created"}\n\n'
+    delta = b'event: response.output_text.delta\ndata: {"delta":"a"}\n\n'
+    error = b'event: error\ndata: {"message":"no room"}\n\n'
+    completed = b"event: response.completed\ndata: {}\n\n"
+    kind = Responses()
+    whole = created + delta + completed
+    for size in (1, 7, len(whole)):
+        pieces = [whole[at : at + size] for at in range(0, len(whole), size)]
+        opened, done, failed, *_, passed = verdict(pieces, kind)
+        assert (opened, done, failed, passed) == (True, True, False, whole)
+    reader = EventReader(kind, "decode:1")
+    assert not [*reader.feed(created), *reader.feed(error)]
+    assert not reader.opened
+    assert reader.failure is not None and reader.failure.message == "no room"
+
+
+def test_a_reader_keeps_little_of_an_endless_event() -> None:
+    reader = EventReader(TOKEN_STREAM, "decode:1")
+    tracemalloc.start()
+    try:
+        before = tracemalloc.get_traced_memory()[0]
+        reader.feed(CHUNK + b"data: ")
+        piece = b"x" * (16 << 10)
+        for _ in range(1000):
+            reader.feed(piece)
+        assert tracemalloc.get_traced_memory()[1] - before < 1 << 20
+    finally:
+        tracemalloc.stop()
+
+
+@pytest.mark.parametrize("whole", [False, True], ids=["as it comes", "whole events"])
+def test_a_long_event_in_pieces_takes_no_longer_than_its_length(whole: bool) -> None:
+    """Joined anew with every piece, this one would take minutes."""
+    reader = EventReader(TOKEN_STREAM, "decode:1", whole=whole)
+    data = b"data: " + bytes(15 << 20) + b"\n\n"
+    started_s = time.process_time()
+    passed = 0
+    for start in range(0, len(data), 512):
+        passed += sum(map(len, reader.feed(data[start : start + 512])))
+        if time.process_time() - started_s > 20:
+            pytest.fail("more than a hundred times as long as it should take")
+    assert passed >= 15 << 20
+    assert reader.events == 1
+
+
+BODIES = st.binary(max_size=40).filter(lambda body: body.strip() != b"[DONE]")
+
+
+@given(st.lists(BODIES, max_size=8), st.integers(1, 30))
+def test_long_events_say_what_short_ones_would(bodies: list[bytes], piece: int) -> None:
+    raw = CHUNK + b"".join(b"\ndata: %b\n\n" % re.sub(rb"[\r\n]", b"", body) for body in bodies)
+    wanted = verdict([raw], whole=True)[-1]
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(event_reader, "LONG_BYTES", 10)
+        pieces = (raw[at : at + piece] for at in range(0, len(raw), piece))
+        assert verdict(pieces, whole=True)[-1] == wanted
+
+
+def test_a_long_event_is_not_copied() -> None:
+    """A copy of sixteen megabytes would hold up others for some milliseconds."""
+    pushed: list[bytes | memoryview] = []
+    sink = event_sink(sse, pushed.append)
+    reader = EventReader(TOKEN_STREAM, "decode:1", whole=True)
+    text = b"x" * (8 << 20)
+    tracemalloc.start()
+    try:
+        reader.feed(b'data: {"choices":[{"delta":{"content":"%b"}}],"a":1}\n' % text)
+        before = tracemalloc.get_traced_memory()[0]
+        tracemalloc.reset_peak()
+        for data in reader.feed(b"\n"):
+            sink(data)
+        taken = tracemalloc.get_traced_memory()[1] - before
+    finally:
+        tracemalloc.stop()
+    assert taken < len(text) // 4
+    assert orjson.loads(b"".join(pushed).removeprefix(b"data: "))["a"] == 1
+
+
+def test_too_long_an_event_breaks_a_stream_that_is_edited(monkeypatch: Any) -> None:
+    monkeypatch.setattr(event_reader, "MAX_EVENT_BYTES", 100_000)
+    reader = EventReader(TOKEN_STREAM, "decode:1", whole=True)
+    assert reader.feed(CHUNK + b"data: " + b"x" * 90_000)
+    assert reader.broken is None
+    assert not reader.feed(b"x" * 20_000)
+    assert isinstance(reader.broken, EventTooLarge)
+    assert not reader.feed(CHUNK)
