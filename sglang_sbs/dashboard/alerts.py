@@ -95,6 +95,12 @@ def _cluster(snapshot: Snapshot) -> Iterator[Alert]:
 
 
 def _queue(snapshot: Snapshot, config: SchedulerConfig) -> Iterator[Alert]:
+    if snapshot.policy == "sbs" and not snapshot.holding:
+        text = (
+            "holding is off: batches do not arrive whole at the engines, so requests leave at "
+            "once; give the router's and the engines' hosts more CPU"
+        )
+        yield Alert("warning", "not_holding", "", text)
     if snapshot.throttled:
         text = (
             "flow control refuses new requests: one has waited more than "

@@ -87,6 +87,8 @@ class Snapshot(msgspec.Struct, frozen=True):
     """Entries of the prefix index."""
     queue_classes: dict[str, int] = {}
     """Requests waiting, by class of priority."""
+    holding: bool = True
+    """False while requests leave at once, as batches do not arrive whole (``hold_guard``)."""
     queue_tenants: int = 0
     """With requests waiting; 0 while no request names one."""
 
@@ -117,6 +119,7 @@ def snapshot_of(scheduler: Scheduler, now_s: float) -> Snapshot:
         ],
         prefix_blocks=len(scheduler.prefix.prefill) + len(scheduler.prefix.decode),
         queue_classes={name: waiting[name] for name in CLASSES},
+        holding=getattr(scheduler.policy, "holding", scheduler.policy.holds),
         queue_tenants=queue.turns.tenants,
     )
 
@@ -133,7 +136,7 @@ def _prefill_state(instances: Worker, scheduler: Scheduler, now_s: float) -> Pre
         predicted_free_in_s=max(0.0, min(i.free_at_s(now_s, latency_s) for i in instances) - now_s),
         forward_fixed_s=fmean(i.model.fixed_s for i in instances),
         prediction_error_s=fmean(i.model.error_s for i in instances),
-        gap_s=fmean(i.gap_s for i in instances),
+        gap_s=fmean(i.pause.mean_s for i in instances),
         watchdog_fires=sum(i.watchdog.fires for i in instances),
         passes=sum(i.passes_ended for i in instances),
         ranks=[

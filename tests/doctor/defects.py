@@ -317,6 +317,7 @@ BROKEN: dict[str, tuple[str, Break]] = {
     "router.worker-down": (P0, router_worker(usable=False, circuit_breaker="open")),
     "router.problem": (P0, router_worker(problems={"loads": "of no use"})),
     "router.polls": (P0, router_worker(signal="polls", endforward_age_s=None)),
+    "router.not-holding": (ROUTER, router_state("holding", False)),
     "router.throttled": (ROUTER, router_state("throttled", True)),
     "probe.failed": ("pair", lambda r: r.flags.append("--probe")),
 }

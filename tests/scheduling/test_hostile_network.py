@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from typing import NamedTuple
+from typing import Any
 
 import pytest
 from msgspec.structs import replace
@@ -237,20 +237,28 @@ def running() -> tuple[PrefillInstance, EndForward]:
 
 
 @pytest.mark.parametrize(
-    ("queued_s", "schedulable_s", "idled"),
-    [(50.01, 50.02, False), (50.09, 50.1, True), (50.01, 50.09, True), (0.0, 0.0, True)],
-    ids=["there", "late", "late at decode", "not told"],
+    ("queued_s", "schedulable_s", "rested", "idled"),
+    [
+        (50.01, 50.02, True, False),
+        (50.09, 50.1, True, True),
+        (50.01, 50.09, True, True),
+        (0.0, 0.0, True, True),
+        (0.0, 0.0, False, False),
+    ],
+    ids=["there", "late", "late at decode", "not told", "never idle"],
 )
 def test_a_pause_of_the_engine_is_not_taken_for_a_late_batch(
-    queued_s: float, schedulable_s: float, idled: bool
+    queued_s: float, schedulable_s: float, rested: bool, idled: bool
 ):
     """The engine took 100 ms to start what it had; leaving earlier would change nothing."""
     instance, base = running()
     instance.dispatched("r", 0, 500, 100.25)
     ended = replace(base, seq=1, kind="forward", end_s=50.0, forward_s=0.3)
     instance.on_report(ended, 100.3, 0.02)
+    if rested:
+        instance.on_report(replace(base, seq=2, kind="idle"), 100.31, 0.02)
     started = [Started("r", queued_s, schedulable_s)]
-    next_one = replace(base, seq=2, forward_id=2, launch_s=50.1, rids=["r"], started=started)
+    next_one = replace(base, seq=3, forward_id=2, launch_s=50.1, rids=["r"], started=started)
     seen = instance.on_report(next_one, 100.4, 0.02)
     assert (bool(seen.idled_s), bool(seen.landed_s)) == (idled, not idled)
 
@@ -284,52 +292,58 @@ def test_a_router_that_starts_does_not_take_pauses_of_the_engines_for_its_own_la
 def test_a_batch_leaves_for_the_launch_and_not_for_the_end_of_the_pass_before():
     """What is there when the engine forms the next batch is early enough."""
     instance, _ = running()
-    instance.gap_s = 0.06
+    instance.pause.mean_s = 0.06
     end_s = instance.passes[-1].end_s
     assert instance.free_at_s(100.0, 0.02) == pytest.approx(end_s + 0.06)
     assert instance.forms_at_s(100.0, 0.02) == pytest.approx(end_s + 0.06)
 
 
-class Case(NamedTuple):
-    """A request, sent so long before a pass ended (s), and the next launch."""
-
-    before_s: float
-    pause_s: float
-    """From that end to the launch."""
-    learned: bool
-    gap_s: float = 0.06
-    """The pause that is usual."""
-    seen: int = 20
-    """Pauses it is known from."""
-    waiting: int = 0
-    """Requests at the rank when the pass ended."""
-    rids: tuple[str, ...] = ("r",)
-
-
 @pytest.mark.parametrize(
-    "case",
+    ("between", "pause_s", "learned"),
     [
-        pytest.param(Case(0.1, 0.07, True), id="early"),
-        pytest.param(Case(0.05, 0.07, False), id="may have waited, within the pause"),
-        pytest.param(Case(0.02, 0.03, False, gap_s=0.005), id="may have waited, on its way"),
-        pytest.param(Case(0.05, 0.07, True, waiting=1), id="something was there"),
-        pytest.param(Case(0.05, 0.03, True), id="sooner than usual"),
-        pytest.param(Case(0.05, 0.03, False, seen=0), id="sooner than nobody knows"),
-        pytest.param(Case(0.05, 0.03, False, rids=()), id="sooner, of nothing"),
-        pytest.param(Case(0.1, -0.01, False), id="before the end"),
+        pytest.param({}, 0.07, True, id="nothing else held it up"),
+        pytest.param({"kind": "idle"}, 0.07, False, id="it had nothing to launch"),
+        pytest.param(
+            {"kind": "heartbeat", "bootstrapping_requests": 1},
+            0.07,
+            False,
+            id="it waited for decode",
+        ),
+        pytest.param({}, -0.01, False, id="before the end"),
+        pytest.param({}, 5.0, False, id="longer than a pass"),
     ],
 )
-def test_a_pause_is_learned_of_what_was_early_and_of_what_came_sooner(case: Case):
-    """What was not early may be what the launch waited for. A tenth is learned of each pause."""
+def test_a_pause_is_learned_of_a_launch_that_only_the_engine_held_up(
+    between: dict[str, Any], pause_s: float, learned: bool
+):
+    """When its request was sent does not matter. A tenth is learned of each pause."""
     instance, base = running()
-    instance.gap_s, instance.gaps_learned = case.gap_s, case.seen
-    instance.dispatched("r", 0, 500, 100.3 - case.before_s)
+    instance.pause.mean_s, instance.pause.learned = 0.06, 20
     ended = replace(base, seq=1, kind="forward", end_s=50.0, forward_s=0.3)
-    instance.on_report(replace(ended, waiting_requests=case.waiting), 100.3, 0.02)
-    launch = replace(base, seq=2, forward_id=2, rids=list(case.rids), age_s=0.02)
-    instance.on_report(launch, 100.32 + case.pause_s, 0.02)
-    share = 0.1 if case.learned else 0.0
-    assert instance.gap_s == pytest.approx(case.gap_s + share * (case.pause_s - case.gap_s))
+    instance.on_report(ended, 100.3, 0.02)
+    if between:
+        instance.on_report(replace(base, seq=2, **between), 100.31, 0.02)
+    launch = replace(base, seq=3, forward_id=2, rids=["r"], age_s=0.02)
+    instance.on_report(launch, 100.32 + pause_s, 0.02)
+    share = 0.1 if learned else 0.0
+    assert instance.pause.mean_s == pytest.approx(0.06 + share * (pause_s - 0.06))
+
+
+def test_an_instance_is_not_idle_before_it_rests_or_its_pause_is_over():
+    instance, base = running()
+    instance.pause.mean_s = 0.06
+    instance.on_report(replace(base, seq=1, kind="forward", forward_s=0.3), 100.3, 0.02)
+    assert not instance.idle
+    assert instance.free_at_s(100.3, 0.02) == pytest.approx(100.36)
+    assert instance.advance(100.3, 0.02) == pytest.approx(100.36)
+    instance.advance(100.37, 0.02)
+    assert instance.idle
+    instance.on_report(replace(base, seq=2, forward_id=2), 100.38, 0.02)
+    ended = replace(base, seq=3, kind="forward", forward_id=2, forward_s=0.3)
+    instance.on_report(ended, 100.7, 0.02)
+    assert not instance.idle
+    instance.on_report(replace(base, seq=4, forward_id=2, kind="idle"), 100.71, 0.02)
+    assert instance.idle
 
 
 def test_a_pause_is_learned_once_and_not_from_a_launch_that_followed_nothing():
@@ -339,31 +353,10 @@ def test_a_pause_is_learned_once_and_not_from_a_launch_that_followed_nothing():
     for number in (2, 3):  # the third was launched behind the second
         launch = replace(base, seq=number, forward_id=number, waiting_tokens=100)
         instance.on_report(launch, 100.31, 0.02)
-    assert instance.gaps_learned == 1
+    assert instance.pause.learned == 1
     up = InstanceUp(instance="p1", role="prefill", dp_size=1, chunk_tokens=1000)
     fresh = PrefillInstance(up, t_default_s=0.3, default_chunk_tokens=1000)
     fresh.dispatched("r", 0, 500, -0.1)
     fresh.on_load_poll([600], 0.0)
     fresh.on_report(replace(base, rids=["r"]), 0.01, 0.02)
-    assert fresh.gaps_learned == 0
-
-
-@pytest.mark.parametrize(
-    ("sent_s", "left_waiting", "learned"),
-    [(100.29, 0, False), (100.29, 1, True), (100.2, 0, True)],
-    ids=["came after it", "was there", "was sent early"],
-)
-def test_what_is_at_a_rank_by_the_launch_need_not_have_been_there_at_the_end(
-    sent_s: float, left_waiting: int, learned: bool
-):
-    """It was in the handshake, held for the rest of its batch: the rank says so meanwhile."""
-    instance, base = running()
-    instance.gap_s, instance.gaps_learned = 0.03, 20
-    instance.dispatched("r", 0, 500, sent_s)
-    ended = replace(base, seq=1, kind="forward", end_s=50.0, forward_s=0.3)
-    instance.on_report(replace(ended, waiting_requests=left_waiting), 100.3, 0.02)
-    held = replace(base, seq=2, kind="heartbeat", rids=["r"], bootstrapping_requests=1)
-    instance.on_report(replace(held, bootstrapping_tokens=500), 100.32, 0.02)
-    launch = replace(base, seq=3, forward_id=2, launch_s=50.07)
-    instance.on_report(launch, 100.37, 0.02)
-    assert (instance.gap_s != 0.03) == learned
+    assert fresh.pause.learned == 0

@@ -31,6 +31,8 @@ note router.worker-extra -> give it too, or give --router alone to examine all
 error router.worker-down -> see its other findings; the router's log says since when
 warning router.problem -> as the router says; docs/router.md has its messages
 warning router.polls -> see the findings on the plugin and EndForward
+warning router.not-holding -> give the hosts of router and engines more CPU; start prefill engines
+    with the plugin's batch gate (SGLANG_SBS_GANG_GATE_MS)
 warning router.throttled -> add prefill instances; sglang-sbs simulate plan says how many
 """)
 
@@ -62,6 +64,9 @@ def check(facts: ClusterFacts) -> Iterator[Finding]:
 def _router(facts: ClusterFacts, router: RouterFacts) -> Iterator[Finding]:
     if router.ready_status != 200:
         yield finding("router.not-ready", ROUTER, f"/readiness answers {router.ready_status}")
+    if router.state.get("policy") == "sbs" and router.state.get("holding") is False:
+        seen = "requests leave at once, as batches do not arrive whole at the engines"
+        yield finding("router.not-holding", ROUTER, seen)
     if router.state.get("throttled") is True:
         waiting = router.state.get("queue_requests")
         yield finding("router.throttled", ROUTER, f"{waiting} requests wait")

@@ -344,6 +344,7 @@ _OF_QUEUE = (
     ("sbs_mean_forward_seconds", "Mean T_fwd, outliers left out", "mean_forward_s"),
     ("sbs_latency_seconds", "L_net, dispatch to runnable", "latency_s"),
     ("sbs_throttled", "1 while flow control refuses", "throttled"),
+    ("sbs_holding", "0 while requests leave at once, as batches do not arrive whole", "holding"),
     ("sbs_prefix_index_blocks", "KV blocks in the prefix index", "prefix_blocks"),
     ("sbs_lead_seconds", "How far ahead of a pass's end is dispatched", "lead_s"),
     ("sbs_queue_tenants", "Tenants with requests waiting, if several", "queue_tenants"),

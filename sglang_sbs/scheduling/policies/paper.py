@@ -59,7 +59,7 @@ class PaperTrigger(PrefillPolicy):
         )
         self._last_s = now_s
         self._target = ids[(number + 1) % len(ids)]
-        if not target.idle:
+        if not target.quiescent:
             # Its EndForward is spent on this cycle, whether or not it had room.
             target.ready = False
         return Plan(

@@ -8,6 +8,7 @@ from typing import Any, Literal
 
 from sglang_sbs.scheduling.events import InstanceId, InstanceUp
 from sglang_sbs.scheduling.paging import whole_pages
+from sglang_sbs.scheduling.prefill.engine_pause import EnginePause
 from sglang_sbs.scheduling.prefill.forward_model import ForwardModel
 from sglang_sbs.scheduling.prefill.passes import Pass, Sent
 from sglang_sbs.scheduling.prefill.rank import PrefillRank
@@ -49,9 +50,7 @@ class PrefillBooks:
         """EndForward (or quiescence) since the last dispatch."""
         self.watchdog = Watchdog(t_default_s)
         self._device = DeviceTime(t_default_s)
-        self.gap_s = 0.005
-        """Smoothed pause between the end of a pass and the launch of the next."""
-        self.gaps_learned = 0
+        self.pause = EnginePause()
         self.free_since_s = float("-inf")
         self.last_dispatch_s = float("-inf")
         self.left_s = -math.inf
@@ -164,7 +163,12 @@ class PrefillBooks:
 
     @property
     def idle(self) -> bool:
-        """Quiescence: no pass runs and nothing waits for one."""
+        """Quiescence, and the engine's own pause after the last pass is over."""
+        return self.quiescent and not self.pause.on
+
+    @property
+    def quiescent(self) -> bool:
+        """No pass runs and nothing waits for one (paper section 4.1.2)."""
         return not self.passes and self.backlog_tokens == 0
 
     @property
@@ -187,7 +191,9 @@ class PrefillBooks:
     @property
     def rests(self) -> bool:
         """Whether time does nothing to it before the watchdog fires, unless something is heard."""
-        return not self.launching and (self.tier == "endforward" or not self.passes)
+        return not (self.launching or self.pause.on) and (
+            self.tier == "endforward" or not self.passes
+        )
 
     def free_at_s(self, now_s: float, latency_s: float) -> float:
         """When it could launch something new: the predicted end of all that is launched, and the
@@ -195,11 +201,11 @@ class PrefillBooks:
         if self.takes_nothing:
             return now_s + STALLED_S
         if self.passes:
-            return self.passes[-1].end_s + self.gap_s
+            return self.passes[-1].end_s + self.pause.mean_s
         if self.launching:
-            start_s = max(self.free_since_s + self.gap_s, self.last_dispatch_s + latency_s)
-            return start_s + self.next_pass_s()
-        return now_s
+            free_s = self.free_since_s + self.pause.mean_s
+            return max(free_s, self.last_dispatch_s + latency_s) + self.next_pass_s()
+        return max(now_s, self.pause.until_s)
 
     @property
     def forms_ahead(self) -> bool:

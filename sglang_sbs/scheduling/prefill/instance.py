@@ -28,8 +28,6 @@ from sglang_sbs.wire import EndForward
 
 _CACHED_STEP = 0.05
 """Of a prompt in ``cached_share``."""
-LEAST_GAP_SHARE = 0.1
-"""Of a sample in the smoothed gap; the first ones are a plain mean."""
 HEARTBEATS_S = 2.5
 """An instance that speaks is not silent before it missed two heartbeats."""
 UNANSWERED_S = 30.0
@@ -52,6 +50,9 @@ class PrefillInstance(PrefillBooks):
             self._on_silence(now_s)
         if self.rests:
             return self.watchdog.due_s
+        if self.pause.until_s <= now_s and self.pause.on:
+            self._changes()
+            self.pause.end()
         if self.tier != "endforward":
             while self.passes and not self.passes[0].rids and self.passes[0].end_s <= now_s:
                 # No request finishes in this pass (chunks only), so no answer will end it.
@@ -68,6 +69,8 @@ class PrefillInstance(PrefillBooks):
                 self._watch(now_s)
             launch_s = math.inf
         next_s = min(self.watchdog.due_s, launch_s)
+        if self.pause.on:
+            next_s = min(next_s, self.pause.until_s)
         if self.tier != "endforward" and self.passes and not self.passes[0].rids:
             next_s = min(next_s, self.passes[0].end_s)
         return next_s
@@ -183,7 +186,8 @@ class PrefillInstance(PrefillBooks):
         rank.heard(report.forward_id + inflight)
         launch_s = self._launched_s(report, now_s)
         if report.kind == "launch":
-            self._learn_gap(rank, report, launch_s, latency_s)
+            self._learn_pause(report, launch_s)
+            self.pause.end()
         learned = self._acknowledge(rank, report, taken.lost_requests, launch_s)
         learned.restarted = taken.restarted
         rank.give_up(now_s - max(LOST_S, self.watchdog.timeout_s))
@@ -201,6 +205,8 @@ class PrefillInstance(PrefillBooks):
         if report.kind in ("launch", "forward") and report.forward_id > self._presumed_id:
             self._presume_of_all(report)
         rests = report.kind in ("idle", "heartbeat")
+        if rests and not inflight:
+            self.pause.rests(report.forward_id)
         if rests and all(running.forward_id is None for running in self.passes):
             self._forget_silent(now_s - SILENT_S)
         self._recount()
@@ -235,6 +241,7 @@ class PrefillInstance(PrefillBooks):
         self.passes.clear()
         self.watchdog.due_s = math.inf
         self.ready = True
+        self.pause.end()
         self.left_s = -math.inf
 
     def down(self) -> None:
@@ -279,6 +286,7 @@ class PrefillInstance(PrefillBooks):
         """Forward ids start anew."""
         self.passes.clear()
         self._presumed_id = -1
+        self.pause.forget_ids()
         for rank in self.ranks:
             rank.new_boot()
 
@@ -341,7 +349,7 @@ class PrefillInstance(PrefillBooks):
     def _presumed_launch_s(self, latency_s: float) -> float:
         if not self.launching or self.takes_nothing:
             return math.inf
-        start_s = max(self.free_since_s + self.gap_s, self.last_dispatch_s + latency_s)
+        start_s = max(self.free_since_s + self.pause.mean_s, self.last_dispatch_s + latency_s)
         # A plugin reports launches: give its message time before believing it lost.
         grace_s = 0.5 * self.model.predict_s([0]) if self.tier == "endforward" else 0.0
         return start_s + grace_s
@@ -390,24 +398,16 @@ class PrefillInstance(PrefillBooks):
         known = with_id(self.passes, report.forward_id)
         return heard_s if known is None else min(heard_s, known.start_s)
 
-    def _learn_gap(
-        self, rank: PrefillRank, report: EndForward, launch_s: float, latency_s: float
-    ) -> None:
-        """Only from a launch that waited for no request, or that came sooner than usual. A host
-        takes requests in more slowly at the end of a pass, so not having waited needs the pause
-        itself; and what is at the rank by the launch need not have been there at the end."""
-        starts = report.rids or rank.taken or rank.left_waiting
-        if not starts or not self.passes_ended or self.passes:
+    def _learn_pause(self, report: EndForward, launch_s: float) -> None:
+        """Learn from a launch that nothing but the engine itself held up."""
+        if not self.passes_ended or self._is_over(report.forward_id):
+            return
+        if any(running.forward_id is not None for running in self.passes):
             return
         pause_s = launch_s - self.free_since_s
-        if not 0 <= pause_s < 0.25 * self.model.predict_s(self._vector(report)):
-            return
-        there_s = self.free_since_s - max(1.5 * latency_s, self.gap_s)
-        early = rank.left_waiting or self.last_dispatch_s <= there_s
-        if early or (self.gaps_learned and pause_s < self.gap_s):
-            self.gaps_learned += 1
-            share = max(LEAST_GAP_SHARE, 1 / self.gaps_learned)
-            self.gap_s += share * (pause_s - self.gap_s)
+        usual = 0 <= pause_s <= self.model.predict_s(self._vector(report))
+        if usual and not self.pause.rested_after(report.forward_id - 1):
+            self.pause.observe(pause_s)
 
     def _on_launch(self, report: EndForward, now_s: float) -> None:
         self._drop_presumed()
@@ -452,6 +452,8 @@ class PrefillInstance(PrefillBooks):
         end_s = now_s - report.age_s
         self.ready = True
         self.free_since_s = end_s
+        if not self.passes:
+            self.pause.begin(end_s)
         self._rechain(end_s)
         if sum(tokens) == 0 or report.forward_s <= 0 or not self._device.spend(report.forward_s):
             return None

@@ -67,7 +67,8 @@ def observe_launch(
     by the batch they were sent with. ``launch_s``: when the pass was launched."""
     learned = Observation()
     free_since_s = books.free_since_s
-    paused = _is_engines_own(report, launch_s - free_since_s)
+    rested = books.pause.rested_after(report.forward_id - 1)
+    paused = not rested or _is_engines_own(report, launch_s - free_since_s)
     landed_s = []
     started = 0
     """Requests of the batch that woke the instance."""
@@ -83,7 +84,7 @@ def observe_launch(
                     learned.requests.append(sent.requests)
         elif sent.joins:
             continue
-        elif launch_s > free_since_s + 1.5 * books.gap_s + _ON_TIME_S and not paused:
+        elif launch_s > free_since_s + 1.5 * books.pause.mean_s + _ON_TIME_S and not paused:
             # The instance fell idle and launched when this one came: too late for the gapless
             # launch it was meant for.
             learned.idled_s.append(free_since_s - sent.left_s)

@@ -19,6 +19,8 @@ class DispatchNetwork:
         self._rng = random.Random(spec.seed)
         self._front_free_s = dict.fromkeys(dict(spec.prefill), 0.0)
         """When the last request for an instance has left."""
+        self._intake_free_s = 0.0
+        """When the intake that all instances share has taken the last request in."""
         self._gang = (-1, 1.0)
         """Number of the batch and its latency factor."""
 
@@ -41,6 +43,9 @@ class DispatchNetwork:
             free_s = max(now_s, self._front_free_s[command.prefill])
             self._front_free_s[command.prefill] = free_s + self._spec.dispatch_serial_s
             reach_s += free_s + self._spec.dispatch_serial_s - now_s
+        if self._spec.intake_s and reach_s < self._spec.intake_until_s:
+            reach_s = max(reach_s, self._intake_free_s) + self._spec.intake_s
+            self._intake_free_s = reach_s
         return reach_s
 
 

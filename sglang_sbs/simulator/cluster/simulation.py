@@ -72,6 +72,7 @@ class Simulation:
         self._spec = spec
         self._network = DispatchNetwork(spec)
         self._lengths = random.Random(f"lengths {spec.seed}")
+        self._pauses = random.Random(f"pauses {spec.seed}")
         self._scheduler = scheduler
         self._observe = observe
         self._instances = dict(spec.prefill)
@@ -372,6 +373,9 @@ class Simulation:
         for request in ended.completed:
             self._complete(engine, request, first_s)
         pause_s = max(0.0, self._spec.launch_gap_s - self._spec.prepare_s)
+        if self._spec.rank_pause_s:
+            mean_s = self._spec.rank_pause_s
+            pause_s += max(self._pauses.expovariate(1 / mean_s) for _ in engine.ranks)
         self._at(self._now_s + pause_s, self._for, engine, self._step, engine)
 
     def _complete(self, engine: SimulatedPrefill, request: Waiting, first_s: float) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import sys
 from collections.abc import Sequence
 from typing import Literal, get_args
@@ -106,10 +107,18 @@ class ClusterSpec(msgspec.Struct, frozen=True, kw_only=True):
     """As ``dispatch_jitter``, shared by the requests of a batch, which leave back to back."""
     dispatch_serial_s: float = 0.0
     """Part of the dispatch that an instance spends on one request after the other."""
+    intake_s: float = 0.0
+    """Time that the one intake of all instances spends on each request, one after the other: a
+    tokenizer, a router or host short of CPU."""
+    intake_until_s: float = math.inf
+    """When the intake stops being slow."""
     gang_gate_s: float = 0.0
     """What arrives of a batch waits so long at most for the rest of it: the plugin's gang gate."""
     launch_gap_s: float = 0.0
     """Engine work between the end of a pass and the launch of the next."""
+    rank_pause_s: float = 0.0
+    """Mean of an exponential pause of each DP rank on top of it; the barrier waits for the longest
+    (garbage collection, a host short of CPU)."""
     prepare_s: float = 0.0
     """Part of it after requests were taken in: what comes later has to wait. An idle instance
     spends it too, on top of the dispatch latency."""

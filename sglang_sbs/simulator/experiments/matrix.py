@@ -94,6 +94,15 @@ _CONDITIONS: dict[str, list[list[Cell]]] = {
     ],
     "uneven": [_at(f"{one}, ", _FEW, instances=has) for one, has in _UNEVEN.items()],
     "signals": [_at(f"{one}, ", _FEW, **spec) for one, spec in _SIGNALS.items()],
+    "pauses": [
+        _at("pause 100 ms, ", (0.34, 0.68), launch_gap_s=0.1),
+        _at("pauses of 30 ms per rank, ", (0.36, 0.54, 0.72), rank_pause_s=0.03),
+    ],
+    # What the intake of all can take at this load is 9.2 ms a request.
+    "hosts": [
+        *(_at(f"intake {ms:g} ms, ", (0.634,), intake_s=ms / 1e3) for ms in (5.5, 7.4, 8.3)),
+        _at("intake 8.3 ms for 22 s, ", (0.634,), intake_s=0.0083, intake_until_s=22.0),
+    ],
     "long": [_at("3-64K, ", (0.2, 0.4, 0.6, 0.75), "paper-long", 200.0)],
     "fixed": [
         _at("all 1600 tokens, ", (0.6, 0.8), "fixed:1600"),

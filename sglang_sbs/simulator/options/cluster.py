@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable
+from math import inf
 from typing import Any, cast, get_args
 
 from sglang_sbs.scheduling.events import PrefixSource
@@ -101,6 +102,14 @@ _CLUSTER = (
         "what the first pass of each engine takes on top: compiling, graph capture (0)", "S"),
     Flag("--gap-ms", "launch_gap_s", not_negative, 0.0,
         "engine work between a pass and the next (0)", per=1e3),
+    Flag("--rank-pause-ms", "rank_pause_s", not_negative, 0.0,
+        "mean of an exponential pause of each DP rank between two passes, on top of --gap-ms; the "
+        "barrier waits for the longest (0)", "MS", 1e3),
+    Flag("--intake-ms", "intake_s", not_negative, 0.0,
+        "what the intake that all instances share spends on each request, one after the other: a "
+        "host short of CPU (0)", "MS", 1e3),
+    Flag("--intake-until", "intake_until_s", positive_number, inf,
+        "second from which --intake-ms applies no longer (never)", "S"),
 )
 _DECODE = (
     Flag("--no-barrier", "", bool, False,

@@ -26,6 +26,9 @@ _TORN_STEP = 0.05
 _TORN_FORGET_S = 60.0
 """Step and time constant of the torn share: who avoids idle instances, as they tear, sees no more
 of them."""
+_LEAK_S = 30.0
+"""Time constant with which the left-behind estimate falls back to the latency: after a minute of a
+busy host nothing is left of what it taught."""
 _MARGIN_S = 0.003
 """Never less than this above the latency, the resolution of everything that is measured here."""
 
@@ -41,6 +44,12 @@ class DispatchLead:
         instance: its requests come one by one, and the engine starts with the first."""
         self._torn_s = 0.0
         """When that was last told."""
+        self._leaked_s = 0.0
+        """When the estimate last fell."""
+
+    def forget(self) -> None:
+        """Learn both quantiles anew, from the latency up."""
+        self._idle_s = self._left_behind_s = 0.0
 
     def lead_s(self, latency_s: float) -> float:
         """The lead, given L_net."""
@@ -73,6 +82,7 @@ class DispatchLead:
         if seen.torn is not None:
             self._torn_share += _TORN_STEP * (seen.torn - self._torn_share)
         lead_s = self.lead_s(latency_s)
+        self._leak(latency_s, now_s)
         landed = sum(1 for s in seen.landed_s if s <= 2 * lead_s)
         idled = sum(1 for s in seen.idled_s if s >= 0.5 * lead_s)
         left_behind = sum(1 for s in seen.left_behind_s if s >= 0.5 * lead_s)
@@ -88,6 +98,14 @@ class DispatchLead:
         torn_step_s = _STEP * pass_s * ((left_behind > 0) - torn_share / max(1, ranks))
         self._idle_s = _stepped(self._idle_s, idle_step_s, least_s, most_s)
         self._left_behind_s = _stepped(self._left_behind_s, torn_step_s, least_s, most_s)
+
+    def _leak(self, latency_s: float, now_s: float) -> None:
+        """Few messages report a split batch, so the way down must not depend on messages alone."""
+        kept = math.exp(-max(0.0, now_s - self._leaked_s) / _LEAK_S)
+        self._leaked_s = now_s
+        least_s = latency_s + _MARGIN_S
+        if self._left_behind_s > least_s:
+            self._left_behind_s = least_s + kept * (self._left_behind_s - least_s)
 
 
 def _stepped(estimate_s: float, step_s: float, least_s: float, most_s: float) -> float:

@@ -28,7 +28,8 @@ before is learned from what either costs (``dispatch_lead``). Then, per decision
 5. placement: longest first into the emptiest rank, whole requests only, and split requests to fill
    the pass only when more is left than the other instances can take in theirs.
 
-Where the way takes a pass or more, none of this helps: requests leave when they come.
+Where the way takes a pass or more, none of this helps: requests leave when they come. Where batches
+do not arrive whole, they leave at once as under ``eta`` (``hold_guard``).
 
 Tokens are uncached ones. A request of whose prompt some rank holds a part may be left for that
 instance, or for one that is computing the same (``cache_affinity``).
@@ -51,10 +52,12 @@ from sglang_sbs.scheduling.policies.adaptive.explained import (
     note_skipped,
 )
 from sglang_sbs.scheduling.policies.adaptive.few_requests import Waiting, cut_of
+from sglang_sbs.scheduling.policies.adaptive.hold_guard import MOST_LOAD, HoldGuard, place_at_once
 from sglang_sbs.scheduling.policies.adaptive.lineup import Lineup, Moment, PlannedStarts
 from sglang_sbs.scheduling.policies.adaptive.long_prompts import LongPrompts, early_homes, may_take
 from sglang_sbs.scheduling.policies.adaptive.lookahead import lookahead
 from sglang_sbs.scheduling.policies.adaptive.offered_load import OfferedLoad
+from sglang_sbs.scheduling.policies.immediate import Eta
 from sglang_sbs.scheduling.policies.pbaa import place_fitting, top_up
 from sglang_sbs.scheduling.policies.policy import Admissible, Placement, Plan, PrefillPolicy
 from sglang_sbs.scheduling.policies.tuning import AGEING, SLACK
@@ -102,6 +105,8 @@ class AdaptiveTrigger(PrefillPolicy):
         """Of the batch that was planned last; None: it joins one that left."""
         self._long = LongPrompts(self._offered, interval)
         self._lead = DispatchLead()
+        self._eta = Eta(interval)
+        self.guard = HoldGuard()
         self._retry_s = float("-inf")
         self._decision: CacheAffinity | None = None
         self._decision_s = float("-inf")
@@ -173,6 +178,9 @@ class AdaptiveTrigger(PrefillPolicy):
             return Plan(wake_s=self._retry_s)
         self._offered.measure(instances, now_s)
         self._lineup.refresh()
+        if self._sends_at_once(queue, now_s):
+            self._planned_s = None
+            return place_at_once(queue, instances, admissible, self._eta, now_s)
         self._one = one = self._look(queue, instances, admissible, now_s)
         self._open(one)
         self._choose(one)
@@ -199,6 +207,21 @@ class AdaptiveTrigger(PrefillPolicy):
     def note_waiting(self, request: Request, now_s: float) -> None:
         if self._one is not None:
             note_opening(request, self._one, now_s)
+
+    @property
+    def holding(self) -> bool:
+        """False while batches do not arrive whole, so that requests leave at once."""
+        return not self.guard.on
+
+    def _sends_at_once(self, queue: RequestQueue, now_s: float) -> bool:
+        excess_s = self.lead_s - self._interval.lone_s
+        if self.guard.update(excess_s / self._interval.mean_forward_s, now_s):
+            self._lead.forget()
+        return (
+            self.guard.on
+            and self._offered.load < MOST_LOAD
+            and queue.tokens < self._offered.capacity_tokens
+        )
 
     def _later(self, one: Decision, deferred: int = 0) -> Plan:
         if max(deferred, len(one.home_of or ())) >= MAX_DEFERRED:

@@ -1,0 +1,71 @@
+"""Holding pays only where batches arrive whole. Where they do not, requests leave at once.
+
+A batch puts its requests on the wire at the same moment. On a host without spare CPU, or behind one
+serial intake, the last of n requests is taken in n times later than a lone one, the launch splits
+the batch, and the dispatch lead (:mod:`.dispatch_lead`) grows. When it exceeds the latency of a
+lone request by :data:`_ENTER_PASSES`, holding costs more than it brings, so the guard switches to
+immediate placement by predicted finish (``eta``).
+
+Without batches nothing tells whether batches would arrive whole again. So holding is tried again
+after a while, and after twice as long each time that the trial fails.
+"""
+
+from __future__ import annotations
+
+import math
+from itertools import islice
+
+from sglang_sbs.scheduling.policies.immediate import Eta
+from sglang_sbs.scheduling.policies.policy import Admissible, Placement, Plan
+from sglang_sbs.scheduling.prefill.instance import Instances
+from sglang_sbs.scheduling.queue.request import RequestQueue
+
+_ENTER_PASSES = 0.25
+"""Dispatch lead beyond the latency of a lone request at which holding stops, in mean pass times."""
+_TRIAL_PASSES = 0.12
+"""The same while holding is on trial."""
+MOST_LOAD = 0.75
+"""Near capacity batches fill passes, which is worth more than arriving whole."""
+_MOST_LOOKED_AT = 256
+"""Requests that a decision looks at when decode has no room for the first ones."""
+_FIRST_S, _MOST_S = 20.0, 160.0
+"""How long holding stays off: at first, and at most after trials that failed."""
+_TRIAL_S = 30.0
+"""A trial has failed if holding stops again within this time."""
+
+
+class HoldGuard:
+    """Whether requests may be held. Times are seconds on the scheduler's clock."""
+
+    def __init__(self) -> None:
+        self.on = False
+        """Holding is off."""
+        self._until_s = -math.inf
+        self._off_s = _FIRST_S
+
+    def update(self, excess_passes: float, now_s: float) -> bool:
+        """Take in the dispatch lead beyond the latency of a lone request, in mean pass times.
+        Returns True when holding is to be tried again, with a lead learned anew."""
+        if self.on:
+            if now_s < self._until_s:
+                return False
+            self.on = False
+            return True
+        failed = now_s - self._until_s < _TRIAL_S
+        if excess_passes > (_TRIAL_PASSES if failed else _ENTER_PASSES):
+            self._off_s = min(2 * self._off_s, _MOST_S) if failed else _FIRST_S
+            self._until_s = now_s + self._off_s
+            self.on = True
+        return False
+
+
+def place_at_once(
+    queue: RequestQueue, instances: Instances, admissible: Admissible, eta: Eta, now_s: float
+) -> Plan:
+    """The oldest request that decode has room for, where it is predicted to finish first."""
+    for request in islice(queue, _MOST_LOOKED_AT):
+        if admissible(request) and (allowed := request.allowed_on(instances)):
+            instance, rank = eta.choose(request, allowed, now_s)
+            reason = "at once: batches do not arrive whole"
+            return Plan([Placement(request, instance, rank)], reason=reason)
+    return Plan()

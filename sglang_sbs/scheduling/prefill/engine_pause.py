@@ -1,0 +1,60 @@
+"""The engine's own pause between the end of a pass and the launch of the next.
+
+SGLang's scheduler loop works between two passes: it processes results, takes requests in, forms the
+batch. A loop that then finds nothing to launch reports ``idle`` (``engine/hooks.py``, hook on
+``Scheduler.on_idle``). So a launch without such a report since the last end was delayed by the
+engine alone, whenever its requests were sent, and until that report an engine is busy, not idle.
+"""
+
+from __future__ import annotations
+
+import math
+
+_LEAST_SHARE = 0.1
+"""Weight of a sample in the smoothed pause; the first samples are a plain mean."""
+
+
+class EnginePause:
+    """Learned per instance. Times are seconds on the scheduler's clock."""
+
+    def __init__(self) -> None:
+        self.mean_s = 0.005
+        """Smoothed pause."""
+        self.learned = 0
+        """Number of samples."""
+        self.until_s = -math.inf
+        """Predicted end of the pause that the instance is in; minus infinity: in none."""
+        self._rested_id = -1
+
+    @property
+    def on(self) -> bool:
+        """Whether the engine is believed to be between two passes, not idle."""
+        return self.until_s > -math.inf
+
+    def begin(self, end_s: float) -> None:
+        """A pass ended at ``end_s`` and no other one is queued behind it."""
+        self.until_s = end_s + self.mean_s
+
+    def end(self) -> None:
+        """The engine launched, reported that it rests, or the pause has passed."""
+        self.until_s = -math.inf
+
+    def rests(self, forward_id: int) -> None:
+        """A rank found nothing to launch after this pass."""
+        self._rested_id = max(self._rested_id, forward_id)
+        self.end()
+
+    def rested_after(self, forward_id: int) -> bool:
+        """Whether a rank reported, after this pass, that it had nothing to launch."""
+        return self._rested_id >= forward_id
+
+    def forget_ids(self) -> None:
+        """The engine restarted: forward ids start anew."""
+        self._rested_id = -1
+        self.end()
+
+    def observe(self, pause_s: float) -> None:
+        """A launch followed the last end after ``pause_s``, and nothing else held it up."""
+        self.learned += 1
+        share = max(_LEAST_SHARE, 1 / self.learned)
+        self.mean_s += share * (pause_s - self.mean_s)
