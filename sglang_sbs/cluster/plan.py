@@ -8,10 +8,10 @@ import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
-from itertools import zip_longest
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
+from sglang_sbs.cluster.dp_ranks import DpRanks, FlagError, dp_ranks, int_flag
 from sglang_sbs.cluster.flag_words import text_flag, without_given
 
 # Ports of one instance, as offsets into its block. Under DP attention SGLang derives more from
@@ -97,6 +97,11 @@ class ClusterOptions:
     router_host: str = "127.0.0.1"
     router_port: int | None = None
 
+    def flags_of(self, role: Role) -> list[str]:
+        """What is passed to every engine and to those of `role`."""
+        own = {Role.PREFILL: self.prefill_flags, Role.DECODE: self.decode_flags}
+        return [*self.engine_flags, *own.get(role, ())]
+
 
 @dataclass(frozen=True)
 class ProcessPlan:
@@ -161,17 +166,20 @@ class ClusterPlan:
 def plan_cluster(options: ClusterOptions, port_blocks: Iterator[int]) -> ClusterPlan:
     """Plan every process. `port_blocks` yields first ports of disjoint free blocks of
     `PORTS_PER_INSTANCE`. Raises: PlanError, which names the flag and what to write instead."""
-    return _Planner(options, port_blocks).plan()
+    try:
+        return _Planner(options, port_blocks).plan()
+    except FlagError as error:
+        raise PlanError(str(error)) from None
 
 
 class _Planner:
     def __init__(self, options: ClusterOptions, port_blocks: Iterator[int]) -> None:
         flags = options.engine_flags
-        tensor_parallel = _int_flag(flags, "--tp", "--tp-size", "--tensor-parallel-size")
-        self._ranks = _int_flag(flags, "--dp", "--dp-size", "--data-parallel-size")
+        tensor_parallel = int_flag(flags, "--tp", "--tp-size", "--tensor-parallel-size")
+        self._ranks = {role: dp_ranks(options.flags_of(role)) for role in Role}
         _check(options, tensor_parallel, self._ranks)
-        pipeline_parallel = _int_flag(flags, "--pp", "--pp-size", "--pipeline-parallel-size")
-        replicas = 1 if "--enable-dp-attention" in flags else self._ranks
+        pipeline_parallel = int_flag(flags, "--pp", "--pp-size", "--pipeline-parallel-size")
+        replicas = max(ranks.replicas for ranks in self._ranks.values())
         self._gpus = tensor_parallel * pipeline_parallel * replicas
         """Of one instance."""
         self._options = options
@@ -224,8 +232,8 @@ class _Planner:
             role=role,
             url=url,
             bootstrap_port=bootstrap if role is Role.PREFILL else None,
-            ranks=self._ranks,
-            rank_servers=self._ranks if rust_server else 1,
+            ranks=self._ranks[role].count,
+            rank_servers=self._ranks[role].count if rust_server else 1,
         )
 
     def _environment_of(self, role: Role, url: str) -> dict[str, str]:
@@ -248,13 +256,12 @@ class _Planner:
     def _argv(self, role: Role, ports: _Ports, node: int, first_gpu: int) -> tuple[str, ...]:
         options, nodes = self._options, self._nodes(role)
         host, first_gpu = _node_host(node), first_gpu + node * (self._gpus // nodes)
-        role_flags = {Role.PREFILL: options.prefill_flags, Role.DECODE: options.decode_flags}
-        given = [*options.engine_flags, *role_flags.get(role, ())]
+        given, ranks = options.flags_of(role), self._ranks[role]
         planned = ["--model-path", options.model_path, "--host", host, "--port", str(ports.http)]
         if nodes > 1:
             planned += ["--nnodes", str(nodes), "--node-rank", str(node)]
         # Without DP attention each rank is an engine of its own, for which SGLang finds ports.
-        if self._ranks == 1 or "--enable-dp-attention" in given:
+        if ranks.replicas == 1:
             planned += ["--nccl-port", str(ports.first + NCCL_OFFSET)]
             planned += ["--dist-init-addr", f"127.0.0.1:{ports.first + DIST_INIT_OFFSET}"]
         if role is not Role.UNIFIED:
@@ -262,10 +269,10 @@ class _Planner:
         if role is Role.PREFILL:
             planned += ["--disaggregation-bootstrap-port", str(ports.bootstrap)]
         if options.cpu is not None:
-            planned += without_given(options.cpu.flags(role, self._ranks), given)
+            planned += without_given(options.cpu.flags(role, ranks.count), given)
         elif first_gpu or "--base-gpu-id" in given:
-            step = _int_flag(given, "--gpu-id-step")
-            base = _int_flag(given, "--base-gpu-id", default=0)
+            step = int_flag(given, "--gpu-id-step")
+            base = int_flag(given, "--base-gpu-id", default=0)
             given = without_given(given, ["--base-gpu-id"])
             planned += ["--base-gpu-id", str(base + first_gpu * step)]
         events = _kv_events_flags(host, ports.kv_events)
@@ -273,11 +280,12 @@ class _Planner:
 
     def _kv_events_ports(self, role: Role, first_port: int) -> tuple[int, int] | None:
         """Rank d publishes at the first port + d and answers replays at the second + d."""
-        if role is not Role.PREFILL or self._ranks > PORTS_PER_INSTANCE:
+        ranks = self._ranks[role].count
+        if role is not Role.PREFILL or ranks > PORTS_PER_INSTANCE:
             return None
         if not _wants_kv_events(self._options):
             return None
-        if self._ranks > _KV_EVENTS_RANKS:
+        if ranks > _KV_EVENTS_RANKS:
             return next(self._port_blocks), next(self._port_blocks)
         events = first_port + KV_EVENTS_OFFSET
         return events, events + _KV_EVENTS_RANKS
@@ -287,7 +295,7 @@ def _endforward_endpoint(router_block: int) -> str:
     return f"tcp://127.0.0.1:{router_block + 1}"
 
 
-def _check(options: ClusterOptions, processes: int, ranks: int) -> None:
+def _check(options: ClusterOptions, processes: int, ranks_of: Mapping[Role, DpRanks]) -> None:
     for flag, count in (
         ("--prefill-instances", options.prefill_instances),
         ("--decode-instances", options.decode_instances),
@@ -306,14 +314,14 @@ def _check(options: ClusterOptions, processes: int, ranks: int) -> None:
                 raise PlanError(f"{flag} cannot differ between prefill and decode")
     if not uses_rust_server(options.environment):
         return
-    if ranks % nodes:
+    if (ranks := ranks_of[Role.PREFILL].count) % nodes:
         raise PlanError(
-            f"{nodes} nodes and {RUST_SERVER_ENV}=1: --dp {ranks} must be a multiple of that"
+            f"{nodes} nodes and {RUST_SERVER_ENV}=1: {ranks} DP ranks must be a multiple of that"
         )
-    if ranks > PORTS_PER_INSTANCE:
+    if (ranks := max(each.count for each in ranks_of.values())) > PORTS_PER_INSTANCE:
         raise PlanError(
-            f"--dp {ranks} with {RUST_SERVER_ENV}=1 needs a port per DP rank, and an "
-            f"instance has {PORTS_PER_INSTANCE} here: unset {RUST_SERVER_ENV}"
+            f"{ranks} DP ranks with {RUST_SERVER_ENV}=1 need a port each, and an instance has "
+            f"{PORTS_PER_INSTANCE} here: unset {RUST_SERVER_ENV}"
         )
 
 
@@ -334,13 +342,13 @@ def uses_rust_server(environment: Mapping[str, str]) -> bool:
 
 def _wants_kv_events(options: ClusterOptions) -> bool:
     """Whether a router of this cluster would use KV events, and prefill can well publish them."""
-    given = [*options.engine_flags, *options.prefill_flags]
+    given = options.flags_of(Role.PREFILL)
     names = {word.partition("=")[0] for word in given}
     return (
         options.with_router
         and text_flag(options.router_flags, "--sbs-prefix-source") in ("", "auto", "events")
         and not names & {"--disable-radix-cache", "--kv-events-config"}
-        and _int_flag(given, "--page-size") >= MIN_KV_EVENTS_PAGE_SIZE
+        and int_flag(given, "--page-size") >= MIN_KV_EVENTS_PAGE_SIZE
     )
 
 
@@ -405,17 +413,3 @@ def _plan_router(
         log_path=options.log_dir / "router.log",
         url=f"http://{host}:{port}",
     )
-
-
-def _int_flag(flags: Sequence[str], *names: str, default: int = 1) -> int:
-    """Value of the last of `names` in `flags` (SGLang lets a later one win)."""
-    value = default
-    for word, following in zip_longest(flags, flags[1:], fillvalue=""):
-        name, equals, text = word.partition("=")
-        if name in names:
-            text = text if equals else following
-            try:
-                value = int(text)
-            except ValueError:
-                raise PlanError(f"{name} must be a whole number, got {text!r}") from None
-    return value

@@ -35,6 +35,16 @@ from tools.cpu_engine.engines import CpuEngines
 from tools.cpu_engine.virtual_gpu import VIRTUAL_GPU_ENV, VirtualGpuCost
 
 DP_ATTENTION = ("--tp", "2", "--dp", "2", "--enable-dp-attention")
+EIGHT_RANKS = [
+    ("--attn-dp-size", "8"),
+    ("--attn-dp-size=8",),
+    ("--attention-data-parallel-size", "8"),
+    ("--attn-dp-size", "8", "--enable-dp-attention"),
+    ("--attn-dp-size", "8", "--dp-size", "1"),
+    ("--dp", "8", "--enable-dp-attention"),
+    ("--dp", "2", "--enable-dp-attention", "--dwdp-size", "8"),
+]
+"""Every spelling of eight DP ranks that share one TP group."""
 
 
 def blocks() -> Iterator[int]:
@@ -100,9 +110,15 @@ def kv_events(instance: InstancePlan) -> dict[str, Any]:
     return config
 
 
-@pytest.mark.parametrize("ranks", [2, 7, 8, 32])
-def test_prefill_publishes_its_kv_events_at_ports_of_its_own(ranks: int) -> None:
-    parallel = ("--tp", str(ranks), "--dp", str(ranks), "--enable-dp-attention")
+@pytest.mark.parametrize(
+    ("ranks", "spelling"),
+    [(ranks, ("--dp", str(ranks), "--enable-dp-attention")) for ranks in (2, 7, 8, 32)]
+    + [(8, flags) for flags in EIGHT_RANKS],
+)
+def test_prefill_publishes_its_kv_events_at_ports_of_its_own(
+    ranks: int, spelling: tuple[str, ...]
+) -> None:
+    parallel = ("--tp", str(ranks), *spelling)
     planned = plan(prefill_instances=2, engine_flags=(*parallel, "--page-size", "64"))
     taken: list[int] = []
     for instance in planned.instances:
@@ -180,6 +196,30 @@ def test_dp_ranks_that_are_engines_of_their_own_do_not_share_ports() -> None:
         prefill, _ = plan(engine_flags=flags).instances
         assert ("--nccl-port" in prefill.argv) is shared
         assert ("--dist-init-addr" in prefill.argv) is shared
+
+
+@pytest.mark.parametrize("spelling", EIGHT_RANKS)
+def test_every_spelling_of_dp_attention_is_one_group_of_ranks(spelling: tuple[str, ...]) -> None:
+    flags = ("--tp", "8", *spelling)
+    made = plan(prefill_instances=2, engine_flags=flags, environment={RUST_SERVER_ENV: "1"})
+    first, second, _ = made.instances
+    assert (first.ranks, first.rank_servers, len(first.server_urls)) == (8, 8, 8)
+    assert "--dist-init-addr" in first.argv
+    assert value(second.argv, "--base-gpu-id") == "8"
+
+
+def test_dp_size_beside_attn_dp_size_counts_replicas_which_sglang_refuses() -> None:
+    both = ("--tp", "8", "--dp-size", "2", "--attn-dp-size", "4")
+    for flags in (both, (*both, "--enable-dp-attention")):
+        with pytest.raises(PlanError, match=r"--dp-size 2 with --attn-dp-size 4: .* not support"):
+            plan(engine_flags=flags)
+    with pytest.raises(PlanError, match="--attn-dp-size must be positive, got 0"):
+        plan(engine_flags=("--attn-dp-size", "0"))
+
+
+def test_a_role_may_have_ranks_of_its_own() -> None:
+    made = plan(engine_flags=("--tp", "4"), prefill_flags=("--attn-dp-size", "4"))
+    assert [instance.ranks for instance in made.instances] == [4, 1]
 
 
 def test_the_old_mode_has_one_server_per_instance() -> None:
@@ -416,5 +456,5 @@ def test_with_the_rust_server_each_node_serves_its_own_ranks() -> None:
     assert planned(4).server_urls == tuple(
         f"http://127.0.0.{host}:{port + number}" for host in (1, 2) for number in (0, 1)
     )
-    with pytest.raises(PlanError, match="--dp 3 must be a multiple"):
+    with pytest.raises(PlanError, match="3 DP ranks must be a multiple"):
         planned(3)

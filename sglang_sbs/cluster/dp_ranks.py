@@ -1,0 +1,64 @@
+"""How many DP ranks an engine has, as SGLang reads it from the flags of any release."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import zip_longest
+
+OLD_FLAG = "--enable-dp-attention"
+"""Up to SGLang 0.5.21 ``--dp-size N --enable-dp-attention`` is the only spelling. From 0.5.22 on
+there is ``--attn-dp-size N`` too, and SGLang announces to remove the old one after 2026-12-31."""
+
+
+class FlagError(ValueError):
+    """A flag has no value that SGLang would take."""
+
+
+@dataclass(frozen=True)
+class DpRanks:
+    """The DP ranks of one engine: `count` of them, by attention or as replicas."""
+
+    count: int
+    attention: bool
+    """They share one TP group and its GPUs. Otherwise each rank is an engine of its own."""
+
+    @property
+    def replicas(self) -> int:
+        """How many times the engine takes the GPUs of its TP and PP size."""
+        return 1 if self.attention else self.count
+
+
+def dp_ranks(flags: Sequence[str]) -> DpRanks:
+    """Read `flags` as SGLang does (``handle_deprecated_dp_attention``, ``handle_dwdp`` and
+    ``handle_data_parallelism`` of ``arg_groups/parallel_hook.py``).
+    Raises: FlagError, SGLang would refuse them."""
+    replicas = int_flag(flags, "--dp", "--dp-size", "--data-parallel-size")
+    attention = int_flag(flags, "--attn-dp", "--attn-dp-size", "--attention-data-parallel-size")
+    if attention < 1:
+        raise FlagError(f"--attn-dp-size must be positive, got {attention}")
+    if OLD_FLAG in flags and attention == 1:
+        attention, replicas = replicas, 1
+    if (dwdp := int_flag(flags, "--dwdp-size")) > 1:
+        attention, replicas = dwdp, 1
+    if attention > 1 and replicas > 1:
+        raise FlagError(
+            f"--dp-size {replicas} with --attn-dp-size {attention}: SGLang does not support "
+            "data-parallel replicas combined with attention data parallelism. Leave --dp-size out"
+        )
+    return DpRanks(attention, True) if attention > 1 else DpRanks(replicas, False)
+
+
+def int_flag(flags: Sequence[str], *names: str, default: int = 1) -> int:
+    """Value of the last of `names` in `flags`, as SGLang lets a later one win.
+    Raises: FlagError, it is no whole number."""
+    value = default
+    for word, following in zip_longest(flags, flags[1:], fillvalue=""):
+        name, equals, text = word.partition("=")
+        if name in names:
+            text = text if equals else following
+            try:
+                value = int(text)
+            except ValueError:
+                raise FlagError(f"{name} must be a whole number, got {text!r}") from None
+    return value
