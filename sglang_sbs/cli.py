@@ -32,6 +32,8 @@ VERBS = {
     ),
     "server": Verb("sglang_sbs.launch_server", "start instances and a router on this machine"),
     "demo": Verb("benchmarks.demo.cli", "in a checkout: see SBS work on a real tiny cluster"),
+    "why": Verb("sglang_sbs.explain.why", "why a request was held, sent where it was, and slow"),
+    "log": Verb("sglang_sbs.explain.log", "show an event log (--sbs-event-log) to a person"),
     "top": Verb("sglang_sbs.dashboard.top", "watch a router in the terminal"),
     "simulate": Verb("sglang_sbs.simulator.cli", "compare policies in simulated time"),
     "doctor": Verb("sglang_sbs.doctor.cli", "examine running engines: what is wrong, what to do"),

@@ -37,6 +37,8 @@ from sglang_sbs.scheduling import Scheduler, SchedulerConfig
 from sglang_sbs.scheduling.eventlog import EventLogWriter
 from sglang_sbs.scheduling.events import InstanceRole
 from sglang_sbs.scheduling.policy_names import facts_of
+from sglang_sbs.scheduling.stories import Story, with_attempts
+from sglang_sbs.scheduling.timelines import MOST_OVER
 
 logger = logging.getLogger(__name__)
 
@@ -62,10 +64,11 @@ class OwnScheduler:
         :class:`~sglang_sbs.router.workers.worker.WorkerEvents`."""
         self._options = options
         self.dispatcher = dispatcher = Dispatcher(
-            scheduler or Scheduler(options.scheduler),
+            scheduler or Scheduler(options.scheduler, remembers=MOST_OVER),
             counts=metrics.decided,
             give_up_s=options.scheduler.default_timeout_s + OVERDUE_S,
         )
+        dispatcher.pump.timelines.ended = metrics.request_over
         self._watch = Watch(options, dispatcher.submit, find_owner, metrics, session, silenced)
         self.registry = self._watch.registry
         self.feed = LocalFeed(dispatcher.pump, problems=lambda: problems_of(self.registry))
@@ -91,6 +94,10 @@ class OwnScheduler:
     async def abort_elsewhere(self, rid: str) -> int:
         return 0
 
+    async def story(self, name: str, known: Story | None) -> Story | None:
+        """``known``: what the relay remembers of that request, to be completed."""
+        return with_attempts(name, known, self.dispatcher.attempts)
+
     def lead(self) -> None:
         """There is no other."""
 
@@ -113,8 +120,10 @@ class RemoteScheduler:
         session: aiohttp.ClientSession,
         abort: Callable[[str], int],
         silenced: Callable[[Worker], None],
+        find: Callable[[str], Story | None],
     ) -> None:
-        """``abort`` ends requests of clients by the id they gave (empty: all); how many.
+        """``abort`` ends requests of clients by the id they gave (empty: all); how many. ``find``:
+        one of the last requests of this process.
         ``silenced``: see :class:`~sglang_sbs.router.workers.worker.WorkerEvents`."""
         name = f"{socket.gethostname()}/{os.getpid()}"
         self._options = options
@@ -140,10 +149,12 @@ class RemoteScheduler:
             SchedulerChoice(options.several.schedulers, dial, f"{name}/{uuid.uuid4().hex[:8]}"),
             self.registry,
             name=name,
-            fallback=lambda: Scheduler(_alone(options)),
+            fallback=lambda: Scheduler(_alone(options), remembers=MOST_OVER),
             counts=metrics.decided,
             metrics_page=lambda: metrics.render().decode(),
             abort=abort,
+            find=find,
+            over=metrics.request_over,
             alone_changed=self._alone_changed,
             dashboard_frame=lambda payload, full: feed.deliver(payload, full),  # noqa: PLW0108
             give_up_s=options.scheduler.default_timeout_s + OVERDUE_S,
@@ -182,6 +193,20 @@ class RemoteScheduler:
         except RouterError:
             logger.warning("without the scheduler only this front end's requests are aborted")
             return 0
+
+    async def story(self, name: str, known: Story | None) -> Story | None:
+        """Of any process; without the scheduler what this one knows."""
+        if self._link.pump is not None:
+            return with_attempts(name, known, self._link.attempts)
+        rids = [] if known is None else [attempt.rid for attempt in known.sent]
+        try:
+            told = await self._link.ask(messages.AskStory(name=name, rids=rids))
+        except RouterError:
+            return known
+        found = messages.read_story(told.payload)
+        if found is not None and known is not None:
+            known.attempts = found.attempts
+        return known or found
 
     def families(self) -> Iterator[Metric]:
         """The scheduler process has the rest."""

@@ -38,11 +38,13 @@ from sglang_sbs.router.relay.admission import Admission
 from sglang_sbs.router.relay.attempts import Attempts
 from sglang_sbs.router.relay.in_flight import InFlight
 from sglang_sbs.router.relay.relay import Relay
+from sglang_sbs.router.relay.time_split import complete
 from sglang_sbs.router.schedulers import OwnScheduler, RemoteScheduler
 from sglang_sbs.router.telemetry.metrics import RouterMetrics
 from sglang_sbs.router.telemetry.metrics_port import MetricsPort, page_of
 from sglang_sbs.router.telemetry.tracing import open_traces
 from sglang_sbs.router.workers.worker import Worker
+from sglang_sbs.scheduling.stories import Story
 
 logger = logging.getLogger(__name__)
 
@@ -55,6 +57,7 @@ _IDLE_S = 3.0
 """How long a front end that ends leaves connections open on which nothing happens."""
 _SWITCH_S = 0.001
 """How long the threads of :class:`.lanes.Lanes` may keep the event loop waiting at a time."""
+_MINUTE_S = 60.0
 _SPARE_FILES = 64
 """Descriptors kept for listening sockets, logs, health checks and clients being refused."""
 
@@ -110,6 +113,7 @@ class RouterServer:
             await self.stop(grace_s=0.0)
             raise
         self._tasks.append(asyncio.create_task(self.tokenizers.watch()))
+        self._tasks.append(asyncio.create_task(self._log_minutes()))
 
     def _build(self) -> None:
         options = self.options
@@ -185,7 +189,8 @@ class RouterServer:
     def _make_schedulers(self) -> OwnScheduler | RemoteScheduler:
         options, metrics, session = self.options, self.metrics, self.session
         if options.role == "front-end":
-            return RemoteScheduler(options, metrics, session, self._abort, self._silenced)
+            find, silenced = self._own_story, self._silenced
+            return RemoteScheduler(options, metrics, session, self._abort, silenced, find)
         owner, silenced = self._find_owner, self._silenced
         return OwnScheduler(options, self._scheduler, owner, metrics, session, silenced)
 
@@ -239,11 +244,30 @@ class RouterServer:
         web_server = self._runner.server if self._runner is not None else None
         return len(web_server.connections) if web_server is not None else 0
 
+    async def _log_minutes(self) -> None:
+        """A line per minute in which requests were answered."""
+        while True:
+            await asyncio.sleep(_MINUTE_S)
+            if line := self.in_flight.recent.minute.take():
+                logger.info("%s", line)
+
     # Workers ----------------------------------------------------------------------------------
 
     def scheduled_by(self) -> dict[str, Any]:
         lead = self._schedulers.lead()
         return {} if lead is None else {"scheduler": msgspec.to_builtins(lead)}
+
+    async def story(self, name: str) -> Story | None:
+        one = self.in_flight.recent.find(name)
+        story = await self._schedulers.story(name, None if one is None else one.story())
+        if one is not None and story is not None:
+            complete(story, one)
+        return story
+
+    def _own_story(self, name: str) -> Story | None:
+        """What this process knows itself."""
+        one = self.in_flight.recent.find(name)
+        return None if one is None else one.story()
 
     async def abort(self, rid: str) -> int:
         return self._abort(rid) + await self._schedulers.abort_elsewhere(rid)

@@ -188,7 +188,7 @@ class Decisions:
     def __init__(self, most: int) -> None:
         """``most``: how many are remembered; 0: none."""
         self._most = most
-        self._kept: dict[str, Decided] = {}
+        self._kept: dict[str, Decided | Why] = {}
 
     def dispatched(self, request: Request, batch: Batch | None, batches: int) -> None:
         """A request has left; how many batches did while it waited. The names of its blocks are not
@@ -201,8 +201,7 @@ class Decisions:
             found = request.hits.by_instance
             names = [look.instance for look in batch.looks]
             hits = {name: found[name] for name in names if name in found}
-        if len(kept) >= self._most:
-            del kept[next(iter(kept))]
+        self._make_room()
         kept[request.rid] = Decided(
             batch,
             request.rid,
@@ -216,11 +215,21 @@ class Decisions:
             batch.costs_s.get(request.rid) if batch.costs_s else None,
         )
 
+    def refused(self, request: Request, batches: int, now_s: float) -> None:
+        """It waited until it was refused."""
+        if self._most:
+            self._make_room()
+            self._kept[request.rid] = why_waiting(request, batches, now_s)
+
+    def _make_room(self) -> None:
+        if len(self._kept) >= self._most:
+            del self._kept[next(iter(self._kept))]
+
     def why(self, rid: str) -> Why | None:
         """None: it is not remembered."""
         decided = self._kept.get(rid)
-        if decided is None:
-            return None
+        if decided is None or isinstance(decided, Why):
+            return decided
         batch = decided.batch
         return Why(
             rid=rid,

@@ -19,6 +19,8 @@ MAX_TENANT_CHARS = 64
 MAX_COUNT = 1 << 40
 """Of tokens and ranks. What is larger than these nobody can mean; they hold for what is decoded."""
 Count = Annotated[int, msgspec.Meta(ge=0, le=MAX_COUNT)]
+MAX_REQUEST_ID_CHARS = 128
+Seconds = Annotated[float, msgspec.Meta(ge=0, le=1e7)]
 Rid = Annotated[str, msgspec.Meta(min_length=1, max_length=128)]
 BlockName = Annotated[int, msgspec.Meta(ge=-(2**63), le=2**63 - 1)]
 
@@ -86,12 +88,27 @@ class PrefillDone(_Message, frozen=True):
     """The request was aborted on prefill, which says nothing about a pass."""
 
 
+class ClientSide(msgspec.Struct, frozen=True, omit_defaults=True):
+    """What the relay saw of one attempt. Seconds."""
+
+    request_id: Annotated[str, msgspec.Meta(max_length=MAX_REQUEST_ID_CHARS)] = ""
+    """The client's ``x-request-id``, cut to that length."""
+    admission_s: Seconds | None = None
+    """From the client's request until its first attempt was announced to the scheduler."""
+    retries_s: Seconds = 0.0
+    """From then until this attempt was announced."""
+    first_byte_s: Seconds | None = None
+    """From its announcement until decode's first byte; None: there was none."""
+
+
 class RequestEnded(_Message, frozen=True):
     """The request is over on both legs, whatever state it was in (queued ones are dropped)."""
 
     rid: Rid
     outcome: Outcome
     completion_tokens: Count | None = None
+    client: ClientSide | None = None
+    """What only the relay knows of it; changes no decision."""
 
 
 class RequestAdopted(_Message, frozen=True):

@@ -396,6 +396,8 @@ class Scheduler:
     def _drive(self, now_s: float, out: list[ev.Command]) -> None:
         for request in self.queue.expired(now_s):
             del self._requests[request.rid]
+            batches = self.gangs.count - request.first_batch
+            self.gangs.decisions.refused(request, batches, now_s)
             message = f"not scheduled within {now_s - request.arrived_s:.1f} s"
             out.append(self._refuse(request.rid, "deadline", message))
         instances = self._members.up_prefill

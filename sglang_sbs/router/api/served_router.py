@@ -19,6 +19,7 @@ from sglang_sbs.router.telemetry.tracing import Traces
 from sglang_sbs.router.workers.registry import Registry
 from sglang_sbs.router.workers.worker import Worker
 from sglang_sbs.scheduling.events import InstanceRole
+from sglang_sbs.scheduling.stories import Story
 
 
 class Router(Protocol):
@@ -52,6 +53,9 @@ class Router(Protocol):
 
     def scheduled_by(self) -> dict[str, Any]:
         """``{"scheduler": …}``: who schedules, where that is another process; else empty."""
+
+    async def story(self, name: str) -> Story | None:
+        """One of the last requests, by any of its ids, of every process. None: it is unknown."""
 
     async def abort(self, rid: str) -> int:
         """End requests by the id their clients gave, in every process (empty: all); how many."""

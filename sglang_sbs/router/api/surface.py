@@ -18,11 +18,13 @@ from sglang_sbs.dashboard.pages import Handler, NoRoom
 from sglang_sbs.router.api.access import CONTROL_PLANE, Access, is_own_host
 from sglang_sbs.router.api.endpoints import Control
 from sglang_sbs.router.api.identity import TokenCheck
+from sglang_sbs.router.api.requests import Requests
 from sglang_sbs.router.api.served_router import Router
 from sglang_sbs.router.api.tokenizing import Tokenizing
 from sglang_sbs.router.client.answer_stream import send
 from sglang_sbs.router.errors import RouterError
 from sglang_sbs.router.options.keys import ControlKey
+from sglang_sbs.router.relay.time_split import HEADER, in_one_line, server_timing, split_of
 from sglang_sbs.router.requests.body_fields import bad_request
 from sglang_sbs.router.requests.headers import asked_in, forwarded_headers
 from sglang_sbs.router.requests.plan import PATHS, RouteKind
@@ -104,7 +106,7 @@ class Surface:
         app.on_response_prepare.append(self.on_prepare)
         for path in KINDS:
             app.router.add_post(path, self._inference)
-        for part in (Control(server), Tokenizing(server), server.dashboard):
+        for part in (Control(server), Requests(server), Tokenizing(server), server.dashboard):
             for method, path, handler in part.routes():
                 app.router.add_route(method, path, handler)
         for path, name in _NOT_IMPLEMENTED.items():
@@ -134,11 +136,18 @@ class Surface:
                     span.set_attribute("http.response.status_code", answer.status)
         except RouterError as error:
             metrics.request_failed(kind, model, error.code)
+            server.relay.in_flight.recent.minute.refused[error.code] += 1
             raise
         finally:
+            server.relay.in_flight.recent.minute.requests += 1
             streaming = answer is not None and not isinstance(answer, web.Response)
             metrics.served(kind, model, streaming, time.monotonic() - started_s)
-        return await send(request, answer) if isinstance(answer, web.Response) else answer
+        if not isinstance(answer, web.Response):
+            return answer
+        recent = server.relay.in_flight.recent.find(identifier) if asked.timing else None
+        if recent is not None and (value := server_timing(split_of(recent, server.dispatcher))):
+            answer.headers[HEADER] = value
+        return await send(request, answer)
 
     @web.middleware
     async def middleware(self, request: web.Request, handler: Handler) -> web.StreamResponse:
@@ -157,8 +166,26 @@ class Surface:
             self._metrics.http_ended(status, error_code, started_s)
             seconds = time.monotonic() - started_s
             duration.observe(seconds)
-            log_answer(request.method, path, status, error_code, seconds)
+            self._log(request.method, path, status, error_code, seconds)
         return response
+
+    def _log(self, method: str, path: str, status: int, error_code: str, seconds: float) -> None:
+        server, wanted = self._server, self._options.access_log
+        recent = parts = None
+        if path in KINDS:
+            recent = server.relay.in_flight.recent.find(current_request_id.get())
+        waited_s = seconds
+        if recent is not None:
+            recent.status, recent.seconds = status, seconds
+            if recent.first_byte_s is not None:
+                waited_s = recent.first_byte_s - recent.began_s
+        if not wanted.has(status, waited_s):
+            return
+        more = ""
+        if recent is not None:
+            parts = split_of(recent, server.dispatcher)
+            more = in_one_line(recent, parts)
+        log_answer(method, path, status, error_code, seconds, more=more, parts=parts)
 
     async def _respond(
         self, request: web.Request, handler: Handler, path: str, known: bool

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,6 +19,7 @@ from sglang_sbs.router.errors import Refused, RouterError
 from sglang_sbs.scheduling.eventlog import EventLogWriter
 from sglang_sbs.scheduling.events import (
     BlocksCleared,
+    ClientSide,
     Dispatch,
     Event,
     InstanceId,
@@ -28,6 +29,7 @@ from sglang_sbs.scheduling.events import (
     RequestArrived,
     RequestEnded,
 )
+from sglang_sbs.scheduling.stories import AttemptStory
 
 logger = logging.getLogger(__name__)
 
@@ -104,10 +106,19 @@ class Assigner:
             request.prefilled = True
             self._say(PrefillDone(rid=rid, aborted=True))
 
-    def ended(self, rid: str, outcome: Outcome, completion_tokens: int | None = None) -> None:
+    def ended(
+        self,
+        rid: str,
+        outcome: Outcome,
+        completion_tokens: int | None = None,
+        client: ClientSide | None = None,
+    ) -> None:
         """Report the end of a request; only the first report of each is passed on."""
         if self._requests.pop(rid, None) is not None:
-            self._say(RequestEnded(rid=rid, outcome=outcome, completion_tokens=completion_tokens))
+            ended = RequestEnded(
+                rid=rid, outcome=outcome, completion_tokens=completion_tokens, client=client
+            )
+            self._say(ended)
 
     def cache_flushed(self, instance: InstanceId, dp_size: int) -> None:
         """An instance answered ``/flush_cache``: its ranks have no prefixes any more."""
@@ -170,6 +181,10 @@ class Assigner:
     def scheduler_errors(self) -> int:
         """Events a scheduler in this process failed on."""
         return self._errors + (self.pump.errors if self.pump is not None else 0)
+
+    def attempts(self, rids: Sequence[str]) -> list[AttemptStory]:
+        """What a scheduler in this process knows of these."""
+        return self.pump.attempts(rids) if self.pump is not None else []
 
     def snapshot(self) -> Any:
         """The scheduler's state for people and metrics (a msgspec struct)."""

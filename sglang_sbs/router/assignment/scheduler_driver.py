@@ -25,6 +25,8 @@ from sglang_sbs.scheduling.events import (
     TimerFired,
     WakeAt,
 )
+from sglang_sbs.scheduling.stories import AttemptStory
+from sglang_sbs.scheduling.timelines import Timelines
 
 logger = logging.getLogger(__name__)
 
@@ -63,6 +65,7 @@ class SchedulerPump:
     errors: int = 0
     """Events the scheduler failed on."""
     times: DecisionTimes = field(default_factory=DecisionTimes)
+    timelines: Timelines = field(default_factory=Timelines)
     _gangs: GangParts = field(default_factory=GangParts)
     _inbox: deque[Event] = field(default_factory=deque)
     _traceback_s: float = -math.inf
@@ -98,6 +101,7 @@ class SchedulerPump:
             if self._flushing is None:
                 loop = asyncio.get_running_loop()
                 self._flushing = loop.call_later(_FLUSH_S, self.flush_log)
+        self.timelines.observe(event, commands, now_s)
         if self.observer is not None:
             self.observer(event, commands, now_s)
         for command in self._gangs.told(commands):
@@ -141,6 +145,13 @@ class SchedulerPump:
     def _timer_fired(self) -> None:
         self._timer = None
         self.submit(TimerFired())
+
+    def attempts(self, rids: Sequence[str]) -> list[AttemptStory]:
+        """What is known of these; those that are forgotten are left out."""
+        now_s = time.monotonic()
+        why = getattr(self.scheduler, "why", lambda _rid, _now_s: None)
+        known = [self.timelines.get(rid) for rid in rids]
+        return [AttemptStory(one, why(one.rid, now_s), now_s) for one in known if one is not None]
 
     def snapshot(self) -> Any:
         return self.scheduler.snapshot(time.monotonic())

@@ -105,12 +105,15 @@ class Downstream:
         elif self._request.transport is not None:
             loop.call_later(self._recheck_s, self._recheck)
 
-    async def open(self, content_type: str) -> None:
+    async def open(self, content_type: str, more: Mapping[str, str] | None = None) -> None:
         """Send the head and what was pushed so far, in one go. A second call does nothing.
+        ``more``: headers.
         Raises: ConnectionResetError, the client is gone."""
         if self.response is not None:
             return
-        self.response = response = web.StreamResponse(headers={"Content-Type": content_type})
+        self.response = response = web.StreamResponse(
+            headers={"Content-Type": content_type, **(more or {})}
+        )
         if self._chunked:
             response.enable_chunked_encoding()
         pending, self._pending = self._pending, []

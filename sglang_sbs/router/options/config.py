@@ -125,3 +125,27 @@ def parse_selector(words: Sequence[str]) -> str:
         if labels.setdefault(key, value) != value:
             raise ValueError(f"{key} cannot be {labels[key]!r} and {value!r} at once")
     return ",".join(f"{key}={value}" for key, value in labels.items())
+
+
+@dataclass(frozen=True)
+class AccessLog:
+    """Which answers the access log has a line for."""
+
+    successes: bool = True
+    slow_s: float | None = None
+    """Of successes only those whose first byte took at least so long; None: all."""
+
+    def has(self, status: int, waited_s: float) -> bool:
+        if status >= 400 or (self.successes and self.slow_s is None):
+            return True
+        return self.successes and self.slow_s is not None and waited_s >= self.slow_s
+
+
+def parse_access_log(text: str) -> AccessLog:
+    """``all``, ``errors``, or ``slow:`` and a time in s or ms. Raises: ValueError."""
+    if text in ("all", "errors"):
+        return AccessLog(successes=text == "all")
+    found = re.fullmatch(r"slow:([0-9]{1,9}(?:\.[0-9]{1,6})?)(ms|s)", text)
+    if found is None:
+        raise ValueError(f"{text!r} is not all, errors or slow:TIME, as in slow:2s or slow:500ms")
+    return AccessLog(slow_s=float(found[1]) / (1000 if found[2] == "ms" else 1))

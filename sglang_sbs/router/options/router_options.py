@@ -64,6 +64,7 @@ class RouterOptions:
     log_level: str = "info"
     log_dir: Path | None = None
     log_json: bool = False
+    access_log: config.AccessLog = field(default_factory=config.AccessLog)
     otlp_endpoint: str | None = None
     """Where spans go; ``None``: tracing is off."""
     tls_cert_path: Path | None = None

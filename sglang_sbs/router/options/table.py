@@ -16,6 +16,7 @@ from sglang_sbs.router.options.config import (
     LWS_WORKER_INDEX,
     PrefixWish,
     default_bodies_bytes,
+    parse_access_log,
 )
 from sglang_sbs.router.options.keys import parse_control_keys
 from sglang_sbs.router.options.option import (
@@ -200,6 +201,10 @@ GROUPS: dict[str, tuple[Option, ...]] = {
             "origins for CORS; * for any", nargs="*", metavar="ORIGIN", read=tuple),
         Option("log-level", "log_level", ("debug", "info", "warn", "error"),
             "debug, info, warn or error"),
+        Option("access-log", "access_log", str,
+            "answers that the log has a line for: all; errors; slow:2s, errors and those whose "
+            "first byte took 2 s or longer", metavar="WHICH", read=parse_access_log,
+            default="all"),
         Option("log-json", "log_json", switch, "one JSON object per line of the log"),
         Option("log-dir", "log_dir", Path, "also log to a file in this directory", metavar="DIR"),
     ),

@@ -22,9 +22,10 @@ from __future__ import annotations
 import asyncio
 import logging
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from dataclasses import dataclass, field
 from functools import partial
+from typing import Any
 
 import msgspec
 
@@ -47,6 +48,7 @@ from sglang_sbs.scheduling import events
 from sglang_sbs.scheduling.eventlog import EventLogWriter
 from sglang_sbs.scheduling.events import Dispatch, Event, Refuse, RequestEnded
 from sglang_sbs.scheduling.snapshot import Snapshot
+from sglang_sbs.scheduling.stories import Story
 
 logger = logging.getLogger(__name__)
 
@@ -56,7 +58,7 @@ SILENT_S = 3.0
 serves on by itself meanwhile, and announces what it did when it is back."""
 CLUSTER_EVERY_S = 1.0
 _ANSWER_S = 1.0
-_Answer = messages.MetricsPage | messages.Aborted
+_Answer = messages.MetricsPage | messages.Aborted | messages.FoundStory
 
 
 @dataclass(slots=True, eq=False)
@@ -164,7 +166,7 @@ class Hub:
         return [page for page in (*self._pages.values(), self._retired) if page]
 
     async def _ask(
-        self, session: _Session, question: messages.AskMetrics | messages.Abort
+        self, session: _Session, question: messages.AskMetrics | messages.Abort | messages.FindStory
     ) -> tuple[_Session, _Answer | None]:
         """``None``: no answer in time."""
         tell = partial(self.tell, session.identity)
@@ -209,10 +211,10 @@ class Hub:
             case messages.AddWorker() | messages.RemoveWorker() | messages.UpdateWorker():
                 self.tell(identity, self._change(message))
             case messages.AbortElsewhere():
-                task = asyncio.create_task(self._abort_elsewhere(session, message))
-                self._tasks.add(task)
-                task.add_done_callback(self._tasks.discard)
-            case messages.MetricsPage() | messages.Aborted():
+                self._in_background(self._abort_elsewhere(session, message))
+            case messages.AskStory():
+                self._in_background(self._tell_story(session, message))
+            case messages.MetricsPage() | messages.Aborted() | messages.FoundStory():
                 self._asked.answered(message.call, message)
             case events.BlocksCleared():
                 self.pump.submit(message)
@@ -263,6 +265,28 @@ class Hub:
         answers = await asyncio.gather(*(self._ask(other, question) for other in others))
         count = sum(answer.count for _, answer in answers if isinstance(answer, messages.Aborted))
         self.tell(session.identity, messages.Done(call=message.call, count=count))
+
+    def _in_background(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def _tell_story(self, session: _Session, message: messages.AskStory) -> None:
+        """Answer with what the scheduler knows of a request, and its front end, if that is another
+        one."""
+        story = Story(attempts=self.pump.attempts(message.rids or [message.name]))
+        if not message.rids:
+            question = messages.FindStory(name=message.name)
+            others = (other for other in self._sessions.values() if other is not session)
+            for _, answer in await asyncio.gather(*(self._ask(one, question) for one in others)):
+                if isinstance(answer, messages.FoundStory):
+                    found = messages.read_story(answer.payload)
+                    if found is not None:
+                        found.attempts = self.pump.attempts([one.rid for one in found.sent])
+                        story = found
+        known = bool(story.attempts or story.sent)
+        payload = msgspec.json.encode(story) if known else b""
+        self.tell(session.identity, messages.Done(call=message.call, payload=payload))
 
     def _change(self, message: messages.Change) -> messages.Done:
         try:

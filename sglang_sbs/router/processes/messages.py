@@ -25,6 +25,7 @@ from sglang_sbs.router.workers.worker import WorkerFacts
 from sglang_sbs.scheduling import events
 from sglang_sbs.scheduling.events import InstanceRole
 from sglang_sbs.scheduling.snapshot import Snapshot
+from sglang_sbs.scheduling.stories import Story
 from sglang_sbs.wire.endforward import MalformedMessage
 
 TOPIC = b"sbsf1"
@@ -159,9 +160,25 @@ class AbortElsewhere(_Call, frozen=True):
     """As its client gave it; empty: all."""
 
 
+class AskStory(_Call, frozen=True):
+    """``GET /requests/{id}``; answered by :class:`Done` with a payload."""
+
+    name: Annotated[str, msgspec.Meta(max_length=512)] = ""
+    rids: Annotated[list[str], msgspec.Meta(max_length=64)] = []
+    """The attempts that this front end knows of it; empty: the request is not its own."""
+
+
+class FoundStory(_Message, frozen=True):
+    """Answers :class:`FindStory`: what this front end knows of it."""
+
+    call: int
+    payload: bytes = b""
+    """JSON of a :class:`~sglang_sbs.scheduling.stories.Story`; empty: nothing."""
+
+
 Change = AddWorker | RemoveWorker | UpdateWorker
 """Of the workers."""
-Question = Change | AbortElsewhere
+Question = Change | AbortElsewhere | AskStory
 
 
 class Aborted(_Message, frozen=True):
@@ -194,7 +211,7 @@ class Bye(_Message, frozen=True):
 
 _OfSessions = Hello | Look | Alive | Adopted | Bye
 OfRequests = events.RequestArrived | events.PrefillDone | events.RequestEnded | events.BlocksCleared
-_Others = Question | LegFailed | Aborted | MetricsPage | WatchDashboard
+_Others = Question | LegFailed | Aborted | MetricsPage | WatchDashboard | FoundStory
 ToScheduler = _OfSessions | OfRequests | _Others
 
 
@@ -268,12 +285,21 @@ class Done(_Said, frozen=True):
     worker_id: str = ""
     count: int = 0
     error: str = ""
+    payload: bytes = b""
+    """JSON of a :class:`~sglang_sbs.scheduling.stories.Story`, of an :class:`AskStory`."""
 
 
 class AskMetrics(_Said, frozen=True):
     """Wants a :class:`MetricsPage`."""
 
     call: int = 0
+
+
+class FindStory(_Said, frozen=True):
+    """Wants a :class:`FoundStory`: another front end was asked for a request."""
+
+    call: int = 0
+    name: str = ""
 
 
 class DashboardFrame(_Said, frozen=True):
@@ -285,13 +311,14 @@ class DashboardFrame(_Said, frozen=True):
     """A history: whoever follows already has it."""
 
 
-_Asked = Abort | AskMetrics
+_Asked = Abort | AskMetrics | FindStory
 _News = Cluster | Silenced | Decisions | DashboardFrame
 FromScheduler = Welcome | Standing | Unwelcome | Alive | Done | _Asked | _News
 
 
 _encoder = msgspec.msgpack.Encoder()
 _to_scheduler = msgspec.msgpack.Decoder(ToScheduler)
+_story = msgspec.json.Decoder(Story)
 _from_scheduler = msgspec.msgpack.Decoder(FromScheduler)
 
 
@@ -313,6 +340,14 @@ def decode_from_scheduler(frames: Sequence[bytes]) -> FromScheduler:
     """Parse what the scheduler sent. Raises: MalformedMessage."""
     message: FromScheduler = _decode(_from_scheduler, frames)
     return message
+
+
+def read_story(payload: bytes) -> Story | None:
+    """None: there is none, or it is of a release that writes it differently."""
+    try:
+        return _story.decode(payload) if payload else None
+    except (msgspec.DecodeError, RecursionError):
+        return None
 
 
 def spoken(hello: Hello) -> int | None:

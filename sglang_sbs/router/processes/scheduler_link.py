@@ -30,6 +30,8 @@ from dataclasses import KW_ONLY, dataclass
 from itertools import chain
 from typing import Any
 
+import msgspec
+
 from sglang_sbs import __version__
 from sglang_sbs.plain_words import counted
 from sglang_sbs.router.assignment import scheduler_driver as driver
@@ -41,6 +43,8 @@ from sglang_sbs.router.processes.leading.scouts import Line
 from sglang_sbs.router.processes.messages import MAX_ADOPTED, OLDEST, VERSION
 from sglang_sbs.router.processes.mirrored_registry import MirroredRegistry, states_of
 from sglang_sbs.scheduling.events import Event, RequestAdopted, RequestArrived
+from sglang_sbs.scheduling.stories import Story
+from sglang_sbs.scheduling.timelines import Timeline
 
 logger = logging.getLogger(__name__)
 
@@ -74,6 +78,10 @@ class SchedulerLink(Assigner):
     abort: Callable[[str], int]
     """Ends the requests of clients by the id they gave (empty: all); how many."""
     give_up_s: float
+    find: Callable[[str], Story | None] = lambda name: None
+    """One of the last requests of this front end, by any of its ids."""
+    over: Callable[[Timeline], None] = lambda timeline: None
+    """Told of each request that ends while this process is alone."""
     alone_changed: Callable[[bool], None] = lambda alone: None
     """Told whenever the scheduler is lost or found again."""
     dashboard_frame: Callable[[bytes, bool], None] = lambda payload, full: None
@@ -182,6 +190,7 @@ class SchedulerLink(Assigner):
         self.pump = pump = driver.SchedulerPump(
             self.fallback(), decided=self._decided, failed=self._fail, counts=self.counts
         )
+        pump.timelines.ended = self.over
         try:
             known = chain[Event](self.registry.announcements(), self._placed())
             for event in chain[Event](known, self._undecided()):
@@ -345,6 +354,10 @@ class SchedulerLink(Assigner):
                 self.tell(messages.MetricsPage(call=message.call, text=self.metrics_page()))
             case messages.Abort():
                 self.tell(messages.Aborted(call=message.call, count=self.abort(message.rid)))
+            case messages.FindStory():
+                story = self.find(message.name)
+                payload = b"" if story is None else msgspec.json.encode(story)
+                self.tell(messages.FoundStory(call=message.call, payload=payload))
             case _ if not self.connected:
                 pass
             case messages.Decisions():

@@ -33,6 +33,7 @@ from sglang_sbs.router.workers.worker_view import problems_of
 from sglang_sbs.scheduling import Scheduler
 from sglang_sbs.scheduling.eventlog import EventLogWriter
 from sglang_sbs.scheduling.events import Event, InstanceDown, InstanceUp
+from sglang_sbs.scheduling.timelines import MOST_OVER
 
 logger = logging.getLogger(__name__)
 
@@ -87,12 +88,13 @@ class SchedulerProcess:
         self._hub = Hub(
             self._watch,
             self._sockets.tell,
-            Scheduler(options.scheduler),
+            Scheduler(options.scheduler, remembers=MOST_OVER),
             self.lead,
             counts=self.metrics.decided,
             event_log=log,
             frames=lambda take: self._feed.watch(take),  # noqa: PLW0108
         )
+        self._hub.pump.timelines.ended = self.metrics.request_over
         registry = self._watch.registry
         self._feed = LocalFeed(
             self._hub.pump,

@@ -17,6 +17,7 @@ from sglang_sbs.router.options.config import RelayConfig
 from sglang_sbs.router.prompts.tokenizer_check import EngineTokenizers
 from sglang_sbs.router.relay.in_flight import Attempt, Exchange, InFlight, UnitRun
 from sglang_sbs.router.relay.pair import Pair
+from sglang_sbs.router.relay.time_split import HEADER, server_timing, split_of
 from sglang_sbs.router.requests.plan import leg_bodies
 from sglang_sbs.router.telemetry.metrics import RouterMetrics
 from sglang_sbs.router.workers.breaker import Suspicions
@@ -79,6 +80,8 @@ class Attempts:
             try:
                 return await self._attempt(run)
             except LegFailure as failure:
+                recent = run.exchange.recent
+                self.in_flight.recent.attempt_failed(recent, run.unit, failure)
                 if failure.transport:
                     self.registry.leg_failed(failure)
                 elif failure.counts_against_worker:
@@ -130,7 +133,7 @@ class Attempts:
             await pair.wait_open()
             self._blame(run, served=True)
             if exchange.plan.stream:
-                await exchange.downstream.open(pair.content_type)
+                await exchange.downstream.open(pair.content_type, self._timing(exchange))
                 await pair.wait_done()
             outcome = "failed" if pair.engine_failed else "completed"
             if outcome == "completed":
@@ -146,6 +149,13 @@ class Attempts:
                 if outcome != "completed":
                     attempt.pair.abort()
             self.in_flight.end(attempt, outcome, tokens)
+
+    def _timing(self, exchange: Exchange) -> dict[str, str]:
+        """Headers of a stream whose client asked where the time went."""
+        if not exchange.asked.timing:
+            return {}
+        value = server_timing(split_of(exchange.recent, self.dispatcher))
+        return {HEADER: value} if value else {}
 
     def _arrival(self, run: UnitRun) -> RequestArrived:
         exchange, prompt = run.exchange, run.prompt

@@ -22,6 +22,7 @@ from sglang_sbs.router.relay.event_reader import Payload, StreamKind
 from sglang_sbs.router.relay.leg_answers import PrefillReply
 from sglang_sbs.router.relay.pair import Pair
 from sglang_sbs.router.relay.parking import TRANSFER_TIMEOUT_S, Parking
+from sglang_sbs.router.relay.recent import RecentRequest, RecentRequests
 from sglang_sbs.router.requests.headers import Asked
 from sglang_sbs.router.requests.plan import Plan
 from sglang_sbs.router.telemetry.metrics import RouterMetrics
@@ -49,6 +50,8 @@ class Exchange:
     session: str
     priority: int
     """Larger is more urgent."""
+    recent: RecentRequest
+    """What is remembered of it."""
     make_sink: Callable[[Pair], Callable[[Payload], None]] | None = None
     """Makes, for each attempt, what takes decode's stream; ``None``: the answer is kept whole."""
     edits_events: bool = False
@@ -98,6 +101,7 @@ class Attempt(Announced):
 
     run: UnitRun
     announced_s: float = 0.0
+    first_byte_s: float | None = None
     pair: Pair | None = None
     """Its legs, once they were sent."""
     prefill_open: bool = False
@@ -117,6 +121,7 @@ class InFlight:
     metrics: RouterMetrics
     worker_key: InitVar[str | None]
     traces: Traces | None = None
+    recent: RecentRequests = field(default_factory=RecentRequests)
     pace: Pace = field(default_factory=Pace)
     """Of work on long answers."""
     transfer_timeout_s: float = TRANSFER_TIMEOUT_S
@@ -180,12 +185,15 @@ class InFlight:
     def announce(self, attempt: Attempt) -> None:
         attempt.announced_s = time.monotonic()
         self._attempts[attempt.rid] = attempt
+        run = attempt.run
+        self.recent.announced(run.exchange.recent, attempt.rid, run.unit, attempt.announced_s)
         if self.traces is not None:
             self.traces.announced(attempt.trace)
 
     def assigned(self, attempt: Attempt, assignment: Dispatch) -> None:
         held = self.metrics.class_hold_seconds.labels(class_of(attempt.arrival.priority))
         held.observe(assignment.held_s)
+        self.recent.held(attempt.run.exchange.recent, assignment.held_s)
         attempt.trace.dispatched_ns = time.time_ns()
 
     def started(self, attempt: Attempt, placement: Placement) -> None:
@@ -198,13 +206,15 @@ class InFlight:
     def end(self, attempt: Attempt, outcome: Outcome, completion_tokens: int | None) -> None:
         """The attempt is over; while its decode request is parked, only for prefill."""
         pair = attempt.pair
+        recent = attempt.run.exchange.recent
+        seen = recent.client_side(attempt.announced_s, attempt.first_byte_s)
         if pair is None or not pair.must_park:
-            self.dispatcher.ended(attempt.rid, outcome, completion_tokens)
+            self.dispatcher.ended(attempt.rid, outcome, completion_tokens, seen)
             self.ended(attempt, outcome)
             return
 
         def released() -> None:
-            self.dispatcher.ended(attempt.rid, outcome)
+            self.dispatcher.ended(attempt.rid, outcome, client=seen)
             self.ended(attempt, outcome)
 
         self.dispatcher.prefill_aborted(attempt.rid)
@@ -217,6 +227,7 @@ class InFlight:
         if attempt.placement is not None:
             attempt.placement.decode.active -= 1
         self.metrics.attempt_ended(outcome)
+        self.recent.attempt_ended(attempt.run.exchange.recent, attempt.rid, outcome)
         if self.traces is not None:
             self.traces.ended(attempt.trace, attempt.assignment, outcome)
 
@@ -269,7 +280,8 @@ class InFlight:
             self.dispatcher.prefill_done(rid)
         if attempt is not None:
             self._prefill_over(attempt)
-            asked = attempt.arrival
+            asked, attempt.first_byte_s = attempt.arrival, now_s
+            self.recent.first_byte(attempt.run.exchange.recent, now_s)
             self.metrics.first_byte(
                 class_of(asked.priority), now_s - attempt.announced_s, asked.ttft_slo_s
             )

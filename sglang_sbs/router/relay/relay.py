@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 import uuid
 from collections.abc import Callable, Collection, Coroutine, Sequence
 from dataclasses import dataclass
@@ -63,6 +64,7 @@ class Relay:
         client is gone; both legs are aborted."""
         task = asyncio.current_task()
         assert task is not None
+        began_s = time.monotonic()
         # From the first byte on: a request whose body is still coming is waited for at the end.
         self.in_flight.began(task)
         try:
@@ -73,6 +75,7 @@ class Relay:
                 plan.forget_values()
                 sign = -1 if self.config.low_priority_values_first else 1
                 pairs: dict[int, Pair] = {}
+                remember, ids = self.in_flight.recent.began, plan.client_rids
                 exchange = Exchange(
                     headers=headers,
                     request_id=request_id,
@@ -83,6 +86,7 @@ class Relay:
                     prompts=prompts,
                     session=session_header(headers) or plan.session,
                     priority=clamped_priority(sign * plan.priority),
+                    recent=remember(request_id, kind, began_s, len(plan.units), ids),
                 )
                 async with self.admission.slot(len(plan.units)):
                     return await self._serve(exchange, task)
@@ -210,7 +214,9 @@ class Relay:
             exchange.make_sink = lambda _pair: downstream.push
             await self.attempts.run(exchange, 0)
             return
-        merger = merged_answers.StreamMerger(plan, plan.client_rid(0) or uuid.uuid4().hex)
+        answer_id = plan.client_rid(0) or uuid.uuid4().hex
+        self.in_flight.recent.named(exchange.recent, answer_id)
+        merger = merged_answers.StreamMerger(plan, answer_id)
 
         def make_sink(pair: Pair) -> Callable[[Payload], None]:
             begun = False

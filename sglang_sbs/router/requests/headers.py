@@ -11,6 +11,8 @@ from sglang_sbs.router.requests.body_fields import bad_request
 from sglang_sbs.scheduling.queue.fairness import MOST_TENANT_CHARS
 
 SLO_HEADER = "x-sgl-ttft-slo-ms"
+TIMING_HEADER = "x-sbs-server-timing"
+"""With the value 1: the client wants to know where its time to the first token went."""
 
 _HEADER_VALUE = re.compile(r"[^\x00-\x08\x0a-\x1f\x7f]*")
 """No line breaks: what is forwarded stays one header. The parser in front sees to it as well."""
@@ -47,10 +49,11 @@ def forwarded_headers(headers: Sequence[tuple[str, str]], request_id: str) -> by
 
 
 class Asked(NamedTuple):
-    """What headers ask of the scheduler. They end here: engines get none of it."""
+    """What headers ask of the router. They end here: engines get none of it."""
 
     ttft_slo_s: float | None = None
     tenant: str = ""
+    timing: bool = False
 
 
 def asked_in(headers: Sequence[tuple[str, str]], tenant_header: str | None) -> Asked:
@@ -63,7 +66,8 @@ def asked_in(headers: Sequence[tuple[str, str]], tenant_header: str | None) -> A
         raise bad_request(f"{tenant_header} has {len(tenant)} characters: {most}")
     if slo is not None and (not _MILLISECONDS.fullmatch(slo) or float(slo) <= 0):
         raise bad_request(f"{SLO_HEADER} must be milliseconds above 0, as in 800, not {slo!r:.40}")
-    return Asked(None if slo is None else float(slo) / 1e3, tenant or "")
+    timing = any(name.lower() == TIMING_HEADER and value.strip() == "1" for name, value in headers)
+    return Asked(None if slo is None else float(slo) / 1e3, tenant or "", timing)
 
 
 def _only(headers: Sequence[tuple[str, str]], name: str) -> str | None:

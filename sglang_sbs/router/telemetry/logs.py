@@ -6,6 +6,7 @@ from __future__ import annotations
 import contextvars
 import json
 import logging
+from collections.abc import Mapping
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -73,8 +74,18 @@ def set_up_logging(
     logging.basicConfig(level=LEVELS.get(level, logging.ERROR), handlers=handlers, force=True)
 
 
-def log_answer(method: str, path: str, status: int, error_code: str, seconds: float) -> None:
-    """The line of an answered request: a warning for a client's error, an error for ours."""
+def log_answer(
+    method: str,
+    path: str,
+    status: int,
+    error_code: str,
+    seconds: float,
+    *,
+    more: str = "",
+    parts: Mapping[str, float] | None = None,
+) -> None:
+    """The line of an answered request: a warning for a client's error, an error for ours.
+    ``more``: what else is known of it; ``parts``: where the time to its first token went."""
     level = logging.DEBUG if path in _QUIET_PATHS else logging.INFO
     if status >= 400:
         level = logging.ERROR if status >= 500 else logging.WARNING
@@ -87,9 +98,12 @@ def log_answer(method: str, path: str, status: int, error_code: str, seconds: fl
         "error_code": error_code,
         "latency_us": round(seconds * 1e6),
     }
+    for name, part_s in (parts or {}).items():
+        fields[f"{name}_us"] = round(part_s * 1e6)
     shown = (method, _printable(path), status, f"{error_code} " if error_code else "")
-    text = "%s %s %d %s%.1f ms"
-    access_logger.log(level, text, *shown, seconds * 1000, extra={_FIELDS: fields})
+    text = "%s %s %d %s%.1f ms%s"
+    more = f"; {more}" if more else ""
+    access_logger.log(level, text, *shown, seconds * 1000, more, extra={_FIELDS: fields})
 
 
 def _printable(text: str) -> str:

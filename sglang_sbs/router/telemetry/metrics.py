@@ -20,6 +20,7 @@ from sglang_sbs.router.metric_families import Made, gauge, total
 from sglang_sbs.router.workers.registry import Registry
 from sglang_sbs.scheduling.events import Dispatch, Outcome, Refuse
 from sglang_sbs.scheduling.queue.priority import PriorityClass
+from sglang_sbs.scheduling.timelines import Timeline
 from sglang_sbs.wire import EndForward
 from sglang_sbs.wire.balance import active_ranks, max_over_mean
 
@@ -30,6 +31,10 @@ _DURATION_BUCKETS = (
 _HOLD_BUCKETS = (
     *(0.001, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.3, 0.5, 0.75),
     *(1.0, 2.0, 5.0, 10.0, 60.0),
+)
+_PART_BUCKETS = (
+    *(0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5),
+    *(1.0, 2.0, 5.0, 10.0, 30.0),
 )
 _AGE_BOUNDS_S = (30, 60, 180, 300, 600, 1200, 3600, 7200, 14400, 28800, 86400)
 """As sglang_router counts the ages of requests in flight."""
@@ -104,6 +109,8 @@ class RouterMetrics:
         "Announcement to decode's first byte, per attempt, by class of priority", "class")
     class_hold_seconds = _histogram("sbs_class_hold_seconds",
         "From arrival at the scheduler to dispatch, by class of priority", "class", _HOLD_BUCKETS)
+    ttft_parts = _histogram("sbs_ttft_part_seconds",
+        "Where the time to the first byte went, per attempt that had one", "part", _PART_BUCKETS)
     slo = _counter("sbs_slo_total", "First bytes of requests with x-sgl-ttft-slo-ms", "result")
 
     # What the scheduler decided, and what became of it
@@ -171,6 +178,7 @@ class RouterMetrics:
         self._responses = cache(self.http_responses.labels)
         self._served = cache(self._served_series)
         self._attempts = cache(self.attempts.labels)
+        self._parts = cache(self.ttft_parts.labels)
         self._dispatched = 0
 
     def render(self) -> bytes:
@@ -307,6 +315,13 @@ class RouterMetrics:
         self.class_ttft_seconds.labels(priority).observe(seconds)
         if slo_s is not None:
             self.slo.labels("met" if seconds <= slo_s else "missed").inc()
+
+    def request_over(self, timeline: Timeline) -> None:
+        """Count where the time of an attempt went that is over, if it had a first byte."""
+        if timeline.client is None or timeline.client.first_byte_s is None:
+            return
+        for part, seconds in timeline.parts().items():
+            self._parts(part).observe(seconds)
 
     def prefix_found(self, prompt_tokens: int, predicted_tokens: int, reported_tokens: int) -> None:
         """Prefill said how much of a prompt it had cached."""

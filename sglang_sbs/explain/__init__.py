@@ -1,0 +1,1 @@
+"""Explains requests to people: ``sglang-sbs why`` and ``sglang-sbs log``."""

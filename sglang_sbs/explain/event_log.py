@@ -1,0 +1,104 @@
+"""Reads an event log into timelines, and replays it for the reasons."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from sglang_sbs.scheduling import InstanceUp, RequestArrived, Scheduler, SchedulerConfig
+from sglang_sbs.scheduling.eventlog import read_event_log
+from sglang_sbs.scheduling.stories import AttemptStory, Story
+from sglang_sbs.scheduling.timelines import Timeline, Timelines
+
+MOST_REQUESTS = 1_000_000
+
+
+@dataclass
+class ReadLog:
+    """An event log as a whole."""
+
+    config: SchedulerConfig
+    began_s: float = 0.0
+    ended_s: float = 0.0
+    events: int = 0
+    torn_bytes: int = 0
+    differs_at: int = 0
+    """The number of the first event that this release answers differently; 0: none, or it was not
+    replayed."""
+    instances: dict[str, InstanceUp] = field(default_factory=dict)
+    timelines: Timelines = field(default_factory=lambda: Timelines(MOST_REQUESTS))
+    order: list[str] = field(default_factory=list)
+    """Ids of all requests as they arrived."""
+    scheduler: Scheduler | None = None
+
+    def requests(self) -> list[Timeline]:
+        return [one for rid in self.order if (one := self.timelines.get(rid)) is not None]
+
+    def refusals(self) -> Counter[str]:
+        found = (one.refusal for one in self.requests())
+        return Counter(one.cause for one in found if one is not None)
+
+    def story(self, name: str) -> Story | None:
+        """By rid or ``x-request-id``; None: the log does not have it."""
+        mine = [
+            one
+            for one in self.requests()
+            if one.rid == name or (one.client is not None and one.client.request_id == name)
+        ]
+        if len(mine) == 1 and mine[0].client is not None and mine[0].client.request_id:
+            same = mine[0].client.request_id
+            mine = [
+                one
+                for one in self.requests()
+                if one.client is not None and one.client.request_id == same
+            ]
+        if not mine:
+            return None
+        client = mine[0].client
+        return Story(
+            request_id="" if client is None else client.request_id,
+            attempts=[self._attempt(one) for one in mine],
+        )
+
+    def _attempt(self, timeline: Timeline) -> AttemptStory:
+        scheduler = self.scheduler
+        why = None if scheduler is None else scheduler.why(timeline.rid, self.ended_s)
+        return AttemptStory(timeline, why, self.ended_s)
+
+
+def read(path: Path, *, replay: bool) -> ReadLog:
+    """``replay``: for the reasons, which a log does not hold. Where this release decides
+    differently, they end. Raises: OSError, ValueError, the log cannot be read."""
+    log: ReadLog | None = None
+    scheduler: Scheduler | None = None
+    torn: list[int] = []
+    for record in read_event_log(path, torn.append):
+        if record.event is None:
+            log = ReadLog(record.config or SchedulerConfig())
+            if replay:
+                scheduler = log.scheduler = Scheduler(log.config, remembers=MOST_REQUESTS)
+            continue
+        if log is None:
+            raise ValueError(f"{path} does not start with a configuration")
+        log.events += 1
+        log.began_s = log.began_s or record.now_s
+        log.ended_s = record.now_s
+        _note(log, record.event)
+        if scheduler is not None:
+            commands: Sequence[object] = scheduler.handle(record.event, record.now_s)
+            if commands != record.commands:
+                log.differs_at, scheduler = log.events, None
+        log.timelines.observe(record.event, record.commands, record.now_s)
+    if log is None:
+        raise ValueError(f"{path} is empty")
+    log.torn_bytes = sum(torn)
+    return log
+
+
+def _note(log: ReadLog, event: object) -> None:
+    if isinstance(event, RequestArrived):
+        log.order.append(event.rid)
+    elif isinstance(event, InstanceUp):
+        log.instances[event.instance] = event

@@ -1,0 +1,145 @@
+"""Times, parts and reasons in words."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from sglang_sbs.scheduling.decisions import Candidate, Why
+from sglang_sbs.scheduling.reasons import Opening, Term, Waited, WaitReason
+
+PART_NAMES = {
+    "admission": "admission",
+    "retries": "failed attempts before",
+    "hold": "hold in the scheduler",
+    "way": "way to the engine",
+    "queue": "queue of the engine",
+    "pass": "forward pass",
+    "engine": "engine, to the end of prefill",
+    "decode": "KV transfer, first decode step",
+}
+
+
+def ms(seconds: float) -> str:
+    """``0.4 ms``, ``412 ms``, ``12.3 s``."""
+    size = abs(seconds)
+    if size < 0.01:
+        return f"{1e3 * seconds:.1f} ms"
+    return f"{1e3 * seconds:,.0f} ms" if size < 10 else f"{seconds:,.1f} s"
+
+
+def after(seconds: float) -> str:
+    return f"+{ms(seconds)}"
+
+
+def opening(why: Why) -> str:
+    """Why the request could leave at that moment."""
+    match why.opening:
+        case Opening.IDLE:
+            return "the instance was idle"
+        case Opening.ABOUT_TO_END:
+            return (
+                "the running forward pass of the instance was about to end, and a batch must be "
+                "there by then to be in the next one"
+            )
+        case Opening.JOINS:
+            return "a batch was on its way to the instance, and the request could still join it"
+        case Opening.FULL_AHEAD:
+            return (
+                "more was waiting than all forward passes that start before can hold, so nothing "
+                "was to be gained by holding it any longer"
+            )
+        case Opening.AHEAD:
+            return (
+                "the engine launches one forward pass ahead (overlap scheduling), and the pass "
+                "after the next one had nothing to compute yet"
+            )
+        case Opening.FAR_AWAY:
+            return "the way to the engine takes a forward pass or longer, so holding gains nothing"
+        case Opening.INTERVAL:
+            return "the dispatch interval was over (--sbs-trigger paper)"
+        case _:
+            return "this policy sends every request as soon as it arrives"
+
+
+def term(why: Why) -> str:
+    """What decided where the request went."""
+    chosen = next((one for one in why.candidates if one.chosen), None)
+    where = chosen.instance if chosen is not None else "this instance"
+    match why.term:
+        case Term.ONLY_ONE:
+            return f"{where} was the only prefill instance"
+        case Term.SOONEST:
+            return f"of {_of_them(why)}, the next forward pass of {where} started first"
+        case Term.CACHED:
+            cached = 0 if chosen is None else chosen.cached_tokens
+            return f"{where} had {cached:,} of its {why.prompt_tokens:,} prompt tokens in its cache"
+        case Term.LEAST_COST:
+            return (
+                f"its own completion and the delay it causes others, taken together, cost least "
+                f"on {where} of {_of_them(why)}"
+            )
+        case Term.OVERDUE:
+            return (
+                f"it had been held for as long as any request is, so {where}, the first instance "
+                "that could take it, got it"
+            )
+        case Term.FIRST_OPEN:
+            return (
+                f"{where} was the first of {_of_them(why)} that could take it; those that start "
+                "earlier had no room, or a batch was on its way to them already"
+            )
+        case _:
+            return f"the rule of the policy chose {where}, without predictions"
+
+
+def _of_them(why: Why) -> str:
+    return f"{why.instances} prefill instances"
+
+
+def wait(one: Waited, arrived_s: float) -> str:
+    """One reason to wait, as a sentence. Times count from the request's arrival."""
+    match one.reason:
+        case WaitReason.NOT_YET if one.instance and one.until_s is not None:
+            return (
+                f"every prefill instance was busy; {one.instance} was expected to be ready first, "
+                f"at {after(one.until_s - arrived_s)}"
+            )
+        case WaitReason.NOT_YET:
+            return "no prefill instance could take a batch yet"
+        case WaitReason.NO_DECODE_ROOM:
+            return "no decode DP rank had room for the request"
+        case WaitReason.BETTER_ELSEWHERE:
+            less = "" if one.gain_s is None else f" by {ms(one.gain_s)}"
+            return (
+                f"{one.instance or 'another instance'} was the better place{less}, counting its "
+                "own completion and the delay of others, and was not ready yet"
+            )
+        case WaitReason.PREFIX_COMING:
+            coming = f"{one.instance} was computing the beginning of its prompt for another request"
+            if one.until_s is None:
+                return coming
+            return f"{coming}, to be cached at {after(one.until_s - arrived_s)}"
+        case WaitReason.SHARE_FULL:
+            return "a batch left without it, because that forward pass had its share of the queue"
+        case WaitReason.DOES_NOT_FIT:
+            return "a batch left without it, because no DP rank had room for all of its prompt"
+        case WaitReason.EXCLUDED:
+            return "the instance that was ready had failed an earlier attempt at it"
+
+
+def candidate(one: Candidate) -> tuple[str, ...]:
+    """Cells of a table."""
+    return (
+        f"{'->' if one.chosen else '  '} {one.instance}",
+        after(one.start_s),
+        after(one.finish_s),
+        ms(one.delay_s),
+        f"{one.cached_tokens:,}",
+        "" if one.cost_s is None else after(one.cost_s) if one.cost_s else "least",
+    )
+
+
+def longest(parts: Mapping[str, float]) -> str:
+    """The part that took longest, by name; empty without parts."""
+    name = max(parts, key=parts.__getitem__, default="")
+    return PART_NAMES.get(name, name)

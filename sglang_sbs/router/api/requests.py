@@ -1,0 +1,28 @@
+"""``GET /requests/{id}``: what became of one of the last requests, and why."""
+
+from __future__ import annotations
+
+import msgspec
+from aiohttp import web
+
+from sglang_sbs.dashboard.pages import Handler
+from sglang_sbs.router.api.served_router import Router
+from sglang_sbs.router.errors import RouterError
+
+_MOST_CHARS = 512
+
+
+class Requests:
+    def __init__(self, server: Router) -> None:
+        self._server = server
+
+    def routes(self) -> list[tuple[str, str, Handler]]:
+        return [("GET", "/requests/{name:.+}", self.story)]
+
+    async def story(self, request: web.Request) -> web.StreamResponse:
+        name = request.match_info["name"]
+        story = await self._server.story(name) if len(name) <= _MOST_CHARS else None
+        if story is None:
+            why = "no request of this id is remembered: the router keeps the last few thousand"
+            raise RouterError(404, "request_not_found", why)
+        return web.Response(body=msgspec.json.encode(story), content_type="application/json")

@@ -1,0 +1,167 @@
+"""The last requests of clients, found by any of their ids; what the access log and the minute line
+report of them. Bounded."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from sglang_sbs.router.errors import RouterError
+from sglang_sbs.scheduling.events import MAX_REQUEST_ID_CHARS, ClientSide
+from sglang_sbs.scheduling.stories import ClientAttempt, Story
+
+MOST_KEPT = 4096
+MOST_ATTEMPTS = 32
+"""Attempts remembered of one request, and ids of it: a batch may have thousands of units."""
+_MOST_SAMPLES = 20_000
+"""Of a minute."""
+
+
+@dataclass(slots=True, eq=False)
+class RecentRequest:
+    """One request of a client, from its plan on."""
+
+    request_id: str
+    kind: str
+    began_s: float
+    """Monotonic clock, as are all times but the next."""
+    began_unix_s: float
+    units: int
+    ids: list[str]
+    """The client's own ids, and that of a merged answer."""
+    sent: list[ClientAttempt] = field(default_factory=list)
+    announced_s: float | None = None
+    """Its first attempt."""
+    first_byte_s: float | None = None
+    held_s: float | None = None
+    """By the scheduler, the attempt that was placed last."""
+    status: int | None = None
+    seconds: float | None = None
+
+    def client_side(self, announced_s: float, first_byte_s: float | None) -> ClientSide:
+        """Of an attempt that is over. ``first_byte_s``: monotonic clock."""
+        first_s = announced_s if self.announced_s is None else self.announced_s
+        return ClientSide(
+            self.request_id[:MAX_REQUEST_ID_CHARS],
+            max(0.0, first_s - self.began_s),
+            max(0.0, announced_s - first_s),
+            None if first_byte_s is None else max(0.0, first_byte_s - announced_s),
+        )
+
+    def story(self) -> Story:
+        return Story(
+            request_id=self.request_id,
+            kind=self.kind,
+            began_unix_s=self.began_unix_s,
+            units=self.units,
+            status=self.status,
+            seconds=self.seconds,
+            other_ids=self.ids,
+            sent=self.sent,
+        )
+
+
+class RecentRequests:
+    """Must be used from one event loop only."""
+
+    def __init__(self) -> None:
+        self._kept: dict[int, RecentRequest] = {}
+        self._by_id: dict[str, RecentRequest] = {}
+        self._number = 0
+        self.minute = Minute()
+
+    def began(
+        self, request_id: str, kind: str, began_s: float, units: int, ids: Sequence[str]
+    ) -> RecentRequest:
+        one = RecentRequest(
+            request_id, kind, began_s, time.time(), units, list(ids[:MOST_ATTEMPTS])
+        )
+        self._number += 1
+        self._kept[self._number] = one
+        if len(self._kept) > MOST_KEPT:
+            self._forget(self._kept.pop(next(iter(self._kept))))
+        for name in (request_id, *one.ids):
+            self._by_id[name] = one
+        return one
+
+    def announced(self, one: RecentRequest, rid: str, unit: int, now_s: float) -> None:
+        if one.announced_s is None:
+            one.announced_s = now_s
+        if len(one.sent) < MOST_ATTEMPTS:
+            one.sent.append(ClientAttempt(rid, unit))
+            self._by_id[rid] = one
+
+    def named(self, one: RecentRequest, name: str) -> None:
+        """Its answer has an id that is made up here."""
+        one.ids.append(name)
+        self._by_id[name] = one
+
+    def held(self, one: RecentRequest, held_s: float) -> None:
+        one.held_s = held_s
+        self.minute.add(self.minute.held_s, held_s)
+
+    def first_byte(self, one: RecentRequest, now_s: float) -> None:
+        """Of one of its units."""
+        if one.first_byte_s is None:
+            one.first_byte_s = now_s
+            self.minute.add(self.minute.ttft_s, now_s - one.began_s)
+
+    def attempt_ended(self, one: RecentRequest, rid: str, outcome: str) -> None:
+        for attempt in reversed(one.sent):
+            if attempt.rid == rid:
+                attempt.outcome = outcome
+                return
+
+    def attempt_failed(self, one: RecentRequest, unit: int, failure: RouterError) -> None:
+        """The last attempt at that unit."""
+        for attempt in reversed(one.sent):
+            if attempt.unit == unit:
+                attempt.failure = f"{failure.code}: {failure}"[:512]
+                return
+
+    def find(self, name: str) -> RecentRequest | None:
+        return self._by_id.get(name)
+
+    def _forget(self, one: RecentRequest) -> None:
+        for name in (one.request_id, *one.ids, *(attempt.rid for attempt in one.sent)):
+            if self._by_id.get(name) is one:
+                del self._by_id[name]
+
+
+class Minute:
+    """What the line of each minute reports."""
+
+    def __init__(self) -> None:
+        self.requests = 0
+        self.ttft_s: list[float] = []
+        self.held_s: list[float] = []
+        self.refused: Counter[str] = Counter()
+        """Requests answered with an error, by its code."""
+
+    @staticmethod
+    def add(samples: list[float], seconds: float) -> None:
+        if len(samples) < _MOST_SAMPLES:
+            samples.append(seconds)
+
+    def take(self) -> str:
+        """The line, and a new minute. Empty: nothing happened."""
+        requests, ttft_s, held_s, refused = self.requests, self.ttft_s, self.held_s, self.refused
+        self.__init__()  # type: ignore[misc]
+        if not requests:
+            return ""
+        parts = [f"last minute: {requests:,} request{'' if requests == 1 else 's'}"]
+        if ttft_s:
+            parts.append(f"TTFT p50 {_at(ttft_s, 0.5)}, p99 {_at(ttft_s, 0.99)}")
+        if held_s:
+            parts.append(f"held p50 {_at(held_s, 0.5)}, p95 {_at(held_s, 0.95)}")
+        causes = ", ".join(f"{count:,} {code}" for code, count in refused.most_common(8))
+        parts.append(f"refused or failed: {causes}" if causes else "none refused")
+        return "; ".join(parts)
+
+
+def _at(samples: list[float], share: float) -> str:
+    samples.sort()
+    seconds = samples[min(len(samples) - 1, int(share * len(samples)))]
+    return f"{1e3 * seconds:.0f} ms" if seconds < 10 else f"{seconds:.1f} s"

@@ -1,0 +1,232 @@
+"""What happened to each request and when: from the scheduler's events, live or of a log. Sans-I/O;
+what it remembers is bounded.
+
+A prefill rank reports the ids of the requests in a pass when it launches the pass, and the end of
+the pass without ids. So the tokens of ended passes are laid over the launched prompts of the rank,
+first come first served, as the engine computes them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import msgspec
+
+from sglang_sbs.scheduling.events import (
+    ClientSide,
+    Command,
+    Dispatch,
+    Event,
+    ForwardEnded,
+    PrefillDone,
+    Refuse,
+    RequestArrived,
+    RequestEnded,
+)
+
+MOST_OVER = 4096
+"""Requests remembered after their end, the newest ones."""
+MOST_OPEN = 100_000
+PARTS = ("admission", "retries", "hold", "way", "queue", "pass", "decode")
+"""The time to the first token, in order: until the request was announced to the scheduler; failed
+attempts before this one; held by the scheduler; until the prefill rank took the request in; until
+its first pass started; until its last pass ended; KV transfer and the first decode step."""
+ENGINE = "engine"
+"""``way``, ``queue`` and ``pass`` together, where the engine does not report its passes."""
+
+
+class Timeline(msgspec.Struct, omit_defaults=True):
+    """One attempt at a request. Times are the scheduler's clock, seconds; None: not yet, or not
+    known."""
+
+    rid: str
+    arrived_s: float
+    prompt_tokens: int
+    priority: int = 0
+    decision: Dispatch | None = None
+    decided_s: float | None = None
+    refusal: Refuse | None = None
+    accepted_s: float | None = None
+    """The prefill rank took it in."""
+    launched_s: float | None = None
+    """Its first pass started."""
+    computed_s: float | None = None
+    """Its last pass ended."""
+    prefilled_s: float | None = None
+    """Prefill answered, or decode began."""
+    ended_s: float | None = None
+    outcome: str = ""
+    completion_tokens: int | None = None
+    client: ClientSide | None = None
+
+    @property
+    def first_byte_s(self) -> float | None:
+        after_s = None if self.client is None else self.client.first_byte_s
+        return None if after_s is None else self.arrived_s + after_s
+
+    @property
+    def ttft_s(self) -> float | None:
+        """From the client's request to the first byte of its answer."""
+        parts = self.parts()
+        return sum(parts.values()) if "decode" in parts else None
+
+    def parts(self) -> dict[str, float]:
+        """Where its time went so far, by :data:`PARTS`; seconds."""
+        parts: dict[str, float] = {}
+        if self.client is not None:
+            if self.client.admission_s is not None:
+                parts["admission"] = self.client.admission_s
+            if self.client.retries_s:
+                parts["retries"] = self.client.retries_s
+        if self.decided_s is None:
+            return parts
+        parts["hold"] = self.decided_s - self.arrived_s
+        at_s, first_s = self.decided_s, self.first_byte_s
+        steps = {
+            "way": self.accepted_s,
+            "queue": self.launched_s,
+            "pass": self.computed_s,
+            "decode": first_s,
+        }
+        if self.launched_s is None or self.computed_s is None:
+            seen_s = self.prefilled_s if first_s is None else min(self.prefilled_s or 1e18, first_s)
+            steps = {ENGINE: seen_s, "decode": first_s}
+        for name, until_s in steps.items():
+            if until_s is not None:
+                # Engines' times follow from when their messages came, so they may be off a little.
+                end_s = max(at_s, until_s if first_s is None else min(until_s, first_s))
+                parts[name], at_s = end_s - at_s, end_s
+        return parts
+
+
+class _Computing(msgspec.Struct):
+    """A prompt in the passes of a rank."""
+
+    timeline: Timeline
+    forward_id: int
+    """Of its first pass."""
+    left_tokens: int
+    last_end_s: float | None = None
+
+
+class Timelines:
+    """Give it every event with its commands; ask for the timeline of a request."""
+
+    def __init__(self, most_over: int = MOST_OVER) -> None:
+        self._most_over = most_over
+        self.ended: Callable[[Timeline], None] = lambda timeline: None
+        """Told of each that is over."""
+        self._open: dict[str, Timeline] = {}
+        self._over: dict[str, Timeline] = {}
+        self._computing: dict[tuple[str, int], dict[str, _Computing]] = {}
+        """By instance and DP rank."""
+        self._on: dict[type, Callable[[object, float], None]] = {
+            RequestArrived: self._arrived,  # type: ignore[dict-item]
+            PrefillDone: self._prefilled,  # type: ignore[dict-item]
+            RequestEnded: self._request_ended,  # type: ignore[dict-item]
+            ForwardEnded: self._reported,  # type: ignore[dict-item]
+        }
+
+    def __len__(self) -> int:
+        return len(self._open) + len(self._over)
+
+    def get(self, rid: str) -> Timeline | None:
+        return self._open.get(rid) or self._over.get(rid)
+
+    def observe(self, event: Event, commands: Sequence[Command], now_s: float) -> None:
+        """One event, and what the scheduler answered."""
+        on = self._on.get(type(event))
+        if on is not None:
+            on(event, now_s)
+        for command in commands:
+            if isinstance(command, Dispatch):
+                timeline = self._open.get(command.rid)
+                if timeline is not None:
+                    timeline.decision = command
+                    timeline.decided_s = now_s
+            elif isinstance(command, Refuse):
+                timeline = self._open.get(command.rid)
+                if timeline is not None:
+                    timeline.refusal = command
+                    timeline.outcome = "refused"
+                    self._end(timeline, now_s)
+
+    def _arrived(self, event: RequestArrived, now_s: float) -> None:
+        if len(self._open) >= MOST_OPEN:
+            del self._open[next(iter(self._open))]
+        tokens = max(1, event.prompt_tokens)
+        self._open[event.rid] = Timeline(event.rid, now_s, tokens, event.priority)
+
+    def _prefilled(self, event: PrefillDone, now_s: float) -> None:
+        timeline = self._open.get(event.rid)
+        if timeline is None or timeline.prefilled_s is not None:
+            return
+        timeline.prefilled_s = now_s
+        here = self._computing_at(timeline)
+        computing = here.get(event.rid)
+        if computing is not None and computing.last_end_s is not None:
+            timeline.computed_s = computing.last_end_s
+            del here[event.rid]
+
+    def _request_ended(self, event: RequestEnded, now_s: float) -> None:
+        timeline = self._open.get(event.rid)
+        if timeline is not None:
+            timeline.outcome = event.outcome
+            timeline.completion_tokens = event.completion_tokens
+            timeline.client = event.client
+            self._end(timeline, now_s)
+
+    def _end(self, timeline: Timeline, now_s: float) -> None:
+        del self._open[timeline.rid]
+        self._computing_at(timeline).pop(timeline.rid, None)
+        timeline.ended_s = now_s
+        if len(self._over) >= self._most_over:
+            del self._over[next(iter(self._over))]
+        self._over[timeline.rid] = timeline
+        self.ended(timeline)
+
+    def _computing_at(self, timeline: Timeline) -> dict[str, _Computing]:
+        decision = timeline.decision
+        if decision is None:
+            return {}
+        return self._computing.get((decision.prefill, decision.prefill_rank), {})
+
+    def _reported(self, event: ForwardEnded, now_s: float) -> None:
+        report = event.report
+        if report.role != "prefill":
+            return
+        at_s = now_s - max(0.0, report.age_s)
+        if report.kind == "launch":
+            for one in report.started:
+                timeline = self._open.get(one.rid)
+                if timeline is None or timeline.launched_s is not None:
+                    continue
+                timeline.launched_s = at_s
+                if one.queued_s > 0:
+                    timeline.accepted_s = at_s - max(0.0, report.launch_s - one.queued_s)
+                decision = timeline.decision
+                cached = 0 if decision is None else decision.cached_tokens
+                here = self._computing.setdefault((event.instance, report.dp_rank), {})
+                left = max(1, timeline.prompt_tokens - cached)
+                here[one.rid] = _Computing(timeline, report.forward_id, left)
+            return
+        if report.kind == "forward":
+            here = self._computing.get((event.instance, report.dp_rank), {})
+            if here:
+                self._pass_ended(here, event, at_s)
+
+    @staticmethod
+    def _pass_ended(here: dict[str, _Computing], event: ForwardEnded, end_s: float) -> None:
+        report = event.report
+        tokens = report.extend_tokens
+        for rid, one in list(here.items()):
+            if one.forward_id > report.forward_id or tokens <= 0:
+                break
+            whole = one.last_end_s is None and one.left_tokens <= report.chunk_tokens
+            taken = min(one.left_tokens, tokens)
+            tokens -= taken
+            one.left_tokens -= taken
+            one.last_end_s = end_s
+            # Lengths may be estimates: a prompt within a chunk is one pass whatever was counted.
+            if one.left_tokens <= 0 or whole or one.timeline.prefilled_s is not None:
+                one.timeline.computed_s = end_s
+                del here[rid]
