@@ -180,7 +180,8 @@ class ForwardEnded(_Message, frozen=True):
 
 
 class LoadPolled(_Message, frozen=True):
-    """A load poll of an instance without (fresh) EndForward: the coarse fallback signal."""
+    """A load poll of an instance without (fresh) EndForward: the coarse fallback signal. -1 for a
+    rank of which the poll says nothing."""
 
     instance: InstanceId
     queued_tokens: list[int]

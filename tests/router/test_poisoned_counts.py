@@ -13,7 +13,9 @@ from sglang_sbs.router.processes.messages import decode_to_scheduler, encode
 from sglang_sbs.router.workers.health import parse_loads
 from sglang_sbs.router.workers.registry import Registry
 from sglang_sbs.router.workers.server_info import WorkerInfo
-from sglang_sbs.scheduling.events import PrefillDone, RequestArrived, RequestEnded
+from sglang_sbs.router.workers.worker_view import describe_worker
+from sglang_sbs.scheduling.events import InstanceUp, PrefillDone, RequestArrived, RequestEnded
+from sglang_sbs.scheduling.prefill.instance import PrefillInstance
 from tools.stand_ins.mock_engine import Behaviour
 
 ABSURD = [b"9" * 5000, b"%d" % 2**41, b"%d" % 2**63]
@@ -81,3 +83,39 @@ def test_loads_of_no_known_form_are_none(page: Any) -> None:
     worker = registry.add("http://p:1", "prefill")
     registry.described(worker, WorkerInfo(rust_server=True))
     assert parse_loads(worker, [orjson.dumps(page)]) is None
+
+
+def test_a_bad_rank_costs_only_its_own_loads() -> None:
+    registry = Registry()
+    worker = registry.add("http://p:1", "prefill")
+    registry.described(worker, WorkerInfo(dp_size=4))
+    good = {"num_running_reqs": 2, "num_used_tokens": 30, "num_total_tokens": 40}
+    bad: list[Any] = [None, {"dp_rank": 1, "num_used_tokens": "many"}, {"dp_rank": 2} | good]
+    bad += [{"dp_rank": "x"}, {"dp_rank": None}, "x", {"dp_rank": 0} | good]
+    polled = parse_loads(worker, [orjson.dumps({"loads": bad})])
+    assert polled is not None
+    assert polled.kv_tokens == [30, -1, 30, -1]
+    assert polled.queued_tokens == [10, -1, 10, -1]
+    assert polled.running_requests == [2, -1, 2, -1]
+    registry.described(worker, WorkerInfo(dp_size=2, rust_server=True))
+    pages = [b"", orjson.dumps({"loads": [good]})]
+    polled = parse_loads(worker, pages)
+    assert polled is not None
+    assert polled.kv_tokens == [-1, 30]
+
+
+def test_a_rank_without_loads_keeps_what_is_known_of_it() -> None:
+    up = InstanceUp(instance="p", role="prefill", dp_size=2, chunk_tokens=1000)
+    prefill = PrefillInstance(up, t_default_s=0.3, default_chunk_tokens=1000)
+    prefill.on_load_poll([600, 700], 0.0)
+    prefill.on_load_poll([-1, 100], 0.1)
+    assert [rank.queued_tokens for rank in prefill.ranks] == [600, 100]
+
+
+async def test_signal_says_when_loads_are_of_no_use() -> None:
+    async with cluster() as c:
+        worker = c.server.registry.get(c.prefill[0].url)
+        assert worker is not None
+        assert describe_worker(worker, 0.0)["signal"] == "polls"
+        c.server.registry.report_problem(worker, "loads", "no use: timers only")
+        assert describe_worker(worker, 0.0)["signal"] == "timers"

@@ -288,7 +288,7 @@ def _latency(facts: EngineFacts) -> Iterator[_Said]:
 
 def _room(facts: EngineFacts, info: WorkerInfo) -> Iterator[_Said]:
     loads, tokens, slots = facts.loads, info.kv_capacity_tokens, info.max_running_requests
-    if loads is None or not tokens or not slots:
+    if loads is None or min(loads.kv_tokens) < 0 or not tokens or not slots:
         yield "room.unknown", "no loads of every rank"
         return
     kv_shares = [used / tokens for used in loads.kv_tokens]

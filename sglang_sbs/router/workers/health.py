@@ -47,6 +47,7 @@ _RANK_PROBE_PATHS = ("/model_info",)
 """Of a DP rank that serves HTTP itself: it has neither of those, and answers this without its
 scheduler."""
 _LOADS = "/v1/loads?include=core,disagg,queues"
+_NO_ANSWER = (UpstreamError, TimeoutError)
 _DOUBT_TIMEOUT_S = 2.0
 """For a probe of a worker in doubt, whose answer takes it milliseconds."""
 _NODES_HEARD_S = 2.5
@@ -341,20 +342,32 @@ class Monitor:
                 fetch(self._pool, url, _LOADS, self._poll_headers, limit_s)
                 for url in worker.server_urls
             ]
-            try:
-                answers = await asyncio.gather(*asked)
-            except (UpstreamError, TimeoutError):
+            answers = await asyncio.gather(*asked, return_exceptions=True)
+            for answer in answers:
+                if isinstance(answer, BaseException) and not isinstance(answer, _NO_ANSWER):
+                    raise answer
+            found = [one for one in answers if not isinstance(one, BaseException)]
+            if not found:
                 continue
-            status = max(status for status, _ in answers)
-            pages = [data for _, data in answers]
-            event = parse_loads(worker, pages) if status == 200 else None
+            pages = [
+                b"" if isinstance(one, BaseException) or one[0] != 200 else one[1]
+                for one in answers
+            ]
+            event = parse_loads(worker, pages)
             if event is None:
+                status = max(status for status, _ in found)
                 text = f"/v1/loads is of no use (status {status}): timers only"
                 self._registry.report_problem(worker, "loads", text)
                 continue
             backoff_s = interval_s
             worker.heard_s = time.monotonic()
             worker.problems.pop("loads", None)
+            missing = [rank for rank, kv in enumerate(event.kv_tokens) if kv < 0]
+            if missing:
+                text = f"/v1/loads has no usable entry for DP rank {', '.join(map(str, missing))}"
+                self._registry.report_problem(worker, "loads_of_ranks", text)
+            else:
+                worker.problems.pop("loads_of_ranks", None)
             self._submit(event)
 
 
@@ -363,32 +376,44 @@ def _in_background(work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
     return asyncio.create_task(work, context=contextvars.Context())
 
 
-def _rows_of_ranks(worker: Worker, pages: Sequence[bytes]) -> list[dict[str, Any]]:
-    """Raises: KeyError, TypeError or ValueError for a rank of which no page says anything."""
-    lists = [orjson.loads(page)["loads"] for page in pages]
-    if worker.known.rust_server:
-        # Each rank's server speaks of itself alone, and may call itself 0.
-        return [loads[0] for _, loads in zip(range(worker.dp_size), lists, strict=True)]
-    ranks = {int(load["dp_rank"]): load for loads in lists for load in loads}
-    return [ranks[rank] for rank in range(worker.dp_size)]
+def _loads_by_rank(worker: Worker, pages: Sequence[bytes]) -> dict[int, Any]:
+    """What the pages say of each rank, in whatever form."""
+    rows: dict[int, Any] = {}
+    for number, page in enumerate(pages):
+        try:
+            loads = orjson.loads(page)["loads"]
+        except (LookupError, TypeError, ValueError):
+            continue
+        for row in loads if isinstance(loads, list) else ():
+            if worker.known.rust_server:
+                # Each rank's server speaks of itself alone, and may call itself 0.
+                rows.setdefault(number, row)
+                continue
+            with contextlib.suppress(LookupError, TypeError, ValueError, ArithmeticError):
+                rows[int(row["dp_rank"])] = row
+    return rows
+
+
+def _figures(row: Any) -> tuple[int, int, int]:
+    """Queued tokens, running requests and KV tokens of a rank; -1 each if it gives no numbers."""
+    names = ("total_tokens", "used_tokens", "waiting_uncached_tokens", "running_reqs")
+    try:
+        total, used, waiting, running = (int(row.get(f"num_{name}", 0)) for name in names)
+    except (AttributeError, TypeError, ValueError, ArithmeticError):
+        return -1, -1, -1
+    # total - used are the tokens that wait or bootstrap; older engines: waiting only.
+    queued = max(total - used, waiting)
+    return clamped_count(queued), clamped_count(running), clamped_count(used)
 
 
 def parse_loads(worker: Worker, pages: Sequence[bytes]) -> LoadPolled | None:
-    """``/v1/loads`` (SGLang >= 0.5.14) of its HTTP servers as an event; ``None`` if they do not
-    cover every rank."""
-    try:
-        rows = _rows_of_ranks(worker, pages)
-        names = ("total_tokens", "used_tokens", "waiting_uncached_tokens", "running_reqs")
-        total, used, waiting, running = (
-            [int(row.get(f"num_{name}", 0)) for row in rows] for name in names
-        )
-    except (LookupError, TypeError, AttributeError, ValueError, ArithmeticError):
+    """``/v1/loads`` (SGLang >= 0.5.14) of its HTTP servers as an event, -1 for ranks without a
+    usable entry; ``None`` if no rank has one."""
+    rows = _loads_by_rank(worker, pages)
+    ranks = [_figures(rows.get(rank)) for rank in range(worker.dp_size)]
+    queued, running, used = map(list, zip(*ranks, strict=True))
+    if max(used) < 0:
         return None
-    # total - used are the tokens that wait or bootstrap; older engines: waiting only.
-    queued = [max(t - u, w) for t, u, w in zip(total, used, waiting, strict=True)]
     return LoadPolled(
-        instance=worker.url,
-        queued_tokens=list(map(clamped_count, queued)),
-        running_requests=list(map(clamped_count, running)),
-        kv_tokens=list(map(clamped_count, used)),
+        instance=worker.url, queued_tokens=queued, running_requests=running, kv_tokens=used
     )

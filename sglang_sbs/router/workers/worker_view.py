@@ -47,13 +47,19 @@ def describe_worker(worker: Worker, now_s: float) -> dict[str, Any]:
         "version": info.version if info else None,
         "defers_kv_release": worker.known.defers_release if worker.role == "decode" else None,
         "plugin": bool(info and info.sbs),
-        "signal": "endforward" if worker.reporting(now_s) else "polls",
+        "signal": _signal(worker, now_s),
         "endforward_age_s": round(age_s, 3) if age_s is not None else None,
         "endforward_messages": sum(worker.reports.values()),
         "dispatches": worker.dispatches,
         "failures": worker.failures,
         "problems": dict(worker.problems),
     }
+
+
+def _signal(worker: Worker, now_s: float) -> str:
+    if worker.reporting(now_s):
+        return "endforward"
+    return "timers" if "loads" in worker.problems else "polls"
 
 
 def problems_of(registry: Registry) -> list[tuple[str, str]]:

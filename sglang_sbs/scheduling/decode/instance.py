@@ -234,7 +234,7 @@ class DecodeInstance:
         if len(running) != self.dp_size or len(kv_tokens) != self.dp_size:
             return
         for index, rank in enumerate(self.ranks):
-            if not rank.speaks:
+            if not rank.speaks and kv_tokens[index] >= 0:
                 self._holds(rank, running[index], kv_tokens[index])
                 self._hear(index, now_s)
         self._all_changed()

@@ -221,11 +221,13 @@ class PrefillInstance(PrefillBooks):
             return
         self.tier = "load_poll"
         for rank, tokens in zip(self.ranks, queued_tokens, strict=True):
+            if tokens < 0:
+                continue
             # It counts what we sent a moment ago, or does not.
             queued = max(0, tokens - rank.flight.total)
             rank.queued_tokens = min(queued, MOST_CHUNKS * self.chunk_tokens)
         self._recount()
-        if any(queued_tokens):
+        if max(queued_tokens) > 0:
             self._watch(now_s)
             if not self.passes:
                 # It waits for something: a pass of which we do not know runs until now at least.
