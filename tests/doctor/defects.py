@@ -284,6 +284,8 @@ BROKEN: dict[str, tuple[str, Break]] = {
         ),
     ),
     "pair.tp-differs": (CLUSTER, decode_says(tp_size=8)),
+    "pair.retraction-key": (CLUSTER, lambda r: (wants_key("k")(r), flags("--api-key", "k")(r))[1]),
+    "pair.cache-report": (CLUSTER, says(enable_cache_report=True)),
     "pair.context": (CLUSTER, decode_says(max_req_input_len=4096)),
     "latency.high": (P0, slow(0.06, 1)),
     "latency.jitter": (P0, slow(0.15, 4)),

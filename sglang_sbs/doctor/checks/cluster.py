@@ -11,6 +11,7 @@ from sglang_sbs.doctor.checks.engine import describe_limits
 from sglang_sbs.doctor.facts import ClusterFacts, EngineFacts, listed, number, text
 from sglang_sbs.doctor.findings import CLUSTER, Finding, Findings
 from sglang_sbs.engine.install import WIRE_VERSION
+from sglang_sbs.router.workers.server_info import may_rebootstrap
 
 finding = Findings("""
 error reach.same-engine -> give every engine once
@@ -33,6 +34,10 @@ error pair.allocation-policy -> the same --disaggregation-decode-allocation-poli
 error pair.tp-indivisible -> choose --tp and --dp so that one side's tp/dp divides the other's
 note pair.tp-differs -> with models without MLA choose the same tp/dp on both sides
 warning pair.context -> the same --context-length on both sides, and enough KV memory on decode
+warning pair.retraction-key -> keep decode from retracting (more KV memory, or a smaller
+    --max-running-requests there), or start prefill without --api-key and TLS in a network
+    that only the router and decode can reach
+note pair.cache-report -> start decode engines with --enable-cache-report
 ok probe.ok
 error probe.failed -> look at the first error in the logs of both engines; the message names the
     side
@@ -129,6 +134,10 @@ _SHARED: tuple[tuple[str, str, Callable[[EngineFacts], str]], ...] = (
 """What prefill and decode must have in common, where both say it."""
 
 
+_FITS = ("pair.tp-differs", "pair.retraction-key", "pair.cache-report")
+"""Findings about pairs that work."""
+
+
 def _pairs(prefill: Sequence[EngineFacts], decode: Sequence[EngineFacts]) -> Iterator[Finding]:
     found: list[Finding] = []
     for name, what, value in _SHARED:
@@ -146,12 +155,38 @@ def _pairs(prefill: Sequence[EngineFacts], decode: Sequence[EngineFacts]) -> Ite
     if 0 < least < prompts:
         seen = f"prompts of up to {prompts} tokens on prefill, of {least} on decode"
         found.append(finding("pair.context", CLUSTER, seen))
+    found += [*_retraction(prefill, decode), *_cache_report(prefill, decode)]
     yield from found
-    if all(one.id == "pair.tp-differs" for one in found):
+    if all(one.id in _FITS for one in found):
         backend = _transfer_backend(prefill[0]) or "not shown"
         seen = f"{len(prefill)} x {len(decode)} pairs, KV transfer {backend}"
         seen += f", page size {number(prefill[0].data, 'page_size')}"
         yield finding("pair.ok", CLUSTER, seen)
+
+
+def _retraction(prefill: Sequence[EngineFacts], decode: Sequence[EngineFacts]) -> Iterator[Finding]:
+    """A decode engine that retracts a request may ask prefill to compute its KV again: over plain
+    HTTP and without a key, which no probe shows (SGLang's ``disaggregation/common/conn.py``,
+    ``submit_prefill_recompute``, 0.5.16 to 0.5.23; sglang #25372, #40730)."""
+    asks = [e for e in decode if may_rebootstrap(e.known.version)]
+    tls = [e.url for e in prefill if e.url.startswith("https:")]
+    keyed = [e.url for e in prefill if e.open_without_key is False and e.url not in tls]
+    refuses = [(tls, "speaks TLS"), (keyed, "wants a key")]
+    seen = [f"prefill ({listed(urls, most=6)}) {what}" for urls, what in refuses if urls]
+    if asks and seen:
+        yield finding("pair.retraction-key", CLUSTER, f"{' and '.join(seen)}; decode sends neither")
+
+
+def _cache_report(
+    prefill: Sequence[EngineFacts], decode: Sequence[EngineFacts]
+) -> Iterator[Finding]:
+    """Decode gets the count from prefill with the KV, and shows it if it has the flag itself
+    (SGLang's ``disaggregation/decode.py``, ``entrypoints/openai/usage_processor.py``)."""
+    given = [e for e in prefill if e.data.get("enable_cache_report") is True]
+    lacking = [e.url for e in decode if e.data.get("enable_cache_report") is not True]
+    if given and lacking:
+        seen = f"--enable-cache-report on prefill, not on decode ({listed(lacking, most=6)})"
+        yield finding("pair.cache-report", CLUSTER, seen)
 
 
 def attention_tp(facts: EngineFacts) -> int:

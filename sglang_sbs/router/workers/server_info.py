@@ -14,6 +14,7 @@ from sglang_sbs.router.workers.rank_contract import is_coupled, rank_choice_of
 from sglang_sbs.scheduling.events import InstanceRole, RankChoice
 from sglang_sbs.wire.endforward import MAX_DP_SIZE
 
+_FIRST_REBOOTSTRAP = (0, 5, 16)
 MIN_VERSION = (0, 5, 6)
 """First SGLang release this router knows how to speak to."""
 
@@ -172,6 +173,13 @@ def parse_version(text: str) -> tuple[int, ...] | None:
     """``(0, 5, 23)`` of ``0.5.23rc1``; ``None`` if the text is no release number."""
     match = re.match(r"v?(\d+)\.(\d+)(?:\.(\d+))?", text)
     return tuple(int(part or 0) for part in match.groups()) if match else None
+
+
+def may_rebootstrap(version: str) -> bool:
+    """Whether a decode engine that retracts a request may have prefill compute its KV again
+    (SGLang's ``submit_prefill_recompute``)."""
+    numbers = parse_version(version) or ()
+    return not numbers > (0, 0, 0) or numbers >= _FIRST_REBOOTSTRAP
 
 
 def parse_server_info(data: dict[str, Any], role: InstanceRole) -> WorkerInfo:
