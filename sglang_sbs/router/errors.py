@@ -130,6 +130,8 @@ class LegFailure(RouterError):
         """The connection went away under the request, as when its engine ends: of the request, for
         all that is known."""
         self._blameless = blameless
+        self.after_s: float | None = None
+        """How long the engine took to answer so; ``None``: it was not the engine's answer."""
 
     @property
     def retryable(self) -> bool:

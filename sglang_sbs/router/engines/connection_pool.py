@@ -54,6 +54,18 @@ class Call:
     _replayable: bool = True
     _sent_s: float = 0.0
     _paused: bool = False
+    _held: asyncio.TimerHandle | None = None
+
+    def hold(self, for_s: float) -> None:
+        """Start after so long, or upon :meth:`let_go`."""
+        self._held = self._pool.loop.call_later(for_s, self.let_go)
+
+    def let_go(self) -> None:
+        """Start now if it was held."""
+        if self._held is not None:
+            self._held.cancel()
+            self._held = None
+            self.start()
 
     def start(self, *, fresh: bool = False) -> None:
         connection = None if fresh else self._pool.take_idle(self.origin)
@@ -66,6 +78,9 @@ class Call:
     def cancel(self) -> None:
         """Stop now: the connection is closed and the receiver hears nothing more."""
         self.receiver = None
+        if self._held is not None:
+            self._held.cancel()
+            self._held = None
         if self._task is not None:
             self._task.cancel()
         if self._connection is not None:
@@ -151,10 +166,20 @@ class Pool:
     _all: set[Connection] = field(default_factory=set)
     _addresses: dict[str, tuple[float, list[str]]] = field(default_factory=dict)
 
-    def call(self, origin: str, payload: Sequence[bytes | bytearray], receiver: Receiver) -> Call:
+    def call(
+        self,
+        origin: str,
+        payload: Sequence[bytes | bytearray],
+        receiver: Receiver,
+        *,
+        after_s: float = 0.0,
+    ) -> Call:
         """Send a request (``head`` plus body pieces) to ``origin``, a normalised worker URL."""
         call = Call(self, origin, payload, receiver)
-        call.start()
+        if after_s > 0:
+            call.hold(after_s)
+        else:
+            call.start()
         return call
 
     def close(self) -> None:

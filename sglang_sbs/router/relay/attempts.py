@@ -35,6 +35,24 @@ _AT_ONCE = 4
 """Units of batches that begin, are sent or end in one turn of the event loop."""
 
 
+_LEAST_TO_REFUSE_S = 0.05
+_MOST_TO_REFUSE_S = 1.0
+
+
+def _time_to_refuse_s(failure: LegFailure) -> float:
+    """After a refusal of prefill: how long the next attempt waits for another one before decode
+    gets the request. A decode engine announces a request to prefill at once, and what it announces
+    to a prefill engine that refuses the request stays in that engine's memory for good (SGLang's
+    ``disaggregation/mooncake/conn.py``, ``transfer_infos``; sglang #39428).
+
+    No answer says that prefill has taken a request: it answers when all is done, for which it
+    needs decode, and EndForward names a request once decode has made contact. What is left is a
+    time without refusal: twice what the last one took, as the same cause answers alike."""
+    if failure.leg != "prefill" or failure.after_s is None:
+        return 0.0
+    return min(max(2 * failure.after_s, _LEAST_TO_REFUSE_S), _MOST_TO_REFUSE_S)
+
+
 @dataclass(eq=False, repr=False)
 class Attempts:
     """Of all client requests: :meth:`run` takes one of their units to its end."""
@@ -101,6 +119,7 @@ class Attempts:
                 if last or not retryable:
                     raise
                 without_frames(failure)
+                run.decode_after_s = _time_to_refuse_s(failure)
                 run.exclude = tuple(dict.fromkeys((*run.exclude, failure.worker)))
                 self.metrics.retried(failure, kind)
                 logger.info("%s: attempt %d failed (%s), retrying", name, run.attempts, failure)
@@ -199,7 +218,9 @@ class Attempts:
             ids_json=ids_json,
             asks_cached=asks,
         )
-        attempt.pair = pair = Pair(attempt, placement, bodies, self.in_flight, asks)
+        attempt.pair = pair = Pair(
+            *(attempt, placement, bodies, self.in_flight, asks), decode_after_s=run.decode_after_s
+        )
         run.exchange.pairs[run.unit] = pair
         self.in_flight.started(attempt, placement)
         if logger.isEnabledFor(logging.DEBUG):

@@ -74,6 +74,8 @@ class UnitRun:
     """Those of them that went away under it."""
     suspects: list[LegFailure] = field(default_factory=list)
     """Answers of 5xx that may be the engine's fault, or the request's."""
+    decode_after_s: float = 0.0
+    """How long the next attempt gives prefill to refuse before it sends decode's request."""
 
     ahead: bool = True
     """It has a place in the window of its batch."""

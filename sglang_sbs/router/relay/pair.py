@@ -41,9 +41,11 @@ class Pair:
         bodies: tuple[Pieces, Pieces],
         in_flight: InFlight,
         asks_cached: bool,
+        decode_after_s: float = 0.0,
     ) -> None:
         """``bodies``: of prefill and decode. ``asks_cached``: prefill was asked for
-        ``cached_tokens_details``, which it leaves out where there are none."""
+        ``cached_tokens_details``, which it leaves out where there are none. ``decode_after_s``:
+        prefill may refuse the request for so long before decode gets it."""
         exchange = attempt.run.exchange
         self.rid = attempt.rid
         self.unit = attempt.run.unit
@@ -88,12 +90,14 @@ class Pair:
         # Prefill first: it is the one that queues. Both writes leave in this very callback.
         to = placement.prefill_origin, placement.decode_origin
         self.prefill_call = self._send(exchange, to[0], bodies[0], PrefillLeg(self))
-        self.decode_call = self._send(exchange, to[1], bodies[1], DecodeLeg(self))
+        self.decode_call = self._send(exchange, to[1], bodies[1], DecodeLeg(self), decode_after_s)
 
-    def _send(self, exchange: Exchange, origin: str, body: Pieces, leg: Receiver) -> Call:
+    def _send(
+        self, exchange: Exchange, origin: str, body: Pieces, leg: Receiver, after_s: float = 0.0
+    ) -> Call:
         size = sum(map(len, body))
         head = request_head("POST", origin, PATHS[exchange.plan.kind], exchange.headers, size)
-        return self._pool.call(origin, (head, *body), leg)
+        return self._pool.call(origin, (head, *body), leg, after_s=after_s)
 
     # For the relay ----------------------------------------------------------------------------
 
@@ -217,6 +221,8 @@ class Pair:
         if self.closed or self._done:
             return
         over = not failure.transport or failure.unreachable
+        if not failure.transport:
+            failure.after_s = time.monotonic() - self._started_s
         if failure.leg == "prefill":
             self._never_taken = failure.unreachable or 400 <= failure.status < 500
         if failure.leg == "prefill":
@@ -243,6 +249,7 @@ class Pair:
 
     def prefill_came(self) -> None:
         """Prefill's reply comes, and is long. Others are not held until it was read."""
+        self.decode_call.let_go()
         if not self.closed:
             self._book(self._in_flight.dispatcher.prefill_done)
 
@@ -252,6 +259,8 @@ class Pair:
 
     def prefill_finished(self, reply: PrefillReply) -> None:
         self._prefill_over = self._all_sent = True
+        if not self.closed:
+            self.decode_call.let_go()
         if self.must_park:
             self._release()
         if self.closed:

@@ -12,7 +12,9 @@ import pytest
 from router_harness import Cluster, cluster, sse_events, until
 
 from sglang_sbs.router.client import answer_stream
-from sglang_sbs.router.relay import in_flight
+from sglang_sbs.router.engines.connection_pool import Call
+from sglang_sbs.router.relay import attempts, in_flight
+from sglang_sbs.router.relay.leg_answers import DecodeLeg
 from sglang_sbs.router.relay.pair import Pair
 from sglang_sbs.scheduling.events import Refuse, RequestArrived, RequestEnded
 from tools.stand_ins.mock_engine import Behaviour, MockEngine
@@ -196,6 +198,49 @@ async def test_nothing_is_retried_after_the_first_byte() -> None:
         await c.settled()
         assert c.scheduler.ended() == ["failed"]
         assert len(c.decode[0].requests) == 1
+        c.check_books()
+
+
+# What decode announces to a prefill engine that refuses stays there for good -------------------
+
+
+@pytest.mark.parametrize("status", [408, 429, 500, 503])
+async def test_decode_gets_no_retry_that_prefill_refuses(status: int, monkeypatch: Any) -> None:
+    monkeypatch.setattr(attempts, "_LEAST_TO_REFUSE_S", 1e6)
+    monkeypatch.setattr(attempts, "_MOST_TO_REFUSE_S", 1e6)
+    started: list[str] = []
+    start = Call.start
+
+    def noted(call: Call, **how: Any) -> None:
+        if isinstance(call.receiver, DecodeLeg):
+            started.append(call.origin)
+        start(call, **how)
+
+    monkeypatch.setattr(Call, "start", noted)
+    async with cluster(prefill=2) as c:
+        refusal = Behaviour(status=status)
+        for engine in c.prefill:
+            engine.behaviours.extend([refusal, refusal])
+        assert (await c.generate(text="x"))[0] == 200
+        assert sum(len(engine.requests) for engine in c.prefill) == 5
+        assert len(started) == 2, "for the first attempt, and for the one that prefill took"
+        await c.settled()
+        c.check_books()
+
+
+async def test_a_retry_that_prefill_does_not_refuse_goes_to_decode(monkeypatch: Any) -> None:
+    """Prefill answers only when decode has got the KV."""
+    monkeypatch.setattr(attempts, "_LEAST_TO_REFUSE_S", 0.001)
+    async with cluster() as c:
+        c.prefill[0].behaviours.append(Behaviour(status=503))
+        c.prefill[0].reply_gate.close()
+        asked = asyncio.create_task(c.generate(text="x"))
+        await c.prefill[0].reply_gate.arrived(1)
+        c.prefill[0].reply_gate.release()
+        await c.decode[0].received(2)
+        c.prefill[0].reply_gate.open()
+        assert (await asked)[0] == 200
+        await c.settled()
         c.check_books()
 
 
