@@ -425,7 +425,7 @@ def rust_server(view: FeatureView) -> Seen:
 
 @_feature(
     "Barrier between ranks",
-    "several DP ranks with --enable-dp-attention, no --dwdp-size and no "
+    "several DP ranks by DP attention (--attn-dp-size), no --dwdp-size and no "
     "SGLANG_SCHEDULER_SKIP_ALL_GATHER (prefill engines)",
 )
 def barrier(view: FeatureView) -> Seen:

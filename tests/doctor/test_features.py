@@ -43,6 +43,11 @@ RUST = {"dp_rank": 0, "dp_size": DP, "nnodes": 1}
 Change = Callable[["Cluster"], object]
 
 
+def replicas(cluster: Cluster) -> None:
+    """As an engine with ``--dp-size`` and without DP attention."""
+    cluster.every(attn_dp_size=1, dp_size=DP, enable_dp_attention=False)
+
+
 @cache
 def parsed(*words: str) -> DoctorOptions:
     return parse_options(words)
@@ -266,7 +271,7 @@ EVERY_RANK = [
         ("rust-server", lambda c: c.first(deployment_info=None), "partly", "some engines"),
         ("barrier", lambda c: c.first(dwdp_size=4), "partly", "--dwdp-size 4"),
         ("barrier", lambda c: c.plugins(barrier=False), "off", "SKIP_ALL_GATHER"),
-        ("barrier", lambda c: c.every(enable_dp_attention=False), "off", "no --enable-dp"),
+        ("barrier", replicas, "off", "no DP attention"),
         ("barrier", lambda c: c.every(attn_dp_size=1), "off", "one DP rank"),
         ("front-ends", options(front_ends=1), "off", "one process"),
         ("standby", lambda c: c.plugins(routers=["tcp://a:7600"]), "off", "reports to one router"),

@@ -29,8 +29,9 @@ from defects import (
 from doctor_rig import DP, Engine, rig
 from rust_mock_engine import RustMockEngine
 
+from sglang_sbs.doctor.checks.cluster import attention_tp
 from sglang_sbs.doctor.examine import CATALOGUE, gather, judge
-from sglang_sbs.doctor.facts import ClusterFacts
+from sglang_sbs.doctor.facts import ClusterFacts, EngineFacts
 from sglang_sbs.doctor.findings import CLUSTER, Finding, Severity
 from sglang_sbs.doctor.options import parse_options
 from sglang_sbs.engine.publish import Publisher
@@ -43,6 +44,30 @@ from tools.stand_ins.ports import free_ports
 
 def test_every_finding_has_a_test() -> None:
     assert set(CATALOGUE) == set(BROKEN) | ALSO_TESTED | HEALTHY | HEALTHY_ELSEWHERE
+
+
+@pytest.mark.parametrize(
+    ("said", "size"),
+    [
+        ({"dp_size": 1, "attn_dp_size": 4, "enable_dp_attention": True}, 2),
+        ({"dp_size": 1, "attn_dp_size": 4}, 2),
+        ({"dp_size": 4, "enable_dp_attention": True}, 2),
+        ({"dp_size": 4, "enable_dp_attention": False}, 8),
+        ({"dp_size": 4, "attn_dp_size": 1}, 8),
+        ({"attn_dp_size": 4, "attn_cp_size": 2}, 1),
+        ({}, 8),
+    ],
+)
+def test_attention_tp_is_known_of_every_release(said: dict[str, Any], size: int) -> None:
+    """``enable_dp_attention`` will be dropped from ``/server_info``; ``attn_dp_size`` says it."""
+    assert attention_tp(EngineFacts("http://p:1", "prefill", data={"tp_size": 8} | said)) == size
+
+
+async def test_priority_is_no_fault_where_the_engine_orders_by_it() -> None:
+    async with rig() as r:
+        r.prefill[0].info |= {"abort_on_priority_when_disabled": True}
+        r.prefill[0].info |= {"enable_priority_scheduling": True}
+        assert "flags.abort-on-priority" not in ids(await r.examine())
 
 
 async def test_a_healthy_cluster_has_nothing_worse_than_notes() -> None:

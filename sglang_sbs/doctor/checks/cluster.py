@@ -11,7 +11,7 @@ from sglang_sbs.doctor.checks.engine import describe_limits
 from sglang_sbs.doctor.facts import ClusterFacts, EngineFacts, listed, number, text
 from sglang_sbs.doctor.findings import CLUSTER, Finding, Findings
 from sglang_sbs.engine.install import WIRE_VERSION
-from sglang_sbs.router.workers.server_info import may_rebootstrap
+from sglang_sbs.router.workers.server_info import dp_ranks, may_rebootstrap
 
 finding = Findings("""
 error reach.same-engine -> give every engine once
@@ -31,8 +31,10 @@ error pair.page-size -> the same --page-size on prefill and decode
 error pair.kv-dtype -> the same --kv-cache-dtype on prefill and decode
 error pair.allocation-policy -> the same --disaggregation-decode-allocation-policy on prefill and
     decode
-error pair.tp-indivisible -> choose --tp and --dp so that one side's tp/dp divides the other's
-note pair.tp-differs -> with models without MLA choose the same tp/dp on both sides
+error pair.tp-indivisible -> choose --tp and --attn-dp-size so that one side's attention TP size,
+    the first over the second, divides the other's
+note pair.tp-differs -> with models without MLA choose the same attention TP size (--tp over
+    --attn-dp-size) on both sides
 warning pair.context -> the same --context-length on both sides, and enough KV memory on decode
 warning pair.retraction-key -> keep decode from retracting (more KV memory, or a smaller
     --max-running-requests there), or start prefill without --api-key and TLS in a network
@@ -191,9 +193,9 @@ def _cache_report(
 
 def attention_tp(facts: EngineFacts) -> int:
     """TP size within one DP rank; 0 if it is not said."""
-    ranks = facts.info.dp_size if facts.info and facts.data.get("enable_dp_attention") else 1
+    ranks, by_attention = dp_ranks(facts.data)
     context_parallel = max(1, number(facts.data, "attn_cp_size"))
-    return number(facts.data, "tp_size") // (ranks * context_parallel)
+    return number(facts.data, "tp_size") // ((ranks if by_attention else 1) * context_parallel)
 
 
 def grouped(

@@ -54,8 +54,12 @@ warning version.coupled -> upgrade the engine to 0.5.10 or later if you can
 error version.kv-release -> upgrade decode engines to SGLang 0.5.21 or later (mori: 0.5.22)
 note version.unknown -> nothing; make sure that it is newer than 0.5.11
 ok limits.ok
-warning limits.dp-one -> start prefill engines with --dp N --enable-dp-attention, N > 1
-warning limits.no-dp-attention -> add --enable-dp-attention
+warning limits.dp-one -> start prefill engines with --attn-dp-size N, N > 1 (before SGLang 0.5.22:
+    --dp-size N --enable-dp-attention)
+warning limits.no-dp-attention -> write --attn-dp-size N instead of --dp-size N (before SGLang
+    0.5.22: add --enable-dp-attention)
+warning limits.elastic -> start the engine without --elastic-ep-backend, or restart it when ranks
+    have joined or left
 note limits.no-barrier -> nothing, if that is wanted: SBS needs no setting for it
 warning limits.no-chunking -> set --chunked-prefill-size (N tokens per rank x DP size)
 warning limits.chunk-small -> SGLang divides --chunked-prefill-size by the DP size: for N tokens per
@@ -78,8 +82,8 @@ note flags.overlap-disabled -> leave --disable-overlap-schedule out unless a fea
 note flags.schedule-policy -> leave --schedule-policy at fcfs on prefill engines
 note flags.pipeline -> prefer tensor and data parallelism on prefill engines where memory allows
 error flags.kv-release -> unset SGLANG_DISAGGREGATION_DEFERRED_DECODE_KV_RELEASE on decode engines
-note flags.role-switch -> after a switch, give the router the engine under its new role (DELETE and
-    POST /workers)
+error flags.abort-on-priority -> start the engine with --enable-priority-scheduling or without
+    --abort-on-priority-when-disabled
 ok latency.ok
 warning latency.high -> run the router in the same network as the engines; mind proxies between them
 note latency.jitter -> after start-up POST /freeze_gc to each engine (SGLang does so itself unless
@@ -182,10 +186,13 @@ def _limits(facts: EngineFacts, info: WorkerInfo) -> Iterator[_Said]:
     prefill = facts.role == "prefill"
     found = list(_limits_of_prefill(facts, info)) if prefill else []
     if info.no_barrier == server_info.NO_DP_ATTENTION:
-        seen = f"dp {info.dp_size} without --enable-dp-attention"
+        seen = f"--dp-size {info.dp_size} without DP attention"
         found.append(("limits.no-dp-attention", seen))
     elif info.no_barrier and prefill:
         found.append(("limits.no-barrier", info.ranks))
+    if (backend := text(facts.data, "elastic_ep_backend")) not in ("", "none"):
+        seen = f"--elastic-ep-backend {backend}: the router reckons with {info.dp_size} DP ranks"
+        found.append(("limits.elastic", seen))
     if 0 < info.max_running_requests < MIN_RUNNING_REQUESTS:
         seen = f"{info.max_running_requests} requests per rank at most"
         found.append(("limits.few-running", seen))
@@ -235,8 +242,9 @@ def _conflicts(facts: EngineFacts, info: WorkerInfo) -> Iterator[_Said]:
         yield "flags.sleep-on-idle", "--sleep-on-idle is set"
     if info.rust_server and several and info.sbs is None:
         yield "flags.rust-idle", "SGLANG_RUST_SERVER=1 without the plugin"
-    if data.get("enable_pd_role_switch") is True:
-        yield "flags.role-switch", "--enable-pd-role-switch is set"
+    aborts = data.get("abort_on_priority_when_disabled") is True
+    if aborts and data.get("enable_priority_scheduling") is not True:
+        yield "flags.abort-on-priority", "--abort-on-priority-when-disabled is set"
 
 
 def _conflicts_of_prefill(data: dict[str, Any], info: WorkerInfo) -> Iterator[_Said]:

@@ -37,7 +37,7 @@ _MAX_ROUTERS = 16
 _MAX_COUNT = 1 << 40
 _MAX_GRAPHS = 256
 _BIGRAM_ALGORITHMS = ("EAGLE", "EAGLE3", "NEXTN", "FROZEN_KV_MTP")
-NO_DP_ATTENTION = "no --enable-dp-attention"
+NO_DP_ATTENTION = "no DP attention"
 
 
 class UnusableWorker(ValueError):
@@ -189,14 +189,14 @@ def parse_server_info(data: dict[str, Any], role: InstanceRole) -> WorkerInfo:
     numbers = parse_version(version)
     _check_usable(data, role, version, numbers)
     rust_server = _check_rust_server(data, rank=0)
-    dp_size = _dp_size(data)
+    dp_size, _ = dp_ranks(data)
     sbs = _sbs_block(data.get("sbs"))
     no_barrier = _why_no_barrier(data, dp_size, sbs)
     warnings: list[str] = []
     if no_barrier == NO_DP_ATTENTION:
         warnings.append(
-            f"dp_size is {dp_size} without --enable-dp-attention: its DP ranks are independent "
-            "replicas, so batching them into one forward pass gains nothing"
+            f"dp_size is {dp_size} without DP attention: its DP ranks are independent replicas, so "
+            "batching them into one forward pass gains nothing"
         )
     method = _text(data.get("load_balance_method"))
     choice = rank_choice_of(numbers, method) if role == "decode" else "free"
@@ -263,14 +263,19 @@ def _check_usable(
         )
 
 
-def _dp_size(data: dict[str, Any]) -> int:
-    """From SGLang 0.5.22 on, ``dp_size`` is 1 under DP attention and ``attn_dp_size`` has it.
+def dp_ranks(data: dict[str, Any]) -> tuple[int, bool | None]:
+    """How many DP ranks ``/server_info`` tells of, and whether they are by attention; ``None``:
+    it does not say. Up to SGLang 0.5.21 ``dp_size`` counts both kinds and ``enable_dp_attention``
+    tells them apart. From 0.5.22 on ``attn_dp_size`` counts those by attention and ``dp_size``
+    replicas; the other field is there for old clients and will be dropped.
     Raises: UnusableWorker, nobody has so many."""
-    attn_dp_size = _count(data.get("attn_dp_size"))
+    attn_dp_size, old = _count(data.get("attn_dp_size")), data.get("enable_dp_attention")
     dp_size = max(1, attn_dp_size if attn_dp_size > 1 else _count(data.get("dp_size")))
     if dp_size > MAX_DP_SIZE:
         raise UnusableWorker(f"/server_info says dp_size {dp_size}, which cannot be")
-    return dp_size
+    if dp_size > 1 and (attn_dp_size > 1 or old is True):
+        return dp_size, True
+    return dp_size, False if attn_dp_size or old is False else None
 
 
 def _has_radix_cache(data: dict[str, Any], role: InstanceRole) -> bool:
@@ -288,14 +293,14 @@ def _why_no_barrier(data: dict[str, Any], dp_size: int, sbs: SbsBlock | None) ->
         return f"--dwdp-size {_count(data.get('dwdp_size'))}"
     if sbs is not None and sbs.barrier is False:
         return "SGLANG_SCHEDULER_SKIP_ALL_GATHER"
-    return NO_DP_ATTENTION if data.get("enable_dp_attention") is False else ""
+    return NO_DP_ATTENTION if dp_ranks(data)[1] is False else ""
 
 
 def _nodes(data: dict[str, Any]) -> int:
     """Of the first pipeline stage, which speaks; stages are laid over nodes first
     (``managers/data_parallel_controller.py``, ``launch_tensor_parallel_group``). Without DP
     attention the ranks are replicas, and taken to be on one."""
-    if _count(data.get("attn_dp_size")) <= 1 and data.get("enable_dp_attention") is not True:
+    if not dp_ranks(data)[1]:
         return 1
     nodes = _count(data.get("nnodes")) // max(1, _count(data.get("pp_size")))
     return min(max(1, nodes), MAX_DP_SIZE)

@@ -136,8 +136,14 @@ def test_the_plugins_block_is_read() -> None:
         ),
         (
             {"attn_dp_size": 1, "dp_size": 4, "enable_dp_attention": False},
-            "4 ranks, no barrier (no --enable-dp-attention)",
+            "4 ranks, no barrier (no DP attention)",
         ),
+        (
+            {"attn_dp_size": 1, "dp_size": 4, "enable_dp_attention": None},
+            "4 ranks, no barrier (no DP attention)",
+        ),
+        ({"attn_dp_size": 4, "enable_dp_attention": None}, "4 ranks"),
+        ({"attn_dp_size": None, "dp_size": 4, "enable_dp_attention": True}, "4 ranks"),
         ({"attn_dp_size": 1, "enable_dp_attention": False, "sbs": {"barrier": False}}, "1 rank"),
     ],
 )

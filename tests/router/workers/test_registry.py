@@ -362,7 +362,7 @@ def test_dp_attention_missing_is_a_problem_of_the_worker() -> None:
     data = INFO | {"attn_dp_size": 1, "dp_size": 8, "enable_dp_attention": False}
     worker = setup.registry.add("http://p:1", "prefill")
     setup.registry.described(worker, parse_server_info(data, "prefill"))
-    assert "--enable-dp-attention" in worker.problems["launch0"]
+    assert "without DP attention" in worker.problems["launch0"]
     setup.registry.described(worker, parse_server_info(INFO, "prefill"))
     assert not worker.problems, "it was started again, with other flags"
     with pytest.raises(UnusableWorker, match="dp_size"):
