@@ -45,13 +45,15 @@ example: three prefill and one decode instance of two GPUs each (8 GPUs), schedu
 
   python -m sglang_sbs.launch_server --model-path Qwen/Qwen3-30B-A3B \\
       --prefill-instances 3 --decode-instances 1 \\
-      --tp 2 --dp 2 --enable-dp-attention --router-policy sbs
+      --tp 2 --attn-dp-size 2 --router-policy sbs
 
 the same without GPUs, with the tiny model of the tests and modelled forward times (in a checkout)
 
   python -m sglang_sbs.launch_server --model-path "$(python -m tools.cpu_engine.tiny_model)" \\
       --prefill-instances 3 --decode-instances 1 \\
-      --tp 2 --dp 2 --enable-dp-attention --virtual-gpu --router-policy sbs
+      --tp 2 --attn-dp-size 2 --virtual-gpu --router-policy sbs
+
+Before SGLang 0.5.22 write --dp-size 2 --enable-dp-attention instead of --attn-dp-size 2.
 
 --router-FLAG is passed to the router as --FLAG (python -m sglang_sbs.launch_router --help);
 --policy, --prefill-policy, --decode-policy and --sbs-* need no prefix. Every other flag goes to

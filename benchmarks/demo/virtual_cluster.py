@@ -125,7 +125,7 @@ def rig_options(
 def parallel_flags(dp_size: int, attention_tp: int = 1) -> list[str]:
     """DP attention over ``dp_size`` ranks of ``attention_tp`` processes each."""
     flags = ["--tp", str(dp_size * attention_tp)]
-    return [*flags, "--dp", str(dp_size), "--enable-dp-attention"] if dp_size > 1 else flags
+    return [*flags, "--attn-dp-size", str(dp_size)] if dp_size > 1 else flags
 
 
 def dwdp_flags(dp_size: int) -> list[str]:

@@ -28,7 +28,7 @@ python=${PYTHON:-$here/../../.venv/bin/python}
 flags=(
     --model-path "${MODEL_PATH:-$(cd "$here/../.." && "$python" -m tools.cpu_engine.tiny_model)}"
     --prefill-instances "$PREFILL_INSTANCES" --decode-instances "$DECODE_INSTANCES"
-    --tp-size "$TP" --dp-size "$DP" --enable-dp-attention --page-size "$PAGE_SIZE"
+    --tp-size "$TP" --attn-dp-size "$DP" --page-size "$PAGE_SIZE"
     "--prefill-args=--chunked-prefill-size $((PREFILL_CHUNK_PER_RANK * DP))"
     --virtual-gpu "$VIRTUAL_GPU" --port "$ROUTER_PORT" --router-policy sbs
     ${EXTRA[@]+"${EXTRA[@]}"}

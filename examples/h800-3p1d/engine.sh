@@ -64,7 +64,7 @@ common_flags() { # LEADER NODES NODE_RANK
     flags=(
         --model-path "$MODEL_PATH" --host 0.0.0.0 --port "$ENGINE_PORT"
         --dist-init-addr "$1:$DIST_INIT_PORT" --nnodes "$2" --node-rank "$3"
-        --enable-dp-attention --enable-dp-lm-head
+        --enable-dp-lm-head
         # The dense layers are replicated: 1/32 of them is no multiple of the FP8 block.
         --moe-dense-tp-size 1
         --moe-a2a-backend deepep
@@ -80,7 +80,7 @@ common_flags() { # LEADER NODES NODE_RANK
 prefill_flags() {
     flags+=(
         --disaggregation-mode prefill --disaggregation-bootstrap-port "$BOOTSTRAP_PORT"
-        --tp-size "$PREFILL_TP" --dp-size "$PREFILL_DP" --ep-size "$PREFILL_EP"
+        --tp-size "$PREFILL_TP" --attn-dp-size "$PREFILL_DP" --ep-size "$PREFILL_EP"
         # auto would hold the buffers of both modes; a role needs one.
         --deepep-mode normal
         # What each DP rank has cached; rank d is at these ports + d of its node.
@@ -101,7 +101,7 @@ decode_flags() {
     )
     flags+=(
         --disaggregation-mode decode
-        --tp-size "$DECODE_TP" --dp-size "$DECODE_DP" --ep-size "$DECODE_EP"
+        --tp-size "$DECODE_TP" --attn-dp-size "$DECODE_DP" --ep-size "$DECODE_EP"
         --deepep-mode low_latency
         --max-running-requests $((DECODE_MAX_RUNNING_PER_RANK * DECODE_DP))
         --cuda-graph-max-bs-decode "$DECODE_MAX_RUNNING_PER_RANK"

@@ -37,7 +37,7 @@ engine() { # ROLE PORT FIRST_GPU
         --model-path "$MODEL_PATH" --host 127.0.0.1 --port "$port" --base-gpu-id "$first_gpu"
         # Without these, the instances of one machine would take each other's ports.
         --dist-init-addr "127.0.0.1:$((port + DIST_INIT))" --nccl-port $((port + NCCL))
-        --enable-dp-attention --page-size "$PAGE_SIZE" --enable-metrics
+        --page-size "$PAGE_SIZE" --enable-metrics
         --disaggregation-mode "$role"
     )
     if [[ -n $IB_DEVICES ]]; then
@@ -48,7 +48,7 @@ engine() { # ROLE PORT FIRST_GPU
     if [[ $role == prefill ]]; then
         flags+=(
             --disaggregation-bootstrap-port $((port + BOOTSTRAP))
-            --tp-size "$PREFILL_TP" --dp-size "$PREFILL_DP"
+            --tp-size "$PREFILL_TP" --attn-dp-size "$PREFILL_DP"
             --chunked-prefill-size $((PREFILL_CHUNK_PER_RANK * PREFILL_DP))
             --max-prefill-tokens $((PREFILL_CHUNK_PER_RANK > 16384 ? PREFILL_CHUNK_PER_RANK : 16384))
             --mem-fraction-static "$PREFILL_MEM_FRACTION"
@@ -62,7 +62,7 @@ engine() { # ROLE PORT FIRST_GPU
         )
     else
         flags+=(
-            --tp-size "$DECODE_TP" --dp-size "$DECODE_DP"
+            --tp-size "$DECODE_TP" --attn-dp-size "$DECODE_DP"
             --max-running-requests $((DECODE_MAX_RUNNING_PER_RANK * DECODE_DP))
             --cuda-graph-max-bs-decode "$DECODE_MAX_RUNNING_PER_RANK"
             --mem-fraction-static "$DECODE_MEM_FRACTION"

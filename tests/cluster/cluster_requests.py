@@ -30,6 +30,8 @@ from tools.cpu_engine.tiny_model import VOCAB_SIZE, cached_tiny_model
 STARTUP_TIMEOUT_S = 600
 # Divided by the DP size: prompts over 512 tokens take several passes.
 CHUNKED_PREFILL_SIZE = 1024
+# The spelling before SGLang 0.5.22, which later ones take until SGLang removes it; `parallel_flags`
+# of `benchmarks/demo/virtual_cluster.py` has the new one.
 ENGINE_FLAGS = (
     *("--tp", "2", "--dp", "2", "--enable-dp-attention"),
     *("--chunked-prefill-size", str(CHUNKED_PREFILL_SIZE)),

@@ -69,11 +69,11 @@ def test_engines_are_those_of_the_single_node_example(services: dict[str, Any]) 
         assert environment["SGLANG_SBS_INSTANCE_ID"] == f"http://127.0.0.1:{args['port']}"
         assert environment["PORT"] == str(args["port"])
         assert environment["SGLANG_SBS_ROUTERS"] == "tcp://127.0.0.1:7600"
-        assert args["enable_dp_attention"] is True
+        assert args["dp_size"] == 1, "SGLang refuses both"
         assert services[name]["image"].endswith(dotenv()["SGLANG_TAG"])
     assert gpus == [str(number) for number in range(8)]
-    assert [args["chunked_prefill_size"] // args["dp_size"] for args in read[:2]] == [4096] * 2
-    assert read[2]["max_running_requests"] // read[2]["dp_size"] == 128
+    assert [args["chunked_prefill_size"] // args["attn_dp_size"] for args in read[:2]] == [4096] * 2
+    assert read[2]["max_running_requests"] // read[2]["attn_dp_size"] == 128
 
 
 def test_images_are_built_from_this_checkout(services: dict[str, Any]) -> None:

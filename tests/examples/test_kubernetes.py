@@ -167,11 +167,11 @@ def test_engines_are_the_papers() -> None:
     assert set(leaders) == {"prefill", "decode"}
     commands = [engine_command(leaders[name]) for name in ("prefill", "decode")]
     prefill, decode = read_by_sglang(commands)
-    assert (prefill["tp_size"], prefill["dp_size"], prefill["ep_size"]) == (32, 8, 32)
-    assert prefill["chunked_prefill_size"] // prefill["dp_size"] == 3072
+    assert (prefill["tp_size"], prefill["attn_dp_size"], prefill["ep_size"]) == (32, 8, 32)
+    assert prefill["chunked_prefill_size"] // prefill["attn_dp_size"] == 3072
     assert (prefill["deepep_mode"], decode["deepep_mode"]) == ("normal", "low_latency")
-    assert (decode["tp_size"], decode["dp_size"], decode["ep_size"]) == (32, 32, 32)
-    assert decode["max_running_requests"] // decode["dp_size"] == 64
+    assert (decode["tp_size"], decode["attn_dp_size"], decode["ep_size"]) == (32, 32, 32)
+    assert decode["max_running_requests"] // decode["attn_dp_size"] == 64
     for name, args in (("prefill", prefill), ("decode", decode)):
         assert args["disaggregation_mode"] == name
         assert args["node_rank"] == 0 and args["nnodes"] == 4

@@ -119,19 +119,19 @@ def test_h800_engines_are_the_papers(h800: list[Command]) -> None:
     decode = [args for args in read if args["disaggregation_mode"] == "decode"]
     assert (len(prefill), len(decode)) == (12, 4)
     for args in prefill:
-        assert (args["tp_size"], args["dp_size"], args["ep_size"]) == (32, 8, 32)
-        assert args["tp_size"] // args["dp_size"] == 4  # the paper's TP
-        assert args["chunked_prefill_size"] // args["dp_size"] == 3072
-        assert args["chunked_prefill_size"] // args["dp_size"] <= args["max_prefill_tokens"]
+        assert (args["tp_size"], args["attn_dp_size"], args["ep_size"]) == (32, 8, 32)
+        assert args["tp_size"] // args["attn_dp_size"] == 4  # the paper's TP
+        assert args["chunked_prefill_size"] // args["attn_dp_size"] == 3072
+        assert args["chunked_prefill_size"] // args["attn_dp_size"] <= args["max_prefill_tokens"]
         assert args["deepep_mode"] == "normal"
         assert args["disaggregation_bootstrap_port"] == 8998
     for args in decode:
-        assert (args["tp_size"], args["dp_size"], args["ep_size"]) == (32, 32, 32)
+        assert (args["tp_size"], args["attn_dp_size"], args["ep_size"]) == (32, 32, 32)
         assert args["deepep_mode"] == "low_latency"
-        assert args["max_running_requests"] // args["dp_size"] == 64
+        assert args["max_running_requests"] // args["attn_dp_size"] == 64
         assert args["cuda_graph_max_bs_decode"] == 64
     for args in read:
-        assert args["enable_dp_attention"] is True
+        assert args["dp_size"] == 1, "SGLang refuses both"
         assert args["moe_a2a_backend"] == "deepep"
         assert args["disaggregation_transfer_backend"] == "mooncake"
         assert args["disaggregation_ib_device"].count("mlx5_") == 8
@@ -163,7 +163,7 @@ def test_h800_flags_pass_sglangs_own_checks(tmp_path: Path) -> None:
 
 def test_h800_chunks_are_whole_pages(h800: list[Command]) -> None:
     for args in read_by_sglang(h800[:1]):
-        assert args["chunked_prefill_size"] % (args["dp_size"] * args["page_size"]) == 0
+        assert args["chunked_prefill_size"] % (args["attn_dp_size"] * args["page_size"]) == 0
 
 
 def test_h800_nodes_form_instances(h800: list[Command]) -> None:
@@ -279,7 +279,7 @@ def test_single_node_engines_share_eight_gpus(node: list[Command]) -> None:
     assert gpus == list(range(8))
     assert [args["disaggregation_mode"] for args in read] == ["prefill", "prefill", "decode"]
     for args in read[:2]:
-        assert args["chunked_prefill_size"] // args["dp_size"] == 4096
+        assert args["chunked_prefill_size"] // args["attn_dp_size"] == 4096
 
 
 def test_single_node_ports_do_not_meet(node: list[Command]) -> None:
@@ -293,7 +293,7 @@ def test_single_node_ports_do_not_meet(node: list[Command]) -> None:
             ports.append(args["disaggregation_bootstrap_port"])
             for word in args["kv_events_config"].replace('"', " ").split():
                 if word.startswith("tcp://"):
-                    ports += [int(word.rpartition(":")[2]) + n for n in range(args["dp_size"])]
+                    ports += [int(word.rpartition(":")[2]) + n for n in range(args["attn_dp_size"])]
     assert len(ports) == 2 * 15 + 10
     assert len(set(ports)) == len(ports)
 
@@ -361,7 +361,7 @@ def test_cpu_cluster(tmp_path: Path) -> None:
     )
     read = read_by_sglang(engines(commands))
     assert [args["disaggregation_mode"] for args in read] == ["prefill"] * 3 + ["decode"]
-    assert {args["chunked_prefill_size"] // args["dp_size"] for args in read[:3]} == {1024}
+    assert {args["chunked_prefill_size"] // args["attn_dp_size"] for args in read[:3]} == {1024}
     assert all(VIRTUAL_GPU_ENV in command.environment for command in engines(commands))
     options = read_by_router(single(commands, ROUTER))
     assert (len(options.prefill), len(options.decode)) == (3, 1)

@@ -21,7 +21,7 @@ example:
   # on every engine node: the plugin reports each forward pass to the router
   pip install .     # in a checkout of sglang-sbs
   SGLANG_SBS_ROUTERS=tcp://router:7600 python -m sglang.launch_server \\
-      --disaggregation-mode prefill --tp 32 --dp 8 --enable-dp-attention ...
+      --disaggregation-mode prefill --tp 32 --attn-dp-size 8 ...
   # on the router node: the command you run today, with --policy sbs
   python -m sglang_sbs.launch_router --pd-disaggregation \\
       --prefill http://p0:30000 8998 --prefill http://p1:30000 8998 \\
