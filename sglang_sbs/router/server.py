@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import os
 import resource
 import socket
 import sys
@@ -23,6 +24,7 @@ from sglang_sbs.router.api.surface import Surface
 from sglang_sbs.router.assignment.assigner import Assigner
 from sglang_sbs.router.assignment.scheduler_driver import SchedulerLike
 from sglang_sbs.router.client import intake
+from sglang_sbs.router.client.tls_port import TlsPort
 from sglang_sbs.router.engines.connection_pool import Pool
 from sglang_sbs.router.lanes import Lanes
 from sglang_sbs.router.memory import give_back_large_blocks
@@ -81,7 +83,7 @@ class RouterServer:
         self._runner: web.AppRunner | None = None
         self._metrics_port: MetricsPort | None = None
         self._tasks: list[asyncio.Task[None]] = []
-        self._listening: list[asyncio.Server] = []
+        self._listening: list[asyncio.Server | TlsPort] = []
         self.traces = open_traces(options.otlp_endpoint) if options.otlp_endpoint else None
 
     async def start(self) -> None:
@@ -298,14 +300,29 @@ class RouterServer:
         await runner.setup()
         assert runner.server is not None
         gate = partial(intake.Gate, self.doorman, intake.refusing_odd_expect(runner.server))
-        create, tls = asyncio.get_running_loop().create_server, server_ssl(options)
-        open_port = partial(create, gate, ssl=tls, backlog=_BACKLOG)
+        tls = server_ssl(options)
+
+        async def open_port(*place: Any, sock: socket.socket | None = None) -> None:
+            loop = asyncio.get_running_loop()
+            # Over TLS what it would accept is accepted here, so that it can be counted at once.
+            listening = await loop.create_server(
+                *(gate, *place), sock=sock, backlog=_BACKLOG, start_serving=tls is None
+            )
+            if tls is None:
+                self._listening.append(listening)
+                return
+            sockets = [socket.socket(fileno=os.dup(one.fileno())) for one in listening.sockets]
+            listening.close()
+            for one in sockets:
+                one.listen(_BACKLOG)
+            self._listening.append(TlsPort(sockets, tls, self.doorman, gate))
+
         if options.listen_fds:
             for fd in options.listen_fds:
-                self._listening.append(await open_port(sock=socket.socket(fileno=fd)))
+                await open_port(sock=socket.socket(fileno=fd))
         else:
             with naming_port("--port", options.host, options.port):
-                self._listening.append(await open_port(options.host, options.port))
+                await open_port(options.host, options.port)
         for listening in self._listening:
             for sock in listening.sockets:  # what is accepted inherits it
                 sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)

@@ -83,6 +83,33 @@ async def over_tls(certificate: tuple[Path, Path]) -> None:
         await decode.stop()
 
 
+def test_silent_connections_before_tls_lock_nobody_out(certificate: tuple[Path, Path]) -> None:
+    """As the router runs, and with asyncio's own loop."""
+    for factory in (uvloop.new_event_loop, asyncio.new_event_loop):
+        with asyncio.Runner(loop_factory=factory) as runner:
+            runner.run(silent_before_tls(certificate))
+
+
+async def silent_before_tls(certificate: tuple[Path, Path]) -> None:
+    cert, key = certificate
+    flags = ("--tls-cert-path", str(cert), "--tls-key-path", str(key))
+    async with cluster(*flags, wait=False) as c:
+        c.server.doorman._most = 20
+        silent = [await asyncio.open_connection("127.0.0.1", c.server.port) for _ in range(50)]
+        await until(lambda: sum(reader.at_eof() for reader, _ in silent) == 30)
+        assert all(reader.at_eof() for reader, _ in silent[:30]), "the oldest go"
+        url = f"https://127.0.0.1:{c.server.port}/liveness"
+        connector = aiohttp.TCPConnector(ssl=ssl.create_default_context(cafile=str(cert)))
+        async with (
+            aiohttp.ClientSession(connector=connector) as client,
+            client.get(url) as response,
+        ):
+            assert response.status == 200
+        for _, writer in silent:
+            writer.close()
+        await until(lambda: not c.server.doorman._waiting)
+
+
 # Who trusts whom ----------------------------------------------------------------------------------
 
 

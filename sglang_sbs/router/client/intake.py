@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 from aiohttp import web
 from aiohttp.http_exceptions import HttpProcessingError
 
+from sglang_sbs.router.client.dense_input import DenseInput, Slices
 from sglang_sbs.router.errors import RouterError
 from sglang_sbs.router.lanes import Turns
 from sglang_sbs.router.options.config import MAX_BODIES_BYTES
@@ -180,17 +181,19 @@ class Doorman:
         with silent ones, ``idle_s`` with idle ones."""
         self._patience_s, self._idle_s = patience_s, idle_s
         self._most = most
+        self.slices = Slices()
+        """Of what they send; shared by the connections of a port."""
         self._waiting: dict[Any, _Wait] = {}
         """By transport, the one that has waited longest first."""
 
     def watch(self, transport: asyncio.BaseTransport) -> None:
-        self._enter(transport, self._patience_s)
+        self.enter(transport, self._patience_s)
 
     def rests(self, transport: asyncio.BaseTransport) -> None:
         """A request on it was answered."""
-        self._enter(transport, self._idle_s)
+        self.enter(transport, self._idle_s)
 
-    def heard(self, transport: asyncio.BaseTransport | None) -> None:
+    def heard(self, transport: Any) -> None:
         """A whole request head came over that connection, or it is gone."""
         wait = self._waiting.pop(transport, None)
         if wait is not None:
@@ -215,7 +218,7 @@ class Doorman:
                 return True
         return False
 
-    def _enter(self, transport: Any, patience_s: float, *, spared: bool = False) -> None:
+    def enter(self, transport: Any, patience_s: float, *, spared: bool = False) -> None:
         while len(self._waiting) >= self._most:
             self._close(next(iter(self._waiting)))
         timer = asyncio.get_running_loop().call_later(patience_s, self._close, transport)
@@ -228,7 +231,7 @@ class Doorman:
         wait.timer.cancel()
         unsent = transport.get_write_buffer_size()
         if unsent and not wait.spared:
-            self._enter(transport, wait.patience_s, spared=True)
+            self.enter(transport, wait.patience_s, spared=True)
             return False
         if transport.is_closing() and not unsent:
             return False
@@ -258,13 +261,16 @@ class Gate(asyncio.Protocol):
             return
         self.doorman.watch(transport)
         protocol, heard = self.serve(), self.doorman.heard
+        dense = DenseInput(transport, protocol, self.doorman.slices)
 
         def lost(exc: Exception | None) -> None:  # without self, else both wait for a collector
             heard(transport)
+            dense.lost()
             protocol.connection_lost(exc)
 
         self.connection_lost = lost  # type: ignore[method-assign]
-        for name in ("data_received", "eof_received", "pause_writing", "resume_writing"):
+        self.data_received = dense.received  # type: ignore[method-assign]
+        for name in ("eof_received", "pause_writing", "resume_writing"):
             setattr(self, name, getattr(protocol, name))
         transport.set_protocol(self)  # uvloop has looked its methods up
         protocol.connection_made(transport)

@@ -1,0 +1,87 @@
+"""Input of many short lines is parsed a slice at a time.
+
+An HTTP parser calls Python for each chunk of a body. A read of 256 KB holds 40,000 chunks of one
+byte, which would hold the event loop for tens of milliseconds, before any key is checked."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import Callable
+from typing import Any
+
+SLICE_BYTES = 4096
+MOST_LINES = 512
+"""What has more of them in one read is sliced."""
+
+
+class Slices:
+    """Lets one connection with such input go on in each turn of the event loop."""
+
+    def __init__(self) -> None:
+        self._waiting: deque[DenseInput] = deque()
+        self._scheduled = False
+
+    def add(self, one: DenseInput) -> None:
+        self._waiting.append(one)
+        self._schedule()
+
+    def _schedule(self) -> None:
+        if self._waiting and not self._scheduled:
+            self._scheduled = True
+            asyncio.get_running_loop().call_soon(self._next)
+
+    def _next(self) -> None:
+        self._scheduled = False
+        one = self._waiting.popleft()
+        try:
+            if one.feed_slice():
+                self._waiting.append(one)
+        finally:
+            self._schedule()
+
+
+class DenseInput:
+    """What a connection receives, on its way to the parser."""
+
+    def __init__(self, transport: Any, protocol: Any, slices: Slices) -> None:
+        self._transport, self._protocol, self._slices = transport, protocol, slices
+        self._feed: Callable[[bytes], None] = protocol.data_received
+        self._held = bytearray()
+
+    def received(self, data: bytes) -> None:
+        dense = len(data) > SLICE_BYTES and data.count(b"\n") > MOST_LINES
+        if not dense and not self._held:
+            self._feed(data)
+            return
+        begins = not self._held
+        self._held += data
+        self._transport.pause_reading()
+        if begins:
+            self._slices.add(self)
+
+    def feed_slice(self) -> bool:
+        """Returns: whether more is held."""
+        piece = bytes(self._held[:SLICE_BYTES])
+        del self._held[:SLICE_BYTES]
+        if self._transport is None or self._transport.is_closing():
+            self._held.clear()
+        else:
+            self._feed(piece)
+        if not self._held and self._transport is not None:
+            # aiohttp pauses as well, while nobody takes what it has, and then resumes by itself.
+            paused = self._protocol._reading_paused
+            paused = paused or getattr(self._protocol, "_buffer_paused", False)
+            if not paused and not self._transport.is_closing():
+                self._transport.resume_reading()
+        return bool(self._held)
+
+    def lost(self) -> None:
+        """The connection is gone: nothing is kept of it."""
+        self._held.clear()
+        self._transport = self._protocol = None
+        self._feed = _nothing
+
+
+def _nothing(_data: bytes) -> None:
+    pass

@@ -1,0 +1,108 @@
+"""Accepts the connections of a port with TLS. A server that is given the TLS context itself tells
+of a connection only after its handshake, so nobody could count those that begin none."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import errno
+import logging
+import socket
+import ssl
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+
+from sglang_sbs.router.client.intake import Doorman
+
+logger = logging.getLogger(__name__)
+
+HANDSHAKE_S = 10.0
+"""For the TLS handshake of a connection."""
+_ACCEPTED_AT_ONCE = 64
+_PAUSE_S = 0.1
+"""Until the next try where there is no descriptor left."""
+
+
+@dataclass(eq=False, repr=False)
+class _Handshake:
+    """What a doorman closes: a connection whose TLS handshake is not over."""
+
+    sock: socket.socket
+    task: asyncio.Task[None] | None = None
+
+    def get_write_buffer_size(self) -> int:
+        return 0
+
+    def is_closing(self) -> bool:
+        return self.task is None or self.task.done()
+
+    def abort(self) -> None:
+        if self.task is not None:
+            self.task.cancel()
+        with contextlib.suppress(OSError):
+            self.sock.shutdown(socket.SHUT_RDWR)
+
+
+class TlsPort:
+    """Used where plain HTTP uses an ``asyncio.Server``: it listens until :meth:`close`."""
+
+    def __init__(
+        self,
+        sockets: list[socket.socket],
+        tls: ssl.SSLContext,
+        doorman: Doorman,
+        gate: Callable[[], asyncio.Protocol],
+    ) -> None:
+        """``sockets`` listen already. ``gate`` serves a connection after its handshake."""
+        self.sockets = sockets
+        self._tls, self._doorman, self._gate = tls, doorman, gate
+        self._loop = asyncio.get_running_loop()
+        self._under_way: set[asyncio.Task[None]] = set()
+        for sock in sockets:
+            sock.setblocking(False)
+            self._loop.add_reader(sock.fileno(), self._accept, sock)
+
+    def close(self) -> None:
+        """Listen no more; connections that are there go on."""
+        for sock in self.sockets:
+            if sock.fileno() >= 0:
+                self._loop.remove_reader(sock.fileno())
+                sock.close()
+
+    def _accept(self, listening: socket.socket) -> None:
+        for _ in range(_ACCEPTED_AT_ONCE):
+            try:
+                sock, _ = listening.accept()
+            except (BlockingIOError, InterruptedError, ConnectionAbortedError):
+                return
+            except OSError as error:
+                if error.errno in (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM):
+                    self._doorman.close_oldest()
+                    self._loop.remove_reader(listening.fileno())
+                    self._loop.call_later(_PAUSE_S, self._resume, listening)
+                return
+            sock.setblocking(False)
+            handshake = _Handshake(sock)
+            handshake.task = self._loop.create_task(self._shake_hands(handshake))
+            self._under_way.add(handshake.task)
+            handshake.task.add_done_callback(partial(self._over, handshake))
+            self._doorman.enter(handshake, HANDSHAKE_S)
+
+    def _resume(self, listening: socket.socket) -> None:
+        if listening.fileno() >= 0:
+            self._loop.add_reader(listening.fileno(), self._accept, listening)
+
+    async def _shake_hands(self, handshake: _Handshake) -> None:
+        try:
+            await self._loop.connect_accepted_socket(
+                *(self._gate, handshake.sock), ssl=self._tls, ssl_handshake_timeout=HANDSHAKE_S
+            )
+        except OSError as error:  # no TLS, too late, or gone
+            logger.debug("a TLS handshake failed: %s", type(error).__name__)
+
+    def _over(self, handshake: _Handshake, task: asyncio.Task[None]) -> None:
+        self._under_way.discard(task)
+        self._doorman.heard(handshake)
+        if task.cancelled() or task.exception() is not None:
+            handshake.sock.close()  # where the loop had not taken it yet
