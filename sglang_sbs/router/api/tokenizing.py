@@ -3,8 +3,8 @@ SGLang does (``entrypoints/openai/serving_tokenize.py``, 0.5.5+). Engines are no
 
 from __future__ import annotations
 
-import reprlib
 import uuid
+from array import array
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -19,13 +19,24 @@ from sglang_sbs.router.client.answer_stream import send
 from sglang_sbs.router.errors import RouterError
 from sglang_sbs.router.lanes import LONG_BYTES
 from sglang_sbs.router.prompts.chat_tokenizer import ChatTokenizer
+from sglang_sbs.router.requests import body_fields
 from sglang_sbs.router.requests.body_fields import bad_request
+from sglang_sbs.router.requests.raw_json import (
+    JsonError,
+    Raw,
+    entries_of,
+    first_byte,
+    members_of,
+    shown,
+    token_ids_of,
+)
 
 _MAX_BODY_BYTES = 4 << 20
 """Of text or ids in JSON: a larger body would hold up the event loop while it is read."""
 _MOST_BACKLOG_BYTES = 16 << 20
 _MOST_TEXTS = 1024
-_MOST_TOKEN_ID = (1 << 32) - 1
+_MOST_IDS = 1 << 18
+"""Of one request: more than the context of a model, and what can be answered without a pause."""
 
 
 class Tokenizing:
@@ -55,7 +66,7 @@ class Tokenizing:
         return json_answer({"tokenizers": [known]})
 
     async def _answered(
-        self, work: Callable[[ChatTokenizer, dict[str, Any]], Any], request: web.Request
+        self, work: Callable[[ChatTokenizer, bytes | bytearray], Any], request: web.Request
     ) -> web.StreamResponse:
         """``work`` in a thread, as prompts are tokenized. Raises: RouterError."""
         server = self._server
@@ -70,11 +81,12 @@ class Tokenizing:
                 raise RouterError(503, "busy", detail, retry_after_s=1.0)
             # Not in the threads that prompts of requests wait for, however short it is.
             body = await server.lanes.run(
-                max(len(raw), LONG_BYTES), lambda: orjson.dumps(work(tokenizer, json_object(raw)))
+                max(len(raw), LONG_BYTES), lambda: orjson.dumps(work(tokenizer, raw))
             )
             return await send(request, web.Response(body=body, content_type="application/json"))
 
-    def _tokens(self, tokenizer: ChatTokenizer, body: dict[str, Any]) -> dict[str, Any]:
+    def _tokens(self, tokenizer: ChatTokenizer, raw: bytes | bytearray) -> dict[str, Any]:
+        body = json_object(raw)
         prompt, messages = body.get("prompt"), body.get("messages")
         if (prompt is None) == (messages is None):
             raise bad_request("exactly one of prompt and messages must be given")
@@ -124,25 +136,37 @@ def _check_count(name: str, of: list[Any]) -> None:
         raise bad_request(f"{name} has {len(of)} entries; {most}")
 
 
-def _text(tokenizer: ChatTokenizer, body: dict[str, Any]) -> dict[str, Any]:
-    tokens = body.get("tokens")
-    skip = body.get("skip_special_tokens", True)
-    if not isinstance(skip, bool):
-        raise bad_request("skip_special_tokens must be true or false")
-    if not isinstance(tokens, list):
-        raise bad_request("tokens must be a list of ids, or of such lists")
-    if not tokens:
-        return {"text": ""}
-    several = isinstance(tokens[0], list)
-    if several:
-        _check_count("tokens", tokens)
-    for ids in tokens if several else [tokens]:
-        if not isinstance(ids, list):
-            raise bad_request(f"tokens: {reprlib.repr(ids)} is no list, unlike the first")
-        for one in ids:
-            if type(one) is not int or not 0 <= one <= _MOST_TOKEN_ID:
-                raise bad_request(f"tokens: {reprlib.repr(one)} is no token id")
+def _text(tokenizer: ChatTokenizer, raw: bytes | bytearray) -> dict[str, Any]:
+    try:
+        body = members_of(raw)
+        skip = body_fields.scalar(body, "skip_special_tokens")
+        tokens = body_fields.given(body, "tokens")
+        if not isinstance(skip, bool | None):
+            raise bad_request("skip_special_tokens must be true or false")
+        if tokens is None or first_byte(tokens) != b"[":
+            raise bad_request("tokens must be a list of ids, or of such lists")
+        if first_byte(tokens, 1) == b"]":
+            return {"text": ""}
+        several = first_byte(tokens, 1) == b"["
+        lists = entries_of(tokens) if several else [tokens]
+    except JsonError as error:
+        raise bad_request(str(error)) from error
+    _check_count("tokens", lists)
+    ids = [_ids(one) for one in lists]
+    if sum(map(len, ids)) > _MOST_IDS:
+        raise bad_request(f"tokens has over {_MOST_IDS} ids")
     # Unlike ``decode`` this lets other threads run meanwhile.
     decode = tokenizer.tokenizer.decode_batch
-    texts = decode(tokens if several else [tokens], skip_special_tokens=skip)
+    texts = decode([one.tolist() for one in ids], skip_special_tokens=skip is not False)
     return {"text": texts if several else texts[0]}
+
+
+def _ids(raw: Raw) -> array[int]:
+    """Never as objects all at once: a list of ids is many times as large then."""
+    if first_byte(raw) != b"[":
+        raise bad_request(f"tokens: {shown(raw)} is no list, unlike the first")
+    # An array takes true for 1.
+    ids = None if b"e" in bytes(raw) else token_ids_of(raw)
+    if ids is None:
+        raise bad_request(f"tokens: something in {shown(raw)} is no token id")
+    return ids

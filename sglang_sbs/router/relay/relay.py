@@ -71,24 +71,26 @@ class Relay:
             with self.bodies.share() as share:
                 plan = await self._plan(kind, request, share)
                 self.in_flight.named(task, plan.client_rids)
-                prompts = await self.prompts.read(plan)
-                plan.forget_values()
-                sign = -1 if self.config.low_priority_values_first else 1
-                pairs: dict[int, Pair] = {}
                 remember, ids = self.in_flight.recent.began, plan.client_rids
-                exchange = Exchange(
-                    headers=headers,
-                    request_id=request_id,
-                    asked=asked,
-                    downstream=Downstream(request, pairs),
-                    pairs=pairs,
-                    plan=plan,
-                    prompts=prompts,
-                    session=session_header(headers) or plan.session,
-                    priority=clamped_priority(sign * plan.priority),
-                    recent=remember(request_id, kind, began_s, len(plan.units), ids),
-                )
+                recent = remember(request_id, kind, began_s, len(plan.units), ids)
+                # Admitted first: what gets a 429 is not worth tokenizing.
                 async with self.admission.slot(len(plan.units)):
+                    prompts = await self.prompts.read(plan)
+                    plan.forget_values()
+                    sign = -1 if self.config.low_priority_values_first else 1
+                    pairs: dict[int, Pair] = {}
+                    exchange = Exchange(
+                        headers=headers,
+                        request_id=request_id,
+                        asked=asked,
+                        downstream=Downstream(request, pairs),
+                        pairs=pairs,
+                        plan=plan,
+                        prompts=prompts,
+                        session=session_header(headers) or plan.session,
+                        priority=clamped_priority(sign * plan.priority),
+                        recent=recent,
+                    )
                     return await self._serve(exchange, task)
         except (RouterError, ConnectionError, asyncio.CancelledError) as error:
             if not self._ended_here(error, task):

@@ -6,6 +6,7 @@ import re
 from collections.abc import Sequence
 from typing import NamedTuple
 
+from sglang_sbs.router.errors import RouterError
 from sglang_sbs.router.limits import MAX_SESSION_CHARS
 from sglang_sbs.router.requests.body_fields import bad_request
 from sglang_sbs.scheduling.queue.fairness import MOST_TENANT_CHARS
@@ -21,6 +22,8 @@ _ID_HEADER, _SESSION_HEADER = "x-request-id", "x-smg-routing-key"
 _FORWARDED_HEADERS = frozenset(
     {"authorization", "x-correlation-id", "traceparent", "tracestate", _SESSION_HEADER}
 )
+MOST_FORWARDED_CHARS = 64 << 10
+"""Twice what one header may have: a token of the largest size, and baggage beside it."""
 _MILLISECONDS = re.compile(r"[0-9]{1,12}(\.[0-9]{1,6})?")
 
 
@@ -36,8 +39,8 @@ def session_header(headers: bytes) -> str:
 def forwarded_headers(headers: Sequence[tuple[str, str]], request_id: str) -> bytes:
     """The client's headers both legs get, as header lines; everything else stays here. Also dropped
     thereby: ``X-Data-Parallel-Rank`` and ``x-override-*``, which would overrule the rank chosen
-    here."""
-    lines = []
+    here. Raises: RouterError (431), they are too long: each request of a batch gets them twice."""
+    lines: list[str] = []
     if _HEADER_VALUE.fullmatch(request_id):
         lines.append(f"{_ID_HEADER}: {request_id}\r\n")
     for name, value in headers:
@@ -45,6 +48,10 @@ def forwarded_headers(headers: Sequence[tuple[str, str]], request_id: str) -> by
         passes = lower in _FORWARDED_HEADERS or lower.startswith(f"{_ID_HEADER}-")
         if passes and _HEADER_VALUE.fullmatch(value):
             lines.append(f"{lower}: {value}\r\n")
+    size = sum(map(len, lines))
+    if size > MOST_FORWARDED_CHARS:
+        why = f"the headers that engines get have {size} characters; write at most"
+        raise RouterError(431, "headers_too_large", f"{why} {MOST_FORWARDED_CHARS}")
     return "".join(lines).encode("utf-8", "surrogateescape")
 
 

@@ -37,6 +37,8 @@ several nodes or pipeline parallelism), an unknown ``lora_id`` one with ``--enab
 
 _ASK_CACHED = "return_cached_tokens_details"
 _IDS_FIELD = {"generate": "input_ids", "completions": "prompt", "chat": "input_ids"}
+_MOST_OPTIONS_BYTES = 1024
+"""Of ``stream_options``, which every request of a batch gets: SGLang knows two switches in it."""
 _JOINED_BYTES = 1 << 16
 """Smaller bodies are one piece: that is quicker to send."""
 
@@ -114,6 +116,8 @@ def _plan(kind: RouteKind, raw: bytes | bytearray, limits: RelayConfig) -> Plan:
         body.pop(name, None)
     stream = body_fields.stream_of(body)
     options = body_fields.given(body, "stream_options")
+    if options is not None and len(memoryview(options)) > _MOST_OPTIONS_BYTES:
+        raise body_fields.bad_request(f"stream_options is over {_MOST_OPTIONS_BYTES} bytes")
     rid = body_fields.given(body, "rid")
     for name in ("stream", "stream_options", "rid"):
         body.pop(name, None)

@@ -8,8 +8,6 @@ from dataclasses import dataclass
 from itertools import cycle
 from typing import Any, Literal
 
-import orjson
-
 from sglang_sbs.router.options.config import RelayConfig
 from sglang_sbs.router.requests.body_fields import (
     NAMESPACE_FIELDS,
@@ -31,6 +29,8 @@ from sglang_sbs.router.requests.raw_json import (
     is_null,
     is_true,
     joined,
+    list_of,
+    members_of_entry,
     number_lists_of,
     token_ids_of,
     value_of,
@@ -103,17 +103,16 @@ def split_generate(body: _Body, limits: RelayConfig) -> _Split:
     samples = _samples_of(params)
     _check_units(batch or 1, samples, limits)
     if samples > 1:
-        for one in params:
-            one["n"] = 1
+        objects = [b"{%b}" % bytes(joined((one | {"n": Raw(b"1")}).items())) for one in params]
         several = len(params) > 1
-        body["sampling_params"] = Raw(orjson.dumps(params if several else params[0]))
+        body["sampling_params"] = Raw(list_of(objects) if several else objects[0])
     own: list[_Own] = [{} for _ in range(batch or 1)]
     if batch is not None:
         _move_own(body, own, batch)
     takes_ids = key == "text" and not any(name in body for name in _PROMPT_FIELDS)
     prompts = _prompts(key, values or [prompt], body, own, takes_ids=takes_ids)
     for each, one in zip(prompts, cycle(params), strict=False):
-        each.max_new_tokens = _first_limit("generate", [one.get("max_new_tokens")])
+        each.max_new_tokens = _first_limit("generate", [scalar(one, "max_new_tokens")])
     return prompts, samples, batch is not None or samples > 1
 
 
@@ -145,21 +144,21 @@ def _check_count(raw: Raw, limits: RelayConfig) -> None:
         _check_units(count_outside_strings(view, b'",')[ord(",")] + 1, 1, limits)
 
 
-def _params_of(body: _Body, batch: int | None) -> list[dict[str, Any]]:
-    """Sampling parameters: one object for all prompts, or one each."""
+def _params_of(body: _Body, batch: int | None) -> list[_Body]:
+    """Sampling parameters: one object for all prompts, or one each. Their values stay JSON: a
+    ``logit_bias`` of megabytes would be many times as large as objects."""
     raw = given(body, "sampling_params")
     if raw is None:
         return [{}]
+    entries = [raw]
     if first_byte(raw) == b"[":
         if batch is None:
             raise bad_request("sampling_params must be an object: there is one prompt")
-        entries = value_of(raw)
+        entries = entries_of(raw)
         _check_entries("sampling_params", entries, batch)
-    else:
-        entries = [value_of(raw)]
-    if not all(isinstance(item, dict | None) for item in entries):
+    if not all(first_byte(entry) == b"{" or is_null(entry) for entry in entries):
         raise bad_request("sampling_params must be an object or a list of objects")
-    return [item or {} for item in entries]
+    return [members_of_entry(entry) for entry in entries]
 
 
 def _move_own(body: _Body, own: list[_Own], batch: int) -> None:
@@ -182,12 +181,12 @@ def _check_entries(name: str, entries: list[Any], batch: int) -> None:
         raise bad_request(f"{name} has {len(entries)} entries for a batch of {batch}")
 
 
-def _samples_of(params: list[dict[str, Any]]) -> int:
+def _samples_of(params: list[_Body]) -> int:
     """``n`` of native sampling parameters, 1 for beam search (there it counts beams)."""
-    values = {positive("n", item.get("n")) for item in params}
+    values = {positive("n", scalar(item, "n")) for item in params}
     if len(values) > 1:
         raise bad_request("sampling_params.n must be the same for all prompts of a batch")
-    if any((output_limit(item.get("beam_width")) or 1) > 1 for item in params):
+    if any((output_limit(scalar(item, "beam_width")) or 1) > 1 for item in params):
         return 1
     return values.pop()
 

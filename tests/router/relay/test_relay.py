@@ -331,3 +331,16 @@ async def test_echoed_logprobs_of_prefill_go_in_front_of_decodes(
     for lists in got.values():
         assert lists["tokens"] == wanted
         assert len(lists["token_logprobs"]) == len(wanted)
+
+
+async def test_a_request_is_admitted_before_its_prompt_is_read() -> None:
+    """What gets a 429 costs no tokenization."""
+    async with cluster("--max-concurrent-requests", "1", "--queue-size", "0") as c:
+        c.prefill[0].gate.close()
+        first = asyncio.create_task(c.generate(text="x"))
+        await c.prefill[0].gate.arrived(1)
+        read = sum(c.server.prompts.counts.values())
+        assert (await c.generate(text="y"))[0] == 429
+        assert sum(c.server.prompts.counts.values()) == read
+        c.prefill[0].gate.open()
+        assert (await first)[0] == 200
