@@ -112,14 +112,15 @@ class Release:
 
     def _within(self, module: ast.Module, names: list[str]) -> Member | None:
         for node in module.body:
-            if isinstance(node, Function) and names == [node.name]:
-                return node
+            if len(names) == 1 and (found := _named(node, names[0])) is not None:
+                return found
             if isinstance(node, ast.ClassDef) and len(names) == 2 and node.name == names[0]:
                 for one in node.body:
-                    if isinstance(one, Member) and _name_of(one) == names[1]:
-                        return one
-                bases = (self._base(module, base, names[1]) for base in node.bases)
-                return next(filter(None, bases), None)
+                    if (found := _named(one, names[1])) is not None:
+                        return found
+                for base in node.bases:
+                    if (found := self._base(module, base, names[1])) is not None:
+                        return found
         return None
 
     def _base(self, module: ast.Module, base: ast.expr, method: str) -> Member | None:
@@ -147,10 +148,13 @@ class Release:
                     yield f"`{loop.name}`: {', '.join(made) or 'no calls'}"
 
 
-def _name_of(member: Member) -> str:
-    if isinstance(member, Function):
-        return member.name
-    return member.target.id if isinstance(member.target, ast.Name) else ""
+def _named(node: ast.stmt, name: str) -> Member | None:
+    """The statement, if it defines a function or a field of that name."""
+    if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+        return node if node.name == name else None
+    if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
+        return node if node.target.id == name else None
+    return None
 
 
 def _event_loops(module: ast.Module) -> Iterator[Function]:
