@@ -30,6 +30,8 @@ async def serve_until_stopped(
     stop = asyncio.Event()
     for handled in (signal.SIGINT, signal.SIGTERM):
         asyncio.get_running_loop().add_signal_handler(handled, stop.set)
+    for ignored in (signal.SIGUSR1, signal.SIGUSR2):  # left alone they end it and leave engines
+        asyncio.get_running_loop().add_signal_handler(ignored, lambda: None)
     stopped = asyncio.create_task(stop.wait())
     with show_progress(plan) as on_progress:
         cluster = LocalCluster(plan, startup_timeout_s, on_progress)

@@ -7,6 +7,8 @@ the first with the configuration. The events with their ``now_s``, fed to a fres
 
 from __future__ import annotations
 
+import os
+import stat
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import BinaryIO
@@ -31,7 +33,12 @@ class EventLogWriter:
     """Appends records; buffered, so that an event costs microseconds."""
 
     def __init__(self, path: Path, config: SchedulerConfig) -> None:
-        self._file: BinaryIO = path.open("wb", buffering=_BUFFER_BYTES)
+        # Of nobody else: it tells who asked, when, and what their prompts have in common.
+        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        if stat.S_ISREG(os.fstat(descriptor).st_mode):
+            os.fchmod(descriptor, 0o600)  # before there is anything in it: it may be an older file
+            os.ftruncate(descriptor, 0)
+        self._file: BinaryIO = os.fdopen(descriptor, "wb", buffering=_BUFFER_BYTES)
         self._encoder = msgspec.msgpack.Encoder()
         self._file.write(MAGIC)
         self._append(LogRecord(0.0, None, [], config))

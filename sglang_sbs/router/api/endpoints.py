@@ -19,6 +19,7 @@ from sglang_sbs.dashboard.pages import Handler
 from sglang_sbs.plain_words import plain_error
 from sglang_sbs.router.api.bodies import json_answer, read_object
 from sglang_sbs.router.api.engine_metrics import merge_pages
+from sglang_sbs.router.api.secrets import without_secrets
 from sglang_sbs.router.api.served_router import Router
 from sglang_sbs.router.client.answer_stream import send
 from sglang_sbs.router.client.intake import Bodies
@@ -34,7 +35,6 @@ _BODIES_BYTES = 64 << 20
 _MOST_TOKENS = 1 << 31
 _MAX_LABEL_CHARS = 4096
 """Of one worker: they go to every front end, once a second."""
-_SECRET_ENDINGS = ("api_key", "_password", "_secret", "hf_token")
 
 
 class Control:
@@ -373,17 +373,3 @@ def _engine_object(raw: bytes) -> dict[str, Any]:
 def _length(value: Any) -> int | None:
     """A number of tokens from an engine's answer; ``None``: it is none."""
     return value if isinstance(value, int) and 0 < value <= _MOST_TOKENS else None
-
-
-def without_secrets(value: Any) -> Any:
-    """An engine's launch flags hold its keys: they are not for whoever may ask this router."""
-    if isinstance(value, dict):
-        return {
-            key: None
-            if key.endswith(_SECRET_ENDINGS) and isinstance(item, str)
-            else without_secrets(item)
-            for key, item in value.items()
-        }
-    if isinstance(value, list):
-        return [without_secrets(item) for item in value]
-    return value

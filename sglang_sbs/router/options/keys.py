@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Literal
 from urllib.parse import urlsplit
 
@@ -44,6 +46,24 @@ def parse_control_keys(texts: Sequence[str]) -> tuple[ControlKey, ...]:
         if found.setdefault(key.id, key) is not key:
             raise ValueError(f"two keys have the id {key.id!r}")
     return tuple(found.values())
+
+
+def keys_from(flag: str, given: Sequence[str], file: Path | None, variable: str) -> tuple[str, ...]:
+    """The keys of a flag: its own, else the lines of its file, else those of an environment
+    variable. The command line of a process is shown to all users of a machine, the others are not.
+    Raises: ValueError, the flag is there twice, or the file holds no key or cannot be read."""
+    if file is None:
+        return tuple(given) or tuple(os.environ.get(variable, "").split())
+    if given:
+        raise ValueError(f"--{flag} and --{flag}-file: give one of them")
+    try:
+        lines = file.read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        why = getattr(error, "strerror", None) or "it is no UTF-8"
+        raise ValueError(f"--{flag}-file {file}: {why}") from None
+    if not (found := tuple(filter(None, map(str.strip, lines)))):
+        raise ValueError(f"--{flag}-file {file}: it holds no key")
+    return found
 
 
 _LOOPBACK = ("localhost", "127.0.0.1", "::1")

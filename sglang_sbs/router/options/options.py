@@ -8,6 +8,7 @@ import re
 from collections import Counter, defaultdict
 from collections.abc import Sequence
 from itertools import chain
+from pathlib import Path
 from typing import Any
 
 from sglang_sbs import extras
@@ -50,6 +51,27 @@ def _check_known(parser: argparse.ArgumentParser, argv: Sequence[str]) -> None:
         raise FlagError(f"unknown flag {name}{hint}")
 
 
+def _key_files(args: argparse.Namespace) -> list[Path | None]:
+    return [args.api_key_file, args.admin_api_key_file, args.control_plane_api_keys_file]
+
+
+def _take_keys(args: argparse.Namespace) -> None:
+    """From files or the environment, where the flags themselves are not given. Raises:
+    ValueError."""
+    variables = {"api-key": "SGLANG_SBS_API_KEY", "admin-api-key": "SGLANG_SBS_ADMIN_KEY"}
+    for (flag, variable), path in zip(variables.items(), _key_files(args), strict=False):
+        name = flag.replace("-", "_")
+        given = getattr(args, name)
+        found = keys.keys_from(flag, [] if given is None else [given], path, variable)
+        if len(found) > 1:
+            raise ValueError(f"--{flag}-file {path or variable}: it holds more than one key")
+        setattr(args, name, found[0] if found else None)
+    args.control_plane_api_keys = keys.keys_from(
+        *("control-plane-api-keys", args.control_plane_api_keys or ()),
+        *(args.control_plane_api_keys_file, "SGLANG_SBS_CONTROL_PLANE_KEYS"),
+    )
+
+
 def _options_of(args: argparse.Namespace) -> RouterOptions:
     """Check what the parser cannot. Raises: ValueError."""
     warnings: list[str] = []
@@ -58,6 +80,7 @@ def _options_of(args: argparse.Namespace) -> RouterOptions:
         for name, why in IGNORED_FLAGS.items()
         if getattr(args, name.replace("-", "_")) not in (None, False)
     ]
+    _take_keys(args)
     fields = _fields(args)
     prefill, decode = fields[""]["prefill"], fields[""]["decode"]
     for url, times in Counter([*(url for url, _ in prefill), *decode]).items():
@@ -68,7 +91,7 @@ def _options_of(args: argparse.Namespace) -> RouterOptions:
     bind = _endforward_bind(args, several, warnings)
     warnings += [
         f"{path} can be read by other users of this machine: chmod 600 it"
-        for path in (args.sbs_key_file, args.sbs_endforward_key_file)
+        for path in (args.sbs_key_file, args.sbs_endforward_key_file, *_key_files(args))
         if path is not None and path.exists() and path.stat().st_mode & 0o077
     ]
     policy = _policy(args.policy, warnings)

@@ -210,13 +210,19 @@ GROUPS: dict[str, tuple[Option, ...]] = {
     ),
     "keys and TLS": (
         Option("api-key", "api_key monitor.api_key", str,
-            "clients must send it as a bearer token; also used towards engines", metavar="KEY"),
+            "clients must send it as a bearer token; also used towards engines. Other users of "
+            "this machine see it here: better --api-key-file or SGLANG_SBS_API_KEY", metavar="KEY"),
+        Option("api-key-file", "", Path, "a file that holds it", metavar="FILE"),
         Option("admin-api-key", "admin_api_key", str,
             "for /workers, /flush_cache, /get_loads here and engines' admin endpoints",
             metavar="KEY"),
+        Option("admin-api-key-file", "", Path, "a file that holds it; or SGLANG_SBS_ADMIN_KEY",
+            metavar="FILE"),
         Option("control-plane-api-keys", "control_plane_keys", str,
             "keys for the same endpoints, ID:NAME:ROLE:KEY with the role admin (may) or user (may "
             "not)", nargs="*", metavar="ID:NAME:ROLE:KEY", read=parse_control_keys),
+        Option("control-plane-api-keys-file", "", Path,
+            "a file that holds them, one a line; or SGLANG_SBS_CONTROL_PLANE_KEYS", metavar="FILE"),
         Option("control-plane-audit-enabled", "control_plane_audit", switch,
             "log who used them and who was refused"),
         Option("jwt-issuer", "", str,

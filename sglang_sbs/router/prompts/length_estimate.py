@@ -3,9 +3,11 @@ times a ratio that follows the ``prompt_tokens`` engines report."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, Literal
+
+import orjson
 
 from sglang_sbs.router.prompts.chat_template import content_text
 
@@ -70,8 +72,11 @@ class PromptLengths:
 
     def estimate(self, prompt: str | dict[str, Any]) -> PromptLength:
         if isinstance(prompt, dict):
-            texts, messages, only_text = _chat_texts(prompt)
-            size = sum(map(_utf8_size, texts))
+            size, only_text = 0, True
+            for text, plain in _chat_texts(prompt):
+                size += len(text) if isinstance(text, bytes) else _utf8_size(text)
+                only_text = only_text and plain
+            messages = len(_list(prompt.get("messages")))
             tokens = round(size / self.bytes_per_token) + _TOKENS_PER_MESSAGE * messages
             return PromptLength(max(1, tokens), size_bytes=size if only_text else 0)
         size = _utf8_size(prompt)
@@ -81,27 +86,36 @@ class PromptLengths:
 def chat_bytes(body: dict[str, Any]) -> bytes | None:
     """The text of a chat in the order of most templates; ``None``: text is not all there is. For
     recognising a conversation that goes on, where no template says what the prompt really is."""
-    texts, _, only_text = _chat_texts(body)
-    return "\x1e".join(texts).encode("utf-8", "surrogatepass") if only_text else None
+    pieces: list[bytes] = []
+    for text, plain in _chat_texts(body):
+        if not plain:
+            return None
+        pieces.append(text if isinstance(text, bytes) else text.encode("utf-8", "surrogatepass"))
+    return b"\x1e".join(pieces)
 
 
 def _utf8_size(text: str) -> int:
     return len(text) if text.isascii() else len(text.encode("utf-8", "surrogatepass"))
 
 
-def _chat_texts(body: dict[str, Any]) -> tuple[list[str], int, bool]:
-    """All text of a chat request, the number of messages, and whether text is all there is."""
-    texts: list[str] = list(map(str, _list(body.get("tools"))))
-    only_text = True
-    messages = _list(body.get("messages"))
-    for message in messages:
-        if not isinstance(message, dict):
-            continue
-        text, plain = content_text(message.get("content"))
-        texts.append(text)
-        only_text = only_text and plain
-        texts += map(str, _list(message.get("tool_calls")))
-    return texts, len(messages), only_text
+def _chat_texts(body: dict[str, Any]) -> Iterator[tuple[str | bytes, bool]]:
+    """Each text of a chat request, made when it is its turn, and whether text is all there is in
+    that place."""
+    for tool in _list(body.get("tools")):
+        yield _written(tool), True
+    for message in _list(body.get("messages")):
+        if isinstance(message, dict):
+            yield content_text(message.get("content"))
+            for call in _list(message.get("tool_calls")):
+                yield _written(call), True
+
+
+def _written(value: Any) -> bytes:
+    """As JSON: text of Python's takes four bytes a letter where a single one is rare."""
+    try:
+        return orjson.dumps(value)
+    except orjson.JSONEncodeError:  # deeper than orjson goes
+        return str(value).encode("utf-8", "surrogatepass")
 
 
 def _list(value: Any) -> list[Any]:

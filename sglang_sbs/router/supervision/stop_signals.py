@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import signal
 from typing import Any
+
+logger = logging.getLogger(__name__)
 
 
 def end_on_signals(stopping: asyncio.Event) -> None:
@@ -12,6 +15,9 @@ def end_on_signals(stopping: asyncio.Event) -> None:
     sends several, and a second signal cuts off what is in flight. Under ``nohup`` it is ignored.
     """
     loop = asyncio.get_running_loop()
+    # Log rotation and other tools send these to whatever runs; left alone they end a process.
+    for number in (signal.SIGUSR1, signal.SIGUSR2):
+        loop.add_signal_handler(number, logger.info, "%s does nothing here", number.name)
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stopping.set)
     if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:

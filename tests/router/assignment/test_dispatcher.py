@@ -199,6 +199,18 @@ async def test_events_that_arise_while_handling_one_come_after_it() -> None:
     assert deepest == 1
 
 
+def test_the_event_log_is_for_its_owner_only(tmp_path: Path) -> None:
+    path = tmp_path / "events.log"
+    for before in (None, "of an earlier run, longer than a new beginning" * 100):
+        if before is not None:
+            path.write_text(before)
+            path.chmod(0o644)
+        EventLogWriter(path, SchedulerConfig()).close()
+        assert path.stat().st_mode & 0o777 == 0o600
+        assert len(list(read_event_log(path))) == 1
+    EventLogWriter(Path("/dev/null"), SchedulerConfig()).close()
+
+
 async def test_the_event_log_replays_to_the_same_commands(tmp_path: Path) -> None:
     path = tmp_path / "events.log"
     config = SchedulerConfig(policy="least_tokens")

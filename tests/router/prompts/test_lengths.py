@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tracemalloc
 from typing import Any
 
 import pytest
@@ -81,3 +82,17 @@ def test_the_bytes_of_a_chat_begin_with_those_of_its_beginning() -> None:
     assert other is not None
     assert then.startswith(first)
     assert not other.startswith(first)
+
+
+def test_tools_are_not_all_written_out_at_once() -> None:
+    """One at a time, without Python's four bytes a letter."""
+    tools = [{"description": "x" * 100_000 + "\N{GRINNING FACE}"} for _ in range(20)]
+    lengths = PromptLengths()
+    tracemalloc.start()
+    try:
+        length = lengths.estimate({"messages": [], "tools": tools})
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert length.size_bytes > 2_000_000
+    assert peak < 3 * length.size_bytes

@@ -1,0 +1,109 @@
+"""What of an engine's ``/server_info`` may be shown to holders of the inference key.
+
+Launch flags hold passwords and tokens under names that nobody can list. What has a name that speaks
+of a secret is hidden, whatever its type. Inside fields without a schema (``*_config``,
+``*_kwargs``, environment, headers), also where they are JSON in a string, only numbers and switches
+are shown."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import orjson
+
+HIDDEN = None
+_MOST_DEPTH = 24
+_LONGEST_TEXT = 1 << 20
+_SECRET_WORDS = frozenset({
+    "key", "keys", "apikey", "apikeys", "token", "tokens", "secret", "secrets", "password",
+    "passwords", "passwd", "passphrase", "pwd", "pass", "credential", "credentials", "cred",
+    "creds", "auth", "authorization", "bearer", "cookie", "cookies", "jwt", "sas", "signature",
+    "private",
+})  # fmt: skip
+_IN_ONE_WORD = ("apikey", "password", "passwd", "secret", "credential")
+_COUNTED = frozenset({"key", "keys", "token", "tokens"})
+_COUNTS = frozenset({
+    "max", "min", "num", "number", "total", "prefill", "decode", "cached", "chunked", "page", "new",
+    "input", "output", "prompt", "completion", "req", "len", "length", "size", "per", "count",
+    "counts", "usage", "id", "ids", "limit", "ratio", "budget", "draft", "speculative", "gen",
+    "clip", "batch", "kv",
+})  # fmt: skip
+"""Beside one of those in the name of a number: it says how many there are."""
+_OPEN = re.compile(
+    r"_(?:config|configs|args|kwargs|options|opts|params|env|envs|environ|environment|headers|"
+    r"metadata|labels|extra)$|^(?:env|envs|environ|environment|headers|metadata|labels|args|argv)$"
+)
+_SHOWN_OPEN = frozenset({"kv_events_config"})
+"""Read by the doctor: a publisher and its endpoints. Names inside it are still looked at."""
+_NAME_PARTS = re.compile(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+|[0-9]+")
+_IN_URL = re.compile(r"(?<=://)[^/\s@]*@")
+_IN_TEXT = re.compile(
+    r"((?:api[_-]?key|token|secret|passw(?:or)?d|passphrase|pwd|credentials?|signature|\bsig|"
+    r"authorization)[\w-]*[\"']?\s*[=:]\s*[\"']?|--[\w-]*(?:key|token|secret|password)s?\s+)"
+    r"(?:bearer\s+|basic\s+)?[^\s&\"',;}]+",
+    re.IGNORECASE,
+)
+_BEARER = re.compile(r"\b(bearer|basic)\s+\S+", re.IGNORECASE)
+
+
+def names_secret(name: str, value: Any = "") -> bool:
+    """Whether ``value``, which has that name in any spelling, is to be hidden."""
+    parts = [part.lower() for part in _NAME_PARTS.findall(name.replace("-", "_"))]
+    found = _SECRET_WORDS.intersection(parts)
+    if not found:
+        joined = "".join(parts)
+        return any(word in joined for word in _IN_ONE_WORD)
+    is_number = isinstance(value, int | float)
+    return not (is_number and found <= _COUNTED and not _COUNTS.isdisjoint(parts))
+
+
+def without_secrets(value: Any) -> Any:
+    """A copy of an engine's JSON in which ``None`` stands for what may be a secret."""
+    return _shown(value, free=False, depth=0)
+
+
+def _shown(value: Any, *, free: bool, depth: int) -> Any:
+    """``free``: inside a field without a schema."""
+    if depth > _MOST_DEPTH:
+        return HIDDEN
+    if isinstance(value, dict):
+        return {
+            _text(key): _field(key, item, free=free, depth=depth + 1) for key, item in value.items()
+        }
+    if isinstance(value, list):
+        shown, after_flag = [], False
+        for item in value:
+            # As in a command line: a flag, then its value.
+            is_flag = isinstance(item, str) and item.startswith("-")
+            shown.append(HIDDEN if after_flag else _shown(item, free=free, depth=depth + 1))
+            after_flag = is_flag and "=" not in item and names_secret(item)
+        return shown
+    if isinstance(value, str):
+        return _string(value, free=free, depth=depth)
+    return value
+
+
+def _field(name: str, value: Any, *, free: bool, depth: int) -> Any:
+    if names_secret(name, value):
+        return value if value is None or isinstance(value, bool) else HIDDEN
+    opens = _OPEN.search(name.lower()) is not None and name not in _SHOWN_OPEN
+    return _shown(value, free=free or opens, depth=depth)
+
+
+def _string(text: str, *, free: bool, depth: int) -> Any:
+    """JSON in a string is shown as the JSON it is, in a string again."""
+    if len(text) > _LONGEST_TEXT:
+        return HIDDEN
+    if text.lstrip()[:1] in ("{", "["):
+        try:
+            inner = orjson.loads(text)
+        except orjson.JSONDecodeError:
+            return HIDDEN if free else _text(text)
+        return orjson.dumps(_shown(inner, free=free, depth=depth + 1)).decode()
+    return HIDDEN if free else _text(text)
+
+
+def _text(text: str) -> str:
+    text = _IN_URL.sub("***@", text)
+    return _BEARER.sub(r"\1 ***", _IN_TEXT.sub(r"\1***", text))
