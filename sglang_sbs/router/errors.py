@@ -132,6 +132,10 @@ class LegFailure(RouterError):
         self._blameless = blameless
         self.after_s: float | None = None
         """How long the engine took to answer so; ``None``: it was not the engine's answer."""
+        self.refused = False
+        """The engine answered with an error status."""
+        self.leaves_room = False
+        """Decode may have announced the request to the prefill engine that refused it."""
 
     @property
     def retryable(self) -> bool:
@@ -177,7 +181,10 @@ def leg_status_failure(leg: Leg, worker: str, status: int, body: bytes) -> LegFa
     if status == _CLIENT_LEFT:  # a request aborted on an engine; the old mode answers 500
         status = 500
     code = f"{leg}_{_LEG_CODES.get(status, 'error')}"
-    return LegFailure(leg, worker, status, code, engine_message(body) or reason_phrase(status))
+    message = engine_message(body) or reason_phrase(status)
+    failure = LegFailure(leg, worker, status, code, message)
+    failure.refused = True
+    return failure
 
 
 def leg_aborted(leg: Leg, worker: str, status: int, message: str) -> LegFailure:

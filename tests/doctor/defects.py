@@ -321,6 +321,7 @@ BROKEN: dict[str, tuple[str, Break]] = {
     "router.worker-missing": (P0, router_lacks),
     "router.worker-extra": (ROUTER, router_has_more),
     "router.worker-down": (P0, router_worker(usable=False, circuit_breaker="open")),
+    "router.rooms-left": (P0, router_worker(rooms_left=3)),
     "router.problem": (P0, router_worker(problems={"loads": "of no use"})),
     "router.polls": (P0, router_worker(signal="polls", endforward_age_s=None)),
     "router.not-holding": (ROUTER, router_state("holding", False)),

@@ -13,6 +13,7 @@ from sglang_sbs.doctor.facts import (
     alias_of,
     in_ms,
     listed,
+    number,
     text,
 )
 from sglang_sbs.doctor.findings import ROUTER, Finding, Findings
@@ -30,6 +31,7 @@ warning router.worker-missing -> add it to the router's flags, or POST /workers
 note router.worker-extra -> give it too, or give --router alone to examine all
 error router.worker-down -> see its other findings; the router's log says since when
 warning router.problem -> as the router says; docs/router.md has its messages
+note router.rooms-left -> restart this prefill engine when it suits; see what it refuses in its log
 warning router.polls -> see the findings on the plugin and EndForward
 warning router.not-holding -> give the hosts of router and engines more CPU; start prefill engines
     with the plugin's batch gate (SGLANG_SBS_GANG_GATE_MS)
@@ -93,6 +95,9 @@ def _worker(router: RouterFacts, engine: EngineFacts, entry: dict[str, Any]) -> 
         yield finding("router.worker-down", url, seen)
     for kind, problem in router.problems(url).items():
         yield finding("router.problem", url, f"{kind}: {problem}")
+    if rooms := number(entry, "rooms_left"):
+        seen = f"it refused {rooms} requests that decode may have announced to it"
+        yield finding("router.rooms-left", url, seen)
     if usable:
         yield from _signal(router, url, entry)
 

@@ -206,8 +206,12 @@ class Hub:
             case messages.Adopted():
                 for request in message.requests:
                     self._adopt(session, request)
+            case messages.LegFailed(left_room=True):
+                self._registry.room_left(message.worker)
             case messages.LegFailed():
-                self._registry.leg_failed(LegFailure(**msgspec.structs.asdict(message)))
+                failure = msgspec.structs.asdict(message)
+                del failure["left_room"]
+                self._registry.leg_failed(LegFailure(**failure))
             case messages.AddWorker() | messages.RemoveWorker() | messages.UpdateWorker():
                 self.tell(identity, self._change(message))
             case messages.AbortElsewhere():

@@ -128,6 +128,8 @@ class LegFailed(_Message, frozen=True):
     message: str
     transport: bool = False
     unreachable: bool = False
+    left_room: bool = False
+    """Nobody is blamed (status 0): the refusal may have left a bootstrap room at the worker."""
 
 
 class AddWorker(_Call, frozen=True, kw_only=True):

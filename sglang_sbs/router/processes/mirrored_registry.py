@@ -100,5 +100,10 @@ class MirroredRegistry(Registry):
         ):
             super().leg_failed(failure)
 
+    def room_left(self, url: str) -> None:
+        told = LegFailed(worker=url, leg="prefill", status=0, code="", message="", left_room=True)
+        if not self._report(told):
+            super().room_left(url)
+
     def _check_signal(self, worker: Worker, now_s: float) -> None:
         """EndForward goes to the scheduler process; its absence here is no news."""

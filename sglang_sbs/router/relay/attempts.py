@@ -105,6 +105,8 @@ class Attempts:
                 elif failure.counts_against_worker:
                     run.suspects.append(failure)
                 self.metrics.leg_failed(failure)
+                if failure.leaves_room:
+                    self.registry.room_left(failure.worker)
                 if failure.broke_off:
                     run.broken_off.add(failure.worker)
                 harmful = len(run.broken_off) >= _MOST_BROKEN_OFF
@@ -219,7 +221,7 @@ class Attempts:
             asks_cached=asks,
         )
         attempt.pair = pair = Pair(
-            *(attempt, placement, bodies, self.in_flight, asks), decode_after_s=run.decode_after_s
+            attempt, placement, bodies, self.in_flight, asks, run.decode_after_s
         )
         run.exchange.pairs[run.unit] = pair
         self.in_flight.started(attempt, placement)

@@ -224,6 +224,8 @@ class Pair:
         if not failure.transport:
             failure.after_s = time.monotonic() - self._started_s
         if failure.leg == "prefill":
+            announced = self.decode_call.sent and not self._decode_over
+            failure.leaves_room = announced and failure.refused
             self._never_taken = failure.unreachable or 400 <= failure.status < 500
         if failure.leg == "prefill":
             self._prefill_over = over

@@ -59,6 +59,9 @@ def worker_families(registry: Registry, checks: Mapping[tuple[str, str], int]) -
     yield total("smg_worker_cb_transitions", about, changes, "worker", "from", "to")
     problems = {(one.url, kind): 1 for one in workers for kind in one.problems}
     yield gauge("sbs_worker_problem", "1 per known problem", problems, "worker", "problem")
+    about = "Bootstrap rooms that refused requests may have left in a prefill engine's memory"
+    left = {one.url: one.rooms_left for one in workers if one.role == "prefill"}
+    yield gauge("sbs_rooms_left", about, left, "worker")
     reports = {(one.url, str(r)): count for one in workers for r, count in one.reports.items()}
     yield total("sbs_endforward_messages", "EndForward messages", reports, "worker", "dp_rank")
     about = "Requests in this router's books minus those the engine reports"

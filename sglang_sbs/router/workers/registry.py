@@ -217,6 +217,11 @@ class Registry:
         if failure.transport:
             self.doubted(worker)
 
+    def room_left(self, url: str) -> None:
+        """A prefill engine refused a request that decode may have announced to it."""
+        if worker := self._workers.get(url):
+            worker.rooms_left += 1
+
     def leg_succeeded(self, url: str) -> None:
         if worker := self._workers.get(url):
             worker.successes += 1
@@ -403,6 +408,7 @@ class Registry:
         for kind in ("gang_gate", "stalled"):
             worker.problems.pop(kind, None)
         worker.restarted_s = self._clock()
+        worker.rooms_left = 0
         worker.info = None
         worker.breaker.reset()
         self.refresh(worker)

@@ -41,6 +41,9 @@ class WorkerFacts(msgspec.Struct, kw_only=True, omit_defaults=True):
     healthy: bool = False
     dispatches: int = 0
     failures: int = 0
+    rooms_left: int = 0
+    """Bootstrap rooms that refused requests may have left in the memory of a prefill engine since
+    it started; it never frees them (sglang #39428)."""
     priority: int = 50
     cost: float = 1.0
     labels: dict[str, str] = field(default_factory=dict)

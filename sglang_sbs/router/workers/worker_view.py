@@ -52,6 +52,7 @@ def describe_worker(worker: Worker, now_s: float) -> dict[str, Any]:
         "endforward_messages": sum(worker.reports.values()),
         "dispatches": worker.dispatches,
         "failures": worker.failures,
+        "rooms_left": worker.rooms_left if worker.role == "prefill" else None,
         "problems": dict(worker.problems),
     }
 

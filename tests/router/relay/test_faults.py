@@ -228,6 +228,32 @@ async def test_decode_gets_no_retry_that_prefill_refuses(status: int, monkeypatc
         c.check_books()
 
 
+async def test_rooms_that_refused_requests_leave_on_prefill_are_counted() -> None:
+    async with cluster("--disable-retries", prefill=2) as c:
+        assert (await c.generate(text="warm"))[0] == 200
+        c.prefill[0].gate.close()
+        c.prefill[1].gate.close()
+        refusing = next(engine for engine in c.prefill if not engine.requests)
+        refusing.behaviours.append(Behaviour(status=400))
+        asked = asyncio.create_task(c.generate(text="x"))
+        await refusing.gate.arrived(1)
+        await c.decode[0].received(2)
+        refusing.gate.open()
+        assert (await asked)[0] == 400
+        async with c.get("/workers") as response:
+            workers = (await response.json())["workers"]
+        left = {one["url"]: one["rooms_left"] for one in workers}
+        assert left[refusing.url] == 1
+        assert sum(count or 0 for count in left.values()) == 1
+        text = c.server.metrics.render().decode()
+        assert f'sbs_rooms_left{{worker="{refusing.url}"}} 1.0' in text
+        worker = c.server.registry.get(refusing.url)
+        assert worker is not None
+        c.server.registry._restarted(worker)
+        assert worker.rooms_left == 0
+        c.check_books()
+
+
 async def test_a_retry_that_prefill_does_not_refuse_goes_to_decode(monkeypatch: Any) -> None:
     """Prefill answers only when decode has got the KV."""
     monkeypatch.setattr(attempts, "_LEAST_TO_REFUSE_S", 0.001)
@@ -236,6 +262,7 @@ async def test_a_retry_that_prefill_does_not_refuse_goes_to_decode(monkeypatch: 
         c.prefill[0].reply_gate.close()
         asked = asyncio.create_task(c.generate(text="x"))
         await c.prefill[0].reply_gate.arrived(1)
+        await c.decode[0].received(1)
         c.prefill[0].reply_gate.release()
         await c.decode[0].received(2)
         c.prefill[0].reply_gate.open()
