@@ -10,7 +10,7 @@ from typing import Any
 
 import orjson
 import pytest
-from router_harness import cluster, until
+from router_harness import cluster, sse_events, until
 
 from sglang_sbs.router.engines import connection, connection_pool, control_requests
 from sglang_sbs.router.options.config import BreakerConfig
@@ -430,6 +430,29 @@ async def test_a_first_event_that_is_an_error_is_answered_with_its_status(path: 
             assert "no such adapter" in await response.text()
         await c.settled()
         c.check_books()
+
+
+@pytest.mark.parametrize("more", [{}, {"rid": "mine"}], ids=["as it comes", "edited"])
+@pytest.mark.parametrize("key", [(), ("--api-key", "k")], ids=["no key", "key"])
+async def test_an_abort_where_prefill_wants_a_key_is_explained(
+    key: tuple[str, ...], more: dict[str, Any]
+) -> None:
+    abort = b'data: {"text":"a","meta_info":{"finish_reason":{"type":"abort"}}}\n\n'
+    async with cluster("--disable-retries", *key) as c:
+        raw = STREAM_HEAD % b"text/event-stream" + FIRST + abort + LAST
+        c.decode[0].raw_answers["/generate"] = raw
+        headers = {"Authorization": "Bearer k"}
+        body = {"text": "x", "stream": True} | more
+        async with c.post("/generate", body, headers=headers) as response:
+            assert response.status == 200
+            events = sse_events(await response.read())
+        assert events[-1] == "[DONE]"
+        told = [one for one in events[:-1] if "error" in one]
+        assert len(told) == bool(key)
+        assert not told or told == [events[-2]]
+        assert not told or "without a key" in told[0]["error"]["message"]
+        await c.settled()
+        assert c.scheduler.ended() == ["failed"]
 
 
 async def test_an_end_mark_in_the_content_does_not_hide_a_cut_stream() -> None:

@@ -27,6 +27,7 @@ from sglang_sbs.router.requests.headers import Asked
 from sglang_sbs.router.requests.plan import Plan
 from sglang_sbs.router.telemetry.metrics import RouterMetrics
 from sglang_sbs.router.telemetry.tracing import AttemptTrace, Traces
+from sglang_sbs.router.workers.server_info import may_rebootstrap
 from sglang_sbs.router.workers.worker import Placement, Worker
 from sglang_sbs.scheduling.events import Dispatch, Outcome
 from sglang_sbs.scheduling.queue.priority import class_of
@@ -135,6 +136,7 @@ class InFlight:
 
     def __post_init__(self, worker_key: str | None) -> None:
         self.aborts = Aborts(self.pool, worker_key, self.metrics.aborts.inc)
+        self._keyed = worker_key is not None
         self.parking = Parking(self.transfer_timeout_s)
         self._idle.set()
 
@@ -251,6 +253,12 @@ class InFlight:
             return None
         placement = attempt.placement
         return (placement.prefill if role == "prefill" else placement.decode).url
+
+    def refuses_retraction(self, placement: Placement) -> bool:
+        """Whether prefill refuses what decode may ask of it after it retracted a request: the
+        engine's own request has no key and speaks plain HTTP (sglang #25372)."""
+        closed = self._keyed or placement.prefill.url.startswith("https:")
+        return closed and may_rebootstrap(placement.decode.known.version)
 
     @staticmethod
     def _prefill_over(attempt: Attempt) -> None:

@@ -12,7 +12,13 @@ from typing import TYPE_CHECKING, Any
 
 from sglang_sbs.router.engines.connection import Receiver
 from sglang_sbs.router.engines.connection_pool import Call, request_head
-from sglang_sbs.router.errors import EventTooLarge, LegFailure, answer_too_large, transport_failure
+from sglang_sbs.router.errors import (
+    EventTooLarge,
+    LegFailure,
+    RouterError,
+    answer_too_large,
+    transport_failure,
+)
 from sglang_sbs.router.relay import engine_json
 from sglang_sbs.router.relay.event_reader import EventReader, Payload
 from sglang_sbs.router.relay.leg_answers import Body, DecodeLeg, PrefillLeg, PrefillReply
@@ -26,6 +32,11 @@ logger = logging.getLogger(__name__)
 
 _SETTLE_S = 10.0
 """How long a prefill reply may still take once decode is through."""
+_WHY_RETRACTION_FAILS = (
+    "decode ended the stream early. If it had retracted the request, it asked prefill over plain "
+    "HTTP and without a key to compute it again, which prefill refuses here (sglang #25372): see "
+    "pair.retraction-key of sglang-sbs doctor"
+)
 _ABORT_AGAIN_S = 1.0
 """An engine that is still tokenizing ignores an abort; young legs get a second one after this."""
 
@@ -72,6 +83,8 @@ class Pair:
         self._sink = exchange.make_sink(self) if exchange.make_sink is not None else None
         whole = exchange.edits_events
         self._reader = EventReader(exchange.stream_kind, self.decode, whole=whole)
+        self._edits_events = whole
+        self._fails_silently = in_flight.refuses_retraction(placement)
         self._waits_for_prefill = self.needs_prefill_reply
         self._held = b""
         """What came of decode's stream before prefill has answered."""
@@ -293,6 +306,9 @@ class Pair:
             return
         if not self.opened and reader.opened:
             self._open()
+        if reader.failed and self._fails_silently:
+            self._fails_silently = False
+            pieces = self._with_cause(pieces)
         try:
             if self._sink is not None:
                 for piece in pieces:
@@ -306,6 +322,17 @@ class Pair:
             self.leg_failed(answer_too_large("decode", self.decode, str(reader.broken)))
         elif reader.broken is not None:
             self._decode_broke(str(reader.broken))
+
+    def _with_cause(self, pieces: Sequence[Payload]) -> Sequence[Payload]:
+        """Behind the event that ends a stream early: why that may be."""
+        data = b"".join(pieces)
+        event = RouterError(500, "retraction_refused", _WHY_RETRACTION_FAILS).sse_event()
+        if self._edits_events:
+            return [*pieces, event[6:-2]]
+        head, mark, end = data.rpartition(b"data: [DONE]")
+        if not mark and not data.endswith(b"\n\n"):
+            return pieces  # an event that is still incomplete cannot be interrupted
+        return [head + event + mark + end] if mark else [data, event]
 
     def _open(self) -> None:
         self.opened = True
