@@ -3,13 +3,15 @@
 A decision must not become slower for it. So a batch notes a few numbers of each candidate
 (:class:`Look`), which do not change afterwards, and :meth:`Decisions.why` predicts from them what
 the request would have met there. Everything follows from the events: replaying an event log gives
-the same reasons."""
+the same reasons.
+
+Thousands of these are kept, none in a circle, so the garbage collector need not look at them
+(``gc=False``)."""
 
 from __future__ import annotations
 
+from collections import Counter, deque
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import NamedTuple
 
 import msgspec
 
@@ -65,10 +67,10 @@ class Why(msgspec.Struct, frozen=True, omit_defaults=True):
     launch_s: float | None = None
     """When its pass was predicted to start."""
     end_s: float | None = None
-    """When that pass was predicted to end, with everything that was sent by then."""
+    """When that pass was predicted to end, with the batch."""
 
 
-class Look(NamedTuple):
+class Look(msgspec.Struct, frozen=True, gc=False):
     """One prefill instance as a decision saw it."""
 
     instance: InstanceId
@@ -76,11 +78,25 @@ class Look(NamedTuple):
     """Of the pass that what is sent now would be in."""
     ahead_tokens: Sequence[int]
     """Per rank: charged for what waits there."""
-    next_pass_s: float
-    """What that pass takes without the request."""
+    known_pass_s: float | None
+    """What that pass takes without what is sent now, where somebody had worked it out."""
     chunk_tokens: int
     page: int
     cost: PassCost
+
+    @property
+    def next_pass_s(self) -> float:
+        """What that pass takes without what is sent now."""
+        return self.pass_with_s({}) if self.known_pass_s is None else self.known_pass_s
+
+    def pass_with_s(self, added: Mapping[int, int]) -> float:
+        """What that pass takes with more tokens. ``added``: by rank."""
+        chunk = self.chunk_tokens
+        fills = [
+            min(chunk, ahead + added.get(rank, 0)) for rank, ahead in enumerate(self.ahead_tokens)
+        ]
+        pass_s = self.cost.pass_s(sum(fills) / len(fills), self.cost.rank_s(max(fills), 0.0))
+        return max(self.known_pass_s or 0.0, pass_s)
 
     def candidate(self, decided: Decided) -> Candidate:
         hits = decided.hits.get(self.instance)
@@ -120,8 +136,9 @@ class Look(NamedTuple):
         held = sum([min(chunk, one) for one in self.ahead_tokens])
         slowest_s = self.cost.rank_s(fill, own * (prompt_tokens - own / 2))
         pass_s = self.cost.pass_s((held + fill - min(chunk, ahead)) / ranks, slowest_s)
-        pass_s = max(self.next_pass_s, pass_s)
-        delay_s = pass_s - self.next_pass_s if held else 0.0
+        before_s = self.next_pass_s
+        pass_s = max(before_s, pass_s)
+        delay_s = pass_s - before_s if held else 0.0
         return passes * pass_s, delay_s, cached
 
 
@@ -129,16 +146,15 @@ def look_at(instance: PrefillInstance, start_s: float) -> Look:
     return Look(
         instance.id,
         start_s,
-        [rank.ahead_tokens for rank in instance.ranks],
-        instance.next_pass_s(),
+        tuple([rank.ahead_tokens for rank in instance.ranks]),
+        instance.known_pass_s,
         instance.chunk_tokens,
         instance.page,
         instance.model.cost,
     )
 
 
-@dataclass(slots=True, eq=False)
-class Batch:
+class Batch(msgspec.Struct, gc=False):
     """What was known when a batch left."""
 
     at_s: float
@@ -148,13 +164,14 @@ class Batch:
     instances: int = 0
     waiting: int = 0
     launch_s: float | None = None
-    end_s: float | None = None
-    costs_s: Mapping[str, Mapping[InstanceId, float]] = field(default_factory=dict)
+    placed: Sequence[tuple[int, int]] = ()
+    """Rank and uncached tokens of each request in it."""
+    costs_s: Mapping[str, Mapping[InstanceId, float]] = {}
     """By request id, what it was weighed to cost at each instance, where that decided. Empty once
     the batch has left: each request keeps its own."""
 
 
-class Decided(NamedTuple):
+class Decided(msgspec.Struct, frozen=True, gc=False):
     """One request that left."""
 
     batch: Batch
@@ -187,8 +204,11 @@ class Decisions:
 
     def __init__(self, most: int) -> None:
         """``most``: how many are remembered; 0: none."""
+        self.wanted = most > 0
         self._most = most
         self._kept: dict[str, Decided | Why] = {}
+        self._order: deque[str] = deque()
+        """Of those, as they came: the first key of a dict is not found at once."""
 
     def dispatched(self, request: Request, batch: Batch | None, batches: int) -> None:
         """A request has left; how many batches did while it waited. The names of its blocks are not
@@ -201,7 +221,7 @@ class Decisions:
             found = request.hits.by_instance
             names = [look.instance for look in batch.looks]
             hits = {name: found[name] for name in names if name in found}
-        self._make_room()
+        self._make_room(request.rid)
         kept[request.rid] = Decided(
             batch,
             request.rid,
@@ -218,12 +238,14 @@ class Decisions:
     def refused(self, request: Request, batches: int, now_s: float) -> None:
         """It waited until it was refused."""
         if self._most:
-            self._make_room()
+            self._make_room(request.rid)
             self._kept[request.rid] = why_waiting(request, batches, now_s)
 
-    def _make_room(self) -> None:
-        if len(self._kept) >= self._most:
-            del self._kept[next(iter(self._kept))]
+    def _make_room(self, rid: str) -> None:
+        if rid not in self._kept:
+            if len(self._kept) >= self._most:
+                del self._kept[self._order.popleft()]
+            self._order.append(rid)
 
     def why(self, rid: str) -> Why | None:
         """None: it is not remembered."""
@@ -244,8 +266,19 @@ class Decisions:
             instances=batch.instances,
             waiting=batch.waiting,
             launch_s=batch.launch_s,
-            end_s=batch.end_s,
+            end_s=_end_s(batch, decided.instance),
         )
+
+
+def _end_s(batch: Batch, instance: InstanceId) -> float | None:
+    """When the first pass of a batch was predicted to end."""
+    look = next((one for one in batch.looks if one.instance == instance), None)
+    if look is None or batch.launch_s is None:
+        return None
+    added: Counter[int] = Counter()
+    for rank, tokens in batch.placed:
+        added[rank] += tokens
+    return batch.launch_s + look.pass_with_s(added)
 
 
 def _waits_of(noted: Sequence[Waited], batches: int, until_s: float) -> list[Waited]:

@@ -88,7 +88,7 @@ class PrefillDone(_Message, frozen=True):
     """The request was aborted on prefill, which says nothing about a pass."""
 
 
-class ClientSide(msgspec.Struct, frozen=True, omit_defaults=True):
+class ClientSide(msgspec.Struct, frozen=True, omit_defaults=True, gc=False):
     """What the relay saw of one attempt. Seconds."""
 
     request_id: Annotated[str, msgspec.Meta(max_length=MAX_REQUEST_ID_CHARS)] = ""

@@ -47,16 +47,18 @@ class Gangs:
             request = placement.request
             request.total_tokens = self.admission.outputs.total_tokens(request)
             request.decode_hits = self.prefix.decode_hits(request, self.members.decode_targets)
-        if plan.batch is None:
+        if plan.batch is None and self.decisions.wanted:
             up = len(self.members.up_prefill)
             plan.batch = self.policy.explained(plan, up, len(self.queue), now_s)
+        if plan.batch is not None:
+            placed = [(rank, request.uncached_tokens) for request, _, rank in plan.placements]
+            plan.batch.placed = tuple(placed)
         left = self._send(plan.placements, plan, now_s, out)
-        if plan.batch.launch_s is not None:
-            plan.batch.end_s = plan.batch.launch_s + plan.placements[0].instance.next_pass_s()
         # Only where ranks are coupled does prefill's matter: another one may have room behind it.
         if left and self._coupled:
             left = [p for p in left if not self._send_elsewhere(p, plan, now_s, out)]
-        plan.batch.costs_s = {}
+        if plan.batch is not None:
+            plan.batch.costs_s = {}
         for placement in left:
             self.admission.refused(placement.request.total_tokens)
             if placement.request.waits_for is not WaitReason.NO_DECODE_ROOM:

@@ -71,7 +71,7 @@ class WaitReason(StrEnum):
     """It failed on the instance that was ready, and others may still take it."""
 
 
-class Waited(msgspec.Struct, frozen=True, omit_defaults=True):
+class Waited(msgspec.Struct, frozen=True, omit_defaults=True, gc=False):
     """From some time on a request waited for this."""
 
     reason: WaitReason

@@ -91,6 +91,7 @@ class Scheduler:
         )
         self.prefix = PrefixCaches(max_blocks=self.config.prefix_index_blocks)
         self.policy = make_policy(self.config, self.interval)
+        self.policy.explains = remembers > 0
         self._members = Membership(self.config, self.prefix)
         self.prefill = self._members.prefill
         self.decode = self._members.decode

@@ -28,7 +28,7 @@ class AttemptStory(msgspec.Struct, omit_defaults=True):
         self.ttft_s = self.timeline.ttft_s
 
 
-class ClientAttempt(msgspec.Struct, omit_defaults=True):
+class ClientAttempt(msgspec.Struct, omit_defaults=True, gc=False):
     """One attempt, as the front end that serves the client knows it."""
 
     rid: str

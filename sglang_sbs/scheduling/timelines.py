@@ -7,6 +7,7 @@ first come first served, as the engine computes them."""
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Sequence
 
 import msgspec
@@ -34,7 +35,7 @@ ENGINE = "engine"
 """``way``, ``queue`` and ``pass`` together, where the engine does not report its passes."""
 
 
-class Timeline(msgspec.Struct, omit_defaults=True):
+class Timeline(msgspec.Struct, omit_defaults=True, gc=False):
     """One attempt at a request. Times are the scheduler's clock, seconds; None: not yet, or not
     known."""
 
@@ -59,38 +60,40 @@ class Timeline(msgspec.Struct, omit_defaults=True):
     client: ClientSide | None = None
 
     @property
-    def first_byte_s(self) -> float | None:
-        after_s = None if self.client is None else self.client.first_byte_s
-        return None if after_s is None else self.arrived_s + after_s
-
-    @property
     def ttft_s(self) -> float | None:
         """From the client's request to the first byte of its answer."""
         parts = self.parts()
         return sum(parts.values()) if "decode" in parts else None
 
-    def parts(self) -> dict[str, float]:
-        """Where its time went so far, by :data:`PARTS`; seconds."""
+    def parts(self, client: ClientSide | None = None) -> dict[str, float]:
+        """Where its time went so far, by :data:`PARTS`; seconds. ``client``: as long as it is not
+        over, what the relay knows."""
         parts: dict[str, float] = {}
-        if self.client is not None:
-            if self.client.admission_s is not None:
-                parts["admission"] = self.client.admission_s
-            if self.client.retries_s:
-                parts["retries"] = self.client.retries_s
-        if self.decided_s is None:
+        client = client or self.client
+        first_s = None
+        if client is not None:
+            if client.admission_s is not None:
+                parts["admission"] = client.admission_s
+            if client.retries_s:
+                parts["retries"] = client.retries_s
+            if client.first_byte_s is not None:
+                first_s = self.arrived_s + client.first_byte_s
+        at_s = self.decided_s
+        if at_s is None:
             return parts
-        parts["hold"] = self.decided_s - self.arrived_s
-        at_s, first_s = self.decided_s, self.first_byte_s
-        steps = {
-            "way": self.accepted_s,
-            "queue": self.launched_s,
-            "pass": self.computed_s,
-            "decode": first_s,
-        }
+        parts["hold"] = at_s - self.arrived_s
+        steps: tuple[tuple[str, float | None], ...]
         if self.launched_s is None or self.computed_s is None:
             seen_s = self.prefilled_s if first_s is None else min(self.prefilled_s or 1e18, first_s)
-            steps = {ENGINE: seen_s, "decode": first_s}
-        for name, until_s in steps.items():
+            steps = ((ENGINE, seen_s), ("decode", first_s))
+        else:
+            steps = (
+                ("way", self.accepted_s),
+                ("queue", self.launched_s),
+                ("pass", self.computed_s),
+                ("decode", first_s),
+            )
+        for name, until_s in steps:
             if until_s is not None:
                 # Engines' times follow from when their messages came, so they may be off a little.
                 end_s = max(at_s, until_s if first_s is None else min(until_s, first_s))
@@ -117,6 +120,8 @@ class Timelines:
         """Told of each that is over."""
         self._open: dict[str, Timeline] = {}
         self._over: dict[str, Timeline] = {}
+        self._order: deque[str] = deque()
+        """Of those, as they ended: the first key of a dict is not found at once."""
         self._computing: dict[tuple[str, int], dict[str, _Computing]] = {}
         """By instance and DP rank."""
         self._on: dict[type, Callable[[object, float], None]] = {
@@ -180,7 +185,9 @@ class Timelines:
         self._computing_at(timeline).pop(timeline.rid, None)
         timeline.ended_s = now_s
         if len(self._over) >= self._most_over:
-            del self._over[next(iter(self._over))]
+            del self._over[self._order.popleft()]
+        if timeline.rid not in self._over:
+            self._order.append(timeline.rid)
         self._over[timeline.rid] = timeline
         self.ended(timeline)
 

@@ -28,7 +28,7 @@ from sglang_sbs.router.relay.time_split import HEADER, in_one_line, server_timin
 from sglang_sbs.router.requests.body_fields import bad_request
 from sglang_sbs.router.requests.headers import asked_in, forwarded_headers
 from sglang_sbs.router.requests.plan import PATHS, RouteKind
-from sglang_sbs.router.telemetry.logs import current_request_id, log_answer
+from sglang_sbs.router.telemetry.logs import current_request_id, is_logged, log_answer
 from sglang_sbs.router.telemetry.worker_metrics import model_name
 
 if TYPE_CHECKING:
@@ -179,7 +179,7 @@ class Surface:
             recent.status, recent.seconds = status, seconds
             if recent.first_byte_s is not None:
                 waited_s = recent.first_byte_s - recent.began_s
-        if not wanted.has(status, waited_s):
+        if not wanted.has(status, waited_s) or not is_logged(path, status):
             return
         more = ""
         if recent is not None:

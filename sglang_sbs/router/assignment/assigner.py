@@ -30,6 +30,7 @@ from sglang_sbs.scheduling.events import (
     RequestEnded,
 )
 from sglang_sbs.scheduling.stories import AttemptStory
+from sglang_sbs.scheduling.timelines import Timeline
 
 logger = logging.getLogger(__name__)
 
@@ -185,6 +186,10 @@ class Assigner:
     def attempts(self, rids: Sequence[str]) -> list[AttemptStory]:
         """What a scheduler in this process knows of these."""
         return self.pump.attempts(rids) if self.pump is not None else []
+
+    def timeline(self, rid: str) -> Timeline | None:
+        """The same without the reasons, which take longer to work out."""
+        return self.pump.timelines.get(rid) if self.pump is not None else None
 
     def snapshot(self) -> Any:
         """The scheduler's state for people and metrics (a msgspec struct)."""

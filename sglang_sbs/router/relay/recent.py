@@ -4,9 +4,10 @@ report of them. Bounded."""
 from __future__ import annotations
 
 import time
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+
+import msgspec
 
 from sglang_sbs.router.errors import RouterError
 from sglang_sbs.scheduling.events import MAX_REQUEST_ID_CHARS, ClientSide
@@ -19,8 +20,7 @@ _MOST_SAMPLES = 20_000
 """Of a minute."""
 
 
-@dataclass(slots=True, eq=False)
-class RecentRequest:
+class RecentRequest(msgspec.Struct, eq=False, gc=False):
     """One request of a client, from its plan on."""
 
     request_id: str
@@ -29,9 +29,9 @@ class RecentRequest:
     """Monotonic clock, as are all times but the next."""
     began_unix_s: float
     units: int
-    ids: list[str]
+    ids: tuple[str, ...]
     """The client's own ids, and that of a merged answer."""
-    sent: list[ClientAttempt] = field(default_factory=list)
+    sent: tuple[ClientAttempt, ...] = ()
     announced_s: float | None = None
     """Its first attempt."""
     first_byte_s: float | None = None
@@ -58,8 +58,8 @@ class RecentRequest:
             units=self.units,
             status=self.status,
             seconds=self.seconds,
-            other_ids=self.ids,
-            sent=self.sent,
+            other_ids=list(self.ids),
+            sent=list(self.sent),
         )
 
 
@@ -67,21 +67,19 @@ class RecentRequests:
     """Must be used from one event loop only."""
 
     def __init__(self) -> None:
-        self._kept: dict[int, RecentRequest] = {}
+        self._kept: deque[RecentRequest] = deque()
         self._by_id: dict[str, RecentRequest] = {}
-        self._number = 0
         self.minute = Minute()
 
     def began(
         self, request_id: str, kind: str, began_s: float, units: int, ids: Sequence[str]
     ) -> RecentRequest:
         one = RecentRequest(
-            request_id, kind, began_s, time.time(), units, list(ids[:MOST_ATTEMPTS])
+            request_id, kind, began_s, time.time(), units, tuple(ids[:MOST_ATTEMPTS])
         )
-        self._number += 1
-        self._kept[self._number] = one
+        self._kept.append(one)
         if len(self._kept) > MOST_KEPT:
-            self._forget(self._kept.pop(next(iter(self._kept))))
+            self._forget(self._kept.popleft())
         for name in (request_id, *one.ids):
             self._by_id[name] = one
         return one
@@ -90,12 +88,12 @@ class RecentRequests:
         if one.announced_s is None:
             one.announced_s = now_s
         if len(one.sent) < MOST_ATTEMPTS:
-            one.sent.append(ClientAttempt(rid, unit))
+            one.sent = (*one.sent, ClientAttempt(rid, unit))
             self._by_id[rid] = one
 
     def named(self, one: RecentRequest, name: str) -> None:
         """Its answer has an id that is made up here."""
-        one.ids.append(name)
+        one.ids = (*one.ids, name)
         self._by_id[name] = one
 
     def held(self, one: RecentRequest, held_s: float) -> None:

@@ -28,10 +28,10 @@ def split_of(one: RecentRequest, assigner: Assigner) -> dict[str, float]:
     another process all that follows the hold is one part."""
     if one.announced_s is None or one.first_byte_s is None:
         return {}
-    known = assigner.attempts([one.sent[0].rid]) if len(one.sent) == 1 else []
-    if known and known[0].timeline.decided_s is not None:
+    known = assigner.timeline(one.sent[0].rid) if len(one.sent) == 1 else None
+    if known is not None and known.decided_s is not None:
         client = one.client_side(one.announced_s, one.first_byte_s)
-        return msgspec.structs.replace(known[0].timeline, client=client).parts()
+        return known.parts(client)
     parts = {"admission": one.announced_s - one.began_s}
     left_s = one.first_byte_s - one.announced_s
     if one.held_s is not None and len(one.sent) == 1:

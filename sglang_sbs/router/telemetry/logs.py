@@ -74,6 +74,17 @@ def set_up_logging(
     logging.basicConfig(level=LEVELS.get(level, logging.ERROR), handlers=handlers, force=True)
 
 
+def is_logged(path: str, status: int) -> bool:
+    """Whether :func:`log_answer` writes a line at the level of the log."""
+    return access_logger.isEnabledFor(_level_of(path, status))
+
+
+def _level_of(path: str, status: int) -> int:
+    if status >= 400:
+        return logging.ERROR if status >= 500 else logging.WARNING
+    return logging.DEBUG if path in _QUIET_PATHS else logging.INFO
+
+
 def log_answer(
     method: str,
     path: str,
@@ -86,9 +97,7 @@ def log_answer(
 ) -> None:
     """The line of an answered request: a warning for a client's error, an error for ours.
     ``more``: what else is known of it; ``parts``: where the time to its first token went."""
-    level = logging.DEBUG if path in _QUIET_PATHS else logging.INFO
-    if status >= 400:
-        level = logging.ERROR if status >= 500 else logging.WARNING
+    level = _level_of(path, status)
     if not access_logger.isEnabledFor(level):
         return
     fields = {

@@ -17,6 +17,7 @@ from prometheus_client.metrics import MetricWrapperBase
 
 from sglang_sbs.router.errors import LegFailure
 from sglang_sbs.router.metric_families import Made, gauge, total
+from sglang_sbs.router.telemetry.part_times import PartTimes
 from sglang_sbs.router.workers.registry import Registry
 from sglang_sbs.scheduling.events import Dispatch, Outcome, Refuse
 from sglang_sbs.scheduling.queue.priority import PriorityClass
@@ -31,10 +32,6 @@ _DURATION_BUCKETS = (
 _HOLD_BUCKETS = (
     *(0.001, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.3, 0.5, 0.75),
     *(1.0, 2.0, 5.0, 10.0, 60.0),
-)
-_PART_BUCKETS = (
-    *(0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5),
-    *(1.0, 2.0, 5.0, 10.0, 30.0),
 )
 _AGE_BOUNDS_S = (30, 60, 180, 300, 600, 1200, 3600, 7200, 14400, 28800, 86400)
 """As sglang_router counts the ages of requests in flight."""
@@ -109,8 +106,6 @@ class RouterMetrics:
         "Announcement to decode's first byte, per attempt, by class of priority", "class")
     class_hold_seconds = _histogram("sbs_class_hold_seconds",
         "From arrival at the scheduler to dispatch, by class of priority", "class", _HOLD_BUCKETS)
-    ttft_parts = _histogram("sbs_ttft_part_seconds",
-        "Where the time to the first byte went, per attempt that had one", "part", _PART_BUCKETS)
     slo = _counter("sbs_slo_total", "First bytes of requests with x-sgl-ttft-slo-ms", "result")
 
     # What the scheduler decided, and what became of it
@@ -178,7 +173,8 @@ class RouterMetrics:
         self._responses = cache(self.http_responses.labels)
         self._served = cache(self._served_series)
         self._attempts = cache(self.attempts.labels)
-        self._parts = cache(self.ttft_parts.labels)
+        self._parts = PartTimes()
+        self.collect_with(self._parts.families)
         self._dispatched = 0
 
     def render(self) -> bytes:
@@ -320,8 +316,7 @@ class RouterMetrics:
         """Count where the time of an attempt went that is over, if it had a first byte."""
         if timeline.client is None or timeline.client.first_byte_s is None:
             return
-        for part, seconds in timeline.parts().items():
-            self._parts(part).observe(seconds)
+        self._parts.add(timeline.parts())
 
     def prefix_found(self, prompt_tokens: int, predicted_tokens: int, reported_tokens: int) -> None:
         """Prefill said how much of a prompt it had cached."""

@@ -47,6 +47,8 @@ class PrefillPolicy(ABC):
 
     holds: bool
     """Whether requests may wait in the scheduler. If not, decode admission does not hold either."""
+    explains = False
+    """Somebody wants to know why."""
     opening = Opening.AT_ONCE
     """Why its batches leave when they do, where it does not say so of each."""
 
@@ -76,7 +78,7 @@ class PrefillPolicy(ABC):
         """What is known of a batch of which the policy said nothing itself: where it goes."""
         instance = plan.placements[0].instance
         start_s = max(now_s, instance.free_at_s(now_s, 0.0))
-        looks = [look_at(instance, start_s)]
+        looks = (look_at(instance, start_s),)
         return Batch(now_s, self.opening, Term.RULE, looks, instances, waiting, start_s)
 
     @abstractmethod

@@ -254,6 +254,11 @@ class PrefillBooks:
             self._next_pass_s = self.model.predict_s(tokens, self._pairs(tokens))
         return self._next_pass_s
 
+    @property
+    def known_pass_s(self) -> float | None:
+        """:meth:`next_pass_s`, where it was asked for since something changed."""
+        return self._next_pass_s
+
     def _pairs(self, tokens: list[int]) -> list[float]:
         return [rank.prompts.pairs(mine) for rank, mine in zip(self.ranks, tokens, strict=True)]
 

@@ -4,7 +4,6 @@ Changes nothing but the notes on requests."""
 from __future__ import annotations
 
 from collections.abc import Iterable
-from itertools import islice
 
 from sglang_sbs.scheduling.decisions import MOST_LOOKS, Batch, look_at, note
 from sglang_sbs.scheduling.policies.adaptive.cache_affinity import BatchAffinity
@@ -33,11 +32,11 @@ def opening_of(instance: PrefillInstance, one: Decision) -> Opening:
 
 def batch_of(instance: PrefillInstance, one: Decision) -> Batch:
     """What is known of the instance that gets a batch, and of those that start first."""
-    first = [(start_s, number) for start_s, _, number in islice(one.starts, MOST_LOOKS)]
-    looks = [look_at(one.instances[number], start_s) for start_s, number in first]
     launch_s = one.starts.begin_s(instance)
+    first = one.starts.soonest(MOST_LOOKS)
+    looks = tuple([look_at(one.instances[number], start_s) for start_s, _, number in first])
     if all(look.instance != instance.id for look in looks):
-        looks[-1] = look_at(instance, launch_s)
+        looks = (*looks[:-1], look_at(instance, launch_s))
     term = Term.SOONEST if looks[0].instance == instance.id else Term.FIRST_OPEN
     if len(one.instances) == 1:
         term = Term.ONLY_ONE

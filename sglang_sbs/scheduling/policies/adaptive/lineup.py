@@ -94,6 +94,13 @@ class Starts:
                 return
             yield free_s, free_s, number
 
+    def soonest(self, count: int) -> list[tuple[float, float, int]]:
+        """The first so many of all."""
+        far = self._far[self._first : self._first + count]
+        if not far:
+            return self.near[:count]
+        return sorted([*self.near[:count], *((free_s, free_s, n) for free_s, n in far)])[:count]
+
     def begin_s(self, instance: PrefillInstance) -> float:
         """When the pass starts that a batch sent now could be in."""
         free_s = self._at.free_at_s(instance)

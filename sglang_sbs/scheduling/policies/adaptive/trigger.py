@@ -429,7 +429,7 @@ class AdaptiveTrigger(PrefillPolicy):
                 else f"{ahead_ms:.0f} ms before the predicted launch on {instance.id}"
             ),
             passed_over=allocation.left,
-            batch=batch_of(instance, one) if allocation.placed else None,
+            batch=batch_of(instance, one) if self.explains and allocation.placed else None,
         )
 
     def _gather(
