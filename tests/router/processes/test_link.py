@@ -265,6 +265,26 @@ async def test_blame_goes_to_the_scheduler_and_its_verdict_to_everybody(world: W
         await one.ask("nowhere to go")
 
 
+async def test_rooms_left_on_prefill_are_counted_by_the_scheduler_for_everybody(
+    world: World,
+) -> None:
+    side = await world.boot()
+    one, other = [await world.front_end() for _ in range(2)]
+    url = side.registry.of_role("prefill")[0].url
+    one.registry.room_left(url)
+    other.registry.room_left(url)
+    worker = side.registry.get(url)
+    assert worker is not None
+    await until(lambda: worker.rooms_left == 2)
+    assert worker.failures == 0, "that is nobody's blame"
+    one.registry.leg_failed(transport_failure("prefill", url, "reset"))
+    await until(lambda: worker.failures == 1)
+    assert worker.rooms_left == 2
+    mirrored = other.registry.get(url)
+    assert mirrored is not None
+    await until(lambda: mirrored.rooms_left == 2)
+
+
 async def test_a_lost_worker_and_an_abort_are_told_to_all(world: World) -> None:
     side = await world.boot()
     one, other = [await world.front_end() for _ in range(2)]
