@@ -267,3 +267,21 @@ async def test_a_dashboard_that_fails_keeps_no_front_end_from_watching_the_worke
             assert (scheduler._monitor is not None) is alone
         monkeypatch.undo()
         await scheduler.close()
+
+
+async def test_every_front_end_explains_a_request_of_another_one() -> None:
+    async with running("--policy", "sbs") as (_, group):
+        url, body = f"{group.url}/generate", {"text": "hello", "stream": True}
+        headers = {"x-request-id": "of the client", "x-sbs-server-timing": "1"}
+        async with fresh_client() as client, client.post(url, json=body, headers=headers) as answer:
+            assert complete((answer.status, await answer.read()))
+            assert answer.headers["Server-Timing"].startswith("admission;dur=")
+        url = f"{group.url}/requests/of the client"
+        for _ in range(12):  # each connection may be another front end's
+            async with fresh_client() as client, client.get(url) as answer:
+                assert answer.status == 200
+                story = await answer.json()
+            assert story["request_id"] == "of the client"
+            (attempt,) = story["attempts"]
+            assert list(attempt["parts"]) == ["admission", "hold", "engine", "decode"]
+            assert attempt["why"]["opening"] == "idle"
