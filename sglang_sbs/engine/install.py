@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import importlib
 import logging
+import os
 import pkgutil
 import sys
 from collections.abc import Callable
@@ -62,6 +63,7 @@ def describe(config: HookConfig) -> dict[str, object]:
         "gang_gate_ms": config.gang_gate_ms,
         "barrier": not skips_gather(),
         "deferred_release": _defers_release(),
+        "transfer_timeout_s": _transfer_timeout_s(),
         "sglang_sbs_version": __version__,
         "sgl_kernel_version": _kernel_version(),
     }
@@ -75,6 +77,12 @@ def _defers_release() -> bool:
         return bool(envs.SGLANG_DISAGGREGATION_DEFERRED_DECODE_KV_RELEASE.get())
     except (ImportError, AttributeError):
         return False
+
+
+def _transfer_timeout_s() -> int:
+    """Mooncake's own variable, whole seconds; 0 where it is not set, or no number."""
+    told = os.environ.get("MC_TRANSFER_TIMEOUT", "")
+    return int(told) if told.isdecimal() and len(told) < 10 else 0
 
 
 def _kernel_version() -> str:

@@ -101,11 +101,19 @@ class Assigner:
             self._say(PrefillDone(rid, prompt_tokens, cached_tokens))
 
     def prefill_aborted(self, rid: str) -> None:
-        """The request is over on prefill without an answer; decode still holds its KV."""
+        """The request is over on prefill without an answer; decode still holds its KV. What is kept
+        of it until its end no longer refers to what it was."""
         request = self._requests.get(rid)
-        if request is not None and not request.prefilled:
-            request.prefilled = True
+        if request is None:
+            return
+        if not request.prefilled:
             self._say(PrefillDone(rid=rid, aborted=True))
+        self._requests[rid] = Announced(
+            arrival=request.arrival,
+            decision=request.decision,
+            assignment=request.assignment,
+            prefilled=True,
+        )
 
     def ended(
         self,

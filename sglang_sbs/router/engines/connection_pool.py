@@ -87,6 +87,16 @@ class Call:
             self._connection.close()
             self._connection = None
 
+    def forget_payload(self) -> None:
+        """It is not sent again, whatever becomes of the connection; it may be large."""
+        self.payload = ()
+        self._replayable = False
+
+    @property
+    def over(self) -> bool:
+        """Nothing more will be heard: it was answered, lost or cancelled."""
+        return self.receiver is None
+
     def set_paused(self, paused: bool) -> None:
         """Read no further while it is; also before there is a connection."""
         self._paused = paused

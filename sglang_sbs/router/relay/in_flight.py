@@ -8,6 +8,7 @@ import asyncio
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import InitVar, dataclass, field
+from functools import partial
 
 from sglang_sbs.router.assignment.assigner import Announced, Assigner
 from sglang_sbs.router.client.answer_stream import Downstream
@@ -209,31 +210,29 @@ class InFlight:
 
     def end(self, attempt: Attempt, outcome: Outcome, completion_tokens: int | None) -> None:
         """The attempt is over; while its decode request is parked, only for prefill."""
-        pair = attempt.pair
         recent = attempt.run.exchange.recent
         seen = recent.client_side(attempt.announced_s, attempt.first_byte_s)
-        if pair is None or not pair.must_park:
-            self.dispatcher.ended(attempt.rid, outcome, completion_tokens, seen)
-            self.ended(attempt, outcome)
-            return
-
-        def released() -> None:
-            self.dispatcher.ended(attempt.rid, outcome, client=seen)
-            self.ended(attempt, outcome)
-
-        self.dispatcher.prefill_aborted(attempt.rid)
-        self._prefill_over(attempt)
-        self.parking.park(pair, released)
-
-    def ended(self, attempt: Attempt, outcome: Outcome) -> None:
         del self._attempts[attempt.rid]
         self._prefill_over(attempt)
-        if attempt.placement is not None:
-            attempt.placement.decode.active -= 1
+        # It must not know the attempt, whose bodies may be large: it can wait for minutes.
+        told = partial(self.dispatcher.ended, attempt.rid, outcome, completion_tokens, seen)
+        left = partial(self._left, told, attempt.placement)
+        if attempt.pair is not None and attempt.pair.must_park:
+            self.dispatcher.prefill_aborted(attempt.rid)
+            self.parking.park(attempt.pair, left)
+        else:
+            left()
         self.metrics.attempt_ended(outcome)
         self.recent.attempt_ended(attempt.run.exchange.recent, attempt.rid, outcome)
         if self.traces is not None:
             self.traces.ended(attempt.trace, attempt.assignment, outcome)
+
+    @staticmethod
+    def _left(told: Callable[[], None], placement: Placement | None) -> None:
+        """Decode has nothing more of it."""
+        told()
+        if placement is not None:
+            placement.decode.active -= 1
 
     def sessions(self) -> dict[str, int]:
         """How many conversations have a leg in flight, by worker URL; none where it is missing."""
@@ -300,11 +299,10 @@ class InFlight:
     def fail_worker(self, worker: Worker) -> None:
         """End what waits for a worker that answers nothing any more. Streams under way get a last
         chance: they are ended if nothing comes for a while."""
+        self.parking.engine_lost(worker)
         for rid, attempt in list(self._attempts.items()):
             pair, placement = attempt.pair, attempt.placement
             if pair is None or placement is None:
-                continue
-            if pair.must_park:
                 continue
             if placement.decode is worker and pair.opened:
                 loop = asyncio.get_running_loop()

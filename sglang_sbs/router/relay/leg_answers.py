@@ -183,6 +183,7 @@ class DecodeLeg(_Leg):
         if self.status == 200 and self.pair.stream:
             self.pair.decode_data(data)
             return
+        self.pair.decode_spoke = True
         new = max(0, len(self.body) - engine_json.ABORT_MARK_BYTES)
         super().body_received(data)
         # As it comes: at its end a search through all of a large answer would take long.

@@ -78,6 +78,8 @@ class Pair:
         """Aborted: whatever comes now is for nobody."""
         self.must_park = False
         """Aborted, but decode's request must stay (:mod:`.parking`)."""
+        self.decode_spoke = False
+        """A byte of decode's answer is there, which it begins with all of its KV."""
         self._in_flight = in_flight
         self._pool = in_flight.pool
         self._sink = exchange.make_sink(self) if exchange.make_sink is not None else None
@@ -94,7 +96,6 @@ class Pair:
         self._changed = asyncio.Event()
         self._prefill_over = False
         self._decode_over = False
-        self._decode_began = False
         self._all_sent = False
         """Prefill answered with 200: the whole KV is at decode."""
         self._never_taken = False
@@ -155,12 +156,19 @@ class Pair:
         if self.placement.decode.known.defers_release:
             return False
         taken = self.prefill_call.sent and not self._never_taken
-        waits = self.decode_call.sent and not (self._decode_over or self._decode_began)
+        waits = self.decode_call.sent and not (self._decode_over or self.decode_spoke)
         return waits and taken and not self._all_sent
 
     @property
     def prefill_over(self) -> bool:
-        return self._prefill_over
+        """Nothing more will be heard of prefill's request."""
+        return self._prefill_over or self.prefill_call.over
+
+    def forget(self) -> None:
+        """It is parked, maybe for long: keep nothing large."""
+        self._failure = None
+        self.prefill_call.forget_payload()
+        self.decode_call.forget_payload()
 
     def abort_decode(self) -> None:
         """End what was parked."""
@@ -239,8 +247,7 @@ class Pair:
         if failure.leg == "prefill":
             announced = self.decode_call.sent and not self._decode_over
             failure.leaves_room = announced and failure.refused
-            self._never_taken = failure.unreachable or 400 <= failure.status < 500
-        if failure.leg == "prefill":
+            self._never_taken = failure.unreachable or _refuses(failure)
             self._prefill_over = over
             if self.opened:
                 return
@@ -252,15 +259,18 @@ class Pair:
 
     def _parked_failed(self, failure: LegFailure) -> None:
         if failure.leg == "decode":
-            # A lost connection ends nothing: the engine may not know, and KV may be on its way.
-            if not failure.transport:
+            if failure.transport:
+                # The engine may not know, and KV may be on its way: its place stays taken.
+                self._in_flight.parking.limit(self)
+            else:
                 self.decode_ended()
-        elif failure.unreachable or 400 <= failure.status < 500:
+        elif failure.unreachable:
             self._prefill_over = True
             self._release()
         else:
+            # Whatever its status: after an abort it no longer tells that nothing was sent.
             self._prefill_over = True
-            self._in_flight.parking.prefill_ended(self)
+            self._in_flight.parking.limit(self)
 
     def prefill_came(self) -> None:
         """Prefill's reply comes, and is long. Others are not held until it was read."""
@@ -292,7 +302,7 @@ class Pair:
             self._complete()
 
     def decode_data(self, data: bytes) -> None:
-        self._decode_began = True
+        self.decode_spoke = True
         if self._waits_for_prefill:
             self._held += data
             self.decode_call.set_paused(True)
@@ -344,7 +354,7 @@ class Pair:
 
     def decode_finished(self, body: Body) -> None:
         """``body`` is empty if it was streamed."""
-        self._decode_over = self._decode_began = True
+        self._decode_over = self.decode_spoke = True
         self.body = body
         if not self._waits_for_prefill or (self.stream and not self._held):
             self._complete()  # of an empty stream prefill may never hear
@@ -373,3 +383,8 @@ class Pair:
     def _give_up_prefill(self) -> None:
         if not self._prefill_over:
             self.abort()
+
+
+def _refuses(failure: LegFailure) -> bool:
+    """Whether prefill never took the request; 408 and 499 may come in the middle of it."""
+    return 400 <= failure.status < 500 and failure.status not in (408, 499)

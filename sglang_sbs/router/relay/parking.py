@@ -11,7 +11,8 @@ any more. That is known when
 
 - its first byte arrives: decode only starts once the KV is there;
 - prefill answers with 200: all KV was sent;
-- prefill never took the request (a status of 4xx, a refused connection), so none will be sent;
+- prefill never took the request (a status of 4xx before it was told to abort, a refused
+  connection), so none will be sent;
 - the engine's own transfer time-out has passed since prefill's request ended in another way. Its
   HTTP answer alone proves nothing: the transfer worker may still be writing.
 """
@@ -27,6 +28,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from sglang_sbs.router.relay.pair import Pair
+    from sglang_sbs.router.workers.worker import Worker
 
 logger = logging.getLogger(__name__)
 
@@ -68,22 +70,39 @@ class Parking:
 
     def park(self, pair: Pair, released: Callable[[], None]) -> None:
         """Keep the decode request of ``pair``; ``released`` is called once when it was let go."""
-        limit_s = self._transfer_timeout_s if pair.prefill_over else UNANSWERED_S
+        pair.forget()
+        limit_s = self._limit_s(pair) if pair.prefill_over else UNANSWERED_S
         self._empty.clear()
         self.parked_total += 1
+        pair.placement.decode.parked += 1
         self._parked[pair] = self._timer(pair, limit_s), released
 
-    def prefill_ended(self, pair: Pair) -> None:
-        """Prefill's request ended without proof that all KV was sent."""
+    def limit(self, pair: Pair) -> None:
+        """Prefill's request ended without proof that all KV was sent, or nothing more is heard of
+        decode's: from now on it waits for the transfer time-out at most."""
         if pair in self._parked:
             timer, released = self._parked[pair]
             timer.cancel()
-            self._parked[pair] = self._timer(pair, self._transfer_timeout_s), released
+            self._parked[pair] = self._timer(pair, self._limit_s(pair)), released
+
+    def engine_lost(self, worker: Worker) -> None:
+        """The engine answers nothing any more, or restarted."""
+        for pair in list(self._parked):
+            if pair.placement.decode is worker and pair.decode_call.over:
+                self.release(pair)  # it is gone, and its pages with it
+            elif pair.placement.prefill is worker:
+                self.limit(pair)
+
+    def _limit_s(self, pair: Pair) -> float:
+        """The engine knows better where its plugin says so."""
+        sbs = pair.placement.prefill.known.sbs
+        return max(self._transfer_timeout_s, sbs.transfer_timeout_s if sbs is not None else 0)
 
     def release(self, pair: Pair) -> None:
         """Nothing is written for it any more: abort what is left, give its place back."""
         timer, released = self._parked.pop(pair)
         timer.cancel()
+        pair.placement.decode.parked -= 1
         pair.abort_decode()
         if not self._parked:
             self._empty.set()

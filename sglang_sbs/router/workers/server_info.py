@@ -36,6 +36,7 @@ _MAX_TEXT = 256
 _MAX_ROUTERS = 16
 _MAX_COUNT = 1 << 40
 _MAX_GRAPHS = 256
+_MAX_TIMEOUT_S = 3600
 _BIGRAM_ALGORITHMS = ("EAGLE", "EAGLE3", "NEXTN", "FROZEN_KV_MTP")
 NO_DP_ATTENTION = "no DP attention"
 
@@ -63,6 +64,8 @@ class SbsBlock(msgspec.Struct, frozen=True):
     deferred_release: bool | None = None
     """SGLang's ``SGLANG_DISAGGREGATION_DEFERRED_DECODE_KV_RELEASE`` there; False also where the
     release has none. None: an older plugin does not say."""
+    transfer_timeout_s: int = 0
+    """Mooncake's limit on one transfer there (``MC_TRANSFER_TIMEOUT``); 0: its own, 30 s."""
 
 
 class KvEventsBlock(msgspec.Struct, frozen=True, kw_only=True):
@@ -396,6 +399,7 @@ def _sbs_block(value: object) -> SbsBlock | None:
         routers=tuple(map(_text, routers[:_MAX_ROUTERS])) if isinstance(routers, list) else (),
         barrier=_flag(value.get("barrier")),
         deferred_release=_flag(value.get("deferred_release")),
+        transfer_timeout_s=min(_count(value.get("transfer_timeout_s")), _MAX_TIMEOUT_S),
     )
 
 

@@ -46,6 +46,7 @@ def describe_worker(worker: Worker, now_s: float) -> dict[str, Any]:
         "kv_events": bool(info and info.kv_events) and not worker.kv_events_missing,
         "version": info.version if info else None,
         "defers_kv_release": worker.known.defers_release if worker.role == "decode" else None,
+        "parked": worker.parked,
         "plugin": bool(info and info.sbs),
         "signal": _signal(worker, now_s),
         "endforward_age_s": round(age_s, 3) if age_s is not None else None,

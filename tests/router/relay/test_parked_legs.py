@@ -4,6 +4,7 @@ their engine would free the pages at once (``relay/parking.py``)."""
 from __future__ import annotations
 
 import asyncio
+from collections import deque
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
@@ -13,6 +14,7 @@ import pytest
 from router_harness import Cluster, cluster, until
 
 from sglang_sbs.router.relay import parking
+from sglang_sbs.router.relay.in_flight import Attempt
 from sglang_sbs.scheduling.events import PrefillDone, RequestEnded
 from tools.stand_ins.mock_engine import Behaviour, MockEngine
 from tools.stand_ins.mock_script import RecordedRequest
@@ -157,12 +159,10 @@ async def test_a_request_that_prefill_never_got_is_aborted_at_once() -> None:
 @pytest.mark.parametrize("fault", ["reset_before_head", None])
 async def test_a_retry_does_not_wait(fault: Any) -> None:
     async with held(*LONG, prefill=2) as c:
+        fails_once = deque([Behaviour(fault=fault, status=200 if fault else 500)])
         for engine in c.prefill:
             engine.gate.open()
-            engine.behaviours.append(Behaviour(fault=fault, status=200 if fault else 500))
-            engine.behaviours.append(Behaviour())
-        c.prefill[1].behaviours.popleft()
-        c.prefill[1].behaviours.popleft()
+            engine.behaviours = fails_once  # whichever is asked first
         answer = asyncio.create_task(c.generate(text="x"))
         await c.decode[0].gate.arrived(2)
         await parked(c)
@@ -246,3 +246,107 @@ async def test_engines_that_may_not_defer_it_are_not(says: dict[str, Any]) -> No
         _, decode = await leave(c, stream=True)
         await parked(c)
         assert untouched(c.decode[0], decode)
+
+
+@pytest.mark.parametrize("status", [400, 408, 500])
+async def test_a_refusal_after_the_abort_proves_nothing(status: int) -> None:
+    async with held(*LONG) as c:
+        c.prefill[0].ignores_aborts = True
+        c.prefill[0].behaviour = Behaviour(status=status)
+        _, decode = await leave(c, stream=True)
+        await parked(c)
+        (pair,) = c.server.in_flight.parking._parked
+        c.prefill[0].gate.open()
+        await until(lambda: pair.prefill_over)
+        assert untouched(c.decode[0], decode) and pair in c.server.in_flight.parking
+
+
+@pytest.mark.parametrize("status", [408, 499])
+async def test_prefill_that_gave_up_in_the_middle_may_have_written(status: int) -> None:
+    async with held(*LONG, *ONE_TRY) as c:
+        c.prefill[0].behaviour = Behaviour(status=status)
+        answer = asyncio.create_task(c.generate(text="x"))
+        await c.decode[0].gate.arrived(1)
+        c.prefill[0].gate.open()
+        await answer
+        await parked(c)
+        assert untouched(c.decode[0], c.decode[0].requests[0])
+
+
+async def test_prefill_that_breaks_off_is_waited_for_no_longer_than_a_transfer() -> None:
+    async with held(*SHORT, *ONE_TRY) as c:
+        c.prefill[0].behaviour = Behaviour(fault="reset_before_head")
+        answer = asyncio.create_task(c.generate(text="x"))
+        await c.decode[0].gate.arrived(1)
+        c.prefill[0].gate.open()
+        assert (await answer)[0] == 502
+        assert c.server.in_flight.parking.parked_total == 1
+        await c.decode[0].aborted(c.decode[0].requests[0].rid)
+
+
+async def test_the_place_on_an_engine_that_is_gone_is_given_back() -> None:
+    async with held(*LONG) as c:
+        c.prefill[0].ignores_aborts = True
+        await leave(c, stream=True)
+        await parked(c)
+        worker = c.server.registry.get(c.decode[0].url)
+        assert worker is not None and worker.parked == 1
+        (pair,) = c.server.in_flight.parking._parked
+        c.server.in_flight.fail_worker(worker)
+        assert pair in c.server.in_flight.parking  # silent, but its connection is there
+        await c.decode[0].stop()
+        await until(lambda: pair.decode_call.over)
+        assert pair in c.server.in_flight.parking
+        c.server.in_flight.fail_worker(worker)
+        assert len(c.server.in_flight.parking) == worker.parked == worker.active == 0
+
+
+async def test_lost_prefill_is_waited_for_no_longer_than_a_transfer() -> None:
+    async with held(*SHORT) as c:
+        c.prefill[0].ignores_aborts = True
+        _, decode = await leave(c, stream=True)
+        await parked(c)
+        worker = c.server.registry.get(c.prefill[0].url)
+        assert worker is not None
+        c.server.in_flight.fail_worker(worker)
+        await c.decode[0].aborted(decode.rid)
+
+
+async def test_the_engines_own_time_out_counts_where_it_is_longer() -> None:
+    says = {"sbs": {"boot_id": "b", "transfer_timeout_s": 3600}}
+    async with held(*SHORT, prefill_says=says) as c:
+        _, decode = await leave(c, stream=True)
+        await parked(c)
+        (pair,) = c.server.in_flight.parking._parked
+        await until(lambda: pair.prefill_over)
+        timer, _ = c.server.in_flight.parking._parked[pair]
+        assert timer.when() - asyncio.get_running_loop().time() > 3000
+        assert untouched(c.decode[0], decode)
+
+
+async def test_a_parked_request_keeps_no_body() -> None:
+    async with held(*LONG) as c:
+        async with aiohttp.ClientSession() as session:
+            body = {"text": "x" * (1 << 20), "stream": False}
+            task = asyncio.create_task(_post(session, c.url + "/generate", body))
+            await c.decode[0].gate.arrived(1)
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
+        await parked(c)
+        assert len(c.server.in_flight) == 0
+        assert not any(isinstance(one, Attempt) for one in c.server.dispatcher._requests.values())
+        (pair,) = c.server.in_flight.parking._parked
+        assert pair.decode_call.payload == pair.prefill_call.payload == ()
+
+
+async def test_workers_show_what_is_parked() -> None:
+    async with held(*LONG) as c:
+        await leave(c, stream=True)
+        await parked(c)
+        async with c.get("/workers") as response:
+            workers = (await response.json())["workers"]
+        shown = {one["url"]: one["parked"] for one in workers}
+        assert shown == {c.prefill[0].url: 0, c.decode[0].url: 1}
+        let_go(c)
+        worker = c.server.registry.get(c.decode[0].url)
+        assert worker is not None and worker.parked == 0
