@@ -161,9 +161,11 @@ async def test_a_retry_does_not_wait(fault: Any) -> None:
     async with held(*LONG, prefill=2) as c:
         fails_once = deque([Behaviour(fault=fault, status=200 if fault else 500)])
         for engine in c.prefill:
-            engine.gate.open()
             engine.behaviours = fails_once  # whichever is asked first
         answer = asyncio.create_task(c.generate(text="x"))
+        await c.decode[0].gate.arrived(1)
+        for engine in c.prefill:
+            engine.gate.open()
         await c.decode[0].gate.arrived(2)
         await parked(c)
         first, second = c.decode[0].requests
