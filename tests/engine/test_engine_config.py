@@ -11,6 +11,7 @@ import time
 import pytest
 
 from sglang_sbs import engine
+from sglang_sbs.engine import install
 from sglang_sbs.engine.config import ConfigError, join_tcp, load_config, split_tcp
 
 
@@ -121,3 +122,11 @@ def test_a_broken_installation_does_not_raise(
     engine.register()
     monkeypatch.delenv("SGLANG_SBS_BOOT_ID", raising=False)
     assert "EndForward is off" in caplog.text
+
+
+@pytest.mark.parametrize(("told", "seconds"), [("45", 45), ("", 0), ("-1", 0), ("9" * 20, 0)])
+def test_the_limit_on_a_transfer_is_mooncakes_own(
+    told: str, seconds: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MC_TRANSFER_TIMEOUT", told)
+    assert install._transfer_timeout_s() == seconds

@@ -113,6 +113,8 @@ def test_server_info_has_the_sbs_block(hooked: dict[str, object]) -> None:
         "encrypted": False,
         "gang_gate_ms": None,
         "barrier": True,
+        "deferred_release": True,
+        "transfer_timeout_s": 0,
         "sglang_sbs_version": "0.1.0",
         "sgl_kernel_version": "",
     }
