@@ -274,6 +274,8 @@ class Refuse(_Message, frozen=True):
     cause: RefuseCause
     retry_after_s: float
     message: str
+    limit: InstanceRole | None = None
+    """The role whose capacity was missing, where the cause is overload."""
 
 
 class WakeAt(_Message, frozen=True):

@@ -124,7 +124,9 @@ class Gangs:
             return request.may_use(decode, members.up_decode)
 
         requests = [placement.request for placement in placements]
-        return schedule_decode(requests, loads, self.choose_decode, allowed, admit=self.holds)
+        return schedule_decode(
+            requests, loads, self.choose_decode, allowed, admit=self.holds, first=self.count
+        )
 
     def _dispatch(
         self,

@@ -51,6 +51,8 @@ from sglang_sbs.scheduling.prefill.observation import Observation
 from sglang_sbs.scheduling.prefix_caches import PrefixCaches
 from sglang_sbs.scheduling.queue.fairness import TenantTurns
 from sglang_sbs.scheduling.queue.flow_control import (
+    ROOM_IN_WORDS,
+    limiting_role,
     missing_role,
     refusal_of,
     retry_after_s,
@@ -62,6 +64,7 @@ from sglang_sbs.scheduling.request import Request
 from sglang_sbs.scheduling.snapshot import Snapshot, snapshot_of
 from sglang_sbs.wire import EndForward
 
+_OVERLOAD = ("queue_full", "flow_control")
 _ADOPTED_S = 0.05
 _GIVEN_UP_S = 0.02
 """Thousands may be given up in one moment: so often is looked for what to do about it."""
@@ -222,7 +225,8 @@ class Scheduler:
             latency_s = self.interval.latency_s
             refusal = slo_refusal_of(request, self.queue, prefill, now_s, latency_s)
         if refusal is not None:
-            out.append(self._refuse(event.rid, *refusal))
+            limit = limiting_role(self.queue.oldest) if refusal[0] in _OVERLOAD else None
+            out.append(self._refuse(event.rid, *refusal, limit))
             return
         self._arrivals += 1
         request.first_batch = self.gangs.count
@@ -400,7 +404,7 @@ class Scheduler:
             batches = self.gangs.count - request.first_batch
             self.gangs.decisions.refused(request, batches, now_s)
             message = f"not scheduled within {now_s - request.arrived_s:.1f} s"
-            out.append(self._refuse(request.rid, "deadline", message))
+            out.append(self._refuse(request.rid, "deadline", message, limiting_role(request)))
         instances = self._members.up_prefill
         latency_s = self.interval.latency_s
         wake_s, again = self._agenda.advance(now_s, latency_s)
@@ -452,6 +456,10 @@ class Scheduler:
         times_s = [decode.advance(now_s) for decode in self.decode.values()]
         self._silent_s = min(times_s, default=math.inf)
 
-    def _refuse(self, rid: str, cause: ev.RefuseCause, message: str) -> ev.Refuse:
+    def _refuse(
+        self, rid: str, cause: ev.RefuseCause, message: str, limit: ev.InstanceRole | None = None
+    ) -> ev.Refuse:
         after_s = retry_after_s(self.queue, self._members.up_prefill)
-        return ev.Refuse(rid=rid, cause=cause, retry_after_s=after_s, message=message)
+        if limit is not None:
+            message += f"; the limit is {limit}: {ROOM_IN_WORDS[limit]}"
+        return ev.Refuse(rid=rid, cause=cause, retry_after_s=after_s, message=message, limit=limit)

@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 
 from sglang_sbs.scheduling.decode.rules import (
     DecodeLoad,
+    fewest_requests,
     iqr_lexicographic,
     outlier_threshold,
     percentile,
@@ -262,3 +263,23 @@ class TestDecode:
     def test_the_potential_avoids_the_rank_that_is_ahead_in_either_dimension(self):
         loads = [DecodeLoad(10, 5000), DecodeLoad(2, 90_000), DecodeLoad(8, 6000)]
         assert schedule_decode([request("r", 1000)], loads, potential) == {"r": 2}
+
+
+@pytest.mark.parametrize("rule", [potential, fewest_requests, iqr_lexicographic(1.5)])
+def test_ties_go_to_each_rank_in_turn(rule):
+    """Short requests, each over before the next one comes: all 16 ranks get some."""
+    one, empty = [request("r", 10)], DecodeLoad(0, 0)
+    chosen = [schedule_decode(one, [empty] * 16, rule, first=n)["r"] for n in range(16)]
+    assert sorted(chosen) == list(range(16))
+
+
+@given(
+    st.lists(st.tuples(st.integers(0, 3), st.integers(0, 3)), min_size=1, max_size=8), st.integers()
+)
+def test_the_first_among_equals_changes_nothing_else(ranks, first):
+    def choose(first):
+        loads = [DecodeLoad(running, kv) for running, kv in ranks]
+        rank = schedule_decode([request("r", 10)], loads, potential, first=first)["r"]
+        return ranks[rank]
+
+    assert choose(first) == choose(0)

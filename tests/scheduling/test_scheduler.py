@@ -485,3 +485,29 @@ def test_thousands_at_once_are_planned_in_parts_and_the_first_leave_before_the_l
     first = driver.tell(InstanceUp(instance="d1", role="decode", dp_size=2))
     assert 0 < len(first) < 10 and driver.wake_s == driver.now_s
     assert len(first + driver.wait(0.0)) == 19
+
+
+def test_a_refusal_for_want_of_decode_names_it():
+    """KV for one request on the only decode rank."""
+    config = {"default_output_tokens": 10, "t_default_s": 0.3, "default_timeout_s": 2.0}
+    driver = Driver(**config).up(decode_dp=1, kv_capacity_tokens=1_000)
+    driver.arrive("first", 900)
+    driver.tell(PrefillDone(rid="first"))
+    driver.arrive("second", 900)
+    for _ in range(3):
+        driver.wait(0.7)
+        driver.report("p0", 0, kind="heartbeat")
+    refused = next(one for one in driver.refused if one.rid == "second")
+    assert (refused.cause, refused.limit) == ("deadline", "decode")
+    assert "the limit is decode: no decode rank has room" in refused.message
+
+
+def test_a_refusal_for_want_of_prefill_names_it():
+    driver = Driver(t_default_s=0.3, max_queue_requests=1).up(dp=1)
+    driver.arrive("first", 1000)
+    tokens = {"tokens_per_rank": [1000], "extend_tokens": 1000, "dp": 1}
+    driver.report("p0", 0, kind="launch", forward_id=1, rids=["first"], **tokens)
+    driver.arrive("second", 1000)
+    driver.arrive("third", 1000)
+    (refused,) = driver.refused
+    assert (refused.cause, refused.limit) == ("queue_full", "prefill")

@@ -114,6 +114,8 @@ class RouterMetrics:
     dispatches = _counter("sbs_dispatches_total", "Dispatched legs", "worker_type worker dp_rank")
     refusals = _counter("sbs_refusals_total",
         "Refused by the scheduler, or at the front door", "cause")
+    limited = _counter("sbs_refusals_by_role_total",
+        "Refused for overload, by the role whose capacity was missing", "role")
     attempts = _counter("sbs_attempts_total", "Ended attempts", "outcome")
     aborts = _counter("sbs_aborts_total", "POST /abort_request sent to engines")
     broken_streams = _counter("sbs_broken_streams_total",
@@ -206,6 +208,8 @@ class RouterMetrics:
     def decided(self, command: Dispatch | Refuse) -> None:
         if isinstance(command, Refuse):
             self.refusals.labels(command.cause).inc()
+            if command.limit is not None:
+                self.limited.labels(command.limit).inc()
             return
         self._dispatched += 1
         self.hold_seconds.observe(command.held_s)

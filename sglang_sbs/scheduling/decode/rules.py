@@ -70,15 +70,18 @@ class DecodeBoard:
     """The ranks of a batch's assignment, kept in the orders the rules ask for, each made when first
     asked for. After that a question costs no more than the number of distinct batch sizes."""
 
-    def __init__(self, loads: list[DecodeLoad]) -> None:
-        """``loads``: one per rank; the one that is assigned to is replaced."""
+    def __init__(self, loads: list[DecodeLoad], first: int = 0) -> None:
+        """``loads``: one per rank; the one that is assigned to is replaced. ``first``: the rank
+        that wins among equals, then those after it in turn: else short requests would all go to
+        the first few ranks of many."""
         self.loads = loads
+        self._first = first % max(1, len(loads))
         self._kv_sorted: list[int] | None = None
         self.running_total = sum([load.running for load in loads])
         self.kv_total = sum([load.kv_tokens for load in loads])
         self._by_running: dict[int, list[tuple[int, int]]] = defaultdict(list)
         for index, load in enumerate(loads):
-            self._by_running[load.running].append((load.kv_tokens, index))
+            self._by_running[load.running].append((load.kv_tokens, self._turn(index)))
         self._unsorted = set(self._by_running)
         self.sizes = sorted(self._by_running)
         """B_i that occur, ascending."""
@@ -96,12 +99,17 @@ class DecodeBoard:
 
     def first(self, running: int, fits: Fits) -> int | None:
         """Of the feasible ranks with this batch size the one with the smallest K."""
-        return next((index for _, index in self._sorted(running) if fits(index)), None)
+        ranks = ((turn + self._first) % len(self.loads) for _, turn in self._sorted(running))
+        return next(filter(fits, ranks), None)
+
+    def _turn(self, index: int) -> int:
+        """Its place among equals."""
+        return (index - self._first) % len(self.loads)
 
     def assign(self, index: int, request: Request) -> None:
         before = self.loads[index]
         bucket = self._sorted(before.running)
-        del bucket[bisect_left(bucket, (before.kv_tokens, index))]
+        del bucket[bisect_left(bucket, (before.kv_tokens, self._turn(index)))]
         if not bucket:
             del self._by_running[before.running]
             del self.sizes[bisect_left(self.sizes, before.running)]
@@ -113,10 +121,10 @@ class DecodeBoard:
             insort(self._kv_sorted, load.kv_tokens)
         if load.running not in self._by_running:
             insort(self.sizes, load.running)
-        insort(self._sorted(load.running), (load.kv_tokens, index))
+        insort(self._sorted(load.running), (load.kv_tokens, self._turn(index)))
 
     def _sorted(self, running: int) -> list[tuple[int, int]]:
-        """K_i and index of the ranks with this batch size, ascending."""
+        """K_i and turn of the ranks with this batch size, ascending."""
         bucket = self._by_running[running]
         if running in self._unsorted:
             self._unsorted.remove(running)
@@ -238,6 +246,7 @@ def schedule_decode(
     choose: DecodeRuleFunction,
     allowed: Callable[[Request, int], bool] = lambda _request, _rank: True,
     admit: bool = True,
+    first: int = 0,
 ) -> dict[str, int]:
     """Assign a batch to decode ranks, longest total length first (fill the valley).
 
@@ -247,11 +256,12 @@ def schedule_decode(
         choose: the rule that picks among feasible ranks.
         allowed: whether a request may go to the rank with this index at all.
         admit: whether a rank without room is infeasible.
+        first: the rank that wins among equal ones.
 
     Returns:
         rid -> index into ``loads``. A request no feasible rank exists for is missing from it.
     """
-    board = DecodeBoard(loads)
+    board = DecodeBoard(loads, first)
     assigned: dict[str, int] = {}
     for request in sorted(requests, key=lambda r: -r.total_tokens):
 

@@ -8,9 +8,10 @@ from collections.abc import Sequence
 
 from sglang_sbs.scheduling.config import SchedulerConfig
 from sglang_sbs.scheduling.decode.instance import DecodeInstance
-from sglang_sbs.scheduling.events import RefuseCause, RequestArrived
+from sglang_sbs.scheduling.events import InstanceRole, RefuseCause, RequestArrived
 from sglang_sbs.scheduling.prefill.instance import Instances, PrefillInstance
 from sglang_sbs.scheduling.queue.request import RequestQueue
+from sglang_sbs.scheduling.reasons import WaitReason
 from sglang_sbs.scheduling.request import Request
 
 Refusal = tuple[RefuseCause, str]
@@ -45,6 +46,19 @@ def refusal_of(
             f"overload: a request has waited more than {config.n_limit} of the scheduler's cycles"
         )
     return None
+
+
+ROOM_IN_WORDS: dict[InstanceRole, str] = {
+    "prefill": "no prefill instance could take it in time",
+    "decode": "no decode rank has room for it (KV tokens or running requests)",
+}
+
+
+def limiting_role(request: Request | None) -> InstanceRole | None:
+    """The role that a request in the queue waits for; None: there is none, or nothing is known."""
+    if request is None or request.waits_for is None:
+        return None
+    return "decode" if request.waits_for is WaitReason.NO_DECODE_ROOM else "prefill"
 
 
 def slo_refusal_of(
