@@ -99,6 +99,8 @@ class Publisher:
         self._socket.reconnect_ivl, self._socket.reconnect_ivl_max = 100, 500
         # A router host that vanished without closing the connection.
         self._socket.heartbeat_ivl, self._socket.heartbeat_timeout = 5000, 15000
+        # Where it binds, who connects and says nothing must not keep the engine's descriptors.
+        self._socket.handshake_ivl = 2000
         try:
             if bind is not None:
                 self._bind(bind, fatal=not routers)
@@ -107,8 +109,10 @@ class Publisher:
         except Exception:
             self.close()
             raise
-        if named:
-            follow = partial(self._follow_names, named, resolve, resolve_interval_s)
+        self._found: dict[str, frozenset[str]] = {}
+        self._naming = threading.Lock()
+        for endpoint in named:
+            follow = partial(self._follow_name, endpoint, resolve, resolve_interval_s)
             threading.Thread(target=follow, name="sglang-sbs-resolver", daemon=True).start()
 
     def send(self, frames: Sequence[bytes]) -> None:
@@ -150,26 +154,27 @@ class Publisher:
                 raise BindError(message) from error
             logger.warning("%s (still connecting to SGLANG_SBS_ROUTERS)", message)
 
-    def _follow_names(self, named: Sequence[str], resolve: Resolve, interval_s: float) -> None:
-        """The addresses behind the host names of some endpoints; in a thread of its own."""
-        known: dict[str, frozenset[str]] = {}
-        warned: set[str] = set()
+    def _follow_name(self, endpoint: str, resolve: Resolve, interval_s: float) -> None:
+        """The addresses behind one host name; in a thread of its own, as one that no name server
+        answers takes half a minute."""
+        warned = known = False
         retry_s = min(1.0, interval_s)
         while True:
-            for endpoint in named:
-                try:
-                    known[endpoint] = resolve(*split_tcp(endpoint))
-                    warned.discard(endpoint)
-                except OSError as error:
-                    # What was known stays: a name server that is away must not silence the engine.
-                    if endpoint not in warned:
-                        warned.add(endpoint)
-                        text = "SGLANG_SBS_ROUTERS: %s does not resolve (%s); trying again"
-                        logger.warning(text, endpoint, error)
-            wanted = self._literal.union(*known.values())
-            if wanted != self._wanted:
-                self._wanted = wanted
-            retry_s = interval_s if len(known) == len(named) else min(2 * retry_s, interval_s)
+            try:
+                found = resolve(*split_tcp(endpoint))
+                warned, known = False, True
+                with self._naming:
+                    self._found[endpoint] = found
+                    wanted = self._literal.union(*self._found.values())
+                    if wanted != self._wanted:
+                        self._wanted = wanted
+            except OSError as error:
+                # What was known stays: a name server that is away must not silence the engine.
+                if not warned:
+                    warned = True
+                    text = "SGLANG_SBS_ROUTERS: %s does not resolve (%s); trying again"
+                    logger.warning(text, endpoint, error)
+            retry_s = interval_s if known else min(2 * retry_s, interval_s)
             if self._closed.wait(retry_s):
                 return
 

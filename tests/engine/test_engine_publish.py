@@ -326,3 +326,22 @@ def test_an_address_of_another_machine_is_told_and_not_spoken_from(
     finally:
         publisher.close()
     assert "SGLANG_SBS_NODE_HOST: 192.0.2.1 is no address of this machine" in caplog.text
+
+
+def test_a_name_without_an_answer_holds_up_no_other(routers: list[Router]) -> None:
+    back = threading.Event()
+
+    def names(host: str, port: int) -> frozenset[str]:
+        if host == "silent":
+            back.wait(DEADLINE_S)
+            raise OSError("no answer")
+        return frozenset({routers[0].endpoint})
+
+    endpoints = ["tcp://silent:7600", "tcp://router:7600"]
+    publisher = Publisher(endpoints, None, resolve=names)
+    try:
+        routers[0].receive_through(publisher, b"x")
+        assert not back.is_set()
+    finally:
+        back.set()
+        publisher.close()
