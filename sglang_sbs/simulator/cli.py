@@ -38,6 +38,7 @@ examples:
   sglang-sbs simulate paper-3k --loads 0.4,0.6,0.8,1.0 --seeds 3 --plot ttft.png
   sglang-sbs simulate paper-3k --max-qps --slo-ttft 0.4 --chunks 2048,3072,4096,6144
   sglang-sbs simulate trace:requests.jsonl --policies sbs,eta --loads 0.6,0.8 --plot page.html
+  sglang-sbs simulate trace:router.events --chunks 4096   the arrivals of an --sbs-event-log
   sglang-sbs simulate trace:conversation_trace.jsonl --load-counts uncached --loads 0.5 \\
       --policies sbs,sbs_basic,cache_aware,session,least_tokens --duration 420
   sglang-sbs simulate paper-3k --at 30:drain:p1,40:up:p1,50:down:p2,70:up:p2 --duration 100
@@ -107,6 +108,9 @@ def _main(words: list[str]) -> int:
         return subprocess.run([sys.executable, str(script), *words[1:]], check=False).returncode
     args = parser.parse_args(words)
     if args.replay is not None:
+        others = common.given(build_parser(), words) - {"--replay"}
+        if others:
+            parser.error(f"--replay: {', '.join(sorted(others))}: without effect, leave it out")
         return _replay(args.replay)
     if args.scenario is None:
         parser.error(f"name a scenario: {', '.join(SCENARIOS)} (or --replay LOG)")

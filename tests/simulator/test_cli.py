@@ -445,3 +445,18 @@ def test_a_torn_log_is_reproduced_as_far_as_it_goes_and_called_torn(cut, log, ca
     log.write_bytes(whole + b"\0\0")
     assert main(["--replay", str(log)]) == 0
     assert "is torn: its last 2 bytes" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("beside", "named"),
+    [
+        (["--policies", "eta"], "--policies"),
+        (["--seeds", "1"], "--seeds"),
+        (["paper-3k"], "scenario"),
+    ],
+)
+def test_a_replay_refuses_what_would_have_no_effect(beside, named, log, capsys):
+    with pytest.raises(SystemExit) as ended:
+        main([*beside, "--replay", str(log)])
+    assert ended.value.code == 2
+    assert f"--replay: {named}: without effect" in capsys.readouterr().err

@@ -52,7 +52,9 @@ def build_parser() -> argparse.ArgumentParser:
     usage = "(--trace FILE | --scenario NAME) --slo-ttft S [options]"
     parser = common.command("plan", what, _EPILOG, usage)
     workload = parser.add_mutually_exclusive_group(required=True)
-    workload.add_argument("--trace", type=Path, metavar="FILE", help="Mooncake jsonl or Azure csv")
+    workload.add_argument(
+        "--trace", type=Path, metavar="FILE", help="Mooncake jsonl, Azure csv or event log"
+    )
     workload.add_argument("--scenario", help=", ".join(SCENARIOS))
     slo = "mean TTFT in seconds, of requests of which none is refused"
     parser.add_argument("--slo-ttft", type=common.positive_number, required=True, help=slo)

@@ -113,6 +113,19 @@ def add_all(group: argparse._ActionsContainer, flags: Iterable[Flag]) -> None:
         group.add_argument(flag.name, **words)
 
 
+def given(parser: argparse.ArgumentParser, words: Sequence[str]) -> set[str]:
+    """Names of the flags and positional arguments in ``words``, also those that repeat a default.
+    The parser has no defaults afterwards."""
+    for action in parser._actions:
+        action.default = argparse.SUPPRESS
+    dests = vars(parser.parse_args(words))
+    return {
+        max(action.option_strings, key=len, default=action.dest)
+        for action in parser._actions
+        if action.dest in dests
+    }
+
+
 def fields_of(args: argparse.Namespace, flags: Iterable[Flag]) -> dict[str, Any]:
     """What those say that become a field."""
     values = [(flag, getattr(args, flag.dest)) for flag in flags if flag.field]

@@ -14,6 +14,8 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from sglang_sbs.scheduling.eventlog import MAGIC, read_event_log
+from sglang_sbs.scheduling.events import RequestArrived
 from sglang_sbs.simulator.cluster.arrival import Arrival
 
 MOONCAKE_BLOCK_TOKENS = 512
@@ -116,7 +118,8 @@ def read_trace(path: Path) -> list[Arrival]:
     """Read a trace, sorted by time and starting at 0.
 
     Formats: Mooncake ``.jsonl`` (``timestamp`` in ms, ``input_length``, ``output_length``, maybe
-    ``hash_ids``) and Azure ``.csv`` (``TIMESTAMP``, ``ContextTokens``, ``GeneratedTokens``).
+    ``hash_ids``) and Azure ``.csv`` (``TIMESTAMP``, ``ContextTokens``, ``GeneratedTokens``);
+    and the event log of a router, whatever its name (:func:`_read_event_log`).
 
     A hash id of the last, partial block of a prompt is no block: engines cache full pages only. The
     trace does not name conversations; requests are taken to be turns of one if they share the first
@@ -127,12 +130,48 @@ def read_trace(path: Path) -> list[Arrival]:
     if not path.is_file():
         raise TraceError(f"{path}: no such file")
     reader = {".jsonl": _read_mooncake, ".csv": _read_azure}.get(path.suffix.lower())
-    if reader is None:
-        raise TraceError(f"{path}: expected a Mooncake .jsonl or an Azure .csv trace")
-    arrivals = _with_sessions(sorted(reader(path, _text_of(path))))
+    if _is_event_log(path):
+        arrivals = sorted(_read_event_log(path))
+    elif reader is None:
+        raise TraceError(
+            f"{path}: expected a Mooncake .jsonl, an Azure .csv trace or an event log of the router"
+        )
+    else:
+        arrivals = _with_sessions(sorted(reader(path, _text_of(path))))
     if not arrivals:
         raise TraceError(f"{path}: no requests in it")
     return [a._replace(at_s=a.at_s - arrivals[0].at_s) for a in arrivals]
+
+
+def _is_event_log(path: Path) -> bool:
+    try:
+        with path.open("rb") as file:
+            return file.read(len(MAGIC)) == MAGIC
+    except OSError as error:
+        raise TraceError(f"{path}: {error.strerror}") from error
+
+
+def _read_event_log(path: Path) -> list[Arrival]:
+    """Arrivals of a router's event log in seconds of its clock, lengths in tokens.
+
+    A retry (it excludes the instance that failed) is the same request again and is left out. An
+    answer is as long as the client allowed, else ``_OUTPUT_TOKENS``: the log has no answers. Block
+    names are left out too, so that nothing is found in a cache."""
+    arrivals = []
+    try:
+        for record in read_event_log(path):
+            event = record.event
+            if not isinstance(event, RequestArrived) or event.exclude:
+                continue
+            tokens = max(1, _tokens(event.prompt_tokens, "prompt_tokens"))
+            most = event.max_new_tokens
+            answer = _OUTPUT_TOKENS if most is None else _tokens(most, "max_new_tokens")
+            at_s = _finite(record.now_s, "now_s")
+            told = event.session, event.priority, event.tenant
+            arrivals.append(Arrival(at_s, tokens, answer, (), *told))
+    except (OSError, ValueError) as error:
+        raise TraceError(f"{path}: {error}") from error
+    return arrivals
 
 
 def _text_of(path: Path) -> str:

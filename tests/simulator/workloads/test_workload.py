@@ -10,6 +10,9 @@ from pathlib import Path
 import pytest
 from simulator_fixtures import lengths, write_azure, write_mooncake, write_turns
 
+from sglang_sbs.scheduling import RequestArrived, SchedulerConfig
+from sglang_sbs.scheduling.eventlog import MAGIC, EventLogWriter
+from sglang_sbs.simulator.cluster.arrival import Arrival
 from sglang_sbs.simulator.workloads.arrivals import (
     TraceError,
     read_trace,
@@ -77,7 +80,7 @@ MOONCAKE = '{"timestamp": %s, "input_length": %s, "output_length": 1}\n'
         ("t.jsonl", MOONCAKE % ("0", '"9"'), "input_length must be a finite number, not '9'"),
         ("t.jsonl", "[" * 100_000, "t.jsonl:1: not a Mooncake request"),
         ("t.jsonl", MOONCAKE % ("0", "1") + "\n[]\n", "t.jsonl:3: not a Mooncake request"),
-        ("t.txt", "", "expected a Mooncake .jsonl or an Azure .csv"),
+        ("t.txt", "", "expected a Mooncake .jsonl, an Azure .csv trace or an event log"),
     ],
 )
 def test_a_bad_trace_is_named_with_its_line(tmp_path, name, text, message):
@@ -144,3 +147,37 @@ def test_the_second_time_around_the_conversations_are_others(tmp_path):
         for other in window:
             shared = sum(a == b for a, b in zip(one.blocks, other.blocks, strict=False))
             assert (shared > 1) == (one.session == other.session)
+
+
+def _event_log(path: Path, *arrived: tuple[float, RequestArrived]) -> Path:
+    writer = EventLogWriter(path, SchedulerConfig())
+    for now_s, event in arrived:
+        writer.write(now_s, event, [])
+    writer.close()
+    return path
+
+
+def test_an_event_log_is_a_trace_of_its_arrivals_without_retries(tmp_path):
+    path = _event_log(
+        tmp_path / "router.log",
+        (7.0, RequestArrived(rid="a", prompt_tokens=500, max_new_tokens=30, session="s")),
+        (7.5, RequestArrived(rid="a.1", prompt_tokens=500, exclude=("p0",))),
+        (8.5, RequestArrived(rid="b", prompt_tokens=0, tenant="t", priority=2)),
+    )
+    first, second = read_trace(path)
+    assert first == Arrival(0.0, 500, 30, session="s")
+    assert second == Arrival(1.5, 1, 200, priority=2, tenant="t")
+
+
+def test_an_event_log_that_is_garbage_or_empty_is_refused(tmp_path):
+    garbage = tmp_path / "garbage.events"
+    garbage.write_bytes(MAGIC + (3).to_bytes(4, "big") + b"abc")
+    long = RequestArrived(rid="a", prompt_tokens=1 << 40)
+    for path, said in (
+        (garbage, "garbage.events"),
+        (_event_log(tmp_path / "empty.events"), "no requests in it"),
+        (_event_log(tmp_path / "long.events", (1.0, long)), "prompt_tokens must be between"),
+        (_event_log(tmp_path / "nan.events", (float("nan"), long)), "finite|between"),
+    ):
+        with pytest.raises(TraceError, match=said):
+            read_trace(path)
