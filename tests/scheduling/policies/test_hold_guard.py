@@ -2,14 +2,22 @@
 
 from __future__ import annotations
 
+import msgspec
 import pytest
 
-from sglang_sbs.scheduling.policies.adaptive.hold_guard import HoldGuard
+from sglang_sbs.scheduling.events import InstanceUp, RequestArrived
+from sglang_sbs.scheduling.policies.adaptive.hold_guard import HoldGuard, place_at_once
+from sglang_sbs.scheduling.policies.immediate import Eta
+from sglang_sbs.scheduling.policies.policy import Plan
+from sglang_sbs.scheduling.prefill.instance import PrefillInstance
+from sglang_sbs.scheduling.prefill.interval import IntervalController
+from sglang_sbs.scheduling.queue.request import RequestQueue, arrived
 from sglang_sbs.simulator.cluster.cost import COSTS
 from sglang_sbs.simulator.cluster.simulation import simulate
 from sglang_sbs.simulator.cluster.spec import ClusterSpec
 from sglang_sbs.simulator.experiments.sweep import scheduler_config
 from sglang_sbs.simulator.workloads.arrivals import synthetic, uniform_like
+from sglang_sbs.wire import EndForward
 
 
 def test_holding_stops_with_a_long_lead_and_is_tried_again_ever_more_rarely() -> None:
@@ -49,3 +57,37 @@ def test_one_busy_intake_for_all_ends_the_holding(intake_s: float, on: bool) -> 
         observe=lambda scheduler, now_s: states.append(scheduler.snapshot(now_s).holding),
     )
     assert (not all(states)) == on
+
+
+def test_nothing_is_sent_where_a_pass_is_queued_behind_the_running_one() -> None:
+    """The engine would form every batch a pass ahead from then on (overlap scheduling)."""
+    up = InstanceUp(instance="p0", role="prefill", dp_size=1, chunk_tokens=1000, overlap=True)
+    instance = PrefillInstance(up, t_default_s=0.3, default_chunk_tokens=1000)
+    queue = RequestQueue()
+    event = RequestArrived(rid="r", prompt_tokens=100)
+    queue.add(arrived(event, 0, 100.0, 60.0))
+    eta = Eta(IntervalController(t_default_s=0.3, window=8, latency_s=0.01))
+
+    def plan(now_s: float) -> Plan:
+        return place_at_once(queue, [instance], lambda _request: True, eta, now_s)
+
+    assert len(plan(100.0).placements) == 1
+    launch = EndForward(
+        instance_id="p0",
+        boot_id="b",
+        role="prefill",
+        dp_rank=0,
+        dp_size=1,
+        seq=0,
+        kind="launch",
+        forward_id=1,
+        extend_tokens=500,
+        tokens_per_rank=[500],
+    )
+    instance.on_report(launch, 100.0, 0.01)
+    assert len(plan(100.01).placements) == 1
+    instance.on_report(msgspec.structs.replace(launch, seq=1, forward_id=2), 100.02, 0.01)
+    waits = plan(100.03)
+    assert not waits.placements
+    assert waits.wake_s == pytest.approx(instance.passes[-1].start_s + 0.05)
+    assert len(plan(waits.wake_s).placements) == 1

@@ -17,7 +17,7 @@ from itertools import islice
 
 from sglang_sbs.scheduling.policies.immediate import Eta
 from sglang_sbs.scheduling.policies.policy import Admissible, Placement, Plan
-from sglang_sbs.scheduling.prefill.instance import Instances
+from sglang_sbs.scheduling.prefill.instance import Instances, PrefillInstance
 from sglang_sbs.scheduling.queue.request import RequestQueue
 
 _ENTER_PASSES = 0.25
@@ -26,6 +26,8 @@ _TRIAL_PASSES = 0.12
 """The same while holding is on trial."""
 MOST_LOAD = 0.75
 """Near capacity batches fill passes, which is worth more than arriving whole."""
+_REPORT_S = 0.05
+"""A report about the end of a pass may be so late, or is lost."""
 _MOST_LOOKED_AT = 256
 """Requests that a decision looks at when decode has no room for the first ones."""
 _FIRST_S, _MOST_S = 20.0, 160.0
@@ -62,10 +64,27 @@ class HoldGuard:
 def place_at_once(
     queue: RequestQueue, instances: Instances, admissible: Admissible, eta: Eta, now_s: float
 ) -> Plan:
-    """The oldest request that decode has room for, where it is predicted to finish first."""
+    """The oldest request that decode has room for, where it is predicted to finish first.
+
+    Never where overlap scheduling has queued a pass behind the running one: there it would wait for
+    both, and the engine would go on forming each batch a pass ahead (SGLang's
+    ``event_loop_overlap_disagg_prefill`` stops doing so when an iteration finds nothing). Until the
+    queued pass starts, waiting here costs nothing.
+    """
     for request in islice(queue, _MOST_LOOKED_AT):
         if admissible(request) and (allowed := request.allowed_on(instances)):
-            instance, rank = eta.choose(request, allowed, now_s)
+            ready_s = [(_ready_s(one, now_s), one) for one in allowed]
+            ready = [one for at_s, one in ready_s if at_s <= now_s]
+            if not ready:
+                return Plan(wake_s=min(at_s for at_s, _ in ready_s))
+            instance, rank = eta.choose(request, ready, now_s)
             reason = "at once: batches do not arrive whole"
             return Plan([Placement(request, instance, rank)], reason=reason)
     return Plan()
+
+
+def _ready_s(instance: PrefillInstance, now_s: float) -> float:
+    """When to send there at the latest; its report that the running pass has ended comes first."""
+    if not instance.overlap or len(instance.passes) < 2:
+        return now_s
+    return instance.passes[-1].start_s + _REPORT_S
