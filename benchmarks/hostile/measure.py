@@ -22,6 +22,8 @@ QUIET_S = 2.0
 _AFTER_S = 0.5
 _CASE_S = 120.0
 _LEAST_INPUT_BYTES = 1 << 20
+SPECIALS = 255
+"""Special tokens of the tokenizer, as many as Llama 3 has."""
 _MODULE = "sglang_sbs.launch_router"
 
 
@@ -140,7 +142,7 @@ def _forget_peak(processes: Processes) -> None:
 
 
 def write_tokenizer(folder: Path) -> None:
-    """A small one, with the costs per character of a large one."""
+    """A small one, with the costs per character of a large one, and as many special tokens."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -148,4 +150,5 @@ def write_tokenizer(folder: Path) -> None:
         vocab_size=400, initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), show_progress=False
     )
     tokenizer.train_from_iterator(["some words, and a fair question. "], trainer)
+    tokenizer.add_special_tokens([f"<|reserved_special_token_{at}|>" for at in range(SPECIALS)])
     tokenizer.save(str(folder / "tokenizer.json"))

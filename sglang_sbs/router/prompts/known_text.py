@@ -31,6 +31,8 @@ from typing import Any
 
 from tokenizers import Tokenizer
 
+from sglang_sbs.router.prompts.special_tokens import SpecialTokenCutter
+
 MAX_KEPT_BYTES = 64_000_000
 """Of the ids that are kept, and of what they are found by."""
 _NAMED_CHARS = 1 << 10
@@ -77,7 +79,7 @@ class TextPieces:
         """By :func:`_key` of their pieces."""
         self._bytes = 0
         self._lock = threading.Lock()
-        self._cut: re.Pattern[str] | None = None
+        self._cut: SpecialTokenCutter | None = None
         """``None``: only whole texts are remembered."""
         self._first, self._last = _surroundings(tokenizer)
         state = json.loads(tokenizer.to_str())
@@ -85,7 +87,7 @@ class TextPieces:
         self._specials = _cutting_tokens(state)
         if self._specials:
             longest_first = sorted(self._specials, key=len, reverse=True)
-            self._cut = re.compile("(" + "|".join(map(re.escape, longest_first)) + ")")
+            self._cut = SpecialTokenCutter(longest_first)
             probe = _PROBE + _PROBE.join(longest_first[:3]) + _PROBE
             if list(self.encode(probe)) != _encode(tokenizer, [probe])[0]:
                 self._cut = None
@@ -97,8 +99,8 @@ class TextPieces:
     ) -> array[int]:
         """Token ids as the tokenizer gives them for the whole text. Raises: TooLong, it cannot be
         tokenized; TooManyTokens, it has more than ``most_tokens``; nothing of it is kept."""
-        pieces = [text] if self._cut is None else self._cut.split(text)
-        pieces = [part for piece in pieces if piece for part in self._parts(piece)]
+        cut = [text] if self._cut is None else self._cut.pieces(text)
+        pieces = [part for piece in cut if piece for part in self._parts(piece)]
         found = self._look_up(pieces)
         missing = list(dict.fromkeys(p for p in pieces if p not in found))
         times = Counter(pieces)
