@@ -17,8 +17,8 @@ from tokenizers import AddedToken, Tokenizer
 from tokenizers.processors import TemplateProcessing
 
 from sglang_sbs.router.prompts.block_names import BlockFormat, BlockNamer
-from sglang_sbs.router.prompts.chat_template import TemplateError
 from sglang_sbs.router.prompts.chat_tokenizer import ChatTokenizer
+from sglang_sbs.router.prompts.written_size import TemplateError
 from sglang_sbs.router.requests.body_fields import PLAIN, Namespace
 from tools.cpu_engine.tiny_model import cached_tiny_model
 

@@ -22,7 +22,13 @@ from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
+from sglang_sbs.router.prompts.written_size import TemplateError, TooMuch, written_chars
+
 ContentFormat = Literal["string", "openai"]
+MOST_GROWTH = 4
+"""A prompt may have so many times the characters of what it is made of, and"""
+FREE_CHARS = 1 << 20
+"""so many besides: what the template itself brings."""
 
 _MESSAGE_FIELDS = ("tool_call_id", "name", "phase", "reasoning_content")
 """Of everybody but the user, in the order of SGLang's model; others never reach the template."""
@@ -42,10 +48,6 @@ _MODEL_SPECIFIC = ("reasoning_effort", "reasoning", "thinking", "task")
 _NOT_FOR_TEMPLATES = frozenset({"chat_template", "tokenize", "return_dict", "reasoning_effort"})
 """Template arguments that SGLang refuses or reads itself."""
 _SCHEMA_TYPES = frozenset({"string", "number", "integer", "object", "array", "boolean", "null"})
-
-
-class TemplateError(ValueError):
-    """The chat cannot be rendered: no template, or it or the engine refuses these messages."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,6 +96,8 @@ class ChatTemplate:
         tools = _tools(body)
         try:
             text = self._run(messages, tools, arguments)
+        except TooMuch:
+            raise
         except Exception:  # some templates want tools without OpenAI's wrapper
             text = self._run(messages, [tool["function"] for tool in tools or ()], arguments)
         return RenderedChat(
@@ -106,13 +110,21 @@ class ChatTemplate:
         )
 
     def _run(self, messages: list[Any], tools: list[Any] | None, arguments: dict[str, Any]) -> str:
-        return self._template.render(
+        given = self._special_tokens | arguments
+        text, size = [], 0
+        most = MOST_GROWTH * written_chars([messages, tools, given]) + FREE_CHARS
+        for piece in self._template.generate(
             messages=messages,
             tools=tools or None,
             documents=None,
             add_generation_prompt=True,
-            **(self._special_tokens | arguments),
-        )
+            **given,
+        ):
+            size += len(piece)
+            if size > most:
+                raise TooMuch(f"the template makes over {most} characters of it")
+            text.append(piece)
+        return "".join(text)
 
 
 def content_text(content: Any) -> tuple[str, bool]:
@@ -284,6 +296,7 @@ def _environment() -> ImmutableSandboxedEnvironment:
         separators: tuple[str, str] | None = None,
         sort_keys: bool = False,
     ) -> str:
+        written_chars(value, 0 if indent is None else indent)
         options: dict[str, Any] = {"indent": indent, "separators": separators}
         return json.dumps(value, ensure_ascii=ensure_ascii, sort_keys=sort_keys, **options)
 

@@ -16,8 +16,9 @@ import jinja2
 from tokenizers import AddedToken, Tokenizer
 from tokenizers.processors import TemplateProcessing
 
-from sglang_sbs.router.prompts.chat_template import ChatTemplate, TemplateError
+from sglang_sbs.router.prompts.chat_template import ChatTemplate
 from sglang_sbs.router.prompts.known_text import TextPieces
+from sglang_sbs.router.prompts.written_size import TemplateError
 
 _NAMED_TOKENS = tuple(f"{n}_token" for n in ("bos", "eos", "unk", "sep", "pad", "cls", "mask"))
 _BOS_BY_CONFIG = frozenset({

@@ -30,9 +30,9 @@ import orjson
 
 from sglang_sbs.router.engines.control_requests import ask
 from sglang_sbs.router.prompts.block_names import BlockFormat
-from sglang_sbs.router.prompts.chat_template import TemplateError
 from sglang_sbs.router.prompts.chat_tokenizer import ChatTokenizer
 from sglang_sbs.router.prompts.reader import Known, LongestPrompt, PromptKind
+from sglang_sbs.router.prompts.written_size import TemplateError
 from sglang_sbs.router.requests.plan import RouteKind
 from sglang_sbs.router.workers.registry import Registry
 from sglang_sbs.router.workers.server_info import WorkerInfo, parse_version

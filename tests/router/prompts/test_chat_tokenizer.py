@@ -18,7 +18,7 @@ from tokenizers import AddedToken, Tokenizer, models, normalizers, pre_tokenizer
 from tokenizers.processors import TemplateProcessing
 
 from sglang_sbs.router.prompts import known_text
-from sglang_sbs.router.prompts.chat_template import ChatTemplate, TemplateError
+from sglang_sbs.router.prompts.chat_template import ChatTemplate
 from sglang_sbs.router.prompts.chat_tokenizer import ChatTokenizer
 from sglang_sbs.router.prompts.known_text import (
     MOST_WHOLE_CHARS,
@@ -26,6 +26,7 @@ from sglang_sbs.router.prompts.known_text import (
     TooLong,
     TooManyTokens,
 )
+from sglang_sbs.router.prompts.written_size import TemplateError
 from tools.cpu_engine.tiny_model import cached_tiny_model
 
 TEMPLATE = (
