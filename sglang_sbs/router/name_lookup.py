@@ -12,6 +12,7 @@ import asyncio
 import ipaddress
 import socket
 import threading
+import time
 from collections import OrderedDict
 from collections.abc import Callable
 from typing import Any
@@ -20,6 +21,8 @@ import uvloop
 
 LIMIT_S = 5.0
 """How long a caller waits for DNS. The lookup goes on, and its result is kept for the next one."""
+FRESH_S = 60.0
+"""Addresses younger than this are answered at once, while the name is looked up again."""
 MOST_LOOKUPS = 64
 """Names looked up at the same time; further ones fail at once, or get the addresses they had."""
 _MOST_KNOWN = 4096
@@ -48,40 +51,53 @@ class NameLookup:
         *,
         limit_s: float = LIMIT_S,
         most_lookups: int = MOST_LOOKUPS,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
+        self._clock = clock
         self._lookup = lookup
         self._limit_s = limit_s
         self._most_lookups = most_lookups
-        self._under_way: dict[tuple[Any, ...], asyncio.Future[Addresses]] = {}
-        self._known: OrderedDict[tuple[Any, ...], Addresses] = OrderedDict()
+        self._under_way: dict[tuple[Any, ...], tuple[float, asyncio.Future[Addresses]]] = {}
+        """When a lookup began, and its result."""
+        self._known: OrderedDict[tuple[Any, ...], tuple[float, Addresses]] = OrderedDict()
+        """When a name was found, and its addresses."""
 
     async def getaddrinfo(self, *wanted: Any) -> Addresses:
         """``wanted``: host, port, family, type, proto, flags. Raises: socket.gaierror."""
         if wanted[0] is None or is_address(wanted[0]):
             return self._lookup(*wanted[:5], wanted[5] | socket.AI_NUMERICHOST)
+        found_s, known = self._known.get(wanted, (0.0, None))
         try:
-            return await asyncio.wait_for(asyncio.shield(self._flight(wanted)), self._limit_s)
+            began_s, flight = self._flight(wanted)
+            limit_s = self._limit_s
+            if known is not None:
+                now_s = self._clock()
+                if now_s - found_s < FRESH_S:
+                    return known
+                limit_s = max(0.0, began_s + limit_s - now_s)  # of the lookup, not of each caller
+            return await asyncio.wait_for(asyncio.shield(flight), limit_s)
         except (TimeoutError, socket.gaierror) as error:
-            if wanted in self._known:
-                return self._known[wanted]
+            if known is not None:
+                return known
             if isinstance(error, socket.gaierror):
                 raise
             why = f"DNS did not answer within {self._limit_s:g} s"
             raise socket.gaierror(socket.EAI_AGAIN, why) from None
 
-    def _flight(self, wanted: tuple[Any, ...]) -> asyncio.Future[Addresses]:
+    def _flight(self, wanted: tuple[Any, ...]) -> tuple[float, asyncio.Future[Addresses]]:
         if wanted in self._under_way:
             return self._under_way[wanted]
         if len(self._under_way) >= self._most_lookups:
             why = f"{self._most_lookups} host names are being looked up already"
             raise socket.gaierror(socket.EAI_AGAIN, why)
         loop = asyncio.get_running_loop()
-        flight = self._under_way[wanted] = loop.create_future()
+        flight: asyncio.Future[Addresses] = loop.create_future()
+        self._under_way[wanted] = self._clock(), flight
 
         def ended(found: Addresses | None, error: BaseException | None) -> None:
             del self._under_way[wanted]
             if found is not None:
-                self._known[wanted] = found
+                self._known[wanted] = self._clock(), found
                 self._known.move_to_end(wanted)
                 if len(self._known) > _MOST_KNOWN:
                     self._known.popitem(last=False)
@@ -101,7 +117,7 @@ class NameLookup:
 
         # A daemon: a name server that never answers must not keep the process from ending.
         threading.Thread(target=look_up, name="name lookup", daemon=True).start()
-        return flight
+        return self._under_way[wanted]
 
 
 class RouterLoop(uvloop.Loop):

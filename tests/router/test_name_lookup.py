@@ -12,7 +12,7 @@ import pytest
 import uvloop
 from aiohttp import web
 
-from sglang_sbs.router.name_lookup import NameLookup, RouterLoop, is_address
+from sglang_sbs.router.name_lookup import FRESH_S, NameLookup, RouterLoop, is_address
 
 HANGS = "hangs"
 
@@ -24,6 +24,7 @@ class Dns:
         self.gate = threading.Event()
         self.asked: list[str] = []
         self.away = False
+        self.address = "10.0.0.1"
 
     def __call__(self, host: Any, port: Any, *rest: Any) -> list[Any]:
         self.asked.append(host)
@@ -31,7 +32,7 @@ class Dns:
             self.gate.wait(60)
         if self.away:
             raise socket.gaierror(socket.EAI_AGAIN, "away")
-        return [(socket.AF_INET, socket.SOCK_STREAM, 6, "", ("10.0.0.1", port))]
+        return [(socket.AF_INET, socket.SOCK_STREAM, 6, "", (self.address, port))]
 
 
 def wanted(host: str) -> tuple[Any, ...]:
@@ -79,6 +80,29 @@ async def test_while_dns_is_away_the_last_addresses_hold() -> None:
     assert await names.getaddrinfo(*wanted("well")) == first
     with pytest.raises(socket.gaierror, match="away"):
         await names.getaddrinfo(*wanted("other"))
+
+
+async def test_fresh_addresses_are_answered_while_the_name_is_looked_up_again() -> None:
+    """The limit is longer than the test may take: nobody waits for a lookup that hangs."""
+    dns, now_s = Dns(), 0.0
+    names = NameLookup(dns, limit_s=3600, clock=lambda: now_s)
+    dns.gate.set()
+    first = await names.getaddrinfo(*wanted(HANGS))
+    dns.gate.clear()
+    now_s = FRESH_S - 1
+    for _ in range(3):
+        assert await names.getaddrinfo(*wanted(HANGS)) == first
+    assert dns.asked == [HANGS] * 2, "looked up again, once at a time"
+    now_s = FRESH_S
+    waiting = asyncio.create_task(names.getaddrinfo(*wanted(HANGS)))
+    await asyncio.sleep(0)
+    assert not waiting.done(), "too old to be believed unasked"
+    now_s += 3600
+    assert await names.getaddrinfo(*wanted(HANGS)) == first, "the lookup is as old as its limit"
+    dns.address = "10.0.0.2"
+    dns.gate.set()
+    assert (await waiting)[0][4] == ("10.0.0.2", 80)
+    assert (await names.getaddrinfo(*wanted(HANGS)))[0][4] == ("10.0.0.2", 80)
 
 
 def test_what_is_an_address() -> None:
