@@ -15,21 +15,21 @@ of prefill passes are all looked at.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 import math
-import os
 import re
 import resource
 import time
 from collections import Counter, OrderedDict, deque
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import msgspec
 import zmq
 
 from sglang_sbs.router.engines.urls import bracketed, is_loopback, split_worker_url
+from sglang_sbs.router.signals.dialler import Dialler
 from sglang_sbs.router.signals.inbox import endpoint_of
 from sglang_sbs.router.signals.peer_limit import PeerLimit
 from sglang_sbs.router.workers.registry import Registry
@@ -104,7 +104,6 @@ class EndForwardListener:
         self._unbound_warned: set[str] = set()
         self._binding: dict[str, list[str]] = {}
         """Where engines bind, by worker URL: what is connected to while the socket is open."""
-        self._dialled: set[str] = set()
         self.counts: Counter[str] = Counter()
         """Messages by fate: ``bound``, ``unbound``, ``malformed``, ``implausible``, ``dropped``,
         ``superseded`` (before anybody looked at it)."""
@@ -117,7 +116,7 @@ class EndForwardListener:
         self._sockets: dict[int, zmq.Socket[bytes]] = {}
         self._going_on: set[int] = set()
         """By file descriptor."""
-        self._dialling: zmq.Socket[bytes] | None = None
+        self._dialler: Dialler | None = None
         """Connects to engines that bind. With keys it is a socket of its own: one socket cannot be
         CURVE's server and its client."""
         self._gatekeeper: Gatekeeper | None = None
@@ -146,12 +145,15 @@ class EndForwardListener:
                 text = f"--sbs-endforward-bind {bind}: {error.strerror}"
                 raise OSError(error.errno, text) from error
             endpoint = endpoint_of(listening)
-        self._dialling = listening
+        dialling = listening
         self._watch(listening)
         if keys is not None:
-            self._dialling = self._subscriber()
-            keys.connect(self._dialling)
-            self._watch(self._dialling)
+            dialling = self._subscriber()
+            keys.connect(dialling)
+            self._watch(dialling)
+        fd = int(dialling.getsockopt(zmq.FD))
+        soon = partial(asyncio.get_running_loop().call_soon, self._drain, fd)
+        self._dialler = Dialler(dialling, "EndForward", soon)
         self._dial()
         return endpoint
 
@@ -176,12 +178,13 @@ class EndForwardListener:
 
     def close(self) -> None:
         self._end_peers()
+        if self._dialler is not None:
+            self._dialler.close()
+            self._dialler = None
         for fd, sock in self._sockets.items():
             asyncio.get_running_loop().remove_reader(fd)
             sock.close(0)
         self._sockets.clear()
-        self._dialling = None
-        self._dialled.clear()
         self._end_context()
 
     def _end_context(self) -> None:
@@ -221,21 +224,8 @@ class EndForwardListener:
 
     def _dial(self) -> None:
         """Connect to all that bind, and to no others."""
-        sock, wanted = self._dialling, set().union(*self._binding.values())
-        if sock is None:
-            return
-        for endpoint in self._dialled - wanted:
-            with contextlib.suppress(zmq.ZMQError):  # it never was one
-                sock.disconnect(endpoint)
-        for endpoint in wanted - self._dialled:
-            try:
-                sock.connect(endpoint)
-            except zmq.ZMQError as error:
-                reason = os.strerror(error.errno or 0)
-                logger.warning("no EndForward from %r: %s", endpoint, reason)
-        self._dialled = wanted
-        # ZMQ's descriptor is edge-triggered, and using the socket may use up the edge.
-        asyncio.get_running_loop().call_soon(self._drain, int(sock.getsockopt(zmq.FD)))
+        if self._dialler is not None:
+            self._dialler.dial(set().union(*self._binding.values()))
 
     # Messages ---------------------------------------------------------------------------------
 

@@ -20,6 +20,7 @@ from zmq.utils.monitor import parse_monitor_message
 
 from sglang_sbs.router.engines.urls import split_worker_url
 from sglang_sbs.router.metric_families import gauge, total
+from sglang_sbs.router.signals.dialler import Dialler
 from sglang_sbs.router.signals.inbox import Inbox
 from sglang_sbs.router.signals.kv_messages import (
     END_OF_REPLAY,
@@ -339,7 +340,8 @@ class _Rank:
         live.setsockopt(zmq.SUBSCRIBE, topic.encode())
         self._monitor = Inbox(live.get_monitor_socket(_CONNECTION_EVENTS))
         self._live = Inbox(live)
-        live.connect(endpoints.live)
+        self._dialler = Dialler(live, "KV events", stands=lambda: self.connected)
+        self._dialler.dial({endpoints.live})
         self._held: deque[list[bytes]] = deque()
         """Live messages that came during a replay."""
         self._watching = owner.start(self._watch())
@@ -355,6 +357,7 @@ class _Rank:
             return
         self._gone()
         self._watching.cancel()
+        self._dialler.close()
         # First: with nobody at the monitor's end libzmq would block over its next event.
         self._live.sock.disable_monitor()
         self._monitor.close()
@@ -429,7 +432,7 @@ class _Rank:
         async with self._owner.replays:
             inbox = Inbox(self._owner.socket(zmq.DEALER, _REPLAY_HWM))
             try:
-                inbox.sock.connect(self.endpoints.replay)
+                inbox.sock.connect(self._dialler.by_address(self.endpoints.replay))
                 inbox.sock.send_multipart(replay_request(self.feed.asked_from))
                 seq = 0
                 while seq != END_OF_REPLAY:
