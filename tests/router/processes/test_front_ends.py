@@ -258,7 +258,12 @@ async def test_a_dashboard_that_fails_keeps_no_front_end_from_watching_the_worke
     )
     async with aiohttp.ClientSession() as session:
         scheduler = RemoteScheduler(
-            options, RouterMetrics(), session, lambda rid: 0, lambda worker: None
+            options,
+            RouterMetrics(),
+            session,
+            lambda rid: 0,
+            lambda worker: None,
+            lambda name: None,
         )
         monkeypatch.setattr(scheduler.feed, "scheduler_changed", lambda: 1 / 0)
         for alone in (True, False):
