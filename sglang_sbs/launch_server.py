@@ -14,6 +14,7 @@ from pathlib import Path
 
 from sglang_sbs.checkout import NotACheckoutError, checkout_module
 from sglang_sbs.cluster.flag_words import text_flag
+from sglang_sbs.cluster.keys import VARIABLES, Keys, without_keys
 from sglang_sbs.cluster.local import DEFAULT_STARTUP_TIMEOUT_S, LocalCluster
 from sglang_sbs.cluster.plan import (
     PORTS_PER_INSTANCE,
@@ -58,6 +59,8 @@ Before SGLang 0.5.22 write --dp-size 2 --enable-dp-attention instead of --attn-d
 --router-FLAG is passed to the router as --FLAG (python -m sglang_sbs.launch_router --help);
 --policy, --prefill-policy, --decode-policy and --sbs-* need no prefix. Every other flag goes to
 all SGLang engines as it is (python -m sglang.launch_server --help). --dry-run shows the result.
+--api-key and --admin-api-key are the router's too: clients need the same key. Flags after which
+the router could not speak to an engine (--ssl-*, --grpc-mode) are refused.
 The router counts tokens with the model's tokenizer (fetched from Hugging Face when --model-path is
 an id); --router-tokenizer-path names another.
 """
@@ -106,7 +109,7 @@ def build_parser(prog: str = PROG) -> argparse.ArgumentParser:
         help="engines on CPU, forward passes only take the time of a GPU (in a checkout); JSON "
         "with fields of tools.cpu_engine.virtual_gpu.VirtualGpuCost overrides its cost model",
     )
-    add("--dry-run", action="store_true", help="print the exact command lines and exit")
+    add("--dry-run", action="store_true", help="print the exact command lines, less keys, and exit")
     return parser
 
 
@@ -152,6 +155,7 @@ def plan_from_command_line(
             environment=dict(os.environ),
             router_flags=router_flags,
             router_tokenizer=_router_tokenizer(own.model_path, engine_flags, router),
+            router_keys=Keys(router.api_key or "", router.admin_api_key or ""),
             router_host=own.host,
             router_port=own.port,
         )
@@ -197,12 +201,15 @@ def _cpu_engines(virtual_gpu: str | None) -> CpuEngines:
 
 
 def describe(plan: ClusterPlan) -> str:
-    """Every process as a shell command, with the variables it gets beyond the inherited ones."""
+    """Every process as a shell command, with the variables it gets beyond the inherited ones. Keys
+    are shown as ``***``."""
     commands = []
     for process in plan.servers:
         added = dict(process.environment.items() - os.environ.items())
+        added |= dict.fromkeys(added.keys() & set(VARIABLES.values()), "***")
         variables = [f"{name}={shlex.quote(value)}" for name, value in sorted(added.items())]
-        commands.append(f"# {process.name}\n" + " ".join([*variables, shlex.join(process.argv)]))
+        words = shlex.join(without_keys(process.argv))
+        commands.append(f"# {process.name}\n" + " ".join([*variables, words]))
     return "\n\n".join(commands)
 
 

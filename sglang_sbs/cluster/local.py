@@ -105,13 +105,15 @@ class LocalCluster(Supervisor):
         for url in engine.server_urls if engine else (server.url,):
             left_s = self._startup_timeout_s - (time.monotonic() - self._started_s)
             try:
-                await wait_until_ready(session, url, paths, left_s)
+                await wait_until_ready(
+                    session, url, paths, left_s, engine.keys.api if engine else ""
+                )
             except NotReadyError as error:
                 text = f"{server.name}: {error}. {last_words(server.log_path)}"
                 raise ClusterStartError(text) from error
         # Where ranks serve HTTP themselves there is no Python server, and nothing to freeze.
         if engine and self.plan.cpu is not None and engine.rank_servers == 1:
-            await freeze_gc(session, server.url)
+            await freeze_gc(session, server.url, engine.keys.operator)
         self._report(server.name, "ready")
 
     async def _stop(self) -> None:

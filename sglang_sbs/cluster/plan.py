@@ -13,6 +13,7 @@ from typing import Any, NamedTuple, Protocol
 
 from sglang_sbs.cluster.dp_ranks import DpRanks, FlagError, dp_ranks, int_flag
 from sglang_sbs.cluster.flag_words import text_flag, without_given
+from sglang_sbs.cluster.keys import ADMIN_FLAG, API_FLAG, VARIABLES, Keys, keys_of_router
 
 # Ports of one instance, as offsets into its block. Under DP attention SGLang derives more from
 # dist-init: six for its own processes (`PortArgs`) and, DP_ATTENTION_HANDSHAKE_PORT_DELTA = 13 on,
@@ -33,7 +34,13 @@ RUST_SERVER_ENV = "SGLANG_RUST_SERVER"
 HEALTH_PASS_ENV = "SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION"
 """Whether `/health` runs a forward pass on an idle engine."""
 
-# Flags that this planner writes; a user's own would break the layout.
+_TLS = (
+    "the router speaks plain HTTP to engines, which listen on this machine only. HTTPS for clients "
+    "is --router-tls-cert-path and --router-tls-key-path"
+)
+_GRPC = "the router speaks HTTP to engines, each at its own port. Leave it out"
+_KEY_FILE = "SGLang has no such flag. Write {}; the router gets the same key"
+# Flags that this planner writes, and those after which the router could not speak to an engine.
 _PLANNED_FLAGS = {
     "--host": "the engines' address is planned; --host of this command is the router's",
     "--port": "the engines' ports are planned; --port of this command is the router's",
@@ -44,6 +51,16 @@ _PLANNED_FLAGS = {
     "--nnodes": "leave it out: all instances are on this machine",
     "--node-rank": "leave it out: all instances are on this machine",
     "--config": "write the engine's flags on the command line",
+    "--ssl-keyfile": _TLS,
+    "--ssl-certfile": _TLS,
+    "--ssl-ca-certs": _TLS,
+    "--ssl-keyfile-password": _TLS,
+    "--enable-ssl-refresh": _TLS,
+    "--grpc-mode": _GRPC,
+    "--smg-grpc-mode": _GRPC,
+    "--grpc-port": _GRPC,
+    "--api-key-file": _KEY_FILE.format(API_FLAG),
+    "--admin-api-key-file": _KEY_FILE.format(ADMIN_FLAG),
 }
 _MODEL_FLAGS = ("--model-path", "--model")
 
@@ -94,6 +111,8 @@ class ClusterOptions:
     router_flags: Sequence[str] = ()
     router_tokenizer: str | None = None
     """What the router counts tokens with; ``None``: the model's; empty: it estimates."""
+    router_keys: Keys | None = None
+    """The keys that the router takes from its flags, files or environment; ``None``: its flags."""
     router_host: str = "127.0.0.1"
     router_port: int | None = None
 
@@ -129,6 +148,7 @@ class InstancePlan(ServerPlan):
     bootstrap_port: int | None
     ranks: int
     rank_servers: int = 1
+    keys: Keys = field(default_factory=Keys)
     followers: tuple[ProcessPlan, ...] = ()
     """Its processes on the other nodes, in order. They serve requests only where each rank does."""
 
@@ -178,6 +198,7 @@ class _Planner:
         tensor_parallel = int_flag(flags, "--tp", "--tp-size", "--tensor-parallel-size")
         self._ranks = {role: dp_ranks(options.flags_of(role)) for role in Role}
         _check(options, tensor_parallel, self._ranks)
+        self._keys = {role: Keys.of_flags(options.flags_of(role)) for role in Role}
         pipeline_parallel = int_flag(flags, "--pp", "--pp-size", "--pipeline-parallel-size")
         replicas = max(ranks.replicas for ranks in self._ranks.values())
         self._gpus = tensor_parallel * pipeline_parallel * replicas
@@ -231,6 +252,7 @@ class _Planner:
             followers=tuple(nodes[1:]),
             role=role,
             url=url,
+            keys=self._keys[role],
             bootstrap_port=bootstrap if role is Role.PREFILL else None,
             ranks=self._ranks[role].count,
             rank_servers=self._ranks[role].count if rust_server else 1,
@@ -404,12 +426,20 @@ def _plan_router(
     defaults += ["--sbs-endforward-bind", _endforward_endpoint(block)]
     argv += without_given(defaults, options.router_flags)
     argv += options.router_flags
+    given = options.router_keys or Keys.of_flags(options.router_flags)
+    keys = keys_of_router((one.keys for one in instances if one.role is not Role.UNIFIED), given)
+    environment = dict(options.environment)
+    if keys.api and not given.api:
+        environment[VARIABLES[API_FLAG]] = keys.api
+    if keys.admin and not given.admin:
+        environment[VARIABLES[ADMIN_FLAG]] = keys.admin
+    scheme = "https" if text_flag(options.router_flags, "--tls-cert-path") else "http"
     # A wildcard address is where to listen, not where to connect to.
     host = {"0.0.0.0": "127.0.0.1", "::": "[::1]"}.get(options.router_host, options.router_host)
     return ServerPlan(
         name="router",
         argv=tuple(argv),
-        environment=dict(options.environment),
+        environment=environment,
         log_path=options.log_dir / "router.log",
-        url=f"http://{host}:{port}",
+        url=f"{scheme}://{host}:{port}",
     )

@@ -22,16 +22,23 @@ class NotReadyError(TimeoutError):
 
 
 async def wait_until_ready(
-    session: aiohttp.ClientSession, url: str, paths: Sequence[str], timeout_s: float
+    session: aiohttp.ClientSession,
+    url: str,
+    paths: Sequence[str],
+    timeout_s: float,
+    key: str = "",
 ) -> None:
-    """Poll `url` + the first of `paths` that it knows until it answers 200.
+    """Poll `url` + the first of `paths` that it knows until it answers 200, with `key` if there is
+    one. A certificate is not checked: it names the host that clients use, not this address.
     Raises: NotReadyError, not within `timeout_s`; it has the last answer."""
     started_s = time.monotonic()
     last_answer = "no answer yet"
     while True:
         for path in paths:
             try:
-                async with session.get(url + path, timeout=_REQUEST_TIMEOUT) as response:
+                async with session.get(
+                    url + path, timeout=_REQUEST_TIMEOUT, headers=_bearer(key), ssl=False
+                ) as response:
                     if response.status == 200:
                         return
                     last_answer = f"GET {path} answered {response.status}"
@@ -48,8 +55,14 @@ async def wait_until_ready(
         await asyncio.sleep(POLL_INTERVAL_S)
 
 
-async def freeze_gc(session: aiohttp.ClientSession, url: str) -> None:
+async def freeze_gc(session: aiohttp.ClientSession, url: str, key: str = "") -> None:
     """POST /freeze_gc: keep the collector off objects of the start-up. SGLang does so after a
     warm-up request; without one, full collections stop the HTTP process for about 0.5 s."""
-    async with session.post(url + "/freeze_gc", timeout=_REQUEST_TIMEOUT) as response:
+    async with session.post(
+        url + "/freeze_gc", timeout=_REQUEST_TIMEOUT, headers=_bearer(key)
+    ) as response:
         response.raise_for_status()
+
+
+def _bearer(key: str) -> dict[str, str]:
+    return {"Authorization": f"Bearer {key}"} if key else {}

@@ -22,14 +22,16 @@ pytestmark = [pytest.mark.cluster, pytest.mark.asyncio(loop_scope="session")]
 
 
 @asynccontextmanager
-async def launched(log_dir: Path) -> AsyncIterator[tuple[asyncio.subprocess.Process, str]]:
+async def launched(
+    log_dir: Path, *flags: str
+) -> AsyncIterator[tuple[asyncio.subprocess.Process, str]]:
     """The launcher, ready, and the URL it printed."""
     port = next(free_port_blocks(2))
     process = await asyncio.create_subprocess_exec(
         *(sys.executable, "-m", "sglang_sbs.launch_server"),
         *("--model-path", str(cached_tiny_model()), *ENGINE_FLAGS, "--virtual-gpu"),
         *("--port", str(port), "--router-prometheus-port", str(port + 1)),
-        *("--router-policy", "sbs", "--log-dir", str(log_dir)),
+        *("--router-policy", "sbs", "--log-dir", str(log_dir), *flags),
         stdout=asyncio.subprocess.PIPE,
         stderr=asyncio.subprocess.PIPE,
     )
@@ -66,6 +68,19 @@ async def test_serves_through_the_router_and_stops_on_ctrl_c(
         await process.communicate()
     assert process.returncode == 0
     assert writers(tmp_path) == {}
+
+
+async def test_the_engines_key_is_the_routers_too(
+    tmp_path: Path, http: aiohttp.ClientSession
+) -> None:
+    async with launched(tmp_path, "--api-key", "k1") as (_process, url):
+        body = {"text": "hello world", "sampling_params": {"max_new_tokens": 5, "ignore_eos": True}}
+        async with http.post(f"{url}/generate", json=body) as response:
+            assert response.status == 401
+        headers = {"Authorization": "Bearer k1"}
+        async with http.post(f"{url}/generate", json=body, headers=headers) as response:
+            reply = await response.json()
+        assert reply["meta_info"]["completion_tokens"] == 5, reply
 
 
 async def test_an_engine_that_dies_ends_the_cluster_with_its_name(tmp_path: Path) -> None:

@@ -1,0 +1,76 @@
+"""The API keys of engines, and what their router must be told to be let in."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Self
+
+from sglang_sbs.cluster.dp_ranks import FlagError
+from sglang_sbs.cluster.flag_words import text_flag
+
+API_FLAG, ADMIN_FLAG = "--api-key", "--admin-api-key"
+VARIABLES = {API_FLAG: "SGLANG_SBS_API_KEY", ADMIN_FLAG: "SGLANG_SBS_ADMIN_KEY"}
+"""Where the router takes its keys from. Other users of a machine see command lines, not these."""
+_SECRETS = {API_FLAG, ADMIN_FLAG, "--control-plane-api-keys"}
+
+
+@dataclass(frozen=True)
+class Keys:
+    """The keys of one server; empty: it has none."""
+
+    api: str = field(default="", repr=False)
+    admin: str = field(default="", repr=False)
+
+    @property
+    def operator(self) -> str:
+        """What opens ``/freeze_gc`` and ``/abort_request`` (``decide_request_auth`` of SGLang's
+        ``srt/utils/auth.py``)."""
+        return self.admin or self.api
+
+    @classmethod
+    def of_flags(cls, flags: Sequence[str]) -> Self:
+        """The keys that `flags` give. Raises: FlagError, the router cannot be given one of them."""
+        for word in flags:
+            name = word.partition("=")[0]
+            if any(len(name) > 4 and f.startswith(name) and f != name for f in VARIABLES):
+                raise FlagError(f"{name}: write {API_FLAG} or {ADMIN_FLAG} in full")
+        for flag in VARIABLES:
+            if len(text_flag(flags, flag).split()) > 1:
+                raise FlagError(f"{flag}: a key with spaces in it cannot be given to the router")
+        return cls(text_flag(flags, API_FLAG), text_flag(flags, ADMIN_FLAG))
+
+
+def keys_of_router(engines: Iterable[Keys], given: Keys) -> Keys:
+    """The keys of a router of these engines that was `given` some: the engines' where it has none.
+    Raises: FlagError, an engine would refuse them."""
+    engines = list(engines)
+    api = given.api or next((one.api for one in engines if one.api), "")
+    admin = given.admin or next((one.admin for one in engines if one.admin), "")
+    keys = Keys(api, admin)
+    for one in engines:
+        if one.api not in ("", keys.api):
+            raise FlagError(
+                f"{API_FLAG}: the router has one key for clients and all engines. Give prefill, "
+                "decode and the router the same, or the router none"
+            )
+        if one.operator not in ("", keys.operator):
+            raise FlagError(
+                f"{ADMIN_FLAG}: the router aborts requests with one key on all engines. Give "
+                "prefill, decode and the router the same"
+            )
+    return keys
+
+
+def without_keys(words: Iterable[str]) -> list[str]:
+    """A command line to be shown, with ``***`` in place of each key."""
+    shown: list[str] = []
+    secret = False
+    for word in words:
+        if word.startswith("--"):
+            name, equals, _ = word.partition("=")
+            secret = name in _SECRETS
+            shown.append(f"{name}=***" if secret and equals else word)
+        else:
+            shown.append("***" if secret else word)
+    return shown
