@@ -73,7 +73,7 @@ async def test_serves_through_the_router_and_stops_on_ctrl_c(
 async def test_the_engines_key_is_the_routers_too(
     tmp_path: Path, http: aiohttp.ClientSession
 ) -> None:
-    async with launched(tmp_path, "--api-key", "k1") as (_process, url):
+    async with launched(tmp_path, "--api-key", "k1", "--admin-api-key", "a1") as (_process, url):
         body = {"text": "hello world", "sampling_params": {"max_new_tokens": 5, "ignore_eos": True}}
         async with http.post(f"{url}/generate", json=body) as response:
             assert response.status == 401

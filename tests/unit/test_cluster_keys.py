@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import itertools
+import shutil
+import ssl
+import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -133,5 +136,37 @@ async def test_the_launcher_asks_engines_with_their_keys() -> None:
             await freeze_gc(session, url, "a1")
             with pytest.raises(aiohttp.ClientResponseError):
                 await freeze_gc(session, url)
+    finally:
+        await runner.cleanup()
+
+
+@pytest.fixture
+def elsewhere(tmp_path: Path) -> ssl.SSLContext:
+    """A server's certificate of another host."""
+    if shutil.which("openssl") is None:
+        pytest.skip("needs openssl")
+    made = ["openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:P-256"]
+    made += ["-nodes", "-subj", "/CN=llm.example.com", "-keyout", "key.pem", "-out", "cert.pem"]
+    subprocess.run(made, check=True, capture_output=True, cwd=tmp_path)
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.load_cert_chain(tmp_path / "cert.pem", tmp_path / "key.pem")
+    return context
+
+
+async def test_a_router_whose_certificate_names_another_host_is_ready(
+    elsewhere: ssl.SSLContext,
+) -> None:
+    async def ready(_request: web.Request) -> web.Response:
+        return web.Response()
+
+    app = web.Application()
+    app.router.add_get("/readiness", ready)
+    runner = web.AppRunner(app)
+    await runner.setup()
+    try:
+        await web.TCPSite(runner, "127.0.0.1", 0, ssl_context=elsewhere).start()
+        url = f"https://127.0.0.1:{runner.addresses[0][1]}"
+        async with aiohttp.ClientSession() as session:
+            await wait_until_ready(session, url, ("/readiness",), 5)
     finally:
         await runner.cleanup()
