@@ -310,7 +310,8 @@ class PrefillInstance(PrefillBooks):
             if max([rank.newest_id for rank in silent]) > newest:
                 self._forget_ids()  # the others would be ahead of it
             for rank in silent:
-                rank.fell_silent()
+                rank.queued_tokens = 0
+                rank.idle = True
 
     def _on_silence(self, now_s: float) -> None:
         """Safety path of the paper (section 4.1.2): silence for T_timeout after a dispatch resets
@@ -336,6 +337,7 @@ class PrefillInstance(PrefillBooks):
             self.watchdog.due_s = lost_s
 
     def _answered(self) -> None:
+        """It works: whatever it has not answered yet is on its way."""
         for rank in self.ranks:
             rank.unanswered = False
 
