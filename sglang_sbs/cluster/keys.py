@@ -24,7 +24,7 @@ class Keys:
 
     @property
     def operator(self) -> str:
-        """What opens ``/freeze_gc`` and ``/abort_request`` (``decide_request_auth`` of SGLang's
+        """Key that opens ``/freeze_gc`` and ``/abort_request`` (``decide_request_auth`` of SGLang's
         ``srt/utils/auth.py``)."""
         return self.admin or self.api
 

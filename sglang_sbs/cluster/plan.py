@@ -117,7 +117,7 @@ class ClusterOptions:
     router_port: int | None = None
 
     def flags_of(self, role: Role) -> list[str]:
-        """What is passed to every engine and to those of `role`."""
+        """Flags passed to every engine and to those of `role`."""
         own = {Role.PREFILL: self.prefill_flags, Role.DECODE: self.decode_flags}
         return [*self.engine_flags, *own.get(role, ())]
 

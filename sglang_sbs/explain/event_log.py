@@ -41,7 +41,7 @@ class ReadLog:
         return Counter(one.cause for one in found if one is not None)
 
     def story(self, name: str) -> Story | None:
-        """By rid or ``x-request-id``; None: the log does not have it."""
+        """Find a request by rid or ``x-request-id``. None if the log does not have it."""
         mine = [
             one
             for one in self.requests()

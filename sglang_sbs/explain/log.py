@@ -32,7 +32,7 @@ def parser() -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     made.add_argument("log", type=Path, metavar="EVENTS", help="the file")
-    slowest = "show so many of the slowest requests (default: %(default)s)"
+    slowest = "number of the slowest requests to show (default: %(default)s)"
     made.add_argument("--slowest", type=int, default=20, metavar="N", help=slowest)
     made.add_argument(
         "--json", action="store_true", help="one JSON object per request, all of them"

@@ -62,7 +62,7 @@ def opening(why: Why) -> str:
 
 
 def term(why: Why) -> str:
-    """What decided where the request went."""
+    """The term that decided where the request went."""
     chosen = next((one for one in why.candidates if one.chosen), None)
     where = chosen.instance if chosen is not None else "this instance"
     match why.term:

@@ -1,4 +1,4 @@
-"""What a sender does at the sockets, before there is a request."""
+"""Attacks at the sockets, before there is a request."""
 
 from __future__ import annotations
 

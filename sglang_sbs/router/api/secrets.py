@@ -1,4 +1,4 @@
-"""What of an engine's ``/server_info`` may be shown to holders of the inference key.
+"""Hide the secrets in an engine's ``/server_info`` from holders of the inference key.
 
 Launch flags hold passwords and tokens under names that nobody can list. What has a name that speaks
 of a secret is hidden, whatever its type. Inside fields without a schema (``*_config``,

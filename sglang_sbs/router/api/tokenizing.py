@@ -36,7 +36,7 @@ _MAX_BODY_BYTES = 4 << 20
 _MOST_BACKLOG_BYTES = 16 << 20
 _MOST_TEXTS = 1024
 _MOST_IDS = 1 << 18
-"""Of one request: more than the context of a model, and what can be answered without a pause."""
+"""Largest number of ids in one request: more than a model's context, answered without a pause."""
 
 
 class Tokenizing:

@@ -192,7 +192,7 @@ class Assigner:
         return self._errors + (self.pump.errors if self.pump is not None else 0)
 
     def attempts(self, rids: Sequence[str]) -> list[AttemptStory]:
-        """What a scheduler in this process knows of these."""
+        """Return what the scheduler in this process knows of these requests."""
         return self.pump.attempts(rids) if self.pump is not None else []
 
     def timeline(self, rid: str) -> Timeline | None:
