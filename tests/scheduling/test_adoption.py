@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import msgspec
 import pytest
+from driver import Driver
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_scheduler import Driver
 
 from sglang_sbs.scheduling import (
     InstanceUp,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from test_scheduler import Driver
+from driver import Driver
 
 from sglang_sbs.scheduling import Dispatch, InstanceUp
 from sglang_sbs.scheduling.policies.adaptive.trigger import AdaptiveTrigger

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any, cast
 
 import pytest
-from test_scheduler import Driver
+from driver import Driver
 
 from sglang_sbs.scheduling import InstanceUp
 from sglang_sbs.scheduling.policies.adaptive.lookahead import lookahead

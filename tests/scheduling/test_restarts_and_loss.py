@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import pytest
+from driver import Driver
 from model_engine import PrefillEngine
 from msgspec import structs
-from test_scheduler import Driver
 
 from sglang_sbs.scheduling import (
     ForwardEnded,

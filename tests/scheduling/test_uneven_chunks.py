@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from test_scheduler import Driver
+from driver import Driver
 
 from sglang_sbs.scheduling import InstanceDown, InstanceUp
 

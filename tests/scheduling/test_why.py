@@ -6,8 +6,8 @@ import random
 
 import msgspec
 import pytest
+from driver import Driver
 from model_engine import PrefillEngine
-from test_scheduler import Driver
 
 from sglang_sbs.scheduling import (
     BlocksStored,

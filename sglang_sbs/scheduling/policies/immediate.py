@@ -164,9 +164,11 @@ class Eta(ImmediatePolicy):
     """The DP rank with the earliest predicted finish, knowing pass ends and rank loads: the
     strongest policy that does not wait."""
 
-    def __init__(self, interval: IntervalController) -> None:
+    def __init__(self, interval: IntervalController, *, knows_caches: bool = False) -> None:
+        """``knows_caches``: what a rank has in its prefix cache is not computed there."""
         super().__init__()
         self._interval = interval
+        self._knows_caches = knows_caches
 
     def choose(self, request: Request, instances: Instances, now_s: float) -> Place:
         best: tuple[float, int] | None = None
@@ -181,9 +183,12 @@ class Eta(ImmediatePolicy):
             start_s = free_s + pass_s if instance.passes and free_s < latency_s else free_s
             charged = paged(request.prompt_tokens, instance.page)
             for index, rank in enumerate(instance.ranks):
+                if self._knows_caches and request.blocks:
+                    hit_tokens = request.hit_tokens(instance.id, index)
+                    charged = paged(max(1, request.prompt_tokens - hit_tokens), instance.page)
                 ahead = rank.ahead_tokens
                 passes = (ahead + charged - 1) // instance.chunk_tokens + 1
-                key = (start_s + passes * pass_s, ahead)
+                key = (start_s + passes * pass_s, ahead + charged)
                 if best is None or key < best:
                     best, chosen = key, (instance, index)
         assert chosen is not None

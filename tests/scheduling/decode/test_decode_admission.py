@@ -5,7 +5,7 @@ from __future__ import annotations
 from types import SimpleNamespace
 
 import pytest
-from test_scheduler import Driver
+from driver import Driver
 
 from sglang_sbs.scheduling import (
     InstanceDown,

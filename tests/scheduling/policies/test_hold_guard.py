@@ -11,6 +11,7 @@ from sglang_sbs.scheduling.policies.immediate import Eta
 from sglang_sbs.scheduling.policies.policy import Plan
 from sglang_sbs.scheduling.prefill.instance import PrefillInstance
 from sglang_sbs.scheduling.prefill.interval import IntervalController
+from sglang_sbs.scheduling.prefix.places import Hits
 from sglang_sbs.scheduling.queue.request import RequestQueue, arrived
 from sglang_sbs.simulator.cluster.cost import COSTS
 from sglang_sbs.simulator.cluster.simulation import simulate
@@ -91,3 +92,17 @@ def test_nothing_is_sent_where_a_pass_is_queued_behind_the_running_one() -> None
     assert not waits.placements
     assert waits.wake_s == pytest.approx(instance.passes[-1].start_s + 0.05)
     assert len(plan(waits.wake_s).placements) == 1
+
+
+def test_what_is_sent_at_once_goes_where_its_prefix_is() -> None:
+    up = InstanceUp(instance="p0", role="prefill", dp_size=2, chunk_tokens=1000)
+    instance = PrefillInstance(up, t_default_s=0.3, default_chunk_tokens=1000)
+    event = RequestArrived(rid="r", prompt_tokens=800, blocks=[1], block_tokens=600)
+    request = arrived(event, 0, 100.0, 60.0)
+    request.hits = Hits({"p0": [0, 600]}, 600)
+    interval = IntervalController(t_default_s=0.3, window=8, latency_s=0.01)
+    places = [
+        Eta(interval, knows_caches=knows).choose(request, [instance], 100.0)[1]
+        for knows in (False, True)
+    ]
+    assert places == [0, 1]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 
 import pytest
-from test_scheduler import Driver
+from driver import Driver
 
 from sglang_sbs.scheduling import InstanceDown, InstanceUp
 from sglang_sbs.scheduling.events import BlocksStored

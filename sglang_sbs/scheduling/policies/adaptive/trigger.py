@@ -105,7 +105,7 @@ class AdaptiveTrigger(PrefillPolicy):
         """Of the batch that was planned last; None: it joins one that left."""
         self._long = LongPrompts(self._offered, interval)
         self._lead = DispatchLead()
-        self._eta = Eta(interval)
+        self._eta = Eta(interval, knows_caches=True)
         self.guard = HoldGuard()
         self._retry_s = float("-inf")
         self._decision: CacheAffinity | None = None
