@@ -9,8 +9,8 @@ from pathlib import Path
 
 from sglang_sbs.scheduling import InstanceUp, RequestArrived, Scheduler, SchedulerConfig
 from sglang_sbs.scheduling.eventlog import read_event_log
-from sglang_sbs.scheduling.stories import AttemptStory, Story
-from sglang_sbs.scheduling.timelines import Timeline, Timelines
+from sglang_sbs.scheduling.explained.stories import AttemptStory, Story
+from sglang_sbs.scheduling.explained.timelines import Timeline, Timelines
 
 MOST_REQUESTS = 1_000_000
 

@@ -15,7 +15,7 @@ from sglang_sbs.explain import words
 from sglang_sbs.explain.event_log import ReadLog, read
 from sglang_sbs.explain.page import table
 from sglang_sbs.explain.words import ms
-from sglang_sbs.scheduling.timelines import PARTS, Timeline
+from sglang_sbs.scheduling.explained.timelines import PARTS, Timeline
 
 _PARTS = (*PARTS[:3], "engine", *PARTS[3:])
 

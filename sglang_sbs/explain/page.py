@@ -7,7 +7,7 @@ from datetime import UTC, datetime
 
 from sglang_sbs.explain import words
 from sglang_sbs.explain.words import after, ms
-from sglang_sbs.scheduling.stories import AttemptStory, Story
+from sglang_sbs.scheduling.explained.stories import AttemptStory, Story
 
 _AT_ONCE_S = 1e-4
 _BAR = 30

@@ -15,7 +15,7 @@ import msgspec
 
 from sglang_sbs.explain.event_log import read
 from sglang_sbs.explain.page import page
-from sglang_sbs.scheduling.stories import Story
+from sglang_sbs.scheduling.explained.stories import Story
 
 KEY_VARIABLE = "SGLANG_SBS_ADMIN_KEY"
 _TIMEOUT_S = 15.0

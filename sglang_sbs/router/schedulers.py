@@ -36,9 +36,9 @@ from sglang_sbs.router.workers.worker_view import problems_of
 from sglang_sbs.scheduling import Scheduler, SchedulerConfig
 from sglang_sbs.scheduling.eventlog import EventLogWriter
 from sglang_sbs.scheduling.events import InstanceRole
+from sglang_sbs.scheduling.explained.stories import Story, with_attempts
+from sglang_sbs.scheduling.explained.timelines import MOST_OVER
 from sglang_sbs.scheduling.policy_names import facts_of
-from sglang_sbs.scheduling.stories import Story, with_attempts
-from sglang_sbs.scheduling.timelines import MOST_OVER
 
 logger = logging.getLogger(__name__)
 

@@ -46,7 +46,7 @@ from sglang_sbs.router.telemetry.metrics import RouterMetrics
 from sglang_sbs.router.telemetry.metrics_port import MetricsPort, page_of
 from sglang_sbs.router.telemetry.tracing import open_traces
 from sglang_sbs.router.workers.worker import Worker
-from sglang_sbs.scheduling.stories import Story
+from sglang_sbs.scheduling.explained.stories import Story
 
 logger = logging.getLogger(__name__)
 

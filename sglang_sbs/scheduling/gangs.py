@@ -6,10 +6,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from sglang_sbs.scheduling import events as ev
-from sglang_sbs.scheduling.decisions import Decisions, note
 from sglang_sbs.scheduling.decode.admission import DecodeAdmission
 from sglang_sbs.scheduling.decode.instance import DecodeInstance
 from sglang_sbs.scheduling.decode.rules import DecodeRuleFunction, schedule_decode
+from sglang_sbs.scheduling.explained.decisions import Decisions, note
 from sglang_sbs.scheduling.membership import Membership
 from sglang_sbs.scheduling.paging import paged
 from sglang_sbs.scheduling.policies.pbaa import first_part

@@ -1,5 +1,5 @@
 """The words of an explanation: what kind of opening a batch left for, which term decided where a
-request went, and what a request waits for. :mod:`.decisions` keeps them."""
+request went, and what a request waits for. :mod:`.explained.decisions` keeps them."""
 
 from __future__ import annotations
 

@@ -33,7 +33,6 @@ import msgspec
 
 from sglang_sbs.scheduling import events as ev
 from sglang_sbs.scheduling.config import SchedulerConfig
-from sglang_sbs.scheduling.decisions import Decisions, Why, why_waiting
 from sglang_sbs.scheduling.decode.admission import (
     RESERVE_AFTER_PASSES,
     DecodeAdmission,
@@ -41,6 +40,7 @@ from sglang_sbs.scheduling.decode.admission import (
 )
 from sglang_sbs.scheduling.decode.instance import DecodeInstance
 from sglang_sbs.scheduling.decode.rules import UNLIMITED
+from sglang_sbs.scheduling.explained.decisions import Decisions, Why, why_waiting
 from sglang_sbs.scheduling.gangs import Gangs
 from sglang_sbs.scheduling.membership import Membership
 from sglang_sbs.scheduling.policies.selection import make_decode_rule, make_policy

@@ -15,12 +15,12 @@ from sglang_sbs.cli import main
 from sglang_sbs.explain import words
 from sglang_sbs.explain.page import page
 from sglang_sbs.scheduling import ClientSide, Dispatch, Refuse, Scheduler, SchedulerConfig
-from sglang_sbs.scheduling.decisions import Candidate, Why
 from sglang_sbs.scheduling.eventlog import EventLogWriter
 from sglang_sbs.scheduling.events import RequestEnded
+from sglang_sbs.scheduling.explained.decisions import Candidate, Why
+from sglang_sbs.scheduling.explained.stories import AttemptStory, ClientAttempt, Story
+from sglang_sbs.scheduling.explained.timelines import Timeline
 from sglang_sbs.scheduling.reasons import Opening, Term, Waited, WaitReason
-from sglang_sbs.scheduling.stories import AttemptStory, ClientAttempt, Story
-from sglang_sbs.scheduling.timelines import Timeline
 
 P0, P1 = "http://p0:1", "http://p1:1"
 

@@ -27,7 +27,7 @@ from sglang_sbs.scheduling import (
     TimerFired,
     WakeAt,
 )
-from sglang_sbs.scheduling.stalled_work import StalledWork, cause_of
+from sglang_sbs.scheduling.prefill.stalled_work import StalledWork, cause_of
 from sglang_sbs.wire import EndForward
 
 DP, CHUNK = 2, 1024

@@ -12,9 +12,9 @@ from sglang_sbs.scheduling import (
     Refuse,
     RequestArrived,
     RequestEnded,
-    timelines,
 )
-from sglang_sbs.scheduling.timelines import Timeline, Timelines
+from sglang_sbs.scheduling.explained import timelines
+from sglang_sbs.scheduling.explained.timelines import Timeline, Timelines
 from sglang_sbs.wire import EndForward
 from sglang_sbs.wire.endforward import Started
 

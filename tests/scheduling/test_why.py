@@ -22,7 +22,7 @@ from sglang_sbs.scheduling import (
     TimerFired,
     WakeAt,
 )
-from sglang_sbs.scheduling.decisions import Why
+from sglang_sbs.scheduling.explained.decisions import Why
 from sglang_sbs.scheduling.reasons import Opening, Term, WaitReason
 
 PAGE = 100

@@ -19,7 +19,7 @@ from sglang_sbs.router.telemetry.tracing import Traces
 from sglang_sbs.router.workers.registry import Registry
 from sglang_sbs.router.workers.worker import Worker
 from sglang_sbs.scheduling.events import InstanceRole
-from sglang_sbs.scheduling.stories import Story
+from sglang_sbs.scheduling.explained.stories import Story
 
 
 class Router(Protocol):

@@ -29,8 +29,8 @@ from sglang_sbs.scheduling.events import (
     RequestArrived,
     RequestEnded,
 )
-from sglang_sbs.scheduling.stories import AttemptStory
-from sglang_sbs.scheduling.timelines import Timeline
+from sglang_sbs.scheduling.explained.stories import AttemptStory
+from sglang_sbs.scheduling.explained.timelines import Timeline
 
 logger = logging.getLogger(__name__)
 

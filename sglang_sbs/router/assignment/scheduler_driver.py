@@ -25,8 +25,8 @@ from sglang_sbs.scheduling.events import (
     TimerFired,
     WakeAt,
 )
-from sglang_sbs.scheduling.stories import AttemptStory
-from sglang_sbs.scheduling.timelines import Timelines
+from sglang_sbs.scheduling.explained.stories import AttemptStory
+from sglang_sbs.scheduling.explained.timelines import Timelines
 
 logger = logging.getLogger(__name__)
 

@@ -47,8 +47,8 @@ from sglang_sbs.router.workers.worker import Worker
 from sglang_sbs.scheduling import events
 from sglang_sbs.scheduling.eventlog import EventLogWriter
 from sglang_sbs.scheduling.events import Dispatch, Event, Refuse, RequestEnded
+from sglang_sbs.scheduling.explained.stories import Story
 from sglang_sbs.scheduling.snapshot import Snapshot
-from sglang_sbs.scheduling.stories import Story
 
 logger = logging.getLogger(__name__)
 

@@ -24,8 +24,8 @@ from sglang_sbs.router.workers.breaker import BreakerState
 from sglang_sbs.router.workers.worker import WorkerFacts
 from sglang_sbs.scheduling import events
 from sglang_sbs.scheduling.events import InstanceRole
+from sglang_sbs.scheduling.explained.stories import Story
 from sglang_sbs.scheduling.snapshot import Snapshot
-from sglang_sbs.scheduling.stories import Story
 from sglang_sbs.wire.endforward import MalformedMessage
 
 TOPIC = b"sbsf1"
@@ -175,7 +175,7 @@ class FoundStory(_Message, frozen=True):
 
     call: int
     payload: bytes = b""
-    """JSON of a :class:`~sglang_sbs.scheduling.stories.Story`; empty: nothing."""
+    """JSON of a :class:`~sglang_sbs.scheduling.explained.stories.Story`; empty: nothing."""
 
 
 Change = AddWorker | RemoveWorker | UpdateWorker
@@ -288,7 +288,7 @@ class Done(_Said, frozen=True):
     count: int = 0
     error: str = ""
     payload: bytes = b""
-    """JSON of a :class:`~sglang_sbs.scheduling.stories.Story`, of an :class:`AskStory`."""
+    """JSON of a :class:`~sglang_sbs.scheduling.explained.stories.Story`, for :class:`AskStory`."""
 
 
 class AskMetrics(_Said, frozen=True):

@@ -43,8 +43,8 @@ from sglang_sbs.router.processes.leading.scouts import Line
 from sglang_sbs.router.processes.messages import MAX_ADOPTED, OLDEST, VERSION
 from sglang_sbs.router.processes.mirrored_registry import MirroredRegistry, states_of
 from sglang_sbs.scheduling.events import Event, RequestAdopted, RequestArrived
-from sglang_sbs.scheduling.stories import Story
-from sglang_sbs.scheduling.timelines import Timeline
+from sglang_sbs.scheduling.explained.stories import Story
+from sglang_sbs.scheduling.explained.timelines import Timeline
 
 logger = logging.getLogger(__name__)
 

@@ -33,7 +33,7 @@ from sglang_sbs.router.workers.worker_view import problems_of
 from sglang_sbs.scheduling import Scheduler
 from sglang_sbs.scheduling.eventlog import EventLogWriter
 from sglang_sbs.scheduling.events import Event, InstanceDown, InstanceUp
-from sglang_sbs.scheduling.timelines import MOST_OVER
+from sglang_sbs.scheduling.explained.timelines import MOST_OVER
 
 logger = logging.getLogger(__name__)
 

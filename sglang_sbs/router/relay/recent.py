@@ -11,7 +11,7 @@ import msgspec
 
 from sglang_sbs.router.errors import RouterError
 from sglang_sbs.scheduling.events import MAX_REQUEST_ID_CHARS, ClientSide
-from sglang_sbs.scheduling.stories import ClientAttempt, Story
+from sglang_sbs.scheduling.explained.stories import ClientAttempt, Story
 
 MOST_KEPT = 4096
 MOST_ATTEMPTS = 32

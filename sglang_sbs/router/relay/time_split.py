@@ -6,8 +6,8 @@ import msgspec
 
 from sglang_sbs.router.assignment.assigner import Assigner
 from sglang_sbs.router.relay.recent import RecentRequest
-from sglang_sbs.scheduling.stories import AttemptStory, Story
-from sglang_sbs.scheduling.timelines import ENGINE
+from sglang_sbs.scheduling.explained.stories import AttemptStory, Story
+from sglang_sbs.scheduling.explained.timelines import ENGINE
 
 HEADER = "Server-Timing"
 
@@ -24,7 +24,7 @@ def complete(story: Story, one: RecentRequest) -> None:
 
 
 def split_of(one: RecentRequest, assigner: Assigner) -> dict[str, float]:
-    """By part (:data:`~sglang_sbs.scheduling.timelines.PARTS`), seconds. With the scheduler in
+    """Split the TTFT, seconds by part (``scheduling/explained/timelines.py``). With the scheduler in
     another process all that follows the hold is one part."""
     if one.announced_s is None or one.first_byte_s is None:
         return {}

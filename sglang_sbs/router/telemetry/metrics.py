@@ -20,8 +20,8 @@ from sglang_sbs.router.metric_families import Made, gauge, total
 from sglang_sbs.router.telemetry.part_times import PartTimes
 from sglang_sbs.router.workers.registry import Registry
 from sglang_sbs.scheduling.events import Dispatch, Outcome, Refuse
+from sglang_sbs.scheduling.explained.timelines import Timeline
 from sglang_sbs.scheduling.queue.priority import PriorityClass
-from sglang_sbs.scheduling.timelines import Timeline
 from sglang_sbs.wire import EndForward
 from sglang_sbs.wire.balance import active_ranks, max_over_mean
 

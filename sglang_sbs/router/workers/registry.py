@@ -23,7 +23,7 @@ from sglang_sbs.router.workers.kv_addresses import RefusedAddress, told_endpoint
 from sglang_sbs.router.workers.server_info import KvEventsBlock, WorkerInfo, node_of_rank
 from sglang_sbs.router.workers.worker import SILENT_AFTER_S, Worker, WorkerEvents
 from sglang_sbs.scheduling.events import InstanceDown, InstanceRole, InstanceUp, PrefixSource
-from sglang_sbs.scheduling.stalled_work import StalledWork
+from sglang_sbs.scheduling.prefill.stalled_work import StalledWork
 from sglang_sbs.wire import EndForward
 
 logger = logging.getLogger(__name__)

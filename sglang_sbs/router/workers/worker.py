@@ -18,7 +18,7 @@ from sglang_sbs.router.workers.kv_addresses import KvEndpoints
 from sglang_sbs.router.workers.rank_contract import pick_bootstrap_room
 from sglang_sbs.router.workers.server_info import SbsBlock, WorkerInfo, ranks_in_reach, server_url
 from sglang_sbs.scheduling.events import Event, InstanceRole
-from sglang_sbs.scheduling.stalled_work import StalledWork
+from sglang_sbs.scheduling.prefill.stalled_work import StalledWork
 from sglang_sbs.wire.gangs import GangPart
 
 _UNKNOWN = WorkerInfo()

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from sglang_sbs.scheduling.decisions import Batch, look_at
+from sglang_sbs.scheduling.explained.decisions import Batch, look_at
 from sglang_sbs.scheduling.prefill.instance import Instances, PrefillInstance
 from sglang_sbs.scheduling.prefill.observation import Observation
 from sglang_sbs.scheduling.queue.request import RequestQueue

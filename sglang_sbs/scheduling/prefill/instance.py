@@ -29,10 +29,9 @@ from sglang_sbs.wire import EndForward
 _CACHED_STEP = 0.05
 """Of a prompt in ``cached_share``."""
 HEARTBEATS_S = 2.5
-"""An instance that speaks is not silent before it missed two heartbeats."""
+"""An instance that sends reports is silent only after two missed heartbeats."""
 UNANSWERED_S = 30.0
-"""A request that a silent instance has not answered for this long may be lost: it keeps nobody
-away any more."""
+"""Age from which an unanswered request of a silent instance no longer keeps others away."""
 LOST_S = 2.0
 """What a rank that speaks has not named this long after it was sent, and no less than the watchdog
 waits, does not count any more: a connection hangs, or the engine dropped it."""
@@ -314,9 +313,8 @@ class PrefillInstance(PrefillBooks):
                 rank.idle = True
 
     def _on_silence(self, now_s: float) -> None:
-        """Safety path of the paper (section 4.1.2): silence for T_timeout after a dispatch resets
-        predictions. Unanswered requests stay, and keep others away until the instance answers or
-        speaks, or they are old enough to be lost."""
+        """Reset predictions after T_timeout of silence (paper section 4.1.2). Unanswered requests
+        stay, and nothing is sent until one is answered, a report comes, or they may be lost."""
         self.watchdog.fires += 1
         lost_s = self.last_dispatch_s + UNANSWERED_S
         open_requests = [
@@ -406,8 +404,8 @@ class PrefillInstance(PrefillBooks):
         if any(running.forward_id is not None for running in self.passes):
             return
         pause_s = launch_s - self.free_since_s
-        usual = 0 <= pause_s <= self.model.predict_s(self._vector(report))
-        if usual and not self.pause.rested_after(report.forward_id - 1):
+        longest_s = self.model.predict_s(self._vector(report))
+        if 0 <= pause_s <= longest_s and not self.pause.rested_after(report.forward_id - 1):
             self.pause.observe(pause_s)
 
     def _on_launch(self, report: EndForward, now_s: float) -> None:

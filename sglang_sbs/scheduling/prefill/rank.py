@@ -19,8 +19,8 @@ from typing import NamedTuple
 from sglang_sbs.scheduling.paging import paged
 from sglang_sbs.scheduling.prefill.passes import Pass, Sent
 from sglang_sbs.scheduling.prefill.report_limits import MOST_CHUNKS, MOST_PASSES
+from sglang_sbs.scheduling.prefill.stalled_work import StalledWork
 from sglang_sbs.scheduling.report_cursor import ReportCursor
-from sglang_sbs.scheduling.stalled_work import StalledWork
 from sglang_sbs.scheduling.token_ledger import TokenLedger
 from sglang_sbs.wire import EndForward
 

@@ -17,8 +17,8 @@ from sglang_sbs.router.relay import recent
 from sglang_sbs.router.relay.recent import Minute, RecentRequests
 from sglang_sbs.router.relay.time_split import server_timing
 from sglang_sbs.scheduling import Scheduler, SchedulerConfig
+from sglang_sbs.scheduling.explained.stories import Story
 from sglang_sbs.scheduling.reasons import Opening, Term
-from sglang_sbs.scheduling.stories import Story
 from sglang_sbs.wire.endforward import Started
 from tools.stand_ins.mock_engine import Behaviour
 

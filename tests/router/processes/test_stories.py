@@ -12,7 +12,7 @@ from link_harness import World
 from sglang_sbs.router.processes import messages
 from sglang_sbs.router.processes.messages import AskStory, read_story
 from sglang_sbs.scheduling import Scheduler, SchedulerConfig
-from sglang_sbs.scheduling.stories import ClientAttempt, Story
+from sglang_sbs.scheduling.explained.stories import ClientAttempt, Story
 
 
 @pytest.fixture

@@ -1,11 +1,11 @@
-"""Puts a decision of the default policy into the words of :mod:`sglang_sbs.scheduling.reasons`.
-Changes nothing but the notes on requests."""
+"""Puts a decision of the default policy into the words of
+:mod:`sglang_sbs.scheduling.reasons`. Changes nothing but the notes on requests."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 
-from sglang_sbs.scheduling.decisions import MOST_LOOKS, Batch, look_at, note
+from sglang_sbs.scheduling.explained.decisions import MOST_LOOKS, Batch, look_at, note
 from sglang_sbs.scheduling.policies.adaptive.cache_affinity import BatchAffinity
 from sglang_sbs.scheduling.policies.adaptive.decision import Decision
 from sglang_sbs.scheduling.prefill.instance import PrefillInstance

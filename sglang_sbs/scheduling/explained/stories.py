@@ -7,8 +7,8 @@ from collections.abc import Callable, Sequence
 
 import msgspec
 
-from sglang_sbs.scheduling.decisions import Why
-from sglang_sbs.scheduling.timelines import Timeline
+from sglang_sbs.scheduling.explained.decisions import Why
+from sglang_sbs.scheduling.explained.timelines import Timeline
 
 
 class AttemptStory(msgspec.Struct, omit_defaults=True):
