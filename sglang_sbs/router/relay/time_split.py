@@ -24,8 +24,8 @@ def complete(story: Story, one: RecentRequest) -> None:
 
 
 def split_of(one: RecentRequest, assigner: Assigner) -> dict[str, float]:
-    """Split the TTFT, seconds by part (``scheduling/explained/timelines.py``). With the scheduler in
-    another process all that follows the hold is one part."""
+    """Split the TTFT: seconds by part (``scheduling/explained/timelines.py``). With the scheduler
+    in another process all that follows the hold is one part."""
     if one.announced_s is None or one.first_byte_s is None:
         return {}
     known = assigner.timeline(one.sent[0].rid) if len(one.sent) == 1 else None

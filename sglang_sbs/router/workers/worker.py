@@ -65,7 +65,7 @@ class Worker(WorkerFacts, kw_only=True, eq=False):
     active: int = 0
     """Legs in flight here."""
     parked: int = 0
-    """Those of them that this process keeps until no KV can arrive (``relay/parking.py``)."""
+    """Cancelled requests this process keeps until no KV can arrive (``relay/parking.py``)."""
     active_everywhere: int | None = None
     """The same over all front ends, where another process counts them."""
     successes: int = 0
