@@ -20,6 +20,8 @@ class ReadLog:
     """An event log as a whole."""
 
     config: SchedulerConfig
+    observed: bool = False
+    """Of ``sglang-sbs observe``: no scheduler of ours decided anything."""
     began_s: float = 0.0
     ended_s: float = 0.0
     events: int = 0
@@ -76,8 +78,8 @@ def read(path: Path, *, replay: bool) -> ReadLog:
     torn: list[int] = []
     for record in read_event_log(path, torn.append):
         if record.event is None:
-            log = ReadLog(record.config or SchedulerConfig())
-            if replay:
+            log = ReadLog(record.config or SchedulerConfig(), observed=record.observed)
+            if replay and not record.observed:
                 scheduler = log.scheduler = Scheduler(log.config, remembers=MOST_REQUESTS)
             continue
         if log is None:

@@ -68,7 +68,8 @@ def _text(log: ReadLog, path: Path, slowest: int) -> Iterator[str]:
     took_s = log.ended_s - log.began_s
     config = log.config
     trigger = f", trigger {config.trigger}" if config.policy == "sbs" else ""
-    yield f"{path}: {_span(took_s)}, {log.events:,} events, policy {config.policy}{trigger}"
+    how = "observed" if log.observed else f"policy {config.policy}{trigger}"
+    yield f"{path}: {_span(took_s)}, {log.events:,} events, {how}"
     for role in ("prefill", "decode"):
         ups = [one for one in log.instances.values() if one.role == role]
         shown = ", ".join(f"{one.instance} ({one.dp_size} DP ranks)" for one in ups[:4])

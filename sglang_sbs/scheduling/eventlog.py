@@ -3,7 +3,11 @@ this package that touches a file.
 
 A file is the magic line, then records of ``u32 big-endian length`` + msgpack :class:`LogRecord`,
 the first with the configuration. The events with their ``now_s``, fed to a fresh
-``Scheduler(config)``, must give the recorded commands again."""
+``Scheduler(config)``, must give the recorded commands again.
+
+``sglang-sbs observe`` writes the same format about engines behind any router (``observed``). No
+scheduler decided anything there, so such a log cannot be replayed, and its configuration means
+nothing."""
 
 from __future__ import annotations
 
@@ -27,12 +31,14 @@ class LogRecord(msgspec.Struct, array_like=True, frozen=True):
     event: Event | None
     commands: list[Command]
     config: SchedulerConfig | None = None
+    observed: bool = False
+    """With the configuration: ``sglang-sbs observe`` wrote this log."""
 
 
 class EventLogWriter:
     """Appends records; buffered, so that an event costs microseconds."""
 
-    def __init__(self, path: Path, config: SchedulerConfig) -> None:
+    def __init__(self, path: Path, config: SchedulerConfig, *, observed: bool = False) -> None:
         # Of nobody else: it tells who asked, when, and what their prompts have in common.
         descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o600)
         if stat.S_ISREG(os.fstat(descriptor).st_mode):
@@ -41,7 +47,7 @@ class EventLogWriter:
         self._file: BinaryIO = os.fdopen(descriptor, "wb", buffering=_BUFFER_BYTES)
         self._encoder = msgspec.msgpack.Encoder()
         self._file.write(MAGIC)
-        self._append(LogRecord(0.0, None, [], config))
+        self._append(LogRecord(0.0, None, [], config, observed))
         self.flush()
 
     def write(self, now_s: float, event: Event, commands: Sequence[Command]) -> None:

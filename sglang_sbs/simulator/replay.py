@@ -32,6 +32,11 @@ def replay(path: Path) -> ReplayResult:
         result.torn_bytes = size
 
     for record in read_event_log(path, torn):
+        if record.observed:
+            raise ValueError(
+                f"{path} is of `sglang-sbs observe`: it has no decisions to compare. Simulate its "
+                f"arrivals with `sglang-sbs simulate trace:{path}`"
+            )
         if record.event is None:
             scheduler = Scheduler(record.config)
             continue

@@ -25,6 +25,7 @@ MAX_SPAN_S = 3600.0
 Count = Annotated[int, Meta(ge=0, le=1 << 40)]
 Clock = Annotated[float, Meta(ge=0, le=1e11)]
 Span = Annotated[float, Meta(ge=0, le=MAX_SPAN_S)]
+Room = Annotated[int, Meta(ge=0, le=(1 << 63) - 1)]
 Kind = Literal["launch", "forward", "idle", "heartbeat"]
 Role = Literal["prefill", "decode", "null"]
 
@@ -45,6 +46,22 @@ class Started(msgspec.Struct, array_like=True, frozen=True):
     """The rank took it in; on prefill its handshake with decode began."""
     schedulable_s: float = 0.0
     """A pass could take it from then on; on prefill the handshake was over."""
+    cached_tokens: Count = 0
+    """Prompt tokens that were in the prefix cache when this pass was formed."""
+
+
+class Accepted(msgspec.Struct, array_like=True, frozen=True):
+    """A request that a rank has taken in. Times as in :class:`EndForward`."""
+
+    rid: str
+    prompt_tokens: Count = 0
+    arrived_s: Clock = 0.0
+    """The engine's HTTP server received the request. Where SGLang does not pass that time on to the
+    scheduler: the scheduler took the request in, which it does between two passes."""
+    max_new_tokens: Count = 0
+    """Longest answer that the client allows; 0: unlimited or unknown."""
+    room: Room = 0
+    """Bootstrap room, the same on prefill and decode; 0: there is none."""
 
 
 class KvAddress(msgspec.Struct, array_like=True, frozen=True):
@@ -147,6 +164,12 @@ class EndForward(msgspec.Struct, array_like=True, frozen=True, kw_only=True):
     dist_init_addr: Annotated[str, Meta(max_length=256)] = ""
     """``--dist-init-addr`` of an engine on several nodes, each of which has a ``boot_id`` of its
     own; empty on one node."""
+    sent_s: Clock = 0.0
+    """When the message was made; 0: the plugin does not report it."""
+    accepted: Annotated[list[Accepted], Meta(max_length=MAX_RIDS)] = []
+    """The requests of ``rids``, with what is known of each."""
+    finished: Annotated[list[str], Meta(max_length=MAX_RIDS)] = []
+    """``forward``: ids of the requests whose last prompt tokens were in this pass."""
 
     @property
     def queued_tokens(self) -> int:

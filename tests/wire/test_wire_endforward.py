@@ -14,7 +14,7 @@ from sglang_sbs.wire import (
     decode_endforward,
     encode_endforward,
 )
-from sglang_sbs.wire.endforward import ImplausibleMessage, Started
+from sglang_sbs.wire.endforward import MAX_RIDS, Accepted, ImplausibleMessage, Started
 
 MESSAGE = EndForward(
     instance_id="http://p0:30000",
@@ -45,6 +45,27 @@ def test_requests_in_their_first_pass_survive_the_wire_and_their_fields_grow():
     place = EndForward.__struct_fields__.index("started")
     fields[place] = [[*one, "newer"] for one in fields[place]]
     assert decode_endforward([topic, seq, msgspec.msgpack.encode(fields)]).started == started
+
+
+def test_accepted_and_finished_requests_survive_the_wire_and_their_fields_grow():
+    accepted = [Accepted("a", 1500, 9.5, 64, room=(1 << 63) - 1), Accepted("b")]
+    told = {"sent_s": 10.0, "accepted": accepted, "finished": ["a", "b"]}
+    message = msgspec.structs.replace(MESSAGE, **told)
+    topic, seq, payload = encode_endforward(message)
+    assert decode_endforward([topic, seq, payload]) == message
+    fields = msgspec.msgpack.decode(payload)
+    place = EndForward.__struct_fields__.index("accepted")
+    fields[place] = [[*one, "newer"] for one in fields[place]]
+    assert decode_endforward([topic, seq, msgspec.msgpack.encode(fields)]) == message
+
+
+def test_a_reader_from_before_requests_had_lengths_goes_on_working():
+    accepted = [Accepted("a", 1500, 9.5)]
+    message = msgspec.structs.replace(MESSAGE, accepted=accepted, finished=["a"], sent_s=1.0)
+    older = EndForward.__struct_fields__[: EndForward.__struct_fields__.index("sent_s")]
+    made = msgspec.defstruct("Older", [(name, object) for name in older], array_like=True)
+    read = msgspec.msgpack.decode(encode_endforward(message)[2], type=made)
+    assert (read.seq, read.rids) == (17, MESSAGE.rids)
 
 
 def test_r_queued_is_waiting_plus_bootstrapping_plus_the_chunk_remainder():
@@ -105,6 +126,13 @@ def test_what_is_out_of_range_is_named():
     for change, place in (
         ({"extend_tokens": -1}, "extend_tokens"),
         ({"rids": ["r"] * 1025}, "rids"),
+        ({"sent_s": 1e12}, "sent_s"),
+        ({"accepted": [Accepted("r")] * (MAX_RIDS + 1)}, "accepted"),
+        ({"accepted": [Accepted("r", prompt_tokens=1 << 41)]}, "accepted.*"),
+        ({"accepted": [Accepted("r", arrived_s=-1.0)]}, "accepted.*"),
+        ({"accepted": [Accepted("r", room=1 << 63)]}, "accepted.*"),
+        ({"finished": ["r"] * (MAX_RIDS + 1)}, "finished"),
+        ({"started": [Started("r", cached_tokens=-1)]}, "started.*"),
     ):
         frames = encode_endforward(msgspec.structs.replace(MESSAGE, **change))
         with pytest.raises(ImplausibleMessage, match=f"[<>]= .* - at `{place}`$"):

@@ -1,0 +1,267 @@
+"""Turns EndForward messages into the records of an event log. Sans-I/O.
+
+Records of an observed log, in order of ``now_s`` (seconds of the observer's monotonic clock):
+
+- ``InstanceUp`` when an instance is first heard, and again when what is known of it changes.
+- ``RequestArrived`` with a ``Dispatch`` when a request reached a prefill instance (or one without
+  disaggregation). ``Dispatch`` names instance and DP rank; ``decode`` is empty where it is unknown.
+- ``ForwardEnded`` with every message, at the time it was made. Launch, end and tokens of passes,
+  and the first pass of each request (``started``), are in the message.
+- ``PrefillDone`` when the pass ended that computed the last prompt token. This stands for the first
+  token: the KV transfer and the first decode step follow.
+
+A message arrives after what it reports, so records wait ``WINDOW_S`` to be put in order.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import TypeVar
+
+import msgspec
+
+from sglang_sbs.scheduling import (
+    Dispatch,
+    Event,
+    ForwardEnded,
+    InstanceUp,
+    PrefillDone,
+    RequestArrived,
+)
+from sglang_sbs.scheduling.eventlog import LogRecord
+from sglang_sbs.wire import EndForward
+from sglang_sbs.wire.endforward import MAX_SPAN_S, Accepted
+
+WINDOW_S = 5.0
+"""Time between a pass's start and the end of the next, and more: a busy rank reports the requests
+it took in with its next pass."""
+_K = TypeVar("_K")
+_V = TypeVar("_V")
+_CLOCK_BUCKET_S = 10.0
+_MAX_ENGINES = 1024
+_MAX_RANKS = 65_536
+_MAX_REQUESTS = 500_000
+_MAX_RID_CHARS = 100
+"""A rid in an event log has at most 128 characters; engines accept longer ones."""
+
+
+@dataclass(slots=True)
+class ObservedRequest:
+    """A request on a prefill instance; times in seconds of the observer's clock."""
+
+    rid: str
+    instance: str
+    dp_rank: int
+    prompt_tokens: int
+    arrived_s: float
+    cached_tokens: int | None = None
+    first_pass_s: float | None = None
+    """Its first pass began to compute."""
+    computed_s: float | None = None
+    """Its last prompt token was computed."""
+
+
+class _EngineClock:
+    """Places an engine's clock on the observer's: the least delay of a message seen in the last
+    ``_CLOCK_BUCKET_S`` to twice that, so that slow drift is followed."""
+
+    def __init__(self) -> None:
+        self._since_s = -math.inf
+        self._least_s = self._before_s = math.inf
+
+    def offset_s(self, sent_s: float, now_s: float) -> float:
+        """Observer's time less engine's time."""
+        if now_s - self._since_s > _CLOCK_BUCKET_S:
+            self._since_s, self._before_s, self._least_s = now_s, self._least_s, math.inf
+        self._least_s = min(self._least_s, now_s - sent_s)
+        return min(self._least_s, self._before_s)
+
+
+@dataclass(slots=True)
+class _Engine:
+    instance: str
+    clock: _EngineClock = field(default_factory=_EngineClock)
+    next_seq: dict[int, int] = field(default_factory=dict)
+    """By DP rank."""
+    open: OrderedDict[str, ObservedRequest] = field(default_factory=OrderedDict)
+    """Accepted requests that are not computed yet, by the rid in messages."""
+    starting: OrderedDict[tuple[int, int], list[ObservedRequest]] = field(
+        default_factory=OrderedDict
+    )
+    """By DP rank and forward id: first passes that are not over."""
+
+
+class Recorder:
+    """Give it every message; take the records that are due."""
+
+    def __init__(
+        self,
+        on_request: Callable[[ObservedRequest], None] = lambda request: None,
+        on_pass: Callable[[str, EndForward, float], None] = lambda name, report, offset_s: None,
+    ) -> None:
+        """``on_request`` is called when a request arrived, began and was computed; ``on_pass`` with
+        the instance, a ``forward`` message of prefill work, and the observer's time less the
+        engine's."""
+        self._on_request = on_request
+        self._on_pass = on_pass
+        self.counts: Counter[str] = Counter()
+        """``messages``, ``lost`` (gaps in the numbers of a rank's messages), ``repeated``,
+        ``requests``, ``no_lengths`` (messages with requests, from a plugin that is too old to
+        report their lengths), ``refused`` (messages of more ranks than an observer can follow)."""
+        self.instances: dict[str, InstanceUp] = {}
+        self._engines: OrderedDict[str, _Engine] = OrderedDict()
+        self._ranks = 0
+        self._heap: list[tuple[float, int, Event, list[Dispatch]]] = []
+        self._number = 0
+        self._decode_of_room: OrderedDict[int, tuple[str, int]] = OrderedDict()
+        self._rooms: OrderedDict[int, int] = OrderedDict()
+        """Bootstrap rooms of requests that are not written yet, by the number of their dispatch."""
+        self._names: OrderedDict[str, None] = OrderedDict()
+
+    def receive(self, report: EndForward, now_s: float) -> None:
+        """``now_s``: when the message was received."""
+        engine = self._engine(report)
+        if engine is None:
+            self.counts["refused"] += 1
+            return
+        expected = engine.next_seq.get(report.dp_rank, report.seq)
+        if report.seq < expected:
+            self.counts["repeated"] += 1
+            return
+        self.counts["messages"] += 1
+        self.counts["lost"] += report.seq - expected
+        engine.next_seq[report.dp_rank] = report.seq + 1
+        offset_s = engine.clock.offset_s(report.sent_s, now_s) if report.sent_s else None
+        made_s = now_s if offset_s is None else _bounded(report.sent_s + offset_s, now_s)
+        self._describe(engine.instance, report, made_s)
+        if offset_s is None and report.rids and report.role != "decode":
+            self.counts["no_lengths"] += 1
+        if offset_s is not None:
+            for one in report.accepted:
+                self._accepted(engine, report, one, offset_s, now_s)
+            self._passed(engine, report, offset_s, now_s)
+        self._put(made_s, ForwardEnded(instance=engine.instance, report=report))
+
+    def due(self, until_s: float) -> Iterator[LogRecord]:
+        """Records from before ``until_s``, which no later message can precede."""
+        while self._heap and self._heap[0][0] <= until_s:
+            at_s, _, event, dispatches = heapq.heappop(self._heap)
+            for place, one in enumerate(dispatches):
+                room = self._rooms.pop(one.batch, 0)
+                if room in self._decode_of_room:
+                    name, rank = self._decode_of_room.pop(room)
+                    dispatches[place] = msgspec.structs.replace(one, decode=name, decode_rank=rank)
+            yield LogRecord(at_s, event, list(dispatches))
+
+    def _engine(self, report: EndForward) -> _Engine | None:
+        engine = self._engines.get(report.boot_id)
+        if engine is None:
+            if len(self._engines) >= _MAX_ENGINES:
+                self._engines.popitem(last=False)
+            name = report.instance_id or report.dist_init_addr or report.boot_id
+            engine = self._engines[report.boot_id] = _Engine(name)
+        if report.dp_rank not in engine.next_seq:
+            if self._ranks >= _MAX_RANKS:
+                return None
+            self._ranks += 1
+        return engine
+
+    def _describe(self, name: str, report: EndForward, at_s: float) -> None:
+        known = self.instances.get(name)
+        up = InstanceUp(
+            instance=name,
+            role="decode" if report.role == "decode" else "prefill",
+            dp_size=report.dp_size,
+            chunk_tokens=report.chunk_tokens,
+            kv_capacity_tokens=report.kv_capacity_tokens,
+            max_running_requests=report.max_running_requests,
+            # A pass was launched before the one before it ended.
+            overlap=report.inflight_passes > 0 or (known is not None and known.overlap),
+            barrier=report.barrier,
+        )
+        if up != known and (known is not None or len(self.instances) < _MAX_ENGINES):
+            self.instances[name] = up
+            self._put(at_s, up)
+
+    def _accepted(
+        self, engine: _Engine, report: EndForward, one: Accepted, offset_s: float, now_s: float
+    ) -> None:
+        if report.role == "decode":
+            if one.room:
+                _remember(self._decode_of_room, one.room, (engine.instance, report.dp_rank))
+            return
+        if not one.rid or one.rid in engine.open:
+            return
+        name = one.rid[:_MAX_RID_CHARS]
+        if name in self._names:  # Another attempt at it, or a client that reuses ids.
+            name = f"{name}~{self._number}"
+        _remember(self._names, name, None)
+        self.counts["requests"] += 1
+        arrived_s = _bounded((one.arrived_s or report.sent_s) + offset_s, now_s)
+        place = engine.instance, report.dp_rank
+        request = ObservedRequest(name, *place, one.prompt_tokens, arrived_s)
+        _remember(engine.open, one.rid, request)
+        dispatch = Dispatch(
+            rid=name,
+            prefill=engine.instance,
+            prefill_rank=report.dp_rank,
+            decode=engine.instance if report.role == "null" else "",
+            decode_rank=report.dp_rank if report.role == "null" else 0,
+            batch=self._number,
+            held_s=0.0,
+            reason="observed",
+            barrier=report.barrier,
+        )
+        if one.room:
+            _remember(self._rooms, self._number, one.room)
+        arrived = RequestArrived(
+            rid=name,
+            prompt_tokens=one.prompt_tokens,
+            max_new_tokens=one.max_new_tokens or None,
+        )
+        self._put(arrived_s, arrived, dispatch)
+        self._on_request(request)
+
+    def _passed(self, engine: _Engine, report: EndForward, offset_s: float, now_s: float) -> None:
+        key = (report.dp_rank, report.forward_id)
+        if report.kind == "launch":
+            starting = []
+            for one in report.started:
+                request = engine.open.get(one.rid)
+                if request is not None and request.cached_tokens is None:
+                    request.cached_tokens = min(one.cached_tokens, request.prompt_tokens)
+                    starting.append(request)
+            if starting:
+                _remember(engine.starting, key, starting)
+        elif report.kind == "forward" and report.role != "decode":
+            end_s = _bounded(report.end_s + offset_s, now_s)
+            for request in engine.starting.pop(key, ()):
+                request.first_pass_s = max(request.arrived_s, end_s - report.forward_s)
+                self._on_request(request)
+            for rid in report.finished:
+                request = engine.open.pop(rid, None)
+                if request is not None:
+                    request.computed_s = max(request.arrived_s, end_s)
+                    done = PrefillDone(rid=request.rid, cached_tokens=request.cached_tokens)
+                    self._put(request.computed_s, done)
+                    self._on_request(request)
+            self._on_pass(engine.instance, report, offset_s)
+
+    def _put(self, at_s: float, event: Event, *dispatches: Dispatch) -> None:
+        heapq.heappush(self._heap, (at_s, self._number, event, list(dispatches)))
+        self._number += 1
+
+
+def _bounded(at_s: float, now_s: float) -> float:
+    """A time that an engine reports is neither in the future nor from before the request limit."""
+    return min(max(at_s, now_s - MAX_SPAN_S), now_s)
+
+
+def _remember(known: OrderedDict[_K, _V], key: _K, value: _V) -> None:
+    if len(known) >= _MAX_REQUESTS:
+        known.popitem(last=False)
+    known[key] = value

@@ -1,0 +1,161 @@
+"""What observed messages become in an event log."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import msgspec
+import pytest
+from observed import BEHIND_S, DECODE, PREFILL, TRANSIT_S, Rank, hear_three_requests, write_sample
+
+from sglang_sbs.explain.log import main as log_main
+from sglang_sbs.observe.recorder import MAX_SPAN_S, Recorder
+from sglang_sbs.scheduling import Dispatch, ForwardEnded, InstanceUp, PrefillDone, RequestArrived
+from sglang_sbs.scheduling.eventlog import read_event_log
+from sglang_sbs.simulator.replay import replay
+from sglang_sbs.simulator.workloads.arrivals import read_trace
+from sglang_sbs.wire.endforward import Accepted, Started
+
+CLOCK_S = BEHIND_S + TRANSIT_S
+
+
+def records_of(recorder: Recorder, event: type) -> list:
+    return [one for one in recorder.due(float("inf")) if isinstance(one.event, event)]
+
+
+def test_an_observed_log_has_arrivals_placement_passes_and_ends_of_prompts(tmp_path: Path) -> None:
+    path = tmp_path / "traffic.events"
+    write_sample(path)
+    records = list(read_event_log(path))
+    assert records[0].observed
+    times = [record.now_s for record in records[1:]]
+    assert times == sorted(times)
+    arrived = {
+        record.event.rid: (round(record.now_s - CLOCK_S, 4), record)
+        for record in records
+        if isinstance(record.event, RequestArrived)
+    }
+    assert {rid: at_s for rid, (at_s, _) in arrived.items()} == {"a": 10.0, "b": 10.004, "c": 10.11}
+    asked = [(r.event.prompt_tokens, r.event.max_new_tokens) for _, r in arrived.values()]
+    assert asked == [(1500, 64), (300, None), (200, None)]
+    placed = [record.commands[0] for _, record in arrived.values()]
+    assert all(isinstance(one, Dispatch) for one in placed)
+    assert [(one.prefill, one.prefill_rank) for one in placed] == [
+        (PREFILL, 0),
+        (PREFILL, 1),
+        (PREFILL, 0),
+    ]
+    # Only the decode rank of `a` reported a bootstrap room; prefill and decode differ in the rid.
+    assert [(one.decode, one.decode_rank) for one in placed] == [(DECODE, 1), ("", 0), ("", 0)]
+    done = [r for r in records if isinstance(r.event, PrefillDone)]
+    assert [(r.event.rid, r.event.cached_tokens, round(r.now_s - CLOCK_S, 4)) for r in done] == [
+        ("b", 0, 10.21),
+        ("a", 100, 10.42),
+        ("c", 0, 10.42),
+    ]
+    ended = [r.event.report for r in records if isinstance(r.event, ForwardEnded)]
+    passes = [one for one in ended if one.kind == "forward"]
+    assert sorted((one.forward_id, one.dp_rank, one.extend_tokens) for one in passes) == [
+        (1, 0, 1024),
+        (1, 1, 300),
+        (2, 0, 576),
+        (2, 1, 0),
+    ]
+    ups = [r.event for r in records if isinstance(r.event, InstanceUp)]
+    assert [(up.instance, up.role, up.dp_size) for up in ups] == [
+        (PREFILL, "prefill", 2),
+        (DECODE, "decode", 2),
+    ]
+
+
+def test_an_observed_log_is_a_trace_and_for_people_and_no_replay(tmp_path, capsys) -> None:
+    path = tmp_path / "traffic.events"
+    write_sample(path)
+    assert [(round(a.at_s, 4), a.prompt_tokens) for a in read_trace(path)] == [
+        (0.0, 1500),
+        (0.004, 300),
+        (0.11, 200),
+    ]
+    assert log_main([str(path)]) == 0
+    assert "observed" in capsys.readouterr().out
+    with pytest.raises(ValueError, match="sglang-sbs observe"):
+        replay(path)
+
+
+def test_a_message_that_was_delayed_does_not_move_the_clock() -> None:
+    recorder = Recorder()
+    rank = Rank(recorder, 0)
+    rank.say(1.0)
+    rank.say(2.0, transit_s=0.3, accepted=[Accepted("late", 10, 1.9)])
+    (arrived,) = records_of(recorder, RequestArrived)
+    assert arrived.now_s == pytest.approx(1.9 + CLOCK_S)
+
+
+@pytest.mark.parametrize("arrived_s", [0.0, 1e11, 1e-9])
+def test_an_impossible_arrival_is_bounded(arrived_s: float) -> None:
+    recorder = Recorder()
+    Rank(recorder, 0).say(9000.0, accepted=[Accepted("r", 10, arrived_s)])
+    (arrived,) = records_of(recorder, RequestArrived)
+    now_s = 9000.0 + CLOCK_S
+    assert now_s - MAX_SPAN_S <= arrived.now_s <= now_s
+
+
+def test_an_id_used_again_and_one_that_is_too_long_are_readable_in_the_log(tmp_path: Path) -> None:
+    recorder = Recorder()
+    rank = Rank(recorder, 0)
+    long = "r" * 5000
+    for number, rid in enumerate([long, "again", "again"], 1):
+        at_s = float(number)
+        rank.say(at_s, accepted=[Accepted(rid, 10, at_s)])
+        rank.pass_(number, at_s, at_s + 0.1, 10, started=[Started(rid)], finished=[rid])
+    records = list(recorder.due(float("inf")))
+    decoded = msgspec.msgpack.Decoder(RequestArrived)
+    arrived = [r.event for r in records if isinstance(r.event, RequestArrived)]
+    for event in arrived:
+        decoded.decode(msgspec.msgpack.encode(event))
+    names = [event.rid for event in arrived]
+    assert len(set(names)) == 3
+    assert [r.event.rid for r in records if isinstance(r.event, PrefillDone)] == names
+
+
+def test_messages_twice_lost_or_of_an_older_plugin_are_counted() -> None:
+    recorder = Recorder()
+    rank = Rank(recorder, 0)
+    rank.say(1.0)
+    rank.seq = 0
+    rank.say(1.0)
+    rank.seq = 5
+    rank.say(2.0)
+    old = Rank(recorder, 1)
+    old.say(3.0, sent_s=0.0, rids=["r"])
+    assert recorder.counts == {"messages": 3, "repeated": 1, "lost": 4, "no_lengths": 1}
+    assert records_of(recorder, RequestArrived) == []
+
+
+def test_requests_of_an_engine_that_restarted_are_not_mixed_with_those_before() -> None:
+    recorder = Recorder()
+    before = Rank(recorder, 0)
+    before.say(1.0, accepted=[Accepted("r", 10, 1.0)])
+    after = Rank(recorder, 0, boot_id="another boot")
+    after.say(2.0, accepted=[Accepted("r", 10, 2.0)])
+    after.pass_(1, 2.0, 2.1, 10, started=[Started("r")], finished=["r"])
+    records = list(recorder.due(float("inf")))
+    rids = [r.event.rid for r in records if isinstance(r.event, RequestArrived)]
+    assert rids[0] == "r" != rids[1]
+    assert [r.event.rid for r in records if isinstance(r.event, PrefillDone)] == [rids[1]]
+
+
+def test_passes_launched_ahead_are_known_as_overlap() -> None:
+    recorder = Recorder()
+    rank = Rank(recorder, 0)
+    rank.say(1.0)
+    rank.pass_(1, 1.0, 1.1, 10, inflight_passes=1)
+    assert [r.event.overlap for r in records_of(recorder, InstanceUp)] == [False, True]
+
+
+def test_requests_of_a_first_pass_began_when_the_pass_before_it_ended() -> None:
+    seen = {}
+    recorder = Recorder(on_request=lambda request: seen.update({request.rid: request}))
+    hear_three_requests(recorder)
+    began = {rid: round(one.first_pass_s - CLOCK_S, 4) for rid, one in seen.items()}
+    assert began == {"a": 10.01, "b": 10.01, "c": 10.22}
