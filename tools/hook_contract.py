@@ -22,13 +22,14 @@ from pathlib import Path
 from tools import CHECKOUT
 from tools.check_patches.command import StepFailed, download
 
-CACHE = CHECKOUT / ".cache" / "hook-contract"
+CACHE = CHECKOUT / ".cache" / "hook-contract-2"
 """A small archive for each release: only the files that are read."""
 PAGE = CHECKOUT / "docs" / "endforward.md"
 FIRST_RELEASE = (0, 5, 11)
-_NEEDED = re.compile(r"sglang/srt/(managers|disaggregation|plugins)/.*\.py|sglang/srt/utils/.*\.py")
+_NEEDED = re.compile(r"sglang/srt/(managers|disaggregation|observability|plugins|utils)/.*\.py")
 _SCHEDULER = "sglang.srt.managers.scheduler.Scheduler."
 _GATHERED = "sglang.srt.managers.scheduler_components.dp_attn.MLPSyncBatchInfo."
+_TIMES = "sglang.srt.observability.req_time_stats."
 _ROOMS = "sglang.srt.disaggregation.common.conn.CommonKVManager.update_status"
 
 COLUMNS: dict[str, dict[str, tuple[str, ...]]] = {
@@ -57,6 +58,11 @@ COLUMNS: dict[str, dict[str, tuple[str, ...]]] = {
         _GATHERED + "can_run_draft_cuda_graph": (),
     },
     "Rust server's nap": {_SCHEDULER + "maybe_init_rust_server": ("self",)},
+    "arrival at the server": {
+        f"{_TIMES}{stats}ReqTimeStats.{member}": wanted
+        for stats in ("APIServer", "DPController", "Scheduler")
+        for member, wanted in (("__getstate__", ("self",)), ("created_time", ()))
+    },
 }
 """Targets of the hooks with the first parameters that the hooks count on, and fields of classes
 that are read (without parameters), by column."""

@@ -9,15 +9,17 @@ from __future__ import annotations
 import contextlib
 import importlib
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple, cast
 
 from sglang_sbs.engine.config import split_tcp
-from sglang_sbs.wire.endforward import EndForward, KvAddress, Role, Started
+from sglang_sbs.wire.endforward import MAX_SPAN_S, Accepted, EndForward, KvAddress, Role, Started
 
 HEALTH_CHECK_RID_PREFIX = "HEALTH_CHECK"
 """``constants.py``: requests of ``/health``, which no router sent."""
 RUST_SERVER_DIGITS = 16
+_MOST_COUNT, _MOST_ROOM = 1 << 40, (1 << 63) - 1
+"""What the message may say."""
 _LIMITS = {
     "chunk_tokens": ("chunked_prefill_size", "max_prefill_tokens"),
     "max_running_requests": ("max_running_requests",),
@@ -57,6 +59,8 @@ class Pass(NamedTuple):
     batch_size: int
     tokens_per_rank: list[int] | None
     is_extend: bool
+    finished: Sequence[str] = ()
+    """Ids of the requests whose last prompt tokens are in it."""
 
     @property
     def tokens(self) -> int:
@@ -176,7 +180,20 @@ def read_pass(scheduler: Any, batch: Any, entered_s: float, dp_size: int) -> Pas
         batch_size=len(batch.reqs),
         tokens_per_rank=list(per_rank) if per_rank and len(per_rank) == dp_size else None,
         is_extend=is_extend,
+        finished=_finished(batch.reqs) if is_extend else (),
     )
+
+
+def _finished(reqs: Sequence[Any]) -> list[str]:
+    """Marks them: in a mixed pass they are among those that decode."""
+    finished = []
+    for req in reqs:
+        if _launched_len(req) < len(req.origin_input_ids) or getattr(req, "_sbs_finished", False):
+            continue
+        req._sbs_finished = True
+        if not is_health_check(req):
+            finished.append(sent_rid(req))
+    return finished
 
 
 def note_pass(result: Any, launched: Pass) -> None:
@@ -201,8 +218,36 @@ def newly_started(batch: Any) -> list[Started]:
         stats = getattr(req, "time_stats", None)
         queued_s = float(getattr(stats, "prefill_bootstrap_queue_entry_time", 0.0))
         schedulable_s = float(getattr(stats, "wait_queue_entry_time", 0.0))
-        started.append(Started(sent_rid(req), queued_s, schedulable_s))
+        started.append(Started(sent_rid(req), queued_s, schedulable_s, _prefix_len(req)))
     return started
+
+
+def describe_accepted(req: Any, now_s: float) -> Accepted:
+    """Tell what is known of a request that was just taken in.
+
+    ``created_time`` of the HTTP server comes with it where :func:`keep_created_time` is hooked.
+    Else the scheduler's own time counts: up to a pass later (``observability/req_time_stats.py``).
+    """
+    stats = getattr(req, "time_stats", None)
+    times = (getattr(stats, name, 0.0) for name in ("created_time", "scheduler_recv_time"))
+    arrived_s = float(next(filter(None, times), now_s))
+    most = getattr(getattr(req, "sampling_params", None), "max_new_tokens", None) or 0
+    room = getattr(req, "bootstrap_room", None) or 0
+    return Accepted(
+        sent_rid(req),
+        len(req.origin_input_ids),
+        # Where no clock can be right, the time of the message is.
+        arrived_s if max(0.0, now_s - MAX_SPAN_S) <= arrived_s <= now_s else now_s,
+        min(max(0, int(most)), _MOST_COUNT),
+        int(room) if 0 <= int(room) <= _MOST_ROOM else 0,
+    )
+
+
+def keep_created_time(state: Any, stats: Any) -> None:
+    """After ``__getstate__`` of the times that the HTTP server and the DP controller send along
+    with a request. SGLang leaves ``created_time`` out of them and converts it on arrival."""
+    if isinstance(state, dict) and getattr(stats, "created_time", 0.0):
+        state["created_time"] = stats.created_time
 
 
 def sent_rid(req: Any) -> str:

@@ -24,7 +24,14 @@ from sglang_sbs.engine import collect
 from sglang_sbs.engine.collect import Pass, SchedulerReader
 from sglang_sbs.engine.config import HookConfig, join_tcp, split_tcp
 from sglang_sbs.engine.publish import BindError, Publisher
-from sglang_sbs.wire.endforward import MAX_RIDS, Kind, KvAddress, Started, encode_endforward
+from sglang_sbs.wire.endforward import (
+    MAX_RIDS,
+    Accepted,
+    Kind,
+    KvAddress,
+    Started,
+    encode_endforward,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -33,7 +40,7 @@ CHANGE_SHARE = 0.25
 """A change of the running set shortens the interval between decode messages to this share."""
 CHANGE_INTERVAL_S = 0.01
 """A change of state outside of passes is reported at most this often."""
-_OF_PASS = [name for name in Pass._fields if name != "is_extend"]
+_OF_PASS = [name for name in Pass._fields if name not in ("is_extend", "finished")]
 """Fields of a pass that are fields of a message, too."""
 _NO_PASS = Pass(0, "idle", 0.0, 0, 0, 0, None, False)
 """In messages of a rank that has made none."""
@@ -70,6 +77,8 @@ class RankHook:
         self._sink: Publisher | None = None
         self._rids: list[str] = []
         """Accepted, and not said yet."""
+        self._accepted: list[Accepted] = []
+        """The same requests."""
         self._processing: Any = None
         """The result SGLang is working on."""
         # The last pass that ended, and the last message.
@@ -210,7 +219,9 @@ class RankHook:
         if reader.accepted(req, collect.read_role(reader.scheduler)):
             reader.said.accepted_requests += 1
             reader.said.accepted_tokens += len(req.origin_input_ids)
-            self._rids.append(collect.sent_rid(req))
+            accepted = collect.describe_accepted(req, self._clock())
+            self._rids.append(accepted.rid)
+            self._accepted.append(accepted)
 
     def _on_abort(self, reader: SchedulerReader, recv_req: Any) -> None:
         aborted = reader.newly_aborted(recv_req, collect.read_role(reader.scheduler))
@@ -264,11 +275,14 @@ class RankHook:
         said.end_s, said.forward_s = (0.0, 0.0) if launch else (self._end_s, self._forward_s)
         since_s = said.launch_s if launch else said.end_s
         said.age_s = 0.0 if reported is _NO_PASS else now_s - since_s
-        said.rids, said.started = self._rids[:MAX_RIDS], list(started[:MAX_RIDS])
+        said.sent_s = now_s
+        said.rids, said.accepted = self._rids[:MAX_RIDS], self._accepted[:MAX_RIDS]
+        said.started = list(started[:MAX_RIDS])
+        said.finished = list(reported.finished[:MAX_RIDS]) if kind == "forward" else []
         said.hook_errors, said.gang_gate = self.errors, self._gang_gate()
         self._sink.send(encode_endforward(said))
         said.seq += 1
-        del self._rids[:MAX_RIDS]
+        del self._rids[:MAX_RIDS], self._accepted[:MAX_RIDS]
         self._sent_s, self._sent_counts = now_s, counts
         said.hook_us = int((self._clock() - begun_s) * 1e6)
 

@@ -13,7 +13,7 @@ from importlib import metadata
 from typing import Any, NamedTuple
 
 from sglang_sbs import __version__
-from sglang_sbs.engine.collect import read_placement, skips_gather
+from sglang_sbs.engine.collect import keep_created_time, read_placement, skips_gather
 from sglang_sbs.engine.config import HookConfig
 from sglang_sbs.engine.gang_gather import SYNC_CLASS, SYNC_MODULE, GatherBoard
 from sglang_sbs.engine.gang_hold import GangHold
@@ -37,6 +37,9 @@ POP_BOOTSTRAPPED = "sglang.srt.disaggregation.prefill.PrefillBootstrapQueue.pop_
 GATHERED = f"{SYNC_MODULE}.{SYNC_CLASS}."
 SERVER_INFO = "sglang.srt.utils.common.build_server_info"
 GLOBAL_STATE = SERVER_MODULE + ".set_global_state"
+TIMES = "sglang.srt.observability.req_time_stats."
+SERVER_TIMES = TIMES + "APIServerReqTimeStats.__getstate__"
+CONTROLLER_TIMES = TIMES + "DPControllerReqTimeStats.__getstate__"
 ROOM_STATUS = "sglang.srt.disaggregation.common.conn.CommonKVManager.update_status"
 
 
@@ -145,6 +148,8 @@ def _plugin_hooks(
         Hook((GATHERED + "_get_local_tensor",), gather.around_local_row, "AROUND", optional=True),
         Hook((GATHERED + "all_gather",), gather.after_gather, "AFTER", optional=True),
         Hook((SCHEDULER + "maybe_init_rust_server",), nap_briefly, "AFTER", optional=True),
+        Hook((SERVER_TIMES,), keep_created_time, "AFTER", optional=True),
+        Hook((CONTROLLER_TIMES,), keep_created_time, "AFTER", optional=True),
         Hook((ROOM_STATUS,), around_update_status, "AROUND", optional=True),
         Hook((ROOM_STATUS,), hold.after_update_status, "AFTER", optional=True),
         Hook((PROCESS_RESULT,), hold.around_process_batch_result, "AROUND", optional=True),

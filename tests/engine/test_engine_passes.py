@@ -119,6 +119,35 @@ def test_a_local_token_count_is_not_taken_for_the_vector_of_all_ranks() -> None:
     assert rank.messages[0].tokens_per_rank is None
 
 
+@pytest.mark.parametrize("overlap", [True, False])
+def test_a_forward_names_the_requests_whose_prompts_end_in_it(overlap: bool) -> None:
+    rank = Rank()
+    turn = rank.overlap_turn if overlap else rank.normal_turn
+    rank.scheduler.waiting_queue = [Req("HEALTH_CHECK_1", 5), Req("long", 2500), Req("short", 600)]
+    for _ in range(10):
+        turn(rank.scheduler.cut_batch())
+    assert [m.finished for m in rank.sink.of("forward")] == [[], [], ["long"], ["short"]]
+    assert {rid for m in rank.messages if m.kind != "forward" for rid in m.finished} == set()
+
+
+def test_a_request_that_decodes_in_a_mixed_pass_ended_its_prompt_before() -> None:
+    rank = Rank(Role.NULL)
+    one = Req("one", 30)
+    for number in range(2):
+        one.extend_end = 30 + number
+        rank.overlap_turn(Batch(Mode.EXTEND, [one], 30))
+    rank.overlap_turn(None)
+    assert [m.finished for m in rank.sink.of("forward")] == [["one"], []]
+
+
+def test_the_first_pass_of_a_request_says_what_was_cached_of_it() -> None:
+    rank = Rank()
+    rank.scheduler.waiting_queue = [Req("a", 3000, cached=448), Req("b", 20)]
+    launch_all(rank)
+    started = [one for m in rank.sink.of("launch") for one in m.started]
+    assert [(one.rid, one.cached_tokens) for one in started] == [("a", 448), ("b", 0)]
+
+
 def test_cached_tokens_are_those_of_the_pass() -> None:
     rank = Rank()
     rank.scheduler.waiting_queue = [Req("a", 500, cached=448)]

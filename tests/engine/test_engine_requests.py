@@ -10,7 +10,7 @@ from engine_fakes import Batch, Clock, Mode, Rank, Req, Role, Scheduler, Sink, c
 
 from sglang_sbs.engine.hooks import MAX_ERRORS, RankHook
 from sglang_sbs.engine.publish import BindError
-from sglang_sbs.wire.endforward import MAX_RIDS, KvAddress
+from sglang_sbs.wire.endforward import MAX_RIDS, Accepted, KvAddress
 
 
 @pytest.mark.parametrize("role", list(Role))
@@ -27,6 +27,45 @@ def test_accepted_requests_are_counted_and_named_once(role: Role) -> None:
     assert named == [[], ["a", "b"], []]
     assert rank.messages[-1].accepted_requests == 2
     assert rank.messages[-1].accepted_tokens == 150
+
+
+@pytest.mark.parametrize("role", list(Role))
+def test_an_accepted_request_comes_with_its_length_and_when_it_reached_the_server(role) -> None:
+    rank = Rank(role)
+    req = Req("a", 100)
+    req.time_stats = SimpleNamespace(created_time=999.5, scheduler_recv_time=999.9)
+    req.sampling_params = SimpleNamespace(max_new_tokens=64)
+    req.bootstrap_room = 77
+    rank.add(req)
+    rank.add(Req("of-a-release-that-says-less", 50))
+    at_s = rank.clock.now_s
+    rank.clock.now_s += 0.05
+    rank.idle()
+    rank.clock.now_s += 2
+    rank.idle()
+    first, later = rank.messages
+    assert first.accepted == [
+        Accepted("a", 100, 999.5, 64, 77),
+        Accepted("of-a-release-that-says-less", 50, at_s),
+    ]
+    assert first.sent_s == pytest.approx(at_s + 0.05)
+    assert later.accepted == []
+
+
+@pytest.mark.parametrize(
+    ("created_s", "received_s", "arrived_s"),
+    [(0.0, 999.0, 999.0), (1001.0, 0.0, 1000.0), (-5.0, 0.0, 1000.0), (float("nan"), 0.0, 1000.0)],
+    ids=["not passed on", "future", "negative", "not a number"],
+)
+def test_an_arrival_is_the_best_time_that_can_be_true(created_s, received_s, arrived_s) -> None:
+    rank = Rank()
+    req = Req("a", 100)
+    req.time_stats = SimpleNamespace(created_time=created_s, scheduler_recv_time=received_s)
+    req.bootstrap_room = 1 << 70
+    req.sampling_params = SimpleNamespace(max_new_tokens=1 << 70)
+    rank.add(req)
+    rank.idle()
+    assert rank.messages[0].accepted == [Accepted("a", 100, arrived_s, 1 << 40)]
 
 
 def test_health_checks_and_refused_requests_are_not_accepted() -> None:
@@ -58,6 +97,9 @@ def test_more_rids_than_fit_come_with_the_next_message() -> None:
     rank.clock.now_s += 2
     rank.idle()
     assert [len(m.rids) for m in rank.messages] == [MAX_RIDS, 3]
+    assert [[one.rid for one in m.accepted] for m in rank.messages] == [
+        m.rids for m in rank.messages
+    ]
     assert rank.messages[0].rids + rank.messages[1].rids == rids
 
 

@@ -92,7 +92,7 @@ def test_hook_targets_have_the_expected_parameters(hooked: dict[str, object]) ->
 
 def test_every_hook_is_applied_without_complaint(hooked: dict[str, object]) -> None:
     log = str(hooked["log"])
-    assert (log.count("Applied 1 hook(s) to"), log.count("Applied 2 hook(s) to")) == (10, 2)
+    assert (log.count("Applied 1 hook(s) to"), log.count("Applied 2 hook(s) to")) == (12, 2)
     assert "EndForward goes without" not in log
     assert "Failed to apply" not in log
 
@@ -137,6 +137,32 @@ def test_a_target_this_sglang_lacks_is_left_out_and_named() -> None:
     assert "This SGLang has no sglang.srt.managers.scheduler.Scheduler.on_idle;" in str(
         answer["log"]
     )
+
+
+def test_the_scheduler_gets_the_time_at_which_the_server_received_a_request() -> None:
+    """The way of a request's times from the HTTP server over the DP controller to a rank."""
+    answer = ask(
+        """
+        import pickle
+        from sglang_sbs.engine import register
+        from sglang.srt.plugins.hook_registry import HookRegistry
+        from sglang.srt.observability import req_time_stats as times
+        def way(created_s):
+            server = times.APIServerReqTimeStats()
+            server.set_created_time(created_s)
+            controller = times.DPControllerReqTimeStats.new_from_obj(
+                pickle.loads(pickle.dumps(server)))
+            return times.SchedulerReqTimeStats.new_from_obj(
+                pickle.loads(pickle.dumps(controller))).created_time
+        answer["without"] = way(1234.5)
+        register()
+        HookRegistry.apply_hooks()
+        answer["with"] = way(1234.5)
+        """,
+        **ROUTERS,
+    )
+    assert answer["without"] == 0.0
+    assert answer["with"] == pytest.approx(1234.5, abs=0.01)
 
 
 def test_without_configuration_sglang_is_untouched() -> None:

@@ -61,6 +61,12 @@ class MLPSyncBatchInfo:
     def _get_local_tensor(self, device, dtype=None): ...
     def all_gather(self, device, group): ...
 """,
+    "sglang/srt/observability/req_time_stats.py": "".join(
+        f"class {name}ReqTimeStats:\n"
+        "    created_time: float = 0.0\n"
+        "    def __getstate__(self): ...\n"
+        for name in ("APIServer", "DPController", "Scheduler")
+    ),
     "sglang/srt/utils/common.py": "def build_server_info(server_args, scheduler_info): ...",
     "sglang/srt/disaggregation/common/conn.py": """
 class CommonKVManager:
@@ -114,6 +120,10 @@ def test_a_release_that_has_everything() -> None:
         (
             *("managers/scheduler_components/dp_attn.py", "attention_pairs", "pairs"),
             "no `attention_pairs`",
+        ),
+        (
+            *("observability/req_time_stats.py", "class DPController", "class DPDispatcher"),
+            "no `__getstate__`; no `created_time`",
         ),
         ("utils/common.py", "build_server_info", "server_info", "no `build_server_info`"),
         ("plugins/hook_registry.py", "target, hook,", "hook, target,", "`register(cls, hook"),
