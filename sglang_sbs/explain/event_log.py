@@ -7,7 +7,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from sglang_sbs.scheduling import InstanceUp, RequestArrived, Scheduler, SchedulerConfig
+from sglang_sbs.scheduling import (
+    InstanceUp,
+    PolicySwitched,
+    RequestArrived,
+    Scheduler,
+    SchedulerConfig,
+)
 from sglang_sbs.scheduling.eventlog import read_event_log
 from sglang_sbs.scheduling.explained.stories import AttemptStory, Story
 from sglang_sbs.scheduling.explained.timelines import Timeline, Timelines
@@ -34,6 +40,8 @@ class ReadLog:
     order: list[str] = field(default_factory=list)
     """Ids of all requests as they arrived."""
     scheduler: Scheduler | None = None
+    switches: list[tuple[float, str]] = field(default_factory=list)
+    """When the policy was switched, and to which one."""
 
     def requests(self) -> list[Timeline]:
         return [one for rid in self.order if (one := self.timelines.get(rid)) is not None]
@@ -87,7 +95,7 @@ def read(path: Path, *, replay: bool) -> ReadLog:
         log.events += 1
         log.began_s = log.began_s or record.now_s
         log.ended_s = record.now_s
-        _note(log, record.event)
+        _note(log, record.event, record.now_s)
         if scheduler is not None:
             commands: Sequence[object] = scheduler.handle(record.event, record.now_s)
             if commands != record.commands:
@@ -99,8 +107,10 @@ def read(path: Path, *, replay: bool) -> ReadLog:
     return log
 
 
-def _note(log: ReadLog, event: object) -> None:
+def _note(log: ReadLog, event: object, now_s: float) -> None:
     if isinstance(event, RequestArrived):
         log.order.append(event.rid)
     elif isinstance(event, InstanceUp):
         log.instances[event.instance] = event
+    elif isinstance(event, PolicySwitched):
+        log.switches.append((now_s, event.policy))

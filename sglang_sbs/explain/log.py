@@ -70,6 +70,10 @@ def _text(log: ReadLog, path: Path, slowest: int) -> Iterator[str]:
     trigger = f", trigger {config.trigger}" if config.policy == "sbs" else ""
     how = "observed" if log.observed else f"policy {config.policy}{trigger}"
     yield f"{path}: {_span(took_s)}, {log.events:,} events, {how}"
+    if log.switches:
+        turns = [f"{policy} at +{at_s - log.began_s:.1f} s" for at_s, policy in log.switches]
+        more = f" and {len(turns) - 8} more" if len(turns) > 8 else ""
+        yield f"the policy was switched: {', '.join(turns[:8])}{more}"
     for role in ("prefill", "decode"):
         ups = [one for one in log.instances.values() if one.role == role]
         shown = ", ".join(f"{one.instance} ({one.dp_size} DP ranks)" for one in ups[:4])

@@ -10,6 +10,7 @@ from typing import Annotated, Literal
 
 import msgspec
 
+from sglang_sbs.scheduling.policy_names import Policy
 from sglang_sbs.wire import EndForward
 from sglang_sbs.wire.gangs import GangPart
 
@@ -215,6 +216,13 @@ class BlocksCleared(_Message, frozen=True):
     dp_rank: int
 
 
+class PolicySwitched(_Message, frozen=True):
+    """Another policy decides from now on. Queue, requests in flight and beliefs about instances
+    stay as they are."""
+
+    policy: Policy
+
+
 class TimerFired(_Message, frozen=True):
     """The time of an earlier :class:`WakeAt` has come (early or spurious ones do no harm)."""
 
@@ -231,6 +239,7 @@ Event = (
     | BlocksStored
     | BlocksRemoved
     | BlocksCleared
+    | PolicySwitched
     | TimerFired
 )
 

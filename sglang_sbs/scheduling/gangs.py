@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from sglang_sbs.scheduling import events as ev
 from sglang_sbs.scheduling.decode.admission import DecodeAdmission
@@ -33,11 +33,11 @@ class Gangs:
     decisions: Decisions
     count: int = 0
     """Dispatched so far."""
-    holds: bool = field(init=False)
-    """Requests may wait for room in decode."""
 
-    def __post_init__(self) -> None:
-        self.holds = self.policy.holds
+    @property
+    def holds(self) -> bool:
+        """Whether requests may wait for room in decode."""
+        return self.policy.holds
 
     def commit(self, plan: Plan, now_s: float, out: list[ev.Command]) -> list[str]:
         """Choose decode ranks and dispatch; the requests for which there was none."""
@@ -109,7 +109,7 @@ class Gangs:
         """The decode rank of each request, as an index into all, for which there is one."""
         members = self.members
         loads = [load for decode in members.up_decode for load in decode.loads()]
-        coupled = self._coupled
+        coupled, holds = self._coupled, self.holds
         placed = {placement.request.rid: placement for placement in placements}
 
         def allowed(request: Request, index: int) -> bool:
@@ -119,13 +119,13 @@ class Gangs:
                 place = members.lone.outside(prefill.id, prefill_rank, prefill.dp_size)
                 if not decode.goes_with(rank, place.rank, place.dp_size):
                     return False
-            if self.holds and not self.admission.is_open(request, decode, rank):
+            if holds and not self.admission.is_open(request, decode, rank):
                 return False
             return request.may_use(decode, members.up_decode)
 
         requests = [placement.request for placement in placements]
         return schedule_decode(
-            requests, loads, self.choose_decode, allowed, admit=self.holds, first=self.count
+            requests, loads, self.choose_decode, allowed, admit=holds, first=self.count
         )
 
     def _dispatch(

@@ -43,7 +43,7 @@ from sglang_sbs.scheduling.decode.rules import UNLIMITED
 from sglang_sbs.scheduling.explained.decisions import Decisions, Why, why_waiting
 from sglang_sbs.scheduling.gangs import Gangs
 from sglang_sbs.scheduling.membership import Membership
-from sglang_sbs.scheduling.policies.selection import make_decode_rule, make_policy
+from sglang_sbs.scheduling.policies.selection import Policies
 from sglang_sbs.scheduling.prefill.agenda import Agenda
 from sglang_sbs.scheduling.prefill.instance import PrefillInstance
 from sglang_sbs.scheduling.prefill.interval import IntervalController
@@ -93,8 +93,8 @@ class Scheduler:
             latency_s=self.config.initial_latency_s,
         )
         self.prefix = PrefixCaches(max_blocks=self.config.prefix_index_blocks)
-        self.policy = make_policy(self.config, self.interval)
-        self.policy.explains = remembers > 0
+        self._policies = Policies(self.interval, explains=remembers > 0)
+        self.policy, choose_decode = self._policies.choose(self.config)
         self._members = Membership(self.config, self.prefix)
         self.prefill = self._members.prefill
         self.decode = self._members.decode
@@ -120,7 +120,7 @@ class Scheduler:
             prefix=self.prefix,
             interval=self.interval,
             admission=self._admission,
-            choose_decode=make_decode_rule(self.config),
+            choose_decode=choose_decode,
             policy=self.policy,
             decisions=Decisions(remembers),
         )
@@ -166,6 +166,8 @@ class Scheduler:
                     self._on_topology_change(now_s, out)
             case ev.BlocksStored() | ev.BlocksRemoved() | ev.BlocksCleared():
                 self.prefix.on_blocks(event)
+            case ev.PolicySwitched():
+                self._on_switched(event)
             case ev.TimerFired():
                 # No timer is set now: the same time may be asked for again.
                 if self.prefix.unfinished and now_s < self._wake_s:
@@ -232,7 +234,7 @@ class Scheduler:
         request.first_batch = self.gangs.count
         self._requests[event.rid] = self._fresh = request
         self.queue.add(request)
-        self.policy.on_arrival(request.uncached_tokens, now_s)
+        self._policies.offered.arrived(request.uncached_tokens, now_s)
 
     def _on_prefill_done(self, event: ev.PrefillDone, now_s: float) -> bool:
         """Whether that is news of the instance: not where it reports its passes."""
@@ -395,6 +397,17 @@ class Scheduler:
             self.policy.on_forward_learned(source)
             for instance in self.prefill.values():
                 instance.watchdog.on_cluster(interval.mean_forward_s)
+
+    def _on_switched(self, event: ev.PolicySwitched) -> None:
+        """Only the rule changes. Whatever waits is placed by the new one in the look that follows;
+        an immediate policy places a part at each look until nothing waits."""
+        if event.policy == self.config.policy:
+            return
+        self.config = msgspec.structs.replace(self.config, policy=event.policy)
+        self.policy, self.gangs.choose_decode = self._policies.choose(self.config)
+        self.gangs.policy = self.policy
+        self.policy.on_topology_change(self._members.up_prefill)
+        self.queue.order_by(self.policy.key_of)
 
     # The loop -----------------------------------------------------------------------------
 

@@ -28,6 +28,7 @@ from sglang_sbs.scheduling import (
     BlocksStored,
     InstanceDown,
     LoadPolled,
+    PolicySwitched,
     PrefillDone,
     RequestArrived,
     RequestEnded,
@@ -283,10 +284,19 @@ class SchedulerMachine(World, RuleBasedStateMachine):
                 assert instance.ranks[index].backlog_tokens == on_the_way + rank.queued_tokens
 
 
-def configured(heard=SchedulerMachine.heard, prefix_source="off", **config):
+class SwitchingMachine(SchedulerMachine):
+    """The policy is switched now and again."""
+
+    @rule(policy=st.sampled_from(["sbs", "sbs", "eta", "round_robin", "cache_aware"]))
+    def switch(self, policy) -> None:
+        self.tell(PolicySwitched(policy=policy))
+        assert self.scheduler.snapshot(self.now_s).policy == policy
+
+
+def configured(heard=SchedulerMachine.heard, prefix_source="off", base=SchedulerMachine, **config):
     """A test case of the machine with this configuration."""
 
-    class Machine(SchedulerMachine):
+    class Machine(base):
         pass
 
     Machine.heard = heard
@@ -323,3 +333,5 @@ TestEta = configured(policy="eta")
 TestSglRouter = configured(policy="sgl_router", prefix_source="events")
 TestLlmD = configured(policy="llm_d", prefix_source="events")
 TestLeastTokens = configured(policy="least_tokens")
+TestSwitching = configured(base=SwitchingMachine, prefix_source="events")
+TestSwitchingPaper = configured(base=SwitchingMachine, trigger="paper")

@@ -20,11 +20,11 @@ class PaperTrigger(PrefillPolicy):
     """Round robin over instances, one batch per interval, PBAA over the target's DP ranks."""
 
     holds = True
+    literal_interval = True
     opening = Opening.INTERVAL
 
     def __init__(self, interval: IntervalController) -> None:
         self._interval = interval
-        interval.literal = True
         self._last_s = float("-inf")
         self._target: str | None = None
 

@@ -49,6 +49,8 @@ class PrefillPolicy(ABC):
     """Whether requests may wait in the scheduler. If not, decode admission does not hold either."""
     explains = False
     """Somebody wants to know why."""
+    literal_interval = False
+    """Whether the mean forward time is Algorithm 1's to the letter (``IntervalController``)."""
     opening = Opening.AT_ONCE
     """Why its batches leave when they do, where it does not say so of each."""
 
@@ -58,9 +60,6 @@ class PrefillPolicy(ABC):
 
     def on_topology_change(self, instances: Instances) -> None:  # noqa: B027
         """These are the prefill instances that are up now."""
-
-    def on_arrival(self, tokens: int, now_s: float) -> None:  # noqa: B027
-        """A request of this many prompt tokens was queued."""
 
     def on_dispatched(self, now_s: float) -> None:  # noqa: B027
         """A batch left."""

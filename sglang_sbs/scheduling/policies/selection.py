@@ -1,4 +1,4 @@
-"""Which policy and which decode rule a configuration names. Owns nothing else."""
+"""Makes the policy and the decode rule that a configuration names, and keeps those in use."""
 
 from __future__ import annotations
 
@@ -7,9 +7,11 @@ from collections.abc import Callable
 from sglang_sbs.scheduling.config import SchedulerConfig
 from sglang_sbs.scheduling.decode import rules
 from sglang_sbs.scheduling.policies import gateways, immediate
+from sglang_sbs.scheduling.policies.adaptive.offered_load import OfferedLoad
 from sglang_sbs.scheduling.policies.adaptive.trigger import AdaptiveTrigger
 from sglang_sbs.scheduling.policies.paper import PaperTrigger
 from sglang_sbs.scheduling.policies.policy import PrefillPolicy
+from sglang_sbs.scheduling.policy_names import Policy
 from sglang_sbs.scheduling.prefill.interval import IntervalController
 from sglang_sbs.scheduling.queue.priority import Urgency
 
@@ -29,14 +31,40 @@ _BASELINES: dict[str, Callable[[SchedulerConfig, IntervalController], PrefillPol
 }
 
 
-def make_policy(config: SchedulerConfig, interval: IntervalController) -> PrefillPolicy:
+class Policies:
+    """The policies of one scheduler, made when they are first wanted. A policy that is switched
+    away from is kept with what it learned, so an A/B in turns starts none of them anew."""
+
+    def __init__(self, interval: IntervalController, *, explains: bool) -> None:
+        """``explains``: whether somebody wants to know why requests go where they do."""
+        self.offered = OfferedLoad()
+        """The arrival rate; to be told of every arrival."""
+        self._interval = interval
+        self._explains = explains
+        self._made: dict[Policy, tuple[PrefillPolicy, rules.DecodeRuleFunction]] = {}
+
+    def choose(self, config: SchedulerConfig) -> tuple[PrefillPolicy, rules.DecodeRuleFunction]:
+        """Return the policy that ``config`` names, and the decode rule that goes with it. Of two
+        configurations only ``policy`` may differ."""
+        if config.policy not in self._made:
+            policy = make_policy(config, self._interval, self.offered)
+            policy.explains = self._explains
+            self._made[config.policy] = policy, make_decode_rule(config)
+        chosen = self._made[config.policy]
+        self._interval.literal = chosen[0].literal_interval
+        return chosen
+
+
+def make_policy(
+    config: SchedulerConfig, interval: IntervalController, offered: OfferedLoad
+) -> PrefillPolicy:
     """The policy that ``--policy`` and ``--sbs-trigger`` name."""
     if config.policy != "sbs":
         return _BASELINES[config.policy](config, interval)
     if config.trigger == "paper":
         return PaperTrigger(interval)
     urgency = Urgency(interval, config.priority_step_s)
-    return AdaptiveTrigger(interval, max_hold_s=config.max_hold_s, urgency=urgency)
+    return AdaptiveTrigger(interval, offered, config.max_hold_s, urgency)
 
 
 def make_decode_rule(config: SchedulerConfig) -> rules.DecodeRuleFunction:

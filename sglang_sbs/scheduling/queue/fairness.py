@@ -105,6 +105,13 @@ class TenantTurns:
             self._served.clear()
             self._now = 0.0
 
+    def sort(self) -> None:
+        """Put all that wait in order again, after their keys have changed."""
+        for tenant, waiting in self._waiting.items():
+            self._waiting[tenant] = sorted((one.key, one.order, one) for _, _, one in waiting)
+        if self._merged is not None:
+            self._merged = sorted(chain.from_iterable(self._waiting.values()))
+
     @property
     def active(self) -> bool:
         """Whether a request with a tenant has come since nothing waited."""

@@ -93,10 +93,10 @@ class AdaptiveTrigger(PrefillPolicy):
     holds = True
 
     def __init__(
-        self, interval: IntervalController, *, max_hold_s: float, urgency: Urgency
+        self, interval: IntervalController, load: OfferedLoad, max_hold_s: float, urgency: Urgency
     ) -> None:
         self._interval = interval
-        self._offered = OfferedLoad()
+        self._offered = load
         self._lineup = Lineup()
         self._urgency = urgency
         self._max_hold_s = max_hold_s
@@ -117,9 +117,6 @@ class AdaptiveTrigger(PrefillPolicy):
     def lead_s(self) -> float:
         """How long before the predicted end of a pass its successor's batch leaves."""
         return self._lead.lead_s(self._interval.lone_s)
-
-    def on_arrival(self, tokens: int, now_s: float) -> None:
-        self._offered.arrived(tokens, now_s)
 
     def on_dispatched(self, now_s: float) -> None:
         if self._planned_s is not None:
