@@ -20,7 +20,8 @@ from sglang_sbs.router.prompts.known_text import TooLong, TooManyTokens
 from sglang_sbs.router.prompts.length_estimate import PromptLength, PromptLengths, chat_bytes
 from sglang_sbs.router.prompts.written_size import TemplateError
 from sglang_sbs.router.requests.body_fields import Namespace
-from sglang_sbs.router.requests.plan import Plan
+from sglang_sbs.router.requests.engine_refusals import check_counted
+from sglang_sbs.router.requests.plan import Plan, RouteKind
 from sglang_sbs.router.requests.raw_json import json_of_ids
 from sglang_sbs.router.requests.splitting import Prompt
 
@@ -39,6 +40,12 @@ _MOST_BACKLOG_BYTES = 16 << 20
 _MOST_BYTES_PER_TOKEN = 64
 """No tokenizer makes fewer tokens of a long text, unless it is mostly white space."""
 
+_COUNTS_OF: dict[RouteKind, tuple[str, ...]] = {
+    "generate": ("given", "tokenized"),
+    "completions": ("given", "tokenized"),
+    "chat": ("tokenized",),
+}
+"""How a prompt was counted if engines count the same."""
 _NO_BLOCKS = array("q")
 """One for all: a batch has a thousand prompts."""
 
@@ -52,6 +59,8 @@ class LongestPrompt(NamedTuple):
     """Infinite: it is not known of every engine."""
     cuts: bool = False
     """Longer ones are cut (``--allow-auto-truncate``), not refused."""
+    context_tokens: float = math.inf
+    """The longest context, with what is generated; infinite: not known of every engine."""
 
     def check(self, tokens: int, *, at_least: bool = False) -> None:
         """Raises: RouterError (400), every engine would refuse a prompt of so many tokens."""
@@ -81,6 +90,8 @@ class Known(NamedTuple):
     models: frozenset[str] = frozenset()
     """Their whole names, though one may look like ``model:adapter``."""
     tokenizes: bool = True
+    refused: frozenset[str] = frozenset()
+    """Fields of a request that all engines of a role refuse."""
 
 
 @dataclass(eq=False, repr=False)
@@ -129,8 +140,17 @@ class PromptReader:
     def _read_all(self, plan: Plan, known: Known) -> list[ReadPrompt]:
         for prompt in plan.prompts:
             _check_size(prompt, known.longest)
-        prompts = (self._read(plan.model, prompt, known) for prompt in plan.prompts)
-        return [_bounded(one, known.longest) for one in prompts]
+        prompts = []
+        for prompt in plan.prompts:
+            read = self._read(plan.model, prompt, known)
+            # SGLang before 0.5.23 does not look at the ids of a chat.
+            counted = prompt.value is not None and not known.longest.cuts
+            if counted and read.length.counted in _COUNTS_OF[plan.kind]:
+                context = known.longest.context_tokens
+                asked, start = prompt.asked_tokens, prompt.logprobs_from
+                check_counted(read.length.tokens, asked, start, context)
+            prompts.append(_bounded(read, known.longest))
+        return prompts
 
     def _read(self, model: str, prompt: Prompt, known: Known) -> ReadPrompt:
         value, ids = prompt.value, None

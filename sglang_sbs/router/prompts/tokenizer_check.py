@@ -133,7 +133,8 @@ class EngineTokenizers:
             blocks = self._common_format() if self.names_blocks else None
             models = frozenset(w.info.model_id for w in self.registry if w.info is not None)
             longest = longest_prompt(self.registry) or LongestPrompt()
-            self._known = Known(blocks, longest, models)
+            refused = refused_fields(self.registry)
+            self._known = Known(blocks, longest, models, refused=refused)
         return self._known
 
     def agrees(self, kind: PromptKind) -> bool:
@@ -280,6 +281,7 @@ def longest_prompt(workers: Iterable[Worker]) -> LongestPrompt | None:
     """What is longer has nowhere to go: the lesser of what some prefill and some decode engine
     takes."""
     most: dict[str, int] = {}
+    contexts: dict[str, float] = {}
     cuts = False
     for worker in workers:
         info = worker.info
@@ -287,7 +289,19 @@ def longest_prompt(workers: Iterable[Worker]) -> LongestPrompt | None:
             return None
         cuts = cuts or info.cuts_prompts
         most[worker.role] = max(info.max_request_tokens, most.get(worker.role, 0))
-    return LongestPrompt(min(most.values()), cuts) if most else None
+        # A completion template makes another prompt of what was counted here.
+        known = 0 if info.completion_template else info.context_tokens
+        contexts[worker.role] = max(known or math.inf, contexts.get(worker.role, 0))
+    return LongestPrompt(min(most.values()), cuts, min(contexts.values())) if most else None
+
+
+def refused_fields(workers: Iterable[Worker]) -> frozenset[str]:
+    """Fields of a request that all prefill or all decode engines refuse."""
+    of_role: dict[str, frozenset[str]] = {}
+    for worker in workers:
+        refused = frozenset(worker.info.refused_fields if worker.info is not None else ())
+        of_role[worker.role] = of_role.get(worker.role, refused) & refused
+    return frozenset().union(*of_role.values())
 
 
 def _may_get_ids(verdict: Verdict, kind: PromptKind) -> bool:

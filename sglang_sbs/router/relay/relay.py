@@ -135,11 +135,11 @@ class Relay:
         return await downstream.finish()
 
     async def _plan(self, kind: RouteKind, request: web.Request, share: BodyShare) -> Plan:
-        config = self.config
+        config, refused = self.config, self.prompts.engines.known().refused
         body = await share.read(request, config.max_payload_bytes, " (--max-payload-size)")
         if len(body) <= _QUICK_BYTES and body.count(b",") <= _QUICK_VALUES:
-            return plan_request(kind, body, config)
-        return await self.lanes.run(len(body), plan_request, kind, body, config)
+            return plan_request(kind, body, config, refused)
+        return await self.lanes.run(len(body), plan_request, kind, body, config, refused)
 
     async def _answer(self, exchange: Exchange) -> web.StreamResponse:
         plan = exchange.plan

@@ -3,6 +3,7 @@ of SGLang's request JSON a client may give, and how large all legs may be."""
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -10,6 +11,7 @@ import orjson
 
 from sglang_sbs.router.options.config import RelayConfig
 from sglang_sbs.router.requests import body_fields
+from sglang_sbs.router.requests.engine_refusals import check_flags
 from sglang_sbs.router.requests.raw_json import JsonError, is_true, joined, members_of
 from sglang_sbs.router.requests.splitting import Prompt, split_generate, split_openai
 from sglang_sbs.router.workers.rank_contract import decode_members, prefill_members
@@ -99,19 +101,26 @@ class Plan:
 
 
 def plan_request(
-    kind: RouteKind, raw: bytes | bytearray, limits: RelayConfig | None = None
+    kind: RouteKind,
+    raw: bytes | bytearray,
+    limits: RelayConfig | None = None,
+    refused: Collection[str] = (),
 ) -> Plan:
-    """Check a body and split it. Raises: RouterError (400), naming the field and what is wrong."""
+    """Check a body and split it. ``refused``: fields that all engines of a role refuse.
+    Raises: RouterError (400), naming the field and what is wrong."""
     try:
-        return _plan(kind, raw, limits or RelayConfig())
+        return _plan(kind, raw, limits or RelayConfig(), refused)
     except JsonError as error:
         raise body_fields.bad_request(f"the request body: {error}") from error
     except orjson.JSONEncodeError as error:
         raise body_fields.bad_request(f"the request body cannot be forwarded: {error}") from error
 
 
-def _plan(kind: RouteKind, raw: bytes | bytearray, limits: RelayConfig) -> Plan:
+def _plan(
+    kind: RouteKind, raw: bytes | bytearray, limits: RelayConfig, refused: Collection[str]
+) -> Plan:
     body = members_of(raw)
+    check_flags(kind, body, refused)
     for name in _INTERNAL_FIELDS:
         body.pop(name, None)
     stream = body_fields.stream_of(body)

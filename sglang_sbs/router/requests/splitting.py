@@ -21,6 +21,12 @@ from sglang_sbs.router.requests.body_fields import (
     scalar,
     text_bytes_of,
 )
+from sglang_sbs.router.requests.engine_refusals import (
+    LOGPROB_FIELDS,
+    asked_tokens,
+    check_sampling,
+    logprobs_from,
+)
 from sglang_sbs.router.requests.raw_json import (
     Raw,
     count_outside_strings,
@@ -79,6 +85,10 @@ class Prompt:
     takes_ids: bool
     """Its token ids say the same: no answer depends on its being text."""
     max_new_tokens: int | None = None
+    asked_tokens: int | None = None
+    """``max_new_tokens`` where the client gave it."""
+    logprobs_from: int | None = None
+    """The first token of the prompt that is to have logprobs."""
 
 
 _Body = dict[str, Raw]
@@ -100,6 +110,8 @@ def split_generate(body: _Body, limits: RelayConfig) -> _Split:
     values = _batch_of(key, prompt, limits)
     batch = None if values is None else len(values)
     params = _params_of(body, batch)
+    for one in params:
+        check_sampling("generate", one)
     samples = _samples_of(params)
     _check_units(batch or 1, samples, limits)
     if samples > 1:
@@ -111,8 +123,13 @@ def split_generate(body: _Body, limits: RelayConfig) -> _Split:
         _move_own(body, own, batch)
     takes_ids = key == "text" and not any(name in body for name in _PROMPT_FIELDS)
     prompts = _prompts(key, values or [prompt], body, own, takes_ids=takes_ids)
-    for each, one in zip(prompts, cycle(params), strict=False):
+    for each, one, fields in zip(prompts, cycle(params), own, strict=False):
         each.max_new_tokens = _first_limit("generate", [scalar(one, "max_new_tokens")])
+        each.asked_tokens = asked_tokens("generate", one)
+        if "return_logprob" in body or "return_logprob" in fields:
+            both = ((name, fields.get(name, body.get(name))) for name in LOGPROB_FIELDS)
+            said = {name: raw for name, raw in both if raw is not None}
+            each.logprobs_from = logprobs_from(one, said)
     return prompts, samples, batch is not None or samples > 1
 
 
@@ -196,6 +213,7 @@ def split_openai(
 ) -> _Split:
     samples = positive("n", scalar(body, "n"))
     _check_units(1, samples, limits)
+    check_sampling(kind, body)
     if samples > 1:
         body["n"] = Raw(b"1")
     if kind == "chat":
@@ -211,9 +229,9 @@ def split_openai(
         own: list[_Own] = [{} for _ in values]
         prompts = _prompts("prompt", values, body, own, takes_ids=plain)
     given_limits = (scalar(body, name) for name in ("max_completion_tokens", "max_tokens"))
-    limit = _first_limit(kind, given_limits)
+    limit, asked = _first_limit(kind, given_limits), asked_tokens(kind, body)
     for prompt in prompts:
-        prompt.max_new_tokens = limit
+        prompt.max_new_tokens, prompt.asked_tokens = limit, asked
     return prompts, samples, False
 
 

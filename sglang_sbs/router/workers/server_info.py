@@ -29,6 +29,8 @@ DEFERRED_RELEASE = {
     "mori": (0, 5, 22),
 }
 """First SGLang release that defers the release of KV by default, by transfer back end."""
+_FIRST_LORA_REFUSAL = (0, 5, 10)
+"""First SGLang release known to refuse an adapter without ``--enable-lora``, not to ignore it."""
 _REPLAY_PORT = "replay_endpoint_port_base"
 _RUST_MARK = "rust_mm_transport"
 """In an internal state: SGLang's Rust server, also where it does not name the DP rank (0.5.22)."""
@@ -108,6 +110,10 @@ class WorkerInfo(msgspec.Struct, frozen=True, kw_only=True):
     """The longest prompt it takes."""
     cuts_prompts: bool = False
     """It cuts longer ones instead of refusing them."""
+    context_tokens: int = 0
+    """``--context-length``: prompt and output together; 0: the model's, which it does not say."""
+    refused_fields: tuple[str, ...] = ()
+    """Fields of a request that it answers with 400, by its flags."""
     version: str = ""
     model_id: str = ""
     bootstrap_port: int | None = None
@@ -195,7 +201,7 @@ def parse_server_info(data: dict[str, Any], role: InstanceRole) -> WorkerInfo:
     dp_size, _ = dp_ranks(data)
     sbs = _sbs_block(data.get("sbs"))
     no_barrier = _why_no_barrier(data, dp_size, sbs)
-    warnings: list[str] = []
+    most_tokens, warnings = _count(data.get("max_prefill_tokens")), list[str]()
     if no_barrier == NO_DP_ATTENTION:
         warnings.append(
             f"dp_size is {dp_size} without DP attention: its DP ranks are independent replicas, so "
@@ -206,16 +212,14 @@ def parse_server_info(data: dict[str, Any], role: InstanceRole) -> WorkerInfo:
     if choice == "engine" and dp_size > 1:
         warnings.append(_why_engine(version, method, numbers))
     allocation = data.get("disaggregation_decode_allocation_policy")
-    model = data.get("served_model_name") or data.get("model_path")
-    max_prefill_tokens = _count(data.get("max_prefill_tokens"))
     kv_events = _kv_events_block(data.get("kv_events"), dp_size, warnings)
     return WorkerInfo(
         dp_size=dp_size,
         nodes=_nodes(data),
         dist_init_addr=_text(data.get("dist_init_addr")) if _count(data.get("nnodes")) > 1 else "",
         # Without chunking a rank takes whole prompts up to this per pass.
-        chunk_tokens=_count(data.get("chunked_prefill_size")) or max_prefill_tokens,
-        max_prefill_tokens=max_prefill_tokens,
+        chunk_tokens=_count(data.get("chunked_prefill_size")) or most_tokens,
+        max_prefill_tokens=most_tokens,
         kv_capacity_tokens=_count(data.get("max_total_num_tokens")),
         max_running_requests=_max_running_requests(data, dp_size),
         prefill_max_requests=_count(data.get("prefill_max_requests")),
@@ -227,8 +231,10 @@ def parse_server_info(data: dict[str, Any], role: InstanceRole) -> WorkerInfo:
         completion_template=bool(data.get("completion_template")),
         max_request_tokens=_count(data.get("max_req_input_len")),
         cuts_prompts=data.get("allow_auto_truncate") is True,
+        context_tokens=_count(data.get("context_length")),
+        refused_fields=() if rust_server else _refused_fields(data, numbers or ()),
         version=version,
-        model_id=_text(model),
+        model_id=_text(data.get("served_model_name") or data.get("model_path")),
         bootstrap_port=_count(data.get("disaggregation_bootstrap_port")) or None,
         load_balance_method=method,
         coupled=is_coupled(numbers),
@@ -279,6 +285,21 @@ def dp_ranks(data: dict[str, Any]) -> tuple[int, bool | None]:
     if dp_size > 1 and (attn_dp_size > 1 or old is True):
         return dp_size, True
     return dp_size, False if attn_dp_size or old is False else None
+
+
+def _refused_fields(data: dict[str, Any], numbers: tuple[int, ...]) -> tuple[str, ...]:
+    """``_tokenize_one_request``, ``_validate_one_request`` and ``_validate_and_resolve_lora`` of
+    SGLang's ``managers/tokenizer_manager.py``."""
+    lacks = {
+        # Decode engines have no radix cache unless told to, so often only prefill refuses these.
+        "input_embeds": data.get("disable_radix_cache") is False,
+        "custom_logit_processor": data.get("enable_custom_logit_processor") is False,
+        "return_hidden_states": data.get("enable_return_hidden_states") is False
+        and data.get("return_hidden_states_mode") is None,
+        "lora_path": numbers >= _FIRST_LORA_REFUSAL
+        and data.get("enable_lora", ...) in (None, False),
+    }
+    return tuple(name for name, is_lacking in lacks.items() if is_lacking)
 
 
 def _has_radix_cache(data: dict[str, Any], role: InstanceRole) -> bool:

@@ -160,8 +160,14 @@ def test_a_list_of_sampling_params_for_one_prompt_is_a_400() -> None:
         ("chat", OWN["chat"] | {"max_completion_tokens": -7}),
     ],
 )
-def test_a_negative_limit_does_not_get_into_the_books(kind: Any, body: dict[str, Any]) -> None:
-    plan = plan_request(kind, orjson.dumps(body))
+def test_a_negative_limit_is_a_400(kind: Any, body: dict[str, Any]) -> None:
+    with pytest.raises(RouterError, match=r"must be (at least 0|positive)"):
+        plan_request(kind, orjson.dumps(body))
+
+
+def test_a_negative_limit_that_may_count_does_not_get_into_the_books() -> None:
+    body = OWN["chat"] | {"max_completion_tokens": -7, "max_tokens": 5}
+    plan = plan_request("chat", orjson.dumps(body))
     assert plan.prompts[0].max_new_tokens == 0
     assert b"-7" in plan.common  # the engine is the one to refuse it
 

@@ -1,0 +1,171 @@
+"""Requests that SGLang answers with 400 whatever its load, refused before an engine gets them.
+
+Decode announces a request to prefill at once. If prefill then refuses the request, its ranks keep
+the bootstrap room for good (sglang #39428). With SGLang before 0.5.21 the room also stays if both
+schedulers refuse the request.
+
+Only refusals that all supported releases of SGLang have in common (compared: 0.5.6 to 0.5.23) are
+here, and those that follow from the flags of an engine. The texts are those of 0.5.23. Sources in
+SGLang: ``sampling/sampling_params.py`` (``verify``), ``managers/tokenizer_manager.py``,
+``managers/scheduler.py``, ``entrypoints/openai/protocol.py``.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Collection, Mapping
+from typing import Literal
+
+from sglang_sbs.router.requests.body_fields import bad_request, given
+from sglang_sbs.router.requests.raw_json import Raw, first_byte, is_true, shown
+
+_Kind = Literal["generate", "completions", "chat"]
+_Fields = Mapping[str, Raw | bytes]
+_INT = re.compile(rb"-?[0-9]{1,64}")
+_FLOAT = re.compile(rb"-?[0-9]{1,32}(\.[0-9]{1,32})?([eE][+-]?[0-9]{1,8})?")
+_GREEDY_BELOW = 1e-6
+"""A temperature below this makes ``top_k`` 1 whatever the client gave."""
+
+_RANGES: tuple[tuple[str, Callable[[float], bool], str], ...] = (
+    ("temperature", lambda value: value >= 0.0, "a non-negative finite number, got"),
+    ("top_p", lambda value: 0.0 < value <= 1.0, "in (0, 1], got"),
+    ("min_p", lambda value: 0.0 <= value <= 1.0, "in [0, 1], got"),
+    ("frequency_penalty", lambda value: -2.0 <= value <= 2.0, "in [-2, 2], got"),
+    ("presence_penalty", lambda value: -2.0 <= value <= 2.0, "in [-2, 2], got"),
+    # SGLang refuses 0 only from 0.5.14 on.
+    ("repetition_penalty", lambda value: 0.0 <= value <= 2.0, "in (0, 2] (1.0 = no penalty), got"),
+)
+_GRAMMARS = {
+    "generate": ("json_schema", "regex", "ebnf"),
+    "completions": ("json_schema", "regex", "ebnf"),
+    "chat": ("regex", "ebnf"),
+}
+LOGPROB_FIELDS = ("return_logprob", "logprob_start_len")
+_BY_FLAGS = {
+    "input_embeds": "input_embeds is provided while disable_radix_cache is False. Please add "
+    "`--disable-radix-cache` when you launch the server if you want to use input_embeds as inputs.",
+    "custom_logit_processor": "The server is not configured to enable custom logit processor. "
+    "Please set `--enable-custom-logit-processor` to enable this feature.",
+    "return_hidden_states": "The server is not configured to return hidden states. Please set "
+    "`--return-hidden-states-mode last`, `--return-hidden-states-mode full`, or the legacy "
+    "`--enable-return-hidden-states` flag.",
+    "lora_path": "LoRA adapter '{}' was requested, but LoRA is not enabled. Please launch the "
+    "server with --enable-lora flag and preload adapters using --lora-paths or "
+    "/load_lora_adapter endpoint.",
+}
+
+
+def check_sampling(kind: _Kind, fields: _Fields) -> None:
+    """``fields``: sampling parameters of ``/generate``, or the body of an OpenAI request. Values
+    that are neither numbers nor text are left to the engine. Raises: RouterError (400)."""
+    for name, is_right, wanted in _RANGES:
+        value = _number(fields, name)
+        if value is not None and not is_right(value):
+            # OpenAI's endpoints make floats of them.
+            shown_as = value if kind == "generate" else float(value)
+            raise bad_request(f"{name} must be {wanted} {shown_as}.")
+    _check_top_k(kind, fields)
+    _check_limits(kind, fields)
+    if sum(_is_text(fields.get(name)) for name in _GRAMMARS[kind]) > 1:
+        raise bad_request("Only one of json_schema, regex, ebnf, or structural_tag can be set.")
+
+
+def check_flags(kind: _Kind, fields: Mapping[str, Raw], refused: Collection[str]) -> None:
+    """``fields``: the body. ``refused``: names of those that all engines of a role refuse
+    (``WorkerInfo.refused_fields``). Raises: RouterError (400)."""
+    for name in refused:
+        raw = fields.get(name)
+        if name == "input_embeds":
+            # Ignored beside text or ids, and by OpenAI's endpoints.
+            alone = all(given(fields, other) is None for other in ("text", "input_ids"))
+            is_used = kind == "generate" and alone
+            is_asked = is_used and raw is not None and first_byte(raw) == b"["
+        elif name == "return_hidden_states":
+            is_asked = raw is not None and bytes(memoryview(raw)[:5]) == b"true"
+        else:
+            is_asked = _is_text(raw)
+        if is_asked and raw is not None:
+            raise bad_request(_BY_FLAGS[name].format(shown(raw).strip('"')))
+
+
+def check_counted(
+    tokens: int, asked_tokens: int | None, logprobs_from: int | None, context_tokens: float
+) -> None:
+    """``tokens`` of the prompt, as engines count them; ``asked_tokens`` to be generated at most;
+    ``logprobs_from``: the first token of the prompt with logprobs. ``None``: the client does not
+    say. ``context_tokens``: no engine of some role has more. Raises: RouterError (400)."""
+    if asked_tokens is not None and tokens + asked_tokens > context_tokens:
+        raise bad_request(
+            f"Requested token count exceeds the model's maximum context length of "
+            f"{context_tokens} tokens. You requested a total of {tokens + asked_tokens} tokens: "
+            f"{tokens} tokens from the input messages and {asked_tokens} tokens for the "
+            "completion. Please reduce the number of tokens in the input messages or the "
+            "completion to fit within the limit."
+        )
+    if logprobs_from is not None and logprobs_from > tokens:
+        raise bad_request(
+            f"req.logprob_start_len={logprobs_from} is higher than the number of input tokens "
+            f"len(req.origin_input_ids)={tokens}. Please use a smaller logprob_start_len."
+        )
+
+
+def asked_tokens(kind: _Kind, fields: _Fields) -> int | None:
+    """What the client wants generated at most. ``None``: it does not say, or releases of SGLang
+    differ in what they make of it."""
+    if kind == "generate":
+        names = ["max_new_tokens"]
+    else:
+        names = ["max_tokens"] if kind == "completions" else ["max_completion_tokens", "max_tokens"]
+    limits = [limit for name in names if (limit := _whole(fields, name)) is not None]
+    if len(limits) != 1 or (kind == "chat" and not limits[0]):  # 0 means no limit there
+        return None
+    return limits[0]
+
+
+def logprobs_from(params: _Fields, fields: _Fields) -> int | None:
+    """Where a ``/generate`` request wants logprobs from; ``None``: SGLang does not look at it. Old
+    releases also do not look at it where nothing is generated."""
+    wants, start = LOGPROB_FIELDS
+    if not is_true(fields.get(wants)) or asked_tokens("generate", params) == 0:
+        return None
+    return _whole(fields, start)
+
+
+def _check_top_k(kind: _Kind, fields: _Fields) -> None:
+    top_k, temperature = _number(fields, "top_k"), _number(fields, "temperature")
+    if temperature is None:  # engines may have a default of their own, but not for completions
+        temperature = 1.0 if kind == "completions" else 0.0
+    if top_k is not None and top_k < 1 and top_k != -1 and temperature >= _GREEDY_BELOW:
+        raise bad_request(f"top_k must be -1 (disable) or at least 1, got {top_k}.")
+
+
+def _check_limits(kind: _Kind, fields: _Fields) -> None:
+    most = asked_tokens(kind, fields)
+    least = _whole(fields, "min_new_tokens" if kind == "generate" else "min_tokens")
+    if kind == "completions" and most is not None and most <= 0:
+        raise bad_request("max_tokens must be positive")
+    if least is not None and least < 0:
+        raise bad_request(f"min_new_tokens must be in [0, max_new_tokens], got {least}.")
+    if most is not None and most < 0:
+        raise bad_request(f"max_new_tokens must be at least 0, got {most}.")
+    if most is not None and least is not None and least > most:
+        raise bad_request(f"min_new_tokens must be in [0, max_new_tokens({most})], got {least}.")
+
+
+def _number(fields: _Fields, name: str) -> int | float | None:
+    """``None``: not given, or not a number."""
+    raw = fields.get(name)
+    text = b"" if raw is None else bytes(memoryview(raw)[:128])
+    if _INT.fullmatch(text):
+        return int(text)
+    return float(text) if _FLOAT.fullmatch(text) else None
+
+
+def _whole(fields: _Fields, name: str) -> int | None:
+    value = _number(fields, name)
+    return value if isinstance(value, int) else None
+
+
+def _is_text(raw: Raw | bytes | None) -> bool:
+    """Whether it is text, and not empty."""
+    return raw is not None and first_byte(raw) == b'"' and is_true(raw)
