@@ -1,8 +1,9 @@
 """Frames for whoever looks: made five times a second while somebody does, once for all of them.
 
-The recorder is attached with the first watcher and detached ``LINGER_S`` after the last one, so
-that reloading the page keeps the picture. A watcher is a callback that must not block; it gets a
-history first, then every frame."""
+The recorder of the router's own scheduler is attached for good (:meth:`LocalFeed.stay`), at a
+bounded cost. Any other is attached with the first watcher and detached ``LINGER_S`` after the last
+one, so that reloading the page keeps the picture. A watcher is a callback that must not block; it
+gets a history first, then every frame."""
 
 from __future__ import annotations
 
@@ -15,6 +16,7 @@ from typing import Any, Protocol
 
 import orjson
 
+from sglang_sbs.dashboard.gain import Ratio
 from sglang_sbs.dashboard.recorder import Problems, Recorder
 from sglang_sbs.scheduling.events import Command, Event
 
@@ -71,9 +73,22 @@ class LocalFeed:
         self.recorder: Recorder | None = None
         self.watchers: dict[Stop, Take] = {}
         self._ticker: asyncio.Task[None] | None = None
+        self._stays = False
+
+    def stay(self) -> None:
+        """Watch the scheduler from now on, whether or not anybody looks."""
+        self._stays = True
+        self._attach()
+
+    def ratios(self) -> dict[str, Ratio]:
+        """The gain by baseline (:mod:`.gain`); empty while there is none to tell."""
+        recorder = self.recorder
+        return recorder.ttft.gain.ratios(time.monotonic()) if recorder is not None else {}
 
     def watch(self, take: Take) -> Stop:
         recorder = self._attach()
+        if not self.watchers:
+            recorder.frame(time.monotonic())  # up to date
         take(self._encode(recorder.history(time.monotonic())), True)
 
         def stop() -> None:
@@ -108,21 +123,25 @@ class LocalFeed:
 
     async def _tick(self) -> None:
         idle_s = 0.0
-        while idle_s < LINGER_S:
+        while self._stays or idle_s < LINGER_S:
             await asyncio.sleep(FRAME_S)
             recorder = self.recorder
             if recorder is None:
                 return
             idle_s = 0.0 if self.watchers else idle_s + FRAME_S
+            now_s = time.monotonic()
             try:
-                frame = recorder.frame(time.monotonic())
+                if not self.watchers:
+                    recorder.tick(now_s)
+                    recorder.take_new(now_s)
+                    continue
+                frame = recorder.frame(now_s)
             except Exception:
                 logger.exception("the dashboard failed and is closed")
                 break
-            if self.watchers:
-                payload = self._encode(frame)
-                for take in list(self.watchers.values()):
-                    take(payload, False)
+            payload = self._encode(frame)
+            for take in list(self.watchers.values()):
+                take(payload, False)
         self._ticker = None
         self.close()
 

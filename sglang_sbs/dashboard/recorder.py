@@ -16,6 +16,7 @@ from typing import Any
 import msgspec
 
 from sglang_sbs.dashboard.alerts import Recent, find_alerts
+from sglang_sbs.dashboard.gain import Circumstances
 from sglang_sbs.dashboard.passes import PassHistory, PassRecord
 from sglang_sbs.dashboard.shadow import Shape
 from sglang_sbs.dashboard.ttft import RULES, TtftComparison, percentile
@@ -39,6 +40,7 @@ RECENT_S = 60.0
 HOLD_BOUNDS_S = (0.001, 0.01, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0)
 _GANGS = 60
 _GANGS_PER_FRAME = 40
+_PASSES_PER_FRAME = 2_000
 _GANG_RIDS = 3
 _MAX_PASSES = 20_000
 _BALANCE_PASSES = 500
@@ -91,6 +93,7 @@ class Recorder:
         self._passes: deque[PassRecord] = deque(maxlen=_MAX_PASSES)
         self._gangs: deque[Gang] = deque(maxlen=_GANGS)
         self._new_gangs: list[Gang] = []
+        self._new_passes: deque[PassRecord] = deque(maxlen=_PASSES_PER_FRAME)
         self._holds: deque[tuple[float, float]] = deque(maxlen=_MAX_HOLDS)
         self._dispatched = 0
         self._refusals: deque[tuple[float, str]] = deque(maxlen=_MAX_HOLDS)
@@ -100,6 +103,9 @@ class Recorder:
         self._placed: dict[str, tuple[str, int]] = {}
         self._waited_s = 0.0
         self._waiting_since_s: float | None = None
+        self._work: deque[tuple[int, int]] = deque([(int(now_s), 0)], maxlen=int(RECENT_S))
+        """Second, and prompt tokens to compute of the requests dispatched in it."""
+        self._began_s = now_s
         self._trail: deque[tuple[float, int, int]] = deque(maxlen=_QUEUE_SAMPLES)
         """When, requests that waited then, and those dispatched until then."""
         self.ttft = TtftComparison()
@@ -156,6 +162,11 @@ class Recorder:
     def _on_dispatch(self, command: Dispatch, now_s: float) -> None:
         tokens, _ = self._waiting.pop(command.rid, (0, now_s))
         self._dispatched += 1
+        second, work = self._work[-1]
+        if second != int(now_s):
+            self._work.append((int(now_s), 0))
+            second, work = self._work[-1]
+        self._work[-1] = second, work + max(0, tokens - command.cached_tokens)
         self._holds.append((now_s, command.held_s))
         if len(self._placed) >= _MAX_WAITING:
             self._placed.pop(next(iter(self._placed)))
@@ -176,20 +187,32 @@ class Recorder:
         if len(last.rids) < _GANG_RIDS:
             last.rids.append(command.rid)
 
-    def frame(self, now_s: float) -> dict[str, Any]:
-        """The state, and what is new since the last call."""
+    def tick(self, now_s: float) -> None:
+        """Take in what happened: to be called every ``SLICE_S``, by itself while nobody looks. Its
+        cost is bounded."""
         self._clock(now_s)
-        passes = self._pass_history.take(now_s)
+        self._new_passes.extend(self._pass_history.take(now_s))
+        if now_s >= self.ttft.rests_until_s:
+            self._follow(now_s, begin=self.ttft.begins)
+        self.ttft.advance(now_s)
+        self._trail.append((now_s, len(self._scheduler.queue), self._dispatched))
+        self._count_fires(now_s)
+
+    def take_new(self, now_s: float) -> tuple[list[PassRecord], list[Gang]]:
+        """Passes and gangs since the last call, which become part of what is remembered."""
+        passes, self._new_passes = list(self._new_passes), deque(maxlen=_PASSES_PER_FRAME)
         gangs, self._new_gangs = self._new_gangs, []
-        snapshot = self._scheduler.snapshot(now_s)
-        self._follow(now_s)
-        self._trail.append((now_s, snapshot.queue_requests, self._dispatched))
-        self._count_fires(snapshot, now_s)
         self._passes.extend(passes)
         self._gangs.extend(gangs)
         while self._passes and now_s - self._passes[0].end_s > PASSES_S:
             self._passes.popleft()
-        return self._state(snapshot, now_s) | {
+        return passes, gangs
+
+    def frame(self, now_s: float) -> dict[str, Any]:
+        """The state, and what is new since the last call; with a :meth:`tick`."""
+        self.tick(now_s)
+        passes, gangs = self.take_new(now_s)
+        return self._state(self._scheduler.snapshot(now_s), now_s) | {
             "full": False,
             "passes": [_pass(one) for one in passes],
             "gangs": [_gang(gang) for gang in gangs],
@@ -247,6 +270,7 @@ class Recorder:
             "prefill": [self._prefill(one) for one in snapshot.prefill],
             "decode": [_decode(one) for one in snapshot.decode],
             "ttft": self.ttft.summary(now_s) | {"rules": RULES},
+            "gain": self.gain(now_s),
             "alerts": msgspec.to_builtins(find_alerts(snapshot, config, recent)),
         }
 
@@ -303,7 +327,16 @@ class Recorder:
         scheduler = self._scheduler
         up = [one for one in scheduler.prefill.values() if scheduler.is_up(one.id)]
         shapes = {
-            one.id: Shape(one.dp_size, one.chunk_tokens, one.model.predict_s, one.worker)
+            one.id: Shape(
+                one.dp_size,
+                one.chunk_tokens,
+                one.model.predict_s,
+                one.worker,
+                overlap=one.overlap,
+                pause_s=one.pause.mean_s if one.pause.learned else 0.0,
+                fixed_s=one.model.fixed_s,
+                slope_s=one.model.slope_s_per_token(1.0),
+            )
             for one in up
         }
         self.ttft.follow(shapes, now_s)
@@ -315,11 +348,36 @@ class Recorder:
                 free_s = one.passes[-1].end_s if one.passes else now_s
                 self.ttft.preload(one.id, backlog, free_s)
 
-    def _count_fires(self, snapshot: Snapshot, now_s: float) -> None:
-        for state in snapshot.prefill:
-            known = self._known_fires.get(state.instance, state.watchdog_fires)
-            self._fires.extend((now_s, state.instance) for _ in range(state.watchdog_fires - known))
-            self._known_fires[state.instance] = state.watchdog_fires
+    def _count_fires(self, now_s: float) -> None:
+        for one in self._scheduler.prefill.values():
+            fires = one.watchdog.fires
+            known = self._known_fires.get(one.id, fires)
+            self._fires.extend((now_s, one.worker) for _ in range(min(fires - known, _MAX_HOLDS)))
+            self._known_fires[one.id] = fires
+
+    def gain(self, now_s: float) -> dict[str, Any]:
+        """The gain of the policy that runs over immediate dispatch (:mod:`.gain`)."""
+        scheduler = self._scheduler
+        up = [one for one in scheduler.prefill.values() if scheduler.is_up(one.id)]
+        about = Circumstances(
+            policy=scheduler.config.policy,
+            holding=getattr(scheduler.policy, "holding", scheduler.policy.holds),
+            load=self._load(up, now_s),
+            ranks=max([one.dp_size for one in up], default=1),
+            overtaxed=now_s < self.ttft.rests_until_s,
+        )
+        return self.ttft.gain.summary(now_s, about)
+
+    def _load(self, up: Sequence[Any], now_s: float) -> float:
+        """Tokens to compute over what full chunks would compute, in the last minute."""
+        capacity = sum(
+            one.dp_size
+            * one.chunk_tokens
+            / (one.model.fixed_s + one.model.slope_s_per_token(1.0) * one.chunk_tokens)
+            for one in up
+        )
+        tokens = sum(tokens for second, tokens in self._work if now_s - second <= RECENT_S)
+        return tokens / capacity / min(RECENT_S, max(1.0, now_s - self._began_s)) if up else 0.0
 
 
 def _pass(one: PassRecord) -> list[Any]:

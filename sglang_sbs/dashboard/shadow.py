@@ -1,10 +1,12 @@
 """What prefill would do if requests were placed by another rule: an estimate, sans-I/O.
 
 A model of queues and passes per DP rank: first come first served up to the chunk, all ranks of an
-instance in step, a pass as long as the scheduler's own forward model says. KV transfer, decode,
-failures and pages are left out; :mod:`.ttft` shows how far the model is off for what was really
-done. The simulator's engine is not used: it needs pages, caches and handshakes that a router does
-not know."""
+instance in step, a pass as long as the scheduler's own forward model predicts. With overlap
+scheduling an engine forms the next batch while a pass runs, so that a request which arrives later
+waits for one pass more (see ``simulator/cluster/engine.py``). KV transfer, decode, failures and
+pages are left out; :mod:`.ttft` shows how far the model is off for what was really done. The
+simulator's engine is not used: it needs pages, caches and handshakes that a router does not know.
+"""
 
 from __future__ import annotations
 
@@ -27,6 +29,14 @@ class Shape:
     """Forward time of a pass, from tokens and attention pairs per rank (``ForwardModel``)."""
     worker: str = ""
     """What a gateway knows the instance by, where that is not the instance itself."""
+    overlap: bool = False
+    """The engine has overlap scheduling: it forms a batch while the pass before runs."""
+    pause_s: float = 0.0
+    """From the end of a pass until the engine looks for the next batch."""
+    fixed_s: float = 0.0
+    """Forward time of an empty pass, for :func:`eta`."""
+    slope_s: float = 0.0
+    """Forward time per token of every rank, for :func:`eta`."""
 
 
 @dataclass(slots=True)
@@ -38,25 +48,110 @@ class _Prompt:
 
 
 @dataclass(slots=True)
-class ShadowRank:
-    prompts: deque[_Prompt] = field(default_factory=deque)
-    outstanding_tokens: int = 0
+class _Pass:
+    end_s: float
+    taken: list[int]
+    """Tokens per rank."""
+    finishing: list[str]
 
 
 @dataclass(slots=True)
 class ShadowInstance:
     shape: Shape
-    ranks: list[ShadowRank]
     free_s: float
-    ends_s: float | None = None
-    """Of the pass that runs."""
-    finishing: list[str] = field(default_factory=list)
-    taken: list[int] = field(default_factory=list)
+    """When the device is free for a new pass."""
+    prompts: list[deque[_Prompt]] = field(init=False)
+    queued: list[int] = field(init=False)
+    """Tokens per rank that are in no pass yet."""
+    outstanding: list[int] = field(init=False)
+    """Tokens per rank that are not computed yet."""
+    passes: deque[_Pass] = field(default_factory=deque)
+    """On the device: two at most with overlap scheduling, else one."""
+    due_s: float = math.inf
+    """When something happens next: an iteration of the engine's event loop, or the end of the pass
+    it waits for. Infinity: the loop sleeps and nothing is queued."""
+    waits: bool = False
+    """What happens next is the end of a pass."""
+    _launched: bool = False
+    """The iteration before launched a pass."""
+    _asleep: bool = True
+    """The event loop has nothing to do until a prompt is ready."""
+
+    def __post_init__(self) -> None:
+        ranks = range(self.shape.dp_size)
+        self.prompts = [deque() for _ in ranks]
+        self.queued = [0 for _ in ranks]
+        self.outstanding = [0 for _ in ranks]
+
+    def place(self, rank: int, prompt: _Prompt) -> None:
+        self.prompts[rank].append(prompt)
+        self.queued[rank] += prompt.left_tokens
+        self.outstanding[rank] += prompt.left_tokens
+        if self._asleep:
+            self.due_s = min(self.due_s, max(prompt.ready_s, self.free_s))
+
+    def advance(self, now_s: float, finished: list[tuple[str, float]]) -> None:
+        """Let the engine's event loop run until ``now_s``."""
+        while self.due_s <= now_s:
+            if self.waits:
+                self._finish(finished)
+            else:
+                self._iterate()
+
+    def _finish(self, finished: list[tuple[str, float]]) -> None:
+        ended = self.passes.popleft()
+        finished.extend((rid, ended.end_s) for rid in ended.finishing if rid)
+        for rank, tokens in enumerate(ended.taken):
+            self.outstanding[rank] -= tokens
+        self.waits = False
+        self.due_s += self.shape.pause_s
+
+    def _iterate(self) -> None:
+        """Form a batch and hand it to the device, then wait for a pass, as SGLang's event loops do:
+        with overlap scheduling for the pass before, otherwise for this one."""
+        now_s = self.due_s
+        launched = self._launch(now_s)
+        self.waits = bool(self.passes) and (self._launched or not self.shape.overlap)
+        self._launched = launched and self.shape.overlap
+        self._asleep = not launched and not self.waits
+        if self.waits:
+            self.due_s = max(now_s, self.passes[0].end_s)
+        elif self._asleep:
+            heads = [prompts[0].ready_s for prompts in self.prompts if prompts]
+            self.due_s = min(heads, default=math.inf)
+
+    def _launch(self, start_s: float) -> bool:
+        """Whether there was anything to compute."""
+        finishing: list[str] = []
+        chunk = self.shape.chunk_tokens
+        computed = [_compute(prompts, chunk, start_s, finishing) for prompts in self.prompts]
+        taken = [tokens for tokens, _ in computed]
+        if not any(taken):
+            return False
+        for rank, tokens in enumerate(taken):
+            self.queued[rank] -= tokens
+        forward_s = self.shape.predict_s(taken, [pairs for _, pairs in computed])
+        self.free_s = max(start_s, self.free_s) + forward_s
+        self.passes.append(_Pass(self.free_s, taken, finishing))
+        return True
 
 
 Place = tuple[str, int]
 """Instance and DP rank."""
-Rule = Callable[[dict[str, ShadowInstance]], Place]
+
+
+@dataclass(slots=True, frozen=True)
+class Asked:
+    """A request that a rule has to place."""
+
+    tokens: int
+    """To compute: without what is cached."""
+    now_s: float
+    latency_s: float
+    """L_net."""
+
+
+Rule = Callable[[dict[str, ShadowInstance], Asked], Place]
 
 
 class RoundRobin:
@@ -64,26 +159,53 @@ class RoundRobin:
 
     def __init__(self) -> None:
         self._turn = 0
-        self._ranks: dict[str, int] = {}
+        self._next: dict[str, int] = {}
+        """Rank by worker."""
+        self._known: list[str] = []
+        self._workers: dict[str, list[Place]] = {}
 
-    def __call__(self, instances: dict[str, ShadowInstance]) -> Place:
-        workers: dict[str, list[Place]] = {}
-        for name, one in instances.items():
-            ranks = workers.setdefault(one.shape.worker or name, [])
-            ranks += [(name, rank) for rank in range(one.shape.dp_size)]
-        worker = list(workers)[self._turn % len(workers)]
+    def __call__(self, instances: dict[str, ShadowInstance], asked: Asked) -> Place:
+        if self._known != list(instances):
+            self._know(instances)
+        worker, ranks = list(self._workers.items())[self._turn % len(self._workers)]
         self._turn += 1
-        number = self._ranks.get(worker, 0) % len(workers[worker])
-        self._ranks[worker] = number + 1
-        return workers[worker][number]
+        number = self._next.get(worker, 0) % len(ranks)
+        self._next[worker] = number + 1
+        return ranks[number]
+
+    def _know(self, instances: dict[str, ShadowInstance]) -> None:
+        self._known, self._workers = list(instances), {}
+        for name, one in instances.items():
+            ranks = self._workers.setdefault(one.shape.worker or name, [])
+            ranks += [(name, rank) for rank in range(one.shape.dp_size)]
 
 
-def least_tokens(instances: dict[str, ShadowInstance]) -> Place:
+def least_tokens(instances: dict[str, ShadowInstance], asked: Asked) -> Place:
     """The DP rank with the fewest unfinished prompt tokens: a gateway whose count is never late."""
-    return min(
-        ((name, rank) for name, one in instances.items() for rank in range(len(one.ranks))),
-        key=lambda place: instances[place[0]].ranks[place[1]].outstanding_tokens,
-    )
+    name = min(instances, key=lambda name: min(instances[name].outstanding))
+    outstanding = instances[name].outstanding
+    return name, outstanding.index(min(outstanding))
+
+
+def eta(instances: dict[str, ShadowInstance], asked: Asked) -> Place:
+    """The DP rank with the earliest predicted finish, as the policy ``eta`` predicts it
+    (``scheduling/policies/immediate.py``)."""
+    best: tuple[float, int] | None = None
+    chosen = ""
+    for name, one in instances.items():
+        shape = one.shape
+        passes = one.passes
+        queued = sum(one.queued)
+        free_s = max(0.0, one.free_s - asked.now_s) if passes else 0.0
+        mean_fill = (queued + asked.tokens) / shape.dp_size
+        pass_s = shape.fixed_s + shape.slope_s * min(shape.chunk_tokens, mean_fill)
+        start_s = free_s + pass_s if passes and free_s < asked.latency_s else free_s
+        total = min(one.queued) + asked.tokens
+        key = (start_s + ((total - 1) // shape.chunk_tokens + 1) * pass_s, total)
+        if best is None or key < best:
+            best, chosen = key, name
+    queue = instances[chosen].queued
+    return chosen, queue.index(min(queue))
 
 
 class ShadowCluster:
@@ -100,79 +222,58 @@ class ShadowCluster:
             shape = shapes.get(name)
             if shape is None or shape.dp_size != known.shape.dp_size:
                 del self.instances[name]
-                waiting = [prompt.rid for rank in known.ranks for prompt in rank.prompts]
-                self.requests -= sum(rid != "" for rid in (*waiting, *known.finishing))
+                waiting = [prompt.rid for prompts in known.prompts for prompt in prompts]
+                running = [rid for one in known.passes for rid in one.finishing]
+                self.requests -= sum(rid != "" for rid in (*waiting, *running))
         for name, shape in shapes.items():
             if name in self.instances:
                 self.instances[name].shape = shape
             else:
-                ranks = [ShadowRank() for _ in range(shape.dp_size)]
-                self.instances[name] = ShadowInstance(shape, ranks, free_s=now_s)
+                self.instances[name] = ShadowInstance(shape, free_s=now_s)
 
     def preload(self, name: str, backlog_tokens: Sequence[int], free_s: float) -> None:
         """What an instance is busy with when watching begins."""
         instance = self.instances[name]
         instance.free_s = free_s
-        for rank, tokens in zip(instance.ranks, backlog_tokens, strict=True):
+        for rank, tokens in enumerate(backlog_tokens):
             if tokens > 0:
-                rank.prompts.append(_Prompt("", tokens, 0, free_s))
-                rank.outstanding_tokens += tokens
+                instance.place(rank, _Prompt("", tokens, 0, free_s))
 
     def place(self, rid: str, where: Place, tokens: int, ready_s: float, cached: int = 0) -> None:
         """A request becomes runnable at ``ready_s``; ``tokens`` without the ``cached`` ones."""
         instance = self.instances.get(where[0])
-        if instance is None or where[1] >= len(instance.ranks):
+        if instance is None or where[1] >= instance.shape.dp_size:
             return
         if self.requests >= MAX_REQUESTS:
-            shapes = {name: one.shape for name, one in self.instances.items()}
-            self.instances.clear()
-            self.requests = 0
-            self.follow(shapes, ready_s)
+            self.empty(ready_s)
             instance = self.instances[where[0]]
-        rank = instance.ranks[where[1]]
-        rank.prompts.append(_Prompt(rid, max(1, tokens), cached, ready_s))
-        rank.outstanding_tokens += max(1, tokens)
+        instance.place(where[1], _Prompt(rid, max(1, tokens), cached, ready_s))
         self.requests += 1
+
+    def empty(self, now_s: float) -> None:
+        """Forget all requests."""
+        shapes = {name: one.shape for name, one in self.instances.items()}
+        self.instances.clear()
+        self.requests = 0
+        self.follow(shapes, now_s)
 
     def advance(self, now_s: float) -> list[tuple[str, float]]:
         """Let passes happen until now; the requests that finished, and when."""
         finished: list[tuple[str, float]] = []
         for instance in self.instances.values():
-            while _step(instance, now_s, finished):
-                pass
+            if instance.due_s <= now_s:
+                instance.advance(now_s, finished)
         self.requests -= len(finished)
         return finished
 
 
-def _step(instance: ShadowInstance, now_s: float, finished: list[tuple[str, float]]) -> bool:
-    """End or begin one pass; False if nothing more happens until ``now_s``."""
-    if instance.ends_s is not None:
-        if instance.ends_s > now_s:
-            return False
-        ended_s, instance.ends_s = instance.ends_s, None
-        instance.free_s = ended_s
-        finished.extend((rid, ended_s) for rid in instance.finishing if rid)
-        for rank, tokens in zip(instance.ranks, instance.taken, strict=True):
-            rank.outstanding_tokens -= tokens
-    heads = [rank.prompts[0].ready_s for rank in instance.ranks if rank.prompts]
-    start_s = max(instance.free_s, min(heads, default=math.inf))
-    if start_s > now_s or not heads:
-        return False
-    instance.finishing = []
-    chunk, finishing = instance.shape.chunk_tokens, instance.finishing
-    computed = [_compute(rank, chunk, start_s, finishing) for rank in instance.ranks]
-    instance.taken, pairs = [tokens for tokens, _ in computed], [some for _, some in computed]
-    instance.ends_s = start_s + instance.shape.predict_s(instance.taken, pairs)
-    return True
-
-
 def _compute(
-    rank: ShadowRank, room_tokens: int, start_s: float, finishing: list[str]
+    prompts: deque[_Prompt], room_tokens: int, start_s: float, finishing: list[str]
 ) -> tuple[int, float]:
-    """Take a chunk's worth from the queue: tokens and attention pairs."""
+    """Take a chunk's worth from the queue of a rank: tokens and attention pairs."""
     taken, pairs = 0, 0.0
-    while rank.prompts and taken < room_tokens and rank.prompts[0].ready_s <= start_s:
-        prompt = rank.prompts[0]
+    while prompts and taken < room_tokens and prompts[0].ready_s <= start_s:
+        prompt = prompts[0]
         part = min(room_tokens - taken, prompt.left_tokens)
         pairs += part * (prompt.context_tokens + part / 2)
         taken += part
@@ -180,6 +281,6 @@ def _compute(
         prompt.context_tokens += part
         if prompt.left_tokens:
             break
-        rank.prompts.popleft()
+        prompts.popleft()
         finishing.append(prompt.rid)
     return taken, pairs

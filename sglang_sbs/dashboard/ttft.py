@@ -1,28 +1,54 @@
 """Time to prefill's answer as measured, beside what immediate dispatch would have given.
 
-Four figures for the same requests: *measured* (arrival at the scheduler to prefill's answer),
-*modelled* (:mod:`.shadow` fed with the real placements), and two estimates of immediate dispatch by
-that model. *Modelled* against *measured* is the model's error. What the model leaves out (the way
-of prefill's answer) is added to all three; immediate dispatch is granted the same cached prefix,
-and refused requests are in no figure. A request enters the shadows once it is known what became of
-it, in the order of arrival."""
+Figures for the same requests: *measured* (arrival at the scheduler to prefill's answer),
+*modelled* (:mod:`.shadow` fed with the real placements), and estimates of immediate dispatch by
+that model (:data:`RULES`). *Modelled* against *measured* is the model's error. What the model
+leaves out (the way of prefill's answer) is added to each of them. Immediate dispatch is granted
+the same cached prefix, and refused requests are in no figure. A request enters the shadows once it
+is known what became of it, in the order of arrival.
+
+The cost is bounded: :meth:`TtftComparison.advance` takes a slice of the work at a time. Where more
+requests arrive than that, the comparison rests for a minute and begins anew."""
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from dataclasses import dataclass, field
 from statistics import median
 from typing import Any
 
-from sglang_sbs.dashboard.shadow import RoundRobin, Rule, ShadowCluster, Shape, least_tokens
+from sglang_sbs.dashboard.gain import MEASURED, MODELLED, Gain
+from sglang_sbs.dashboard.shadow import (
+    Asked,
+    RoundRobin,
+    Rule,
+    ShadowCluster,
+    Shape,
+    eta,
+    least_tokens,
+)
 
 WINDOW_S = 60.0
 _MAX_SAMPLES = 2_000
 _MAX_PENDING = 20_000
 _UNDECIDED_S = 10.0
 """A request that waits longer enters the shadows without its fate being known."""
-MODELLED = "modelled"
+SLICE_S = 0.2
+"""Time between two calls of :meth:`TtftComparison.advance`."""
+_SLICE_US = 4_000.0
+"""Bound of the CPU time of one slice, in the terms of the next two: 2 % of a core."""
+_REQUEST_US = 40.0
+"""CPU time that one request costs the shadows, measured on a slow core; and for each instance more:
+the rules look at all of them."""
+_INSTANCE_US = 2.5
+_MOST_BEHIND = 2_000
+"""Requests that wait to enter the shadows and could."""
+_REST_S = 60.0
+_WARM_UP_S = 10.0
+"""After a beginning the shadows do not have the queues of the engines yet."""
 RULES: dict[str, str] = {
+    "eta": "immediate, to the DP rank with the earliest predicted finish",
     "least_tokens": "immediate, to the DP rank with the fewest unfinished tokens",
     "round_robin": "immediate, instances and DP ranks in turn",
 }
@@ -46,12 +72,23 @@ class TtftComparison:
     """Feed it the life of every request; ask for percentiles."""
 
     def __init__(self) -> None:
-        self._rules: dict[str, Rule] = {"least_tokens": least_tokens, "round_robin": RoundRobin()}
+        self._rules: dict[str, Rule] = {
+            "eta": eta,
+            "least_tokens": least_tokens,
+            "round_robin": RoundRobin(),
+        }
         self._clusters = {name: ShadowCluster() for name in (*self._rules, MODELLED)}
         self._pending: dict[str, _Pending] = {}
         self._undecided: deque[_Pending] = deque()
         self._samples: deque[tuple[float, dict[str, float]]] = deque(maxlen=_MAX_SAMPLES)
         self._tails_s: deque[float] = deque([0.0], maxlen=64)
+        self.gain = Gain()
+        self.rests_until_s = -math.inf
+        """There were too many requests: the shadows are empty until then."""
+        self._counts_from_s = -math.inf
+        """Requests that arrived earlier are not part of the gain."""
+        self.begins = True
+        """The shadows do not know what the engines are busy with."""
 
     def follow(self, shapes: dict[str, Shape], now_s: float) -> None:
         for cluster in self._clusters.values():
@@ -59,11 +96,14 @@ class TtftComparison:
 
     def preload(self, name: str, backlog_tokens: list[int], free_s: float) -> None:
         """What an instance is busy with when watching begins, under every rule alike."""
+        self.begins = False
         for cluster in self._clusters.values():
             cluster.preload(name, backlog_tokens, free_s)
 
     def arrived(self, rid: str, tokens: int, now_s: float, latency_s: float) -> None:
         """The scheduler took a request; ``latency_s`` is L_net."""
+        if now_s < self.rests_until_s:
+            return
         if len(self._pending) >= _MAX_PENDING:
             self._pending.pop(next(iter(self._pending))).gone = True
         pending = _Pending(rid, now_s, tokens, latency_s)
@@ -98,18 +138,35 @@ class TtftComparison:
             del self._pending[rid]
             pending.gone = not pending.decided
 
-    def advance(self, now_s: float) -> None:
-        """Let the shadows run as far as is known."""
-        while self._undecided:
+    def advance(self, now_s: float, *, whole: bool = False) -> None:
+        """Let the shadows run as far as is known, at most a slice of the work (unless ``whole``).
+        To be called every ``SLICE_S``."""
+        instances = len(self._clusters[MODELLED].instances)
+        left = math.inf if whole else _SLICE_US / (_REQUEST_US + _INSTANCE_US * instances)
+        while self._undecided and left > 0:
             head = self._undecided[0]
             if not head.decided and not head.gone and now_s - head.arrived_s < _UNDECIDED_S:
                 break
             self._undecided.popleft()
             if not head.gone:
                 self._enter(head, now_s)
+                left -= 1
+        if left <= 0 and len(self._undecided) > _MOST_BEHIND:
+            self._rest(now_s)
         until_s = self._undecided[0].arrived_s if self._undecided else now_s
         for name, cluster in self._clusters.items():
             self._finished(name, cluster.advance(now_s if name == MODELLED else until_s), now_s)
+
+    def _rest(self, now_s: float) -> None:
+        """Too many requests: forget all of them, and compare none for a while."""
+        self._undecided.clear()
+        self._pending.clear()
+        for cluster in self._clusters.values():
+            cluster.empty(now_s)
+        self.gain.drop_minute(now_s)
+        self.rests_until_s = now_s + _REST_S
+        self._counts_from_s = self.rests_until_s + _WARM_UP_S
+        self.begins = True
 
     def _enter(self, pending: _Pending, now_s: float) -> None:
         tokens = max(1, pending.tokens - pending.cached_tokens)
@@ -118,7 +175,8 @@ class TtftComparison:
             cluster = self._clusters[name]
             self._finished(name, cluster.advance(pending.arrived_s), now_s)
             if cluster.instances:
-                where = rule(cluster.instances)
+                asked = Asked(tokens, pending.arrived_s, pending.latency_s)
+                where = rule(cluster.instances, asked)
                 cluster.place(pending.rid, where, tokens, ready_s, pending.cached_tokens)
 
     def _finished(self, name: str, finished: list[tuple[str, float]], now_s: float) -> None:
@@ -132,17 +190,19 @@ class TtftComparison:
         if pending.measured_s is None or len(pending.done_s) < len(self._clusters):
             return
         del self._pending[pending.rid]
-        sample = {"measured": pending.measured_s}
+        sample = {MEASURED: pending.measured_s}
         for name, at_s in pending.done_s.items():
             sample[name] = at_s - pending.arrived_s + pending.tail_s
         self._samples.append((now_s, sample))
+        if pending.arrived_s >= self._counts_from_s:
+            self.gain.add(now_s, sample)
 
     def summary(self, now_s: float) -> dict[str, Any]:
-        """Percentiles over the last minute, seconds; empty figures where nothing is known yet."""
-        self.advance(now_s)
+        """Percentiles over the last minute, seconds; empty figures where nothing is known yet. As
+        of the last :meth:`advance`."""
         recent = [sample for at_s, sample in self._samples if now_s - at_s <= WINDOW_S]
         figures: dict[str, dict[str, float]] = {}
-        for name in ("measured", MODELLED, *self._rules) if recent else ():
+        for name in (MEASURED, MODELLED, *self._rules) if recent else ():
             ordered = sorted(sample[name] for sample in recent)
             figures[name] = {
                 "mean": round(sum(ordered) / len(ordered), 4),

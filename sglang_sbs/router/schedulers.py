@@ -15,11 +15,12 @@ import msgspec
 from prometheus_client.core import Metric
 
 from sglang_sbs.dashboard.feed import LocalFeed
+from sglang_sbs.dashboard.gain import by_bound, in_words
 from sglang_sbs.plain_words import naming_file
 from sglang_sbs.router.assignment.assigner import Dispatcher
 from sglang_sbs.router.assignment.scheduler_driver import SchedulerLike
 from sglang_sbs.router.errors import RouterError
-from sglang_sbs.router.metric_families import gauge, total
+from sglang_sbs.router.metric_families import gain_family, gauge, total
 from sglang_sbs.router.options.router_options import RouterOptions
 from sglang_sbs.router.processes import messages
 from sglang_sbs.router.processes.dashboard_feed import RemoteFeed
@@ -80,6 +81,8 @@ class OwnScheduler:
             with naming_file("--sbs-event-log", options.event_log):
                 log = EventLogWriter(options.event_log, options.scheduler)
             self.dispatcher.pump.event_log = log
+        if isinstance(self.dispatcher.pump.scheduler, Scheduler):
+            self.feed.stay()
         return await self._watch.start()
 
     async def add_worker(self, url: str, role: InstanceRole, bootstrap_port: int | None) -> Worker:
@@ -104,6 +107,11 @@ class OwnScheduler:
     def families(self) -> Iterator[Metric]:
         yield from self.dispatcher.pump.times.families()
         yield from self._watch.families(self.dispatcher.snapshot())
+        yield gain_family(by_bound(self.feed.ratios()))
+
+    def gain(self) -> str:
+        """For the line of a minute."""
+        return in_words(self.feed.ratios())
 
     async def close(self) -> None:
         self.feed.close()
@@ -174,6 +182,10 @@ class RemoteScheduler:
 
     async def remove_worker(self, worker: Worker) -> None:
         await self._change(worker, messages.RemoveWorker(worker_id=worker.id))
+
+    def gain(self) -> str:
+        """The scheduler process says it, once for all front ends."""
+        return ""
 
     async def update_worker(self, worker: Worker) -> None:
         id_, priority, cost, labels = worker.id, worker.priority, worker.cost, worker.labels

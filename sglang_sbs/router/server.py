@@ -250,7 +250,7 @@ class RouterServer:
         """A line per minute in which requests were answered."""
         while True:
             await asyncio.sleep(_MINUTE_S)
-            if line := self.in_flight.recent.minute.take():
+            if line := self.in_flight.recent.minute.take(self._schedulers.gain()):
                 logger.info("%s", line)
 
     # Workers ----------------------------------------------------------------------------------

@@ -134,19 +134,53 @@ async def test_requests_show_up_as_decisions() -> None:
     assert seen[0]["prefill"] == running.prefill[0].url
 
 
-async def test_it_costs_nothing_when_nobody_looks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(feed_module, "LINGER_S", 0.05)
+async def test_frames_are_made_only_while_somebody_looks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(feed_module, "FRAME_S", 0.02)
     async with cluster() as running:
         feed = local_feed(running)
+        recorder = feed.recorder
+        assert recorder is not None, "the gain is estimated all the time"
+        frames: list[float] = []
+        ticks: list[float] = []
+        frame, tick = recorder.frame, recorder.tick
+
+        def counted_frame(now_s: float) -> Any:
+            frames.append(now_s)
+            return frame(now_s)
+
+        def counted_tick(now_s: float) -> None:
+            ticks.append(now_s)
+            tick(now_s)
+
+        monkeypatch.setattr(recorder, "frame", counted_frame)
+        monkeypatch.setattr(recorder, "tick", counted_tick)
+        await until(lambda: len(ticks) >= 3)
+        assert not frames
+        stop = feed.watch(lambda payload, full: None)
+        await until(lambda: len(frames) >= 2)
+        stop()
+        made = len(frames)
+        seen = len(ticks)
+        await until(lambda: len(ticks) >= seen + 3)
+        assert len(frames) == made
+        assert feed.recorder is recorder
+
+
+async def test_the_fallbacks_recorder_costs_nothing_when_nobody_looks(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(feed_module, "LINGER_S", 0.05)
+    monkeypatch.setattr(feed_module, "FRAME_S", 0.02)
+    async with cluster() as running:
         pump = running.server.dispatcher.pump  # type: ignore[attr-defined]
+        local_feed(running).close()
+        feed = LocalFeed(pump, alone=True)
         assert feed.recorder is None
         assert pump.observer is None
-        await take(running, 2)
+        feed.watch(lambda payload, full: None)()
         await until(lambda: feed.recorder is None)
         assert pump.observer is None
         assert feed._ticker is None
-        assert (await take(running, 1))[0]["full"], "and begins anew"
 
 
 async def test_all_watchers_get_the_same_bytes(monkeypatch: pytest.MonkeyPatch) -> None:

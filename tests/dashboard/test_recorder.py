@@ -9,7 +9,7 @@ import pytest
 from sglang_sbs.dashboard.alerts import Recent, find_alerts
 from sglang_sbs.dashboard.passes import PassHistory
 from sglang_sbs.dashboard.recorder import Recorder
-from sglang_sbs.dashboard.shadow import RoundRobin, ShadowCluster, Shape, least_tokens
+from sglang_sbs.dashboard.shadow import Asked, RoundRobin, ShadowCluster, Shape, least_tokens
 from sglang_sbs.dashboard.ttft import TtftComparison
 from sglang_sbs.scheduling import (
     Command,
@@ -161,6 +161,9 @@ def test_a_frame_tells_of_a_worker_without_a_barrier_as_one() -> None:
 # Shadows --------------------------------------------------------------------------------------
 
 
+ASKED = Asked(tokens=10, now_s=0.0, latency_s=0.0)
+
+
 class Steady:
     """Every pass takes one second."""
 
@@ -202,13 +205,13 @@ def test_what_an_instance_was_busy_with_comes_first() -> None:
 def test_rules_place_as_they_say() -> None:
     cluster = shadow(instances=2)
     turn = RoundRobin()
-    places = [turn(cluster.instances) for _ in range(4)]
+    places = [turn(cluster.instances, ASKED) for _ in range(4)]
     assert places == [("p0", 0), ("p1", 0), ("p0", 1), ("p1", 1)]
     cluster.place("a", ("p0", 0), 50, 0.0)
     cluster.place("b", ("p0", 1), 10, 0.0)
     cluster.place("c", ("p1", 0), 20, 0.0)
     cluster.place("d", ("p1", 1), 5, 0.0)
-    assert least_tokens(cluster.instances) == ("p1", 1)
+    assert least_tokens(cluster.instances, ASKED) == ("p1", 1)
 
 
 def test_a_worker_without_a_barrier_is_one_worker_whose_ranks_wait_for_nobody() -> None:
@@ -216,7 +219,7 @@ def test_a_worker_without_a_barrier_is_one_worker_whose_ranks_wait_for_nobody() 
     lone = {f"p0 rank {rank}": Shape(1, 100, Steady().predict_s, "p0") for rank in range(3)}
     cluster.follow(lone | {"p1": Shape(2, 100, Steady().predict_s)}, 0.0)
     turn = RoundRobin()
-    places = [turn(cluster.instances) for _ in range(4)]
+    places = [turn(cluster.instances, ASKED) for _ in range(4)]
     assert places == [("p0 rank 0", 0), ("p1", 0), ("p0 rank 1", 0), ("p1", 1)]
     cluster.place("a", ("p0 rank 0", 0), 100, 0.0)
     cluster.place("late", ("p0 rank 1", 0), 10, 0.5)
@@ -242,9 +245,10 @@ def test_the_comparison_is_of_the_same_requests() -> None:
     ttft.dispatched("a", P0, 0, 0, 0.4)  # held for 0.4 s
     ttft.advance(1.5)
     ttft.prefilled("a", 1.5, pass_ended_s=1.4)  # the way of the answer: 0.1 s
+    ttft.advance(2.0)
     summary = ttft.summary(2.0)
     assert summary["requests"] == 1
-    assert summary["unfinished"] == {"least_tokens": 0, "round_robin": 0}
+    assert summary["unfinished"] == {"eta": 0, "least_tokens": 0, "round_robin": 0}
     figures = {name: one["p50"] for name, one in summary["figures"].items()}
     assert figures["measured"] == 1.5
     # Median of the ways seen so far: none, and 0.1 s.

@@ -14,10 +14,11 @@ from aiohttp import web
 from prometheus_client.core import Metric
 
 from sglang_sbs.dashboard.feed import LocalFeed
+from sglang_sbs.dashboard.gain import MINUTE_S, WINDOW_MINUTES, by_bound, in_words
 from sglang_sbs.plain_words import naming_file
 from sglang_sbs.router.assignment.decision_times import lag_families
 from sglang_sbs.router.election import Election, parse_election
-from sglang_sbs.router.metric_families import gauge, total
+from sglang_sbs.router.metric_families import gain_family, gauge, total
 from sglang_sbs.router.options.router_options import RouterOptions
 from sglang_sbs.router.options.several import SeveralProcesses
 from sglang_sbs.router.options.tls import worker_session
@@ -109,7 +110,9 @@ class SchedulerProcess:
         except BaseException:
             await self.stop()
             raise
+        self._feed.stay()
         self._tasks.append(asyncio.create_task(self._stand(election)))
+        self._tasks.append(asyncio.create_task(self._log_gain()))
 
     @property
     def prometheus_port(self) -> int:
@@ -163,6 +166,13 @@ class SchedulerProcess:
         found = len(self._watch.registry) > 0 or self.options.discovery is None
         return found and self._hub.membership.looked
 
+    async def _log_gain(self) -> None:
+        """A line per minute in which the gain is known; the rest is in the front ends' lines."""
+        while True:
+            await asyncio.sleep(MINUTE_S)
+            if line := in_words(self._feed.ratios()):
+                logger.info("last %d minutes: %s", WINDOW_MINUTES, line)
+
     # Between the parts ------------------------------------------------------------------------
 
     def _submit(self, event: Event) -> None:
@@ -215,6 +225,7 @@ class SchedulerProcess:
         yield from lag_families(self._hub.lag)
         yield from self.lead.families()
         yield from self._watch.families(self._hub.pump.snapshot())
+        yield gain_family(by_bound(self._feed.ratios()))
         about = "Events the scheduler failed on: a defect"
         yield total("sbs_scheduler_errors", about, self._hub.pump.errors)
         yield gauge("sbs_front_ends", "Front ends connected to the scheduler", self.front_ends)

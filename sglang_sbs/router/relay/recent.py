@@ -143,8 +143,8 @@ class Minute:
         if len(samples) < _MOST_SAMPLES:
             samples.append(seconds)
 
-    def take(self) -> str:
-        """The line, and a new minute. Empty: nothing happened."""
+    def take(self, gain: str = "") -> str:
+        """The line, and a new minute. Empty: nothing happened. ``gain``: ends the line."""
         requests, ttft_s, held_s, refused = self.requests, self.ttft_s, self.held_s, self.refused
         self.__init__()  # type: ignore[misc]
         if not requests:
@@ -156,7 +156,7 @@ class Minute:
             parts.append(f"held p50 {_at(held_s, 0.5)}, p95 {_at(held_s, 0.95)}")
         causes = ", ".join(f"{count:,} {code}" for code, count in refused.most_common(8))
         parts.append(f"refused or failed: {causes}" if causes else "none refused")
-        return "; ".join(parts)
+        return "; ".join([*parts, gain] if gain else parts)
 
 
 def _at(samples: list[float], share: float) -> str:
