@@ -62,6 +62,14 @@ class PrefixCaches:
             if place is not None:
                 index.sent(request.rid, *place, request.blocks, request.block_tokens, visible_s)
 
+    def moved(self, request: Request, visible_s: float) -> None:
+        """The engine moved a request to the prefill rank it now has; from ``visible_s`` on others
+        find its blocks there."""
+        self.prefill.dropped(request.rid)
+        if request.prefill is not None:
+            blocks = request.blocks, request.block_tokens
+            self.prefill.sent(request.rid, *request.prefill, *blocks, visible_s)
+
     def prefilled(self, request: Request, now_s: float, cached_tokens: int | None) -> None:
         """Prefill answered, with what it had found if it says so."""
         self.prefill.prefilled(

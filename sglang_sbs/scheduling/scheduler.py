@@ -47,6 +47,7 @@ from sglang_sbs.scheduling.policies.selection import Policies
 from sglang_sbs.scheduling.prefill.agenda import Agenda
 from sglang_sbs.scheduling.prefill.instance import PrefillInstance
 from sglang_sbs.scheduling.prefill.interval import IntervalController
+from sglang_sbs.scheduling.prefill.moves import Stray
 from sglang_sbs.scheduling.prefill.observation import Observation
 from sglang_sbs.scheduling.prefix_caches import PrefixCaches
 from sglang_sbs.scheduling.queue.fairness import TenantTurns
@@ -347,15 +348,23 @@ class Scheduler:
     def _on_report(self, event: ev.ForwardEnded, now_s: float) -> bool:
         """Whether it is news of the instance, not of one more rank in a pass that is known."""
         report = event.report
-        adopted = self._adopted.pop((event.instance, report.dp_rank), None)
+        here = event.instance, report.dp_rank
+        adopted = self._adopted.pop(here, None)
         if adopted is not None:
+            adopted = [rid for rid in adopted if not self._is_elsewhere(rid, here)]
             report = msgspec.structs.replace(report, rids=[*report.rids, *adopted])
         prefill = self.prefill.get(event.instance)
         if prefill is not None:
             before = prefill.stage
-            observation = prefill.on_report(report, now_s, self.interval.latency_s)
+            strays = self._strays(prefill, event.report)
+            observation = prefill.on_report(report, now_s, self.interval.latency_s, strays)
             if observation.restarted:
-                self.prefix.on_restart(event.instance, report.dp_rank)
+                self.prefix.on_restart(*here)
+            for rid in observation.moved:
+                request = self._requests[rid]
+                request.prefill, request.cached_tokens = here, request.hit_tokens(*here)
+                free_s = prefill.free_at_s(now_s, self.interval.latency_s)
+                self.prefix.moved(request, visible_s=free_s + prefill.next_pass_s())
             self._learn(observation, now_s, prefill)
             return prefill.stage != before
         decode = self.decode.get(event.instance)
@@ -365,6 +374,28 @@ class Scheduler:
             decode.on_report(report, now_s)
             self._silent_s = min(self._silent_s, now_s + SILENT_S)
         return True
+
+    def _is_elsewhere(self, rid: str, place: tuple[ev.InstanceId, int]) -> bool:
+        """Whether an adopted request was found on another rank since it was adopted."""
+        request = self._requests.get(rid)
+        return request is not None and place not in (request.prefill, request.decode)
+
+    def _strays(self, prefill: PrefillInstance, report: EndForward) -> list[Stray]:
+        """Requests that a rank of ``prefill`` names and that are believed to be at another rank of
+        the same worker."""
+        here = prefill.id, report.dp_rank
+        strays = []
+        for rid in report.rids if 0 <= report.dp_rank < prefill.dp_size else ():
+            request = self._requests.get(rid)
+            if request is None or request.prefilled or request.prefill in (None, here):
+                continue
+            name, rank = request.prefill
+            source = self.prefill.get(name)
+            if source is None or source.worker != prefill.worker or rank >= source.dp_size:
+                continue
+            cached_tokens = request.hit_tokens(*here)
+            strays.append(Stray(rid, source, rank, request.prompt_tokens, cached_tokens))
+        return strays
 
     def _follow(self, decode: DecodeInstance, report: EndForward) -> None:
         """Enter requests where the engine put them, which chooses ranks itself."""

@@ -165,6 +165,7 @@ class Twin:
         self.instances = Scheduler(SchedulerConfig(**config))
         self.now_s = 1.0
         self.sent: list[str] = []
+        self.rank_of: dict[str, int] = {}
         self.answered: list[str] = []
         self.counts = [0] * ranks
         """Passes and messages of each rank; each begins somewhere else."""
@@ -180,7 +181,9 @@ class Twin:
         assert [c for c in told if isinstance(c, WakeAt)][-1:] == [
             c for c in other if isinstance(c, WakeAt)
         ][-1:]
-        self.sent += [c.rid for c in told if isinstance(c, Dispatch)]
+        sent = {c.rid: c.prefill_rank for c in told if isinstance(c, Dispatch)}
+        self.sent += sent
+        self.rank_of |= sent
 
     @staticmethod
     def inside(command: Command) -> Command:
@@ -200,7 +203,8 @@ class Twin:
             "forward_s": 0.1 if kind == "forward" else 0.0,
             "waiting_tokens": tokens // 3 if kind == "forward" else 0,
             "waiting_requests": kind == "forward",
-            "rids": self.sent[-1:],
+            # On another rank it would have moved, which instances do not do.
+            "rids": [rid for rid in self.sent if self.rank_of[rid] == rank][-1:],
             "accepted_requests": len(self.sent),
         }
         self.tell(says(rank, "p", self.ranks, **fields), says(0, f"p rank {rank}", 1, **fields))

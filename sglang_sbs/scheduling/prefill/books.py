@@ -10,6 +10,7 @@ from sglang_sbs.scheduling.events import InstanceId, InstanceUp
 from sglang_sbs.scheduling.paging import whole_pages
 from sglang_sbs.scheduling.prefill.engine_pause import EnginePause
 from sglang_sbs.scheduling.prefill.forward_model import ForwardModel
+from sglang_sbs.scheduling.prefill.moves import Moves
 from sglang_sbs.scheduling.prefill.passes import Pass, Sent
 from sglang_sbs.scheduling.prefill.rank import PrefillRank
 from sglang_sbs.scheduling.prefill.report_limits import DeviceTime
@@ -51,6 +52,7 @@ class PrefillBooks:
         self.watchdog = Watchdog(t_default_s)
         self._device = DeviceTime(t_default_s)
         self.pause = EnginePause()
+        self.moves = Moves()
         self.free_since_s = float("-inf")
         self.last_dispatch_s = float("-inf")
         self.left_s = -math.inf
@@ -269,3 +271,22 @@ class PrefillBooks:
 
     def _compute(self, tokens: list[int]) -> list[float]:
         return [rank.prompts.compute(mine) for rank, mine in zip(self.ranks, tokens, strict=True)]
+
+    def _is_over(self, forward_id: int) -> bool:
+        """Another rank has said so: the message about its launch is late, nobody knows how much."""
+        return forward_id <= max([rank.last_forward_id for rank in self.ranks])
+
+    def _rechain(self, start_s: float) -> None:
+        """Re-anchor what is behind a pass that just ended."""
+        for running in self.passes:
+            running.start_s = start_s
+            running.end_s = start_s = start_s + self.model.predict_s(running.tokens, running.pairs)
+
+    def _drop_presumed(self) -> None:
+        """A report supersedes presumed passes; what no rank acknowledged is in flight again."""
+        presumed = [p for p in self.passes if p.forward_id is None]
+        if not presumed:
+            return
+        self.passes = [p for p in self.passes if p.forward_id is not None]
+        for index, rank in enumerate(self.ranks):
+            rank.take_back(index, presumed)

@@ -19,6 +19,7 @@ import math
 from collections.abc import Sequence
 
 from sglang_sbs.scheduling.prefill.books import PrefillBooks
+from sglang_sbs.scheduling.prefill.moves import Stray
 from sglang_sbs.scheduling.prefill.observation import Observation, observe_launch
 from sglang_sbs.scheduling.prefill.passes import Pass, Sent, accepted, sent_of, with_id
 from sglang_sbs.scheduling.prefill.rank import MOST_TAKEN, PrefillRank
@@ -151,6 +152,7 @@ class PrefillInstance(PrefillBooks):
         if rank >= self.dp_size:
             return  # it went to an instance of another size that had this name
         self.ranks[rank].gone(rid)
+        self.moves.ended(rid)
         for running in self.passes:
             # No answer will end the pass for this request; without any it ends by time.
             running.rids.pop(rid, None)
@@ -164,9 +166,12 @@ class PrefillInstance(PrefillBooks):
 
     # Reports ------------------------------------------------------------------------------
 
-    def on_report(self, report: EndForward, now_s: float, latency_s: float) -> Observation:
+    def on_report(
+        self, report: EndForward, now_s: float, latency_s: float, strays: Sequence[Stray] = ()
+    ) -> Observation:
         """Replace belief by what a rank says. Old and duplicate messages change nothing.
-        ``latency_s``: L_net, which tells what was at the rank when the pass before ended."""
+        ``latency_s``: L_net, which tells what was at the rank when the pass before ended.
+        ``strays``: requests that the rank names and that are believed to be elsewhere."""
         if not 0 <= report.dp_rank < self.dp_size:
             return Observation()
         rank = self.ranks[report.dp_rank]
@@ -187,8 +192,10 @@ class PrefillInstance(PrefillBooks):
         if report.kind == "launch":
             self._learn_pause(report, launch_s)
             self.pause.end()
-        learned = self._acknowledge(rank, report, taken.lost_requests, launch_s)
-        learned.restarted = taken.restarted
+        moved = self.moves.follow(self.ranks, report.dp_rank, strays) if strays else []
+        lost = self.moves.settle(report, taken.lost_requests)
+        learned = self._acknowledge(rank, report, lost, launch_s)
+        learned.restarted, learned.moved = taken.restarted, moved
         rank.give_up(now_s - max(LOST_S, self.watchdog.timeout_s))
         rank.on_queue(report, self.chunk_tokens)
         rank.idle = report.idle
@@ -238,6 +245,7 @@ class PrefillInstance(PrefillBooks):
         """Forget everything believed to be queued or running."""
         for rank in self.ranks:
             rank.forget()
+        self.moves.clear()
         self._recount()
         self.passes.clear()
         self.watchdog.due_s = math.inf
@@ -281,6 +289,7 @@ class PrefillInstance(PrefillBooks):
             rank.forget()
             rank.prompts.clear()
         self.cached_share = 0.0
+        self.moves.clear()
         self._forget_ids()
 
     def _forget_ids(self) -> None:
@@ -386,10 +395,6 @@ class PrefillInstance(PrefillBooks):
             rank.land(rid)
         return learned
 
-    def _is_over(self, forward_id: int) -> bool:
-        """Another rank has said so: the message about its launch is late, nobody knows how much."""
-        return forward_id <= max([rank.last_forward_id for rank in self.ranks])
-
     def _launched_s(self, report: EndForward, now_s: float) -> float:
         """When the reported pass was launched. The barrier: its first rank to say so knows best,
         the messages of the others may have taken longer."""
@@ -473,27 +478,12 @@ class PrefillInstance(PrefillBooks):
         self.watchdog.on_pass(forward_s)
         return Observation(forward_s=forward_s)
 
-    def _rechain(self, start_s: float) -> None:
-        """Re-anchor what is behind a pass that just ended."""
-        for running in self.passes:
-            running.start_s = start_s
-            running.end_s = start_s = start_s + self.model.predict_s(running.tokens, running.pairs)
-
     def _on_quiescent(self, now_s: float) -> None:
         self.passes.clear()
         self.free_since_s = min(self.free_since_s, now_s)
         # What was sent a moment ago is not seen yet: the instance is not free for another batch.
         if self.backlog_tokens == 0:
             self.ready = True
-
-    def _drop_presumed(self) -> None:
-        """A report supersedes presumed passes; what no rank acknowledged is in flight again."""
-        presumed = [p for p in self.passes if p.forward_id is None]
-        if not presumed:
-            return
-        self.passes = [p for p in self.passes if p.forward_id is not None]
-        for index, rank in enumerate(self.ranks):
-            rank.take_back(index, presumed)
 
 
 Instances = Sequence[PrefillInstance]

@@ -53,6 +53,8 @@ class Observation:
     its launch left behind."""
     restarted: bool = False
     """The rank spoke with another boot id than before."""
+    moved: list[str] = field(default_factory=list)
+    """Requests that are believed to be at this rank now, and were dispatched to another."""
 
 
 def observe_launch(

@@ -1,0 +1,120 @@
+"""Requests that the engine put on another DP rank than the one they were dispatched to.
+
+SGLang may move a queued prefill to another rank after the router handed it over (DP waiting-queue
+migration, sglang #37401), or treat the router's choice as a hint only (sglang #35964). Then
+EndForward names the request on a rank that the router did not choose. EndForward is believed.
+
+The message that names a request is its acceptance by the new rank, so the request is entered there
+as accepted. At the old rank it is taken from wherever it was counted: in flight, in a presumed
+pass, or in the reported queue. Messages of two ranks have no order. If the old rank's own
+acceptance was not received before the move, it is *owed*: when it comes, by name or as a lost id,
+it moves nothing back and accepts no other request. A move teaches nothing about the network.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, NamedTuple
+
+from sglang_sbs.scheduling.prefill.rank import PrefillRank
+from sglang_sbs.wire import EndForward
+
+if TYPE_CHECKING:
+    from sglang_sbs.scheduling.prefill.instance import PrefillInstance
+
+_MOST_OWED = 1024
+"""A rank that treats the choice as a hint never accepts what it owes."""
+
+
+class Stray(NamedTuple):
+    """A request that a DP rank names and that is believed to be at another one."""
+
+    rid: str
+    source: PrefillInstance
+    """Where it is believed to be; another instance only where each rank is one (``lone_ranks``)."""
+    rank: int
+    """DP rank of ``source``."""
+    prompt_tokens: int
+    cached_tokens: int
+    """L_hit on the rank that names it."""
+
+
+class Moves:
+    """The moves of one prefill instance."""
+
+    __slots__ = ("_owed",)
+
+    def __init__(self) -> None:
+        self._owed: dict[str, int] = {}
+        """Moved requests whose acceptance by this DP rank was not received; oldest first."""
+
+    def follow(
+        self, ranks: Sequence[PrefillRank], index: int, strays: Sequence[Stray]
+    ) -> list[str]:
+        """Enter requests at the DP rank ``index``, which names them, and take them from where they
+        were believed to be. Returns the ids of those that moved."""
+        target = ranks[index]
+        moved = [stray for stray in strays if self._owed.get(stray.rid) != index]
+        for stray in moved:
+            old_tokens = _leave(stray)
+            if old_tokens is None:
+                continue  # forgotten meanwhile: no tokens of it are counted anywhere
+            tokens = max(1, stray.prompt_tokens - stray.cached_tokens)
+            target.outstanding.add(stray.rid, tokens)
+            target.prompts.add(stray.rid, stray.prompt_tokens, stray.prompt_tokens - tokens)
+            target.has_cached = target.has_cached or stray.cached_tokens > 0
+            target.received_tokens += tokens
+            stray.source.ranks[stray.rank].received_tokens -= old_tokens
+        return [stray.rid for stray in moved]
+
+    def settle(self, report: EndForward, lost: int) -> int:
+        """Book what a DP rank owed. ``lost``: acceptances in messages of the rank that did not
+        arrive. Returns how many of these are of requests that are still believed to be there."""
+        if not self._owed:
+            return lost
+        for rid in report.rids:
+            if self._owed.get(rid) == report.dp_rank:
+                del self._owed[rid]
+        owed = [rid for rid, rank in self._owed.items() if rank == report.dp_rank][:lost]
+        for rid in owed:
+            del self._owed[rid]
+        return lost - len(owed)
+
+    def owes(self, rid: str, rank: int) -> None:
+        self._owed[rid] = rank
+        if len(self._owed) > _MOST_OWED:
+            del self._owed[next(iter(self._owed))]
+
+    def ended(self, rid: str) -> None:
+        self._owed.pop(rid, None)
+
+    def clear(self) -> None:
+        self._owed.clear()
+
+
+def _leave(stray: Stray) -> int | None:
+    """Take a request from where it was believed to be. Returns its uncached tokens there; None if
+    they were forgotten."""
+    rid, books = stray.rid, stray.source
+    rank = books.ranks[stray.rank]
+    if rid not in rank.outstanding:
+        return None
+    tokens = rank.outstanding[rid]
+    unheard = rid in rank.flight or rid in rank.presumed
+    unheard = unheard or any(rid in running.rids for running in books.passes)
+    waiting_before = _waiting_tokens(rank)
+    books.dropped(rid, stray.rank)
+    rank.presumed.pop(rid, None)
+    rank.taken = []  # of these some may have moved, and their launch is another rank's
+    if unheard:
+        books.moves.owes(rid, stray.rank)
+    elif rank.queued_tokens >= waiting_before:
+        # The rank's last message still counts the request. With fewer tokens it no longer does.
+        rank.queued_tokens -= waiting_before - _waiting_tokens(rank)
+    return tokens
+
+
+def _waiting_tokens(rank: PrefillRank) -> int:
+    """Tokens of accepted requests that no pass has computed, by the router's own accounting."""
+    prompts = sum([prompt - computed for prompt, computed, _ in rank.prompts.waiting()])
+    return max(0, prompts - rank.flight.total)
