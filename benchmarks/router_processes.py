@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import ssl
 import sys
 import time
 from collections.abc import AsyncIterator, Iterable, Sequence
@@ -45,6 +46,10 @@ class Contender:
     """The package that decides, where that is not the one that is run."""
     tokenizes: bool = False
     """Needs the tokenizer, as ours do."""
+    tls: ssl.SSLContext | None = None
+    """For clients, where it serves over TLS."""
+    wrapper: tuple[str, ...] = ()
+    """A command that runs the one behind it, as ``prlimit`` does."""
 
     @property
     def package(self) -> str:
@@ -65,7 +70,7 @@ class Contender:
         argv = router_argv(prefill, decode, self.module)
         argv += ["--host", "127.0.0.1", "--port", str(port)]
         argv += ["--prometheus-host", "127.0.0.1", "--prometheus-port", str(prometheus_port)]
-        return [*argv, *self.flags]
+        return [*self.wrapper, *argv, *self.flags]
 
 
 _QUIET = ("--log-level", "warn", "--disable-retries", "--disable-circuit-breaker")
@@ -186,7 +191,7 @@ async def _until_ready(
     request = f"GET {contender.ready_path} HTTP/1.1\r\nhost: 127.0.0.1\r\nconnection: close\r\n\r\n"
     while time.monotonic() < end_s and process.returncode is None:
         with suppress(OSError):
-            reader, writer = await asyncio.open_connection("127.0.0.1", port)
+            reader, writer = await asyncio.open_connection("127.0.0.1", port, ssl=contender.tls)
             writer.write(request.encode())
             line = await reader.readline()
             writer.close()

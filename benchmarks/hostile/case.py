@@ -11,13 +11,23 @@ A case sends what it likes and returns when it has been answered or has given up
 from __future__ import annotations
 
 import asyncio
+import ssl
 from collections import Counter
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
+from typing import Any
 
 ANSWER_S = 60.0
 """A case that is not answered by then goes on."""
+
+
+def tls_context() -> ssl.SSLContext:
+    """A client's context that accepts the router's self-signed certificate."""
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    context.check_hostname = False
+    context.verify_mode = ssl.CERT_NONE
+    return context
 
 
 @dataclass
@@ -29,12 +39,15 @@ class Target:
     decode_port: int
     endforward_port: int
     """0: it listens to none."""
+    tls: bool = False
+    """Its serving port speaks TLS."""
     sent_bytes: int = 0
     statuses: Counter[str] = field(default_factory=Counter)
     """What came back: the status of each answer, or ``closed``, ``timeout``."""
 
     async def connect(self) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
-        return await asyncio.open_connection("127.0.0.1", self.port)
+        context = tls_context() if self.tls else None
+        return await asyncio.open_connection("127.0.0.1", self.port, ssl=context)
 
     async def send(self, writer: asyncio.StreamWriter, data: bytes) -> None:
         self.sent_bytes += len(data)
@@ -95,30 +108,30 @@ class Case:
     attack: Attack
     policy: str = "sbs"
     flags: tuple[str, ...] = ()
-    """Of the router, further ones."""
+    """Further flags of the router."""
     tokenizer: bool = False
-    """The router gets one (``--tokenizer-path``)."""
+    """The router has a tokenizer and a chat template (``--tokenizer-path``)."""
     endforward: bool = False
     """The router listens for EndForward."""
+    tls: bool = False
+    """The router serves over TLS."""
+    descriptors: int = 0
+    """Most files and sockets that the router may have open; 0: as many as this process."""
+    reconnects: bool = False
+    """The probe opens a connection for each request."""
+    module: str = "sglang_sbs.launch_router"
+    """What is run as the router."""
 
 
 CASES: dict[str, Case] = {}
 
 
-def case(
-    name: str,
-    about: str,
-    *,
-    policy: str = "sbs",
-    flags: tuple[str, ...] = (),
-    tokenizer: bool = False,
-    endforward: bool = False,
-) -> Callable[[Attack], Attack]:
-    """Make a function a case of that name."""
+def case(name: str, about: str, **options: Any) -> Callable[[Attack], Attack]:
+    """Make a function a case of that name; ``options`` are further fields of :class:`Case`."""
 
     def add(attack: Attack) -> Attack:
         assert name not in CASES, name
-        CASES[name] = Case(name, about, attack, policy, flags, tokenizer, endforward)
+        CASES[name] = Case(name, about, attack, **options)
         return attack
 
     return add

@@ -17,18 +17,21 @@ from rich.table import Table
 
 from benchmarks.hostile.case import Case
 from benchmarks.hostile.cases import all_cases
-from benchmarks.hostile.measure import Row, measure, write_tokenizer
+from benchmarks.hostile.measure import Row, measure, write_files
 from benchmarks.router_processes import raw_engines
 
 MOST_DELAY_MS = 50.0
 MOST_RATIO = 4.0
+FREE_MIB = 8.0
+"""Growth that is within the target whatever was sent: 700 connections that send nothing take it."""
 _ENGINES = "benchmarks.hostile.engines"
 _FOLDER = Path(__file__).parents[2]
 _EPILOG = """\
 Every case has a router of its own, with its defaults, in front of two engines that cost next to
 nothing. A probe, a process of its own, asks it for a small chat every 5 ms: for two seconds before
 the attack (baseline), and during it (worst delay). Memory is the peak of what is resident, less
-what was before, over the size of what the case sent (or over 1 MiB, if that is less).
+what was before, over the size of what the case sent (or over 1 MiB, if that is less). Growth of
+8 MiB is within the target whatever was sent.
 
 The machine must be quiet: a delay is the router's only where the baseline is a few milliseconds.
 Where it is shared, take the best of three runs. What a policy holds a request for counts, too: a
@@ -64,7 +67,7 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
 async def run(cases: Sequence[Case], console: Console) -> list[Row]:
     rows = []
     with tempfile.TemporaryDirectory() as folder:
-        write_tokenizer(Path(folder))
+        write_files(Path(folder))
         for number, case in enumerate(cases, 1):
             console.print(f"{number} of {len(cases)}: {case.name}, {case.about}", style="dim")
             async with raw_engines(_ENGINES, _FOLDER) as engines:
@@ -74,22 +77,25 @@ async def run(cases: Sequence[Case], console: Console) -> list[Row]:
 
 def table_of(rows: Sequence[Row]) -> Table:
     table = Table(
-        title=f"targets: a delay of at most {MOST_DELAY_MS:.0f} ms, {MOST_RATIO:g} times the input"
+        title=f"targets: at most {MOST_DELAY_MS:.0f} ms above quiet, no failed probe, and memory "
+        f"of at most {MOST_RATIO:g} times the input or {FREE_MIB:g} MiB"
     )
     table.add_column("case", no_wrap=True)
-    for name in ("worst ms", "quiet ms", "memory", "MiB sent"):
+    for name in ("worst ms", "quiet ms", "memory", "MiB", "MiB sent"):
         table.add_column(name, justify="right", no_wrap=True)
     table.add_column("answers", overflow="fold")
     for row in rows:
-        late, fat = row.worst_delay_ms > MOST_DELAY_MS, row.memory_ratio > MOST_RATIO
+        late = row.worst_delay_ms - row.baseline_ms > MOST_DELAY_MS
+        fat = row.memory_ratio > MOST_RATIO and row.grown_mib > FREE_MIB
         answers = " ".join(f"{count}x{status}" for status, count in row.answers.items())
         if row.probe_failures:
-            answers += f"; {row.probe_failures} probes failed"
+            answers += f"; [red]{row.probe_failures} of {row.probes} probes failed"
         table.add_row(
             row.case,
             f"{'[red]' if late else ''}{row.worst_delay_ms:.1f}",
             f"{row.baseline_ms:.1f}",
             f"{'[red]' if fat else ''}{row.memory_ratio:.1f}",
+            f"{row.grown_mib:.1f}",
             f"{row.sent_bytes / (1 << 20):.1f}",
             answers,
         )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import subprocess
 import sys
 import time
 from collections.abc import AsyncIterator
@@ -13,7 +14,7 @@ from typing import Any
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
-from benchmarks.hostile.case import Case, Target
+from benchmarks.hostile.case import Case, Target, tls_context
 from benchmarks.router_processes import Contender, Processes, running
 from tools.stand_ins.ports import free_ports
 
@@ -24,7 +25,15 @@ _CASE_S = 120.0
 _LEAST_INPUT_BYTES = 1 << 20
 SPECIALS = 255
 """Special tokens of the tokenizer, as many as Llama 3 has."""
-_MODULE = "sglang_sbs.launch_router"
+_CERT, _KEY = "cert.pem", "key.pem"
+_TEMPLATE = """\
+{%- if tools %}{{ tools | tojson(indent=4) }}{% endif -%}
+{%- if extra %}{{ extra | tojson(indent=4) }}{% endif -%}
+{%- for message in messages -%}
+<|reserved_special_token_0|>{{ message.role }}
+{{ message.content }}<|reserved_special_token_1|>
+{%- endfor -%}
+"""
 
 
 @dataclass
@@ -52,8 +61,9 @@ class Row:
         return asdict(self)
 
 
-async def measure(case: Case, engines: tuple[int, int], tokenizer: Path) -> Row:
-    """Raises: RuntimeError, the router does not start or the probe says nothing."""
+async def measure(case: Case, engines: tuple[int, int], folder: Path) -> Row:
+    """``folder``: what :func:`write_files` wrote. Raises: RuntimeError, the router does not start
+    or the probe gets no answers."""
     endforward_port = free_ports(1)[0] if case.endforward else 0
     bind = f"tcp://127.0.0.1:{endforward_port}" if endforward_port else "none"
     flags: tuple[str, ...] = (
@@ -61,12 +71,20 @@ async def measure(case: Case, engines: tuple[int, int], tokenizer: Path) -> Row:
         *("--sbs-endforward-bind", bind),
     )
     if case.tokenizer:
-        flags += ("--tokenizer-path", str(tokenizer))
-    router = Contender("ours", _MODULE, (*flags, *case.flags))
-    async with running(router, *engines) as started, _probing(started.port) as answers:
+        flags += ("--tokenizer-path", str(folder))
+    if case.tls:
+        flags += ("--tls-cert-path", str(folder / _CERT), "--tls-key-path", str(folder / _KEY))
+    router = Contender(
+        "ours",
+        case.module,
+        (*flags, *case.flags),
+        tls=tls_context() if case.tls else None,
+        wrapper=("prlimit", f"--nofile={case.descriptors}") if case.descriptors else (),
+    )
+    async with running(router, *engines) as started, _probing(started.port, case) as answers:
         quiet_s = time.monotonic()
         await asyncio.sleep(QUIET_S)
-        target = Target(started.port, *engines, endforward_port)
+        target = Target(started.port, *engines, endforward_port, case.tls)
         before_bytes = started.processes.resident_bytes()
         _forget_peak(started.processes)
         begin_s = time.monotonic()
@@ -99,10 +117,11 @@ _Answer = tuple[float, float, int]
 
 
 @asynccontextmanager
-async def _probing(port: int) -> AsyncIterator[list[_Answer]]:
-    """The answers are whole when it is left."""
+async def _probing(port: int, case: Case) -> AsyncIterator[list[_Answer]]:
+    """Entered with the first answer; the answers are whole when it is left."""
+    words = [word for word in ("tls", "reconnects") if getattr(case, word)]
     process = await asyncio.create_subprocess_exec(
-        *(sys.executable, "-m", "benchmarks.hostile.probe", str(port)),
+        *(sys.executable, "-m", "benchmarks.hostile.probe", str(port), *words),
         stdin=asyncio.subprocess.PIPE,
         stdout=asyncio.subprocess.PIPE,
         cwd=Path(__file__).parents[2],
@@ -110,12 +129,16 @@ async def _probing(port: int) -> AsyncIterator[list[_Answer]]:
     assert process.stdin is not None and process.stdout is not None
     answers: list[_Answer] = []
 
+    def add(line: bytes) -> None:
+        at_s, took_s, status = line.split()
+        answers.append((float(at_s), float(took_s), int(status)))
+
     async def collect() -> None:
         assert process.stdout is not None
         async for line in process.stdout:
-            at_s, took_s, status = line.split()
-            answers.append((float(at_s), float(took_s), int(status)))
+            add(line)
 
+    add(await process.stdout.readline())
     collecting = asyncio.create_task(collect())
     try:
         yield answers
@@ -141,8 +164,20 @@ def _forget_peak(processes: Processes) -> None:
             Path(f"/proc/{pid}/clear_refs").write_text("5")
 
 
-def write_tokenizer(folder: Path) -> None:
-    """A small one, with the costs per character of a large one, and as many special tokens."""
+def write_files(folder: Path) -> None:
+    """What routers need: a model's tokenizer and chat template, a certificate and its key."""
+    _write_tokenizer(folder)
+    command = ("openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:P-256")
+    files = ("-keyout", str(folder / _KEY), "-out", str(folder / _CERT))
+    subprocess.run(
+        [*command, "-nodes", "-days", "2", "-subj", "/CN=localhost", *files],
+        check=True,
+        capture_output=True,
+    )
+
+
+def _write_tokenizer(folder: Path) -> None:
+    """A small tokenizer with the costs per character of a large one, and as many special tokens."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -152,3 +187,4 @@ def write_tokenizer(folder: Path) -> None:
     tokenizer.train_from_iterator(["some words, and a fair question. "], trainer)
     tokenizer.add_special_tokens([f"<|reserved_special_token_{at}|>" for at in range(SPECIALS)])
     tokenizer.save(str(folder / "tokenizer.json"))
+    (folder / "chat_template.jinja").write_text(_TEMPLATE)

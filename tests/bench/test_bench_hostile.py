@@ -34,6 +34,18 @@ def test_a_case_gives_a_row(tmp_path: Path) -> None:
     assert 400_000 < bomb["sent_bytes"] < 600_000
 
 
+def test_a_case_has_what_its_options_name(tmp_path: Path) -> None:
+    """A template and a tokenizer; TLS on a router with few descriptors, and new connections."""
+    path = tmp_path / "hostile.json"
+    result = run("--cases", "nested-tools,silent-tls", "--json", str(path))
+    assert result.returncode == 0, result.stderr
+    rendered, silent = json.loads(path.read_text())["rows"]
+    assert rendered["answers"]["200"] == 2, "tokenized or estimated, the chats are served"
+    assert rendered["answers"]["400"] == 2, "the template would make too much of them"
+    assert silent["probes"] > 0
+    assert silent["probe_failures"] == 0
+
+
 def test_what_is_no_case_is_told() -> None:
     result = run("--cases", "nonsense")
     assert result.returncode == 2

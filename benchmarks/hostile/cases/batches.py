@@ -47,3 +47,25 @@ async def left(target: Target) -> None:
 @case("n-16384", '{"n": 16384}', policy="round_robin")
 async def many_samples(target: Target) -> None:
     await target.post(orjson.dumps({"text": "x", "sampling_params": {"n": 16_384}}))
+
+
+@case("batch-headers", "1,000 texts, and 100 headers of 30 KB that each of them would get")
+async def headers(target: Target) -> None:
+    line = b"x-request-id-%d: %b\r\n"
+    headers = b"".join(line % (number, b"x" * 30_000) for number in range(100))
+    await target.post(orjson.dumps({"text": ["x"] * 1000}), headers=headers)
+
+
+@case("batch-headers-allowed", "1,000 texts, and 60 KB of headers that each of them gets")
+async def headers_allowed(target: Target) -> None:
+    headers = b"x-request-id-1: %b\r\nx-request-id-2: %b\r\n" % ((b"x" * 30_000,) * 2)
+    await target.post(orjson.dumps({"text": ["x"] * 1000}), headers=headers)
+    target.sent_bytes += 1000 * _BOTH
+
+
+@case("batch-stream-options", "stream_options of 1 MB with 256 texts, of 30 MB with 1,000")
+async def stream_options(target: Target) -> None:
+    for size, texts in ((1_000_000, 256), (30_000_000, 1000)):
+        options = {"include_usage": True, "more": "x" * size}
+        body = {"text": ["x"] * texts, "stream": True, "stream_options": options}
+        await target.post(orjson.dumps(body))

@@ -102,3 +102,29 @@ async def longish_texts(target: Target) -> None:
 async def deep(target: Target) -> None:
     body = b'{"text":"x","extra":' + b"[" * (_LARGE // 2) + b"]" * (_LARGE // 2) + b"}"
     await asyncio.gather(*(target.post(body) for _ in range(3)))
+
+
+def _logit_bias(size: int) -> bytes:
+    entry = b'"%d":-1,'
+    entries = b"".join(entry % token for token in range(100_000))
+    repeated = entries * (size // len(entries)) + entries[: size % len(entries)].rpartition(b",")[0]
+    return b'{"text":"x","sampling_params":{"logit_bias":{%b}}}' % repeated
+
+
+@case("logit-bias", "3 MB of logit_bias")
+async def logit_bias(target: Target) -> None:
+    await target.post(_logit_bias(3_000_000))
+
+
+@case("logit-bias-large", "31 MB of logit_bias")
+async def logit_bias_large(target: Target) -> None:
+    await target.post(_logit_bias(31_000_000))
+
+
+@case("logit-bias-chat", "3 MB of logit_bias of a chat, and of 100 texts")
+async def logit_bias_chat(target: Target) -> None:
+    generate = orjson.loads(_logit_bias(3_000_000))
+    bias = generate["sampling_params"]
+    message = {"role": "user", "content": "x"}
+    await target.post(orjson.dumps({"messages": [message]} | bias), "/v1/chat/completions")
+    await target.post(orjson.dumps({"prompt": ["x"] * 100} | bias), "/v1/completions")

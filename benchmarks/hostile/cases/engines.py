@@ -9,10 +9,13 @@ import orjson
 import zmq
 
 from benchmarks.hostile.case import Target, case
+from benchmarks.hostile.dark_dns import SUFFIX
 from benchmarks.raw_engine import reply
 from sglang_sbs.wire import EndForward, encode_endforward
 
 _CHAT = "/v1/chat/completions"
+_DARK_S = 12.0
+_CHECK_S = ("--health-check-interval-secs", "1", "--health-check-timeout-secs", "1")
 
 
 async def _ask(target: Target, answer: str, *, times: int = 1, **more: object) -> None:
@@ -150,3 +153,17 @@ async def huge_counts(target: Target) -> None:
 async def long_lists(target: Target) -> None:
     lists = {"tokens_per_rank": [70_000] * 200_000, "rids": ["0123456789abcdef"] * 200_000}
     await _tell(target, _reports(target, 10, **lists))
+
+
+@case(
+    "dns-hangs",
+    "eight new workers whose names' DNS does not answer",
+    module="benchmarks.hostile.dark_dns",
+    flags=_CHECK_S,
+)
+async def dns_hangs(target: Target) -> None:
+    kind = b"Content-Type: application/json\r\n"
+    for number in range(8):
+        worker = {"url": f"http://worker-{number}{SUFFIX}:30000", "worker_type": "decode"}
+        await target.post(orjson.dumps(worker), "/workers", headers=kind)
+    await asyncio.sleep(_DARK_S)

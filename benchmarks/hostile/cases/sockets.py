@@ -10,6 +10,8 @@ from benchmarks.hostile.case import Target, case
 _HEAD = b"POST /generate HTTP/1.1\r\nHost: x\r\n%bTransfer-Encoding: chunked\r\n\r\n"
 _CHUNKS = b"1\r\nx\r\n" * 60_000 + b"0\r\n\r\n"
 _CONNECTIONS = 700
+_DESCRIPTORS = 512
+"""Fewer than connections: the router has to choose whose it closes."""
 _HOLD_S = 6.0
 
 
@@ -33,14 +35,34 @@ async def tiny_chunks(target: Target) -> None:
 
 
 @case(
-    "silent-endforward", "700 connections to the EndForward port that say nothing", endforward=True
+    "silent-endforward",
+    "700 connections to the EndForward port that say nothing",
+    endforward=True,
+    descriptors=_DESCRIPTORS,
+    reconnects=True,
 )
 async def silent_endforward(target: Target) -> None:
     await _silent(target, target.endforward_port)
 
 
-@case("silent-clients", "700 connections to the serving port that say nothing")
+@case(
+    "silent-clients",
+    "700 connections to the serving port that say nothing",
+    descriptors=_DESCRIPTORS,
+    reconnects=True,
+)
 async def silent_clients(target: Target) -> None:
+    await _silent(target, target.port)
+
+
+@case(
+    "silent-tls",
+    "700 connections to a serving port with TLS that say nothing",
+    descriptors=_DESCRIPTORS,
+    reconnects=True,
+    tls=True,
+)
+async def silent_tls(target: Target) -> None:
     await _silent(target, target.port)
 
 
