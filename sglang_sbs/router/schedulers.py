@@ -14,6 +14,7 @@ import aiohttp
 import msgspec
 from prometheus_client.core import Metric
 
+from sglang_sbs import __version__
 from sglang_sbs.dashboard.feed import LocalFeed
 from sglang_sbs.dashboard.gain import by_bound, in_words
 from sglang_sbs.plain_words import naming_file
@@ -22,6 +23,7 @@ from sglang_sbs.router.assignment.scheduler_driver import SchedulerLike
 from sglang_sbs.router.errors import RouterError
 from sglang_sbs.router.metric_families import gain_family, gauge, total
 from sglang_sbs.router.options.router_options import RouterOptions
+from sglang_sbs.router.policy_in_force import PolicyInForce
 from sglang_sbs.router.processes import messages
 from sglang_sbs.router.processes.dashboard_feed import RemoteFeed
 from sglang_sbs.router.processes.leading.scheduler_choice import SchedulerChoice
@@ -30,16 +32,16 @@ from sglang_sbs.router.processes.scheduler_link import SchedulerLink
 from sglang_sbs.router.processes.sockets import FrontEndSocket
 from sglang_sbs.router.signals.endforward_listener import FindOwner
 from sglang_sbs.router.signals.engine_signals import Watch
-from sglang_sbs.router.telemetry.metrics import RouterMetrics
+from sglang_sbs.router.telemetry.metrics import RouterMetrics, build_info
 from sglang_sbs.router.workers.health import Monitor
 from sglang_sbs.router.workers.worker import Worker, WorkerEvents
 from sglang_sbs.router.workers.worker_view import problems_of
 from sglang_sbs.scheduling import Scheduler, SchedulerConfig
 from sglang_sbs.scheduling.eventlog import EventLogWriter
-from sglang_sbs.scheduling.events import InstanceRole
+from sglang_sbs.scheduling.events import InstanceRole, PolicySwitched
 from sglang_sbs.scheduling.explained.stories import Story, with_attempts
 from sglang_sbs.scheduling.explained.timelines import MOST_OVER
-from sglang_sbs.scheduling.policy_names import facts_of
+from sglang_sbs.scheduling.policy_names import Policy, facts_of
 
 logger = logging.getLogger(__name__)
 
@@ -64,6 +66,7 @@ class OwnScheduler:
         """``scheduler`` replaces the real one (tests). ``silenced``: see
         :class:`~sglang_sbs.router.workers.worker.WorkerEvents`."""
         self._options = options
+        self.policy = PolicyInForce(options.scheduler.policy)
         self.dispatcher = dispatcher = Dispatcher(
             scheduler or Scheduler(options.scheduler, remembers=MOST_OVER),
             counts=metrics.decided,
@@ -71,6 +74,11 @@ class OwnScheduler:
         )
         dispatcher.pump.timelines.ended = metrics.request_over
         self._watch = Watch(options, dispatcher.submit, find_owner, metrics, session, silenced)
+        self.policy.listeners += [
+            self._watch.policy_changed,
+            partial(setattr, metrics, "policy"),
+            lambda policy: dispatcher.submit(PolicySwitched(policy=policy)),
+        ]
         self.registry = self._watch.registry
         self.feed = LocalFeed(dispatcher.pump, problems=lambda: problems_of(self.registry))
 
@@ -94,6 +102,13 @@ class OwnScheduler:
     async def update_worker(self, worker: Worker) -> None:
         """It is what everybody sees already."""
 
+    async def switch_policy(self, policy: Policy) -> None:
+        self.policy.switch(policy, _own_name())
+
+    @property
+    def placing_policy(self) -> str:
+        return self.policy.policy
+
     async def abort_elsewhere(self, rid: str) -> int:
         return 0
 
@@ -105,6 +120,7 @@ class OwnScheduler:
         """There is no other."""
 
     def families(self) -> Iterator[Metric]:
+        yield build_info(__version__, self.policy.policy, self._options.scheduler.trigger)
         yield from self.dispatcher.pump.times.families()
         yield from self._watch.families(self.dispatcher.snapshot())
         yield gain_family(by_bound(self.feed.ratios()))
@@ -133,8 +149,10 @@ class RemoteScheduler:
         """``abort`` ends requests of clients by the id they gave (empty: all); how many. ``find``:
         one of the last requests of this process.
         ``silenced``: see :class:`~sglang_sbs.router.workers.worker.WorkerEvents`."""
-        name = f"{socket.gethostname()}/{os.getpid()}"
+        name = _own_name()
         self._options = options
+        self.policy = policy = PolicyInForce(options.scheduler.policy)
+        policy.listeners.append(partial(setattr, metrics, "policy"))
         self._session = session
         self._monitor: Monitor | None = None
         self._closed = False
@@ -157,7 +175,8 @@ class RemoteScheduler:
             SchedulerChoice(options.several.schedulers, dial, f"{name}/{uuid.uuid4().hex[:8]}"),
             self.registry,
             name=name,
-            fallback=lambda: Scheduler(_alone(options), remembers=MOST_OVER),
+            policy=policy,
+            fallback=lambda: Scheduler(_alone(options, policy.policy), remembers=MOST_OVER),
             counts=metrics.decided,
             metrics_page=lambda: metrics.render().decode(),
             abort=abort,
@@ -191,6 +210,17 @@ class RemoteScheduler:
         id_, priority, cost, labels = worker.id, worker.priority, worker.cost, worker.labels
         now = messages.UpdateWorker(worker_id=id_, priority=priority, cost=cost, labels=labels)
         await self._change(worker, now)
+
+    async def switch_policy(self, policy: Policy) -> None:
+        try:
+            await self._link.ask(messages.SwitchPolicy(policy=policy))
+        except ValueError as error:  # the scheduler is of another release
+            raise RouterError(400, "unknown_policy", str(error)) from error
+
+    @property
+    def placing_policy(self) -> str:
+        policy = self.policy.policy
+        return policy if self._link.connected else _unheard(policy)
 
     async def _change(self, worker: Worker, change: messages.Change) -> None:
         try:
@@ -259,7 +289,15 @@ class RemoteScheduler:
         self.feed.scheduler_changed()  # last: a defect of the dashboard is not the workers'
 
 
-def _alone(options: RouterOptions) -> SchedulerConfig:
+def _alone(options: RouterOptions, policy: Policy) -> SchedulerConfig:
     """The fallback's configuration: immediate, and by own books only, for nothing else is heard."""
-    policy = facts_of(options.scheduler.policy).unheard or options.scheduler.policy
-    return msgspec.structs.replace(options.scheduler, policy=policy)
+    return msgspec.structs.replace(options.scheduler, policy=_unheard(policy))
+
+
+def _unheard(policy: Policy) -> Policy:
+    return facts_of(policy).unheard or policy
+
+
+def _own_name() -> str:
+    """Of this process, for people."""
+    return f"{socket.gethostname()}/{os.getpid()}"

@@ -47,6 +47,7 @@ from sglang_sbs.router.telemetry.metrics_port import MetricsPort, page_of
 from sglang_sbs.router.telemetry.tracing import open_traces
 from sglang_sbs.router.workers.worker import Worker
 from sglang_sbs.scheduling.explained.stories import Story
+from sglang_sbs.scheduling.policy_names import Policy
 
 logger = logging.getLogger(__name__)
 
@@ -126,6 +127,7 @@ class RouterServer:
         self._schedulers = schedulers = self._make_schedulers()
         self.add_worker, self.remove_worker = schedulers.add_worker, schedulers.remove_worker
         self.update_worker = schedulers.update_worker
+        self.policy, self.switch_policy = schedulers.policy, schedulers.switch_policy
         self.registry = schedulers.registry
         self.dispatcher: Assigner = schedulers.dispatcher
         self.dashboard = Dashboard(schedulers.feed)
@@ -158,6 +160,10 @@ class RouterServer:
             metrics=self.metrics,
             in_flight=self.in_flight,
         )
+        self._attempts = attempts
+        self._policy_changed(self.policy.policy)
+        # Before the scheduler, so that what arrives under a policy has what it looks at.
+        self.policy.listeners.insert(0, self._policy_changed)
         self.relay = Relay(
             options.relay,
             attempts=attempts,
@@ -176,7 +182,6 @@ class RouterServer:
             self.session,
             self.tokenizer,
             forwarding=options.forward_token_ids,
-            names_blocks=options.names_blocks,
             api_key=options.api_key,
         )
         self.prompts = PromptReader(
@@ -184,9 +189,16 @@ class RouterServer:
             self.lengths,
             BlockNamer(as_published=options.prefix_source != "approximate"),
             self.tokenizers,
-            names_text=options.names_blocks and options.prefix_source in ("auto", "approximate"),
             lanes=self.lanes,
         )
+
+    def _policy_changed(self, policy: Policy) -> None:
+        """Names of blocks and of batches cost something: only where the policy looks at them."""
+        names = self.options.names_blocks(policy)
+        approximate = self.options.prefix_source in ("auto", "approximate")
+        self.tokenizers.names_blocks = names
+        self.prompts.names_text = names and approximate
+        self._attempts.sends_gangs = self.options.sends_gangs(policy)
 
     def _make_schedulers(self) -> OwnScheduler | RemoteScheduler:
         options, metrics, session = self.options, self.metrics, self.session
@@ -254,6 +266,10 @@ class RouterServer:
                 logger.info("%s", line)
 
     # Workers ----------------------------------------------------------------------------------
+
+    @property
+    def placing_policy(self) -> str:
+        return self._schedulers.placing_policy
 
     def scheduled_by(self) -> dict[str, Any]:
         lead = self._schedulers.lead()

@@ -24,8 +24,8 @@ from sglang_sbs.router.options.keys import ControlKey, Principal
 logger = logging.getLogger("sglang_sbs.audit")
 
 CONTROL_PLANE = (
-    "/workers", "/requests/", "/flush_cache", "/get_loads", "/v1/loads", "/abort_request",
-    pages.EVENTS_PATH,
+    "/workers", "/policy", "/requests/", "/flush_cache", "/get_loads", "/v1/loads",
+    "/abort_request", pages.EVENTS_PATH,
 )  # fmt: skip
 """Paths that begin like this change or show the cluster."""
 OPEN_PATHS = pages.OPEN_PATHS | {

@@ -166,7 +166,10 @@ class Control:
         snapshot = msgspec.to_builtins(self._server.dispatcher.snapshot())
         count = len(self._registry)
         stock = {"router_manager": True, "routers_count": 1, "workers_count": count}
-        ours = {"sbs": snapshot, "sbs_options": self._server.options.shown()}
+        ours = {
+            "sbs": snapshot,
+            "sbs_options": self._server.options.shown(self._server.policy.policy),
+        }
         return json_answer(first | stock | {"internal_states": states} | infos | ours)
 
     # Workers ----------------------------------------------------------------------------------

@@ -12,6 +12,7 @@ from sglang_sbs.router.assignment.assigner import Assigner
 from sglang_sbs.router.client.intake import Doorman
 from sglang_sbs.router.lanes import Lanes
 from sglang_sbs.router.options.router_options import RouterOptions
+from sglang_sbs.router.policy_in_force import PolicyInForce
 from sglang_sbs.router.prompts.chat_tokenizer import ChatTokenizer
 from sglang_sbs.router.relay.relay import Relay
 from sglang_sbs.router.telemetry.metrics import RouterMetrics
@@ -20,6 +21,7 @@ from sglang_sbs.router.workers.registry import Registry
 from sglang_sbs.router.workers.worker import Worker
 from sglang_sbs.scheduling.events import InstanceRole
 from sglang_sbs.scheduling.explained.stories import Story
+from sglang_sbs.scheduling.policy_names import Policy
 
 
 class Router(Protocol):
@@ -40,6 +42,7 @@ class Router(Protocol):
     """It ends: every answer is the last of its connection."""
     started_at: int
     """Seconds since 1970."""
+    policy: PolicyInForce
 
     async def add_worker(self, url: str, role: InstanceRole, bootstrap_port: int | None) -> Worker:
         """Register a worker and wait for it in the background. Raises: ValueError, a bad URL, or
@@ -50,6 +53,15 @@ class Router(Protocol):
 
     async def update_worker(self, worker: Worker) -> None:
         """Its priority, cost or labels were set. Raises: RouterError (503)."""
+
+    async def switch_policy(self, policy: Policy) -> None:
+        """Have the scheduler decide by another policy. Raises: RouterError (503), it cannot be
+        told."""
+
+    @property
+    def placing_policy(self) -> str:
+        """Which policy places the requests of this process now: without the scheduler it is that
+        of the fallback."""
 
     def scheduled_by(self) -> dict[str, Any]:
         """``{"scheduler": …}``: who schedules, where that is another process; else empty."""

@@ -18,6 +18,7 @@ from sglang_sbs.dashboard.pages import Handler, NoRoom
 from sglang_sbs.router.api.access import CONTROL_PLANE, Access, is_own_host
 from sglang_sbs.router.api.endpoints import Control
 from sglang_sbs.router.api.identity import TokenCheck
+from sglang_sbs.router.api.policy import PolicyControl
 from sglang_sbs.router.api.requests import Requests
 from sglang_sbs.router.api.served_router import Router
 from sglang_sbs.router.api.tokenizing import Tokenizing
@@ -106,7 +107,8 @@ class Surface:
         app.on_response_prepare.append(self.on_prepare)
         for path in KINDS:
             app.router.add_post(path, self._inference)
-        for part in (Control(server), Requests(server), Tokenizing(server), server.dashboard):
+        control = (Control(server), PolicyControl(server), Requests(server), Tokenizing(server))
+        for part in (*control, server.dashboard):
             for method, path, handler in part.routes():
                 app.router.add_route(method, path, handler)
         for path, name in _NOT_IMPLEMENTED.items():

@@ -49,8 +49,8 @@ class RelayConfig:
     """``n``, as sglang_router has it."""
     max_units: int = 1024
     """Prompts times samples of one client request."""
-    sends_gangs: bool = False
-    """The policy holds requests: engines may wait a moment for those sent together."""
+    gang_gate: bool = False
+    """Where the policy holds requests, engines may wait a moment for those sent together."""
     low_priority_values_first: bool = False
     """A smaller number in a body is a higher priority."""
     transfer_timeout_s: float = 30.0
@@ -84,7 +84,7 @@ class MonitorConfig:
     health_endpoint: str | None = None
     """As the user set it; ``None`` picks a check that costs the engine nothing."""
     load_poll_interval_s: float | None = 0.075
-    """``None``: no polls, the policy has no use for them."""
+    """``None``: no polls."""
     api_key: str | None = None
 
 

@@ -20,7 +20,7 @@ from sglang_sbs.router.options.several import SeveralProcesses, is_local, severa
 from sglang_sbs.router.options.stock import IGNORED_FLAGS, NEAREST_POLICY, REFUSED_FLAGS
 from sglang_sbs.router.options.table import GROUPS
 from sglang_sbs.scheduling.config import SchedulerConfig
-from sglang_sbs.scheduling.policy_names import POLICIES, Policy, facts_of
+from sglang_sbs.scheduling.policy_names import POLICIES, Policy
 
 _HEADER_NAME = re.compile(r"[a-z0-9][a-z0-9_-]{0,63}")
 _TAKEN = frozenset({"authorization", "content-length", "content-type", "host", "connection"})
@@ -100,11 +100,9 @@ def _options_of(args: argparse.Namespace) -> RouterOptions:
     if starts_empty and several.role != "front-end":
         warnings.append("no workers yet: POST /workers adds them, or --prefill and --decode")
     fields["scheduler"]["policy"] = policy
-    fields["relay"]["sends_gangs"] = policy == "sbs" and args.sbs_gang_gate == "on"
+    fields["relay"]["gang_gate"] = args.sbs_gang_gate == "on"
     if args.disable_retries:
         fields["relay"]["max_attempts"] = 1
-    if not facts_of(policy).reads_reports:
-        fields["monitor"]["load_poll_interval_s"] = None
     fields[""]["endforward_bind"] = bind
     return RouterOptions(
         starts_empty=starts_empty,

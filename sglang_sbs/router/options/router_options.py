@@ -88,10 +88,13 @@ class RouterOptions:
     def role(self) -> Role:
         return self.several.role
 
-    @property
-    def names_blocks(self) -> bool:
-        """Whether anybody looks for prefixes."""
-        return self.prefix_source != "off" and facts_of(self.scheduler.policy).reads_prefixes
+    def names_blocks(self, policy: str) -> bool:
+        """Whether anybody looks for prefixes under that policy."""
+        return self.prefix_source != "off" and facts_of(policy).reads_prefixes
+
+    def sends_gangs(self, policy: str) -> bool:
+        """Whether engines are told under that policy which requests were sent together."""
+        return policy == "sbs" and self.relay.gang_gate
 
     @property
     def roles_without_workers(self) -> list[str]:
@@ -105,18 +108,19 @@ class RouterOptions:
     def worker_key(self) -> str | None:
         return self.admin_api_key or self.api_key
 
-    def shown(self) -> dict[str, Any]:
+    def shown(self, policy: str = "") -> dict[str, Any]:
         """Which features are on, as ``GET /server_info`` tells (``sbs_options``) for the doctor's
         table. Never a key, a path or an address. Fields are only ever added: a doctor may be of
-        another release than the router."""
+        another release than the router. ``policy``: in force, if it is not that of the flags."""
+        policy = policy or self.scheduler.policy
         return {
-            "policy": self.scheduler.policy,
+            "policy": policy,
             "trigger": self.scheduler.trigger,
             "role": self.role,
             "front_ends": self.workers,
             "endforward": self.endforward_bind is not None,
             "endforward_encrypted": self.endforward_keys is not None,
-            "gang_gate": self.relay.sends_gangs,
+            "gang_gate": self.sends_gangs(policy),
             "prefix_source": self.prefix_source,
             "tokenizer": self.tokenizer_path is not None,
             "forward_token_ids": self.forward_token_ids,

@@ -35,6 +35,7 @@ from sglang_sbs.plain_words import counted
 from sglang_sbs.router.assignment import scheduler_driver as driver
 from sglang_sbs.router.assignment.decision_times import Spread
 from sglang_sbs.router.errors import LegFailure
+from sglang_sbs.router.policy_in_force import PolicyInForce
 from sglang_sbs.router.processes import messages
 from sglang_sbs.router.processes.calls import Calls
 from sglang_sbs.router.processes.leading.lead import Lead
@@ -48,6 +49,7 @@ from sglang_sbs.scheduling import events
 from sglang_sbs.scheduling.eventlog import EventLogWriter
 from sglang_sbs.scheduling.events import Dispatch, Event, Refuse, RequestEnded
 from sglang_sbs.scheduling.explained.stories import Story
+from sglang_sbs.scheduling.policy_names import POLICIES
 from sglang_sbs.scheduling.snapshot import Snapshot
 
 logger = logging.getLogger(__name__)
@@ -83,6 +85,7 @@ class Hub:
         scheduler: driver.SchedulerLike,
         lead: Lead,
         *,
+        policy: PolicyInForce | None = None,
         counts: Callable[[driver.Decision], None] | None = None,
         event_log: EventLogWriter | None = None,
         frames: Callable[[Take], Stop] = lambda take: lambda: None,
@@ -90,6 +93,10 @@ class Hub:
         """``frames``: of the dashboard, to whom they are wanted by."""
         self.boot_id = uuid.uuid4().hex
         self.pump = driver.SchedulerPump(scheduler, self.decided, self.failed, counts, event_log)
+        self.policy = policy or PolicyInForce("sbs")
+        self.policy.listeners.append(
+            lambda policy: self.pump.submit(events.PolicySwitched(policy=policy))
+        )
         self._frames = frames
         self.foreign = 0
         """Messages about requests of another session: a defect of a front end."""
@@ -214,6 +221,8 @@ class Hub:
                 self._registry.leg_failed(LegFailure(**failure))
             case messages.AddWorker() | messages.RemoveWorker() | messages.UpdateWorker():
                 self.tell(identity, self._change(message))
+            case messages.SwitchPolicy():
+                self.tell(identity, self._switch(session, message))
             case messages.AbortElsewhere():
                 self._in_background(self._abort_elsewhere(session, message))
             case messages.AskStory():
@@ -246,6 +255,7 @@ class Hub:
             self.tell(identity, self._lead.turned_away())
             return
         now_s = self._loop.time()
+        self.policy.inherit(hello.policy)
         if hello.scheduler not in ("", self.boot_id):
             self.membership.inherit(hello, now_s)
         if identity not in self._sessions and self.settled:
@@ -259,6 +269,7 @@ class Hub:
                 workers=states_of(self._registry),
                 version=version,
                 release=__version__,
+                policy=self.policy.state,
             )
             self.tell(identity, welcome)
             logger.info("front end %s connected; %d now", session.name, self.front_ends)
@@ -297,10 +308,21 @@ class Hub:
             worker = self.membership.change(message, self._lead.term)
         except ValueError as error:
             return messages.Done(call=message.call, error=str(error))
-        # Before the answer, so that the front end knows it when its client asks again.
+        self._tell_before_the_answer()
+        return messages.Done(call=message.call, worker_id=worker.id)
+
+    def _switch(self, session: _Session, message: messages.SwitchPolicy) -> messages.Done:
+        policy = next((one for one in POLICIES if one == message.policy), None)
+        if policy is None:
+            return messages.Done(call=message.call, error=f"there is no policy {message.policy}")
+        self.policy.switch(policy, session.name, self._lead.term)
+        self._tell_before_the_answer()
+        return messages.Done(call=message.call)
+
+    def _tell_before_the_answer(self) -> None:
+        """The front end knows what it wanted when its client asks again."""
         self._told_s = 0.0
         self._flush()
-        return messages.Done(call=message.call, worker_id=worker.id)
 
     # Requests ---------------------------------------------------------------------------------
 
@@ -380,6 +402,7 @@ class Hub:
             snapshot=snapshot,
             lead_s=self._loop.time() - self._lead.since_s,
             address=self._lead.address,
+            policy=self.policy.state,
         )
 
     def _flush(self) -> None:

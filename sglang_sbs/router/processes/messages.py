@@ -20,6 +20,7 @@ from typing import Annotated, Any
 
 import msgspec
 
+from sglang_sbs.router.policy_in_force import PolicyState
 from sglang_sbs.router.workers.breaker import BreakerState
 from sglang_sbs.router.workers.worker import WorkerFacts
 from sglang_sbs.scheduling import events
@@ -94,6 +95,8 @@ class Hello(_Message, frozen=True):
     """The highest it has heard of: a scheduler of an earlier one is deposed by it."""
     last_term: Term = 0
     """In which ``scheduler`` led."""
+    policy: PolicyState | None = None
+    """In force, as far as it knows: a scheduler that takes over goes on with it."""
 
 
 class Look(_Message, frozen=True):
@@ -155,6 +158,12 @@ class UpdateWorker(_Call, frozen=True, kw_only=True):
     labels: dict[str, str]
 
 
+class SwitchPolicy(_Call, frozen=True, kw_only=True):
+    """``PUT /policy``; answered by :class:`Done`, after a :class:`Cluster`."""
+
+    policy: str
+
+
 class AbortElsewhere(_Call, frozen=True):
     """``POST /abort_request``: it may be another front end's; answered by :class:`Done`."""
 
@@ -180,7 +189,7 @@ class FoundStory(_Message, frozen=True):
 
 Change = AddWorker | RemoveWorker | UpdateWorker
 """Of the workers."""
-Question = Change | AbortElsewhere | AskStory
+Question = Change | SwitchPolicy | AbortElsewhere | AskStory
 
 
 class Aborted(_Message, frozen=True):
@@ -229,6 +238,8 @@ class Welcome(_Said, frozen=True):
     version: int = 1
     """Spoken from now on, by both."""
     release: str = ""
+    policy: PolicyState | None = None
+    """In force."""
 
 
 class Standing(_Said, frozen=True):
@@ -259,6 +270,8 @@ class Cluster(_Said, frozen=True):
     """For so long this scheduler has scheduled."""
     address: str = ""
     """Where it says that it can be reached."""
+    policy: PolicyState | None = None
+    """In force."""
 
 
 class Silenced(_Said, frozen=True):

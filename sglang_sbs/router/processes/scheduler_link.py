@@ -26,7 +26,7 @@ import asyncio
 import logging
 import uuid
 from collections.abc import Callable, Iterator
-from dataclasses import KW_ONLY, dataclass
+from dataclasses import KW_ONLY, dataclass, field
 from itertools import chain
 from typing import Any
 
@@ -36,6 +36,7 @@ from sglang_sbs import __version__
 from sglang_sbs.plain_words import counted
 from sglang_sbs.router.assignment import scheduler_driver as driver
 from sglang_sbs.router.assignment.assigner import Assigner
+from sglang_sbs.router.policy_in_force import PolicyInForce
 from sglang_sbs.router.processes import messages
 from sglang_sbs.router.processes.calls import Calls, no_scheduler
 from sglang_sbs.router.processes.leading.scheduler_choice import LeadView, SchedulerChoice
@@ -78,6 +79,8 @@ class SchedulerLink(Assigner):
     abort: Callable[[str], int]
     """Ends the requests of clients by the id they gave (empty: all); how many."""
     give_up_s: float
+    policy: PolicyInForce = field(default_factory=lambda: PolicyInForce("sbs"))
+    """As the scheduler has it, or had it last."""
     find: Callable[[str], Story | None] = lambda name: None
     """One of the last requests of this front end, by any of its ids."""
     over: Callable[[Timeline], None] = lambda timeline: None
@@ -260,6 +263,7 @@ class SchedulerLink(Assigner):
         self._failures.clear()
         self._leave_pump()
         self.registry.follow(welcome.workers)
+        self.policy.follow(welcome.policy)
         placed = self._placed()
         for first in range(0, len(placed), MAX_ADOPTED):
             self.tell(messages.Adopted(requests=placed[first : first + MAX_ADOPTED]))
@@ -317,6 +321,7 @@ class SchedulerLink(Assigner):
                 release=__version__,
                 term=self.choice.term,
                 last_term=self.choice.last_term,
+                policy=self.policy.state,
             )
             self._line.tell(hello)
         elif stalled:
@@ -365,6 +370,7 @@ class SchedulerLink(Assigner):
                     self._decided(command)
             case messages.Cluster():
                 self.registry.follow(message.workers)
+                self.policy.follow(message.policy)
                 self.choice.said(message)
                 if message.snapshot is not None:
                     self._snapshot = message.snapshot

@@ -13,6 +13,7 @@ from functools import partial
 from aiohttp import web
 from prometheus_client.core import Metric
 
+from sglang_sbs import __version__
 from sglang_sbs.dashboard.feed import LocalFeed
 from sglang_sbs.dashboard.gain import MINUTE_S, WINDOW_MINUTES, by_bound, in_words
 from sglang_sbs.plain_words import naming_file
@@ -22,13 +23,14 @@ from sglang_sbs.router.metric_families import gain_family, gauge, total
 from sglang_sbs.router.options.router_options import RouterOptions
 from sglang_sbs.router.options.several import SeveralProcesses
 from sglang_sbs.router.options.tls import worker_session
+from sglang_sbs.router.policy_in_force import PolicyInForce
 from sglang_sbs.router.processes.front_end_sessions import Hub
 from sglang_sbs.router.processes.leading.fixed_order import FixedOrder
 from sglang_sbs.router.processes.leading.lead import Lead, Unopposed
 from sglang_sbs.router.processes.sockets import FrontEndSocket, SchedulerSocket
 from sglang_sbs.router.processes.summed_metrics import page_parts
 from sglang_sbs.router.signals.engine_signals import Watch
-from sglang_sbs.router.telemetry.metrics import RouterMetrics
+from sglang_sbs.router.telemetry.metrics import RouterMetrics, build_info
 from sglang_sbs.router.telemetry.metrics_port import MetricsPort, page_of
 from sglang_sbs.router.workers.worker_view import problems_of
 from sglang_sbs.scheduling import Scheduler
@@ -86,11 +88,14 @@ class SchedulerProcess:
         self._sockets = SchedulerSocket(
             lambda who, message: self._hub.receive(who, message)  # noqa: PLW0108
         )
+        self._policy = policy = PolicyInForce(options.scheduler.policy)
+        policy.listeners += [self._watch.policy_changed, partial(setattr, self.metrics, "policy")]
         self._hub = Hub(
             self._watch,
             self._sockets.tell,
             Scheduler(options.scheduler, remembers=MOST_OVER),
             self.lead,
+            policy=policy,
             counts=self.metrics.decided,
             event_log=log,
             frames=lambda take: self._feed.watch(take),  # noqa: PLW0108
@@ -221,6 +226,7 @@ class SchedulerProcess:
         return web.json_response(shown | known, status=200 if good else 503)
 
     def _collect(self) -> Iterator[Metric]:
+        yield build_info(__version__, self._policy.policy, self.options.scheduler.trigger)
         yield from self._hub.pump.times.families()
         yield from lag_families(self._hub.lag)
         yield from self.lead.families()

@@ -100,7 +100,7 @@ class PromptReader:
     lengths: PromptLengths
     namer: BlockNamer
     engines: EngineTokenizers
-    names_text: bool
+    names_text: bool = False
     """Text nobody can tokenize gets block names too, good for the approximate index only."""
     lanes: Lanes = field(default_factory=Lanes)
     counts: Counter[str] = field(default_factory=Counter)

@@ -117,8 +117,9 @@ class EngineTokenizers:
     session: aiohttp.ClientSession
     tokenizer: ChatTokenizer | None
     forwarding: Forwarding
-    names_blocks: bool
     api_key: str | None
+    names_blocks: bool = False
+    """Somebody looks for prefixes."""
     _verdicts: dict[str, Verdict] = field(default_factory=dict)
     _disagreeing: frozenset[PromptKind] = frozenset()
     _known: Known = field(default_factory=Known)

@@ -63,6 +63,8 @@ class Attempts:
     tokenizers: EngineTokenizers
     metrics: RouterMetrics
     in_flight: InFlight
+    sends_gangs: bool = False
+    """Engines are told which requests are sent together."""
     sent_as_ids: int = 0
     """Attempts whose engines got token ids in place of text."""
     turns: Turns = field(default_factory=lambda: Turns(_AT_ONCE))
@@ -182,7 +184,7 @@ class Attempts:
         exchange, prompt = run.exchange, run.prompt
         rid = uuid.uuid4().hex
         return RequestArrived(
-            rid=SIZED_RID_PREFIX + rid if self.config.sends_gangs else rid,
+            rid=SIZED_RID_PREFIX + rid if self.sends_gangs else rid,
             prompt_tokens=prompt.length.tokens,
             estimated=not prompt.length.exact,
             max_new_tokens=exchange.plan.prompts[run.unit // exchange.plan.samples].max_new_tokens,
@@ -208,7 +210,8 @@ class Attempts:
             ids_json = None
         self.sent_as_ids += ids_json is not None
         gang = None
-        if self.config.sends_gangs:  # who was not told what it is sent with is sent alone
+        # By its id, as the policy may be another since it arrived.
+        if attempt.rid.startswith(SIZED_RID_PREFIX):  # not told what it is sent with: sent alone
             gang = assignment.gang or GangPart(random.getrandbits(TAG_BITS), members=1, ranks=1)
         asks = prefill.info is not None and prefill.info.cached_details and plan.may_ask_cached
         bodies = leg_bodies(

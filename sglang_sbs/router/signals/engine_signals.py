@@ -25,7 +25,7 @@ from sglang_sbs.router.workers.kubernetes_watch import PodDiscovery
 from sglang_sbs.router.workers.registry import Registry
 from sglang_sbs.router.workers.worker import Worker, WorkerEvents
 from sglang_sbs.scheduling.events import Event, InstanceDown, InstanceRole, InstanceUp
-from sglang_sbs.scheduling.policy_names import facts_of
+from sglang_sbs.scheduling.policy_names import Policy, facts_of
 from sglang_sbs.wire import EndForward
 
 logger = logging.getLogger(__name__)
@@ -48,7 +48,6 @@ class Watch:
         self._options = options
         self._metrics = metrics
         self._submit = submit
-        reads_reports = facts_of(options.scheduler.policy).reads_reports
         self.registry = Registry(
             WorkerEvents(
                 self._emit,
@@ -57,7 +56,6 @@ class Watch:
                 removed=lambda worker: metrics.forget(worker.url),
             ),
             options.breaker,
-            expects_endforward=reads_reports and options.endforward_bind is not None,
             asks_cheaply=options.monitor.health_endpoint is None,
             prefix_source=options.prefix_source,
         )
@@ -67,9 +65,17 @@ class Watch:
             *(self.registry, session, options.monitor, submit, self._listener.described),
             tls=worker_ssl(options),
         )
+        self.policy_changed(options.scheduler.policy)
         found = options.discovery
         self._discovery = PodDiscovery(found, self) if found is not None else None
         self._waiting: asyncio.Task[None] | None = None
+
+    def policy_changed(self, policy: Policy) -> None:
+        """Whether reports of passes matter depends on who decides."""
+        reads_reports = facts_of(policy).reads_reports
+        heard = self._options.endforward_bind is not None
+        self.registry.expect_endforward(reads_reports and heard)
+        self._monitor.polls_loads = reads_reports
 
     async def start(self) -> str | None:
         """Listen for EndForward, and wait for the workers of flags and pods in the background.

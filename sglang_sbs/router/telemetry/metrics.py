@@ -157,7 +157,8 @@ class RouterMetrics:
         """``knows``: whether there is a worker of that URL. No other has series of its own: with
         service discovery every pod has a URL, and what stayed of each would be exported for ever.
         """
-        self._policy = policy
+        self.policy = policy
+        """In force."""
         self._knows = knows
         self.registry = CollectorRegistry()
         durations = {"buckets": duration_buckets or _DURATION_BUCKETS}
@@ -177,7 +178,8 @@ class RouterMetrics:
         self._attempts = cache(self.attempts.labels)
         self._parts = PartTimes()
         self.collect_with(self._parts.families)
-        self._dispatched = 0
+        self._dispatched: Multiset[str] = Multiset()
+        """By policy."""
 
     def render(self) -> bytes:
         return generate_latest(self.registry)
@@ -211,7 +213,7 @@ class RouterMetrics:
             if command.limit is not None:
                 self.limited.labels(command.limit).inc()
             return
-        self._dispatched += 1
+        self._dispatched[self.policy] += 1
         self.hold_seconds.observe(command.held_s)
         for role, worker, rank in (
             ("prefill", command.prefill, command.prefill_rank),
@@ -231,7 +233,9 @@ class RouterMetrics:
         """Worker choices, under sglang_router's name: both roles are chosen at once here."""
         labels = ("worker_type", "connection_mode", "model", "policy")
         chosen = {
-            (role, "http", model, self._policy): self._dispatched for role in ("prefill", "decode")
+            (role, "http", model, policy): count
+            for policy, count in ({self.policy: 0} | self._dispatched).items()
+            for role in ("prefill", "decode")
         }
         return total("smg_worker_selection", "Workers chosen", chosen, *labels)
 
@@ -346,6 +350,13 @@ class RouterMetrics:
                 if chunk_tokens > 0:
                     filled = sum(report.tokens_per_rank) / (chunk_tokens * ranks)
                     self.batch_fill.observe(min(1.0, filled))
+
+
+def build_info(version: str, policy: str, trigger: str) -> Metric:
+    """What the router runs, so that the two sides of an A/B can be told apart."""
+    of = (version, policy, trigger if policy == "sbs" else "immediate")
+    about = "1; version of sglang-sbs, and the policy in force"
+    return gauge("sbs_build_info", about, {of: 1}, "version", "policy", "trigger")
 
 
 # fmt: off

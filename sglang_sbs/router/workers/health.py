@@ -46,6 +46,8 @@ _PROBE_PATHS = ("/ready", "/ping")
 _RANK_PROBE_PATHS = ("/model_info",)
 """Of a DP rank that serves HTTP itself: it has neither of those, and answers this without its
 scheduler."""
+_UNUSED_S = 1.0
+"""How often it is looked whether the policy has a use for load polls, while it has none."""
 _LOADS = "/v1/loads?include=core,disagg,queues"
 _NO_ANSWER = (UpstreamError, TimeoutError)
 _DOUBT_TIMEOUT_S = 2.0
@@ -88,6 +90,8 @@ class Monitor:
         self._config = config
         self._submit = submit
         self._described = described
+        self.polls_loads = True
+        """Whether the policy has any use for load polls."""
         self._tasks: dict[str, list[asyncio.Task[None]]] = {}
         self._doubts: dict[str, asyncio.Event] = {}
         self.checks: Counter[tuple[str, str]] = Counter()
@@ -334,8 +338,9 @@ class Monitor:
         backoff_s, limit_s = interval_s, self._config.health_timeout_s
         while True:
             await asyncio.sleep(backoff_s)
-            if worker.active == 0 or not worker.usable or worker.reporting(time.monotonic()):
-                backoff_s = interval_s
+            wanted = self.polls_loads and worker.active > 0 and worker.usable
+            if not wanted or worker.reporting(time.monotonic()):
+                backoff_s = interval_s if self.polls_loads else max(interval_s, _UNUSED_S)
                 continue
             backoff_s = min(2 * backoff_s, 5.0)
             asked = [

@@ -108,6 +108,13 @@ class Registry:
     def ready(self) -> bool:
         return bool(self.usable("prefill")) and bool(self.usable("decode"))
 
+    def expect_endforward(self, expects: bool) -> None:
+        """From now on its absence is a problem, or none."""
+        self._expects_endforward = expects
+        for worker in self._workers.values():
+            if not expects and not worker.last_report_s:
+                worker.problems.pop("signal", None)
+
     # Membership -------------------------------------------------------------------------------
 
     def add(self, url: str, role: InstanceRole, bootstrap_port: int | None = None) -> Worker:

@@ -1,0 +1,51 @@
+"""``/policy``: which policy decides, and the switch to another one at runtime."""
+
+from __future__ import annotations
+
+import reprlib
+
+from aiohttp import web
+
+from sglang_sbs.dashboard.pages import Handler
+from sglang_sbs.router.api.bodies import json_answer, read_object
+from sglang_sbs.router.api.served_router import Router
+from sglang_sbs.router.client.intake import Bodies
+from sglang_sbs.router.errors import RouterError
+from sglang_sbs.scheduling.policy_names import POLICIES
+
+PATH = "/policy"
+_BODIES_BYTES = 1 << 20
+
+
+class PolicyControl:
+    def __init__(self, server: Router) -> None:
+        self._server = server
+        self._bodies = Bodies(_BODIES_BYTES)
+
+    def routes(self) -> list[tuple[str, str, Handler]]:
+        return [("GET", PATH, self.show), ("PUT", PATH, self.switch)]
+
+    async def show(self, _request: web.Request) -> web.StreamResponse:
+        state = self._server.policy.state
+        return json_answer(
+            {
+                "policy": state.policy,
+                "since": state.since_s,
+                "set_by": state.by or "command line",
+                "switches": state.switches,
+                "in_force": self._server.placing_policy,
+                "policies": list(POLICIES),
+            }
+        )
+
+    async def switch(self, request: web.Request) -> web.StreamResponse:
+        """Answers as ``GET`` once the scheduler decides by the new policy."""
+        name = (await read_object(request, self._bodies)).get("policy")
+        wanted = name.lower().replace("-", "_") if isinstance(name, str) else name
+        policy = next((one for one in POLICIES if one == wanted), None)
+        if policy is None:
+            choice = ", ".join(POLICIES)
+            message = f"policy must be one of {choice}, not {reprlib.repr(name)}"
+            raise RouterError(400, "unknown_policy", message)
+        await self._server.switch_policy(policy)
+        return await self.show(request)

@@ -1,0 +1,68 @@
+"""Which policy decides at present, since when, and by whose wish: one of these in each process."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Annotated, cast
+
+import msgspec
+
+from sglang_sbs.scheduling.policy_names import POLICIES, Policy
+
+_Number = Annotated[int, msgspec.Meta(ge=0, le=2**31 - 1)]
+
+
+class PolicyState(msgspec.Struct, frozen=True, omit_defaults=True):
+    """Travels between processes (``processes/messages.py``)."""
+
+    policy: Annotated[str, msgspec.Meta(max_length=64)]
+    since_s: float = 0.0
+    """Unix time."""
+    by: Annotated[str, msgspec.Meta(max_length=256)] = ""
+    """Front end that was asked to switch; empty: ``--policy``."""
+    term: _Number = 0
+    """Of the scheduler that switched."""
+    switches: _Number = 0
+    """Since the command line's policy."""
+
+    @property
+    def age(self) -> tuple[int, int]:
+        """Larger is newer. Every switch of any scheduler has another."""
+        return self.term, self.switches
+
+
+class PolicyInForce:
+    def __init__(self, policy: Policy) -> None:
+        """``policy``: of the command line."""
+        self.state = PolicyState(policy, time.time())
+        self.listeners: list[Callable[[Policy], None]] = []
+        """Told of each policy that is switched to, in order."""
+
+    @property
+    def policy(self) -> Policy:
+        return cast(Policy, self.state.policy)
+
+    def switch(self, policy: Policy, by: str, term: int = 0) -> None:
+        """``by``: the front end that was asked. Nothing happens if that policy is in force."""
+        if policy != self.policy:
+            switches = self.state.switches + 1
+            self._become(PolicyState(policy, time.time(), by[:256], term, switches))
+
+    def inherit(self, state: PolicyState | None) -> None:
+        """Take over a switch that this scheduler does not know of."""
+        if state is not None and state.age > self.state.age:
+            self._become(state)
+
+    def follow(self, state: PolicyState | None) -> None:
+        """Do as the scheduler does, unless this process knows of a later switch."""
+        if state is not None and state.age >= self.state.age:
+            self._become(state)
+
+    def _become(self, state: PolicyState) -> None:
+        if state.policy not in POLICIES:
+            return  # of another release
+        before, self.state = self.state, state
+        if state.policy != before.policy:
+            for told in self.listeners:
+                told(self.policy)
