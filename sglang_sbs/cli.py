@@ -35,6 +35,7 @@ VERBS = {
     "why": Verb("sglang_sbs.explain.why", "why a request was held, sent where it was, and slow"),
     "log": Verb("sglang_sbs.explain.log", "show an event log (--sbs-event-log) to a person"),
     "top": Verb("sglang_sbs.dashboard.top", "watch a router in the terminal"),
+    "observe": Verb("sglang_sbs.observe.cli", "record engines behind any router; routing stays"),
     "simulate": Verb("sglang_sbs.simulator.cli", "compare policies in simulated time"),
     "doctor": Verb("sglang_sbs.doctor.cli", "examine running engines: what is wrong, what to do"),
     "patch": Verb("sglang_sbs.patching.cli", "let SBS into SGLang < 0.5.11 and sglang_router"),

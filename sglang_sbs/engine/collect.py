@@ -229,8 +229,8 @@ def describe_accepted(req: Any, now_s: float) -> Accepted:
     Else the scheduler's own time counts: up to a pass later (``observability/req_time_stats.py``).
     """
     stats = getattr(req, "time_stats", None)
-    times = (getattr(stats, name, 0.0) for name in ("created_time", "scheduler_recv_time"))
-    arrived_s = float(next(filter(None, times), now_s))
+    times_s = [getattr(stats, name, 0.0) for name in ("created_time", "scheduler_recv_time")]
+    arrived_s = float(next(filter(None, times_s), now_s))
     most = getattr(getattr(req, "sampling_params", None), "max_new_tokens", None) or 0
     room = getattr(req, "bootstrap_room", None) or 0
     return Accepted(
@@ -246,8 +246,9 @@ def describe_accepted(req: Any, now_s: float) -> Accepted:
 def keep_created_time(state: Any, stats: Any) -> None:
     """After ``__getstate__`` of the times that the HTTP server and the DP controller send along
     with a request. SGLang leaves ``created_time`` out of them and converts it on arrival."""
-    if isinstance(state, dict) and getattr(stats, "created_time", 0.0):
-        state["created_time"] = stats.created_time
+    created_s = getattr(stats, "created_time", 0.0)
+    if created_s and isinstance(state, dict):
+        state["created_time"] = created_s
 
 
 def sent_rid(req: Any) -> str:

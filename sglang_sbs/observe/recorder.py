@@ -5,8 +5,9 @@ Records of an observed log, in order of ``now_s`` (seconds of the observer's mon
 - ``InstanceUp`` when an instance is first heard, and again when what is known of it changes.
 - ``RequestArrived`` with a ``Dispatch`` when a request reached a prefill instance (or one without
   disaggregation). ``Dispatch`` names instance and DP rank; ``decode`` is empty where it is unknown.
-- ``ForwardEnded`` with every message, at the time it was made. Launch, end and tokens of passes,
-  and the first pass of each request (``started``), are in the message.
+- ``ForwardEnded`` with every message about prefill work, at the time it was made, and one per
+  second and rank of the others. Launch, end and tokens of passes, and the first pass of each
+  request (``started``), are in the message.
 - ``PrefillDone`` when the pass ended that computed the last prompt token. This stands for the first
   token: the KV transfer and the first decode step follow.
 
@@ -42,6 +43,8 @@ it took in with its next pass."""
 _K = TypeVar("_K")
 _V = TypeVar("_V")
 _CLOCK_BUCKET_S = 10.0
+_STATE_INTERVAL_S = 1.0
+"""Between two records of a rank's state. Most messages of a large cluster are of decode."""
 _MAX_ENGINES = 1024
 _MAX_RANKS = 65_536
 _MAX_REQUESTS = 500_000
@@ -51,18 +54,19 @@ _MAX_RID_CHARS = 100
 
 @dataclass(slots=True)
 class ObservedRequest:
-    """A request on a prefill instance; times in seconds of the observer's clock."""
+    """A request on a prefill instance."""
 
     rid: str
     instance: str
     dp_rank: int
     prompt_tokens: int
     arrived_s: float
+    """By the engine's clock, as both times below are differences on one clock."""
     cached_tokens: int | None = None
-    first_pass_s: float | None = None
-    """Its first pass began to compute."""
-    computed_s: float | None = None
-    """Its last prompt token was computed."""
+    waited_s: float | None = None
+    """From its arrival until its first pass began to compute."""
+    prefill_s: float | None = None
+    """From its arrival until its last prompt token was computed."""
 
 
 class _EngineClock:
@@ -82,11 +86,20 @@ class _EngineClock:
 
 
 @dataclass(slots=True)
+class _Rank:
+    next_seq: int
+    accepted_before: int
+    """Requests that it accepted before its first message."""
+    accepted: int = 0
+    state_s: float = -math.inf
+    """When its state was last recorded."""
+
+
+@dataclass(slots=True)
 class _Engine:
     instance: str
     clock: _EngineClock = field(default_factory=_EngineClock)
-    next_seq: dict[int, int] = field(default_factory=dict)
-    """By DP rank."""
+    ranks: dict[int, _Rank] = field(default_factory=dict)
     open: OrderedDict[str, ObservedRequest] = field(default_factory=OrderedDict)
     """Accepted requests that are not computed yet, by the rid in messages."""
     starting: OrderedDict[tuple[int, int], list[ObservedRequest]] = field(
@@ -101,17 +114,16 @@ class Recorder:
     def __init__(
         self,
         on_request: Callable[[ObservedRequest], None] = lambda request: None,
-        on_pass: Callable[[str, EndForward, float], None] = lambda name, report, offset_s: None,
+        on_pass: Callable[[str, EndForward, float], None] = lambda name, report, end_s: None,
     ) -> None:
-        """``on_request`` is called when a request arrived, began and was computed; ``on_pass`` with
-        the instance, a ``forward`` message of prefill work, and the observer's time less the
-        engine's."""
+        """``on_request`` is called when a request arrived, began and was computed. ``on_pass`` is
+        called with the instance, a rank's message about a prefill pass that ended, and when."""
         self._on_request = on_request
         self._on_pass = on_pass
         self.counts: Counter[str] = Counter()
         """``messages``, ``lost`` (gaps in the numbers of a rank's messages), ``repeated``,
-        ``requests``, ``no_lengths`` (messages with requests, from a plugin that is too old to
-        report their lengths), ``refused`` (messages of more ranks than an observer can follow)."""
+        ``refused`` (messages of more ranks than an observer can follow); ``requests``, and how many
+        requests the engines count as ``accepted`` in the same time."""
         self.instances: dict[str, InstanceUp] = {}
         self._engines: OrderedDict[str, _Engine] = OrderedDict()
         self._ranks = 0
@@ -128,23 +140,32 @@ class Recorder:
         if engine is None:
             self.counts["refused"] += 1
             return
-        expected = engine.next_seq.get(report.dp_rank, report.seq)
-        if report.seq < expected:
+        rank = engine.ranks.get(report.dp_rank)
+        if rank is None:
+            before = max(0, report.accepted_requests - len(report.rids))
+            rank = engine.ranks[report.dp_rank] = _Rank(report.seq, before)
+        if report.seq < rank.next_seq:
             self.counts["repeated"] += 1
             return
         self.counts["messages"] += 1
-        self.counts["lost"] += report.seq - expected
-        engine.next_seq[report.dp_rank] = report.seq + 1
+        self.counts["lost"] += report.seq - rank.next_seq
+        rank.next_seq = report.seq + 1
         offset_s = engine.clock.offset_s(report.sent_s, now_s) if report.sent_s else None
         made_s = now_s if offset_s is None else _bounded(report.sent_s + offset_s, now_s)
         self._describe(engine.instance, report, made_s)
-        if offset_s is None and report.rids and report.role != "decode":
-            self.counts["no_lengths"] += 1
+        if report.role != "decode":
+            accepted = report.accepted_requests - rank.accepted_before
+            if accepted > rank.accepted:
+                self.counts["accepted"] += accepted - rank.accepted
+                rank.accepted = accepted
         if offset_s is not None:
             for one in report.accepted:
                 self._accepted(engine, report, one, offset_s, now_s)
             self._passed(engine, report, offset_s, now_s)
-        self._put(made_s, ForwardEnded(instance=engine.instance, report=report))
+        is_state = not (report.rids or _is_prefill_work(report))
+        if not is_state or made_s - rank.state_s >= _STATE_INTERVAL_S:
+            rank.state_s = made_s if is_state else rank.state_s
+            self._put(made_s, ForwardEnded(instance=engine.instance, report=report))
 
     def due(self, until_s: float) -> Iterator[LogRecord]:
         """Records from before ``until_s``, which no later message can precede."""
@@ -164,7 +185,7 @@ class Recorder:
                 self._engines.popitem(last=False)
             name = report.instance_id or report.dist_init_addr or report.boot_id
             engine = self._engines[report.boot_id] = _Engine(name)
-        if report.dp_rank not in engine.next_seq:
+        if report.dp_rank not in engine.ranks:
             if self._ranks >= _MAX_RANKS:
                 return None
             self._ranks += 1
@@ -201,9 +222,10 @@ class Recorder:
             name = f"{name}~{self._number}"
         _remember(self._names, name, None)
         self.counts["requests"] += 1
-        arrived_s = _bounded((one.arrived_s or report.sent_s) + offset_s, now_s)
+        by_engine_s = one.arrived_s or report.sent_s
+        arrived_s = _bounded(by_engine_s + offset_s, now_s)
         place = engine.instance, report.dp_rank
-        request = ObservedRequest(name, *place, one.prompt_tokens, arrived_s)
+        request = ObservedRequest(name, *place, one.prompt_tokens, by_engine_s)
         _remember(engine.open, one.rid, request)
         dispatch = Dispatch(
             rid=name,
@@ -237,23 +259,32 @@ class Recorder:
                     starting.append(request)
             if starting:
                 _remember(engine.starting, key, starting)
-        elif report.kind == "forward" and report.role != "decode":
+        elif report.kind == "forward" and _is_prefill_work(report):
             end_s = _bounded(report.end_s + offset_s, now_s)
             for request in engine.starting.pop(key, ()):
-                request.first_pass_s = max(request.arrived_s, end_s - report.forward_s)
+                begun_s = report.end_s - report.forward_s
+                request.waited_s = min(max(0.0, begun_s - request.arrived_s), MAX_SPAN_S)
                 self._on_request(request)
             for rid in report.finished:
                 request = engine.open.pop(rid, None)
                 if request is not None:
-                    request.computed_s = max(request.arrived_s, end_s)
+                    took_s = report.end_s - request.arrived_s
+                    request.prefill_s = min(max(0.0, took_s), MAX_SPAN_S)
                     done = PrefillDone(rid=request.rid, cached_tokens=request.cached_tokens)
-                    self._put(request.computed_s, done)
+                    self._put(end_s, done)
                     self._on_request(request)
-            self._on_pass(engine.instance, report, offset_s)
+            self._on_pass(engine.instance, report, end_s)
 
     def _put(self, at_s: float, event: Event, *dispatches: Dispatch) -> None:
         heapq.heappush(self._heap, (at_s, self._number, event, list(dispatches)))
         self._number += 1
+
+
+def _is_prefill_work(report: EndForward) -> bool:
+    """Whether it is about a pass with prompt tokens, on this rank or another."""
+    if report.kind not in ("launch", "forward"):
+        return False
+    return report.role == "prefill" or (report.role == "null" and report.mode != "decode")
 
 
 def _bounded(at_s: float, now_s: float) -> float:

@@ -29,10 +29,11 @@ def readers_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     )
     for name in ("requests.jsonl", "conversation_trace.jsonl", "conversation.jsonl"):
         (tmp_path / name).write_text(mooncake)
-    log = EventLogWriter(tmp_path / "router.events", SchedulerConfig())
-    for second in range(30):
-        log.write(second, RequestArrived(rid=str(second), prompt_tokens=900), [])
-    log.close()
+    for name, observed in (("router.events", False), ("traffic.events", True)):
+        log = EventLogWriter(tmp_path / name, SchedulerConfig(), observed=observed)
+        for second in range(30):
+            log.write(second, RequestArrived(rid=str(second), prompt_tokens=900), [])
+        log.close()
     for name in ("requests.csv", "AzureLLMInferenceTrace_code.csv", "azure-code.csv"):
         (tmp_path / name).write_text(azure)
     cost = PassCost(fixed_s=0.1, mean_s=1e-5)

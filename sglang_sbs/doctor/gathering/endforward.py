@@ -18,7 +18,8 @@ from sglang_sbs.doctor.facts import EngineFacts, Heard, RankHeard, key_differs, 
 from sglang_sbs.doctor.options import DoctorOptions
 from sglang_sbs.engine.config import split_tcp
 from sglang_sbs.engine.publish import resolve_endpoints
-from sglang_sbs.router.signals.endforward_listener import peer_of, publisher_endpoints
+from sglang_sbs.router.signals.endforward_listener import publisher_endpoints
+from sglang_sbs.router.signals.endforward_socket import peer_of
 from sglang_sbs.router.workers.server_info import node_of_rank
 from sglang_sbs.wire import TOPIC, decode_endforward
 from sglang_sbs.wire.curve import Gatekeeper

@@ -12,7 +12,7 @@ import zmq
 from endforward_setup import Setup, publish_until
 from router_harness import cluster, until
 
-from sglang_sbs.router.signals import endforward_listener
+from sglang_sbs.router.signals import endforward_socket
 from sglang_sbs.router.workers.server_info import SbsBlock, WorkerInfo
 from sglang_sbs.scheduling.events import ForwardEnded
 from sglang_sbs.wire import TOPIC, encode_endforward
@@ -217,8 +217,8 @@ class Wire:
 async def test_an_engine_that_binds_is_heard_again_after_its_host_vanished(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setitem(endforward_listener._OF_SUBSCRIBERS, zmq.HEARTBEAT_IVL, 50)
-    monkeypatch.setitem(endforward_listener._OF_SUBSCRIBERS, zmq.HEARTBEAT_TIMEOUT, 200)
+    monkeypatch.setitem(endforward_socket._OF_SUBSCRIBERS, zmq.HEARTBEAT_IVL, 50)
+    monkeypatch.setitem(endforward_socket._OF_SUBSCRIBERS, zmq.HEARTBEAT_TIMEOUT, 200)
     engine = MockEngine("prefill")
     wire = Wire(int(engine.bind_publisher().rpartition(":")[2]))
     try:

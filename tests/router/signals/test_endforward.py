@@ -17,11 +17,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from router_harness import cluster, until
 
-from sglang_sbs.router.signals import endforward_listener
+from sglang_sbs.router.signals import endforward_listener, endforward_socket
 from sglang_sbs.router.signals.endforward_listener import publisher_endpoints
 from sglang_sbs.router.workers.server_info import SbsBlock, WorkerInfo
 from sglang_sbs.scheduling.events import ForwardEnded, InstanceDown, InstanceUp, LoadPolled
 from sglang_sbs.wire import TOPIC, EndForward, encode_endforward
+from sglang_sbs.wire.endforward import Accepted
 from tools.stand_ins.mock_engine import MockEngine
 
 
@@ -252,7 +253,13 @@ async def test_in_a_storm_the_newest_state_of_a_rank_counts_and_no_request_id_is
     engine = MockEngine("decode")
     mine = {"instance_id": setup.decode.url}
     reports = [
-        engine.report(rank, **mine, running_requests=number, rids=[f"{number}-{rank}"])
+        engine.report(
+            rank,
+            **mine,
+            running_requests=number,
+            rids=[f"{number}-{rank}"],
+            accepted=[Accepted(f"{number}-{rank}", number)],
+        )
         for number in range(20)
         for rank in (0, 1)
     ]
@@ -264,6 +271,8 @@ async def test_in_a_storm_the_newest_state_of_a_rank_counts_and_no_request_id_is
         last = [report for report in seen if report.dp_rank == rank]
         assert last[-1].running_requests == 19
         assert [rid for report in last for rid in report.rids] == [f"{n}-{rank}" for n in range(20)]
+        accepted = [one for report in last for one in report.accepted]
+        assert accepted == [Accepted(f"{n}-{rank}", n) for n in range(20)]
 
 
 async def test_in_a_storm_every_pass_of_a_prefill_rank_counts() -> None:
@@ -311,8 +320,8 @@ async def test_messages_of_another_length_cost_one_of_their_neighbours_at_most()
 async def test_connections_beyond_the_limit_are_closed_and_engines_are_heard(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(endforward_listener, "_LEAST_PEERS", 20)
-    monkeypatch.setattr(endforward_listener, "_MOST_PEERS", 20)
+    monkeypatch.setattr(endforward_socket, "_LEAST_PEERS", 20)
+    monkeypatch.setattr(endforward_socket, "_MOST_PEERS", 20)
     setup, engine = Setup(), MockEngine("prefill")
     endpoint = setup.listener.open("tcp://127.0.0.1:*")
     assert endpoint is not None and setup.listener.peers is not None

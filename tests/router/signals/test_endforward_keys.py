@@ -17,7 +17,7 @@ from sglang_sbs.engine.hooks import open_publisher
 from sglang_sbs.engine.publish import Publisher
 from sglang_sbs.router.options.arguments import FlagError
 from sglang_sbs.router.options.options import parse_flags
-from sglang_sbs.router.signals.endforward_listener import _MAX_MESSAGE_BYTES
+from sglang_sbs.router.signals.endforward_socket import _MAX_MESSAGE_BYTES
 from sglang_sbs.scheduling.events import ForwardEnded
 from sglang_sbs.wire import TOPIC, encode_endforward
 from sglang_sbs.wire.curve import keys_of

@@ -1,0 +1,193 @@
+"""What an observation amounts to so far: how full and how even passes are, and how long requests
+wait for them. Sans-I/O."""
+
+from __future__ import annotations
+
+from collections import OrderedDict, deque
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from itertools import islice
+from statistics import fmean
+from typing import TypeVar
+
+from sglang_sbs.observe.recorder import ObservedRequest
+from sglang_sbs.plain_words import counted
+from sglang_sbs.wire import EndForward
+
+_N = TypeVar("_N", int, float)
+_MOST_VALUES = 1_000_000
+_RECENT = 2_000
+"""Waits that a progress line is about."""
+_MAX_OPEN_PASSES = 4096
+_LEAST_GAP_S = 1e-3
+LEAST_PASSES = 30
+"""With fewer, nothing is said of how even passes are."""
+EVEN = 1.1
+"""Largest over mean tokens of a rank up to which passes are called even."""
+
+
+@dataclass(slots=True)
+class _Pass:
+    tokens: dict[int, int] = field(default_factory=dict)
+    """By DP rank."""
+    start_s: float = 0.0
+    end_s: float = 0.0
+
+
+@dataclass(slots=True)
+class _Busy:
+    """Passes of what runs them one after the other: an instance, or a rank of its own."""
+
+    first_s: float
+    end_s: float
+    passes_s: float = 0.0
+
+
+class Traffic:
+    """Give it what a :class:`~.recorder.Recorder` calls back with."""
+
+    def __init__(self) -> None:
+        self.prompts: deque[int] = deque(maxlen=_MOST_VALUES)
+        self.cached_tokens = 0
+        self.waits_s: deque[float] = deque(maxlen=_MOST_VALUES)
+        """From the arrival of each request to the start of its first pass."""
+        self.prefills_s: deque[float] = deque(maxlen=_MOST_VALUES)
+        """From the arrival of each request to the end of its last prefill pass."""
+        self.gaps_s: deque[float] = deque(maxlen=_MOST_VALUES)
+        """Times without a pass between two."""
+        self.passes = 0
+        self.passes_s = 0.0
+        self.shared_passes = 0
+        """Those that several DP ranks make together."""
+        self.active_ranks = 0
+        self.ranks = 0
+        self.most_tokens = 0.0
+        self.mean_tokens = 0.0
+        """Both summed over the shared passes."""
+        self._open: OrderedDict[tuple[str, int], _Pass] = OrderedDict()
+        self._busy: dict[tuple[str, int], _Busy] = {}
+
+    def on_request(self, request: ObservedRequest) -> None:
+        if request.prefill_s is not None:
+            self.prefills_s.append(request.prefill_s)
+        elif request.waited_s is not None:
+            self.waits_s.append(request.waited_s)
+            self.cached_tokens += request.cached_tokens or 0
+        else:
+            self.prompts.append(request.prompt_tokens)
+
+    def on_pass(self, name: str, report: EndForward, end_s: float) -> None:
+        """A rank's part of a pass. The pass counts when all ranks have reported it; where they do
+        not share a barrier, each rank's part is a pass."""
+        shared = report.barrier and report.dp_size > 1
+        rank = -1 if shared else report.dp_rank
+        key = (f"{name} {rank}", report.forward_id)
+        one = self._open.pop(key, None) or _Pass()
+        one.tokens[report.dp_rank] = report.extend_tokens
+        one.start_s, one.end_s = end_s - report.forward_s, end_s
+        if shared and len(one.tokens) < report.dp_size:
+            self._open[key] = one
+            if len(self._open) > _MAX_OPEN_PASSES:
+                self._open.popitem(last=False)
+        elif any(one.tokens.values()):
+            self._count((name, rank), one, report.dp_size if shared else 1)
+
+    def _count(self, place: tuple[str, int], one: _Pass, ranks: int) -> None:
+        self.passes += 1
+        self.passes_s += one.end_s - one.start_s
+        busy = self._busy.setdefault(place, _Busy(one.start_s, one.start_s))
+        if one.start_s - busy.end_s > _LEAST_GAP_S:
+            self.gaps_s.append(one.start_s - busy.end_s)
+        busy.passes_s += one.end_s - one.start_s
+        busy.end_s = max(busy.end_s, one.end_s)
+        if ranks > 1:
+            tokens = one.tokens.values()
+            self.shared_passes += 1
+            self.active_ranks += sum(number > 0 for number in tokens)
+            self.ranks += ranks
+            self.most_tokens += max(tokens)
+            self.mean_tokens += sum(tokens) / ranks
+
+    @property
+    def unevenness(self) -> float:
+        """Tokens of the fullest rank over the mean of all ranks; 1 where ranks share no pass."""
+        return self.most_tokens / self.mean_tokens if self.mean_tokens else 1.0
+
+    @property
+    def idle_share(self) -> float:
+        """Share of the time between first and last pass in which an instance computed nothing."""
+        span_s = sum(busy.end_s - busy.first_s for busy in self._busy.values())
+        passes_s = sum(busy.passes_s for busy in self._busy.values())
+        return max(0.0, 1 - passes_s / span_s) if span_s > 0 else 0.0
+
+    def progress(self) -> str:
+        """The numbers so far in one line."""
+        parts = [counted(len(self.prompts), "request"), self._ranks(), self._evenness()]
+        if self.waits_s:
+            newest = islice(reversed(self.waits_s), _RECENT)
+            parts.append(f"waited {_both(newest)}")
+        if self.passes:
+            parts.append(f"idle {self.idle_share:.0%}")
+        return ", ".join(filter(None, parts))
+
+    def verdict(self) -> str:
+        """How well the passes are used, in a sentence or two."""
+        waits = (
+            f"Requests waited {_both(self.waits_s)} for their first pass." if self.waits_s else ""
+        )
+        if self.passes < LEAST_PASSES:
+            return f"Too few passes to judge ({self.passes}). {waits}"
+        if not self.shared_passes:
+            return f"No DP ranks share passes here, so only waiting can be shortened. {waits}"
+        ratio = self.unevenness
+        fullest = f"the fullest DP rank computed {ratio:.2f}x the mean"
+        if ratio <= EVEN:
+            return f"Passes are even ({fullest}), so only waiting can be shortened. {waits}"
+        empty = 1 - 1 / ratio
+        return (
+            f"Passes are uneven: {fullest}, so {empty:.0%} of what the ranks could have computed "
+            f"in the same passes stayed empty. {waits}"
+        )
+
+    def lines(self, took_s: float) -> Iterator[str]:
+        """The figures, one topic a line. ``took_s``: how long the observation was."""
+        if self.prompts:
+            rate = len(self.prompts) / took_s if took_s > 0 else 0.0
+            tokens, p99 = sum(self.prompts), _at(sorted(self.prompts), 0.99)
+            yield (
+                f"requests    {len(self.prompts):,} ({rate:.1f}/s), prompts of "
+                f"{fmean(self.prompts):,.0f} tokens in the mean, p99 {p99:,}, "
+                f"{self.cached_tokens / tokens if tokens else 0:.0%} cached"
+            )
+        if self.waits_s:
+            yield f"waited      {_both(self.waits_s)}, from arrival in the engine to the first pass"
+        if self.prefills_s:
+            yield f"prefill     {_both(self.prefills_s)}, from arrival to the end of the last pass"
+        if self.passes:
+            mean_ms = 1e3 * self.passes_s / self.passes
+            more = [f"mean {mean_ms:,.0f} ms", self._ranks(), self._evenness()]
+            yield f"passes      {self.passes:,}, " + ", ".join(filter(None, more))
+        if self.gaps_s:
+            yield (
+                f"idle        {self.idle_share:.0%} of the time, {len(self.gaps_s):,} gaps: "
+                f"{_both(self.gaps_s)}, longest {max(self.gaps_s):.2f} s"
+            )
+
+    def _ranks(self) -> str:
+        if not self.shared_passes:
+            return ""
+        active, all_ranks = self.active_ranks / self.shared_passes, self.ranks / self.shared_passes
+        return f"{active:.1f} of {all_ranks:.3g} ranks active"
+
+    def _evenness(self) -> str:
+        return f"tokens max/mean {self.unevenness:.2f}" if self.shared_passes else ""
+
+
+def _at(ordered: Sequence[_N], share: float) -> _N:
+    return ordered[min(len(ordered) - 1, int(share * len(ordered)))]
+
+
+def _both(values_s: Iterable[float]) -> str:
+    ordered = sorted(values_s)
+    p50_ms, p99_ms = 1e3 * _at(ordered, 0.5), 1e3 * _at(ordered, 0.99)
+    return f"p50 {p50_ms:,.0f} ms, p99 {p99_ms:,.0f} ms"

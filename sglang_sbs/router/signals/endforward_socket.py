@@ -1,0 +1,305 @@
+"""Receives EndForward: the SUB socket, and decoding.
+
+Whatever arrives from the network is counted, never raised. Without keys the socket has no
+authentication.
+
+A thousand ranks send tens of thousands of messages per second. What has come is received first, and
+worked on for ``_TURN_S`` at a time, so that a storm does not keep the rest of the process waiting.
+While it lasts, a message that says how a rank is replaces the one before it that was not looked at
+yet: everything in it is absolute, and the request ids it echoes are put together. Launches and ends
+of prefill passes are all looked at.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import resource
+import time
+from collections import Counter, deque
+from collections.abc import Callable, Collection
+from dataclasses import dataclass
+from functools import partial
+
+import msgspec
+import zmq
+
+from sglang_sbs.router.signals.dialler import Dialler
+from sglang_sbs.router.signals.inbox import endpoint_of
+from sglang_sbs.router.signals.peer_limit import PeerLimit
+from sglang_sbs.wire import TOPIC, EndForward, decode_endforward
+from sglang_sbs.wire.curve import CurveKeys, Gatekeeper
+from sglang_sbs.wire.endforward import FRAMES, MAX_RIDS, ImplausibleMessage
+
+logger = logging.getLogger(__name__)
+
+_DRAIN_LIMIT = 4096
+"""Messages received before other callbacks of the event loop get a turn."""
+_TURN_S = 0.01
+"""And time spent on them."""
+_MAX_MESSAGE_BYTES = 1 << 20
+_OF_SUBSCRIBERS = {
+    zmq.LINGER: 0,
+    zmq.IPV6: 1,
+    zmq.MAXMSGSIZE: _MAX_MESSAGE_BYTES,
+    # Unread messages per sender, and what the kernel holds besides: seconds of a rank's reports.
+    # More would be of the past, and with a thousand ranks it would be gigabytes.
+    zmq.RCVHWM: 128,
+    zmq.RCVBUF: 64 << 10,
+    # Between two tries to reach an engine that binds, growing, and for each of them: what is sent
+    # to a host that is away is not refused, and the kernel alone would try ever more rarely.
+    zmq.RECONNECT_IVL: 100,
+    zmq.RECONNECT_IVL_MAX: 2_000,
+    zmq.CONNECT_TIMEOUT: 5_000,
+    # A host that vanished closes no connection, and one that came back with the same address would
+    # not be heard.
+    zmq.HEARTBEAT_IVL: 5_000,
+    zmq.HEARTBEAT_TIMEOUT: 15_000,
+}
+_LEAST_PEERS, _MOST_PEERS = 64, 16_384
+"""Connections to the port: a third of the process's descriptors, within these bounds."""
+_MAX_WHY_CHARS = 300
+"""Of what is wrong with a message: it may be the sender's own words."""
+
+
+@dataclass(slots=True, eq=False)
+class _Slot:
+    report: EndForward
+    peer: str
+
+
+class EndForwardSocket:
+    """Listens where engines connect to, and connects to engines that bind."""
+
+    def __init__(
+        self, handle: Callable[[EndForward, str], None], flag: str = "--sbs-endforward-bind"
+    ) -> None:
+        """``handle`` gets each message and the IP address it came from (empty: not asked). ``flag``
+        is named in the error about an endpoint that cannot be bound."""
+        self._handle_message = handle
+        self._flag = flag
+        self._endpoints: Collection[str] = ()
+        self.counts: Counter[str] = Counter()
+        """Messages by fate: ``bound``, ``unbound``, ``malformed``, ``implausible``, ``dropped``,
+        ``superseded`` (before anybody looked at it)."""
+        self.busy_s = 0.0
+        """Time spent on them, what they caused included."""
+        self._unread: deque[_Slot] = deque()
+        self._newest: dict[tuple[str, int], _Slot] = {}
+        """The last unread message of each rank that a later one may replace."""
+        self._context: zmq.Context[zmq.Socket[bytes]] | None = None
+        self._sockets: dict[int, zmq.Socket[bytes]] = {}
+        self._going_on: set[int] = set()
+        """By file descriptor."""
+        self._dialler: Dialler | None = None
+        """Connects to engines that bind. With keys it is a socket of its own: one socket cannot be
+        CURVE's server and its client."""
+        self._gatekeeper: Gatekeeper | None = None
+        self.peers: PeerLimit | None = None
+        """Of the port that engines connect to."""
+
+    def open(self, bind: str | None, keys: CurveKeys | None = None) -> str | None:
+        """Start receiving; returns the endpoint bound (a wildcard port resolved). With ``keys``
+        only engines with the same secret are heard. Raises: OSError, it cannot be bound."""
+        self._context = zmq.Context(io_threads=1)
+        listening = self._subscriber()
+        endpoint = None
+        if bind is not None and not bind.startswith("ipc:"):
+            most = max(_LEAST_PEERS, resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 3)
+            self.peers = PeerLimit(listening, min(most, _MOST_PEERS))
+        if keys is not None:
+            self._gatekeeper = Gatekeeper(self._context, keys)
+            keys.serve(listening)
+        if bind is not None:
+            try:
+                listening.bind(bind)
+            except zmq.ZMQError as error:
+                self._end_peers()
+                listening.close(0)
+                self._end_context()
+                text = f"{self._flag} {bind}: {error.strerror}"
+                raise OSError(error.errno, text) from error
+            endpoint = endpoint_of(listening)
+        dialling = listening
+        self._watch(listening)
+        if keys is not None:
+            dialling = self._subscriber()
+            keys.connect(dialling)
+            self._watch(dialling)
+        fd = int(dialling.getsockopt(zmq.FD))
+        soon = partial(asyncio.get_running_loop().call_soon, self._drain, fd)
+        self._dialler = Dialler(dialling, "EndForward", soon)
+        self.dial(self._endpoints)
+        return endpoint
+
+    def _subscriber(self) -> zmq.Socket[bytes]:
+        assert self._context is not None
+        sock = self._context.socket(zmq.SUB)
+        for option, value in _OF_SUBSCRIBERS.items():
+            sock.setsockopt(option, value)
+        sock.setsockopt(zmq.SUBSCRIBE, TOPIC)
+        return sock
+
+    def _watch(self, sock: zmq.Socket[bytes]) -> None:
+        fd = int(sock.getsockopt(zmq.FD))
+        self._sockets[fd] = sock
+        asyncio.get_running_loop().add_reader(fd, self._drain, fd)
+        self._drain(fd)
+
+    def _end_peers(self) -> None:
+        if self.peers is not None:
+            self.peers.close()
+            self.peers = None
+
+    def close(self) -> None:
+        self._end_peers()
+        if self._dialler is not None:
+            self._dialler.close()
+            self._dialler = None
+        for fd, sock in self._sockets.items():
+            asyncio.get_running_loop().remove_reader(fd)
+            sock.close(0)
+        self._sockets.clear()
+        self._end_context()
+
+    def _end_context(self) -> None:
+        if self._gatekeeper is not None:
+            self._gatekeeper.close()
+            self._gatekeeper = None
+        if self._context is not None:
+            self._context.term()
+            self._context = None
+
+    def dial(self, endpoints: Collection[str]) -> None:
+        """Connect to these publishers, now and whenever the socket is opened, and to no others."""
+        self._endpoints = endpoints
+        if self._dialler is not None:
+            self._dialler.dial(endpoints)
+
+    @property
+    def has_key(self) -> bool:
+        """Only engines with the same secret are heard."""
+        return self._gatekeeper is not None
+
+    def asks_peer(self) -> bool:
+        """Whether to look up where each message comes from, which costs something."""
+        return False
+
+    # Messages ---------------------------------------------------------------------------------
+
+    def receive(self, frames: list[bytes], peer: str = "") -> None:
+        """Handle one message. ``peer``: the IP address it came from, if that is known."""
+        if (report := self._parse(frames)) is not None:
+            self._handle_message(report, peer)
+
+    def _parse(self, frames: list[bytes]) -> EndForward | None:
+        try:
+            return decode_endforward(frames)
+        except ImplausibleMessage as error:
+            self._refused("implausible", error)
+        except (ValueError, RecursionError) as error:
+            self._refused("malformed", error)
+        return None
+
+    def _refused(self, fate: str, why: Exception) -> None:
+        self.counts[fate] += 1
+        if self.counts[fate] == 1:
+            text = "%s EndForward message (counted from now on): %r"
+            logger.warning(text, fate, str(why)[:_MAX_WHY_CHARS])
+
+    def _drain(self, fd: int) -> None:
+        sock = self._sockets.get(fd)
+        if sock is None:
+            return
+        started_s = time.monotonic()
+        # Otherwise what comes stays where it is bounded: in the socket, then at its sender.
+        drained = len(self._unread) < _DRAIN_LIMIT and self._take_in(sock)
+        received_s = time.monotonic()
+        until_s = received_s + max(_TURN_S, received_s - started_s)
+        while self._unread and time.monotonic() < until_s:
+            slot = self._unread.popleft()
+            key = (slot.report.boot_id, slot.report.dp_rank)
+            if self._newest.get(key) is slot:
+                del self._newest[key]
+            self._handle_message(slot.report, slot.peer)
+        self.busy_s += time.monotonic() - started_s
+        if (self._unread or not drained) and fd not in self._going_on:
+            self._going_on.add(fd)  # the descriptor calls too while anything is left
+            asyncio.get_running_loop().call_soon(self._go_on, fd)
+
+    def _go_on(self, fd: int) -> None:
+        self._going_on.discard(fd)
+        self._drain(fd)
+
+    def _take_in(self, sock: zmq.Socket[bytes]) -> bool:
+        """Receive what is there, up to the limit; whether that was all."""
+        for _ in range(_DRAIN_LIMIT):
+            frames, peer = _receive(sock, asks_peer=self.asks_peer())
+            if not frames:
+                return True
+            if (report := self._parse(frames)) is not None:
+                self._queue(report, peer)
+        return False
+
+    def _queue(self, report: EndForward, peer: str) -> None:
+        key = (report.boot_id, report.dp_rank)
+        slot = self._newest.get(key)
+        rids = slot.report.rids if slot is not None else []
+        accepted = slot.report.accepted if slot is not None else []
+        fits = max(len(rids) + len(report.rids), len(accepted) + len(report.accepted)) <= MAX_RIDS
+        if slot is not None and slot.report.seq < report.seq and fits:
+            if rids or accepted:
+                report = msgspec.structs.replace(
+                    report,
+                    rids=[*rids, *report.rids],
+                    accepted=[*accepted, *report.accepted],
+                )
+            self.counts["superseded"] += 1
+            slot.report, slot.peer = report, peer
+        else:
+            slot = _Slot(report, peer)
+            self._unread.append(slot)
+        if _is_state(report):
+            self._newest[key] = slot
+        else:
+            self._newest.pop(key, None)
+
+
+def _receive(sock: zmq.Socket[bytes], *, asks_peer: bool) -> tuple[list[bytes], str]:
+    """The frames of one message, as many as it should have, and who sent it if asked; none if there
+    is none.
+
+    Asking after each frame whether another follows (``recv_multipart``) costs more than all the
+    rest. A message of another length costs the one behind it at most; the rank's next makes good.
+    """
+    frames: list[bytes] = []
+    peer = ""
+    try:
+        if asks_peer:
+            first = sock.recv(zmq.NOBLOCK, copy=False)
+            frames.append(first.bytes)
+            peer = peer_of(first)
+        else:
+            frames.append(sock.recv(zmq.NOBLOCK))
+        if frames[0] == TOPIC:
+            while len(frames) < FRAMES:
+                frames.append(sock.recv(zmq.NOBLOCK))
+        else:
+            while sock.getsockopt(zmq.RCVMORE):
+                frames.append(sock.recv(zmq.NOBLOCK))
+    except zmq.Again:
+        pass
+    return frames, peer
+
+
+def peer_of(frame: zmq.Frame) -> str:
+    """The IP address it came from; empty for a Unix socket."""
+    try:
+        return str(frame.get("Peer-Address"))
+    except zmq.ZMQError:
+        return ""
+
+
+def _is_state(report: EndForward) -> bool:
+    """Whether it says how a rank is, and nothing about a prefill pass."""
+    return report.role == "decode" or report.kind == "heartbeat"
