@@ -113,6 +113,9 @@ class PrefillBooks:
         several, what fits into them together and no more than a chunk. Charged, as all that is
         weighed against it must be. Nothing where a pass holds as many requests as it may."""
         room = [passes * self.chunk_tokens - rank.ahead_tokens for rank in self.ranks]
+        if passes > 1:
+            kv = [rank.kv_room_tokens for rank in self.ranks]
+            room = [a if b is None else min(a, b) for a, b in zip(room, kv, strict=True)]
         return room if passes == 1 else [min(self.chunk_tokens, tokens) for tokens in room]
 
     def places(self, passes: int = 1) -> list[int] | None:

@@ -318,8 +318,7 @@ class PrefillInstance(PrefillBooks):
             if max([rank.newest_id for rank in silent]) > newest:
                 self._forget_ids()  # the others would be ahead of it
             for rank in silent:
-                rank.queued_tokens = 0
-                rank.idle = True
+                rank.fell_silent()
 
     def _on_silence(self, now_s: float) -> None:
         """Reset predictions after T_timeout of silence (paper section 4.1.2). Unanswered requests

@@ -178,6 +178,12 @@ class PrefillRank:
         self.unanswered = False
         self.idle = True
 
+    def fell_silent(self) -> None:
+        """Nothing was received of it for long while others spoke: what it reported is no fact."""
+        self.queued_tokens = 0
+        self.kv_free_tokens = None
+        self.idle = True
+
     def new_boot(self) -> None:
         self.last_forward_id = self.launched_id = -1
         self.presumed_passes.clear()
@@ -222,6 +228,8 @@ class PrefillRank:
         """R_queued of a report, in tokens and what they cost."""
         most = self.outstanding.total + MOST_CHUNKS * chunk_tokens
         self.queued_tokens = min(self._uncached_queue(report), most)
+        free = report.kv_capacity_tokens - report.kv_tokens
+        self.kv_free_tokens = max(0, free) if report.kv_capacity_tokens else None
         self.queue_charge = 1.0
         cut = report.chunk_remainder_tokens > 0
         requests = report.waiting_requests + report.bootstrapping_requests + cut
@@ -403,9 +411,19 @@ class PrefillRank:
         if self.most_requests:
             full = self.backlog_requests // self.most_requests
             ahead = max(ahead, full * self.chunk_tokens)
+        if (kv_room := self.kv_room_tokens) is not None:
+            ahead = max(ahead, self.chunk_tokens - kv_room)
         if self.takes_nothing:
             ahead += STALLED_CHUNKS * self.chunk_tokens
         return ahead
+
+    @property
+    def kv_room_tokens(self) -> int | None:
+        """Room in its KV pool beside what is on its way and what waits there, which has no KV yet.
+        A pass takes no request that the pool has no room for (sglang #38478)."""
+        if self.kv_free_tokens is None:
+            return None
+        return max(0, self.kv_free_tokens - self.backlog_tokens)
 
     @property
     def takes_nothing(self) -> bool:
