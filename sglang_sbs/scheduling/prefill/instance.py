@@ -343,6 +343,7 @@ class PrefillInstance(PrefillBooks):
             self.watchdog.due_s = lost_s
 
     def _answered(self) -> None:
+        """It works: whatever it has not answered yet is on its way."""
         for rank in self.ranks:
             rank.unanswered = False
 

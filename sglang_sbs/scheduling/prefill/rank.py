@@ -142,6 +142,8 @@ class PrefillRank:
     """Whether it takes what waits there."""
     unanswered: bool = False
     """It fell silent with requests that prefill has not answered."""
+    kv_free_tokens: int | None = None
+    """Room in its KV pool as last reported; None: unknown."""
     idle: bool = True
     left_waiting: bool = False
     """The last pass whose end it reported left something that the next one can start with."""
@@ -176,6 +178,7 @@ class PrefillRank:
         self.queue_density = 0.0
         self.stalled.clear()
         self.unanswered = False
+        self.kv_free_tokens = None
         self.idle = True
 
     def fell_silent(self) -> None:
