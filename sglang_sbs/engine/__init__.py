@@ -19,6 +19,11 @@ logger = logging.getLogger(__name__)
 
 ROUTERS = "SGLANG_SBS_ROUTERS"
 BIND = "SGLANG_SBS_BIND"
+HEADER_OVERRIDES = "SGLANG_ENABLE_REQUEST_HEADER_OVERRIDES"
+"""SGLang's switch for ``x-override-rid`` (``entrypoints/request_headers.py``, 0.5.20 on). The
+header gives requests of ``/v1/messages`` the router's id: EndForward names them by it, and an abort
+finds them. A value that is set stays. Clients gain nothing: the router drops such headers, and a
+client that reaches an engine can write the same fields into the body of ``/generate``."""
 
 
 def register() -> None:
@@ -39,5 +44,6 @@ def register() -> None:
         from sglang_sbs.engine.install import install
 
         install(config)
+        os.environ.setdefault(HEADER_OVERRIDES, "1")
     except Exception:
         logger.exception("EndForward is off: the hook could not be installed")

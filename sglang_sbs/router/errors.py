@@ -1,4 +1,5 @@
-"""Errors a client can see, with the codes and bodies of ``sglang_router``."""
+"""Errors a client can see, with the codes of ``sglang_router`` and the bodies of the API that was
+called."""
 
 from __future__ import annotations
 
@@ -34,13 +35,34 @@ _LEG_CODES = {
     503: "unavailable",
 }
 
+TOO_LONG = "context_length_exceeded"
+"""OpenAI's code for a prompt that no engine takes; LangChain looks for it."""
+
+ErrorStyle = Literal["openai", "anthropic"]
+"""Whose clients read the error: sglang_router's own body is OpenAI's."""
+
+ANTHROPIC_PATH = "/v1/messages"
+_ANTHROPIC_TYPES = {
+    400: "invalid_request_error",
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    408: "timeout_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    503: "overloaded_error",
+    504: "timeout_error",
+}
+"""``error.type`` of Anthropic's API by HTTP status. Unlike SGLang's server it tells a timeout from
+other errors, as clients may try that again."""
+
 _REFUSALS: dict[RefuseCause, tuple[int, str]] = {
     "queue_full": (429, "queue_full"),
     "flow_control": (429, "flow_control"),
     "deadline": (503, "queue_timeout"),
     "no_prefill": (503, "no_prefill_servers"),
     "no_decode": (503, "no_decode_servers"),
-    "too_long": (400, "prompt_too_long"),
+    "too_long": (400, TOO_LONG),
     "slo": (429, "slo_unreachable"),
 }
 
@@ -51,6 +73,16 @@ def reason_phrase(status: int) -> str:
         return HTTPStatus(status).phrase
     except ValueError:
         return "Error"
+
+
+def error_style(path: str) -> ErrorStyle:
+    """The style of errors for a request to ``path``."""
+    return "anthropic" if path.startswith(ANTHROPIC_PATH) else "openai"
+
+
+def anthropic_type(status: int) -> str:
+    """Anthropic's name for an error with this HTTP status."""
+    return _ANTHROPIC_TYPES.get(status, "invalid_request_error" if status < 500 else "api_error")
 
 
 class RouterError(Exception):
@@ -67,20 +99,24 @@ class RouterError(Exception):
         self.message = message
         self.retry_after_s = retry_after_s
 
-    def _body(self, **more: int) -> bytes:
+    def _body(self, style: ErrorStyle, **more: int) -> bytes:
+        if style == "anthropic":
+            inner = {"type": anthropic_type(self.status), "message": self.message}
+            return orjson.dumps({"type": "error", "error": inner})
         kind = reason_phrase(self.status)
         error = {"type": kind, "code": self.code, "message": self.message, "param": None}
         return orjson.dumps({"error": error | more})
 
-    def response(self) -> web.Response:
+    def response(self, style: ErrorStyle = "openai") -> web.Response:
         headers = {"Content-Type": "application/json", ERROR_CODE_HEADER: self.code}
         if self.retry_after_s is not None:
             headers["Retry-After"] = str(max(1, math.ceil(self.retry_after_s)))
-        return web.Response(status=self.status, body=self._body(), headers=headers)
+        return web.Response(status=self.status, body=self._body(style), headers=headers)
 
-    def sse_event(self) -> bytes:
+    def sse_event(self, style: ErrorStyle = "openai") -> bytes:
         """Inside a stream whose status line has left."""
-        return b"data: %b\n\n" % self._body(status=self.status)
+        name = b"event: error\n" if style == "anthropic" else b""
+        return b"%bdata: %b\n\n" % (name, self._body(style, status=self.status))
 
 
 E = TypeVar("E", bound=BaseException)

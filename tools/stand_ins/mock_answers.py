@@ -1,10 +1,12 @@
-"""What a scripted engine answers: SGLang's JSON of ``/generate`` and of OpenAI's two endpoints.
+"""What a scripted engine answers: SGLang's JSON of ``/generate``, of OpenAI's two endpoints and of
+Anthropic's ``/v1/messages``.
 
 Output tokens read t1, t2, …, those of a prompt p0, p1, …
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 from tools.stand_ins.mock_script import Behaviour, EngineRole, RecordedRequest
@@ -49,6 +51,8 @@ def output(
             )
             meta["output_token_logprobs"] = [[-0.1, i, None] for i in range(tokens)]
         return {"text": text, "meta_info": meta}
+    if record.path.startswith("/v1/messages"):
+        return _message(role, behaviour, text)
     finish = None
     if last:
         finish = "abort" if behaviour.abort else "length"
@@ -65,6 +69,48 @@ def output(
     if not stream:
         answer["usage"] = usage_of(behaviour, 1 if role == "prefill" else behaviour.tokens)
     return answer
+
+
+def _message(role: EngineRole, behaviour: Behaviour, text: str) -> dict[str, Any]:
+    """Anthropic's form. SGLang ends prefill by length and writes an abort as ``end_turn``."""
+    ended = behaviour.abort or role == "decode"
+    usage = {"input_tokens": behaviour.prompt_tokens - behaviour.cached_tokens}
+    if behaviour.cached_tokens:
+        usage["cache_read_input_tokens"] = behaviour.cached_tokens
+    return {
+        "id": "msg_1",
+        "type": "message",
+        "role": "assistant",
+        "content": [{"type": "text", "text": text}],
+        "model": "mock",
+        "stop_reason": "end_turn" if ended else "max_tokens",
+        "usage": usage | {"output_tokens": behaviour.tokens if role == "decode" else 1},
+    }
+
+
+def message_events(behaviour: Behaviour) -> Iterator[dict[str, Any]]:
+    """The events of a stream of ``/v1/messages``; token number n is event number n + 1."""
+    usage = {"input_tokens": behaviour.prompt_tokens, "output_tokens": 0}
+    start = _message("decode", behaviour, "") | {"content": [], "usage": usage}
+    del start["stop_reason"]
+    yield {"type": "message_start", "message": start}
+    if behaviour.stream_error:
+        yield anthropic_error(behaviour.message or "scripted error")
+        yield {"type": "message_stop"}
+        return
+    block = {"type": "text", "text": ""}
+    yield {"type": "content_block_start", "index": 0, "content_block": block}
+    for number in range(1, behaviour.tokens + 1):
+        delta = {"type": "text_delta", "text": f"t{number}"}
+        yield {"type": "content_block_delta", "index": 0, "delta": delta}
+    yield {"type": "content_block_stop", "index": 0}
+    spent = {"output_tokens": behaviour.tokens}
+    yield {"type": "message_delta", "delta": {"stop_reason": "end_turn"}, "usage": spent}
+    yield {"type": "message_stop"}
+
+
+def anthropic_error(message: str) -> dict[str, Any]:
+    return {"type": "error", "error": {"type": "api_error", "message": message}}
 
 
 def _logprobs(

@@ -28,7 +28,7 @@ import zmq
 from aiohttp import web
 
 from sglang_sbs.wire import EndForward, encode_endforward
-from tools.stand_ins.mock_answers import frame, output, usage_of
+from tools.stand_ins.mock_answers import anthropic_error, frame, message_events, output, usage_of
 from tools.stand_ins.mock_script import (
     Behaviour,
     EngineRole,
@@ -104,8 +104,9 @@ class MockEngine:
     async def start(self, port: int = 0, tls: ssl.SSLContext | None = None) -> None:
         """Listen; ``port`` 0 picks a free one, and a restart may ask for the old one."""
         app = web.Application(client_max_size=1 << 30, middlewares=[self._while_running])
-        for path in ("/generate", "/v1/completions", "/v1/chat/completions"):
+        for path in ("/generate", "/v1/completions", "/v1/chat/completions", "/v1/messages"):
             app.router.add_post(path, self._serve)
+        app.router.add_post("/v1/messages/count_tokens", self._count_tokens)
         app.router.add_post("/abort_request", self._abort)
         app.router.add_post("/flush_cache", self._count(web.Response))
         app.router.add_get("/server_info", self._get_server_info)
@@ -282,6 +283,8 @@ class MockEngine:
             return await self._complete(request, record, behaviour)
         response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
         await response.prepare(request)
+        if record.path.startswith("/v1/messages"):
+            return await self._message_events(request, response, record, behaviour)
         if behaviour.stream_error:
             error = {"error": {"message": behaviour.message or "scripted error", "code": 500}}
             await response.write(_event(error))
@@ -312,6 +315,28 @@ class MockEngine:
         await response.write(b"data: [DONE]\n\n")
         return response
 
+    async def _message_events(
+        self,
+        request: web.Request,
+        response: web.StreamResponse,
+        record: RecordedRequest,
+        behaviour: Behaviour,
+    ) -> web.StreamResponse:
+        """Anthropic's events, an error after the first token where a fault strikes mid body."""
+        for number, event in enumerate(message_events(behaviour), -1):
+            if number > 1 and event["type"] == "content_block_delta":
+                await self.token_gate.pass_through()
+            await response.write(_event(event, event["type"]))
+            if number == 1 and behaviour.garbage_tail is not None:
+                await response.write(behaviour.garbage_tail)
+                return response
+            if number == 1 and behaviour.fault == "reset_mid_body":
+                return _reset(request)
+            if number == 1 and behaviour.fault == "hang_mid_body":
+                await record.aborted.wait()
+                return _reset(request)
+        return response
+
     async def _complete(
         self, request: web.Request, record: RecordedRequest, behaviour: Behaviour
     ) -> web.StreamResponse:
@@ -328,6 +353,13 @@ class MockEngine:
                 await record.aborted.wait()
             return _reset(request)
         return web.Response(body=data, content_type="application/json")
+
+    async def _count_tokens(self, request: web.Request) -> web.StreamResponse:
+        self.hits[request.path] = self.hits.get(request.path, 0) + 1
+        body = orjson.loads(await request.read())
+        if self.behaviour.status != 200:
+            return _json(anthropic_error("scripted error"), self.behaviour.status)
+        return _json({"input_tokens": len(body["messages"])})
 
     async def _abort(self, request: web.Request) -> web.StreamResponse:
         rid = str(orjson.loads(await request.read())["rid"])
@@ -437,8 +469,9 @@ def port_of(request: web.Request) -> int:
     return int(name[1]) + int(name[0].rpartition(".")[2]) - 1 if name else 0
 
 
-def _event(value: Any) -> bytes:
-    return b"data: " + orjson.dumps(value) + b"\n\n"
+def _event(value: Any, name: str = "") -> bytes:
+    named = f"event: {name}\n".encode() if name else b""
+    return named + b"data: " + orjson.dumps(value) + b"\n\n"
 
 
 def _json(value: Any, status: int = 200) -> web.Response:

@@ -61,7 +61,10 @@ class RecordedRequest:
     """As sent, else made up here, as SGLang does."""
 
     def __post_init__(self) -> None:
-        self.rid = str(self.body.get("rid") or uuid.uuid4().hex)
+        given = self.body.get("rid")
+        if self.path.startswith("/v1/messages"):  # it knows no such field
+            given = self.headers.get("x-override-rid")
+        self.rid = str(given or uuid.uuid4().hex)
 
 
 class HoldGate:

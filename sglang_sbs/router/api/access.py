@@ -19,7 +19,9 @@ from aiohttp import web
 
 from sglang_sbs.dashboard import pages
 from sglang_sbs.router.api.identity import TokenCheck
+from sglang_sbs.router.errors import error_style
 from sglang_sbs.router.options.keys import ControlKey, Principal
+from sglang_sbs.router.requests.headers import KEY_HEADER
 
 logger = logging.getLogger("sglang_sbs.audit")
 
@@ -53,6 +55,8 @@ class Access:
     ) -> web.Response | None:
         """The answer to a request that may not pass; ``None`` if it may."""
         given = _bearer(headers)
+        if given is None and error_style(path) == "anthropic" and KEY_HEADER in headers:
+            given = headers[KEY_HEADER].encode("utf-8", "surrogateescape")
         if (self.control_keys or self.tokens) and path.startswith(CONTROL_PLANE):
             found = await self._judged(given)
             who = found if isinstance(found, Principal) else None

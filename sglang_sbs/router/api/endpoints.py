@@ -24,7 +24,7 @@ from sglang_sbs.router.api.served_router import Router
 from sglang_sbs.router.client.answer_stream import send
 from sglang_sbs.router.client.intake import Bodies
 from sglang_sbs.router.engines.control_requests import ask
-from sglang_sbs.router.errors import RouterError
+from sglang_sbs.router.errors import ErrorStyle, RouterError
 from sglang_sbs.router.requests.body_fields import bad_request
 from sglang_sbs.router.workers.worker import Worker
 from sglang_sbs.router.workers.worker_view import describe_worker
@@ -359,7 +359,7 @@ def _accepted(worker: Worker, what: str, more: dict[str, str] | None = None) -> 
 class WorkerError(RouterError):
     """In sglang_router's words for workers, unlike those for all else."""
 
-    def response(self) -> web.Response:
+    def response(self, style: ErrorStyle = "openai") -> web.Response:
         body = orjson.dumps({"error": self.message, "code": self.code})
         return web.Response(status=self.status, body=body, content_type="application/json")
 

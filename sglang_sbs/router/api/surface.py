@@ -18,16 +18,17 @@ from sglang_sbs.dashboard.pages import Handler, NoRoom
 from sglang_sbs.router.api.access import CONTROL_PLANE, Access, is_own_host
 from sglang_sbs.router.api.endpoints import Control
 from sglang_sbs.router.api.identity import TokenCheck
+from sglang_sbs.router.api.messages import Messages
 from sglang_sbs.router.api.policy import PolicyControl
 from sglang_sbs.router.api.requests import Requests
 from sglang_sbs.router.api.served_router import Router
 from sglang_sbs.router.api.tokenizing import Tokenizing
 from sglang_sbs.router.client.answer_stream import send
-from sglang_sbs.router.errors import RouterError
+from sglang_sbs.router.errors import RouterError, error_style
 from sglang_sbs.router.options.keys import ControlKey
 from sglang_sbs.router.relay.time_split import HEADER, in_one_line, server_timing, split_of
 from sglang_sbs.router.requests.body_fields import bad_request
-from sglang_sbs.router.requests.headers import asked_in, forwarded_headers
+from sglang_sbs.router.requests.headers import asked_in, forwarded_headers, with_bearer
 from sglang_sbs.router.requests.plan import PATHS, RouteKind
 from sglang_sbs.router.telemetry.logs import current_request_id, is_logged, log_answer
 from sglang_sbs.router.telemetry.worker_metrics import model_name
@@ -48,7 +49,7 @@ _NOT_IMPLEMENTED = {
     "/v1/responses/{rest:.+}": "Responses endpoint",
     "/v1/conversations": "Conversations",
     "/v1/conversations/{rest:.+}": "Conversations",
-    "/v1/messages": "Messages",
+    "/v1/messages/{rest:.+}": "Batches of messages",
     "/v1/audio/transcriptions": "Audio transcriptions",
     "/v1/interactions": "Interactions",
     "/v1/realtime": "Realtime",
@@ -83,7 +84,8 @@ def _request_id(path: str, headers: Mapping[str, str], names: Sequence[str]) -> 
 
 
 async def _not_implemented(name: str, _request: web.Request) -> web.StreamResponse:
-    return web.Response(status=501, text=f"{name} not implemented")
+    """Raises: RouterError (501). JSON, as clients of these APIs parse what comes."""
+    raise RouterError(501, "not_implemented", f"{name} not implemented")
 
 
 class Surface:
@@ -108,7 +110,7 @@ class Surface:
         for path in KINDS:
             app.router.add_post(path, self._inference)
         control = (Control(server), PolicyControl(server), Requests(server), Tokenizing(server))
-        for part in (*control, server.dashboard):
+        for part in (*control, Messages(server), server.dashboard):
             for method, path, handler in part.routes():
                 app.router.add_route(method, path, handler)
         for path, name in _NOT_IMPLEMENTED.items():
@@ -119,6 +121,8 @@ class Surface:
         server, metrics, path = self._server, self._metrics, request.path
         kind = KINDS[path]
         received = list(request.headers.items())
+        if kind == "messages":
+            received = with_bearer(received)
         identifier = current_request_id.get()
         model = model_name(server.registry)
         started_s = time.monotonic()
@@ -194,22 +198,31 @@ class Surface:
     ) -> web.StreamResponse:
         if request.method == "OPTIONS":
             return web.Response(headers=None if self._origins else _PREFLIGHT)
+        style = error_style(path)
         try:
             if known and (refusal := await self._refusal(request, path)) is not None:
+                if refusal.status == 401 and style == "anthropic":
+                    raise RouterError(401, "unauthorized", "missing or wrong API key")
                 return refusal
             return await handler(request)
         except RouterError as error:
-            return error.response()
+            return error.response(style)
         except NoRoom as error:
             return RouterError(503, "too_many_dashboards", str(error), retry_after_s=5.0).response()
         except web.HTTPMethodNotAllowed as error:
-            return web.Response(status=405, headers={"Allow": error.headers.get("Allow", "")})
+            allowed = {"Allow": error.headers.get("Allow", "")}
+            if style == "openai":
+                return web.Response(status=405, headers=allowed)
+            why = f"use {allowed['Allow']}"
+            answer = RouterError(405, "method_not_allowed", why).response(style)
+            answer.headers.update(allowed)
+            return answer
         except web.HTTPNotFound:
             return web.Response(status=404)
         except ConnectionResetError:
             raise
         except Exception as error:
-            response = _failed(request.method, path, error).response()
+            response = _failed(request.method, path, error).response(style)
             if isinstance(error, web.RequestPayloadError):
                 response.force_close()  # where the next request begins is not known
             return response

@@ -4,6 +4,7 @@ or hold more than its own size (compression), and it has an end, whatever the en
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Mapping
 from typing import Any
 
 import aiohttp
@@ -35,15 +36,25 @@ async def ask(
     timeout_s: float,
     connect_s: float | None = None,
     json: Any = None,
+    data: bytes | bytearray | None = None,
+    headers: Mapping[str, str] | None = None,
     most_bytes: int = MAX_ANSWER_BYTES,
 ) -> tuple[int, bytes]:
-    """Status and body; a redirect is an answer like any other. ``key`` is a bearer token. Raises:
+    """Status and body; a redirect is an answer like any other. ``key`` is a bearer token, ``data``
+    a body that is not to be made of ``json``. Raises:
     aiohttp.ClientError, there was no answer, or it has more than ``most_bytes``; OSError, as above;
     TimeoutError, not all of it came within ``timeout_s``."""
-    headers = {"Authorization": f"Bearer {key}"} if key else None
+    if key:
+        headers = {**(headers or {}), "Authorization": f"Bearer {key}"}
     timeout = aiohttp.ClientTimeout(total=timeout_s, sock_connect=connect_s)
     async with session.request(
-        method, url, headers=headers, json=json, allow_redirects=False, timeout=timeout
+        method,
+        url,
+        headers=headers,
+        json=json,
+        data=data,
+        allow_redirects=False,
+        timeout=timeout,
     ) as response:
         pieces: list[bytes] = []
         size = 0

@@ -165,6 +165,8 @@ def _message(message: Any, content_format: ContentFormat) -> tuple[dict[str, Any
         out["tools"] = [_tool(tool) for tool in message["tools"]]
     if message.get("prefix") is not None:
         out["prefix"] = message["prefix"]
+    if content_format == "openai" and isinstance(message.get("content"), list):
+        out["content"] = out.pop("content")  # last, as SGLang has it: a template may show all
     return out, only_text
 
 

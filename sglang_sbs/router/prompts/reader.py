@@ -12,12 +12,13 @@ from functools import lru_cache
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from sglang_sbs.plain_words import counted
-from sglang_sbs.router.errors import RouterError
+from sglang_sbs.router.errors import TOO_LONG, RouterError
 from sglang_sbs.router.lanes import LONG_BYTES, Lanes
 from sglang_sbs.router.prompts.block_names import TEXT_BYTES_PER_TOKEN, BlockFormat, BlockNamer
 from sglang_sbs.router.prompts.chat_tokenizer import ChatTokenizer, PromptIds
 from sglang_sbs.router.prompts.known_text import TooLong, TooManyTokens
 from sglang_sbs.router.prompts.length_estimate import PromptLength, PromptLengths, chat_bytes
+from sglang_sbs.router.prompts.message_chat import chat_of
 from sglang_sbs.router.prompts.written_size import TemplateError
 from sglang_sbs.router.requests.body_fields import Namespace
 from sglang_sbs.router.requests.engine_refusals import check_counted
@@ -44,12 +45,24 @@ _COUNTS_OF: dict[RouteKind, tuple[str, ...]] = {
     "generate": ("given", "tokenized"),
     "completions": ("given", "tokenized"),
     "chat": ("tokenized",),
+    "messages": ("tokenized",),
 }
 """How a prompt was counted if engines count the same."""
 _NO_BLOCKS = array("q")
 """One for all: a batch has a thousand prompts."""
 
 PromptKind = Literal["text", "chat"]
+
+
+def too_long(found: str, most: str) -> RouterError:
+    """The error for a prompt that no engine takes.
+
+    Clients know it by its words and go on with a shorter conversation. "longer than the model's
+    context length" is what SGLang says (``TokenizerManager._validate_one_request``) and LiteLLM
+    looks for; "prompt is too long" is what Anthropic says and LangChain and Claude Code look for.
+    """
+    why = f"prompt is too long: the input ({found}) is longer than the model's context length"
+    return RouterError(400, TOO_LONG, f"{why} ({most})")
 
 
 class LongestPrompt(NamedTuple):
@@ -66,8 +79,7 @@ class LongestPrompt(NamedTuple):
         """Raises: RouterError (400), every engine would refuse a prompt of so many tokens."""
         if tokens > self.tokens and not self.cuts:
             found = f"{'at least ' if at_least else ''}{counted(tokens, 'token')}"
-            most = f"no engine takes more than {self.tokens:,}"
-            raise RouterError(400, "prompt_too_long", f"the prompt has {found}; {most}")
+            raise too_long(found, f"{self.tokens:,} tokens")
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,7 +154,10 @@ class PromptReader:
             _check_size(prompt, known.longest)
         prompts = []
         for prompt in plan.prompts:
-            read = self._read(plan.model, prompt, known)
+            if plan.kind == "messages":
+                read = self._read_messages(plan, prompt, known)
+            else:
+                read = self._read(plan.model, prompt, known)
             # SGLang before 0.5.23 does not look at the ids of a chat.
             counted = prompt.value is not None and not known.longest.cuts
             if counted and read.length.counted in _COUNTS_OF[plan.kind]:
@@ -151,6 +166,19 @@ class PromptReader:
                 check_counted(read.length.tokens, asked, start, context)
             prompts.append(_bounded(read, known.longest))
         return prompts
+
+    def _read_messages(self, plan: Plan, prompt: Prompt, known: Known) -> ReadPrompt:
+        """Of Anthropic's messages, by the chat that engines make of them."""
+        chat = chat_of(prompt.value) if isinstance(prompt.value, dict) else None
+        size = prompt.size_bytes or len(plan.common)
+        chat_prompt = replace(prompt, value=chat and chat.body, size_bytes=0 if chat else size)
+        if chat is not None and not chat.certain:
+            # It is not refused here for its length, and its last blocks may have other names.
+            known = known._replace(longest=known.longest._replace(cuts=True))
+        read = self._read(plan.model, chat_prompt, known)
+        if chat is not None and not chat.certain:
+            read = replace(read, length=PromptLength(read.length.tokens))
+        return read
 
     def _read(self, model: str, prompt: Prompt, known: Known) -> ReadPrompt:
         value, ids = prompt.value, None

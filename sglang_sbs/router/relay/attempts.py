@@ -18,10 +18,11 @@ from sglang_sbs.router.prompts.tokenizer_check import EngineTokenizers
 from sglang_sbs.router.relay.in_flight import Attempt, Exchange, InFlight, UnitRun
 from sglang_sbs.router.relay.pair import Pair
 from sglang_sbs.router.relay.time_split import HEADER, server_timing, split_of
-from sglang_sbs.router.requests.plan import leg_bodies
+from sglang_sbs.router.requests.plan import RouteKind, leg_bodies
 from sglang_sbs.router.telemetry.metrics import RouterMetrics
 from sglang_sbs.router.workers.breaker import Suspicions
 from sglang_sbs.router.workers.registry import Registry
+from sglang_sbs.router.workers.server_info import takes_messages
 from sglang_sbs.router.workers.worker import Placement, Worker
 from sglang_sbs.scheduling.events import Dispatch, Outcome, RequestArrived
 from sglang_sbs.wire.gangs import SIZED_RID_PREFIX, TAG_BITS, GangPart
@@ -73,13 +74,20 @@ class Attempts:
 
     async def run(self, exchange: Exchange, unit: int) -> Pair:
         """One unit to its end, retried while none of its bytes left. Raises: RouterError."""
-        run = UnitRun(exchange, unit)
+        run = UnitRun(exchange, unit, exclude=self._unfit(exchange))
         try:
             return await self._retried(run)
         finally:
             self._blame(run, served=False)
             run.prefilled()
             exchange.pairs.pop(unit, None)
+
+    def _unfit(self, exchange: Exchange) -> tuple[str, ...]:
+        """Engines that would not understand the request. The scheduler takes one of them only if it
+        has no other; :meth:`_placement` refuses that."""
+        if exchange.plan.kind != "messages":
+            return ()
+        return tuple(one.url for one in self.registry if not takes_messages(one.known.version))
 
     def _blame(self, run: UnitRun, *, served: bool) -> None:
         """For answers of 5xx. When two engines gave one and none served the request, it may be
@@ -204,8 +212,9 @@ class Attempts:
 
     def _start(self, attempt: Attempt, assignment: Dispatch) -> Pair:
         """Send both legs, in this very callback where connections are at hand."""
-        run, placement = attempt.run, self._placement(assignment)
-        plan, prefill, ids_json = run.exchange.plan, placement.prefill, run.prompt.ids_json
+        run, plan = attempt.run, attempt.run.exchange.plan
+        placement = self._placement(assignment, plan.kind)
+        prefill, ids_json = placement.prefill, run.prompt.ids_json
         if ids_json and not self.tokenizers.may_get_ids(plan.kind, prefill, placement.decode):
             ids_json = None
         self.sent_as_ids += ids_json is not None
@@ -235,11 +244,15 @@ class Attempts:
             logger.debug("%s: rid %s to %s %s", run.exchange.request_id, assignment.rid, to, held)
         return pair
 
-    def _placement(self, assignment: Dispatch) -> Placement:
+    def _placement(self, assignment: Dispatch, kind: RouteKind) -> Placement:
         """Raises: LegFailure, RouterError: it cannot be sent there now."""
         prefill_rank, decode_rank = assignment.prefill_rank, assignment.decode_rank
         prefill = self._worker("prefill", assignment.prefill, prefill_rank)
         decode = self._worker("decode", assignment.decode, decode_rank)
+        for worker in (prefill, decode) if kind == "messages" else ():
+            if not takes_messages(worker.known.version):
+                why = f"{worker.url} runs SGLang {worker.known.version}, and /v1/messages with PD"
+                raise RouterError(501, "not_implemented", f"{why} needs 0.5.22 or later")
         return Placement(prefill, prefill_rank, decode, decode_rank)
 
     def _worker(self, role: Leg, url: str, rank: int) -> Worker:

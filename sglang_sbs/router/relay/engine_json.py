@@ -11,9 +11,7 @@ from typing import Any
 import msgspec
 import orjson
 
-from sglang_sbs.router.errors import MAX_MESSAGE_CHARS, LegFailure, leg_aborted, leg_status_failure
 from sglang_sbs.router.limits import MAX_COUNT, clamped_count
-from sglang_sbs.router.relay.event_reader import Sign
 from sglang_sbs.router.requests import raw_json
 from sglang_sbs.router.requests.raw_json import JsonError, Raw
 
@@ -22,12 +20,10 @@ SHORT_BYTES = 64 << 10
 _OPENED = ("meta_info", "usage", "logprobs")
 """Objects that are looked into, of an answer or of its choice."""
 
-_DONE = b"[DONE]"
-_ERROR_START = b'{"error"'
 ABORT_MARK = re.compile(rb'"(?:type|finish_reason)": ?"abort"')
 """In an answer of an aborted request, and maybe in others."""
 ABORT_MARK_BYTES = 24
-_COMPLETION_TOKENS = re.compile(rb'"completion_tokens":\s*(\d+)')
+_OUTPUT_TOKENS = re.compile(rb'"(?:completion|output)_tokens":\s*(\d+)')
 _MOST_DIGITS = 18
 
 _only_one = msgspec.json.Decoder(tuple[Raw])
@@ -151,17 +147,10 @@ def abort_of(body: Any) -> tuple[int, str] | None:
     return None
 
 
-def read_abort(body: bytes | bytearray) -> tuple[int, str] | None:
-    """The same of an answer as it came."""
-    try:
-        return abort_of(orjson.loads(body))
-    except orjson.JSONDecodeError:
-        return None
-
-
-def completion_tokens_of(data: bytes | bytearray) -> int | None:
-    """By the last place where an answer, or the end of a stream, says so."""
-    found = _COMPLETION_TOKENS.match(data, max(0, data.rfind(b'"completion_tokens"')))
+def count_of(name: bytes, data: bytes | bytearray) -> int | None:
+    """``name`` is ``completion_tokens`` or Anthropic's ``output_tokens``: the number in the last
+    place where an answer, or the end of a stream, has it."""
+    found = _OUTPUT_TOKENS.match(data, max(0, data.rfind(b'"%b"' % name)))
     if found is None:
         return None
     digits = found[1]
@@ -188,40 +177,3 @@ def token_counts(body: dict[str, Any], asks_cached: bool) -> tuple[int | None, i
         clamped_count(prompt) if isinstance(prompt, int) else None,
         clamped_count(cached) if isinstance(cached, int) else None,
     )
-
-
-class TokenStream:
-    """Streams of ``/generate``, ``/v1/completions`` and ``/v1/chat/completions``. SGLang ends each
-    with the same event, also one that reports an error or an abort."""
-
-    end_name = "[DONE]"
-    signs = (b"data: " + _DONE, b"data: " + _ERROR_START)
-    needle = b'"abort"'
-    mark = ABORT_MARK
-
-    def sign(self, data: bytes, _name: bytes) -> Sign:
-        if self.needle in data and self.mark.search(data) is not None:
-            return Sign.FAILURE
-        if data.startswith(_ERROR_START):
-            return Sign.FAILURE
-        return Sign.END if data == _DONE else Sign.CONTENT
-
-    def failure(self, worker: str, data: bytes) -> LegFailure | None:
-        try:
-            event = orjson.loads(data)
-        except orjson.JSONDecodeError:  # an excerpt
-            if data.startswith(_ERROR_START):
-                return leg_status_failure("decode", worker, 500, b"")
-            return leg_aborted("decode", worker, 500, "")
-        if isinstance(event, dict) and isinstance(event.get("error"), dict):
-            error = event["error"]
-            code = error.get("code")
-            status = code if isinstance(code, int) and 400 <= code < 600 else 500
-            failure = leg_status_failure("decode", worker, status, b"")
-            failure.message = str(error.get("message") or failure.message)[:MAX_MESSAGE_CHARS]
-            return failure
-        abort = abort_of(event)
-        return leg_aborted("decode", worker, *abort) if abort is not None else None
-
-
-TOKEN_STREAM = TokenStream()

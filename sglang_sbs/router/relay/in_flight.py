@@ -18,8 +18,7 @@ from sglang_sbs.router.lanes import Pace
 from sglang_sbs.router.prompts.length_estimate import PromptLengths
 from sglang_sbs.router.prompts.reader import ReadPrompt
 from sglang_sbs.router.relay.aborts import Aborts
-from sglang_sbs.router.relay.engine_json import TOKEN_STREAM
-from sglang_sbs.router.relay.event_reader import Payload, StreamKind
+from sglang_sbs.router.relay.event_reader import Payload
 from sglang_sbs.router.relay.leg_answers import PrefillReply
 from sglang_sbs.router.relay.pair import Pair
 from sglang_sbs.router.relay.parking import TRANSFER_TIMEOUT_S, Parking
@@ -58,7 +57,6 @@ class Exchange:
     """Makes, for each attempt, what takes decode's stream; ``None``: the answer is kept whole."""
     edits_events: bool = False
     """It takes the data of each event; otherwise bytes as they come."""
-    stream_kind: StreamKind = TOKEN_STREAM
     window: asyncio.Semaphore | None = None
     """Of a batch: places for units that wait for their prefill."""
     ending: bool = False

@@ -10,6 +10,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar
 
+import orjson
+
 from sglang_sbs.router import errors
 from sglang_sbs.router.engines.connection import FailureKind, UpstreamError
 from sglang_sbs.router.engines.response_framing import MalformedResponse
@@ -126,7 +128,7 @@ class PrefillLeg(_Leg):
         """Nobody wants the answer but to know whether all KV was sent."""
         if self.status != 200:
             self._status_failed()
-        elif engine_json.ABORT_MARK.search(self.body) is not None:
+        elif self.pair.answers.may_be_aborted(self.body, 0, self.name):
             self.pair.leg_failed(errors.leg_aborted(self.name, self.worker, 500, ""))
         else:
             self.pair.prefill_finished(PrefillReply({}, None, None))
@@ -153,11 +155,12 @@ class PrefillLeg(_Leg):
             self._broke(f"unusable response: {error}")
 
     def _opened(self, body: dict[str, Any]) -> None:
-        abort = engine_json.abort_of(body)
+        answers = self.pair.answers
+        abort = answers.abort_of(body, self.name)
         if abort is not None:
             self.pair.leg_failed(errors.leg_aborted(self.name, self.worker, *abort))
             return
-        counts = engine_json.token_counts(body, self.pair.asks_cached)
+        counts = answers.token_counts(body, asks_cached=self.pair.asks_cached)
         self.pair.prefill_finished(PrefillReply(body, *counts, len(self.body)))
 
 
@@ -187,7 +190,8 @@ class DecodeLeg(_Leg):
         new = max(0, len(self.body) - engine_json.ABORT_MARK_BYTES)
         super().body_received(data)
         # As it comes: at its end a search through all of a large answer would take long.
-        self._aborted = self._aborted or engine_json.ABORT_MARK.search(self.body, new) is not None
+        may_be = self.pair.answers.may_be_aborted
+        self._aborted = self._aborted or may_be(self.body, new, self.name)
 
     def message_complete(self) -> None:
         if self.pair.must_park:
@@ -200,7 +204,7 @@ class DecodeLeg(_Leg):
         if not self.pair.stream:
             abort = None
             if self._aborted:
-                abort = engine_json.read_abort(self.body) if small else (500, "")
+                abort = self._read_abort() if small else (500, "")
             if abort is not None:
                 self.pair.leg_failed(errors.leg_aborted(self.name, self.worker, *abort))
                 return
@@ -209,3 +213,9 @@ class DecodeLeg(_Leg):
                 self._broke("the reply is not a JSON object")
                 return
         self.pair.decode_finished(bytes(self.body) if small else self.body)
+
+    def _read_abort(self) -> tuple[int, str] | None:
+        try:
+            return self.pair.answers.abort_of(orjson.loads(self.body), self.name)
+        except orjson.JSONDecodeError:
+            return None

@@ -19,10 +19,10 @@ from sglang_sbs.router.errors import (
     answer_too_large,
     transport_failure,
 )
-from sglang_sbs.router.relay import engine_json
+from sglang_sbs.router.relay.answer_kinds import ANSWER_KINDS
 from sglang_sbs.router.relay.event_reader import EventReader, Payload
 from sglang_sbs.router.relay.leg_answers import Body, DecodeLeg, PrefillLeg, PrefillReply
-from sglang_sbs.router.requests.plan import PATHS, Pieces
+from sglang_sbs.router.requests.plan import PATHS, Pieces, leg_headers
 from sglang_sbs.router.workers.worker import Placement
 
 if TYPE_CHECKING:
@@ -83,9 +83,9 @@ class Pair:
         self._in_flight = in_flight
         self._pool = in_flight.pool
         self._sink = exchange.make_sink(self) if exchange.make_sink is not None else None
-        whole = exchange.edits_events
-        self._reader = EventReader(exchange.stream_kind, self.decode, whole=whole)
-        self._edits_events = whole
+        self._edits_events = whole = exchange.edits_events
+        self.answers = ANSWER_KINDS[exchange.plan.kind]
+        self._reader = EventReader(self.answers, self.decode, whole=whole)
         self._fails_silently = in_flight.refuses_retraction(placement)
         self._waits_for_prefill = self.needs_prefill_reply
         self._held = b""
@@ -110,7 +110,9 @@ class Pair:
         self, exchange: Exchange, origin: str, body: Pieces, leg: Receiver, after_s: float = 0.0
     ) -> Call:
         size = sum(map(len, body))
-        head = request_head("POST", origin, PATHS[exchange.plan.kind], exchange.headers, size)
+        kind = exchange.plan.kind
+        headers = leg_headers(kind, exchange.headers, self.rid)
+        head = request_head("POST", origin, PATHS[kind], headers, size)
         return self._pool.call(origin, (head, *body), leg, after_s=after_s)
 
     # For the relay ----------------------------------------------------------------------------
@@ -230,7 +232,7 @@ class Pair:
     @property
     def completion_tokens(self) -> int | None:
         """As the answer says, else counted by stream events; ``None`` if neither helps."""
-        said = engine_json.completion_tokens_of(self._reader.last or self.body)
+        said = self.answers.output_tokens(self._reader.last or self.body)
         return (self.chunks or None) if said is None else said
 
     # Verdicts (from the legs) -----------------------------------------------------------------
@@ -336,10 +338,11 @@ class Pair:
     def _with_cause(self, pieces: Sequence[Payload]) -> Sequence[Payload]:
         """Behind the event that ends a stream early: why that may be."""
         data = b"".join(pieces)
-        event = RouterError(500, "retraction_refused", _WHY_RETRACTION_FAILS).sse_event()
+        error = RouterError(500, "retraction_refused", _WHY_RETRACTION_FAILS)
+        event = error.sse_event(self.answers.error_style)
         if self._edits_events:
             return [*pieces, event[6:-2]]
-        head, mark, end = data.rpartition(b"data: [DONE]")
+        head, mark, end = data.rpartition(self.answers.end_event)
         if not mark and not data.endswith(b"\n\n"):
             return pieces  # an event that is still incomplete cannot be interrupted
         return [head + event + mark + end] if mark else [data, event]

@@ -22,6 +22,7 @@ from sglang_sbs.router.options.config import RelayConfig
 from sglang_sbs.router.prompts.reader import PromptReader
 from sglang_sbs.router.relay import merged_answers
 from sglang_sbs.router.relay.admission import Admission
+from sglang_sbs.router.relay.answer_kinds import ANSWER_KINDS
 from sglang_sbs.router.relay.attempts import Attempts
 from sglang_sbs.router.relay.engine_json import SHORT_BYTES, dumped_pieces, opened_in_parts
 from sglang_sbs.router.relay.event_reader import Payload
@@ -130,7 +131,8 @@ class Relay:
             error = RouterError(500, "internal_error", "internal error in the router")
         if downstream.response is None:
             raise error
-        downstream.push(without_frames(error).sse_event())
+        style = ANSWER_KINDS[exchange.plan.kind].error_style
+        downstream.push(without_frames(error).sse_event(style))
         self.metrics.broken_streams.labels(error.code).inc()
         return await downstream.finish()
 

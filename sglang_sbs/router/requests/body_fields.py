@@ -126,16 +126,22 @@ def text_of(body: Mapping[str, Raw], name: str) -> str:
 
 def text_bytes_of(messages: Raw) -> int:
     """How much text, as JSON, is in the messages of a chat; media are none."""
+    entries = map(raw_json.members_of_entry, raw_json.entries_of(messages))
+    return sum(_content_bytes(message.get("content")) for message in entries)
+
+
+def _content_bytes(content: Raw | None, depth: int = 0) -> int:
+    """``depth``: a result of Anthropic's tools has a content of its own."""
+    if content is None:
+        return 0
+    if raw_json.first_byte(content) == b'"':
+        return len(memoryview(content))
+    if raw_json.first_byte(content) != b"[" or depth > 1:
+        return 0
     size = 0
-    for message in raw_json.entries_of(messages):
-        content = raw_json.members_of_entry(message).get("content")
-        if content is None:
-            continue
-        if raw_json.first_byte(content) == b'"':
-            size += len(memoryview(content))
-        elif raw_json.first_byte(content) == b"[":
-            parts = map(raw_json.members_of_entry, raw_json.entries_of(content))
-            size += sum(len(memoryview(part["text"])) for part in parts if "text" in part)
+    for part in map(raw_json.members_of_entry, raw_json.entries_of(content)):
+        size += len(memoryview(part["text"])) if "text" in part else 0
+        size += _content_bytes(part.get("content"), depth + 1)
     return size
 
 

@@ -15,6 +15,9 @@ SLO_HEADER = "x-sgl-ttft-slo-ms"
 TIMING_HEADER = "x-sbs-server-timing"
 """With the value 1: the client wants to know where its time to the first token went."""
 
+KEY_HEADER = "x-api-key"
+"""Where clients of Anthropic's API have their key."""
+
 _HEADER_VALUE = re.compile(r"[^\x00-\x08\x0a-\x1f\x7f]*")
 """No line breaks: what is forwarded stays one header. The parser in front sees to it as well."""
 
@@ -53,6 +56,14 @@ def forwarded_headers(headers: Sequence[tuple[str, str]], request_id: str) -> by
         why = f"the headers that engines get have {size} characters; write at most"
         raise RouterError(431, "headers_too_large", f"{why} {MOST_FORWARDED_CHARS}")
     return "".join(lines).encode("utf-8", "surrogateescape")
+
+
+def with_bearer(headers: list[tuple[str, str]]) -> list[tuple[str, str]]:
+    """Anthropic's clients send their key as ``x-api-key``; SGLang reads ``Authorization`` only."""
+    lower = {name.lower(): value for name, value in headers}
+    if "authorization" in lower or KEY_HEADER not in lower:
+        return headers
+    return [*headers, ("authorization", f"Bearer {lower[KEY_HEADER]}")]
 
 
 class Asked(NamedTuple):

@@ -9,20 +9,27 @@ from typing import Any, Literal
 
 import orjson
 
+from sglang_sbs.router.errors import ANTHROPIC_PATH
 from sglang_sbs.router.options.config import RelayConfig
 from sglang_sbs.router.requests import body_fields
 from sglang_sbs.router.requests.engine_refusals import check_flags
 from sglang_sbs.router.requests.raw_json import JsonError, is_true, joined, members_of
-from sglang_sbs.router.requests.splitting import Prompt, split_generate, split_openai
+from sglang_sbs.router.requests.splitting import (
+    Prompt,
+    split_generate,
+    split_messages,
+    split_openai,
+)
 from sglang_sbs.router.workers.rank_contract import decode_members, prefill_members
 from sglang_sbs.router.workers.worker import Placement
 
-RouteKind = Literal["generate", "completions", "chat"]
+RouteKind = Literal["generate", "completions", "chat", "messages"]
 
 PATHS: dict[RouteKind, str] = {
     "generate": "/generate",
     "completions": "/v1/completions",
     "chat": "/v1/chat/completions",
+    "messages": ANTHROPIC_PATH,
 }
 
 _INTERNAL_FIELDS = (
@@ -38,7 +45,13 @@ for ``positional_embed_overrides`` ends an engine on CPU (``managers/scheduler.p
 several nodes or pipeline parallelism), an unknown ``lora_id`` one with ``--enable-lora``."""
 
 _ASK_CACHED = "return_cached_tokens_details"
+_ASKS_CACHED = ("completions", "chat")
+"""Kinds of requests in which SGLang knows that field."""
 _IDS_FIELD = {"generate": "input_ids", "completions": "prompt", "chat": "input_ids"}
+_RID_HEADER = b"x-override-rid: %b\r\n"
+"""``/v1/messages`` knows no ``rid`` in its body. SGLang takes one from this header where
+``SGLANG_ENABLE_REQUEST_HEADER_OVERRIDES`` is on, as the plugin has it; elsewhere the engine makes
+up an id of its own, and closing the connection is what ends the request."""
 _MOST_OPTIONS_BYTES = 1024
 """Of ``stream_options``, which every request of a batch gets: SGLang knows two switches in it."""
 _JOINED_BYTES = 1 << 16
@@ -120,7 +133,8 @@ def _plan(
     kind: RouteKind, raw: bytes | bytearray, limits: RelayConfig, refused: Collection[str]
 ) -> Plan:
     body = members_of(raw)
-    check_flags(kind, body, refused)
+    if kind != "messages":  # there SGLang passes over such fields
+        check_flags(kind, body, refused)
     for name in _INTERNAL_FIELDS:
         body.pop(name, None)
     stream = body_fields.stream_of(body)
@@ -130,9 +144,13 @@ def _plan(
     rid = body_fields.given(body, "rid")
     for name in ("stream", "stream_options", "rid"):
         body.pop(name, None)
+    merge = False
     if kind == "generate":
         merge = body_fields.any_true(body, "return_logprob")
         split = split_generate(body, limits)
+    elif kind == "messages":
+        rid = None  # its answers have no place for a client's id
+        split = split_messages(raw, body)
     else:
         split = split_openai(kind, raw, body, limits)
         echoes = kind == "completions" and is_true(body.get("echo"))
@@ -153,13 +171,18 @@ def _plan(
         samples=samples,
         as_list=as_list,
         merge_logprobs=merge,
-        may_ask_cached=kind != "generate" and _ASK_CACHED not in body,
-        stream_options=None if options is None else bytes(options),
+        may_ask_cached=kind in _ASKS_CACHED and _ASK_CACHED not in body,
+        stream_options=None if options is None or kind == "messages" else bytes(options),
         client_rids=body_fields.rids_of(rid, units),
         model=body_fields.text_of(body, "model") if kind != "generate" else "",
         session=body_fields.session_of(body),
         priority=body_fields.priority_of(body),
     )
+
+
+def leg_headers(kind: RouteKind, headers: bytes, rid: str) -> bytes:
+    """The header lines of both legs: ``headers``, and the rid where the body cannot have it."""
+    return headers + _RID_HEADER % rid.encode() if kind == "messages" else headers
 
 
 def leg_bodies(

@@ -11,6 +11,7 @@ from typing import Any, Literal
 from sglang_sbs.router.options.config import RelayConfig
 from sglang_sbs.router.requests.body_fields import (
     NAMESPACE_FIELDS,
+    PLAIN,
     Namespace,
     bad_request,
     given,
@@ -57,7 +58,9 @@ _LIST_OF_LISTS = "token_ids_logprob"
 
 _PROMPT_FIELDS = ("text", "input_ids", "input_embeds")
 _NUMBER_STARTS = frozenset(b"%c" % one for one in b"-0123456789")
-_DEFAULT_MAX_TOKENS = {"generate": 128, "completions": 16, "chat": None}
+_MESSAGE_SAMPLING = ("temperature", "top_p", "top_k", "max_tokens")
+"""Sampling parameters of Anthropic's API; SGLang checks them as those of a chat."""
+_DEFAULT_MAX_TOKENS = {"generate": 128, "completions": 16, "chat": None, "messages": None}
 
 MOST_READ_BYTES = 4 << 20
 """A longer text is not looked at: its length is estimated, and the engine may well refuse it."""
@@ -68,8 +71,9 @@ MOST_IDS_BYTES = 8 << 20
 @dataclass(slots=True)
 class Prompt:
     value: Any
-    """What its tokens are counted in: text, token ids (an ``array``), the body of a chat. ``None``:
-    it is not to be looked at, ``tokens`` or ``size_bytes`` say what is known."""
+    """What its tokens are counted in: text, token ids (an ``array``), the whole body of a chat or
+    of Anthropic's messages. ``None``: it is not to be looked at, ``tokens`` or ``size_bytes`` say
+    what is known."""
     tokens: int
     """Of embeddings, or of what should be token ids and is not."""
     size_bytes: int
@@ -233,6 +237,24 @@ def split_openai(
     for prompt in prompts:
         prompt.max_new_tokens, prompt.asked_tokens = limit, asked
     return prompts, samples, False
+
+
+def split_messages(raw: bytes | bytearray, body: _Body) -> _Split:
+    """The one prompt of a ``/v1/messages`` body. SGLang gives such a request no cache namespace."""
+    messages = given(body, "messages")
+    if messages is None or first_byte(messages) != b"[" or first_byte(messages, 1) == b"]":
+        raise bad_request("messages must be a non-empty list")
+    check_sampling("chat", {name: body[name] for name in _MESSAGE_SAMPLING if name in body})
+    if len(raw) <= MOST_READ_BYTES:
+        read = (value_of(raw), 0, 0)
+    else:
+        system = given(body, "system")
+        rest = 0 if system is None else len(memoryview(system))
+        read = (None, 0, 1 + rest + text_bytes_of(messages))
+    prompt = Prompt(*read, b"", b"", PLAIN, alone=True, takes_ids=False)
+    prompt.max_new_tokens = _first_limit("messages", [scalar(body, "max_tokens")])
+    prompt.asked_tokens = asked_tokens("chat", {"max_tokens": body.get("max_tokens", b"null")})
+    return [prompt], 1, False
 
 
 def _first_limit(kind: str, values: Iterable[Any]) -> int | None:

@@ -15,6 +15,7 @@ from sglang_sbs.scheduling.events import InstanceRole, RankChoice
 from sglang_sbs.wire.endforward import MAX_DP_SIZE
 
 _FIRST_REBOOTSTRAP = (0, 5, 16)
+_FIRST_WITH_MESSAGES = (0, 5, 22)
 MIN_VERSION = (0, 5, 6)
 """First SGLang release this router knows how to speak to."""
 
@@ -189,6 +190,12 @@ def may_rebootstrap(version: str) -> bool:
     (SGLang's ``submit_prefill_recompute``)."""
     numbers = parse_version(version) or ()
     return not numbers > (0, 0, 0) or numbers >= _FIRST_REBOOTSTRAP
+
+
+def takes_messages(version: str) -> bool:
+    """Whether SGLang takes its PD routing fields in ``/v1/messages``; a development build does."""
+    numbers = parse_version(version) or ()
+    return not numbers > (0, 0, 0) or numbers >= _FIRST_WITH_MESSAGES
 
 
 def parse_server_info(data: dict[str, Any], role: InstanceRole) -> WorkerInfo:

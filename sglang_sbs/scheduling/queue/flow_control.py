@@ -32,8 +32,8 @@ def refusal_of(
     largest_tokens = max(one.kv_capacity_tokens for one in decode)
     if event.prompt_tokens > largest_tokens:
         return "too_long", (
-            "the prompt is longer than a decode DP rank can hold (in tokens: "
-            f"{event.prompt_tokens}, at most {largest_tokens})"
+            f"prompt is too long: it has {event.prompt_tokens} tokens, and a decode DP rank holds "
+            f"at most {largest_tokens}"
         )
     if len(queue) >= config.max_queue_requests:
         return "queue_full", f"requests waiting: {len(queue)} (the limit)"

@@ -160,7 +160,9 @@ async def test_unknown_routes_are_404_and_known_gaps_501() -> None:
         assert await text_of(c, "/nothing/here") == (404, "")
         async with c.post("/v1/embeddings", {}) as response:
             assert response.status == 501
-            assert await response.text() == "Embeddings not implemented"
+            error = (await response.json())["error"]
+            assert error["code"] == response.headers["X-SMG-Error-Code"] == "not_implemented"
+            assert error["message"] == "Embeddings not implemented"
         async with c.get("/generate") as response:
             assert response.status == 405
 

@@ -77,6 +77,39 @@ def test_a_chat_is_tokenized_and_named(engines: Known, tokenizer: ChatTokenizer)
     assert prompt.ids_json is not None
 
 
+def test_messages_are_counted_and_named_as_the_chat_that_engines_make_of_them(
+    engines: Known, tokenizer: ChatTokenizer
+) -> None:
+    system = {"role": "system", "content": "Be brief."}
+    ids = tokenizer.chat_ids({"messages": [system, USER]}).ids.tolist()
+    body = {"messages": [USER], "system": "Be brief.", "max_tokens": 9}
+    prompt = reading(engines, tokenizer)("messages", **body)
+    assert (prompt.length.tokens, prompt.length.exact) == (len(ids), True)
+    assert prompt.blocks.tolist() == names(ids)
+    assert prompt.ids_json is None
+    engines.longest = LongestPrompt(len(ids) - 1)
+    assert refusal_of(engines, "messages", tokenizer, **body) is not None
+    # What only the engine's parsers decide may make it shorter, too: it is not refused here.
+    thinking = body | {"thinking": {"type": "adaptive"}}
+    prompt = reading(engines, tokenizer)("messages", **thinking)
+    assert (prompt.length.tokens, prompt.length.exact) == (len(ids) - 1, False)
+    assert prompt.blocks.tolist() == names(ids)
+
+
+def test_messages_that_cannot_be_converted_are_estimated_by_their_size(
+    engines: Known, tokenizer: ChatTokenizer
+) -> None:
+    for message in (7, USER | {"content": [{}]}):
+        body = {"messages": [message], "x": "y" * 400}
+        length = reading(engines, tokenizer)("messages", **body).length
+        assert not length.exact
+        assert length.tokens > 50
+    text = {"type": "text", "text": "a word " * (MOST_READ_BYTES // 7 + 1)}
+    result = {"type": "tool_result", "tool_use_id": "t", "content": [text]}
+    length = reading(engines, tokenizer)("messages", messages=[USER | {"content": [result]}]).length
+    assert length.tokens > MOST_READ_BYTES // 8
+
+
 def test_ids_of_the_client_need_no_tokenizer(engines: Known) -> None:
     ids = list(range(700))
     for kind, body in (
@@ -189,11 +222,13 @@ def test_embeddings_and_nonsense_have_no_names(engines: Known) -> None:
 # Through the router ---------------------------------------------------------------------------
 
 
-def refusal_of(engines: Known, kind: str = "generate", **body: Any) -> str | None:
+def refusal_of(
+    engines: Known, kind: str = "generate", tokenizer: ChatTokenizer | None = None, **body: Any
+) -> str | None:
     try:
-        reading(engines, None)(kind, **body)
+        reading(engines, tokenizer)(kind, **body)
     except RouterError as error:
-        assert (error.status, error.code) == (400, "prompt_too_long")
+        assert (error.status, error.code) == (400, "context_length_exceeded")
         return error.message
     return None
 
@@ -202,7 +237,10 @@ def test_a_prompt_longer_than_any_engine_takes_is_refused(engines: Known) -> Non
     engines.longest = LongestPrompt(1000)
     assert refusal_of(engines, input_ids=[7] * 1000) is None
     message = refusal_of(engines, input_ids=[7] * 1001)
-    assert message == "the prompt has 1,001 tokens; no engine takes more than 1,000"
+    # The words that LiteLLM looks for, and those that LangChain and Claude Code look for.
+    assert message is not None
+    assert "is longer than the model's context length (1,000 tokens)" in message
+    assert message.startswith("prompt is too long: the input (1,001 tokens)")
     assert refusal_of(engines, text="a word " * 9000) is None  # it might be one token in 63 bytes
     assert refusal_of(engines, text="a word " * 10_000) is not None
     large = "a word " * (MOST_READ_BYTES // 7 + 1)
@@ -217,7 +255,7 @@ def test_a_text_of_too_many_tokens_is_refused_before_all_were_counted(
     text = " ".join(f"word {number}" for number in range(6000))
     chat = {"messages": [USER | {"content": text}]}
     for kind, body in (("generate", {"text": text}), ("chat", chat)):
-        with pytest.raises(RouterError, match=r"at least [0-9,]+ tokens; no engine takes more"):
+        with pytest.raises(RouterError, match=r"at least [0-9,]+ tokens\) is longer"):
             reading(engines, tokenizer)(kind, **body)
     image = {"messages": [USER | {"content": [{"type": "text", "text": text}, IMAGE]}]}
     length = reading(engines, tokenizer)("chat", **image).length
@@ -260,5 +298,5 @@ async def test_how_long_a_prompt_may_be_is_what_some_engine_of_each_role_takes()
         longest(100, 50, 300)
         c.server.tokenizers._looked_s = float("-inf")
         status, answer = await c.generate(input_ids=[7] * 101)
-        assert (status, answer["error"]["code"]) == (400, "prompt_too_long")
+        assert (status, answer["error"]["code"]) == (400, "context_length_exceeded")
         assert not c.prefill[0].requests

@@ -16,10 +16,11 @@ from hypothesis import strategies as st
 
 from sglang_sbs.router.errors import EventTooLarge, LegFailure, leg_status_failure
 from sglang_sbs.router.relay import event_reader
-from sglang_sbs.router.relay.engine_json import TOKEN_STREAM
+from sglang_sbs.router.relay.answer_kinds import ANSWER_KINDS
 from sglang_sbs.router.relay.event_reader import EventReader, Payload, Sign, StreamKind
 from sglang_sbs.router.relay.merged_answers import event_sink, sse
 
+TOKEN_STREAM = ANSWER_KINDS["chat"]
 DONE = b"data: [DONE]\n\n"
 ERROR = b'data: {"error": {"message": "no", "code": 503}}\n\n'
 ABORT = (

@@ -307,7 +307,7 @@ async def test_a_stream_that_stalls_ends_with_an_error_event() -> None:
         ("deadline", 503, "queue_timeout", "3"),
         ("no_prefill", 503, "no_prefill_servers", "3"),
         ("no_decode", 503, "no_decode_servers", "3"),
-        ("too_long", 400, "prompt_too_long", None),
+        ("too_long", 400, "context_length_exceeded", None),
     ],
 )
 async def test_refusals(cause: Any, status: int, code: str, retry_after: str | None) -> None:

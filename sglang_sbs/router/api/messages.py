@@ -1,0 +1,67 @@
+"""``POST /v1/messages/count_tokens``: one engine counts. Nothing is generated, so the request needs
+no bootstrap room and is not scheduled."""
+
+from __future__ import annotations
+
+import aiohttp
+from aiohttp import web
+
+from sglang_sbs.dashboard.pages import Handler
+from sglang_sbs.router.api.served_router import Router
+from sglang_sbs.router.engines.control_requests import ask
+from sglang_sbs.router.errors import ANTHROPIC_PATH, RouterError, engine_message
+from sglang_sbs.router.requests.headers import forwarded_headers, with_bearer
+from sglang_sbs.router.telemetry.logs import current_request_id
+
+_ANSWER_S = 30.0
+_MOST_BYTES = 64 << 10
+_MOST_ENGINES = 3
+
+
+class Messages:
+    def __init__(self, server: Router) -> None:
+        self._server = server
+
+    def routes(self) -> list[tuple[str, str, Handler]]:
+        return [("POST", f"{ANTHROPIC_PATH}/count_tokens", self.count_tokens)]
+
+    async def count_tokens(self, request: web.Request) -> web.StreamResponse:
+        """The answer of the engine with the least to do, or its refusal.
+        Raises: RouterError, the engine's status below 500; 502 if no engine answers."""
+        server = self._server
+        limit_bytes = server.options.relay.max_payload_bytes
+        lines = forwarded_headers(
+            with_bearer(list(request.headers.items())), current_request_id.get()
+        )
+        headers = dict(line.split(": ", 1) for line in lines.decode("latin-1").splitlines())
+        with server.relay.bodies.share() as share:
+            body = await share.read(request, limit_bytes, " (--max-payload-size)")
+            async with server.relay.admission.slot(1):
+                return await self._ask(body, headers)
+
+    async def _ask(self, body: bytes | bytearray, headers: dict[str, str]) -> web.Response:
+        server = self._server
+        usable = sorted((w for w in server.registry if w.usable), key=lambda worker: worker.load)
+        if not usable:
+            raise RouterError(503, "no_workers", "no engine is there to count", retry_after_s=1.0)
+        why = ""
+        for worker in usable[:_MOST_ENGINES]:
+            try:
+                status, answer = await ask(
+                    server.session,
+                    "POST",
+                    f"{worker.url}{ANTHROPIC_PATH}/count_tokens",
+                    timeout_s=_ANSWER_S,
+                    data=body,
+                    headers=headers | {"Content-Type": "application/json"},
+                    most_bytes=_MOST_BYTES,
+                )
+            except (aiohttp.ClientError, OSError, TimeoutError) as error:
+                why = f"{worker.url}: {type(error).__name__}"
+                continue
+            if status == 200 and answer[:1] == b"{":
+                return web.Response(body=answer, content_type="application/json")
+            if 400 <= status < 500:
+                raise RouterError(status, "engine_refused", engine_message(answer))
+            why = f"{worker.url}: status {status}"
+        raise RouterError(502, "proxy_request_failed", why)

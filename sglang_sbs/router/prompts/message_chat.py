@@ -1,0 +1,191 @@
+"""From the body of ``/v1/messages`` to the chat that SGLang makes of it.
+
+Owns what ``AnthropicServing._convert_to_chat_completion_request`` of SGLang 0.5.23 does
+(``entrypoints/anthropic/serving.py``), as far as it decides about the prompt. Only the router's own
+counts and block names rest on it: engines get the body as it came and convert it themselves.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any, NamedTuple
+
+import orjson
+
+_SERVER_TOOLS = ("web_search_", "computer_", "bash_", "text_editor_")
+"""Tools of Anthropic's own servers, by how their types begin: SGLang leaves them out."""
+_CHOICES = {"none": "none", "auto": "auto", "any": "required"}
+
+Part = dict[str, Any]
+
+
+class MessageChat(NamedTuple):
+    body: dict[str, Any]
+    """As for ``/v1/chat/completions``."""
+    certain: bool
+    """False: by rules of the model's parsers the engine may make a somewhat different prompt of it.
+    Its beginning is mostly the same."""
+
+
+def chat_of(body: Mapping[str, Any]) -> MessageChat | None:
+    """``None``: it is no valid request, and the engine will say why."""
+    try:
+        return _chat_of(body)
+    except (TypeError, KeyError, AttributeError, ValueError, RecursionError):
+        return None
+
+
+def _chat_of(body: Mapping[str, Any]) -> MessageChat:
+    certain = body.get("thinking") is None and not (body.get("output_config") or {}).get("effort")
+    messages: list[dict[str, Any]] = []
+    system = body.get("system") or ""
+    texts = [system] if isinstance(system, str) else _texts(system)
+    if any(text.strip() if isinstance(system, str) else text for text in texts):
+        messages.append({"role": "system", "content": "\n".join(filter(None, texts))})
+    for message in body["messages"]:
+        role, content = message["role"], message["content"]
+        # Whether it stays where it is depends on the engine's template.
+        certain = certain and role != "system"
+        if isinstance(content, str):
+            messages.append({"role": role, "content": content})
+            continue
+        certain = certain and not any(block["type"] == "thinking" for block in content)
+        messages += _messages_of(role, content)
+    chat: dict[str, Any] = {"messages": messages}
+    tools = [_tool(tool) for tool in body.get("tools") or () if not _is_server_tool(tool)]
+    if tools:
+        chat["tools"] = tools
+        choice = body.get("tool_choice") or {"type": "auto"}
+        named = {"type": "function", "function": {"name": choice.get("name")}}
+        chat["tool_choice"] = _CHOICES.get(choice["type"], named)
+    return MessageChat(chat, certain)
+
+
+def _messages_of(role: str, blocks: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """A message whose content is a list of blocks. Results of tools become messages of their own,
+    where they are in it."""
+    messages: list[dict[str, Any]] = []
+    parts: list[Part] = []
+    calls: list[dict[str, Any]] = []
+    for block in blocks:
+        kind = block["type"]
+        if kind == "text":
+            parts.append({"type": "text", "text": block["text"]})
+        elif kind == "image":
+            parts += _images(block.get("source"))
+        elif kind == "search_result":
+            parts += _text_parts(_search_text(block))
+        elif kind == "tool_use":
+            given = orjson.dumps(block.get("input") or {}).decode()
+            function = {"name": block["name"], "arguments": given}
+            calls.append({"id": block["id"], "type": "function", "function": function})
+        elif kind == "tool_result" and role == "user":
+            if parts:
+                messages.append({"role": role, "content": _content(parts)})
+                parts = []
+            id_ = block.get("tool_use_id") or block.get("id") or ""
+            contents = _result_contents(block.get("content"))
+            messages += ({"role": "tool", "tool_call_id": id_, "content": c} for c in contents)
+        elif kind == "tool_result":
+            text = _result_text(block.get("content"))
+            parts.append({"type": "text", "text": f"Tool result: {text}"})
+    message: dict[str, Any] = {"role": role}
+    if calls:
+        message["tool_calls"] = calls
+    if parts:
+        message["content"] = _content(parts)
+    elif not calls and role == "user":
+        return messages
+    elif not calls:
+        message["content"] = ""
+    return [*messages, message]
+
+
+def _content(parts: list[Part]) -> str | list[Part]:
+    if len(parts) == 1 and parts[0]["type"] == "text":
+        text: str = parts[0]["text"]
+        return text
+    return parts
+
+
+def _texts(blocks: Iterable[Mapping[str, Any]]) -> list[str]:
+    return [block["text"] for block in blocks if block["type"] == "text"]
+
+
+def _text_parts(text: str) -> list[Part]:
+    return [{"type": "text", "text": text}] if text else []
+
+
+def _images(source: Any) -> list[Part]:
+    """What an image is does not matter here: nobody but the engine knows its tokens."""
+    if isinstance(source, dict) and (source.get("data") or source.get("url")):
+        return [{"type": "image_url", "image_url": {"url": ""}}]
+    return []
+
+
+def _search_text(block: Mapping[str, Any]) -> str:
+    lines = []
+    if block.get("title"):
+        lines.append(f"Title: {block['title']}")
+    source = block.get("source")
+    if isinstance(source, dict):
+        source = source.get("url") or source.get("text")
+    if source:
+        lines.append(f"Source: {source}")
+    content = block.get("content")
+    texts = [content] if isinstance(content, str) else _texts(content or ())
+    if any(texts):
+        lines.append("Content: " + "\n".join(filter(None, texts)))
+    return "\n".join(lines)
+
+
+def _result_parts(blocks: Iterable[Mapping[str, Any]]) -> list[Part]:
+    parts: list[Part] = []
+    for block in blocks:
+        kind = block["type"]
+        if kind == "text":
+            parts += _text_parts(block["text"])
+        elif kind == "image":
+            parts += _images(block.get("source"))
+        elif kind == "tool_reference":
+            name = block.get("tool_name") or block.get("name")
+            parts += [{"type": kind, "name": name}] if name else []
+        elif kind == "search_result":
+            parts += _text_parts(_search_text(block))
+    return parts
+
+
+def _result_text(content: Any) -> str:
+    if isinstance(content, list):
+        parts = _result_parts(content)
+        return "\n".join(part["text"] for part in parts if part["type"] == "text")
+    return content or ""
+
+
+def _result_contents(content: Any) -> list[str | list[Part]]:
+    """The contents of its messages: references to tools get messages of their own."""
+    if not isinstance(content, list):
+        return [content or ""]
+    groups: list[list[Part]] = []
+    for part in _result_parts(content):
+        refers = part["type"] == "tool_reference"
+        if not groups or (groups[-1][0]["type"] == "tool_reference") != refers:
+            groups.append([])
+        groups[-1].append(part)
+    return [_content(group) for group in groups] or [""]
+
+
+def _is_server_tool(tool: Mapping[str, Any]) -> bool:
+    return (tool.get("type") or "").startswith(_SERVER_TOOLS)
+
+
+def _tool(tool: Mapping[str, Any]) -> dict[str, Any]:
+    schema = dict(tool["input_schema"])
+    schema.setdefault("type", "object")
+    function = {
+        "name": tool["name"],
+        "description": tool.get("description") or "",
+        "parameters": schema,
+        "strict": tool.get("strict", False),
+    }
+    return {"type": "function", "defer_loading": tool.get("defer_loading"), "function": function}

@@ -1,0 +1,191 @@
+"""Kinds of answers: what begins, ends and breaks a stream of each, and where an answer has its
+counts and says that it was aborted. The one place to add to for an API of another form."""
+
+from __future__ import annotations
+
+import re
+from typing import Any, Protocol
+
+import orjson
+
+from sglang_sbs.router.errors import (
+    MAX_MESSAGE_CHARS,
+    ErrorStyle,
+    Leg,
+    LegFailure,
+    leg_aborted,
+    leg_status_failure,
+)
+from sglang_sbs.router.limits import clamped_count
+from sglang_sbs.router.relay.engine_json import ABORT_MARK, abort_of, count_of, token_counts
+from sglang_sbs.router.relay.event_reader import Sign, StreamKind
+from sglang_sbs.router.requests.plan import RouteKind
+
+_DONE = b"[DONE]"
+_ERROR_START = b'{"error"'
+
+Counts = tuple[int | None, int | None]
+"""Prompt tokens and cached tokens; ``None``: the answer does not say."""
+
+
+class AnswerKind(StreamKind, Protocol):
+    """Answers of one kind, streamed or whole."""
+
+    @property
+    def error_style(self) -> ErrorStyle:
+        """The form of errors, before a stream and in it."""
+
+    @property
+    def end_event(self) -> bytes:
+        """The beginning of the event that ends a stream, with its first field's name."""
+
+    def may_be_aborted(self, body: bytes | bytearray, start: int, leg: Leg) -> bool:
+        """Whether a whole answer may be that of an aborted request, by its bytes from ``start`` on.
+        A match has at most ``ABORT_MARK_BYTES``. :meth:`abort_of` knows better."""
+
+    def abort_of(self, body: Any, leg: Leg) -> tuple[int, str] | None:
+        """Status and message if a whole answer says that the engine aborted the request."""
+
+    def token_counts(self, body: dict[str, Any], *, asks_cached: bool) -> Counts:
+        """Of prefill's answer. ``asks_cached``: it was asked for ``cached_tokens_details``."""
+
+    def output_tokens(self, data: bytes | bytearray) -> int | None:
+        """Of an answer, or of a stream's last event before its end."""
+
+
+class TokenAnswers:
+    """Of ``/generate``, ``/v1/completions`` and ``/v1/chat/completions``. SGLang ends each stream
+    with the same event, also one that reports an error or an abort."""
+
+    error_style: ErrorStyle = "openai"
+    end_name = "[DONE]"
+    end_event = b"data: " + _DONE
+    signs = (end_event, b"data: " + _ERROR_START)
+    needle = b'"abort"'
+    mark = ABORT_MARK
+
+    def sign(self, data: bytes, _name: bytes) -> Sign:
+        if self.needle in data and self.mark.search(data) is not None:
+            return Sign.FAILURE
+        if data.startswith(_ERROR_START):
+            return Sign.FAILURE
+        return Sign.END if data == _DONE else Sign.CONTENT
+
+    def failure(self, worker: str, data: bytes) -> LegFailure | None:
+        try:
+            event = orjson.loads(data)
+        except orjson.JSONDecodeError:  # an excerpt
+            if data.startswith(_ERROR_START):
+                return leg_status_failure("decode", worker, 500, b"")
+            return leg_aborted("decode", worker, 500, "")
+        if isinstance(event, dict) and isinstance(event.get("error"), dict):
+            code = event["error"].get("code")
+            status = code if isinstance(code, int) and 400 <= code < 600 else 500
+            return _reported(worker, status, event["error"])
+        abort = abort_of(event)
+        return leg_aborted("decode", worker, *abort) if abort is not None else None
+
+    def may_be_aborted(self, body: bytes | bytearray, start: int, _leg: Leg) -> bool:
+        return self.mark.search(body, start) is not None
+
+    def abort_of(self, body: Any, _leg: Leg) -> tuple[int, str] | None:
+        return abort_of(body)
+
+    def token_counts(self, body: dict[str, Any], *, asks_cached: bool) -> Counts:
+        return token_counts(body, asks_cached)
+
+    def output_tokens(self, data: bytes | bytearray) -> int | None:
+        return count_of(b"completion_tokens", data)
+
+
+class MessageAnswers:
+    """Of Anthropic's ``/v1/messages`` as SGLang serves it (``entrypoints/anthropic/serving.py``).
+
+    SGLang sends ``message_start`` with decode's first token, or in front of an error that comes
+    before it. So that event opens nothing: the request can still be retried. An error is followed
+    by ``message_stop``, too.
+    """
+
+    error_style: ErrorStyle = "anthropic"
+    end_name = "message_stop"
+    end_event = b"event: message_stop"
+    signs = (b'data: {"type"',)
+    needle = b'"error"'
+    mark = re.compile(rb'"type": ?"error"')
+    _signs = {  # noqa: RUF012 - never changed
+        b"message_start": Sign.PREAMBLE,
+        b"ping": Sign.PREAMBLE,
+        b"message_stop": Sign.END,
+        b"error": Sign.FAILURE,
+    }
+    _end_turn = re.compile(rb'"stop_reason": ?"end_turn"')
+    _type = re.compile(rb'\{"type": ?"(\w+)"')
+    _statuses = {  # noqa: RUF012 - never changed
+        "invalid_request_error": 400,
+        "authentication_error": 401,
+        "permission_error": 403,
+        "not_found_error": 404,
+        "request_timeout_error": 408,
+        "request_too_large": 413,
+        "rate_limit_error": 429,
+        "overloaded_error": 503,
+    }
+    """SGLang's ``ERROR_TYPE_MAP`` backwards; ``api_error`` is 500."""
+
+    def sign(self, data: bytes, name: bytes) -> Sign:
+        if not name:
+            found = self._type.match(data)
+            name = b"" if found is None else found[1]
+        return self._signs.get(name, Sign.CONTENT)
+
+    def failure(self, worker: str, data: bytes) -> LegFailure | None:
+        try:
+            event = orjson.loads(data)
+        except orjson.JSONDecodeError:  # an excerpt
+            event = None
+        error = event.get("error") if isinstance(event, dict) else None
+        if not isinstance(error, dict):
+            return leg_status_failure("decode", worker, 500, b"")
+        kind = error.get("type")
+        status = self._statuses.get(kind, 500) if isinstance(kind, str) else 500
+        return _reported(worker, status, error)
+
+    def may_be_aborted(self, body: bytes | bytearray, start: int, leg: Leg) -> bool:
+        """SGLang makes ``end_turn`` of an abort. In decode's answer that is mostly the true end.
+        Prefill ends every request by its length (``FINISH_LENGTH(0)``), so it writes
+        ``max_tokens`` for success."""
+        return leg == "prefill" and self._end_turn.search(body, start) is not None
+
+    def abort_of(self, body: Any, leg: Leg) -> tuple[int, str] | None:
+        aborted = isinstance(body, dict) and body.get("stop_reason") == "end_turn"
+        return (500, "") if aborted and leg == "prefill" else None
+
+    def token_counts(self, body: dict[str, Any], *, asks_cached: bool) -> Counts:
+        """``input_tokens`` are those that were not cached. The cached ones are there only of
+        engines started with ``--enable-cache-report``."""
+        usage = body.get("usage")
+        if not isinstance(usage, dict) or type(usage.get("input_tokens")) is not int:
+            return None, None
+        cached = usage.get("cache_read_input_tokens")
+        if type(cached) is not int:
+            return clamped_count(usage["input_tokens"]), None
+        return clamped_count(usage["input_tokens"] + cached), clamped_count(cached)
+
+    def output_tokens(self, data: bytes | bytearray) -> int | None:
+        return count_of(b"output_tokens", data)
+
+
+TOKEN_ANSWERS = TokenAnswers()
+ANSWER_KINDS: dict[RouteKind, AnswerKind] = {
+    "generate": TOKEN_ANSWERS,
+    "completions": TOKEN_ANSWERS,
+    "chat": TOKEN_ANSWERS,
+    "messages": MessageAnswers(),
+}
+
+
+def _reported(worker: str, status: int, error: dict[str, Any]) -> LegFailure:
+    """``error``: what an event of a stream says."""
+    failure = leg_status_failure("decode", worker, status, b"")
+    failure.message = str(error.get("message") or failure.message)[:MAX_MESSAGE_CHARS]
+    return failure

@@ -1,0 +1,61 @@
+"""``POST /v1/messages/count_tokens``: one engine counts, whatever its role."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from router_harness import Cluster, cluster
+
+from sglang_sbs.scheduling.events import RequestArrived
+from tools.stand_ins.mock_engine import Behaviour
+
+PATH = "/v1/messages/count_tokens"
+BODY = {"model": "mock", "messages": [{"role": "user", "content": "x"}] * 3}
+
+
+async def count(c: Cluster, body: Any = BODY, **kwargs: Any) -> tuple[int, Any]:
+    async with c.post(PATH, body, **kwargs) as response:
+        return response.status, await response.json()
+
+
+def asked(c: Cluster) -> int:
+    return sum(engine.hits.get(PATH, 0) for engine in (*c.prefill, *c.decode))
+
+
+async def test_one_engine_counts_and_nothing_is_scheduled() -> None:
+    async with cluster() as c:
+        assert await count(c) == (200, {"input_tokens": 3})
+        assert asked(c) == 1
+        assert not c.scheduler.of(RequestArrived)
+
+
+async def test_another_engine_is_asked_when_one_is_gone() -> None:
+    async with cluster() as c:
+        c.prefill[0].raw_answers[PATH] = b""
+        assert await count(c) == (200, {"input_tokens": 3})
+        c.decode[0].raw_answers[PATH] = b"HTTP/1.1 200 OK\r\n\r\nno json"
+        status, answer = await count(c)
+        assert (status, answer["error"]["type"]) == (502, "api_error")
+
+
+async def test_a_refusal_is_passed_on_in_anthropics_form() -> None:
+    async with cluster() as c:
+        for engine in (*c.prefill, *c.decode):
+            engine.behaviour = Behaviour(status=400)
+        status, answer = await count(c)
+        assert status == 400
+        error = {"type": "invalid_request_error", "message": "scripted error"}
+        assert answer == {"type": "error", "error": error}
+        assert asked(c) == 1, "another engine would refuse it as well"
+
+
+async def test_count_tokens_needs_the_key_and_has_the_limits_of_other_requests() -> None:
+    async with cluster("--api-key", "user", "--max-payload-size", "1000") as c:
+        assert (await count(c))[0] == 401
+        key = {"x-api-key": "user"}
+        assert (await count(c, headers=key))[0] == 200
+        status, answer = await count(c, {"messages": ["x" * 1000]}, headers=key)
+        assert (status, answer["error"]["type"]) == (413, "request_too_large")
+    async with cluster(prefill=0, decode=0, wait=False) as c:
+        status, answer = await count(c)
+        assert (status, answer["error"]["type"]) == (503, "overloaded_error")
