@@ -102,6 +102,9 @@ class OwnScheduler:
     async def update_worker(self, worker: Worker) -> None:
         """It is what everybody sees already."""
 
+    async def drain_worker(self, worker: Worker, draining: bool) -> None:
+        self.registry.drain(worker, draining)
+
     async def switch_policy(self, policy: Policy) -> None:
         self.policy.switch(policy, _own_name())
 
@@ -210,6 +213,10 @@ class RemoteScheduler:
         id_, priority, cost, labels = worker.id, worker.priority, worker.cost, worker.labels
         now = messages.UpdateWorker(worker_id=id_, priority=priority, cost=cost, labels=labels)
         await self._change(worker, now)
+
+    async def drain_worker(self, worker: Worker, draining: bool) -> None:
+        change = messages.DrainWorker(worker_id=worker.id, draining=draining)
+        await self._change(worker, change)
 
     async def switch_policy(self, policy: Policy) -> None:
         try:

@@ -126,7 +126,7 @@ class RouterServer:
         self.pool = Pool(asyncio.get_running_loop(), ssl_context=worker_ssl(options))
         self._schedulers = schedulers = self._make_schedulers()
         self.add_worker, self.remove_worker = schedulers.add_worker, schedulers.remove_worker
-        self.update_worker = schedulers.update_worker
+        self.update_worker, self.drain_worker = schedulers.update_worker, schedulers.drain_worker
         self.policy, self.switch_policy = schedulers.policy, schedulers.switch_policy
         self.registry = schedulers.registry
         self.dispatcher: Assigner = schedulers.dispatcher

@@ -89,7 +89,10 @@ def _worker(router: RouterFacts, engine: EngineFacts, entry: dict[str, Any]) -> 
     if entry.get("worker_type") != engine.role:
         seen = f"the router has it as {entry.get('worker_type')}"
         yield finding("router.problem", url, seen, "give it the same role to both")
-    if not usable:
+    if entry.get("draining") is True:
+        again = f"POST /workers/{text(entry, 'id')}/undrain"
+        yield finding("router.worker-down", url, "it was drained", again)
+    elif not usable:
         health = "healthy" if entry.get("is_healthy") else "unhealthy"
         seen = f"{health}, circuit breaker {entry.get('circuit_breaker')}"
         yield finding("router.worker-down", url, seen)

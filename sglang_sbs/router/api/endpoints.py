@@ -62,6 +62,8 @@ class Control:
             ("GET", "/workers/{worker_id}", self.get_worker),
             ("PUT", "/workers/{worker_id}", self.update_worker),
             ("DELETE", "/workers/{worker_id}", self.remove_worker),
+            ("POST", "/workers/{worker_id}/drain", self.drain_worker),
+            ("POST", "/workers/{worker_id}/undrain", self.undrain_worker),
             ("POST", "/flush_cache", self.flush_cache),
             ("GET", "/get_loads", self.loads),
             ("GET", "/v1/loads", self.loads),
@@ -236,6 +238,15 @@ class Control:
         worker = self._worker(request)
         await self._server.remove_worker(worker)
         return _accepted(worker, "removal")
+
+    async def drain_worker(self, request: web.Request) -> web.StreamResponse:
+        """Answers as ``GET /workers/{id}``: ``load`` counts what still runs there."""
+        await self._server.drain_worker(self._worker(request), True)
+        return await self.get_worker(request)
+
+    async def undrain_worker(self, request: web.Request) -> web.StreamResponse:
+        await self._server.drain_worker(self._worker(request), False)
+        return await self.get_worker(request)
 
     def _worker(self, request: web.Request) -> Worker:
         """Raises: WorkerError."""

@@ -54,6 +54,9 @@ class Router(Protocol):
     async def update_worker(self, worker: Worker) -> None:
         """Its priority, cost or labels were set. Raises: RouterError (503)."""
 
+    async def drain_worker(self, worker: Worker, draining: bool) -> None:
+        """Keep new requests away from it, or let them in again. Raises: RouterError (503)."""
+
     async def switch_policy(self, policy: Policy) -> None:
         """Have the scheduler decide by another policy. Raises: RouterError (503), it cannot be
         told."""

@@ -219,7 +219,7 @@ class Hub:
                 failure = msgspec.structs.asdict(message)
                 del failure["left_room"]
                 self._registry.leg_failed(LegFailure(**failure))
-            case messages.AddWorker() | messages.RemoveWorker() | messages.UpdateWorker():
+            case message if isinstance(message, messages.Change):
                 self.tell(identity, self._change(message))
             case messages.SwitchPolicy():
                 self.tell(identity, self._switch(session, message))

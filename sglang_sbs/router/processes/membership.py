@@ -5,7 +5,13 @@ from __future__ import annotations
 import logging
 from dataclasses import dataclass
 
-from sglang_sbs.router.processes.messages import AddWorker, Change, Hello, RemoveWorker
+from sglang_sbs.router.processes.messages import (
+    AddWorker,
+    Change,
+    DrainWorker,
+    Hello,
+    RemoveWorker,
+)
 from sglang_sbs.router.workers.kubernetes_pods import Members, is_discovered
 from sglang_sbs.router.workers.worker import Worker
 from sglang_sbs.scheduling.events import Dispatch
@@ -96,6 +102,7 @@ class Membership:
             known.id, known.spelled = state.id, state.spelled
             known.priority, known.cost = state.priority, state.cost
             known.labels = state.labels | known.labels
+            self._registry.drain(known, state.draining)
 
     def change(self, message: Change, term: int) -> Worker:
         """What a client wants of this scheduler. Raises: ValueError, it cannot be."""
@@ -107,6 +114,8 @@ class Membership:
             raise ValueError(f"there is no worker {message.worker_id}")
         if isinstance(message, RemoveWorker):
             self._members.remove_worker(worker)
+        elif isinstance(message, DrainWorker):
+            self._registry.drain(worker, message.draining)
         else:
             worker.priority, worker.cost = message.priority, message.cost
             worker.labels = message.labels

@@ -158,6 +158,13 @@ class UpdateWorker(_Call, frozen=True, kw_only=True):
     labels: dict[str, str]
 
 
+class DrainWorker(_Call, frozen=True, kw_only=True):
+    """``POST /workers/{id}/drain`` or ``undrain``; answered by :class:`Done`."""
+
+    worker_id: str
+    draining: bool
+
+
 class SwitchPolicy(_Call, frozen=True, kw_only=True):
     """``PUT /policy``; answered by :class:`Done`, after a :class:`Cluster`."""
 
@@ -187,7 +194,7 @@ class FoundStory(_Message, frozen=True):
     """JSON of a :class:`~sglang_sbs.scheduling.explained.stories.Story`; empty: nothing."""
 
 
-Change = AddWorker | RemoveWorker | UpdateWorker
+Change = AddWorker | RemoveWorker | UpdateWorker | DrainWorker
 """Of the workers."""
 Question = Change | SwitchPolicy | AbortElsewhere | AskStory
 

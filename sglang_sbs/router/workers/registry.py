@@ -109,7 +109,6 @@ class Registry:
         return bool(self.usable("prefill")) and bool(self.usable("decode"))
 
     def expect_endforward(self, expects: bool) -> None:
-        """From now on its absence is a problem, or none."""
         self._expects_endforward = expects
         for worker in self._workers.values():
             if not expects and not worker.last_report_s:
@@ -140,6 +139,13 @@ class Registry:
         self._aliases = {alias_key(url): url for url in reversed(self._workers)}
         logger.info("worker %s (%s) removed", worker.url, worker.role)
         self._removed(worker)
+
+    def drain(self, worker: Worker, draining: bool) -> None:
+        """Keep new requests away, or (False) let them in again; those in flight run on."""
+        if worker.draining != draining:
+            worker.draining = draining
+            logger.info("worker %s is %s", worker.url, "drained" if draining else "in use again")
+            self.refresh(worker)
 
     # Reports ----------------------------------------------------------------------------------
 

@@ -39,6 +39,8 @@ class WorkerFacts(msgspec.Struct, kw_only=True, omit_defaults=True):
     info: WorkerInfo | None = None
     """``None``: not read yet."""
     healthy: bool = False
+    draining: bool = False
+    """No new requests; what runs there goes on."""
     dispatches: int = 0
     failures: int = 0
     rooms_left: int = 0
@@ -59,7 +61,6 @@ class Worker(WorkerFacts, kw_only=True, eq=False):
 
     breaker: Breaker
     id: str = field(default_factory=lambda: str(uuid.uuid4()))
-    draining: bool = False
     announced: bool = False
     """The scheduler was told ``InstanceUp`` last."""
     active: int = 0

@@ -38,6 +38,7 @@ def describe_worker(worker: Worker, now_s: float) -> dict[str, Any]:
         | worker.labels,
         "disable_health_check": False,
         "usable": worker.usable,
+        "draining": worker.draining,
         "circuit_breaker": worker.breaker.state,
         **{name: getattr(info, name, None) for name in ("dp_size", "ranks")},
         "barrier": not info.no_barrier if info else None,

@@ -15,7 +15,7 @@ from router_processes import Group, fresh_client, kill, running
 from test_front_ends import complete
 
 from sglang_sbs.router.policy_in_force import PolicyState
-from sglang_sbs.router.processes.messages import SwitchPolicy
+from sglang_sbs.router.processes.messages import DrainWorker, SwitchPolicy
 
 
 @pytest.fixture
@@ -74,6 +74,31 @@ async def test_a_scheduler_that_was_cut_off_learns_of_the_switch_made_meanwhile(
     await several.all_follow("a")
     assert one.hub.policy.policy == "random"
     assert one.scheduler.snapshot(0.0).policy == "random"
+
+
+async def test_a_drained_worker_stays_drained_when_a_standby_takes_over(several: Several) -> None:
+    one, two = several.scheduler("a"), several.scheduler("b")
+    several.ballots["a"].win(1)
+    first, second = [await several.front_end() for _ in range(2)]
+    url = "http://p0:1"
+    running_there = [await first.ask(f"{n}") for n in range(4)]
+    assert {dispatch.prefill for dispatch in running_there} == {url, "http://p1:1"}
+    worker = first.registry.get(url)
+    assert worker is not None
+    await first.link.ask(DrainWorker(worker_id=worker.id, draining=True))
+    assert worker.draining
+    assert {(await first.ask(f"drained {n}")).prefill for n in range(4)} == {"http://p1:1"}
+    await until(lambda: second.registry.get(url).draining)
+    several.crash("a")
+    await until(lambda: not any(one_.link.connected for one_ in several.front_ends))
+    assert {(await second.ask(f"alone {n}")).prefill for n in range(4)} == {"http://p1:1"}
+    several.ballots["b"].win(2)
+    await several.all_follow("b")
+    assert two.registry.get(url).draining
+    assert {(await second.ask(f"later {n}")).prefill for n in range(4)} == {"http://p1:1"}
+    await second.link.ask(DrainWorker(worker_id=worker.id, draining=False))
+    assert {(await second.ask(f"again {n}")).prefill for n in range(4)} == {url, "http://p1:1"}
+    assert one.registry.get(url).draining
 
 
 async def test_a_front_end_that_knows_less_changes_nothing(several: Several) -> None:
