@@ -1,0 +1,77 @@
+"""One question to a running router, for the verbs that ask: ``why`` and ``policy``."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import urllib.error
+import urllib.request
+from collections.abc import Sequence
+
+KEY_VARIABLE = "SGLANG_SBS_ADMIN_KEY"
+_TIMEOUT_S = 15.0
+_MOST_ERROR_BYTES = 4096
+
+
+class NotToldError(Exception):
+    """There is no answer; the text says why and what to do."""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add ``--router`` and ``--admin-api-key``."""
+    where = "where the router serves (default: %(default)s)"
+    parser.add_argument("--router", default="http://127.0.0.1:30000", metavar="URL", help=where)
+    key = (
+        "the router's --admin-api-key, or its --api-key if it has no admin's; better in the "
+        f"environment variable {KEY_VARIABLE}, where other users do not see it"
+    )
+    parser.add_argument("--admin-api-key", metavar="KEY", help=key)
+
+
+def parse(parser: argparse.ArgumentParser, argv: Sequence[str] | None) -> argparse.Namespace:
+    args = parser.parse_args(argv)
+    if not args.router.startswith(("http://", "https://")):
+        parser.error(f"--router {args.router}: write http://HOST:PORT or https://HOST:PORT")
+    return args
+
+
+def ask(args: argparse.Namespace, path: str, body: bytes | None = None, *, absent: str) -> bytes:
+    """Return the answer to ``GET path``, or with a ``body`` (JSON) to ``PUT path``. ``absent``:
+    what a 404 means. Raises: NotToldError."""
+    key = args.admin_api_key or os.environ.get(KEY_VARIABLE)
+    url = args.router.rstrip("/") + path
+    headers = {"Authorization": f"Bearer {key}"} if key else {}
+    if body is not None:
+        headers["Content-Type"] = "application/json"
+    try:
+        method = "GET" if body is None else "PUT"
+        asked = urllib.request.Request(url, data=body, headers=headers, method=method)
+        with urllib.request.urlopen(asked, timeout=_TIMEOUT_S) as answer:
+            read: bytes = answer.read()
+            return read
+    except urllib.error.HTTPError as error:
+        raise NotToldError(_refusal(error, url, key, absent)) from error
+    except OSError as error:
+        reason = getattr(error, "reason", error)
+        hint = "is the router there? --router URL"
+        raise NotToldError(f"{args.router}: {reason} ({hint})") from error
+
+
+def _refusal(error: urllib.error.HTTPError, url: str, key: str | None, absent: str) -> str:
+    if error.code in (401, 403):
+        if key:
+            return f"{url}: this key is not accepted ({error.code})"
+        return f"{url}: the router wants a key: --admin-api-key KEY, or {KEY_VARIABLE}"
+    if error.code == 404:
+        return absent
+    text = error.read(_MOST_ERROR_BYTES).decode("utf-8", "replace")
+    with contextlib.suppress(ValueError, KeyError, TypeError):
+        text = json.loads(text)["error"]["message"]
+    return f"{url}: {error.code} {text}"
+
+
+def plain(text: str) -> str:
+    """Clients and engines name things: no control characters of theirs reach the terminal."""
+    return "".join(c if c.isprintable() or c == "\n" else "?" for c in text)

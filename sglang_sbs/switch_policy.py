@@ -1,0 +1,90 @@
+"""``sglang-sbs policy``: which policy a router uses, and the switch to another one."""
+
+from __future__ import annotations
+
+import argparse
+import shlex
+import sys
+import time
+from collections.abc import Sequence
+
+import msgspec
+
+from sglang_sbs import ask_router
+from sglang_sbs.ask_router import NotToldError
+
+_ABSENT = "this router cannot switch its policy: upgrade sglang-sbs there"
+
+
+class _Told(msgspec.Struct):
+    """Answer of ``/policy``."""
+
+    policy: str
+    since: float
+    set_by: str
+    switches: int
+    in_force: str
+    policies: list[str]
+
+
+def parser() -> argparse.ArgumentParser:
+    made = argparse.ArgumentParser(
+        prog="sglang-sbs policy",
+        description="Show which policy a running router uses, or switch it to another one.\n"
+        "No request is lost: the queue and what is in flight stay, only the rule changes.\n"
+        "The switch lasts until the router is restarted.",
+        epilog="examples:\n"
+        "  sglang-sbs policy --router http://router:30000          # which one, since when\n"
+        "  sglang-sbs policy sbs --router http://router:30000      # switch\n"
+        "  sglang-sbs policy round_robin --router http://router:30000   # and back\n",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    name = "the policy to switch to, as in --policy of the router; without it nothing is changed"
+    made.add_argument("name", metavar="NAME", nargs="?", help=name)
+    ask_router.add_arguments(made)
+    made.add_argument("--json", action="store_true", help="print the router's answer as JSON")
+    return made
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """0; 1 if the router cannot be asked or will not switch; 2 for bad flags."""
+    args = ask_router.parse(parser(), argv)
+    try:
+        before = told = _ask(args)
+        if args.name is not None:
+            told = _ask(args, {"policy": args.name})
+    except NotToldError as error:
+        print(f"sglang-sbs policy: {ask_router.plain(str(error))}", file=sys.stderr)
+        return 1
+    if args.json:
+        print(msgspec.json.format(msgspec.json.encode(told), indent=2).decode())
+    else:
+        print(ask_router.plain(_page(args, before, told)), end="")
+    return 0
+
+
+def _ask(args: argparse.Namespace, body: dict[str, str] | None = None) -> _Told:
+    """Raises: NotToldError."""
+    encoded = None if body is None else msgspec.json.encode(body)
+    try:
+        return msgspec.json.decode(
+            ask_router.ask(args, "/policy", encoded, absent=_ABSENT), type=_Told
+        )
+    except msgspec.DecodeError as error:
+        text = f"{args.router}: the answer is not one of this release: {error}"
+        raise NotToldError(text) from error
+
+
+def _page(args: argparse.Namespace, before: _Told, told: _Told) -> str:
+    since = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(told.since))
+    lines = [f"policy {told.policy}, since {since}, set by {told.set_by}"]
+    if told.in_force != told.policy:
+        lines.append(f"the scheduler is away: requests are placed by {told.in_force} meanwhile")
+    if told.policy != before.policy:
+        back = ["sglang-sbs", "policy", before.policy, "--router", args.router]
+        lines.append(f"it was {before.policy}; to go back: {shlex.join(back)}")
+    elif args.name is not None:
+        lines.append("that is the policy it had: nothing has changed")
+    else:
+        lines.append(f"others: {', '.join(one for one in told.policies if one != told.policy)}")
+    return "\n".join(lines) + "\n"
