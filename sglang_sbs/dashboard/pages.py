@@ -13,6 +13,7 @@ from collections import Counter
 from collections.abc import Awaitable, Callable
 from importlib.resources import files
 
+import orjson
 from aiohttp import web
 
 from sglang_sbs.dashboard.feed import Feed
@@ -22,6 +23,7 @@ logger = logging.getLogger(__name__)
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 EVENTS_PATH = "/dashboard/events"
+WELL_PATH = "/well"
 MAX_WATCHERS = 32
 PENDING_FRAMES = 10
 """A watcher that is so many frames behind (two seconds) is dropped."""
@@ -70,7 +72,7 @@ class Dashboard:
     def routes(self) -> list[tuple[str, str, Handler]]:
         """Method, path and handler of everything here."""
         pages = [("GET", path, _asset(*asset)) for path, asset in _ASSETS.items()]
-        return [*pages, ("GET", EVENTS_PATH, self.events)]
+        return [*pages, ("GET", EVENTS_PATH, self.events), ("GET", WELL_PATH, self.well)]
 
     def close(self) -> None:
         self._closed = True
@@ -107,6 +109,26 @@ class Dashboard:
                 self.dropped += 1
                 logger.info("a dashboard did not keep up and was dropped")
         return response
+
+    async def well(self, request: web.Request) -> web.StreamResponse:
+        """Is all well? As JSON: ``level``, ``cause`` and ``todo``, all alerts and the gain. Raises:
+        NoRoom, the scheduler does not answer."""
+        first: asyncio.Future[bytes] = asyncio.get_running_loop().create_future()
+
+        def take(payload: bytes, full: bool) -> None:
+            if not first.done():
+                first.set_result(payload)
+
+        stop = self._feed.watch(take)
+        try:
+            async with asyncio.timeout(SILENT_S):
+                frame = orjson.loads(await first)
+        except TimeoutError:
+            raise NoRoom("the scheduler does not answer: try again") from None
+        finally:
+            stop()
+        answer = frame["well"] | {"alerts": frame["alerts"], "gain": frame["gain"]}
+        return web.Response(body=orjson.dumps(answer), content_type="application/json")
 
     def _has_room(self, new: _Watcher) -> bool:
         """When all places are taken, who has most of them gives one to who has far fewer."""

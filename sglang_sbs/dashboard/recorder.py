@@ -15,11 +15,12 @@ from typing import Any
 
 import msgspec
 
-from sglang_sbs.dashboard.alerts import Recent, find_alerts
+from sglang_sbs.dashboard.alerts import Alert, Recent, find_alerts
 from sglang_sbs.dashboard.gain import Circumstances
 from sglang_sbs.dashboard.passes import PassHistory, PassRecord
 from sglang_sbs.dashboard.shadow import Shape
 from sglang_sbs.dashboard.ttft import RULES, TtftComparison, percentile
+from sglang_sbs.dashboard.well import is_all_well
 from sglang_sbs.scheduling import Scheduler
 from sglang_sbs.scheduling.events import (
     Command,
@@ -49,6 +50,8 @@ _MAX_HOLDS = 2_000
 _MAX_WAITING = 20_000
 _SHOWN_WAITING = 8
 _QUEUE_SAMPLES = 300
+_BUBBLES_FROM_S = 10.0
+"""Instance-seconds watched before a share of bubbles says something."""
 _TIMING = ("interval_s", "mean_forward_s", "latency_s", "lead_s")
 
 Problems = Callable[[], Sequence[tuple[str, str]]]
@@ -230,13 +233,7 @@ class Recorder:
         }
 
     def _state(self, snapshot: Snapshot, now_s: float) -> dict[str, Any]:
-        recent = Recent(
-            refusals=Counter(cause for at_s, cause in self._refusals if now_s - at_s <= RECENT_S),
-            watchdog_fires=Counter(name for at_s, name in self._fires if now_s - at_s <= RECENT_S),
-            problems=self._problems(),
-            scheduler_errors=self._errors(),
-            alone=self._alone,
-        )
+        alerts, recent = self._alerts(snapshot, now_s)
         config = self._scheduler.config
         return {
             "v": FRAME_VERSION,
@@ -271,8 +268,29 @@ class Recorder:
             "decode": [_decode(one) for one in snapshot.decode],
             "ttft": self.ttft.summary(now_s) | {"rules": RULES},
             "gain": self.gain(now_s),
-            "alerts": msgspec.to_builtins(find_alerts(snapshot, config, recent)),
+            "well": msgspec.to_builtins(is_all_well(snapshot, alerts)),
+            "alerts": msgspec.to_builtins(alerts),
         }
+
+    def _alerts(self, snapshot: Snapshot, now_s: float) -> tuple[list[Alert], Recent]:
+        scheduler, pass_s = self._scheduler, snapshot.mean_forward_s
+        up = [one for one in scheduler.prefill.values() if scheduler.is_up(one.id)]
+        requests, p95_s, per_pass_s = self.ttft.slowness(now_s)
+        watched_s = min(PASSES_S, now_s - self._began_s) * len(up)
+        wasted_s = sum(one.waste_s for one in self._passes)
+        recent = Recent(
+            refusals=Counter(cause for at_s, cause in self._refusals if now_s - at_s <= RECENT_S),
+            watchdog_fires=Counter(name for at_s, name in self._fires if now_s - at_s <= RECENT_S),
+            problems=self._problems(),
+            scheduler_errors=self._errors(),
+            alone=self._alone,
+            bubbles=wasted_s / watched_s if watched_s > _BUBBLES_FROM_S else 0.0,
+            ttft_requests=requests,
+            ttft_p95_s=p95_s,
+            ttft_p95_passes=per_pass_s / pass_s if pass_s > 0 else 0.0,
+            load=self._load(up, now_s),
+        )
+        return find_alerts(snapshot, scheduler.config, recent), recent
 
     def _oldest(self, now_s: float) -> list[list[Any]]:
         """The requests that wait longest, of those that arrived while somebody looked."""

@@ -20,9 +20,11 @@ _BEFORE_CELLS = 56
 """Of a line of ranks: name, state and figures."""
 _STEPS = " ▁▂▃▄▅▆▇█"
 _COLOURS = ("blue", "cyan", "green", "yellow", "red")
+_LEVELS = {"green": ("●", "green"), "amber": ("▲", "yellow"), "red": ("●", "bold red")}
 _TTFT = (
     ("measured", "here, measured"),
     ("modelled", "here, by the same model"),
+    ("eta", "immediate, eta (est.)"),
     ("least_tokens", "immediate, least tokens (est.)"),
     ("round_robin", "immediate, round robin (est.)"),
 )
@@ -49,7 +51,9 @@ class TopView:
     def _lines(self, width: int, height: int) -> list[Line]:
         frame = self.frame
         head = _header(frame, self.note)
-        alerts = _alerts(frame["alerts"], 3 if height < 40 else 10)
+        said = frame["well"]["kind"], frame["well"]["subject"]
+        others = [one for one in frame["alerts"] if (one["kind"], one["subject"]) != said]
+        alerts = _alerts(others, 3 if height < 40 else 10)
         ttft = _ttft(frame["ttft"])
         room = height - len(head) - len(alerts) - len(ttft) - 4  # rules
         known = len(self.gangs)
@@ -134,7 +138,31 @@ def _header(frame: dict[str, Any], note: str) -> list[Line]:
         f"held p50 {seconds(hold.get('p50'))} p95 {seconds(hold.get('p95'))}"
         f"{_balance(frame.get('balance'))}"
     )
-    return [first, second, third]
+    return [first, _well(frame["well"]), *_gain(frame["gain"]), second, third]
+
+
+def _well(well: dict[str, Any]) -> Text:
+    """Is all well?"""
+    mark, style = _LEVELS[well["level"]]
+    if well["level"] == "green":
+        return Text.assemble((f"{mark} all is well: ", style), plain(well["cause"]))
+    subject = f"{_short(well['subject'])}: " if well["subject"] else ""
+    todo = f": {plain(well['todo'])}" if well["todo"] else ""
+    return Text.assemble((f"{mark} ", style), subject, plain(well["cause"]), todo)
+
+
+def _gain(gain: dict[str, Any]) -> list[Line]:
+    """What SBS does for its user: one line."""
+    known = gain["baselines"]
+    if not known:
+        return [Text(f"gain: {plain(gain['why'])}", style="dim")]
+    shown = ", ".join(
+        f"{one['ratio']:.2f}x of {plain(name)} ({one['low']:.2f} to {one['high']:.2f})"
+        for name, one in known.items()
+        if name in (gain["headline"], "eta")
+    )
+    why = f"; {plain(gain['why'])}" if gain["why"] else ""
+    return [Text(f"gain: mean TTFT {shown}, {gain['trend']}{why}")]
 
 
 def _balance(balance: dict[str, float] | None) -> str:
@@ -167,7 +195,8 @@ def _alerts(alerts: list[dict[str, Any]], most: int) -> list[Line]:
         critical = alert["severity"] == "critical"
         line = Text("● " if critical else "▲ ", style="bold red" if critical else "yellow")
         subject = f"{_short(alert['subject'])}: " if alert["subject"] else ""
-        line.append(subject + plain(alert["text"]))
+        todo = f": {plain(alert['todo'])}" if alert.get("todo") else ""
+        line.append(subject + plain(alert["text"]) + todo)
         lines.append(line)
     if len(alerts) > most:
         lines.append(Text(f"  and {len(alerts) - most} alerts more", style="yellow"))

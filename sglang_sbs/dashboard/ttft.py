@@ -62,6 +62,8 @@ class _Pending:
     latency_s: float
     decided: bool = False
     gone: bool = False
+    passes: int = 1
+    """How many its prompt needs by itself."""
     cached_tokens: int = 0
     measured_s: float | None = None
     tail_s: float = 0.0
@@ -81,6 +83,8 @@ class TtftComparison:
         self._pending: dict[str, _Pending] = {}
         self._undecided: deque[_Pending] = deque()
         self._samples: deque[tuple[float, dict[str, float]]] = deque(maxlen=_MAX_SAMPLES)
+        self._waits: deque[tuple[float, float, int]] = deque(maxlen=_MAX_SAMPLES)
+        """When prefill answered, TTFT, and the passes that the prompt needs."""
         self._tails_s: deque[float] = deque([0.0], maxlen=64)
         self.gain = Gain()
         self.rests_until_s = -math.inf
@@ -118,6 +122,9 @@ class TtftComparison:
         pending.decided = True
         pending.cached_tokens = cached
         tokens, ready_s = max(1, pending.tokens - cached), now_s + pending.latency_s
+        placed_on = self._clusters[MODELLED].instances.get(instance)
+        if placed_on is not None:
+            pending.passes = -(-tokens // max(1, placed_on.shape.chunk_tokens))
         self._clusters[MODELLED].place(rid, (instance, rank), tokens, ready_s, cached)
 
     def prefilled(self, rid: str, now_s: float, pass_ended_s: float | None) -> None:
@@ -126,6 +133,7 @@ class TtftComparison:
         if pending is None or pending.measured_s is not None:
             return
         pending.measured_s = now_s - pending.arrived_s
+        self._waits.append((now_s, pending.measured_s, pending.passes))
         if pass_ended_s is not None:
             self._tails_s.append(max(0.0, now_s - pass_ended_s))
         pending.tail_s = median(self._tails_s)
@@ -196,6 +204,16 @@ class TtftComparison:
         self._samples.append((now_s, sample))
         if pending.arrived_s >= self._counts_from_s:
             self.gain.add(now_s, sample)
+
+    def slowness(self, now_s: float) -> tuple[int, float, float]:
+        """Requests that prefill answered in the last minute, p95 of their TTFT, and p95 of their
+        TTFT per pass that the prompt needs, in seconds."""
+        recent = [(ttft_s, n) for at_s, ttft_s, n in self._waits if now_s - at_s <= WINDOW_S]
+        if not recent:
+            return 0, 0.0, 0.0
+        ttfts_s = sorted(ttft_s for ttft_s, _ in recent)
+        per_pass_s = sorted(ttft_s / n for ttft_s, n in recent)
+        return len(recent), percentile(ttfts_s, 0.95), percentile(per_pass_s, 0.95)
 
     def summary(self, now_s: float) -> dict[str, Any]:
         """Percentiles over the last minute, seconds; empty figures where nothing is known yet. As

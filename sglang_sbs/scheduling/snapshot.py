@@ -45,6 +45,8 @@ class PrefillState(msgspec.Struct, frozen=True):
     """C_chunk per rank."""
     barrier: bool = True
     """False: each rank makes passes of its own, so that ``passes`` counts those of all ranks."""
+    stalled: bool = False
+    """It has work that no pass takes, so nothing more is sent there."""
 
 
 class DecodeRankState(msgspec.Struct, frozen=True):
@@ -152,6 +154,7 @@ def _prefill_state(instances: Worker, scheduler: Scheduler, now_s: float) -> Pre
         ],
         chunk_tokens=instances[0].chunk_tokens,
         barrier=instances[0].id == instances[0].worker,
+        stalled=any(i.takes_nothing for i in instances),
     )
 
 

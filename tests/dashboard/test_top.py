@@ -99,14 +99,15 @@ def test_ranks_that_never_reported_are_told_from_silent_and_busy_ones() -> None:
 
 def test_alerts_come_before_everything_but_the_head() -> None:
     lines = drawn(frame_of(0, 0), 80, 24)
-    assert lines[3].startswith("● no prefill instance is up")
+    assert lines[1].startswith("● no prefill instance is up")
+    assert lines[5].startswith("● no decode instance is up"), "the first one is said above"
 
 
 def test_classes_and_tenants_are_shown_where_there_are_any() -> None:
     frame = frame_of(1, 1)
-    assert "high" not in drawn(frame, 120, 40)[1]
+    assert "high" not in drawn(frame, 120, 40)[3]
     frame["queue"] |= {"classes": {"low": 2, "normal": 1, "high": 3}, "tenants": 2}
-    assert drawn(frame, 120, 40)[1].endswith("; 3 high, 2 low; 2 tenants")
+    assert drawn(frame, 120, 40)[3].endswith("; 3 high, 2 low; 2 tenants")
 
 
 def test_text_of_others_cannot_drive_the_terminal() -> None:
@@ -115,6 +116,9 @@ def test_text_of_others_cannot_drive_the_terminal() -> None:
     frame["policy"] = evil
     frame["prefill"][0]["instance"] = evil
     frame["alerts"] = [{"severity": "warning", "kind": "x", "subject": evil, "text": evil}]
+    frame["alerts"][0]["todo"] = evil
+    frame["well"] |= {"level": "red", "cause": evil, "todo": evil, "subject": evil}
+    frame["gain"]["why"] = evil
     frame["gangs"] = [frame["gangs"][0] | {"prefill": evil, "reason": evil}]
     text = "\n".join(drawn(frame, 200, 40))
     assert "owned" in text

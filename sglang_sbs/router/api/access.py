@@ -27,7 +27,7 @@ logger = logging.getLogger("sglang_sbs.audit")
 
 CONTROL_PLANE = (
     "/workers", "/policy", "/requests/", "/flush_cache", "/get_loads", "/v1/loads",
-    "/abort_request", pages.EVENTS_PATH,
+    "/abort_request", pages.EVENTS_PATH, pages.WELL_PATH,
 )  # fmt: skip
 """Paths that begin like this change or show the cluster."""
 OPEN_PATHS = pages.OPEN_PATHS | {

@@ -1,0 +1,214 @@
+"""Is all well? One case per cause, from a snapshot; the line in ``GET /well`` and in top."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+import pytest
+from router_harness import cluster
+from test_top import drawn, frame_of
+
+from sglang_sbs.dashboard.alerts import Recent, find_alerts
+from sglang_sbs.dashboard.recorder import Recorder
+from sglang_sbs.dashboard.shadow import Shape
+from sglang_sbs.dashboard.ttft import TtftComparison
+from sglang_sbs.dashboard.well import Wellness, is_all_well
+from sglang_sbs.scheduling import ForwardEnded, InstanceUp, RequestArrived, Scheduler
+from sglang_sbs.scheduling.config import SchedulerConfig
+from sglang_sbs.scheduling.snapshot import (
+    DecodeRankState,
+    DecodeState,
+    PrefillRankState,
+    PrefillState,
+    Snapshot,
+)
+from sglang_sbs.wire import EndForward
+
+P0, D0 = "http://p0:1", "http://d0:1"
+PREFILL = PrefillState(
+    instance=P0,
+    up=True,
+    tier="endforward",
+    ready=True,
+    predicted_free_in_s=0.0,
+    forward_fixed_s=0.1,
+    prediction_error_s=0.02,
+    gap_s=0.005,
+    watchdog_fires=0,
+    passes=100,
+    ranks=[PrefillRankState(3072, 0, 0, 0, 0.2)] * 2,
+    chunk_tokens=3072,
+)
+DECODE = DecodeState(D0, True, [DecodeRankState(5, 1000, 0, 0.2)] * 2, 100_000)
+HEALTHY = Snapshot(
+    policy="sbs",
+    trigger="adaptive",
+    queue_requests=3,
+    queue_tokens=3000,
+    in_flight_requests=20,
+    oldest_wait_s=0.2,
+    interval_s=0.4,
+    mean_forward_s=0.4,
+    latency_s=0.008,
+    lead_s=0.02,
+    throttled=False,
+    batches=100,
+    prefill=[PREFILL, msgspec.structs.replace(PREFILL, instance="http://p1:1")],
+    decode=[DECODE],
+)
+
+
+def judged(recent: Recent | None = None, **changed: Any) -> Wellness:
+    snapshot = msgspec.structs.replace(HEALTHY, **changed)
+    alerts = find_alerts(snapshot, SchedulerConfig(max_queue_requests=100), recent or Recent())
+    return is_all_well(snapshot, alerts)
+
+
+def prefill(**changed: Any) -> list[PrefillState]:
+    return [msgspec.structs.replace(PREFILL, **changed), HEALTHY.prefill[1]]
+
+
+def test_green_says_what_runs_and_is_calm() -> None:
+    assert judged() == Wellness("green", "2 prefill and 1 decode instances are up, busy", "")
+    idle = judged(in_flight_requests=0, queue_requests=0)
+    assert idle.cause.endswith("are up, idle")
+    assert judged(in_flight_requests=21, queue_tokens=5, latency_s=0.009) == judged()
+
+
+SILENT = [PrefillRankState(3072, 0, 0, 0, 20.0)] * 2
+FULL = [msgspec.structs.replace(DECODE, ranks=[DecodeRankState(50, 95_000, 0, 0.2)] * 2)]
+SLOW = Recent(ttft_requests=50, ttft_p95_s=5.5, ttft_p95_passes=12.0)
+
+
+@pytest.mark.parametrize(
+    ("level", "kind", "cause", "todo", "changed", "recent"),
+    [
+        ("amber", "slow_way", "take 160 ms", "more CPU", {"latency_s": 0.16}, None),
+        ("amber", "bubbles", "for 25% of", "L_net", {}, Recent(bubbles=0.25)),
+        (
+            *("amber", "cost_model", "50% of a pass wrong", "uses its GPUs"),
+            *({"prefill": prefill(prediction_error_s=0.2)}, None),
+        ),
+        ("amber", "slow_ttft", "p95 5.5 s, 12 times", "sglang-sbs why", {}, SLOW),
+        (
+            *("amber", "slow_ttft", "p95 5.5 s", "add capacity", {}),
+            Recent(ttft_requests=50, ttft_p95_s=5.5, ttft_p95_passes=12.0, load=0.95),
+        ),
+        (
+            *("red", "slow_ttft", "p95 20.0 s", "sglang-sbs why", {}),
+            Recent(ttft_requests=50, ttft_p95_s=20.0, ttft_p95_passes=50.0),
+        ),
+        ("amber", "decode_full", "decode is full: 95%", "add decode", {"decode": FULL}, None),
+        ("amber", "not_holding", "holding is off", "more CPU", {"holding": False}, None),
+        ("red", "stalled", "no pass takes", "restart", {"prefill": prefill(stalled=True)}, None),
+        ("red", "watchdog", "fell silent", "engine's log", {}, Recent(watchdog_fires={P0: 1})),
+        ("amber", "stale", "sent no EndForward", "hang", {"prefill": prefill(ranks=SILENT)}, None),
+        (
+            *("amber", "fallback", "no EndForward", "install the plugin"),
+            *({"prefill": prefill(tier="load_poll")}, None),
+        ),
+        ("red", "no_prefill", "no prefill instance", "doctor", {"prefill": []}, None),
+        ("red", "down", "is down", "log", {"prefill": prefill(up=False)}, None),
+        ("red", "throttled", "flow control", "add prefill", {"throttled": True}, None),
+        ("amber", "queue", "90 requests of 100", "add prefill", {"queue_requests": 90}, None),
+        ("amber", "refused", "3 requests refused", "overload", {}, Recent(refusals={"full": 3})),
+        ("amber", "problem", "an old SGLang", "", {}, Recent(problems=[(D0, "an old SGLang")])),
+        ("red", "alone", "without the scheduler", "process runs", {}, Recent(alone=True)),
+        ("red", "scheduler_errors", "a defect", "report it", {}, Recent(scheduler_errors=1)),
+    ],
+)
+def test_each_cause_is_said_with_what_to_do(
+    level: str, kind: str, cause: str, todo: str, changed: dict[str, Any], recent: Recent | None
+) -> None:
+    found = judged(recent, **changed)
+    assert (found.level, found.kind) == (level, kind)
+    assert cause in found.cause
+    assert todo in found.todo
+
+
+def test_thresholds_hold_their_peace_just_below() -> None:
+    healthy = Wellness("green", "2 prefill and 1 decode instances are up, busy", "")
+    quiet = Recent(bubbles=0.09, ttft_requests=50, ttft_p95_s=9.0, ttft_p95_passes=5.9)
+    assert judged(quiet, latency_s=0.099) == healthy
+    assert judged(Recent(ttft_requests=5, ttft_p95_s=9.0, ttft_p95_passes=50.0)) == healthy
+    assert judged(latency_s=0.02, mean_forward_s=0.05, prefill=prefill()) != healthy
+    exact = [msgspec.structs.replace(PREFILL, prediction_error_s=0.0)] * 2
+    assert judged(latency_s=0.02, mean_forward_s=0.05, prefill=exact) == healthy
+    assert judged(prefill=prefill(prediction_error_s=0.2, passes=5)) == healthy
+    unknown = [msgspec.structs.replace(DECODE, kv_capacity_tokens=0)]
+    assert judged(decode=unknown) == healthy
+
+
+def test_the_gravest_and_the_cause_come_first() -> None:
+    found = judged(SLOW, holding=False, latency_s=0.3, throttled=True)
+    assert (found.level, found.kind, found.more) == ("red", "throttled", 3)
+    found = judged(Recent(refusals={"x": 1}, bubbles=0.5), holding=False)
+    assert (found.level, found.kind, found.more) == ("amber", "not_holding", 2)
+
+
+async def test_get_well_answers_with_level_cause_alerts_and_gain() -> None:
+    async with cluster("--admin-api-key", "open sesame", real=True) as running:
+        async with running.get("/well") as answer:
+            assert answer.status == 401
+        key = {"Authorization": "Bearer open sesame"}
+        async with running.get("/well", headers=key) as answer:
+            assert answer.status == 200
+            said = await answer.json()
+        assert said["level"] in ("green", "amber", "red")
+        assert (said["level"] == "green") == (said["alerts"] == [])
+        assert said["gain"]["why"].startswith("not known yet")
+
+
+def test_top_has_it_at_the_head() -> None:
+    frame = frame_of(2, 1)
+    frame["alerts"] = []
+    frame["well"] = msgspec.to_builtins(judged())
+    assert "all is well: 2 prefill" in drawn(frame, 120, 40)[1]
+    assert "gain: not known yet" in drawn(frame, 120, 40)[2]
+    frame["well"] = msgspec.to_builtins(judged(holding=False))
+    frame["gain"]["baselines"] = {
+        "eta": {"ratio": 0.86, "low": 0.8, "high": 0.92},
+        "least_tokens": {"ratio": 0.7, "low": 0.6, "high": 0.8},
+        "round_robin": {"ratio": 0.55, "low": 0.5, "high": 0.6},
+    }
+    frame["gain"]["trend"] = "steady"
+    head = drawn(frame, 160, 40)
+    assert head[1].startswith("▲ holding is off")
+    assert "more CPU" in head[1]
+    assert "0.86x of eta (0.80 to 0.92)" in head[2]
+    assert "0.55x of round_robin (0.50 to 0.60)" in head[2]
+
+
+# What the recorder adds to a snapshot ---------------------------------------------------------
+
+
+def test_slowness_is_measured_in_the_passes_that_a_prompt_needs() -> None:
+    ttft = TtftComparison()
+    ttft.follow({P0: Shape(1, 100, lambda tokens, pairs: 1.0)}, 0.0)
+    for number, tokens in enumerate([50] * 30 + [1000] * 10):
+        rid = str(number)
+        ttft.arrived(rid, tokens, 1.0, 0.0)
+        ttft.dispatched(rid, P0, 0, 0, 1.0)
+        ttft.prefilled(rid, 1.0 + tokens / 50, None)
+    assert ttft.slowness(30.0) == (40, 20.0, 2.0)
+    assert ttft.slowness(90.0) == (0, 0.0, 0.0)
+
+
+def test_bubbles_are_the_time_without_a_pass_while_requests_waited() -> None:
+    scheduler = Scheduler(SchedulerConfig())
+    for name, role in ((P0, "prefill"), (D0, "decode")):
+        scheduler.handle(InstanceUp(instance=name, role=role, dp_size=1, chunk_tokens=100), 0.0)
+    recorder = Recorder(scheduler, 0.0)
+    recorder.observe(RequestArrived(rid="a", prompt_tokens=9), [], 1.0)  # it waits for ever
+    for number in range(1, 21):
+        for kind, at_s in (("launch", 1.0 * number), ("forward", number + 0.5)):
+            report = EndForward(
+                **{"instance_id": "", "boot_id": "a", "role": "prefill", "dp_rank": 0},
+                **{"dp_size": 1, "seq": 0, "kind": kind, "forward_id": number},
+                **{"forward_s": 0.5, "tokens_per_rank": [50], "extend_tokens": 50},
+            )
+            recorder.observe(ForwardEnded(instance=P0, report=report), [], at_s)
+    frame = recorder.frame(20.6)
+    (alert,) = [one for one in frame["alerts"] if one["kind"] == "bubbles"]
+    assert "for 46% of" in alert["text"]
