@@ -42,6 +42,7 @@ from sglang_sbs.router.relay.in_flight import InFlight
 from sglang_sbs.router.relay.relay import Relay
 from sglang_sbs.router.relay.time_split import complete
 from sglang_sbs.router.schedulers import OwnScheduler, RemoteScheduler
+from sglang_sbs.router.telemetry.loop_watch import LoopWatch
 from sglang_sbs.router.telemetry.metrics import RouterMetrics
 from sglang_sbs.router.telemetry.metrics_port import MetricsPort, page_of
 from sglang_sbs.router.telemetry.tracing import open_traces
@@ -84,6 +85,7 @@ class RouterServer:
         self._runner: web.AppRunner | None = None
         self._metrics_port: MetricsPort | None = None
         self._tasks: list[asyncio.Task[None]] = []
+        self._loop_watch = LoopWatch()
         self._listening: list[asyncio.Server | TlsPort] = []
         self.traces = open_traces(options.otlp_endpoint) if options.otlp_endpoint else None
 
@@ -117,6 +119,7 @@ class RouterServer:
             raise
         self._tasks.append(asyncio.create_task(self.tokenizers.watch()))
         self._tasks.append(asyncio.create_task(self._log_minutes()))
+        self._tasks.append(asyncio.create_task(self._loop_watch.run()))
 
     def _build(self) -> None:
         options = self.options
@@ -174,6 +177,7 @@ class RouterServer:
             lanes=self.lanes,
         )
         self.metrics.collect_with(self._collect)
+        self.metrics.collect_with(self._loop_watch.families)
 
     def _build_prompts(self) -> None:
         options = self.options

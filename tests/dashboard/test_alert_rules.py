@@ -82,6 +82,7 @@ FIRES: list[tuple[str, Series]] = [
     ("SbsWorkerProblem", {'sbs_worker_problem{worker="p0",problem="tokenizer"}': "1x70"}),
     ("SbsLedgerDrift", {'sbs_ledger_drift_requests{worker="p0"}': "-21x70"}),
     ("SbsSlowDecisions", histogram("sbs_decision_seconds", 0.04)),
+    ("SbsLoopStalls", {"sbs_loop_stalls_total": "0x50 1+1x20"}),
 ]
 QUIET: list[tuple[str, Series]] = [
     ("SbsNoHealthyWorkers", HEALTHY),
@@ -111,6 +112,7 @@ QUIET: list[tuple[str, Series]] = [
     ("SbsWorkerProblem", {'sbs_worker_problem{worker="p0",problem="tokenizer"}': "1x20 stale"}),
     ("SbsLedgerDrift", {'sbs_ledger_drift_requests{worker="p0"}': "-20x70"}),
     ("SbsSlowDecisions", histogram("sbs_decision_seconds", 0.009)),
+    ("SbsLoopStalls", {"sbs_loop_stalls_total": "0x50 1x20"}),
 ]
 
 

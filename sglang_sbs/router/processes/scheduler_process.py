@@ -30,6 +30,7 @@ from sglang_sbs.router.processes.leading.lead import Lead, Unopposed
 from sglang_sbs.router.processes.sockets import FrontEndSocket, SchedulerSocket
 from sglang_sbs.router.processes.summed_metrics import page_parts
 from sglang_sbs.router.signals.engine_signals import Watch
+from sglang_sbs.router.telemetry.loop_watch import LoopWatch
 from sglang_sbs.router.telemetry.metrics import RouterMetrics, build_info
 from sglang_sbs.router.telemetry.metrics_port import MetricsPort, page_of
 from sglang_sbs.router.workers.worker_view import problems_of
@@ -71,6 +72,7 @@ class SchedulerProcess:
         assert several.listen is not None, "checked with the command line"
         election = _election_of(several)
         self.lead = Lead(election, several.advertise)
+        loop_watch = LoopWatch()
         log = None
         if options.event_log is not None:
             with naming_file("--sbs-event-log", options.event_log):
@@ -108,6 +110,7 @@ class SchedulerProcess:
             lead=self.lead.shown_to_people,
         )
         self.metrics.collect_with(self._collect)
+        self.metrics.collect_with(loop_watch.families)
         try:
             await self._listen_for_metrics()
             self.endforward_endpoint = await self._watch.start()
@@ -116,6 +119,7 @@ class SchedulerProcess:
             await self.stop()
             raise
         self._feed.stay()
+        self._tasks.append(asyncio.create_task(loop_watch.run()))
         self._tasks.append(asyncio.create_task(self._stand(election)))
         self._tasks.append(asyncio.create_task(self._log_gain()))
 

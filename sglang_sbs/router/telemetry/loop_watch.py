@@ -1,0 +1,110 @@
+"""Tells when the event loop stood still, how long, and where.
+
+While it stands, requests wait, streams pause and EndForward is not read. A timer on the loop
+measures how long it stood. A thread logs the loop's stack meanwhile, which is what to mend; it
+cannot run while C code holds the interpreter, then only the length is known.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import logging
+import math
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from prometheus_client.core import Metric
+
+from sglang_sbs.router.metric_families import total
+
+STILL_S = 0.25
+"""The loop is said to stand still from here on."""
+BEAT_S = 0.05
+QUIET_S = 10.0
+"""Between two stacks in the log: a host that is too slow makes many."""
+_FRAMES = 12
+_BUSY = 0.5
+"""A process with less than this share of the time as CPU time waited, for a processor or a disk."""
+
+logger = logging.getLogger(__name__)
+
+
+class LoopWatch:
+    """Watches the event loop that :meth:`run` is a task of."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self.stalls = 0
+        self.stalled_s = 0.0
+        self._clock = clock
+        self._beat_s = 0.0
+        self._logged_s = -math.inf
+        self._collected_s = self._collecting_since_s = 0.0
+        """Time in garbage collection since the last beat."""
+
+    async def run(self) -> None:
+        """Until it is cancelled."""
+        self._beat_s, self._thread_id = self._clock(), threading.get_ident()
+        ended = threading.Event()
+        gc.callbacks.append(self._on_collection)
+        threading.Thread(target=self._watch, args=(ended,), name="loop watch", daemon=True).start()
+        try:
+            while True:
+                cpu_s = time.process_time()
+                await asyncio.sleep(BEAT_S)
+                self._beat(time.process_time() - cpu_s)
+        finally:
+            ended.set()
+            gc.callbacks.remove(self._on_collection)
+
+    def families(self) -> Iterator[Metric]:
+        about = f"Times the event loop stood still for {STILL_S} s or longer"
+        yield total("sbs_loop_stalls", about, self.stalls)
+        yield total("sbs_loop_stalled_seconds", "Time it stood still in these", self.stalled_s)
+
+    def _beat(self, cpu_s: float) -> None:
+        now_s = self._clock()
+        still_s = now_s - self._beat_s - BEAT_S
+        if still_s >= STILL_S:
+            self.stalls += 1
+            self.stalled_s += still_s
+            cause = _cause(still_s, cpu_s, self._collected_s)
+            logger.warning("the event loop stood still for %.2f s: %s", still_s, cause)
+        self._beat_s, self._collected_s = now_s, 0.0
+
+    def _watch(self, ended: threading.Event) -> None:
+        told_s = -math.inf
+        while not ended.wait(BEAT_S):
+            beat_s, now_s = self._beat_s, self._clock()
+            still_s = now_s - beat_s - BEAT_S
+            if still_s < STILL_S or beat_s == told_s or now_s - self._logged_s < QUIET_S:
+                continue
+            told_s, self._logged_s = beat_s, now_s
+            frame = sys._current_frames().get(self._thread_id)
+            # Files and lines, never values: those may be a client's.
+            stack = "".join(traceback.format_stack(frame)[-_FRAMES:])
+            logger.warning("the event loop has stood still for %.2f s, in:\n%s", still_s, stack)
+
+    def _on_collection(self, phase: str, _info: dict[str, Any]) -> None:
+        if threading.get_ident() != self._thread_id:
+            return
+        if phase == "start":
+            self._collecting_since_s = self._clock()
+        else:
+            self._collected_s += self._clock() - self._collecting_since_s
+
+
+def _cause(still_s: float, cpu_s: float, collected_s: float) -> str:
+    """In words, from the process's CPU time and its time in garbage collection meanwhile."""
+    if collected_s > _BUSY * still_s:
+        return f"garbage collection took {collected_s:.2f} s of it"
+    if cpu_s < _BUSY * still_s:
+        return (
+            f"the process had {cpu_s:.2f} s of CPU time meanwhile, so it waited for a processor or "
+            "for a disk: see what else runs on this host"
+        )
+    return f"it computed for {cpu_s:.2f} s; the stack logged before, if any, says what"
