@@ -38,6 +38,7 @@ VERBS = {
     "top": Verb("sglang_sbs.dashboard.top", "watch a router in the terminal"),
     "observe": Verb("sglang_sbs.observe.cli", "record engines behind any router; routing stays"),
     "simulate": Verb("sglang_sbs.simulator.cli", "compare policies in simulated time"),
+    "evaluate": Verb("sglang_sbs.evaluate.cli", "what another policy would make of your traffic"),
     "doctor": Verb("sglang_sbs.doctor.cli", "examine running engines: what is wrong, what to do"),
     "patch": Verb("sglang_sbs.patching.cli", "let SBS into SGLang < 0.5.11 and sglang_router"),
     "bench": Verb(

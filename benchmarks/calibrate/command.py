@@ -1,7 +1,7 @@
 """A pass-cost model from what engines reported, or from layers timed on a GPU.
 
 Owns the command line, the file with its provenance, and what is printed. Must not know how a cost
-is fitted (:mod:`benchmarks.fitting.calibration`).
+is fitted (:mod:`sglang_sbs.evaluate.fitting.calibration`).
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from rich.table import Table
 
 from benchmarks.command_line import command_parser, make_writable
 from benchmarks.demo.virtual_cluster import COST as RIG_COST
-from benchmarks.fitting.calibration import LEAST_PASSES, FitErrors, fit_cost, usable_passes
 from benchmarks.fitting.captured import read_capture, recording_of_messages
 from benchmarks.fitting.recorded_runs import record_runs
-from benchmarks.fitting.recording import RecordedPass, read_recording
 from benchmarks.fitting.validation import virtual_gpu_cost, virtual_gpu_pass_cost
 from benchmarks.listener import Heard, ReportListener, listen_for
 from sglang_sbs import __version__
 from sglang_sbs.cluster.local import ClusterStartError
+from sglang_sbs.evaluate.fitting.calibration import LEAST_PASSES, FitErrors, fit_cost, usable_passes
+from sglang_sbs.evaluate.fitting.recording import RecordedPass, read_recording
 from sglang_sbs.scheduling.eventlog import MAGIC
 from sglang_sbs.simulator.cluster.cost import CostError, PassCost, find_cost
 from sglang_sbs.wire.curve import SecretError

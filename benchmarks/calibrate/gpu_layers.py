@@ -28,7 +28,7 @@ import msgspec
 import torch
 from torch.nn import functional
 
-from benchmarks.fitting.recording import RecordedPass
+from sglang_sbs.evaluate.fitting.recording import RecordedPass
 
 
 class LayerShape(msgspec.Struct, frozen=True, kw_only=True):

@@ -1,1 +1,1 @@
-"""The simulator fitted to recorded runs, and compared with them."""
+"""Records runs of a real cluster, and compares the fitted simulator with them."""

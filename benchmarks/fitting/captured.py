@@ -15,8 +15,8 @@ from pathlib import Path
 
 import msgspec
 
-from benchmarks.fitting.recording import Recording, recording_of
 from benchmarks.listener import Heard
+from sglang_sbs.evaluate.fitting.recording import Recording, recording_of
 from sglang_sbs.scheduling import ForwardEnded, InstanceUp, RequestArrived, SchedulerConfig
 from sglang_sbs.scheduling.eventlog import LogRecord
 

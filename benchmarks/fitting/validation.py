@@ -12,8 +12,8 @@ from collections.abc import Mapping, Sequence
 
 import msgspec
 
-from benchmarks.fitting.calibration import Calibration
-from benchmarks.fitting.recording import RecordedPass, Recording
+from sglang_sbs.evaluate.fitting.calibration import Calibration
+from sglang_sbs.evaluate.fitting.recording import RecordedPass, Recording
 from sglang_sbs.simulator.cluster.cost import PassCost
 from sglang_sbs.simulator.cluster.outcome import Outcome
 from sglang_sbs.simulator.cluster.simulation import simulate

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import msgspec
 
-from benchmarks.fitting.recording import clock_offsets
+from sglang_sbs.evaluate.fitting.recording import clock_offsets
 from sglang_sbs.scheduling import Dispatch, ForwardEnded
 from sglang_sbs.scheduling.eventlog import LogRecord, read_event_log
 from sglang_sbs.wire import EndForward

@@ -13,11 +13,11 @@ import pytest
 import zmq
 
 from benchmarks.calibrate.command import main, parse_arguments
-from benchmarks.fitting.calibration import fit_cost
 from benchmarks.fitting.captured import read_capture
-from benchmarks.fitting.recording import RecordedPass
 from benchmarks.fitting.validation import virtual_gpu_cost
 from benchmarks.listener import Heard, ReportListener, listen_for
+from sglang_sbs.evaluate.fitting.calibration import fit_cost
+from sglang_sbs.evaluate.fitting.recording import RecordedPass
 from sglang_sbs.scheduling import ForwardEnded, RequestArrived, SchedulerConfig
 from sglang_sbs.scheduling.eventlog import EventLogWriter
 from sglang_sbs.simulator.cluster.cost import PassCost, load_cost, save_cost

@@ -9,10 +9,10 @@ import statistics
 import msgspec
 import pytest
 
-from benchmarks.fitting.calibration import calibrate, fit_cost
 from benchmarks.fitting.recorded_runs import recorded_runs
-from benchmarks.fitting.recording import read_recording
 from benchmarks.fitting.validation import by_cell, compare, virtual_gpu_pass_cost
+from sglang_sbs.evaluate.fitting.calibration import calibrate, fit_cost
+from sglang_sbs.evaluate.fitting.recording import read_recording
 from sglang_sbs.scheduling import Scheduler, SchedulerConfig
 from sglang_sbs.scheduling.eventlog import EventLogWriter
 from sglang_sbs.simulator import ClusterSpec, PassCost, simulate

@@ -32,6 +32,7 @@ from __future__ import annotations
 import math
 import random
 import sys
+from bisect import bisect_left
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import KW_ONLY, dataclass, field
@@ -261,13 +262,15 @@ class SimulatedPrefill:
         if not any(requests):
             return None
         computed = padded(tokens, self.spec.captured_tokens)
+        start_s = max(launch_s, self._free_s)
         forward_s = self._cost.pass_s(computed, pairs, requests, loads_s)
-        if self.spec.pass_jitter:
+        if self.one.recorded:
+            forward_s *= _nearest(self.one.recorded, start_s)
+        elif self.spec.pass_jitter:
             forward_s *= math.exp(self.rng.gauss(0.0, self.spec.pass_jitter))
         if self._forward_id == 0:
             forward_s += self.spec.first_pass_s
         self._forward_id += 1
-        start_s = max(launch_s, self._free_s)
         self._free_s = start_s + forward_s
         return DevicePass(
             self._forward_id, launch_s, start_s, self._free_s, tokens, requests, completed, cached
@@ -366,6 +369,13 @@ class SimulatedPrefill:
         rank.seq += 1
         rank.unreported = []
         return message
+
+
+def _nearest(recorded: Sequence[tuple[float, float]], start_s: float) -> float:
+    """The factor of the recorded pass that began nearest to this time."""
+    at = bisect_left(recorded, (start_s, 0.0))
+    near = recorded[max(0, at - 1) : at + 1]
+    return min(near, key=lambda one: abs(one[0] - start_s))[1]
 
 
 def _look_up(cache: BlockCache, request: Waiting) -> tuple[int, int]:

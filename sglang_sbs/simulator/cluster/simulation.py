@@ -7,7 +7,7 @@ import heapq
 import math
 import random
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import msgspec
 
@@ -26,6 +26,13 @@ from sglang_sbs.simulator.cluster.spec import ClusterSpec, TopologyChange, joins
 from sglang_sbs.wire import EndForward
 
 _MOST_WAKES = 1000
+
+
+class Decides(Protocol):
+    """Whatever places requests: a :class:`Scheduler`, or a record of what one did."""
+
+    def handle(self, event: events.Event, now_s: float) -> list[events.Command]:
+        """As :meth:`Scheduler.handle`."""
 
 
 def simulate(
@@ -62,10 +69,10 @@ class Simulation:
     def __init__(
         self,
         outcome: Outcome,
-        scheduler: Scheduler,
+        scheduler: Decides,
         spec: ClusterSpec,
         *,
-        observe: Callable[[Scheduler, float], None] | None = None,
+        observe: Callable[[Any, float], None] | None = None,
         drain_s: float = 600.0,
         loop: ClosedLoop | None = None,
     ) -> None:

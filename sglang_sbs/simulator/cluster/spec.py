@@ -44,6 +44,10 @@ class InstanceSpec(msgspec.Struct, frozen=True, kw_only=True):
     """C_chunk per DP rank."""
     speed: float = 1.0
     """Its passes take the cost model's time divided by this."""
+    recorded: tuple[tuple[float, float], ...] = ()
+    """Passes of a real instance, by their start in ascending seconds: each with its time over that
+    of the cost model. A simulated pass takes the cost model's time multiplied by this, of the
+    recorded pass nearest to its start, instead of ``pass_jitter``."""
 
     @property
     def capacity_tokens(self) -> int:

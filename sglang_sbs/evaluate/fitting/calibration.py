@@ -1,20 +1,19 @@
-"""Pass costs and latencies fitted to what real engines reported.
-
-Owns the fits. Must not know policies.
-"""
+"""Fits pass costs and latencies to what real engines reported. Knows no policies."""
 
 from __future__ import annotations
 
 import math
 import statistics
 from collections.abc import Iterable, Sequence
+from typing import TypeVar
 
 import msgspec
 
-from benchmarks.fitting.recording import RecordedPass, RecordedRequest, Recording
-from benchmarks.fitting.regression import Fit, robust_fit
+from sglang_sbs.evaluate.fitting.recording import RecordedPass, RecordedRequest, Recording
+from sglang_sbs.evaluate.fitting.regression import Fit, robust_fit
 from sglang_sbs.simulator.cluster.cost import CostError, PassCost
 
+_Value = TypeVar("_Value")
 _TERMS = ("fixed_s", "mean_s", "max_s", "pair_s", "request_s")
 _LEAST_T = 2.0
 _LEAST_SHARE = 0.005
@@ -22,6 +21,11 @@ _FOLDS = 5
 _LEAST_PER_FOLD = 6
 LEAST_PASSES = _FOLDS * _LEAST_PER_FOLD
 """With fewer, nothing can be said of passes that a fit has not seen."""
+MOST_FITTED = 4000
+"""Passes, and requests, that a fit uses: evenly drawn, since more of them change no figure and the
+time grows with them."""
+_LARGEST_RESIDUAL = 1.0
+"""Logarithm of measured over predicted of a pass that an outlier counts as."""
 _IDLE_S = 0.1
 """A device that was free for longer than this before a launch had nothing to do."""
 _LATENCIES_S = [0.0005 * 1.07**i for i in range(120)]
@@ -77,6 +81,8 @@ class Calibration(msgspec.Struct, frozen=True, kw_only=True):
     """Mean of EndForward messages."""
     decode_s: float
     """Mean time between first byte and end."""
+    pass_jitter: float = 0.0
+    """Lognormal sigma of forward times around the cost."""
 
 
 # The cost of a pass ---------------------------------------------------------------------------
@@ -93,7 +99,7 @@ def fit_cost(passes: Iterable[RecordedPass]) -> tuple[PassCost, FitErrors]:
     Raises:
         CostError: no two different passes.
     """
-    usable = usable_passes(passes)
+    usable = evenly(usable_passes(passes), MOST_FITTED)
     if len({(tuple(one.tokens)) for one in usable}) < 2:
         raise CostError("a cost needs at least two different prefill passes with EndForward")
     fit = _fit(usable)
@@ -117,6 +123,27 @@ def fit_cost(passes: Iterable[RecordedPass]) -> tuple[PassCost, FitErrors]:
 def usable_passes(passes: Iterable[RecordedPass]) -> list[RecordedPass]:
     """Those that a cost can be fitted to."""
     return [one for one in passes if one.complete and one.forward_s > 0 and any(one.tokens)]
+
+
+def evenly(values: Sequence[_Value], most: int) -> list[_Value]:
+    """Draw ``most`` values at equal distances, or all if there are no more."""
+    step = max(1.0, len(values) / most)
+    return [values[int(i * step)] for i in range(min(most, len(values)))]
+
+
+def with_jitter(cost: PassCost, passes: Iterable[RecordedPass]) -> tuple[PassCost, float]:
+    """Return the cost scaled so that jittered passes take as long on average as those measured,
+    and the lognormal sigma of that jitter. A robust fit alone ignores long outliers, which queues
+    feel."""
+    usable = [one for one in usable_passes(passes) if one.forward_s > 0]
+    pairs = [(one.forward_s, cost.pass_s(one.tokens, one.pairs, one.requests)) for one in usable]
+    logs = [math.log(measured / predicted) for measured, predicted in pairs if predicted > 0]
+    if len(logs) < 2:
+        return cost, 0.0
+    bound = _LARGEST_RESIDUAL
+    sigma = statistics.pstdev(max(-bound, min(bound, value)) for value in logs)
+    measured_s, predicted_s = map(sum, zip(*pairs, strict=True))
+    return cost.at_speed(predicted_s * math.exp(sigma**2 / 2) / measured_s), sigma
 
 
 def _relative_error(cost: PassCost, one: RecordedPass) -> float:
@@ -235,6 +262,7 @@ def calibrate(recordings: Sequence[Recording], cost: PassCost | None = None) -> 
                 and r.last_pass.complete
                 and r.first_token_s > r.last_pass.end_s
             ],
+            default=0.0,
         ),
         feedback_latency_s=_mean(
             "EndForward message", [s for recording in recordings for s in recording.feedback_s]
@@ -242,6 +270,7 @@ def calibrate(recordings: Sequence[Recording], cost: PassCost | None = None) -> 
         decode_s=_mean(
             "completed request",
             [r.ended_s - r.first_token_s for r in requests if r.ended_s >= r.first_token_s],
+            default=1.0,
         ),
     )
 
@@ -264,7 +293,8 @@ def fit_latency(requests: Iterable[RecordedRequest]) -> tuple[float, float, floa
             # Batch numbers start anew in each log, but no two have the same time.
             key = (request.batch, round(1e6 * request.dispatched_s))
             batches.setdefault(key, []).append(interval)
-    intervals = [interval for batch in batches.values() for interval in batch]
+    drawn = evenly(list(batches.values()), MOST_FITTED)
+    intervals = [interval for batch in drawn for interval in batch]
     if not intervals:
         raise CostError("a latency needs dispatched requests with EndForward launch messages")
 
@@ -279,7 +309,7 @@ def fit_latency(requests: Iterable[RecordedRequest]) -> tuple[float, float, floa
     def shared_likelihood(mu: float, share: float) -> float:
         gang, single = sigma * math.sqrt(1 - share**2), sigma * share
         total = 0.0
-        for batch in batches.values():
+        for batch in drawn:
             likely = sum(
                 weight * math.prod(max(_FLOOR, _inside(i, mu + gang * z, single)) for i in batch)
                 for z, weight in _NORMAL

@@ -1,19 +1,18 @@
-"""What a router's event log says about arrivals, passes and the requests in them.
-
-Owns the reconstruction of a run on real engines. Must not know what is fitted to it.
-"""
+"""Reconstructs a run on real engines from an event log: arrivals, placements, passes, and which
+requests each pass computed. Knows nothing of what is fitted to it."""
 
 from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from sglang_sbs.scheduling import (
     Dispatch,
     ForwardEnded,
+    InstanceDown,
     InstanceUp,
     PrefillDone,
     RequestArrived,
@@ -32,13 +31,20 @@ class RecordedRequest:
     arrived_s: float
     prompt_tokens: int
     max_new_tokens: int | None
+    announced: RequestArrived | None = None
+    """The event, for what else the scheduler was told. ``prompt_tokens`` may differ from it: the
+    engine's count replaces an estimate."""
     dispatched_s: float = math.nan
     prefill: tuple[str, int] | None = None
+    decode: tuple[str, int] | None = None
     batch: int = -1
     """Number of the batch it was dispatched with."""
+    cached_tokens: int | None = None
+    """Found in a cache, as the engine reported; None: it did not say."""
     first_token_s: float = math.nan
     """First byte of decode at the router."""
     ended_s: float = math.nan
+    completion_tokens: int | None = None
     first_pass: RecordedPass | None = None
     """The pass that computed its first tokens."""
     last_pass: RecordedPass | None = None
@@ -90,13 +96,30 @@ class Recording:
     """One event log."""
 
     config: SchedulerConfig
+    policies: list[str] = field(default_factory=list)
+    """Policies that decided, in the order of their first turn."""
+    observed: bool = False
+    """``sglang-sbs observe`` wrote the log: another router decided, and ``PrefillDone`` is the end
+    of the prompt."""
     prefill: list[InstanceUp] = field(default_factory=list)
     decode: list[InstanceUp] = field(default_factory=list)
+    changes: list[tuple[float, str, bool]] = field(default_factory=list)
+    """(router's time, prefill instance, up or down) whenever one came or went."""
     requests: dict[str, RecordedRequest] = field(default_factory=dict)
     """In the order of arrival."""
     passes: list[RecordedPass] = field(default_factory=list)
     feedback_s: list[float] = field(default_factory=list)
     """Age of each prefill report when the scheduler saw it."""
+
+
+class _Log:
+    """An event log that can be read more than once and is never in memory as a whole."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+
+    def __iter__(self) -> Iterator[LogRecord]:
+        return read_event_log(self._path)
 
 
 def read_recording(path: Path) -> Recording:
@@ -105,27 +128,34 @@ def read_recording(path: Path) -> Recording:
     Raises:
         OSError, ValueError: it cannot be read, or has no EndForward of a prefill pass.
     """
-    records = list(read_event_log(path))
-    if not records or records[0].config is None:
+    first = next(iter(_Log(path)), None)
+    if first is None or first.config is None:
         raise ValueError(f"{path} does not start with a configuration")
     try:
-        return recording_of(records[1:], records[0].config)
+        recording = recording_of(_Log(path), first.config)
+        recording.observed = first.observed
+        return recording
     except ValueError as error:
         raise ValueError(f"{path} {error}") from error
 
 
-def recording_of(records: Sequence[LogRecord], config: SchedulerConfig) -> Recording:
-    """The run that events with their times tell of.
+def recording_of(records: Iterable[LogRecord], config: SchedulerConfig) -> Recording:
+    """Reconstruct the run from its records, which must be iterable more than once.
 
     Raises:
         ValueError: there is no EndForward of a prefill pass among them, or there are passes of one
             rank, which cannot be told apart.
     """
-    recording = Recording(config)
+    recording = Recording(config, [config.policy])
     offsets_s = clock_offsets(records)
     if not offsets_s:
         raise ValueError("has no EndForward message of a prefill engine (no plugin?)")
-    reader = _Reader(recording, offsets_s)
+    counted = {
+        record.event.rid: record.event.prompt_tokens
+        for record in records
+        if isinstance(record.event, PrefillDone) and record.event.prompt_tokens
+    }
+    reader = _Reader(recording, offsets_s, counted)
     for record in records:
         reader.read(record)
     return recording
@@ -144,38 +174,69 @@ class _Queued:
 
 
 class _Reader:
-    def __init__(self, recording: Recording, offsets_s: dict[str, float]) -> None:
+    def __init__(
+        self, recording: Recording, offsets_s: dict[str, float], counted: dict[str, int]
+    ) -> None:
+        """``counted``: prompt tokens by rid, where the engine reported them."""
         self._recording = recording
         self._offsets_s = offsets_s
+        self._counted = counted
         self._passes: dict[tuple[str, int], RecordedPass] = {}
         self._newest: dict[str, RecordedPass] = {}
         self._queues: dict[tuple[str, int], list[_Queued]] = defaultdict(list)
 
     def read(self, record: LogRecord) -> None:
-        requests = self._recording.requests
+        recording, requests = self._recording, self._recording.requests
+        if record.config is not None and record.config.policy not in recording.policies:
+            recording.policies.append(record.config.policy)
         match record.event:
             case RequestArrived(rid=rid) as event:
+                tokens = self._counted.get(rid, event.prompt_tokens)
                 requests[rid] = RecordedRequest(
-                    rid, record.now_s, event.prompt_tokens, event.max_new_tokens
+                    rid, record.now_s, tokens, event.max_new_tokens, event
                 )
-            case PrefillDone(rid=rid, prompt_tokens=None) if rid in requests:
-                if math.isnan(requests[rid].first_token_s):
-                    requests[rid].first_token_s = record.now_s
-            case RequestEnded(rid=rid) if rid in requests:
-                requests[rid].ended_s = record.now_s
+            case PrefillDone(rid=rid) as event if rid in requests:
+                if event.cached_tokens is not None:
+                    requests[rid].cached_tokens = event.cached_tokens
+                if event.prompt_tokens is None and not event.aborted:
+                    self._first_token(requests[rid], record.now_s)
+            case RequestEnded(rid=rid) as event if rid in requests:
+                self._on_ended(requests[rid], event, record.now_s)
             case InstanceUp(role="prefill", barrier=False, instance=name):
                 raise ValueError(f"has passes of {name}, whose DP ranks share no barrier")
             case InstanceUp() as up:
-                recording = self._recording
                 known = recording.prefill if up.role == "prefill" else recording.decode
                 known[:] = [one for one in known if one.instance != up.instance] + [up]
+                self._changed(up.instance, True, record.now_s)
+            case InstanceDown(instance=name):
+                self._changed(name, False, record.now_s)
             case ForwardEnded(instance=name, report=report) if report.role == "prefill":
                 self._on_report(name, report, record.now_s)
         for command in record.commands:
-            if isinstance(command, Dispatch):
-                requests[command.rid].dispatched_s = record.now_s
-                requests[command.rid].prefill = (command.prefill, command.prefill_rank)
-                requests[command.rid].batch = command.batch
+            if isinstance(command, Dispatch) and command.rid in requests:
+                request = requests[command.rid]
+                request.dispatched_s = record.now_s
+                request.prefill = (command.prefill, command.prefill_rank)
+                request.decode = (command.decode, command.decode_rank)
+                request.batch = command.batch
+
+    @staticmethod
+    def _first_token(request: RecordedRequest, at_s: float) -> None:
+        if math.isnan(request.first_token_s):
+            request.first_token_s = at_s
+
+    def _on_ended(self, request: RecordedRequest, event: RequestEnded, now_s: float) -> None:
+        request.ended_s = now_s
+        request.completion_tokens = event.completion_tokens
+        if event.client is not None and event.client.first_byte_s is not None:
+            # The relay saw the first byte itself; PrefillDone may be the prefill's answer.
+            request.first_token_s = request.arrived_s + event.client.first_byte_s
+
+    def _changed(self, name: str, up: bool, now_s: float) -> None:
+        changes = self._recording.changes
+        before = next((was_up for _, one, was_up in reversed(changes) if one == name), False)
+        if up != before and any(one.instance == name for one in self._recording.prefill):
+            changes.append((now_s, name, up))
 
     def _on_report(self, name: str, report: EndForward, now_s: float) -> None:
         queue = self._queues[name, report.dp_rank]

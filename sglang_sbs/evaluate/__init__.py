@@ -1,0 +1,1 @@
+"""``sglang-sbs evaluate``: what another policy would have made of recorded traffic."""

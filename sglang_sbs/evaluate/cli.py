@@ -1,0 +1,169 @@
+"""``sglang-sbs evaluate``: what another policy would have made of recorded traffic."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+
+import msgspec
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+from sglang_sbs.evaluate.fitting.recording import read_recording
+from sglang_sbs.evaluate.replayed import RAN, run
+from sglang_sbs.evaluate.verdict import Verdict
+from sglang_sbs.evaluate.workload import Workload, workload_of
+from sglang_sbs.outputs import try_to_write
+from sglang_sbs.simulator.experiments.sweep import POLICY_CONFIGS
+from sglang_sbs.simulator.options.common import Flag, add_all, names, open_console, positive
+from sglang_sbs.simulator.parallel import Row, Task, run_all
+
+DEFAULT_POLICIES = "sbs,eta,round_robin"
+_DRAWS = 3
+_Step = Callable[[str], None]
+"""Told what was simulated."""
+
+_EXAMPLES = f"""\
+policies: {", ".join(POLICY_CONFIGS)}
+
+examples:
+  sglang-sbs evaluate traffic.events
+  sglang-sbs evaluate router.events --policies sbs,least_tokens --html page.html --json out.json
+
+exit codes: 0 there is an answer; 1 the model does not reproduce what ran, so there is none; 2 the
+log or a flag cannot be used; 130 interrupted, after printing what there was
+"""
+
+# fmt: off
+_FLAGS = (
+    Flag("--policies", "", str, DEFAULT_POLICIES,
+        f"policies to compare with what ran, comma-separated (default {DEFAULT_POLICIES})"),
+    Flag("--html", "", Path, None, "write a page that refers to no other file", "FILE"),
+    Flag("--json", "", Path, None, "write the numbers", "FILE"),
+    Flag("--draws", "", positive, _DRAWS,
+        f"simulations of each policy, with other random latencies (default {_DRAWS})", "N"),
+    Flag("--workers", "", positive, None, "processes (default: cores)", "N"),
+)
+# fmt: on
+
+
+def build_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="sglang-sbs evaluate",
+        description="Estimate the time to first token (TTFT) that each policy would have had on "
+        "recorded traffic. EVENTS is an event log of a router (--sbs-event-log), under any policy. "
+        "The log must have the engines' reports of their passes.",
+        epilog=_EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("log", type=Path, metavar="EVENTS", help="the event log")
+    add_all(parser, _FLAGS)
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Read, fit, simulate, print. The exit code is described in ``--help``."""
+    words = list(sys.argv[1:] if argv is None else argv)
+    parser = build_parser()
+    args = parser.parse_args(words)
+    policies = names(args.policies, POLICY_CONFIGS, "--policies", parser)
+    for name in ("json", "html"):
+        path: Path | None = getattr(args, name)
+        try:
+            if path is not None:
+                try_to_write(path)
+        except OSError as error:
+            parser.error(f"--{name} {path}: cannot be written: {error.strerror}")
+    interrupted = False
+    told = Console(stderr=True)
+    try:
+        with told.status(f"reading {args.log}"):
+            work = workload_of(read_recording(args.log))
+            verdict = Verdict(work)
+    except (OSError, ValueError) as error:
+        text = str(error)
+        named = text if str(args.log) in text else f"{args.log} {text}"
+        print(f"sglang-sbs evaluate: {named}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print("sglang-sbs evaluate: interrupted", file=sys.stderr)
+        return 130
+    try:
+        _simulate(verdict, list(dict.fromkeys(policies)), args, told)
+    except KeyboardInterrupt:
+        interrupted = True
+        print("sglang-sbs evaluate: interrupted; this is what there is so far", file=sys.stderr)
+    _show(verdict, args, words)
+    found = verdict.calibration
+    if interrupted:
+        return 130
+    return 0 if found is not None and found.accepted else 1
+
+
+def _simulate(
+    verdict: Verdict, policies: Sequence[str], args: argparse.Namespace, told: Console
+) -> None:
+    """What ran first: without a calibration there is nothing to compare with."""
+    work, draws = verdict.work, range(args.draws)
+    with _progress(told, args.draws * (1 + len(policies))) as step:
+
+        def take(row: Row) -> None:
+            verdict.add(row)
+            step(row["policy"] or "what ran")
+
+        run_all(_tasks(work, [RAN], draws), take, args.workers)
+        found = verdict.calibration
+        if found is not None and found.accepted:
+            run_all(_tasks(work, policies, draws), take, args.workers)
+
+
+def _tasks(work: Workload, policies: Sequence[str], draws: range) -> list[Task]:
+    lean = replace(work, passes=())  # it goes to other processes
+    return [(run, (lean, policy, draw)) for policy in policies for draw in draws]
+
+
+@contextmanager
+def _progress(told: Console, total: int) -> Iterator[_Step]:
+    """A bar on a terminal, lines elsewhere."""
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeRemainingColumn(),
+    )
+    with Progress(*columns, console=told, transient=True, disable=not told.is_terminal) as bar:
+        task, done = bar.add_task("simulating", total=total), 0
+
+        def step(what: str) -> None:
+            nonlocal done
+            done += 1
+            bar.advance(task)
+            if not told.is_terminal:
+                print(f"simulated {what}: {done} of {total}", file=sys.stderr, flush=True)
+
+        yield step
+
+
+def _show(verdict: Verdict, args: argparse.Namespace, words: Sequence[str]) -> None:
+    console = open_console()
+    sentences, tables = verdict.sentences(), verdict.tables()
+    for sentence in sentences:
+        console.print(sentence, highlight=False, soft_wrap=True)
+    for table in tables:
+        table.print(console)
+    if args.html is not None:
+        from sglang_sbs.evaluate.page import write
+
+        write(args.html, verdict, f"Command: sglang-sbs evaluate {' '.join(words)}")
+        console.print(f"written: {args.html}", soft_wrap=True)
+    if args.json is not None:
+        args.json.write_bytes(msgspec.json.format(msgspec.json.encode(verdict.json())) + b"\n")
+        console.print(f"written: {args.json}", soft_wrap=True)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

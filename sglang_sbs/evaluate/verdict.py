@@ -1,0 +1,304 @@
+"""What an evaluation found, as numbers, as sentences and as tables. Simulates nothing."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+
+from sglang_sbs.evaluate.bootstrap import LEAST_BLOCKS, Ratio, Ratios, blocks_of, ratios
+from sglang_sbs.evaluate.replayed import RAN
+from sglang_sbs.evaluate.workload import TooLittle, Workload
+from sglang_sbs.simulator.experiments.tables import ResultTable, groups
+from sglang_sbs.simulator.parallel import Row
+
+ACCEPTED = 0.10
+"""Largest difference between the modelled and the measured mean with which ratios are given."""
+_PASSES_PER_BLOCK = 10
+"""Queues forget what was before after some passes."""
+_POOR_FIT = 0.15
+_NOT_ONE = 0.03
+
+
+class Calibrated(msgspec.Struct, frozen=True):
+    """What ran, modelled over measured."""
+
+    mean: float
+    p99: float
+
+    @property
+    def accepted(self) -> bool:
+        return abs(self.mean - 1) <= ACCEPTED
+
+
+class Verdict:
+    """Takes the rows of simulations as they come; everything else follows from those it has."""
+
+    def __init__(self, work: Workload) -> None:
+        """Raises: TooLittle, the log is too short for an interval."""
+        self.work = work
+        self._rows: list[Row] = []
+        self._policies: dict[str, Ratios] | None = None
+        """Not calculated since the last row came: None."""
+        self._counted = work.counted
+        self._measured_s = sorted(work.measured_s[i] for i in self._counted)
+        ends_s = [one.forward_s + work.calibration.launch_gap_s for one in work.passes]
+        self._pass_s = statistics.fmean(s for s in ends_s if not math.isnan(s))
+        times_s = [work.arrivals[i].at_s for i in self._counted]
+        self._blocks = blocks_of(times_s, _PASSES_PER_BLOCK * self._pass_s)
+        if len(set(self._blocks)) < LEAST_BLOCKS:
+            least_s = _PASSES_PER_BLOCK * self._pass_s * LEAST_BLOCKS
+            raise TooLittle(
+                f"spans {work.seconds:.0f} s; with passes of {self._pass_s:.2f} s at least "
+                f"{math.ceil(least_s)} s are needed"
+            )
+
+    def add(self, row: Row) -> None:
+        """A row of :func:`.replayed.run`."""
+        self._rows.append(row)
+        self._policies = None
+
+    @property
+    def calibration(self) -> Calibrated | None:
+        """None: what ran was not simulated yet."""
+        draws = self._draws(RAN)
+        if not draws:
+            return None
+        mean_s = statistics.fmean(statistics.fmean(draw) for draw in draws)
+        p99_s = statistics.fmean(_p99(sorted(draw)) for draw in draws)
+        return Calibrated(mean_s / self.measured_mean_s, p99_s / self.measured_p99_s)
+
+    @property
+    def measured_mean_s(self) -> float:
+        return statistics.fmean(self._measured_s)
+
+    @property
+    def measured_p99_s(self) -> float:
+        return _p99(self._measured_s)
+
+    @property
+    def policies(self) -> dict[str, Ratios]:
+        """Modelled over modelled what ran, for each policy simulated so far; empty if the
+        calibration is off."""
+        found = self.calibration
+        if found is None or not found.accepted:
+            return {}
+        if self._policies is None:
+            ran = self._draws(RAN)
+            names = dict.fromkeys(row["policy"] for row in self._rows if row["policy"] != RAN)
+            of_each = {name: ratios(self._draws(name), ran, self._blocks) for name in names}
+            self._policies = of_each
+        return self._policies
+
+    def _draws(self, policy: str) -> list[list[float]]:
+        mine = [row["ttft_s"] for row in self._rows if row["policy"] == policy]
+        return [[ttft_s[i] for i in self._counted] for ttft_s in mine]
+
+    def by_block(self) -> tuple[list[float], list[float], list[float]]:
+        """For each block of time: its middle in seconds, measured and modelled mean TTFT."""
+        draws = self._draws(RAN)
+        measured_s = [self.work.measured_s[i] for i in self._counted]
+        modelled_s = [statistics.fmean(some) for some in zip(*draws, strict=True)]
+        times_s = [self.work.arrivals[i].at_s for i in self._counted]
+        rows = list(zip(self._blocks, times_s, measured_s, modelled_s, strict=True))
+        means = [
+            tuple(statistics.fmean(row[column] for row in mine) for column in (1, 2, 3))
+            for block in sorted(set(self._blocks))
+            if (mine := [row for row in rows if row[0] == block])
+        ]
+        at_s, real_s, model_s = (list(column) for column in zip(*means, strict=True))
+        return at_s, real_s, model_s
+
+    # In words -----------------------------------------------------------------------------------
+
+    def sentences(self) -> list[str]:
+        """The answer first, then what restricts it."""
+        found = self.calibration
+        if found is None:
+            return ["What ran was not simulated to its end, so there is no answer."]
+        if not found.accepted:
+            return [*self._refusal(found), *self.notes()]
+        of_policies = self.policies
+        if not of_policies:
+            first = f"On {self._span()} {self._reproduces(found)}; no policy was simulated yet."
+            return [first, *self.notes()]
+        lines: list[str] = []
+        for name, one in of_policies.items():
+            what = f"On {self._span()} {name}" if not lines else name
+            lines.append(f"{what} would have had {_words(one.mean)} the mean TTFT of what ran")
+        first = f"{lines[0]}; {self._reproduces(found)}."
+        return [first, *(f"{line}." for line in lines[1:]), *self.notes()]
+
+    def _span(self) -> str:
+        work = self.work
+        number = f"{len(self._counted):,} requests, load {work.load:.2f}"
+        return f"{_time_words(work.seconds)} ({number})"
+
+    def _reproduces(self, found: Calibrated) -> str:
+        mean, p99 = abs(found.mean - 1), abs(found.p99 - 1)
+        return f"the model reproduces what ran to {mean:.0%} in the mean and {p99:.0%} in the p99"
+
+    def _refusal(self, found: Calibrated) -> list[str]:
+        side = "above" if found.mean > 1 else "below"
+        first = (
+            f"On {self._span()} the modelled mean TTFT of what ran is {abs(found.mean - 1):.0%} "
+            f"{side} the measured one. More than {ACCEPTED:.0%} is too far for an answer, so there "
+            "is no ratio."
+        )
+        return [first, *(f"Possible cause: {cause}." for cause in self._causes())]
+
+    def _causes(self) -> list[str]:
+        work, causes = self.work, []
+        if work.errors.p95_share > _POOR_FIT:
+            causes.append(
+                f"pass times do not follow tokens and requests (5 % of the passes are more than "
+                f"{work.errors.p95_share:.0%} off the fitted cost): other work on the same "
+                "hardware, or a pass that waits for something else"
+            )
+        spans = [one for one in work.passes if one.complete and one.previous is not None]
+        device_s = sum(one.forward_s for one in spans)
+        wall_s = sum(
+            one.end_s - max(one.launch_s, one.previous.end_s)
+            for one in spans
+            if one.previous is not None and one.previous.complete
+        )
+        if device_s > 0 and abs(wall_s / device_s - 1) > ACCEPTED:
+            causes.append(
+                f"passes take {wall_s / device_s:.2f}x the forward time that the engines report"
+            )
+        halves = self._halves()
+        if halves is not None and abs(halves - 1) > ACCEPTED:
+            causes.append(
+                f"passes of the second half take {halves:.2f}x the time that the same tokens took "
+                "in the first: the hardware or the engines changed during the log"
+            )
+        if work.load > 0.95:
+            causes.append(
+                f"the load is {work.load:.2f}: near saturation a small error in the cost of a pass "
+                "is a large one in the waiting time"
+            )
+        if not causes:
+            causes.append(
+                "waiting that no pass shows, in the network, the tokenizer or the KV transfer"
+            )
+        return causes
+
+    def _halves(self) -> float | None:
+        """Measured over predicted time of the passes in the second half, over that of the first."""
+        cost = self.work.spec.cost
+        whole = [one for one in self.work.passes if one.complete and any(one.tokens)]
+        middle = len(whole) // 2
+        shares = [
+            sum(one.forward_s for one in part)
+            / sum(cost.pass_s(one.tokens, one.pairs, one.requests) for one in part)
+            for part in (whole[:middle], whole[middle:])
+            if part
+        ]
+        return shares[1] / shares[0] if len(shares) == 2 and shares[0] > 0 else None
+
+    def notes(self) -> list[str]:
+        """What a reader should know besides the answer; sentences."""
+        notes = [f"Note: {note}." for note in self.work.notes]
+        if not self.work.until_first_byte:
+            notes.append(
+                "Note: the log has no first bytes, so TTFT is counted until the end of the prompt."
+            )
+        for (policy,), mine in groups(self._rows, "policy").items():
+            if left := max(row["unfinished"] for row in mine):
+                notes.append(
+                    f"Note: {left:,} requests got no first token under {policy or 'what ran'}, as "
+                    "modelled; they count with the time they waited."
+                )
+        return notes
+
+    # As tables ----------------------------------------------------------------------------------
+
+    def tables(self) -> list[ResultTable]:
+        found = self.calibration
+        if found is None:
+            return []
+        mean_s, p99_s = self.measured_mean_s, self.measured_p99_s
+        mine = [row for row in self._rows if row["policy"] == RAN]
+        passes = statistics.fmean(row["passes"] for row in mine)
+        real = [one.forward_s for one in self.work.passes if one.complete]
+        pass_s = statistics.fmean(row["pass_s"] for row in mine)
+        rows = [
+            ["mean TTFT", f"{mean_s:.3f} s", f"{found.mean * mean_s:.3f} s", f"{found.mean:.2f}"],
+            ["p99 TTFT", f"{p99_s:.3f} s", f"{found.p99 * p99_s:.3f} s", f"{found.p99:.2f}"],
+            _row("passes", len(real), passes, "{:,.0f}"),
+            _row("mean pass", statistics.fmean(real), pass_s, "{:.3f} s"),
+        ]
+        ran = ", ".join(self.work.policies)
+        calibration = ResultTable(
+            f"what ran ({ran}), measured and modelled", ["", "measured", "modelled", "ratio"], rows
+        )
+        of_policies = self.policies
+        if not of_policies:
+            return [calibration]
+        compared = ResultTable(
+            "TTFT relative to what ran, both modelled, with 95 % intervals",
+            ["policy", "mean", "p99", "mean TTFT", "p99 TTFT"],
+            [
+                [
+                    name,
+                    _words(one.mean),
+                    _words(one.p99),
+                    f"{one.mean.value * mean_s:.3f} s",
+                    f"{one.p99.value * p99_s:.3f} s",
+                ]
+                for name, one in of_policies.items()
+            ],
+        )
+        return [compared, calibration]
+
+    def json(self) -> dict[str, Any]:
+        found, work = self.calibration, self.work
+        return {
+            "verdict": self.sentences()[0],
+            "calibration": None if found is None else {"mean": found.mean, "p99": found.p99},
+            "policies": {name: _flat(one) for name, one in self.policies.items()},
+            "requests": len(self._counted),
+            "seconds": work.seconds,
+            "load": work.load,
+            "ran": work.policies,
+            "measured_until": "first byte" if work.until_first_byte else "end of the prompt",
+            "measured_mean_s": self.measured_mean_s,
+            "measured_p99_s": self.measured_p99_s,
+            "fit": {**msgspec.to_builtins(work.calibration), "errors": work.errors},
+            "notes": self.notes(),
+        }
+
+
+def _flat(one: Ratios) -> dict[str, float]:
+    return {
+        "mean_ratio": one.mean.value,
+        "low": one.mean.low,
+        "high": one.mean.high,
+        "p99_ratio": one.p99.value,
+        "p99_low": one.p99.low,
+        "p99_high": one.p99.high,
+    }
+
+
+def _words(ratio: Ratio) -> str:
+    return f"{ratio.value:.2f}x ({ratio.low:.2f} to {ratio.high:.2f})"
+
+
+def _row(name: str, real: float, modelled: float, form: str) -> list[str]:
+    return [name, form.format(real), form.format(modelled), f"{modelled / real:.2f}"]
+
+
+def _time_words(seconds: float) -> str:
+    if seconds < 100:
+        return f"these {seconds:.0f} seconds"
+    minutes = round(seconds / 60)
+    if abs(minutes - 60) <= 3:
+        return "this hour"
+    return f"these {minutes} minutes" if minutes < 100 else f"these {seconds / 3600:.1f} hours"
+
+
+def _p99(ordered: Sequence[float]) -> float:
+    return ordered[min(len(ordered) - 1, int(0.99 * len(ordered)))]

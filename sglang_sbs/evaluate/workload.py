@@ -1,0 +1,323 @@
+"""Turns a recorded run into what the simulator takes: arrivals, the placement of each request as it
+really was, the fitted cluster, and what was measured. Simulates nothing."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import msgspec
+
+from sglang_sbs.evaluate.fitting.calibration import (
+    LEAST_PASSES,
+    Calibration,
+    FitErrors,
+    calibrate,
+    fit_cost,
+    usable_passes,
+    with_jitter,
+)
+from sglang_sbs.evaluate.fitting.recording import RecordedPass, RecordedRequest, Recording
+from sglang_sbs.scheduling.config import SchedulerConfig
+from sglang_sbs.scheduling.events import InstanceUp
+from sglang_sbs.scheduling.policy_names import facts_of
+from sglang_sbs.simulator.cluster.arrival import Arrival
+from sglang_sbs.simulator.cluster.spec import (
+    KV_CAPACITY_TOKENS,
+    ClusterSpec,
+    InstanceSpec,
+    TopologyChange,
+)
+from sglang_sbs.simulator.workloads.scenario import NETWORK, full_chunk_tokens_per_s
+
+LEAST_REQUESTS = 100
+"""With fewer that were measured there is no p99, and hardly a mean."""
+_WARM_UP_S = 10.0
+_WARM_UP_SHARE = 0.1
+"""Of the log, if that is shorter: engines may have had work before it began."""
+_NOTED_SHARE = 0.01
+_OUTPUT_TOKENS = 200
+
+
+class TooLittle(ValueError):
+    """The log is too short, or lacks what an evaluation needs; the message says what."""
+
+
+class Placement(msgspec.Struct, frozen=True):
+    """Where a request really went, and when. Seconds from the start of the workload."""
+
+    at_s: float
+    instance: str
+    rank: int
+    decode_rank: int
+    batch: int
+
+
+@dataclass(slots=True)
+class Workload:
+    """One recorded run; lists are in the order of arrival, one entry per request."""
+
+    arrivals: list[Arrival]
+    placements: list[Placement]
+    measured_s: list[float]
+    """Time to the first token as measured, in seconds; NaN: not measured, or not counted as the
+    request belongs to the warm-up."""
+    after_s: list[float]
+    """From the end of the prompt to the first byte, in seconds: the part that no prefill policy
+    changes. It is added to what is modelled."""
+    spec: ClusterSpec
+    config: SchedulerConfig
+    """Of the router that ran."""
+    policies: list[str]
+    """Policies that ran."""
+    observed: bool
+    """Whether ``sglang-sbs observe`` wrote the log, so that another router decided."""
+    until_first_byte: bool
+    """Whether the first token was seen at the router. False: times end with the prompt."""
+    calibration: Calibration
+    errors: FitErrors
+    load: float
+    """Share of what full chunks would compute."""
+    seconds: float
+    """From the first counted arrival to the last."""
+    notes: list[str] = field(default_factory=list)
+    passes: Sequence[RecordedPass] = ()
+
+    @property
+    def reacting(self) -> str:
+        """The policy that ran, if it is ours and times dispatches by the engines' reports. Its
+        scheduler decides again in the model, since recorded times would not follow simulated
+        passes. Empty: what was done is repeated."""
+        ran = self.config.policy
+        known = not self.observed and len(self.policies) == 1
+        return ran if known and facts_of(ran).reads_reports else ""
+
+    @property
+    def counted(self) -> list[int]:
+        """Indices of the requests that were measured after the warm-up."""
+        return [i for i, value in enumerate(self.measured_s) if not math.isnan(value)]
+
+
+def workload_of(recording: Recording) -> Workload:
+    """Extract the workload, and fit the cluster that it ran on.
+
+    Raises:
+        TooLittle: too few requests or passes, or a part of the record is missing.
+        CostError: the passes tell no cost.
+    """
+    every = list(recording.requests.values())
+    sent = [r for r in every if r.prefill is not None and r.decode is not None]
+    if len(sent) < LEAST_REQUESTS:
+        raise TooLittle(f"has {len(sent)} requests that were sent; {LEAST_REQUESTS} are needed")
+    usable = usable_passes(recording.passes)
+    if len(usable) < LEAST_PASSES:
+        raise TooLittle(f"has {len(usable)} whole passes; {LEAST_PASSES} are needed")
+    cost, errors = fit_cost(usable)
+    cost, jitter = with_jitter(cost, usable)
+    fitted = msgspec.structs.replace(calibrate([recording], cost), pass_jitter=jitter)
+    seen = sum(not math.isnan(r.first_token_s) for r in sent)
+    to_first_byte = not recording.observed and seen > len(sent) / 2
+    builder = _Builder(recording, sent, fitted, to_first_byte)
+    start_s, last_s = sent[0].arrived_s, sent[-1].arrived_s
+    warm_s = start_s + min(_WARM_UP_S, _WARM_UP_SHARE * (last_s - start_s))
+    arrivals, spec = builder.arrivals(), builder.spec()
+    measured_s = [builder.measured_s(r) if r.arrived_s >= warm_s else math.nan for r in sent]
+    seconds = last_s - warm_s
+    computed = sum(a.prompt_tokens - builder.hit(r) for a, r in zip(arrivals, sent, strict=True))
+    work = Workload(
+        arrivals=arrivals,
+        placements=builder.placements(),
+        measured_s=measured_s,
+        after_s=[builder.after_s(r) for r in sent],
+        spec=spec,
+        config=recording.config,
+        policies=["another router"] if recording.observed else recording.policies,
+        observed=recording.observed,
+        until_first_byte=to_first_byte,
+        calibration=fitted,
+        errors=errors,
+        load=computed / max(1e-9, last_s - start_s) / full_chunk_tokens_per_s(spec),
+        seconds=seconds,
+        passes=recording.passes,
+    )
+    if len(work.counted) < LEAST_REQUESTS:
+        raise TooLittle(
+            f"has {len(work.counted)} requests with a measured time to the first token after the "
+            f"warm-up of {warm_s - start_s:.1f} s; {LEAST_REQUESTS} are needed"
+        )
+    work.notes = [*_notes(recording, every, sent), *builder.notes]
+    return work
+
+
+@dataclass(slots=True)
+class _Builder:
+    """The parts of a workload; ``requests``: those that were sent to an engine."""
+
+    recording: Recording
+    requests: list[RecordedRequest]
+    fitted: Calibration
+    to_first_byte: bool
+    names: dict[str, str] = field(init=False)
+    """Simulated prefill instances by recorded ones."""
+    block_tokens: int = field(init=False)
+    """Size of named blocks; 0: prompts have none, and what was cached is left out of them."""
+    notes: list[str] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        up = {one.instance for one in self.recording.prefill}
+        lost = {r.prefill[0] for r in self.requests if r.prefill and r.prefill[0] not in up}
+        if lost:
+            raise TooLittle(f"has requests sent to {min(lost)}, but never says what that is")
+        self.names = {one.instance: f"p{i}" for i, one in enumerate(self.recording.prefill)}
+        told = [r.announced for r in self.requests if r.announced is not None]
+        sizes = {one.block_tokens for one in told if one.blocks}
+        self.block_tokens = sizes.pop() if len(sizes) == 1 else 0
+
+    def hit(self, request: RecordedRequest) -> int:
+        """Tokens of the simulated prompt that were found in a cache."""
+        return (request.cached_tokens or 0) if self.block_tokens else 0
+
+    def arrivals(self) -> list[Arrival]:
+        return [self._arrival(r) for r in self.requests]
+
+    def _arrival(self, request: RecordedRequest) -> Arrival:
+        at_s = request.arrived_s - self.requests[0].arrived_s
+        tokens = request.prompt_tokens
+        if not self.block_tokens:
+            tokens -= request.cached_tokens or 0
+        output = request.completion_tokens or request.max_new_tokens or _OUTPUT_TOKENS
+        told = request.announced
+        if told is None:
+            return Arrival(at_s, max(1, tokens), output)
+        blocks = tuple(told.blocks) if self.block_tokens else ()
+        # A page too many would be a block of tokens that the prompt does not have.
+        blocks = blocks[: tokens // self.block_tokens] if blocks else ()
+        more = told.session, told.priority, told.tenant
+        return Arrival(at_s, max(1, tokens), output, blocks, *more)
+
+    def placements(self) -> list[Placement]:
+        first, offsets = 0, {}
+        for up in self.recording.decode:
+            offsets[up.instance], first = first, first + up.dp_size
+        start_s = self.requests[0].arrived_s
+        out = []
+        for r in self.requests:
+            assert r.prefill is not None and r.decode is not None
+            (name, rank), (decode, decode_rank) = r.prefill, r.decode
+            at = (offsets.get(decode, 0) + max(0, decode_rank)) % max(1, first)
+            out.append(Placement(r.dispatched_s - start_s, self.names[name], rank, at, r.batch))
+        return out
+
+    def measured_s(self, request: RecordedRequest) -> float:
+        if self.to_first_byte:
+            return request.ttft_s
+        one = request.last_pass
+        return math.nan if one is None else one.end_s - request.arrived_s
+
+    def after_s(self, request: RecordedRequest) -> float:
+        if not self.to_first_byte:
+            return 0.0
+        one = request.last_pass
+        after_s = math.nan if one is None else request.first_token_s - one.end_s
+        return self.fitted.first_token_s if math.isnan(after_s) else max(0.0, after_s)
+
+    def spec(self) -> ClusterSpec:
+        ups, decode, fitted = self.recording.prefill, self.recording.decode, self.fitted
+        sizes = {(up.charged_page or up.page_size, up.prefill_max_requests) for up in ups}
+        page_size, most = max(sizes)
+        if len(sizes) > 1:
+            self.notes.append("prefill instances differ in page size or requests per pass")
+        ended = [r.completion_tokens for r in self.requests if r.completion_tokens]
+        asked = {r.max_new_tokens for r in self.requests}
+        longest = max(r.prompt_tokens for r in self.requests)
+        room = min((up.kv_capacity_tokens for up in ups), default=0) or KV_CAPACITY_TOKENS
+        return ClusterSpec(
+            cost=fitted.cost,
+            instances=tuple(map(self._instance, ups)),
+            changes=self._changes(),
+            page_size=page_size,
+            prefill_max_requests=most,
+            captured_tokens=ups[0].captured_tokens,
+            overlap=any(up.overlap for up in ups)
+            or any(one.inflight for one in self.recording.passes),
+            block_tokens=self.block_tokens,
+            kv_capacity_tokens=max(room, longest),
+            prefix_source=ups[0].prefix_source,
+            decode_dp_size=sum(up.dp_size for up in decode) or 1,
+            decode_kv_capacity_tokens=min((up.kv_capacity_tokens for up in decode), default=0),
+            decode_max_running_requests=min((up.max_running_requests for up in decode), default=0),
+            max_new_tokens=asked.pop() if len(asked) == 1 else None,
+            output_tokens=round(statistics.fmean(ended)) if ended else _OUTPUT_TOKENS,
+            dispatch_latency_s=fitted.dispatch_latency_s,
+            gang_jitter=fitted.gang_jitter,
+            dispatch_jitter=fitted.dispatch_jitter,
+            gang_gate_s=NETWORK["gang_gate_s"],
+            prepare_s=fitted.prepare_s,
+            launch_gap_s=fitted.launch_gap_s,
+            first_token_s=fitted.first_token_s if self.to_first_byte else 0.0,
+            feedback_latency_s=fitted.feedback_latency_s,
+            decode_s=fitted.decode_s,
+            pass_jitter=fitted.pass_jitter,
+        )
+
+    def _instance(self, up: InstanceUp) -> InstanceSpec:
+        chunk_tokens = up.chunk_tokens or self.recording.config.default_chunk_tokens
+        return InstanceSpec(
+            dp_size=up.dp_size, chunk_tokens=chunk_tokens, recorded=self._factors(up.instance)
+        )
+
+    def _factors(self, instance: str) -> tuple[tuple[float, float], ...]:
+        """The instance's passes by start: measured over predicted time. What slows passes down for
+        a while, or one instance more than another, slows the simulated ones down as well."""
+        cost, start_s = self.fitted.cost, self.requests[0].arrived_s
+        mine = [one for one in usable_passes(self.recording.passes) if one.instance == instance]
+        pairs = [(one, cost.pass_s(one.tokens, one.pairs, one.requests)) for one in mine]
+        return tuple(
+            sorted(
+                (one.end_s - one.forward_s - start_s, one.forward_s / predicted_s)
+                for one, predicted_s in pairs
+                if predicted_s > 0
+            )
+        )
+
+    def _changes(self) -> tuple[TopologyChange, ...]:
+        """Instances that came or went between the first arrival and the last."""
+        start_s, last_s = self.requests[0].arrived_s, self.requests[-1].arrived_s
+        changes = [
+            TopologyChange(at_s - start_s, "up" if up else "drain", self.names[name])
+            for at_s, name, up in self.recording.changes
+            if start_s < at_s < last_s
+        ]
+        if changes:
+            self.notes.append(f"prefill instances came or went {len(changes)} times")
+        return tuple(changes)
+
+
+def _notes(
+    recording: Recording, every: Sequence[RecordedRequest], sent: Sequence[RecordedRequest]
+) -> list[str]:
+    """What a reader should know about the log."""
+    notes = []
+    if len(recording.policies) > 1:
+        named = ", ".join(recording.policies)
+        notes.append(f"the router changed its policy: {named}; ratios are to all of it together")
+    if len(every) - len(sent) > _NOTED_SHARE * len(every):
+        number = len(every) - len(sent)
+        notes.append(f"{number:,} requests were never sent to an engine and are left out")
+    retried = sum(1 for r in sent if r.announced is not None and r.announced.exclude)
+    if retried > _NOTED_SHARE * len(sent):
+        notes.append(f"{retried:,} of the requests are retries after a failure")
+    unseen = sum(r.last_pass is None for r in sent)
+    if unseen > _NOTED_SHARE * len(sent):
+        notes.append(f"of {unseen:,} requests the log has no pass that ended their prompt")
+    in_passes = sum(sum(one.tokens) for one in recording.passes)
+    known = sum(r.prompt_tokens - (r.cached_tokens or 0) for r in sent)
+    if in_passes > (1 + 3 * _NOTED_SHARE) * known:
+        share = 1 - known / in_passes
+        notes.append(
+            f"{share:.0%} of the tokens in the passes belong to no request of this log: other "
+            "traffic reaches these engines"
+        )
+    return notes

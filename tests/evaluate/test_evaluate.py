@@ -1,0 +1,257 @@
+"""``sglang-sbs evaluate`` on logs of a cluster whose cost is known."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+import statistics
+from pathlib import Path
+
+import msgspec
+import pytest
+from conftest import SPEC, arrivals, ran
+
+from sglang_sbs.cli import main as sglang_sbs
+from sglang_sbs.evaluate import cli
+from sglang_sbs.evaluate.fitting.recording import read_recording
+from sglang_sbs.evaluate.replayed import RAN, run
+from sglang_sbs.evaluate.workload import workload_of
+from sglang_sbs.scheduling import RequestArrived
+from sglang_sbs.scheduling.eventlog import EventLogWriter, LogRecord, read_event_log
+from sglang_sbs.simulator.cluster.spec import TopologyChange
+from sglang_sbs.simulator.experiments.sweep import scheduler_config
+
+
+def evaluate(log: Path, *flags: str) -> tuple[int, dict]:
+    out = log.with_suffix(".json")
+    words = ["evaluate", str(log), "--workers", "1", "--json", str(out), *flags]
+    return sglang_sbs(words), json.loads(out.read_text())
+
+
+def p99(values: list[float]) -> float:
+    return sorted(values)[int(0.99 * len(values))]
+
+
+@pytest.mark.parametrize("seed", [1, 2, 3])
+def test_it_predicts_what_the_same_arrivals_get_under_another_policy(round_robin, seed, capsys):
+    one = round_robin(seed)
+    code, found = evaluate(one.log, "--policies", "sbs")
+    assert code == 0
+    assert found["calibration"]["mean"] == pytest.approx(1, abs=0.03)
+    assert found["calibration"]["p99"] == pytest.approx(1, abs=0.05)
+
+    # The truth is another run of the very cluster, which the evaluation knows only from its log.
+    counted = range(len(one.sent) - found["requests"], len(one.sent))
+    real = ran("sbs", one.sent, msgspec.structs.replace(SPEC, seed=200 + seed))
+    sbs_s = [real.requests[i].ttft_s for i in counted]
+    was_s = [one.outcome.requests[i].ttft_s for i in counted]
+    sbs, ratio = found["policies"]["sbs"], statistics.fmean(sbs_s) / statistics.fmean(was_s)
+    assert sbs["mean_ratio"] == pytest.approx(ratio, rel=0.04)
+    assert sbs["low"] <= ratio <= sbs["high"]
+    assert sbs["high"] - sbs["low"] < 0.4, "an interval that says nothing"
+    assert sbs["p99_low"] <= p99(sbs_s) / p99(was_s) <= sbs["p99_high"]
+    first = capsys.readouterr().out.splitlines()[0]
+    assert re.fullmatch(
+        r"On these \d+ seconds \(\d+ requests, load 0\.\d\d\) sbs would have had 0\.\d\dx "
+        r"\(0\.\d\d to 0\.\d\d\) the mean TTFT of what ran; the model reproduces what ran to \d+% "
+        r"in the mean and \d+% in the p99\.",
+        first,
+    )
+
+
+def test_a_policy_that_ran_gets_a_ratio_of_one(round_robin):
+    _, found = evaluate(round_robin(1).log, "--policies", "round_robin")
+    assert found["policies"]["round_robin"]["mean_ratio"] == pytest.approx(1, abs=0.03)
+
+
+def test_what_ran_is_sent_when_and_where_it_was(round_robin):
+    one = round_robin(1)
+    work = workload_of(read_recording(one.log))
+    sent = [(r.prefill, r.decode[1], r.dispatched_s) for r in one.outcome.requests]
+    start_s = one.sent[0].at_s
+    for placement, (prefill, decode_rank, at_s) in zip(work.placements, sent, strict=True):
+        assert (placement.instance, placement.rank) == prefill
+        assert placement.decode_rank == decode_rank
+        assert placement.at_s == pytest.approx(at_s - start_s, abs=1e-9)
+    assert run(work, RAN, 0)["unfinished"] == 0
+
+
+@pytest.mark.parametrize(
+    ("tamper", "cause"),
+    [
+        (
+            lambda report: msgspec.structs.replace(report, forward_s=report.forward_s / 2),
+            "passes take 2.0",
+        ),
+        (
+            lambda report: msgspec.structs.replace(
+                report, forward_s=report.forward_s * (0.3 if report.end_s < 25 else 1.0)
+            ),
+            "the hardware or the engines changed during the log",
+        ),
+    ],
+    ids=["engines report half of the time", "engines of the first half report a third"],
+)
+def test_passes_that_contradict_the_model_give_no_ratio(tmp_path, capsys, tamper, cause):
+    log = tmp_path / "wrong.events"
+    ran("round_robin", arrivals(1), SPEC, log, tamper)
+    code, found = evaluate(log)
+    assert code == 1
+    assert found["policies"] == {}
+    assert abs(found["calibration"]["mean"] - 1) > 0.1
+    out = capsys.readouterr().out
+    assert "so there is no ratio" in out.splitlines()[0]
+    assert cause in out
+    assert "would have had" not in out
+
+
+def test_the_page_refers_to_no_other_file(round_robin, tmp_path):
+    page = tmp_path / "page.html"
+    evaluate(round_robin(1).log, "--policies", "sbs", "--html", str(page))
+    text = page.read_text()
+    assert "sbs would have had 0." in text
+    assert not re.search(r'(src|href)="(?!data:)', text)
+    assert text.count("data:image/png") == 2
+
+
+def test_a_log_under_sbs_is_a_workload_too(tmp_path):
+    log = tmp_path / "sbs.events"
+    sent = arrivals(4)
+    outcome = ran("sbs", sent, SPEC, log)
+    code, found = evaluate(log, "--policies", "round_robin")
+    assert code == 0
+    assert found["ran"] == ["sbs"]
+    real = ran("round_robin", sent, msgspec.structs.replace(SPEC, seed=9))
+    counted = range(len(sent) - found["requests"], len(sent))
+    ratio = statistics.fmean(real.requests[i].ttft_s for i in counted) / statistics.fmean(
+        outcome.requests[i].ttft_s for i in counted
+    )
+    assert found["policies"]["round_robin"]["low"] <= ratio
+    assert found["policies"]["round_robin"]["high"] >= ratio
+    assert found["policies"]["round_robin"]["mean_ratio"] > 1.2
+
+
+def test_an_instance_that_leaves_and_comes_back_is_away_in_the_model_too(tmp_path):
+    log = tmp_path / "drain.events"
+    changes = TopologyChange(15.0, "drain", "p1"), TopologyChange(30.0, "up", "p1")
+    ran("round_robin", arrivals(5, qps=10), msgspec.structs.replace(SPEC, changes=changes), log)
+    code, found = evaluate(log, "--policies", "eta")
+    assert code == 0
+    assert found["calibration"]["mean"] == pytest.approx(1, abs=0.05)
+    assert "Note: prefill instances came or went 2 times." in found["notes"]
+
+
+def test_a_change_of_policy_is_noted(round_robin, tmp_path):
+    log = tmp_path / "mixed.events"
+    records = list(read_event_log(round_robin(1).log))
+    writer = EventLogWriter(log, records[0].config)
+    for record in records[1:]:
+        writer.write(record.now_s, record.event, record.commands)
+        if record is records[len(records) // 2]:
+            writer._append(LogRecord(record.now_s, None, [], scheduler_config("eta")))
+    writer.close()
+    _, found = evaluate(log, "--policies", "sbs")
+    assert found["ran"] == ["round_robin", "eta"]
+    assert "the router changed its policy: round_robin, eta" in found["notes"][0]
+
+
+def test_requests_of_others_in_the_passes_are_noted(round_robin, tmp_path):
+    log = tmp_path / "foreign.events"
+    records = list(read_event_log(round_robin(1).log))
+    writer = EventLogWriter(log, records[0].config)
+    for record in records[1:]:
+        if not (isinstance(record.event, RequestArrived) and record.event.rid.endswith("7")):
+            writer.write(record.now_s, record.event, record.commands)
+    writer.close()
+    _, found = evaluate(log, "--policies", "sbs")
+    assert any("other traffic reaches these engines" in note for note in found["notes"])
+
+
+def test_what_cannot_be_evaluated_is_refused(round_robin, tmp_path, capsys):
+    records = list(read_event_log(round_robin(1).log))
+
+    def log_of(name: str, some: list[LogRecord]) -> Path:
+        path = tmp_path / name
+        writer = EventLogWriter(path, records[0].config)
+        for record in some:
+            writer.write(record.now_s, record.event, record.commands)
+        writer.close()
+        return path
+
+    (tmp_path / "text").write_text("hello")
+    silent = [r for r in records[1:] if type(r.event).__name__ != "ForwardEnded"]
+    few = [r for r in records[1:] if r.now_s < 3]
+    for path, message in [
+        (tmp_path / "absent", "No such file"),
+        (tmp_path / "text", "is not an sglang-sbs event log"),
+        (log_of("empty", []), "has no EndForward message of a prefill engine"),
+        (log_of("silent", silent), "has no EndForward message of a prefill engine"),
+        (log_of("few", few), "requests that were sent; 100 are needed"),
+    ]:
+        assert sglang_sbs(["evaluate", str(path)]) == 2
+        error = capsys.readouterr().err
+        assert message in error, path
+        assert str(path) in error
+    for flags in (["--policies", "sbs,best"], ["--json", str(tmp_path / "text" / "x.json")]):
+        with pytest.raises(SystemExit) as exit_:
+            sglang_sbs(["evaluate", str(round_robin(1).log), *flags])
+        assert exit_.value.code == 2
+
+
+def test_a_log_with_too_few_passes_for_an_interval_says_how_long_it_must_be(tmp_path, capsys):
+    log = tmp_path / "short.events"
+    ran("round_robin", arrivals(1, qps=30, requests=300), SPEC, log)
+    assert sglang_sbs(["evaluate", str(log)]) == 2
+    assert re.search(
+        r"spans 9 s; with passes of 0\.\d\d s at least \d\d s are needed", capsys.readouterr().err
+    )
+
+
+def test_an_interrupt_gives_what_there_is(round_robin, monkeypatch, capsys):
+    simulated = []
+
+    def interrupted(work, policy, draw):
+        if policy == "round_robin":
+            raise KeyboardInterrupt
+        simulated.append(policy)
+        return run(work, policy, draw)
+
+    monkeypatch.setattr(cli, "run", interrupted)
+    code, found = evaluate(round_robin(1).log, "--policies", "sbs,round_robin", "--draws", "1")
+    assert code == 130
+    assert simulated == [RAN, "sbs"]
+    assert list(found["policies"]) == ["sbs"]
+    captured = capsys.readouterr()
+    assert captured.out.startswith("On these ")
+    assert "interrupted; this is what there is so far" in captured.err
+
+
+def test_an_interrupt_before_the_calibration_gives_no_answer(round_robin, monkeypatch, capsys):
+    monkeypatch.setattr(cli, "run_all", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
+    code, found = evaluate(round_robin(1).log)
+    assert code == 130
+    assert found["calibration"] is None
+    assert found["policies"] == {}
+    assert "so there is no answer" in capsys.readouterr().out
+
+
+def test_lines_tell_how_far_it_is_where_there_is_no_terminal(round_robin, capsys):
+    evaluate(round_robin(1).log, "--policies", "sbs", "--draws", "1")
+    assert "simulated what ran: 1 of 2\nsimulated sbs: 2 of 2" in capsys.readouterr().err
+
+
+def test_cached_prompts_are_found_in_the_simulated_caches(tmp_path):
+    spec = msgspec.structs.replace(SPEC, block_tokens=64, chunk_tokens=2048)
+    sent = []
+    for index, one in enumerate(arrivals(6, qps=10)):
+        own = range(10_000 + 100 * index, 10_000 + 100 * index + one.prompt_tokens // 64)
+        shared = range(100 * (index % 5), 100 * (index % 5) + 8)
+        tokens = 512 + one.prompt_tokens
+        sent.append(one._replace(prompt_tokens=tokens, blocks=(*shared, *own)))
+    log = tmp_path / "cached.events"
+    ran("sbs", sent, spec, log)
+    code, found = evaluate(log, "--policies", "sbs,round_robin")
+    assert code == 0
+    assert found["calibration"]["mean"] == pytest.approx(1, abs=0.06)
+    assert not math.isnan(found["policies"]["round_robin"]["mean_ratio"])
