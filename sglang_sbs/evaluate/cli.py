@@ -98,10 +98,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         interrupted = True
         print("sglang-sbs evaluate: interrupted; this is what there is so far", file=sys.stderr)
     _show(verdict, args, words)
-    found = verdict.calibration
     if interrupted:
         return 130
-    return 0 if found is not None and found.accepted else 1
+    return 0 if verdict.accepted else 1
 
 
 def _simulate(
@@ -116,8 +115,7 @@ def _simulate(
             step(row["policy"] or "what ran")
 
         run_all(_tasks(work, [RAN], draws), take, args.workers)
-        found = verdict.calibration
-        if found is not None and found.accepted:
+        if verdict.accepted:
             run_all(_tasks(work, policies, draws), take, args.workers)
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import msgspec
 import pytest
-from conftest import SPEC, arrivals, ran
+from evaluate_rig import SPEC, arrivals, ran
 
 from sglang_sbs.cli import main as sglang_sbs
 from sglang_sbs.evaluate import cli
@@ -39,7 +39,7 @@ def test_it_predicts_what_the_same_arrivals_get_under_another_policy(round_robin
     code, found = evaluate(one.log, "--policies", "sbs")
     assert code == 0
     assert found["calibration"]["mean"] == pytest.approx(1, abs=0.03)
-    assert found["calibration"]["p99"] == pytest.approx(1, abs=0.05)
+    assert found["calibration"]["p99"] == pytest.approx(1, abs=0.1)
 
     # The truth is another run of the very cluster, which the evaluation knows only from its log.
     counted = range(len(one.sent) - found["requests"], len(one.sent))
@@ -90,8 +90,14 @@ def test_what_ran_is_sent_when_and_where_it_was(round_robin):
             ),
             "the hardware or the engines changed during the log",
         ),
+        (
+            lambda report: msgspec.structs.replace(
+                report, forward_s=report.forward_s * (0.4 + report.forward_id % 7 / 5)
+            ),
+            "pass times do not follow tokens and requests",
+        ),
     ],
-    ids=["engines report half of the time", "engines of the first half report a third"],
+    ids=["half of the time", "a third of it at first", "something else than tokens"],
 )
 def test_passes_that_contradict_the_model_give_no_ratio(tmp_path, capsys, tamper, cause):
     log = tmp_path / "wrong.events"
@@ -99,7 +105,6 @@ def test_passes_that_contradict_the_model_give_no_ratio(tmp_path, capsys, tamper
     code, found = evaluate(log)
     assert code == 1
     assert found["policies"] == {}
-    assert abs(found["calibration"]["mean"] - 1) > 0.1
     out = capsys.readouterr().out
     assert "so there is no ratio" in out.splitlines()[0]
     assert cause in out
@@ -122,13 +127,14 @@ def test_a_log_under_sbs_is_a_workload_too(tmp_path):
     code, found = evaluate(log, "--policies", "round_robin")
     assert code == 0
     assert found["ran"] == ["sbs"]
-    real = ran("round_robin", sent, msgspec.structs.replace(SPEC, seed=9))
     counted = range(len(sent) - found["requests"], len(sent))
-    ratio = statistics.fmean(real.requests[i].ttft_s for i in counted) / statistics.fmean(
-        outcome.requests[i].ttft_s for i in counted
+    # One run of so few requests differs from the next by several per cent.
+    specs = [msgspec.structs.replace(SPEC, seed=seed) for seed in (9, 10, 11)]
+    real = [ran("round_robin", sent, spec) for spec in specs]
+    ratio = statistics.fmean(one.requests[i].ttft_s for one in real for i in counted) / (
+        statistics.fmean(outcome.requests[i].ttft_s for i in counted)
     )
-    assert found["policies"]["round_robin"]["low"] <= ratio
-    assert found["policies"]["round_robin"]["high"] >= ratio
+    assert found["policies"]["round_robin"]["mean_ratio"] == pytest.approx(ratio, rel=0.08)
     assert found["policies"]["round_robin"]["mean_ratio"] > 1.2
 
 
