@@ -55,8 +55,8 @@ def build_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="sglang-sbs evaluate",
         description="Estimate the time to first token (TTFT) that each policy would have had on "
-        "recorded traffic. EVENTS is an event log of a router (--sbs-event-log), under any policy. "
-        "The log must have the engines' reports of their passes.",
+        "recorded traffic. EVENTS is an event log of `sglang-sbs observe`, or of our router "
+        "(--sbs-event-log) under any policy. It must have the engines' reports of their passes.",
         epilog=_EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )

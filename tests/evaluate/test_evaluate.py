@@ -17,10 +17,16 @@ from sglang_sbs.evaluate import cli
 from sglang_sbs.evaluate.fitting.recording import read_recording
 from sglang_sbs.evaluate.replayed import RAN, run
 from sglang_sbs.evaluate.workload import workload_of
-from sglang_sbs.scheduling import RequestArrived
+from sglang_sbs.scheduling import (
+    Dispatch,
+    PolicySwitched,
+    PrefillDone,
+    RequestArrived,
+    RequestEnded,
+    SchedulerConfig,
+)
 from sglang_sbs.scheduling.eventlog import EventLogWriter, LogRecord, read_event_log
 from sglang_sbs.simulator.cluster.spec import TopologyChange
-from sglang_sbs.simulator.experiments.sweep import scheduler_config
 
 
 def evaluate(log: Path, *flags: str) -> tuple[int, dict]:
@@ -155,11 +161,36 @@ def test_a_change_of_policy_is_noted(round_robin, tmp_path):
     for record in records[1:]:
         writer.write(record.now_s, record.event, record.commands)
         if record is records[len(records) // 2]:
-            writer._append(LogRecord(record.now_s, None, [], scheduler_config("eta")))
+            writer.write(record.now_s, PolicySwitched(policy="eta"), [])
     writer.close()
     _, found = evaluate(log, "--policies", "sbs")
     assert found["ran"] == ["round_robin", "eta"]
     assert "the router changed its policy: round_robin, eta" in found["notes"][0]
+
+
+def test_an_observed_log_counts_until_the_end_of_the_prompt(round_robin, tmp_path):
+    log = tmp_path / "observed.events"
+    one = round_robin(2)
+    records = list(read_event_log(one.log))
+    writer = EventLogWriter(log, SchedulerConfig(), observed=True)
+    for record in records[1:]:
+        if not isinstance(record.event, RequestEnded | PrefillDone):
+            commands = [
+                msgspec.structs.replace(command, decode="", decode_rank=-1)
+                for command in record.commands
+                if isinstance(command, Dispatch)
+            ]
+            writer.write(record.now_s, record.event, commands)
+    writer.close()
+    code, found = evaluate(log, "--policies", "sbs")
+    assert code == 0
+    assert found["measured_until"] == "end of the prompt"
+    assert found["ran"] == ["another router"]
+    assert found["calibration"]["mean"] == pytest.approx(1, abs=0.03)
+    ends_s = [r.ttft_s - SPEC.first_token_s for r in one.outcome.requests[-found["requests"] :]]
+    late_s = SPEC.feedback_latency_s  # the fastest message is taken as instant
+    assert found["measured_mean_s"] == pytest.approx(statistics.fmean(ends_s) + late_s, rel=1e-3)
+    assert any("TTFT is counted until the end of the prompt" in note for note in found["notes"])
 
 
 def test_requests_of_others_in_the_passes_are_noted(round_robin, tmp_path):

@@ -14,6 +14,7 @@ from sglang_sbs.scheduling import (
     ForwardEnded,
     InstanceDown,
     InstanceUp,
+    PolicySwitched,
     PrefillDone,
     RequestArrived,
     RequestEnded,
@@ -187,8 +188,6 @@ class _Reader:
 
     def read(self, record: LogRecord) -> None:
         recording, requests = self._recording, self._recording.requests
-        if record.config is not None and record.config.policy not in recording.policies:
-            recording.policies.append(record.config.policy)
         match record.event:
             case RequestArrived(rid=rid) as event:
                 tokens = self._counted.get(rid, event.prompt_tokens)
@@ -208,6 +207,8 @@ class _Reader:
                 known = recording.prefill if up.role == "prefill" else recording.decode
                 known[:] = [one for one in known if one.instance != up.instance] + [up]
                 self._changed(up.instance, True, record.now_s)
+            case PolicySwitched(policy=policy) if policy not in recording.policies:
+                recording.policies.append(policy)
             case InstanceDown(instance=name):
                 self._changed(name, False, record.now_s)
             case ForwardEnded(instance=name, report=report) if report.role == "prefill":
