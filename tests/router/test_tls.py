@@ -8,6 +8,7 @@ import ssl
 import subprocess
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import aiohttp
 import pytest
@@ -90,11 +91,24 @@ def test_silent_connections_before_tls_lock_nobody_out(certificate: tuple[Path, 
             runner.run(silent_before_tls(certificate))
 
 
+class CountedHandshakes:
+    """An event loop that counts the TLS handshakes it begins."""
+
+    def __init__(self, loop: Any) -> None:
+        self.loop, self.begun = loop, 0
+
+    def __getattr__(self, name: str) -> Any:
+        self.begun += name == "connect_accepted_socket"
+        return getattr(self.loop, name)
+
+
 async def silent_before_tls(certificate: tuple[Path, Path]) -> None:
     cert, key = certificate
     flags = ("--tls-cert-path", str(cert), "--tls-key-path", str(key))
     async with cluster(*flags, wait=False) as c:
         c.server.doorman._most = 20
+        port: Any = c.server._listening[0]
+        counted = port._loop = CountedHandshakes(port._loop)
         silent = [await asyncio.open_connection("127.0.0.1", c.server.port) for _ in range(50)]
         await until(lambda: sum(reader.at_eof() for reader, _ in silent) == 30)
         assert all(reader.at_eof() for reader, _ in silent[:30]), "the oldest go"
@@ -108,6 +122,7 @@ async def silent_before_tls(certificate: tuple[Path, Path]) -> None:
         for _, writer in silent:
             writer.close()
         await until(lambda: not c.server.doorman._waiting)
+        assert counted.begun == 1, "who says nothing gets no TLS objects, nor who leaves so"
 
 
 # Who trusts whom ----------------------------------------------------------------------------------

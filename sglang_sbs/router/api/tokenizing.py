@@ -13,7 +13,7 @@ import orjson
 from aiohttp import web
 
 from sglang_sbs.dashboard.pages import Handler
-from sglang_sbs.router.api.bodies import json_answer, json_object
+from sglang_sbs.router.api.bodies import json_answer
 from sglang_sbs.router.api.served_router import Router
 from sglang_sbs.router.client.answer_stream import send
 from sglang_sbs.router.errors import RouterError
@@ -29,6 +29,7 @@ from sglang_sbs.router.requests.raw_json import (
     members_of,
     shown,
     token_ids_of,
+    value_of,
 )
 
 _MAX_BODY_BYTES = 4 << 20
@@ -86,7 +87,7 @@ class Tokenizing:
             return await send(request, web.Response(body=body, content_type="application/json"))
 
     def _tokens(self, tokenizer: ChatTokenizer, raw: bytes | bytearray) -> dict[str, Any]:
-        body = json_object(raw)
+        body = _object_of(raw)
         prompt, messages = body.get("prompt"), body.get("messages")
         if (prompt is None) == (messages is None):
             raise bad_request("exactly one of prompt and messages must be given")
@@ -115,6 +116,17 @@ class Tokenizing:
             return tokenizer.max_length
         known = (w.info.max_request_tokens for w in self._server.registry if w.info)
         return max(known, default=0) or -1
+
+
+def _object_of(raw: bytes | bytearray) -> dict[str, Any]:
+    """Raises: RouterError (400); also where its objects would be far larger than ``raw`` is."""
+    try:
+        body = value_of(raw)
+    except JsonError as error:
+        raise bad_request(str(error)) from error
+    if not isinstance(body, dict):
+        raise bad_request("must be a JSON object")
+    return body
 
 
 def _chat_ids(tokenizer: ChatTokenizer, body: dict[str, Any]) -> list[int]:

@@ -11,8 +11,8 @@ does not hold (added tokens that swallow spaces or want word boundaries, a pre-t
 the first piece of a text differently, post-processors of unknown kind) tokenize whole texts, and
 only whole texts are remembered. SGLang's ``parallel_prompt_encode.py`` rests on the same property.
 
-A long piece is cut at words as well, where the tokenizer comes to the same ids with the cut and
-without it: what it makes of a text while it works takes a hundred times the text.
+A long piece is cut at words or punctuation as well, where the tokenizer comes to the same ids with
+the cut and without it: what it makes of a text while it works takes a hundred times the text.
 """
 
 from __future__ import annotations
@@ -39,16 +39,19 @@ _NAMED_CHARS = 1 << 10
 """The ids of a longer piece are found by its digest: the text itself is not kept."""
 _ENTRY_BYTES = 300
 """What a piece takes besides its text and ids."""
-_PART_CHARS = 1 << 16
-"""A longer piece is cut."""
-_AT_ONCE_CHARS = 1 << 16
+_PART_CHARS = 1 << 15
+"""A longer piece is cut. While it works, a tokenizer takes up to 140 bytes a character."""
+_AT_ONCE_CHARS = 1 << 15
 """Given to the tokenizer in one call: of several long texts it would take every core."""
-MOST_WHOLE_CHARS = 1 << 20
-"""What cannot be cut and is longer is not tokenized."""
+MOST_WHOLE_CHARS = _PART_CHARS
+"""A longer piece without a place to cut it at (one endless word) is not tokenized."""
+MOST_UNSPLIT_CHARS = 1 << 18
+"""The same for tokenizers that split no text into words, so that none of theirs can be cut."""
 _AROUND_CHARS = 100
 """On each side of a cut that is tried."""
 _TRIES = 16
-_WORD = re.compile(r"(?<=\w)[ \n](?=\w)")
+_CUTS = (re.compile(r"(?<=\w)[ \n](?=\w)"), re.compile(r"(?<=[^\W_])(?=[^\w\s])"))
+"""Between two words; else before a punctuation mark, as in Chinese or JSON."""
 
 _INDEPENDENT_SPLITTERS = frozenset({
     "ByteLevel", "Split", "Digits", "Punctuation", "Whitespace", "WhitespaceSplit",
@@ -84,6 +87,7 @@ class TextPieces:
         self._first, self._last = _surroundings(tokenizer)
         state = json.loads(tokenizer.to_str())
         self._cuts_words = state.get("pre_tokenizer") is not None
+        self._most_whole = MOST_WHOLE_CHARS if self._cuts_words else MOST_UNSPLIT_CHARS
         self._specials = _cutting_tokens(state)
         if self._specials:
             longest_first = sorted(self._specials, key=len, reverse=True)
@@ -127,7 +131,7 @@ class TextPieces:
         while len(piece) - start > _PART_CHARS:
             end = self._cut_at_word(piece, start + _PART_CHARS // 2)
             if end is None:
-                if len(piece) - start > MOST_WHOLE_CHARS:
+                if len(piece) - start > self._most_whole:
                     raise TooLong(f"a text of {len(piece)} characters that cannot be cut")
                 break
             yield piece[start:end]
@@ -138,14 +142,14 @@ class TextPieces:
         """Where it can be cut, in half a part from ``start`` on."""
         if not self._cuts_words:
             return None
-        words = _WORD.finditer(piece, start, start + _PART_CHARS // 2)
-        for word in islice(words, _TRIES):
-            at = word.start()
-            left = piece[max(0, at - _AROUND_CHARS) : at]
-            right = piece[at : at + _AROUND_CHARS]
-            whole, *halves = _encode(self._tokenizer, [left + right, left, right])
-            if whole == halves[0] + halves[1]:
-                return at
+        for cuts in _CUTS:
+            found = cuts.finditer(piece, start, start + _PART_CHARS // 2)
+            for at in [cut.start() for cut in islice(found, _TRIES)]:
+                left = piece[max(0, at - _AROUND_CHARS) : at]
+                right = piece[at : at + _AROUND_CHARS]
+                whole, *halves = _encode(self._tokenizer, [left + right, left, right])
+                if whole == halves[0] + halves[1]:
+                    return at
         return None
 
     def _look_up(self, pieces: Sequence[str]) -> dict[str, array[int]]:

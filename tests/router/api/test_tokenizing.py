@@ -53,6 +53,7 @@ async def test_texts_and_chats_become_ids_and_ids_texts(prefix: str) -> None:
         ("tokenize", {"messages": [{"role": "nobody"}]}, "nobody"),
         ("tokenize", {"messages": CHAT, "add_generation_prompt": False}, "ask an engine"),
         ("tokenize", {"prompt": "x" * (1 << 20 | 1)}, "cannot be cut"),
+        ("tokenize", {"messages": CHAT, "tools": [{}] * 500_000}, "too many values"),
         ("tokenize", [], "must be a JSON object"),
         ("detokenize", {}, "tokens must be a list"),
         ("detokenize", {"tokens": [[1], 2]}, "2 is no list"),

@@ -21,6 +21,7 @@ from sglang_sbs.router.prompts import known_text
 from sglang_sbs.router.prompts.chat_template import ChatTemplate
 from sglang_sbs.router.prompts.chat_tokenizer import ChatTokenizer
 from sglang_sbs.router.prompts.known_text import (
+    MOST_UNSPLIT_CHARS,
     MOST_WHOLE_CHARS,
     TextPieces,
     TooLong,
@@ -340,6 +341,19 @@ def test_more_tokens_than_anybody_takes_are_not_all_counted(
 
 def test_what_cannot_be_cut_is_tokenized_only_while_it_is_not_too_long() -> None:
     pieces = TextPieces(tiny(pre_tokenizer=pre_tokenizers.Whitespace()))
-    assert len(pieces.encode("y" * 200_000)) > 0
+    assert len(pieces.encode("y" * MOST_WHOLE_CHARS)) > 0
     with pytest.raises(TooLong):
         pieces.encode("y" * (MOST_WHOLE_CHARS + 1))
+    unsplit = TextPieces(tiny(pre_tokenizer=None))
+    assert len(unsplit.encode("y" * MOST_UNSPLIT_CHARS)) > 0
+    with pytest.raises(TooLong):
+        unsplit.encode("y" * (MOST_UNSPLIT_CHARS + 1))
+
+
+@pytest.mark.parametrize("text", ["漢字" * 20 + "，", '{"name":"value"},', "ab-cd/"])
+@pytest.mark.parametrize("name", ["plain", "nested", "ends"])
+def test_a_text_without_spaces_is_cut_at_its_punctuation(name: str, text: str) -> None:
+    tokenizer = TOKENIZERS[name]
+    long = text * (3 * MOST_WHOLE_CHARS // len(text))
+    ids = TextPieces(tokenizer).encode(long).tolist()
+    assert ids == tokenizer.encode(long, add_special_tokens=False).ids
