@@ -8,9 +8,12 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from tokenizers import Tokenizer
 
 from sglang_sbs.router.prompts import special_tokens
+from sglang_sbs.router.prompts.known_text import TextPieces
 from sglang_sbs.router.prompts.special_tokens import SpecialTokenCutter
+from tools.cpu_engine.tiny_model import cached_tiny_model
 
 TOKENS = st.text("<|ab>", min_size=1, max_size=5)
 
@@ -42,10 +45,11 @@ class Watched:
     """A pattern that notes how much text it is given at once."""
 
     def __init__(self, pattern: re.Pattern[str]) -> None:
-        self.pattern, self.most = pattern, 0
+        self.pattern, self.most, self.covered = pattern, 0, 0
 
     def finditer(self, text: str, start: int, end: int) -> Any:
         self.most = max(self.most, end - start)
+        self.covered = max(self.covered, end)
         return self.pattern.finditer(text, start, end)
 
 
@@ -75,3 +79,18 @@ def test_tokens_of_which_each_begins_the_next_are_cut_as_well() -> None:
     tokens = ["a" * number for number in range(1, 1200)]
     text = "a" * 5000 + " b " + "a" * 7
     assert list(SpecialTokenCutter(tokens).pieces(text)) == straightforward(tokens, text)
+
+
+def test_prompts_are_cut_in_windows() -> None:
+    """The tokenizer of prompts cuts by this cutter, and by nothing that takes a whole text."""
+    tokenizer = Tokenizer.from_file(str(cached_tiny_model() / "tokenizer.json"))
+    tokenizer.add_special_tokens([f"<|reserved_special_token_{n}|>" for n in range(255)])
+    pieces = TextPieces(tokenizer)
+    assert pieces._cut is not None
+    watched: Any = Watched(pieces._cut._pattern)
+    pieces._cut._pattern = watched
+    text = "a word <|reserved_special_token_7|> <|reserved_special_token_" * 2_000
+    expected = tokenizer.encode(text, add_special_tokens=False).ids
+    assert pieces.encode(text).tolist() == expected
+    assert watched.covered >= len(text), "all of it went through the cutter"
+    assert watched.most <= special_tokens.WINDOW_CHARS + len("<|reserved_special_token_254|>")
