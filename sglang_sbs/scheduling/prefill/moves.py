@@ -6,9 +6,11 @@ EndForward names the request on a rank that the router did not choose. EndForwar
 
 The message that names a request is its acceptance by the new rank, so the request is entered there
 as accepted. At the old rank it is taken from wherever it was counted: in flight, in a presumed
-pass, or in the reported queue. Messages of two ranks have no order. If the old rank's own
-acceptance was not received before the move, it is *owed*: when it comes, by name or as a lost id,
-it moves nothing back and accepts no other request. A move teaches nothing about the network.
+pass, or in the reported queue (where its last message still counts it, as far as the router's own
+accounting can tell; its next message settles that). Messages of two ranks have no order. If the old
+rank's own acceptance was not received before the move, it is *owed*: when it comes, by name or as a
+lost id, it moves nothing back and accepts no other request. A move teaches nothing about the
+network.
 """
 
 from __future__ import annotations
@@ -102,15 +104,14 @@ def _leave(stray: Stray) -> int | None:
     tokens = rank.outstanding[rid]
     unheard = rid in rank.flight or rid in rank.presumed
     unheard = unheard or any(rid in running.rids for running in books.passes)
-    waiting_before = _waiting_tokens(rank)
     books.dropped(rid, stray.rank)
     rank.presumed.pop(rid, None)
     rank.taken = []  # of these some may have moved, and their launch is another rank's
     if unheard:
         books.moves.owes(rid, stray.rank)
-    elif rank.queued_tokens >= waiting_before:
-        # The rank's last message still counts the request. With fewer tokens it no longer does.
-        rank.queued_tokens -= waiting_before - _waiting_tokens(rank)
+    elif rank.queued_tokens >= _waiting_tokens(rank) + tokens:
+        # The rank's last message is from before the move, or it would report less.
+        rank.queued_tokens -= tokens
     return tokens
 
 
