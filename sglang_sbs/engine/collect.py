@@ -222,7 +222,7 @@ def newly_started(batch: Any) -> list[Started]:
     return started
 
 
-def describe_accepted(req: Any, now_s: float) -> Accepted:
+def describe_accepted(req: Any, role: Role, now_s: float) -> Accepted:
     """Tell what is known of a request that was just taken in.
 
     ``created_time`` of the HTTP server comes with it where :func:`keep_created_time` is hooked.
@@ -232,6 +232,8 @@ def describe_accepted(req: Any, now_s: float) -> Accepted:
     times_s = [getattr(stats, name, 0.0) for name in ("created_time", "scheduler_recv_time")]
     arrived_s = float(next(filter(None, times_s), now_s))
     most = getattr(getattr(req, "sampling_params", None), "max_new_tokens", None) or 0
+    if role == "prefill":  # SGLang has put 1 in place of what the client asked for.
+        most = 0
     room = getattr(req, "bootstrap_room", None) or 0
     return Accepted(
         sent_rid(req),

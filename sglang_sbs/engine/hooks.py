@@ -216,10 +216,11 @@ class RankHook:
         self._said_idle = idle
 
     def _on_added(self, reader: SchedulerReader, req: Any) -> None:
-        if reader.accepted(req, collect.read_role(reader.scheduler)):
+        role = collect.read_role(reader.scheduler)
+        if reader.accepted(req, role):
             reader.said.accepted_requests += 1
             reader.said.accepted_tokens += len(req.origin_input_ids)
-            accepted = collect.describe_accepted(req, self._clock())
+            accepted = collect.describe_accepted(req, role, self._clock())
             self._rids.append(accepted.rid)
             self._accepted.append(accepted)
 

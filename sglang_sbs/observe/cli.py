@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import shutil
 import signal
 import socket
 import sys
@@ -28,6 +29,7 @@ _OPEN = (
     "sglang-sbs observe: anyone who can reach {} can put requests into the recording. Share a "
     "secret (--key-file, SGLANG_SBS_KEY_FILE on the engines) or keep that port inside the cluster."
 )
+_ENDING = (signal.SIGINT, signal.SIGTERM)
 _TURN_S = 1.0
 """Between two writes of the log, and two progress lines on a terminal."""
 _LINE_S = 30.0
@@ -79,6 +81,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         asyncio.run(observation.run(args.endforward, args.connect, keys, 60 * args.minutes))
     except OSError as error:
+        observation.failed = True
         print(f"sglang-sbs observe: {plain_error(error)}", file=sys.stderr)
         if not observation.took_s:
             return 1
@@ -99,20 +102,31 @@ class Observation:
     failed: bool = False
     """The log was not written to its end."""
 
+    stop: asyncio.Event = field(default_factory=asyncio.Event)
+    """Ends it early."""
+
     def __post_init__(self) -> None:
         self.recorder = Recorder(self.traffic.on_request, self.traffic.on_pass)
+        self.receiver = EndForwardSocket(self._receive, "--endforward")
+
+    @property
+    def lost(self) -> int:
+        """Messages that did not arrive. The receiver itself merges a rank's reports of its state
+        while many messages wait."""
+        merged = self.receiver.counts["superseded"]
+        return max(0, self.recorder.counts["missing"] - merged)
 
     async def run(
         self, bind: str, connect: Sequence[str], keys: CurveKeys | None, duration_s: float
     ) -> None:
         """Record for that long, or until SIGINT or SIGTERM. Raises: OSError, the endpoint or the
         file cannot be had, or the file cannot be written any more."""
-        receiver = EndForwardSocket(self._receive, "--endforward")
-        stop = asyncio.Event()
-        for number in (signal.SIGINT, signal.SIGTERM):
-            asyncio.get_running_loop().add_signal_handler(number, stop.set)
+        receiver = self.receiver
+        loop, stop = asyncio.get_running_loop(), self.stop
         endpoint = receiver.open(bind, keys)
         log: EventLogWriter | None = None
+        for number in _ENDING:
+            loop.add_signal_handler(number, stop.set)
         try:
             log = EventLogWriter(self.out, SchedulerConfig(), observed=True)
             receiver.dial(connect)
@@ -127,10 +141,9 @@ class Observation:
                 self._write(log, now_s - WINDOW_S)
                 said_s = self._say(said_s, now_s, duration_s)
             self._write(log, float("inf"))
-        except OSError:
-            self.failed = True
-            raise
         finally:
+            for number in _ENDING:
+                loop.remove_signal_handler(number)
             receiver.close()
             if log is not None:
                 log.close()
@@ -150,8 +163,11 @@ class Observation:
         if not on_terminal and now_s - said_s < _LINE_S:
             return said_s
         text = f"{_clock(self.took_s)} of {_clock(duration_s)}: {self._progress()}"
-        begin, end = ("\r\x1b[K", "") if on_terminal else ("", "\n")
-        print(begin + text, end=end, file=sys.stderr, flush=True)
+        if on_terminal:
+            columns = shutil.get_terminal_size().columns
+            print(f"\r\x1b[K{text[: columns - 1]}", end="", file=sys.stderr, flush=True)
+        else:
+            print(text, file=sys.stderr, flush=True)
         return now_s
 
     def _progress(self) -> str:
@@ -184,9 +200,9 @@ class Observation:
             *self.traffic.lines(self.took_s),
         ]
         missed = counts["accepted"] - counts["requests"]
-        if missed > 0 or counts["lost"]:
+        if missed > 0 or self.lost:
             lines.append(
-                f"incomplete  {counted(counts['lost'], 'message')} of {counts['messages']:,} lost, "
+                f"incomplete  {counted(self.lost, 'message')} of {counts['messages']:,} lost, "
                 f"{max(0, missed):,} of {counts['accepted']:,} requests not recorded"
             )
         return [*lines, "", f"What other policies would do: sglang-sbs simulate trace:{self.out}"]

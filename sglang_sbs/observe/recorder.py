@@ -37,9 +37,8 @@ from sglang_sbs.scheduling.eventlog import LogRecord
 from sglang_sbs.wire import EndForward
 from sglang_sbs.wire.endforward import MAX_SPAN_S, Accepted
 
-WINDOW_S = 5.0
-"""Time between a pass's start and the end of the next, and more: a busy rank reports the requests
-it took in with its next pass."""
+WINDOW_S = 10.0
+"""More than a pass takes: a busy rank reports what it took in with its next pass."""
 _K = TypeVar("_K")
 _V = TypeVar("_V")
 _CLOCK_BUCKET_S = 10.0
@@ -121,7 +120,7 @@ class Recorder:
         self._on_request = on_request
         self._on_pass = on_pass
         self.counts: Counter[str] = Counter()
-        """``messages``, ``lost`` (gaps in the numbers of a rank's messages), ``repeated``,
+        """``messages``, ``missing`` (gaps in the numbers of a rank's messages), ``repeated``,
         ``refused`` (messages of more ranks than an observer can follow); ``requests``, and how many
         requests the engines count as ``accepted`` in the same time."""
         self.instances: dict[str, InstanceUp] = {}
@@ -129,9 +128,10 @@ class Recorder:
         self._ranks = 0
         self._heap: list[tuple[float, int, Event, list[Dispatch]]] = []
         self._number = 0
-        self._decode_of_room: OrderedDict[int, tuple[str, int]] = OrderedDict()
+        self._decode_of_room: OrderedDict[int, tuple[str, int, int]] = OrderedDict()
+        """Instance, DP rank, and the longest answer."""
         self._rooms: OrderedDict[int, int] = OrderedDict()
-        """Bootstrap rooms of requests that are not written yet, by the number of their dispatch."""
+        """Bootstrap rooms of requests that are not written yet, by the number of their record."""
         self._names: OrderedDict[str, None] = OrderedDict()
 
     def receive(self, report: EndForward, now_s: float) -> None:
@@ -148,7 +148,7 @@ class Recorder:
             self.counts["repeated"] += 1
             return
         self.counts["messages"] += 1
-        self.counts["lost"] += report.seq - rank.next_seq
+        self.counts["missing"] += report.seq - rank.next_seq
         rank.next_seq = report.seq + 1
         offset_s = engine.clock.offset_s(report.sent_s, now_s) if report.sent_s else None
         made_s = now_s if offset_s is None else _bounded(report.sent_s + offset_s, now_s)
@@ -170,12 +170,13 @@ class Recorder:
     def due(self, until_s: float) -> Iterator[LogRecord]:
         """Records from before ``until_s``, which no later message can precede."""
         while self._heap and self._heap[0][0] <= until_s:
-            at_s, _, event, dispatches = heapq.heappop(self._heap)
-            for place, one in enumerate(dispatches):
-                room = self._rooms.pop(one.batch, 0)
-                if room in self._decode_of_room:
-                    name, rank = self._decode_of_room.pop(room)
-                    dispatches[place] = msgspec.structs.replace(one, decode=name, decode_rank=rank)
+            at_s, number, event, dispatches = heapq.heappop(self._heap)
+            decode = self._decode_of_room.pop(self._rooms.pop(number, 0), None)
+            if decode is not None and isinstance(event, RequestArrived):
+                name, rank, most = decode
+                replace = msgspec.structs.replace
+                event = replace(event, max_new_tokens=most or None)
+                dispatches = [replace(one, decode=name, decode_rank=rank) for one in dispatches]
             yield LogRecord(at_s, event, list(dispatches))
 
     def _engine(self, report: EndForward) -> _Engine | None:
@@ -213,7 +214,8 @@ class Recorder:
     ) -> None:
         if report.role == "decode":
             if one.room:
-                _remember(self._decode_of_room, one.room, (engine.instance, report.dp_rank))
+                place = engine.instance, report.dp_rank, one.max_new_tokens
+                _remember(self._decode_of_room, one.room, place)
             return
         if not one.rid or one.rid in engine.open:
             return
@@ -224,8 +226,9 @@ class Recorder:
         self.counts["requests"] += 1
         by_engine_s = one.arrived_s or report.sent_s
         arrived_s = _bounded(by_engine_s + offset_s, now_s)
-        place = engine.instance, report.dp_rank
-        request = ObservedRequest(name, *place, one.prompt_tokens, by_engine_s)
+        request = ObservedRequest(
+            name, engine.instance, report.dp_rank, one.prompt_tokens, by_engine_s
+        )
         _remember(engine.open, one.rid, request)
         dispatch = Dispatch(
             rid=name,

@@ -59,7 +59,7 @@ class Accepted(msgspec.Struct, array_like=True, frozen=True):
     """The engine's HTTP server received the request. Where SGLang does not pass that time on to the
     scheduler: the scheduler took the request in, which it does between two passes."""
     max_new_tokens: Count = 0
-    """Longest answer that the client allows; 0: unlimited or unknown."""
+    """Longest answer that the client allows; 0: unlimited, or unknown as on prefill."""
     room: Room = 0
     """Bootstrap room, the same on prefill and decode; 0: there is none."""
 

@@ -45,7 +45,7 @@ def test_an_accepted_request_comes_with_its_length_and_when_it_reached_the_serve
     rank.idle()
     first, later = rank.messages
     assert first.accepted == [
-        Accepted("a", 100, 999.5, 64, 77),
+        Accepted("a", 100, 999.5, 0 if role is Role.PREFILL else 64, 77),
         Accepted("of-a-release-that-says-less", 50, at_s),
     ]
     assert first.sent_s == pytest.approx(at_s + 0.05)
@@ -58,7 +58,7 @@ def test_an_accepted_request_comes_with_its_length_and_when_it_reached_the_serve
     ids=["not passed on", "future", "negative", "not a number"],
 )
 def test_an_arrival_is_the_best_time_that_can_be_true(created_s, received_s, arrived_s) -> None:
-    rank = Rank()
+    rank = Rank(Role.NULL)
     req = Req("a", 100)
     req.time_stats = SimpleNamespace(created_time=created_s, scheduler_recv_time=received_s)
     req.bootstrap_room = 1 << 70

@@ -56,7 +56,7 @@ def hear_three_requests(recorder: Recorder) -> None:
     tokens) to rank 1. Passes take 0.2 s; ``c`` arrives during the first and waits for it."""
     ranks = [Rank(recorder, 0), Rank(recorder, 1)]
     decode = Rank(recorder, 1, role="decode")
-    ranks[0].say(10.001, accepted=[Accepted("a", 1500, 10.0, 64, room=71)])
+    ranks[0].say(10.001, accepted=[Accepted("a", 1500, 10.0, room=71)])
     ranks[1].say(10.005, accepted=[Accepted("b", 300, 10.004, room=72)])
     decode.say(10.006, accepted=[Accepted("other-a", 1500, 10.0, 64, room=71)])
     started = [Started("a", 10.0, 10.01, cached_tokens=100)]

@@ -110,6 +110,9 @@ def test_an_older_plugin_and_lost_messages_are_named(tmp_path: Path) -> None:
     rank.say(2.0, accepted_requests=2)
     (line,) = [one for one in torn.summary("") if one.startswith("incomplete")]
     assert "3 messages of" in line
+    torn.receiver.counts["superseded"] = 2
+    (line,) = [one for one in torn.summary("") if one.startswith("incomplete")]
+    assert "1 message of" in line
 
 
 def test_a_taken_port_keeps_the_older_recording(tmp_path, capsys) -> None:

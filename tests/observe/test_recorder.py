@@ -128,7 +128,7 @@ def test_messages_twice_lost_or_of_an_older_plugin_are_counted() -> None:
     rank.say(2.0)
     old = Rank(recorder, 1)
     old.say(3.0, sent_s=0.0, rids=["r"])
-    assert recorder.counts == {"messages": 3, "repeated": 1, "lost": 4}
+    assert recorder.counts == {"messages": 3, "repeated": 1, "missing": 4}
     assert records_of(recorder, RequestArrived) == []
 
 
