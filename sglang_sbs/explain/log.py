@@ -79,7 +79,7 @@ def _text(log: ReadLog, path: Path, slowest: int) -> Iterator[str]:
         shown = ", ".join(f"{one.instance} ({one.dp_size} DP ranks)" for one in ups[:4])
         more = f" and {len(ups) - 4} more" if len(ups) > 4 else ""
         yield f"{len(ups)} {role} instance{'' if len(ups) == 1 else 's'}: {shown}{more}"
-    outcomes = Counter(one.outcome or "not over" for one in requests)
+    outcomes = Counter(map(_outcome, requests))
     counted = ", ".join(f"{number:,} {name}" for name, number in outcomes.most_common())
     yield f"{len(requests):,} attempts at requests{': ' if counted else ''}{counted}"
     if refusals := log.refusals():
@@ -115,10 +115,14 @@ def _times(requests: Sequence[Timeline]) -> Iterator[str]:
             yield f"  {words.PART_NAMES[name]:<31}{ms(part_s):>10}{share:>6.0%}"
 
 
+def _outcome(one: Timeline) -> str:
+    return one.outcome or ("not over" if one.prefilled_s is None else "prefilled")
+
+
 def _total_s(one: Timeline) -> float:
     if one.ttft_s is not None:
         return one.ttft_s
-    return (one.ended_s or one.arrived_s) - one.arrived_s
+    return (one.ended_s or one.prefilled_s or one.arrived_s) - one.arrived_s
 
 
 def _row(one: Timeline, log: ReadLog) -> tuple[str, ...]:

@@ -7,6 +7,7 @@ from datetime import UTC, datetime
 
 from sglang_sbs.explain import words
 from sglang_sbs.explain.words import after, ms
+from sglang_sbs.scheduling.eventlog import OBSERVED
 from sglang_sbs.scheduling.explained.stories import AttemptStory, Story
 
 _AT_ONCE_S = 1e-4
@@ -115,6 +116,10 @@ def _result(attempt: AttemptStory, story: Story) -> Iterator[str]:
 
 def _waits(attempt: AttemptStory) -> Iterator[str]:
     why = attempt.why
+    decision = attempt.timeline.decision
+    if why is None and decision is not None and decision.reason == OBSERVED:
+        yield "  another router placed it, for reasons that engines do not see."
+        return
     if why is None:
         yield "  The reasons are forgotten: only the last few thousand decisions are kept."
         return

@@ -33,7 +33,7 @@ from sglang_sbs.scheduling import (
     PrefillDone,
     RequestArrived,
 )
-from sglang_sbs.scheduling.eventlog import LogRecord
+from sglang_sbs.scheduling.eventlog import OBSERVED, LogRecord
 from sglang_sbs.wire import EndForward
 from sglang_sbs.wire.endforward import MAX_SPAN_S, Accepted
 
@@ -184,7 +184,8 @@ class Recorder:
         if engine is None:
             if len(self._engines) >= _MAX_ENGINES:
                 self._engines.popitem(last=False)
-            name = report.instance_id or report.dist_init_addr or report.boot_id
+            alias = f"{report.role}-{report.boot_id[:8]}"
+            name = report.instance_id or report.dist_init_addr or alias
             engine = self._engines[report.boot_id] = _Engine(name)
         if report.dp_rank not in engine.ranks:
             if self._ranks >= _MAX_RANKS:
@@ -238,7 +239,7 @@ class Recorder:
             decode_rank=report.dp_rank if report.role == "null" else 0,
             batch=self._number,
             held_s=0.0,
-            reason="observed",
+            reason=OBSERVED,
             barrier=report.barrier,
         )
         if one.room:

@@ -23,6 +23,8 @@ from sglang_sbs.scheduling.config import SchedulerConfig
 from sglang_sbs.scheduling.events import Command, Event
 
 MAGIC = b"sglang-sbs-events-1\n"
+OBSERVED = "observed"
+"""Reason of a dispatch that another router made (``sglang-sbs observe``)."""
 _BUFFER_BYTES = 64 * 1024
 
 

@@ -6,14 +6,19 @@ from pathlib import Path
 
 import msgspec
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from observed import BEHIND_S, DECODE, PREFILL, TRANSIT_S, Rank, hear_three_requests, write_sample
 
 from sglang_sbs.explain.log import main as log_main
+from sglang_sbs.explain.why import main as why_main
 from sglang_sbs.observe.recorder import MAX_SPAN_S, Recorder
+from sglang_sbs.observe.traffic import Traffic
 from sglang_sbs.scheduling import Dispatch, ForwardEnded, InstanceUp, PrefillDone, RequestArrived
-from sglang_sbs.scheduling.eventlog import read_event_log
+from sglang_sbs.scheduling.eventlog import LogRecord, read_event_log
 from sglang_sbs.simulator.replay import replay
 from sglang_sbs.simulator.workloads.arrivals import read_trace
+from sglang_sbs.wire import EndForward, decode_endforward, encode_endforward
 from sglang_sbs.wire.endforward import Accepted, Started
 
 CLOCK_S = BEHIND_S + TRANSIT_S
@@ -77,7 +82,12 @@ def test_an_observed_log_is_a_trace_and_for_people_and_no_replay(tmp_path, capsy
         (0.11, 200),
     ]
     assert log_main([str(path)]) == 0
-    assert "observed" in capsys.readouterr().out
+    shown = capsys.readouterr().out
+    assert "events, observed" in shown
+    assert "3 prefilled" in shown
+    assert "(420 ms)" in shown
+    assert why_main(["a", "--log", str(path)]) == 0
+    assert "another router placed it" in capsys.readouterr().out
     with pytest.raises(ValueError, match="sglang-sbs observe"):
         replay(path)
 
@@ -145,6 +155,13 @@ def test_requests_of_an_engine_that_restarted_are_not_mixed_with_those_before() 
     assert [r.event.rid for r in records if isinstance(r.event, PrefillDone)] == [rids[1]]
 
 
+def test_an_engine_without_a_configured_name_has_one_of_its_role() -> None:
+    recorder = Recorder()
+    Rank(recorder, 0, instance_id="", boot_id="0123456789abcdef").say(1.0)
+    Rank(recorder, 0, instance_id="", boot_id="b", dist_init_addr="10.0.0.1:5000").say(1.0)
+    assert list(recorder.instances) == ["prefill-01234567", "10.0.0.1:5000"]
+
+
 def test_passes_launched_ahead_are_known_as_overlap() -> None:
     recorder = Recorder()
     rank = Rank(recorder, 0)
@@ -159,3 +176,54 @@ def test_requests_of_a_first_pass_began_when_the_pass_before_it_ended() -> None:
     hear_three_requests(recorder)
     began = {rid: round(one.arrived_s + one.waited_s, 4) for rid, one in seen.items()}
     assert began == {"a": 10.01, "b": 10.01, "c": 10.22}
+
+
+RIDS = st.sampled_from(["", "a", "b", "x" * 300, "\ud7ff\n"])
+TIMES_S = st.sampled_from([0.0, 1.0, 5.0, 1e11])
+COUNTS = st.sampled_from([0, 1, 7, 1 << 40])
+MESSAGES = st.builds(
+    EndForward,
+    instance_id=st.sampled_from(["", PREFILL]),
+    boot_id=st.sampled_from(["b", "c"]),
+    role=st.sampled_from(["prefill", "decode", "null"]),
+    dp_rank=st.integers(0, 1),
+    dp_size=st.integers(2, 4),
+    seq=COUNTS,
+    kind=st.sampled_from(["launch", "forward", "idle", "heartbeat"]),
+    forward_id=st.integers(0, 1),
+    mode=st.sampled_from(["extend", "decode"]),
+    launch_s=TIMES_S,
+    end_s=TIMES_S,
+    sent_s=TIMES_S,
+    forward_s=st.sampled_from([0.0, 3600.0]),
+    extend_tokens=COUNTS,
+    accepted_requests=COUNTS,
+    rids=st.lists(RIDS, max_size=2),
+    accepted=st.lists(st.builds(Accepted, RIDS, COUNTS, TIMES_S, COUNTS, COUNTS), max_size=3),
+    started=st.lists(st.builds(Started, RIDS, TIMES_S, TIMES_S, COUNTS), max_size=2),
+    finished=st.lists(RIDS, max_size=3),
+    barrier=st.booleans(),
+)
+
+
+@given(st.lists(MESSAGES, max_size=12))
+def test_whatever_engines_say_the_log_can_be_read_and_each_request_ends_at_most_once(
+    messages: list[EndForward],
+) -> None:
+    traffic = Traffic()
+    recorder = Recorder(traffic.on_request, traffic.on_pass)
+    for number, message in enumerate(messages):
+        recorder.receive(decode_endforward(encode_endforward(message)), 5000.0 + number)
+    records = list(recorder.due(float("inf")))
+    encode, decode = msgspec.msgpack.encode, msgspec.msgpack.Decoder(LogRecord).decode
+    assert [decode(encode(record)) for record in records] == records
+    times_s = [record.now_s for record in records]
+    assert times_s == sorted(times_s)
+    assert all(5000.0 - MAX_SPAN_S <= at_s <= 5000.0 + len(messages) for at_s in times_s)
+    arrived = [r.event.rid for r in records if isinstance(r.event, RequestArrived)]
+    ended = [r.event.rid for r in records if isinstance(r.event, PrefillDone)]
+    assert len(arrived) == len(set(arrived)) == recorder.counts["requests"]
+    assert len(ended) == len(set(ended))
+    assert set(ended) <= set(arrived)
+    assert [traffic.progress(), traffic.verdict(), *traffic.lines(1.0)]
+    assert 0 <= traffic.idle_share <= 1
