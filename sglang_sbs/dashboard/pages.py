@@ -30,7 +30,7 @@ PENDING_FRAMES = 10
 SILENT_S = 10.0
 """Without a frame for so long the stream ends, and who looks connects anew."""
 
-_SCRIPTS = ("app.js", "stream.js", "heatmap.js", "charts.js")
+_SCRIPTS = ("app.js", "policy.js", "stream.js", "heatmap.js", "charts.js")
 _ASSETS = {
     "/dashboard": ("index.html", "text/html"),
     **{f"/dashboard/{name}": (name, "text/javascript") for name in _SCRIPTS},

@@ -3,6 +3,7 @@
 
 import { Timeline, WINDOW_S, drawTrail } from "./charts.js";
 import { HeatMap, legend, shade } from "./heatmap.js";
+import { PolicySwitch } from "./policy.js";
 import { Stream } from "./stream.js";
 
 const KEY = "sglang-sbs-key";
@@ -325,6 +326,7 @@ const stream = new Stream("dashboard/events", {
       $("login").hidden = true;
       $("board").hidden = false;
       $("forget").hidden = !sessionStorage.getItem(KEY);
+      $("switch").hidden = false;
     }
   },
   onRefused(why) {
@@ -335,6 +337,7 @@ const stream = new Stream("dashboard/events", {
     $("login").hidden = false;
     $("refused").textContent = why;
     $("forget").hidden = true;
+    $("switch").hidden = true;
     $("key").focus();
   },
 });
@@ -350,6 +353,8 @@ $("forget").addEventListener("click", () => {
   sessionStorage.removeItem(KEY);
   location.reload();
 });
+
+new PolicySwitch("policy", () => sessionStorage.getItem(KEY) || "");
 
 function setTheme(theme) {
   document.documentElement.dataset.theme = theme;
