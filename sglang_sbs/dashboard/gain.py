@@ -69,6 +69,12 @@ class Gain:
     def __init__(self) -> None:
         self._minutes: deque[_Minute] = deque(maxlen=KEPT_MINUTES + 1)
         """The last one is not over."""
+        self._first = 0
+        """The first whole minute under the policy that runs now."""
+
+    def policy_changed(self, now_s: float) -> None:
+        """What was done before is not what runs: the ratio begins anew with the next minute."""
+        self._first = int(now_s // MINUTE_S) + 1
 
     def add(self, now_s: float, figures_s: Mapping[str, float]) -> None:
         """TTFTs of one request, by figure: measured, modelled and every baseline."""
@@ -89,9 +95,13 @@ class Gain:
         number = int(now_s // MINUTE_S)
         return [one for one in self._minutes if number - most <= one.number < number]
 
+    def _window(self, now_s: float) -> list[_Minute]:
+        """The minutes that the ratio is of."""
+        return [one for one in self._whole(now_s, WINDOW_MINUTES) if one.number >= self._first]
+
     def off(self, now_s: float) -> float | None:
         """Relative error of the model for what was really done; None: no whole minute."""
-        minutes = self._whole(now_s, WINDOW_MINUTES)
+        minutes = self._window(now_s)
         measured_s = sum(one.sums_s[MEASURED] for one in minutes)
         if not measured_s > 0:
             return None
@@ -99,7 +109,7 @@ class Gain:
 
     def ratios(self, now_s: float) -> dict[str, Ratio]:
         """By baseline; empty while there is too little to tell, or the model is off."""
-        minutes = self._whole(now_s, WINDOW_MINUTES)
+        minutes = self._window(now_s)
         off = self.off(now_s)
         if len(minutes) < LEAST_MINUTES or off is None or abs(off) > MOST_OFF:
             return {}
@@ -107,7 +117,7 @@ class Gain:
 
     def summary(self, now_s: float, circumstances: Circumstances) -> dict[str, Any]:
         """For people and programs; ``why`` says why there is no ratio, or no gain."""
-        minutes, ratios = self._whole(now_s, WINDOW_MINUTES), self.ratios(now_s)
+        minutes, ratios = self._window(now_s), self.ratios(now_s)
         off = self.off(now_s)
         whole = self._whole(now_s, KEPT_MINUTES)
         number = int(now_s // MINUTE_S)
@@ -136,7 +146,7 @@ class Gain:
         if about.overtaxed:
             return "no estimate: there are too many requests to follow at a bounded cost"
         off = self.off(now_s)
-        minutes = len(self._whole(now_s, WINDOW_MINUTES))
+        minutes = len(self._window(now_s))
         if off is None or minutes < LEAST_MINUTES:
             return f"not known yet: {minutes} of {LEAST_MINUTES} whole minutes with requests"
         return (

@@ -27,6 +27,7 @@ from sglang_sbs.scheduling.events import (
     Dispatch,
     Event,
     ForwardEnded,
+    PolicySwitched,
     PrefillDone,
     Refuse,
     RequestArrived,
@@ -127,6 +128,8 @@ class Recorder:
             case PrefillDone():
                 place = self._placed.pop(event.rid, ("", 0))
                 self.ttft.prefilled(event.rid, now_s, self._pass_history.last_end_s(*place))
+            case PolicySwitched():
+                self.ttft.gain.policy_changed(now_s)
             case RequestEnded():
                 self._waiting.pop(event.rid, None)
                 self._placed.pop(event.rid, None)

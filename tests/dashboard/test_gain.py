@@ -21,7 +21,7 @@ from sglang_sbs.dashboard.gain import (
 from sglang_sbs.dashboard.recorder import Recorder
 from sglang_sbs.dashboard.shadow import ShadowCluster, Shape
 from sglang_sbs.dashboard.ttft import SLICE_S, TtftComparison
-from sglang_sbs.scheduling import Command, Event, Scheduler, SchedulerConfig
+from sglang_sbs.scheduling import Command, Event, PolicySwitched, Scheduler, SchedulerConfig
 from sglang_sbs.simulator.cluster.cost import PassCost
 from sglang_sbs.simulator.cluster.outcome import Outcome
 from sglang_sbs.simulator.cluster.simulation import Simulation
@@ -219,3 +219,19 @@ def test_a_slice_is_bounded_and_too_many_requests_end_the_estimate_for_a_minute(
     ttft.preload("p", [0, 0], 62.0)
     come(10, 62.0)
     assert len(ttft._pending) == 10
+
+
+def test_after_a_switch_of_the_policy_only_what_runs_now_counts() -> None:
+    scheduler = Scheduler(SchedulerConfig(policy="eta"))
+    recorder = Recorder(scheduler, 0.0)
+    recorder.ttft.gain = gain = filled(8, 1.0)
+    assert gain.ratios(8 * MINUTE_S)["eta"].ratio == pytest.approx(1.0)
+    switch, now_s = PolicySwitched(policy="sbs"), 8 * MINUTE_S + 20
+    recorder.observe(switch, scheduler.handle(switch, now_s), now_s)
+    assert gain.ratios(now_s) == {}
+    for minute in range(8, 12):
+        ours_s = 1.0 if minute == 8 else 0.5  # the minute of the switch is of both
+        figures = {"modelled": ours_s, "measured": ours_s, "eta": 1.0, "round_robin": 2.0}
+        gain.add(MINUTE_S * minute + 40, figures)
+    assert gain.ratios(12 * MINUTE_S)["eta"].ratio == pytest.approx(0.5)
+    assert gain.summary(11 * MINUTE_S, ABOUT)["why"].startswith("not known yet: 2 of 3")

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+from pathlib import Path
 from typing import Any
 
 import pytest
 from router_harness import Cluster, cluster, sse_events, until
 
 from sglang_sbs.router.policy_in_force import PolicyInForce, PolicyState
+from sglang_sbs.scheduling.eventlog import read_event_log
+from sglang_sbs.scheduling.events import PolicySwitched
 from sglang_sbs.scheduling.policy_names import POLICIES
+from sglang_sbs.simulator.replay import replay
 
 ADMIN = {"Authorization": "Bearer the-admin-key"}
 KEYS = ("--admin-api-key", "the-admin-key", "--api-key", "the-clients-key")
@@ -116,6 +120,22 @@ async def test_two_hundred_streams_outlive_switches_and_each_ends_once() -> None
             assert len(rids) == len(set(rids)) == 200
         state = c.server.dispatcher.snapshot()
         assert (state.queue_requests, state.in_flight_requests) == (0, 0)
+
+
+async def test_the_event_log_has_the_switches_and_replays_bit_for_bit(tmp_path: Path) -> None:
+    path = tmp_path / "router.events"
+    async with cluster("--sbs-event-log", str(path), real=True, prefill=2, decode=2) as c:
+        for policy in ("random", "sbs", "cache_aware", "sbs"):
+            await asyncio.gather(*(c.generate(text="hello") for _ in range(5)))
+            await put(c, policy)
+        await asyncio.gather(*(c.generate(text="hello") for _ in range(5)))
+        await c.settled()
+    switches = [
+        one.event.policy for one in read_event_log(path) if isinstance(one.event, PolicySwitched)
+    ]
+    assert switches == ["random", "sbs", "cache_aware", "sbs"]
+    result = replay(path)
+    assert (result.difference, result.events > 50) == ("", True)
 
 
 async def test_what_a_policy_looks_at_is_there_once_it_decides() -> None:
