@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import random
+import re
 import statistics
+import subprocess
+import sys
+import textwrap
 from itertools import pairwise
 from pathlib import Path
 
@@ -181,3 +186,25 @@ def test_an_event_log_that_is_garbage_or_empty_is_refused(tmp_path):
     ):
         with pytest.raises(TraceError, match=said):
             read_trace(path)
+
+
+def test_the_converter_of_the_documentation_makes_a_trace(tmp_path):
+    page = (Path(__file__).parents[3] / "docs" / "simulator.md").read_text()
+    (script,) = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
+    log = [
+        {"time": "2026-11-26T10:00:00.250Z", "usage": {"prompt_tokens": 9, "completion_tokens": 2}},
+        {"time": 1795687201.5, "usage": {"prompt_tokens": 7, "completion_tokens": 3}},
+        {"time": "2026-11-26T10:00:09Z", "usage": None},
+    ]
+    done = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(script)],
+        input="\n".join([*map(json.dumps, log), "GET /health 200"]),
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    path = tmp_path / "requests.jsonl"
+    path.write_text(done.stdout)
+    found = [(one.at_s, one.prompt_tokens, one.output_tokens) for one in read_trace(path)]
+    assert found == [(0.0, 9, 2), (pytest.approx(1.25), 7, 3)]
+    assert done.stderr.count("left out:") == 2
