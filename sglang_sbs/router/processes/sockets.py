@@ -13,6 +13,7 @@ import zmq
 from sglang_sbs.router.processes import messages
 from sglang_sbs.router.processes.messages import FromScheduler, ToScheduler, encode
 from sglang_sbs.router.signals.inbox import endpoint_of
+from sglang_sbs.router.signals.peer_limit import PeerLimit, most_peers
 from sglang_sbs.wire import MalformedMessage
 from sglang_sbs.wire.curve import CurveKeys, Gatekeeper
 
@@ -34,6 +35,8 @@ class _Socket:
     def __init__(self, kind: int, peer: str, options: dict[zmq.SocketOption, int]) -> None:
         """``peer``: who speaks, in the log. Raises: zmq.ZMQError, no room for another one."""
         self.malformed = 0
+        self.peers: PeerLimit | None = None
+        """Of a socket that listens at a TCP port."""
         self._peer = peer
         self._loop = asyncio.get_running_loop()
         self._again = False
@@ -80,12 +83,20 @@ class _Socket:
         for _ in range(_DRAIN_LIMIT):
             if self._socket.closed:
                 return
+            limit = self.peers if self.peers is not None and self.peers.asks else None
+            first: zmq.Frame | None = None
             try:
-                frames = self._socket.recv_multipart(zmq.NOBLOCK)
+                if limit is None:
+                    frames = self._socket.recv_multipart(zmq.NOBLOCK)
+                else:
+                    whole = self._socket.recv_multipart(zmq.NOBLOCK, copy=False)
+                    first, frames = whole[0], [frame.bytes for frame in whole]
             except zmq.Again:
                 return
             try:
                 self.take(frames)
+                if limit is not None and first is not None:
+                    limit.proved(first)
             except MalformedMessage as error:
                 self.malformed += 1
                 if self.malformed == 1:
@@ -97,6 +108,9 @@ class _Socket:
 
     def close(self, linger_ms: int = 0) -> None:
         """``linger_ms``: how long what was sent last may take to leave."""
+        if self.peers is not None:
+            self.peers.close()
+            self.peers = None
         if not self._socket.closed:
             self._loop.remove_reader(self._socket.fileno())
             self._socket.close(linger_ms)
@@ -149,6 +163,8 @@ class SchedulerSocket(_Socket):
 
     def open(self, endpoint: str, keys: CurveKeys | None) -> str:
         """Listen; returns the endpoint with a wildcard port resolved. Raises: OSError."""
+        if endpoint.startswith("tcp:"):
+            self.peers = PeerLimit(self._socket, most_peers())
         if keys is not None:
             self._gatekeeper = Gatekeeper(self._context, keys)
             keys.serve(self._socket)
@@ -165,9 +181,12 @@ class SchedulerSocket(_Socket):
 
     @property
     def counts(self) -> dict[str, int]:
-        """Messages by fate (``taken``, ``malformed``) and clients ``refused`` by their key."""
+        """Messages by fate (``taken``, ``malformed``), clients ``refused`` by their key, and
+        connections ``crowded_out`` as there were too many."""
         refused = self._gatekeeper.refused if self._gatekeeper is not None else 0
-        return {"taken": self._taken, "malformed": self.malformed, "refused": refused}
+        crowded = self.peers.refused if self.peers is not None else 0
+        taken = {"taken": self._taken, "malformed": self.malformed}
+        return taken | {"refused": refused, "crowded_out": crowded}
 
     def take(self, frames: list[bytes]) -> None:
         message = messages.decode_to_scheduler(frames[1:])

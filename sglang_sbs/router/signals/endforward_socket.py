@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import resource
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Collection
@@ -26,7 +25,7 @@ import zmq
 
 from sglang_sbs.router.signals.dialler import Dialler
 from sglang_sbs.router.signals.inbox import endpoint_of
-from sglang_sbs.router.signals.peer_limit import PeerLimit
+from sglang_sbs.router.signals.peer_limit import PeerLimit, most_peers
 from sglang_sbs.wire import TOPIC, EndForward, decode_endforward
 from sglang_sbs.wire.curve import CurveKeys, Gatekeeper
 from sglang_sbs.wire.endforward import FRAMES, MAX_RIDS, ImplausibleMessage
@@ -56,8 +55,6 @@ _OF_SUBSCRIBERS = {
     zmq.HEARTBEAT_IVL: 5_000,
     zmq.HEARTBEAT_TIMEOUT: 15_000,
 }
-_LEAST_PEERS, _MOST_PEERS = 64, 16_384
-"""Connections to the port: a third of the process's descriptors, within these bounds."""
 _MAX_WHY_CHARS = 300
 """Of what is wrong with a message: it may be the sender's own words."""
 
@@ -105,8 +102,7 @@ class EndForwardSocket:
         listening = self._subscriber()
         endpoint = None
         if bind is not None and not bind.startswith("ipc:"):
-            most = max(_LEAST_PEERS, resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 3)
-            self.peers = PeerLimit(listening, min(most, _MOST_PEERS))
+            self.peers = PeerLimit(listening, most_peers())
         if keys is not None:
             self._gatekeeper = Gatekeeper(self._context, keys)
             keys.serve(listening)
@@ -233,12 +229,16 @@ class EndForwardSocket:
 
     def _take_in(self, sock: zmq.Socket[bytes]) -> bool:
         """Receive what is there, up to the limit; whether that was all."""
+        limit = self.peers if self.peers is not None and self.peers.watches(sock) else None
         for _ in range(_DRAIN_LIMIT):
-            frames, peer = _receive(sock, asks_peer=self.asks_peer())
+            asks_peer, asks_proof = self.asks_peer(), limit is not None and limit.asks
+            frames, first = _receive(sock, asks_sender=asks_peer or asks_proof)
             if not frames:
                 return True
             if (report := self._parse(frames)) is not None:
-                self._queue(report, peer)
+                if first is not None and limit is not None and asks_proof:
+                    limit.proved(first)
+                self._queue(report, peer_of(first) if first is not None and asks_peer else "")
         return False
 
     def _queue(self, report: EndForward, peer: str) -> None:
@@ -265,20 +265,19 @@ class EndForwardSocket:
             self._newest.pop(key, None)
 
 
-def _receive(sock: zmq.Socket[bytes], *, asks_peer: bool) -> tuple[list[bytes], str]:
-    """The frames of one message, as many as it should have, and who sent it if asked; none if there
-    is none.
+def _receive(sock: zmq.Socket[bytes], *, asks_sender: bool) -> tuple[list[bytes], zmq.Frame | None]:
+    """The frames of one message, as many as it should have; none if there is none. If asked, also
+    the first frame with what libzmq knows of its sender.
 
     Asking after each frame whether another follows (``recv_multipart``) costs more than all the
     rest. A message of another length costs the one behind it at most; the rank's next makes good.
     """
     frames: list[bytes] = []
-    peer = ""
+    first: zmq.Frame | None = None
     try:
-        if asks_peer:
+        if asks_sender:
             first = sock.recv(zmq.NOBLOCK, copy=False)
             frames.append(first.bytes)
-            peer = peer_of(first)
         else:
             frames.append(sock.recv(zmq.NOBLOCK))
         if frames[0] == TOPIC:
@@ -289,7 +288,7 @@ def _receive(sock: zmq.Socket[bytes], *, asks_peer: bool) -> tuple[list[bytes], 
                 frames.append(sock.recv(zmq.NOBLOCK))
     except zmq.Again:
         pass
-    return frames, peer
+    return frames, first
 
 
 def peer_of(frame: zmq.Frame) -> str:

@@ -1,37 +1,51 @@
-"""A bound on the connections to a ZeroMQ socket that listens. libzmq has none: whoever opens enough
-of them takes all descriptors of the process, and clients are turned away."""
+"""A bound on the connections to a ZeroMQ socket that listens. libzmq has none: a client that opens
+enough of them takes all descriptors of the process, and others are turned away."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
 import os
+import resource
 import socket
+import time
 
 import zmq
 from zmq.utils.monitor import parse_monitor_message
 
-HANDSHAKE_MS = 3_000
+LEAST_PEERS, MOST_PEERS = 64, 16_384
+"""Connections to a port: a third of the process's descriptors, within these bounds."""
+_HANDSHAKE_MS = 3_000
 """How long a peer may take to say hello; libzmq's default is 30 s."""
+_PROOF_S = 5.0
+"""A new connection has this long to prove itself before it is asked for it only in a crowd."""
+
+
+def most_peers() -> int:
+    descriptors = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    return min(max(LEAST_PEERS, descriptors // 3), MOST_PEERS)
 
 
 class PeerLimit:
-    """Watches a bound TCP socket, and closes what connects beyond ``most``. Must be made before
-    ``bind`` and be closed before the socket."""
+    """Watches a bound TCP socket. With ``most`` connections open, a new one takes the place of the
+    oldest that has not proved itself by a valid message; if all have, the new one is closed. So
+    strangers that hold every place keep nobody out. Must be made before ``bind`` and be closed
+    before the socket."""
 
     def __init__(self, sock: zmq.Socket[bytes], most: int) -> None:
-        sock.setsockopt(zmq.HANDSHAKE_IVL, HANDSHAKE_MS)
+        sock.setsockopt(zmq.HANDSHAKE_IVL, _HANDSHAKE_MS)
         self.refused = 0
         """Connections closed as there were too many."""
         self._most = most
-        self._open: set[int] = set()
-        """Descriptors of libzmq's connections."""
+        self._unproved: dict[int, None] = {}
+        """Descriptors of libzmq's connections, the oldest first."""
+        self._proved: set[int] = set()
+        self._accepted_s = 0.0
+        """When the last connection was accepted."""
         self._socket = sock
+        # A failed handshake is followed by EVENT_DISCONNECTED; its own event has an errno as value.
         self._events = sock.get_monitor_socket(
-            zmq.EVENT_ACCEPTED
-            | zmq.EVENT_DISCONNECTED
-            | zmq.EVENT_CLOSED
-            | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
+            zmq.EVENT_ACCEPTED | zmq.EVENT_DISCONNECTED | zmq.EVENT_CLOSED
         )
         self._fd = int(self._events.getsockopt(zmq.FD))
         asyncio.get_running_loop().add_reader(self._fd, self._drain)
@@ -39,31 +53,54 @@ class PeerLimit:
 
     @property
     def connections(self) -> int:
-        return len(self._open)
+        return len(self._unproved) + len(self._proved)
+
+    @property
+    def asks(self) -> bool:
+        """Whether :meth:`proved` is of use now: to find a message's connection takes time."""
+        if not self._unproved:
+            return False
+        crowded = self.connections > self._most // 2
+        return crowded or time.monotonic() - self._accepted_s < _PROOF_S
+
+    def watches(self, sock: zmq.Socket[bytes]) -> bool:
+        return sock is self._socket
+
+    def proved(self, frame: zmq.Frame) -> None:
+        """The connection that this frame of a valid message came from is not a stranger's."""
+        fd = int(frame.get(zmq.SRCFD))
+        if fd in self._unproved:
+            del self._unproved[fd]
+            self._proved.add(fd)
 
     def close(self) -> None:
         asyncio.get_running_loop().remove_reader(self._fd)
         self._socket.disable_monitor()
+        self._events.close(0)
 
     def _drain(self) -> None:
         with contextlib.suppress(zmq.Again):
             while True:
                 event = parse_monitor_message(self._events.recv_multipart(zmq.NOBLOCK))
                 fd = int(event["value"])
-                if event["event"] != zmq.EVENT_ACCEPTED:
-                    self._open.discard(fd)
-                elif len(self._open) < self._most or not self._end(fd, event["endpoint"]):
-                    self._open.add(fd)
+                self._unproved.pop(fd, None)
+                self._proved.discard(fd)
+                if event["event"] == zmq.EVENT_ACCEPTED:
+                    self._unproved[fd] = None
+                    self._accepted_s = time.monotonic()
+                    if self.connections > self._most:
+                        self._end_oldest(event["endpoint"])
 
-    def _end(self, fd: int, endpoint: bytes) -> bool:
-        """Shut a connection down; libzmq notices and closes it. False: it is another's by now."""
-        with contextlib.suppress(OSError):
+    def _end_oldest(self, endpoint: bytes) -> None:
+        """Shut a connection down; libzmq notices and closes it."""
+        fd = next(iter(self._unproved))
+        del self._unproved[fd]
+        with contextlib.suppress(OSError):  # it is gone by itself
             copy = socket.socket(fileno=os.dup(fd))
             try:
+                # Else the descriptor is another's by now.
                 if copy.getsockname()[1] == int(endpoint.rpartition(b":")[2]):
                     copy.shutdown(socket.SHUT_RDWR)
                     self.refused += 1
-                    return True
             finally:
                 copy.close()
-        return False

@@ -17,7 +17,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from router_harness import cluster, until
 
-from sglang_sbs.router.signals import endforward_listener, endforward_socket
+from sglang_sbs.router.signals import endforward_listener, peer_limit
 from sglang_sbs.router.signals.endforward_listener import publisher_endpoints
 from sglang_sbs.router.workers.server_info import SbsBlock, WorkerInfo
 from sglang_sbs.scheduling.events import ForwardEnded, InstanceDown, InstanceUp, LoadPolled
@@ -320,8 +320,8 @@ async def test_messages_of_another_length_cost_one_of_their_neighbours_at_most()
 async def test_connections_beyond_the_limit_are_closed_and_engines_are_heard(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(endforward_socket, "_LEAST_PEERS", 20)
-    monkeypatch.setattr(endforward_socket, "_MOST_PEERS", 20)
+    monkeypatch.setattr(peer_limit, "LEAST_PEERS", 20)
+    monkeypatch.setattr(peer_limit, "MOST_PEERS", 20)
     setup, engine = Setup(), MockEngine("prefill")
     endpoint = setup.listener.open("tcp://127.0.0.1:*")
     assert endpoint is not None and setup.listener.peers is not None
