@@ -63,7 +63,9 @@ class EngineFacts:
     given_port: int | None = None
     failure: Failure | None = None
     data: dict[str, Any] = field(default_factory=dict)
-    """``/server_info`` as it came."""
+    """``/server_info`` without secrets."""
+    admin_api_key: str = field(default="", repr=False)
+    """As the engine shows it, for comparison only: it is never written anywhere."""
     info: WorkerInfo | None = None
     """The same, understood; ``None``: the router could not use it."""
     unusable: UnusableWorker | None = None

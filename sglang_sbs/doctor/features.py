@@ -358,7 +358,7 @@ def aborts(view: FeatureView) -> Seen:
     fitting = ("", view.facts.options.router_flags.worker_key)
 
     def fault(engine: EngineFacts) -> str:
-        fits = text(engine.data, "admin_api_key") in fitting
+        fits = engine.admin_api_key in fitting
         return "" if fits else "it has an admin key, and none or another is given here"
 
     return _over(view.engines, fault, "/abort_request of both sides is open to the router")

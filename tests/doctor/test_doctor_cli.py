@@ -119,6 +119,31 @@ async def report_of(r: Rig) -> tuple[dict[str, object], list[Finding], str]:
     return orjson.loads(orjson.dumps(as_json(facts, findings))), findings, text
 
 
+async def test_no_secret_of_an_engine_is_in_a_report() -> None:
+    """Whatever the engine's /server_info shows, under the names that findings quote."""
+    planted = "pl4nted"
+    async with rig() as r:
+        told = ("schedule_policy", "kv_cache_dtype", "elastic_ep_backend", "load_balance_method")
+        more = ("disaggregation_transfer_backend", "disaggregation_decode_allocation_policy")
+        r.decode.info |= dict.fromkeys((*told, *more), f"x --api-key '{planted} b'")
+        r.prefill[0].info |= dict.fromkeys((*told, *more), f"token={planted}")
+        for engine in r.engines:
+            engine.info |= {"api_key": planted, "admin_api_key": planted}
+            engine.info["served_model_name"] = f"s3://user:{planted}@store/{engine.port}"
+            engine.sbs["sglang_sbs_version"] = f"1 token={planted}"
+            engine.sbs["sgl_kernel_version"] = f"password: {planted}{engine.port}"
+        r.prefill[1].info["disaggregation_mode"] = f"token={planted}"
+        r.bootstraps[0].answers = {"/route": (500, {"password": planted})}
+        report, findings, text = await report_of(r)
+        assert any(one.id == "pair.model" for one in findings), "names are compared and quoted"
+        assert planted not in text + orjson.dumps(report).decode()
+        r.urls[r.decode.url] = r.router.url
+        r.router.answers = {"/server_info": (500, {"password": planted})}
+        report, _, text = await report_of(r)
+        assert "/server_info answers 500" in text
+        assert planted not in text + orjson.dumps(report).decode()
+
+
 async def test_json_has_every_finding_and_a_stable_schema() -> None:
     async with rig() as r:
         await r.decode.stop()

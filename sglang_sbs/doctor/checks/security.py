@@ -6,7 +6,7 @@ import hmac
 from collections.abc import Iterator
 from contextlib import suppress
 
-from sglang_sbs.doctor.facts import ClusterFacts, EngineFacts, text
+from sglang_sbs.doctor.facts import ClusterFacts, EngineFacts
 from sglang_sbs.doctor.findings import CLUSTER, Finding, Findings
 from sglang_sbs.engine.config import split_tcp
 from sglang_sbs.router.engines.urls import is_loopback, split_worker_url
@@ -55,7 +55,7 @@ def _keys(facts: ClusterFacts, engine: EngineFacts) -> Iterator[Finding]:
         return
     if flags.api_key and engine.open_without_key:
         yield finding("security.key-unneeded", url, "/model_info answers without a key")
-    admin = text(engine.data, "admin_api_key")
+    admin = engine.admin_api_key
     if not admin:
         return
     if not hmac.compare_digest(admin.encode(), (flags.worker_key or "").encode()):

@@ -16,10 +16,11 @@ from typing import Any
 import aiohttp
 import orjson
 
-from sglang_sbs.doctor.facts import Bootstrap, EngineFacts, Failure, RankHeard
+from sglang_sbs.doctor.facts import Bootstrap, EngineFacts, Failure, RankHeard, text
 from sglang_sbs.doctor.options import DoctorOptions
 from sglang_sbs.engine.config import split_tcp
 from sglang_sbs.plain_words import plain_error, system_error
+from sglang_sbs.router.engine_secrets import text_without_secrets, without_secrets
 from sglang_sbs.router.engines.control_requests import AnswerTooLong, ask
 from sglang_sbs.router.engines.urls import split_worker_url
 from sglang_sbs.router.options.config import BreakerConfig
@@ -44,6 +45,10 @@ class Answer:
     took_s: float
     ended_s: float
     """Wall clock."""
+
+    def beginning(self, most: int) -> str:
+        """The first ``most`` bytes of its body, for a message about it."""
+        return text_without_secrets(self.body[:most].decode("utf-8", "replace").strip())
 
     def json_object(self) -> dict[str, Any]:
         """Empty if it is none."""
@@ -99,8 +104,10 @@ class Asker:
     async def examine(self, facts: EngineFacts) -> None:
         """Everything one engine says. Never raises for what it does."""
         try:
-            facts.data = await self._server_info(facts.url)
-            facts.info = server_info.parse_server_info(facts.data, facts.role)
+            shown = await self._server_info(facts.url)
+            facts.admin_api_key = text(shown, "admin_api_key")
+            facts.data = without_secrets(shown)
+            facts.info = server_info.parse_server_info(shown, facts.role)
             await self._rank_servers(facts.info, facts.url)
         except Failure as failure:
             facts.failure = failure
@@ -133,13 +140,13 @@ class Asker:
             raise Failure("refused", f"/server_info answers {answer.status}")
         data = answer.json_object()
         if answer.status != 200 or not data:
-            head = answer.body[:80].decode("utf-8", "replace").strip()
+            head = answer.beginning(80)
             raise Failure("not-sglang", f"/server_info answers {answer.status}: {head!r}")
         if "router_manager" in data:
             raise Failure("is-a-router", "its /server_info is a router's")
         if "version" not in data or "disaggregation_mode" not in data:
-            text = "its /server_info has neither version nor disaggregation_mode"
-            raise Failure("not-sglang", text)
+            why = "its /server_info has neither version nor disaggregation_mode"
+            raise Failure("not-sglang", why)
         return data
 
     async def _round_trips(self, facts: EngineFacts) -> None:
@@ -214,7 +221,7 @@ class Asker:
             bootstrap.failure = failure.text
             return
         bootstrap.status = answer.status
-        bootstrap.text = answer.body[:120].decode("utf-8", "replace").strip()
+        bootstrap.text = answer.beginning(120)
         bootstrap.layout = answer.json_object()
 
 

@@ -19,10 +19,10 @@ from sglang_sbs.dashboard.pages import Handler
 from sglang_sbs.plain_words import plain_error
 from sglang_sbs.router.api.bodies import json_answer, read_object
 from sglang_sbs.router.api.engine_metrics import merge_pages
-from sglang_sbs.router.api.secrets import without_secrets
 from sglang_sbs.router.api.served_router import Router
 from sglang_sbs.router.client.answer_stream import send
 from sglang_sbs.router.client.intake import Bodies
+from sglang_sbs.router.engine_secrets import text_without_secrets, without_secrets
 from sglang_sbs.router.engines.control_requests import ask
 from sglang_sbs.router.errors import ErrorStyle, RouterError
 from sglang_sbs.router.requests.body_fields import bad_request
@@ -149,7 +149,7 @@ class Control:
         if status != 200 or not _engine_object(body):
             what = status if status != 200 else "no JSON object"
             raise RouterError(502, "proxy_request_failed", f"{worker.url}/model_info: {what}")
-        return web.Response(body=body, content_type="application/json")
+        return json_answer(without_secrets(_engine_object(body)))
 
     async def server_info(self, _request: web.Request) -> web.StreamResponse:
         """The first prefill's fields, then every worker's answer and the scheduler's state."""
@@ -266,7 +266,7 @@ class Control:
         workers = list(self._registry)
         answers = await self._ask_all(workers, "POST", "/flush_cache", every_rank=True)
         failed = [
-            {"url": worker.url, "error": body[:200].decode("utf-8", "replace") or str(status)}
+            {"url": worker.url, "error": _beginning(body) or str(status)}
             for worker, status, body in answers
             if status != 200
         ]
@@ -373,6 +373,11 @@ class WorkerError(RouterError):
     def response(self, style: ErrorStyle = "openai") -> web.Response:
         body = orjson.dumps({"error": self.message, "code": self.code})
         return web.Response(status=self.status, body=body, content_type="application/json")
+
+
+def _beginning(raw: bytes) -> str:
+    """The first words of an engine's answer, for a message about it."""
+    return text_without_secrets(raw[:200].decode("utf-8", "replace"))
 
 
 def _engine_object(raw: bytes) -> dict[str, Any]:

@@ -109,7 +109,12 @@ class TlsPort:
         """Wait for it and leave it there; empty: the client left. The objects of a TLS connection
         take 20 KiB, which clients that say nothing do not get."""
         fd, heard = sock.fileno(), self._loop.create_future()
-        self._loop.add_reader(fd, lambda: heard.done() or heard.set_result(None))
+
+        def readable() -> None:
+            if not heard.done():
+                heard.set_result(None)
+
+        self._loop.add_reader(fd, readable)
         try:
             await heard
         finally:

@@ -9,6 +9,7 @@ from typing import Any
 
 import msgspec
 
+from sglang_sbs.router.engine_secrets import text_without_secrets
 from sglang_sbs.router.engines.urls import rank_url
 from sglang_sbs.router.workers.rank_contract import is_coupled, rank_choice_of
 from sglang_sbs.scheduling.events import InstanceRole, RankChoice
@@ -274,8 +275,9 @@ def _check_usable(
     mode = data.get("disaggregation_mode")
     if isinstance(mode, str) and mode not in ("", role):
         raise UnusableWorker(
-            f"runs with --disaggregation-mode {mode} but is given to the router as --{role}. "
-            f"Relaunch it with --disaggregation-mode {role} or list it under the other flag"
+            f"runs with --disaggregation-mode {_text(mode)} but is given to the router as "
+            f"--{role}. Relaunch it with --disaggregation-mode {role} or list it under the other "
+            "flag"
         )
 
 
@@ -482,5 +484,8 @@ def _count(value: object) -> int:
 
 
 def _text(value: object) -> str:
-    """No longer than anybody writes it: it goes to every front end, once a second."""
-    return value[:_MAX_TEXT] if isinstance(value, str) else ""
+    """No longer than anybody writes it, as it goes to every front end once a second, and without
+    secrets, as pages, logs and metrics show it."""
+    if not isinstance(value, str):
+        return ""
+    return text_without_secrets(value[: 4 * _MAX_TEXT])[:_MAX_TEXT]

@@ -1,4 +1,5 @@
-"""Hide the secrets in an engine's ``/server_info`` from holders of the inference key.
+"""Hide the secrets in an engine's ``/server_info``: from holders of the inference key, pages, logs,
+metrics and the doctor's report.
 
 Launch flags hold passwords and tokens under names that nobody can list. What has a name that speaks
 of a secret is hidden, whatever its type. Inside fields without a schema (``*_config``,
@@ -40,8 +41,8 @@ _NAME_PARTS = re.compile(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+|[0-9]+")
 _IN_URL = re.compile(r"(?<=://)[^/\s@]*@")
 _IN_TEXT = re.compile(
     r"((?:api[_-]?key|token|secret|passw(?:or)?d|passphrase|pwd|credentials?|signature|\bsig|"
-    r"authorization)[\w-]*[\"']?\s*[=:]\s*[\"']?|--[\w-]*(?:key|token|secret|password)s?\s+)"
-    r"(?:bearer\s+|basic\s+)?[^\s&\"',;}]+",
+    r"authorization)[\w-]*[\"']?\s*[=:]\s*|--[\w-]*(?:key|token|secret|password)s?\s+)"
+    r"(?:bearer\s+|basic\s+)?(?:\"[^\"]*\"|'[^']*'|[\"']?[^\s&\"',;}]+)",
     re.IGNORECASE,
 )
 _BEARER = re.compile(r"\b(bearer|basic)\s+\S+", re.IGNORECASE)
@@ -69,7 +70,8 @@ def _shown(value: Any, *, free: bool, depth: int) -> Any:
         return HIDDEN
     if isinstance(value, dict):
         return {
-            _text(key): _field(key, item, free=free, depth=depth + 1) for key, item in value.items()
+            text_without_secrets(key): _field(key, item, free=free, depth=depth + 1)
+            for key, item in value.items()
         }
     if isinstance(value, list):
         shown, after_flag = [], False
@@ -99,11 +101,12 @@ def _string(text: str, *, free: bool, depth: int) -> Any:
         try:
             inner = orjson.loads(text)
         except orjson.JSONDecodeError:
-            return HIDDEN if free else _text(text)
+            return HIDDEN if free else text_without_secrets(text)
         return orjson.dumps(_shown(inner, free=free, depth=depth + 1)).decode()
-    return HIDDEN if free else _text(text)
+    return HIDDEN if free else text_without_secrets(text)
 
 
-def _text(text: str) -> str:
+def text_without_secrets(text: str) -> str:
+    """Without passwords in URLs, and values behind words such as ``token=`` or ``--api-key``."""
     text = _IN_URL.sub("***@", text)
     return _BEARER.sub(r"\1 ***", _IN_TEXT.sub(r"\1***", text))

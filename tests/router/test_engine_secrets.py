@@ -7,7 +7,7 @@ from typing import Any
 import orjson
 import pytest
 
-from sglang_sbs.router.api.secrets import names_secret, without_secrets
+from sglang_sbs.router.engine_secrets import names_secret, without_secrets
 
 PLANTED = "pl4nted"
 
@@ -39,6 +39,9 @@ PLANTED = "pl4nted"
         {"model_path": f"s3://bucket/model?X-Signature={PLANTED}&a=b"},
         {"launch": f"python -m x --api-key {PLANTED}"},
         {"launch": f"python -m x --hf-token={PLANTED}"},
+        {"launch": f"python -m x --api-key '{PLANTED} {PLANTED}' --tp 8"},
+        {"launch": f'python -m x --api-key "{PLANTED} {PLANTED}"'},
+        {"launch": f"python -m x --api-key '{PLANTED}"},
         {"command": ["--admin-api-key", PLANTED]},
         {"header": f"bearer {PLANTED}"},
         {"note": f"password: {PLANTED}"},
