@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, Protocol
 
@@ -84,6 +84,11 @@ class LocalFeed:
         """The gain by baseline (:mod:`.gain`); empty while there is none to tell."""
         recorder = self.recorder
         return recorder.ttft.gain.ratios(time.monotonic()) if recorder is not None else {}
+
+    def request_over(self, parts_s: Mapping[str, float] | None) -> None:
+        """Where the time to a first token went; None: the request had none."""
+        if self.recorder is not None and parts_s is not None:
+            self.recorder.split.add(time.monotonic(), parts_s)
 
     def watch(self, take: Take) -> Stop:
         recorder = self._attach()

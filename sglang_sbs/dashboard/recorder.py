@@ -19,6 +19,7 @@ from sglang_sbs.dashboard.alerts import Alert, Recent, find_alerts
 from sglang_sbs.dashboard.gain import Circumstances
 from sglang_sbs.dashboard.passes import PassHistory, PassRecord
 from sglang_sbs.dashboard.shadow import Shape
+from sglang_sbs.dashboard.split import TimeSplit
 from sglang_sbs.dashboard.ttft import RULES, TtftComparison, percentile
 from sglang_sbs.dashboard.well import is_all_well
 from sglang_sbs.scheduling import Scheduler
@@ -113,6 +114,7 @@ class Recorder:
         self._trail: deque[tuple[float, int, int]] = deque(maxlen=_QUEUE_SAMPLES)
         """When, requests that waited then, and those dispatched until then."""
         self.ttft = TtftComparison()
+        self.split = TimeSplit()
         self._follow(now_s, begin=True)
 
     def observe(self, event: Event, commands: Sequence[Command], now_s: float) -> None:
@@ -271,6 +273,7 @@ class Recorder:
             "decode": [_decode(one) for one in snapshot.decode],
             "ttft": self.ttft.summary(now_s) | {"rules": RULES},
             "gain": self.gain(now_s),
+            "split": self.split.summary(now_s),
             "well": msgspec.to_builtins(is_all_well(snapshot, alerts)),
             "alerts": msgspec.to_builtins(alerts),
         }

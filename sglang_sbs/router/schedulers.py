@@ -72,7 +72,9 @@ class OwnScheduler:
             counts=metrics.decided,
             give_up_s=options.scheduler.default_timeout_s + OVERDUE_S,
         )
-        dispatcher.pump.timelines.ended = metrics.request_over
+        dispatcher.pump.timelines.ended = lambda timeline: self.feed.request_over(
+            metrics.request_over(timeline)
+        )
         self._watch = Watch(options, dispatcher.submit, find_owner, metrics, session, silenced)
         self.policy.listeners += [
             self._watch.policy_changed,

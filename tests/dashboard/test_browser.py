@@ -351,7 +351,7 @@ async def test_estimates_are_grey_where_the_model_is_too_far_off(browser: Browse
             ttft = {"requests": 9, "figures": figures, "unfinished": {}}
             feed.takes[0](orjson.dumps(frame_of([instance_of()], ttft=ttft)), True)
             await expect(page.locator("#ttft-note")).to_contain_text("10 %" if not grey else "50 %")
-            await expect(page.locator("#ttft-bars .bar")).to_have_count(4)
+            await expect(page.locator("#ttft-bars .bar")).to_have_count(5)
             await expect(page.locator("#ttft-bars .far")).to_have_count(grey)
 
 
@@ -383,4 +383,88 @@ async def test_on_a_phone_no_column_is_lost_and_rows_are_one_line(browser: Brows
         last = page.locator("#gangs td").last
         await last.scroll_into_view_if_needed()
         await expect(last).to_be_in_viewport()
+        assert complaints == []
+
+
+GEOMETRY = """() => {
+    const found = {};
+    const block = "header, header > *, #figures > div, #board section, #board h2, #board p, " +
+        "#board canvas, #board ul, #board .map, #board .oldest, #board .bar, #board .stack";
+    document.querySelectorAll(block).forEach((element, i) => {
+        const box = element.getBoundingClientRect();
+        const name = i + " " + element.tagName + "#" + (element.id || element.parentElement.id);
+        found[name] = [box.top + scrollY, box.height, box.left, box.width].map(Math.round);
+    });
+    return found;
+}"""
+
+
+@pytest.mark.parametrize("scheme", ["dark", "light"])
+@pytest.mark.parametrize("size", [(1440, 900), (390, 844)])
+async def test_no_element_moves_under_load(
+    browser: Browser, size: tuple[int, int], scheme: Any
+) -> None:
+    async with synthetic(3, 8, 2, 8, load=0.5) as (server, _):
+        page, complaints = await open_page(browser, server.port, color_scheme=scheme)
+        await page.set_viewport_size({"width": size[0], "height": size[1]})
+        await expect(page.locator("#connection")).to_have_text("live")
+        await expect(page.locator("#ttft-bars .bar").nth(2)).to_contain_text("p95")
+        await expect(page.locator("#hold .bar")).to_have_count(9)
+        first = await page.evaluate(GEOMETRY)
+        assert len(first) > 60
+        for _ in range(12):
+            # Each look is of another frame: the age of the newest decision or its number changes.
+            shown = await page.locator("#gangs td").nth(1).inner_text()
+            await expect(page.locator("#gangs td").nth(1)).not_to_have_text(shown)
+            now = await page.evaluate(GEOMETRY)
+            assert now == first
+        assert await page.evaluate("document.documentElement.scrollWidth <= innerWidth")
+        assert complaints == []
+
+
+async def test_the_three_questions_are_answered_at_the_head(browser: Browser) -> None:
+    baselines = {
+        "eta": {"ratio": 0.86, "low": 0.8, "high": 0.92},
+        "round_robin": {"ratio": 0.55, "low": 0.5, "high": 0.6},
+    }
+    gain = {
+        **{"headline": "round_robin", "baselines": baselines, "minutes": 15, "requests": 900},
+        **{"trend": "steady", "trail": [[-2, 0.6], [-1, 0.5]], "why": "", "load": 0.6},
+        "model_off": 0.01,
+    }
+    split = {"requests": 50, "window_s": 300.0}
+    split["p50"] = {"ttft_s": 1.0, "parts_s": {"hold": 0.5, "pass": 0.5}}
+    split["p99"] = {"ttft_s": 4.0, "parts_s": {"hold": 3.0, "pass": 1.0}}
+    well = {"level": "amber", "cause": EVIL, "todo": "do that", "kind": "x", "subject": ""}
+    feed = ScriptedFeed()
+    async with served(feed) as (_, port):
+        page, complaints = await open_page(browser, port)
+        await until(lambda: bool(feed.takes))
+
+        async def show(**more: Any) -> None:
+            feed.takes[0](orjson.dumps(frame_of([instance_of()], **more)), True)
+
+        await show(well=well | {"more": 2}, gain=gain, split=split)
+        await expect(page.locator("#board h2").first).to_have_text("Is all well?")
+        await expect(page.locator("#well")).to_have_attribute("data-level", "amber")
+        await expect(page.locator("#well-cause")).to_contain_text("<img")
+        await expect(page.locator("#well-todo")).to_have_text("→ do that. 2 more alerts below.")
+        await expect(page.locator("#gain-number")).to_have_text("0.55×")
+        await expect(page.locator("#gain-note")).to_contain_text("(0.50 to 0.60), steady")
+        await expect(page.locator("#gain-note")).to_contain_text("0.86× that of eta (0.80 to 0.92)")
+        assert await colours(page, "gain-trail") > 2
+        typical, slow = [
+            await page.locator(f"#split-{name} .hold").bounding_box() for name in ("p50", "p99")
+        ]
+        assert typical is not None and slow is not None
+        assert slow["width"] == pytest.approx(6 * typical["width"], rel=0.02)
+        await expect(page.locator("#split-parts")).to_contain_text("held by the scheduler 500 ms")
+        why = "not known yet: 1 of 3 whole minutes"
+        green = {"level": "green", "cause": "idle", "todo": "", "subject": ""}
+        await show(well=green, gain=gain | {"baselines": {}, "trend": "", "why": why})
+        await expect(page.locator("#well-line")).to_contain_text("All is well: idle.")
+        await expect(page.locator("#gain-number")).to_have_text("–")
+        await expect(page.locator("#gain-note")).to_have_text(
+            "The gain is not known yet: 1 of 3 whole minutes."
+        )
         assert complaints == []

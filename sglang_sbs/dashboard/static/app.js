@@ -1,7 +1,7 @@
 // The page: takes frames and fills the panels. Everything that comes from elsewhere is set as text,
 // never as markup.
 
-import { Timeline, WINDOW_S, drawTrail } from "./charts.js";
+import { Timeline, WINDOW_S, drawRatio, drawTrail } from "./charts.js";
 import { HeatMap, legend, shade } from "./heatmap.js";
 import { PolicySwitch } from "./policy.js";
 import { Stream } from "./stream.js";
@@ -87,6 +87,9 @@ function draw() {
   const again = state.redraw;
   state.redraw = false;
   drawHeader(frame);
+  if (frame.well) drawWell(frame.well);
+  if (frame.gain) drawGain(frame.gain);
+  if (frame.split) drawSplit(frame.split);
   drawAlerts(frame.alerts);
   prefillMap.draw(frame.prefill.map(prefillCells), again);
   drawDecode(frame, again);
@@ -197,13 +200,78 @@ function drawHeader(frame) {
   });
 }
 
+const LEVELS = { green: "● All is well:", amber: "▲ Look at this:", red: "● This needs somebody:" };
+
+function drawWell(well) {
+  $("well").dataset.level = well.level;
+  text("well-level", LEVELS[well.level] || well.level);
+  text("well-cause", (well.subject ? short(well.subject) + ": " : "") + well.cause + ".");
+  text("well-todo", well.todo ? "→ " + well.todo + "." + (well.more ? " " + several(well.more, "more alert") + " below." : "") : "");
+}
+
+const bounds = (one) => " (" + one.low.toFixed(2) + " to " + one.high.toFixed(2) + ")";
+
+function drawGain(gain) {
+  const headline = gain.baselines[gain.headline];
+  const eta = gain.baselines.eta;
+  text("gain-number", headline ? headline.ratio.toFixed(2) + "×" : "–");
+  text("gain-note", headline
+    ? "the mean TTFT of round robin" + bounds(headline) + ", " + gain.trend + (eta ? "; " + eta.ratio.toFixed(2) + "× that of eta" + bounds(eta) : "") + ". An estimate over " + several(gain.requests, "request") + " of " + gain.minutes + " minutes" + (gain.why ? ". Little gain over eta: " + gain.why : "") + "."
+    : "The gain is " + (gain.why.startsWith("not known") ? gain.why : "not known: " + gain.why) + ".");
+  drawRatio($("gain-trail"), gain.trail);
+}
+
+const PARTS = {
+  admission: "admission",
+  retries: "failed attempts",
+  hold: "held by the scheduler",
+  way: "way to the engine",
+  queue: "queue of the engine",
+  pass: "prefill passes",
+  engine: "way, queue and passes",
+  decode: "KV transfer and first decode step",
+};
+
+function drawSplit(split) {
+  text("split-summary", split.requests ? several(split.requests, "request") + " of the last " + Math.round(split.window_s / 60) + " minutes" : "no request had a first token yet");
+  const whole = split.p99 ? split.p99.ttft_s : 1;
+  for (const name of ["p50", "p99"]) {
+    const one = split[name] || { ttft_s: 0, parts_s: {} };
+    const track = $("split-" + name);
+    Object.keys(PARTS).forEach((part, i) => {
+      if (!track.children[i]) track.append(make("div", "part " + part));
+      const share = (one.parts_s[part] || 0) / Math.max(1e-6, whole);
+      const width = (Math.min(1, share) * 100).toFixed(1) + "%";
+      if (track.children[i].style.width !== width) track.children[i].style.width = width;
+      track.children[i].title = PARTS[part] + ": " + seconds(one.parts_s[part]);
+    });
+    text("split-" + name + "-ttft", split[name] ? seconds(one.ttft_s) : "–");
+  }
+  const box = $("split-parts");
+  const known = Object.keys(PARTS).filter((part) => split.p50 && (part in split.p50.parts_s || part in split.p99.parts_s));
+  const look = known.join();
+  if (box.dataset.known !== look) {
+    box.dataset.known = look;
+    box.replaceChildren(...known.map((part) => {
+      const item = make("span", "key");
+      item.append(make("i", "swatch part " + part), PARTS[part] + " ", make("b"));
+      return item;
+    }));
+  }
+  known.forEach((part, i) => {
+    const value = seconds(split.p50.parts_s[part] || 0) + " / " + seconds(split.p99.parts_s[part] || 0);
+    const shown = box.children[i].lastChild;
+    if (shown.textContent !== value) shown.textContent = value;
+  });
+}
+
 let shownAlerts = "";
 
 function drawAlerts(alerts) {
   const look = JSON.stringify(alerts);
   if (look === shownAlerts) return;
   shownAlerts = look;
-  const items = alerts.slice(0, 100).map((alert) => make("li", alert.severity === "critical" ? "critical" : "warning", (alert.subject ? alert.subject + ": " : "") + alert.text));
+  const items = alerts.slice(0, 100).map((alert) => make("li", alert.severity === "critical" ? "critical" : "warning", (alert.subject ? alert.subject + ": " : "") + alert.text + (alert.todo ? ": " + alert.todo : "")));
   $("alert-list").replaceChildren(...(items.length ? items : [make("li", "none", "none")]));
 }
 
@@ -260,6 +328,7 @@ function drawTtft(ttft) {
   const names = [
     ["measured", "measured", "here, measured"],
     ["modelled", "modelled", "here, by the same model"],
+    ["eta", "estimate", "immediate, eta"],
     ["least_tokens", "estimate", "immediate, least tokens"],
     ["round_robin", "estimate", "immediate, round robin"],
   ];
@@ -274,7 +343,7 @@ function drawTtft(ttft) {
       : { name, kind, fill: 0, value: "–" };
   }));
   const behind = Object.entries(ttft.unfinished).filter(([, value]) => value > 0).map(([key, value]) => key.replace("_", " ") + " " + count(value));
-  text("ttft-note", (figures.measured ? "Until prefill's answer, " : "Nothing to compare: ") + (figures.measured ? several(ttft.requests, "request") + " of" : "no request was answered in") + " the last minute. " + (figures.measured ? "The last two" : "The figures for immediate dispatch") + " are an estimate: the same requests in a model of these instances with the forward times learned here"
+  text("ttft-note", (figures.measured ? "Until prefill's answer, " : "Nothing to compare: ") + (figures.measured ? several(ttft.requests, "request") + " of" : "no request was answered in") + " the last minute. " + "The figures for immediate dispatch are an estimate: the same requests in a model of these instances with the forward times learned here"
     + (figures.measured ? "; for what was really done that model is " + deviation(figures) : "") + "."
     + (behind.length ? " Unfinished in the model: " + behind.join(", ") + "." : ""));
 }

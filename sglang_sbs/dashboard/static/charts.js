@@ -165,3 +165,30 @@ export function drawTrail(canvas, trail, now, span) {
   context.fillText("-" + span + " s", 2, height - 1);
   context.fillText("now", width - context.measureText("now").width - 2, height - 1);
 }
+
+// Ratios per minute, [minute from now, ratio], for an hour; the line at 1 is no gain.
+export function drawRatio(canvas, trail) {
+  const width = canvas.clientWidth;
+  const height = 44;
+  if (!width) return;
+  const context = fit(canvas, width, height);
+  context.fillStyle = css("--panel");
+  context.fillRect(0, 0, width, height);
+  const most = Math.max(1.2, ...trail.map((point) => point[1]));
+  const y = (ratio) => height - 2 - (ratio / most) * (height - 4);
+  context.strokeStyle = css("--line");
+  context.beginPath();
+  context.moveTo(0, y(1));
+  context.lineTo(width, y(1));
+  context.stroke();
+  context.fillStyle = css("--accent");
+  for (const [minute, ratio] of trail) {
+    const x = ((minute + 60) / 60) * width;
+    context.fillRect(x, y(ratio) - 1, Math.max(2, width / 60 - 1), 3);
+  }
+  context.fillStyle = css("--faint");
+  context.font = "10px system-ui, sans-serif";
+  context.fillText("1.0, no gain", 2, y(1) + 10);
+  context.fillText("-1 h", 2, height - 2);
+  context.fillText("now", width - context.measureText("now").width - 2, height - 2);
+}

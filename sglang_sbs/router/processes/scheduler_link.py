@@ -83,7 +83,7 @@ class SchedulerLink(Assigner):
     """As the scheduler has it, or had it last."""
     find: Callable[[str], Story | None] = lambda name: None
     """One of the last requests of this front end, by any of its ids."""
-    over: Callable[[Timeline], None] = lambda timeline: None
+    over: Callable[[Timeline], object] = lambda timeline: None
     """Told of each request that ends while this process is alone."""
     alone_changed: Callable[[bool], None] = lambda alone: None
     """Told whenever the scheduler is lost or found again."""

@@ -102,7 +102,9 @@ class SchedulerProcess:
             event_log=log,
             frames=lambda take: self._feed.watch(take),  # noqa: PLW0108
         )
-        self._hub.pump.timelines.ended = self.metrics.request_over
+        self._hub.pump.timelines.ended = lambda timeline: self._feed.request_over(
+            self.metrics.request_over(timeline)
+        )
         registry = self._watch.registry
         self._feed = LocalFeed(
             self._hub.pump,

@@ -320,11 +320,14 @@ class RouterMetrics:
         if slo_s is not None:
             self.slo.labels("met" if seconds <= slo_s else "missed").inc()
 
-    def request_over(self, timeline: Timeline) -> None:
-        """Count where the time of an attempt went that is over, if it had a first byte."""
+    def request_over(self, timeline: Timeline) -> dict[str, float] | None:
+        """Count where the time of an attempt went that is over, if it had a first byte; returns the
+        parts."""
         if timeline.client is None or timeline.client.first_byte_s is None:
-            return
-        self._parts.add(timeline.parts())
+            return None
+        parts = timeline.parts()
+        self._parts.add(parts)
+        return parts
 
     def prefix_found(self, prompt_tokens: int, predicted_tokens: int, reported_tokens: int) -> None:
         """Prefill said how much of a prompt it had cached."""

@@ -116,7 +116,7 @@ class Timelines:
 
     def __init__(self, most_over: int = MOST_OVER) -> None:
         self._most_over = most_over
-        self.ended: Callable[[Timeline], None] = lambda timeline: None
+        self.ended: Callable[[Timeline], object] = lambda timeline: None
         """Told of each that is over."""
         self._open: dict[str, Timeline] = {}
         self._over: dict[str, Timeline] = {}
