@@ -37,7 +37,7 @@ from sglang_sbs.router.workers.worker_view import problems_of
 from sglang_sbs.scheduling import Scheduler
 from sglang_sbs.scheduling.eventlog import EventLogWriter
 from sglang_sbs.scheduling.events import Event, InstanceDown, InstanceUp
-from sglang_sbs.scheduling.explained.timelines import MOST_OVER
+from sglang_sbs.scheduling.explained.timelines import MOST_OVER, Timeline
 
 logger = logging.getLogger(__name__)
 
@@ -102,9 +102,7 @@ class SchedulerProcess:
             event_log=log,
             frames=lambda take: self._feed.watch(take),  # noqa: PLW0108
         )
-        self._hub.pump.timelines.ended = lambda timeline: self._feed.request_over(
-            self.metrics.request_over(timeline)
-        )
+        self._hub.pump.timelines.ended = self._request_over
         registry = self._watch.registry
         self._feed = LocalFeed(
             self._hub.pump,
@@ -183,6 +181,9 @@ class SchedulerProcess:
             await asyncio.sleep(MINUTE_S)
             if line := in_words(self._feed.ratios()):
                 logger.info("last %d minutes: %s", WINDOW_MINUTES, line)
+
+    def _request_over(self, timeline: Timeline) -> None:
+        self._feed.request_over(self.metrics.request_over(timeline))
 
     # Between the parts ------------------------------------------------------------------------
 
