@@ -122,13 +122,16 @@ class Traffic:
 
     def progress(self) -> str:
         """The numbers so far in one line."""
-        parts = [counted(len(self.prompts), "request"), self._ranks(), self._evenness()]
+        parts = [counted(len(self.prompts), "request")]
+        if self.shared_passes:
+            active, ranks = self._ranks()
+            parts.append(f"{active:.1f}/{ranks:.3g} ranks, max/mean {self.unevenness:.2f}")
         if self.waits_s:
-            newest = islice(reversed(self.waits_s), _RECENT)
-            parts.append(f"waited {_both(newest)}")
+            p50_ms, p99_ms = _quantiles_ms(islice(reversed(self.waits_s), _RECENT))
+            parts.append(f"waited {p50_ms:,.0f} (p99 {p99_ms:,.0f}) ms")
         if self.passes:
             parts.append(f"idle {self.idle_share:.0%}")
-        return ", ".join(filter(None, parts))
+        return ", ".join(parts)
 
     def verdict(self) -> str:
         """How well the passes are used, in a sentence or two."""
@@ -165,29 +168,32 @@ class Traffic:
             yield f"prefill     {_both(self.prefills_s)}, from arrival to the end of the last pass"
         if self.passes:
             mean_ms = 1e3 * self.passes_s / self.passes
-            more = [f"mean {mean_ms:,.0f} ms", self._ranks(), self._evenness()]
-            yield f"passes      {self.passes:,}, " + ", ".join(filter(None, more))
+            shared = ""
+            if self.shared_passes:
+                active, ranks = self._ranks()
+                shared = f", {active:.1f} of {ranks:.3g} ranks active"
+                shared += f", tokens max/mean {self.unevenness:.2f}"
+            yield f"passes      {self.passes:,}, mean {mean_ms:,.0f} ms{shared}"
         if self.gaps_s:
             yield (
                 f"idle        {self.idle_share:.0%} of the time, {len(self.gaps_s):,} gaps: "
                 f"{_both(self.gaps_s)}, longest {max(self.gaps_s):.2f} s"
             )
 
-    def _ranks(self) -> str:
-        if not self.shared_passes:
-            return ""
-        active, all_ranks = self.active_ranks / self.shared_passes, self.ranks / self.shared_passes
-        return f"{active:.1f} of {all_ranks:.3g} ranks active"
-
-    def _evenness(self) -> str:
-        return f"tokens max/mean {self.unevenness:.2f}" if self.shared_passes else ""
+    def _ranks(self) -> tuple[float, float]:
+        """Ranks with tokens, and all ranks, of the mean shared pass."""
+        return self.active_ranks / self.shared_passes, self.ranks / self.shared_passes
 
 
 def _at(ordered: Sequence[_N], share: float) -> _N:
     return ordered[min(len(ordered) - 1, int(share * len(ordered)))]
 
 
-def _both(values_s: Iterable[float]) -> str:
+def _quantiles_ms(values_s: Iterable[float]) -> tuple[float, float]:
     ordered = sorted(values_s)
-    p50_ms, p99_ms = 1e3 * _at(ordered, 0.5), 1e3 * _at(ordered, 0.99)
+    return 1e3 * _at(ordered, 0.5), 1e3 * _at(ordered, 0.99)
+
+
+def _both(values_s: Iterable[float]) -> str:
+    p50_ms, p99_ms = _quantiles_ms(values_s)
     return f"p50 {p50_ms:,.0f} ms, p99 {p99_ms:,.0f} ms"

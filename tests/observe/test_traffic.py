@@ -78,4 +78,12 @@ def test_the_progress_line_has_what_there_is() -> None:
     rank.say(1.0, accepted=[Accepted("r", 10, 1.0)])
     assert traffic.progress() == "1 request"
     rank.pass_(1, 1.02, 1.12, 10, started=[Started("r")], finished=["r"])
-    assert traffic.progress() == "1 request, waited p50 20 ms, p99 20 ms, idle 0%"
+    assert traffic.progress() == "1 request, waited 20 (p99 20) ms, idle 0%"
+
+
+def test_the_progress_line_fits_a_terminal_and_shared_passes_have_their_evenness() -> None:
+    recorder, traffic = observing()
+    hear_three_requests(recorder)
+    line = traffic.progress()
+    assert line == "3 requests, 1.5/2 ranks, max/mean 1.68, waited 10 (p99 110) ms, idle 2%"
+    assert len("10:00 of 10:00: ") + len(line) <= 90
