@@ -45,7 +45,7 @@ def parser() -> argparse.ArgumentParser:
         epilog="On the engines, set SGLANG_SBS_ROUTERS=tcp://THIS-HOST:7600 (docs/observe.md).\n\n"
         "examples:\n"
         "  sglang-sbs observe --endforward tcp://0.0.0.0:7600 --minutes 10 --out traffic.events\n"
-        "  sglang-sbs simulate trace:traffic.events --policies sbs,eta --loads 0.6\n",
+        "  sglang-sbs evaluate traffic.events             # what other policies would have done\n",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     where = "where to listen; the engines name it in SGLANG_SBS_ROUTERS (default: %(default)s)"
@@ -205,7 +205,7 @@ class Observation:
                 f"incomplete  {counted(self.lost, 'message')} of {counts['messages']:,} lost, "
                 f"{max(0, missed):,} of {counts['accepted']:,} requests not recorded"
             )
-        return [*lines, "", f"What other policies would do: sglang-sbs simulate trace:{self.out}"]
+        return [*lines, "", f"What other policies would do: sglang-sbs evaluate {self.out}"]
 
 
 def _reachable(endpoint: str) -> str:

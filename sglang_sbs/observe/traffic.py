@@ -135,9 +135,10 @@ class Traffic:
 
     def verdict(self) -> str:
         """How well the passes are used, in a sentence or two."""
-        waits = (
-            f"Requests waited {_both(self.waits_s)} for their first pass." if self.waits_s else ""
-        )
+        waits = ""
+        if self.waits_s:
+            waits = f"Requests waited {_both(self.waits_s)} for their first pass, "
+            waits += f"and instances were idle {self.idle_share:.0%} of the time."
         if self.passes < LEAST_PASSES:
             return f"Too few passes to judge ({self.passes}). {waits}"
         if not self.shared_passes:

@@ -76,9 +76,9 @@ def test_an_interrupted_observation_is_whole_and_says_its_verdict_first(tmp_path
         said, _ = process.communicate(timeout=WAIT_S)
     assert process.returncode == 0
     first, *rest = said.splitlines()
-    assert first.startswith("Too few passes to judge (2). Requests waited p50 10 ms, p99 110 ms")
+    assert first.startswith("Too few passes to judge (2). Requests waited p50 10 ms, p99 110 ms ")
     assert any(line.startswith("requests    3 ") for line in rest)
-    assert rest[-1].endswith(f"sglang-sbs simulate trace:{out}")
+    assert rest[-1].endswith(f"sglang-sbs evaluate {out}")
     records = list(read_event_log(out))
     events = [record.event for record in records]
     assert {e.rid for e in events if isinstance(e, RequestArrived)} == {"a", "b", "c"}
