@@ -133,7 +133,11 @@ def _cluster(snapshot: Snapshot) -> Iterator[Alert]:
             todo = "see GET /workers for the cause, or run sglang-sbs doctor"
             yield Alert("critical", f"no_{role}", "", text, todo)
             continue
-        for name in (one.instance for one in instances if not one.up):
+        for one in (one for one in instances if one.drained):
+            text = f"this {role} instance is drained: it takes no new requests"
+            todo = "POST /workers/{id}/undrain lets them in again"
+            yield Alert("warning", "drained", one.instance, text, todo)
+        for name in (one.instance for one in instances if not (one.up or one.drained)):
             todo = "see its log; requests go to the others meanwhile"
             yield Alert("critical", "down", name, f"this {role} instance is down", todo)
 

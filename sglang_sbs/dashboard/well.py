@@ -14,8 +14,8 @@ Level = Literal["green", "amber", "red"]
 
 _ORDER = (
     *("alone", "no_prefill", "no_decode", "down", "scheduler_errors", "stalled", "watchdog"),
-    *("throttled", "slow_ttft", "fallback", "stale", "not_holding", "slow_way", "bubbles"),
-    *("cost_model", "decode_full", "queue", "refused", "problem"),
+    *("drained", "throttled", "slow_ttft", "fallback", "stale", "not_holding", "slow_way"),
+    *("bubbles", "cost_model", "decode_full", "queue", "refused", "problem"),
 )
 """Causes before their consequences, among alerts that are equally severe."""
 

@@ -171,6 +171,8 @@ class InstanceDown(_Message, frozen=True):
     """No new dispatch to the instance. What runs there is ended by ``RequestEnded``."""
 
     instance: InstanceId
+    drained: bool = False
+    """It works, and only takes no new requests: what is known of it stays true."""
 
 
 class ForwardEnded(_Message, frozen=True):

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 from sglang_sbs.scheduling.config import SchedulerConfig
 from sglang_sbs.scheduling.decode.instance import DecodeInstance
-from sglang_sbs.scheduling.events import InstanceId, InstanceUp
+from sglang_sbs.scheduling.events import InstanceDown, InstanceId, InstanceUp
 from sglang_sbs.scheduling.lone_ranks import LoneRanks
 from sglang_sbs.scheduling.prefill.instance import PrefillInstance
 from sglang_sbs.scheduling.prefix_caches import PrefixCaches
@@ -28,6 +28,8 @@ class Membership:
         """Prefill workers without a barrier; only they have other names here than outside."""
         self.down_s: dict[InstanceId, float] = {}
         """Since when."""
+        self.drained: set[InstanceId] = set()
+        """Those among them that work."""
         self.up_prefill: list[PrefillInstance] = []
         self.up_decode: list[DecodeInstance] = []
         self.decode_targets: list[tuple[DecodeInstance, int]] = []
@@ -45,20 +47,29 @@ class Membership:
             if is_new:
                 yield one.instance
 
-    def down(self, worker: InstanceId, now_s: float) -> bool:
-        """It cannot be reached; whether that changes anything."""
-        for name in self.lone.instances(worker):
+    def down(self, event: InstanceDown, now_s: float) -> bool:
+        """It cannot be reached, or is drained; whether that changes who may get requests."""
+        changes = False
+        for name in self.lone.instances(event.instance):
             instance = self.prefill.get(name) or self.decode.get(name)
-            if instance is None or name in self.down_s:
+            if instance is None:
                 return False
-            instance.down()
-            self._prefix.on_down(name)
-            self.down_s[name] = now_s
-        return True
+            was_lost = name in self.down_s and name not in self.drained
+            if event.drained:
+                self.drained.add(name)
+            else:
+                self.drained.discard(name)
+                if not was_lost:
+                    instance.down()
+                    self._prefix.on_down(name)
+            changes = changes or name not in self.down_s
+            self.down_s.setdefault(name, now_s)
+        return changes
 
     def refresh(self, now_s: float) -> list[PrefillInstance]:
         """After any change; the prefill instances that are up."""
-        for gone in [i for i, since_s in self.down_s.items() if since_s + _FORGET_DOWN_S <= now_s]:
+        lost = [i for i in self.down_s if i not in self.drained]
+        for gone in [i for i in lost if self.down_s[i] + _FORGET_DOWN_S <= now_s]:
             # Removed for good, as far as anybody can tell; under churn the books would only grow.
             decode = self.decode.get(gone)
             if decode is None or not decode.has_outstanding:
@@ -75,6 +86,7 @@ class Membership:
     def _up(self, event: InstanceUp) -> None:
         name, is_prefill = event.instance, event.role == "prefill"
         self.down_s.pop(name, None)
+        self.drained.discard(name)
         (self.decode if is_prefill else self.prefill).pop(name, None)
         known = self.prefill.get(name) or self.decode.get(name)
         if known is not None and known.dp_size == event.dp_size:
@@ -92,6 +104,7 @@ class Membership:
 
     def _forget(self, name: InstanceId) -> None:
         self.down_s.pop(name, None)
+        self.drained.discard(name)
         self.decode.pop(name, None)
         self.prefill.pop(name, None)
         self._prefix.forget(name)

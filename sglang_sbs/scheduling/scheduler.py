@@ -163,7 +163,7 @@ class Scheduler:
             case ev.InstanceUp():
                 self._on_up(event, now_s, out)
             case ev.InstanceDown():
-                if self._members.down(event.instance, now_s):
+                if self._members.down(event, now_s):
                     self._on_topology_change(now_s, out)
             case ev.BlocksStored() | ev.BlocksRemoved() | ev.BlocksCleared():
                 self.prefix.on_blocks(event)
@@ -210,6 +210,10 @@ class Scheduler:
     def is_up(self, instance: ev.InstanceId) -> bool:
         """Whether new requests may go there."""
         return instance not in self._members.down_s
+
+    def is_drained(self, instance: ev.InstanceId) -> bool:
+        """Whether it works, and takes no new requests."""
+        return instance in self._members.drained
 
     # Requests -----------------------------------------------------------------------------
 

@@ -45,6 +45,8 @@ class PrefillState(msgspec.Struct, frozen=True):
     """C_chunk per rank."""
     barrier: bool = True
     """False: each rank makes passes of its own, so that ``passes`` counts those of all ranks."""
+    drained: bool = False
+    """It works, and takes no new requests."""
     stalled: bool = False
     """It has work that no pass takes, so nothing more is sent there."""
 
@@ -64,6 +66,8 @@ class DecodeState(msgspec.Struct, frozen=True):
     ranks: list[DecodeRankState]
     kv_capacity_tokens: int = 0
     """Per rank; 0: unknown."""
+    drained: bool = False
+    """It works, and takes no new requests."""
 
 
 class Snapshot(msgspec.Struct, frozen=True):
@@ -116,9 +120,7 @@ def snapshot_of(scheduler: Scheduler, now_s: float) -> Snapshot:
             _prefill_state(instances, scheduler, now_s)
             for instances in workers_of([*scheduler.prefill.values()])
         ],
-        decode=[
-            _decode_state(one, scheduler.is_up(one.id), now_s) for one in scheduler.decode.values()
-        ],
+        decode=[_decode_state(one, scheduler, now_s) for one in scheduler.decode.values()],
         prefix_blocks=len(scheduler.prefix.prefill) + len(scheduler.prefix.decode),
         queue_classes={name: waiting[name] for name in CLASSES},
         holding=getattr(scheduler.policy, "holding", scheduler.policy.holds),
@@ -154,15 +156,17 @@ def _prefill_state(instances: Worker, scheduler: Scheduler, now_s: float) -> Pre
         ],
         chunk_tokens=instances[0].chunk_tokens,
         barrier=instances[0].id == instances[0].worker,
+        drained=scheduler.is_drained(instances[0].id),
         stalled=any(i.takes_nothing for i in instances),
     )
 
 
-def _decode_state(instance: DecodeInstance, is_up: bool, now_s: float) -> DecodeState:
+def _decode_state(instance: DecodeInstance, scheduler: Scheduler, now_s: float) -> DecodeState:
     ranks = [
         DecodeRankState(load.running, load.kv_tokens, len(rank.flight), rank.cursor.age_s(now_s))
         for rank, load in zip(instance.ranks, instance.loads(), strict=True)
     ]
     capacity_tokens = instance.kv_capacity_tokens
     known_tokens = 0 if capacity_tokens == UNLIMITED else capacity_tokens
-    return DecodeState(instance.id, is_up, ranks, known_tokens)
+    up, drained = scheduler.is_up(instance.id), scheduler.is_drained(instance.id)
+    return DecodeState(instance.id, up, ranks, known_tokens, drained)

@@ -180,3 +180,16 @@ def test_a_log_tells_a_person_of_its_switches(tmp_path: Path, capsys) -> None:
     log.close()
     assert main(["log", str(path)]) == 0
     assert "the policy was switched: eta at +2.5 s" in capsys.readouterr().out
+
+
+def test_what_is_held_before_a_switch_is_put_in_the_new_policy_s_order() -> None:
+    driver = Driver(policy="eta").up(prefill=2)
+    for number in range(4):
+        driver.arrive(f"first{number}", 1000)
+    busy(driver, "p0", "p1")
+    driver.tell(PolicySwitched(policy="sbs"))
+    driver.arrive("plain", 400)
+    driver.wait(0.001)
+    driver.arrive("urgent", 400, priority=5)
+    waiting = [request.rid for request in driver.scheduler.queue.in_order()]
+    assert waiting == ["urgent", "plain"]

@@ -158,6 +158,8 @@ class Watch:
     def _emit(self, event: Event) -> None:
         """What the registry says of instances; their KV events are followed while they are up."""
         self._submit(event)
+        if isinstance(event, InstanceDown) and event.drained:
+            return  # it goes on publishing
         if isinstance(event, InstanceUp | InstanceDown) and (
             worker := self.registry.get(event.instance)
         ):

@@ -134,8 +134,8 @@ class Registry:
     def remove(self, worker: Worker) -> None:
         """No new requests from now on; those in flight there run to their end."""
         worker.draining = True
-        self.refresh(worker)
         self._workers.pop(worker.url, None)
+        self.refresh(worker)
         self._aliases = {alias_key(url): url for url in reversed(self._workers)}
         logger.info("worker %s (%s) removed", worker.url, worker.role)
         self._removed(worker)
@@ -430,13 +430,14 @@ class Registry:
 
     def refresh(self, worker: Worker) -> None:
         """Tell the scheduler if the worker's usability changed."""
-        if worker.usable == worker.announced:
+        resting = worker.draining and worker.sound and worker.url in self._workers
+        if (worker.usable, resting) == (worker.announced, worker.resting):
             return
-        worker.announced = worker.usable
+        worker.announced, worker.resting = worker.usable, resting
         self._announce_anew(worker)
         if not worker.announced:
             self._let_in(worker.role)
-            self._emit(InstanceDown(instance=worker.url))
+            self._emit(InstanceDown(instance=worker.url, drained=resting))
 
     def _let_in(self, role: InstanceRole) -> None:
         """A doubtful worker beats none: with nobody else left, open breakers do not count."""

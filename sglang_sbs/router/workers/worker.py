@@ -63,6 +63,8 @@ class Worker(WorkerFacts, kw_only=True, eq=False):
     id: str = field(default_factory=lambda: str(uuid.uuid4()))
     announced: bool = False
     """The scheduler was told ``InstanceUp`` last."""
+    resting: bool = False
+    """It was told last that the worker is drained, and works."""
     active: int = 0
     """Legs in flight here."""
     parked: int = 0
@@ -154,8 +156,12 @@ class Worker(WorkerFacts, kw_only=True, eq=False):
 
     @property
     def usable(self) -> bool:
-        sound = self.healthy and not self.draining and self.breaker.state != "open"
-        return sound and self.info is not None
+        return self.sound and not self.draining
+
+    @property
+    def sound(self) -> bool:
+        """It could take requests."""
+        return self.healthy and self.breaker.state != "open" and self.info is not None
 
     def report_age_s(self, now_s: float) -> float | None:
         """Since the last EndForward of any rank; ``None`` if there never was one."""

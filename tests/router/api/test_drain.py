@@ -7,6 +7,8 @@ from typing import Any
 
 from router_harness import Cluster, cluster, until
 
+from sglang_sbs.scheduling.events import InstanceDown
+
 
 async def change(c: Cluster, url: str, what: str, **kwargs: Any) -> tuple[int, Any]:
     worker = c.server.registry.get(url)
@@ -59,11 +61,20 @@ async def test_it_stays_drained_when_its_engine_restarts_and_twice_is_once() -> 
         registry = c.server.registry
         worker = registry.get(url)
         assert worker is not None
+        downs: list[InstanceDown] = []
+
+        def observe(event: Any, commands: Any, now_s: float) -> None:
+            if isinstance(event, InstanceDown):
+                downs.append(event)
+
+        c.server.dispatcher.pump.observer = observe
         for _ in range(2):
             assert (await change(c, url, "drain"))[0] == 200
         registry.set_healthy(worker, False, "it restarts")
         registry.set_healthy(worker, True)
         assert not worker.usable
+        # The scheduler is told of each: what it believed of the engine is over, then that it works.
+        assert [one.drained for one in downs] == [True, False, True]
         await asyncio.gather(*(c.generate(text="a") for _ in range(4)))
         assert c.prefill[0].requests == []
         assert len(c.prefill[1].requests) == 4
