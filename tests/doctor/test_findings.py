@@ -33,8 +33,9 @@ from sglang_sbs.doctor.checks.cluster import attention_tp
 from sglang_sbs.doctor.examine import CATALOGUE, gather, judge
 from sglang_sbs.doctor.facts import ClusterFacts, EngineFacts
 from sglang_sbs.doctor.findings import CLUSTER, Finding, Severity
+from sglang_sbs.doctor.gathering import endforward
 from sglang_sbs.doctor.options import parse_options
-from sglang_sbs.engine.publish import Publisher
+from sglang_sbs.engine.publish import Publisher, resolve_endpoints
 from sglang_sbs.wire import encode_endforward
 from sglang_sbs.wire.curve import keys_of
 from sglang_sbs.wire.endforward import KvAddress
@@ -325,8 +326,19 @@ async def test_the_same_secret_is_heard_and_another_one_is_told(tmp_path: Path) 
     assert "endforward.key" in ids(findings, CLUSTER)
 
 
-async def test_engines_that_listen_are_dialled() -> None:
+async def test_engines_that_listen_are_dialled_by_address(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """libzmq would look a name up in the thread that receives everything."""
     port = free_ports(DP)[0]
+    name = "engine.invalid"  # no real name server has it
+    named = [f"tcp://{name}:{port + rank}" for rank in range(DP)]
+    monkeypatch.setattr(endforward, "publisher_endpoints", lambda *_: named)
+
+    def resolve(host: str, port: int) -> frozenset[str]:
+        return resolve_endpoints("127.0.0.1" if host == name else host, port)
+
+    monkeypatch.setattr(endforward, "resolve_endpoints", resolve)
     async with rig() as r:
         engine = r.prefill[0]
         engine.hush()

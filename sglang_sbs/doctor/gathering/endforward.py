@@ -16,7 +16,7 @@ import zmq
 
 from sglang_sbs.doctor.facts import EngineFacts, Heard, RankHeard, key_differs, may_speak_unseen
 from sglang_sbs.doctor.options import DoctorOptions
-from sglang_sbs.engine.config import split_tcp
+from sglang_sbs.engine.config import join_tcp, split_tcp
 from sglang_sbs.engine.publish import resolve_endpoints
 from sglang_sbs.router.signals.endforward_listener import publisher_endpoints
 from sglang_sbs.router.signals.endforward_socket import peer_of
@@ -122,8 +122,16 @@ class Ear:
         """Connect to an engine that listens itself."""
         if facts.sbs is None or not facts.sbs.bind or key_differs(self._options, facts):
             return
+        address = ""
         for endpoint in publisher_endpoints(facts.url, facts.sbs.bind, facts.known.dp_size):
-            self._dialling.connect(endpoint)
+            host, port = split_tcp(endpoint)
+            try:
+                # Looked up here: libzmq would do it in the thread that receives everything.
+                address = address or split_tcp(min(resolve_endpoints(host, port)))[0]
+            except OSError as error:
+                self._heard.failed[endpoint] = str(error)
+                return
+            self._dialling.connect(join_tcp(address, port))
             self._heard.dialled.append(endpoint)
 
     def _receive(self, until_s: float, monitors: Sequence[zmq.Socket[bytes]]) -> None:

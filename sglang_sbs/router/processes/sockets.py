@@ -5,13 +5,15 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import threading
+import math
+import random
 from collections.abc import Callable, Sequence
 
 import zmq
 
 from sglang_sbs.router.processes import messages
 from sglang_sbs.router.processes.messages import FromScheduler, ToScheduler, encode
+from sglang_sbs.router.signals.dialler import Dialler, host_name_of
 from sglang_sbs.router.signals.inbox import endpoint_of
 from sglang_sbs.router.signals.peer_limit import PeerLimit, most_peers
 from sglang_sbs.wire import MalformedMessage
@@ -27,6 +29,11 @@ _HEARTBEAT_MS = 1000
 _UNHEARD_MS = 4000
 """A connection on which nothing is heard, or not made, for so long is made anew: a network that
 swallows everything breaks none."""
+
+_HEARD_S = 10.0
+"""A line on which something came within this time is left where it is."""
+_FOLLOW_S = 2.0
+"""Until the name of a scheduler that is not heard is looked up again: it may have moved."""
 
 
 class _Socket:
@@ -127,10 +134,23 @@ class FrontEndSocket(_Socket):
         options = {zmq.IMMEDIATE: 1, zmq.RECONNECT_IVL: 50, zmq.RECONNECT_IVL_MAX: 500}
         super().__init__(zmq.DEALER, "the scheduler", options)
         self._receive = receive
+        self._heard_s = -math.inf
+        # Behind one name there may be several schedulers: each new line tries any of them.
+        self._dialler = Dialler(
+            self._socket,
+            "scheduler's messages",
+            self._soon,
+            stands=lambda: self._loop.time() - self._heard_s < _HEARD_S,
+            first=random.randrange,
+            follow_s=_FOLLOW_S,
+        )
         try:
             if keys is not None:
                 keys.connect(self._socket)
-            self._socket.connect(endpoint)
+            if host_name_of(endpoint):
+                self._dialler.dial([endpoint])
+            else:
+                self._socket.connect(endpoint)
             self.watch()
         except BaseException:
             self.close()
@@ -140,16 +160,15 @@ class FrontEndSocket(_Socket):
         return self.send(encode(message))
 
     def take(self, frames: list[bytes]) -> None:
-        self._receive(messages.decode_from_scheduler(frames))
+        message = messages.decode_from_scheduler(frames)
+        self._heard_s = self._loop.time()
+        self._receive(message)
 
     def close(self, linger_ms: int = 0) -> None:
-        """``linger_ms``: for last words. Without any nothing is waited for: libzmq's thread may be
-        in a look-up of the scheduler's name, which can take many seconds."""
+        """``linger_ms``: for last words."""
+        self._dialler.close()
         super().close(linger_ms)
-        if linger_ms:
-            self._context.term()
-        else:
-            threading.Thread(target=self._context.term, name="closing a line", daemon=True).start()
+        self._context.term()
 
 
 class SchedulerSocket(_Socket):

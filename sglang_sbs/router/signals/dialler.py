@@ -54,14 +54,20 @@ class Dialler:
         what: str,
         used: Callable[[], object] = lambda: None,
         stands: Callable[[], bool] | None = None,
+        first: Callable[[int], int] = lambda _count: 0,
+        follow_s: float = 0.0,
     ) -> None:
         """``what`` comes from there, in the log. ``used`` is called after the socket was used,
         which may have used up an edge of its descriptor. ``stands``: whether its connection does,
-        if that is known; where it does not, the next address of the name is tried."""
+        if that is known; where it does not, the next address of the name is tried. ``first``: which
+        of so many addresses is tried first. ``follow_s``: until a name with an address is looked up
+        again; 0: the usual time."""
         self._sock = sock
         self._what = what
         self._used = used
         self._stands = stands
+        self._first = first
+        self._follow_s = follow_s
         self._wanted: Collection[str] = ()
         self._connected: set[str] = set()
         """Endpoints, with addresses only."""
@@ -99,10 +105,13 @@ class Dialler:
                         told = True
                         text = "no %s from %r: %s; looking the name up again"
                         logger.warning(text, self._what, name, error)
-            await asyncio.sleep(_FOLLOW_S if name in self._addresses else _AGAIN_S)
+            follow_s = self._follow_s or _FOLLOW_S
+            await asyncio.sleep(follow_s if name in self._addresses else _AGAIN_S)
 
     def _choose(self, name: str, found: list[str]) -> None:
-        used, number = self._addresses.get(name, ""), 0
+        used = self._addresses.get(name, "")
+        # IPv6 only where there is nothing else.
+        number = self._first(sum(":" not in address for address in found) or len(found))
         if used in found:
             if self._stands is None or self._stands():
                 return

@@ -14,7 +14,11 @@ import zmq
 from endforward_setup import Setup
 from router_harness import until
 
+from sglang_sbs.router import name_lookup
 from sglang_sbs.router.name_lookup import NameLookup, RouterLoop
+from sglang_sbs.router.processes import sockets
+from sglang_sbs.router.processes.messages import VERSION, Alive, FromScheduler, Hello
+from sglang_sbs.router.processes.sockets import FrontEndSocket, SchedulerSocket
 from sglang_sbs.router.signals import dialler
 from sglang_sbs.router.signals.dialler import Dialler, host_name_of
 from sglang_sbs.router.signals.kv_subscriber import KvEventSubscriber
@@ -28,6 +32,7 @@ NAME = "engine.invalid"
 """No real name server has it."""
 NOWHERE = "127.0.0.9"
 LIMIT_S = 30
+HELLO = Hello(version=VERSION, front_end="me", name="a test")
 
 
 class Dns:
@@ -163,3 +168,39 @@ def test_an_engine_that_moved_is_found_at_its_new_address() -> None:
 def test_endpoints_with_names() -> None:
     assert host_name_of("tcp://a.b:1") == "a.b"
     assert not any(map(host_name_of, ("tcp://1.2.3.4:5", "tcp://[::1]:5", "ipc:///tmp/a:1")))
+
+
+def test_a_scheduler_is_dialled_by_address_and_followed_when_it_moves(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """libzmq is never given the name, however it is answered."""
+    monkeypatch.setattr(sockets, "_HEARD_S", 0.0)
+    monkeypatch.setattr(sockets, "_FOLLOW_S", 0.01)
+    monkeypatch.setattr(name_lookup, "FRESH_S", 0.0)
+
+    async def main(dns: Dns) -> None:
+        heard: list[FromScheduler] = []
+        scheduler = SchedulerSocket(lambda identity, _: scheduler.tell(identity, Alive()))
+        port = scheduler.open("tcp://127.0.0.1:*", None).rpartition(":")[2]
+        hanging = FrontEndSocket(None, f"tcp://{HANGS}:{port}", heard.append)
+        line = FrontEndSocket(None, f"tcp://{NAME}:{port}", heard.append)
+
+        def answered() -> bool:
+            line.tell(HELLO)
+            return bool(heard)
+
+        try:
+            await until(answered)
+            assert {HANGS, NAME} <= set(dns.asked)
+            assert not hanging.tell(HELLO)
+            dns.addresses = [NOWHERE]
+            await until(lambda: not line.tell(HELLO))
+            dns.addresses = [NOWHERE, "127.0.0.1"]
+            heard.clear()
+            await until(answered)
+        finally:
+            hanging.close()  # returns, though its name hangs
+            line.close()
+            scheduler.close()
+
+    on_loop(main)
