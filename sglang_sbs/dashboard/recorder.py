@@ -28,6 +28,8 @@ from sglang_sbs.scheduling.events import (
     Dispatch,
     Event,
     ForwardEnded,
+    InstanceDown,
+    InstanceUp,
     PolicySwitched,
     PrefillDone,
     Refuse,
@@ -130,6 +132,8 @@ class Recorder:
             case PrefillDone():
                 place = self._placed.pop(event.rid, ("", 0))
                 self.ttft.prefilled(event.rid, now_s, self._pass_history.last_end_s(*place))
+            case InstanceUp() | InstanceDown():
+                self._follow(now_s)
             case PolicySwitched():
                 self.ttft.gain.policy_changed(now_s)
             case RequestEnded():

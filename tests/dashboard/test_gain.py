@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import random
+import time
 from collections.abc import Sequence
 from statistics import fmean
 from typing import Any
 
 import pytest
+import router_harness
 
 from sglang_sbs.dashboard.gain import (
     LEAST_MINUTES,
@@ -235,3 +237,23 @@ def test_after_a_switch_of_the_policy_only_what_runs_now_counts() -> None:
         gain.add(MINUTE_S * minute + 40, figures)
     assert gain.ratios(12 * MINUTE_S)["eta"].ratio == pytest.approx(0.5)
     assert gain.summary(11 * MINUTE_S, ABOUT)["why"].startswith("not known yet: 2 of 3")
+
+
+async def test_a_router_estimates_while_nobody_looks_and_exports_the_ratio() -> None:
+    async with router_harness.cluster(scheduler=Scheduler(SchedulerConfig())) as running:
+        recorder = running.server._schedulers.feed.recorder
+        assert recorder is not None
+        status, _ = await running.generate(text="hello", sampling_params={"max_new_tokens": 2})
+        assert status == 200
+        await router_harness.until(lambda: len(recorder.ttft._samples) == 1)
+        number = int(time.monotonic() // MINUTE_S)
+        for minute in range(number - 5, number):
+            figures = {"modelled": 0.5, "measured": 0.5, "eta": 0.625, "round_robin": 1.0}
+            recorder.ttft.gain.add(MINUTE_S * minute, figures)
+        async with running.client.get(
+            f"http://127.0.0.1:{running.server.prometheus_port}/metrics"
+        ) as answer:
+            page = await answer.text()
+        assert 'sbs_gain_ratio{baseline="eta",bound="ratio"} 0.8' in page
+        assert 'sbs_gain_ratio{baseline="round_robin",bound="high"} 0.5' in page
+        assert running.server._schedulers.gain().startswith("gain: mean TTFT 0.50x of round_robin")

@@ -265,6 +265,9 @@ def test_the_line_of_a_minute_has_the_figures_and_begins_anew() -> None:
     )
     minute.requests = 1
     assert minute.take() == "last minute: 1 request; none refused"
+    minute.requests = 1
+    gain = "gain: mean TTFT 0.55x of round_robin (0.50 to 0.60)"
+    assert minute.take(gain) == f"last minute: 1 request; none refused; {gain}"
 
 
 async def test_the_minute_counts_what_clients_got() -> None:
