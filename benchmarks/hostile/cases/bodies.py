@@ -106,7 +106,7 @@ async def deep(target: Target) -> None:
 
 def _logit_bias(size: int) -> bytes:
     entry = b'"%d":-1,'
-    entries = b"".join(entry % token for token in range(100_000))
+    entries = b"".join(entry % token for token in range(130_000))
     repeated = entries * (size // len(entries)) + entries[: size % len(entries)].rpartition(b",")[0]
     return b'{"text":"x","sampling_params":{"logit_bias":{%b}}}' % repeated
 
@@ -121,7 +121,7 @@ async def logit_bias_large(target: Target) -> None:
     await target.post(_logit_bias(31_000_000))
 
 
-@case("logit-bias-chat", "3 MB of logit_bias of a chat, and of 100 texts")
+@case("logit-bias-chat", "1.3 MB of logit_bias of a chat, and of 100 texts")
 async def logit_bias_chat(target: Target) -> None:
     generate = orjson.loads(_logit_bias(3_000_000))
     bias = generate["sampling_params"]

@@ -20,9 +20,9 @@ async def special_tokens(target: Target) -> None:
     "uncut-texts", "one word of 60 KB, of 250 KB and of 900 KB, which are tokenized", tokenizer=True
 )
 async def uncut_texts(target: Target) -> None:
-    """Each is sent alone: memory is that of the largest growth, over all of them."""
     for size in (60_000, 250_000, 900_000):
         await target.post(b'{"text":"%b"}' % (b"x" * size))
+    target.sent_bytes = 900_000
 
 
 def _nested(size: int) -> bytes:
@@ -40,6 +40,7 @@ async def _render(target: Target, size: int) -> None:
     for body in (tools, arguments):
         await target.post(body, _CHAT)
         await target.post(body, "/v1/tokenize")
+    target.sent_bytes = len(arguments)  # one after the other
 
 
 @case("nested-tools", "90 KB of tools nested 400 deep, tojson(indent=4)", tokenizer=True)
@@ -64,3 +65,4 @@ async def tools_text(target: Target) -> None:
 async def detokenize(target: Target) -> None:
     for size in (4_000_000, 1_000_000):
         await target.post(b'{"tokens":[%b1]}' % (b"100," * (size // 4)), "/v1/detokenize")
+    target.sent_bytes = 4_000_000  # one after the other

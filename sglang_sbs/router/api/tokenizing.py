@@ -11,6 +11,7 @@ from typing import Any
 
 import orjson
 from aiohttp import web
+from tokenizers import Tokenizer
 
 from sglang_sbs.dashboard.pages import Handler
 from sglang_sbs.router.api.bodies import json_answer
@@ -36,6 +37,10 @@ _MAX_BODY_BYTES = 4 << 20
 """Of text or ids in JSON: a larger body would hold up the event loop while it is read."""
 _MOST_BACKLOG_BYTES = 16 << 20
 _MOST_TEXTS = 1024
+_PART_IDS = 1 << 14
+_AROUND_IDS = 8
+"""On each side of a place where ids may be parted."""
+_TRIES = 16
 _MOST_IDS = 1 << 18
 """Largest number of ids in one request: more than a model's context, answered without a pause."""
 
@@ -167,10 +172,30 @@ def _text(tokenizer: ChatTokenizer, raw: bytes | bytearray) -> dict[str, Any]:
     ids = [_ids(one) for one in lists]
     if sum(map(len, ids)) > _MOST_IDS:
         raise bad_request(f"tokens has over {_MOST_IDS} ids")
-    # Unlike ``decode`` this lets other threads run meanwhile.
-    decode = tokenizer.tokenizer.decode_batch
-    texts = decode([one.tolist() for one in ids], skip_special_tokens=skip is not False)
+    texts = [_decoded(tokenizer.tokenizer, one, skip=skip is not False) for one in ids]
     return {"text": texts if several else texts[0]}
+
+
+def _decoded(tokenizer: Tokenizer, ids: array[int], *, skip: bool) -> str:
+    """The text of ``ids``, made in parts where that comes to the same: a decoder takes 60 bytes an
+    id while it works. ``skip``: special tokens are left out."""
+
+    def texts(*lists: array[int]) -> list[str]:
+        # Unlike ``decode`` this lets other threads run meanwhile.
+        return tokenizer.decode_batch([one.tolist() for one in lists], skip_special_tokens=skip)
+
+    parts, start = [], 0
+    while len(ids) - start > _PART_IDS:
+        for end in range(start + _PART_IDS, start + _PART_IDS - _TRIES, -1):
+            left, right = ids[end - _AROUND_IDS : end], ids[end : end + _AROUND_IDS]
+            whole, *halves = texts(left + right, left, right)
+            if whole == "".join(halves):
+                break
+        else:  # as with decoders that strip the first space of a text
+            break
+        parts += texts(ids[start:end])
+        start = end
+    return "".join((*parts, *texts(ids[start:])))
 
 
 def _ids(raw: Raw) -> array[int]:

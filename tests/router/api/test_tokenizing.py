@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from array import array
 from typing import Any
 
 import pytest
 from router_harness import Cluster, cluster
 
+from sglang_sbs.router.api import tokenizing
 from sglang_sbs.router.prompts.chat_tokenizer import ChatTokenizer
 from tools.cpu_engine.tiny_model import cached_tiny_model
 
@@ -68,6 +70,34 @@ async def test_what_cannot_be_meant_is_said(path: str, body: Any, says: str) -> 
         status, answer = await asked(c, f"/v1/{path}", body)
         assert status == 400
         assert says in answer["error"]["message"]
+
+
+@pytest.mark.parametrize("skip", [True, False])
+def test_many_ids_become_text_in_parts(skip: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Letters of several tokens are never parted; nobody gets all ids at once."""
+    monkeypatch.setattr(tokenizing, "_PART_IDS", 32)
+    tokenizer = ChatTokenizer.load(MODEL).tokenizer
+    ids = array("I", tokenizer.encode((TEXT + "😀" * 9) * 40).ids)
+    most = 0
+
+    class Watched:
+        def decode_batch(self, lists: list[list[int]], **more: Any) -> list[str]:
+            nonlocal most
+            most = max(most, *map(len, lists))
+            return tokenizer.decode_batch(lists, **more)
+
+    watched: Any = Watched()
+    expected = tokenizer.decode(ids.tolist(), skip_special_tokens=skip)
+    assert tokenizing._decoded(watched, ids, skip=skip) == expected
+    assert most <= 32 < len(ids) // 10
+
+    class Strips(Watched):
+        """As decoders that strip the first space: no place to part the ids."""
+
+        def decode_batch(self, lists: list[list[int]], **more: Any) -> list[str]:
+            return [text[1:] for text in super().decode_batch(lists, **more)]
+
+    assert tokenizing._decoded(Strips(), ids, skip=skip) == expected[1:]
 
 
 async def test_a_body_without_end_is_refused() -> None:
