@@ -62,6 +62,13 @@ _MESSAGE_SAMPLING = ("temperature", "top_p", "top_k", "max_tokens")
 """Sampling parameters of Anthropic's API; SGLang checks them as those of a chat."""
 _DEFAULT_MAX_TOKENS = {"generate": 128, "completions": 16, "chat": None, "messages": None}
 
+_CHAT_MEMBERS = (
+    "messages", "tools", "tool_choice", "chat_template_kwargs", "continue_final_message",
+    "reasoning", "reasoning_effort", "thinking", "task",
+)  # fmt: skip
+"""What the prompt of a chat is made of. Others stay JSON: ``logit_bias`` would be 15 times as large
+as objects."""
+
 MOST_READ_BYTES = 4 << 20
 """A longer text is not looked at: its length is estimated, and the engine may well refuse it."""
 MOST_IDS_BYTES = 8 << 20
@@ -319,8 +326,11 @@ def _chat_prompt(raw: bytes | bytearray, body: _Body) -> Prompt:
         read = _read("input_ids", ids)
     else:
         body.pop("input_ids", None)  # it is null
-        small = len(raw) <= MOST_READ_BYTES
-        read = (value_of(raw), 0, 0) if small else (None, 0, 1 + text_bytes_of(body["messages"]))
+        if len(raw) <= MOST_READ_BYTES:
+            of_prompt = ((name, body[name]) for name in _CHAT_MEMBERS if name in body)
+            read = value_of(b"".join((b"{", joined(of_prompt), b"}"))), 0, 0
+        else:
+            read = None, 0, 1 + text_bytes_of(body["messages"])
     alone = is_alone(body)
     return Prompt(*read, b"", b"", namespace_of(body), alone, takes_ids=alone and ids is None)
 

@@ -174,3 +174,10 @@ def test_impossible_batches_are_refused(body: dict[str, Any]) -> None:
     with pytest.raises(RouterError) as error:
         plan("generate", **body)
     assert error.value.status == 400
+
+
+def test_only_what_makes_the_prompt_of_a_chat_becomes_objects() -> None:
+    chat = {"messages": [{"role": "user", "content": "x"}], "tools": [], "reasoning_effort": "low"}
+    body = chat | {"logit_bias": {"1": 2}, "extra": [[]], "model": "m", "temperature": 1}
+    (prompt,) = plan_request("chat", orjson.dumps(body)).prompts
+    assert prompt.value == chat
