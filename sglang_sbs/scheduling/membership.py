@@ -85,12 +85,15 @@ class Membership:
 
     def _up(self, event: InstanceUp) -> None:
         name, is_prefill = event.instance, event.role == "prefill"
+        relaunched = name in self.down_s and name not in self.drained
         self.down_s.pop(name, None)
         self.drained.discard(name)
         (self.decode if is_prefill else self.prefill).pop(name, None)
         known = self.prefill.get(name) or self.decode.get(name)
         if known is not None and known.dp_size == event.dp_size:
             known.set_limits(event)
+        elif known is not None and not relaunched:
+            known.resize(event)
         elif is_prefill:
             self.prefill[name] = PrefillInstance(
                 event,

@@ -58,8 +58,8 @@ warning limits.dp-one -> start prefill engines with --attn-dp-size N, N > 1 (bef
     --dp-size N --enable-dp-attention)
 warning limits.no-dp-attention -> write --attn-dp-size N instead of --dp-size N (before SGLang
     0.5.22: add --enable-dp-attention)
-warning limits.elastic -> start the engine without --elastic-ep-backend, or restart it when ranks
-    have joined or left
+note limits.elastic -> nothing; expect requests to a rank that leaves to fail, and its place in the
+    cluster to be right again within seconds
 note limits.no-barrier -> nothing, if that is wanted: SBS needs no setting for it
 warning limits.no-chunking -> set --chunked-prefill-size (N tokens per rank x DP size)
 warning limits.chunk-small -> SGLang divides --chunked-prefill-size by the DP size: for N tokens per
@@ -191,7 +191,7 @@ def _limits(facts: EngineFacts, info: WorkerInfo) -> Iterator[_Said]:
     elif info.no_barrier and prefill:
         found.append(("limits.no-barrier", info.ranks))
     if (backend := text(facts.data, "elastic_ep_backend")) not in ("", "none"):
-        seen = f"--elastic-ep-backend {backend}: the router reckons with {info.dp_size} DP ranks"
+        seen = f"--elastic-ep-backend {backend}, now {info.dp_size} DP ranks"
         found.append(("limits.elastic", seen))
     if 0 < info.max_running_requests < MIN_RUNNING_REQUESTS:
         seen = f"{info.max_running_requests} requests per rank at most"

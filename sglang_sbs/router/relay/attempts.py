@@ -257,8 +257,10 @@ class Attempts:
 
     def _worker(self, role: Leg, url: str, rank: int) -> Worker:
         worker = self.registry.get(url)
-        if worker is None or worker.info is None:  # since it was chosen
-            why = f"worker {url} {'was removed' if worker is None else 'has been restarted'}"
+        left = worker is not None and worker.known.elastic and rank >= worker.dp_size
+        if worker is None or worker.info is None or left:  # since it was chosen
+            why = "was removed" if worker is None else "has been restarted"
+            why = f"worker {url} {f'has no DP rank {rank} any more' if left else why}"
             raise LegFailure(role, url, 503, f"{role}_unavailable", why)
         if not 0 <= rank < worker.dp_size:
             why = f"DP rank {rank} of {url} is outside [0, {worker.dp_size})"

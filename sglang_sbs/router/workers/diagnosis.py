@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from ipaddress import ip_address
 
 import msgspec
@@ -18,6 +19,13 @@ GATE_FAULTS = {
     "the plugin on every node, with the same SGLANG_SBS_GANG_GATE_MS?",
     GATE_ERRORS: "the gang gate turned itself off after errors: see the engine's log",
 }
+
+
+NO_KV_EVENTS = (
+    "publishes no KV events, so that nothing is known of its cache: start it with "
+    '--kv-events-config \'{"publisher": "zmq", "endpoint": "tcp://*:5557", '
+    '"replay_endpoint": "tcp://*:5657"}\', or use --sbs-prefix-source auto'
+)
 
 
 def as_reported(info: WorkerInfo, barrier: bool = False) -> WorkerInfo:
@@ -63,6 +71,26 @@ def why_stranger(info: WorkerInfo, report: EndForward) -> str:
         "SGLANG_SBS_INSTANCE_ID the same on two engines? (All nodes of one have to be given the "
         "same address.)"
     )
+
+
+def why_other_size(info: WorkerInfo, report: EndForward, is_known: bool) -> str:
+    """Why EndForward with another DP size than ``/server_info`` shows is not believed; empty: it
+    is. ``is_known``: the boot is the engine's own. A DP rank that was there before others joined
+    or left (elastic EP) goes on reporting the size of then."""
+    if report.dp_size == info.dp_size:
+        return ""
+    if is_known and info.elastic and report.dp_rank < info.dp_size:
+        return ""
+    return (
+        f"EndForward says dp_size {report.dp_size}, /server_info says {info.dp_size}; its reports "
+        "are ignored. Is SGLANG_SBS_INSTANCE_ID of another engine set to this worker's URL?"
+    )
+
+
+def why_silent(ranks: Sequence[int]) -> str:
+    """``ranks``: those that send no EndForward, at least one."""
+    shown = ", ".join(map(str, ranks[:16])) + (" …" if len(ranks) > 16 else "")
+    return f"no EndForward from rank {shown}"
 
 
 def _are_apart(one: str, other: str) -> bool:

@@ -203,6 +203,7 @@ class Monitor:
     async def _recover(self, worker: Worker) -> bool:
         """After a time down the engine may be another one: read its limits again."""
         doubtful = not worker.healthy or worker.info is None or worker.recheck
+        doubtful = doubtful or (worker.known.elastic and self._registry.may_ask_again(worker))
         if doubtful and not await self._describe(worker):
             return False
         self._registry.set_healthy(worker, True)

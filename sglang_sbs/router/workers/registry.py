@@ -15,8 +15,11 @@ from sglang_sbs.router.workers.breaker import Breaker
 from sglang_sbs.router.workers.diagnosis import (
     AS_REPORTED,
     GATE_FAULTS,
+    NO_KV_EVENTS,
     as_reported,
     why_mute,
+    why_other_size,
+    why_silent,
     why_stranger,
 )
 from sglang_sbs.router.workers.kv_addresses import RefusedAddress, told_endpoints
@@ -38,11 +41,6 @@ BARRIER_S = 10.0
 """What EndForward says of the barrier is taken in at most this often, per worker."""
 _TOLD = set(WorkerInfo.__struct_fields__) & set(InstanceUp.__struct_fields__)
 _OF_PREFILL = {"captured_tokens", "overlap", "prefill_max_requests"}
-_NO_KV_EVENTS = (
-    "publishes no KV events, so that nothing is known of its cache: start it with "
-    '--kv-events-config \'{"publisher": "zmq", "endpoint": "tcp://*:5557", '
-    '"replay_endpoint": "tcp://*:5657"}\', or use --sbs-prefix-source auto'
-)
 _MAX_REMEMBERED = 256
 _MAX_PROBLEM_CHARS = 2048
 MUTE_AFTER_DISPATCHES = 3
@@ -155,6 +153,8 @@ class Registry:
         if worker.info is not None and worker.info.no_barrier == AS_REPORTED:
             info = as_reported(info)
         changed = worker.info != info
+        if worker.info is not None and worker.info.dp_size != info.dp_size:
+            worker.resized(info.dp_size)
         worker.info = info
         self._spell()
         launch = {f"launch{number}": text for number, text in enumerate(info.warnings)}
@@ -165,7 +165,7 @@ class Registry:
             worker.kv_events_missing = False  # of the engine before this one
         if not worker.kv_events_missing:
             lacking = self._prefix_source == "events" and info.radix_cache and not info.kv_events
-            self.report_problem(worker, "kv_events", _NO_KV_EVENTS if lacking else "")
+            self.report_problem(worker, "kv_events", NO_KV_EVENTS if lacking else "")
         given, port = worker.configured_bootstrap_port, worker.bootstrap_port
         if info.rust_server and given is not None and given != port:
             text = (
@@ -275,7 +275,7 @@ class Registry:
         known = worker.boots.get(rank)
         if known is not None and known != boot_id:
             if known == told:
-                self._suspect(worker, boot_id)
+                self._ask_again(worker, stranger=boot_id)
                 return False
             if not is_told and worker.quiet_s(self._clock()) < QUIET_S:
                 return False
@@ -287,13 +287,9 @@ class Registry:
             self.report_problem(worker, "role", text)
             return False
         if worker.info is not None:
-            if report.dp_size != worker.info.dp_size:
-                text = (
-                    f"EndForward says dp_size {report.dp_size}, /server_info says "
-                    f"{worker.info.dp_size}; its reports are ignored. Is SGLANG_SBS_INSTANCE_ID of "
-                    "another engine set to this worker's URL?"
-                )
-                self.report_problem(worker, "dp_size", text)
+            if other_size := why_other_size(worker.info, report, boot_id in (told, known)):
+                self._ask_again(worker)
+                self.report_problem(worker, "dp_size", other_size)
                 return False
             self._hear_of_barrier(worker, worker.info, report.barrier)
         self._hear_of_gang_gate(worker, rank, report.gang_gate)
@@ -391,15 +387,20 @@ class Registry:
 
     # Inside -----------------------------------------------------------------------------------
 
-    def _suspect(self, worker: Worker, boot_id: str) -> None:
-        """Restarted, or somebody else speaks in its name: have ``/server_info`` read again."""
+    def _ask_again(self, worker: Worker, stranger: str = "") -> None:
+        """Have ``/server_info`` read again. ``stranger``: a boot id that claims to be it."""
+        if self.may_ask_again(worker):
+            worker.stranger = stranger or worker.stranger
+            worker.recheck = True
+            self.doubted(worker)
+
+    def may_ask_again(self, worker: Worker) -> bool:
+        """Whether ``/server_info`` of a healthy worker may be read now, which then counts."""
         now_s = self._clock()
         if now_s - worker.rechecked_s < RECHECK_EVERY_S:
-            return
+            return False
         worker.rechecked_s = now_s
-        worker.stranger = boot_id
-        worker.recheck = True
-        self.doubted(worker)
+        return True
 
     @staticmethod
     def _retire(worker: Worker, boot_ids: Iterable[str]) -> None:
@@ -491,8 +492,7 @@ class Registry:
         last_s, ranks = worker.last_report_s, range(worker.info.dp_size)
         silent = [r for r in ranks if now_s - last_s.get(r, -1e9) >= SILENT_AFTER_S]
         if silent:
-            shown = ", ".join(map(str, silent[:16])) + (" …" if len(silent) > 16 else "")
-            self.report_problem(worker, "signal", f"no EndForward from rank {shown}")
+            self.report_problem(worker, "signal", why_silent(silent))
             if len(silent) == len(ranks):
                 self.doubted(worker)
         else:

@@ -43,6 +43,9 @@ _MAX_GRAPHS = 256
 _MAX_TIMEOUT_S = 3600
 _BIGRAM_ALGORITHMS = ("EAGLE", "EAGLE3", "NEXTN", "FROZEN_KV_MTP")
 NO_DP_ATTENTION = "no DP attention"
+_REPLICAS = (
+    "its DP ranks are independent replicas, so batching them into one forward pass gains nothing"
+)
 
 
 class UnusableWorker(ValueError):
@@ -144,6 +147,8 @@ class WorkerInfo(msgspec.Struct, frozen=True, kw_only=True):
     """Overlap scheduling, SGLang's default."""
     no_barrier: str = ""
     """Why its DP ranks make passes each for itself; empty: they make them together."""
+    elastic: bool = False
+    """DP ranks may join and leave while it runs (``--elastic-ep-backend``)."""
     rust_server: bool = False
     """Every DP rank serves HTTP itself, and only for itself (``SGLANG_RUST_SERVER=1``)."""
     node_hosts: tuple[str, ...] = ()
@@ -211,10 +216,7 @@ def parse_server_info(data: dict[str, Any], role: InstanceRole) -> WorkerInfo:
     no_barrier = _why_no_barrier(data, dp_size, sbs)
     most_tokens, warnings = _count(data.get("max_prefill_tokens")), list[str]()
     if no_barrier == NO_DP_ATTENTION:
-        warnings.append(
-            f"dp_size is {dp_size} without DP attention: its DP ranks are independent replicas, so "
-            "batching them into one forward pass gains nothing"
-        )
+        warnings.append(f"dp_size is {dp_size} without DP attention: {_REPLICAS}")
     method = _text(data.get("load_balance_method"))
     choice = rank_choice_of(numbers, method) if role == "decode" else "free"
     if choice == "engine" and dp_size > 1:
@@ -252,6 +254,7 @@ def parse_server_info(data: dict[str, Any], role: InstanceRole) -> WorkerInfo:
         transfer_backend=_text(data.get("disaggregation_transfer_backend")),
         allocates_late=role == "decode" and allocation == "prefill_complete",
         overlap=data.get("disable_overlap_schedule") is not True,
+        elastic=_text(data.get("elastic_ep_backend")) not in ("", "none"),
         rust_server=rust_server,
         sbs=sbs,
         no_barrier=no_barrier,

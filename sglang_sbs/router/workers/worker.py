@@ -3,10 +3,12 @@ a worker goes through :class:`~.registry.Registry`."""
 
 from __future__ import annotations
 
+import logging
 import math
 import uuid
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import msgspec
 from msgspec import field
@@ -20,6 +22,8 @@ from sglang_sbs.router.workers.server_info import SbsBlock, WorkerInfo, ranks_in
 from sglang_sbs.scheduling.events import Event, InstanceRole
 from sglang_sbs.scheduling.prefill.stalled_work import StalledWork
 from sglang_sbs.wire.gangs import GangPart
+
+logger = logging.getLogger(__name__)
 
 _UNKNOWN = WorkerInfo()
 SILENT_AFTER_S = 5.0
@@ -148,6 +152,20 @@ class Worker(WorkerFacts, kw_only=True, eq=False):
     @property
     def dp_size(self) -> int:
         return self.known.dp_size
+
+    def resized(self, dp_size: int) -> None:
+        """DP ranks joined or left while it runs: forget the reports of those that left."""
+        said = self.url, self.role, self.dp_size, dp_size
+        logger.warning("worker %s (%s): DP ranks %d -> %d while it runs", *said)
+        of_ranks: tuple[dict[int, Any], ...] = (
+            *(self.boots, self.gates_at_fault, self.stalled, self.kv_endpoints, self.kv_refused),
+            *(self.speaks_from, self.last_report_s, self.reports, self.engine_holds),
+        )
+        for by_rank in of_ranks:
+            for rank in [rank for rank in by_rank if rank >= dp_size]:
+                del by_rank[rank]
+        for kind in ("gang_gate", "stalled", "dp_size"):  # the ranks that are left say it again
+            self.problems.pop(kind, None)
 
     @property
     def load(self) -> int:

@@ -117,6 +117,18 @@ class DecodeInstance:
         self._allocates_late = up.allocates_late
         self._all_changed()
 
+    def resize(self, up: InstanceUp) -> None:
+        """DP ranks joined or left while the engine runs (elastic EP); the first ones stay as they
+        are."""
+        size = self.dp_size = up.dp_size
+        del self.ranks[size:]
+        self.ranks += [DecodeRank() for _ in range(size - len(self.ranks))]
+        self._loads = [DecodeLoad(0, 0)] * size
+        self._rooms = [0] * size
+        self._stale = set(range(size))
+        self._heard_s = {rank: at_s for rank, at_s in self._heard_s.items() if rank < size}
+        self.set_limits(up)
+
     def may_park(self, tokens: int) -> None:
         """Each rank may be sent so many KV tokens more than it has room for, if it allocates late.
 

@@ -92,6 +92,20 @@ class PrefillBooks:
         self.model.captured_tokens = up.captured_tokens
         self._recount()
 
+    def resize(self, up: InstanceUp) -> None:
+        """DP ranks joined or left while the engine runs (elastic EP); the first ones stay as they
+        are."""
+        size = self.dp_size = up.dp_size
+        del self.ranks[size:]
+        self.ranks += [PrefillRank() for _ in range(size - len(self.ranks))]
+        for running in self.passes:
+            running.rids = {rid: at for rid, at in running.rids.items() if at[0] < size}
+            for of_ranks in (running.tokens, running.queued, running.pairs):
+                if of_ranks:
+                    del of_ranks[size:]
+                    of_ranks.extend([0] * (size - len(of_ranks)))
+        self.set_limits(up)
+
     def _set_room(self, up: InstanceUp) -> None:
         self.page = max(1, up.charged_page or up.page_size)
         """Tokens per page that a request is charged of the chunk."""

@@ -472,3 +472,42 @@ def test_work_that_no_pass_takes_is_a_problem_until_a_pass_begins() -> None:
     full = {"kv_tokens": 900, "kv_capacity_tokens": 1000}
     assert "its KV pool is full (900 of 1000 tokens)" in say(3, **waits, **full)
     assert say(4, kind="launch", extend_tokens=300, waiting_requests=1) == ""
+
+
+def test_another_dp_size_in_endforward_has_server_info_read_again_but_not_at_any_pace() -> None:
+    setup = Setup()
+    worker = setup.up("http://p:1")
+    for number in range(100):
+        setup.registry.reported(worker, report(2, dp_size=3 + number))
+    assert (setup.doubted, worker.recheck) == ([worker.url], True)
+    setup.now_s += 5.0
+    assert not setup.registry.reported(worker, report(2, dp_size=3))
+    assert setup.doubted == [worker.url] * 2
+
+
+def test_ranks_that_joined_or_left_are_announced_and_what_left_is_forgotten() -> None:
+    setup = Setup()
+    info = {"elastic": True, "sbs": SbsBlock(boot_id="b1")}
+    worker = setup.up("http://p:1", **info)
+    assert not setup.registry.reported(worker, report(2, dp_size=3))
+    setup.registry.described(worker, WorkerInfo(dp_size=3, chunk_tokens=512, **info))
+    up = setup.events[-1]
+    assert isinstance(up, InstanceUp) and up.dp_size == 3
+    assert not any(isinstance(event, InstanceDown) for event in setup.events)
+    assert setup.silenced == []  # requests in flight there go on
+    assert "dp_size" not in worker.problems
+    # The ranks of before report the size of before.
+    assert setup.registry.reported(worker, report(1, dp_size=2))
+    assert setup.registry.reported(worker, report(2, dp_size=3))
+    worker.gates_at_fault[2] = "errors"
+    setup.registry.described(worker, WorkerInfo(dp_size=2, chunk_tokens=512, **info))
+    assert worker.last_report_s.keys() == {1} and worker.gates_at_fault == {}
+    assert setup.events[-1].dp_size == 2  # type: ignore[union-attr]
+    assert not setup.registry.reported(worker, report(2, dp_size=3))
+
+
+def test_a_boot_that_is_not_the_engines_gets_no_rank_of_another_size_believed() -> None:
+    setup = Setup()
+    worker = setup.up("http://p:1", elastic=True, sbs=SbsBlock(boot_id="b1"))
+    assert not setup.registry.reported(worker, report(0, boot="other", dp_size=3))
+    assert "dp_size 3" in worker.problems["dp_size"]
