@@ -10,7 +10,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from model_engine import PrefillEngine
 
@@ -159,13 +159,16 @@ def sent_while_sick(policy: str, seed: int, **ability: bool) -> tuple[World, int
 )
 @settings(max_examples=8, deadline=None)
 @given(seed=st.integers(0, 10_000))
+@example(seed=1488)
 def test_a_sick_instance_gets_no_more_than_under_eta(
     policy: str, ability: dict[str, bool], seed: int
 ) -> None:
     _, sent = sent_while_sick(policy, seed, **ability)
     _, by_eta = sent_while_sick("eta", seed, **ability)
-    # A batch may leave in the moment before anything can be known.
-    assert sent <= by_eta + 2 * DP
+    # A batch may leave in the moment before anything can be known; two under the paper's trigger,
+    # whose watchdog is all that ends the silence.
+    batches = 2 if policy == "paper" else 1
+    assert sent <= by_eta + batches * 2 * DP
 
 
 @pytest.mark.parametrize("policy", POLICIES)
