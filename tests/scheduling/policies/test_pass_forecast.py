@@ -84,15 +84,24 @@ def test_a_short_prompt_that_joins_a_long_one_waits_for_its_chunk():
 
 
 def test_who_is_delayed_counts():
-    alone, busy = instance(), instance()
+    busy = instance()
     for index in range(4):
         busy.dispatched(f"r{index}", index % 2, 100, now_s=0.0)
     two_s = 2 * (pass_s(100) - FIXED_S)
     expected_s = two_s + pass_s(600) + 4 * (pass_s(600) - FIXED_S)
     assert forecast(busy).cost_s(request("r", 600), Terms()) == pytest.approx(expected_s, rel=0.02)
-    assert forecast(alone).cost_s(request("r", 600), Terms(waiting=2.0)) == pytest.approx(
-        3 * pass_s(600), rel=0.02
-    )
+
+
+def test_what_arrives_during_the_pass_that_it_takes_counts():
+    def cost_s(pass_mean_s: float) -> float:
+        terms = Terms(waiting_per_s=10.0, pass_s=pass_mean_s)
+        return forecast(instance()).cost_s(request("r", 600), terms)
+
+    own_s = pass_s(600)
+    # No fewer than in a mean pass: where passes are short, others will be longer.
+    assert cost_s(2 * own_s) == pytest.approx(own_s + 10.0 * 2 * own_s * own_s, rel=0.02)
+    # And a long pass keeps all those waiting that come while it lasts.
+    assert cost_s(own_s / 4) == pytest.approx(own_s + 10.0 * own_s * own_s, rel=0.02)
 
 
 def test_a_closed_pass_takes_nothing_more():
@@ -132,7 +141,14 @@ def test_who_has_waited_long_may_delay_others_more():
 
     def goes_to_busy(impatience: float) -> bool:
         forecasts = [forecast(busy), forecast(free, 0.3)]
-        return bool(at("busy", forecasts, [request("r", 500)], terms=Terms(0, 1, impatience)))
+        return bool(
+            at(
+                "busy",
+                forecasts,
+                [request("r", 500)],
+                terms=Terms(again_weight=1, impatience=impatience),
+            )
+        )
 
     assert not goes_to_busy(1.0)
     assert goes_to_busy(3.0)

@@ -98,7 +98,8 @@ class LongPrompts:
         pass_s = self._interval.mean_forward_s
         anywhere = overdue or not self.uneven_chunks
         terms = Terms(
-            waiting=SLACK * self._offered.request_rate / len(instances) * pass_s,
+            waiting_per_s=SLACK * self._offered.request_rate / len(instances),
+            pass_s=pass_s,
             again_weight=AGAIN_WEIGHT * self._offered.load**2 / (1 - self._offered.load),
         )
 

@@ -44,8 +44,10 @@ class Home(NamedTuple):
 class Terms(NamedTuple):
     """What the completion of a request is weighed against."""
 
-    waiting: float = 0.0
-    """How many requests a pass keeps waiting that are not here yet."""
+    waiting_per_s: float = 0.0
+    """Requests per second that arrive during a pass, and wait for its end."""
+    pass_s: float = 0.0
+    """Mean length of a pass, seconds: what arrives in one counts at least."""
     again_weight: float = 0.0
     """A second of computing what another rank has cached counts as so many."""
     impatience: float = 1.0
@@ -141,7 +143,7 @@ class PassForecast:
         tokens = request.prompt_tokens
         first = at // chunk
         done_s = self._start_s + fetch_s + sum([one.length_s for one in passes[:first]])
-        delayed = terms.waiting + sum([one.ends for one in passes[first:]])
+        ends = sum([one.ends for one in passes[first:]])
         delays_s = 0.0
         load_s = fetched * LOAD_S
         cached = context = request.hit_tokens(instance.id, rank)
@@ -153,12 +155,13 @@ class PassForecast:
                 own_s = model.rank_s(one.tokens_per_rank[rank] + part, one.pairs[rank] + pairs)
                 slowest_s = max(one.slowest_s, own_s + load_s)
                 length_s = model.pass_s((one.tokens + part) / instance.dp_size, slowest_s)
-                delays_s += (length_s - one.length_s) * delayed
-                delayed -= one.ends
+                coming = terms.waiting_per_s * max(terms.pass_s, length_s)
+                delays_s += (length_s - one.length_s) * (ends + coming)
+                ends -= one.ends
             else:
                 slowest_s = model.rank_s(part, pairs) + load_s
                 length_s = model.pass_s(part / instance.dp_size, slowest_s)
-                delays_s += length_s * terms.waiting
+                delays_s += length_s * terms.waiting_per_s * max(terms.pass_s, length_s)
             done_s += length_s
             load_s = 0.0
             context += part
