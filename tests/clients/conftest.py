@@ -27,7 +27,7 @@ COMPACT = "--constrained-json-disable-any-whitespace"
 """The model has learned nothing: it would write white space for ever."""
 
 
-@pytest_asyncio.fixture(scope="session", loop_scope="session")
+@pytest_asyncio.fixture(scope="module", loop_scope="session")
 async def sides(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Sides]:
     if importlib.util.find_spec("sglang") is None:
         pytest.fail("SGLang is not installed: run scripts/install without --router-only")
