@@ -122,7 +122,9 @@ class Cluster:
         engines = []
         for url, data in self.data.items():
             role: Any = ROLES[url]
-            engines.append(engine := EngineFacts(url, role, data=data))
+            engine = EngineFacts(url, role, data=data)
+            engine.admin_api_key = data.get("admin_api_key", "")
+            engines.append(engine)
             with contextlib.suppress(UnusableWorker):
                 engine.info = parse_server_info(data, role)
         return ClusterFacts(parsed(*words), engines, router=self.router)

@@ -26,6 +26,7 @@ from sglang_sbs.router.prompts.block_names import BlockFormat, BlockNamer
 from sglang_sbs.router.prompts.length_estimate import PromptLengths
 from sglang_sbs.router.prompts.reader import Known, PromptReader
 from sglang_sbs.router.relay import relay
+from sglang_sbs.router.relay.answer_kinds import TOKEN_ANSWERS
 from sglang_sbs.router.relay.leg_answers import DecodeLeg
 from sglang_sbs.router.relay.merged_answers import merge_answers
 from sglang_sbs.router.requests.plan import leg_bodies, plan_request
@@ -463,7 +464,11 @@ def test_an_abort_is_found_in_an_answer_however_it_comes(size: int, cut: int) ->
     answer = orjson.dumps({"text": "x" * size, "meta_info": {"finish_reason": reason}})
     failures: list[LegFailure] = []
     pair: Any = SimpleNamespace(
-        stream=False, must_park=False, decode="http://d:1", leg_failed=failures.append
+        stream=False,
+        must_park=False,
+        decode="http://d:1",
+        answers=TOKEN_ANSWERS,
+        leg_failed=failures.append,
     )
     leg = DecodeLeg(pair)
     leg.head_received(200, {})
