@@ -7,9 +7,11 @@ import asyncio
 import contextlib
 import gc
 import logging
+import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import Coroutine, Sequence
 from dataclasses import replace
+from typing import Any
 
 import uvloop
 
@@ -63,10 +65,10 @@ def main(argv: Sequence[str] | None = None, prog: str | None = None) -> int:
             arguments += ["--tokenizer-path", str(folder)]  # its children need not look again
         several = options.workers > 1 or (options.take_over and options.role != "scheduler")
         if several and options.parent_fd is None:
-            return uvloop.run(Supervisor(arguments, options).run(), loop_factory=RouterLoop)
+            return _run(Supervisor(arguments, options).run())
         if options.role == "scheduler":
-            return uvloop.run(schedule(options), loop_factory=RouterLoop)
-        return uvloop.run(serve(options), loop_factory=RouterLoop)
+            return _run(schedule(options))
+        return _run(serve(options))
     except (OSError, ValueError) as error:
         logger.error("cannot start: %s", plain_error(error))
         return 1
@@ -108,6 +110,18 @@ def parse_router_args(argv: Sequence[str]) -> RouterArgs:
     parser = argparse.ArgumentParser(prog="launch_router", allow_abbrev=False)
     RouterArgs.add_cli_args(parser)
     return RouterArgs.from_cli_args(parser.parse_args(argv))
+
+
+def _run(work: Coroutine[Any, Any, int]) -> int:
+    """Run it on a loop of its own. Ctrl-C waits until it can end it: in the moment before, asyncio
+    would lose the task and leave it running."""
+
+    async def interruptible() -> int:
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
+        return await work
+
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    return uvloop.run(interruptible(), loop_factory=RouterLoop)
 
 
 async def serve(options: RouterOptions) -> int:
