@@ -1,4 +1,5 @@
-"""One question to a running router, for the verbs that ask: ``why`` and ``policy``."""
+"""One question to a running router, for ``why`` and ``policy``, and the flags that name the router,
+for ``top`` as well."""
 
 from __future__ import annotations
 

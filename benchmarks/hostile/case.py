@@ -120,7 +120,7 @@ class Case:
     reconnects: bool = False
     """The probe opens a connection for each request."""
     module: str = "sglang_sbs.launch_router"
-    """What is run as the router."""
+    """The Python module that is run as the router."""
 
 
 CASES: dict[str, Case] = {}

@@ -19,7 +19,7 @@ SUFFIX = ".hangs.test"
 _HANG_S = 3600.0
 _look_up = socket.getaddrinfo
 _libuv = ThreadPoolExecutor(4, thread_name_prefix="libuv")
-"""As many threads as libuv has for all lookups, also of IP addresses."""
+"""libuv has four threads for all lookups, also of IP addresses."""
 
 
 def _getaddrinfo(host: Any, *args: Any, **kwargs: Any) -> Any:

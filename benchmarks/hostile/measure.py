@@ -165,7 +165,7 @@ def _forget_peak(processes: Processes) -> None:
 
 
 def write_files(folder: Path) -> None:
-    """What routers need: a model's tokenizer and chat template, a certificate and its key."""
+    """Write the files routers need: a tokenizer with a chat template, a certificate and its key."""
     _write_tokenizer(folder)
     command = ("openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:P-256")
     files = ("-keyout", str(folder / _KEY), "-out", str(folder / _CERT))

@@ -56,7 +56,7 @@ class Alert(msgspec.Struct, frozen=True):
     text: str
     """The cause."""
     todo: str = ""
-    """What to do about it."""
+    """The action that is advised."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -51,7 +51,7 @@ class Ratio(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Circumstances:
-    """What explains a missing gain."""
+    """Circumstances that explain a missing gain."""
 
     policy: str
     holding: bool
@@ -73,7 +73,7 @@ class Gain:
         """The first whole minute under the policy that runs now."""
 
     def policy_changed(self, now_s: float) -> None:
-        """What was done before is not what runs: the ratio begins anew with the next minute."""
+        """Begin the ratio anew with the next minute: the old requests had another policy."""
         self._first = int(now_s // MINUTE_S) + 1
 
     def add(self, now_s: float, figures_s: Mapping[str, float]) -> None:
@@ -108,7 +108,7 @@ class Gain:
         return sum(one.sums_s[MODELLED] for one in minutes) / measured_s - 1
 
     def ratios(self, now_s: float) -> dict[str, Ratio]:
-        """By baseline; empty while there is too little to tell, or the model is off."""
+        """Return the ratio to each baseline; none with too few minutes or a model that is off."""
         minutes = self._window(now_s)
         off = self.off(now_s)
         if len(minutes) < LEAST_MINUTES or off is None or abs(off) > MOST_OFF:

@@ -17,10 +17,10 @@ from rich.console import Console
 from rich.live import Live
 from rich.text import Text
 
+from sglang_sbs import ask_router
 from sglang_sbs.dashboard.client import DashboardError, frames
 from sglang_sbs.dashboard.top_view import TopView, plain
 
-KEY_VARIABLE = "SGLANG_SBS_ADMIN_KEY"
 _GANGS = 40
 _AGAIN_S = 1.0
 _DRAW_EVERY = 2
@@ -39,13 +39,7 @@ def parser() -> argparse.ArgumentParser:
         "  sglang-sbs top --json | jq '.alerts[].text'   # for scripts\n",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    where = "where the router serves (default: %(default)s)"
-    made.add_argument("--router", default="http://127.0.0.1:30000", metavar="URL", help=where)
-    key = (
-        "the router's --admin-api-key, or its --api-key if it has no admin's; better in the "
-        f"environment variable {KEY_VARIABLE}, where other users do not see it"
-    )
-    made.add_argument("--admin-api-key", metavar="KEY", help=key)
+    ask_router.add_arguments(made)
     made.add_argument("--once", action="store_true", help="print one frame and end")
     made.add_argument("--json", action="store_true", help="print one frame as JSON and end")
     long = (
@@ -61,12 +55,10 @@ def parser() -> argparse.ArgumentParser:
 def main(argv: Sequence[str] | None = None) -> int:
     """0; 1 where the router cannot be watched; 2 for bad flags."""
     made = parser()
-    args = made.parse_args(argv)
-    if not args.router.startswith(("http://", "https://")):
-        made.error(f"--router {args.router}: write http://HOST:PORT or https://HOST:PORT")
+    args = ask_router.parse(made, argv)
     if not 0 <= args.seconds <= 600:
         made.error(f"--for {args.seconds}: between 0 and 600 seconds")
-    key = args.admin_api_key or os.environ.get(KEY_VARIABLE)
+    key = args.admin_api_key or os.environ.get(ask_router.KEY_VARIABLE)
     try:
         if args.once or args.json:
             asyncio.run(_once(args.router, key, args.seconds, as_json=args.json))

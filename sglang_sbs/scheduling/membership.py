@@ -3,14 +3,17 @@ forgotten."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 from sglang_sbs.scheduling.config import SchedulerConfig
 from sglang_sbs.scheduling.decode.instance import DecodeInstance
 from sglang_sbs.scheduling.events import InstanceDown, InstanceId, InstanceUp
 from sglang_sbs.scheduling.lone_ranks import LoneRanks
 from sglang_sbs.scheduling.prefill.instance import PrefillInstance
+from sglang_sbs.scheduling.prefill.moves import Stray
 from sglang_sbs.scheduling.prefix_caches import PrefixCaches
+from sglang_sbs.scheduling.request import Request
+from sglang_sbs.wire import EndForward
 
 _FORGET_DOWN_S = 600.0
 """A longer outage of an instance with nothing outstanding is taken for its removal."""
@@ -111,3 +114,22 @@ class Membership:
         self.decode.pop(name, None)
         self.prefill.pop(name, None)
         self._prefix.forget(name)
+
+    def strays(
+        self, report: EndForward, prefill: PrefillInstance, requests: Mapping[str, Request]
+    ) -> list[Stray]:
+        """Return the requests that a rank of ``prefill`` names and that are believed to be at
+        another rank of the same worker."""
+        here = prefill.id, report.dp_rank
+        strays = []
+        for rid in report.rids if 0 <= report.dp_rank < prefill.dp_size else ():
+            request = requests.get(rid)
+            if request is None or request.prefilled or request.prefill in (None, here):
+                continue
+            name, rank = request.prefill
+            source = self.prefill.get(name)
+            if source is None or source.worker != prefill.worker or rank >= source.dp_size:
+                continue
+            cached_tokens = request.hit_tokens(*here)
+            strays.append(Stray(rid, source, rank, request.prompt_tokens, cached_tokens))
+        return strays

@@ -47,7 +47,6 @@ from sglang_sbs.scheduling.policies.selection import Policies
 from sglang_sbs.scheduling.prefill.agenda import Agenda
 from sglang_sbs.scheduling.prefill.instance import PrefillInstance
 from sglang_sbs.scheduling.prefill.interval import IntervalController
-from sglang_sbs.scheduling.prefill.moves import Stray
 from sglang_sbs.scheduling.prefill.observation import Observation
 from sglang_sbs.scheduling.prefix_caches import PrefixCaches
 from sglang_sbs.scheduling.queue.fairness import TenantTurns
@@ -360,7 +359,7 @@ class Scheduler:
         prefill = self.prefill.get(event.instance)
         if prefill is not None:
             before = prefill.stage
-            strays = self._strays(prefill, event.report)
+            strays = self._members.strays(event.report, prefill, self._requests)
             observation = prefill.on_report(report, now_s, self.interval.latency_s, strays)
             if observation.restarted:
                 self.prefix.on_restart(*here)
@@ -383,23 +382,6 @@ class Scheduler:
         """Whether an adopted request was found on another rank since it was adopted."""
         request = self._requests.get(rid)
         return request is not None and place not in (request.prefill, request.decode)
-
-    def _strays(self, prefill: PrefillInstance, report: EndForward) -> list[Stray]:
-        """Requests that a rank of ``prefill`` names and that are believed to be at another rank of
-        the same worker."""
-        here = prefill.id, report.dp_rank
-        strays = []
-        for rid in report.rids if 0 <= report.dp_rank < prefill.dp_size else ():
-            request = self._requests.get(rid)
-            if request is None or request.prefilled or request.prefill in (None, here):
-                continue
-            name, rank = request.prefill
-            source = self.prefill.get(name)
-            if source is None or source.worker != prefill.worker or rank >= source.dp_size:
-                continue
-            cached_tokens = request.hit_tokens(*here)
-            strays.append(Stray(rid, source, rank, request.prompt_tokens, cached_tokens))
-        return strays
 
     def _follow(self, decode: DecodeInstance, report: EndForward) -> None:
         """Enter requests where the engine put them, which chooses ranks itself."""

@@ -18,8 +18,9 @@ import pytest
 from rich.console import Console
 from router_harness import TIMEOUT_S, cluster
 
+from sglang_sbs.ask_router import KEY_VARIABLE
 from sglang_sbs.dashboard.recorder import Recorder
-from sglang_sbs.dashboard.top import KEY_VARIABLE, main
+from sglang_sbs.dashboard.top import main
 from sglang_sbs.dashboard.top_view import TopView, plain
 from sglang_sbs.scheduling import InstanceUp, RequestArrived, Scheduler, SchedulerConfig
 

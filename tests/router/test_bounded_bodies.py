@@ -463,13 +463,8 @@ def test_an_abort_is_found_in_an_answer_however_it_comes(size: int, cut: int) ->
     reason = {"type": "abort", "message": "no room", "status_code": 503}
     answer = orjson.dumps({"text": "x" * size, "meta_info": {"finish_reason": reason}})
     failures: list[LegFailure] = []
-    pair: Any = SimpleNamespace(
-        stream=False,
-        must_park=False,
-        decode="http://d:1",
-        answers=TOKEN_ANSWERS,
-        leg_failed=failures.append,
-    )
+    pair: Any = SimpleNamespace(stream=False, must_park=False, decode="http://d:1")
+    pair.answers, pair.leg_failed = TOKEN_ANSWERS, failures.append
     leg = DecodeLeg(pair)
     leg.head_received(200, {})
     for at in range(0, len(answer), cut):

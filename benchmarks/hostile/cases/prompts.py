@@ -26,14 +26,14 @@ async def uncut_texts(target: Target) -> None:
 
 
 def _nested(size: int) -> bytes:
-    """A list of tools nested 400 deep, of so many bytes."""
+    """Return a JSON list of tools nested 400 deep; ``size`` in bytes."""
     schema = b'{"type":"object","properties":{"a":' * 200 + b"{}" + b"}}" * 200
     tool = b'{"type":"function","function":{"name":"f","parameters":%b}}' % schema
     return b"[%b]" % b",".join([tool] * (size // len(tool)))
 
 
 async def _render(target: Target, size: int) -> None:
-    """By each way to the template: tools, arguments, and the endpoint that shows token ids."""
+    """Send nested tools by each way to the template: tools, arguments, and /v1/tokenize."""
     messages = orjson.dumps(_MESSAGES)
     tools = b'{"messages":%b,"tools":%b}' % (messages, _nested(size))
     arguments = b'{"messages":%b,"chat_template_kwargs":{"extra":%b}}' % (messages, _nested(size))

@@ -26,7 +26,7 @@ STILL_S = 0.25
 """The loop is said to stand still from here on."""
 BEAT_S = 0.05
 QUIET_S = 10.0
-"""Between two stacks in the log: a host that is too slow makes many."""
+"""Between two stacks, and two lengths, in the log: a host that is too slow makes many."""
 _FRAMES = 12
 _BUSY = 0.5
 """A process with less than this share of the time as CPU time waited, for a processor or a disk."""
@@ -42,7 +42,8 @@ class LoopWatch:
         self.stalled_s = 0.0
         self._clock = clock
         self._beat_s = 0.0
-        self._logged_s = -math.inf
+        self._logged_s = self._told_s = -math.inf
+        """When a stack was logged last, and a length."""
         self._collected_s = self._collecting_since_s = 0.0
         """Time in garbage collection since the last beat."""
 
@@ -72,8 +73,11 @@ class LoopWatch:
         if still_s >= STILL_S:
             self.stalls += 1
             self.stalled_s += still_s
-            cause = _cause(still_s, cpu_s, self._collected_s)
-            logger.warning("the event loop stood still for %.2f s: %s", still_s, cause)
+            if now_s - self._told_s >= QUIET_S:
+                self._told_s = now_s
+                cause = _cause(still_s, cpu_s, self._collected_s)
+                told = "the event loop stood still for %.2f s (%d times so far): %s"
+                logger.warning(told, still_s, self.stalls, cause)
         self._beat_s, self._collected_s = now_s, 0.0
 
     def _watch(self, ended: threading.Event) -> None:

@@ -127,10 +127,11 @@ class PrefillBooks:
         several, what fits into them together and no more than a chunk. Charged, as all that is
         weighed against it must be. Nothing where a pass holds as many requests as it may."""
         room = [passes * self.chunk_tokens - rank.ahead_tokens for rank in self.ranks]
-        if passes > 1:
-            kv = [rank.kv_room_tokens for rank in self.ranks]
-            room = [a if b is None else min(a, b) for a, b in zip(room, kv, strict=True)]
-        return room if passes == 1 else [min(self.chunk_tokens, tokens) for tokens in room]
+        if passes == 1:
+            return room  # what is taken of a KV pool is in ahead_tokens, up to a chunk
+        pools = [rank.kv_room_tokens for rank in self.ranks]
+        most = [self.chunk_tokens if pool is None else pool for pool in pools]
+        return [min(self.chunk_tokens, *pair) for pair in zip(room, most, strict=True)]
 
     def places(self, passes: int = 1) -> list[int] | None:
         """Requests per rank that the same pass still takes; None: any number."""

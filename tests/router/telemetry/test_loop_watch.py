@@ -47,6 +47,19 @@ async def test_the_stack_is_logged_while_the_loop_stands_and_the_time_after(
     assert values == {"sbs_loop_stalls": 1.0, "sbs_loop_stalled_seconds": watch.stalled_s}
 
 
+def test_a_host_that_is_too_slow_writes_a_line_now_and_then(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    now_s = 0.0
+    watch = LoopWatch(clock=lambda: now_s)
+    for _ in range(100):
+        now_s += 1.0
+        watch._beat(1.0)
+    assert watch.stalls == 100
+    assert len(caplog.records) == 100 / loop_watch.QUIET_S
+    assert "(91 times so far)" in caplog.records[-1].getMessage()
+
+
 async def test_nothing_is_left_behind() -> None:
     before = list(gc.callbacks)
     task = asyncio.create_task(LoopWatch().run())
