@@ -62,6 +62,8 @@ async def test_a_front_end_that_looks_for_its_scheduler_ends_at_ctrl_c() -> None
         *(sys.executable, "-m", "sglang_sbs.launch_router", "--host", "127.0.0.1", "--port", "0"),
         *("--sbs-scheduler", "ipc:///nobody", "--sbs-tenant-weights", "a=1"),
         stderr=asyncio.subprocess.PIPE,
+        # Tests that run as a background job of a shell inherit an ignored SIGINT.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )
     assert process.stderr is not None
     async with asyncio.timeout(START_S):
