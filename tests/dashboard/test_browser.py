@@ -58,7 +58,8 @@ async def synthetic(
 
 async def open_page(browser: Browser, port: int, **context: Any) -> tuple[Page, list[str]]:
     """The page, and what it complains about."""
-    page = await browser.new_page(viewport={"width": 1400, "height": 1000}, **context)
+    context.setdefault("viewport", {"width": 1400, "height": 1000})
+    page = await browser.new_page(**context)
     page.set_default_timeout(PATIENCE_MS)
     expect.set_options(timeout=PATIENCE_MS)
     complaints: list[str] = []
@@ -366,8 +367,7 @@ async def test_on_a_phone_no_column_is_lost_and_rows_are_one_line(browser: Brows
     queue["oldest"] = [["f" * 64, 12345, 12.5]]
     feed = ScriptedFeed()
     async with served(feed) as (_, port):
-        page, complaints = await open_page(browser, port)
-        await page.set_viewport_size({"width": 390, "height": 844})
+        page, complaints = await open_page(browser, port, viewport={"width": 390, "height": 844})
         await until(lambda: bool(feed.takes))
         frame = frame_of([instance_of()], decode=[DECODE], gangs=[gang], queue=queue)
         feed.takes[0](orjson.dumps(frame), True)
@@ -405,8 +405,10 @@ async def test_no_element_moves_under_load(
     browser: Browser, size: tuple[int, int], scheme: Any
 ) -> None:
     async with synthetic(3, 8, 2, 8, load=0.5) as (server, _):
-        page, complaints = await open_page(browser, server.port, color_scheme=scheme)
-        await page.set_viewport_size({"width": size[0], "height": size[1]})
+        viewport = {"width": size[0], "height": size[1]}
+        page, complaints = await open_page(
+            browser, server.port, color_scheme=scheme, viewport=viewport
+        )
         await expect(page.locator("#connection")).to_have_text("live")
         await expect(page.locator("#ttft-bars .bar").nth(2)).to_contain_text("p95")
         await expect(page.locator("#hold .bar")).to_have_count(9)
