@@ -17,7 +17,9 @@ import json
 import struct
 import sys
 from array import array
-from functools import lru_cache
+from collections import OrderedDict
+from collections.abc import Iterator
+from contextlib import suppress
 from typing import NamedTuple
 
 from sglang_sbs.router.limits import MAX_BLOCKS
@@ -25,12 +27,16 @@ from sglang_sbs.router.requests.body_fields import PLAIN, Namespace
 
 MAX_NAMES = MAX_BLOCKS
 """Of one prompt; pages after these are not looked for."""
+COARSE_TOKENS = 32
+"""Where no engine publishes KV events, a block is the fewest pages with so many tokens: the index
+needs some 300 bytes a block, and a prompt in pages of one token has as many as tokens."""
 TEXT_BYTES_PER_TOKEN = 4
 """Text without a tokenizer: so many bytes stand for a token of its blocks."""
 
 _PIECE_BYTES = 4096
 _MAX_PIECES = 4096
-"""Kept: 4 million tokens, in 17 MiB with pages of 64 tokens and 50 MiB with pages of one."""
+"""Kept: 4 million tokens, in 2 MiB with pages of 64 tokens and 35 MiB with pages of one."""
+_known: OrderedDict[bytes, tuple[bytes, bytes]] = OrderedDict()
 _SCOPE_TAG = b"sglang-sbs-namespace-v1"
 _TEXT_SEED = hashlib.sha256(b"sglang-sbs-text-v1").digest()
 
@@ -70,11 +76,13 @@ class BlockNamer:
         seed = b""
         if namespace.cache_salt:
             seed = _sha256(b"sglang-cache-salt-v1\0" + namespace.cache_salt.encode())
-        names = _chain(tokens.tobytes(), blocks.page_tokens * width, seed)
+        names = _chain(memoryview(tokens).cast("B"), blocks.page_tokens * width, seed)
         scope = self._scope(namespace)
         return names if scope is None else _scoped(names, scope)
 
-    def text_names(self, text: bytes, page_tokens: int, namespace: Namespace = PLAIN) -> array[int]:
+    def text_names(
+        self, text: str | bytes, page_tokens: int, namespace: Namespace = PLAIN
+    ) -> array[int]:
         """Names for text nobody tokenized, which no engine publishes. Pages are taken to have
         ``TEXT_BYTES_PER_TOKEN`` bytes per token. Good for recognising what was sent before, not for
         what an engine says."""
@@ -93,32 +101,54 @@ class BlockNamer:
         return _sha256(_SCOPE_TAG + _encoded(namespace.extra_key, namespace.lora))
 
 
-def _chain(data: bytes, page_bytes: int, digest: bytes) -> array[int]:
-    pages = min(len(data) // page_bytes, MAX_NAMES)
-    end = pages * page_bytes
+def _chain(data: str | bytes | memoryview, page_bytes: int, digest: bytes) -> array[int]:
     step = max(1, _PIECE_BYTES // page_bytes) * page_bytes
-    names = bytearray()
-    for start in range(0, end, step):
-        piece = data[start : min(start + step, end)]
+    names = array("q")
+    for piece in _pieces_of(data, step):
         # The end of a prompt seldom comes again as it is.
         hashed = _known_pages if len(piece) == step else _hash_pages
         more, digest = hashed(piece, page_bytes, digest)
-        names += more
-    return array("q", bytes(names))
+        names.frombytes(more)
+        if len(names) >= MAX_NAMES:
+            break
+    return names[:MAX_NAMES]
+
+
+def _pieces_of(data: str | bytes | memoryview, size: int) -> Iterator[bytes]:
+    """``data`` in pieces of ``size`` bytes, and what is left. A text is encoded as it goes."""
+    piece = b""
+    for at in range(0, len(data), size):
+        part = data[at : at + size]
+        piece += part.encode("utf-8", "surrogatepass") if isinstance(part, str) else part
+        while len(piece) >= size:
+            yield piece[:size]
+            piece = piece[size:]
+    yield piece
 
 
 def _hash_pages(data: bytes, page_bytes: int, digest: bytes) -> tuple[bytes, bytes]:
-    """Names of these pages in this machine's byte order, and the digest of the last one."""
+    """Names of the full pages in this machine's byte order, and the digest of the last one."""
     digests = []
     sha256 = hashlib.sha256
-    for start in range(0, len(data), page_bytes):
+    for start in range(0, len(data) - page_bytes + 1, page_bytes):
         digest = sha256(digest + data[start : start + page_bytes]).digest()
         digests.append(digest)
     names = struct.unpack(">" + "q24x" * len(digests), b"".join(digests))
     return array("q", names).tobytes(), digest
 
 
-_known_pages = lru_cache(maxsize=_MAX_PIECES)(_hash_pages)
+def _known_pages(data: bytes, page_bytes: int, digest: bytes) -> tuple[bytes, bytes]:
+    """As :func:`_hash_pages`, remembered by a digest, as the data would be most of what is kept."""
+    size = page_bytes.to_bytes(16)
+    key = hashlib.blake2b(data, digest_size=16, key=digest, person=size).digest()
+    found = _known.get(key)
+    if found is None:
+        found = _known[key] = _hash_pages(data, page_bytes, digest)
+    with suppress(KeyError):  # another thread has dropped it meanwhile
+        _known.move_to_end(key)
+        if len(_known) > _MAX_PIECES:
+            _known.popitem(last=False)
+    return found
 
 
 def _scoped(names: array[int], scope: bytes) -> array[int]:

@@ -240,8 +240,7 @@ class PromptReader:
             return self.namer.names(ids, format_, namespace)
         if not self.names_text or value is None:
             return _NO_BLOCKS
-        is_text = isinstance(value, str)
-        text = value.encode("utf-8", "surrogatepass") if is_text else chat_bytes(value)
+        text = value if isinstance(value, str) else chat_bytes(value)
         if text is None:
             return _NO_BLOCKS
         return self.namer.text_names(text, format_.page_tokens, namespace)

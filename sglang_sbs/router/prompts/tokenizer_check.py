@@ -29,7 +29,7 @@ import aiohttp
 import orjson
 
 from sglang_sbs.router.engines.control_requests import ask
-from sglang_sbs.router.prompts.block_names import BlockFormat
+from sglang_sbs.router.prompts.block_names import COARSE_TOKENS, BlockFormat
 from sglang_sbs.router.prompts.chat_tokenizer import ChatTokenizer
 from sglang_sbs.router.prompts.reader import Known, LongestPrompt, PromptKind
 from sglang_sbs.router.prompts.written_size import TemplateError
@@ -163,10 +163,14 @@ class EngineTokenizers:
         return verdict if verdict.info == worker.info else _UNKNOWN
 
     def _common_format(self) -> BlockFormat | None:
+        """How prompts are cut into blocks: in pages, as KV events name them; where no engine
+        publishes any, in the smallest number of pages that has ``COARSE_TOKENS``."""
+        least = 1 if any(map(self.registry.kv_events_of, self.registry)) else COARSE_TOKENS
         formats = Counter(
-            BlockFormat(worker.info.page_size, worker.info.bigram)
+            BlockFormat(page * -(-least // page), info.bigram)
             for worker in self.registry
-            if worker.role == "prefill" and worker.info is not None
+            if worker.role == "prefill" and (info := worker.info) is not None
+            for page in (info.page_size,)
         )
         common = formats.most_common()
         if len(common) > 1:

@@ -128,7 +128,8 @@ class PrefixIndex:
                 return
             place = self._places[instance] = Place(instance, source, block_tokens)
             place.ranks = [self._new_rank(place, number) for number in range(dp_size)]
-        place.capacity_blocks = max(1, (capacity_tokens or DEFAULT_CAPACITY_TOKENS) // block_tokens)
+        place.capacity_tokens = capacity_tokens or DEFAULT_CAPACITY_TOKENS
+        place.cut_into(place.block_tokens or block_tokens)
         place.shares_storage = shares_storage
         place.is_up = True
         self._on_ranks_change()
@@ -192,8 +193,11 @@ class PrefixIndex:
     ) -> None:
         """A request was dispatched; its blocks can be found by others from ``visible_s`` on."""
         place = self._places.get(instance)
-        if place is None or not blocks or place.block_tokens != block_tokens:
+        if place is None or not blocks or not place.takes(block_tokens):
             return
+        if place.block_tokens != block_tokens:
+            place.cut_into(block_tokens)
+            self._on_ranks_change()
         sent = self._sent[rid] = Sent(place, rank, blocks, visible_s)
         heappush(self._due, (visible_s, rid))
         self._upcoming.add(sent)
@@ -343,7 +347,7 @@ class PrefixIndex:
         tokens = depth * block_tokens
         to_fetch: dict[InstanceId, list[int]] = {}
         for place in self._places.values():
-            if place.shares_storage and place.is_up and place.block_tokens == block_tokens:
+            if place.shares_storage and place.is_up and place.takes(block_tokens):
                 own = by_instance.get(place.id) or [0] * len(place.ranks)
                 by_instance[place.id] = [max(mine, tokens) for mine in own]
                 to_fetch[place.id] = [max(0, tokens - mine) for mine in own]

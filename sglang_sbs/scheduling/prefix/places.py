@@ -34,8 +34,11 @@ class Place:
 
     id: InstanceId
     source: PrefixSource
-    block_tokens: int
+    page_tokens: int
+    block_tokens: int = 0
+    """The size of its known blocks: a page, or several pages without KV events."""
     ranks: list[Rank] = field(default_factory=list)
+    capacity_tokens: int = 0
     capacity_blocks: int = 1
     is_up: bool = True
     shares_storage: bool = False
@@ -43,7 +46,18 @@ class Place:
     @property
     def shape(self) -> tuple[PrefixSource, int, int]:
         """What cannot change while it keeps what it has."""
-        return self.source, self.block_tokens, len(self.ranks)
+        return self.source, self.page_tokens, len(self.ranks)
+
+    def takes(self, block_tokens: int) -> bool:
+        """Whether blocks of that size can be looked for here."""
+        if self.source == "events":
+            return block_tokens == self.page_tokens
+        return block_tokens > 0 and block_tokens % self.page_tokens == 0
+
+    def cut_into(self, block_tokens: int) -> None:
+        """From now on its blocks have that size."""
+        self.block_tokens = block_tokens
+        self.capacity_blocks = max(1, self.capacity_tokens // block_tokens)
 
 
 @dataclass(slots=True, eq=False)

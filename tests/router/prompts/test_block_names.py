@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import tracemalloc
 from array import array
 
 import pytest
@@ -97,6 +98,29 @@ def test_text_is_named_by_its_bytes() -> None:
     assert len(namer.text_names(text, 16)) == 200 // 64
     longer = namer.text_names(text + b"more of it" * 10, 16)
     assert longer[:3] == namer.text_names(text, 16)
+
+
+@pytest.mark.parametrize("page", [1, 3, 16, 64, 2000])
+def test_a_text_has_the_names_of_its_bytes_wherever_letters_end(page: int) -> None:
+    namer = BlockNamer()
+    text = "aü漢\U0001f600\udc80, " * 3000
+    encoded = text.encode("utf-8", "surrogatepass")
+    assert namer.text_names(text, page) == namer.text_names(encoded, page)
+    assert len(namer.text_names(text, page)) == min(MAX_NAMES, len(encoded) // (4 * page))
+    assert not namer.text_names("", page)
+
+
+def test_naming_a_text_takes_and_keeps_a_part_of_its_size() -> None:
+    text = "".join(map(str, range(200_000)))  # nothing of it was seen before
+    tracemalloc.start()
+    try:
+        names = BlockNamer().text_names(text, 32)
+        kept, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert len(names) == len(text) // 128
+    assert kept < len(text) / 4
+    assert peak < len(text) / 2
 
 
 def test_prompts_without_end_have_a_bounded_number_of_names() -> None:

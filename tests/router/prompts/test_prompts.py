@@ -21,6 +21,7 @@ from sglang_sbs.router.prompts.tokenizer_check import longest_prompt
 from sglang_sbs.router.requests.body_fields import Namespace
 from sglang_sbs.router.requests.plan import plan_request
 from sglang_sbs.router.requests.splitting import MOST_READ_BYTES
+from sglang_sbs.router.workers.server_info import KvEventsBlock
 from tools.cpu_engine.tiny_model import cached_tiny_model
 
 IMAGE = {"type": "image_url", "image_url": {"url": "u"}}
@@ -300,3 +301,26 @@ async def test_how_long_a_prompt_may_be_is_what_some_engine_of_each_role_takes()
         status, answer = await c.generate(input_ids=[7] * 101)
         assert (status, answer["error"]["code"]) == (400, "context_length_exceeded")
         assert not c.prefill[0].requests
+
+
+async def test_blocks_are_pages_where_engines_publish_kv_events_and_coarse_elsewhere() -> None:
+    async with cluster("--policy", "sbs") as c:
+        prefill, decode = c.server.registry
+        assert prefill.info is not None
+        assert decode.info is not None
+        tokenizers = c.server.tokenizers
+        for publisher, page, block in (
+            (None, 1, 32), (None, 16, 32), (None, 24, 48), (None, 64, 64), (None, 128, 128),
+            (prefill, 1, 1), (decode, 1, 1), (decode, 64, 64),
+        ):  # fmt: skip
+            for worker in (prefill, decode):
+                assert worker.info is not None
+                events = KvEventsBlock(port=1, replay_port=None, topic="", block_tokens=page)
+                worker.info = msgspec.structs.replace(
+                    worker.info,
+                    page_size=page,
+                    kv_events=events if worker is publisher else None,
+                    radix_cache=True,
+                )
+            tokenizers._looked_s = float("-inf")
+            assert tokenizers.known().blocks == BlockFormat(block)

@@ -211,6 +211,26 @@ class TestApproximate:
         assert found(prefix, [1, 2, 3]) == {"p0": [2 * PAGE, 0]}
         assert found(prefix, [1, 7]) == {"p0": [2 * PAGE, 0]}
 
+    def test_prompts_may_come_in_blocks_of_several_pages(self) -> None:
+        prefix = index("approximate", capacity_tokens=6 * PAGE)
+        prefix.sent("a", "p0", 0, [1, 2, 3], 2 * PAGE, visible_s=0.0)
+        prefix.advance(0.0)
+        assert prefix.find([1, 2, 3], 2 * PAGE, 1000).by_instance == {"p0": [6 * PAGE, 0]}
+        prefix.up("p0", dp_size=2, block_tokens=PAGE, source="approximate")
+        assert prefix.find([1, 2, 3], 2 * PAGE, 1000).best_tokens == 6 * PAGE
+        prefix.prefilled("a", 0.0, expected_tokens=0)
+        prefix.up("p0", dp_size=2, block_tokens=PAGE, source="approximate", capacity_tokens=64)
+        prefix.sent("b", "p0", 0, [7], 2 * PAGE, visible_s=1.0)
+        prefix.advance(1.0)
+        assert prefix.find([1, 2, 3], 2 * PAGE, 1000).best_tokens == 2 * PAGE, "room for two"
+
+    def test_a_part_of_a_page_is_no_block_and_events_name_whole_pages(self) -> None:
+        for source, tokens in (("approximate", PAGE + 1), ("events", 2 * PAGE)):
+            prefix = index(source)
+            prefix.sent("a", "p0", 0, [1, 2], tokens, visible_s=0.0)
+            prefix.advance(0.0)
+            assert not len(prefix), source
+
     def test_events_are_not_for_it(self) -> None:
         prefix = index("approximate")
         prefix.stored("p0", 0, [1])

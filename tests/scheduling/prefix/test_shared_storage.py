@@ -69,3 +69,12 @@ def test_instances_without_kv_events_write_what_was_sent_there() -> None:
     assert not prefix.find(BLOCKS, PAGE, 100).by_instance
     prefix.advance(1.0)
     assert prefix.find(BLOCKS, PAGE, 100).to_fetch == {"p0": [0], "p1": [40]}
+
+
+def test_an_instance_that_got_no_request_yet_can_fetch_blocks_of_several_pages() -> None:
+    prefix = PrefixIndex()
+    for name in ("p0", "p1"):
+        prefix.up(name, dp_size=1, block_tokens=PAGE, source="approximate", shares_storage=True)
+    prefix.sent("a", "p0", 0, BLOCKS, 2 * PAGE, visible_s=0.0)
+    prefix.advance(0.0)
+    assert prefix.find(BLOCKS, 2 * PAGE, 100).to_fetch == {"p0": [0], "p1": [80]}
