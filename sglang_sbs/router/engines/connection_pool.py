@@ -306,10 +306,14 @@ class _Whole:
 
 def request_head(method: str, origin: str, path: str, headers: bytes, content_length: int) -> bytes:
     """The request line and headers; ``headers`` are ready-made lines, each ending in CRLF."""
+    return request_lines(method, origin, path, content_length) + headers + b"\r\n"
+
+
+def request_lines(method: str, origin: str, path: str, content_length: int) -> bytes:
+    """The request line and the headers that every request has; an empty line must end them."""
     _, host, port = split_worker_url(origin)
-    head = (
+    return (
         f"{method} {path} HTTP/1.1\r\nhost: {bracketed(host)}:{port}\r\n"
         f"content-type: application/json\r\naccept-encoding: identity\r\n"
         f"content-length: {content_length}\r\n"
-    )
-    return head.encode("latin-1") + headers + b"\r\n"
+    ).encode("latin-1")

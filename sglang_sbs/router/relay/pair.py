@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from sglang_sbs.router.engines.connection import Receiver
-from sglang_sbs.router.engines.connection_pool import Call, request_head
+from sglang_sbs.router.engines.connection_pool import Call, request_lines
 from sglang_sbs.router.errors import (
     EventTooLarge,
     LegFailure,
@@ -109,11 +109,11 @@ class Pair:
     def _send(
         self, exchange: Exchange, origin: str, body: Pieces, leg: Receiver, after_s: float = 0.0
     ) -> Call:
-        size = sum(map(len, body))
         kind = exchange.plan.kind
+        lines = request_lines("POST", origin, PATHS[kind], sum(map(len, body)))
+        # The client's headers are a piece of their own: a batch may send them a thousand times.
         headers = leg_headers(kind, exchange.headers, self.rid)
-        head = request_head("POST", origin, PATHS[kind], headers, size)
-        return self._pool.call(origin, (head, *body), leg, after_s=after_s)
+        return self._pool.call(origin, (lines, *headers, b"\r\n", *body), leg, after_s=after_s)
 
     # For the relay ----------------------------------------------------------------------------
 

@@ -180,9 +180,9 @@ def _plan(
     )
 
 
-def leg_headers(kind: RouteKind, headers: bytes, rid: str) -> bytes:
+def leg_headers(kind: RouteKind, headers: bytes, rid: str) -> Pieces:
     """The header lines of both legs: ``headers``, and the rid where the body cannot have it."""
-    return headers + _RID_HEADER % rid.encode() if kind == "messages" else headers
+    return (headers, _RID_HEADER % rid.encode()) if kind == "messages" else (headers,)
 
 
 def leg_bodies(

@@ -7,10 +7,13 @@ from typing import Any
 
 import orjson
 import pytest
+from router_harness import cluster
 
+from sglang_sbs.router.engines.connection_pool import Pool
 from sglang_sbs.router.errors import RouterError
 from sglang_sbs.router.requests.headers import MOST_FORWARDED_CHARS, forwarded_headers
 from sglang_sbs.router.requests.plan import plan_request
+from sglang_sbs.router.requests.raw_json import count_outside_strings, value_of
 
 
 def test_forwarded_headers_have_a_limit_together() -> None:
@@ -21,6 +24,42 @@ def test_forwarded_headers_have_a_limit_together() -> None:
         forwarded_headers([(f"x-request-id-{n}", value) for n in range(100)], "id")
     assert (refused.value.status, refused.value.code) == (431, "headers_too_large")
     assert len(value) < MOST_FORWARDED_CHARS
+
+
+async def test_headers_of_a_batch_are_there_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    payloads = []
+    call = Pool.call
+
+    def seen(self: Pool, origin: str, payload: Any, *args: Any, **more: Any) -> Any:
+        payloads.append(payload)
+        return call(self, origin, payload, *args, **more)
+
+    monkeypatch.setattr(Pool, "call", seen)
+    async with cluster() as c:
+        headers = {"X-Request-Id-0": "x" * 8000}
+        body = {"text": ["a", "b"]}
+        async with c.client.post(f"{c.url}/generate", json=body, headers=headers) as response:
+            assert response.status == 200
+        got = [request.headers["x-request-id-0"] for request in c.decode[0].requests]
+        assert got == ["x" * 8000] * 2
+    with_headers = [piece for payload in payloads for piece in payload if b"xxxxx" in piece]
+    assert len(with_headers) == 4
+    assert len(set(map(id, with_headers))) == 1
+
+
+def test_reading_a_text_or_counting_in_dense_json_takes_little_more_than_its_size() -> None:
+    text, dense = b'"%b"' % (b"x" * 4_000_000), b'["%b"]' % b'","'.join([b"a"] * 1_000_000)
+    for work, size in (
+        (lambda: value_of(text), 1.1 * len(text)),
+        (lambda: count_outside_strings(dense, b'["'), 0.5 * len(dense)),
+    ):
+        tracemalloc.start()
+        try:
+            work()
+            peak = tracemalloc.get_traced_memory()[1]
+        finally:
+            tracemalloc.stop()
+        assert peak < size
 
 
 def test_stream_options_are_small() -> None:
