@@ -125,6 +125,10 @@ def wait(one: Waited, arrived_s: float) -> str:
             return "a batch left without it, because no DP rank had room for all of its prompt"
         case WaitReason.EXCLUDED:
             return "the instance that was ready had failed an earlier attempt at it"
+        case WaitReason.NO_PREFILL:
+            return "no prefill instance was up"
+        case WaitReason.NO_DECODE:
+            return "no decode instance was up"
 
 
 def candidate(one: Candidate) -> tuple[str, ...]:

@@ -41,6 +41,9 @@ class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Prompt tokens waiting in the scheduler; 0: unbounded."""
     default_timeout_s: float = 60.0
     """Longest wait in the scheduler of a request that brings no deadline."""
+    outage_hold_s: float = 5.0
+    """After a role lost its last instance requests wait so long for one; 0: they are refused at
+    once."""
     default_output_tokens: int = 256
     """Expected output before the first completion taught better."""
 
@@ -86,6 +89,6 @@ class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True):
                     f"tenant_weights: that of {tenant!r} must be between {LEAST_WEIGHT:g} and "
                     f"{MOST_WEIGHT:g}, not {weight}"
                 )
-        for name in ("n_limit", "iqr_k", "max_queue_tokens", "initial_latency_s"):
+        for name in ("n_limit", "iqr_k", "max_queue_tokens", "initial_latency_s", "outage_hold_s"):
             if getattr(self, name) < 0:
                 raise ValueError(f"{name} must not be negative, not {getattr(self, name)}")

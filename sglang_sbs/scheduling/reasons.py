@@ -69,6 +69,10 @@ class WaitReason(StrEnum):
     """A batch left without it: no rank had room for all of it."""
     EXCLUDED = "excluded"
     """It failed on the instance that was ready, and others may still take it."""
+    NO_PREFILL = "no_prefill"
+    """No prefill instance is up, and one may be back soon."""
+    NO_DECODE = "no_decode"
+    """No decode instance is up, and one may be back soon."""
 
 
 class Waited(msgspec.Struct, frozen=True, omit_defaults=True, gc=False):

@@ -16,7 +16,8 @@ until it has none or the event had its share, each batch gets its decode ranks (
 potential), and the earliest time at which anything could change by itself becomes :class:`WakeAt`.
 A batch's request that no decode rank can admit is not dispatched: a prefill whose decode has no
 room would hold a bootstrap slot and compute nothing. It waits for room, and the oldest such request
-gets a rank kept for it before smaller ones starve it (``decode.admission``).
+gets a rank kept for it before smaller ones starve it (``decode.admission``). While a role has no
+instance everything waits, for a bounded time (``outage``).
 
 Not in the table: a request may also enter as *dispatched* (:class:`RequestAdopted`): somebody else
 placed it. Until the next report of its ranks it counts as in flight; that report includes it, so it
@@ -43,6 +44,7 @@ from sglang_sbs.scheduling.decode.rules import UNLIMITED
 from sglang_sbs.scheduling.explained.decisions import Decisions, Why, why_waiting
 from sglang_sbs.scheduling.gangs import Gangs
 from sglang_sbs.scheduling.membership import Membership
+from sglang_sbs.scheduling.outage import Outage
 from sglang_sbs.scheduling.policies.selection import Policies
 from sglang_sbs.scheduling.prefill.agenda import Agenda
 from sglang_sbs.scheduling.prefill.instance import PrefillInstance
@@ -51,11 +53,10 @@ from sglang_sbs.scheduling.prefill.observation import Observation
 from sglang_sbs.scheduling.prefix_caches import PrefixCaches
 from sglang_sbs.scheduling.queue.fairness import TenantTurns
 from sglang_sbs.scheduling.queue.flow_control import (
-    ROOM_IN_WORDS,
+    Refusal,
     limiting_role,
-    missing_role,
     refusal_of,
-    retry_after_s,
+    refuse,
     slo_refusal_of,
 )
 from sglang_sbs.scheduling.queue.request import RequestQueue, arrived
@@ -105,6 +106,7 @@ class Scheduler:
         self._adopted: dict[tuple[ev.InstanceId, int], list[str]] = {}
         """By rank: adopted since its last report, which therefore does not count them."""
         self._agenda = Agenda()
+        self._outage = Outage(self.config.outage_hold_s)
         self._arrivals = 0
         self._wake_s = math.inf
         self._silent_s = math.inf
@@ -160,10 +162,10 @@ class Scheduler:
                 for poll in self.lone.polls(event):
                     self._on_load_polled(poll, now_s)
             case ev.InstanceUp():
-                self._on_up(event, now_s, out)
+                self._on_up(event, now_s)
             case ev.InstanceDown():
                 if self._members.down(event, now_s):
-                    self._on_topology_change(now_s, out)
+                    self._on_topology_change(now_s)
             case ev.BlocksStored() | ev.BlocksRemoved() | ev.BlocksCleared():
                 self.prefix.on_blocks(event)
             case ev.PolicySwitched():
@@ -219,25 +221,26 @@ class Scheduler:
     def _on_arrived(self, event: ev.RequestArrived, now_s: float, out: list[ev.Command]) -> None:
         if event.rid in self._requests:
             return
-        prefill, decode = self._members.up_prefill, self._members.up_decode
-        if event.estimated:
-            most = max([one.kv_capacity_tokens for one in decode], default=UNLIMITED)
-            if event.prompt_tokens > most:
-                event = msgspec.structs.replace(event, prompt_tokens=most)
-        refusal = refusal_of(event, self.config, self.queue, prefill, decode)
+        prefill = self._members.up_prefill
+        decode = self._members.up_decode or [*self._members.decode.values()]
+        largest = max([one.kv_capacity_tokens for one in decode], default=UNLIMITED)
+        if event.estimated and event.prompt_tokens > largest:
+            event = msgspec.structs.replace(event, prompt_tokens=largest)
+        missing = self._outage.refusal(now_s)
+        refusal = missing or refusal_of(event, self.config, self.queue, largest)
         request = arrived(event, self._arrivals, now_s, self.config.default_timeout_s)
-        if refusal is None and self.config.refuse_missed_slo:
+        if refusal is None and self.config.refuse_missed_slo and prefill:
             self.queue.look_at(request)
-            latency_s = self.interval.latency_s
-            refusal = slo_refusal_of(request, self.queue, prefill, now_s, latency_s)
+            refusal = slo_refusal_of(request, self.queue, prefill, now_s, self.interval.latency_s)
         if refusal is not None:
             limit = limiting_role(self.queue.oldest) if refusal[0] in _OVERLOAD else None
-            out.append(self._refuse(event.rid, *refusal, limit))
+            out.append(refuse(event.rid, refusal, self.queue, prefill, limit))
             return
         self._arrivals += 1
         request.first_batch = self.gangs.count
         self._requests[event.rid] = self._fresh = request
         self.queue.add(request)
+        self._outage.note([request], now_s)
         self._policies.offered.arrived(request.uncached_tokens, now_s)
 
     def _on_prefill_done(self, event: ev.PrefillDone, now_s: float) -> bool:
@@ -327,26 +330,20 @@ class Scheduler:
 
     # Instances ----------------------------------------------------------------------------
 
-    def _on_up(self, event: ev.InstanceUp, now_s: float, out: list[ev.Command]) -> None:
+    def _on_up(self, event: ev.InstanceUp, now_s: float) -> None:
         for name in self._members.up(event):
             for request in self._requests.values():  # adopted before their instance was up
                 if request.prefill is not None:
                     request.prefill = self.lone.place(*request.prefill)
                 self._count_in(request, now_s, only=name)
-        self._on_topology_change(now_s, out)
+        self._on_topology_change(now_s)
 
-    def _on_topology_change(self, now_s: float, out: list[ev.Command]) -> None:
+    def _on_topology_change(self, now_s: float) -> None:
         up = self._members.refresh(now_s)
         self._agenda.on_topology_change(self.prefill.values())
         self.interval.on_topology_change(len(up))
         self.policy.on_topology_change(up)
-        missing = missing_role(up, self._members.up_decode)
-        if missing is not None:
-            # Who waits is told so at once, as who comes then: its client may ask elsewhere.
-            for request in list(self.queue):
-                self.queue.remove(request.rid)
-                del self._requests[request.rid]
-                out.append(self._refuse(request.rid, *missing))
+        self._outage.on_topology_change(up, self._members.up_decode, self.queue, now_s)
 
     def _on_report(self, event: ev.ForwardEnded, now_s: float) -> bool:
         """Whether it is news of the instance, not of one more rank in a pass that is known."""
@@ -430,11 +427,11 @@ class Scheduler:
 
     def _drive(self, now_s: float, out: list[ev.Command]) -> None:
         for request in self.queue.expired(now_s):
-            del self._requests[request.rid]
-            batches = self.gangs.count - request.first_batch
-            self.gangs.decisions.refused(request, batches, now_s)
-            message = f"not scheduled within {now_s - request.arrived_s:.1f} s"
-            out.append(self._refuse(request.rid, "deadline", message, limiting_role(request)))
+            late = f"not scheduled within {now_s - request.arrived_s:.1f} s"
+            self._give_up(request, ("deadline", late), now_s, out)
+        if (missing := self._outage.refusal(now_s)) is not None:
+            for request in list(self.queue):
+                self._give_up(request, missing, now_s, out)
         instances = self._members.up_prefill
         latency_s = self.interval.latency_s
         wake_s, again = self._agenda.advance(now_s, latency_s)
@@ -450,7 +447,7 @@ class Scheduler:
             return not holds or (request.rid not in unplaced and admits(request))
 
         for _ in range(_MOST_BATCHES):
-            if not (instances and len(self.queue)):
+            if not (instances and self._members.up_decode and len(self.queue)):
                 break
             asked = admissible if unplaced or not holds else admits  # often: for all that wait
             plan = self.policy.plan(self.queue, instances, asked, now_s)
@@ -466,8 +463,8 @@ class Scheduler:
                 break
         else:
             wake_s = now_s
-        passes_s = RESERVE_AFTER_PASSES * self.interval.mean_forward_s
-        self._admission.reserve(self.queue, now_s - passes_s)
+        old_s = now_s - RESERVE_AFTER_PASSES * self.interval.mean_forward_s
+        self._admission.reserve(self.queue, old_s)
         if self._admission.least_refused_tokens < math.inf:
             self._fall_silent(now_s)
             wake_s = min(wake_s, self._silent_s)
@@ -477,6 +474,8 @@ class Scheduler:
         if fresh is not None and fresh.prefill is None and not fresh.waits:
             self.policy.note_waiting(fresh, now_s)
         wake_s = min(wake_s, self.queue.next_deadline_s())
+        if len(self.queue):
+            wake_s = min(wake_s, self._outage.until_s)
         if self._wake_s != wake_s < math.inf:
             out.append(ev.WakeAt(time_s=wake_s))
         self._wake_s = wake_s
@@ -486,10 +485,10 @@ class Scheduler:
         times_s = [decode.advance(now_s) for decode in self.decode.values()]
         self._silent_s = min(times_s, default=math.inf)
 
-    def _refuse(
-        self, rid: str, cause: ev.RefuseCause, message: str, limit: ev.InstanceRole | None = None
-    ) -> ev.Refuse:
-        after_s = retry_after_s(self.queue, self._members.up_prefill)
-        if limit is not None:
-            message += f"; the limit is {limit}: {ROOM_IN_WORDS[limit]}"
-        return ev.Refuse(rid=rid, cause=cause, retry_after_s=after_s, message=message, limit=limit)
+    def _give_up(self, request: Request, why: Refusal, now_s: float, out: list[ev.Command]) -> None:
+        """Refuse a request that has waited."""
+        self.queue.remove(request.rid)
+        del self._requests[request.rid]
+        self.gangs.decisions.refused(request, self.gangs.count - request.first_batch, now_s)
+        limit = limiting_role(request) if why[0] == "deadline" else None
+        out.append(refuse(request.rid, why, self.queue, self._members.up_prefill, limit))

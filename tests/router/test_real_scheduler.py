@@ -204,7 +204,7 @@ async def test_a_router_that_starts_spells_as_the_one_before_would_have() -> Non
 
 async def test_when_the_only_decode_instance_dies_whoever_waits_is_told_at_once() -> None:
     # The paper's trigger sends one batch and waits an interval: what comes then is held for long.
-    scheduler = Scheduler(SchedulerConfig(trigger="paper", t_default_s=1000.0))
+    scheduler = Scheduler(SchedulerConfig(trigger="paper", t_default_s=1000.0, outage_hold_s=0.0))
     async with cluster(prefill=1, scheduler=scheduler) as c:
         c.prefill[0].gate.close()
         c.decode[0].gate.close()

@@ -254,7 +254,7 @@ def test_nothing_goes_to_an_instance_that_is_down(policy):
 @TRIGGERS
 @pytest.mark.parametrize("role", ["prefill", "decode"])
 def test_what_waits_is_refused_when_the_last_instance_of_a_role_goes(trigger, role):
-    driver = Driver(trigger=trigger, t_default_s=1.0).up(prefill=2, dp=1)
+    driver = Driver(trigger=trigger, t_default_s=1.0, outage_hold_s=0.0).up(prefill=2, dp=1)
     for i in range(12):
         driver.arrive(f"r{i}", 2000)
     waiting = {r.rid for r in driver.scheduler.queue}

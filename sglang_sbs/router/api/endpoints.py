@@ -16,7 +16,7 @@ import orjson
 from aiohttp import web
 
 from sglang_sbs.dashboard.pages import Handler
-from sglang_sbs.plain_words import plain_error
+from sglang_sbs.plain_words import counted, plain_error
 from sglang_sbs.router.api.bodies import json_answer, read_object
 from sglang_sbs.router.api.engine_metrics import merge_pages
 from sglang_sbs.router.api.served_router import Router
@@ -62,6 +62,7 @@ class Control:
             ("GET", "/workers/{worker_id}", self.get_worker),
             ("PUT", "/workers/{worker_id}", self.update_worker),
             ("DELETE", "/workers/{worker_id}", self.remove_worker),
+            ("DELETE", "/workers", self.remove_worker),
             ("POST", "/workers/{worker_id}/drain", self.drain_worker),
             ("POST", "/workers/{worker_id}/undrain", self.undrain_worker),
             ("POST", "/flush_cache", self.flush_cache),
@@ -235,9 +236,18 @@ class Control:
         return _accepted(worker, "update")
 
     async def remove_worker(self, request: web.Request) -> web.StreamResponse:
+        """By id, or by URL: ``DELETE /workers?url=...``. Says what became of it."""
         worker = self._worker(request)
         await self._server.remove_worker(worker)
-        return _accepted(worker, "removal")
+        message = f"{worker.url} ({worker.role}) is removed and gets no new requests"
+        if worker.load:
+            message += f"; {counted(worker.load, 'request')} in flight there may run to their end"
+        if not self._registry.usable(worker.role):
+            hold_s = self._server.options.scheduler.outage_hold_s
+            message += f"; no other {worker.role} worker is usable: new requests wait {hold_s:g} s"
+            message += " for one and are then refused"
+        more = {"url": worker.url, "worker_type": worker.role, "load": worker.load}
+        return _accepted(worker, "removal", more | {"message": message})
 
     async def drain_worker(self, request: web.Request) -> web.StreamResponse:
         """Answers as ``GET /workers/{id}``: ``load`` counts what still runs there."""
@@ -249,10 +259,15 @@ class Control:
         return await self.get_worker(request)
 
     def _worker(self, request: web.Request) -> Worker:
-        """Raises: WorkerError."""
-        name = request.match_info["worker_id"]
+        """The worker that a path names by its id or URL, or ``?url=`` does. Raises: WorkerError."""
+        name = request.match_info.get("worker_id", request.query.get("url", ""))
+        if "worker_id" not in request.match_info and "://" not in name:
+            raise WorkerError(400, "BAD_REQUEST", "say which: /workers/ID or /workers?url=URL")
         try:
-            worker = self._registry.by_id(str(uuid.UUID(name)))
+            if "://" in name:
+                worker = self._registry.by_alias(name)
+            else:
+                worker = self._registry.by_id(str(uuid.UUID(name)))
         except ValueError as error:
             why = f"Invalid worker_id '{name}' (expected UUID). Error: {error}"
             raise WorkerError(400, "BAD_REQUEST", why) from error
@@ -359,12 +374,10 @@ class Control:
         return list(await asyncio.gather(*asked))
 
 
-def _accepted(worker: Worker, what: str, more: dict[str, str] | None = None) -> web.StreamResponse:
-    more = more or {}
-    message = f"Worker {what} queued for background processing"
-    answer = {"status": "accepted", "worker_id": worker.id, **more, "message": message}
-    headers = {"Location": more["location"]} if more else None
-    return json_answer(answer, 202, headers)
+def _accepted(worker: Worker, what: str, more: dict[str, Any] | None = None) -> web.StreamResponse:
+    more = {"message": f"Worker {what} queued for background processing"} | (more or {})
+    headers = {"Location": more["location"]} if "location" in more else None
+    return json_answer({"status": "accepted", "worker_id": worker.id} | more, 202, headers)
 
 
 class WorkerError(RouterError):

@@ -30,7 +30,7 @@ from sglang_sbs.router.relay.time_split import HEADER, in_one_line, server_timin
 from sglang_sbs.router.requests.body_fields import bad_request
 from sglang_sbs.router.requests.headers import asked_in, forwarded_headers, with_bearer
 from sglang_sbs.router.requests.plan import PATHS, RouteKind
-from sglang_sbs.router.telemetry.logs import current_request_id, is_logged, log_answer
+from sglang_sbs.router.telemetry.logs import RefusalLog, current_request_id, is_logged, log_answer
 from sglang_sbs.router.telemetry.worker_metrics import model_name
 
 if TYPE_CHECKING:
@@ -100,6 +100,7 @@ class Surface:
         keys = options.control_plane_keys
         if options.admin_api_key is not None:
             keys = (ControlKey("admin-api-key", "", "admin", options.admin_api_key), *keys)
+        self._refusals = RefusalLog()
         tokens = TokenCheck(options.jwt) if options.jwt is not None else None
         self._access = Access(options.api_key, keys, options.control_plane_audit, tokens)
 
@@ -107,6 +108,7 @@ class Surface:
         server = self._server
         app = web.Application(middlewares=[server.doorman.between_requests, self.middleware])
         app.on_response_prepare.append(self.on_prepare)
+        app.on_cleanup.append(self._close)
         for path in KINDS:
             app.router.add_post(path, self._inference)
         control = (Control(server), PolicyControl(server), Requests(server), Tokenizing(server))
@@ -187,11 +189,16 @@ class Surface:
                 waited_s = recent.first_byte_s - recent.began_s
         if not wanted.has(status, waited_s) or not is_logged(path, status):
             return
+        if not self._refusals.is_news(status, error_code):
+            return
         more = ""
         if recent is not None:
             parts = split_of(recent, server.dispatcher)
             more = in_one_line(recent, parts)
         log_answer(method, path, status, error_code, seconds, more=more, parts=parts)
+
+    async def _close(self, _app: web.Application) -> None:
+        self._refusals.close()
 
     async def _respond(
         self, request: web.Request, handler: Handler, path: str, known: bool

@@ -112,6 +112,9 @@ GROUPS: dict[str, tuple[Option, ...]] = {
             "N_limit of Algorithm 2: cycles until flow control"),
         Option("sbs-queue-timeout-secs", "scheduler.default_timeout_s", seconds,
             "longest wait in the scheduler, then 503"),
+        Option("sbs-outage-hold-secs", "scheduler.outage_hold_s", non_negative,
+            "when the last instance of a role is gone (down, drained, removed), requests wait so "
+            "long for one to come back, then 503; 0: 503 at once"),
         Option("sbs-max-queue-requests", "scheduler.max_queue_requests", positive_int,
             "longest queue in the scheduler, then 429"),
         Option("sbs-max-queue-tokens", "scheduler.max_queue_tokens", count,

@@ -3,6 +3,7 @@ carries its id; JSON lines (``--log-json``) have the fields sglang_router's have
 
 from __future__ import annotations
 
+import asyncio
 import contextvars
 import json
 import logging
@@ -113,6 +114,52 @@ def log_answer(
     text = "%s %s %d %s%.1f ms%s"
     more = f"; {more}" if more else ""
     access_logger.log(level, text, *shown, seconds * 1000, more, extra={_FIELDS: fields})
+
+
+class RefusalLog:
+    """Thins out the lines of refusals (429 and 503), as an outage or overload makes thousands. The
+    first of each kind has its own line; then one line counts the further ones every few seconds."""
+
+    def __init__(self, every_s: float = 5.0) -> None:
+        """Must be used from one event loop only."""
+        self._every_s = every_s
+        self._more: dict[tuple[int, str], int] = {}
+        """Refusals without a line, by status and error code."""
+
+    def is_news(self, status: int, error_code: str) -> bool:
+        """Whether an answer gets a line of its own. One that does not is counted."""
+        kind = status, error_code
+        if status not in (429, 503):
+            return True
+        if kind in self._more:
+            self._more[kind] += 1
+            return False
+        self._begin(kind)
+        return True
+
+    def _begin(self, kind: tuple[int, str]) -> None:
+        self._more[kind] = 0
+        # In no request's context: the line is about many.
+        later, nobody = asyncio.get_running_loop().call_later, contextvars.Context()
+        later(self._every_s, self._tell, kind, context=nobody)
+
+    def _tell(self, kind: tuple[int, str]) -> None:
+        if self._write(kind, self._more.pop(kind, 0)):
+            self._begin(kind)
+
+    def _write(self, kind: tuple[int, str], count: int) -> bool:
+        if count:
+            status, error_code = kind
+            fields = {"status_code": status, "error_code": error_code, "refusals": count}
+            text = "%d %s: %d more refused within %g s"
+            shown = status, error_code, count, self._every_s
+            access_logger.log(_level_of("", status), text, *shown, extra={_FIELDS: fields})
+        return bool(count)
+
+    def close(self) -> None:
+        """Write what is counted now."""
+        while self._more:
+            self._write(*self._more.popitem())
 
 
 def _printable(text: str) -> str:

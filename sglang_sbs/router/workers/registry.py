@@ -4,7 +4,6 @@ messages are made elsewhere and reported here."""
 from __future__ import annotations
 
 import logging
-import math
 import time
 from collections.abc import Callable, Iterable, Iterator
 
@@ -24,7 +23,7 @@ from sglang_sbs.router.workers.diagnosis import (
 )
 from sglang_sbs.router.workers.kv_addresses import RefusedAddress, told_endpoints
 from sglang_sbs.router.workers.server_info import KvEventsBlock, WorkerInfo, node_of_rank
-from sglang_sbs.router.workers.worker import SILENT_AFTER_S, Worker, WorkerEvents
+from sglang_sbs.router.workers.worker import MAX_REMEMBERED, SILENT_AFTER_S, Worker, WorkerEvents
 from sglang_sbs.scheduling.events import InstanceDown, InstanceRole, InstanceUp, PrefixSource
 from sglang_sbs.scheduling.prefill.stalled_work import StalledWork
 from sglang_sbs.wire import EndForward
@@ -33,15 +32,12 @@ logger = logging.getLogger(__name__)
 
 QUIET_S = 2.0
 """Nothing heard for this long from a worker that should say something: it is asked."""
-LOG_AGAIN_S = 300.0
-"""A problem that comes and goes is logged at most this often; ``/workers`` always shows it."""
 RECHECK_EVERY_S = 5.0
 """``/server_info`` is read at most this often because of EndForward of an unknown boot."""
 BARRIER_S = 10.0
 """What EndForward says of the barrier is taken in at most this often, per worker."""
 _TOLD = set(WorkerInfo.__struct_fields__) & set(InstanceUp.__struct_fields__)
 _OF_PREFILL = {"captured_tokens", "overlap", "prefill_max_requests"}
-_MAX_REMEMBERED = 256
 _MAX_PROBLEM_CHARS = 2048
 MUTE_AFTER_DISPATCHES = 3
 """Dispatches without any EndForward after which the missing signal is reported."""
@@ -362,8 +358,8 @@ class Registry:
         """Its KV events do not arrive, or (empty) they do again."""
         if why:
             self.report_problem(worker, "kv_events", why)
-        elif worker.problems.pop("kv_events", None):
-            logger.info("worker %s: its KV events arrive", worker.url)
+        else:
+            self._solved(worker, "kv_events", "its KV events arrive")
         if worker.kv_events_missing != bool(why):
             worker.kv_events_missing = bool(why)
             self._announce_anew(worker)
@@ -378,12 +374,16 @@ class Registry:
             del worker.problems[kind]
             return
         worker.problems[kind] = text
-        now_s = self._clock()
-        if now_s - worker.logged_s.get((kind, text), -math.inf) >= LOG_AGAIN_S:
-            if len(worker.logged_s) >= _MAX_REMEMBERED:
-                worker.logged_s.clear()
-            worker.logged_s[kind, text] = now_s
-            logger.warning("worker %s (%s): %s", worker.url, worker.role, text)
+        self._log(logging.WARNING, worker, kind, text)
+
+    def _solved(self, worker: Worker, kind: str, told: str) -> None:
+        """Log ``told`` if there was such a problem."""
+        if worker.problems.pop(kind, None) is not None:
+            self._log(logging.INFO, worker, kind, told)
+
+    def _log(self, level: int, worker: Worker, kind: str, text: str) -> None:
+        if worker.is_news(kind, text, self._clock()):
+            logger.log(level, "worker %s (%s): %s", worker.url, worker.role, text)
 
     # Inside -----------------------------------------------------------------------------------
 
@@ -404,7 +404,7 @@ class Registry:
 
     @staticmethod
     def _retire(worker: Worker, boot_ids: Iterable[str]) -> None:
-        if len(worker.retired_boots) >= _MAX_REMEMBERED:
+        if len(worker.retired_boots) >= MAX_REMEMBERED:
             worker.retired_boots.clear()
         worker.retired_boots.update(boot_ids)
 
@@ -496,4 +496,4 @@ class Registry:
             if len(silent) == len(ranks):
                 self.doubted(worker)
         else:
-            worker.problems.pop("signal", None)
+            self._solved(worker, "signal", "EndForward is back")

@@ -29,6 +29,11 @@ _UNKNOWN = WorkerInfo()
 SILENT_AFTER_S = 5.0
 """No EndForward for this long (heartbeats come every second): the signal counts as lost."""
 
+LOG_AGAIN_S = 300.0
+"""What comes and goes is logged at most this often; ``/workers`` always shows it."""
+MAX_REMEMBERED = 256
+"""Boots and logged texts of one worker."""
+
 
 class WorkerFacts(msgspec.Struct, kw_only=True, omit_defaults=True):
     """What is known of an engine instance in every process of a router. Between processes it
@@ -166,6 +171,15 @@ class Worker(WorkerFacts, kw_only=True, eq=False):
                 del by_rank[rank]
         for kind in ("gang_gate", "stalled", "dp_size"):  # the ranks that are left say it again
             self.problems.pop(kind, None)
+
+    def is_news(self, kind: str, text: str, now_s: float) -> bool:
+        """Whether a text about it is to be logged, which then counts."""
+        if now_s - self.logged_s.get((kind, text), -math.inf) < LOG_AGAIN_S:
+            return False
+        if len(self.logged_s) >= MAX_REMEMBERED:
+            self.logged_s.clear()
+        self.logged_s[kind, text] = now_s
+        return True
 
     @property
     def load(self) -> int:

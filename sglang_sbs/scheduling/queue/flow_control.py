@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import heapq
 import math
-from collections.abc import Sequence
 
 from sglang_sbs.scheduling.config import SchedulerConfig
-from sglang_sbs.scheduling.decode.instance import DecodeInstance
-from sglang_sbs.scheduling.events import InstanceRole, RefuseCause, RequestArrived
+from sglang_sbs.scheduling.events import InstanceRole, Refuse, RefuseCause, RequestArrived
 from sglang_sbs.scheduling.prefill.instance import Instances, PrefillInstance
 from sglang_sbs.scheduling.queue.request import RequestQueue
 from sglang_sbs.scheduling.reasons import WaitReason
@@ -22,14 +20,10 @@ def refusal_of(
     event: RequestArrived,
     config: SchedulerConfig,
     queue: RequestQueue,
-    prefill: Instances,
-    decode: Sequence[DecodeInstance],
+    largest_tokens: int,
 ) -> Refusal | None:
-    """Why a new request is refused; None if it may wait. ``prefill``, ``decode``: that are up."""
-    missing = missing_role(prefill, decode)
-    if missing is not None:
-        return missing
-    largest_tokens = max(one.kv_capacity_tokens for one in decode)
+    """Why a new request is refused; None if it may wait. ``largest_tokens``: what a decode DP rank
+    holds at most."""
     if event.prompt_tokens > largest_tokens:
         return "too_long", (
             f"prompt is too long: it has {event.prompt_tokens} tokens, and a decode DP rank holds "
@@ -48,7 +42,7 @@ def refusal_of(
     return None
 
 
-ROOM_IN_WORDS: dict[InstanceRole, str] = {
+_ROOM_IN_WORDS: dict[InstanceRole, str] = {
     "prefill": "no prefill instance could take it in time",
     "decode": "no decode rank has room for it (KV tokens or running requests)",
 }
@@ -58,7 +52,8 @@ def limiting_role(request: Request | None) -> InstanceRole | None:
     """The role that a request in the queue waits for; None: there is none, or nothing is known."""
     if request is None or request.waits_for is None:
         return None
-    return "decode" if request.waits_for is WaitReason.NO_DECODE_ROOM else "prefill"
+    decode = WaitReason.NO_DECODE_ROOM, WaitReason.NO_DECODE
+    return "decode" if request.waits_for in decode else "prefill"
 
 
 def slo_refusal_of(
@@ -142,13 +137,19 @@ def _own_passes_s(instance: PrefillInstance, tokens: int, others_tokens: float) 
     return whole * full_s + rest_s
 
 
-def missing_role(prefill: Instances, decode: Sequence[DecodeInstance]) -> Refusal | None:
-    """Why no request at all can be placed."""
-    if not prefill:
-        return "no_prefill", "no prefill instance is up"
-    if not decode:
-        return "no_decode", "no decode instance is up"
-    return None
+def refuse(
+    rid: str,
+    why: Refusal,
+    queue: RequestQueue,
+    prefill: Instances,
+    limit: InstanceRole | None = None,
+) -> Refuse:
+    """``limit``: the role whose capacity is missing."""
+    cause, message = why
+    if limit is not None:
+        message += f"; the limit is {limit}: {_ROOM_IN_WORDS[limit]}"
+    after_s = retry_after_s(queue, prefill)
+    return Refuse(rid=rid, cause=cause, retry_after_s=after_s, message=message, limit=limit)
 
 
 def retry_after_s(queue: RequestQueue, prefill: Instances) -> float:

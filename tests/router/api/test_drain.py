@@ -81,7 +81,7 @@ async def test_it_stays_drained_when_its_engine_restarts_and_twice_is_once() -> 
 
 
 async def test_with_every_worker_of_a_role_drained_the_router_is_not_ready() -> None:
-    async with cluster(real=True) as c:
+    async with cluster("--sbs-outage-hold-secs", "0", real=True) as c:
         await change(c, c.decode[0].url, "drain")
         async with c.get("/readiness") as response:
             assert response.status == 503

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import socket
 from typing import Any
 
@@ -339,7 +340,8 @@ def test_dp_attention_missing_is_a_problem_of_the_worker() -> None:
         parse_server_info(INFO | {"attn_dp_size": 10**9}, "prefill")
 
 
-def test_a_missing_signal_is_explained_after_a_few_dispatches() -> None:
+def test_a_missing_signal_is_explained_after_a_few_dispatches(caplog: Any) -> None:
+    caplog.set_level(logging.INFO)
     setup = Setup()
     worker = setup.up("http://p:1")
     setup.registry.tick()
@@ -359,6 +361,14 @@ def test_a_missing_signal_is_explained_after_a_few_dispatches() -> None:
     setup.registry.tick()
     assert worker.problems["signal"] == "no EndForward from rank 0, 1"
     assert set(setup.doubted) == {worker.url}
+    for _ in range(3):  # a signal that comes and goes makes no line each time
+        for rank in (0, 1):
+            setup.registry.reported(worker, report(rank))
+        setup.registry.tick()
+        setup.now_s += 6
+        setup.registry.tick()
+    told = [one.getMessage() for one in caplog.records if "EndForward is back" in one.message]
+    assert told == [f"worker {worker.url} (prefill): EndForward is back"]
 
 
 def test_removed_workers_are_announced_down_and_forgotten() -> None:
