@@ -29,9 +29,10 @@ from sglang_sbs.router.relay.event_reader import Payload
 from sglang_sbs.router.relay.in_flight import Exchange, InFlight
 from sglang_sbs.router.relay.leg_answers import Body
 from sglang_sbs.router.relay.pair import Pair
-from sglang_sbs.router.requests.headers import Asked, session_header
+from sglang_sbs.router.requests.headers import Asked
 from sglang_sbs.router.requests.plan import Plan, RouteKind, plan_request
 from sglang_sbs.router.requests.raw_json import JsonError
+from sglang_sbs.router.requests.sessions import digest_of
 from sglang_sbs.router.telemetry.metrics import RouterMetrics
 from sglang_sbs.scheduling.queue.priority import clamped_priority
 
@@ -88,7 +89,7 @@ class Relay:
                         pairs=pairs,
                         plan=plan,
                         prompts=prompts,
-                        session=session_header(headers) or plan.session,
+                        session=digest_of(asked.session or plan.session or asked.correlation),
                         priority=clamped_priority(sign * plan.priority),
                         recent=recent,
                     )

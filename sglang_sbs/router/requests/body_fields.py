@@ -19,7 +19,6 @@ BESIDES_PROMPT = frozenset(
 )
 """With one of these the engine's prompt is more than the prompt of the body."""
 NAMESPACE_FIELDS = ("cache_salt", "extra_key", "lora_path")
-_SESSION_FIELDS = ("session_id", "prompt_cache_key")
 
 Fields = Mapping[str, Raw | bytes]
 
@@ -105,10 +104,6 @@ def namespace_of(fields: Fields) -> Namespace | None:
     return PLAIN if parts == [None, None, None] else Namespace(*parts)
 
 
-def session_of(body: Mapping[str, Raw]) -> str:
-    return next(filter(None, (text_of(body, name) for name in _SESSION_FIELDS)), "")
-
-
 def priority_of(body: Mapping[str, Raw]) -> int:
     raw = given(body, "priority")
     value = 0 if raw is None else scalar(body, "priority")
@@ -118,10 +113,15 @@ def priority_of(body: Mapping[str, Raw]) -> int:
 
 
 def text_of(body: Mapping[str, Raw], name: str) -> str:
+    return whole_text_of(body, name)[:MAX_SESSION_CHARS]
+
+
+def whole_text_of(body: Mapping[str, Raw], name: str) -> str:
+    """Empty where it is no text, or longer than a name can be."""
     raw = body.get(name)
     if raw is None or raw_json.first_byte(raw) != b'"' or len(memoryview(raw)) > _NAME_BYTES:
         return ""
-    return str(raw_json.value_of(raw))[:MAX_SESSION_CHARS]
+    return str(raw_json.value_of(raw))
 
 
 def text_bytes_of(messages: Raw) -> int:

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from sglang_sbs.router.errors import RouterError
-from sglang_sbs.router.limits import MAX_SESSION_CHARS
 from sglang_sbs.router.requests.body_fields import bad_request
+from sglang_sbs.router.requests.sessions import session_in_headers
 from sglang_sbs.scheduling.queue.fairness import MOST_TENANT_CHARS
 
 SLO_HEADER = "x-sgl-ttft-slo-ms"
@@ -21,22 +21,13 @@ KEY_HEADER = "x-api-key"
 _HEADER_VALUE = re.compile(r"[^\x00-\x08\x0a-\x1f\x7f]*")
 """No line breaks: what is forwarded stays one header. The parser in front sees to it as well."""
 
-_ID_HEADER, _SESSION_HEADER = "x-request-id", "x-smg-routing-key"
+_ID_HEADER = "x-request-id"
 _FORWARDED_HEADERS = frozenset(
-    {"authorization", "x-correlation-id", "traceparent", "tracestate", _SESSION_HEADER}
+    {"authorization", "x-correlation-id", "traceparent", "tracestate", "x-smg-routing-key"}
 )
 MOST_FORWARDED_CHARS = 64 << 10
 """Twice what one header may have: a token of the largest size, and baggage beside it."""
 _MILLISECONDS = re.compile(r"[0-9]{1,12}(\.[0-9]{1,6})?")
-
-
-def session_header(headers: bytes) -> str:
-    """``x-smg-routing-key`` of forwarded header lines: what a client calls its conversation."""
-    for line in headers.split(b"\r\n"):
-        name, _, value = line.partition(b": ")
-        if name == _SESSION_HEADER.encode():
-            return value.decode("utf-8", "replace")[:MAX_SESSION_CHARS]
-    return ""
 
 
 def forwarded_headers(headers: Sequence[tuple[str, str]], request_id: str) -> bytes:
@@ -72,11 +63,15 @@ class Asked(NamedTuple):
     ttft_slo_s: float | None = None
     tenant: str = ""
     timing: bool = False
+    session: str = ""
+    """What the client calls its conversation."""
+    correlation: str = ""
+    """The same, where nothing else says it."""
 
 
 def asked_in(headers: Sequence[tuple[str, str]], tenant_header: str | None) -> Asked:
-    """Read the SLO and the tenant. ``tenant_header``: its name in lower case, if there is one.
-    Raises: RouterError (400), naming the header and what to write."""
+    """Read the SLO, the tenant and the session. ``tenant_header``: its name in lower case, if there
+    is one. Raises: RouterError (400), naming the header and what to write."""
     slo = _only(headers, SLO_HEADER)
     tenant = None if tenant_header is None else _only(headers, tenant_header)
     if tenant is not None and len(tenant) > MOST_TENANT_CHARS:
@@ -85,7 +80,8 @@ def asked_in(headers: Sequence[tuple[str, str]], tenant_header: str | None) -> A
     if slo is not None and (not _MILLISECONDS.fullmatch(slo) or float(slo) <= 0):
         raise bad_request(f"{SLO_HEADER} must be milliseconds above 0, as in 800, not {slo!r:.40}")
     timing = any(name.lower() == TIMING_HEADER and value.strip() == "1" for name, value in headers)
-    return Asked(None if slo is None else float(slo) / 1e3, tenant or "", timing)
+    slo_s = None if slo is None else float(slo) / 1e3
+    return Asked(slo_s, tenant or "", timing, *session_in_headers(headers))
 
 
 def _only(headers: Sequence[tuple[str, str]], name: str) -> str | None:

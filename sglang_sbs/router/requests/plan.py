@@ -14,6 +14,7 @@ from sglang_sbs.router.options.config import RelayConfig
 from sglang_sbs.router.requests import body_fields
 from sglang_sbs.router.requests.engine_refusals import check_flags
 from sglang_sbs.router.requests.raw_json import JsonError, is_true, joined, members_of
+from sglang_sbs.router.requests.sessions import session_in_body
 from sglang_sbs.router.requests.splitting import (
     Prompt,
     split_generate,
@@ -175,7 +176,7 @@ def _plan(
         stream_options=None if options is None or kind == "messages" else bytes(options),
         client_rids=body_fields.rids_of(rid, units),
         model=body_fields.text_of(body, "model") if kind != "generate" else "",
-        session=body_fields.session_of(body),
+        session=session_in_body(body, has_user=kind == "messages"),
         priority=body_fields.priority_of(body),
     )
 

@@ -21,6 +21,7 @@ from sglang_sbs.router.relay.engine_json import token_counts
 from sglang_sbs.router.requests.body_fields import Namespace
 from sglang_sbs.router.requests.plan import plan_request
 from sglang_sbs.router.requests.raw_json import json_of_ids, token_ids_of
+from sglang_sbs.router.requests.sessions import digest_of
 from sglang_sbs.scheduling.events import PrefillDone, RequestArrived
 from tools.cpu_engine.tiny_model import cached_tiny_model
 
@@ -87,7 +88,8 @@ async def test_the_scheduler_is_told_blocks_and_session() -> None:
         ) as answer:
             assert answer.status == 200
         arrived = system.scheduler.of(RequestArrived)
-    assert [event.session for event in arrived] == ["body", "key", "cached"]
+    sessions = [digest_of(name) for name in ("body", "key", "cached")]
+    assert [event.session for event in arrived] == sessions
     assert arrived[0].blocks == names(prompt, page=arrived[0].block_tokens)
     assert arrived[0].block_tokens >= 1
 

@@ -1,0 +1,82 @@
+"""Which conversation a request belongs to, by the names clients give it.
+
+Who sends what (seen in the source of the client or of a router that reads it, unless it says
+*believed*; the order is that of :data:`HEADERS`, then the body, then :data:`LAST_HEADER`):
+
+- ``x-smg-routing-key``: clients of SGLang's routers
+- ``x-dynamo-session-id``: clients of Dynamo, AIPerf with its Dynamo modes
+- ``x-claude-code-session-id``: Claude Code from 2.1.86
+- ``session-id`` (believed), ``session_id``, ``conversation_id`` (believed): Codex, by release
+- ``x-session-id``: OpenCode and others
+- ``session_id``, ``prompt_cache_key`` in the body: SGLang's and OpenAI's APIs
+- ``metadata.user_id`` of ``/v1/messages``: Claude Code; other users of the field name a person
+- ``x-correlation-id``: AIPerf, for all turns of a conversation; others for a single request
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from collections.abc import Mapping, Sequence
+
+import orjson
+
+from sglang_sbs.router.requests import body_fields, raw_json
+from sglang_sbs.router.requests.raw_json import Raw
+
+HEADERS = (
+    "x-smg-routing-key",
+    "x-dynamo-session-id",
+    "x-claude-code-session-id",
+    "session-id",
+    "session_id",
+    "conversation_id",
+    "x-session-id",
+)
+LAST_HEADER = "x-correlation-id"
+"""A guess, as most who send it mean one request: looked at where nothing else names a session."""
+_FIELDS = ("session_id", "prompt_cache_key")
+_MOST_METADATA_BYTES = 4096
+_CLAUDE_CODE = re.compile(r".*_session_([0-9a-fA-F-]{36})", re.DOTALL)
+"""``user_HASH_account_UUID_session_UUID``: Claude Code before it wrote JSON there."""
+_DIGEST_BYTES = 16
+
+
+def session_in_headers(headers: Sequence[tuple[str, str]]) -> tuple[str, str]:
+    """The name that headers give a conversation and the name to fall back on; empty: none."""
+    given = {name.lower(): value.strip() for name, value in reversed(headers)}
+    found = (given[name] for name in HEADERS if given.get(name))
+    return next(found, ""), given.get(LAST_HEADER, "")
+
+
+def session_in_body(body: Mapping[str, Raw], *, has_user: bool) -> str:
+    """The same of a body. ``has_user``: it is one of ``/v1/messages``."""
+    found = (body_fields.whole_text_of(body, name) for name in _FIELDS)
+    return next(filter(None, found), "") or (_session_of_user(body) if has_user else "")
+
+
+def _session_of_user(body: Mapping[str, Raw]) -> str:
+    """The session inside ``metadata.user_id``, in both of Claude Code's forms. The rest of that
+    field names a person or a device, who have many conversations."""
+    metadata = body.get("metadata")
+    if metadata is None or raw_json.first_byte(metadata) != b"{":
+        return ""
+    if len(memoryview(metadata)) > _MOST_METADATA_BYTES:
+        return ""
+    user = body_fields.whole_text_of(raw_json.members_of_entry(metadata), "user_id")
+    if found := _CLAUDE_CODE.fullmatch(user):
+        return found[1]
+    try:
+        session = orjson.loads(user).get("session_id")
+    except (AttributeError, ValueError):
+        return ""
+    return session if isinstance(session, str) else ""
+
+
+def digest_of(session: str) -> str:
+    """What the router calls it from here on: bounded, equal on all front ends, and without what a
+    client wrote, which may name a person, in event logs. Empty for none."""
+    if not session:
+        return ""
+    raw = session.encode("utf-8", "surrogatepass")
+    return hashlib.blake2b(raw, digest_size=_DIGEST_BYTES).hexdigest()
