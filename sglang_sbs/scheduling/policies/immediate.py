@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from itertools import count
 
 from sglang_sbs.scheduling.paging import paged
+from sglang_sbs.scheduling.policies.idle_turns import pass_with_s, whose_turn
 from sglang_sbs.scheduling.policies.policy import Admissible, Placement, Plan, PrefillPolicy
 from sglang_sbs.scheduling.prefill.instance import Instances, PrefillInstance
 from sglang_sbs.scheduling.prefill.interval import IntervalController
@@ -171,25 +172,31 @@ class Eta(ImmediatePolicy):
         self._knows_caches = knows_caches
 
     def choose(self, request: Request, instances: Instances, now_s: float) -> Place:
-        best: tuple[float, int] | None = None
-        chosen: Place | None = None
+        places = [(self._best_rank(request, one, now_s), one) for one in instances]
+        best = min(places, key=lambda place: place[0][:2])
+        if best[1].idle:
+            # Nowhere is more of its prompt cached than on the best one.
+            equal = [place for place in places if place[1].idle and place[0][1] <= best[0][1]]
+            turn = whose_turn([one for _, one in equal], best[0][1], request.session)
+            best = next(place for place in equal if place[1] is turn)
+        return best[1], best[0][2]
+
+    def _best_rank(
+        self, request: Request, instance: PrefillInstance, now_s: float
+    ) -> tuple[float, int, int]:
+        """Predicted finish on the best DP rank, the tokens until then, and the rank's number."""
         latency_s = self._interval.latency_s
-        for instance in instances:
-            free_s = max(0.0, instance.free_at_s(now_s, latency_s) - now_s)
-            mean_fill = (instance.backlog_tokens + request.prompt_tokens) / instance.dp_size
-            slope = instance.model.slope_s_per_token(1.0)
-            pass_s = instance.model.fixed_s + slope * min(instance.chunk_tokens, mean_fill)
-            # A pass that ends before the request can arrive is not the one to wait for.
-            start_s = free_s + pass_s if instance.passes and free_s < latency_s else free_s
-            charged = paged(request.prompt_tokens, instance.page)
-            for index, rank in enumerate(instance.ranks):
-                if self._knows_caches and request.blocks:
-                    hit_tokens = request.hit_tokens(instance.id, index)
-                    charged = paged(max(1, request.prompt_tokens - hit_tokens), instance.page)
-                ahead = rank.ahead_tokens
-                passes = (ahead + charged - 1) // instance.chunk_tokens + 1
-                key = (start_s + passes * pass_s, ahead + charged)
-                if best is None or key < best:
-                    best, chosen = key, (instance, index)
-        assert chosen is not None
-        return chosen
+        free_s = max(0.0, instance.free_at_s(now_s, latency_s) - now_s)
+        pass_s = pass_with_s(instance, request.prompt_tokens)
+        # A pass that ends before the request can arrive is not the one to wait for.
+        start_s = free_s + pass_s if instance.passes and free_s < latency_s else free_s
+        charged = paged(request.prompt_tokens, instance.page)
+        keys = []
+        for index, rank in enumerate(instance.ranks):
+            if self._knows_caches and request.blocks:
+                hit_tokens = request.hit_tokens(instance.id, index)
+                charged = paged(max(1, request.prompt_tokens - hit_tokens), instance.page)
+            tokens = rank.ahead_tokens + charged
+            passes = (tokens - 1) // instance.chunk_tokens + 1
+            keys.append((start_s + passes * pass_s, tokens, index))
+        return min(keys)

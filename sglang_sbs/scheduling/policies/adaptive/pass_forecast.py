@@ -19,6 +19,7 @@ from typing import NamedTuple
 
 from sglang_sbs.scheduling.events import InstanceId
 from sglang_sbs.scheduling.paging import paged
+from sglang_sbs.scheduling.policies.idle_turns import whose_turn
 from sglang_sbs.scheduling.policies.tuning import CHUNK_WEIGHT
 from sglang_sbs.scheduling.prefill.instance import PrefillInstance
 from sglang_sbs.scheduling.request import Request
@@ -96,6 +97,11 @@ class PassForecast:
                 self._lay(index, left, 0, 1.0)
         if closed and self._passes:
             self._ahead = [max(ahead, instance.chunk_tokens) for ahead in self._ahead]
+
+    @property
+    def idle(self) -> bool:
+        """The instance is idle, and nothing that was looked at before goes there."""
+        return self.instance.idle and not self._passes
 
     @property
     def full(self) -> bool:
@@ -262,8 +268,27 @@ def homes(
             terms = terms._replace(again_weight=weight)
             costs = [one.cost_s(request, terms) for one in allowed]
             cheapest = allowed[costs.index(min(costs))]
+            if cheapest.idle:
+                cheapest = _in_turn(cheapest, allowed, request)
             if costs_s is not None:
                 names_of = [one.instance.id for one in allowed]
                 costs_s[request.rid] = dict(zip(names_of, costs, strict=True))
             chosen[request.rid] = cheapest.add(request, terms)
     return chosen
+
+
+def _in_turn(
+    cheapest: PassForecast, allowed: Iterable[PassForecast], request: Request
+) -> PassForecast:
+    """The one whose turn it is among idle ones that have no less of the prompt cached, and need not
+    fetch it from storage first."""
+    tokens = request.uncached_tokens_on(cheapest.instance.id)
+
+    def is_equal(one: PassForecast) -> bool:
+        name = one.instance.id
+        fetches = name in request.hits.to_fetch
+        return one.idle and not fetches and request.uncached_tokens_on(name) <= tokens
+
+    equal = [one for one in allowed if one is cheapest or is_equal(one)]
+    turn = whose_turn([one.instance for one in equal], tokens)
+    return next(one for one in equal if one.instance is turn)

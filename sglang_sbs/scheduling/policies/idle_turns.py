@@ -1,0 +1,47 @@
+"""Which of several idle instances gets the next request. Must not know what is cached there.
+
+Equal instances are never predicted to be exactly equal: each learns the cost of its passes from
+passes of its own, and an instance that gets nothing learns nothing. So all requests of a quiet
+cluster would go to one instance, the first or the one whose prediction is too good.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from zlib import crc32
+
+from sglang_sbs.scheduling.policies.tuning import WORTH
+from sglang_sbs.scheduling.prefill.instance import PrefillInstance
+
+_FEW_PASSES = 10
+"""Passes of an instance until its predictions say that it is slower than others."""
+
+
+def pass_with_s(instance: PrefillInstance, tokens: int) -> float:
+    """Predicted length of the next pass with a request of so many uncached tokens, spread evenly
+    over the DP ranks, seconds."""
+    mean_fill = (instance.backlog_tokens + tokens) / instance.dp_size
+    slope = instance.model.slope_s_per_token(1.0)
+    return instance.model.fixed_s + slope * min(instance.chunk_tokens, mean_fill)
+
+
+def whose_turn(idle: Sequence[PrefillInstance], tokens: int, session: str = "") -> PrefillInstance:
+    """The instance to which nothing was sent for longest, of those predicted to compute a request
+    of so many uncached tokens as soon as the best one, as far as their models can tell. A
+    conversation (``session``) gets the same instance each time."""
+    passes = [-(-tokens // one.chunk_tokens) for one in idle]
+    finish_s = [n * pass_with_s(one, tokens) for n, one in zip(passes, idle, strict=True)]
+    best = min(range(len(idle)), key=finish_s.__getitem__)
+    error_s = idle[best].model.error_s
+
+    def is_equal(number: int) -> bool:
+        model = idle[number].model
+        if passes[number] > passes[best]:
+            return False
+        unsure_s = max(error_s, model.error_s)
+        return model.passes < _FEW_PASSES or WORTH * finish_s[number] <= finish_s[best] + unsure_s
+
+    equal = [one for number, one in enumerate(idle) if is_equal(number)]
+    if session:
+        return min(equal, key=lambda one: crc32(f"{session} {one.id}".encode()))
+    return min(equal, key=lambda one: one.last_dispatch_s)
