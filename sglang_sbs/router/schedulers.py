@@ -76,6 +76,7 @@ class OwnScheduler:
             metrics.request_over(timeline)
         )
         self._watch = Watch(options, dispatcher.submit, find_owner, metrics, session, silenced)
+        self._watch.sent_to = dispatcher.pump.timelines.sent_to
         self.policy.listeners += [
             self._watch.policy_changed,
             partial(setattr, metrics, "policy"),

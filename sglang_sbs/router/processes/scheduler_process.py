@@ -103,6 +103,7 @@ class SchedulerProcess:
             frames=lambda take: self._feed.watch(take),  # noqa: PLW0108
         )
         self._hub.pump.timelines.ended = self._request_over
+        self._watch.sent_to = self._hub.pump.timelines.sent_to
         registry = self._watch.registry
         self._feed = LocalFeed(
             self._hub.pump,

@@ -220,8 +220,10 @@ class Attempts:
         self.sent_as_ids += ids_json is not None
         gang = None
         # By its id, as the policy may be another since it arrived.
-        if attempt.rid.startswith(SIZED_RID_PREFIX):  # not told what it is sent with: sent alone
-            gang = assignment.gang or GangPart(random.getrandbits(TAG_BITS), members=1, ranks=1)
+        if attempt.rid.startswith(SIZED_RID_PREFIX):
+            # Sent alone, if its batch is not told, or not known to come to one rank.
+            told = None if prefill.rank_is_a_hint else assignment.gang
+            gang = told or GangPart(random.getrandbits(TAG_BITS), members=1, ranks=1)
         asks = prefill.info is not None and prefill.info.cached_details and plan.may_ask_cached
         bodies = leg_bodies(
             run.unit,

@@ -208,10 +208,13 @@ def leg_bodies(
         "bootstrap_port": prefiller.bootstrap_port,
         "bootstrap_room": room,
     }
-    prefill = shared | prefill_members(rank, coupled=prefiller.known.coupled) | {"stream": False}
+    hint = prefiller.rank_is_a_hint
+    prefill_ranks = prefill_members(rank, coupled=prefiller.known.coupled, hint=hint)
+    prefill = shared | prefill_ranks | {"stream": False}
     if asks_cached:
         prefill[_ASK_CACHED] = True
-    decode_ranks = decode_members(rank, placement.decode_rank, coupled=decoder.known.coupled)
+    coupled = decoder.known.coupled
+    decode_ranks = decode_members(rank, placement.decode_rank, coupled=coupled, hint=hint)
     decode = shared | decode_ranks | {"stream": plan.stream}
     prompt = plan.prompts[unit // plan.samples]
     member = prompt.member

@@ -48,6 +48,8 @@ class Watch:
         self._options = options
         self._metrics = metrics
         self._submit = submit
+        self.sent_to: Callable[[str], tuple[str, int] | None] = lambda rid: None
+        """Prefill worker and DP rank that a request was sent to, if that is known."""
         self.registry = Registry(
             WorkerEvents(
                 self._emit,
@@ -170,3 +172,12 @@ class Watch:
         chunk = report.chunk_tokens or (worker.info.chunk_tokens if worker.info else 0)
         self._metrics.forward_ended(worker.url, chunk, report)
         worker.engine_holds[report.dp_rank] = engine_requests(report)
+        if worker.role == "prefill" and worker.dp_size > 1:
+            self._compare_ranks(worker, report)
+
+    def _compare_ranks(self, worker: Worker, report: EndForward) -> None:
+        """Compare where requests were sent with the DP rank that accepted them."""
+        for rid in report.rids:
+            sent_to = self.sent_to(rid)
+            if sent_to is not None and sent_to[0] == worker.url:
+                self.registry.accepted(worker, rid, sent_to[1], report.dp_rank)

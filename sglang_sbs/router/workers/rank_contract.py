@@ -49,15 +49,23 @@ def rank_choice_of(version: tuple[int, ...] | None, load_balance_method: str) ->
     return "by_room" if load_balance_method == "follow_bootstrap_room" else "engine"
 
 
-def prefill_members(prefill_rank: int, *, coupled: bool) -> dict[str, int]:
+def prefill_members(prefill_rank: int, *, coupled: bool, hint: bool = False) -> dict[str, int]:
+    """``hint``: prefill chooses the rank itself and registers it for decode, unless it is named."""
+    if hint:
+        return {}
     if coupled:
         return {"data_parallel_rank": prefill_rank}
     return {"disagg_prefill_dp_rank": prefill_rank, "routed_dp_rank": prefill_rank}
 
 
-def decode_members(prefill_rank: int, decode_rank: int, *, coupled: bool) -> dict[str, int]:
+def decode_members(
+    prefill_rank: int, decode_rank: int, *, coupled: bool, hint: bool = False
+) -> dict[str, int]:
+    """``hint``: as in :func:`prefill_members`."""
     if coupled:
         return {}
+    if hint:
+        return {"routed_dp_rank": decode_rank}
     return {"disagg_prefill_dp_rank": prefill_rank, "routed_dp_rank": decode_rank}
 
 

@@ -305,6 +305,13 @@ class Registry:
             causes = (one.cause for _, one in sorted(worker.stalled.items()))
             self.report_problem(worker, "stalled", next(filter(None, causes), ""))
 
+    def accepted(self, worker: Worker, rid: str, named_rank: int, rank: int) -> None:
+        """A DP rank of a prefill worker accepted a request that was sent with ``named_rank``."""
+        worker.served.accepted(rid, named_rank, rank)
+        if not worker.rank_is_a_hint and (problem := worker.served.problem):
+            worker.rank_is_a_hint = True
+            self.report_problem(worker, "rank-is-a-hint", problem)
+
     def _hear_of_gang_gate(self, worker: Worker, rank: int, told: str) -> None:
         if told in GATE_FAULTS:
             worker.gates_at_fault[rank] = told
@@ -413,16 +420,8 @@ class Registry:
         if worker.role == "prefill":
             worker.spelled += 1  # where /server_info tells no boot id, which decides otherwise
         self._retire(worker, worker.boots.values())
-        for of_ranks in (worker.kv_endpoints, worker.kv_refused, worker.speaks_from):
-            of_ranks.clear()
-        worker.boots.clear()
-        worker.last_report_s.clear()
-        worker.gates_at_fault.clear()
-        worker.stalled.clear()
-        for kind in ("gang_gate", "stalled"):
-            worker.problems.pop(kind, None)
+        worker.forget_boot()
         worker.restarted_s = self._clock()
-        worker.rooms_left = 0
         worker.info = None
         worker.breaker.reset()
         self.refresh(worker)

@@ -18,6 +18,7 @@ from sglang_sbs.router.workers.breaker import Breaker
 from sglang_sbs.router.workers.host_spelling import respelled, spelling_for
 from sglang_sbs.router.workers.kv_addresses import KvEndpoints
 from sglang_sbs.router.workers.rank_contract import pick_bootstrap_room
+from sglang_sbs.router.workers.served_ranks import ServedRanks
 from sglang_sbs.router.workers.server_info import SbsBlock, WorkerInfo, ranks_in_reach, server_url
 from sglang_sbs.scheduling.events import Event, InstanceRole
 from sglang_sbs.scheduling.prefill.stalled_work import StalledWork
@@ -61,6 +62,8 @@ class WorkerFacts(msgspec.Struct, kw_only=True, omit_defaults=True):
     """As ``PUT /workers/{id}`` set them, for people and tools: placement does not look at them."""
     problems: dict[str, str] = field(default_factory=dict)
     """What is wrong, by kind; for people, in the log and in ``GET /workers``."""
+    rank_is_a_hint: bool = False
+    """It chooses DP ranks itself, so none is named to it (``served_ranks``); prefill only."""
     spelled: int = 0
     """Which way of writing its host engines are told."""
 
@@ -87,6 +90,8 @@ class Worker(WorkerFacts, kw_only=True, eq=False):
     """DP ranks whose gang gate does not do what it should."""
     stalled: dict[int, StalledWork] = field(default_factory=dict)
     """Whether work waits at its DP ranks while no pass takes it; prefill only."""
+    served: ServedRanks = field(default_factory=ServedRanks)
+    """On which DP ranks its last requests ran, and which were named; prefill only."""
     called: dict[str, str] = field(default_factory=dict)
     """The boot that each spelling of its host meant, as far as this router saw (``host_spelling``).
     """
@@ -157,6 +162,18 @@ class Worker(WorkerFacts, kw_only=True, eq=False):
     @property
     def dp_size(self) -> int:
         return self.known.dp_size
+
+    def forget_boot(self) -> None:
+        """Another engine process runs there now: what the one before it reported is over."""
+        self.served, self.rank_is_a_hint, self.rooms_left = ServedRanks(), False, 0
+        of_ranks: tuple[dict[int, Any], ...] = (
+            *(self.boots, self.gates_at_fault, self.stalled, self.last_report_s),
+            *(self.kv_endpoints, self.kv_refused, self.speaks_from),
+        )
+        for by_rank in of_ranks:
+            by_rank.clear()
+        for kind in ("gang_gate", "stalled", "rank-is-a-hint"):
+            self.problems.pop(kind, None)
 
     def resized(self, dp_size: int) -> None:
         """DP ranks joined or left while it runs: forget the reports of those that left."""

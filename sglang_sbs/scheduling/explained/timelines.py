@@ -18,6 +18,7 @@ from sglang_sbs.scheduling.events import (
     Dispatch,
     Event,
     ForwardEnded,
+    InstanceId,
     PrefillDone,
     Refuse,
     RequestArrived,
@@ -136,6 +137,12 @@ class Timelines:
 
     def get(self, rid: str) -> Timeline | None:
         return self._open.get(rid) or self._over.get(rid)
+
+    def sent_to(self, rid: str) -> tuple[InstanceId, int] | None:
+        """Prefill instance and DP rank of a request, if it was dispatched and is remembered."""
+        timeline = self.get(rid)
+        decision = timeline.decision if timeline is not None else None
+        return (decision.prefill, decision.prefill_rank) if decision is not None else None
 
     def observe(self, event: Event, commands: Sequence[Command], now_s: float) -> None:
         """One event, and what the scheduler answered."""
