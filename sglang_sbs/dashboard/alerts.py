@@ -37,12 +37,36 @@ TTFT_REQUESTS = 20
 """Requests of the last minute that a percentile needs."""
 DECODE_FULL = 0.9
 """Share of decode's KV memory that is in use or spoken for."""
+_MOST_CHARS = 400
+"""Of the text of a worker's problem, which may quote the engine."""
 _CPU = "give the hosts of the router and of the engines more CPU"
 _FALLBACK = {
     "load_poll": "load polls",
     "http": "the engine's own answers",
     "interval": "fixed intervals",
 }
+_REFUSED = {
+    "queue_full": ("the queue was full", "add prefill capacity, or send less"),
+    "deadline": (
+        "they waited for longer than --sbs-queue-timeout-secs",
+        "add capacity: sglang-sbs why ID says whether they waited for prefill or for decode",
+    ),
+    "flow_control": (
+        "one had waited for more than --sbs-n-limit cycles",
+        "add prefill capacity, or send less",
+    ),
+    "no_prefill": ("no prefill instance was up", "see GET /workers for the cause"),
+    "no_decode": ("no decode instance was up", "see GET /workers for the cause"),
+    "too_long": (
+        "their prompts are longer than any engine takes",
+        "tell the clients, or start engines with a longer --context-length",
+    ),
+    "slo": (
+        "their first token could not have come in time (--sbs-refuse-missed-slo)",
+        "add prefill capacity, or let clients allow more time (x-sgl-ttft-slo-ms)",
+    ),
+}
+"""By cause of a refusal: in words, and what to do about it."""
 
 Severity = Literal["critical", "warning"]
 
@@ -70,6 +94,7 @@ class Recent:
     problems: Sequence[tuple[str, str]] = ()
     """Of workers, as ``GET /workers`` shows them."""
     scheduler_errors: int = 0
+    """Events within the last minute."""
     alone: bool = False
     """This front end is without the scheduler process."""
     bubbles: float = 0.0
@@ -99,15 +124,7 @@ def _alerts(snapshot: Snapshot, config: SchedulerConfig, recent: Recent) -> Iter
         )
     yield from _cluster(snapshot)
     yield from _queue(snapshot, config)
-    for cause, count in sorted(recent.refusals.items()):
-        requests = counted(count, "request")
-        yield Alert(
-            "warning",
-            "refused",
-            "",
-            f"{requests} refused in 60 s: {cause}",
-            "docs/router.md has the causes; overload takes more capacity, or fewer requests",
-        )
+    yield from _refused(recent.refusals)
     stale_s = max(STALE_S, STALE_PASSES * snapshot.mean_forward_s)
     feedback = facts_of(snapshot.policy).reads_reports
     for prefill in snapshot.prefill:
@@ -119,10 +136,11 @@ def _alerts(snapshot: Snapshot, config: SchedulerConfig, recent: Recent) -> Iter
     yield from _decode(snapshot.decode)
     yield from _speed(snapshot, recent)
     for subject, text in recent.problems:
-        yield Alert("warning", "problem", subject, text)
+        yield Alert("warning", "problem", subject, text[:_MOST_CHARS])
     if recent.scheduler_errors:
-        failed = f"the scheduler failed on {counted(recent.scheduler_errors, 'event')}: a defect"
-        todo = "the router's log has the cause; report it"
+        events = counted(recent.scheduler_errors, "event")
+        failed = f"the scheduler failed on {events} in the last minute: a defect of this software"
+        todo = "the router's log has the traceback: report it"
         yield Alert("critical", "scheduler_errors", "", failed, todo)
 
 
@@ -161,6 +179,21 @@ def _queue(snapshot: Snapshot, config: SchedulerConfig) -> Iterator[Alert]:
         if limit and held >= NEAR_LIMIT * limit:
             text = f"waiting: {counted(held, what)} of {limit:,}; further ones will be refused"
             yield Alert("warning", "queue", "", text, "add prefill capacity, or send less")
+
+
+def _refused(refusals: Mapping[str, int]) -> Iterator[Alert]:
+    """One alert for all causes, the most frequent one first."""
+    ordered = sorted(refusals.items(), key=lambda one: (-one[1], one[0]))
+    if not ordered:
+        return
+    said = [
+        f"{_REFUSED.get(cause, (cause, ''))[0]}{f' ({count:,})' if len(ordered) > 1 else ''}"
+        for cause, count in ordered
+    ]
+    total = counted(sum(refusals.values()), "request")
+    text = f"{total} refused in the last minute: {', '.join(said)}"
+    todo = _REFUSED.get(ordered[0][0], ("", "add capacity, or send less"))[1]
+    yield Alert("warning", "refused", "", text, todo)
 
 
 def _prefill(prefill: PrefillState, fires: int, feedback: bool) -> Iterator[Alert]:

@@ -17,8 +17,9 @@ from typing import Any, Protocol
 import orjson
 
 from sglang_sbs.dashboard.gain import Ratio
-from sglang_sbs.dashboard.recorder import Problems, Recorder
+from sglang_sbs.dashboard.recorder import Order, Problems, Recorder
 from sglang_sbs.scheduling.events import Command, Event
+from sglang_sbs.scheduling.explained.timelines import Timeline
 
 logger = logging.getLogger(__name__)
 
@@ -62,13 +63,16 @@ class LocalFeed:
         pump: Observable,
         *,
         problems: Problems = lambda: (),
+        order: Order = lambda: (),
         alone: bool = False,
         lead: Callable[[], dict[str, Any] | None] = lambda: None,
     ) -> None:
-        """``problems`` are those of workers, for the alerts; ``alone`` marks a front end's own;
+        """``problems`` and ``order``: see :class:`.Recorder`; ``alone`` marks a front end's own;
         ``lead`` says who of several schedulers this is, for people."""
         self._pump = pump
-        self._record = partial(Recorder, problems=problems, errors=lambda: pump.errors, alone=alone)
+        self._record = partial(
+            Recorder, problems=problems, order=order, errors=lambda: pump.errors, alone=alone
+        )
         self._lead = lead
         self.recorder: Recorder | None = None
         self.watchers: dict[Stop, Take] = {}
@@ -85,10 +89,10 @@ class LocalFeed:
         recorder = self.recorder
         return recorder.ttft.gain.ratios(time.monotonic()) if recorder is not None else {}
 
-    def request_over(self, parts_s: Mapping[str, float] | None) -> None:
-        """Where the time to a first token went; None: the request had none."""
+    def request_over(self, timeline: Timeline, parts_s: Mapping[str, float] | None) -> None:
+        """``parts_s``: where the time to its first token went; None: the request had none."""
         if self.recorder is not None and parts_s is not None:
-            self.recorder.split.add(time.monotonic(), parts_s)
+            self.recorder.answered(timeline, parts_s, time.monotonic())
 
     def watch(self, take: Take) -> Stop:
         recorder = self._attach()

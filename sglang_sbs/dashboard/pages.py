@@ -11,7 +11,9 @@ import hashlib
 import logging
 from collections import Counter
 from collections.abc import Awaitable, Callable
+from datetime import UTC, datetime
 from importlib.resources import files
+from typing import Any
 
 import orjson
 from aiohttp import web
@@ -111,8 +113,8 @@ class Dashboard:
         return response
 
     async def well(self, request: web.Request) -> web.StreamResponse:
-        """Is all well? As JSON: ``level``, ``cause`` and ``todo``, all alerts and the gain. Raises:
-        NoRoom, the scheduler does not answer."""
+        """Is all well? As JSON: ``level``, ``cause`` and ``todo``, all alerts, those of the last
+        hour that are over, and the gain. Raises: NoRoom, the scheduler does not answer."""
         first: asyncio.Future[bytes] = asyncio.get_running_loop().create_future()
 
         def take(payload: bytes, full: bool) -> None:
@@ -127,7 +129,14 @@ class Dashboard:
             raise NoRoom("the scheduler does not answer: try again") from None
         finally:
             stop()
-        answer = frame["well"] | {"alerts": frame["alerts"], "gain": frame["gain"]}
+        zero_s = frame["time_s"] - frame["now_s"]
+        answer = frame["well"] | {
+            "alerts": [_dated(one, zero_s, since_s="since") for one in frame["alerts"]],
+            "past": [
+                _dated(one, zero_s, began_s="from", ended_s="to") for one in frame.get("past", [])
+            ],
+            "gain": frame["gain"],
+        }
         return web.Response(body=orjson.dumps(answer), content_type="application/json")
 
     def _has_room(self, new: _Watcher) -> bool:
@@ -174,6 +183,17 @@ class _Watcher:
 
     def end(self) -> None:
         self.events.put_nowait(None)
+
+
+def _dated(alert: dict[str, Any], zero_s: float, **names: str) -> dict[str, Any]:
+    """With dates (UTC) in place of times of the router's clock. ``zero_s``: Unix time of its zero;
+    ``names``: old and new ones."""
+    dates = {
+        new: f"{datetime.fromtimestamp(zero_s + alert[old], UTC):%Y-%m-%dT%H:%M:%SZ}"
+        for old, new in names.items()
+        if alert.get(old) is not None
+    }
+    return {key: value for key, value in alert.items() if key not in names} | dates
 
 
 def _asset(name: str, kind: str) -> Handler:

@@ -6,20 +6,24 @@ state and all that is remembered. Whoever misses a frame begins anew with a hist
 
 from __future__ import annotations
 
+import math
 from bisect import bisect_left
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import islice
 from statistics import fmean
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 
 from sglang_sbs.dashboard.alerts import Alert, Recent, find_alerts
 from sglang_sbs.dashboard.gain import Circumstances
 from sglang_sbs.dashboard.passes import PassHistory, PassRecord
+from sglang_sbs.dashboard.past import AlertHistory
 from sglang_sbs.dashboard.shadow import Shape
+from sglang_sbs.dashboard.slowest import Slowest
 from sglang_sbs.dashboard.split import TimeSplit
+from sglang_sbs.dashboard.troubles import RECENT_S, Troubles
 from sglang_sbs.dashboard.ttft import RULES, TtftComparison, percentile
 from sglang_sbs.dashboard.well import is_all_well
 from sglang_sbs.scheduling import Scheduler
@@ -36,12 +40,12 @@ from sglang_sbs.scheduling.events import (
     RequestArrived,
     RequestEnded,
 )
+from sglang_sbs.scheduling.explained.timelines import Timeline
 from sglang_sbs.scheduling.snapshot import DecodeState, PrefillState, Snapshot
 from sglang_sbs.wire.balance import active_ranks, max_over_mean
 
 FRAME_VERSION = 1
 PASSES_S = 30.0
-RECENT_S = 60.0
 HOLD_BOUNDS_S = (0.001, 0.01, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0)
 _GANGS = 60
 _GANGS_PER_FRAME = 40
@@ -56,9 +60,13 @@ _SHOWN_WAITING = 8
 _QUEUE_SAMPLES = 300
 _BUBBLES_FROM_S = 10.0
 """Instance-seconds watched before a share of bubbles says something."""
+_JUDGE_S = 1.0
+"""Between two looks at what is wrong, for the history of alerts."""
 _TIMING = ("interval_s", "mean_forward_s", "latency_s", "lead_s")
 
 Problems = Callable[[], Sequence[tuple[str, str]]]
+Order = Callable[[], Sequence[str]]
+_State = TypeVar("_State", PrefillState, DecodeState)
 
 
 class Gang(msgspec.Struct):
@@ -88,13 +96,15 @@ class Recorder:
         now_s: float,
         *,
         problems: Problems = lambda: (),
+        order: Order = lambda: (),
         errors: Callable[[], int] = lambda: 0,
         alone: bool = False,
     ) -> None:
-        """``problems`` are those of workers, ``errors`` the events the scheduler failed on."""
+        """``problems`` are those of workers, ``order`` their URLs in the order to show them in,
+        ``errors`` the events the scheduler failed on."""
         self._scheduler = scheduler
         self._problems = problems
-        self._errors = errors
+        self._order = order
         self._alone = alone
         self._pass_history = PassHistory()
         self._passes: deque[PassRecord] = deque(maxlen=_MAX_PASSES)
@@ -103,9 +113,7 @@ class Recorder:
         self._new_passes: deque[PassRecord] = deque(maxlen=_PASSES_PER_FRAME)
         self._holds: deque[tuple[float, float]] = deque(maxlen=_MAX_HOLDS)
         self._dispatched = 0
-        self._refusals: deque[tuple[float, str]] = deque(maxlen=_MAX_HOLDS)
-        self._fires: deque[tuple[float, str]] = deque(maxlen=_MAX_HOLDS)
-        self._known_fires: dict[str, int] = {}
+        self._troubles = Troubles(errors)
         self._waiting: dict[str, tuple[int, float]] = {}
         self._placed: dict[str, tuple[str, int]] = {}
         self._waited_s = 0.0
@@ -117,6 +125,10 @@ class Recorder:
         """When, requests that waited then, and those dispatched until then."""
         self.ttft = TtftComparison()
         self.split = TimeSplit()
+        self._slowest = Slowest(scheduler.why)
+        self._past = AlertHistory()
+        self._judged_s = -math.inf
+        self._past_shown = 0
         self._follow(now_s, begin=True)
 
     def observe(self, event: Event, commands: Sequence[Command], now_s: float) -> None:
@@ -145,9 +157,14 @@ class Recorder:
                 self._on_dispatch(command, now_s)
             elif isinstance(command, Refuse):
                 self._waiting.pop(command.rid, None)
-                self._refusals.append((now_s, command.cause))
+                self._troubles.refused(command.cause, now_s)
                 self.ttft.ended(command.rid)
         self._clock(now_s)
+
+    def answered(self, timeline: Timeline, parts_s: Mapping[str, float], now_s: float) -> None:
+        """A request that had a first token is over. ``parts_s``: where the time to it went."""
+        self.split.add(now_s, parts_s)
+        self._slowest.add(now_s, timeline, parts_s)
 
     def _clock(self, now_s: float) -> None:
         """The time for which something waited."""
@@ -208,7 +225,12 @@ class Recorder:
             self._follow(now_s, begin=self.ttft.begins)
         self.ttft.advance(now_s)
         self._trail.append((now_s, len(self._scheduler.queue), self._dispatched))
-        self._count_fires(now_s)
+        prefill = self._scheduler.prefill.values()
+        self._troubles.look(((one.id, one.worker, one.watchdog.fires) for one in prefill), now_s)
+        self._slowest.summary(now_s)
+        if now_s >= self._judged_s + _JUDGE_S:
+            self._judged_s = now_s
+            self._past.update(now_s, self._alerts(self._scheduler.snapshot(now_s), now_s)[0])
 
     def take_new(self, now_s: float) -> tuple[list[PassRecord], list[Gang]]:
         """Passes and gangs since the last call, which become part of what is remembered."""
@@ -224,11 +246,15 @@ class Recorder:
         """The state, and what is new since the last call; with a :meth:`tick`."""
         self.tick(now_s)
         passes, gangs = self.take_new(now_s)
-        return self._state(self._scheduler.snapshot(now_s), now_s) | {
+        frame = self._state(self._scheduler.snapshot(now_s), now_s) | {
             "full": False,
             "passes": [_pass(one) for one in passes],
             "gangs": [_gang(gang) for gang in gangs],
         }
+        if self._past_shown != self._past.changes:
+            self._past_shown = self._past.changes
+            frame["past"] = self._past.over()
+        return frame
 
     def history(self, now_s: float) -> dict[str, Any]:
         """The state, and everything remembered up to the last frame."""
@@ -238,6 +264,7 @@ class Recorder:
             "full": True,
             "passes": [_pass(one) for one in self._passes],
             "gangs": [_gang(gang) for gang in self._gangs],
+            "past": self._past.over(),
             "queue_trail": [[round(at_s, 3), requests] for at_s, requests, _ in self._trail],
         }
 
@@ -273,14 +300,23 @@ class Recorder:
             },
             "hold": self._hold(now_s),
             "balance": _balance(islice(reversed(self._passes), _BALANCE_PASSES)),
-            "prefill": [self._prefill(one) for one in snapshot.prefill],
-            "decode": [_decode(one) for one in snapshot.decode],
+            "prefill": [self._prefill(one) for one in self._ordered(snapshot.prefill)],
+            "decode": [_decode(one) for one in self._ordered(snapshot.decode)],
             "ttft": self.ttft.summary(now_s) | {"rules": RULES},
             "gain": self.gain(now_s),
             "split": self.split.summary(now_s),
+            "slowest": self._slowest.summary(now_s),
             "well": msgspec.to_builtins(is_all_well(snapshot, alerts)),
-            "alerts": msgspec.to_builtins(alerts),
+            "alerts": [
+                msgspec.structs.asdict(one) | {"since_s": round(self._past.since_s(one, now_s), 1)}
+                for one in alerts
+            ],
         }
+
+    def _ordered(self, instances: Sequence[_State]) -> list[_State]:
+        """In the order of the command line, whatever came up first."""
+        places = {url: place for place, url in enumerate(self._order())}
+        return sorted(instances, key=lambda one: places.get(one.instance, len(places)))
 
     def _alerts(self, snapshot: Snapshot, now_s: float) -> tuple[list[Alert], Recent]:
         scheduler, pass_s = self._scheduler, snapshot.mean_forward_s
@@ -289,10 +325,10 @@ class Recorder:
         watched_s = min(PASSES_S, now_s - self._began_s) * len(up)
         wasted_s = sum(one.waste_s for one in self._passes)
         recent = Recent(
-            refusals=Counter(cause for at_s, cause in self._refusals if now_s - at_s <= RECENT_S),
-            watchdog_fires=Counter(name for at_s, name in self._fires if now_s - at_s <= RECENT_S),
+            refusals=self._troubles.refusals(now_s),
+            watchdog_fires=self._troubles.fires(now_s),
             problems=self._problems(),
-            scheduler_errors=self._errors(),
+            scheduler_errors=self._troubles.failed(now_s),
             alone=self._alone,
             bubbles=wasted_s / watched_s if watched_s > _BUBBLES_FROM_S else 0.0,
             ttft_requests=requests,
@@ -375,13 +411,6 @@ class Recorder:
                 backlog = [rank.backlog_tokens + each for rank in one.ranks]
                 free_s = one.passes[-1].end_s if one.passes else now_s
                 self.ttft.preload(one.id, backlog, free_s)
-
-    def _count_fires(self, now_s: float) -> None:
-        for one in self._scheduler.prefill.values():
-            fires = one.watchdog.fires
-            known = self._known_fires.get(one.id, fires)
-            self._fires.extend((now_s, one.worker) for _ in range(min(fires - known, _MAX_HOLDS)))
-            self._known_fires[one.id] = fires
 
     def gain(self, now_s: float) -> dict[str, Any]:
         """The gain of the policy that runs over immediate dispatch (:mod:`.gain`)."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Sequence
 from datetime import UTC, datetime
 
+from sglang_sbs.ask_router import plain
 from sglang_sbs.explain import words
 from sglang_sbs.explain.words import after, ms
 from sglang_sbs.scheduling.eventlog import OBSERVED
@@ -17,8 +18,9 @@ _MOST_SHOWN = 8
 
 
 def page(story: Story, log_began_s: float | None = None) -> str:
-    """``log_began_s``: the scheduler's clock at the beginning of an event log."""
-    return "\n".join(_lines(story, log_began_s)) + "\n"
+    """Returns text without control characters of others. ``log_began_s``: the scheduler's clock at
+    the beginning of an event log."""
+    return plain("\n".join(_lines(story, log_began_s)) + "\n")
 
 
 def _lines(story: Story, log_began_s: float | None) -> Iterator[str]:

@@ -51,7 +51,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if args.json:
         print(msgspec.json.format(msgspec.json.encode(story), indent=2).decode())
     else:
-        print(ask_router.plain(page(story, began_s)), end="")
+        print(page(story, began_s), end="")
     return 0
 
 

@@ -18,6 +18,15 @@ PART_NAMES = {
     "decode": "KV transfer, first decode step",
 }
 
+_REASONS = {
+    "admission": "its body was slow, or --max-concurrent-requests were running",
+    "retries": "earlier attempts failed",
+    "way": "network, or a busy host of the router or the engine",
+    "queue": "the pass before it, or the handshake with decode",
+    "decode": "a slow transfer, or a busy decode instance",
+}
+"""The usual reason why a part is long, where nothing is known of this request."""
+
 
 def ms(seconds: float) -> str:
     """``0.4 ms``, ``412 ms``, ``12.3 s``."""
@@ -141,6 +150,23 @@ def candidate(one: Candidate) -> tuple[str, ...]:
         f"{one.cached_tokens:,}",
         "" if one.cost_s is None else after(one.cost_s) if one.cost_s else "least",
     )
+
+
+def in_a_line(parts: Mapping[str, float], why: Why | None, computed: int = 0) -> str:
+    """The part of the time to the first token that took longest, and why. ``computed``: prompt
+    tokens that were not cached."""
+    name = max(parts, key=parts.__getitem__, default="")
+    if not name:
+        return ""
+    reason = _REASONS.get(name, "")
+    if name == "hold" and why is not None and why.waits:
+        until_s = [one.at_s for one in why.waits[1:]] + [why.decided_s or why.waits[-1].at_s]
+        spans = zip(why.waits, until_s, strict=True)
+        longest_wait, _ = max(spans, key=lambda span: span[1] - span[0].at_s)
+        reason = wait(longest_wait, why.arrived_s)
+    elif name == "pass" and computed:
+        reason = f"it had {computed:,} prompt tokens to compute"
+    return f"{PART_NAMES[name]} {ms(parts[name])}{': ' if reason else ''}{reason}"
 
 
 def longest(parts: Mapping[str, float]) -> str:

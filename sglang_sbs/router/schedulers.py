@@ -73,7 +73,7 @@ class OwnScheduler:
             give_up_s=options.scheduler.default_timeout_s + OVERDUE_S,
         )
         dispatcher.pump.timelines.ended = lambda timeline: self.feed.request_over(
-            metrics.request_over(timeline)
+            timeline, metrics.request_over(timeline)
         )
         self._watch = Watch(options, dispatcher.submit, find_owner, metrics, session, silenced)
         self._watch.sent_to = dispatcher.pump.timelines.sent_to
@@ -83,7 +83,11 @@ class OwnScheduler:
             lambda policy: dispatcher.submit(PolicySwitched(policy=policy)),
         ]
         self.registry = self._watch.registry
-        self.feed = LocalFeed(dispatcher.pump, problems=lambda: problems_of(self.registry))
+        self.feed = LocalFeed(
+            dispatcher.pump,
+            problems=lambda: problems_of(self.registry),
+            order=lambda: [worker.url for worker in self.registry],
+        )
 
     async def start(self) -> str | None:
         """As :meth:`.Watch.start`. Raises also: OSError, the event log cannot be written."""

@@ -300,6 +300,16 @@ def test_a_healthy_cluster_has_no_alerts() -> None:
     assert kinds(scheduler_with(*ALL_HEARD), 2.0) == []
 
 
+def test_instances_are_in_the_order_of_the_command_line() -> None:
+    scheduler = Scheduler(SchedulerConfig())
+    names = [f"http://p{number}:1" for number in (2, 0, 3, 1)]  # as they came up
+    for name in names:
+        scheduler.handle(InstanceUp(instance=name, role="prefill", dp_size=1), 0.0)
+    order = [f"http://p{number}:1" for number in range(3)]
+    frame = Recorder(scheduler, 0.0, order=lambda: order).frame(1.0)
+    assert [one["instance"] for one in frame["prefill"]] == [*order, "http://p3:1"]
+
+
 def test_ranks_that_fall_silent() -> None:
     scheduler = scheduler_with(*ALL_HEARD, (heard("prefill", 0, seq=1), 9.0))
     alerts = find_alerts(scheduler.snapshot(9.5), scheduler.config, Recent())

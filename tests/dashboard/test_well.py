@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, get_args
 
 import msgspec
 import pytest
@@ -16,6 +16,7 @@ from sglang_sbs.dashboard.ttft import TtftComparison
 from sglang_sbs.dashboard.well import Wellness, is_all_well
 from sglang_sbs.scheduling import ForwardEnded, InstanceUp, RequestArrived, Scheduler
 from sglang_sbs.scheduling.config import SchedulerConfig
+from sglang_sbs.scheduling.events import RefuseCause
 from sglang_sbs.scheduling.snapshot import (
     DecodeRankState,
     DecodeState,
@@ -120,7 +121,7 @@ SLOW = Recent(ttft_requests=50, ttft_p95_s=5.5, ttft_p95_passes=12.0)
         ),
         ("red", "throttled", "flow control", "add prefill", {"throttled": True}, None),
         ("amber", "queue", "90 requests of 100", "add prefill", {"queue_requests": 90}, None),
-        ("amber", "refused", "3 requests refused", "overload", {}, Recent(refusals={"full": 3})),
+        ("amber", "refused", "3 requests refused", "capacity", {}, Recent(refusals={"full": 3})),
         ("amber", "problem", "an old SGLang", "", {}, Recent(problems=[(D0, "an old SGLang")])),
         ("red", "alone", "without the scheduler", "process runs", {}, Recent(alone=True)),
         ("red", "scheduler_errors", "a defect", "report it", {}, Recent(scheduler_errors=1)),
@@ -133,6 +134,18 @@ def test_each_cause_is_said_with_what_to_do(
     assert (found.level, found.kind) == (level, kind)
     assert cause in found.cause
     assert todo in found.todo
+
+
+def test_every_cause_of_a_refusal_has_words_and_the_most_frequent_says_what_to_do() -> None:
+    for cause in get_args(RefuseCause):
+        found = judged(Recent(refusals={cause: 2}))
+        assert not found.cause.endswith(f": {cause}"), "the word of the program"
+        assert found.cause.startswith("2 requests refused in the last minute: ")
+        assert found.todo not in ("", "add capacity, or send less")
+    both = judged(Recent(refusals={"no_decode": 1, "deadline": 4}))
+    assert (both.kind, both.more) == ("refused", 0)
+    assert both.cause.endswith("--sbs-queue-timeout-secs (4), no decode instance was up (1)")
+    assert "sglang-sbs why" in both.todo
 
 
 def test_thresholds_hold_their_peace_just_below() -> None:

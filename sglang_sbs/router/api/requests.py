@@ -1,4 +1,5 @@
-"""``GET /requests/{id}``: what became of one of the last requests, and why."""
+"""``GET /requests/{id}``: what became of one of the last requests, and why. As JSON, or with
+``Accept: text/plain`` as ``sglang-sbs why`` shows it."""
 
 from __future__ import annotations
 
@@ -6,6 +7,7 @@ import msgspec
 from aiohttp import web
 
 from sglang_sbs.dashboard.pages import Handler
+from sglang_sbs.explain.page import page
 from sglang_sbs.router.api.served_router import Router
 from sglang_sbs.router.errors import RouterError
 
@@ -25,4 +27,6 @@ class Requests:
         if story is None:
             why = "no request of this id is remembered: the router keeps the last few thousand"
             raise RouterError(404, "request_not_found", why)
+        if "text/plain" in request.headers.get("Accept", ""):
+            return web.Response(text=page(story), content_type="text/plain")
         return web.Response(body=msgspec.json.encode(story), content_type="application/json")

@@ -108,6 +108,7 @@ class SchedulerProcess:
         self._feed = LocalFeed(
             self._hub.pump,
             problems=lambda: problems_of(registry),
+            order=lambda: [worker.url for worker in registry],
             lead=self.lead.shown_to_people,
         )
         self.metrics.collect_with(self._collect)
@@ -184,7 +185,7 @@ class SchedulerProcess:
                 logger.info("last %d minutes: %s", WINDOW_MINUTES, line)
 
     def _request_over(self, timeline: Timeline) -> None:
-        self._feed.request_over(self.metrics.request_over(timeline))
+        self._feed.request_over(timeline, self.metrics.request_over(timeline))
 
     # Between the parts ------------------------------------------------------------------------
 

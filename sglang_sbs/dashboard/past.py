@@ -1,0 +1,111 @@
+"""Alerts of the last hour: what was wrong, from when to when. Sans-I/O; bounded."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+
+from sglang_sbs.dashboard.alerts import Alert
+
+KEPT_S = 3600.0
+AGAIN_S = 60.0
+"""An alert that comes back within this time goes on, so that a flicker is one entry."""
+MOST_KEPT = 200
+
+_Key = tuple[str, str, str]
+
+
+class PastAlert(msgspec.Struct):
+    """One alert from its beginning to its end. Times are the scheduler's clock."""
+
+    alert: Alert
+    began_s: float
+    seen_s: float
+    """When it was true last."""
+    times: int = 1
+    """How often it began."""
+    over: bool = False
+
+
+class AlertHistory:
+    """Call :meth:`update` about once a second with what is wrong then."""
+
+    def __init__(self) -> None:
+        self._kept: list[PastAlert] = []
+        """In order of their beginning."""
+        self._last: dict[_Key, PastAlert] = {}
+        self.changes = 0
+        """How often :meth:`over` changed."""
+
+    def update(self, now_s: float, alerts: Sequence[Alert]) -> None:
+        present = {_key(one): one for one in alerts}
+        for key, alert in present.items():
+            known = self._last.get(key)
+            if known is None or (known.over and now_s - known.seen_s > AGAIN_S):
+                self._begin(key, alert, now_s)
+            else:
+                self._goes_on(known, alert, now_s)
+        for key, one in self._last.items():
+            if not one.over and key not in present:
+                one.over = True
+                self.changes += 1
+        self._forget(now_s)
+
+    def since_s(self, alert: Alert, now_s: float) -> float:
+        """When an alert that is true at ``now_s`` began."""
+        known = self._last.get(_key(alert))
+        return now_s if known is None or known.over else known.began_s
+
+    def over(self) -> list[dict[str, Any]]:
+        """Alerts that are over, the last to end first."""
+        ended = sorted((one for one in self._kept if one.over), key=lambda one: -one.seen_s)
+        return [
+            msgspec.structs.asdict(one.alert)
+            | {
+                "began_s": round(one.began_s, 1),
+                "ended_s": round(one.seen_s, 1),
+                "times": one.times,
+            }
+            for one in ended
+        ]
+
+    def _begin(self, key: _Key, alert: Alert, now_s: float) -> None:
+        if len(self._kept) >= MOST_KEPT and not self._drop_oldest():
+            return
+        self._last[key] = one = PastAlert(alert, now_s, now_s)
+        self._kept.append(one)
+
+    def _goes_on(self, known: PastAlert, alert: Alert, now_s: float) -> None:
+        known.seen_s = now_s
+        if known.over:
+            known.over = False
+            known.times += 1
+            self.changes += 1
+        # The text has figures: those of the gravest time are kept.
+        if known.alert.severity == "warning" or alert.severity == "critical":
+            known.alert = alert
+
+    def _forget(self, now_s: float) -> None:
+        for one in [one for one in self._kept if one.over and now_s - one.seen_s > KEPT_S]:
+            self._drop(one)
+
+    def _drop_oldest(self) -> bool:
+        """Make room; False: everything kept goes on."""
+        oldest = next((one for one in self._kept if one.over), None)
+        if oldest is not None:
+            self._drop(oldest)
+        return oldest is not None
+
+    def _drop(self, one: PastAlert) -> None:
+        self._kept.remove(one)
+        key = _key(one.alert)
+        if self._last.get(key) is one:
+            del self._last[key]
+        self.changes += 1
+
+
+def _key(alert: Alert) -> _Key:
+    """Tells alerts apart. The text does not, as its figures change; a worker has many problems."""
+    return alert.kind, alert.subject, alert.text if alert.kind == "problem" else ""

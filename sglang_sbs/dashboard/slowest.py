@@ -1,0 +1,82 @@
+"""The slowest requests of the last minutes, each with its cause in one line. Sans-I/O; bounded."""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from sglang_sbs.explain.words import in_a_line
+from sglang_sbs.scheduling.explained.decisions import Why
+from sglang_sbs.scheduling.explained.timelines import Timeline
+
+WINDOW_S = 300.0
+SHOWN = 8
+_SLOT_S = 10.0
+"""The slowest are kept per slot of time, so that old ones make room in good order."""
+_AGAIN_S = 1.0
+
+
+@dataclass(slots=True, eq=False)
+class _Slow:
+    ended_s: float
+    ttft_s: float
+    timeline: Timeline
+    parts_s: Mapping[str, float]
+    shown: dict[str, Any] | None = None
+
+
+class Slowest:
+    """Feed it every request that had a first token; ask for the ``summary``."""
+
+    def __init__(self, why: Callable[[str, float], Why | None]) -> None:
+        """``why`` gives the reasons of a request, as :meth:`.Scheduler.why`. It is asked about a
+        few requests per second only."""
+        self._why = why
+        self._slots: deque[tuple[int, list[_Slow]]] = deque(maxlen=int(WINDOW_S / _SLOT_S) + 1)
+        self._made_s = -math.inf
+        self._summary: list[dict[str, Any]] = []
+
+    def add(self, now_s: float, timeline: Timeline, parts_s: Mapping[str, float]) -> None:
+        number = int(now_s // _SLOT_S)
+        if not self._slots or self._slots[-1][0] != number:
+            self._slots.append((number, []))
+        slot = self._slots[-1][1]
+        one = _Slow(now_s, sum(parts_s.values()), timeline, parts_s)
+        if len(slot) < SHOWN:
+            slot.append(one)
+            return
+        least = min(range(SHOWN), key=lambda place: slot[place].ttft_s)
+        if one.ttft_s > slot[least].ttft_s:
+            slot[least] = one
+
+    def summary(self, now_s: float) -> list[dict[str, Any]]:
+        """The slowest first. To be called at least once a second: reasons are forgotten."""
+        if now_s >= self._made_s + _AGAIN_S:
+            self._made_s = now_s
+            recent = [
+                one for _, slot in self._slots for one in slot if now_s - one.ended_s <= WINDOW_S
+            ]
+            recent.sort(key=lambda one: -one.ttft_s)
+            self._summary = [self._shown(one, now_s) for one in recent[:SHOWN]]
+        return self._summary
+
+    def _shown(self, one: _Slow, now_s: float) -> dict[str, Any]:
+        if one.shown is None:
+            timeline, decision = one.timeline, one.timeline.decision
+            cached = 0 if decision is None else decision.cached_tokens
+            why = self._why(timeline.rid, now_s)
+            client = timeline.client
+            one.shown = {
+                "rid": timeline.rid,
+                "request_id": "" if client is None else client.request_id,
+                "ended_s": round(one.ended_s, 1),
+                "ttft_s": round(one.ttft_s, 4),
+                "prompt_tokens": timeline.prompt_tokens,
+                "prefill": "" if decision is None else decision.prefill,
+                "prefill_rank": None if decision is None else decision.prefill_rank,
+                "why": in_a_line(one.parts_s, why, max(1, timeline.prompt_tokens - cached)),
+            }
+        return one.shown

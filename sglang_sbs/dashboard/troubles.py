@@ -1,0 +1,54 @@
+"""Refusals, watchdog resets and failed events of the last minute. Sans-I/O; bounded."""
+
+from __future__ import annotations
+
+from collections import Counter, deque
+from collections.abc import Callable, Iterable
+
+RECENT_S = 60.0
+_MOST = 2_000
+
+
+class Troubles:
+    """Each kind is forgotten a minute after it happened last."""
+
+    def __init__(self, errors: Callable[[], int]) -> None:
+        """``errors``: events that the scheduler failed on so far."""
+        self._errors = errors
+        self._known_errors = errors()
+        self._known_fires: dict[str, int] = {}
+        self._refusals: deque[tuple[float, str]] = deque(maxlen=_MOST)
+        self._fires: deque[tuple[float, str]] = deque(maxlen=_MOST)
+        self._failed: deque[tuple[float, str]] = deque(maxlen=_MOST)
+
+    def refused(self, cause: str, now_s: float) -> None:
+        self._refusals.append((now_s, cause))
+
+    def look(self, fires: Iterable[tuple[str, str, int]], now_s: float) -> None:
+        """Count what happened since the last call. ``fires``: id and worker of each prefill
+        instance, and how often its watchdog fired so far."""
+        errors = self._errors()
+        _add(self._failed, "", errors - self._known_errors, now_s)
+        self._known_errors = errors
+        for name, worker, count in fires:
+            _add(self._fires, worker, count - self._known_fires.get(name, count), now_s)
+            self._known_fires[name] = count
+
+    def refusals(self, now_s: float) -> Counter[str]:
+        """By cause."""
+        return _recent(self._refusals, now_s)
+
+    def fires(self, now_s: float) -> Counter[str]:
+        """By worker."""
+        return _recent(self._fires, now_s)
+
+    def failed(self, now_s: float) -> int:
+        return _recent(self._failed, now_s).total()
+
+
+def _add(kept: deque[tuple[float, str]], name: str, count: int, now_s: float) -> None:
+    kept.extend((now_s, name) for _ in range(min(count, _MOST)))
+
+
+def _recent(kept: Iterable[tuple[float, str]], now_s: float) -> Counter[str]:
+    return Counter(name for at_s, name in kept if now_s - at_s <= RECENT_S)
