@@ -24,10 +24,12 @@ from typing import NamedTuple
 import msgspec
 
 from sglang_sbs.scheduling import (
+    ClientSide,
     Command,
     Dispatch,
     Event,
     ForwardEnded,
+    InstanceDown,
     InstanceUp,
     PrefillDone,
     RequestArrived,
@@ -35,9 +37,10 @@ from sglang_sbs.scheduling import (
     Scheduler,
 )
 from sglang_sbs.simulator.cluster.cost import PassCost
-from sglang_sbs.simulator.cluster.engine import SimulatedPrefill
+from sglang_sbs.simulator.cluster.engine import DevicePass, SimulatedPrefill
 from sglang_sbs.simulator.cluster.spec import ClusterSpec, InstanceSpec
 from sglang_sbs.wire import EndForward
+from sglang_sbs.wire.endforward import Started
 
 STEP_S = 0.02
 _REPORT_S = 0.2
@@ -48,6 +51,8 @@ _MEAN_PROMPT_TOKENS = 1510.0
 """Of the log-normal lengths drawn below."""
 _NETWORK_S = 0.02
 _CATCH_UP_S = 0.05
+_FIRST_STEP_S = 0.03
+"""KV transfer and the first decode step."""
 
 
 class WatchedScheduler(Scheduler):
@@ -77,14 +82,18 @@ class _Coming(NamedTuple):
 class _Prefill:
     engine: SimulatedPrefill
     coming: deque[_Coming] = field(default_factory=deque)
+    taken_s: dict[str, float] = field(default_factory=dict)
+    """When a rank took in what no pass has begun on."""
     reported_s: float = 0.0
+    pace: float = 1.0
+    """Passes take so many times as long."""
 
 
 @dataclass(slots=True)
 class _Decode:
     name: str
-    running: list[dict[str, float]]
-    """By DP rank: when each request ends."""
+    running: list[dict[str, tuple[float, ClientSide]]]
+    """By DP rank: when each request ends, and what its client saw."""
     fresh: list[list[str]]
     reported_s: float = 0.0
     seq: int = 0
@@ -113,10 +122,12 @@ class SyntheticCluster:
         """``load`` is the share of full passes that arriving prompts would fill."""
         self.silent: set[str] = set()
         """Engines that say nothing any more."""
+        self.stuck: set[str] = set()
+        """Decode engines that end no request any more."""
         self._submit = submit
         self._random = random.Random(seed)
         self._prefill = {
-            name: _Prefill(self._simulated(name, prefill_dp, number))
+            name: self._simulated(name, prefill_dp, number)
             for number, name in enumerate(_names("prefill", prefill))
         }
         self._decode = {
@@ -126,16 +137,31 @@ class SyntheticCluster:
         full_s = self.cost.full_chunk_s(self.chunk_tokens)
         self._tokens_per_s = load * prefill * prefill_dp * self.chunk_tokens / full_s
         self._next_s = 0.0
-        self._asked: dict[str, int] = {}
-        """Prompt tokens of what waits for its dispatch."""
-        self._placed: dict[str, tuple[str, int]] = {}
-        """Decode instance and DP rank of what is in prefill."""
+        self._asked: dict[str, tuple[int, float]] = {}
+        """Prompt tokens and arrival of what has no first token yet."""
+        self._placed: dict[str, tuple[str, str, int]] = {}
+        """Prefill instance, decode instance and DP rank there of what is in prefill."""
         self._task: asyncio.Task[None] | None = None
         scheduler.listener = self._dispatched
 
-    def _simulated(self, name: str, dp_size: int, seed: int) -> SimulatedPrefill:
+    def _simulated(self, name: str, dp_size: int, seed: int) -> _Prefill:
         one = InstanceSpec(dp_size=dp_size, chunk_tokens=self.chunk_tokens)
-        return SimulatedPrefill(name, one, ClusterSpec(cost=self.cost), rng=random.Random(seed))
+        spec, rng = ClusterSpec(cost=self.cost), random.Random(seed)
+        return _Prefill(SimulatedPrefill(name, one, spec, rng=rng))
+
+    def slow_down(self, name: str, factor: float) -> None:
+        """Passes of a prefill engine take ``factor`` times as long from now on."""
+        self._prefill[name].pace = factor
+
+    def go_down(self, name: str) -> None:
+        """A prefill engine dies with all that it has."""
+        self._submit(InstanceDown(instance=name))
+        for rid in [rid for rid, where in self._placed.items() if where[0] == name]:
+            del self._placed[rid], self._asked[rid]
+            self._submit(RequestEnded(rid=rid, outcome="failed"))
+        engine = self._prefill.pop(name).engine
+        self._prefill[name] = self._simulated(name, engine.one.dp_size, 0)
+        self.silent.add(name)
 
     @property
     def engines(self) -> list[str]:
@@ -182,7 +208,7 @@ class SyntheticCluster:
                 pace = self._tokens_per_s / _MEAN_PROMPT_TOKENS
                 self._next_s += self._random.expovariate(pace)
                 rid = f"{self._random.getrandbits(128):032x}"
-                self._asked[rid] = tokens
+                self._asked[rid] = tokens, now_s
                 self._submit(RequestArrived(rid=rid, prompt_tokens=tokens, max_new_tokens=256))
             for prefill in self._prefill.values():
                 self._compute(prefill, now_s)
@@ -191,8 +217,8 @@ class SyntheticCluster:
             await asyncio.sleep(STEP_S)
 
     def _dispatched(self, command: Dispatch) -> None:
-        self._placed[command.rid] = (command.decode, command.decode_rank)
-        ready_s, tokens = time.monotonic() + _NETWORK_S, self._asked.pop(command.rid)
+        self._placed[command.rid] = command.prefill, command.decode, command.decode_rank
+        ready_s, tokens = time.monotonic() + _NETWORK_S, self._asked[command.rid][0]
         coming = _Coming(ready_s, command.rid, command.prefill_rank, tokens)
         self._prefill[command.prefill].coming.append(coming)
 
@@ -214,11 +240,14 @@ class SyntheticCluster:
             if at_s > now_s:
                 break
             while one.coming and one.coming[0].ready_s <= at_s:
-                _, rid, rank, tokens = one.coming.popleft()
+                ready_s, rid, rank, tokens = one.coming.popleft()
                 engine.deliver(rid, rank, tokens)
+                one.taken_s[rid] = ready_s
             launched, messages = engine.step(at_s)
+            if launched is not None:
+                launched.end_s += (one.pace - 1.0) * (launched.end_s - launched.start_s)
             engine.waits_for(launched)
-            self._say(one, messages, now_s, at_s)
+            self._say(one, _with_started(one, launched, messages), now_s, at_s)
         if now_s - one.reported_s > _IDLE_REPORT_S:
             self._say(one, engine.messages("idle"), now_s, now_s)
 
@@ -235,18 +264,25 @@ class SyntheticCluster:
 
     def _prefilled(self, rid: str, now_s: float) -> None:
         self._submit(PrefillDone(rid=rid))
-        name, rank = self._placed.pop(rid)
+        _, name, rank = self._placed.pop(rid)
         decode = self._decode[name]
-        decode.running[rank][rid] = now_s + self.decode_s * (0.5 + self._random.random())
+        ends_s = now_s + self.decode_s * (0.5 + self._random.random())
+        _, arrived_s = self._asked.pop(rid)
+        client = ClientSide(admission_s=0.001, first_byte_s=now_s + _FIRST_STEP_S - arrived_s)
+        decode.running[rank][rid] = ends_s, client
         decode.fresh[rank].append(rid)
 
     def _generate(self, one: _Decode, now_s: float) -> None:
         if now_s - one.reported_s < _REPORT_S:
             return
         for running in one.running:
-            for rid in [rid for rid, ends_s in running.items() if ends_s <= now_s]:
-                del running[rid]
-                self._submit(RequestEnded(rid=rid, outcome="completed", completion_tokens=200))
+            for rid in [rid for rid, (ends_s, _) in running.items() if ends_s <= now_s]:
+                if one.name in self.stuck:
+                    continue
+                ended = RequestEnded(
+                    *(rid, "completed"), completion_tokens=200, client=running.pop(rid)[1]
+                )
+                self._submit(ended)
         one.reported_s = now_s
         if one.name in self.silent:
             return
@@ -268,6 +304,25 @@ class SyntheticCluster:
                 rids=fresh,
             )
             self._submit(ForwardEnded(instance=one.name, report=report))
+
+
+def _with_started(
+    one: _Prefill, launched: DevicePass | None, messages: Sequence[EndForward]
+) -> list[EndForward]:
+    """Each rank also reports the requests that its pass is the first one of."""
+    if launched is None:
+        return list(messages)
+    begun = [request for rank in one.engine.ranks for request in list(rank.waiting)[:1]]
+    begun = [request for request in begun if request.remaining < request.prompt_tokens]
+    started: dict[int, list[Started]] = {}
+    for request in (*launched.completed, *begun):
+        taken_s = one.taken_s.pop(request.rid, None)
+        if taken_s is not None:
+            started.setdefault(request.rank, []).append(Started(request.rid, taken_s))
+    return [
+        msgspec.structs.replace(message, started=started.get(message.dp_rank, []))
+        for message in messages
+    ]
 
 
 def _names(role: str, count: int) -> list[str]:

@@ -10,6 +10,7 @@ from typing import Literal
 
 import msgspec
 
+from sglang_sbs.explain.words import longest
 from sglang_sbs.plain_words import counted
 from sglang_sbs.scheduling.config import SchedulerConfig
 from sglang_sbs.scheduling.policy_names import facts_of
@@ -19,6 +20,8 @@ STALE_S = 3.0
 """EndForward is sent with every pass, and every second while idle."""
 STALE_PASSES = 5.0
 """Where passes are long: so many mean forward times."""
+OWN_PASSES = 2.0
+"""And so many of the instance's own passes with full chunks."""
 NEAR_LIMIT = 0.8
 SLOW_WAY = 0.25
 """L_net as a share of a mean pass from which on batches are decided too early to be good."""
@@ -36,7 +39,12 @@ VERY_SLOW_TTFT = 20.0
 TTFT_REQUESTS = 20
 """Requests of the last minute that a percentile needs."""
 DECODE_FULL = 0.9
-"""Share of decode's KV memory that is in use or spoken for."""
+"""Share of decode's KV memory, or of its request slots, that is in use or spoken for."""
+FAILING = 0.05
+"""Share of the attempts at requests that failed in the last minute."""
+VERY_FAILING = 0.5
+FAILED_ATTEMPTS = 3
+"""A share needs so many."""
 _MOST_CHARS = 400
 """Of the text of a worker's problem, which may quote the engine."""
 _CPU = "give the hosts of the router and of the engines more CPU"
@@ -99,6 +107,13 @@ class Recent:
     """This front end is without the scheduler process."""
     bubbles: float = 0.0
     """Share of the last half minute in which instances ran no pass though requests waited."""
+    attempts: tuple[int, int, str] = (0, 0, "")
+    """Attempts at requests that ended within the last minute, those that failed, and the instance
+    that most of these have in common."""
+    slower: Mapping[str, float] = field(default_factory=dict)
+    """Times as long as usual that passes take (:mod:`.paces`), by instance."""
+    ttft_split_s: Mapping[str, float] = field(default_factory=dict)
+    """Parts of the TTFT of the slowest requests."""
     ttft_requests: int = 0
     """Within the last minute, as the next two."""
     ttft_p95_s: float = 0.0
@@ -120,28 +135,37 @@ def _alerts(snapshot: Snapshot, config: SchedulerConfig, recent: Recent) -> Iter
             "alone",
             "",
             "this front end is without the scheduler process and places requests at once",
-            "see whether that process runs",
+            "see whether the scheduler process runs, and its log",
         )
     yield from _cluster(snapshot)
     yield from _queue(snapshot, config)
     yield from _refused(recent.refusals)
-    stale_s = max(STALE_S, STALE_PASSES * snapshot.mean_forward_s)
+    yield from _failing(recent)
     feedback = facts_of(snapshot.policy).reads_reports
     for prefill in snapshot.prefill:
         yield from _prefill(prefill, recent.watchdog_fires.get(prefill.instance, 0), feedback)
         yield from _model(prefill, snapshot.mean_forward_s)
-        yield from _stale(prefill, stale_s)
+        yield from _slower(prefill, recent.slower.get(prefill.instance))
+        yield from _stale(prefill, stale_after_s(snapshot, prefill))
     for decode in snapshot.decode:
-        yield from _stale(decode, stale_s)
+        yield from _stale(decode, stale_after_s(snapshot))
     yield from _decode(snapshot.decode)
     yield from _speed(snapshot, recent)
     for subject, text in recent.problems:
-        yield Alert("warning", "problem", subject, text[:_MOST_CHARS])
+        todo = "GET /workers has all of its problems; sglang-sbs doctor says more"
+        yield Alert("warning", "problem", subject, text[:_MOST_CHARS], todo)
     if recent.scheduler_errors:
         events = counted(recent.scheduler_errors, "event")
         failed = f"the scheduler failed on {events} in the last minute: a defect of this software"
         todo = "the router's log has the traceback: report it"
         yield Alert("critical", "scheduler_errors", "", failed, todo)
+
+
+def stale_after_s(snapshot: Snapshot, prefill: PrefillState | None = None) -> float:
+    """Seconds without EndForward from which on a DP rank is silent. A prefill rank sends nothing
+    while a pass runs, however slow its instance is."""
+    own_s = 0.0 if prefill is None else OWN_PASSES * prefill.full_pass_s
+    return max(STALE_S, STALE_PASSES * snapshot.mean_forward_s, own_s)
 
 
 def _cluster(snapshot: Snapshot) -> Iterator[Alert]:
@@ -153,10 +177,10 @@ def _cluster(snapshot: Snapshot) -> Iterator[Alert]:
             continue
         for one in (one for one in instances if one.drained):
             text = f"this {role} instance is drained: it takes no new requests"
-            todo = "POST /workers/{id}/undrain lets them in again"
+            todo = "when it may serve again: POST /workers/{id}/undrain"
             yield Alert("warning", "drained", one.instance, text, todo)
         for name in (one.instance for one in instances if not (one.up or one.drained)):
-            todo = "see its log; requests go to the others meanwhile"
+            todo = "see its log, and GET /workers for what failed; requests go to the others"
             yield Alert("critical", "down", name, f"this {role} instance is down", todo)
 
 
@@ -171,7 +195,7 @@ def _queue(snapshot: Snapshot, config: SchedulerConfig) -> Iterator[Alert]:
             "flow control refuses new requests: one has waited more than "
             f"{config.n_limit} scheduling cycles (--sbs-n-limit)"
         )
-        yield Alert("critical", "throttled", "", text, "add prefill capacity")
+        yield Alert("critical", "throttled", "", text, "add prefill capacity, or send less")
     for held, limit, what in (
         (snapshot.queue_requests, config.max_queue_requests, "request"),
         (snapshot.queue_tokens, config.max_queue_tokens, "prompt token"),
@@ -199,10 +223,13 @@ def _refused(refusals: Mapping[str, int]) -> Iterator[Alert]:
 def _prefill(prefill: PrefillState, fires: int, feedback: bool) -> Iterator[Alert]:
     if fires:
         text = (
-            f"the watchdog reset its state {counted(fires, 'time')} in 60 s: it took "
-            "work and fell silent"
+            f"it took work and fell silent: the watchdog reset its state {counted(fires, 'time')} "
+            "in the last minute"
         )
-        todo = "see the engine's log and its path to --sbs-endforward-bind"
+        todo = (
+            "see whether it hangs or has become slow (the engine's log), and its path to "
+            "--sbs-endforward-bind"
+        )
         yield Alert("critical", "watchdog", prefill.instance, text, todo)
     if prefill.up and prefill.stalled:
         text = "it has work that no pass takes, so nothing more is sent there"
@@ -227,13 +254,50 @@ def _model(prefill: PrefillState, mean_forward_s: float) -> Iterator[Alert]:
 
 def _decode(instances: Sequence[DecodeState]) -> Iterator[Alert]:
     """Whether decode as a whole is full: a single full rank is avoided by placement."""
-    known = [one for one in instances if one.up and one.kv_capacity_tokens]
-    capacity = sum(one.kv_capacity_tokens * len(one.ranks) for one in known)
-    used = sum(rank.kv_tokens for one in known for rank in one.ranks)
-    if capacity and used >= DECODE_FULL * capacity:
-        text = f"decode is full: {min(1.0, used / capacity):.0%} of its KV memory is spoken for"
-        todo = "add decode instances, or lower max_new_tokens: prefill waits for room there"
-        yield Alert("warning", "decode_full", "", text, todo)
+    up = [one for one in instances if one.up]
+    for what, used, most in (
+        (
+            "its KV memory is spoken for",
+            sum(rank.kv_tokens for one in up for rank in one.ranks),
+            [one.kv_capacity_tokens * len(one.ranks) for one in up],
+        ),
+        (
+            "its request slots (--max-running-requests) are taken",
+            sum(rank.running for one in up for rank in one.ranks),
+            [one.max_running * len(one.ranks) for one in up],
+        ),
+    ):
+        if up and all(most) and used >= DECODE_FULL * sum(most):
+            text = f"decode is full: {min(1.0, used / sum(most)):.0%} of {what}"
+            todo = "add decode instances, or lower max_new_tokens: prefill waits for room there"
+            yield Alert("warning", "decode_full", "", text, todo)
+            return
+
+
+def _failing(recent: Recent) -> Iterator[Alert]:
+    ended, failed, suspect = recent.attempts
+    if failed < FAILED_ATTEMPTS or failed < FAILING * ended:
+        return
+    text = f"{failed:,} of {counted(ended, 'attempt')} at requests failed in the last minute"
+    todo = "the router's log has the engine and the error of each; sglang-sbs doctor checks engines"
+    if suspect:
+        text = f"{text}, most of them here"
+        todo = "see its log; POST /workers/{id}/drain keeps new requests away from it"
+    severe: Severity = "critical" if failed >= VERY_FAILING * ended else "warning"
+    yield Alert(severe, "failing", suspect, text, todo)
+
+
+def _slower(prefill: PrefillState, factor: float | None) -> Iterator[Alert]:
+    if factor is not None:
+        text = (
+            f"its forward passes take {factor:.1f} times as long as usual: "
+            f"{prefill.full_pass_s:.2f} s with full chunks"
+        )
+        todo = (
+            "see whether its GPUs are throttled or shared, or its hosts short of CPU; POST "
+            "/workers/{id}/drain keeps new requests away from it"
+        )
+        yield Alert("warning", "slow_prefill", prefill.instance, text, todo)
 
 
 def _speed(snapshot: Snapshot, recent: Recent) -> Iterator[Alert]:
@@ -241,7 +305,7 @@ def _speed(snapshot: Snapshot, recent: Recent) -> Iterator[Alert]:
     passes = sum(one.passes for one in snapshot.prefill)
     if passes >= MODEL_PASSES and latency_s > max(SLOW_WAY_S, SLOW_WAY * pass_s):
         text = (
-            f"requests take {1e3 * latency_s:.0f} ms to reach an engine (L_net), "
+            f"requests take {1e3 * latency_s:.0f} ms to reach an engine (dispatch latency, L_net), "
             f"{latency_s / pass_s:.0%} of a pass"
         )
         yield Alert("warning", "slow_way", "", text, f"{_CPU}, or look at the network between them")
@@ -250,18 +314,23 @@ def _speed(snapshot: Snapshot, recent: Recent) -> Iterator[Alert]:
             f"bubbles: for {recent.bubbles:.0%} of the last half minute instances ran no pass "
             "though requests waited here"
         )
-        todo = "look at L_net and the age of EndForward; sglang-sbs doctor checks both"
+        todo = "look at the dispatch latency (L_net) and the age of reports; the doctor checks both"
         yield Alert("warning", "bubbles", "", text, todo)
     if recent.ttft_requests >= TTFT_REQUESTS and recent.ttft_p95_passes > SLOW_TTFT:
         text = (
             f"TTFT is slow: p95 {recent.ttft_p95_s:.1f} s, {recent.ttft_p95_passes:.0f} times "
-            "the passes that the prompts need"
+            f"the passes that the prompts need{_mostly(recent.ttft_split_s)}"
         )
-        todo = "sglang-sbs why ID says what a request waited for"
+        todo = "the dashboard lists the slowest requests; sglang-sbs why ID explains each"
         if recent.load > NEAR_LIMIT:
             todo = f"prefill is near its limit (load {recent.load:.2f}): add capacity, or send less"
         severe: Severity = "critical" if recent.ttft_p95_passes > VERY_SLOW_TTFT else "warning"
         yield Alert(severe, "slow_ttft", "", text, todo)
+
+
+def _mostly(parts_s: Mapping[str, float]) -> str:
+    name = longest(parts_s)
+    return f", most of it {name}" if name else ""
 
 
 def _stale(instance: PrefillState | DecodeState, stale_s: float) -> Iterator[Alert]:

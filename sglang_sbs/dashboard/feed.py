@@ -91,8 +91,8 @@ class LocalFeed:
 
     def request_over(self, timeline: Timeline, parts_s: Mapping[str, float] | None) -> None:
         """``parts_s``: where the time to its first token went; None: the request had none."""
-        if self.recorder is not None and parts_s is not None:
-            self.recorder.answered(timeline, parts_s, time.monotonic())
+        if self.recorder is not None:
+            self.recorder.request_over(timeline, parts_s, time.monotonic())
 
     def watch(self, take: Take) -> Stop:
         recorder = self._attach()

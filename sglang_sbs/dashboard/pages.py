@@ -32,7 +32,10 @@ PENDING_FRAMES = 10
 SILENT_S = 10.0
 """Without a frame for so long the stream ends, and who looks connects anew."""
 
-_SCRIPTS = ("app.js", "policy.js", "stream.js", "heatmap.js", "charts.js")
+_SCRIPTS = (
+    *("app.js", "page.js", "tip.js", "alerts.js", "slowest.js", "policy.js", "stream.js"),
+    *("heatmap.js", "charts.js"),
+)
 _ASSETS = {
     "/dashboard": ("index.html", "text/html"),
     **{f"/dashboard/{name}": (name, "text/javascript") for name in _SCRIPTS},

@@ -9,15 +9,24 @@ from __future__ import annotations
 import math
 from bisect import bisect_left
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import islice
-from statistics import fmean
 from typing import Any, TypeVar
 
 import msgspec
 
-from sglang_sbs.dashboard.alerts import Alert, Recent, find_alerts
+from sglang_sbs.dashboard.alerts import MODEL_PASSES, Alert, Recent, find_alerts, stale_after_s
+from sglang_sbs.dashboard.frames import (
+    Gang,
+    balance_of,
+    decode_shown,
+    gang_shown,
+    pass_shown,
+    prefill_shown,
+    rounded,
+)
 from sglang_sbs.dashboard.gain import Circumstances
+from sglang_sbs.dashboard.paces import Paces
 from sglang_sbs.dashboard.passes import PassHistory, PassRecord
 from sglang_sbs.dashboard.past import AlertHistory
 from sglang_sbs.dashboard.shadow import Shape
@@ -42,7 +51,6 @@ from sglang_sbs.scheduling.events import (
 )
 from sglang_sbs.scheduling.explained.timelines import Timeline
 from sglang_sbs.scheduling.snapshot import DecodeState, PrefillState, Snapshot
-from sglang_sbs.wire.balance import active_ranks, max_over_mean
 
 FRAME_VERSION = 1
 PASSES_S = 30.0
@@ -67,24 +75,6 @@ _TIMING = ("interval_s", "mean_forward_s", "latency_s", "lead_s")
 Problems = Callable[[], Sequence[tuple[str, str]]]
 Order = Callable[[], Sequence[str]]
 _State = TypeVar("_State", PrefillState, DecodeState)
-
-
-class Gang(msgspec.Struct):
-    """Requests dispatched to one prefill instance together."""
-
-    batch: int
-    at_s: float
-    prefill: str
-    reason: str
-    held_min_s: float
-    requests: int = 0
-    tokens: int = 0
-    cached_tokens: int = 0
-    held_max_s: float = 0.0
-    ranks: dict[int, int] = {}
-    """Requests by prefill DP rank."""
-    rids: list[str] = []
-    """The first few."""
 
 
 class Recorder:
@@ -127,6 +117,8 @@ class Recorder:
         self.split = TimeSplit()
         self._slowest = Slowest(scheduler.why)
         self._past = AlertHistory()
+        self._paces = Paces()
+        self._slower: dict[str, float] = {}
         self._judged_s = -math.inf
         self._past_shown = 0
         self._follow(now_s, begin=True)
@@ -161,10 +153,18 @@ class Recorder:
                 self.ttft.ended(command.rid)
         self._clock(now_s)
 
-    def answered(self, timeline: Timeline, parts_s: Mapping[str, float], now_s: float) -> None:
-        """A request that had a first token is over. ``parts_s``: where the time to it went."""
-        self.split.add(now_s, parts_s)
-        self._slowest.add(now_s, timeline, parts_s)
+    def request_over(
+        self, timeline: Timeline, parts_s: Mapping[str, float] | None, now_s: float
+    ) -> None:
+        """``parts_s``: where the time to its first token went; None: it had none."""
+        decision = timeline.decision
+        if decision is not None and timeline.outcome != "aborted":
+            failed = timeline.outcome == "failed"
+            pair = (decision.prefill, decision.decode) if failed else None
+            self._troubles.attempt_ended(pair, now_s)
+        if parts_s is not None:
+            self.split.add(now_s, parts_s)
+            self._slowest.add(now_s, timeline, parts_s)
 
     def _clock(self, now_s: float) -> None:
         """The time for which something waited."""
@@ -230,7 +230,11 @@ class Recorder:
         self._slowest.summary(now_s)
         if now_s >= self._judged_s + _JUDGE_S:
             self._judged_s = now_s
-            self._past.update(now_s, self._alerts(self._scheduler.snapshot(now_s), now_s)[0])
+            snapshot = self._scheduler.snapshot(now_s)
+            learned = [one for one in snapshot.prefill if one.up and one.passes >= MODEL_PASSES]
+            paces_s = {one.instance: one.full_pass_s for one in learned}
+            self._slower = self._paces.look(paces_s, now_s)
+            self._past.update(now_s, self._alerts(snapshot, now_s)[0])
 
     def take_new(self, now_s: float) -> tuple[list[PassRecord], list[Gang]]:
         """Passes and gangs since the last call, which become part of what is remembered."""
@@ -248,8 +252,8 @@ class Recorder:
         passes, gangs = self.take_new(now_s)
         frame = self._state(self._scheduler.snapshot(now_s), now_s) | {
             "full": False,
-            "passes": [_pass(one) for one in passes],
-            "gangs": [_gang(gang) for gang in gangs],
+            "passes": [pass_shown(one) for one in passes],
+            "gangs": [gang_shown(gang) for gang in gangs],
         }
         if self._past_shown != self._past.changes:
             self._past_shown = self._past.changes
@@ -262,8 +266,8 @@ class Recorder:
         snapshot = self._scheduler.snapshot(now_s)
         return self._state(snapshot, now_s) | {
             "full": True,
-            "passes": [_pass(one) for one in self._passes],
-            "gangs": [_gang(gang) for gang in self._gangs],
+            "passes": [pass_shown(one) for one in self._passes],
+            "gangs": [gang_shown(gang) for gang in self._gangs],
             "past": self._past.over(),
             "queue_trail": [[round(at_s, 3), requests] for at_s, requests, _ in self._trail],
         }
@@ -292,16 +296,25 @@ class Recorder:
                 "tenants": snapshot.queue_tenants,
                 "oldest": self._oldest(now_s),
             },
-            "timing": {name: _rounded(getattr(snapshot, name), 4) for name in _TIMING},
+            "timing": {name: rounded(getattr(snapshot, name), 4) for name in _TIMING},
             "rates": {
                 "batches": snapshot.batches,
                 "dispatched_per_s": self._dispatch_rate(),
                 "refused_in_60_s": recent.refusals,
             },
             "hold": self._hold(now_s),
-            "balance": _balance(islice(reversed(self._passes), _BALANCE_PASSES)),
-            "prefill": [self._prefill(one) for one in self._ordered(snapshot.prefill)],
-            "decode": [_decode(one) for one in self._ordered(snapshot.decode)],
+            "balance": balance_of(islice(reversed(self._passes), _BALANCE_PASSES)),
+            "prefill": [
+                prefill_shown(
+                    one,
+                    self._pass_history.running(one.instance),
+                    stale_after_s(snapshot, one),
+                )
+                for one in self._ordered(snapshot.prefill)
+            ],
+            "decode": [
+                decode_shown(one, stale_after_s(snapshot)) for one in self._ordered(snapshot.decode)
+            ],
             "ttft": self.ttft.summary(now_s) | {"rules": RULES},
             "gain": self.gain(now_s),
             "split": self.split.summary(now_s),
@@ -328,11 +341,14 @@ class Recorder:
             refusals=self._troubles.refusals(now_s),
             watchdog_fires=self._troubles.fires(now_s),
             problems=self._problems(),
+            attempts=self._troubles.attempts(now_s),
+            slower=self._slower,
             scheduler_errors=self._troubles.failed(now_s),
             alone=self._alone,
             bubbles=wasted_s / watched_s if watched_s > _BUBBLES_FROM_S else 0.0,
             ttft_requests=requests,
             ttft_p95_s=p95_s,
+            ttft_split_s=self.split.summary(now_s).get("p99", {}).get("parts_s", {}),
             ttft_p95_passes=per_pass_s / pass_s if pass_s > 0 else 0.0,
             load=self._load(up, now_s),
         )
@@ -362,29 +378,6 @@ class Recorder:
         for name, share in (("p50", 0.5), ("p95", 0.95), ("max", 1.0)) if held else ():
             shown[name] = round(percentile(held, share), 4)
         return shown
-
-    def _prefill(self, state: PrefillState) -> dict[str, Any]:
-        return {
-            "instance": state.instance,
-            "up": state.up,
-            "tier": state.tier,
-            "ready": state.ready,
-            "free_in_s": round(state.predicted_free_in_s, 3),
-            "error_s": round(state.prediction_error_s, 4),
-            "passes": state.passes,
-            "watchdog_fires": state.watchdog_fires,
-            "chunk": state.chunk_tokens,
-            "barrier": state.barrier,
-            "running": [
-                [round(at_s, 3), tokens]
-                for at_s, tokens in self._pass_history.running(state.instance)
-            ],
-            "c_avail": [rank.c_avail for rank in state.ranks],
-            "flight": [rank.flight_tokens for rank in state.ranks],
-            "queued": [rank.queued_tokens for rank in state.ranks],
-            "requests": [rank.outstanding_requests for rank in state.ranks],
-            "age": [_rounded(rank.age_s, 2) for rank in state.ranks],
-        }
 
     def _follow(self, now_s: float, *, begin: bool = False) -> None:
         """Tell the shadows which instances are up, and at first what they are busy with."""
@@ -435,47 +428,3 @@ class Recorder:
         )
         tokens = sum(tokens for second, tokens in self._work if now_s - second <= RECENT_S)
         return tokens / capacity / min(RECENT_S, max(1.0, now_s - self._began_s)) if up else 0.0
-
-
-def _pass(one: PassRecord) -> list[Any]:
-    """Instance, start, end, gap before it, wasted part of the gap, tokens per rank."""
-    times_s = round(one.start_s, 3), round(one.end_s, 3)
-    return [one.instance, *times_s, round(one.gap_s, 4), round(one.waste_s, 4), one.tokens]
-
-
-def _balance(passes: Iterable[PassRecord]) -> dict[str, float] | None:
-    """Mean number of ranks with tokens in a pass, of how many, and their heaviest over their mean;
-    ``None``: there was no pass."""
-    known = [[one for one in a_pass.tokens if one is not None] for a_pass in passes]
-    if not known:
-        return None
-    return {
-        "active_ranks": round(fmean(map(active_ranks, known)), 2),
-        "ranks": round(fmean(map(len, known)), 2),
-        "max_over_mean": round(fmean(max_over_mean(one) for one in known if any(one)), 2),
-    }
-
-
-def _gang(gang: Gang) -> dict[str, Any]:
-    return msgspec.structs.asdict(gang) | {
-        "at_s": round(gang.at_s, 3),
-        "held_min_s": round(gang.held_min_s, 4),
-        "held_max_s": round(gang.held_max_s, 4),
-        "ranks": sorted(gang.ranks.items()),
-    }
-
-
-def _decode(state: DecodeState) -> dict[str, Any]:
-    return {
-        "instance": state.instance,
-        "up": state.up,
-        "kv_capacity": state.kv_capacity_tokens,
-        "running": [rank.running for rank in state.ranks],
-        "kv": [rank.kv_tokens for rank in state.ranks],
-        "flight": [rank.flight_requests for rank in state.ranks],
-        "age": [_rounded(rank.age_s, 2) for rank in state.ranks],
-    }
-
-
-def _rounded(value: float | None, digits: int) -> float | None:
-    return None if value is None else round(value, digits)

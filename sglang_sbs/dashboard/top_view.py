@@ -14,7 +14,6 @@ from rich.text import Text
 
 Line = Text | Rule
 
-_STALE_S = 3.0
 _NAME_CHARS = 24
 _BEFORE_CELLS = 56
 """Of a line of ranks: name, state and figures."""
@@ -203,17 +202,18 @@ def _alerts(alerts: list[dict[str, Any]], most: int) -> list[Line]:
     return lines
 
 
-def _cells(line: Text, shares: list[float], ages: list[float | None], room: int) -> None:
+def _cells(line: Text, shares: list[float], one: dict[str, Any], room: int) -> None:
     """A character per rank; where there are more ranks than room, one per group, the fullest."""
     if room <= 0 or not shares:
         return
+    ages: list[float | None] = one["age"]
     group = -(-len(shares) // room)
     for start in range(0, len(shares), group):
         share = max(shares[start : start + group])
         age_s = [age for age in ages[start : start + group] if age is not None]
         level = max(0, min(len(_STEPS) - 1, round(share * (len(_STEPS) - 1))))
         colour = _COLOURS[max(0, min(len(_COLOURS) - 1, int(share * len(_COLOURS))))]
-        if age_s and max(age_s) > _STALE_S:
+        if age_s and max(age_s) > one["stale_s"]:
             line.append("!", style="bold red reverse")
         elif not age_s:
             line.append("?", style="dim")
@@ -252,7 +252,7 @@ def _ranks(
         line = _name(one)
         said, shares = tell(one)
         line.append(said)
-        _cells(line, shares, one["age"], width - len(line))
+        _cells(line, shares, one, width - len(line))
         lines.append(line)
     if len(lines) < len(instances):
         more = len(instances) - len(lines) + 1

@@ -1,4 +1,5 @@
-"""Refusals, watchdog resets and failed events of the last minute. Sans-I/O; bounded."""
+"""Refusals, failed attempts, watchdog resets and failed events of the last minute. Sans-I/O;
+bounded."""
 
 from __future__ import annotations
 
@@ -7,6 +8,8 @@ from collections.abc import Callable, Iterable
 
 RECENT_S = 60.0
 _MOST = 2_000
+_MOSTLY = 0.8
+"""Share of the failed attempts that points to one instance."""
 
 
 class Troubles:
@@ -20,9 +23,24 @@ class Troubles:
         self._refusals: deque[tuple[float, str]] = deque(maxlen=_MOST)
         self._fires: deque[tuple[float, str]] = deque(maxlen=_MOST)
         self._failed: deque[tuple[float, str]] = deque(maxlen=_MOST)
+        self._attempts: deque[tuple[float, tuple[str, str] | None]] = deque(maxlen=_MOST)
+        """When each ended; the prefill and the decode instance of those that failed."""
 
     def refused(self, cause: str, now_s: float) -> None:
         self._refusals.append((now_s, cause))
+
+    def attempt_ended(self, failed_on: tuple[str, str] | None, now_s: float) -> None:
+        """``failed_on``: the prefill and the decode instance; None: it was completed."""
+        self._attempts.append((now_s, failed_on))
+
+    def attempts(self, now_s: float) -> tuple[int, int, str]:
+        """Attempts that ended, those that failed, and the instance that most of these have in
+        common; empty: none."""
+        recent = [failed_on for at_s, failed_on in self._attempts if now_s - at_s <= RECENT_S]
+        failed = [one for one in recent if one is not None]
+        named = Counter(name for pair in failed for name in pair)
+        suspects = [name for name, count in named.items() if count >= _MOSTLY * len(failed)]
+        return len(recent), len(failed), suspects[0] if len(suspects) == 1 else ""
 
     def look(self, fires: Iterable[tuple[str, str, int]], now_s: float) -> None:
         """Count what happened since the last call. ``fires``: id and worker of each prefill

@@ -14,8 +14,8 @@ Level = Literal["green", "amber", "red"]
 
 _ORDER = (
     *("alone", "no_prefill", "no_decode", "down", "scheduler_errors", "stalled", "watchdog"),
-    *("drained", "throttled", "slow_ttft", "fallback", "stale", "not_holding", "slow_way"),
-    *("bubbles", "cost_model", "decode_full", "queue", "refused", "problem"),
+    *("failing", "throttled", "slow_prefill", "decode_full", "fallback", "stale", "not_holding"),
+    *("slow_way", "bubbles", "cost_model", "slow_ttft", "queue", "refused", "problem", "drained"),
 )
 """Causes before their consequences, among alerts that are equally severe."""
 

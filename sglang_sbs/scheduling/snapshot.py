@@ -49,6 +49,8 @@ class PrefillState(msgspec.Struct, frozen=True):
     """It works, and takes no new requests."""
     stalled: bool = False
     """It has work that no pass takes, so nothing more is sent there."""
+    full_pass_s: float = 0.0
+    """Predicted time of a pass with full chunks."""
 
 
 class DecodeRankState(msgspec.Struct, frozen=True):
@@ -68,6 +70,8 @@ class DecodeState(msgspec.Struct, frozen=True):
     """Per rank; 0: unknown."""
     drained: bool = False
     """It works, and takes no new requests."""
+    max_running: int = 0
+    """Requests per rank; 0: unknown."""
 
 
 class Snapshot(msgspec.Struct, frozen=True):
@@ -158,6 +162,9 @@ def _prefill_state(instances: Worker, scheduler: Scheduler, now_s: float) -> Pre
         barrier=instances[0].id == instances[0].worker,
         drained=scheduler.is_drained(instances[0].id),
         stalled=any(i.takes_nothing for i in instances),
+        full_pass_s=fmean(
+            i.model.fixed_s + i.model.slope_s_per_token(1.0) * i.chunk_tokens for i in instances
+        ),
     )
 
 
@@ -166,7 +173,7 @@ def _decode_state(instance: DecodeInstance, scheduler: Scheduler, now_s: float) 
         DecodeRankState(load.running, load.kv_tokens, len(rank.flight), rank.cursor.age_s(now_s))
         for rank, load in zip(instance.ranks, instance.loads(), strict=True)
     ]
-    capacity_tokens = instance.kv_capacity_tokens
-    known_tokens = 0 if capacity_tokens == UNLIMITED else capacity_tokens
+    limits = instance.kv_capacity_tokens, instance.max_running
+    capacity_tokens, max_running = (0 if most == UNLIMITED else most for most in limits)
     up, drained = scheduler.is_up(instance.id), scheduler.is_drained(instance.id)
-    return DecodeState(instance.id, up, ranks, known_tokens, drained)
+    return DecodeState(instance.id, up, ranks, capacity_tokens, drained, max_running)

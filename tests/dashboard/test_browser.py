@@ -36,7 +36,7 @@ async def synthetic(
             *("--prometheus-port", "0", "--sbs-endforward-bind", "none", "--policy", "sbs"),
         ]
     )
-    scheduler = WatchedScheduler(options.scheduler)
+    scheduler = WatchedScheduler(options.scheduler, remembers=4096)
     server = RouterServer(options, scheduler)
     await server.start()
     engines = SyntheticCluster(
@@ -89,21 +89,26 @@ async def colours(page: Page, canvas: str) -> int:
     )
 
 
+async def another_frame(page: Page) -> None:
+    """Wait until the page shows a later frame than now."""
+    shown = await page.locator("#board").get_attribute("data-frame")
+    await expect(page.locator("#board")).not_to_have_attribute("data-frame", shown or "")
+
+
 async def test_256_ranks_are_shown_live_without_a_complaint(browser: Browser) -> None:
     async with synthetic(24, 8, 2, 32) as (server, _):
         page, complaints = await open_page(browser, server.port)
         await expect(page.locator("#connection")).to_have_text("live")
         await expect(page.locator("#prefill-summary")).to_have_text("24 instances, 192 DP ranks")
         await expect(page.locator("#decode-summary")).to_contain_text("2 instances, 64 DP ranks")
-        await expect(page.locator("#gangs tr").nth(5)).to_be_visible()
+        await expect(page.locator("#slowest-rows .why").nth(5)).to_be_visible()
         await expect(page.locator("#timeline-summary")).to_contain_text("% busy")
         await expect(page.locator("#ttft-note")).to_contain_text("estimate")
         await expect(page.locator("#ttft-bars .bar").nth(2)).to_contain_text("p95")
         await expect(page.locator("#hold-now")).to_contain_text("p50")
         for canvas in ("prefill-map", "decode-map", "timeline-map", "queue-trail"):
             assert await colours(page, canvas) > 3, canvas
-        first = await page.locator("#gangs td").nth(1).inner_text()
-        await expect(page.locator("#gangs td").nth(1)).not_to_have_text(first)
+        await another_frame(page)
         box = await page.locator("#prefill-map").bounding_box()
         assert box is not None
         await page.mouse.move(box["x"] + 10, box["y"] + 25)
@@ -124,7 +129,7 @@ async def test_a_thousand_ranks_work(browser: Browser) -> None:
     async with synthetic(117, 8, 2, 32, load=0.002) as (server, _):
         page, complaints = await open_page(browser, server.port)
         await expect(page.locator("#prefill-summary")).to_have_text("117 instances, 936 DP ranks")
-        await expect(page.locator("#gangs tr").nth(1)).to_be_visible()
+        await another_frame(page)
         assert await colours(page, "prefill-map") > 2
         assert complaints == []
 
@@ -182,13 +187,9 @@ async def test_what_others_say_is_text_and_nothing_else(browser: Browser) -> Non
         "ttft": {"requests": 0, "figures": {}, "unfinished": {EVIL: 3}},
         "alerts": [{"severity": EVIL, "kind": "x", "subject": EVIL, "text": EVIL}],
         "passes": [[EVIL, 8.0, 9.0, 0.0, 0.0, [5]]],
-        "gangs": [
-            {
-                **{"batch": 1, "at_s": 9.0, "prefill": EVIL, "reason": EVIL, "requests": 1},
-                **{"tokens": 5, "cached_tokens": 0, "held_min_s": 0, "held_max_s": 0},
-                **{"ranks": [[0, 1]], "rids": [EVIL]},
-            }
-        ],
+        "gangs": [],
+        "slowest": [slow_of(rid=EVIL, prefill=EVIL, why=EVIL)],
+        "past": [past_of(severity=EVIL, subject=EVIL, text=EVIL, todo=EVIL)],
         "queue_trail": [],
     }
     feed = ScriptedFeed()
@@ -197,7 +198,8 @@ async def test_what_others_say_is_text_and_nothing_else(browser: Browser) -> Non
         await until(lambda: bool(feed.takes))
         feed.takes[0](orjson.dumps(frame), True)
         await expect(page.locator("#alert-list")).to_contain_text("<img")
-        await expect(page.locator("#gangs")).to_contain_text("onerror")
+        await expect(page.locator("#slowest-rows")).to_contain_text("onerror")
+        await expect(page.locator("#past-list")).to_contain_text("<script>")
         await expect(page.locator("#oldest")).to_contain_text("<script>")
         await expect(page.locator("#ttft-note")).to_contain_text("<img")
         box = await page.locator("#prefill-map").bounding_box()
@@ -252,6 +254,17 @@ async def test_dark_and_light_follow_the_system_and_the_button(
         assert complaints == []
 
 
+def slow_of(**more: Any) -> dict[str, Any]:
+    one = {"rid": "abc", "request_id": "", "ended_s": 5.0, "ttft_s": 4.25, "prompt_tokens": 12345}
+    why = "hold in the scheduler 3,200 ms: no decode DP rank had room for the request"
+    return one | {"prefill": "http://p", "prefill_rank": 3, "why": why} | more
+
+
+def past_of(**more: Any) -> dict[str, Any]:
+    one = {"severity": "warning", "kind": "x", "subject": "", "text": "it was slow", "todo": "wait"}
+    return one | {"began_s": 4.0, "ended_s": 8.0, "times": 1} | more
+
+
 def frame_of(prefill: list[dict[str, Any]], **more: Any) -> dict[str, Any]:
     """A whole frame of a router with nothing to do, but for ``more``."""
     idle: dict[str, Any] = {
@@ -304,16 +317,18 @@ async def test_an_empty_board_says_what_is_true(browser: Browser) -> None:
         await expect(page.locator("#ttft-note")).to_contain_text("no request was answered")
         await expect(page.locator("#ttft-bars")).to_be_hidden()
         await expect(page.locator("#hold")).to_be_hidden()
-        await expect(page.locator("#gangs-none")).to_be_visible()
+        await expect(page.locator("#slowest-none")).to_be_visible()
+        await expect(page.locator("#past-list")).to_have_text("none that is over")
         assert complaints == []
 
 
-async def test_busy_cells_are_darker_and_those_of_workers_down_have_no_shade(
-    browser: Browser,
+@pytest.mark.parametrize("scheme", ["dark", "light"])
+async def test_busy_cells_stand_out_and_those_of_workers_down_have_no_shade(
+    browser: Browser, scheme: Any
 ) -> None:
     feed = ScriptedFeed()
     async with served(feed) as (_, port):
-        page, _ = await open_page(browser, port, color_scheme="light")
+        page, _ = await open_page(browser, port, color_scheme=scheme)
         await until(lambda: bool(feed.takes))
         found = []
         for one in (instance_of(), instance_of(free=5), instance_of(free=0), instance_of(up=False)):
@@ -324,8 +339,12 @@ async def test_busy_cells_are_darker_and_those_of_workers_down_have_no_shade(
             # The words of the first three are the same; each state has a shade of its own.
             found.append(await lightness(page, unlike=found[-1:]))
         idle, half, full, lost = found
-        assert idle > half > full
-        assert lost >= idle - 10
+        if scheme == "light":
+            assert idle > half > full
+            assert lost >= idle - 10
+        else:
+            assert idle < half < full
+            assert lost <= idle + 10
 
 
 LIGHTNESS = """() => {
@@ -356,33 +375,24 @@ async def test_estimates_are_grey_where_the_model_is_too_far_off(browser: Browse
             await expect(page.locator("#ttft-bars .far")).to_have_count(grey)
 
 
-async def test_on_a_phone_no_column_is_lost_and_rows_are_one_line(browser: Browser) -> None:
-    gang = {
-        **{"batch": 1, "at_s": 9.0, "prefill": "http://prefill-0.cluster:30000", "requests": 9},
-        **{"reason": "53 ms before the predicted launch on http://prefill-0.cluster:30000"},
-        **{"tokens": 5000, "cached_tokens": 0, "held_min_s": 0.1, "held_max_s": 0.2},
-        **{"ranks": [[0, 3], [1, 3], [2, 3]], "rids": []},
-    }
+async def test_on_a_phone_nothing_is_lost(browser: Browser) -> None:
     queue = {"requests": 1, "tokens": 5, "oldest_wait_s": 1.0, "in_flight": 0, "throttled": False}
     queue["oldest"] = [["f" * 64, 12345, 12.5]]
     feed = ScriptedFeed()
     async with served(feed) as (_, port):
         page, complaints = await open_page(browser, port, viewport={"width": 390, "height": 844})
         await until(lambda: bool(feed.takes))
-        frame = frame_of([instance_of()], decode=[DECODE], gangs=[gang], queue=queue)
+        frame = frame_of([instance_of()], decode=[DECODE], slowest=[slow_of()], queue=queue)
         feed.takes[0](orjson.dumps(frame), True)
-        await expect(page.locator("#gangs td").last).to_have_text(
-            "53 ms before the predicted launch"
-        )
+        await expect(page.locator("#slowest-rows .why").first).to_contain_text("no decode DP rank")
         assert await page.evaluate("document.documentElement.scrollWidth <= innerWidth")
-        for row in ("#gangs tr", "#oldest tbody tr"):
-            box = await page.locator(row).bounding_box()
-            assert box is not None and box["height"] < 30, row
+        box = await page.locator("#oldest tbody tr").bounding_box()
+        assert box is not None and box["height"] < 30
         waits = await page.locator("#oldest tbody td").last.bounding_box()
         assert waits is not None and waits["x"] + waits["width"] < 390
-        last = page.locator("#gangs td").last
-        await last.scroll_into_view_if_needed()
-        await expect(last).to_be_in_viewport()
+        why = page.locator("#slowest-rows .why").first
+        shown = await why.evaluate("one => one.scrollHeight <= one.clientHeight + 1")
+        assert shown, "all of the reason is to be read"
         assert complaints == []
 
 
@@ -415,9 +425,7 @@ async def test_no_element_moves_under_load(
         first = await page.evaluate(GEOMETRY)
         assert len(first) > 60
         for _ in range(12):
-            # Each look is of another frame: the age of the newest decision or its number changes.
-            shown = await page.locator("#gangs td").nth(1).inner_text()
-            await expect(page.locator("#gangs td").nth(1)).not_to_have_text(shown)
+            await another_frame(page)
             now = await page.evaluate(GEOMETRY)
             assert now == first
         assert await page.evaluate("document.documentElement.scrollWidth <= innerWidth")

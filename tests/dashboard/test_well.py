@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
+import inspect
+import re
+from pathlib import Path
 from typing import Any, get_args
 
 import msgspec
@@ -9,7 +13,9 @@ import pytest
 from router_harness import cluster
 from test_top import drawn, frame_of
 
+from sglang_sbs.dashboard import alerts, well
 from sglang_sbs.dashboard.alerts import Recent, find_alerts
+from sglang_sbs.dashboard.paces import Paces
 from sglang_sbs.dashboard.recorder import Recorder
 from sglang_sbs.dashboard.shadow import Shape
 from sglang_sbs.dashboard.ttft import TtftComparison
@@ -62,8 +68,8 @@ HEALTHY = Snapshot(
 
 def judged(recent: Recent | None = None, **changed: Any) -> Wellness:
     snapshot = msgspec.structs.replace(HEALTHY, **changed)
-    alerts = find_alerts(snapshot, SchedulerConfig(max_queue_requests=100), recent or Recent())
-    return is_all_well(snapshot, alerts)
+    found = find_alerts(snapshot, SchedulerConfig(max_queue_requests=100), recent or Recent())
+    return is_all_well(snapshot, found)
 
 
 def prefill(**changed: Any) -> list[PrefillState]:
@@ -82,51 +88,66 @@ FULL = [msgspec.structs.replace(DECODE, ranks=[DecodeRankState(50, 95_000, 0, 0.
 SLOW = Recent(ttft_requests=50, ttft_p95_s=5.5, ttft_p95_passes=12.0)
 
 
-@pytest.mark.parametrize(
-    ("level", "kind", "cause", "todo", "changed", "recent"),
-    [
-        ("amber", "slow_way", "take 160 ms", "more CPU", {"latency_s": 0.16}, None),
-        ("amber", "bubbles", "for 25% of", "L_net", {}, Recent(bubbles=0.25)),
-        (
-            *("amber", "cost_model", "50% of a pass wrong", "uses its GPUs"),
-            *({"prefill": prefill(prediction_error_s=0.2)}, None),
-        ),
-        ("amber", "slow_ttft", "p95 5.5 s, 12 times", "sglang-sbs why", {}, SLOW),
-        (
-            *("amber", "slow_ttft", "p95 5.5 s", "add capacity", {}),
-            Recent(ttft_requests=50, ttft_p95_s=5.5, ttft_p95_passes=12.0, load=0.95),
-        ),
-        (
-            *("red", "slow_ttft", "p95 20.0 s", "sglang-sbs why", {}),
-            Recent(ttft_requests=50, ttft_p95_s=20.0, ttft_p95_passes=50.0),
-        ),
-        ("amber", "decode_full", "decode is full: 95%", "add decode", {"decode": FULL}, None),
-        ("amber", "not_holding", "holding is off", "more CPU", {"holding": False}, None),
-        ("red", "stalled", "no pass takes", "restart", {"prefill": prefill(stalled=True)}, None),
-        ("red", "watchdog", "fell silent", "engine's log", {}, Recent(watchdog_fires={P0: 1})),
-        ("amber", "stale", "sent no EndForward", "hang", {"prefill": prefill(ranks=SILENT)}, None),
-        (
-            *("amber", "fallback", "no EndForward", "install the plugin"),
-            *({"prefill": prefill(tier="load_poll")}, None),
-        ),
-        ("red", "no_prefill", "no prefill instance", "doctor", {"prefill": []}, None),
-        ("red", "down", "is down", "log", {"prefill": prefill(up=False)}, None),
-        (
-            "amber",
-            "drained",
-            "is drained",
-            "undrain",
-            {"prefill": prefill(up=False, drained=True)},
-            None,
-        ),
-        ("red", "throttled", "flow control", "add prefill", {"throttled": True}, None),
-        ("amber", "queue", "90 requests of 100", "add prefill", {"queue_requests": 90}, None),
-        ("amber", "refused", "3 requests refused", "capacity", {}, Recent(refusals={"full": 3})),
-        ("amber", "problem", "an old SGLang", "", {}, Recent(problems=[(D0, "an old SGLang")])),
-        ("red", "alone", "without the scheduler", "process runs", {}, Recent(alone=True)),
-        ("red", "scheduler_errors", "a defect", "report it", {}, Recent(scheduler_errors=1)),
-    ],
-)
+BUSY = [msgspec.structs.replace(DECODE, max_running=8, ranks=[DecodeRankState(8, 9, 0, 0.2)] * 2)]
+CASES: list[tuple[str, str, str, str, dict[str, Any], Recent | None]] = [
+    ("amber", "slow_way", "take 160 ms", "more CPU", {"latency_s": 0.16}, None),
+    ("amber", "bubbles", "for 25% of", "L_net", {}, Recent(bubbles=0.25)),
+    (
+        *("amber", "cost_model", "50% of a pass wrong", "uses its GPUs"),
+        *({"prefill": prefill(prediction_error_s=0.2)}, None),
+    ),
+    ("amber", "slow_ttft", "p95 5.5 s, 12 times", "sglang-sbs why", {}, SLOW),
+    (
+        *("amber", "slow_ttft", "p95 5.5 s", "add capacity", {}),
+        Recent(ttft_requests=50, ttft_p95_s=5.5, ttft_p95_passes=12.0, load=0.95),
+    ),
+    (
+        *("red", "slow_ttft", "p95 20.0 s", "sglang-sbs why", {}),
+        Recent(ttft_requests=50, ttft_p95_s=20.0, ttft_p95_passes=50.0),
+    ),
+    ("amber", "decode_full", "decode is full: 95%", "add decode", {"decode": FULL}, None),
+    ("amber", "not_holding", "holding is off", "more CPU", {"holding": False}, None),
+    ("red", "stalled", "no pass takes", "restart", {"prefill": prefill(stalled=True)}, None),
+    ("red", "watchdog", "fell silent", "engine's log", {}, Recent(watchdog_fires={P0: 1})),
+    ("amber", "stale", "sent no EndForward", "hang", {"prefill": prefill(ranks=SILENT)}, None),
+    (
+        *("amber", "fallback", "no EndForward", "install the plugin"),
+        *({"prefill": prefill(tier="load_poll")}, None),
+    ),
+    ("red", "no_prefill", "no prefill instance", "doctor", {"prefill": []}, None),
+    ("red", "down", "is down", "log", {"prefill": prefill(up=False)}, None),
+    (
+        "amber",
+        "drained",
+        "is drained",
+        "undrain",
+        {"prefill": prefill(up=False, drained=True)},
+        None,
+    ),
+    ("red", "throttled", "flow control", "add prefill", {"throttled": True}, None),
+    ("amber", "queue", "90 requests of 100", "add prefill", {"queue_requests": 90}, None),
+    ("amber", "refused", "3 requests refused", "capacity", {}, Recent(refusals={"full": 3})),
+    ("amber", "problem", "an old SGLang", "", {}, Recent(problems=[(D0, "an old SGLang")])),
+    ("red", "alone", "without the scheduler", "process runs", {}, Recent(alone=True)),
+    ("red", "scheduler_errors", "a defect", "report it", {}, Recent(scheduler_errors=1)),
+    (
+        *("amber", "decode_full", "100% of its request slots", "add decode"),
+        *({"decode": BUSY}, None),
+    ),
+    ("red", "no_decode", "no decode instance", "GET /workers", {"decode": []}, None),
+    (
+        *("amber", "slow_prefill", "passes take 2.5 times as long as usual", "throttled"),
+        *({}, Recent(slower={P0: 2.5})),
+    ),
+    (
+        *("amber", "failing", "6 of 100 attempts at requests failed", "router's log"),
+        *({}, Recent(attempts=(100, 6, ""))),
+    ),
+    ("red", "failing", "most of them here", "drain", {}, Recent(attempts=(9, 7, D0))),
+]
+
+
+@pytest.mark.parametrize(("level", "kind", "cause", "todo", "changed", "recent"), CASES)
 def test_each_cause_is_said_with_what_to_do(
     level: str, kind: str, cause: str, todo: str, changed: dict[str, Any], recent: Recent | None
 ) -> None:
@@ -134,6 +155,18 @@ def test_each_cause_is_said_with_what_to_do(
     assert (found.level, found.kind) == (level, kind)
     assert cause in found.cause
     assert todo in found.todo
+    assert found.todo
+
+
+def test_every_alert_has_a_case_above_a_rank_and_a_line_in_the_page_about_them() -> None:
+    kinds = {kind for _, kind, *_ in CASES}
+    assert kinds == set(well._ORDER)
+    assert len(well._ORDER) == len(kinds)
+    source = inspect.getsource(alerts)
+    made = set(re.findall(r'\(\s*(?:severe|"critical"|"warning"),\s*"(\w+)"', source))
+    assert made | {"no_prefill", "no_decode"} == kinds
+    table = (Path(__file__).parents[2] / "docs/dashboard.md").read_text()
+    assert {kind for kind in kinds if f"`{kind}`" not in table} == set()
 
 
 def test_every_cause_of_a_refusal_has_words_and_the_most_frequent_says_what_to_do() -> None:
@@ -159,6 +192,29 @@ def test_thresholds_hold_their_peace_just_below() -> None:
     assert judged(prefill=prefill(prediction_error_s=0.2, passes=5)) == healthy
     unknown = [msgspec.structs.replace(DECODE, kv_capacity_tokens=0)]
     assert judged(decode=unknown) == healthy
+
+
+def test_a_slow_instance_is_not_silent_during_its_own_passes() -> None:
+    late = [PrefillRankState(3072, 0, 0, 0, 5.0)] * 2
+    assert judged(prefill=prefill(ranks=late)).kind == "stale"
+    assert judged(prefill=prefill(ranks=late, full_pass_s=3.0)).level == "green"
+
+
+def test_slow_ttft_names_the_part_that_is_longest() -> None:
+    slow = dataclasses.replace(SLOW, ttft_split_s={"hold": 1.0, "queue": 3.0, "pass": 0.4})
+    assert judged(slow).cause.endswith("the prompts need, most of it queue of the engine")
+
+
+def test_passes_are_compared_with_those_of_the_hour_before() -> None:
+    paces = Paces()
+    for now_s in range(100):
+        assert paces.look({P0: 0.5, "http://p1:1": 3.0}, float(now_s)) == {}
+    assert paces.look({P0: 1.5}, 100.0) == {P0: pytest.approx(3.0, rel=0.01)}
+    noticed = [paces.look({P0: 1.5}, 100.0 + 10 * number) for number in range(2000)]
+    assert noticed[60] and not noticed[-1], "what lasts for hours is usual"
+    for now_s in range(300):
+        paces.look({P0: 0.5}, 30_000.0 + now_s)
+    assert paces.look({P0: 1.5}, 30_301.0), "what is faster is usual soon"
 
 
 def test_the_gravest_and_the_cause_come_first() -> None:

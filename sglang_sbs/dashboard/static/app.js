@@ -1,60 +1,48 @@
 // The page: takes frames and fills the panels. Everything that comes from elsewhere is set as text,
 // never as markup.
 
+import { Alerts } from "./alerts.js";
 import { Timeline, WINDOW_S, drawRatio, drawTrail } from "./charts.js";
-import { HeatMap, legend, shade } from "./heatmap.js";
+import { HeatMap, legend, shade, usePalette } from "./heatmap.js";
+import { $, age, clock, count, make, seconds, several, short, span, text, tokens } from "./page.js";
 import { PolicySwitch } from "./policy.js";
+import { Slowest } from "./slowest.js";
 import { Stream } from "./stream.js";
+import { Tip } from "./tip.js";
 
 const KEY = "sglang-sbs-key";
 const THEME = "sglang-sbs-theme";
 const STALE_S = 3;
 const TRAIL_S = 60;
-const GANGS = 25;
 const HIDDEN_MS = 10000;
 const FAR_OFF = 0.25;
+// The scales of decode where nobody says what is most: they grow in steps, and never shrink.
+const LEAST_RUNNING = 128;
+const LEAST_KV = 128 * 1024;
 
-const $ = (id) => document.getElementById(id);
-
-function text(id, value) {
-  const element = $(id);
-  if (element.textContent !== value) element.textContent = value;
-}
-
-function make(tag, className, content) {
-  const element = document.createElement(tag);
-  if (className) element.className = className;
-  if (content !== undefined) element.textContent = content;
-  return element;
-}
-
-const count = (value) => value.toLocaleString("en-US");
-const seconds = (value) => (value === undefined || value === null ? "–" : value < 1 ? Math.round(value * 1000) + " ms" : value.toFixed(value < 10 ? 2 : 1) + " s");
-const tokens = (value) => (Math.abs(value) < 1000 ? String(value) : (value / 1000).toFixed(Math.abs(value) < 10000 ? 1 : 0) + "k");
-const several = (number, what) => count(number) + " " + what + (number === 1 ? "" : "s");
-const short = (url) => url.replace(/^https?:\/\//, "");
-const age = (value) => (value === null ? "never" : seconds(value) + " ago");
-
-const state = { frame: null, gangs: [], trail: [], pending: false, redraw: false };
-const timeline = new Timeline($("timeline-map"));
-const prefillMap = new HeatMap($("prefill-map"), $("tip"), (instance, rank) => {
+const state = { frame: null, past: [], trail: [], pending: false, redraw: false, paused: false, most: LEAST_RUNNING, fullest: LEAST_KV };
+const tip = new Tip($("tip"));
+const alerts = new Alerts(tip);
+const slowest = new Slowest(() => sessionStorage.getItem(KEY) || "");
+const timeline = new Timeline($("timeline-map"), tip);
+const prefillMap = new HeatMap($("prefill-map"), tip, (instance, rank) => {
   const one = instance.data;
   return [
     one.instance + "  DP rank " + rank,
-    "C_avail " + count(one.c_avail[rank]) + " of " + count(one.chunk) + " tokens",
-    "in flight " + count(one.flight[rank]) + ", queued " + count(one.queued[rank]) + " tokens",
-    count(one.requests[rank]) + " requests not prefilled",
-    "EndForward " + age(one.age[rank]),
+    count(one.c_avail[rank]) + " of " + count(one.chunk) + " tokens of the next chunk are free (C_avail)",
+    count(one.flight[rank]) + " tokens on their way, " + count(one.queued[rank]) + " queued there",
+    several(one.requests[rank], "request") + " not prefilled yet",
+    "last report (EndForward) " + age(one.age[rank]),
     (one.up ? "up" : "down") + ", signal: " + one.tier + ", free in " + seconds(one.free_in_s) + (one.barrier ? "" : ", " + one.c_avail.length + " ranks, no barrier"),
   ];
 });
-const decodeMap = new HeatMap($("decode-map"), $("tip"), (instance, rank) => {
+const decodeMap = new HeatMap($("decode-map"), tip, (instance, rank) => {
   const one = instance.data;
   return [
     one.instance + "  DP rank " + rank,
-    "B " + count(one.running[rank]) + " running requests, " + count(one.flight[rank]) + " on their way",
-    "K " + count(one.kv[rank]) + (one.kv_capacity ? " of " + count(one.kv_capacity) : "") + " KV tokens",
-    "EndForward " + age(one.age[rank]),
+    count(one.running[rank]) + " running requests (B)" + (one.max_running ? " of at most " + count(one.max_running) : "") + ", " + count(one.flight[rank]) + " on their way",
+    count(one.kv[rank]) + (one.kv_capacity ? " of " + count(one.kv_capacity) : "") + " KV tokens (K)",
+    "last report (EndForward) " + age(one.age[rank]),
     one.up ? "up" : "down",
   ];
 });
@@ -64,14 +52,14 @@ const decodeMap = new HeatMap($("decode-map"), $("tip"), (instance, rank) => {
 function onEvent(kind, frame) {
   if (kind === "history") {
     timeline.clear();
-    state.gangs = [];
     state.trail = frame.queue_trail;
+    state.past = [];
   } else if (!state.frame) {
     return;
   }
   state.frame = frame;
   timeline.add(frame.passes, frame.now_s);
-  state.gangs = state.gangs.concat(frame.gangs).slice(-GANGS);
+  if (frame.past) state.past = frame.past;
   state.trail.push([frame.now_s, frame.queue.requests]);
   while (state.trail.length && state.trail[0][0] < frame.now_s - TRAIL_S) state.trail.shift();
   if (!state.pending && !document.hidden) {
@@ -86,11 +74,13 @@ function draw() {
   if (!frame || document.hidden) return;
   const again = state.redraw;
   state.redraw = false;
+  $("board").classList.remove("old");
   drawHeader(frame);
   if (frame.well) drawWell(frame.well);
   if (frame.gain) drawGain(frame.gain);
   if (frame.split) drawSplit(frame.split);
-  drawAlerts(frame.alerts);
+  alerts.draw(frame, state.past);
+  slowest.draw(frame);
   prefillMap.draw(frame.prefill.map(prefillCells), again);
   drawDecode(frame, again);
   const rows = frame.prefill;
@@ -106,8 +96,11 @@ function draw() {
   text("prefill-summary", several(rows.length, "instance") + ", " + several(total, "DP rank") + downOf(rows) + (lone ? ", " + lone + " without a barrier" : ""));
   drawQueue(frame);
   drawTtft(frame.ttft);
-  drawGangs(frame.now_s);
+  tip.show();
+  $("board").dataset.frame = frame.now_s;
 }
+
+const staleOf = (one) => one.stale_s || STALE_S;
 
 function downOf(instances) {
   const down = instances.filter((one) => !one.up).length;
@@ -121,8 +114,8 @@ function whyNoPass(rows) {
   if (!up.length) return "Every prefill instance is down.";
   const silent = up.reduce((sum, one) => sum + one.age.filter((value) => value === null).length, 0);
   if (silent) return "No pass was reported. " + several(silent, "DP rank") + " never sent EndForward: it comes from engines with the plugin.";
-  const stale = up.reduce((sum, one) => sum + one.age.filter((value) => value > STALE_S).length, 0);
-  if (stale) return "No pass in the last " + WINDOW_S + " s, and nothing from " + several(stale, "DP rank") + " for over " + STALE_S + " s.";
+  const stale = up.reduce((sum, one) => sum + one.age.filter((value) => value > staleOf(one)).length, 0);
+  if (stale) return "No pass in the last " + WINDOW_S + " s, and nothing from " + several(stale, "DP rank") + " for over " + span(Math.min(...up.map(staleOf))) + ".";
   return "Idle: no pass in the last " + WINDOW_S + " s.";
 }
 
@@ -134,35 +127,33 @@ function prefillCells(one) {
     cells: one.c_avail.map((free, rank) => ({
       upper: shade(one.chunk ? (one.chunk - free) / one.chunk : 0),
       over: free < 0,
-      text: tokens(free) + "\n" + (one.age[rank] === null ? "–" : one.age[rank].toFixed(1) + " s"),
-      stale: one.age[rank] !== null && one.age[rank] > STALE_S,
+      text: tokens(free) + " free\n" + (one.age[rank] === null ? "–" : one.age[rank].toFixed(1) + " s ago"),
+      stale: one.age[rank] !== null && one.age[rank] > staleOf(one),
       silent: one.age[rank] === null,
     })),
   };
 }
 
 function drawDecode(frame, again) {
-  let most = 0;
-  let fullest = 0;
-  let ranks = 0;
+  const ranks = frame.decode.reduce((sum, one) => sum + one.running.length, 0);
+  const most = Math.max(0, ...frame.decode.flatMap((one) => one.running));
+  const fullest = Math.max(0, ...frame.decode.flatMap((one) => one.kv));
+  while (state.most < most) state.most *= 2;
+  while (state.fullest < fullest) state.fullest *= 2;
+  const limits = frame.decode.map((one) => Math.min(state.most, one.max_running || state.most));
   const capacities = frame.decode.every((one) => one.kv_capacity);
-  for (const one of frame.decode) {
-    ranks += one.running.length;
-    for (const value of one.running) most = Math.max(most, value);
-    for (const value of one.kv) fullest = Math.max(fullest, value);
-  }
-  text("decode-summary", several(frame.decode.length, "instance") + ", " + several(ranks, "DP rank") + downOf(frame.decode) + (most || fullest ? ", most B " + count(most) + ", most K " + count(fullest) : frame.decode.some((one) => one.up) ? ", idle" : ""));
-  text("decode-most", most ? count(most) + ", the most of any rank" : "none runs");
-  text("decode-fullest", capacities ? "100 % of the KV memory" : fullest ? tokens(fullest) + " tokens, the most of any rank" : "none held");
-  const instances = frame.decode.map((one) => ({
+  text("decode-summary", several(frame.decode.length, "instance") + ", " + several(ranks, "DP rank") + downOf(frame.decode) + (most || fullest ? ", fullest rank: " + count(most) + " running, " + tokens(fullest) + " KV tokens" : frame.decode.some((one) => one.up) ? ", idle" : ""));
+  text("decode-most", count(Math.max(0, ...limits)));
+  text("decode-fullest", capacities ? "100 % of the KV memory" : tokens(state.fullest));
+  const instances = frame.decode.map((one, i) => ({
     instance: one.instance,
     up: one.up,
     data: one,
     cells: one.running.map((running, rank) => ({
-      upper: shade(running / Math.max(1, most)),
-      lower: shade(one.kv[rank] / Math.max(1, capacities ? one.kv_capacity : fullest)),
-      text: "B " + tokens(running) + "\nK " + tokens(one.kv[rank]),
-      stale: one.age[rank] !== null && one.age[rank] > STALE_S,
+      upper: shade(running / Math.max(1, limits[i])),
+      lower: shade(one.kv[rank] / Math.max(1, capacities ? one.kv_capacity : state.fullest)),
+      text: count(running) + " run\n" + tokens(one.kv[rank]) + " KV",
+      stale: one.age[rank] !== null && one.age[rank] > staleOf(one),
       silent: one.age[rank] === null,
     })),
   }));
@@ -179,18 +170,21 @@ function drawHeader(frame) {
   const figures = [
     ["waiting", count(frame.queue.requests)],
     ["in flight", count(frame.queue.in_flight)],
-    ["dispatched/s", frame.rates.dispatched_per_s.toFixed(1)],
-    ["I_opt", seconds(timing.interval_s)],
-    ["mean T_fwd", seconds(timing.mean_forward_s)],
-    ["L_net", seconds(timing.latency_s)],
-    ["lead", seconds(timing.lead_s)],
-    ["active ranks", balanceOf(frame.balance)],
+    ["dispatched per second", frame.rates.dispatched_per_s.toFixed(1)],
+    ["dispatch interval|I_opt", seconds(timing.interval_s)],
+    ["forward time|T_fwd", seconds(timing.mean_forward_s)],
+    ["dispatch latency|L_net", seconds(timing.latency_s)],
+    ["dispatch lead", seconds(timing.lead_s)],
+    ["active DP ranks", balanceOf(frame.balance)],
   ];
   const list = $("figures");
   if (list.childElementCount !== figures.length) {
     list.replaceChildren(...figures.map(([name]) => {
       const pair = make("div");
-      pair.append(make("dt", "", name), make("dd"));
+      const [words, symbol] = name.split("|");
+      const term = make("dt", "", words);
+      if (symbol) term.append(make("i", "symbol", " (" + symbol + ")"));
+      pair.append(term, make("dd"));
       return pair;
     }));
   }
@@ -200,7 +194,7 @@ function drawHeader(frame) {
   });
 }
 
-const LEVELS = { green: "● All is well:", amber: "▲ Look at this:", red: "● This needs somebody:" };
+const LEVELS = { green: "● All is well:", amber: "▲ Look into this:", red: "● Act now:" };
 
 function drawWell(well) {
   $("well").dataset.level = well.level;
@@ -263,16 +257,6 @@ function drawSplit(split) {
     const shown = box.children[i].lastChild;
     if (shown.textContent !== value) shown.textContent = value;
   });
-}
-
-let shownAlerts = "";
-
-function drawAlerts(alerts) {
-  const look = JSON.stringify(alerts);
-  if (look === shownAlerts) return;
-  shownAlerts = look;
-  const items = alerts.slice(0, 100).map((alert) => make("li", alert.severity === "critical" ? "critical" : "warning", (alert.subject ? alert.subject + ": " : "") + alert.text + (alert.todo ? ": " + alert.todo : "")));
-  $("alert-list").replaceChildren(...(items.length ? items : [make("li", "none", "none")]));
 }
 
 function bars(id, rows) {
@@ -358,30 +342,12 @@ function deviation(figures) {
   return (off < 0 ? "−" : "+") + Math.abs(off * 100).toFixed(0) + " %" + far;
 }
 
-// The engine's address has a column of its own.
-function reasonOf(gang) {
-  return gang.reason.split(" on " + gang.prefill).join("").split(gang.prefill + " ").join("");
-}
-
-function drawGangs(now) {
-  const rows = $("gangs");
-  const gangs = state.gangs.slice().reverse();
-  $("gangs-none").hidden = gangs.length > 0;
-  while (rows.childElementCount < gangs.length) {
-    const row = make("tr");
-    for (let i = 0; i < 9; i += 1) row.append(make("td"));
-    rows.append(row);
-  }
-  while (rows.childElementCount > gangs.length) rows.lastChild.remove();
-  gangs.forEach((gang, i) => {
-    const ranks = gang.ranks.map(([rank, requests]) => rank + (requests > 1 ? "×" + requests : ""));
-    const held = gang.requests > 1 ? seconds(gang.held_min_s) + " … " + seconds(gang.held_max_s) : seconds(gang.held_max_s);
-    const cells = [Math.max(0, now - gang.at_s).toFixed(0) + " s", String(gang.batch), short(gang.prefill), count(gang.requests), count(gang.tokens), count(gang.cached_tokens), ranks.join(" "), held, reasonOf(gang)];
-    cells.forEach((value, k) => {
-      const cell = rows.children[i].children[k];
-      if (cell.textContent !== value) cell.textContent = value;
-    });
-  });
+// Old figures must not look like an answer.
+function lost(what) {
+  const frame = state.frame;
+  if (!frame || state.paused) return;
+  $("board").classList.add("old");
+  drawWell({ level: "red", subject: "", cause: "this page gets nothing from the router (" + what + "); below is how it was at " + clock(frame, frame.now_s), todo: "see whether the router runs, and the network to it", more: 0 });
 }
 
 // The key, the theme, and whether somebody looks ----------------------------------------------------
@@ -389,8 +355,9 @@ function drawGangs(now) {
 const stream = new Stream("dashboard/events", {
   onEvent,
   onState(what, good) {
-    text("connection", what);
+    if (!state.paused) text("connection", what);
     $("connection").className = "tag " + (good ? "good" : "bad");
+    if (!good) lost(what);
     if (good) {
       $("login").hidden = true;
       $("board").hidden = false;
@@ -428,8 +395,25 @@ new PolicySwitch("policy", () => sessionStorage.getItem(KEY) || "");
 function setTheme(theme) {
   document.documentElement.dataset.theme = theme;
   document.documentElement.style.colorScheme = theme;
+  usePalette(theme);
+  for (const id of ["prefill-scale", "decode-scale", "kv-scale", "timeline-scale"]) legend($(id));
   state.redraw = true;
+  if (state.paused) draw();
 }
+
+// While it is paused nothing comes: to go on is to begin anew with a history.
+$("pause").addEventListener("click", () => {
+  state.paused = !state.paused;
+  text("pause", state.paused ? "resume" : "pause");
+  if (state.paused) {
+    stream.close();
+    text("connection", "paused at " + new Date().toTimeString().slice(0, 8));
+    $("connection").className = "tag bad";
+  } else {
+    text("connection", "connecting");
+    stream.open(sessionStorage.getItem(KEY) || "");
+  }
+});
 
 $("theme").addEventListener("click", () => {
   const theme = document.documentElement.dataset.theme === "dark" ? "light" : "dark";
@@ -443,12 +427,11 @@ document.addEventListener("visibilitychange", () => {
   clearTimeout(leaving);
   if (document.hidden) {
     leaving = setTimeout(() => stream.close(), HIDDEN_MS);
-  } else {
+  } else if (!state.paused) {
     stream.open(sessionStorage.getItem(KEY) || "");
   }
 });
 
 setTheme(localStorage.getItem(THEME) || (matchMedia("(prefers-color-scheme: dark)").matches ? "dark" : "light"));
 text("timeline-window", WINDOW_S + " s");
-for (const id of ["prefill-scale", "decode-scale", "kv-scale", "timeline-scale"]) legend($(id));
 stream.open(sessionStorage.getItem(KEY) || "");

@@ -2,14 +2,17 @@
 // handed over. Times are seconds of the router's clock.
 
 import { PALETTE, css, fit, shade } from "./heatmap.js";
+import { count, seconds } from "./page.js";
 
 export const WINDOW_S = 15;
 const KEEP_S = 30;
 
 export class Timeline {
-  constructor(canvas) {
+  constructor(canvas, tip) {
     this.canvas = canvas;
     this.passes = new Map();
+    this.drawn = null;
+    tip.over(canvas, (x, y) => this.describe(x, y));
   }
 
   clear() {
@@ -62,6 +65,7 @@ export class Timeline {
     context.fillStyle = colours.panel;
     context.fillRect(0, 0, width, height);
     const scale = (width - label) / WINDOW_S;
+    this.drawn = { instances, now, high, label, scale };
     const at = (time) => label + (time - now + WINDOW_S) * scale;
     context.font = Math.min(11, high - above + 2) + "px system-ui, sans-serif";
     instances.forEach((instance, row) => {
@@ -90,13 +94,37 @@ export class Timeline {
       }
     });
     context.fillStyle = colours.faint;
-    context.font = "10px system-ui, sans-serif";
+    context.font = "11px system-ui, sans-serif";
     for (let ago = WINDOW_S - 5; ago >= 0; ago -= 5) {
       const x = Math.round(at(now - ago));
       context.fillRect(x - 1, 0, 1, height - 12);
       const text = ago ? "-" + ago + " s" : "now";
       context.fillText(text, x - context.measureText(text).width - 3, height - 2);
     }
+  }
+
+  // What is under a point: a pass, one that still runs, or the bubble before a pass.
+  describe(x, y) {
+    const { instances, now, high, label, scale } = this.drawn || { instances: [] };
+    const instance = instances[Math.floor(y / high)];
+    if (!instance || x < label) return null;
+    const at = now - WINDOW_S + (x - label) / scale;
+    const slack = 1 / scale;
+    const known = this.passes.get(instance.instance) || [];
+    const pass = known.find((one) => one.start - slack <= at && at <= one.end + slack);
+    const running = instance.up && instance.running.find(([start]) => start <= at);
+    if (pass) {
+      return [
+        instance.instance,
+        "a pass of " + seconds(pass.end - pass.start) + ", ended " + seconds(now - pass.end) + " ago",
+        ...ranksOf(pass.tokens, instance.chunk),
+        pass.gap > 0.001 ? seconds(pass.gap) + " after the one before" + (pass.waste > 0.002 ? "; for " + seconds(pass.waste) + " of that requests waited in the router" : "") : "right after the one before",
+      ];
+    }
+    if (running) return [instance.instance, "a pass that has run for " + seconds(now - running[0]), ...ranksOf(running[1], instance.chunk)];
+    const next = known.find((one) => one.start > at && one.start - one.gap <= at);
+    const waste = next && next.waste > 0.002 && at >= next.start - next.waste - slack;
+    return [instance.instance, waste ? "a bubble of " + seconds(next.waste) + ": no pass ran though requests waited in the router" : "no pass: nothing to do there"];
   }
 
   // One pass: neighbouring stripes of one colour are one rectangle.
@@ -113,6 +141,17 @@ export class Timeline {
       begin = i;
     }
   }
+}
+
+function ranksOf(tokens, chunk) {
+  const mine = tokens.filter((value) => value !== null);
+  const sum = mine.reduce((all, value) => all + value, 0);
+  const full = chunk && mine.length ? ", " + Math.round((100 * sum) / chunk / mine.length) + " % of full chunks" : "";
+  const shown = tokens.slice(0, 16).map((value) => (value === null ? "–" : count(value)));
+  return [
+    count(sum) + " tokens on " + mine.filter(Boolean).length + " of " + mine.length + " DP ranks" + full,
+    "per rank: " + shown.join("  ") + (tokens.length > 16 ? " …" : ""),
+  ];
 }
 
 // A colour number per stripe; -1: no tokens, null: another's pass. Ranks that share a stripe show
@@ -135,7 +174,7 @@ function looks(tokens, chunk, stripes) {
 
 export function drawTrail(canvas, trail, now, span) {
   const width = canvas.clientWidth;
-  const height = 70;
+  const height = 150;
   if (!width) return;
   const context = fit(canvas, width, height);
   context.fillStyle = css("--panel");
@@ -160,7 +199,7 @@ export function drawTrail(canvas, trail, now, span) {
   context.lineWidth = 1.5;
   context.stroke(line);
   context.fillStyle = css("--faint");
-  context.font = "10px system-ui, sans-serif";
+  context.font = "11px system-ui, sans-serif";
   context.fillText(most + " waiting", 2, 10);
   context.fillText("-" + span + " s", 2, height - 1);
   context.fillText("now", width - context.measureText("now").width - 2, height - 1);
@@ -187,7 +226,7 @@ export function drawRatio(canvas, trail) {
     context.fillRect(x, y(ratio) - 1, Math.max(2, width / 60 - 1), 3);
   }
   context.fillStyle = css("--faint");
-  context.font = "10px system-ui, sans-serif";
+  context.font = "11px system-ui, sans-serif";
   context.fillText("1.0, no gain", 2, y(1) + 10);
   context.fillText("-1 h", 2, height - 2);
   context.fillText("now", width - context.measureText("now").width - 2, height - 2);

@@ -3,17 +3,34 @@
 
 const STEPS = 24;
 
-// Pale is nothing to do, dark is busy, on every map; in order of lightness, so that eyes which see
-// colours differently read it too (after ColorBrewer's YlGnBu). Dark enough still shows on black.
-const STOPS = [[238, 242, 205], [161, 218, 180], [65, 182, 196], [38, 116, 184], [44, 56, 156]];
+// In order of lightness, so that eyes which see colours differently read it too. On a light page pale
+// is nothing to do and dark is busy (after ColorBrewer's YlGnBu), on a dark one dark is nothing to do
+// and bright is busy (after viridis): idle cells are close to the ground on both.
+const STOPS = {
+  light: [[238, 242, 205], [161, 218, 180], [65, 182, 196], [38, 116, 184], [44, 56, 156]],
+  dark: [[38, 48, 60], [46, 84, 128], [36, 134, 148], [92, 196, 116], [250, 230, 90]],
+};
 
-export const PALETTE = Array.from({ length: STEPS }, (_, step) => {
-  const place = (step / (STEPS - 1)) * (STOPS.length - 1);
-  const from = STOPS[Math.floor(place)];
-  const to = STOPS[Math.min(STOPS.length - 1, Math.floor(place) + 1)];
-  const part = place - Math.floor(place);
-  return "rgb(" + from.map((value, i) => Math.round(value + (to[i] - value) * part)).join(",") + ")";
-});
+export let PALETTE = [];
+let inkFrom = 0;
+
+export function usePalette(theme) {
+  const stops = STOPS[theme];
+  PALETTE = Array.from({ length: STEPS }, (_, step) => {
+    const place = (step / (STEPS - 1)) * (stops.length - 1);
+    const from = stops[Math.floor(place)];
+    const to = stops[Math.min(stops.length - 1, Math.floor(place) + 1)];
+    const part = place - Math.floor(place);
+    return "rgb(" + from.map((value, i) => Math.round(value + (to[i] - value) * part)).join(",") + ")";
+  });
+  inkFrom = theme === "dark" ? -0.62 : 0.55;
+}
+
+// Black or white, whichever can be read on a shade.
+function inkOn(step) {
+  const pale = inkFrom < 0 ? step > -inkFrom * STEPS : step <= inkFrom * STEPS;
+  return pale ? "#10151b" : "#fff";
+}
 
 export function shade(share) {
   return Math.max(0, Math.min(STEPS - 1, Math.floor(share * STEPS)));
@@ -50,23 +67,11 @@ export class HeatMap {
     this.cells = [];
     this.drawn = [];
     this.instances = [];
-    canvas.addEventListener("mousemove", (event) => {
-      const cell = this.at(event);
-      tip.hidden = !cell;
-      if (!cell) return;
-      tip.textContent = this.describe(this.instances[cell.instance], cell.rank).join("\n");
-      tip.style.left = Math.min(event.clientX + 14, innerWidth - tip.offsetWidth - 8) + "px";
-      tip.style.top = Math.min(event.clientY + 14, innerHeight - tip.offsetHeight - 8) + "px";
+    tip.over(canvas, (x, y) => {
+      const size = this.size;
+      const cell = this.cells.find((c) => x >= c.x && x < c.x + size && y >= c.y && y < c.y + size);
+      return cell ? this.describe(this.instances[cell.instance], cell.rank) : null;
     });
-    canvas.addEventListener("mouseleave", () => { tip.hidden = true; });
-  }
-
-  at(event) {
-    const box = this.canvas.getBoundingClientRect();
-    const x = event.clientX - box.left;
-    const y = event.clientY - box.top;
-    const size = this.size;
-    return this.cells.find((c) => x >= c.x && x < c.x + size && y >= c.y && y < c.y + size);
   }
 
   // instances: [{instance, up, cells: [{upper, lower, text, stale, silent, over}]}]; upper, lower:
@@ -167,7 +172,7 @@ export class HeatMap {
       const rows = cell.lower === undefined ? [size / 2 - 4, size / 2 + 12] : [half / 2 + 4, half + half / 2 + 3];
       lines.forEach((line, i) => {
         const share = i && cell.lower !== undefined ? cell.lower : cell.upper;
-        context.fillStyle = !up ? this.colours.bad : !known ? this.colours.ink : share > STEPS * 0.55 ? "#fff" : "#10151b";
+        context.fillStyle = !up ? this.colours.bad : !known ? this.colours.ink : inkOn(share);
         context.fillText(line, x + size / 2, y + (up ? rows[i] : size / 2 + 4), size - 4);
       });
       context.textAlign = "left";
