@@ -171,7 +171,7 @@ def stale_after_s(snapshot: Snapshot, prefill: PrefillState | None = None) -> fl
 def _cluster(snapshot: Snapshot) -> Iterator[Alert]:
     for role, instances in (("prefill", snapshot.prefill), ("decode", snapshot.decode)):
         if not any(one.up for one in instances):
-            text = f"no {role} instance is up: requests wait a little (--sbs-outage-hold-secs), then 503"
+            text = f"no {role} instance is up: requests get 503 after --sbs-outage-hold-secs"
             todo = "see GET /workers for the cause, or run sglang-sbs doctor"
             yield Alert("critical", f"no_{role}", "", text, todo)
             continue
