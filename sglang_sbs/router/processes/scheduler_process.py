@@ -104,13 +104,7 @@ class SchedulerProcess:
         )
         self._hub.pump.timelines.ended = self._request_over
         self._watch.sent_to = self._hub.pump.timelines.sent_to
-        registry = self._watch.registry
-        self._feed = LocalFeed(
-            self._hub.pump,
-            problems=lambda: problems_of(registry),
-            order=lambda: [worker.url for worker in registry],
-            lead=self.lead.shown_to_people,
-        )
+        self._feed = self._new_feed()
         self.metrics.collect_with(self._collect)
         self.metrics.collect_with(loop_watch.families)
         try:
@@ -183,6 +177,15 @@ class SchedulerProcess:
             await asyncio.sleep(MINUTE_S)
             if line := in_words(self._feed.ratios()):
                 logger.info("last %d minutes: %s", WINDOW_MINUTES, line)
+
+    def _new_feed(self) -> LocalFeed:
+        registry = self._watch.registry
+        return LocalFeed(
+            self._hub.pump,
+            problems=lambda: problems_of(registry),
+            order=lambda: [worker.url for worker in registry],
+            lead=self.lead.shown_to_people,
+        )
 
     def _request_over(self, timeline: Timeline) -> None:
         self._feed.request_over(timeline, self.metrics.request_over(timeline))
