@@ -68,6 +68,10 @@ class FleetShape(msgspec.Struct, kw_only=True, frozen=True):
     """Of every rank: launches and ends of passes, decode steps, heartbeats of an idle rank."""
     token_s: float = 1.0
     """Between two tokens of a stream."""
+    pass_s: float = 0.0
+    """How long a prefill pass takes; 0: two reports."""
+    radix_cache: bool = False
+    """Whether engines say that they have one, as is SGLang's default; they compute all."""
 
     @property
     def ranks(self) -> int:
@@ -129,7 +133,7 @@ class _Instance:
             max_running_requests=MAX_RUNNING * self.dp_size,
             max_total_num_tokens=KV_TOKENS,
             max_req_input_len=131_072,
-            disable_radix_cache=True,
+            disable_radix_cache=not self.fleet.shape.radix_cache,
             sbs={"boot_id": self.boot_id, "routers": [self.fleet.shape.endforward]},
         )
         return control_answer(path, info)
@@ -283,7 +287,7 @@ class Fleet:
         self.shape, self.loop = shape, loop
         self.counts = FleetCounts()
         self.report_s = 1 / shape.reports_per_s
-        self.pass_s = 2 * self.report_s
+        self.pass_s = shape.pass_s or 2 * self.report_s
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context(io_threads=1)
         self._context.set(zmq.MAX_SOCKETS, shape.ranks + 8)
         self._rooms: dict[int, Callable[[], None] | None] = {}

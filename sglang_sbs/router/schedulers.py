@@ -179,6 +179,7 @@ class RemoteScheduler:
             options.breaker,
             report=lambda failed: self._link.tell(failed),  # noqa: PLW0108
             asks_cheaply=options.monitor.health_endpoint is None,
+            prefix_source=options.prefix_source,
         )
         self.dispatcher = self._link = SchedulerLink(
             # Containers may share a host's name, and each has a process 1.

@@ -43,6 +43,7 @@ def test_a_documented_command_is_understood(command: Command) -> None:
         "scripts/demo --no-such-flag",
         "scripts/install --no-such-flag",
         "scripts/bench-decisions --no-such-flag",
+        "scripts/bench-policy-cost --no-such-flag",
         "scripts/test tests/no-such-file.py",
         "pip install no-such-package",
         "pip install sglang-sbs",

@@ -12,12 +12,12 @@ from typing import Any
 import msgspec
 
 from sglang_sbs.router.errors import LegFailure
-from sglang_sbs.router.options.config import BreakerConfig
+from sglang_sbs.router.options.config import BreakerConfig, PrefixWish
 from sglang_sbs.router.processes.messages import LegFailed, WorkerState
 from sglang_sbs.router.workers.registry import Registry
 from sglang_sbs.router.workers.server_info import WorkerInfo
 from sglang_sbs.router.workers.worker import Worker, WorkerEvents, WorkerFacts
-from sglang_sbs.scheduling.events import InstanceUp
+from sglang_sbs.scheduling.events import InstanceUp, PrefixSource
 
 logger = logging.getLogger(__name__)
 
@@ -55,9 +55,16 @@ class MirroredRegistry(Registry):
         *,
         report: Callable[[LegFailed], bool] = lambda failed: False,
         asks_cheaply: bool = True,
+        prefix_source: PrefixWish = "off",
     ) -> None:
         """``report``: blame is the scheduler's business while it takes such messages (True)."""
-        super().__init__(events, breaker, expects_endforward=False, asks_cheaply=asks_cheaply)
+        super().__init__(
+            events,
+            breaker,
+            expects_endforward=False,
+            asks_cheaply=asks_cheaply,
+            prefix_source=prefix_source,
+        )
         self._report = report
 
     def announcements(self) -> list[InstanceUp]:
@@ -104,6 +111,10 @@ class MirroredRegistry(Registry):
         told = LegFailed(worker=url, leg="prefill", status=0, code="", message="", left_room=True)
         if not self._report(told):
             super().room_left(url)
+
+    def prefix_source_of(self, worker: Worker) -> PrefixSource:
+        """Nobody looks for prefixes without the scheduler."""
+        return "off"
 
     def _check_signal(self, worker: Worker, now_s: float) -> None:
         """EndForward goes to the scheduler process; its absence here is no news."""

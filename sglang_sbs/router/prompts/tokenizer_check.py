@@ -164,7 +164,10 @@ class EngineTokenizers:
 
     def _common_format(self) -> BlockFormat | None:
         """How prompts are cut into blocks: in pages, as KV events name them; where no engine
-        publishes any, in the smallest number of pages that has ``COARSE_TOKENS``."""
+        publishes any, in the smallest number of pages that has ``COARSE_TOKENS``. ``None``: no
+        engine has a prefix cache."""
+        if not any(worker.known.radix_cache for worker in self.registry):
+            return None
         least = 1 if any(map(self.registry.kv_events_of, self.registry)) else COARSE_TOKENS
         formats = Counter(
             BlockFormat(page * -(-least // page), info.bigram)

@@ -449,7 +449,7 @@ class PrefixIndex:
         place = held.place
         if place.source != "approximate":
             return
-        if cached_tokens < place.block_tokens:
+        if cached_tokens < place.page_tokens:
             self.clear(place.id, rank)  # a restart or a flush
         else:
             # It evicts earlier than its capacity says: other things take space as well.

@@ -324,3 +324,8 @@ async def test_blocks_are_pages_where_engines_publish_kv_events_and_coarse_elsew
                 )
             tokenizers._looked_s = float("-inf")
             assert tokenizers.known().blocks == BlockFormat(block)
+        for worker in (prefill, decode):
+            assert worker.info is not None
+            worker.info = msgspec.structs.replace(worker.info, radix_cache=False)
+        tokenizers._looked_s = float("-inf")
+        assert tokenizers.known().blocks is None, "no engine has a prefix cache"

@@ -245,6 +245,15 @@ class TestApproximate:
         assert found(prefix, [8, 9]) == {}
         assert found(prefix, [1, 2, 3]) == {"p0": [3 * PAGE, 0]}
 
+    def test_less_than_a_block_of_several_pages_is_no_restart(self) -> None:
+        prefix = index("approximate")
+        for i in range(20):
+            prefix.sent(f"a{i}", "p0", 0, [2 * i, 2 * i + 1], 2 * PAGE, visible_s=float(i))
+            prefix.advance(float(i))
+        prefix.sent("b", "p0", 0, [38, 39], 2 * PAGE, visible_s=50.0)
+        prefix.prefilled("b", 50.0, expected_tokens=4 * PAGE, cached_tokens=PAGE)
+        assert prefix.find([36, 37], 2 * PAGE, 1000).best_tokens == 4 * PAGE
+
     def test_less_than_expected_lowers_the_capacity(self) -> None:
         prefix = index("approximate", capacity_tokens=1000 * PAGE)
         for i in range(20):
