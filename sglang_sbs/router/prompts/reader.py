@@ -66,7 +66,7 @@ def too_long(found: str, most: str) -> RouterError:
 
 
 class LongestPrompt(NamedTuple):
-    """The longest prompt that some engine takes (its ``max_req_input_len``)."""
+    """The longest prompt that some engine takes (``WorkerInfo.max_request_tokens``)."""
 
     tokens: float = math.inf
     """Infinite: it is not known of every engine."""

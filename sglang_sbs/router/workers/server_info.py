@@ -223,6 +223,7 @@ def parse_server_info(data: dict[str, Any], role: InstanceRole) -> WorkerInfo:
         warnings.append(_why_engine(version, method, numbers))
     allocation = data.get("disaggregation_decode_allocation_policy")
     kv_events = _kv_events_block(data.get("kv_events"), dp_size, warnings)
+    cuts = data.get("allow_auto_truncate") is True
     return WorkerInfo(
         dp_size=dp_size,
         nodes=_nodes(data),
@@ -239,8 +240,9 @@ def parse_server_info(data: dict[str, Any], role: InstanceRole) -> WorkerInfo:
         # The Rust server passes over the field, and no answer would read as nothing cached.
         cached_details=(numbers or ()) >= CACHED_DETAILS_VERSION and not rust_server,
         completion_template=bool(data.get("completion_template")),
-        max_request_tokens=_count(data.get("max_req_input_len")),
-        cuts_prompts=data.get("allow_auto_truncate") is True,
+        # Refused from ``max_req_input_len`` on, or cut to it (``validate_input_length``).
+        max_request_tokens=max(0, _count(data.get("max_req_input_len")) - (not cuts)),
+        cuts_prompts=cuts,
         context_tokens=_count(data.get("context_length")),
         refused_fields=() if rust_server else _refused_fields(data, numbers or ()),
         version=version,

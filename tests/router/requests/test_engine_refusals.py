@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import ast
 import importlib.util
 import itertools
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from types import ModuleType
-from typing import Any
+from types import ModuleType, SimpleNamespace
+from typing import Any, Optional
 from unittest import mock
 
 import msgspec
@@ -217,6 +218,31 @@ def test_fields_that_ask_for_nothing_are_no_refusals(
     kind: str, body: dict[str, Any], field: str
 ) -> None:
     assert refusal_of(kind, body, refused=[field]) is None
+
+
+async def test_the_longest_prompt_is_the_longest_that_sglang_takes() -> None:
+    """By SGLang's own function, which is the same from 0.5.6 to 0.5.23."""
+    spec = importlib.util.find_spec("sglang")
+    if spec is None or not spec.submodule_search_locations:
+        pytest.skip("needs SGLang")
+    path = Path(spec.submodule_search_locations[0]) / "srt" / "managers" / "utils.py"
+    (function,) = [
+        node
+        for node in ast.parse(path.read_text()).body
+        if isinstance(node, ast.FunctionDef) and node.name == "validate_input_length"
+    ]
+    names: dict[str, Any] = {"logger": mock.Mock(), "Optional": Optional, "Req": Any}
+    exec(compile(ast.unparse(function), str(path), "exec"), names)
+    for cuts in (False, True):
+        says = {"max_req_input_len": 50, "allow_auto_truncate": cuts}
+        async with cluster(prefill_says=says, decode_says=says) as c:
+            for tokens in (48, 49, 50, 51):
+                request = SimpleNamespace(origin_input_ids=[7] * tokens)
+                refusal = names["validate_input_length"](request, 50, cuts)
+                status, _ = await c.generate(input_ids=[7] * tokens)
+                assert status == (400 if refusal else 200), (tokens, refusal)
+            longest = c.server.tokenizers.known().longest.tokens
+            assert longest == (50 if cuts else 49)
 
 
 async def test_more_tokens_than_a_context_has_get_to_no_engine() -> None:
