@@ -27,7 +27,7 @@ from benchmarks.raw_client import Exchange, Tally, chat_request, connect
 from benchmarks.router_processes import Contender, Processes, serving
 from benchmarks.scale.fleet import CHUNK_TOKENS, FleetShape
 from benchmarks.scale.router import running_fleet
-from sglang_sbs.scheduling import POLICIES
+from sglang_sbs.scheduling import policy_names
 from tools.stand_ins.ports import free_ports
 
 _EPILOG = """\
@@ -85,8 +85,8 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
     add("--json", type=Path, metavar="FILE", help="write the figures there")
     options = parser.parse_args(arguments)
     options.policies = options.policies.split(",")
-    if len(options.policies) != 2 or not set(options.policies) <= set(POLICIES):
-        parser.error(f"--policies: write two of {', '.join(POLICIES)}, as in sbs,eta")
+    if len(options.policies) != 2 or not set(options.policies) <= set(policy_names()):
+        parser.error(f"--policies: write two of {', '.join(policy_names())}, as in sbs,eta")
     for name in ("rounds", "seconds", "pass_s", "prefill", "dp", "load", "workers"):
         if getattr(options, name) <= 0:
             parser.error(f"--{name.replace('_', '-')} must be more than 0")

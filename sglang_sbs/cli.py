@@ -35,6 +35,7 @@ VERBS = {
     "why": Verb("sglang_sbs.explain.why", "why a request was held, sent where it was, and slow"),
     "log": Verb("sglang_sbs.explain.log", "show an event log (--sbs-event-log) to a person"),
     "policy": Verb("sglang_sbs.switch_policy", "which policy a router uses; switch to another one"),
+    "policies": Verb("sglang_sbs.policies.cli", "which policies there are; check one of your own"),
     "top": Verb("sglang_sbs.dashboard.top", "watch a router in the terminal"),
     "observe": Verb("sglang_sbs.observe.cli", "record engines behind any router; routing stays"),
     "simulate": Verb("sglang_sbs.simulator.cli", "compare policies in simulated time"),

@@ -7,13 +7,13 @@ import pytest
 from benchmarks.compare_routers.contenders import FIELD
 from benchmarks.decode.runs import DECODE_POLICIES
 from sglang_sbs.policy_looks import LOOKS, base_name, colours_of, words_of
-from sglang_sbs.scheduling import POLICIES
+from sglang_sbs.scheduling import policy_names
 from sglang_sbs.simulator.experiments.sweep import POLICY_CONFIGS
 
 FIELD_NAMES = [contender.name for contender in FIELD]
 
 
-@pytest.mark.parametrize("names", [POLICIES, POLICY_CONFIGS, DECODE_POLICIES, FIELD_NAMES])
+@pytest.mark.parametrize("names", [policy_names(), POLICY_CONFIGS, DECODE_POLICIES, FIELD_NAMES])
 def test_whatever_is_drawn_together_has_a_colour_and_words(names: list[str]) -> None:
     bases = {base_name(name) for name in names}
     assert bases - set(LOOKS) == set()

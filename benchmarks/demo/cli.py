@@ -38,7 +38,7 @@ from benchmarks.demo.virtual_cluster import (
 )
 from sglang_sbs.cluster.plan import RUST_SERVER_ENV, uses_rust_server
 from sglang_sbs.extras import without_matplotlib, without_sglang
-from sglang_sbs.scheduling import POLICIES, TRIGGERS
+from sglang_sbs.scheduling import TRIGGERS, policy_names
 
 LOAD = 0.8
 LIGHT_LOAD = 0.3
@@ -75,9 +75,9 @@ def build_parser() -> argparse.ArgumentParser:
     add("--requests", type=int, default=240, help="requests per policy (default 240)")
     defaults = f"(default {LOAD}; {LIGHT_LOAD} with --keep)"
     add("--load", type=float, help=f"arrival rate as a share of the prefill capacity {defaults}")
-    add("--policy", choices=POLICIES, default="sbs", help="default sbs")
+    add("--policy", choices=policy_names(), default="sbs", help="default sbs")
     add("--trigger", choices=TRIGGERS, default="adaptive", help="of sbs (default adaptive)")
-    immediate = [policy for policy in POLICIES if policy != "sbs"]
+    immediate = [policy for policy in policy_names() if policy != "sbs"]
     says = "the immediate policy to compare with (default round_robin)"
     add("--baseline", choices=immediate, default="round_robin", help=says)
     add("--seed", type=int, default=1, help="of the arrivals (default 1)")

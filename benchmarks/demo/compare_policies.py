@@ -19,10 +19,10 @@ from benchmarks.demo.load import Latency, Workload
 from benchmarks.demo.runs import Run
 from benchmarks.demo.virtual_cluster import running_rig
 from sglang_sbs.extras import without_sglang
-from sglang_sbs.scheduling import POLICIES
+from sglang_sbs.scheduling import policy_names
 from sglang_sbs.simulator.options.common import numbers
 
-POLICY_NAMES = ("sbs", "sbs_paper", *(p for p in POLICIES if p != "sbs"))
+POLICY_NAMES = ("sbs", "sbs_paper", *(p for p in policy_names() if p != "sbs"))
 NO_FLOW_CONTROL = ["--sbs-n-limit", "1000000"]
 """An overload run measures waiting, not refusing."""
 

@@ -13,7 +13,7 @@ import msgspec
 from sglang_sbs.explain.words import longest
 from sglang_sbs.plain_words import counted
 from sglang_sbs.scheduling.config import SchedulerConfig
-from sglang_sbs.scheduling.policy_names import facts_of
+from sglang_sbs.scheduling.policy_registry import reads_reports
 from sglang_sbs.scheduling.snapshot import DecodeState, PrefillState, Snapshot
 
 STALE_S = 3.0
@@ -141,7 +141,7 @@ def _alerts(snapshot: Snapshot, config: SchedulerConfig, recent: Recent) -> Iter
     yield from _queue(snapshot, config)
     yield from _refused(recent.refusals)
     yield from _failing(recent)
-    feedback = facts_of(snapshot.policy).reads_reports
+    feedback = reads_reports(snapshot.policy)
     for prefill in snapshot.prefill:
         yield from _prefill(prefill, recent.watchdog_fires.get(prefill.instance, 0), feedback)
         yield from _model(prefill, snapshot.mean_forward_s)

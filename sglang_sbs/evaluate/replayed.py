@@ -29,7 +29,6 @@ _KEPT = (
     "max_hold_s",
     "prefix_index_blocks",
     "priority_step_s",
-    "stale_s",
     "tenant_weights",
     "window",
 )

@@ -22,7 +22,7 @@ from sglang_sbs.evaluate.fitting.calibration import (
 from sglang_sbs.evaluate.fitting.recording import RecordedPass, RecordedRequest, Recording
 from sglang_sbs.scheduling.config import SchedulerConfig
 from sglang_sbs.scheduling.events import InstanceUp
-from sglang_sbs.scheduling.policy_names import facts_of
+from sglang_sbs.scheduling.policy_registry import reads_reports
 from sglang_sbs.simulator.cluster.arrival import Arrival
 from sglang_sbs.simulator.cluster.spec import (
     KV_CAPACITY_TOKENS,
@@ -92,7 +92,7 @@ class Workload:
         passes. Empty: what was done is repeated."""
         ran = self.config.policy
         known = not self.observed and len(self.policies) == 1
-        return ran if known and facts_of(ran).reads_reports else ""
+        return ran if known and reads_reports(ran) else ""
 
     @property
     def counted(self) -> list[int]:

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from typing import Annotated, cast
+from typing import Annotated
 
 import msgspec
 
-from sglang_sbs.scheduling.policy_names import POLICIES, Policy
+from sglang_sbs.scheduling.policy_registry import Policy, spec_of
 
 _Number = Annotated[int, msgspec.Meta(ge=0, le=2**31 - 1)]
 
@@ -41,7 +41,7 @@ class PolicyInForce:
 
     @property
     def policy(self) -> Policy:
-        return cast(Policy, self.state.policy)
+        return self.state.policy
 
     def switch(self, policy: Policy, by: str, term: int = 0) -> None:
         """``by``: the front end that was asked. Nothing happens if that policy is in force."""
@@ -60,8 +60,8 @@ class PolicyInForce:
             self._become(state)
 
     def _become(self, state: PolicyState) -> None:
-        if state.policy not in POLICIES:
-            return  # of another release
+        if spec_of(state.policy) is None:
+            return  # of another release, or not installed here
         before, self.state = self.state, state
         if state.policy != before.policy:
             for told in self.listeners:

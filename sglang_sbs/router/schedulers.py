@@ -41,7 +41,7 @@ from sglang_sbs.scheduling.eventlog import EventLogWriter
 from sglang_sbs.scheduling.events import InstanceRole, PolicySwitched
 from sglang_sbs.scheduling.explained.stories import Story, with_attempts
 from sglang_sbs.scheduling.explained.timelines import MOST_OVER
-from sglang_sbs.scheduling.policy_names import Policy, facts_of
+from sglang_sbs.scheduling.policy_registry import Policy, require
 
 logger = logging.getLogger(__name__)
 
@@ -310,7 +310,7 @@ def _alone(options: RouterOptions, policy: Policy) -> SchedulerConfig:
 
 
 def _unheard(policy: Policy) -> Policy:
-    return facts_of(policy).unheard or policy
+    return require(policy).unheard or policy
 
 
 def _own_name() -> str:

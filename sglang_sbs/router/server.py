@@ -48,7 +48,7 @@ from sglang_sbs.router.telemetry.metrics_port import MetricsPort, page_of
 from sglang_sbs.router.telemetry.tracing import open_traces
 from sglang_sbs.router.workers.worker import Worker
 from sglang_sbs.scheduling.explained.stories import Story
-from sglang_sbs.scheduling.policy_names import Policy
+from sglang_sbs.scheduling.policy_registry import Policy
 
 logger = logging.getLogger(__name__)
 

@@ -6,7 +6,7 @@ from typing import Literal, get_args
 
 import msgspec
 
-from sglang_sbs.scheduling.policy_names import POLICIES, Policy
+from sglang_sbs.scheduling.policy_registry import Policy, require
 
 Trigger = Literal["adaptive", "paper"]
 DecodeRule = Literal["iqr", "potential"]
@@ -57,15 +57,14 @@ class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Refuse a request whose SLO for the first token cannot be met as things are."""
     tenant_weights: dict[str, float] = {}
     """Shares of the passes; 1 for tenants that are not here."""
-    stale_s: float = 1.0
-    """Age of the loads ``stale_tokens`` sees: the poll interval of the gateway it stands for."""
     prefix_index_blocks: int = 2_000_000
     """Cache-aware mode: KV blocks the prefix index remembers at most, some 200 bytes each."""
     seed: int = 0
     """For the policies that draw at random."""
 
     def __post_init__(self) -> None:
-        choices = {"policy": POLICIES, "trigger": TRIGGERS, "decode_rule": DECODE_RULES}
+        require(self.policy)
+        choices = {"trigger": TRIGGERS, "decode_rule": DECODE_RULES}
         for name, allowed in choices.items():
             value = getattr(self, name)
             if value not in allowed:
@@ -78,7 +77,6 @@ class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True):
             "default_timeout_s",
             "max_hold_s",
             "priority_step_s",
-            "stale_s",
             "prefix_index_blocks",
         ):
             if getattr(self, name) <= 0:

@@ -10,7 +10,7 @@ from typing import Annotated, Literal
 
 import msgspec
 
-from sglang_sbs.scheduling.policy_names import Policy
+from sglang_sbs.scheduling.policy_registry import Policy
 from sglang_sbs.wire import EndForward
 from sglang_sbs.wire.gangs import GangPart
 

@@ -282,6 +282,9 @@ def _check_pip(words: Sequence[str]) -> None:
     if not words or words[0] != "install":
         raise Wrong(f"pip {shlex.join(words)}: only install")
     for word in words[1:]:
+        if word.startswith("./"):
+            _must_exist(f"{word}/pyproject.toml")
+            continue
         name = re.fullmatch(r"([\w-]+|\.)(?:\[([\w,-]+)\])?(?:[=<>]=[\w.]+)?", word)
         if name is not None and name[1] in PACKAGES_OF_OTHERS:
             continue

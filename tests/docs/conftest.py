@@ -3,20 +3,29 @@
 from __future__ import annotations
 
 import json
+import runpy
 from pathlib import Path
 
 import msgspec
 import pytest
 
-from sglang_sbs.scheduling import RequestArrived, SchedulerConfig
+from benchmarks.emulations import POLICIES as EMULATIONS
+from sglang_sbs.scheduling import RequestArrived, SchedulerConfig, policy_registry
 from sglang_sbs.scheduling.eventlog import EventLogWriter
 from sglang_sbs.simulator.cluster.cost import PassCost, save_cost
+from sglang_sbs.simulator.experiments import sweep
+
+ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture
 def readers_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The files that commands of the documentation take for granted."""
+    """The files and policies that commands of the documentation take for granted."""
     monkeypatch.chdir(tmp_path)
+    example = runpy.run_path(str(ROOT / "examples" / "own_policy" / "example_policy.py"))["POLICY"]
+    for spec in (*EMULATIONS, example):
+        monkeypatch.setitem(policy_registry._specs, spec.name, spec)
+        monkeypatch.setitem(sweep.POLICY_CONFIGS, spec.name, {"policy": spec.name})
     for name in ("key", "endforward.key"):
         (tmp_path / name).write_text("0" * 64)
     rows = [(0.1 * i, 100 + i, 20) for i in range(100)]

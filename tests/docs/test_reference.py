@@ -196,7 +196,7 @@ def test_the_readme_stays_short_and_pictured() -> None:
 def test_named_modules_exist(page: str) -> None:
     files = {
         str(p.relative_to(ROOT))
-        for folder in ("sglang_sbs", "tests", "tools")
+        for folder in ("sglang_sbs", "benchmarks", "tests", "tools")
         for p in (ROOT / folder).rglob("*.py")
     }
     named_files = re.findall(r"`([\w/]+\.py)`", (ROOT / page).read_text())

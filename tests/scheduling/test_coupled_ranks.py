@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from sglang_sbs.scheduling import Dispatch, InstanceUp, RequestArrived, RequestEnded, Scheduler
 from sglang_sbs.scheduling.config import SchedulerConfig
 from sglang_sbs.scheduling.events import ForwardEnded, RankChoice
-from sglang_sbs.scheduling.policy_names import Policy
+from sglang_sbs.scheduling.policy_registry import Policy
 from sglang_sbs.wire import EndForward
 
 SIZES = st.integers(1, 12)

@@ -20,7 +20,7 @@ from sglang_sbs.scheduling import (
     TimerFired,
     WakeAt,
 )
-from sglang_sbs.scheduling.policy_names import POLICIES
+from sglang_sbs.scheduling.policy_registry import policy_names
 from sglang_sbs.scheduling.queue.request import RequestQueue
 from sglang_sbs.scheduling.request import Request
 
@@ -79,7 +79,7 @@ class Cluster:
 
 @pytest.mark.parametrize("instances", [1, 3])
 @pytest.mark.parametrize(
-    "config", [{"policy": policy} for policy in POLICIES] + [{"trigger": "paper"}], ids=str
+    "config", [{"policy": policy} for policy in policy_names()] + [{"trigger": "paper"}], ids=str
 )
 def test_nothing_grows_with_the_requests_that_are_over(config: dict[str, Any], instances: int):
     cluster = Cluster(instances, **config)

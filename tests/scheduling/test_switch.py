@@ -10,12 +10,12 @@ from driver import Driver
 
 from sglang_sbs.cli import main
 from sglang_sbs.scheduling import (
-    POLICIES,
     InstanceUp,
     PolicySwitched,
     RequestEnded,
     Scheduler,
     SchedulerConfig,
+    policy_names,
 )
 from sglang_sbs.scheduling.eventlog import EventLogWriter, read_event_log
 from sglang_sbs.simulator.replay import replay
@@ -43,7 +43,7 @@ def with_a_queue(requests: int, **config) -> Driver:
     return driver
 
 
-@pytest.mark.parametrize("policy", [p for p in POLICIES if p != "sbs"])
+@pytest.mark.parametrize("policy", [p for p in policy_names() if p != "sbs"])
 def test_an_immediate_policy_places_at_once_all_that_waits(policy: str) -> None:
     driver = with_a_queue(30)
     before_s = driver.now_s

@@ -10,7 +10,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from simulator_fixtures import poisson
 
-from sglang_sbs.scheduling import POLICIES, SchedulerConfig
+from sglang_sbs.scheduling import SchedulerConfig, policy_names
 from sglang_sbs.simulator import COSTS, ClusterSpec, InstanceSpec, TopologyChange, simulate
 from sglang_sbs.simulator.cluster import simulation
 from sglang_sbs.simulator.cluster.network import FeedbackChannel
@@ -122,7 +122,7 @@ must be over, or the scheduler asks for the same time for ever."""
 @example(spec=HELD_TO_THE_LAST_BIT, policy="sbs", trigger="adaptive", seed=0)
 @given(
     spec=churning(),
-    policy=st.sampled_from(POLICIES),
+    policy=st.sampled_from(policy_names()),
     trigger=st.sampled_from(["adaptive", "paper"]),
     seed=st.integers(0, 1000),
 )

@@ -18,7 +18,7 @@ from sglang_sbs.doctor.facts import (
 )
 from sglang_sbs.doctor.findings import ROUTER, Finding, Findings
 from sglang_sbs.router.workers.worker import SILENT_AFTER_S
-from sglang_sbs.scheduling.policy_names import facts_of
+from sglang_sbs.scheduling.policy_registry import reads_reports
 
 finding = Findings("""
 ok router.ok
@@ -108,7 +108,7 @@ def _worker(router: RouterFacts, engine: EngineFacts, entry: dict[str, Any]) -> 
 def _signal(router: RouterFacts, url: str, entry: dict[str, Any]) -> Iterator[Finding]:
     """EndForward as it arrives at the router."""
     if entry.get("signal") != "endforward":
-        if not facts_of(router.state.get("policy")).reads_reports:
+        if not reads_reports(router.state.get("policy")):
             return  # it has no use for reports
         age_s = entry.get("endforward_age_s")
         never = f"the last came {age_s} s ago" if age_s is not None else "none ever came"

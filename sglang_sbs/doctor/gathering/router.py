@@ -9,7 +9,7 @@ from sglang_sbs.doctor.facts import EngineFacts, Failure, RouterFacts, number, o
 from sglang_sbs.doctor.gathering.engines import Asker
 from sglang_sbs.doctor.options import DoctorOptions
 from sglang_sbs.router.engines.urls import normalise_worker_url
-from sglang_sbs.scheduling.policy_names import facts_of
+from sglang_sbs.scheduling.policy_registry import reads_reports
 
 _ASK_AGAIN_S = 0.5
 
@@ -27,7 +27,7 @@ async def ask_router(asker: Asker, options: DoctorOptions, url: str) -> RouterFa
 
 def _unheard(facts: RouterFacts) -> bool:
     """It would use reports, and some rank of an engine that answers has sent none yet."""
-    if not facts_of(facts.state.get("policy")).reads_reports:
+    if not reads_reports(facts.state.get("policy")):
         return False
     answering = [str(entry.get("url")) for entry in facts.workers if entry.get("usable") is True]
     return any(age_s is None for url in answering for age_s in facts.ages_s(url).values())

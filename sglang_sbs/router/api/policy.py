@@ -11,7 +11,7 @@ from sglang_sbs.router.api.bodies import json_answer, read_object
 from sglang_sbs.router.api.served_router import Router
 from sglang_sbs.router.client.intake import Bodies
 from sglang_sbs.router.errors import RouterError
-from sglang_sbs.scheduling.policy_names import POLICIES
+from sglang_sbs.scheduling.policy_registry import policy_names
 
 PATH = "/policy"
 _BODIES_BYTES = 1 << 20
@@ -34,7 +34,7 @@ class PolicyControl:
                 "set_by": state.by or "command line",
                 "switches": state.switches,
                 "in_force": self._server.placing_policy,
-                "policies": list(POLICIES),
+                "policies": list(policy_names()),
             }
         )
 
@@ -42,10 +42,9 @@ class PolicyControl:
         """Answers as ``GET`` once the scheduler decides by the new policy."""
         name = (await read_object(request, self._bodies)).get("policy")
         wanted = name.lower().replace("-", "_") if isinstance(name, str) else name
-        policy = next((one for one in POLICIES if one == wanted), None)
-        if policy is None:
-            choice = ", ".join(POLICIES)
+        if not isinstance(wanted, str) or wanted not in policy_names():
+            choice = ", ".join(policy_names())
             message = f"policy must be one of {choice}, not {reprlib.repr(name)}"
             raise RouterError(400, "unknown_policy", message)
-        await self._server.switch_policy(policy)
+        await self._server.switch_policy(wanted)
         return await self.show(request)

@@ -21,7 +21,7 @@ from sglang_sbs.router.workers.registry import Registry
 from sglang_sbs.router.workers.worker import Worker
 from sglang_sbs.scheduling.events import InstanceRole
 from sglang_sbs.scheduling.explained.stories import Story
-from sglang_sbs.scheduling.policy_names import Policy
+from sglang_sbs.scheduling.policy_registry import Policy
 
 
 class Router(Protocol):

@@ -20,7 +20,7 @@ from sglang_sbs.router.options.several import SeveralProcesses, is_local, severa
 from sglang_sbs.router.options.stock import IGNORED_FLAGS, NEAREST_POLICY, REFUSED_FLAGS
 from sglang_sbs.router.options.table import GROUPS
 from sglang_sbs.scheduling.config import SchedulerConfig
-from sglang_sbs.scheduling.policy_names import POLICIES, Policy
+from sglang_sbs.scheduling.policy_registry import Policy, PolicyError, policy_names, require
 
 _HEADER_NAME = re.compile(r"[a-z0-9][a-z0-9_-]{0,63}")
 _TAKEN = frozenset({"authorization", "content-length", "content-type", "host", "connection"})
@@ -182,11 +182,14 @@ def _policy(name: str, warnings: list[str]) -> Policy:
         nearest, why = NEAREST_POLICY[normal]
         warnings.append(f"--policy {name} is not built here; using the nearest, {nearest}: {why}")
         return nearest
-    if normal in POLICIES:
-        return normal
-    near = difflib.get_close_matches(normal, [*POLICIES, *NEAREST_POLICY], n=1, cutoff=0.4)
-    hint = f"; did you mean {near[0]}?" if near else ""
-    raise FlagError(f"--policy {name!r} is not one of {', '.join(POLICIES)}{hint}")
+    try:
+        return require(normal).name
+    except PolicyError as error:
+        near = difflib.get_close_matches(
+            normal, [*policy_names(), *NEAREST_POLICY], n=1, cutoff=0.4
+        )
+        hint = f"; did you mean {near[0]}?" if near else ""
+        raise FlagError(f"--policy {error}{hint}") from None
 
 
 def _tenant_header(args: argparse.Namespace, warnings: list[str]) -> str | None:

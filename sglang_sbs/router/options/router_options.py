@@ -10,7 +10,7 @@ from sglang_sbs.router.options import config
 from sglang_sbs.router.options.keys import ControlKey, JwtConfig
 from sglang_sbs.router.options.several import Role, SeveralProcesses
 from sglang_sbs.scheduling.config import SchedulerConfig
-from sglang_sbs.scheduling.policy_names import facts_of
+from sglang_sbs.scheduling.policy_registry import reads_prefixes
 from sglang_sbs.wire.curve import CurveKeys
 
 ForwardTokenIds = Literal["auto", "on", "off"]
@@ -90,7 +90,7 @@ class RouterOptions:
 
     def names_blocks(self, policy: str) -> bool:
         """Whether anybody looks for prefixes under that policy."""
-        return self.prefix_source != "off" and facts_of(policy).reads_prefixes
+        return self.prefix_source != "off" and reads_prefixes(policy)
 
     def sends_gangs(self, policy: str) -> bool:
         """Whether engines are told under that policy which requests were sent together."""

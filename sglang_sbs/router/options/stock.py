@@ -4,7 +4,7 @@ accepted, with one warning that tells what is lost."""
 from __future__ import annotations
 
 from sglang_sbs.router.options.option import Option, switch
-from sglang_sbs.scheduling.policy_names import Policy
+from sglang_sbs.scheduling.policy_registry import Policy
 
 _WHY = {
     "no caches are guessed at here: sbs knows what each DP rank holds": (

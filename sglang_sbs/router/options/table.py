@@ -86,11 +86,9 @@ GROUPS: dict[str, tuple[Option, ...]] = {
     "policy": (
         Option("policy", "scheduler.policy", str,
             "sbs: staggered batches. Immediate ones: round_robin, random, power_of_two, "
-            "least_requests, least_tokens; random_rank (what SGLang does by itself), stale_tokens "
-            "(least tokens by loads a second old, as gateways that poll), eta (earliest predicted "
-            "finish), session (a conversation stays on one DP rank, whatever is there). Emulated: "
-            "sgl_router (SGLang's new router: session, longest prefix, fewest in flight), llm_d "
-            "(llm-d's scores: prefix, queue). Stock "
+            "least_requests, least_tokens; random_rank (what SGLang does by itself), eta (earliest "
+            "predicted finish), session (a conversation stays on one DP rank, whatever is there). "
+            "`sglang-sbs policies` says when to choose which, and names those you installed. Stock "
             f"names without a twin ({', '.join(NEAREST_POLICY)}) are mapped to the nearest, with a "
             "warning"),
         Option("sbs-trigger", "scheduler.trigger", TRIGGERS,

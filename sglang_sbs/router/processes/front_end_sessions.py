@@ -49,7 +49,7 @@ from sglang_sbs.scheduling import events
 from sglang_sbs.scheduling.eventlog import EventLogWriter
 from sglang_sbs.scheduling.events import Dispatch, Event, Refuse, RequestEnded
 from sglang_sbs.scheduling.explained.stories import Story
-from sglang_sbs.scheduling.policy_names import POLICIES
+from sglang_sbs.scheduling.policy_registry import spec_of
 from sglang_sbs.scheduling.snapshot import Snapshot
 
 logger = logging.getLogger(__name__)
@@ -312,10 +312,9 @@ class Hub:
         return messages.Done(call=message.call, worker_id=worker.id)
 
     def _switch(self, session: _Session, message: messages.SwitchPolicy) -> messages.Done:
-        policy = next((one for one in POLICIES if one == message.policy), None)
-        if policy is None:
+        if spec_of(message.policy) is None:
             return messages.Done(call=message.call, error=f"there is no policy {message.policy}")
-        self.policy.switch(policy, session.name, self._lead.term)
+        self.policy.switch(message.policy, session.name, self._lead.term)
         self._tell_before_the_answer()
         return messages.Done(call=message.call)
 

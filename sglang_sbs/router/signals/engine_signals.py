@@ -25,7 +25,7 @@ from sglang_sbs.router.workers.kubernetes_watch import PodDiscovery
 from sglang_sbs.router.workers.registry import Registry
 from sglang_sbs.router.workers.worker import Worker, WorkerEvents
 from sglang_sbs.scheduling.events import Event, InstanceDown, InstanceRole, InstanceUp
-from sglang_sbs.scheduling.policy_names import Policy, facts_of
+from sglang_sbs.scheduling.policy_registry import Policy, reads_reports
 from sglang_sbs.wire import EndForward
 
 logger = logging.getLogger(__name__)
@@ -74,10 +74,10 @@ class Watch:
 
     def policy_changed(self, policy: Policy) -> None:
         """Whether reports of passes matter depends on who decides."""
-        reads_reports = facts_of(policy).reads_reports
+        reads = reads_reports(policy)
         heard = self._options.endforward_bind is not None
-        self.registry.expect_endforward(reads_reports and heard)
-        self._monitor.polls_loads = reads_reports
+        self.registry.expect_endforward(reads and heard)
+        self._monitor.polls_loads = reads
 
     async def start(self) -> str | None:
         """Listen for EndForward, and wait for the workers of flags and pods in the background.

@@ -11,6 +11,7 @@ from itertools import count
 from sglang_sbs.scheduling.paging import paged
 from sglang_sbs.scheduling.policies.idle_turns import pass_with_s, whose_turn
 from sglang_sbs.scheduling.policies.policy import Admissible, Placement, Plan, PrefillPolicy
+from sglang_sbs.scheduling.policy_registry import PolicySpec
 from sglang_sbs.scheduling.prefill.instance import Instances, PrefillInstance
 from sglang_sbs.scheduling.prefill.interval import IntervalController
 from sglang_sbs.scheduling.queue.request import RequestQueue
@@ -140,27 +141,6 @@ class PowerOfTwo(RandomRank):
         return min(self._random.sample(workers, min(2, len(workers))), key=requests_of)
 
 
-class StaleTokens(RandomRank):
-    """The instance with the fewest unfinished prompt tokens, a random DP rank, as a gateway sees it
-    that polls loads every ``stale_s`` and keeps no books in between: all arrivals of one interval
-    herd to the same instance."""
-
-    def __init__(self, seed: int, stale_s: float) -> None:
-        super().__init__(seed)
-        self._stale_s = stale_s
-        self._polled_s = float("-inf")
-        self._tokens: dict[str, int] = {}
-
-    def worker_of(self, request: Request, workers: Sequence[Worker], now_s: float) -> Worker:
-        if now_s - self._polled_s >= self._stale_s:
-            self._polled_s = now_s
-            self._tokens = {
-                worker[0].worker: sum(rank.outstanding.total for i in worker for rank in i.ranks)
-                for worker in workers
-            }
-        return min(workers, key=lambda worker: self._tokens.get(worker[0].worker, 0))
-
-
 class Eta(ImmediatePolicy):
     """The DP rank with the earliest predicted finish, knowing pass ends and rank loads: the
     strongest policy that does not wait."""
@@ -200,3 +180,65 @@ class Eta(ImmediatePolicy):
             passes = (tokens - 1) // instance.chunk_tokens + 1
             keys.append((start_s + passes * pass_s, tokens, index))
         return min(keys)
+
+
+SPECS = (
+    PolicySpec(
+        name="round_robin",
+        make=lambda _: RoundRobin(),
+        decode="round_robin",
+        summary="At once, to the instances in turn and within one to its DP ranks in turn.",
+        choose_when="As a baseline, and where all prompts are equally long.",
+        trade_offs="A rank that got a long prompt gets the next one all the same.",
+    ),
+    PolicySpec(
+        name="random",
+        make=lambda context: Random(context.config.seed),
+        decode="round_robin",
+        summary="At once, to a random DP rank of a random instance: the stock gateway's random.",
+        choose_when="As a baseline.",
+        trade_offs="Some rank always gets several while others are idle.",
+    ),
+    PolicySpec(
+        name="random_rank",
+        make=lambda context: RandomRank(context.config.seed),
+        decode="round_robin",
+        summary="At once, to the instances in turn, the DP rank at random: SGLang's own way.",
+        choose_when="As the baseline that an unchanged cluster is.",
+        trade_offs="Some rank always gets several while others are idle.",
+    ),
+    PolicySpec(
+        name="power_of_two",
+        make=lambda context: PowerOfTwo(context.config.seed),
+        decode="power_of_two",
+        summary="At once, to the less busy of two random instances, the DP rank at random.",
+        choose_when="As the baseline that the stock gateway's power_of_two is.",
+        trade_offs="It balances instances, not the DP ranks in them.",
+    ),
+    PolicySpec(
+        name="least_requests",
+        make=lambda _: LeastRequests(),
+        summary="At once, to the instance and then its DP rank with the fewest open requests.",
+        choose_when="Where prompts are short and much alike.",
+        trade_offs="A prompt of 100 tokens counts as much as one of 100,000.",
+    ),
+    PolicySpec(
+        name="least_tokens",
+        make=lambda _: LeastTokens(),
+        summary="At once, to the DP rank with the fewest unfinished prompt tokens.",
+        choose_when="Where engines cannot have the plugin. It takes the place of sbs and eta where "
+        "nothing is heard of engines.",
+        trade_offs="It does not know when a pass ends, so a request may just miss one.",
+    ),
+    PolicySpec(
+        name="eta",
+        make=lambda context: Eta(context.interval),
+        reads_reports=True,
+        unheard="least_tokens",
+        summary="At once, to the DP rank with the earliest predicted finish.",
+        choose_when="Where requests must never wait in the router: the strongest policy of that "
+        "kind, and the one to compare sbs with.",
+        needs="EndForward of the plugin; without it least_tokens takes its place.",
+        trade_offs="What is sent cannot be placed anew when something better comes up.",
+    ),
+)

@@ -9,8 +9,11 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from sglang_sbs.scheduling.config import SchedulerConfig
 from sglang_sbs.scheduling.explained.decisions import Batch, look_at
+from sglang_sbs.scheduling.policies.offered_load import OfferedLoad
 from sglang_sbs.scheduling.prefill.instance import Instances, PrefillInstance
+from sglang_sbs.scheduling.prefill.interval import IntervalController
 from sglang_sbs.scheduling.prefill.observation import Observation
 from sglang_sbs.scheduling.queue.request import RequestQueue
 from sglang_sbs.scheduling.reasons import Opening, Term
@@ -39,6 +42,18 @@ class Plan:
     """Requests that took part in this cycle and were not allocated: Q_next of Algorithm 2."""
     batch: Batch | None = None
     """What was known, for explanations."""
+
+
+@dataclass(frozen=True, slots=True)
+class PolicyContext:
+    """What a policy may keep when it is made."""
+
+    config: SchedulerConfig
+    """Flags. Draws at random are seeded with ``config.seed``, so that runs can be repeated."""
+    interval: IntervalController
+    """Learned times: mean forward time and L_net."""
+    offered: OfferedLoad
+    """The arrival rate."""
 
 
 class PrefillPolicy(ABC):

@@ -1,34 +1,47 @@
-"""Makes the policy and the decode rule that a configuration names, and keeps those in use."""
+"""Registers our policies, makes those that configurations name, and keeps those in use."""
 
 from __future__ import annotations
-
-from collections.abc import Callable
 
 from sglang_sbs.scheduling.config import SchedulerConfig
 from sglang_sbs.scheduling.decode import rules
 from sglang_sbs.scheduling.policies import gateways, immediate
-from sglang_sbs.scheduling.policies.adaptive.offered_load import OfferedLoad
 from sglang_sbs.scheduling.policies.adaptive.trigger import AdaptiveTrigger
+from sglang_sbs.scheduling.policies.offered_load import OfferedLoad
 from sglang_sbs.scheduling.policies.paper import PaperTrigger
-from sglang_sbs.scheduling.policies.policy import PrefillPolicy
-from sglang_sbs.scheduling.policy_names import Policy
+from sglang_sbs.scheduling.policies.policy import PolicyContext, PrefillPolicy
+from sglang_sbs.scheduling.policy_registry import Policy, PolicySpec, register, require
 from sglang_sbs.scheduling.prefill.interval import IntervalController
 from sglang_sbs.scheduling.queue.priority import Urgency
 
-_BASELINES: dict[str, Callable[[SchedulerConfig, IntervalController], PrefillPolicy]] = {
-    "round_robin": lambda _config, _interval: immediate.RoundRobin(),
-    "random": lambda config, _interval: immediate.Random(config.seed),
-    "random_rank": lambda config, _interval: immediate.RandomRank(config.seed),
-    "power_of_two": lambda config, _interval: immediate.PowerOfTwo(config.seed),
-    "least_requests": lambda _config, _interval: immediate.LeastRequests(),
-    "least_tokens": lambda _config, _interval: immediate.LeastTokens(),
-    "stale_tokens": lambda config, _interval: immediate.StaleTokens(config.seed, config.stale_s),
-    "eta": lambda _config, interval: immediate.Eta(interval),
-    "cache_aware": lambda config, _interval: gateways.CacheAware(config.seed),
-    "session": lambda _config, _interval: gateways.SessionAffinity(),
-    "sgl_router": lambda config, _interval: gateways.SglRouter(config.seed),
-    "llm_d": lambda config, _interval: gateways.LlmD(config.seed),
-}
+
+def _make_sbs(context: PolicyContext) -> PrefillPolicy:
+    """As ``--sbs-trigger`` says."""
+    config, interval = context.config, context.interval
+    if config.trigger == "paper":
+        return PaperTrigger(interval)
+    urgency = Urgency(interval, config.priority_step_s)
+    return AdaptiveTrigger(interval, context.offered, config.max_hold_s, urgency)
+
+
+SBS = PolicySpec(
+    name="sbs",
+    make=_make_sbs,
+    decode="sbs",
+    reads_reports=True,
+    reads_prefixes=True,
+    unheard="least_tokens",
+    summary="Requests wait in the router; a batch leaves for the prefill instance that is about to "
+    "be ready, packed over its DP ranks.",
+    choose_when="By default: with DP attention over four ranks or more and a load of 0.4 or more "
+    "it gains most.",
+    needs="EndForward of the plugin, or else health and load polls; KV events or the router's own "
+    "memory for prefix caches.",
+    trade_offs="At low load, or with one or two ranks, it gains nothing. The few prompts of many "
+    "chunks wait longer than under eta while short ones gain.",
+)
+
+for _spec in (SBS, *immediate.SPECS, *gateways.SPECS):
+    register(_spec)
 
 
 class Policies:
@@ -45,38 +58,27 @@ class Policies:
 
     def choose(self, config: SchedulerConfig) -> tuple[PrefillPolicy, rules.DecodeRuleFunction]:
         """Return the policy that ``config`` names, and the decode rule that goes with it. Of two
-        configurations only ``policy`` may differ."""
+        configurations only ``policy`` may differ. Raises: PolicyError: there is none, or it cannot
+        be made."""
         if config.policy not in self._made:
-            policy = make_policy(config, self._interval, self.offered)
+            spec = require(config.policy)
+            policy: PrefillPolicy = spec.make(PolicyContext(config, self._interval, self.offered))
             policy.explains = self._explains
-            self._made[config.policy] = policy, make_decode_rule(config)
+            self._made[config.policy] = policy, make_decode_rule(spec, config)
         chosen = self._made[config.policy]
         self._interval.literal = chosen[0].literal_interval
         return chosen
 
 
-def make_policy(
-    config: SchedulerConfig, interval: IntervalController, offered: OfferedLoad
-) -> PrefillPolicy:
-    """The policy that ``--policy`` and ``--sbs-trigger`` name."""
-    if config.policy != "sbs":
-        return _BASELINES[config.policy](config, interval)
-    if config.trigger == "paper":
-        return PaperTrigger(interval)
-    urgency = Urgency(interval, config.priority_step_s)
-    return AdaptiveTrigger(interval, offered, config.max_hold_s, urgency)
-
-
-def make_decode_rule(config: SchedulerConfig) -> rules.DecodeRuleFunction:
-    """``--sbs-decode`` of ours; of a baseline the rule that goes with it."""
-    match config.policy:
+def make_decode_rule(spec: PolicySpec, config: SchedulerConfig) -> rules.DecodeRuleFunction:
+    match spec.decode:
         case "sbs" if config.decode_rule == "iqr":
             return rules.iqr_lexicographic(config.iqr_k)
         case "sbs":
             return rules.potential
-        case "least_requests" | "least_tokens" | "eta" | "cache_aware" | "llm_d":
+        case "fewest_requests":
             return rules.fewest_requests
-        case "power_of_two" | "sgl_router":
+        case "power_of_two":
             return rules.PowerOfTwoDecode(config.seed)
-        case _:
+        case "round_robin":
             return rules.RoundRobinDecode()

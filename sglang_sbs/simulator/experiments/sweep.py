@@ -10,7 +10,8 @@ from typing import Any
 
 import msgspec
 
-from sglang_sbs.scheduling import POLICIES, SchedulerConfig
+from sglang_sbs.scheduling import SchedulerConfig, policy_names
+from sglang_sbs.scheduling.policy_registry import reads_prefixes
 from sglang_sbs.simulator.cluster.arrangements import simulate_arranged
 from sglang_sbs.simulator.cluster.cost import cost_name, find_cost
 from sglang_sbs.simulator.cluster.outcome import Outcome, RequestRecord, mean, quantile
@@ -37,12 +38,15 @@ POLICY_CONFIGS: dict[str, dict[str, Any]] = {
     "sbs_basic": {"policy": "sbs", "trigger": "adaptive"},
     "sbs_equal": {"policy": "sbs", "trigger": "adaptive"},
     "sbs_paper": {"policy": "sbs", "trigger": "paper", "decode_rule": "iqr"},
-    **{name: {"policy": name} for name in POLICIES if name != "sbs"},
+    **{name: {"policy": name} for name in policy_names() if name != "sbs"},
 }
 """Policies by the name they have here."""
 SEES_ALL_EQUAL = "sbs_equal"
 """``sbs`` that is told of no priorities and no tenants."""
-READS_CACHES = ("sbs", "sbs_equal", "sbs_paper", "sgl_router", "llm_d")
+READS_CACHES = (
+    *("sbs_equal", "sbs_paper"),
+    *(name for name in policy_names() if reads_prefixes(name)),
+)
 """Policies that are told what the ranks have cached. ``sbs_basic`` is ``sbs`` without that; the
 others know nothing of caches, or only what they sent where."""
 

@@ -12,7 +12,7 @@ from router_harness import Cluster, cluster, sse_events, until
 from sglang_sbs.router.policy_in_force import PolicyInForce, PolicyState
 from sglang_sbs.scheduling.eventlog import read_event_log
 from sglang_sbs.scheduling.events import PolicySwitched
-from sglang_sbs.scheduling.policy_names import POLICIES
+from sglang_sbs.scheduling.policy_registry import policy_names
 from sglang_sbs.simulator.replay import replay
 
 ADMIN = {"Authorization": "Bearer the-admin-key"}
@@ -36,7 +36,7 @@ async def test_it_says_what_decides_since_when_and_by_whose_wish() -> None:
         before = await shown(c)
         assert (before["policy"], before["in_force"]) == ("eta", "eta")
         assert (before["set_by"], before["switches"]) == ("command line", 0)
-        assert before["policies"] == list(POLICIES)
+        assert before["policies"] == list(policy_names())
         status, answer = await put(c, "round_robin")
         assert status == 200
         assert answer == await shown(c)
@@ -68,7 +68,7 @@ async def test_an_unknown_name_is_a_400_with_those_that_there_are(name: Any) -> 
         status, answer = await put(c, name)
         assert status == 400
         assert answer["error"]["code"] == "unknown_policy"
-        assert all(policy in answer["error"]["message"] for policy in POLICIES)
+        assert all(policy in answer["error"]["message"] for policy in policy_names())
         assert len(answer["error"]["message"]) < 500
         assert (await shown(c))["switches"] == 0
 

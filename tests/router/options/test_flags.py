@@ -18,7 +18,7 @@ from sglang_sbs.router.options.options import parse_flags
 from sglang_sbs.router.options.stock import IGNORED_OPTIONS, NEAREST_POLICY
 from sglang_sbs.router.options.table import GROUPS
 from sglang_sbs.scheduling.config import SchedulerConfig
-from sglang_sbs.scheduling.policy_names import POLICIES
+from sglang_sbs.scheduling.policy_registry import policy_names
 
 PD = ["--pd-disaggregation", "--prefill", "http://p0:30000", "8998", "--decode", "http://d0:30000"]
 QUIET = ["--sbs-endforward-bind", "tcp://127.0.0.1:7600"]
@@ -166,7 +166,7 @@ def test_flags_without_meaning_are_accepted_with_one_warning(option: Option) -> 
         ("cache_aware", "sbs"),
         ("manual", "session"),
         ("bucket", "least_tokens"),
-        *((name, name) for name in POLICIES if name not in NEAREST_POLICY),
+        *((name, name) for name in policy_names() if name not in NEAREST_POLICY),
     ],
 )
 def test_stock_policies_map_to_the_nearest(stock: str, nearest: str) -> None:
@@ -270,7 +270,7 @@ def test_help_teaches_with_an_example(capsys: pytest.CaptureFixture[str]) -> Non
     with pytest.raises(SystemExit):
         main(["--help"])
     text = capsys.readouterr().out
-    for policy in POLICIES:
+    for policy in policy_names():
         assert policy in text
     assert "python -m sglang_sbs.launch_router --pd-disaggregation" in text
     assert "--router-policy" in text

@@ -7,8 +7,8 @@ from hashlib import sha256
 
 import pytest
 
+from benchmarks.emulations import LlmD, SglRouter
 from sglang_sbs.scheduling.events import InstanceUp
-from sglang_sbs.scheduling.policies.gateways import LlmD, SglRouter
 from sglang_sbs.scheduling.prefill.instance import PrefillInstance
 from sglang_sbs.scheduling.prefix.index import Hits
 from sglang_sbs.scheduling.request import Request

@@ -16,7 +16,7 @@ from sglang_sbs.scheduling.policies.adaptive.few_requests import (
     prefix,
 )
 from sglang_sbs.scheduling.policies.adaptive.lineup import Moment, Starts
-from sglang_sbs.scheduling.policies.adaptive.offered_load import OfferedLoad
+from sglang_sbs.scheduling.policies.offered_load import OfferedLoad
 
 
 def starts_at(instances, begin_of) -> Starts:

@@ -6,7 +6,7 @@ import pytest
 from test_pass_forecast import CHUNK, instance, request
 
 from sglang_sbs.scheduling.policies.adaptive.long_prompts import LongPrompts
-from sglang_sbs.scheduling.policies.adaptive.offered_load import OfferedLoad
+from sglang_sbs.scheduling.policies.offered_load import OfferedLoad
 from sglang_sbs.scheduling.prefill.interval import IntervalController
 from sglang_sbs.scheduling.queue.request import RequestQueue
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from test_pass_forecast import instance
 
-from sglang_sbs.scheduling.policies.adaptive.offered_load import _LEAST_WINDOW_S, OfferedLoad
+from sglang_sbs.scheduling.policies.offered_load import _LEAST_WINDOW_S, OfferedLoad
 
 
 @pytest.mark.parametrize(("fixed_s", "passes"), [(0.01, False), (1.0, True)])

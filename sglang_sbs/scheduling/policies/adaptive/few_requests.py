@@ -13,7 +13,7 @@ from heapq import heapify, heapreplace
 from typing import NamedTuple
 
 from sglang_sbs.scheduling.policies.adaptive.lineup import Starts
-from sglang_sbs.scheduling.policies.adaptive.offered_load import OfferedLoad
+from sglang_sbs.scheduling.policies.offered_load import OfferedLoad
 from sglang_sbs.scheduling.policies.tuning import ARRIVING_SHARE, WORTH
 from sglang_sbs.scheduling.prefill.instance import PrefillInstance
 from sglang_sbs.scheduling.request import Request, uncached_tokens_of

@@ -12,7 +12,6 @@ from itertools import islice
 
 from sglang_sbs.scheduling.events import InstanceId
 from sglang_sbs.scheduling.policies.adaptive.lineup import Moment
-from sglang_sbs.scheduling.policies.adaptive.offered_load import OfferedLoad
 from sglang_sbs.scheduling.policies.adaptive.pass_forecast import (
     MOST_PLANNED,
     NEAREST,
@@ -21,6 +20,7 @@ from sglang_sbs.scheduling.policies.adaptive.pass_forecast import (
     Terms,
 )
 from sglang_sbs.scheduling.policies.adaptive.pass_forecast import homes as cheapest_homes
+from sglang_sbs.scheduling.policies.offered_load import OfferedLoad
 from sglang_sbs.scheduling.policies.tuning import AGAIN_WEIGHT, AGEING, SLACK
 from sglang_sbs.scheduling.prefill.instance import Instances, PrefillInstance
 from sglang_sbs.scheduling.prefill.interval import IntervalController

@@ -56,9 +56,9 @@ from sglang_sbs.scheduling.policies.adaptive.hold_guard import MOST_LOAD, HoldGu
 from sglang_sbs.scheduling.policies.adaptive.lineup import Lineup, Moment, PlannedStarts
 from sglang_sbs.scheduling.policies.adaptive.long_prompts import LongPrompts, early_homes, may_take
 from sglang_sbs.scheduling.policies.adaptive.lookahead import lookahead
-from sglang_sbs.scheduling.policies.adaptive.offered_load import OfferedLoad
 from sglang_sbs.scheduling.policies.idle_turns import whose_turn
 from sglang_sbs.scheduling.policies.immediate import Eta
+from sglang_sbs.scheduling.policies.offered_load import OfferedLoad
 from sglang_sbs.scheduling.policies.pbaa import LEAST_HIT_SHARE, place_fitting, top_up
 from sglang_sbs.scheduling.policies.policy import Admissible, Placement, Plan, PrefillPolicy
 from sglang_sbs.scheduling.policies.tuning import AGEING, SLACK

@@ -1,0 +1,141 @@
+"""The policies there are, by name: ours, those of installed packages, and those of modules that an
+environment variable names. ``policies.selection`` makes the policy that a name stands for."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import re
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import cache
+from importlib.metadata import entry_points
+from typing import Any, Literal
+
+Policy = str
+"""Name of a policy."""
+DecodeChoice = Literal["sbs", "fewest_requests", "power_of_two", "round_robin"]
+"""How decode DP ranks are chosen. ``sbs``: as ``--sbs-decode`` says."""
+
+GROUP = "sglang_sbs.policies"
+"""Entry-point group. The name of an entry point is the name of its policy, the object is its
+:class:`PolicySpec`."""
+MODULES = "SGLANG_SBS_POLICIES"
+"""Environment variable: modules, comma-separated, each with a ``POLICIES`` of specs. For policies
+that are in no package yet."""
+_NAME = re.compile(r"[a-z][a-z0-9_]{0,63}")
+
+
+class PolicyError(ValueError):
+    """A policy that cannot be used, and why, in words for whoever installed it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PolicySpec:
+    """A policy: how it is made, what it looks at, and its page."""
+
+    name: str
+    """Lower case, digits and underscores."""
+    make: Callable[[Any], Any]
+    """Takes a ``PolicyContext`` (``policies.policy``), returns a ``PrefillPolicy``."""
+    decode: DecodeChoice = "fewest_requests"
+    reads_reports: bool = False
+    """It looks at what engines report of their passes (EndForward)."""
+    reads_prefixes: bool = False
+    """It looks at ``request.hits``: what ranks have cached."""
+    unheard: Policy | None = None
+    """What takes its place where nothing is heard of engines; ``None``: it can do without."""
+    summary: str
+    """What it does, in one sentence."""
+    choose_when: str
+    """When to choose it."""
+    needs: str = "Nothing of the engines."
+    """What it needs to know, and from where."""
+    trade_offs: str
+    """What it costs, and where it loses."""
+
+    def __post_init__(self) -> None:
+        if not _NAME.fullmatch(self.name):
+            raise PolicyError(
+                f"policy name {self.name!r}: lower-case letters, digits and underscores, 64 at most"
+            )
+
+
+_specs: dict[str, PolicySpec] = {}
+_broken: dict[str, str] = {}
+"""Policies of other packages that could not be loaded, and why."""
+
+
+def register(spec: PolicySpec) -> None:
+    """Raises: PolicyError: another policy has the name."""
+    if _specs.setdefault(spec.name, spec) is not spec:
+        raise PolicyError(f"policy {spec.name!r}: another policy has this name")
+
+
+def policy_names() -> tuple[Policy, ...]:
+    """The names of all policies, ours first."""
+    _look()
+    return tuple(_specs)
+
+
+def broken() -> dict[Policy, str]:
+    """Installed policies that could not be loaded, and why."""
+    _look()
+    return dict(_broken)
+
+
+def spec_of(name: object) -> PolicySpec | None:
+    """``None``: there is no such policy here."""
+    if not isinstance(name, str):
+        return None
+    if name not in _specs:
+        _look()
+    return _specs.get(name)
+
+
+def require(name: str) -> PolicySpec:
+    """Raises: PolicyError: there is no such policy, or it could not be loaded."""
+    spec = spec_of(name)
+    if spec is None and name in _broken:
+        raise PolicyError(f"{name!r} could not be loaded: {_broken[name]}")
+    if spec is None:
+        raise PolicyError(f"{name!r} is not one of {', '.join(_specs)}")
+    return spec
+
+
+def reads_reports(name: object) -> bool:
+    """Whether a policy looks at EndForward; one that is not known here is taken not to."""
+    spec = spec_of(name)
+    return spec is not None and spec.reads_reports
+
+
+def reads_prefixes(name: object) -> bool:
+    """Whether a policy looks at what ranks have cached."""
+    spec = spec_of(name)
+    return spec is not None and spec.reads_prefixes
+
+
+@cache
+def _look() -> None:
+    """Look for policies of others, once. One that cannot be loaded takes no other with it."""
+    for name, load in _of_others():
+        try:
+            for spec in load():
+                register(spec)
+        except Exception as error:  # code of others
+            _broken[name] = f"{type(error).__name__}: {error}"
+
+
+def _of_others() -> Iterator[tuple[str, Callable[[], list[PolicySpec]]]]:
+    for module in filter(None, map(str.strip, os.environ.get(MODULES, "").split(","))):
+        yield module, lambda: list(importlib.import_module(module).POLICIES)  # noqa: B023
+    for entry in entry_points(group=GROUP):
+        yield entry.name, lambda: [_named(entry.name, entry.load())]  # noqa: B023
+
+
+def _named(name: str, spec: object) -> PolicySpec:
+    if not isinstance(spec, PolicySpec):
+        raise PolicyError(f"the entry point is a {type(spec).__name__}, not a PolicySpec")
+    if spec.name != name:
+        raise PolicyError(f"the entry point's name is {name!r}, its policy's {spec.name!r}")
+    return spec
