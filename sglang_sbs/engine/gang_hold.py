@@ -60,7 +60,7 @@ from sglang_sbs.engine.gang_board import MOST_RANKS, Board, SocketBoard, Word
 from sglang_sbs.engine.gang_gather import GatherBoard
 from sglang_sbs.engine.room_status import TAKEN_IN
 from sglang_sbs.wire.endforward import GATE_ALONE, GATE_ERRORS
-from sglang_sbs.wire.gangs import SIZED_RID_PREFIX, GangPart, part_of_room
+from sglang_sbs.wire.gangs import GangPart, is_sized, part_of_room
 
 logger = logging.getLogger(__name__)
 
@@ -219,7 +219,7 @@ class GangHold:
         following = ready or scheduler.waiting_queue or scheduler.chunked_req is not None
         if len(getattr(scheduler, "result_queue", ())) > 0 and not following:
             return ready
-        polled = {req.rid: self._polled.get(req.rid, 0) for req in queue.queue if is_sized(req)}
+        polled = {req.rid: self._polled.get(req.rid, 0) for req in queue.queue if was_told(req)}
         while young := [req.rid for req in queue.queue if polled.get(req.rid, most) < most]:
             self._sleep(POLL_S)
             for rid in young:
@@ -245,7 +245,7 @@ class GangHold:
         self._team.listen()
         here: dict[int, list[Any]] = {}
         for req in () if self._off else queue.queue:
-            part = part_of_room(req.bootstrap_room) if is_sized(req) else None
+            part = part_of_room(req.bootstrap_room) if was_told(req) else None
             if part is None or (part.members == 1 and part.ranks == 1):
                 continue
             if self._processes > 1 and _starts_in_handshake(queue, req):
@@ -429,9 +429,9 @@ class GangHold:
             self._team.close()
 
 
-def is_sized(req: Any) -> bool:
+def was_told(req: Any) -> bool:
     """Whether its router told what it was sent with."""
-    return str(req.rid).startswith(SIZED_RID_PREFIX) and isinstance(req.bootstrap_room, int)
+    return is_sized(str(req.rid)) and isinstance(req.bootstrap_room, int)
 
 
 @contextmanager

@@ -38,8 +38,9 @@ _LEG_CODES = {
 TOO_LONG = "context_length_exceeded"
 """OpenAI's code for a prompt that no engine takes; LangChain looks for it."""
 
-ErrorStyle = Literal["openai", "anthropic"]
-"""Whose clients read the error: sglang_router's own body is OpenAI's."""
+ErrorStyle = Literal["openai", "anthropic", "responses"]
+"""Whose clients read the error: sglang_router's own body is OpenAI's. The Responses API differs in
+streams only."""
 
 ANTHROPIC_PATH = "/v1/messages"
 _ANTHROPIC_TYPES = {
@@ -89,8 +90,15 @@ class RouterError(Exception):
     """Becomes an error response; before the first byte a JSON body, after it an SSE event."""
 
     def __init__(
-        self, status: int, code: str, message: str, *, retry_after_s: float | None = None
+        self,
+        status: int,
+        code: str,
+        message: str,
+        *,
+        retry_after_s: float | None = None,
+        param: str | None = None,
     ) -> None:
+        """``param``: the field of the request that is wrong, where OpenAI's API names it."""
         if len(message) > _MOST_MESSAGE_CHARS:  # engines quote what they were sent
             message = message[:_MOST_MESSAGE_CHARS] + "..."
         super().__init__(message)
@@ -98,13 +106,14 @@ class RouterError(Exception):
         self.code = code
         self.message = message
         self.retry_after_s = retry_after_s
+        self.param = param
 
     def _body(self, style: ErrorStyle, **more: int) -> bytes:
         if style == "anthropic":
             inner = {"type": anthropic_type(self.status), "message": self.message}
             return orjson.dumps({"type": "error", "error": inner})
         kind = reason_phrase(self.status)
-        error = {"type": kind, "code": self.code, "message": self.message, "param": None}
+        error = {"type": kind, "code": self.code, "message": self.message, "param": self.param}
         return orjson.dumps({"error": error | more})
 
     def response(self, style: ErrorStyle = "openai") -> web.Response:
@@ -115,8 +124,14 @@ class RouterError(Exception):
 
     def sse_event(self, style: ErrorStyle = "openai") -> bytes:
         """Inside a stream whose status line has left."""
-        name = b"event: error\n" if style == "anthropic" else b""
-        return b"%bdata: %b\n\n" % (name, self._body(style, status=self.status))
+        body = self._body(style, status=self.status)
+        if style == "openai":
+            return b"data: %b\n\n" % body
+        if style == "responses":
+            # The event of that API, and in it what OpenAI's packages look for and raise.
+            said = {"type": "error", "code": self.code, "message": self.message}
+            body = orjson.dumps(said | {"param": self.param} | orjson.loads(body))
+        return b"event: error\ndata: %b\n\n" % body
 
 
 E = TypeVar("E", bound=BaseException)

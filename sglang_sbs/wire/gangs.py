@@ -1,8 +1,8 @@
 """What a request tells its prefill instance of the gang it was sent with.
 
 It travels in the bootstrap room, the one number that reaches SGLang's scheduler process untouched
-through every endpoint of every release. Such requests have ids that begin with
-``SIZED_RID_PREFIX``. Owns how the number is put together.
+through every endpoint of every release. :func:`is_sized` tells such requests by their ids. Owns how
+the number is put together.
 
 A room has 63 bits: ``tag`` (20), ``members`` (7), ``ranks`` (7) and 29 that tell the requests of a
 gang apart, so that the room has the remainder by which SGLang finds the DP rank. Two requests with
@@ -16,6 +16,8 @@ import random
 import msgspec
 
 SIZED_RID_PREFIX = "sbs-g"
+RESPONSE_RID_PREFIX = "resp_"
+"""Ids of ``/v1/responses`` begin with it, sized or not: their clients see them."""
 TAG_BITS, COUNT_BITS, DRAWN_BITS = 20, 7, 29
 MOST = (1 << COUNT_BITS) - 1
 
@@ -33,6 +35,11 @@ class GangPart(msgspec.Struct, array_like=True, frozen=True):
     number: int | None = None
     """Of the request among those with its tag, counted from anywhere; it is not in the room as it
     is. None: drawn, for one that shares its tag with nobody."""
+
+
+def is_sized(rid: str) -> bool:
+    """Whether the bootstrap room of the request with this id has a gang's part in it."""
+    return rid.removeprefix(RESPONSE_RID_PREFIX).startswith(SIZED_RID_PREFIX)
 
 
 def gang_room(part: GangPart, step: int, remainder: int) -> int:

@@ -30,7 +30,9 @@ def ask(program: str, **extra: str) -> dict[str, object]:
     environ = inherited | cpu_engine_environment(1, inherited=inherited) | extra
     # Only the plugins a test names: not the CPU engine's.
     environ.setdefault("SGLANG_PLUGINS", "none")
-    source = "import json\nanswer = {}\n" + textwrap.dedent(program) + "\nprint(json.dumps(answer))"
+    # Something SGLang loads leaves the pipe non-blocking, which cuts a long line.
+    end = "\nimport os\nos.set_blocking(1, True)\nprint(json.dumps(answer))"
+    source = "import json\nanswer = {}\n" + textwrap.dedent(program) + end
     command = [sys.executable, "-W", "ignore", "-c", source]
     done = subprocess.run(command, env=environ, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr

@@ -1,5 +1,5 @@
-"""What a scripted engine answers: SGLang's JSON of ``/generate``, of OpenAI's two endpoints and of
-Anthropic's ``/v1/messages``.
+"""What a scripted engine answers: SGLang's JSON of ``/generate``, of OpenAI's three endpoints and
+of Anthropic's ``/v1/messages``.
 
 Output tokens read t1, t2, …, those of a prompt p0, p1, …
 """
@@ -10,6 +10,8 @@ from collections.abc import Iterator
 from typing import Any
 
 from tools.stand_ins.mock_script import Behaviour, EngineRole, RecordedRequest
+
+_RESPONSE_ENDS: dict[EngineRole, str] = {"prefill": "incomplete", "decode": "completed"}
 
 
 def frame(record: RecordedRequest) -> dict[str, Any]:
@@ -53,6 +55,9 @@ def output(
         return {"text": text, "meta_info": meta}
     if record.path.startswith("/v1/messages"):
         return _message(role, behaviour, text)
+    if record.path.startswith("/v1/responses"):
+        status = "failed" if behaviour.abort else _RESPONSE_ENDS[role]
+        return response(record, behaviour, status, text, 1 if role == "prefill" else tokens)
     finish = None
     if last:
         finish = "abort" if behaviour.abort else "length"
@@ -107,6 +112,60 @@ def message_events(behaviour: Behaviour) -> Iterator[dict[str, Any]]:
     spent = {"output_tokens": behaviour.tokens}
     yield {"type": "message_delta", "delta": {"stop_reason": "end_turn"}, "usage": spent}
     yield {"type": "message_stop"}
+
+
+def response(
+    record: RecordedRequest, behaviour: Behaviour, status: str, text: str, tokens: int | None
+) -> dict[str, Any]:
+    """The form of OpenAI's Responses API, its members in SGLang's order. ``tokens``: of the output;
+    ``None``: there is no ``usage`` yet."""
+    usage = None
+    if tokens is not None:
+        usage = {
+            "input_tokens": behaviour.prompt_tokens,
+            "input_tokens_details": {"cached_tokens": behaviour.cached_tokens},
+            "output_tokens": tokens,
+            "total_tokens": behaviour.prompt_tokens + tokens,
+        }
+    content = [{"type": "output_text", "text": text, "annotations": []}]
+    message = {"id": "msg_1", "type": "message", "status": "completed", "content": content}
+    error = {"code": "server_error", "message": behaviour.message or "Generation aborted"}
+    return {
+        "id": record.rid,
+        "object": "response",
+        "output": [message] if text else [],
+        "status": status,
+        "usage": usage,
+        "tools": record.body.get("tools", []),
+        "error": error if status == "failed" else None,
+        "instructions": record.body.get("instructions"),
+        "metadata": record.body.get("metadata", {}),
+    }
+
+
+def response_preamble(record: RecordedRequest, behaviour: Behaviour) -> list[dict[str, Any]]:
+    """The events that come at once, before any KV."""
+    begun = response(record, behaviour, "in_progress", "", None)
+    names = ("response.created", "response.in_progress")
+    return [{"type": name, "response": begun} for name in names]
+
+
+def response_events(record: RecordedRequest, behaviour: Behaviour) -> Iterator[dict[str, Any]]:
+    """The events after those, one per token in it."""
+    if behaviour.stream_error:  # an exception in the engine's HTTP process
+        failed = response(record, behaviour, "failed", "", None)
+        yield {"type": "response.failed", "response": failed}
+        return
+    if behaviour.abort:
+        failed = response(record, behaviour, "failed", "", 0)
+        yield {"type": "response.failed", "response": failed}
+        return
+    yield {"type": "response.output_item.added", "item": {"type": "message", "id": "msg_1"}}
+    for number in range(1, behaviour.tokens + 1):
+        yield {"type": "response.output_text.delta", "delta": f"t{number}"}
+    text = " ".join(f"t{i}" for i in range(1, behaviour.tokens + 1))
+    whole = response(record, behaviour, "completed", text, behaviour.tokens)
+    yield {"type": "response.completed", "response": whole}
 
 
 def anthropic_error(message: str) -> dict[str, Any]:

@@ -21,6 +21,7 @@ import time
 import uuid
 from collections import deque
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import orjson
@@ -28,7 +29,15 @@ import zmq
 from aiohttp import web
 
 from sglang_sbs.wire import EndForward, encode_endforward
-from tools.stand_ins.mock_answers import anthropic_error, frame, message_events, output, usage_of
+from tools.stand_ins import mock_http
+from tools.stand_ins.mock_answers import (
+    anthropic_error,
+    frame,
+    message_events,
+    output,
+    response_events,
+    usage_of,
+)
 from tools.stand_ins.mock_script import (
     Behaviour,
     EngineRole,
@@ -104,7 +113,8 @@ class MockEngine:
     async def start(self, port: int = 0, tls: ssl.SSLContext | None = None) -> None:
         """Listen; ``port`` 0 picks a free one, and a restart may ask for the old one."""
         app = web.Application(client_max_size=1 << 30, middlewares=[self._while_running])
-        for path in ("/generate", "/v1/completions", "/v1/chat/completions", "/v1/messages"):
+        converted = ("/v1/messages", "/v1/responses")
+        for path in ("/generate", "/v1/completions", "/v1/chat/completions", *converted):
             app.router.add_post(path, self._serve)
         app.router.add_post("/v1/messages/count_tokens", self._count_tokens)
         app.router.add_post("/abort_request", self._abort)
@@ -240,6 +250,7 @@ class MockEngine:
         behaviour = self.behaviours.popleft() if self.behaviours else self.behaviour
         try:
             await self._note()
+            begun = await mock_http.begun(request, record, behaviour)
             held = asyncio.ensure_future(self._until_answer(record, behaviour))
             abort = asyncio.ensure_future(record.aborted.wait())
             try:
@@ -248,8 +259,10 @@ class MockEngine:
                 held.cancel()
                 abort.cancel()
             if record.aborted.is_set():
-                return _error(500, "Aborted by AbortReq.")
-            return await self._answer(request, record, behaviour)
+                if begun is None:
+                    return mock_http.error(500, "Aborted by AbortReq.")
+                behaviour = replace(behaviour, abort=True)
+            return await self._answer(request, record, behaviour, begun)
         except asyncio.CancelledError:
             record.disconnected.set()
             raise
@@ -270,12 +283,21 @@ class MockEngine:
             await self.reply_gate.pass_through()
 
     async def _answer(
-        self, request: web.Request, record: RecordedRequest, behaviour: Behaviour
+        self,
+        request: web.Request,
+        record: RecordedRequest,
+        behaviour: Behaviour,
+        begun: web.StreamResponse | None,
     ) -> web.StreamResponse:
+        if begun is not None:
+            events = response_events(record, behaviour)
+            return await mock_http.send_events(
+                request, begun, record, behaviour, events, self.token_gate
+            )
         if behaviour.fault == "reset_before_head":
-            return _reset(request)
+            return mock_http.reset(request)
         if behaviour.status != 200:
-            return _error(behaviour.status, behaviour.message or "scripted error")
+            return mock_http.error(behaviour.status, behaviour.message or "scripted error")
         tail = record.body.get("stream") and behaviour.garbage_tail is not None
         if behaviour.garbage is not None and not tail:
             return web.Response(body=behaviour.garbage, content_type="text/event-stream")
@@ -284,26 +306,31 @@ class MockEngine:
         response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
         await response.prepare(request)
         if record.path.startswith("/v1/messages"):
-            return await self._message_events(request, response, record, behaviour)
+            events = message_events(behaviour)
+            return await mock_http.send_events(
+                request, response, record, behaviour, events, self.token_gate
+            )
         if behaviour.stream_error:
             error = {"error": {"message": behaviour.message or "scripted error", "code": 500}}
-            await response.write(_event(error))
+            await response.write(mock_http.as_event(error))
         else:
             for number in range(1, behaviour.tokens + 1):
                 if number > 1:
                     await self.token_gate.pass_through()
                 last = number == behaviour.tokens
                 await response.write(
-                    _event(output(self.role, record, behaviour, number, last=last, stream=True))
+                    mock_http.as_event(
+                        output(self.role, record, behaviour, number, last=last, stream=True)
+                    )
                 )
                 if behaviour.garbage_tail is not None:
                     await response.write(behaviour.garbage_tail)
                     return response
                 if behaviour.fault == "reset_mid_body":
-                    return _reset(request)
+                    return mock_http.reset(request)
                 if behaviour.fault == "hang_mid_body":
                     await record.aborted.wait()
-                    return _reset(request)
+                    return mock_http.reset(request)
             options = record.body.get("stream_options")
             wants_usage = isinstance(options, dict) and options.get("include_usage")
             if record.path != "/generate" and wants_usage:
@@ -311,30 +338,8 @@ class MockEngine:
                     "choices": [],
                     "usage": usage_of(behaviour, behaviour.tokens),
                 }
-                await response.write(_event(usage))
+                await response.write(mock_http.as_event(usage))
         await response.write(b"data: [DONE]\n\n")
-        return response
-
-    async def _message_events(
-        self,
-        request: web.Request,
-        response: web.StreamResponse,
-        record: RecordedRequest,
-        behaviour: Behaviour,
-    ) -> web.StreamResponse:
-        """Anthropic's events, an error after the first token where a fault strikes mid body."""
-        for number, event in enumerate(message_events(behaviour), -1):
-            if number > 1 and event["type"] == "content_block_delta":
-                await self.token_gate.pass_through()
-            await response.write(_event(event, event["type"]))
-            if number == 1 and behaviour.garbage_tail is not None:
-                await response.write(behaviour.garbage_tail)
-                return response
-            if number == 1 and behaviour.fault == "reset_mid_body":
-                return _reset(request)
-            if number == 1 and behaviour.fault == "hang_mid_body":
-                await record.aborted.wait()
-                return _reset(request)
         return response
 
     async def _complete(
@@ -351,15 +356,15 @@ class MockEngine:
             await response.write(data[:10])
             if behaviour.fault == "hang_mid_body":
                 await record.aborted.wait()
-            return _reset(request)
+            return mock_http.reset(request)
         return web.Response(body=data, content_type="application/json")
 
     async def _count_tokens(self, request: web.Request) -> web.StreamResponse:
         self.hits[request.path] = self.hits.get(request.path, 0) + 1
         body = orjson.loads(await request.read())
         if self.behaviour.status != 200:
-            return _json(anthropic_error("scripted error"), self.behaviour.status)
-        return _json({"input_tokens": len(body["messages"])})
+            return mock_http.as_json(anthropic_error("scripted error"), self.behaviour.status)
+        return mock_http.as_json({"input_tokens": len(body["messages"])})
 
     async def _abort(self, request: web.Request) -> web.StreamResponse:
         rid = str(orjson.loads(await request.read())["rid"])
@@ -410,7 +415,7 @@ class MockEngine:
                 "routers": [],
                 "bind": None,
             }
-        return _json(info | self.server_info_of(port_of(request)) | self._server_info)
+        return mock_http.as_json(info | self.server_info_of(port_of(request)) | self._server_info)
 
     def server_info_of(self, _port: int) -> dict[str, Any]:
         """What only the server at that port says."""
@@ -420,7 +425,7 @@ class MockEngine:
         if self.max_model_len is None:
             return web.Response(status=404)
         card = {"id": "mock", "object": "model", "max_model_len": self.max_model_len}
-        return _json({"object": "list", "data": [card]})
+        return mock_http.as_json({"object": "list", "data": [card]})
 
     async def _tokenize(self, request: web.Request) -> web.Response:
         self.hits[request.path] = self.hits.get(request.path, 0) + 1
@@ -431,7 +436,7 @@ class MockEngine:
 
     async def _get_model_info(self, _request: web.Request) -> web.StreamResponse:
         senses = {"has_image_understanding": False, "has_audio_understanding": False}
-        return _json({"model_path": "mock", "is_generation": True} | senses)
+        return mock_http.as_json({"model_path": "mock", "is_generation": True} | senses)
 
     async def _get_ready(self, request: web.Request) -> web.StreamResponse:
         self.hits[request.path] = self.hits.get(request.path, 0) + 1
@@ -443,7 +448,7 @@ class MockEngine:
     async def _get_loads(self, request: web.Request) -> web.StreamResponse:
         self.hits[request.path] = self.hits.get(request.path, 0) + 1
         loads = self.loads_of(port_of(request))
-        return _json({"loads": loads, "version": "0.5.23"})
+        return mock_http.as_json({"loads": loads, "version": "0.5.23"})
 
     def loads_of(self, _port: int) -> list[dict[str, Any]]:
         """What the server at that port says of its DP ranks."""
@@ -467,23 +472,3 @@ def port_of(request: web.Request) -> int:
     """
     name = request.get_extra_info("sockname")
     return int(name[1]) + int(name[0].rpartition(".")[2]) - 1 if name else 0
-
-
-def _event(value: Any, name: str = "") -> bytes:
-    named = f"event: {name}\n".encode() if name else b""
-    return named + b"data: " + orjson.dumps(value) + b"\n\n"
-
-
-def _json(value: Any, status: int = 200) -> web.Response:
-    return web.Response(body=orjson.dumps(value), status=status, content_type="application/json")
-
-
-def _error(status: int, message: str) -> web.Response:
-    return _json({"error": {"message": message}}, status)
-
-
-def _reset(request: web.Request) -> web.Response:
-    """Cut the connection without a word."""
-    if request.transport is not None:
-        request.transport.abort()
-    return web.Response()

@@ -64,6 +64,8 @@ class RecordedRequest:
         given = self.body.get("rid")
         if self.path.startswith("/v1/messages"):  # it knows no such field
             given = self.headers.get("x-override-rid")
+        elif self.path.startswith("/v1/responses"):
+            given = self.body.get("request_id")
         self.rid = str(given or uuid.uuid4().hex)
 
 

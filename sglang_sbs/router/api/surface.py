@@ -28,6 +28,7 @@ from sglang_sbs.router.errors import RouterError, error_style
 from sglang_sbs.router.options.keys import ControlKey
 from sglang_sbs.router.relay.time_split import HEADER, in_one_line, server_timing, split_of
 from sglang_sbs.router.requests.body_fields import bad_request
+from sglang_sbs.router.requests.engine_refusals import store_disabled
 from sglang_sbs.router.requests.headers import asked_in, forwarded_headers, with_bearer
 from sglang_sbs.router.requests.plan import PATHS, RouteKind
 from sglang_sbs.router.telemetry.logs import RefusalLog, current_request_id, is_logged, log_answer
@@ -45,8 +46,7 @@ _NOT_IMPLEMENTED = {
     "/v1/classify": "Classify",
     "/v1/rerank": "Rerank",
     "/rerank": "Rerank",
-    "/v1/responses": "Responses endpoint",
-    "/v1/responses/{rest:.+}": "Responses endpoint",
+    "/v1/responses/{rest:.+}": "Stored responses",
     "/v1/conversations": "Conversations",
     "/v1/conversations/{rest:.+}": "Conversations",
     "/v1/messages/{rest:.+}": "Batches of messages",
@@ -72,6 +72,7 @@ _ID_PREFIXES = {
     "/v1/chat/completions": "chatcmpl-",
     "/v1/completions": "cmpl-",
     "/generate": "gnt-",
+    "/v1/responses": "resp-",
 }
 
 
@@ -81,6 +82,11 @@ def _request_id(path: str, headers: Mapping[str, str], names: Sequence[str]) -> 
     given = (headers.get(name) for name in names)
     made = f"{_ID_PREFIXES.get(path, 'req-')}{random.getrandbits(96):024x}"
     return next(filter(None, given), made)
+
+
+async def _not_stored(_request: web.Request) -> web.StreamResponse:
+    """Raises: RouterError (400), as every engine under PD."""
+    raise store_disabled("response_id")
 
 
 async def _not_implemented(name: str, _request: web.Request) -> web.StreamResponse:
@@ -115,6 +121,8 @@ class Surface:
         for part in (*control, Messages(server), server.dashboard):
             for method, path, handler in part.routes():
                 app.router.add_route(method, path, handler)
+        app.router.add_get(f"{PATHS['responses']}/{{id}}", _not_stored)
+        app.router.add_post(f"{PATHS['responses']}/{{id}}/cancel", _not_stored)
         for path, name in _NOT_IMPLEMENTED.items():
             app.router.add_route("*", path, partial(_not_implemented, name))
         return app

@@ -23,7 +23,7 @@ _WHY = {
     ),
     "set it on the engines: they parse": "reasoning-parser tool-call-parser",
     "workers are SGLang engines": "backend",
-    "the Responses API and its storage are not served here": (
+    "no responses or conversations are stored here": (
         "mcp-config-path history-backend oracle-wallet-path oracle-tns-alias "
         "oracle-connect-descriptor oracle-username oracle-password oracle-pool-min oracle-pool-max "
         "oracle-pool-timeout-secs postgres-db-url postgres-pool-max redis-url redis-pool-max "

@@ -69,6 +69,8 @@ class ChatTemplate:
         environment = _environment()
         self._template = environment.from_string(source)
         self.content_format: ContentFormat = _content_format(environment, source)
+        self.inline_system = _shows_inline_system(source)
+        """It shows a system message that comes later where it is."""
 
     def render(self, body: Mapping[str, Any]) -> RenderedChat:
         """The prompt of a ``/v1/chat/completions`` body. Raises: TemplateError, the template
@@ -309,6 +311,22 @@ def _environment() -> ImmutableSandboxedEnvironment:
     environment.globals["raise_exception"] = raise_exception
     environment.globals["strftime_now"] = lambda text: datetime.now().strftime(text)
     return environment
+
+
+def _shows_inline_system(source: str) -> bool:
+    """SGLang's ``detect_inline_system_support``, which does not give the template what
+    transformers does."""
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols]
+    )
+    mark = "__sglang_inline_system_sentinel__"
+    said = [("system", "t"), ("user", "t"), ("system", mark), ("user", "t")]
+    messages = [{"role": role, "content": content} for role, content in said]
+    try:
+        template = environment.from_string(source)
+        return mark in template.render(messages=messages, add_generation_prompt=False)
+    except Exception:
+        return False
 
 
 def _content_format(environment: jinja2.Environment, source: str) -> ContentFormat:

@@ -19,7 +19,9 @@ _CHOICES = {"none": "none", "auto": "auto", "any": "required"}
 Part = dict[str, Any]
 
 
-class MessageChat(NamedTuple):
+class EngineChat(NamedTuple):
+    """The chat that engines make of a request of another API."""
+
     body: dict[str, Any]
     """As for ``/v1/chat/completions``."""
     certain: bool
@@ -27,7 +29,7 @@ class MessageChat(NamedTuple):
     Its beginning is mostly the same."""
 
 
-def chat_of(body: Mapping[str, Any]) -> MessageChat | None:
+def message_chat(body: Mapping[str, Any]) -> EngineChat | None:
     """``None``: it is no valid request, and the engine will say why."""
     try:
         return _chat_of(body)
@@ -35,7 +37,7 @@ def chat_of(body: Mapping[str, Any]) -> MessageChat | None:
         return None
 
 
-def _chat_of(body: Mapping[str, Any]) -> MessageChat:
+def _chat_of(body: Mapping[str, Any]) -> EngineChat:
     certain = body.get("thinking") is None and not (body.get("output_config") or {}).get("effort")
     messages: list[dict[str, Any]] = []
     system = body.get("system") or ""
@@ -58,7 +60,7 @@ def _chat_of(body: Mapping[str, Any]) -> MessageChat:
         choice = body.get("tool_choice") or {"type": "auto"}
         named = {"type": "function", "function": {"name": choice.get("name")}}
         chat["tool_choice"] = _CHOICES.get(choice["type"], named)
-    return MessageChat(chat, certain)
+    return EngineChat(chat, certain)
 
 
 def _messages_of(role: str, blocks: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:

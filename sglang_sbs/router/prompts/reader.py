@@ -18,11 +18,12 @@ from sglang_sbs.router.prompts.block_names import TEXT_BYTES_PER_TOKEN, BlockFor
 from sglang_sbs.router.prompts.chat_tokenizer import ChatTokenizer, PromptIds
 from sglang_sbs.router.prompts.known_text import TooLong, TooManyTokens
 from sglang_sbs.router.prompts.length_estimate import PromptLength, PromptLengths, chat_bytes
-from sglang_sbs.router.prompts.message_chat import chat_of
+from sglang_sbs.router.prompts.message_chat import EngineChat, message_chat
+from sglang_sbs.router.prompts.response_chat import response_chat
 from sglang_sbs.router.prompts.written_size import TemplateError
 from sglang_sbs.router.requests.body_fields import Namespace
 from sglang_sbs.router.requests.engine_refusals import check_counted
-from sglang_sbs.router.requests.plan import Plan, RouteKind
+from sglang_sbs.router.requests.plan import CONVERTED, Plan, RouteKind
 from sglang_sbs.router.requests.raw_json import json_of_ids
 from sglang_sbs.router.requests.splitting import Prompt
 
@@ -46,6 +47,7 @@ _COUNTS_OF: dict[RouteKind, tuple[str, ...]] = {
     "completions": ("given", "tokenized"),
     "chat": ("tokenized",),
     "messages": ("tokenized",),
+    "responses": ("tokenized",),
 }
 """How a prompt was counted if engines count the same."""
 _NO_BLOCKS = array("q")
@@ -154,8 +156,8 @@ class PromptReader:
             _check_size(prompt, known.longest)
         prompts = []
         for prompt in plan.prompts:
-            if plan.kind == "messages":
-                read = self._read_messages(plan, prompt, known)
+            if plan.kind in CONVERTED:
+                read = self._read_converted(plan, prompt, known)
             else:
                 read = self._read(plan.model, prompt, known)
             # SGLang before 0.5.23 does not look at the ids of a chat.
@@ -167,15 +169,24 @@ class PromptReader:
             prompts.append(_bounded(read, known.longest))
         return prompts
 
-    def _read_messages(self, plan: Plan, prompt: Prompt, known: Known) -> ReadPrompt:
-        """Of Anthropic's messages, by the chat that engines make of them."""
-        chat = chat_of(prompt.value) if isinstance(prompt.value, dict) else None
+    def _chat_of(self, kind: RouteKind, body: Any) -> EngineChat | None:
+        if not isinstance(body, dict):
+            return None
+        if kind == "messages":
+            return message_chat(body)
+        template = None if self.tokenizer is None else self.tokenizer.template
+        return response_chat(body, inline_system=template is not None and template.inline_system)
+
+    def _read_converted(self, plan: Plan, prompt: Prompt, known: Known) -> ReadPrompt:
+        """Of Anthropic's messages or a response, by the chat that engines make of it."""
+        chat = self._chat_of(plan.kind, prompt.value)
         size = prompt.size_bytes or len(plan.common)
         chat_prompt = replace(prompt, value=chat and chat.body, size_bytes=0 if chat else size)
         if chat is not None and not chat.certain:
             # It is not refused here for its length, and its last blocks may have other names.
             known = known._replace(longest=known.longest._replace(cuts=True))
-        read = self._read(plan.model, chat_prompt, known)
+        # No adapter of a model gets a response.
+        read = self._read(plan.model if plan.kind == "messages" else "", chat_prompt, known)
         if chat is not None and not chat.certain:
             read = replace(read, length=PromptLength(read.length.tokens))
         return read

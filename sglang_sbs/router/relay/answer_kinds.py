@@ -37,7 +37,14 @@ class AnswerKind(StreamKind, Protocol):
 
     @property
     def end_event(self) -> bytes:
-        """The beginning of the event that ends a stream, with its first field's name."""
+        """How the last event of a stream that failed begins, with the name of its first field."""
+
+    @property
+    def repeats_request(self) -> bool:
+        """A stream begins with much of what was asked for."""
+
+    def status_failure(self, leg: Leg, worker: str, status: int, body: bytes) -> LegFailure:
+        """What an answer with another status than 200 says."""
 
     def may_be_aborted(self, body: bytes | bytearray, start: int, leg: Leg) -> bool:
         """Whether a whole answer may be that of an aborted request, by its bytes from ``start`` on.
@@ -50,10 +57,18 @@ class AnswerKind(StreamKind, Protocol):
         """Of prefill's answer. ``asks_cached``: it was asked for ``cached_tokens_details``."""
 
     def output_tokens(self, data: bytes | bytearray) -> int | None:
-        """Of an answer, or of a stream's last event before its end."""
+        """Of an answer, or of the last event of a stream that tells something."""
 
 
-class TokenAnswers:
+class _Plain:
+    repeats_request = False
+    telling_end = False
+
+    def status_failure(self, leg: Leg, worker: str, status: int, body: bytes) -> LegFailure:
+        return leg_status_failure(leg, worker, status, body)
+
+
+class TokenAnswers(_Plain):
     """Of ``/generate``, ``/v1/completions`` and ``/v1/chat/completions``. SGLang ends each stream
     with the same event, also one that reports an error or an abort."""
 
@@ -98,7 +113,7 @@ class TokenAnswers:
         return count_of(b"completion_tokens", data)
 
 
-class MessageAnswers:
+class MessageAnswers(_Plain):
     """Of Anthropic's ``/v1/messages`` as SGLang serves it (``entrypoints/anthropic/serving.py``).
 
     SGLang sends ``message_start`` with decode's first token, or in front of an error that comes
@@ -175,12 +190,102 @@ class MessageAnswers:
         return count_of(b"output_tokens", data)
 
 
+class ResponseAnswers:
+    """Of OpenAI's ``/v1/responses`` as SGLang serves it (``openai/serving_responses.py``).
+
+    ``response.created`` and ``response.in_progress`` come at once, before any KV. The last event is
+    the whole response. An abort is ``response.failed``, or a whole answer with the status
+    ``failed``, behind a status of 200.
+    """
+
+    error_style: ErrorStyle = "responses"
+    repeats_request = True
+    telling_end = True
+    end_name = "response.completed"
+    end_event = b"event: response.failed"
+    signs = (b'data: {"type"',)
+    needle = b'"output_tokens"'
+    mark = re.compile(rb'"output_tokens": ?(\d{1,18})')
+    """The first one: tools and metadata, which a client writes, come later."""
+    _signs = {  # noqa: RUF012 - never changed
+        b"response.created": Sign.PREAMBLE,
+        b"response.in_progress": Sign.PREAMBLE,
+        b"response.completed": Sign.END,
+        b"response.incomplete": Sign.END,
+        b"response.failed": Sign.FAILURE,
+        b"error": Sign.FAILURE,
+    }
+    _type = re.compile(rb'\{"type": ?"([\w.]+)"')
+    _failed = re.compile(rb'"status": ?"failed", ?"usage":')
+    _status = re.compile(rb'"status": ?"(\w+)", ?"usage":')
+    _http_status = re.compile(r"(408|429|5\d\d): ")
+
+    def sign(self, data: bytes, name: bytes) -> Sign:
+        if not name:
+            found = self._type.match(data)
+            name = b"" if found is None else found[1]
+        return self._signs.get(name, Sign.CONTENT)
+
+    def failure(self, worker: str, data: bytes) -> LegFailure | None:
+        """SGLang calls everything ``server_error``. Without ``usage`` it is an exception of the
+        engine's HTTP process, mostly for a request that prefill answers with 400."""
+        try:
+            event = orjson.loads(data)
+        except orjson.JSONDecodeError:  # an excerpt
+            event = None
+        event = event if isinstance(event, dict) else {}
+        response = event.get("response")
+        response = response if isinstance(response, dict) else {"usage": {}} | event
+        if isinstance(response.get("usage"), dict):
+            status, message = self.abort_of({"status": "failed"} | response, "decode") or (500, "")
+            return leg_aborted("decode", worker, status, message)
+        error = orjson.dumps({"error": response.get("error")})
+        return self.status_failure("decode", worker, 400, error)
+
+    def status_failure(self, leg: Leg, worker: str, status: int, body: bytes) -> LegFailure:
+        """What aborts a request in the engine is there a ``fastapi.HTTPException``, of which this
+        API makes a 400 that begins with the true status."""
+        failure = leg_status_failure(leg, worker, status, body)
+        found = self._http_status.match(failure.message) if status == 400 else None
+        if found is not None:
+            message = failure.message[found.end() :]
+            failure = leg_status_failure(leg, worker, int(found[1]), b"")
+            failure.message = message
+        return failure
+
+    def may_be_aborted(self, body: bytes | bytearray, start: int, _leg: Leg) -> bool:
+        if self._failed.search(body, start) is None:
+            return False
+        found = self._status.search(body)  # a client may write one, but behind the engine's
+        return found is not None and found[1] == b"failed"
+
+    def abort_of(self, body: Any, _leg: Leg) -> tuple[int, str] | None:
+        if not isinstance(body, dict) or body.get("status") != "failed":
+            return None
+        error = body.get("error")
+        return 500, str(error.get("message") or "") if isinstance(error, dict) else ""
+
+    def token_counts(self, body: dict[str, Any], *, asks_cached: bool) -> Counts:
+        usage = body.get("usage")
+        if not isinstance(usage, dict) or type(usage.get("input_tokens")) is not int:
+            return None, None
+        details = usage.get("input_tokens_details")
+        cached = details.get("cached_tokens") if isinstance(details, dict) else None
+        known = clamped_count(cached) if type(cached) is int else None
+        return clamped_count(usage["input_tokens"]), known
+
+    def output_tokens(self, data: bytes | bytearray) -> int | None:
+        found = self.mark.search(data)
+        return None if found is None else clamped_count(int(found[1]))
+
+
 TOKEN_ANSWERS = TokenAnswers()
 ANSWER_KINDS: dict[RouteKind, AnswerKind] = {
     "generate": TOKEN_ANSWERS,
     "completions": TOKEN_ANSWERS,
     "chat": TOKEN_ANSWERS,
     "messages": MessageAnswers(),
+    "responses": ResponseAnswers(),
 }
 
 

@@ -18,14 +18,20 @@ from sglang_sbs.router.prompts.tokenizer_check import EngineTokenizers
 from sglang_sbs.router.relay.in_flight import Attempt, Exchange, InFlight, UnitRun
 from sglang_sbs.router.relay.pair import Pair
 from sglang_sbs.router.relay.time_split import HEADER, server_timing, split_of
-from sglang_sbs.router.requests.plan import RouteKind, leg_bodies
+from sglang_sbs.router.requests.plan import CONVERTED, PATHS, RouteKind, leg_bodies
 from sglang_sbs.router.telemetry.metrics import RouterMetrics
 from sglang_sbs.router.workers.breaker import Suspicions
 from sglang_sbs.router.workers.registry import Registry
-from sglang_sbs.router.workers.server_info import takes_messages
+from sglang_sbs.router.workers.server_info import takes_converted
 from sglang_sbs.router.workers.worker import Placement, Worker
 from sglang_sbs.scheduling.events import Dispatch, Outcome, RequestArrived
-from sglang_sbs.wire.gangs import SIZED_RID_PREFIX, TAG_BITS, GangPart
+from sglang_sbs.wire.gangs import (
+    RESPONSE_RID_PREFIX,
+    SIZED_RID_PREFIX,
+    TAG_BITS,
+    GangPart,
+    is_sized,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -85,9 +91,9 @@ class Attempts:
     def _unfit(self, exchange: Exchange) -> tuple[str, ...]:
         """Engines that would not understand the request. The scheduler takes one of them only if it
         has no other; :meth:`_placement` refuses that."""
-        if exchange.plan.kind != "messages":
+        if exchange.plan.kind not in CONVERTED:
             return ()
-        return tuple(one.url for one in self.registry if not takes_messages(one.known.version))
+        return tuple(one.url for one in self.registry if not takes_converted(one.known.version))
 
     def _blame(self, run: UnitRun, *, served: bool) -> None:
         """For answers of 5xx. When two engines gave one and none served the request, it may be
@@ -190,9 +196,9 @@ class Attempts:
 
     def _arrival(self, run: UnitRun) -> RequestArrived:
         exchange, prompt = run.exchange, run.prompt
-        rid = uuid.uuid4().hex
+        rid = SIZED_RID_PREFIX * self.sends_gangs + uuid.uuid4().hex
         return RequestArrived(
-            rid=SIZED_RID_PREFIX + rid if self.sends_gangs else rid,
+            rid=RESPONSE_RID_PREFIX + rid if exchange.plan.kind == "responses" else rid,
             prompt_tokens=prompt.length.tokens,
             estimated=not prompt.length.exact,
             max_new_tokens=exchange.plan.prompts[run.unit // exchange.plan.samples].max_new_tokens,
@@ -220,7 +226,7 @@ class Attempts:
         self.sent_as_ids += ids_json is not None
         gang = None
         # By its id, as the policy may be another since it arrived.
-        if attempt.rid.startswith(SIZED_RID_PREFIX):
+        if is_sized(attempt.rid):
             # Sent alone, if its batch is not told, or not known to come to one rank.
             told = None if prefill.rank_is_a_hint else assignment.gang
             gang = told or GangPart(random.getrandbits(TAG_BITS), members=1, ranks=1)
@@ -251,9 +257,9 @@ class Attempts:
         prefill_rank, decode_rank = assignment.prefill_rank, assignment.decode_rank
         prefill = self._worker("prefill", assignment.prefill, prefill_rank)
         decode = self._worker("decode", assignment.decode, decode_rank)
-        for worker in (prefill, decode) if kind == "messages" else ():
-            if not takes_messages(worker.known.version):
-                why = f"{worker.url} runs SGLang {worker.known.version}, and /v1/messages with PD"
+        for worker in (prefill, decode) if kind in CONVERTED else ():
+            if not takes_converted(worker.known.version):
+                why = f"{worker.url} runs SGLang {worker.known.version}, and {PATHS[kind]} with PD"
                 raise RouterError(501, "not_implemented", f"{why} needs 0.5.22 or later")
         return Placement(prefill, prefill_rank, decode, decode_rank)
 

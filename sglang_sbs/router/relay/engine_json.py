@@ -22,7 +22,7 @@ _OPENED = ("meta_info", "usage", "logprobs")
 
 ABORT_MARK = re.compile(rb'"(?:type|finish_reason)": ?"abort"')
 """In an answer of an aborted request, and maybe in others."""
-ABORT_MARK_BYTES = 24
+ABORT_MARK_BYTES = 32
 _OUTPUT_TOKENS = re.compile(rb'"(?:completion|output)_tokens":\s*(\d+)')
 _MOST_DIGITS = 18
 

@@ -57,6 +57,10 @@ class StreamKind(Protocol):
         """What :meth:`sign` looks for in the middle of an event; matches at most 64 bytes."""
 
     @property
+    def telling_end(self) -> bool:
+        """The event that ends a stream also has its counts, or is the failure that ended it."""
+
+    @property
     def signs(self) -> tuple[bytes, ...]:
         """A nameless event of one line is content if it neither begins with one of these, from its
         ``data: `` on, nor contains :attr:`needle`."""
@@ -73,15 +77,19 @@ class EventReader:
     """The verdict on one stream, and what of it may be passed on so far."""
 
     __slots__ = (
-        *("_begun", "_cut", "_held", "_last", "_marked", "_partial", "_read", "_searched"),
-        *("_seen", "_simple", "_whole", "_worker"),
+        *("_begun", "_cut", "_held", "_last", "_marked", "_most_held", "_partial", "_read"),
+        *("_searched", "_seen", "_simple", "_whole", "_worker"),
         *("broken", "done", "events", "failed", "failure", "kind", "opened"),
     )
 
-    def __init__(self, kind: StreamKind, worker: str, *, whole: bool = False) -> None:
+    def __init__(
+        self, kind: StreamKind, worker: str, *, whole: bool = False, most_held: int | None = None
+    ) -> None:
         """``whole``: pass on the data of complete events, except the one that ends the stream, for
-        an editor; otherwise the bytes as they come."""
+        an editor; otherwise the bytes as they come. ``most_held``: bytes to hold back until the
+        stream opens, by default ``LONG_BYTES``. A longer preamble breaks the stream."""
         self.kind = kind
+        self._most_held = LONG_BYTES if most_held is None else most_held
         self._worker = worker
         self._whole = whole
         self.opened = False
@@ -145,6 +153,13 @@ class EventReader:
             self._held.append(data)
         return self._released()
 
+    def watch(self, data: bytes) -> bool:
+        """Read on for nobody, keeping nothing. Returns whether the stream has opened, or shows that
+        it never will."""
+        self.feed(data)
+        self._held.clear()
+        return self.opened or self.failure is not None or self.broken is not None
+
     def end(self) -> Sequence[Payload]:
         """The response is complete. Returns as :meth:`feed` does."""
         rest = bytes(self._partial[: LONG_BYTES + 1])
@@ -179,7 +194,7 @@ class EventReader:
         buffer, start, look = self._partial, 0, self._seen
         while (end := buffer.find(_EVENT_END, look)) >= 0:
             long = end - start > LONG_BYTES or self._cut
-            if not self.opened and self._read + end > LONG_BYTES:
+            if not self.opened and self._read + end > self._most_held:
                 self._open_unread(start)
             if self.failure is None and self.broken is None:
                 if long:
@@ -193,7 +208,7 @@ class EventReader:
                 self._partial = buffer = buffer[next_start:]  # views keep the old one
                 next_start = 0
             start = look = next_start
-        if not self.opened and self._read + len(buffer) > LONG_BYTES + len(_EVENT_END):
+        if not self.opened and self._read + len(buffer) > self._most_held + len(_EVENT_END):
             self._open_unread(start)
         self._read += start
         del buffer[:start]
@@ -227,8 +242,11 @@ class EventReader:
             if failure is not None and not self.opened:
                 self.failure = failure
                 return
+            self.done = self.done or (failure is not None and self.kind.telling_end)
         if sign is Sign.END:
             self.opened = self.done = True
+            if self.kind.telling_end:
+                self._last = excerpt
             return
         self.events += 1
         self._last = excerpt
@@ -238,14 +256,19 @@ class EventReader:
 
     def _open_unread(self, start: int) -> None:
         """The first event is too long to wait for its end: its beginning must do."""
-        end = min(start + _HEAD_BYTES, LONG_BYTES - self._read)
+        end = min(start + _HEAD_BYTES, self._most_held - self._read)
         head = bytes(self._partial[start : max(start, end)])
         if not self._is_event(head):
             return
         data, name = _fields(self._without_bom(head))
-        if data is not None and self.kind.sign(data, name) is Sign.FAILURE:
+        sign = Sign.CONTENT if data is None else self.kind.sign(data, name)
+        if data is not None and sign is Sign.FAILURE:
             self.failure = self.kind.failure(self._worker, data)
             self.failed = self.failure is not None
+        elif sign is Sign.PREAMBLE:
+            why = f"what it sends before its first output is over {self._most_held >> 10} KiB"
+            self.broken = EventTooLarge(why)
+            return
         self.opened = self.failure is None
 
     def _long_so_far(self, buffer: bytearray) -> None:
@@ -283,7 +306,10 @@ class EventReader:
             payload: Payload = event
             if self._whole:
                 payload = _long_payload(buffer, event, start, end)
-            self._judge(self.kind.sign(excerpt, name), payload, excerpt)
+            sign = self.kind.sign(excerpt, name)
+            if sign is Sign.FAILURE and not self.opened:  # then nothing of it was cut
+                excerpt = _fields(bytes(event))[0] or b""
+            self._judge(sign, payload, excerpt)
         self._begun = True
         self._marked, self._searched, self._cut = b"", 0, False
 

@@ -86,7 +86,8 @@ class _Leg:
         self.pair.leg_failed(errors.transport_failure(self.name, self.worker, why, **how))
 
     def _status_failed(self) -> None:
-        failure = errors.leg_status_failure(self.name, self.worker, self.status, bytes(self.body))
+        status_failure = self.pair.answers.status_failure
+        failure = status_failure(self.name, self.worker, self.status, bytes(self.body))
         self.pair.leg_failed(failure)
 
 
@@ -181,7 +182,7 @@ class DecodeLeg(_Leg):
 
     def body_received(self, data: bytes) -> None:
         if self.pair.must_park:
-            self.pair.decode_began()
+            self.pair.parked_data(data)
             return
         if self.status == 200 and self.pair.stream:
             self.pair.decode_data(data)

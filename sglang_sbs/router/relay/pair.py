@@ -19,10 +19,10 @@ from sglang_sbs.router.errors import (
     answer_too_large,
     transport_failure,
 )
-from sglang_sbs.router.relay.answer_kinds import ANSWER_KINDS
-from sglang_sbs.router.relay.event_reader import EventReader, Payload
+from sglang_sbs.router.relay.answer_kinds import ANSWER_KINDS, AnswerKind
+from sglang_sbs.router.relay.event_reader import LONG_BYTES, EventReader, Payload
 from sglang_sbs.router.relay.leg_answers import Body, DecodeLeg, PrefillLeg, PrefillReply
-from sglang_sbs.router.requests.plan import PATHS, Pieces, leg_headers
+from sglang_sbs.router.requests.plan import PATHS, Pieces, Plan, leg_headers
 from sglang_sbs.router.workers.worker import Placement
 
 if TYPE_CHECKING:
@@ -32,6 +32,9 @@ logger = logging.getLogger(__name__)
 
 _SETTLE_S = 10.0
 """How long a prefill reply may still take once decode is through."""
+_MOST_REPEATED = 16
+"""What comes before the first output has at most so many times the bytes of the request: both
+events repeat instructions and tools, and name every field that a tool leaves out."""
 _WHY_RETRACTION_FAILS = (
     "decode ended the stream early. If it had retracted the request, it asked prefill over plain "
     "HTTP and without a key to compute it again, which prefill refuses here (sglang #25372): see "
@@ -79,13 +82,13 @@ class Pair:
         self.must_park = False
         """Aborted, but decode's request must stay (:mod:`.parking`)."""
         self.decode_spoke = False
-        """A byte of decode's answer is there, which it begins with all of its KV."""
+        """Output of decode is there, which needs all of its KV."""
         self._in_flight = in_flight
         self._pool = in_flight.pool
         self._sink = exchange.make_sink(self) if exchange.make_sink is not None else None
         self._edits_events = whole = exchange.edits_events
         self.answers = ANSWER_KINDS[exchange.plan.kind]
-        self._reader = EventReader(self.answers, self.decode, whole=whole)
+        self._reader = _reader(exchange.plan, self.answers, self.decode, whole=whole)
         self._fails_silently = in_flight.refuses_retraction(placement)
         self._waits_for_prefill = self.needs_prefill_reply
         self._held = b""
@@ -169,6 +172,7 @@ class Pair:
     def forget(self) -> None:
         """It is parked, maybe for long: keep nothing large."""
         self._failure = None
+        self._reader.watch(b"")
         self.prefill_call.forget_payload()
         self.decode_call.forget_payload()
 
@@ -188,9 +192,10 @@ class Pair:
         else:
             self.abort_decode()  # in the moment before it is parked
 
-    def decode_began(self) -> None:
-        """The first byte of a parked request: its KV is there."""
-        self._release()
+    def parked_data(self, data: bytes) -> None:
+        """Of a parked request: its first output tells that its KV is there."""
+        if not self.stream or self.status != 200 or self._reader.watch(data):
+            self._release()
 
     def decode_ended(self) -> None:
         """The engine ended a parked request by itself."""
@@ -304,12 +309,14 @@ class Pair:
             self._complete()
 
     def decode_data(self, data: bytes) -> None:
-        self.decode_spoke = True
         if self._waits_for_prefill:
+            self.decode_spoke = True
             self._held += data
             self.decode_call.set_paused(True)
             return
-        self._pass_on(self._reader.feed(data))
+        pieces = self._reader.feed(data)
+        self.decode_spoke = self.decode_spoke or self._reader.opened
+        self._pass_on(pieces)
 
     def _pass_on(self, pieces: Sequence[Payload]) -> None:
         reader = self._reader
@@ -386,6 +393,11 @@ class Pair:
     def _give_up_prefill(self) -> None:
         if not self._prefill_over:
             self.abort()
+
+
+def _reader(plan: Plan, answers: AnswerKind, decode: str, *, whole: bool) -> EventReader:
+    repeated = _MOST_REPEATED * len(plan.common) if answers.repeats_request else 0
+    return EventReader(answers, decode, whole=whole, most_held=LONG_BYTES + repeated)
 
 
 def _refuses(failure: LegFailure) -> bool:

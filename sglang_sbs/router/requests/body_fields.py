@@ -19,6 +19,7 @@ BESIDES_PROMPT = frozenset(
 )
 """With one of these the engine's prompt is more than the prompt of the body."""
 NAMESPACE_FIELDS = ("cache_salt", "extra_key", "lora_path")
+_TEXT_MEMBERS = ("content", "arguments", "output", "summary")
 
 Fields = Mapping[str, Raw | bytes]
 
@@ -125,9 +126,10 @@ def whole_text_of(body: Mapping[str, Raw], name: str) -> str:
 
 
 def text_bytes_of(messages: Raw) -> int:
-    """How much text, as JSON, is in the messages of a chat; media are none."""
+    """How much text, as JSON, is in the messages of a chat or the items of a response; media are
+    none."""
     entries = map(raw_json.members_of_entry, raw_json.entries_of(messages))
-    return sum(_content_bytes(message.get("content")) for message in entries)
+    return sum(_content_bytes(entry.get(name)) for entry in entries for name in _TEXT_MEMBERS)
 
 
 def _content_bytes(content: Raw | None, depth: int = 0) -> int:

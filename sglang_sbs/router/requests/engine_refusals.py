@@ -16,8 +16,9 @@ import re
 from collections.abc import Callable, Collection, Mapping
 from typing import Literal
 
+from sglang_sbs.router.errors import RouterError
 from sglang_sbs.router.requests.body_fields import bad_request, given
-from sglang_sbs.router.requests.raw_json import Raw, first_byte, is_true, shown
+from sglang_sbs.router.requests.raw_json import Raw, first_byte, is_true, shown, value_of
 
 _Kind = Literal["generate", "completions", "chat"]
 _Fields = Mapping[str, Raw | bytes]
@@ -40,6 +41,13 @@ _GRAMMARS = {
     "completions": ("json_schema", "regex", "ebnf"),
     "chat": ("regex", "ebnf"),
 }
+_RESPONSE_SAMPLING = (*(name for name, _, _ in _RANGES), "top_k")
+_OUTPUT_LOGPROBS = "message.output_text.logprobs"
+_MOST_INCLUDE_BYTES = 4096
+_NO_STORE = (
+    "Response store is disabled. Stateful Responses require --enable-response-store on a "
+    "standalone server; response storage is unavailable in PD mode."
+)
 LOGPROB_FIELDS = ("return_logprob", "logprob_start_len")
 _BY_FLAGS = {
     "input_embeds": "input_embeds is provided while disable_radix_cache is False. Please add "
@@ -68,6 +76,37 @@ def check_sampling(kind: _Kind, fields: _Fields) -> None:
     _check_limits(kind, fields)
     if sum(_is_text(fields.get(name)) for name in _GRAMMARS[kind]) > 1:
         raise bad_request("Only one of json_schema, regex, ebnf, or structural_tag can be set.")
+
+
+def store_disabled(param: str) -> RouterError:
+    """SGLang's refusal of what needs stored responses, which it does not keep under PD."""
+    return RouterError(400, "invalid_request", _NO_STORE, param=param)
+
+
+def check_responses(body: Mapping[str, Raw]) -> None:
+    """``body``: of ``/v1/responses``. Besides what no engine takes under PD, that is what only
+    decode would refuse, as prefill is not asked for a stream. Raises: RouterError (400)."""
+    if given(body, "previous_response_id") is not None:
+        raise store_disabled("previous_response_id")
+    if is_true(body.get("background")):
+        raise store_disabled("background")
+    include = given(body, "include")
+    if include is not None and len(memoryview(include)) > _MOST_INCLUDE_BYTES:
+        raise bad_request(f"include is over {_MOST_INCLUDE_BYTES} bytes")
+    names = None if include is None else value_of(include)
+    if is_true(body.get("stream")) and isinstance(names, list) and _OUTPUT_LOGPROBS in names:
+        why = "logprobs are not supported in streaming mode"
+        raise RouterError(400, "invalid_request", why, param="logprobs")
+    params = {name: body[name] for name in _RESPONSE_SAMPLING if name in body}
+    limit = response_tokens(body)
+    check_sampling("chat", params if limit is None else params | {"max_tokens": b"%d" % limit})
+
+
+def response_tokens(body: Mapping[str, Raw]) -> int | None:
+    """What SGLang generates at most for ``/v1/responses``: two tokens fewer than the client asks
+    for (``ResponsesRequest.to_sampling_params``). ``None``: the client does not say."""
+    asked = _whole(body, "max_output_tokens")
+    return None if asked is None else asked - 2
 
 
 def check_flags(kind: _Kind, fields: Mapping[str, Raw], refused: Collection[str]) -> None:

@@ -12,7 +12,7 @@ import orjson
 from sglang_sbs.router.errors import ANTHROPIC_PATH
 from sglang_sbs.router.options.config import RelayConfig
 from sglang_sbs.router.requests import body_fields
-from sglang_sbs.router.requests.engine_refusals import check_flags
+from sglang_sbs.router.requests.engine_refusals import check_flags, check_responses
 from sglang_sbs.router.requests.raw_json import JsonError, is_true, joined, members_of
 from sglang_sbs.router.requests.sessions import session_in_body
 from sglang_sbs.router.requests.splitting import (
@@ -20,18 +20,24 @@ from sglang_sbs.router.requests.splitting import (
     split_generate,
     split_messages,
     split_openai,
+    split_responses,
 )
 from sglang_sbs.router.workers.rank_contract import decode_members, prefill_members
 from sglang_sbs.router.workers.worker import Placement
 
-RouteKind = Literal["generate", "completions", "chat", "messages"]
+RouteKind = Literal["generate", "completions", "chat", "messages", "responses"]
 
 PATHS: dict[RouteKind, str] = {
     "generate": "/generate",
     "completions": "/v1/completions",
     "chat": "/v1/chat/completions",
     "messages": ANTHROPIC_PATH,
+    "responses": "/v1/responses",
 }
+CONVERTED: tuple[RouteKind, ...] = ("messages", "responses")
+"""Engines make a chat of these. They have no use for SGLang's own fields in them."""
+_RID_FIELD: dict[RouteKind, str] = {"responses": "request_id"}
+"""Where engines read their id for a request, if not in ``rid``. Clients see that of a response."""
 
 _INTERNAL_FIELDS = (
     "bootstrap_host", "bootstrap_port", "bootstrap_room", "bootstrap_pair_key", "decode_tp_size",
@@ -134,7 +140,9 @@ def _plan(
     kind: RouteKind, raw: bytes | bytearray, limits: RelayConfig, refused: Collection[str]
 ) -> Plan:
     body = members_of(raw)
-    if kind != "messages":  # there SGLang passes over such fields
+    if kind == "responses":
+        check_responses(body)
+    elif kind != "messages":  # in both SGLang passes over such fields
         check_flags(kind, body, refused)
     for name in _INTERNAL_FIELDS:
         body.pop(name, None)
@@ -142,16 +150,18 @@ def _plan(
     options = body_fields.given(body, "stream_options")
     if options is not None and len(memoryview(options)) > _MOST_OPTIONS_BYTES:
         raise body_fields.bad_request(f"stream_options is over {_MOST_OPTIONS_BYTES} bytes")
-    rid = body_fields.given(body, "rid")
-    for name in ("stream", "stream_options", "rid"):
+    # The others' answers have no place for it, or the engine's own id is there.
+    rid = None if kind in CONVERTED else body_fields.given(body, "rid")
+    for name in ("stream", "stream_options", "rid", _RID_FIELD.get(kind, "rid")):
         body.pop(name, None)
     merge = False
     if kind == "generate":
         merge = body_fields.any_true(body, "return_logprob")
         split = split_generate(body, limits)
     elif kind == "messages":
-        rid = None  # its answers have no place for a client's id
         split = split_messages(raw, body)
+    elif kind == "responses":
+        split = split_responses(raw, body)
     else:
         split = split_openai(kind, raw, body, limits)
         echoes = kind == "completions" and is_true(body.get("echo"))
@@ -173,7 +183,7 @@ def _plan(
         as_list=as_list,
         merge_logprobs=merge,
         may_ask_cached=kind in _ASKS_CACHED and _ASK_CACHED not in body,
-        stream_options=None if options is None or kind == "messages" else bytes(options),
+        stream_options=None if options is None or kind in CONVERTED else bytes(options),
         client_rids=body_fields.rids_of(rid, units),
         model=body_fields.text_of(body, "model") if kind != "generate" else "",
         session=session_in_body(body, has_user=kind == "messages"),
@@ -203,7 +213,7 @@ def leg_bodies(
     """
     prefiller, decoder, rank = placement.prefill, placement.decode, placement.prefill_rank
     shared = {
-        "rid": rid,
+        _RID_FIELD.get(plan.kind, "rid"): rid,
         "bootstrap_host": prefiller.bootstrap_host,
         "bootstrap_port": prefiller.bootstrap_port,
         "bootstrap_room": room,

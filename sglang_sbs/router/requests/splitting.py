@@ -27,6 +27,7 @@ from sglang_sbs.router.requests.engine_refusals import (
     asked_tokens,
     check_sampling,
     logprobs_from,
+    response_tokens,
 )
 from sglang_sbs.router.requests.raw_json import (
     Raw,
@@ -60,7 +61,7 @@ _PROMPT_FIELDS = ("text", "input_ids", "input_embeds")
 _NUMBER_STARTS = frozenset(b"%c" % one for one in b"-0123456789")
 _MESSAGE_SAMPLING = ("temperature", "top_p", "top_k", "max_tokens")
 """Sampling parameters of Anthropic's API; SGLang checks them as those of a chat."""
-_DEFAULT_MAX_TOKENS = {"generate": 128, "completions": 16, "chat": None, "messages": None}
+_DEFAULT_MAX_TOKENS = {"generate": 128, "completions": 16, "chat": None}
 
 _CHAT_MEMBERS = (
     "messages", "tools", "tool_choice", "chat_template_kwargs", "continue_final_message",
@@ -68,6 +69,16 @@ _CHAT_MEMBERS = (
 )  # fmt: skip
 """What the prompt of a chat is made of. Others stay JSON: ``logit_bias`` would be 15 times as large
 as objects."""
+
+_RESPONSE_MEMBERS = (
+    "instructions", "input", "tools", "tool_choice", "reasoning", "chat_template_kwargs",
+)  # fmt: skip
+"""The same of a response."""
+_NOT_REPEATED = frozenset({"input", "instructions", "tools"})
+"""What the prompt of a response is made of, which bounds it, or what no answer repeats."""
+MOST_REPEATED_BYTES = 1 << 20
+"""Of the other fields of a response: engines repeat them in two events before the first token, in
+the last one, and in prefill's answer."""
 
 MOST_READ_BYTES = 4 << 20
 """A longer text is not looked at: its length is estimated, and the engine may well refuse it."""
@@ -259,8 +270,34 @@ def split_messages(raw: bytes | bytearray, body: _Body) -> _Split:
         rest = 0 if system is None else len(memoryview(system))
         read = (None, 0, 1 + rest + text_bytes_of(messages))
     prompt = Prompt(*read, b"", b"", PLAIN, alone=True, takes_ids=False)
-    prompt.max_new_tokens = _first_limit("messages", [scalar(body, "max_tokens")])
+    prompt.max_new_tokens = output_limit(scalar(body, "max_tokens"))
     prompt.asked_tokens = asked_tokens("chat", {"max_tokens": body.get("max_tokens", b"null")})
+    return [prompt], 1, False
+
+
+def split_responses(raw: bytes | bytearray, body: _Body) -> _Split:
+    """The one prompt of a ``/v1/responses`` body. SGLang takes no LoRA adapter for it."""
+    texts = given(body, "input")
+    if texts is None or first_byte(texts) not in (b'"', b"["):
+        raise bad_request("input must be a string or a list of items")
+    echoed = sum(
+        len(memoryview(value)) for name, value in body.items() if name not in _NOT_REPEATED
+    )
+    if echoed > MOST_REPEATED_BYTES:
+        raise bad_request(f"fields that are not of the prompt are over {MOST_REPEATED_BYTES} bytes")
+    if len(raw) <= MOST_READ_BYTES:
+        of_prompt = ((name, body[name]) for name in _RESPONSE_MEMBERS if name in body)
+        read = value_of(b"".join((b"{", joined(of_prompt), b"}"))), 0, 0
+    else:
+        is_text = first_byte(texts) == b'"'
+        size = len(memoryview(texts)) if is_text else text_bytes_of(texts)
+        read = None, 0, 1 + size + len(memoryview(body.get("instructions", b"")))
+    names: dict[str, Raw | bytes] = {
+        name: body[name] for name in NAMESPACE_FIELDS if name in body and name != "lora_path"
+    }
+    prompt = Prompt(*read, b"", b"", namespace_of(names), alone=True, takes_ids=False)
+    prompt.max_new_tokens = output_limit(response_tokens(body))
+    prompt.asked_tokens = response_tokens(body)
     return [prompt], 1, False
 
 

@@ -16,7 +16,7 @@ from sglang_sbs.scheduling.events import InstanceRole, RankChoice
 from sglang_sbs.wire.endforward import MAX_DP_SIZE
 
 _FIRST_REBOOTSTRAP = (0, 5, 16)
-_FIRST_WITH_MESSAGES = (0, 5, 22)
+_FIRST_CONVERTED = (0, 5, 22)
 MIN_VERSION = (0, 5, 6)
 """First SGLang release this router knows how to speak to."""
 
@@ -198,10 +198,11 @@ def may_rebootstrap(version: str) -> bool:
     return not numbers > (0, 0, 0) or numbers >= _FIRST_REBOOTSTRAP
 
 
-def takes_messages(version: str) -> bool:
-    """Whether SGLang takes its PD routing fields in ``/v1/messages``; a development build does."""
+def takes_converted(version: str) -> bool:
+    """Whether ``/v1/messages`` and ``/v1/responses`` work over PD; a development build counts as
+    new. SGLang takes the PD routing fields in ``/v1/messages`` from then on."""
     numbers = parse_version(version) or ()
-    return not numbers > (0, 0, 0) or numbers >= _FIRST_WITH_MESSAGES
+    return not numbers > (0, 0, 0) or numbers >= _FIRST_CONVERTED
 
 
 def parse_server_info(data: dict[str, Any], role: InstanceRole) -> WorkerInfo:

@@ -14,10 +14,10 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from sglang_sbs.router.errors import EventTooLarge, LegFailure, leg_status_failure
+from sglang_sbs.router.errors import EventTooLarge
 from sglang_sbs.router.relay import event_reader
 from sglang_sbs.router.relay.answer_kinds import ANSWER_KINDS
-from sglang_sbs.router.relay.event_reader import EventReader, Payload, Sign, StreamKind
+from sglang_sbs.router.relay.event_reader import EventReader, Payload, StreamKind
 from sglang_sbs.router.relay.merged_answers import event_sink, sse
 
 TOKEN_STREAM = ANSWER_KINDS["chat"]
@@ -44,25 +44,6 @@ PARTS = [
     ),
     *(b"data:[DONE]\r\n\r\n", b'"type":"abort"', b"data: a\ndata: b\n\n", b"data:\n\n", b"data"),
 ]
-
-
-class Responses:
-    """What ``/v1/responses`` would be: no end mark of its own, and a first event without output."""
-
-    end_name = "response.completed"
-    signs = ()
-    needle = b'"status":"failed"'
-    mark = re.compile(needle)
-
-    def sign(self, data: bytes, name: bytes) -> Sign:
-        return {
-            b"response.created": Sign.PREAMBLE,
-            b"response.completed": Sign.END,
-            b"error": Sign.FAILURE,
-        }.get(name, Sign.CONTENT)
-
-    def failure(self, worker: str, data: bytes) -> LegFailure | None:
-        return leg_status_failure("decode", worker, 500, data)
 
 
 def verdict(
@@ -174,21 +155,87 @@ def test_an_abort_is_seen_in_the_middle_of_a_long_event() -> None:
     assert not verdict([CHUNK, b'data: {"text":"%babort"}\n\n' % long])[2]
 
 
-def test_another_kind_of_stream_is_described_by_one_object() -> None:
-    created = b'event: response.created\ndata: {"type":"response.created"}\n\n'
-    delta = b'event: response.output_text.delta\ndata: {"delta":"a"}\n\n'
-    error = b'event: error\ndata: {"message":"no room"}\n\n'
-    completed = b"event: response.completed\ndata: {}\n\n"
-    kind = Responses()
-    whole = created + delta + completed
-    for size in (1, 7, len(whole)):
-        pieces = [whole[at : at + size] for at in range(0, len(whole), size)]
-        opened, done, failed, *_, passed = verdict(pieces, kind)
-        assert (opened, done, failed, passed) == (True, True, False, whole)
-    reader = EventReader(kind, "decode:1")
-    assert not [*reader.feed(created), *reader.feed(error)]
+def response_event(name: str, **fields: Any) -> bytes:
+    data = orjson.dumps({"type": name} | fields)
+    return b"event: %b\ndata: %b\n\n" % (name.encode(), data)
+
+
+CREATED = response_event("response.created", response={"instructions": "i" * 100_000})
+DELTA = response_event("response.output_text.delta", delta="a")
+COMPLETED = response_event(
+    "response.completed",
+    response={
+        "output": ['"output_tokens":9 ' * 10_000],
+        "status": "completed",
+        "usage": {"output_tokens": 17},
+        "metadata": {"output_tokens": 3, "x": "y" * 100_000},
+    },
+)
+
+
+def failed_event(usage: Any, message: str, fill: int = 0) -> bytes:
+    error = {"code": "server_error", "message": message}
+    response = {"status": "failed", "usage": usage, "error": error, "instructions": "i" * fill}
+    return response_event("response.failed", response=response)
+
+
+@pytest.mark.parametrize("size", [7, 4096, 1 << 20])
+def test_a_response_is_held_back_until_its_first_output(size: int) -> None:
+    """What comes before repeats the request, however long that is."""
+    reader = EventReader(ANSWER_KINDS["responses"], "decode:1", most_held=1 << 20)
+
+    def feed(data: bytes) -> bytes:
+        pieces = (data[at : at + size] for at in range(0, len(data), size))
+        return b"".join(bytes(one) for piece in pieces for one in reader.feed(piece))
+
+    assert feed(CREATED) + feed(response_event("response.in_progress")) == b""
     assert not reader.opened
-    assert reader.failure is not None and reader.failure.message == "no room"
+    assert feed(DELTA).startswith(b"event: response.created")
+    assert feed(COMPLETED) == COMPLETED
+    assert (reader.done, reader.failed) == (True, False)
+    assert ANSWER_KINDS["responses"].output_tokens(reader.last) == 17
+
+
+def test_what_is_held_back_has_a_bound() -> None:
+    reader = EventReader(ANSWER_KINDS["responses"], "decode:1")
+    assert not reader.feed(CREATED)
+    assert isinstance(reader.broken, EventTooLarge)
+
+
+@pytest.mark.parametrize(
+    ("event", "status", "message"),
+    [
+        (failed_event({}, "KV transfer failed"), 500, "KV transfer failed"),
+        (failed_event(None, "top_p must be in (0, 1]"), 400, "top_p must be in (0, 1]"),
+        (failed_event(None, "no room", 100_000), 400, "no room"),
+        (failed_event(None, "503: no engine"), 503, "no engine"),
+        (failed_event(None, "200: what?"), 400, "200: what?"),
+        (response_event("error", message="m"), 500, "request aborted by decode worker"),
+        (b"event: response.failed\ndata: {\n\n", 500, "request aborted by decode worker"),
+        (b'data: {"type": "response.failed"}\n\n', 500, "request aborted by decode worker"),
+    ],
+)
+def test_a_response_that_fails_before_its_first_output(
+    event: bytes, status: int, message: str
+) -> None:
+    kind = ANSWER_KINDS["responses"]
+    reader = EventReader(kind, "decode:1", most_held=1 << 20)
+    assert not [*reader.feed(CREATED), *reader.feed(event)]
+    assert not reader.opened
+    assert reader.failure is not None
+    assert (reader.failure.status, reader.failure.message) == (status, message)
+    later = EventReader(kind, "decode:1")
+    assert later.feed(DELTA)
+    assert b"".join(later.feed(event)) == event
+    assert (later.failed, later.done, later.failure) == (True, True, None)
+
+
+def test_a_parked_stream_is_watched_and_not_kept() -> None:
+    reader = EventReader(ANSWER_KINDS["responses"], "decode:1", most_held=1 << 20)
+    assert not reader.watch(CREATED[:1000])
+    assert not reader.watch(CREATED[1000:])
+    assert reader.watch(DELTA)
+    assert not b"".join(reader.feed(b""))
 
 
 def test_a_reader_keeps_little_of_an_endless_event() -> None:

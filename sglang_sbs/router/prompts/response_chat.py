@@ -1,0 +1,262 @@
+"""From the body of ``/v1/responses`` to the chat that SGLang makes of it.
+
+Owns what ``OpenAIServingResponses._make_request`` of SGLang 0.5.23 does
+(``entrypoints/openai/serving_responses.py``, ``responses_adapters.py``), as far as it decides about
+the prompt. Only the router's own counts and block names rest on it: engines get the body as it came
+and convert it themselves.
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+import zlib
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import orjson
+
+from sglang_sbs.router.prompts.message_chat import EngineChat
+
+_OUTPUTS = ("function_call_output", "custom_tool_call_output")
+_STATE = "sglang-reasoning-v1."
+"""How ``encrypted_content`` begins: base64 of what zlib made of the text."""
+MOST_STATE_BYTES = 4 << 20
+"""Of the text that all ``encrypted_content`` of a request may become."""
+_DEVELOPER = "Developer instructions:"
+_CUSTOM_PARAMETERS = {
+    "type": "object",
+    "properties": {
+        "input": {"type": "string", "description": "The freeform text payload for this tool."}
+    },
+    "required": ["input"],
+    "additionalProperties": False,
+}
+_FORCED = ("function", "custom")
+
+Message = dict[str, Any]
+
+
+def response_chat(body: Mapping[str, Any], *, inline_system: bool) -> EngineChat | None:
+    """``inline_system``: the model's template shows system messages where they are; otherwise the
+    engine puts all of them in front. ``None``: it is no valid request, and the engine will say
+    why, or its reasoning is too long to be unpacked here."""
+    try:
+        return _chat_of(body, inline_system)
+    except (TypeError, KeyError, AttributeError, ValueError, RecursionError):
+        return None
+
+
+def _chat_of(body: Mapping[str, Any], inline_system: bool) -> EngineChat:
+    messages: list[Message] = []
+    if body.get("instructions"):
+        messages.append({"role": "system", "content": body["instructions"]})
+    items = body["input"]
+    if isinstance(items, str):
+        items = [{"role": "user", "content": items}]
+    state = _ReasoningState()
+    messages += filter(None, (_message(item, state) for item in items))
+    messages = _merged(messages)
+    if not inline_system:
+        messages = _one_system(messages)
+    chat: dict[str, Any] = {"messages": messages}
+    given = body.get("tools") or []
+    tools = [tool for tool in map(_tool, given) if tool is not None]
+    choice = body.get("tool_choice", "auto")
+    if isinstance(choice, dict):
+        name = choice.get("name") or (choice.get("function") or {}).get("name")
+        is_forced = choice.get("type") in _FORCED and name
+        choice = {"type": "function", "function": {"name": name}} if is_forced else "auto"
+    if tools:
+        chat |= {"tools": tools, "tool_choice": choice}
+    _add_reasoning(chat, body)
+    # Only Muse's parser shows namespaces to the model.
+    certain = not any(one.get("type") == "namespace" for one in given)
+    return EngineChat(chat, certain)
+
+
+class _ReasoningState:
+    """Unpacks ``encrypted_content``. A kilobyte of it may be a megabyte of text."""
+
+    def __init__(self) -> None:
+        self._left_bytes = MOST_STATE_BYTES
+
+    def text(self, blob: Any) -> str:
+        """Empty if there is none. Raises: ValueError, it is too much."""
+        if not isinstance(blob, str) or not blob.startswith(_STATE):
+            return ""
+        unpacking = zlib.decompressobj()
+        try:
+            packed = base64.urlsafe_b64decode(blob[len(_STATE) :])
+            text = unpacking.decompress(packed, self._left_bytes + 1)
+            self._left_bytes -= len(text)
+            if self._left_bytes < 0:
+                raise TooMuchState("encrypted_content is too long")
+            return text.decode() if unpacking.eof else ""
+        except TooMuchState:
+            raise
+        except (ValueError, zlib.error):
+            return ""
+
+
+class TooMuchState(ValueError):
+    pass
+
+
+def _message(item: Mapping[str, Any], state: _ReasoningState) -> Message | None:
+    """``None``: it leaves nothing in the prompt. Raises: ValueError, SGLang knows no such item."""
+    kind = item.get("type")
+    if kind == "function_call":
+        return _called(item, _arguments(item.get("arguments")))
+    if kind == "custom_tool_call":
+        return _called(item, json.dumps({"input": item.get("input") or ""}, ensure_ascii=False))
+    if kind in _OUTPUTS:
+        output = item.get("output", "")
+        if isinstance(output, list):
+            output = "".join(part.get("text", "") for part in output if isinstance(part, dict))
+        return {"role": "tool", "tool_call_id": item.get("call_id"), "content": output}
+    if kind == "reasoning":
+        text = (
+            _texts(item.get("summary"))
+            or _texts(item.get("content"))
+            or state.text(item.get("encrypted_content"))
+        )
+        return {"role": "assistant", "reasoning_content": text} if text else None
+    if kind not in (None, "message"):
+        raise ValueError(f"no such item: {kind!r}")
+    message = {k: v for k, v in item.items() if v is not None and k not in ("id", "status", "type")}
+    content = item.get("content")
+    if item.get("role") == "developer":
+        message["role"] = "system"
+        content = _labelled(content)
+    if isinstance(content, list):
+        content = [_part(part) for part in content]
+    return message if content is None else message | {"content": content}
+
+
+def _called(item: Mapping[str, Any], arguments: str) -> Message:
+    function = {"name": item.get("name"), "arguments": arguments}
+    call = {"id": item.get("call_id") or item.get("id"), "type": "function", "function": function}
+    return {"role": "assistant", "tool_calls": [call]}
+
+
+def _arguments(given: Any) -> str:
+    if isinstance(given, dict):
+        return orjson.dumps(given).decode()
+    try:
+        is_object = isinstance(given, str) and isinstance(orjson.loads(given), dict)
+    except orjson.JSONDecodeError:
+        is_object = False
+    return given if is_object else "{}"
+
+
+def _texts(parts: Any) -> str:
+    entries = (entry.get("text") for entry in parts or () if isinstance(entry, dict))
+    return "\n".join(filter(None, entries))
+
+
+def _labelled(content: Any) -> Any:
+    if isinstance(content, str):
+        return f"{_DEVELOPER}\n{content}"
+    if not isinstance(content, list):
+        return content
+    for index, part in enumerate(content):
+        if isinstance(part, dict) and isinstance(part.get("text"), str):
+            labelled = part | {"text": f"{_DEVELOPER}\n{part['text']}"}
+            return [*content[:index], labelled, *content[index + 1 :]]
+    return [{"type": "input_text", "text": _DEVELOPER}, *content]
+
+
+def _part(part: Any) -> Any:
+    kind = part.get("type") if isinstance(part, dict) else None
+    if kind in ("input_text", "output_text"):
+        return {"type": "text", "text": part.get("text", "")}
+    if kind == "input_image":  # nobody but the engine knows its tokens
+        return {"type": "image_url", "image_url": {"url": ""}}
+    return part
+
+
+def _merged(messages: Iterable[Message]) -> list[Message]:
+    """One message of what the model said in a row."""
+    merged: list[Message] = []
+    for message in messages:
+        before = merged[-1] if merged else {}
+        both = message.get("role") == before.get("role") == "assistant"
+        thought_only = before.keys() == {"role", "reasoning_content"}
+        if not both or (before.get("phase") != message.get("phase") and not thought_only):
+            merged.append(message)
+            continue
+        merged[-1] = joined = dict(before)
+        if message.get("phase") is not None:
+            joined["phase"] = message["phase"]
+        _join_content(joined, message.get("content"))
+        if message.get("tool_calls"):
+            joined["tool_calls"] = [*(joined.get("tool_calls") or ()), *message["tool_calls"]]
+        thoughts = [joined.get("reasoning_content"), message.get("reasoning_content")]
+        if thoughts[1]:
+            joined["reasoning_content"] = "\n".join(filter(None, thoughts))
+    return merged
+
+
+def _join_content(message: Message, more: Any) -> None:
+    content = message.get("content")
+    if more in (None, ""):
+        return
+    if content in (None, ""):
+        message["content"] = more
+    elif isinstance(content, str) and isinstance(more, str):
+        message["content"] = f"{content}\n\n{more}"
+    else:
+        message["content"] = [*_as_parts(content), *_as_parts(more)]
+
+
+def _as_parts(content: Any) -> list[Any]:
+    if isinstance(content, str):
+        return [{"type": "text", "text": content}]
+    return list(content) if isinstance(content, list) else []
+
+
+def _one_system(messages: Iterable[Message]) -> list[Message]:
+    texts: list[str] = []
+    others: list[Message] = []
+    for message in messages:
+        content = message.get("content")
+        if message.get("role") != "system":
+            others.append(message)
+        elif isinstance(content, str):
+            texts.append(content)
+        else:
+            parts = (part.get("text") for part in content or () if isinstance(part, dict))
+            texts += (text for text in parts if isinstance(text, str))
+    return [{"role": "system", "content": "\n\n".join(texts)}, *others] if texts else others
+
+
+def _tool(tool: Mapping[str, Any]) -> dict[str, Any] | None:
+    """``None``: the model does not get to see it."""
+    kind, name = tool["type"], tool.get("name")
+    description, parameters = tool.get("description"), tool.get("parameters")
+    if kind == "custom" and name:
+        format_ = tool.get("format") or {}
+        texts = [description] if description else []
+        if format_.get("type") == "grammar":
+            rules = f"{format_.get('syntax') or 'lark'} grammar:\n{format_.get('definition') or ''}"
+            texts.append(f"The payload must conform to this {rules}")
+        description, parameters = "\n\n".join(texts) or None, _CUSTOM_PARAMETERS
+    elif kind != "function":
+        return None
+    strict = tool.get("strict", False)
+    function = {"name": name, "description": description, "parameters": parameters}
+    return {"type": "function", "function": function | {"strict": strict}}
+
+
+def _add_reasoning(chat: dict[str, Any], body: Mapping[str, Any]) -> None:
+    arguments, reasoning = body.get("chat_template_kwargs"), body.get("reasoning")
+    if reasoning is not None:
+        if (reasoning.get("effort") or reasoning.get("reasoning_effort")) == "none":
+            off = {"thinking": False, "enable_thinking": False}
+            arguments = off | (arguments if isinstance(arguments, dict) else {})
+        effort = reasoning.get("effort", "medium")
+        if effort is not None:
+            chat["reasoning_effort"] = effort
+    if arguments is not None:
+        chat["chat_template_kwargs"] = arguments
