@@ -29,6 +29,10 @@ class Request:
     max_new_tokens: int | None
     arrived_s: float
     deadline_s: float
+    estimated: bool = False
+    """Nobody has counted the prompt."""
+    told_tokens: int = 0
+    """Its length as announced, until an engine has counted it."""
     exclude: tuple[InstanceId, ...] = ()
     blocks: Sequence[int] = ()
     """Names of its full KV pages (see :class:`~sglang_sbs.scheduling.events.RequestArrived`)."""
@@ -70,6 +74,10 @@ class Request:
 
     def __post_init__(self) -> None:
         self.uncached_tokens = self.prompt_tokens - self.hits.best_tokens
+
+    def resize(self, prompt_tokens: int) -> None:
+        """Its prompt is taken to be this long, before anybody looked at its hits."""
+        self.prompt_tokens = self.uncached_tokens = prompt_tokens
 
     def allowed_on(self, instances: Sequence[_Instance]) -> Sequence[_Instance]:
         """A retry avoids the instances it failed on, while there are others."""

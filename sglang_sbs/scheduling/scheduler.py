@@ -63,6 +63,7 @@ from sglang_sbs.scheduling.queue.request import RequestQueue, arrived
 from sglang_sbs.scheduling.report_cursor import SILENT_S
 from sglang_sbs.scheduling.request import Request
 from sglang_sbs.scheduling.snapshot import Snapshot, snapshot_of
+from sglang_sbs.scheduling.told_lengths import ToldLengths
 from sglang_sbs.wire import EndForward
 
 _OVERLOAD = ("queue_full", "flow_control")
@@ -108,6 +109,7 @@ class Scheduler:
         self._agenda = Agenda()
         self._outage = Outage(self.config.outage_hold_s)
         self._arrivals = 0
+        self._lengths = ToldLengths()
         self._wake_s = math.inf
         self._silent_s = math.inf
         """No decode rank has been silent for too long before."""
@@ -229,6 +231,7 @@ class Scheduler:
         missing = self._outage.refusal(now_s)
         refusal = missing or refusal_of(event, self.config, self.queue, largest)
         request = arrived(event, self._arrivals, now_s, self.config.default_timeout_s)
+        self._lengths.correct(request, now_s)
         if refusal is None and self.config.refuse_missed_slo and prefill:
             self.queue.look_at(request)
             refusal = slo_refusal_of(request, self.queue, prefill, now_s, self.interval.latency_s)
@@ -249,6 +252,7 @@ class Scheduler:
         if request is None or request.prefill is None or request.prefilled:
             return False
         request.prefilled = True
+        self._lengths.learn(request, event.prompt_tokens, now_s)
         instance = self.prefill.get(request.prefill[0])
         if event.aborted:
             self.prefix.dropped(event.rid)
@@ -349,6 +353,8 @@ class Scheduler:
         """Whether it is news of the instance, not of one more rank in a pass that is known."""
         report = event.report
         here = event.instance, report.dp_rank
+        for one in report.accepted:
+            self._lengths.learn(self._requests.get(one.rid), one.prompt_tokens, now_s)
         adopted = self._adopted.pop(here, None)
         if adopted is not None:
             adopted = [rid for rid in adopted if not self._is_elsewhere(rid, here)]

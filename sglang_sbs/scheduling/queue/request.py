@@ -21,6 +21,7 @@ def arrived(event: RequestArrived, order: int, now_s: float, timeout_s: float) -
         rid=event.rid,
         order=order,
         prompt_tokens=max(1, event.prompt_tokens),
+        estimated=event.estimated,
         max_new_tokens=event.max_new_tokens,
         arrived_s=now_s,
         deadline_s=now_s + timeout_s if event.deadline_s is None else event.deadline_s,

@@ -42,7 +42,7 @@ from sglang_sbs.scheduling.paging import padded
 from sglang_sbs.simulator.cluster.kv_cache import BlockCache, Blocks, Hold
 from sglang_sbs.simulator.cluster.spec import ClusterSpec, InstanceSpec
 from sglang_sbs.wire import EndForward
-from sglang_sbs.wire.endforward import Kind
+from sglang_sbs.wire.endforward import Accepted, Kind
 
 _DEVICE: CacheTier = "device"
 _HOST: CacheTier = "host"
@@ -102,7 +102,7 @@ class Rank:
     """Of ``waiting``, with what is left of the chunked request."""
     bootstrapping: dict[str, Waiting] = field(default_factory=dict)
     bootstrapping_tokens: int = 0
-    unreported: list[str] = field(default_factory=list)
+    unreported: list[Accepted] = field(default_factory=list)
     seq: int = 0
     accepted_requests: int = 0
     accepted_tokens: int = 0
@@ -231,7 +231,7 @@ class SimulatedPrefill:
     def _ingest(self) -> None:
         for request in self._inbox:
             rank = self.ranks[request.rank]
-            rank.unreported.append(request.rid)
+            rank.unreported.append(Accepted(request.rid, request.prompt_tokens))
             rank.accepted_requests += 1
             rank.accepted_tokens += request.prompt_tokens
             self._fetch(rank, request)
@@ -364,7 +364,8 @@ class SimulatedPrefill:
             accepted_requests=rank.accepted_requests,
             accepted_tokens=rank.accepted_tokens,
             computed_tokens=rank.computed_tokens,
-            rids=rank.unreported,
+            rids=[one.rid for one in rank.unreported],
+            accepted=rank.unreported,
         )
         rank.seq += 1
         rank.unreported = []

@@ -79,6 +79,7 @@ class Simulation:
         self._spec = spec
         self._network = DispatchNetwork(spec)
         self._lengths = random.Random(f"lengths {spec.seed}")
+        self._estimates = spec.length_error > 0 or spec.length_factor != 1.0
         self._pauses = random.Random(f"pauses {spec.seed}")
         self._scheduler = scheduler
         self._observe = observe
@@ -255,8 +256,10 @@ class Simulation:
             arrival if isinstance(arrival, Arrival) else Arrival(*arrival, 0)
         )
         record = RequestRecord(f"r{index}", tokens, self._now_s, index, tokens)
-        if error := self._spec.length_error:
-            record.told_tokens = max(1, round(tokens * self._lengths.uniform(1 - error, 1 + error)))
+        if self._estimates:
+            error = self._spec.length_error
+            factor = self._spec.length_factor * self._lengths.uniform(1 - error, 1 + error)
+            record.told_tokens = max(1, round(tokens * factor))
         if 0 < self._spec.deflect_tokens < tokens:
             record.excluded = (list(self._instances)[-1],)
         self._outcome.requests.append(record)
@@ -272,6 +275,7 @@ class Simulation:
             events.RequestArrived(
                 rid=rid,
                 prompt_tokens=record.told_tokens,
+                estimated=self._estimates,
                 max_new_tokens=self._spec.max_new_tokens,
                 exclude=record.excluded,
                 blocks=list(blocks),

@@ -156,6 +156,8 @@ class ClusterSpec(msgspec.Struct, frozen=True, kw_only=True):
     """What the first pass of an engine that starts takes on top: kernels, graphs."""
     length_error: float = 0.0
     """The scheduler is told each prompt length times a uniform factor in 1 -/+ this."""
+    length_factor: float = 1.0
+    """The scheduler is told each prompt length times this."""
     endforward_loss: float = 0.0
     """Share of EndForward messages that never arrive; 1: the scheduler hears HTTP answers only."""
     endforward_delay_s: float = 0.0

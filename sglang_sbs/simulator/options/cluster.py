@@ -148,6 +148,8 @@ _ROBUSTNESS = (
     Flag("--length-error", "length_error", _share, 0.0,
         "the scheduler is told prompt lengths times a uniform factor, 0.3: 0.7 to 1.3; the engine "
         "computes the true ones, and its EndForward reports say so (0)", "SHARE"),
+    Flag("--length-factor", "length_factor", positive_number, 1.0,
+        "the scheduler is told prompt lengths times this; 2: twice too high (1)", "FACTOR"),
     Flag("--endforward-loss", "endforward_loss", _share_or_all, 0.0,
         "share of EndForward messages that never arrive; 1: an engine without plugin (0)",
         "SHARE"),

@@ -1,0 +1,92 @@
+"""Announced prompt lengths are scaled by what engines count."""
+
+from __future__ import annotations
+
+import pytest
+from driver import Driver
+
+from sglang_sbs.scheduling import PrefillDone
+from sglang_sbs.wire.endforward import Accepted
+
+
+class Told:
+    """One prefill instance whose engine counts ``factor`` times what was announced."""
+
+    def __init__(self) -> None:
+        self.it = Driver().up(prefill=1, dp=1, chunk=100_000, decode_dp=1)
+        self._number = 0
+
+    def send(self, tokens: int = 1000, count: int = 1, factor: float = 1.0, **more) -> None:
+        for _ in range(count):
+            rid = f"r{self._number}"
+            self._number += 1
+            self.it.arrive(rid, tokens, **more)
+            accepted = [Accepted(rid, round(factor * tokens))]
+            self.it.report("p0", dp=1, kind="heartbeat", rids=[rid], accepted=accepted)
+
+    def believed(self, tokens: int = 1000, **more) -> int:
+        """What the scheduler takes a new request to be."""
+        rid = f"r{self._number}"
+        self._number += 1
+        self.it.arrive(rid, tokens, **more)
+        return self.it.scheduler._requests[rid].prompt_tokens
+
+
+def test_where_engines_count_the_same_nothing_changes():
+    told = Told()
+    for tokens in (1, 7, 333, 98_765):
+        told.send(tokens, count=20, estimated=True)
+        assert told.believed(tokens, estimated=True) == tokens
+
+
+@pytest.mark.parametrize("factor", [0.5, 2.0])
+def test_lengths_that_are_wrong_in_one_direction_are_scaled(factor: float):
+    told = Told()
+    told.send(count=100, factor=factor, estimated=True)
+    assert told.believed(estimated=True) == pytest.approx(1000 * factor, rel=0.06)
+    assert told.believed(estimated=False) == 1000  # counted ones are another source
+
+
+def test_answers_are_believed_where_no_report_names_the_length():
+    it = Driver().up(prefill=1, dp=1, chunk=100_000)
+    for number in range(100):
+        it.arrive(f"r{number}", 1000, estimated=True)
+        it.wait(1.0)
+        for _ in range(2):  # the second one changes nothing
+            it.tell(PrefillDone(rid=f"r{number}", prompt_tokens=500))
+    it.arrive("new", 1000, estimated=True)
+    assert it.scheduler._requests["new"].prompt_tokens == pytest.approx(500, rel=0.06)
+
+
+def test_it_follows_when_the_truth_changes_and_is_forgotten_in_silence():
+    told = Told()
+    told.send(count=200, factor=0.5, estimated=True)
+    told.send(count=1500, factor=1.0, estimated=True)
+    assert told.believed(estimated=True) == pytest.approx(1000, rel=0.02)
+    told.send(count=400, factor=0.5, estimated=True)
+    assert told.believed(estimated=True) < 800
+    told.it.now_s += 601.0
+    assert told.believed(estimated=True) == 1000
+
+
+@pytest.mark.parametrize(("counted", "most"), [(1 << 40, 8.0), (1, 0.25)])
+def test_no_engine_can_move_it_further_than_it_may(counted: int, most: float):
+    told = Told()
+    told.send(count=300, factor=counted / 1000, estimated=True)
+    believed = told.believed(estimated=True)
+    assert 1000 / 8 <= believed <= 8000
+    assert believed <= most * 1000
+
+
+def test_one_request_in_a_hundred_is_no_ratio():
+    told = Told()
+    told.send(count=99, estimated=True)
+    told.send(factor=1 << 20, estimated=True)
+    assert told.believed(estimated=True) < 1100
+
+
+def test_a_prompt_whose_blocks_are_named_keeps_its_length():
+    told = Told()
+    told.send(count=100, factor=0.5, estimated=True)
+    blocks = list(range(1, 100))
+    assert told.believed(1000, estimated=True, blocks=blocks, block_tokens=10) == 1000
