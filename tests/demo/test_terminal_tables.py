@@ -11,7 +11,7 @@ from benchmarks.demo import cli, compare_policies
 from benchmarks.demo.load import Sample
 from benchmarks.demo.passes import EngineRecord, ForwardPass
 from benchmarks.demo.runs import Run
-from sglang_sbs.scheduling import POLICIES
+from sglang_sbs.scheduling import policy_names
 
 
 @pytest.fixture
@@ -35,7 +35,7 @@ def run_of(policy: str) -> Run:
     return Run(policy, [Sample(0.0, 100, ttft_s=123.456)] * 1000, engines)
 
 
-@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("policy", policy_names())
 def test_the_tables_of_the_demo(policy: str, terminal: Console) -> None:
     cli._print_runs([run_of("sbs"), run_of(policy)], terminal)
     check(printed(terminal), policy, "1000/1000", "123456", "12345 (123456)")

@@ -15,12 +15,12 @@ import pytest
 from router_harness import TIMEOUT_S, cluster, options_for, sse_events, until
 
 from sglang_sbs.router.server import RouterServer
-from sglang_sbs.scheduling import POLICIES, Dispatch, Scheduler, SchedulerConfig
+from sglang_sbs.scheduling import Dispatch, Scheduler, SchedulerConfig, policy_names
 from sglang_sbs.scheduling.eventlog import read_event_log
 from tools.stand_ins.mock_engine import MockEngine, Rooms
 
 
-@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("policy", policy_names())
 async def test_every_policy_serves_every_request(policy: str) -> None:
     scheduler = Scheduler(SchedulerConfig(policy=policy))  # type: ignore[arg-type]
     async with cluster(prefill=3, decode=1, scheduler=scheduler) as c:

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from simulator_fixtures import poisson
 
-from sglang_sbs.scheduling import POLICIES, Scheduler, SchedulerConfig
+from sglang_sbs.scheduling import Scheduler, SchedulerConfig, policy_names
 from sglang_sbs.simulator import COSTS, ClusterSpec, simulate
 
 specs = st.builds(
@@ -38,7 +38,7 @@ specs = st.builds(
 )
 configs = st.builds(
     SchedulerConfig,
-    policy=st.sampled_from(POLICIES),
+    policy=st.sampled_from(policy_names()),
     trigger=st.sampled_from(["adaptive", "paper"]),
     decode_rule=st.sampled_from(["iqr", "potential"]),
     n_limit=st.sampled_from([3, 100]),
