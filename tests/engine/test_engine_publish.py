@@ -6,6 +6,7 @@ import socket
 import threading
 import time
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import zmq
@@ -328,20 +329,28 @@ def test_an_address_of_another_machine_is_told_and_not_spoken_from(
     assert "SGLANG_SBS_NODE_HOST: 192.0.2.1 is no address of this machine" in caplog.text
 
 
-def test_a_name_without_an_answer_holds_up_no_other(routers: list[Router]) -> None:
-    back = threading.Event()
+def test_a_name_without_an_answer_holds_up_no_other(
+    routers: list[Router], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    back, asked = threading.Event(), threading.Event()
+    real = socket.getaddrinfo
 
-    def names(host: str, port: int) -> frozenset[str]:
+    def names(host: str, *wanted: Any, **more: Any) -> Any:
         if host == "silent":
+            asked.set()
             back.wait(DEADLINE_S)
             raise OSError("no answer")
-        return frozenset({routers[0].endpoint})
+        return real("127.0.0.1" if host == "router" else host, *wanted, **more)
 
-    endpoints = ["tcp://silent:7600", "tcp://router:7600"]
-    publisher = Publisher(endpoints, None, resolve=names)
+    monkeypatch.setattr(socket, "getaddrinfo", names)
+    named, literal = routers
+    endpoints = ["tcp://silent:7600", f"tcp://router:{named.port}", literal.endpoint]
+    publisher = Publisher(endpoints, None)
     try:
-        routers[0].receive_through(publisher, b"x")
-        assert not back.is_set()
+        assert asked.wait(DEADLINE_S)
+        named.receive_through(publisher, b"x")
+        literal.receive_through(publisher, b"x")
     finally:
-        back.set()
         publisher.close()
+        assert not back.is_set(), "it waited for the name"
+        back.set()
