@@ -10,6 +10,7 @@ from typing import Literal, TypeVar
 import orjson
 from aiohttp import web
 
+from sglang_sbs.router.engine_secrets import text_without_secrets
 from sglang_sbs.scheduling.events import RefuseCause
 
 ERROR_CODE_HEADER = "X-SMG-Error-Code"
@@ -241,16 +242,22 @@ def leg_status_failure(leg: Leg, worker: str, status: int, body: bytes) -> LegFa
 def leg_aborted(leg: Leg, worker: str, status: int, message: str) -> LegFailure:
     """The engine finished the request with ``finish_reason`` abort."""
     code = f"{leg}_{_LEG_CODES.get(status, 'error')}"
-    message = message[:MAX_MESSAGE_CHARS]
+    message = _without_secrets(message)
     return LegFailure(leg, worker, status, code, message or f"request aborted by {leg} worker")
 
 
 def engine_message(body: bytes) -> str:
-    """The message inside SGLang's error bodies (several shapes), or the start of the text."""
+    """The message inside SGLang's error bodies (several shapes), or the start of the text, without
+    secrets."""
     found = _message_in(body) if len(body) <= MAX_ERROR_BYTES else None
     if found is None:
         found = body[: 4 * MAX_MESSAGE_CHARS].decode("utf-8", "replace").strip()
-    return found[:MAX_MESSAGE_CHARS]
+    return _without_secrets(found)
+
+
+def _without_secrets(message: str) -> str:
+    """The beginning of an engine's words. It may name its launch flags or the store of a model."""
+    return text_without_secrets(message[: 4 * MAX_MESSAGE_CHARS])[:MAX_MESSAGE_CHARS]
 
 
 def _message_in(body: bytes) -> str | None:

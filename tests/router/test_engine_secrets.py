@@ -7,7 +7,7 @@ from typing import Any
 import orjson
 import pytest
 
-from sglang_sbs.router.engine_secrets import names_secret, without_secrets
+from sglang_sbs.router.engine_secrets import names_secret, text_without_secrets, without_secrets
 
 PLANTED = "pl4nted"
 
@@ -79,3 +79,23 @@ def test_deep_and_large_values_are_hidden_and_not_walked() -> None:
 def test_numbers_of_tokens_are_no_secrets(name: str) -> None:
     assert not names_secret(name, 7)
     assert names_secret(name, "text")
+
+
+@pytest.mark.parametrize(
+    "part",
+    ["-", "--key", "token", "token ", "://", "bearer ", "bearer" + " " * 9000, "token='", 'pwd="'],
+    ids=lambda part: part.strip()[:8],
+)
+def test_a_hostile_text_is_looked_through_once(part: str) -> None:
+    """Each of these took minutes or seconds for a text of this size when it was tried again from
+    every place in it."""
+    text = part * (40_000 // len(part))
+    shown = text_without_secrets(f"{text} password={PLANTED}")
+    assert shown.endswith("password=***")
+
+
+@pytest.mark.parametrize("told", ["tokens: 60 tokens", "max_new_tokens=1,000", '"n_tokens": 7, x'])
+def test_how_many_tokens_there_are_is_shown(told: str) -> None:
+    assert text_without_secrets(told) == told
+    assert text_without_secrets(f"{told} token={PLANTED}") == f"{told} token=***"
+    assert PLANTED not in text_without_secrets(f"tokens={PLANTED} tokens=1{PLANTED}")

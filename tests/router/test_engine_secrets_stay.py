@@ -76,3 +76,28 @@ async def test_nothing_of_a_router_shows_them(
             break
     shown += [caplog.text, *(path.read_bytes().decode("latin1") for path in written(events))]
     assert PLANTED not in "\n".join(shown)
+
+
+@pytest.mark.parametrize("role", ["prefill", "decode"])
+@pytest.mark.parametrize("form", ["SGLang's", "text", "abort"])
+async def test_nothing_of_an_engines_error_shows_them(
+    role: str, form: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.DEBUG, "sglang_sbs")
+    why = f"cannot read {LOGIN}/model with --api-key {PLANTED}: 101 tokens: 60 tokens from input"
+    status, answer = 500, why.encode()
+    if form == "SGLang's":
+        answer = orjson.dumps({"error": {"message": why, "code": 500}})
+    elif form == "abort":
+        reason = {"type": "abort", "message": why, "status_code": 500}
+        status, answer = 200, orjson.dumps({"text": "", "meta_info": {"finish_reason": reason}})
+    head = b"HTTP/1.1 %d X\r\nContent-Type: application/json\r\nContent-Length: %d\r\n\r\n"
+    async with cluster("--disable-retries") as c:
+        engine = (c.prefill if role == "prefill" else c.decode)[0]
+        engine.raw_answers["/generate"] = head % (status, len(answer)) + answer
+        got, error = await c.generate(text="x")
+    assert got == 500
+    message = error["error"]["message"]
+    assert "cannot read http://***@store:1/model with --api-key ***" in message
+    assert "101 tokens: 60 tokens" in message, "clients read these numbers"
+    assert PLANTED not in message + caplog.text

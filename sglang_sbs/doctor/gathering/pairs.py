@@ -17,6 +17,7 @@ import orjson
 from sglang_sbs.doctor.facts import EngineFacts, ProbeResult
 from sglang_sbs.doctor.gathering.engines import worker_of
 from sglang_sbs.doctor.options import DoctorOptions
+from sglang_sbs.router.engine_secrets import text_without_secrets
 from sglang_sbs.router.engines.control_requests import ask
 from sglang_sbs.router.workers import rank_contract
 from sglang_sbs.router.workers.server_info import ranks_in_reach
@@ -109,7 +110,7 @@ async def _leg(post: _Post, url: str, side: InstanceRole, body: dict[str, object
         status, raw = await post(f"{url}/generate", json=body, **limits)
     except (aiohttp.ClientError, OSError) as error:
         raise _LegFailed(f"{side}: {error or type(error).__name__}") from error
-    text = raw[:_MAX_REPLY_CHARS].decode("utf-8", "replace").strip()
+    text = text_without_secrets(raw[:_MAX_REPLY_CHARS].decode("utf-8", "replace").strip())
     if status != 200:
         raise _LegFailed(f"{side} answers {status}: {text}")
     try:
