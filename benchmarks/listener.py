@@ -46,7 +46,7 @@ class ReportListener:
     ) -> None:
         """Opens a socket at ``bind``, where engines connect to, and one to each that binds.
 
-        ``key_file``: the engines' SGLANG_SBS_KEY_FILE.
+        ``key_file``: the engines' SGLANG_SBS_ENDFORWARD_KEY_FILE.
 
         Raises:
             OSError: an endpoint cannot be used; the message names it.

@@ -11,7 +11,8 @@ import urllib.error
 import urllib.request
 from collections.abc import Sequence
 
-KEY_VARIABLE = "SGLANG_SBS_ADMIN_KEY"
+KEY_VARIABLE = "SGLANG_SBS_ADMIN_API_KEY"
+_FORMER_VARIABLE = "SGLANG_SBS_ADMIN_KEY"
 _TIMEOUT_S = 15.0
 _MOST_ERROR_BYTES = 4096
 
@@ -31,6 +32,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--admin-api-key", metavar="KEY", help=key)
 
 
+def key_of(args: argparse.Namespace) -> str | None:
+    """The key of the command line, else of the environment."""
+    found = args.admin_api_key or os.environ.get(KEY_VARIABLE) or os.environ.get(_FORMER_VARIABLE)
+    return found or None
+
+
 def parse(parser: argparse.ArgumentParser, argv: Sequence[str] | None) -> argparse.Namespace:
     args = parser.parse_args(argv)
     if not args.router.startswith(("http://", "https://")):
@@ -41,7 +48,7 @@ def parse(parser: argparse.ArgumentParser, argv: Sequence[str] | None) -> argpar
 def ask(args: argparse.Namespace, path: str, body: bytes | None = None, *, absent: str) -> bytes:
     """Return the answer to ``GET path``, or with a ``body`` (JSON) to ``PUT path``. ``absent``:
     what a 404 means. Raises: NotToldError."""
-    key = args.admin_api_key or os.environ.get(KEY_VARIABLE)
+    key = key_of(args)
     url = args.router.rstrip("/") + path
     headers = {"Authorization": f"Bearer {key}"} if key else {}
     if body is not None:

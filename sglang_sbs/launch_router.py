@@ -19,9 +19,11 @@ from sglang_sbs import __version__
 from sglang_sbs.plain_words import counted, naming_file, plain_error
 from sglang_sbs.router.name_lookup import RouterLoop
 from sglang_sbs.router.options.arguments import FlagError
-from sglang_sbs.router.options.options import parse_flags
+from sglang_sbs.router.options.options import parse_flags, read_flags
 from sglang_sbs.router.options.router_args import RouterArgs
 from sglang_sbs.router.options.router_options import RouterOptions
+from sglang_sbs.router.options.shown import shown_config
+from sglang_sbs.router.options.sources import Sourced
 from sglang_sbs.router.processes.scheduler_process import SchedulerProcess
 from sglang_sbs.router.prompts.tokenizer_files import tokenizer_folder
 from sglang_sbs.router.server import RouterServer
@@ -39,7 +41,11 @@ def main(argv: Sequence[str] | None = None, prog: str | None = None) -> int:
     """Run a router until SIGTERM or SIGINT. Returns the exit code."""
     arguments = list(sys.argv[1:] if argv is None else argv)
     try:
-        options = parse_flags(arguments, prog)
+        options, given = read_flags(arguments, prog)
+        if given.args.print_config:
+            return _print_config(options, given)
+        if given.args.check:
+            return _check(options, [word for word in arguments if word != "--check"])
         if options.role != "front-end" and (lacking := options.roles_without_workers):
             raise FlagError(
                 f"no {' and no '.join(lacking)} workers: give at least one --prefill URL "
@@ -75,6 +81,25 @@ def main(argv: Sequence[str] | None = None, prog: str | None = None) -> int:
     except KeyboardInterrupt:
         logger.info("interrupted before it served")
         return 130
+
+
+def _print_config(options: RouterOptions, given: Sourced) -> int:
+    for warning in options.warnings:
+        print(f"warning: {warning}", file=sys.stderr)
+    print(shown_config(given), end="")
+    return 0
+
+
+def _check(options: RouterOptions, arguments: Sequence[str]) -> int:
+    """Examine the engines of a command line that can be used. Returns the doctor's exit code."""
+    for warning in options.warnings:
+        print(f"warning: {warning}", file=sys.stderr)
+    if options.prefill and options.decode:
+        from sglang_sbs.doctor.cli import main as examine  # not needed to serve
+
+        return examine(arguments)
+    print("the flags can be used; they name no pair of engines that could be examined")
+    return 0
 
 
 class Router:

@@ -48,7 +48,7 @@ _HEAD = """\
 
 <!-- Made by scripts/metrics-reference from the code; a test compares. Do not edit by hand. -->
 
-`GET /metrics` on `--prometheus-port` (29000), for Prometheus. With `--workers N` the page is the
+`GET /metrics` on `--prometheus-port` (29000), for Prometheus. With `--frontends N` the page is the
 sum over all processes. So is that of the active one of several schedulers; each front end of theirs
 has a page of its own, too ([many routers](many-routers.md#what-to-watch)).
 [examples/grafana](../examples/grafana) has a dashboard made of these and
@@ -56,7 +56,7 @@ has a page of its own, too ([many routers](many-routers.md#what-to-watch)).
 is the router's own page ([dashboard.md](dashboard.md)).
 
 A counter ends in `_total`; a histogram has `_bucket`, `_sum` and `_count`. *Several processes*
-marks what only a router with `--workers N` (or `--sbs-role`) has.
+marks what only a router with `--frontends N` (or `--sbs-role`) has.
 
 Series with the label `worker` end when that worker is removed; one that comes back at the same
 address begins at 0. Failures of its last requests after that are in the other metrics only.

@@ -119,7 +119,7 @@ def plan_of(kind: Kind, folder: Path) -> tuple[ClusterPlan, list[str]]:
         log_dir=folder,
         environment={**os.environ, RUST_SERVER_ENV: str(int(kind.get("rust", False)))},
         router_flags=[
-            *("--policy", "sbs", "--workers", "2"),
+            *("--policy", "sbs", "--frontends", "2"),
             *("--sbs-endforward-key-file", str(key), "--prometheus-port", str(spare)),
         ],
     )

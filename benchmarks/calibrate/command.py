@@ -99,7 +99,7 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
     live("--connect", nargs="+", default=[], metavar="ENDPOINT", help="engines that bind")
     live("--seconds", type=float, default=60.0, help="how long (60)")
     live("--save", type=Path, metavar="FILE", help="keep the messages, as lines of JSON")
-    live("--key-file", type=Path, metavar="FILE", help="the engines' SGLANG_SBS_KEY_FILE")
+    live("--key-file", type=Path, metavar="FILE", help="the engines' key file")
     gpu = parser.add_argument_group("a GPU").add_argument
     gpu("--gpu", action="store_true", help="time layers on this machine")
     gpu("--device", default="cuda", help="torch's name of it; cpu works, slowly (cuda)")

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import aiohttp
-import yaml  # type: ignore[import-untyped]
+import yaml
 
 from benchmarks import CHECKOUT
 from benchmarks.chaos.etcd_process import running_etcd

@@ -77,7 +77,7 @@ class Scene:
     """What the fault itself saw, for the report."""
 
     def router_pids(self) -> dict[str, int]:
-        """Processes of a router with ``--workers`` by name, the youngest of each."""
+        """Processes of a router with ``--frontends`` by name, the youngest of each."""
         return {m[1]: int(m[2]) for m in _SERVES.finditer(self.router_log.read_text())}
 
 
@@ -145,7 +145,7 @@ async def run_fault(
         await site.cluster.kill("decode-0")
         await site.cluster.start_instance("decode-0", fault.decode_flags)
     name = f"router-{fault.name}"
-    flags = ["--policy", "sbs", "--workers", str(fault.workers), *router_flags]
+    flags = ["--policy", "sbs", "--frontends", str(fault.workers), *router_flags]
     try:
         async with running_router(
             site.cluster.instances, site.ports, flags, site.log_dir, name

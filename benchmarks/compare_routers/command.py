@@ -231,7 +231,7 @@ def build_parser() -> argparse.ArgumentParser:
         help="of the router under test, on all addresses of this machine (7600)",
     )
     real.add_argument(
-        "--key-file", type=Path, metavar="FILE", help="the engines' SGLANG_SBS_KEY_FILE"
+        "--key-file", type=Path, metavar="FILE", help="the engines' SGLANG_SBS_ENDFORWARD_KEY_FILE"
     )
     return parser
 

@@ -174,7 +174,7 @@ async def running_router(
     prefill = [(url, 8998) for url in urls[: len(shape.prefill)]]
     decode = urls[len(shape.prefill) :]
     hears = ("--sbs-endforward-bind", endforward, "--log-level", "warn", *flags)
-    own = ("--workers", str(workers), *(() if tcp else hears))
+    own = ("--frontends", str(workers), *(() if tcp else hears))
     async with AsyncExitStack() as stack:
         output = stack.enter_context(log.open("wb"))
         scheduler = None
@@ -182,7 +182,7 @@ async def running_router(
             key = log.with_suffix(".key")
             key.touch(0o600)
             key.write_text(secrets.token_hex(32))
-            address, shared = f"tcp://127.0.0.1:{listen}", ("--sbs-key-file", str(key))
+            address, shared = f"tcp://127.0.0.1:{listen}", ("--sbs-scheduler-key-file", str(key))
             alone = Contender(
                 *("the scheduler", "sglang_sbs.launch_scheduler"),
                 ("--sbs-listen", address, *shared, *hears),

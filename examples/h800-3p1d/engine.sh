@@ -55,7 +55,7 @@ engine_environment() { # LEADER ADDRESS
         )
     fi
     if [[ -n $ENDFORWARD_KEY_FILE ]]; then
-        environment+=("SGLANG_SBS_KEY_FILE=$ENDFORWARD_KEY_FILE")
+        environment+=("SGLANG_SBS_ENDFORWARD_KEY_FILE=$ENDFORWARD_KEY_FILE")
     fi
 }
 

@@ -10,7 +10,7 @@ from sglang_sbs.cluster.dp_ranks import FlagError
 from sglang_sbs.cluster.flag_words import text_flag
 
 API_FLAG, ADMIN_FLAG = "--api-key", "--admin-api-key"
-VARIABLES = {API_FLAG: "SGLANG_SBS_API_KEY", ADMIN_FLAG: "SGLANG_SBS_ADMIN_KEY"}
+VARIABLES = {API_FLAG: "SGLANG_SBS_API_KEY", ADMIN_FLAG: "SGLANG_SBS_ADMIN_API_KEY"}
 """Where the router takes its keys from. Other users of a machine see command lines, not these."""
 _SECRETS = {API_FLAG, ADMIN_FLAG, "--control-plane-api-keys"}
 

@@ -269,7 +269,7 @@ class _Planner:
             environment["SGLANG_SBS_ROUTERS"] = _endforward_endpoint(self._router_block)
             environment["SGLANG_SBS_INSTANCE_ID"] = url
             if key_file := text_flag(self._options.router_flags, "--sbs-endforward-key-file"):
-                environment["SGLANG_SBS_KEY_FILE"] = key_file
+                environment["SGLANG_SBS_ENDFORWARD_KEY_FILE"] = key_file
         return environment
 
     def _nodes(self, role: Role) -> int:

@@ -46,7 +46,7 @@ async def _refusal(answer: aiohttp.ClientResponse, url: str, key: str | None) ->
     if answer.status in (401, 403):
         if key:
             return f"{url}: this key is not accepted ({answer.status})"
-        return f"{url}: the router wants a key: --admin-api-key KEY, or SGLANG_SBS_ADMIN_KEY"
+        return f"{url}: the router wants a key: --admin-api-key KEY, or SGLANG_SBS_ADMIN_API_KEY"
     if answer.status == 404:
         return f"{url}: not found: is this an sglang-sbs router, and recent enough?"
     body = (await answer.content.read(300)).decode("utf-8", "replace")

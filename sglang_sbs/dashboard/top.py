@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import os
 import signal
 import sys
 from collections import deque
@@ -58,7 +57,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = ask_router.parse(made, argv)
     if not 0 <= args.seconds <= 600:
         made.error(f"--for {args.seconds}: between 0 and 600 seconds")
-    key = args.admin_api_key or os.environ.get(ask_router.KEY_VARIABLE)
+    key = ask_router.key_of(args)
     try:
         if args.once or args.json:
             asyncio.run(_once(args.router, key, args.seconds, as_json=args.json))

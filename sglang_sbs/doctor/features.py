@@ -205,7 +205,8 @@ def endforward(view: FeatureView) -> Seen:
 
 @_feature(
     "EndForward encrypted",
-    "the same file as --sbs-endforward-key-file (router) and SGLANG_SBS_KEY_FILE (engines)",
+    "the same file as --sbs-endforward-key-file (router) and SGLANG_SBS_ENDFORWARD_KEY_FILE "
+    "(engines)",
 )
 def endforward_key(view: FeatureView) -> Seen:
     if view.told.get("endforward_encrypted") is not True:
@@ -435,13 +436,13 @@ def barrier(view: FeatureView) -> Seen:
     return _over(view.prefill, fault, "all ranks of a prefill engine run a pass together")
 
 
-@_feature("Several front ends", "--workers N (router)")
+@_feature("Several front ends", "--frontends N (router)")
 def front_ends(view: FeatureView) -> Seen:
     processes = number(view.told, "front_ends")
     if text(view.options, "role") == "front-end":
         return Seen(State.ON, "this front end relays; a process of its own schedules")
     if processes > 1:
-        return Seen(State.ON, f"--workers {processes}")
+        return Seen(State.ON, f"--frontends {processes}")
     return Seen(State.OFF, "one process relays and schedules")
 
 

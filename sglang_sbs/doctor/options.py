@@ -9,10 +9,9 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from sglang_sbs.cluster.flag_words import text_flag
 from sglang_sbs.router.engines.urls import normalise_worker_url
 from sglang_sbs.router.options.arguments import FlagError, Parser
-from sglang_sbs.router.options.options import parse_flags
+from sglang_sbs.router.options.options import read_flags
 from sglang_sbs.router.options.router_options import RouterOptions
 
 _EXAMPLES = """\
@@ -25,7 +24,7 @@ flags of the router (all are accepted, these are looked at):
                                    for engines with https:// URLs
   --sbs-endforward-bind ENDPOINT   where to listen for EndForward (default: where engines say they
                                    report to, if that is this machine)
-  --sbs-endforward-key-file FILE   the secret that engines name in SGLANG_SBS_KEY_FILE
+  --sbs-endforward-key-file FILE   the secret that engines name in SGLANG_SBS_ENDFORWARD_KEY_FILE
 
 exit code: 0 nothing worse than notes (and without --strict, warnings), 1 something is wrong,
 2 the command line cannot be used; with --features 1 if nobody could be asked
@@ -111,7 +110,7 @@ def parse_options(argv: Sequence[str]) -> DoctorOptions:
         raise FlagError(
             "--features tells what is on, not what is wrong: leave --strict and --probe out"
         )
-    flags = parse_flags(rest)
+    flags, given = read_flags(rest)
     try:
         own.router = None if own.router is None else normalise_worker_url(own.router)
     except ValueError as error:
@@ -121,10 +120,9 @@ def parse_options(argv: Sequence[str]) -> DoctorOptions:
             "nothing to examine: give at least one --prefill URL [BOOTSTRAP_PORT] and one --decode "
             "URL, or --router URL to ask a running router which engines it has"
         )
-    key_file = text_flag(rest, "--sbs-endforward-key-file")
     return DoctorOptions(
         router_flags=flags,
-        given_bind=flags.endforward_bind if text_flag(rest, "--sbs-endforward-bind") else None,
-        key_file=Path(key_file) if key_file else None,
+        given_bind=flags.endforward_bind if "sbs_endforward_bind" in given.sources else None,
+        key_file=given.args.sbs_endforward_key_file,
         **vars(own),
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ipaddress
+import logging
 import math
 import re
 import time
@@ -14,12 +15,15 @@ from pathlib import Path
 from sglang_sbs.engine import BIND, ROUTERS
 from sglang_sbs.wire.curve import CurveKeys, SecretError, keys_in
 
+logger = logging.getLogger(__name__)
+
 INSTANCE_ID = "SGLANG_SBS_INSTANCE_ID"
 BOOT_ID = "SGLANG_SBS_BOOT_ID"
 BOOTED_S = "SGLANG_SBS_BOOTED_S"
 DECODE_INTERVAL_MS = "SGLANG_SBS_DECODE_INTERVAL_MS"
 HEARTBEAT_S = "SGLANG_SBS_HEARTBEAT_S"
-KEY_FILE = "SGLANG_SBS_KEY_FILE"
+KEY_FILE = "SGLANG_SBS_ENDFORWARD_KEY_FILE"
+FORMER_KEY_FILE = "SGLANG_SBS_KEY_FILE"
 NODE_HOST = "SGLANG_SBS_NODE_HOST"
 GANG_GATE_MS = "SGLANG_SBS_GANG_GATE_MS"
 _PREFIX = "SGLANG_SBS_"
@@ -79,7 +83,7 @@ def load_config(environ: MutableMapping[str, str]) -> HookConfig:
     return HookConfig(
         routers=routers,
         bind=bind,
-        keys=_keys(given.get(KEY_FILE, ""), routers, bind),
+        keys=_keys(_key_file(given), routers, bind),
         node_host=_node_host(given.get(NODE_HOST, "")),
         instance_id=given.get(INSTANCE_ID, ""),
         boot_id=given[BOOT_ID],
@@ -88,6 +92,17 @@ def load_config(environ: MutableMapping[str, str]) -> HookConfig:
         heartbeat_s=_number(given, HEARTBEAT_S, default=1.0, least=0.05),
         gang_gate_ms=gate_ms if given.get(GANG_GATE_MS) else None,
     )
+
+
+def _key_file(given: dict[str, str]) -> str:
+    path, former = given.get(KEY_FILE, ""), given.get(FORMER_KEY_FILE, "")
+    if former and not path:
+        logger.warning(
+            "%s is called %s now; the former name still works", FORMER_KEY_FILE, KEY_FILE
+        )
+    if former and path and former != path:
+        raise ConfigError(f"{FORMER_KEY_FILE} is the former name of {KEY_FILE}: unset it")
+    return path or former
 
 
 def _keys(path: str, routers: tuple[str, ...], bind: str | None) -> CurveKeys | None:

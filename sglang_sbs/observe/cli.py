@@ -27,7 +27,8 @@ from sglang_sbs.wire.curve import CurveKeys, SecretError, keys_in
 
 _OPEN = (
     "sglang-sbs observe: anyone who can reach {} can put requests into the recording. Share a "
-    "secret (--key-file, SGLANG_SBS_KEY_FILE on the engines) or keep that port inside the cluster."
+    "secret (--key-file, SGLANG_SBS_ENDFORWARD_KEY_FILE on the engines) or keep that port inside "
+    "the cluster."
 )
 _ENDING = (signal.SIGINT, signal.SIGTERM)
 _TURN_S = 1.0
@@ -52,7 +53,7 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--endforward", default="tcp://0.0.0.0:7600", metavar="ENDPOINT", help=where)
     to = "rank's publisher to connect to, of an engine with SGLANG_SBS_BIND; may be repeated"
     made.add_argument("--connect", action="append", default=[], metavar="ENDPOINT", help=to)
-    key = "file with the engines' SGLANG_SBS_KEY_FILE secret"
+    key = "file with the engines' SGLANG_SBS_ENDFORWARD_KEY_FILE secret"
     made.add_argument("--key-file", type=Path, metavar="FILE", help=key)
     minutes = "how long to record; Ctrl-C ends it earlier (default: %(default)s)"
     made.add_argument("--minutes", type=float, default=10.0, metavar="N", help=minutes)

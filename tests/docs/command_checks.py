@@ -33,6 +33,7 @@ from sglang_sbs.cli import VERBS
 from sglang_sbs.launch_server import plan_from_command_line
 from sglang_sbs.router.options.arguments import FlagError
 from sglang_sbs.router.options.options import parse_flags
+from sglang_sbs.router.options.sources import VARIABLES
 from sglang_sbs.router.options.stock import IGNORED_FLAGS
 
 NOT_OURS = {
@@ -351,7 +352,8 @@ def our_variables() -> frozenset[str]:
     """Environment variables that this project reads, by their names in its source."""
     name = re.compile(r"\"(SGLANG_SBS_[A-Z_]+)\"")
     sources = (ROOT / "sglang_sbs").rglob("*.py")
-    return frozenset(found for path in sources for found in name.findall(path.read_text()))
+    written = {found for path in sources for found in name.findall(path.read_text())}
+    return frozenset(written | VARIABLES.keys())
 
 
 def _check_variable(name: str) -> None:

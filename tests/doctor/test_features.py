@@ -325,7 +325,7 @@ def test_without_a_router_the_flags_given_count() -> None:
     cluster.router = None
     cluster.flags = ["--policy", "sbs", "--workers", "3", "--sbs-gang-gate", "off"]
     rows = cluster.rows()
-    assert (rows["front-ends"].state, rows["front-ends"].why) == ("on", "--workers 3")
+    assert (rows["front-ends"].state, rows["front-ends"].why) == ("on", "--frontends 3")
     assert (rows["batches"].state, rows["gang-gate"].state) == ("on", "off")
 
 
@@ -335,7 +335,7 @@ def test_what_is_off_for_a_reason_needs_no_change() -> None:
     rows = cluster.rows()
     assert not any(rows[name].change for name in ("nodes", "rust-server", "pass-limit"))
     cluster.asked().options["front_ends"] = 1
-    assert cluster.rows()["front-ends"].change == "--workers N (router)"
+    assert cluster.rows()["front-ends"].change == "--frontends N (router)"
 
 
 def test_nothing_that_is_answered_is_a_traceback() -> None:
@@ -385,7 +385,7 @@ def test_the_table_has_a_line_per_row_and_quiet_leaves_out_what_needs_no_change(
     assert lines[-1].startswith("Told by 3 engines and the router http://r:1.")
     quiet = shown(facts, quiet=True).splitlines()
     assert [line.split("  ")[0] for line in quiet[1:-1]] == ["Several front ends"]
-    assert "--workers N (router)" in quiet[1]
+    assert "--frontends N (router)" in quiet[1]
 
 
 def test_json_has_every_row() -> None:

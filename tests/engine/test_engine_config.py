@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
 
@@ -130,3 +131,20 @@ def test_the_limit_on_a_transfer_is_mooncakes_own(
 ) -> None:
     monkeypatch.setenv("MC_TRANSFER_TIMEOUT", told)
     assert install._transfer_timeout_s() == seconds
+
+
+def test_the_former_name_of_the_key_file_works_with_a_warning(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    key = tmp_path / "key"
+    key.write_text("0" * 64)
+    key.chmod(0o600)
+    routers = {"SGLANG_SBS_ROUTERS": "tcp://r:7600"}
+    now = load_config(routers | {"SGLANG_SBS_ENDFORWARD_KEY_FILE": str(key)})
+    assert caplog.records == []
+    before = load_config(routers | {"SGLANG_SBS_KEY_FILE": str(key)})
+    assert now.keys == before.keys is not None
+    assert "SGLANG_SBS_ENDFORWARD_KEY_FILE" in caplog.text
+    both = {"SGLANG_SBS_KEY_FILE": "/other", "SGLANG_SBS_ENDFORWARD_KEY_FILE": str(key)}
+    with pytest.raises(ConfigError, match="former name"):
+        load_config(routers | both)

@@ -191,7 +191,7 @@ def test_all_pods_of_a_group_run_the_same_command() -> None:
         for field in ("image", "command", "args", "env", "resources", "volumeMounts"):
             assert leader[field] == worker[field]
         names = {variable["name"] for variable in leader["env"]}
-        assert {"SGLANG_SBS_ROUTERS", "SGLANG_SBS_KEY_FILE", "NODE_RANK"} <= names
+        assert {"SGLANG_SBS_ROUTERS", "SGLANG_SBS_ENDFORWARD_KEY_FILE", "NODE_RANK"} <= names
 
 
 def test_the_bootstrap_port_is_annotated_as_it_is_served() -> None:

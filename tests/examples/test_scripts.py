@@ -238,7 +238,7 @@ def test_h800_settings_reach_the_engines(tmp_path: Path) -> None:
     assert args["model_path"] == "/models/a b"
     assert args["disaggregation_ib_device"] is None
     assert args["enable_two_batch_overlap"] is True
-    assert "SGLANG_SBS_KEY_FILE" not in command.environment
+    assert "SGLANG_SBS_ENDFORWARD_KEY_FILE" not in command.environment
     assert "NCCL_IB_HCA" not in command.environment
 
 

@@ -293,7 +293,7 @@ async def test_a_router_is_asked_with_the_key_of_its_admin(capsys, monkeypatch) 
         assert text.startswith("Request chat/1?a (generate) arrived at ")
         assert "Why then: the instance was idle." in text
         assert await asked("chat/1?a") == 1
-        assert "SGLANG_SBS_ADMIN_KEY" in capsys.readouterr().err
+        assert "SGLANG_SBS_ADMIN_API_KEY" in capsys.readouterr().err
         assert await asked("chat/1?a", "--admin-api-key", "wrong") == 1
         assert "not accepted" in capsys.readouterr().err
         monkeypatch.setenv("SGLANG_SBS_ADMIN_KEY", "boss")

@@ -291,7 +291,10 @@ async def test_a_message_that_is_not_believed_tells_nothing() -> None:
 
 @pytest.mark.parametrize(
     ("host", "hint"),
-    [(None, "it needs the plugin and SGLANG_SBS_ROUTERS"), ("10.9.0.2", "SGLANG_SBS_KEY_FILE")],
+    [
+        (None, "it needs the plugin and SGLANG_SBS_ROUTERS"),
+        ("10.9.0.2", "ENDFORWARD_KEY_FILE"),
+    ],
 )
 async def test_what_cannot_be_had_is_named_with_its_rank_and_node(
     monkeypatch: pytest.MonkeyPatch, host: str | None, hint: str

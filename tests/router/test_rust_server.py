@@ -147,7 +147,7 @@ async def test_ranks_on_other_nodes_are_where_their_endforward_comes_from(tmp_pa
     async with cluster(*flags, kind=TwoNodes, decode_dp=2, wait=False) as system:
         await until(lambda: all(w.problems.get("unusable") for w in system.server.registry))
         for worker in system.server.registry:
-            assert "SGLANG_SBS_KEY_FILE" in worker.problems["unusable"]
+            assert "SGLANG_SBS_ENDFORWARD_KEY_FILE" in worker.problems["unusable"]
             assert not worker.usable
             listener(system).receive(heartbeat(worker, f"node-1 {worker.role}"), "::ffff:127.0.0.2")
         await until(lambda: all(w.usable for w in system.server.registry))

@@ -305,9 +305,9 @@ def test_a_users_tokenizer_is_not_overridden() -> None:
 def test_engines_share_the_routers_secret(flags: tuple[str, ...]) -> None:
     planned = plan(prefill_instances=2, router_flags=flags)
     for instance in planned.instances:
-        assert instance.environment["SGLANG_SBS_KEY_FILE"] == "/k"
+        assert instance.environment["SGLANG_SBS_ENDFORWARD_KEY_FILE"] == "/k"
     for instance in plan(prefill_instances=2).instances:
-        assert "SGLANG_SBS_KEY_FILE" not in instance.environment
+        assert "SGLANG_SBS_ENDFORWARD_KEY_FILE" not in instance.environment
 
 
 def test_a_wildcard_router_is_reached_on_loopback() -> None:

@@ -262,7 +262,8 @@ async def _check_hearing(contender: Contender, engines: Engines) -> None:
             f"no EndForward of {', '.join(missing)} comes to {engines.listener.bind}: "
             "SGLANG_SBS_ROUTERS of every engine must name the router's port "
             f"{ports.endforward} and this one, both must be reachable from there, and "
-            "SGLANG_SBS_KEY_FILE there and --key-file here be the same secret, or both unset"
+            "SGLANG_SBS_ENDFORWARD_KEY_FILE there and --key-file here be the same secret, or both "
+            "unset"
         )
     if not contender.ours:
         return

@@ -92,7 +92,7 @@ class GivenEngines:
     listen: str
     endforward_port: int
     key_file: Path | None = None
-    """Their SGLANG_SBS_KEY_FILE."""
+    """Their SGLANG_SBS_ENDFORWARD_KEY_FILE."""
 
 
 def scaled_cost(

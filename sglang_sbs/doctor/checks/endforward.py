@@ -45,12 +45,13 @@ warning plugin.errors -> look for 'sglang_sbs' in the engine's log and report wh
 ok endforward.ok
 error endforward.silent -> let SGLANG_SBS_ROUTERS name an address of the router that this engine's
     machine reaches (port 7600 unless --sbs-endforward-bind says otherwise), and let
-    SGLANG_SBS_KEY_FILE there and --sbs-endforward-key-file here be the same secret, or both unset
+    SGLANG_SBS_ENDFORWARD_KEY_FILE there and --sbs-endforward-key-file here be the same secret, or
+    both unset
 error endforward.rank-missing -> give every node of a multi-node engine the plugin and the same
     SGLANG_SBS_ROUTERS; look for 'sglang_sbs' in the log of the missing ranks
 warning endforward.stale -> look whether the engine hangs, and at the network between it and the
     router
-error endforward.key -> the same file in SGLANG_SBS_KEY_FILE of all engines and
+error endforward.key -> the same file in SGLANG_SBS_ENDFORWARD_KEY_FILE of all engines and
     --sbs-endforward-key-file of the router (openssl rand -hex 32 > FILE), or neither
 error endforward.mismatch -> set SGLANG_SBS_INSTANCE_ID to each engine's own URL, or unset it
 warning endforward.malformed -> keep the port inside the cluster; use keys
@@ -269,8 +270,8 @@ def _what_to_open(info: WorkerInfo, missing: list[int]) -> str | None:
         )
     return (
         f"let {shown} connect to {', '.join(info.sbs.routers)} (open that port on the way there), "
-        "with the plugin and the same SGLANG_SBS_ROUTERS and SGLANG_SBS_KEY_FILE as the first "
-        "node; look for 'sglang_sbs' in its log"
+        "with the plugin and the same SGLANG_SBS_ROUTERS and SGLANG_SBS_ENDFORWARD_KEY_FILE as the "
+        "first node; look for 'sglang_sbs' in its log"
     )
 
 

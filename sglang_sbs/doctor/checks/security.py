@@ -23,7 +23,7 @@ warning security.admin-key-shown -> start the engine with --api-key too
 warning security.plain-key -> start engines with --ssl-certfile and --ssl-keyfile and give https://
     URLs
 note security.endforward-open -> share a secret: --sbs-endforward-key-file FILE here,
-    SGLANG_SBS_KEY_FILE=FILE on engines
+    SGLANG_SBS_ENDFORWARD_KEY_FILE=FILE on engines
 warning security.key-file-mode -> chmod 600 the file
 """)
 

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Container
+import textwrap
+from collections.abc import Container, Mapping
 from dataclasses import fields
 from typing import Any, NoReturn
 
 import msgspec
 
 from sglang_sbs.router.options.config import BreakerConfig, MonitorConfig, RelayConfig
+from sglang_sbs.router.options.option import Option
 from sglang_sbs.router.options.router_options import RouterOptions
 from sglang_sbs.router.options.stock import REFUSED_FLAGS
 from sglang_sbs.router.options.table import GROUPS
@@ -35,17 +37,17 @@ sglang_router 0.3.2 that have no meaning here are accepted with a warning.
 
 SCHEDULER = "sglang-sbs scheduler"
 _SCHEDULER_USAGE = """\
-%(prog)s --sbs-listen tcp://HOST:PORT --sbs-key-file FILE --prefill URL [BOOTSTRAP_PORT] ...
-           --decode URL ... [--policy sbs] [flags]"""
+%(prog)s --sbs-listen tcp://HOST:PORT --sbs-scheduler-key-file FILE
+           --prefill URL [BOOTSTRAP_PORT] ... --decode URL ... [--policy sbs] [flags]"""
 _SCHEDULER_EXAMPLE = """\
 example:
   openssl rand -hex 32 > key; chmod 600 key        # the same file on all machines
   # on 10.0.0.1, and with its own address on 10.0.0.2: one schedules, the other stands by
-  sglang-sbs scheduler --sbs-listen tcp://10.0.0.1:7700 --sbs-key-file key \\
+  sglang-sbs scheduler --sbs-listen tcp://10.0.0.1:7700 --sbs-scheduler-key-file key \\
       --sbs-scheduler tcp://10.0.0.1:7700,tcp://10.0.0.2:7700 --policy sbs \\
       --prefill http://p0:30000 8998 --decode http://d0:30000
   # on every machine that serves clients
-  sglang-sbs router --sbs-key-file key \\
+  sglang-sbs router --sbs-scheduler-key-file key \\
       --sbs-scheduler tcp://10.0.0.1:7700,tcp://10.0.0.2:7700
   # on every engine node: they report to both
   SGLANG_SBS_ROUTERS=tcp://10.0.0.1:7600,tcp://10.0.0.2:7600 python -m sglang.launch_server ...
@@ -60,6 +62,12 @@ class FlagError(ValueError):
     """The command line cannot be used; the message names the flag and what to write instead."""
 
 
+MOST_NEEDED = (
+    *("prefill", "decode", "policy", "tokenizer-path", "port", "api-key-file"),
+    *("sbs-endforward-key-file", "config"),
+)
+
+
 class Parser(argparse.ArgumentParser):
     """Raises FlagError where argparse would end the program."""
 
@@ -68,22 +76,70 @@ class Parser(argparse.ArgumentParser):
 
 
 def build_parser(prog: str | None = None) -> argparse.ArgumentParser:
-    """The parser; both spellings of every flag, the second one hidden from ``--help``."""
+    """The parser; both spellings of every flag, the second one hidden from ``--help``. What it
+    formats as its help is that of ``--help-all``."""
+    parser = _bare_parser(prog)
+    add = parser.add_argument
+    add("-h", "--help", action=_ShortHelp, nargs=0, help="the flags that most people need")
+    add("--help-all", action="help", help="all flags")
+    shown = "show what every flag says and where (secrets masked), and end"
+    add("--print-config", action="store_true", help=shown)
+    checked = "check the flags, then examine the engines (sglang-sbs doctor), and end"
+    add("--check", action="store_true", help=checked)
+    add_flags(parser)
+    return parser
+
+
+class _ShortHelp(argparse.Action):
+    def __call__(self, parser: argparse.ArgumentParser, *_: Any) -> NoReturn:
+        print(_short_help(parser.prog), end="")
+        parser.exit()
+
+
+def _short_help(prog: str) -> str:
+    parser, defaults = _bare_parser(prog), _field_defaults()
+    section = parser.add_argument_group("flags that most people need")
+    by_flag = {option.flag: option for options in GROUPS.values() for option in options}
+    for option in (by_flag[flag] for flag in MOST_NEEDED):
+        section.add_argument(f"--{option.flag}", **_words(option, defaults))
+    lines = ["all flags, which --help-all explains and docs/router.md more:"]
+    for title, options in GROUPS.items():
+        names = [option.flag for option in options if option.help and not option.hidden]
+        text = f"{title}: {' '.join(names)}"
+        lines += (
+            textwrap.wrap(
+                text, 98, initial_indent="  ", subsequent_indent="    ", break_on_hyphens=False
+            )
+            if names
+            else ()
+        )
+    lines += [f"  and: {' '.join(_ALONE)}", "", parser.epilog or ""]
+    parser.epilog = "\n".join(lines)
+    return parser.format_help()
+
+
+_ALONE = ("help", "help-all", "print-config", "check")
+
+
+def _words(option: Option, defaults: Mapping[str, Any]) -> dict[str, Any]:
+    return option.arguments(defaults.get(option.fields.partition(" ")[0]))
+
+
+def _bare_parser(prog: str | None) -> argparse.ArgumentParser:
     usage, example = _USAGE, _EXAMPLE
     description = "Router for PD-disaggregated SGLang clusters with staggered batch scheduling."
     if prog == SCHEDULER:
         usage, example = _SCHEDULER_USAGE, _SCHEDULER_EXAMPLE
         description = "The scheduler alone, for routers that are given --sbs-scheduler."
-    parser = Parser(
+    return Parser(
         prog=prog or "python -m sglang_sbs.launch_router",
         usage=usage,
         description=description,
         epilog=example,
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
+        add_help=False,
     )
-    add_flags(parser)
-    return parser
 
 
 def add_flags(
@@ -98,11 +154,14 @@ def add_flags(
         for option in options:
             if option.flag in without or (option.internal and not own):
                 continue
-            words = option.arguments(defaults.get(option.fields.partition(" ")[0]))
-            section.add_argument(f"--{prefix or ''}{option.flag}", **words)
+            words = _words(option, defaults)
+            action = section.add_argument(f"--{prefix or ''}{option.flag}", **words)
+            words |= {"default": argparse.SUPPRESS, "help": argparse.SUPPRESS, "dest": action.dest}
+            others = [f"{prefix or ''}{option.former}"] if option.former else []
             if own:
-                words |= {"default": argparse.SUPPRESS, "help": argparse.SUPPRESS}
-                parser.add_argument(f"--router-{option.flag}", dest=option.dest, **words)
+                others += [f"router-{name}" for name in (option.flag, option.former) if name]
+            for other in others:
+                parser.add_argument(f"--{other}", **words)
     if not own:
         for name in REFUSED_FLAGS:
             words = {"default": argparse.SUPPRESS, "help": argparse.SUPPRESS}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -48,12 +47,12 @@ def parse_control_keys(texts: Sequence[str]) -> tuple[ControlKey, ...]:
     return tuple(found.values())
 
 
-def keys_from(flag: str, given: Sequence[str], file: Path | None, variable: str) -> tuple[str, ...]:
-    """The keys of a flag: its own, else the lines of its file, else those of an environment
-    variable. The command line of a process is shown to all users of a machine, the others are not.
+def keys_from(flag: str, given: Sequence[str], file: Path | None) -> tuple[str, ...]:
+    """The keys of a flag: its own, else the lines of its file. The command line of a process is
+    shown to all users of a machine, a file or a variable is not.
     Raises: ValueError, the flag is there twice, or the file holds no key or cannot be read."""
     if file is None:
-        return tuple(given) or tuple(os.environ.get(variable, "").split())
+        return tuple(given)
     if given:
         raise ValueError(f"--{flag} and --{flag}-file: give one of them")
     try:

@@ -45,6 +45,12 @@ class Option:
     """From the flag's value to the field's. Raises: ValueError."""
     internal: bool = False
     """Processes of the router say it to each other."""
+    former: str = ""
+    """What the flag was called before, which is still understood."""
+    why_renamed: str = ""
+    """For who writes the former name; empty: that does no harm."""
+    hidden: bool = False
+    """Not in ``--help-all``: it decides nothing with the default policy."""
 
     @property
     def dest(self) -> str:
@@ -59,7 +65,8 @@ class Option:
 
     def arguments(self, default: Any) -> dict[str, Any]:
         """For argparse. ``default``: of its field."""
-        found: dict[str, Any] = {"help": self.help or argparse.SUPPRESS}
+        shown = bool(self.help) and not self.hidden
+        found: dict[str, Any] = {"help": self.help if shown else argparse.SUPPRESS}
         if self.type is switch:
             return found | {"action": "store_true"}
         if isinstance(self.type, tuple):
@@ -76,7 +83,7 @@ class Option:
             default = self.default
         elif self.per_s != 1:
             default *= self.per_s
-        if self.help and default not in (None, False, ()):
+        if shown and default not in (None, False, ()):
             found["help"] += f" (default: {default})"
         return found if default is None else found | {"default": default}
 

@@ -17,6 +17,7 @@ from sglang_sbs.router.options.arguments import FlagError, build_parser
 from sglang_sbs.router.options.option import read
 from sglang_sbs.router.options.router_options import RouterOptions
 from sglang_sbs.router.options.several import SeveralProcesses, is_local, several_of
+from sglang_sbs.router.options.sources import Sourced, read_sources
 from sglang_sbs.router.options.stock import IGNORED_FLAGS, NEAREST_POLICY, REFUSED_FLAGS
 from sglang_sbs.router.options.table import GROUPS
 from sglang_sbs.scheduling.config import SchedulerConfig
@@ -27,12 +28,19 @@ _TAKEN = frozenset({"authorization", "content-length", "content-type", "host", "
 
 
 def parse_flags(argv: Sequence[str], prog: str | None = None) -> RouterOptions:
-    """Parse and check a command line (without the program name).
+    """The options of a command line (without the program name), of the environment and of the
+    file they name. Raises: as :func:`read_flags`."""
+    return read_flags(argv, prog)[0]
+
+
+def read_flags(argv: Sequence[str], prog: str | None = None) -> tuple[RouterOptions, Sourced]:
+    """The same, and what each flag says and where.
     Raises: FlagError, naming the flag and what to write instead; SystemExit, after ``--help``."""
     parser = build_parser(prog)
     try:
         _check_known(parser, argv)
-        return _options_of(parser.parse_args(list(argv)))
+        given = read_sources(parser, argv)
+        return _options_of(argparse.Namespace(**vars(given.args)), given.former), given
     except ValueError as error:
         raise FlagError(str(error)) from None
 
@@ -56,25 +64,21 @@ def _key_files(args: argparse.Namespace) -> list[Path | None]:
 
 
 def _take_keys(args: argparse.Namespace) -> None:
-    """From files or the environment, where the flags themselves are not given. Raises:
-    ValueError."""
-    variables = {"api-key": "SGLANG_SBS_API_KEY", "admin-api-key": "SGLANG_SBS_ADMIN_KEY"}
-    for (flag, variable), path in zip(variables.items(), _key_files(args), strict=False):
+    """From files, where the flags themselves are not given. Raises: ValueError."""
+    for flag, path in zip(("api-key", "admin-api-key"), _key_files(args), strict=False):
         name = flag.replace("-", "_")
         given = getattr(args, name)
-        found = keys.keys_from(flag, [] if given is None else [given], path, variable)
+        found = keys.keys_from(flag, [] if given is None else [given], path)
         if len(found) > 1:
-            raise ValueError(f"--{flag}-file {path or variable}: it holds more than one key")
+            raise ValueError(f"--{flag}-file {path}: it holds more than one key")
         setattr(args, name, found[0] if found else None)
-    args.control_plane_api_keys = keys.keys_from(
-        *("control-plane-api-keys", args.control_plane_api_keys or ()),
-        *(args.control_plane_api_keys_file, "SGLANG_SBS_CONTROL_PLANE_KEYS"),
-    )
+    given, path = args.control_plane_api_keys or (), args.control_plane_api_keys_file
+    args.control_plane_api_keys = keys.keys_from("control-plane-api-keys", given, path)
 
 
-def _options_of(args: argparse.Namespace) -> RouterOptions:
+def _options_of(args: argparse.Namespace, former: Sequence[str]) -> RouterOptions:
     """Check what the parser cannot. Raises: ValueError."""
-    warnings: list[str] = []
+    warnings = list(former)
     warnings += [
         f"--{name} has no effect here: {why}"
         for name, why in IGNORED_FLAGS.items()
@@ -91,7 +95,7 @@ def _options_of(args: argparse.Namespace) -> RouterOptions:
     bind = _endforward_bind(args, several, warnings)
     warnings += [
         f"{path} can be read by other users of this machine: chmod 600 it"
-        for path in (args.sbs_key_file, args.sbs_endforward_key_file, *_key_files(args))
+        for path in (args.sbs_scheduler_key_file, args.sbs_endforward_key_file, *_key_files(args))
         if path is not None and path.exists() and path.stat().st_mode & 0o077
     ]
     policy = _policy(args.policy, warnings)
@@ -145,10 +149,10 @@ def _check_values(args: argparse.Namespace, warnings: list[str]) -> None:
         raise FlagError("--client-key-path is the key of --client-cert-path: give both or none")
     if args.retry_max_backoff_ms < args.retry_initial_backoff_ms:
         raise FlagError("--retry-max-backoff-ms must not be below --retry-initial-backoff-ms")
-    if 1 <= args.max_concurrent_requests < args.workers:
+    if 1 <= args.max_concurrent_requests < args.frontends:
         raise FlagError(
             f"--max-concurrent-requests {args.max_concurrent_requests} cannot be shared out among "
-            f"--workers {args.workers}: write at least {args.workers}, or fewer workers"
+            f"--frontends {args.frontends}: write at least {args.frontends}, or fewer front ends"
         )
     if args.rate_limit_tokens_per_second and args.max_concurrent_requests < 1:
         missing = "--max-concurrent-requests, which is the size of the bucket"
@@ -169,9 +173,9 @@ def _endforward_bind(
     if not is_local(bind) and args.sbs_endforward_key_file is None:
         warnings.append(
             f"--sbs-endforward-bind {bind} takes messages from whoever can reach it, without "
-            "authentication: share a secret (--sbs-endforward-key-file, SGLANG_SBS_KEY_FILE on "
-            "engines), keep that port inside the cluster, or bind an address that only engines "
-            "reach (tcp://10.0.0.1:7600; ipc:///path on one machine)"
+            "authentication: share a secret (--sbs-endforward-key-file, on engines "
+            "SGLANG_SBS_ENDFORWARD_KEY_FILE), keep that port inside the cluster, or bind an "
+            "address that only engines reach (tcp://10.0.0.1:7600; ipc:///path on one machine)"
         )
     return bind
 

@@ -19,6 +19,8 @@ _FIELD_OF_FLAG = {
     "decode": "decode_urls",
     "tls_cert_path": "server_cert_path",
     "tls_key_path": "server_key_path",
+    "frontends": "workers",
+    "sbs_scheduler_key_file": "sbs_key_file",
 }
 """Fields that are not called as their flags."""
 
@@ -26,7 +28,10 @@ _FIELD_OF_FLAG = {
 def _read_flags() -> dict[str, argparse.Action]:
     parser = argparse.ArgumentParser(add_help=False)
     add_flags(parser, prefix="")
-    return {_FIELD_OF_FLAG.get(action.dest, action.dest): action for action in parser._actions}
+    found: dict[str, argparse.Action] = {}
+    for action in parser._actions:  # former names come after the present ones
+        found.setdefault(_FIELD_OF_FLAG.get(action.dest, action.dest), action)
+    return found
 
 
 _FLAGS = _read_flags()

@@ -68,8 +68,8 @@ def several_of(args: argparse.Namespace, warnings: list[str]) -> SeveralProcesse
 def _scheduler(
     args: argparse.Namespace, named: tuple[str, ...], warnings: list[str]
 ) -> SeveralProcesses:
-    if args.workers > 1:
-        raise ValueError("--workers is for front ends: a scheduler serves no clients")
+    if args.frontends > 1:
+        raise ValueError("--frontends is for front ends: a scheduler serves no clients")
     listen: str | None = args.sbs_listen
     if listen is None:
         if not named:
@@ -115,21 +115,21 @@ def _check(flag: str, endpoint: str) -> None:
 def _keys(
     args: argparse.Namespace, flag: str, endpoints: tuple[str, ...], warnings: list[str]
 ) -> CurveKeys | None:
-    path: Path | None = args.sbs_key_file
+    path: Path | None = args.sbs_scheduler_key_file
     far = [endpoint for endpoint in endpoints if not is_local(endpoint)]
     if path is None and far:
         raise ValueError(
             f"{flag} {far[0]} can be reached from other machines: give all sides "
-            "--sbs-key-file FILE with the same secret (openssl rand -hex 32 > FILE), or "
-            "--sbs-key-file none if everybody who reaches it may schedule"
+            "--sbs-scheduler-key-file FILE with the same secret (openssl rand -hex 32 > FILE), or "
+            "--sbs-scheduler-key-file none if everybody who reaches it may schedule"
         )
     if path == IN_THE_CLEAR:
         warnings.append(
-            "--sbs-key-file none: front ends and schedulers believe whoever reaches them, and "
-            "anybody on the way reads what they say"
+            "--sbs-scheduler-key-file none: front ends and schedulers believe whoever reaches "
+            "them, and anybody on the way reads what they say"
         )
         return None
-    return None if path is None else read("--sbs-key-file", keys_in, path)
+    return None if path is None else read("--sbs-scheduler-key-file", keys_in, path)
 
 
 def is_local(endpoint: str) -> bool:

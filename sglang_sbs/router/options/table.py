@@ -49,6 +49,11 @@ def _header_names(names: list[str] | None) -> tuple[str, ...]:
 
 # fmt: off
 GROUPS: dict[str, tuple[Option, ...]] = {
+    "configuration": (
+        Option("config", "", Path,
+            "YAML file with one key per flag, e.g. policy: sbs. Flags and environment variables "
+            "(SGLANG_SBS_POLICY) go before it", metavar="FILE"),
+    ),
     "workers": (
         Option("pd-disaggregation", "", switch,
             "always on. Written without any worker, the router starts and waits for POST /workers"),
@@ -103,11 +108,12 @@ GROUPS: dict[str, tuple[Option, ...]] = {
             "where engines' EndForward messages arrive; without --sbs-endforward-key-file an "
             "address only engines can reach; 'none' turns it off", metavar="ENDPOINT"),
         Option("sbs-endforward-key-file", "endforward_keys", Path,
-            "file with the secret (openssl rand -hex 32) that engines name in "
-            "SGLANG_SBS_KEY_FILE: EndForward is encrypted then, and taken only from them",
+            "file with the secret (openssl rand -hex 32) that engines name in the variable "
+            "SGLANG_SBS_ENDFORWARD_KEY_FILE, too: EndForward is encrypted then, and taken only "
+            "from them",
             metavar="FILE", read=lambda path: path and keys_in(path)),
         Option("sbs-n-limit", "scheduler.n_limit", count,
-            "N_limit of Algorithm 2: cycles until flow control"),
+            "N_limit of Algorithm 2: cycles until flow control", hidden=True),
         Option("sbs-queue-timeout-secs", "scheduler.default_timeout_s", seconds,
             "longest wait in the scheduler, then 503"),
         Option("sbs-outage-hold-secs", "scheduler.outage_hold_s", non_negative,
@@ -118,10 +124,10 @@ GROUPS: dict[str, tuple[Option, ...]] = {
         Option("sbs-max-queue-tokens", "scheduler.max_queue_tokens", count,
             "most prompt tokens waiting in the scheduler, then 429; 0: no limit"),
         Option("sbs-t-default-ms", "scheduler.t_default_s", seconds,
-            "T_default: forward time before the first measurement", per_s=1000),
+            "T_default: forward time before the first measurement", per_s=1000, hidden=True),
         Option("sbs-max-hold-ms", "scheduler.max_hold_s", seconds,
             "adaptive: no request is held longer than this, or five mean forward times if those "
-            "are longer, while an instance could take it", per_s=1000),
+            "are longer, while an instance could take it", per_s=1000, hidden=True),
         Option("sbs-gang-gate", "", ("on", "off"),
             "engines with the plugin let a batch wait a moment for requests sent with it that are "
             "on their way or in the handshake with decode (SGLANG_SBS_GANG_GATE_MS there, 40 by "
@@ -213,17 +219,19 @@ GROUPS: dict[str, tuple[Option, ...]] = {
         Option("api-key", "api_key monitor.api_key", str,
             "clients must send it as a bearer token; also used towards engines. Other users of "
             "this machine see it here: better --api-key-file or SGLANG_SBS_API_KEY", metavar="KEY"),
-        Option("api-key-file", "", Path, "a file that holds it", metavar="FILE"),
+        Option("api-key-file", "", Path,
+            "a file that holds the key which clients must send", metavar="FILE"),
         Option("admin-api-key", "admin_api_key", str,
             "for /workers, /flush_cache, /get_loads here and engines' admin endpoints",
             metavar="KEY"),
-        Option("admin-api-key-file", "", Path, "a file that holds it; or SGLANG_SBS_ADMIN_KEY",
+        Option("admin-api-key-file", "", Path, "a file that holds it; or SGLANG_SBS_ADMIN_API_KEY",
             metavar="FILE"),
         Option("control-plane-api-keys", "control_plane_keys", str,
             "keys for the same endpoints, ID:NAME:ROLE:KEY with the role admin (may) or user (may "
             "not)", nargs="*", metavar="ID:NAME:ROLE:KEY", read=parse_control_keys),
         Option("control-plane-api-keys-file", "", Path,
-            "a file that holds them, one a line; or SGLANG_SBS_CONTROL_PLANE_KEYS", metavar="FILE"),
+            "a file that holds them, one a line; or SGLANG_SBS_CONTROL_PLANE_API_KEYS",
+            metavar="FILE"),
         Option("control-plane-audit-enabled", "control_plane_audit", switch,
             "log who used them and who was refused"),
         Option("jwt-issuer", "", str,
@@ -286,13 +294,13 @@ GROUPS: dict[str, tuple[Option, ...]] = {
             read=lambda buckets: tuple(sorted(buckets)) if buckets else None),
     ),
     "several processes": (
-        Option("workers", "workers", positive_int,
+        Option("frontends", "workers", positive_int,
             "front-end processes that share the port, with one scheduler process between them; 1: "
-            "all in one process"),
+            "all in one process", former="workers"),
         Option("sbs-role", "", get_args(Role),
             "router: everything. On several machines, scheduler (sglang-sbs scheduler): it alone "
             "needs the workers' and policy's flags; front-end, which --sbs-scheduler implies "
-            "(with --workers N: that many)", default="router"),
+            "(with --frontends N: that many)", default="router"),
         Option("sbs-scheduler", "", str,
             "where the schedulers of a front end are, the one to prefer first. Schedulers that "
             "have no --sbs-election get the same list, and the first that is there schedules",
@@ -311,12 +319,14 @@ GROUPS: dict[str, tuple[Option, ...]] = {
             "a scheduler that cannot renew it for so long steps down", default=1.5),
         Option("sbs-election-retry-secs", "", seconds,
             "between renewals, and between looks at another's lock", default=0.3),
-        Option("sbs-key-file", "", Path,
+        Option("sbs-scheduler-key-file", "", Path,
             "file with the secret that front ends and schedulers share (openssl rand -hex 32); "
             "required unless their addresses are of this machine only; none: they believe whoever "
-            "reaches them", metavar="FILE"),
+            "reaches them", metavar="FILE", former="sbs-key-file",
+            why_renamed="engines' SGLANG_SBS_KEY_FILE was another secret, that of "
+            "--sbs-endforward-key-file"),
         Option("sbs-take-over", "take_over", switch,
-            "rolling restart: take the port over from the router (with --workers 2 or more) that "
+            "rolling restart: take the port over from the router (with --frontends 2 or more) that "
             "serves it now, which then finishes what it has and ends; no request is lost"),
         Option("sbs-parent-fd", "parent_fd", int, internal=True),
         Option("sbs-listen-fds", "listen_fds", str, internal=True,

@@ -35,7 +35,7 @@ def check_free(host: str, port: int) -> None:
                 socket.create_server(address, family=family).close()
     except OSError as error:
         if error.errno == errno.EADDRINUSE:
-            how = "--sbs-take-over takes it over from a router that runs with --workers 2 or more"
+            how = "--sbs-take-over takes it over from a router that runs with --frontends 2 or more"
             raise OSError(error.errno, f"{error.strerror}; {how}") from error
         raise
 

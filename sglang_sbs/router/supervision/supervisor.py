@@ -243,7 +243,7 @@ class Supervisor:
 
     def _scheduler_command(self, endpoint: str) -> list[str]:
         """A restarted scheduler does not overwrite the event log of the one that died."""
-        words = ["--sbs-role", "scheduler", "--sbs-scheduler", endpoint, "--workers", "1"]
+        words = ["--sbs-role", "scheduler", "--sbs-scheduler", endpoint, "--frontends", "1"]
         if self._options.event_log and self._schedulers:
             words += ["--sbs-event-log", f"{self._options.event_log}.{self._schedulers}"]
         self._schedulers += 1
@@ -257,7 +257,7 @@ class Supervisor:
         def share(whole: int) -> int:
             return whole // options.workers + (number < whole % options.workers)
 
-        words = ["--sbs-role", "front-end", "--sbs-scheduler", endpoint, "--workers", "1"]
+        words = ["--sbs-role", "front-end", "--sbs-scheduler", endpoint, "--frontends", "1"]
         bodies_bytes = max(share(options.relay.max_bodies_bytes), options.max_payload_bytes)
         words += ["--port", str(self._port), "--sbs-max-bodies-size", str(bodies_bytes)]
         if options.max_concurrent_requests > 0:

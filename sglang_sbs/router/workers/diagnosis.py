@@ -56,8 +56,8 @@ def why_mute(info: WorkerInfo) -> str:
     return (
         f"the plugin is there and speaks to {speaks}, but nothing arrives: check that "
         "SGLANG_SBS_ROUTERS names this router's --sbs-endforward-bind, that the port can be "
-        "reached, and that SGLANG_SBS_KEY_FILE there and --sbs-endforward-key-file here are the "
-        "same secret, or both unset"
+        "reached, and that SGLANG_SBS_ENDFORWARD_KEY_FILE there and --sbs-endforward-key-file here "
+        "are the same secret, or both unset"
     )
 
 

@@ -55,7 +55,7 @@ def told_endpoints(told: KvAddress, peer: str, *, has_key: bool) -> KvEndpoints:
     if host != sender and not has_key:
         raise RefusedAddress(
             f"it names {host} and speaks from {sender or 'a local socket'}, which is only believed "
-            "of engines with a key (SGLANG_SBS_KEY_FILE and --sbs-endforward-key-file)"
+            "of engines with a key (SGLANG_SBS_ENDFORWARD_KEY_FILE and --sbs-endforward-key-file)"
         )
     if host.is_unspecified or host.is_multicast:
         raise RefusedAddress(f"nobody can connect to {host}: set SGLANG_SBS_NODE_HOST there")

@@ -358,8 +358,9 @@ def not_heard(rank: int, node: int, url: str) -> str:
     return (
         f"DP rank {rank} serves HTTP on node {node} (SGLANG_RUST_SERVER=1), and nothing says where "
         "that is: only EndForward that was sent with a key is believed to, and none is heard. Set "
-        f"SGLANG_SBS_ROUTERS, SGLANG_SBS_INSTANCE_ID={url} and SGLANG_SBS_KEY_FILE on each node, "
-        "and --sbs-endforward-key-file here, or start the engine without SGLANG_RUST_SERVER"
+        f"SGLANG_SBS_ROUTERS, SGLANG_SBS_INSTANCE_ID={url} and SGLANG_SBS_ENDFORWARD_KEY_FILE on "
+        "each node, and --sbs-endforward-key-file here, or start the engine without "
+        "SGLANG_RUST_SERVER"
     )
 
 

@@ -45,7 +45,7 @@ async def test_a_name_that_there_is_not_and_a_key_that_is_missing(
     monkeypatch.delenv("SGLANG_SBS_ADMIN_KEY", raising=False)
     async with cluster("--admin-api-key", "secret", real=True) as c:
         assert await command("policy", "eta", "--router", c.url) == 1
-        assert "SGLANG_SBS_ADMIN_KEY" in capfd.readouterr().err
+        assert "SGLANG_SBS_ADMIN_API_KEY" in capfd.readouterr().err
         monkeypatch.setenv("SGLANG_SBS_ADMIN_KEY", "secret")
         assert await command("policy", "etta", "--router", c.url) == 1
         told = capfd.readouterr().err

@@ -180,7 +180,7 @@ def test_stock_policies_map_to_the_nearest(stock: str, nearest: str) -> None:
     ("argv", "words"),
     [
         (["--polcy", "sbs"], ["--polcy", "did you mean --policy"]),
-        (["--frobnicate"], ["unknown flag --frobnicate", "--help"]),
+        (["--zzz"], ["unknown flag --zzz", "--help"]),
         (["--policy", "sbz"], ["sbz", "did you mean sbs"]),
         (["--worker-urls", "http://x"], ["--worker-urls", "--prefill"]),
         (["--prefill", "ftp://x"], ["--prefill", "http://"]),

@@ -242,7 +242,7 @@ async def test_front_ends_of_another_machine_need_no_workers_but_the_secret(
     path = tmp_path / "secret"
     path.write_text(secrets.token_hex(32))
     path.chmod(0o600)
-    key = ("--sbs-key-file", str(path))
+    key = ("--sbs-scheduler-key-file", str(path))
     async with site() as engines:
 
         async def schedule(endpoint: str) -> Group:

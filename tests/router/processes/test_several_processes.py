@@ -30,7 +30,7 @@ WORKERS = ["--prefill", "http://p0:1", "8998", "--decode", "http://d0:1"]
 @pytest.mark.parametrize(
     ("flags", "says"),
     [
-        (["--sbs-scheduler", "tcp://10.0.0.1:7700"], "--sbs-key-file"),
+        (["--sbs-scheduler", "tcp://10.0.0.1:7700"], "--sbs-scheduler-key-file"),
         (["--sbs-scheduler", "tcp://127.0.0.1:1,tcp://127.0.0.1:1"], "twice"),
         (["--sbs-scheduler", "tcp://127.0.0.1:1,127.0.0.1:2"], "write tcp://HOST:PORT"),
         (["--sbs-listen", "tcp://127.0.0.1:7700"], "is for schedulers: sglang-sbs scheduler"),
@@ -41,7 +41,7 @@ WORKERS = ["--prefill", "http://p0:1", "8998", "--decode", "http://d0:1"]
             "say which of them this one is",
         ),
         (
-            [*("--sbs-role", "scheduler", "--sbs-key-file", "none"), *TWO, *ALL],
+            [*("--sbs-role", "scheduler", "--sbs-scheduler-key-file", "none"), *TWO, *ALL],
             "--sbs-advertise tcp://HOST:PORT",
         ),
         (
@@ -50,11 +50,14 @@ WORKERS = ["--prefill", "http://p0:1", "8998", "--decode", "http://d0:1"]
         ),
         (["--sbs-role", "front-end"], "needs --sbs-scheduler tcp://HOST:PORT"),
         (["--sbs-role", "scheduler", "--sbs-scheduler", "10.0.0.1:7700"], "write tcp://HOST:PORT"),
-        (["--sbs-role", "scheduler", "--sbs-scheduler", "tcp://0.0.0.0:7700"], "--sbs-key-file"),
+        (
+            ["--sbs-role", "scheduler", "--sbs-scheduler", "tcp://0.0.0.0:7700"],
+            "--sbs-scheduler-key-file",
+        ),
         (["--sbs-role", "front-end", "--sbs-scheduler", "tcp://far:7700"], "openssl rand"),
         (
             [*("--sbs-role", "scheduler", "--sbs-scheduler", "ipc:///x"), "--workers", "2"],
-            "--workers is for front ends",
+            "--frontends is for front ends",
         ),
         (["--workers", "0"], "whole number >= 1"),
     ],
@@ -78,7 +81,7 @@ def test_a_loopback_scheduler_needs_no_secret_and_an_open_key_file_is_warned_abo
     path = tmp_path / "secret"
     path.write_text("x" * 40)
     path.chmod(0o600)
-    options = parse_flags([*local, "--sbs-key-file", str(path)])
+    options = parse_flags([*local, "--sbs-scheduler-key-file", str(path)])
     assert options.several.keys is not None
     assert not any("chmod" in warning for warning in options.warnings)
     assert "x" * 40 not in repr(options)
@@ -86,7 +89,7 @@ def test_a_loopback_scheduler_needs_no_secret_and_an_open_key_file_is_warned_abo
     path.chmod(0o644)
     assert any(
         "chmod 600" in warning
-        for warning in parse_flags([*local, "--sbs-key-file", str(path)]).warnings
+        for warning in parse_flags([*local, "--sbs-scheduler-key-file", str(path)]).warnings
     )
 
 

@@ -54,7 +54,7 @@ async def test_only_who_has_the_secret_is_heard(key_file: Path) -> None:
         endpoint = str(c.server.endforward_endpoint)
         plain = publishing([endpoint], None)
         wrong = publishing([endpoint], None, keys=keys_of(OTHER))
-        environ = {"SGLANG_SBS_ROUTERS": endpoint, "SGLANG_SBS_KEY_FILE": str(key_file)}
+        environ = {"SGLANG_SBS_ROUTERS": endpoint, "SGLANG_SBS_ENDFORWARD_KEY_FILE": str(key_file)}
         right = open_publisher(load_config(environ), 0)
         with plain as in_clear, wrong as stranger:
             for _ in range(400):
@@ -130,15 +130,15 @@ def test_bad_secrets_are_refused_on_both_sides(tmp_path: Path) -> None:
     for path in (short, tmp_path / "none"):
         with pytest.raises(FlagError, match="--sbs-endforward-key-file"):
             parse_flags(["--sbs-endforward-key-file", str(path)])
-        environ = {"SGLANG_SBS_ROUTERS": "tcp://r:1", "SGLANG_SBS_KEY_FILE": str(path)}
-        with pytest.raises(ConfigError, match="SGLANG_SBS_KEY_FILE"):
+        environ = {"SGLANG_SBS_ROUTERS": "tcp://r:1", "SGLANG_SBS_ENDFORWARD_KEY_FILE": str(path)}
+        with pytest.raises(ConfigError, match="SGLANG_SBS_ENDFORWARD_KEY_FILE"):
             load_config(environ)
 
 
 def test_a_secret_is_for_one_direction_and_is_not_shown(key_file: Path) -> None:
     environ = {
         "SGLANG_SBS_ROUTERS": "tcp://r:1",
-        "SGLANG_SBS_KEY_FILE": str(key_file),
+        "SGLANG_SBS_ENDFORWARD_KEY_FILE": str(key_file),
     }
     assert SECRET not in repr(load_config(environ))
     with pytest.raises(ConfigError, match="not both"):

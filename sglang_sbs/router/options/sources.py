@@ -1,0 +1,227 @@
+"""Where a flag's value comes from: the command line, else the environment, else a file, else its
+default. Whatever is said elsewhere becomes the words of a command line, so it is checked alike."""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+import os
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import chain
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import yaml
+
+from sglang_sbs.router.options.arguments import FlagError
+from sglang_sbs.router.options.option import Option, switch
+from sglang_sbs.router.options.stock import IGNORED_FLAGS, REFUSED_FLAGS
+from sglang_sbs.router.options.table import GROUPS
+
+DEFAULT, ON_COMMAND_LINE = "default", "command line"
+_PREFIX = "SGLANG_SBS_"
+_FORMER_VARIABLES = {
+    "SGLANG_SBS_ADMIN_KEY": "admin-api-key",
+    "SGLANG_SBS_CONTROL_PLANE_KEYS": "control-plane-api-keys",
+}
+SECRETS = ("api-key", "admin-api-key", "control-plane-api-keys")
+"""Each is given by itself or by a file that holds it, ``--x-file``: who gives one of the two
+overrules both of whoever comes later."""
+_SWITCHES = dict.fromkeys(("1", "true", "yes", "on"), True)
+_SWITCHES |= dict.fromkeys(("0", "false", "no", "off"), False)
+
+
+class Sourced(NamedTuple):
+    """A command line with what the environment and a file add to it."""
+
+    args: argparse.Namespace
+    sources: dict[str, str]
+    """By ``dest``: the command line, a variable or a file. Flags that have their default are not
+    in it."""
+    former: tuple[str, ...]
+    """Former names that were used, as warnings."""
+
+
+class _Entry(NamedTuple):
+    source: str
+    where: str
+    """The same to the letter, for errors."""
+    option: Option
+    value: Any
+    """Text, a number, a list or a mapping."""
+
+
+class _Layer(NamedTuple):
+    values: dict[str, Any]
+    """By ``dest``."""
+    sources: dict[str, str]
+
+
+def _options() -> dict[str, Option]:
+    """By flag: those that people write."""
+    every = chain(*GROUPS.values())
+    return {option.flag: option for option in every if not option.internal}
+
+
+def _variables() -> dict[str, Option]:
+    """By environment variable: ``SGLANG_SBS_`` and the flag in capitals. Without its ``sbs-``,
+    unless another flag is called so."""
+    options = _options()
+    found: dict[str, Option] = {}
+    for flag, option in options.items():
+        short = flag.removeprefix("sbs-")
+        name = flag if short != flag and short in options else short
+        if flag not in IGNORED_FLAGS:
+            found[_PREFIX + name.upper().replace("-", "_")] = option
+    return found
+
+
+OPTIONS = _options()
+VARIABLES = _variables()
+
+
+def read_sources(
+    parser: argparse.ArgumentParser, argv: Sequence[str], environ: Mapping[str, str] | None = None
+) -> Sourced:
+    """Parse ``argv`` and what stands behind it. Changes the parser's defaults. ``environ``: of this
+    process if it is left out. Raises: FlagError, naming the flag, and the variable or the file."""
+    environ = os.environ if environ is None else environ
+    defaults = _take_defaults(parser)
+    flags = vars(parser.parse_args(list(argv)))
+    from_flags = _Layer(flags, dict.fromkeys(flags, ON_COMMAND_LINE))
+    from_environment = _layer(parser, _in_environment(environ))
+    path = flags.get("config") or from_environment.values.get("config")
+    from_file = _layer(parser, _in_file(Path(path))) if path else _Layer({}, {})
+    values, sources = dict(defaults), dict[str, str]()
+    for layer in (from_file, from_environment, from_flags):
+        for secret in SECRETS:
+            pair = [name.replace("-", "_") for name in (secret, f"{secret}-file")]
+            if any(name in layer.values for name in pair):
+                values |= {name: defaults[name] for name in pair}
+                for name in pair:
+                    sources.pop(name, None)
+        values |= layer.values
+        sources |= layer.sources
+    return Sourced(argparse.Namespace(**values), sources, tuple(_former(argv)))
+
+
+def _take_defaults(parser: argparse.ArgumentParser) -> dict[str, Any]:
+    """The parser's defaults by ``dest``; from now on it tells only what was given."""
+    given = [one for one in parser._actions if one.default is not argparse.SUPPRESS]
+    defaults = {action.dest: action.default for action in given}
+    for action in given:
+        action.default = argparse.SUPPRESS
+    return defaults
+
+
+def _former(argv: Sequence[str]) -> Iterator[str]:
+    names = {word.partition("=")[0].removeprefix("--").removeprefix("router-") for word in argv}
+    for option in OPTIONS.values():
+        if option.former in names and option.why_renamed:
+            yield f"--{option.former} is called --{option.flag} now: {option.why_renamed}"
+
+
+def _layer(parser: argparse.ArgumentParser, entries: Iterable[_Entry]) -> _Layer:
+    layer = _Layer({}, {})
+    for source, where, option, value in entries:
+        try:
+            if option.type is switch:
+                found = {option.dest: _switched(value)}
+            else:
+                found = vars(parser.parse_args(_words(option, value)))
+        except ValueError as error:
+            text = str(error).removeprefix(f"argument --{option.flag}: ")
+            raise FlagError(f"{where}: {text}") from None
+        layer.values.update(found)
+        layer.sources.update(dict.fromkeys(found, source))
+    return layer
+
+
+def _switched(value: Any) -> bool:
+    found = value if isinstance(value, bool) else _SWITCHES.get(str(value).lower())
+    if found is None:
+        raise ValueError(f"write true or false, not {value!r}")
+    return found
+
+
+def _words(option: Option, value: Any) -> list[str]:
+    """A value as the words of a command line. Raises: ValueError, it is of another form."""
+    flag = f"--{option.flag}"
+    if option.repeated:
+        entries = value if isinstance(value, list) else [value]
+        return [word for entry in entries for word in (flag, *_texts(entry))]
+    if option.nargs is not None:
+        return [flag, *_texts(value)]
+    if isinstance(value, list | dict):
+        raise ValueError("write one value, not a list or a mapping")
+    return [f"{flag}={_text(value)}"]
+
+
+def _texts(value: Any) -> list[str]:
+    if isinstance(value, dict):
+        return [f"{_text(key)}={_text(one)}" for key, one in value.items()]
+    if isinstance(value, list):
+        return [_text(one) for one in value]
+    return _text(value).split()
+
+
+def _text(value: Any) -> str:
+    if isinstance(value, bool):  # YAML's on and off, which some flags take as words
+        return "on" if value else "off"
+    if isinstance(value, list | dict):
+        raise ValueError("lists and mappings cannot be inside one another here")
+    return str(value)
+
+
+# The environment ------------------------------------------------------------------------------
+
+
+def _in_environment(environ: Mapping[str, str]) -> Iterator[_Entry]:
+    former = {name: OPTIONS[flag] for name, flag in _FORMER_VARIABLES.items()}
+    for name, option in (former | VARIABLES).items():
+        text = environ.get(name, "").strip()
+        if text and option.repeated:
+            entries = [one for one in text.replace("\n", ";").split(";") if one.strip()]
+            yield _Entry(name, name, option, entries)
+        elif text:
+            yield _Entry(name, name, option, text)
+
+
+# The file -------------------------------------------------------------------------------------
+
+
+def _in_file(path: Path) -> Iterator[_Entry]:
+    for key, value in _mapping_in(path).items():
+        name = str(key).replace("_", "-")
+        if name in REFUSED_FLAGS:
+            raise FlagError(f"{path}: {key}: {REFUSED_FLAGS[name]}")
+        if name == "config":
+            raise FlagError(f"{path}: {key}: a file cannot name another one")
+        option = OPTIONS.get(name) or next((o for o in OPTIONS.values() if o.former == name), None)
+        if option is None:
+            near = difflib.get_close_matches(name, OPTIONS, n=1, cutoff=0.6)
+            hint = f"; did you mean {near[0]}?" if near else "; a key is a flag without its dashes"
+            raise FlagError(f"{path}: unknown key {str(key)[:64]!r}{hint}")
+        if value is not None:
+            yield _Entry(str(path), f"{path}: {key}", option, value)
+
+
+def _mapping_in(path: Path) -> dict[Any, Any]:
+    try:
+        text = path.read_text(encoding="utf-8")
+        found = yaml.safe_load(text)
+        top = yaml.compose(text, yaml.SafeLoader)
+    except OSError as error:
+        raise FlagError(f"--config {path}: {error.strerror or error}") from None
+    except yaml.MarkedYAMLError as error:
+        line = "" if error.problem_mark is None else f", line {error.problem_mark.line + 1}"
+        raise FlagError(f"--config {path}{line}: {error.problem}") from None
+    except (yaml.YAMLError, ValueError, RecursionError) as error:
+        raise FlagError(f"--config {path}: it is no YAML ({type(error).__name__})") from None
+    if not isinstance(found, dict | None):
+        raise FlagError(f"--config {path}: write one key per flag, e.g. policy: sbs")
+    keys = [key.value for key, _ in top.value] if found else []
+    for key in keys:  # of which YAML takes the last one silently
+        if keys.count(key) > 1:
+            raise FlagError(f"--config {path}: {key} is there twice")
+    return found or {}
