@@ -69,7 +69,9 @@ def _engine(engine: EngineFacts) -> dict[str, Any]:
 def print_report(
     console: Console, facts: ClusterFacts, findings: list[Finding], *, quiet: bool
 ) -> None:
-    """Engine by engine, then pairs, router and cluster; the verdict last, in one line."""
+    """The verdict in one line, then engine by engine, pairs, router and cluster."""
+    console.print(verdict_line(facts, findings), soft_wrap=True)
+    console.print()
     by_subject: dict[str, list[Finding]] = {}
     for one in findings:
         by_subject.setdefault(one.subject, []).append(one)
@@ -80,7 +82,6 @@ def print_report(
     last = [(ROUTER, by_subject.pop(ROUTER, [])), (CLUSTER, by_subject.pop(CLUSTER, []))]
     for subject, some in [*by_subject.items(), *last]:
         _print_block(console, subject, some, quiet)
-    console.print(verdict_line(facts, findings), soft_wrap=True)
 
 
 def _print_block(console: Console, title: str, findings: list[Finding], quiet: bool) -> None:
@@ -114,11 +115,17 @@ _VERDICTS = {
 
 
 def verdict_line(facts: ClusterFacts, findings: list[Finding]) -> Text:
-    """``broken: 2 errors, 1 warning, ... in 4 engines``."""
+    """How many findings there are, and the error or warning to start with: the first of the worst
+    in ``findings``, which are in the order of :func:`~sglang_sbs.doctor.examine.judge`."""
     counts = count(findings)
     worst_first = (Severity.ERROR, Severity.WARNING, Severity.NOTE)
     parts = [counted(counts[one], one) for one in worst_first if counts[one]]
     said = f"{', '.join(parts) or 'no findings'} in {counted(len(facts.engines), 'engine')}"
+    worst = next((one for one in worst_first[:2] if counts[one]), None)
+    for one in findings:
+        if one.severity is worst:
+            said += f". Start with {one.id} ({one.subject}): {one.seen} -> {one.change}"
+            break
     return Text.assemble(_VERDICTS[verdict(findings)], f": {said}")
 
 

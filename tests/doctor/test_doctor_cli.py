@@ -169,7 +169,7 @@ async def test_json_has_every_finding_and_a_stable_schema() -> None:
     assert engines[0]["dp_size"] == 2
 
 
-async def test_the_text_is_grouped_by_engine_and_ends_with_the_verdict() -> None:
+async def test_the_text_begins_with_the_verdict_and_is_grouped_by_engine() -> None:
     async with rig() as r:
         r.prefill[1].ready_status = 503
         _report, findings, text = await report_of(r)
@@ -177,12 +177,16 @@ async def test_the_text_is_grouped_by_engine_and_ends_with_the_verdict() -> None
         _report, _findings, quiet = await report_of(r)
     lines = text.rstrip().split("\n")
     titles = [line for line in lines if line and not line.startswith(" ")]
-    assert [title.split("  ")[0] for title in titles[:3]] == [
+    assert titles[0] == lines[0], "the verdict"
+    assert [title.split("  ")[0] for title in titles[1:4]] == [
         f"prefill {r.prefill[0].url}",
         f"prefill {r.prefill[1].url}",
         f"decode {r.decode.url}",
     ]
-    assert re.fullmatch(r"broken: 1 error, \d notes in 3 engines", lines[-1])
+    worst = next(one for one in findings if one.severity is Severity.ERROR)
+    start = f"Start with {worst.id} ({worst.subject}): {worst.seen} -> {worst.change}"
+    assert re.fullmatch(rf"broken: 1 error, \d notes in 3 engines\. {re.escape(start)}", lines[0])
+    assert quiet.startswith(lines[0])
     for one in findings:
         assert one.id in text
         assert (one.id in quiet) == (one.severity is not Severity.OK)
@@ -202,7 +206,7 @@ def test_the_command_on_engines_that_are_not_there(tmp_path: Path) -> None:
     )
     assert done.returncode == 1
     assert "Traceback" not in done.stdout + done.stderr
-    assert done.stdout.rstrip().endswith("in 2 engines")
+    assert " in 2 engines. Start with reach.unreachable (http://127.0.0.1:1): " in done.stdout
     assert {one["id"] for one in json.loads(path.read_text())["findings"]} == {
         "reach.unreachable",
         "reach.no-pair",
