@@ -7,11 +7,12 @@ Student's t), because neighbouring requests share passes and are not independent
 
 from __future__ import annotations
 
-import math
 from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
+
+from sglang_sbs.ratios import NO_GAIN, Circumstances, Part, Ratio, ratio_of_means, why_no_gain
 
 MINUTE_S = 60.0
 KEPT_MINUTES = 60
@@ -22,12 +23,6 @@ LEAST_MINUTES = 3
 """Whole minutes with requests before there is a ratio."""
 MOST_OFF = 0.25
 """Relative error of the model from which on there is no ratio, and the page shows no bars."""
-_T_95 = (4.30, 3.18, 2.78, 2.57, 2.45, 2.36, 2.31, 2.26, 2.23, 2.20, 2.18, 2.16, 2.14)
-"""Student's t for 95 %, from two degrees of freedom on."""
-NO_GAIN = 0.98
-"""A ratio above this is no gain worth the name."""
-LOW_LOAD = 0.3
-FULL_LOAD = 1.0
 HEADLINE = "round_robin"
 """The baseline of the one number: the default of sglang_router."""
 MODELLED, MEASURED = "modelled", "measured"
@@ -39,28 +34,6 @@ class _Minute:
     requests: int = 0
     sums_s: dict[str, float] = field(default_factory=dict)
     """TTFT by figure."""
-
-
-class Ratio(NamedTuple):
-    """Mean TTFT of what runs over that of a baseline, and the bounds of its 95 % interval."""
-
-    ratio: float
-    low: float
-    high: float
-
-
-@dataclass(frozen=True, slots=True)
-class Circumstances:
-    """Circumstances that explain a missing gain."""
-
-    policy: str
-    holding: bool
-    load: float
-    """Share of what full chunks would compute."""
-    ranks: int
-    """DP ranks of the widest barrier."""
-    overtaxed: bool = False
-    """There are too many requests for the estimate."""
 
 
 class Gain:
@@ -155,25 +128,6 @@ class Gain:
         )
 
 
-def why_no_gain(about: Circumstances) -> str:
-    """The likeliest cause why holding gains nothing over immediate dispatch."""
-    if about.policy != "sbs":
-        return f"the policy is {about.policy}, which is not sbs"
-    if not about.holding:
-        return "batches do not arrive whole at the engines, so requests leave at once"
-    if about.load < LOW_LOAD:
-        return (
-            f"the load is low ({about.load:.2f} of what full chunks would compute): most requests "
-            "find an idle instance"
-        )
-    if about.load > FULL_LOAD:
-        return f"prefill is overloaded ({about.load:.2f}): chunks are full under every policy"
-    if about.ranks <= 2:
-        ranks = "one DP rank" if about.ranks == 1 else "two DP ranks"
-        return f"{ranks} per instance: there is little to wait for at the barrier"
-    return "no cause is apparent from load, DP ranks or batches that arrive split"
-
-
 def in_words(ratios: Mapping[str, Ratio]) -> str:
     """For the line of a minute; empty: nothing is known."""
     shown = [
@@ -198,13 +152,11 @@ def _baselines(minutes: list[_Minute]) -> list[str]:
 
 
 def _ratio(minutes: list[_Minute], baseline: str) -> Ratio:
-    """The ratio of sums over minutes, and its interval by the residuals of minutes."""
-    ours = [one.sums_s[MODELLED] for one in minutes]
-    theirs = [one.sums_s[baseline] for one in minutes]
-    ratio, count = sum(ours) / sum(theirs), len(minutes)
-    squares = sum((x - ratio * y) ** 2 for x, y in zip(ours, theirs, strict=True))
-    half = _T_95[count - 3] * math.sqrt(count / (count - 1) * squares) / sum(theirs)
-    return Ratio(ratio, max(0.0, ratio - half), ratio + half)
+    return ratio_of_means(_parts(minutes, MODELLED), _parts(minutes, baseline))
+
+
+def _parts(minutes: list[_Minute], figure: str) -> list[Part]:
+    return [(one.sums_s[figure], one.requests) for one in minutes]
 
 
 def _trend(minutes: list[_Minute]) -> str:

@@ -25,7 +25,6 @@ from sglang_sbs.dashboard.frames import (
     prefill_shown,
     rounded,
 )
-from sglang_sbs.dashboard.gain import Circumstances
 from sglang_sbs.dashboard.paces import Paces
 from sglang_sbs.dashboard.passes import PassHistory, PassRecord
 from sglang_sbs.dashboard.past import AlertHistory
@@ -35,6 +34,7 @@ from sglang_sbs.dashboard.split import TimeSplit
 from sglang_sbs.dashboard.troubles import RECENT_S, Troubles
 from sglang_sbs.dashboard.ttft import RULES, TtftComparison, percentile
 from sglang_sbs.dashboard.well import is_all_well
+from sglang_sbs.ratios import Circumstances
 from sglang_sbs.scheduling import Scheduler
 from sglang_sbs.scheduling.events import (
     Command,

@@ -3,28 +3,19 @@
 from __future__ import annotations
 
 import random
-from bisect import bisect_right
 from collections import Counter, defaultdict
 from collections.abc import Sequence
 from statistics import fmean
 
 import msgspec
 
+from sglang_sbs.ratios import Ratio, student_975
+
 REPLICATES = 1000
 MOST_BLOCKS = 60
 LEAST_BLOCKS = 10
 _ALPHA = 0.05
-_T_975 = {10: 2.262, 12: 2.201, 15: 2.145, 20: 2.093, 30: 2.045, 45: 2.015, 60: 2.001}
-"""Student's t at 0.975 for so many blocks."""
 _Z_975 = 1.960
-
-
-class Ratio(msgspec.Struct, frozen=True):
-    """``value`` with its interval of 95 %."""
-
-    value: float
-    low: float
-    high: float
 
 
 class Ratios(msgspec.Struct, frozen=True):
@@ -95,7 +86,7 @@ class _Draw:
 
 def _interval(value: float, replicates: list[float], blocks: int) -> Ratio:
     ordered = sorted(replicates)
-    wider = _student(blocks) / _Z_975 * (blocks / max(1, blocks - 1)) ** 0.5
+    wider = student_975(max(1, blocks - 1)) / _Z_975 * (blocks / max(1, blocks - 1)) ** 0.5
     tail = int(_ALPHA / 2 * len(ordered))
     low, high = ordered[tail], ordered[-1 - tail]
     # The log of a ratio is closer to symmetric than the ratio.
@@ -104,8 +95,3 @@ def _interval(value: float, replicates: list[float], blocks: int) -> Ratio:
         min(value, value * (low / value) ** wider),
         max(value, value * (high / value) ** wider),
     )
-
-
-def _student(blocks: int) -> float:
-    known = sorted(_T_975)
-    return _T_975[known[max(0, bisect_right(known, blocks) - 1)]]

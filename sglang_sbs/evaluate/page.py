@@ -31,8 +31,8 @@ def _pictures(verdict: Verdict) -> list[Part]:
         for axis, what in zip(axes, ("mean", "p99"), strict=True):
             for at, (name, both) in enumerate(of_policies.items()):
                 one = getattr(both, what)
-                ends = [[one.value - one.low], [one.high - one.value]]
-                axis.errorbar(one.value, at, xerr=ends, fmt="o", color=colours[name], capsize=4)
+                ends = [[one.ratio - one.low], [one.high - one.ratio]]
+                axis.errorbar(one.ratio, at, xerr=ends, fmt="o", color=colours[name], capsize=4)
             axis.axvline(1.0, color="#888888", linewidth=1)
             axis.set_yticks(range(len(of_policies)), list(of_policies))
             axis.set_ylim(len(of_policies) - 0.5, -0.5)

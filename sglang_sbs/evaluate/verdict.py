@@ -9,7 +9,7 @@ from typing import Any
 
 import msgspec
 
-from sglang_sbs.evaluate.bootstrap import LEAST_BLOCKS, Ratio, Ratios, blocks_of, ratios
+from sglang_sbs.evaluate.bootstrap import LEAST_BLOCKS, Ratios, blocks_of, ratios
 from sglang_sbs.evaluate.replayed import RAN
 from sglang_sbs.evaluate.workload import TooLittle, Workload
 from sglang_sbs.simulator.experiments.tables import ResultTable, groups
@@ -136,7 +136,7 @@ class Verdict:
         lines: list[str] = []
         for name, one in of_policies.items():
             what = f"On {self._span()} {name}" if not lines else name
-            lines.append(f"{what} would have had {_words(one.mean)} the mean TTFT of what ran")
+            lines.append(f"{what} would have had {one.mean.words()} the mean TTFT of what ran")
         first = f"{lines[0]}; {self._reproduces(found)}."
         return [first, *(f"{line}." for line in lines[1:]), *self.notes()]
 
@@ -256,10 +256,10 @@ class Verdict:
             [
                 [
                     name,
-                    _words(one.mean),
-                    _words(one.p99),
-                    f"{one.mean.value * mean_s:.3f} s",
-                    f"{one.p99.value * p99_s:.3f} s",
+                    one.mean.words(),
+                    one.p99.words(),
+                    f"{one.mean.ratio * mean_s:.3f} s",
+                    f"{one.p99.ratio * p99_s:.3f} s",
                 ]
                 for name, one in of_policies.items()
             ],
@@ -286,17 +286,13 @@ class Verdict:
 
 def _flat(one: Ratios) -> dict[str, float]:
     return {
-        "mean_ratio": one.mean.value,
+        "mean_ratio": one.mean.ratio,
         "low": one.mean.low,
         "high": one.mean.high,
-        "p99_ratio": one.p99.value,
+        "p99_ratio": one.p99.ratio,
         "p99_low": one.p99.low,
         "p99_high": one.p99.high,
     }
-
-
-def _words(ratio: Ratio) -> str:
-    return f"{ratio.value:.2f}x ({ratio.low:.2f} to {ratio.high:.2f})"
 
 
 def _row(name: str, real: float, modelled: float, form: str) -> list[str]:

@@ -14,15 +14,14 @@ import router_harness
 from sglang_sbs.dashboard.gain import (
     LEAST_MINUTES,
     MINUTE_S,
-    Circumstances,
     Gain,
     by_bound,
     in_words,
-    why_no_gain,
 )
 from sglang_sbs.dashboard.recorder import Recorder
 from sglang_sbs.dashboard.shadow import ShadowCluster, Shape
 from sglang_sbs.dashboard.ttft import SLICE_S, TtftComparison
+from sglang_sbs.ratios import Circumstances, why_no_gain
 from sglang_sbs.scheduling import Command, Event, PolicySwitched, Scheduler, SchedulerConfig
 from sglang_sbs.simulator.cluster.cost import PassCost
 from sglang_sbs.simulator.cluster.outcome import Outcome

@@ -22,7 +22,7 @@ def test_a_known_ratio_is_found():
     values = [1.0 + index % 7 for index in range(500)]
     found = ratios([[0.5 * value for value in values]], [values], [i // 25 for i in range(500)])
     for one in (found.mean, found.p99):
-        assert (one.value, one.low, one.high) == pytest.approx((0.5, 0.5, 0.5))
+        assert (one.ratio, one.low, one.high) == pytest.approx((0.5, 0.5, 0.5))
 
 
 def test_the_interval_holds_the_truth_about_as_often_as_it_says():
@@ -50,6 +50,6 @@ def test_draws_that_differ_widen_the_interval():
     same = ratios([values], [values], blocks).mean
     drawn = ratios([[0.9] * 500, [1.1] * 500], [values], blocks).mean
     assert (same.low, same.high) == (1.0, 1.0)
-    assert drawn.value == pytest.approx(1.0)
+    assert drawn.ratio == pytest.approx(1.0)
     assert drawn.low < 0.91
     assert drawn.high > 1.09
