@@ -39,7 +39,7 @@ def student_975(degrees: int) -> float:
     """The 0.975 quantile of Student's t (Abramowitz and Stegun 26.7.5 for many degrees)."""
     if degrees <= len(_T_975):
         return _T_975[degrees - 1]
-    return 1.960 + 2.372 / degrees + 2.823 / degrees**2
+    return 1.960 + 2.372 / degrees + 2.823 / degrees**2 + 2.556 / degrees**3
 
 
 def ratio_of_means(ours: Sequence[Part], theirs: Sequence[Part]) -> Ratio:

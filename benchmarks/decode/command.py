@@ -66,7 +66,7 @@ def _run(args: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
         from sglang_sbs.simulator.experiments import plots
 
         title = "Simulation of the paper's decode experiment"
-        plots.write(args.plot, decode_summary(rows), rows, title, SCENARIO, table)
+        plots.write(args.plot, decode_summary(rows), rows, title, SCENARIO, [table])
         console.print(f"written: {args.plot}")
     common.write_json(rows, args.json, console)
     return 0

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
 import msgspec
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from sglang_sbs.evaluate.fitting.recording import read_recording
 from sglang_sbs.evaluate.replayed import RAN, run
@@ -19,13 +17,18 @@ from sglang_sbs.evaluate.verdict import Verdict
 from sglang_sbs.evaluate.workload import Workload, workload_of
 from sglang_sbs.outputs import try_to_write
 from sglang_sbs.simulator.experiments.sweep import POLICY_CONFIGS
-from sglang_sbs.simulator.options.common import Flag, add_all, names, open_console, positive
+from sglang_sbs.simulator.options.common import (
+    Flag,
+    add_all,
+    names,
+    open_console,
+    positive,
+    progress,
+)
 from sglang_sbs.simulator.parallel import Row, Task, run_all
 
 DEFAULT_POLICIES = "sbs,eta,round_robin"
 _DRAWS = 3
-_Step = Callable[[str], None]
-"""Told what was simulated."""
 
 _EXAMPLES = f"""\
 policies: {", ".join(POLICY_CONFIGS)}
@@ -93,7 +96,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print("sglang-sbs evaluate: interrupted", file=sys.stderr)
         return 130
     try:
-        _simulate(verdict, list(dict.fromkeys(policies)), args, told)
+        _simulate(verdict, policies, args, told)
     except KeyboardInterrupt:
         interrupted = True
         print("sglang-sbs evaluate: interrupted; this is what there is so far", file=sys.stderr)
@@ -108,7 +111,7 @@ def _simulate(
 ) -> None:
     """What ran first: without a calibration there is nothing to compare with."""
     work, draws = verdict.work, range(args.draws)
-    with _progress(told, args.draws * (1 + len(policies))) as step:
+    with progress(told, args.draws * (1 + len(policies))) as step:
 
         def take(row: Row) -> None:
             verdict.add(row)
@@ -122,28 +125,6 @@ def _simulate(
 def _tasks(work: Workload, policies: Sequence[str], draws: range) -> list[Task]:
     lean = replace(work, passes=())  # it goes to other processes
     return [(run, (lean, policy, draw)) for policy in policies for draw in draws]
-
-
-@contextmanager
-def _progress(told: Console, total: int) -> Iterator[_Step]:
-    """A bar on a terminal, lines elsewhere."""
-    columns = (
-        TextColumn("{task.description}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeRemainingColumn(),
-    )
-    with Progress(*columns, console=told, transient=True, disable=not told.is_terminal) as bar:
-        task, done = bar.add_task("simulating", total=total), 0
-
-        def step(what: str) -> None:
-            nonlocal done
-            done += 1
-            bar.advance(task)
-            if not told.is_terminal:
-                print(f"simulated {what}: {done} of {total}", file=sys.stderr, flush=True)
-
-        yield step
 
 
 def _show(verdict: Verdict, args: argparse.Namespace, words: Sequence[str]) -> None:

@@ -10,10 +10,11 @@ from dataclasses import replace
 from itertools import product
 from pathlib import Path
 
-from sglang_sbs.simulator.experiments import matrix, plan, sweep, tables
+from sglang_sbs.simulator.experiments import matrix, plan, sweep, tables, verdict
 from sglang_sbs.simulator.options import cluster, common, scheduler
 from sglang_sbs.simulator.options.common import Flag, names, run_with_progress
-from sglang_sbs.simulator.parallel import Task
+from sglang_sbs.simulator.options.effects import refuse_without_effect
+from sglang_sbs.simulator.parallel import Interrupted, Task
 from sglang_sbs.simulator.replay import replay
 from sglang_sbs.simulator.workloads.scenario import AGENTIC, SCENARIOS
 
@@ -121,12 +122,25 @@ def _main(words: list[str]) -> int:
     args.duration = args.duration or (AGENTIC_S if args.scenario == AGENTIC else common.DURATION_S)
     common.check_outputs(args, parser)
     console = common.open_console()
-    tasks = _tasks(args, parser)
+    tasks, expected_s = _tasks(args, parser, common.given(build_parser(), words))
+    interrupted = False
     try:
-        rows = run_with_progress(tasks, console, args.workers)
+        rows = run_with_progress(tasks, console, args.workers, expected_s)
     except sweep.EmptyWindowError as error:
         parser.error(f"--duration: {error}")
+    except Interrupted as error:
+        rows, interrupted = error.rows, True
+        if not rows:
+            raise
+        print(
+            f"sglang-sbs simulate: interrupted after {len(rows)} of {len(tasks)} runs; this is "
+            "what there is",
+            file=sys.stderr,
+        )
     shown = (tables.capacity_tables if args.max_qps else tables.result_tables)(rows)
+    sentences = (verdict.of_capacity if args.max_qps else verdict.of_loads)(rows)
+    for sentence in sentences:
+        console.print(sentence, highlight=False, soft_wrap=True)
     for table in shown:
         table.print(console)
     if args.plot is not None:
@@ -134,13 +148,17 @@ def _main(words: list[str]) -> int:
 
         figure = (plots.capacity_by_chunk if args.max_qps else plots.ttft_by_load)(rows)
         name, command = args.scenario, f"Command: sglang-sbs simulate {' '.join(words)}"
-        plots.write(args.plot, figure, rows, f"Simulation of {name}", name, command, *shown)
+        title = f"Simulation of {name}"
+        plots.write(args.plot, figure, rows, title, name, [*sentences, *shown], command)
         console.print(f"written: {args.plot}")
     common.write_json(rows, args.json, console)
-    return 0
+    return 130 if interrupted else 0
 
 
-def _tasks(args: argparse.Namespace, parser: argparse.ArgumentParser) -> list[Task]:
+def _tasks(
+    args: argparse.Namespace, parser: argparse.ArgumentParser, flags: set[str]
+) -> tuple[list[Task], float]:
+    """What to simulate, and roughly for how many CPU seconds."""
     policies = names(args.policies or DEFAULT_POLICIES, sweep.POLICY_CONFIGS, "--policies", parser)
     costs = common.cost_words(args.cost, parser)
     spec = {
@@ -149,18 +167,24 @@ def _tasks(args: argparse.Namespace, parser: argparse.ArgumentParser) -> list[Ta
         **common.fields_of(args, scheduler.CLASSES),
     }
     scenario = common.checked_scenario(args, parser, args.scenario, spec)
+    caches = scenario.spec.block_tokens > 0
+    refuse_without_effect(args, flags, policies, parser, readers=sweep.READS_CACHES, caches=caches)
     slo_s = args.slo_ttft or scenario.slo_ttft_s
     config, classes = scheduler.scheduler_fields(args), scheduler.classes_of(args, parser)
     base = sweep.Job(args.scenario, "", 1.0, 0, args.duration, config=config, classes=classes)
     tasks: list[Task] = []
+    expected_s = 0.0
     shapes = [{**spec, "chunk_tokens": chunk} for chunk in args.chunks or ()] or [spec]
     for cost, shape, seed, policy in product(costs, shapes, common.seeds(args), policies):
         job = replace(base, policy=policy, seed=seed, cost=cost, spec=shape)
+        loads = args.loads or _LOADS
         if args.max_qps:
             tasks.append((sweep.max_load, (job, slo_s)))
+            loads = sweep.SEARCHED_LOADS
         else:
-            tasks += [(sweep.run_job, (job.at_load(load),)) for load in args.loads or _LOADS]
-    return tasks
+            tasks += [(sweep.run_job, (job.at_load(load),)) for load in loads]
+        expected_s += sum(sweep.expected_s(scenario, job.at_load(load)) for load in loads)
+    return tasks, expected_s
 
 
 def _replay(path: Path) -> int:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import signal
 from collections.abc import Callable, Iterable
-from concurrent.futures import ProcessPoolExecutor, as_completed
+from concurrent.futures import Future, ProcessPoolExecutor, as_completed
 from multiprocessing import active_children
 from typing import Any
 
@@ -14,18 +14,30 @@ Task = tuple[Callable[..., Row], tuple[Any, ...]]
 """A function of the simulator and its arguments, to be called in some process."""
 
 
+class Interrupted(KeyboardInterrupt):
+    """Ctrl-C while runs were made. ``rows`` are those of the runs that had ended, in order."""
+
+    def __init__(self, rows: list[Row]) -> None:
+        super().__init__()
+        self.rows = rows
+
+
 def run_all(
     jobs: Iterable[Task],
     on_row: Callable[[Row], None] = lambda _row: None,
     workers: int | None = None,
 ) -> list[Row]:
     """Run independent jobs on all cores (or ``workers``); rows in the order of the jobs. The first
-    error, or an interrupt, ends it: no further job is begun, and none is waited for."""
+    error, or an interrupt, ends it: no further job is begun, and none is waited for. Raises:
+    Interrupted, with what there was."""
     if workers == 1:
-        rows = []
-        for call, args in jobs:
-            rows.append(call(*args))
-            on_row(rows[-1])
+        rows: list[Row] = []
+        try:
+            for call, args in jobs:
+                rows.append(call(*args))
+                on_row(rows[-1])
+        except KeyboardInterrupt as error:
+            raise Interrupted(rows) from error
         return rows
     others = set(active_children())
     # A terminal interrupts the workers, too: they leave the word to this process.
@@ -34,15 +46,19 @@ def run_all(
         initializer=signal.signal,
         initargs=(signal.SIGINT, signal.SIG_IGN),
     )
+    futures: list[Future[Row]] = []
     try:
-        futures = [pool.submit(call, *args) for call, args in jobs]
+        futures += [pool.submit(call, *args) for call, args in jobs]
         for done in as_completed(futures):
             on_row(done.result())
-    except BaseException:
+    except BaseException as error:
         mine = set(active_children()) - others
         pool.shutdown(wait=False, cancel_futures=True)
         for process in mine:
             process.kill()  # a forked one may have inherited what becomes of SIGTERM
+        if isinstance(error, KeyboardInterrupt):
+            ended = [one for one in futures if one.done() and not one.cancelled()]
+            raise Interrupted([one.result() for one in ended if one.exception() is None]) from error
         raise
     pool.shutdown()
     return [done.result() for done in futures]

@@ -268,6 +268,9 @@ def test_a_plot_is_a_picture_or_a_self_contained_page(tmp_path, more):
         (["paper-3k", "--length-error", "1"], "write a share below 1"),
         (["paper-3k", "--endforward-loss", "1.5"], "write a share between 0 and 1"),
         (["paper-3k", "--decode-kv-tokens", "-1"], "0 for unbounded"),
+        (["paper-3k", "--policies", "sbs,eta,sbs"], "--policies: sbs is named twice"),
+        (["paper-3k", "--loads", "0.5,0.50"], "write positive numbers, each once"),
+        (["paper-3k", "--chunks", "512,512"], "write positive integers, each once"),
     ],
 )
 def test_bad_flags_are_named(flags, message, capsys):
@@ -275,6 +278,70 @@ def test_bad_flags_are_named(flags, message, capsys):
         main(flags)
     assert ended.value.code == 2
     assert message in " ".join(capsys.readouterr().err.split())
+
+
+WITHOUT_EFFECT = (
+    ("paper-3k --intake-until 5", "--intake-until: without --intake-ms it has no effect"),
+    ("paper-3k --pool-balance random", "--pool-balance: without --pools"),
+    ("paper-3k --decode-seconds 5", "--decode-seconds: without --decode-kv-tokens or -running"),
+    ("paper-3k --sbs-tenant-weights a=2", "--sbs-tenant-weights: without --tenants"),
+    ("paper-3k --sbs-refuse-missed-slo", "--sbs-refuse-missed-slo: without --ttft-slo-ms"),
+    ("paper-3k --sbs-priority-step-ms 9", "--sbs-priority-step-ms: without --priority-share or"),
+    *(
+        (f"paper-3k --policies eta,random {flag} 9", f"{flag}: no effect under eta, random: it is")
+        for flag in (
+            *("--sbs-n-limit", "--sbs-queue-timeout-secs", "--sbs-max-queue-requests"),
+            *("--sbs-max-queue-tokens", "--sbs-max-hold-ms", "--sbs-iqr-k"),
+        )
+    ),
+    ("paper-3k --policies session --sbs-t-default-ms 9", "it is for sbs, sbs_... and eta"),
+    ("sessions --policies eta --prefix-source off", "--prefix-source: no effect under eta: it is"),
+    ("paper-3k --prefix-source off", "--prefix-source: no effect, as there are no prefix caches"),
+    ("sessions --kv-tokens 0 --prefix-source off", "--prefix-source: no effect, as there are no"),
+    ("paper-3k --kv-tokens 9999", "--kv-tokens: no effect, as there are no prefix caches"),
+    ("paper-3k --host-kv-tokens 9", "--host-kv-tokens: no effect, as there are no prefix caches"),
+    ("paper-3k --storage", "--storage: no effect, as there are no prefix caches"),
+    ("paper-3k --instance chunk=512 --chunks 9", "--chunks: no effect, as every --instance has"),
+    ("paper-3k --instance dp=2 --dp 4", "--dp: no effect, as every --instance has its own"),
+    ("paper-3k --at 80:down:p1", "--at 80:down:p1: no effect, as --duration ends at 80 s"),
+    ("plan --scenario paper-3k --slo-ttft 1 --intake-until 5", "--intake-until: without --intake"),
+    ("plan --scenario paper-3k --slo-ttft 1 --kv-tokens 9", "--kv-tokens: no effect, as there"),
+    ("plan --scenario paper-3k --slo-ttft 1 --decode-seconds 5", "--decode-seconds: without"),
+    (
+        "plan --scenario sessions --slo-ttft 1 --policies eta --prefix-source off",
+        "--prefix-source: no effect under eta",
+    ),
+)
+
+
+@pytest.mark.parametrize(("words", "message"), WITHOUT_EFFECT)
+def test_a_flag_without_effect_is_refused(words, message, capsys):
+    with pytest.raises(SystemExit) as ended:
+        main(words.split())
+    assert ended.value.code == 2
+    assert message in " ".join(capsys.readouterr().err.split())
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        "paper-3k --policies sbs,eta --sbs-max-hold-ms 9 --sbs-n-limit 9",
+        "paper-3k --policies sbs_paper,random --sbs-iqr-k 1 --decode-running 9 --decode-seconds 2",
+        "paper-3k --kv-tokens 0",
+        "sessions --policies sbs,eta --prefix-source off --kv-tokens 200000 --host-kv-tokens 9",
+        "paper-3k --instance chunk=512 --instance dp=2 --chunks 9 --dp 4 --at 79:down:p1",
+    ],
+)
+def test_a_flag_with_effect_on_some_of_what_is_simulated_is_not(words, monkeypatch):
+    class Simulated(Exception):
+        pass
+
+    def stop(*_):
+        raise Simulated
+
+    monkeypatch.setattr(cli, "run_with_progress", stop)
+    with pytest.raises(Simulated):
+        main(words.split())
 
 
 def test_a_window_without_arrivals_is_called_that(capsys):
@@ -330,6 +397,46 @@ def test_in_a_checkout_it_runs(name):
     done = subprocess.run(command, check=False, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
     assert "--seeds" in done.stdout or "--first-seed" in done.stdout
+
+
+def interrupted_after(monkeypatch, module, runs):
+    """Ctrl-C in the run after so many."""
+    made = []
+
+    def call_of(real):
+        def call(*args):
+            if len(made) == runs:
+                raise KeyboardInterrupt
+            made.append(real(*args))
+            return made[-1]
+
+        return call
+
+    for name in ("run_job", "max_load"):
+        if hasattr(module, name):
+            monkeypatch.setattr(module, name, call_of(getattr(module, name)))
+    return made
+
+
+def test_an_interrupt_gives_what_there_is(monkeypatch, tmp_path, capsys):
+    interrupted_after(monkeypatch, cli.sweep, 3)
+    rows, page = tmp_path / "rows.json", tmp_path / "page.html"
+    flags = f"--policies sbs,eta --loads 0.2,0.4 --json {rows} --plot {page}"
+    assert main(["paper-3k", *SMALL, *flags.split()]) == 130
+    assert len(json.loads(rows.read_text())) == 3 and page.exists()
+    out, err = capsys.readouterr()
+    assert out.startswith("sbs ") and "at load 0.2" in out.splitlines()[0]
+    assert "interrupted after 3 of 4 runs; this is what there is" in err
+
+
+def test_an_interrupted_plan_says_nothing_of_what_it_did_not_simulate(monkeypatch, capsys):
+    interrupted_after(monkeypatch, cli.plan, 3)
+    flags = "--slo-ttft 0.5 --prefill 1..3 --dp 1 --policies sbs,eta --duration 21 --workers 1"
+    assert main(["plan", "--scenario", "paper-3k", *flags.split()]) == 130
+    out, err = capsys.readouterr()
+    assert "At 171 QPS (now) sbs needs more than 2 prefill instances" in out
+    assert "; eta more than 1." in out
+    assert "interrupted after 3 of 6 searches; this is what there is" in err
 
 
 @pytest.mark.parametrize("command", ["paper-3k", "matrix"])

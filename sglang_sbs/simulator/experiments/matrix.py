@@ -176,8 +176,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     for cost in map(cost_name, costs):
         mine = [row for row in rows if row["cost"] == cost]
         results = [verdict(mine, cell.name, policy, rivals) for cell in cells]
-        matrix_table(results, policy, cost).print(console)
         console.print(summary_of(results), highlight=False)
+        matrix_table(results, policy, cost).print(console)
     common.write_json(rows, args.json, console)
     return 0
 

@@ -4,17 +4,28 @@ from __future__ import annotations
 
 import argparse
 import math
+import sys
 from collections.abc import Sequence
 from itertools import product
 from pathlib import Path
 from typing import Any
 
-from sglang_sbs.simulator.experiments.sweep import POLICY_CONFIGS, EmptyWindowError, Job, max_load
+from sglang_sbs.simulator.experiments.sweep import (
+    POLICY_CONFIGS,
+    READS_CACHES,
+    SEARCHED_LOADS,
+    EmptyWindowError,
+    Job,
+    expected_s,
+    max_load,
+)
 from sglang_sbs.simulator.experiments.tables import ResultTable, crossed, groups, mean_of
+from sglang_sbs.simulator.experiments.verdict import subject_of
 from sglang_sbs.simulator.options import common
 from sglang_sbs.simulator.options.cluster import add_cluster, cluster_fields
 from sglang_sbs.simulator.options.common import Flag, names, run_with_progress
-from sglang_sbs.simulator.parallel import Row, Task
+from sglang_sbs.simulator.options.effects import refuse_without_effect
+from sglang_sbs.simulator.parallel import Interrupted, Row, Task
 from sglang_sbs.simulator.workloads.scenario import SCENARIOS
 
 TRACE_SEEDS = 5
@@ -81,25 +92,45 @@ def main(argv: Sequence[str] | None = None) -> int:
     name = args.scenario if args.trace is None else f"trace:{args.trace}"
     args.duration = args.duration or common.DURATION_S
     scenario = common.checked_scenario(args, parser, name, cluster_fields(args))
+    caches = scenario.spec.block_tokens > 0
+    flags = common.given(build_parser(), sys.argv[1:] if argv is None else argv)
+    refuse_without_effect(args, flags, policies, parser, readers=READS_CACHES, caches=caches)
     own_qps = args.qps or scenario.trace_qps or scenario.nominal_qps
     if math.isnan(own_qps):
         parser.error(f"--qps: {name} has no rate of its own")
     args.seeds = args.seeds or (TRACE_SEEDS if name.startswith("trace:") else 1)
     chunks = args.chunks or [scenario.spec.chunk_tokens]
     tasks: list[Task] = []
-    for chunk, count, seed, policy in product(chunks, args.prefill, common.seeds(args), policies):
+    whole_s = 0.0
+    # The fewest instances first, so that an interrupt leaves whole answers for those.
+    for count, chunk, seed, policy in product(args.prefill, chunks, common.seeds(args), policies):
         spec = {**cluster_fields(args), "prefill_instances": count, "chunk_tokens": chunk}
         job = Job(name, policy, 1.0, seed, args.duration, costs[0], spec)
         tasks.append((max_load, (job, args.slo_ttft)))
+        each = count / scenario.spec.prefill_instances
+        whole_s += sum(expected_s(scenario, job.at_load(each * load)) for load in SEARCHED_LOADS)
     console = common.open_console()
+    interrupted = False
     try:
-        rows = run_with_progress(tasks, console, args.workers)
+        rows = run_with_progress(tasks, console, args.workers, whole_s)
     except EmptyWindowError as error:
         parser.error(f"--duration: {error}")
+    except Interrupted as error:
+        rows, interrupted = error.rows, True
+        if not rows:
+            raise
+        print(
+            f"sglang-sbs simulate plan: interrupted after {len(rows)} of {len(tasks)} searches; "
+            "this is what there is",
+            file=sys.stderr,
+        )
     rates = [("now", own_qps)]
     rates += [(f"x {factor:g}", factor * own_qps) for factor in args.growth if factor != 1.0]
     cells = over_seeds(rows)
     tables = [capacity_table(cells, args.slo_ttft), needs_table(cells, rates)]
+    sentences = verdict(cells, rates, args.slo_ttft)
+    for sentence in sentences:
+        console.print(sentence, highlight=False, soft_wrap=True)
     for table in tables:
         table.print(console)
     if args.plot is not None:
@@ -107,11 +138,11 @@ def main(argv: Sequence[str] | None = None) -> int:
 
         figure = plots.capacity_by_instances(cells, rates, args.slo_ttft)
         title, caption = f"Capacity plan for {name}", "Capacity by prefill instances"
-        plots.write(args.plot, figure, cells, title, caption, *tables)
+        plots.write(args.plot, figure, cells, title, caption, [*sentences, *tables])
         console.print(f"written: {args.plot}")
     spread = {_cell(cell): {key: cell[key] for key in _SPREAD} for cell in cells}
     common.write_json([{**row, **spread[_cell(row)]} for row in rows], args.json, console)
-    return 0
+    return 130 if interrupted else 0
 
 
 def _cell(row: Row) -> tuple[Any, ...]:
@@ -119,7 +150,9 @@ def _cell(row: Row) -> tuple[Any, ...]:
 
 
 def over_seeds(rows: Sequence[Row]) -> list[Row]:
-    """One row per policy, instances and chunk: the mean capacity over seeds, least and most."""
+    """One row per policy, instances and chunk: the mean capacity over seeds, least and most. A cell
+    that lacks seeds of others, as after an interrupt, is left out."""
+    whole = max(len(mine) for mine in groups(rows, *_CELL).values())
     return [
         {
             **dict(zip(_CELL, key, strict=True)),
@@ -129,6 +162,7 @@ def over_seeds(rows: Sequence[Row]) -> list[Row]:
             "seeds": len(mine),
         }
         for key, mine in groups(rows, *_CELL).items()
+        if len(mine) == whole
     ]
 
 
@@ -163,22 +197,51 @@ def needed(
     cells: Sequence[Row], policy: str, rate_qps: float, capacity: str = "max_qps"
 ) -> Row | None:
     """The fewest instances (at their best chunk) that carry the rate; None if none tried does."""
-    for instances in sorted({c["prefill_instances"] for c in cells}):
+    for instances in _counts(cells, policy):
         best = best_chunk(cells, policy, instances, capacity)
         if best[capacity] >= rate_qps:
             return best
     return None
 
 
+def _counts(cells: Sequence[Row], policy: str) -> list[int]:
+    return sorted({c["prefill_instances"] for c in cells if c["policy"] == policy})
+
+
+def verdict(
+    cells: Sequence[Row], rates: Sequence[tuple[str, float]], slo_ttft_s: float
+) -> list[str]:
+    """A sentence per rate: how many instances SBS needs, and how many each other policy does."""
+    subject = subject_of(cells)
+    others = [name for name in dict.fromkeys(c["policy"] for c in cells) if name != subject]
+    sentences = []
+    for label, rate in rates:
+        found = needed(cells, subject, rate)
+        chunk = f" with chunk {found['chunk_tokens']}" if found is not None else ""
+        words = _count_words(found, _counts(cells, subject))
+        first = (
+            f"At {rate:.4g} QPS ({label}) {subject} needs {words} prefill "
+            f"instances{chunk} for a mean TTFT of {slo_ttft_s:g} s"
+        )
+        ends = [needed(cells, subject, rate, f"max_qps_{end}") for end in ("most", "least")]
+        fewest, most = (_count_words(one, _counts(cells, subject)) for one in ends)
+        first += f" ({fewest} to {most} by seed)" if fewest != most else ""
+        rest = [
+            f"{name} {_count_words(needed(cells, name, rate), _counts(cells, name))}"
+            for name in others
+        ]
+        sentences.append(f"{first}; {', '.join(rest)}." if rest else f"{first}.")
+    return sentences
+
+
 def needs_table(cells: Sequence[Row], rates: Sequence[tuple[str, float]]) -> ResultTable:
     """Instances and chunk per policy and rate; where seeds differ, the fewest and the most, too."""
-    counts = sorted({c["prefill_instances"] for c in cells})
     table = ResultTable(
         f"prefill instances needed (chunk){_over(cells, 'fewest-most of a seed')}",
         ["policy", *(f"{label}: {rate:.4g} QPS" for label, rate in rates)],
     )
     for policy in dict.fromkeys(c["policy"] for c in cells):
-        words = []
+        words, counts = [], _counts(cells, policy)
         for _, rate in rates:
             capacities = ("max_qps", "max_qps_most", "max_qps_least")
             found, *ends = (needed(cells, policy, rate, capacity) for capacity in capacities)

@@ -40,15 +40,21 @@ def png_of(figure: Figure) -> bytes:
 
 
 def write(
-    path: Path, figure: Figure, rows: Rows, title: str, caption: str, *parts: ResultTable | str
+    path: Path,
+    figure: Figure,
+    rows: Rows,
+    title: str,
+    caption: str,
+    parts: Sequence[ResultTable | str],
+    *last: str,
 ) -> None:
-    """A picture; or, where the name ends in html, a page with it, ``parts``, and a word on each
-    policy of ``rows``."""
+    """A picture; or, where the name ends in html, a page with ``parts``, the picture, a word on
+    each policy of ``rows``, and ``last``."""
     if path.suffix != ".html":
         save(figure, path)
         return
     policies = policies_table(row["policy"] for row in rows)
-    write_page(path, title, [*parts, Picture(caption, png_of(figure)), policies])
+    write_page(path, title, [*parts, Picture(caption, png_of(figure)), policies, *last])
 
 
 def panels(
@@ -60,6 +66,12 @@ def panels(
         rows, columns, figsize=size, squeeze=False, constrained_layout=True, **more
     )
     return figure, list(axes.flat)
+
+
+def _legend(figure: Figure, axis: Axes) -> None:
+    """Beside the panels, where it covers no data."""
+    handles, labels = axis.get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside right upper")
 
 
 def ttft_by_load(
@@ -88,7 +100,7 @@ def ttft_by_load(
         axis.yaxis.set_minor_formatter(NullFormatter())
         axis.grid(alpha=0.3)
         axis.set_title(f"{panel[0]}, cost {panel[1]}, chunk {panel[2]}: {name}")
-    axes[0].legend()
+    _legend(figure, axes[0])
     return figure
 
 
@@ -110,7 +122,7 @@ def capacity_by_chunk(rows: Rows) -> Figure:
         axis.set_xlabel("chunk (tokens per DP rank and pass)")
         axis.set_ylabel(f"max QPS at mean TTFT {rows[0]['slo_ttft_s']:g} s")
         axis.set_title(f"{rows[0]['scenario']}, cost {cost}")
-        axis.legend()
+    _legend(figure, axes[0])
     return figure
 
 
@@ -132,10 +144,16 @@ def capacity_by_instances(
         axis.fill_between(counts, least, most, color=colours[policy], alpha=0.15)
     for label, rate in rates_qps:
         axis.axhline(rate, linestyle="--", color="grey")
-        axis.annotate(f"{label}: {rate:.4g} QPS", (0.01, rate), xycoords=("axes fraction", "data"))
+        axis.annotate(
+            f"{label}: {rate:.4g} QPS",
+            (1.01, rate),
+            xycoords=("axes fraction", "data"),
+            va="center",
+            annotation_clip=False,
+        )
     axis.set_xticks(sorted({r["prefill_instances"] for r in rows}))
     axis.set_xlabel("prefill instances")
     axis.set_ylabel(f"max QPS at mean TTFT {slo_ttft_s:g} s, best chunk")
     axis.set_ylim(bottom=0)
-    axis.legend()
+    _legend(figure, axis)
     return figure

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from statistics import fmean
 from typing import Any
 
 import msgspec
 
-from sglang_sbs.scheduling import SchedulerConfig, policy_names
+from sglang_sbs.ratios import Part
+from sglang_sbs.scheduling import Scheduler, SchedulerConfig, policy_names
 from sglang_sbs.scheduling.policy_registry import reads_prefixes
 from sglang_sbs.simulator.cluster.arrangements import simulate_arranged
 from sglang_sbs.simulator.cluster.cost import cost_name, find_cost
@@ -18,10 +19,19 @@ from sglang_sbs.simulator.cluster.outcome import Outcome, RequestRecord, mean, q
 from sglang_sbs.simulator.parallel import Row
 from sglang_sbs.simulator.workloads.classes import Classes, class_summary
 from sglang_sbs.simulator.workloads.optimum import optimal_cached_tokens
-from sglang_sbs.simulator.workloads.scenario import Scenario, make_scenario
+from sglang_sbs.simulator.workloads.scenario import (
+    Scenario,
+    full_chunk_tokens_per_s,
+    make_scenario,
+)
 
 _MOST_LOAD = 100.0
 """No capacity is searched above it: an engine this fast would never break the SLO."""
+SEARCHED_LOADS = (0.2, 1.1, 1.5, 1.3, 1.2, 1.2, 1.2, 1.2, 1.2)
+"""About what :func:`max_load` simulates."""
+_REQUEST_S, _CACHED_REQUEST_S = 2.2e-4, 8e-4
+"""CPU time of a simulated request, without and with prefix caches (2.5 GHz, 2026)."""
+_AGENT_TURN_S = 20.0
 LOOP_DRAIN_S = 600.0
 """Answers of agents are long."""
 NO_FLOW_CONTROL: dict[str, Any] = {
@@ -33,6 +43,9 @@ NO_FLOW_CONTROL: dict[str, Any] = {
 
 PARTS = 8
 """Of the time of ``day``, that TTFT is told of one by one."""
+INTERVAL_PARTS = 8
+"""Of the time after the warm-up: the units of intervals. Each is long enough that it shares few
+passes and little of its queue with the next."""
 POLICY_CONFIGS: dict[str, dict[str, Any]] = {
     "sbs": {"policy": "sbs", "trigger": "adaptive"},
     "sbs_basic": {"policy": "sbs", "trigger": "adaptive"},
@@ -83,6 +96,17 @@ def scenario_of(job: Job) -> Scenario:
     return make_scenario(job.scenario, cost=find_cost(job.cost), **dict(job.spec))
 
 
+def expected_s(scenario: Scenario, job: Job) -> float:
+    """CPU seconds of a run, within a factor of two or three: by its requests, which take a cluster
+    with prefix caches longer, and so do policies that hold them."""
+    qps = job.load * scenario.nominal_qps
+    if scenario.agents:
+        qps = job.load * scenario.agents / _AGENT_TURN_S
+    request_s = _CACHED_REQUEST_S if scenario.spec.block_tokens else _REQUEST_S
+    factor = 1.5 if job.policy.startswith("sbs") else 1.0
+    return factor * qps * job.duration_s * request_s
+
+
 def row_head(job: Job, scenario: Scenario) -> Row:
     return {
         "scenario": job.scenario,
@@ -93,6 +117,7 @@ def row_head(job: Job, scenario: Scenario) -> Row:
         "seed": job.seed,
         "chunk_tokens": scenario.spec.chunk_tokens,
         "prefill_instances": len(scenario.spec.prefill),
+        "dp_size": max(one.dp_size for _, one in scenario.spec.prefill),
     }
 
 
@@ -154,6 +179,7 @@ def summary(outcome: Outcome, scenario: Scenario) -> Row:
         "ttft_mean_s": mean(ttft_s),
         "ttft_p50_s": quantile(ttft_s, 0.5),
         "ttft_p99_s": quantile(ttft_s, 0.99),
+        "ttft_parts": _parts(counted, warm_s, last_s),
         "chunk_utilization": sum(p.tokens for p in passes) / offered if passes else math.nan,
         "bubble_share": max(0.0, 1 - busy_s / window_s) if window_s > 0 else math.nan,
         "active_rank_count": fmean(p.active_ranks for p in passes) if passes else math.nan,
@@ -162,6 +188,18 @@ def summary(outcome: Outcome, scenario: Scenario) -> Row:
         "rejected": sum(r.refused is not None for r in counted),
         "unfinished": sum(r.ends == 0 for r in counted),
     }
+
+
+def _parts(counted: Sequence[RequestRecord], first_s: float, last_s: float) -> list[Part]:
+    """Sum and number of the TTFTs of what arrived in each part of the time."""
+    sums, numbers = [0.0] * INTERVAL_PARTS, [0] * INTERVAL_PARTS
+    for request in counted:
+        if not math.isnan(request.ttft_s):
+            share = (request.arrived_s - first_s) / max(1e-9, last_s - first_s)
+            part = min(INTERVAL_PARTS - 1, int(INTERVAL_PARTS * share))
+            sums[part] += request.ttft_s
+            numbers[part] += 1
+    return list(zip(sums, numbers, strict=True))
 
 
 def pool_summary(outcome: Outcome) -> Row:
@@ -214,7 +252,7 @@ def cache_summary(outcome: Outcome, scenario: Scenario) -> Row:
     of them in full blocks that some rank of the cluster had computed before. ``hit_rate``: found,
     as a share of all. ``optimal_tokens``: what one clairvoyant cache with the capacity of all ranks
     would leave to compute (:mod:`sglang_sbs.simulator.workloads.optimum`), warmed up by the same
-    arrivals.
+    arrivals. ``full_chunk_load``: what was computed, as a share of what full chunks would be.
     """
     spec = scenario.spec
     room = spec.cluster_kv_tokens
@@ -222,13 +260,21 @@ def cache_summary(outcome: Outcome, scenario: Scenario) -> Row:
     counted = [r for r in _counted(outcome, scenario) if not math.isnan(r.prefilled_s)]
     prompt_tokens = sum(r.prompt_tokens for r in counted)
     cached_tokens = sum(r.cached_tokens for r in counted)
+    window_s = outcome.requests[-1].arrived_s - scenario.warm_up_s if counted else math.inf
+    full_tokens = full_chunk_tokens_per_s(spec) * window_s
     return {
+        "full_chunk_load": (prompt_tokens - cached_tokens) / max(1e-9, full_tokens),
         "prompt_tokens": prompt_tokens,
         "computed_tokens": prompt_tokens - cached_tokens,
         "recomputed_tokens": sum(r.recomputed_tokens for r in counted),
         "optimal_tokens": prompt_tokens - sum(best[r.index] for r in counted),
         "hit_rate": cached_tokens / prompt_tokens if prompt_tokens else math.nan,
     }
+
+
+def holds(policy: str) -> bool:
+    """Whether a policy holds requests, as named in :data:`POLICY_CONFIGS`."""
+    return Scheduler(scheduler_config(policy)).policy.holds
 
 
 class EmptyWindowError(ValueError):

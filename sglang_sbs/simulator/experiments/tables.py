@@ -42,9 +42,12 @@ def crossed(
     words: Callable[[_Cell], str],
 ) -> ResultTable:
     """A row per name, in their order in ``cells``, which is by (name, column); ``columns``: their
-    heads."""
+    heads. A cell that is missing, as after an interrupt, is empty."""
     names = dict.fromkeys(name for name, _ in cells)
-    rows = [[name, *(words(cells[name, one]) for one in columns)] for name in names]
+    rows = [
+        [name, *(words(cells[name, one]) if (name, one) in cells else "" for one in columns)]
+        for name in names
+    ]
     return ResultTable(title, [first, *columns.values()], rows)
 
 

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import argparse
 import math
+import os
+import sys
 import tempfile
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from contextlib import suppress
+import time
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
@@ -16,6 +19,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from sglang_sbs.extras import without_matplotlib
 from sglang_sbs.outputs import try_to_write
+from sglang_sbs.plain_words import counted
 from sglang_sbs.simulator.cluster.cost import COSTS, CostError, cost_name, find_cost
 from sglang_sbs.simulator.cluster.spec import TopologyError
 from sglang_sbs.simulator.parallel import Row, Task, run_all
@@ -32,6 +36,10 @@ _PLOT_SUFFIXES = (".png", ".svg", ".html")
 DURATION_S = 80.0
 _FILE_WIDTH = 130
 """Columns where the output is no terminal: wide enough for every table."""
+_LINES = 20
+"""Progress lines of one command."""
+_ANNOUNCED_S = 5.0
+"""Runs that are expected to be shorter are not announced."""
 _Value = TypeVar("_Value")
 
 
@@ -60,13 +68,13 @@ positive_number = checked(float, lambda x: 0 < x < math.inf, "a positive number,
 not_negative = checked(float, lambda x: 0 <= x < math.inf, "a number, 0 or greater")
 numbers = checked(
     lambda text: [float(word) for word in text.split(",")],
-    lambda some: all(0 < x < math.inf for x in some),
-    "positive numbers, as in 0.6,0.8,1.0",
+    lambda some: all(0 < x < math.inf for x in some) and len({*some}) == len(some),
+    "positive numbers, each once, as in 0.6,0.8,1.0",
 )
 integers = checked(
     lambda text: [int(word) for word in text.split(",")],
-    lambda some: min(some) > 0,
-    "positive integers, as in 3072,6144",
+    lambda some: min(some) > 0 and len({*some}) == len(some),
+    "positive integers, each once, as in 3072,6144",
 )
 instance_counts = checked(
     _span,
@@ -120,7 +128,7 @@ def given(parser: argparse.ArgumentParser, words: Sequence[str]) -> set[str]:
         action.default = argparse.SUPPRESS
     dests = vars(parser.parse_args(words))
     return {
-        max(action.option_strings, key=len, default=action.dest)
+        (action.option_strings or [action.dest])[0]
         for action in parser._actions
         if action.dest in dests
     }
@@ -143,6 +151,8 @@ def names(
     for word in words:
         if word not in allowed:
             parser.error(f"{flag}: {word!r} is not one of {', '.join(allowed)}")
+        if words.count(word) > 1:
+            parser.error(f"{flag}: {word} is named twice")
     return words
 
 
@@ -270,12 +280,56 @@ def open_console() -> Console:
     return console if console.is_terminal else Console(width=_FILE_WIDTH)
 
 
-def run_with_progress(tasks: Sequence[Task], console: Console, workers: int | None) -> list[Row]:
-    words = TextColumn("{task.description}")
-    columns = (words, BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=console, transient=True) as progress:
-        task = progress.add_task("simulating", total=len(tasks))
-        return run_all(tasks, lambda _row: progress.advance(task), workers)
+def processes(workers: int | None) -> int:
+    return workers or len(os.sched_getaffinity(0))
+
+
+def run_with_progress(
+    tasks: Sequence[Task], console: Console, workers: int | None, expected_s: float = 0.0
+) -> list[Row]:
+    """Rows in the order of the tasks. ``expected_s``: CPU seconds of all of them, roughly; the
+    command says how long that is. Raises: Interrupted, with what there was."""
+    if expected_s / processes(workers) > _ANNOUNCED_S:
+        runs, cores = counted(len(tasks), "run"), processes(workers)
+        on = "one process" if cores == 1 else f"{cores} processes"
+        print(f"{runs} on {on}: roughly {clock(expected_s / cores)}", file=sys.stderr, flush=True)
+    with progress(Console(stderr=True), len(tasks)) as step:
+        return run_all(tasks, lambda _row: step(), workers)
+
+
+@contextmanager
+def progress(told: Console, total: int) -> Iterator[Callable[..., None]]:
+    """A bar on a terminal, at most :data:`_LINES` lines elsewhere, with the time that is left. Call
+    what it yields after each run, with the name of what was simulated if there is one."""
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeRemainingColumn(),
+    )
+    with Progress(*columns, console=told, transient=True, disable=not told.is_terminal) as bar:
+        task, done, began_s = bar.add_task("simulating", total=total), 0, time.monotonic()
+
+        def step(what: str = "") -> None:
+            nonlocal done
+            done += 1
+            bar.advance(task)
+            lines = min(total, _LINES)
+            if told.is_terminal or done * lines // total == (done - 1) * lines // total:
+                return
+            left_s = (time.monotonic() - began_s) / done * (total - done)
+            left = f", about {clock(left_s)} left" if done < total else ""
+            named = f" {what}:" if what else ""
+            print(f"simulated{named} {done} of {total}{left}", file=sys.stderr, flush=True)
+
+        yield step
+
+
+def clock(seconds: float) -> str:
+    """``40 s``, ``4 min``, ``1.5 h``."""
+    if seconds < 90:
+        return f"{seconds:.0f} s"
+    return f"{seconds / 60:.0f} min" if seconds < 5400 else f"{seconds / 3600:.1f} h"
 
 
 def write_json(content: Sequence[Row] | Row, path: Path | None, console: Console) -> None:

@@ -60,7 +60,7 @@ _FLAGS = (
         "sbs: what a level of priority is worth, or five mean forward times if those are longer "
         "(5000)", "MS", 1e3),
     Flag("--sbs-iqr-k", "iqr_k", not_negative, None,
-        "k of Algorithm 3, for sbs_paper, sbs_iqr (1.5)", "K"),
+        "k of Algorithm 3, for sbs_paper (1.5)", "K"),
     Flag("--sbs-tenant-weights", "tenant_weights", _weights, None,
         "sbs: shares of the passes of --tenants; 1 for those that are not named", "NAME=W,..."),
     Flag("--sbs-refuse-missed-slo", "refuse_missed_slo", bool, None,

@@ -71,7 +71,7 @@ def test_how_far_seeds_are_apart_is_shown():
     ("flags", "seeds"), [([], {1, 2, 3, 4, 5}), (["--seeds", "2", "--first-seed", "7"], {7, 8})]
 )
 def test_a_plan_for_a_trace_looks_at_several_windows(flags, seeds, tmp_path, monkeypatch, capsys):
-    def capacity(tasks, console, workers) -> list[Row]:
+    def capacity(tasks, *_) -> list[Row]:
         return [
             {**row, "seed": job.seed, "max_qps": 10.0 + job.seed}
             for _, (job, _) in tasks

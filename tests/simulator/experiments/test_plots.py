@@ -60,3 +60,28 @@ def test_a_page_fits_a_phone_and_the_dark_and_says_what_policies_do(tmp_path):
     assert '<meta name="viewport" content="width=device-width' in text
     assert "prefers-color-scheme: dark" in text
     assert text.count(LOOKS["sbs"].words) == text.count(LOOKS["eta"].words) == 1
+
+
+def test_the_legend_and_the_rates_are_beside_the_data():
+    plan = [
+        {"policy": p, "prefill_instances": n, "chunk_tokens": 1}
+        | dict.fromkeys(("max_qps", "max_qps_least", "max_qps_most"), 9.0 * n)
+        for p in ("sbs", "eta")
+        for n in (1, 2)
+    ]
+    capacity = [
+        ttft_row(p, "paper-3k", 1) | {"max_qps": 9, "slo_ttft_s": 1} for p in ("sbs", "eta")
+    ]
+    ttft = [ttft_row(p, "paper-3k", 0.4) for p in ("sbs", "eta")]
+    for figure in (
+        plots.ttft_by_load(ttft),
+        plots.capacity_by_chunk(capacity),
+        plots.capacity_by_instances(plan, [("now", 5.0)], 0.8),
+    ):
+        figure.canvas.draw()
+        (legend,) = figure.legends
+        texts = [text for axis in figure.axes for text in axis.texts]
+        assert all(axis.get_legend() is None for axis in figure.axes)
+        for axis in figure.axes:
+            for beside in (legend, *texts):
+                assert not beside.get_window_extent().overlaps(axis.get_window_extent())

@@ -1,0 +1,209 @@
+"""What simulated runs amount to: the sentences that ``simulate`` begins with."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from sglang_sbs.ratios import (
+    NO_GAIN,
+    NO_LOSS,
+    Circumstances,
+    Ratio,
+    joined,
+    ratio_of_means,
+    why_no_gain,
+)
+from sglang_sbs.simulator.experiments.tables import groups, mean_of
+from sglang_sbs.simulator.parallel import Row
+
+_SHOWN_LOADS = 3
+"""Ratios in one sentence; of more only the smallest and the largest are named."""
+_P99_LOSS = 1.05
+
+
+class _Cell(NamedTuple):
+    """The subject against the best other policy at one load."""
+
+    load: float
+    rival: str
+    mean: Ratio
+    p99: float
+    why: str
+    """Why there is no gain."""
+
+
+def of_loads(rows: Sequence[Row]) -> list[str]:
+    """For rows of :func:`~.sweep.run_job`: a paragraph per cost model and chunk size."""
+    panels = list(groups(rows, "cost", "chunk_tokens").items())
+    several = len(panels) > 1
+    return [
+        (f"Cost {cost}, chunk {chunk}: " if several else "") + _of_panel(mine)
+        for (cost, chunk), mine in panels
+    ]
+
+
+def _of_panel(rows: Sequence[Row]) -> str:
+    subject = subject_of(rows)
+    cells, sentences = [], []
+    for (load,), mine in groups(rows, "load").items():
+        ours = [row for row in mine if row["policy"] == subject]
+        others = {name: some for (name,), some in groups(mine, "policy").items() if _served(some)}
+        if not _served(ours):
+            if ours:
+                sentences.append(
+                    f"At load {load:g} {subject} {_unserved(ours)}, so there is no ratio."
+                )
+            continue
+        rivals = {name: others[name] for name in rivals_of(subject, others)}
+        if rivals:
+            cells.append(_cell(load, ours, rivals))
+        else:
+            sentences.append(_alone(subject, load, ours))
+    return " ".join([*_compared(subject, cells), *sentences]) or "Nothing was simulated."
+
+
+def subject_of(rows: Sequence[Row]) -> str:
+    """The policy that a verdict is about: ``sbs``, or another of that name, or else the first."""
+    names = list(dict.fromkeys(row["policy"] for row in rows))
+    return "sbs" if "sbs" in names else next(filter(_is_sbs, names), names[0])
+
+
+def rivals_of(subject: str, names: Sequence[str] | dict[str, list[Row]]) -> list[str]:
+    """The policies to compare with: variants of SBS only if there are no others."""
+    others = [name for name in names if name != subject]
+    return [name for name in others if not _is_sbs(name)] or others
+
+
+def _is_sbs(policy: str) -> bool:
+    return policy.startswith("sbs")
+
+
+def _served(rows: Sequence[Row]) -> bool:
+    """Whether every request got its first token, so that means can be compared."""
+    done = rows and all(row["completed"] for row in rows)
+    return bool(done) and not any(row["unfinished"] or row["rejected"] for row in rows)
+
+
+def _unserved(rows: Sequence[Row]) -> str:
+    left, refused = (sum(row[key] for row in rows) for key in ("unfinished", "rejected"))
+    if not left and not refused:
+        return "has no request after the warm-up"
+    parts = [f"leaves {left:,} requests unfinished"] if left else []
+    parts += [f"refuses {refused:,}"] if refused else []
+    return " and ".join(parts)
+
+
+def _alone(subject: str, load: float, ours: Sequence[Row]) -> str:
+    mean_s = mean_of(ours, "ttft_mean_s")
+    return (
+        f"{subject} has a mean TTFT of {mean_s:.3f} s at load {load:g}; no other policy served "
+        "every request there, so there is no ratio."
+    )
+
+
+def _cell(load: float, ours: Sequence[Row], rivals: dict[str, list[Row]]) -> _Cell:
+    rival = min(rivals, key=lambda name: mean_of(rivals[name], "ttft_mean_s"))
+    theirs = {row["seed"]: row for row in rivals[rival]}
+    pairs = [(row, theirs[row["seed"]]) for row in ours if row["seed"] in theirs]
+    parts = [
+        (mine, other)
+        for row, beside in pairs
+        for mine, other in zip(row["ttft_parts"], beside["ttft_parts"], strict=True)
+    ]
+    mean = ratio_of_means(*zip(*parts, strict=True))
+    p99 = statistics.fmean(row["ttft_p99_s"] for row, _ in pairs)
+    p99 /= statistics.fmean(row["ttft_p99_s"] for _, row in pairs)
+    computed = statistics.fmean(row["full_chunk_load"] for row in ours)
+    about = Circumstances(ours[0]["policy"], True, computed, ours[0]["dp_size"])
+    why = why_no_gain(about) if about.policy == "sbs" else ""
+    return _Cell(load, rival, mean, p99, "" if why.startswith("no cause") else why)
+
+
+def _compared(subject: str, cells: Sequence[_Cell]) -> list[str]:
+    gains = [one for one in cells if one.mean.high < 1 and one.mean.ratio <= NO_GAIN]
+    losses = [one for one in cells if one.mean.low > 1 and one.mean.ratio >= NO_LOSS]
+    alike = [one for one in cells if one not in gains and one not in losses]
+    tails = [one for one in cells if one.p99 > _P99_LOSS]
+    name, sentences = subject, []
+    if gains:
+        sentences.append(f"{name} has {_at_loads(gains)}.")
+        name = "It"
+    for why in dict.fromkeys(one.why for one in alike):
+        mine = [one for one in alike if one.why == why]
+        because = f": {why}" if why else ""
+        sentences.append(f"{name} gains nothing {_brief(mine)}{because}.")
+        name = "It"
+    if losses:
+        sentences.append(f"{name} loses {_brief(losses)}.")
+    if tails:
+        sentences.append(f"Its p99 TTFT is longer {_p99s(tails)}.")
+    return sentences
+
+
+def _at_loads(cells: Sequence[_Cell]) -> str:
+    """``0.67x (0.61 to 0.74) the mean TTFT of eta, the best other policy, at load 0.6 and ...``"""
+    words = []
+    for one in _shown(cells):
+        of = f"that of {one.rival}" if words else f"the mean TTFT of {one.rival}"
+        words.append(f"{one.mean.words()} {of} at load {one.load:g}")
+    return joined(words) + _more(cells, words)
+
+
+def _brief(cells: Sequence[_Cell]) -> str:
+    words = [f"{one.load:g} ({one.mean.words()} of {one.rival})" for one in _shown(cells)]
+    return f"at load {joined(words)}" + _more(cells, words)
+
+
+def _p99s(cells: Sequence[_Cell]) -> str:
+    worst = sorted(cells, key=lambda one: -one.p99)[:_SHOWN_LOADS]
+    words = [f"{one.load:g} ({one.p99:.2f}x of {one.rival})" for one in worst]
+    return f"at load {joined(words)}" + _more(cells, words)
+
+
+def _shown(cells: Sequence[_Cell]) -> list[_Cell]:
+    if len(cells) <= _SHOWN_LOADS:
+        return list(cells)
+    ordered = sorted(cells, key=lambda one: one.mean.ratio)
+    return [ordered[0], ordered[-1]]
+
+
+def _more(cells: Sequence[_Cell], words: Sequence[str]) -> str:
+    return f", with {len(cells) - len(words)} loads between" if len(cells) > len(words) else ""
+
+
+def of_capacity(rows: Sequence[Row]) -> list[str]:
+    """For rows of :func:`~.sweep.max_load`: a sentence per cost model, each policy at its best
+    chunk size."""
+    panels = list(groups(rows, "cost").items())
+    several = len(panels) > 1
+    return [(f"Cost {cost}: " if several else "") + _of_capacity(mine) for (cost,), mine in panels]
+
+
+def _of_capacity(rows: Sequence[Row]) -> str:
+    subject, slo_s = subject_of(rows), rows[0]["slo_ttft_s"]
+    best: dict[str, list[Row]] = {}
+    for (name, _chunk), mine in groups(rows, "policy", "chunk_tokens").items():
+        if name not in best or mean_of(mine, "max_qps") > mean_of(best[name], "max_qps"):
+            best[name] = mine
+    ours_qps, chunk = mean_of(best[subject], "max_qps"), best[subject][0]["chunk_tokens"]
+    if not ours_qps:
+        first = f"{subject} meets a mean TTFT of {slo_s:g} s at no load"
+    else:
+        first = f"{subject} serves {ours_qps:.4g} QPS within a mean TTFT of {slo_s:g} s"
+        first += f" (chunk {chunk})"
+    rivals = rivals_of(subject, best)
+    if not rivals:
+        return f"{first}."
+    rival = max(rivals, key=lambda name: mean_of(best[name], "max_qps"))
+    theirs = {row["seed"]: row["max_qps"] for row in best[rival]}
+    theirs_qps = mean_of(best[rival], "max_qps")
+    if not (ours_qps and theirs_qps):
+        return f"{first}; {rival}, the best other policy, {theirs_qps:.4g} QPS."
+    pairs = [
+        (row["max_qps"], theirs[row["seed"]]) for row in best[subject] if row["seed"] in theirs
+    ]
+    ratio = ratio_of_means([(ours, 1) for ours, _ in pairs], [(qps, 1) for _, qps in pairs])
+    alike = " (no certain difference)" if ratio.low <= 1 <= ratio.high < float("inf") else ""
+    return f"{first}, {ratio.words()} the {theirs_qps:.4g} QPS of {rival}, the best other{alike}."
