@@ -26,7 +26,7 @@ from benchmarks.compare_routers.plan import (
     Plan,
     check_outputs,
 )
-from benchmarks.compare_routers.results.ratios import errors, is_sbs, ratio_cells
+from benchmarks.compare_routers.results.ratios import errors, is_sbs
 from benchmarks.compare_routers.results.report import (
     summary,
     write_into_docs,
@@ -34,6 +34,7 @@ from benchmarks.compare_routers.results.report import (
     write_report,
 )
 from benchmarks.compare_routers.results.rows import Header, Row, RowFile, figures
+from benchmarks.compare_routers.results.verdict import sentences
 from benchmarks.compare_routers.runs.clients import CLIENTS
 from benchmarks.compare_routers.runs.engines import H800_CHUNK_TOKENS, PASS_S
 from benchmarks.compare_routers.workloads import NAMES
@@ -164,8 +165,9 @@ def build_parser() -> argparse.ArgumentParser:
         "--most-host-lag",
         type=float,
         metavar="SHARE",
-        help="of a full pass: where the host lag of a run was larger, its cell has no ratios, and "
-        f"--resume makes the run again; 0: no limit ({MOST_HOST_LAG:g}; with --busy 0)",
+        help="of a full pass: where the host lag of a run was larger, or the loop of a router of "
+        "ours stood still, its cell has no ratios, and --resume makes the run again; 0: no limit, "
+        f"whatever stood still ({MOST_HOST_LAG:g}; with --busy 0)",
     )
     add_busy_argument(how, ", the same for every contender; a ratio is then of a busy host")
     how.add_argument("--client", choices=CLIENTS, default=CLIENTS[0], help=f"({CLIENTS[0]})")
@@ -284,33 +286,14 @@ def _unmeasured(rows: Sequence[Row], asked: Sequence[str]) -> list[str]:
 
 def _finish(args: argparse.Namespace, header: Header, rows: list[Row], console: Console) -> None:
     write_report(header, rows, args.report)
+    for sentence in sentences(rows):
+        console.print(sentence, highlight=False, markup=False, soft_wrap=True)
     if args.json is not None:
         write_json(header, rows, args.json)
         console.print(f"written: {args.json}")
     if args.docs is not None:
         write_into_docs(header, rows, args.docs)
         console.print(f"written: {args.docs}")
-    for cell in ratio_cells(rows):
-        if cell["disturbed"]:
-            console.print(
-                f"{cell['workload']} {cell['load']:g} {cell['policy']}: no ratio, the host lag was "
-                f"too large a part of a pass in {', '.join(cell['disturbed'])}; a quieter machine "
-                "or a longer --pass-s, then --resume",
-                highlight=False,
-            )
-        if cell["failed"]:
-            console.print(
-                f"{cell['workload']} {cell['load']:g} {cell['policy']}: failed, no ratio",
-                highlight=False,
-            )
-        for kind in ("", "own_"):
-            if cell[f"{kind}p99_ratio"] is not None:
-                console.print(
-                    f"{cell['workload']} {cell['load']:g} {cell['policy']}: "
-                    f"mean {cell[f'{kind}mean_ratio']:.2f} of {cell[f'{kind}mean_peer']}, "
-                    f"p99 {cell[f'{kind}p99_ratio']:.2f} of {cell[f'{kind}p99_peer']}",
-                    highlight=False,
-                )
     console.print(f"report: {args.report / 'report.html'}")
 
 

@@ -27,6 +27,7 @@ def row(
     sigma: float = 10.0,
     active_ranks: float = 1.8,
     host_lag_ms: float = 0.0,
+    stalled_s: float = 0.0,
 ) -> Row:
     passes = PassStatistics(10, 900.0, 0.5, 0.9, 0.1, NAN, 0.01, active_ranks, 1.1)
     return Row(
@@ -36,6 +37,7 @@ def row(
         qps=load * 30,
         host_lag_ms=host_lag_ms,
         most_host_lag_ms=12.2,
+        stalled_s=stalled_s,
         answers=Answers(
             completed=100 - failed,
             failed=failed,

@@ -111,14 +111,24 @@ def test_the_others_are_grey_and_the_legend_counts_them(monkeypatch: pytest.Monk
 
 
 def test_a_contender_looks_the_same_for_every_workload(monkeypatch: pytest.MonkeyPatch) -> None:
-    rows = [row(name, 300) for name in ("sbs", "sbs_paper", "eta", "smg")]
-    rows += [row(name, 300, workload="bursty") for name in ("sbs", "smg")]
+    rows = [row(n, 300, load) for n in ("sbs", "sbs_paper", "eta", "smg") for load in (0.4, 0.8)]
+    rows += [row(n, 300, load, workload="bursty") for n in ("sbs", "smg") for load in (0.4, 0.8)]
     ttft, *_ = figures(monkeypatch, rows)
     found = [colours(axis) for axis in ttft.axes]
     assert [len(one) for one in found] == [2, 2, 4, 4]
     assert all(
         bursty == [paper[0], paper[3]] for bursty, paper in zip(found, found[2:], strict=False)
     )
+
+
+def test_one_load_is_bars_of_contenders_and_not_points(monkeypatch: pytest.MonkeyPatch) -> None:
+    rows = [row(name, 300, seed=seed) for name in ("sbs", "eta") for seed in (1, 2)]
+    ttft, *_ = figures(monkeypatch, rows)
+    assert not ttft.legends
+    for axis in ttft.axes:
+        assert [text.get_text() for text in axis.get_xticklabels()] == ["sbs", "eta"]
+        assert len(axis.patches) == 2 and not axis.lines
+        assert axis.get_ylim()[0] == 0, "bars begin at zero"
 
 
 @pytest.mark.filterwarnings("error")

@@ -12,6 +12,8 @@ from pathlib import Path
 
 import orjson
 import pytest
+from aiohttp import web
+from aiohttp.test_utils import TestServer
 from compare_rows import HEADER, row, searched
 from msgspec.structs import replace
 from rich.console import Console
@@ -22,6 +24,8 @@ from benchmarks.compare_routers.prompts import id_prompts
 from benchmarks.compare_routers.results import ratios, report
 from benchmarks.compare_routers.results.rows import Key, Row, RowFile
 from benchmarks.compare_routers.results.tables import ratio_table
+from benchmarks.compare_routers.results.verdict import sentences
+from benchmarks.compare_routers.runs import endforward_check
 from benchmarks.compare_routers.runs.cell import Setting
 from benchmarks.router_processes import Contender
 
@@ -127,12 +131,69 @@ def test_a_cell_with_a_run_on_a_slow_host_has_no_ratio_and_says_whose() -> None:
     rows = [row("sbs", 50), row("smg", 80, host_lag_ms=12.3), row("sbs", 50, load=0.4)]
     rows.append(row("smg", 80, load=0.4, host_lag_ms=12.1))
     cells = {one["load"]: one for one in ratios.ratio_cells(rows)}
-    assert cells[0.8]["disturbed"] == ["smg seed 1 (12 ms)"]
+    assert cells[0.8]["disturbed"] == ["smg at paper 0.8 seed 1 (host lag 12 ms)"]
     assert cells[0.8]["mean_ratio"] is cells[0.8]["p99_ratio"] is None
     assert cells[0.4]["disturbed"] == [] and cells[0.4]["mean_ratio"] == pytest.approx(50 / 80)
     assert [one[-1] for one in ratio_table(rows).rows] == ["better", "disturbed"]
     again = [*rows, row("smg", 80)]
     assert [one["mean_ratio"] for one in ratios.ratio_cells(again)] == [pytest.approx(5 / 8)] * 2
+
+
+def test_a_run_whose_router_stood_still_is_thrown_away_and_made_again() -> None:
+    rows = [row("sbs", 50, stalled_s=0.31), row("smg", 80)]
+    (cell,) = ratios.ratio_cells(rows)
+    assert cell["mean_ratio"] is None
+    assert rows[0].to_repeat
+    assert sentences(rows) == [
+        "No ratio in cells with a run that is thrown away: sbs at paper 0.8 seed 1 (the router's "
+        "loop stood still for 0.31 s). A quieter machine or a longer --pass-s, then --resume."
+    ]
+    assert not replace(rows[0], most_host_lag_ms=0.0).disturbed, "--most-host-lag 0"
+
+
+async def test_how_long_a_router_stood_still_is_read_from_its_metrics() -> None:
+    async def metrics(_request: web.Request) -> web.Response:
+        return web.Response(
+            text="# TYPE sbs_loop_stalled_seconds counter\nsbs_loop_stalled_seconds_total 1.5\n"
+        )
+
+    app = web.Application()
+    app.router.add_get("/metrics", metrics)
+    async with TestServer(app) as server:
+        url = str(server.make_url("/metrics"))
+        assert await endforward_check.stalled_s(url) == 1.5
+    assert await endforward_check.stalled_s(url) == 0.0, "nobody answers"
+
+
+def test_the_verdict_says_gains_losses_and_what_failed() -> None:
+    rows = [row("sbs", 50), row("smg", 80), row("sbs", 60, seed=2), row("smg", 80, seed=2)]
+    rows += [row("sbs", 90, load=0.4, p99=95), row("smg", 80, load=0.4, p99=100)]
+    rows += [row("sbs", 80, load=0.2), row("smg", 80, load=0.2), row("eta", 80, load=0.2)]
+    rows += [row("sbs", 50, load=0.9, failed=1), row("smg", 80, load=0.9)]
+    assert sentences(rows) == [
+        "sbs has a lower mean TTFT than the best other router: 0.69x (0.62 to 0.75 by seed) of smg "
+        "at paper 0.8.",
+        "sbs LOSES against the best other router: 1.12x of smg at paper 0.4.",
+        "sbs gains nothing over the best other router: 1.00x of smg at paper 0.2.",
+        "sbs gains nothing over our best immediate policy: 1.00x of eta at paper 0.2.",
+        "No ratio, as runs failed: sbs at paper 0.9.",
+        "SBS left 1 request unanswered.",
+    ]
+    assert sentences([row("smg", 80)])[0].startswith("No ratio: there is no run of SBS")
+
+
+def test_the_report_begins_with_the_verdict_and_ends_with_how_it_was_measured(
+    tmp_path: Path,
+) -> None:
+    rows = [row("sbs", 50), row("smg", 80)]
+    report.write_report(HEADER, rows, tmp_path)
+    for name in ("report.html", "report.md"):
+        text = (tmp_path / name).read_text()
+        order = ["sbs has a lower mean TTFT", "ratio", "How it was measured", "host lag"]
+        places = [text.rfind(words) for words in order[1:]]
+        assert -1 not in places and places == sorted(places), name
+        assert 0 < text.find(order[0]) < text.find(order[1])
+    assert report.summary(HEADER, rows)["verdict"] == sentences(rows)
 
 
 def test_without_a_peer_among_the_contenders_the_table_judges_nothing() -> None:
@@ -313,7 +374,7 @@ async def test_disturbed_runs_are_made_again_but_not_those_that_failed_requests(
     await again.run()
     assert ran == [Key("cell", "paper", 0.4, 1, "sbs")]
     cells = {one["load"]: one["disturbed"] for one in ratios.ratio_cells(again.rows)}
-    assert cells == {0.4: [], 1.0: ["smg seed 1 (99 ms)"]}
+    assert cells == {0.4: [], 1.0: ["smg at paper 1 seed 1 (host lag 99 ms)"]}
 
 
 def breaking(monkeypatch: pytest.MonkeyPatch, breaks: Callable[[list[Key]], bool]) -> list[Key]:

@@ -9,7 +9,7 @@ import io
 import math
 import statistics
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -130,7 +130,7 @@ def _draw(
     marker: str,
 ) -> Any:
     """One line with its bars; what the legend shows."""
-    loads, means, least, most = zip(*points, strict=True)
+    loads, means, least, most = _columns(points)
     below = [max(0.0, mean - low) for mean, low in zip(means, least, strict=True)]
     above = [max(0.0, high - mean) for mean, high in zip(means, most, strict=True)]
     return axis.errorbar(
@@ -146,6 +146,25 @@ def _draw(
         capsize=2.5,
         zorder=1 if colour == _GREY else 2,
     )
+
+
+def _columns(points: Sequence[tuple[float, float, float, float]]) -> Iterable[tuple[float, ...]]:
+    return zip(*points, strict=True)
+
+
+def _draw_bars(axis: Any, lines: Mapping[str, Any], colours: Mapping[str, str]) -> None:
+    """For one load, where a line would be a point: a bar for each contender, named below."""
+    for at, (policy, points) in enumerate(lines.items()):
+        ((_load, mean, low, high),) = points
+        axis.bar(
+            at,
+            mean,
+            color=colours.get(policy, _GREY),
+            yerr=[[mean - low], [high - mean]] if high > low else None,
+            capsize=2.5,
+        )
+    axis.set_xticks(range(len(lines)), list(lines), rotation=40, ha="right", fontsize=7)
+    axis.set_ylim(bottom=0)
 
 
 def _by_load(
@@ -173,7 +192,15 @@ def _by_load(
             mine = [
                 row for (name, _), row_list in cells.items() if name == workload for row in row_list
             ]
-            for policy, points in lines_of(mine, get).items():
+            lines = lines_of(mine, get)
+            axis.set_title(f"{workload}: {title}", fontsize=9)
+            axis.yaxis.set_tick_params(labelleft=True)
+            axis.grid(alpha=0.3)
+            if len({row.key.load for row in mine}) == 1:
+                _draw_bars(axis, lines, colours)
+                axis.set_xlabel(f"at load {mine[0].key.load:g}", fontsize=8)
+                continue
+            for policy, points in lines.items():
                 at = names.index(policy) if policy in names else -1
                 legend[policy if at >= 0 else f"others ({others})"] = _draw(
                     axis,
@@ -184,10 +211,9 @@ def _by_load(
                 )
             if log:
                 axis.set_yscale("log")
-            axis.set_title(f"{workload}: {title}", fontsize=9)
             axis.set_xlabel("load (share of full-chunk capacity)", fontsize=8)
-            axis.yaxis.set_tick_params(labelleft=True)
-            axis.grid(alpha=0.3)
+    if not legend:
+        return _png(pyplot, figure)
     figure.legend(
         [legend[label] for label in in_order(legend)],
         in_order(legend),

@@ -151,7 +151,8 @@ def ratio_cells(rows: Sequence[Row]) -> list[dict[str, Any]]:
 
     ``own_*``: against the best of our own immediate policies. ``failed``: a run of
     it there has no figures or left a request unanswered, and it has no ratios. ``disturbed``: the
-    runs there that a slow host disturbed; a cell with such a run, whoever's, has no ratios.
+    runs there that a slow host disturbed, or in which a router's loop stood still; a cell with such
+    a run, whoever's, has no ratios.
     """
     out = []
     cells = cells_of(rows)
@@ -199,9 +200,10 @@ def ratio_cells(rows: Sequence[Row]) -> list[dict[str, Any]]:
 
 
 def disturbed_runs(rows: Iterable[Row]) -> list[str]:
-    """Which runs, of those with figures, a slow host disturbed."""
+    """Which runs, of those with figures, are thrown away, and why."""
     return [
-        f"{row.key.policy} seed {row.key.seed} ({row.host_lag_ms:.0f} ms)"
+        f"{row.key.policy} at {row.key.workload} {row.key.load:g} seed {row.key.seed} "
+        f"({row.disturbance})"
         for row in figures(rows)
         if row.disturbed
     ]

@@ -29,6 +29,7 @@ from benchmarks.compare_routers.results.tables import (
     error_table,
     ratio_table,
 )
+from benchmarks.compare_routers.results.verdict import sentences
 
 BEGIN_MARK = "<!-- compare-routers: tables of a run begin -->"
 END_MARK = "<!-- compare-routers: tables of a run end -->"
@@ -46,10 +47,9 @@ tr.better { background: #e2f4e4 } tr.worse { background: #fbe1dd }
 img { max-width: 100% } p.note { color: #555 } .scroll { overflow-x: auto }
 </style></head><body>
 <h1>Routers compared on one SGLang cluster</h1>
-<table>
-{% for key, value in facts %}<tr><td>{{ key }}</td><td class="why">{{ value }}</td></tr>
+{% for sentence in verdict %}
+<p>{{ sentence }}</p>
 {% endfor %}
-</table>
 {% for table in tables %}
 <h2>{{ table.title }}</h2>
 <div class="scroll"><table><tr>{% for title in table.columns %}<th>{{ title }}</th>{% endfor %}</tr>
@@ -65,6 +65,11 @@ img { max-width: 100% } p.note { color: #555 } .scroll { overflow-x: auto }
 {% for title, data in images %}
 <h2>{{ title }}</h2><img alt="{{ title }}" src="data:image/png;base64,{{ data }}">
 {% endfor %}
+<h2>How it was measured</h2>
+<table>
+{% for key, value in facts %}<tr><td>{{ key }}</td><td class="why">{{ value }}</td></tr>
+{% endfor %}
+</table>
 </body></html>
 """
 )
@@ -83,6 +88,7 @@ def summary(header: Header, rows: Sequence[Row]) -> dict[str, Any]:
     known = [one for one in over.values() if one is not None]
     ratio = over["sbs"] if "sbs" in over else max(known, key=lambda one: one.mean, default=None)
     return {
+        "verdict": sentences(rows),
         "cells": ratios.ratio_cells(rows),
         "max_qps_ratio": None if ratio is None else ratio.mean,
         "max_qps_ratio_low": None if ratio is None else ratio.low,
@@ -121,6 +127,7 @@ def _figures(row: Row) -> dict[str, Any]:
         "qps": row.qps,
         "host_lag_ms": row.host_lag_ms,
         "most_host_lag_ms": row.most_host_lag_ms,
+        "stalled_s": row.stalled_s,
         "cpu_ms_per_request": row.cpu_ms_per_request,
         "tokens_per_s": row.tokens_per_s,
         "computed_over_optimum": row.computed_over_optimum,
@@ -142,7 +149,7 @@ def _builtins(value: Any) -> Any:
 
 
 def tables_of(header: Header, rows: Sequence[Row]) -> list[Table]:
-    """All of them, the verdict first."""
+    """All of them, the ratios first."""
     slo_ttft_s = header.settings["slo_ttft_s"]
     found = [
         ratio_table(rows),
@@ -174,7 +181,7 @@ def facts_of(header: Header, rows: Sequence[Row]) -> list[tuple[str, str]]:
         facts.append(("no EndForward", f"of {', '.join(names)} in {len(silent)} runs"))
     disturbed = ratios.disturbed_runs(rows)
     if disturbed:
-        facts.append(("no ratios", f"host lag too large in {', '.join(disturbed)}"))
+        facts.append(("thrown away", ", ".join(disturbed)))
     return [
         *facts,
         ("host lag", f"{lag_ms:.0f} ms in the median run, {worst_ms:.0f} ms in the worst"),
@@ -186,9 +193,9 @@ def facts_of(header: Header, rows: Sequence[Row]) -> list[tuple[str, str]]:
 def markdown(
     header: Header, rows: Sequence[Row], images: Mapping[str, str], *, level: int = 2
 ) -> str:
-    """Tables and links to ``images`` (title -> path)."""
+    """Verdict, tables, links to ``images`` (title -> path), and how it was measured."""
     heading = "#" * level
-    lines = [*(f"- {name}: {value}" for name, value in facts_of(header, rows)), ""]
+    lines = [line for sentence in sentences(rows) for line in (sentence, "")]
     for table in tables_of(header, rows):
         lines += [f"{heading} {table.title}", ""]
         lines += ["| " + " | ".join(table.columns) + " |", "|" + "---|" * len(table.columns)]
@@ -197,6 +204,8 @@ def markdown(
     lines += [LEGEND, ""]
     for title, path in images.items():
         lines += [f"{heading} {title}", "", f"![{title}]({path})", ""]
+    lines += [f"{heading} How it was measured", ""]
+    lines += [*(f"- {name}: {value}" for name, value in facts_of(header, rows)), ""]
     return "\n".join(lines)
 
 
@@ -212,6 +221,7 @@ def write_report(header: Header, rows: Sequence[Row], directory: Path) -> None:
     text = markdown(header, rows, {title: path.name for title, path in paths.items()})
     (directory / "report.md").write_text(f"# Routers compared\n\n{text}", encoding="utf-8")
     page = _PAGE.render(
+        verdict=sentences(rows),
         facts=facts_of(header, rows),
         tables=tables_of(header, rows),
         legend=LEGEND,

@@ -52,7 +52,10 @@ class Row(msgspec.Struct, frozen=True, kw_only=True):
     """How late a sleep of 20 ms ended in the client during the load, 99th percentile: large when
     other work had the cores, and the figures are then of that."""
     most_host_lag_ms: float = 0.0
-    """With a larger host lag it is in no ratio; 0: it is in all."""
+    """With a larger host lag, or a loop that stood still, it is in no ratio; 0: it is in all."""
+    stalled_s: float = 0.0
+    """For how long in all the router's event loop stood still during the load, each time for 0.25 s
+    or longer, as it says itself. Other projects' routers do not say: 0."""
     cpu_ms_per_request: float = 0.0
     """CPU time of the router's processes during the load."""
     tokens_per_s: float = 0.0
@@ -73,8 +76,18 @@ class Row(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def disturbed(self) -> bool:
-        """Whether the host was too slow for its figures to be in a ratio."""
-        return self.host_lag_ms > self.most_host_lag_ms > 0
+        """Whether the host was too slow, or the router's loop stood still, so that its figures are
+        in no ratio."""
+        return self.most_host_lag_ms > 0 and (
+            self.host_lag_ms > self.most_host_lag_ms or self.stalled_s > 0
+        )
+
+    @property
+    def disturbance(self) -> str:
+        """What makes it :attr:`disturbed`, in words."""
+        if self.stalled_s > 0:
+            return f"the router's loop stood still for {self.stalled_s:.2f} s"
+        return f"host lag {self.host_lag_ms:.0f} ms"
 
     @property
     def to_repeat(self) -> bool:

@@ -99,7 +99,8 @@ def ratio_table(rows: Sequence[Row]) -> Table:
         "against, for every figure anew, of those that ran with all seeds. "
         "own: the same against our own immediate policies, which have this relay too. "
         f"worse: mean or p99 above {WORSE_FROM:g}; better: both below 1/{WORSE_FROM:g}. "
-        "disturbed: in a run of the cell the host lag was too large a part of a pass.",
+        "disturbed: in a run of the cell the host lag was too large a part of a pass, or the loop "
+        "of a router of ours stood still.",
         marks,
     )
 

@@ -146,7 +146,7 @@ async def _measured(
         warm_up_failed = _check(warmed)
         await _check_hearing(contender, engines)
         engines.listener.take()
-        cpu_s = processes.cpu_s()
+        cpu_s, stalled_s = processes.cpu_s(), await _stalled_s(contender, engines)
         lag = asyncio.create_task(_watch_lag(), name="host lag")
         try:
             played = await send(url)
@@ -158,6 +158,7 @@ async def _measured(
         await asyncio.sleep(_SETTLE_S)
         heard = engines.listener.take()
         cpu_s = processes.cpu_s() - cpu_s
+        stalled_s = await _stalled_s(contender, engines) - stalled_s
     begin_s, load_s = played.begin_s, played.load_s
     if setting.client != "open-loop":
         # The other process says nothing of when it began; its first request is launched at once.
@@ -174,6 +175,7 @@ async def _measured(
         wall_s=time.monotonic() - begun_s,
         host_lag_ms=1e3 * await lag,
         most_host_lag_ms=1e3 * setting.most_host_lag * engines.full_pass_s,
+        stalled_s=stalled_s,
         cpu_ms_per_request=1e3 * cpu_s / requests,
         tokens_per_s=tokens / load_s / len(engines.prefill),
         computed_over_optimum=computed / played.optimum_tokens if played.optimum_tokens else 0.0,
@@ -279,6 +281,13 @@ async def _check_hearing(contender: Contender, engines: Engines) -> None:
             "SGLANG_SBS_ROUTERS of every engine must name this machine's port "
             f"{ports.endforward}, and that must be reachable from there"
         )
+
+
+async def _stalled_s(contender: Contender, engines: Engines) -> float:
+    """Seconds in which the router's event loop has stood still; other projects' do not say."""
+    if not contender.ours:
+        return 0.0
+    return await endforward_check.stalled_s(f"http://127.0.0.1:{engines.ports.prometheus}/metrics")
 
 
 def _urls(engines: Engines) -> dict[str, str]:

@@ -7,11 +7,13 @@ that speaks to the listener need not reach the router under test: both are asked
 from __future__ import annotations
 
 import asyncio
+import math
 import time
 from collections.abc import Iterable, Mapping
 
 import aiohttp
 from prometheus_client.parser import text_string_to_metric_families
+from prometheus_client.samples import Sample
 
 from benchmarks.listener import Heard
 from sglang_sbs.router.engines.urls import alias_key, normalise_worker_url
@@ -20,6 +22,7 @@ WAIT_S = 10.0
 """Idle engines speak once a second, and look every 2 s at most for a router that was away."""
 _STEP_S = 0.25
 _MESSAGES = "sbs_endforward_messages_total"
+_STALLED = "sbs_loop_stalled_seconds_total"
 _TIMEOUT = aiohttp.ClientTimeout(total=10)
 
 
@@ -98,18 +101,29 @@ async def router_misses(
             await asyncio.sleep(_STEP_S)
 
 
+async def stalled_s(metrics_url: str) -> float:
+    """Seconds in which the event loops of a router of ours have stood still so far, as it counts
+    them; 0 when it does not answer."""
+    async with aiohttp.ClientSession(timeout=_TIMEOUT) as session:
+        samples = await _samples(session, metrics_url)
+    return math.fsum(one.value for one in samples if one.name == _STALLED)
+
+
 async def _heard_by(
     session: aiohttp.ClientSession, url: str
 ) -> set[tuple[tuple[str, int] | None, str]]:
     """Worker and rank of every message a router counts; nothing when it does not answer."""
+    return {
+        (_address(sample.labels["worker"]), sample.labels["dp_rank"])
+        for sample in await _samples(session, url)
+        if sample.name == _MESSAGES and sample.value > 0
+    }
+
+
+async def _samples(session: aiohttp.ClientSession, url: str) -> list[Sample]:
     try:
         async with session.get(url) as response:
             text = await response.text()
     except (aiohttp.ClientError, TimeoutError):
-        return set()
-    return {
-        (_address(sample.labels["worker"]), sample.labels["dp_rank"])
-        for family in text_string_to_metric_families(text)
-        for sample in family.samples
-        if sample.name == _MESSAGES and sample.value > 0
-    }
+        return []
+    return [one for family in text_string_to_metric_families(text) for one in family.samples]
