@@ -13,7 +13,6 @@ from pathlib import Path
 from sglang_sbs.simulator.experiments import matrix, plan, sweep, tables, verdict
 from sglang_sbs.simulator.options import cluster, common, scheduler
 from sglang_sbs.simulator.options.common import Flag, names, run_with_progress
-from sglang_sbs.simulator.options.effects import refuse_without_effect
 from sglang_sbs.simulator.parallel import Interrupted, Task
 from sglang_sbs.simulator.replay import replay
 from sglang_sbs.simulator.workloads.scenario import AGENTIC, SCENARIOS
@@ -129,14 +128,7 @@ def _main(words: list[str]) -> int:
     except sweep.EmptyWindowError as error:
         parser.error(f"--duration: {error}")
     except Interrupted as error:
-        rows, interrupted = error.rows, True
-        if not rows:
-            raise
-        print(
-            f"sglang-sbs simulate: interrupted after {len(rows)} of {len(tasks)} runs; this is "
-            "what there is",
-            file=sys.stderr,
-        )
+        rows, interrupted = common.kept(error, len(tasks), "simulate"), True
     shown = (tables.capacity_tables if args.max_qps else tables.result_tables)(rows)
     sentences = (verdict.of_capacity if args.max_qps else verdict.of_loads)(rows)
     for sentence in sentences:
@@ -167,8 +159,7 @@ def _tasks(
         **common.fields_of(args, scheduler.CLASSES),
     }
     scenario = common.checked_scenario(args, parser, args.scenario, spec)
-    caches = scenario.spec.block_tokens > 0
-    refuse_without_effect(args, flags, policies, parser, readers=sweep.READS_CACHES, caches=caches)
+    sweep.refuse_idle_flags(args, flags, policies, scenario, parser)
     slo_s = args.slo_ttft or scenario.slo_ttft_s
     config, classes = scheduler.scheduler_fields(args), scheduler.classes_of(args, parser)
     base = sweep.Job(args.scenario, "", 1.0, 0, args.duration, config=config, classes=classes)

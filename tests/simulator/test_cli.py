@@ -294,7 +294,10 @@ WITHOUT_EFFECT = (
             *("--sbs-max-queue-tokens", "--sbs-max-hold-ms", "--sbs-iqr-k"),
         )
     ),
-    ("paper-3k --policies session --sbs-t-default-ms 9", "it is for sbs, sbs_... and eta"),
+    (
+        "paper-3k --policies session --sbs-t-default-ms 9",
+        "it is for a policy that reads EndForward",
+    ),
     ("sessions --policies eta --prefix-source off", "--prefix-source: no effect under eta: it is"),
     ("paper-3k --prefix-source off", "--prefix-source: no effect, as there are no prefix caches"),
     ("sessions --kv-tokens 0 --prefix-source off", "--prefix-source: no effect, as there are no"),
@@ -436,7 +439,7 @@ def test_an_interrupted_plan_says_nothing_of_what_it_did_not_simulate(monkeypatc
     out, err = capsys.readouterr()
     assert "At 171 QPS (now) sbs needs more than 2 prefill instances" in out
     assert "; eta more than 1." in out
-    assert "interrupted after 3 of 6 searches; this is what there is" in err
+    assert "interrupted after 3 of 6 runs; this is what there is" in err
 
 
 @pytest.mark.parametrize("command", ["paper-3k", "matrix"])

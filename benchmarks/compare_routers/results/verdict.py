@@ -18,7 +18,7 @@ def sentences(rows: Sequence[Row]) -> list[str]:
     """A sentence per variant of SBS, rival and outcome: gains, then losses, then no difference; and
     what was thrown away."""
     cells = ratio_cells(rows)
-    lines = []
+    lines: list[str] = []
     for policy in dict.fromkeys(cell["policy"] for cell in cells):
         mine = [cell for cell in cells if cell["policy"] == policy]
         for kind, rival in _KINDS:
@@ -46,8 +46,9 @@ def _of_policy(
         if mean is None:
             continue
         spread = _spread(cell[f"{kind}mean_ratio_spread"])
-        words = f"{mean:.2f}x{spread} of {cell[f'{kind}mean_peer']} at {_where(cell)}"
-        by_outcome[verdict(mean)].append(words)
+        by_outcome[verdict(mean)].append(
+            f"{mean:.2f}x{spread} of {cell[f'{kind}mean_peer']} at {_where(cell)}"
+        )
         if p99 is not None and verdict(p99) == "worse":
             tails.append(f"{p99:.2f}x of {cell[f'{kind}p99_peer']} at {_where(cell)}")
     heads = {

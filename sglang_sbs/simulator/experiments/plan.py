@@ -12,21 +12,20 @@ from typing import Any
 
 from sglang_sbs.simulator.experiments.sweep import (
     POLICY_CONFIGS,
-    READS_CACHES,
     SEARCHED_LOADS,
     EmptyWindowError,
     Job,
     expected_s,
     max_load,
+    refuse_idle_flags,
 )
 from sglang_sbs.simulator.experiments.tables import ResultTable, crossed, groups, mean_of
 from sglang_sbs.simulator.experiments.verdict import subject_of
 from sglang_sbs.simulator.options import common
 from sglang_sbs.simulator.options.cluster import add_cluster, cluster_fields
 from sglang_sbs.simulator.options.common import Flag, names, run_with_progress
-from sglang_sbs.simulator.options.effects import refuse_without_effect
 from sglang_sbs.simulator.parallel import Interrupted, Row, Task
-from sglang_sbs.simulator.workloads.scenario import SCENARIOS
+from sglang_sbs.simulator.workloads.scenario import SCENARIOS, Scenario
 
 TRACE_SEEDS = 5
 """Windows of a trace that are simulated unless told otherwise."""
@@ -85,30 +84,26 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = build_parser()
     args = parser.parse_args(argv)
     policies = names(args.policies or DEFAULT_POLICIES, POLICY_CONFIGS, "--policies", parser)
-    costs = common.cost_words(args.cost, parser)
-    if len(costs) != 1:
+    if len(common.cost_words(args.cost, parser)) != 1:
         parser.error("--cost: a plan is made for one cost model")
     common.check_outputs(args, parser)
     name = args.scenario if args.trace is None else f"trace:{args.trace}"
     args.duration = args.duration or common.DURATION_S
     scenario = common.checked_scenario(args, parser, name, cluster_fields(args))
-    caches = scenario.spec.block_tokens > 0
     flags = common.given(build_parser(), sys.argv[1:] if argv is None else argv)
-    refuse_without_effect(args, flags, policies, parser, readers=READS_CACHES, caches=caches)
+    refuse_idle_flags(args, flags, policies, scenario, parser)
     own_qps = args.qps or scenario.trace_qps or scenario.nominal_qps
     if math.isnan(own_qps):
         parser.error(f"--qps: {name} has no rate of its own")
     args.seeds = args.seeds or (TRACE_SEEDS if name.startswith("trace:") else 1)
-    chunks = args.chunks or [scenario.spec.chunk_tokens]
-    tasks: list[Task] = []
-    whole_s = 0.0
-    # The fewest instances first, so that an interrupt leaves whole answers for those.
-    for count, chunk, seed, policy in product(args.prefill, chunks, common.seeds(args), policies):
-        spec = {**cluster_fields(args), "prefill_instances": count, "chunk_tokens": chunk}
-        job = Job(name, policy, 1.0, seed, args.duration, costs[0], spec)
-        tasks.append((max_load, (job, args.slo_ttft)))
-        each = count / scenario.spec.prefill_instances
-        whole_s += sum(expected_s(scenario, job.at_load(each * load)) for load in SEARCHED_LOADS)
+    jobs = _jobs(args, name, scenario, policies)
+    tasks: list[Task] = [(max_load, (job, args.slo_ttft)) for job in jobs]
+    own = scenario.spec.prefill_instances
+    whole_s = sum(
+        expected_s(scenario, job.at_load(load * job.spec["prefill_instances"] / own))
+        for job in jobs
+        for load in SEARCHED_LOADS
+    )
     console = common.open_console()
     interrupted = False
     try:
@@ -116,14 +111,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except EmptyWindowError as error:
         parser.error(f"--duration: {error}")
     except Interrupted as error:
-        rows, interrupted = error.rows, True
-        if not rows:
-            raise
-        print(
-            f"sglang-sbs simulate plan: interrupted after {len(rows)} of {len(tasks)} searches; "
-            "this is what there is",
-            file=sys.stderr,
-        )
+        rows, interrupted = common.kept(error, len(tasks), "simulate plan"), True
     rates = [("now", own_qps)]
     rates += [(f"x {factor:g}", factor * own_qps) for factor in args.growth if factor != 1.0]
     cells = over_seeds(rows)
@@ -143,6 +131,21 @@ def main(argv: Sequence[str] | None = None) -> int:
     spread = {_cell(cell): {key: cell[key] for key in _SPREAD} for cell in cells}
     common.write_json([{**row, **spread[_cell(row)]} for row in rows], args.json, console)
     return 130 if interrupted else 0
+
+
+def _jobs(
+    args: argparse.Namespace, name: str, scenario: Scenario, policies: Sequence[str]
+) -> list[Job]:
+    """The fewest instances first, so that an interrupt leaves whole answers for those."""
+    chunks = args.chunks or [scenario.spec.chunk_tokens]
+    each = product(args.prefill, chunks, common.seeds(args), policies)
+    return [
+        Job(
+            *(name, policy, 1.0, seed, args.duration, args.cost),
+            {**cluster_fields(args), "prefill_instances": count, "chunk_tokens": chunk},
+        )
+        for count, chunk, seed, policy in each
+    ]
 
 
 def _cell(row: Row) -> tuple[Any, ...]:

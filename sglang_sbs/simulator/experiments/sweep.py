@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -16,6 +17,7 @@ from sglang_sbs.scheduling.policy_registry import reads_prefixes
 from sglang_sbs.simulator.cluster.arrangements import simulate_arranged
 from sglang_sbs.simulator.cluster.cost import cost_name, find_cost
 from sglang_sbs.simulator.cluster.outcome import Outcome, RequestRecord, mean, quantile
+from sglang_sbs.simulator.options.effects import refuse_without_effect
 from sglang_sbs.simulator.parallel import Row
 from sglang_sbs.simulator.workloads.classes import Classes, class_summary
 from sglang_sbs.simulator.workloads.optimum import optimal_cached_tokens
@@ -272,9 +274,23 @@ def cache_summary(outcome: Outcome, scenario: Scenario) -> Row:
     }
 
 
-def holds(policy: str) -> bool:
-    """Whether a policy holds requests, as named in :data:`POLICY_CONFIGS`."""
-    return Scheduler(scheduler_config(policy)).policy.holds
+def refuse_idle_flags(
+    args: argparse.Namespace,
+    flags: set[str],
+    policies: Sequence[str],
+    scenario: Scenario,
+    parser: argparse.ArgumentParser,
+) -> None:
+    """Ends the program with code 2 if one of ``flags`` has no effect here."""
+    refuse_without_effect(
+        args,
+        flags,
+        policies,
+        parser,
+        holding=[one for one in policies if Scheduler(scheduler_config(one)).policy.holds],
+        readers=READS_CACHES,
+        caches=scenario.spec.block_tokens > 0,
+    )
 
 
 class EmptyWindowError(ValueError):

@@ -144,7 +144,7 @@ def _compared(subject: str, cells: Sequence[_Cell]) -> list[str]:
 
 def _at_loads(cells: Sequence[_Cell]) -> str:
     """``0.67x (0.61 to 0.74) the mean TTFT of eta, the best other policy, at load 0.6 and ...``"""
-    words = []
+    words: list[str] = []
     for one in _shown(cells):
         of = f"that of {one.rival}" if words else f"the mean TTFT of {one.rival}"
         words.append(f"{one.mean.words()} {of} at load {one.load:g}")

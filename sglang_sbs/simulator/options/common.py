@@ -22,7 +22,7 @@ from sglang_sbs.outputs import try_to_write
 from sglang_sbs.plain_words import counted
 from sglang_sbs.simulator.cluster.cost import COSTS, CostError, cost_name, find_cost
 from sglang_sbs.simulator.cluster.spec import TopologyError
-from sglang_sbs.simulator.parallel import Row, Task, run_all
+from sglang_sbs.simulator.parallel import Interrupted, Row, Task, run_all
 from sglang_sbs.simulator.workloads.arrivals import TraceError
 from sglang_sbs.simulator.workloads.scenario import (
     WARM_UP_S,
@@ -295,6 +295,16 @@ def run_with_progress(
         print(f"{runs} on {on}: roughly {clock(expected_s / cores)}", file=sys.stderr, flush=True)
     with progress(Console(stderr=True), len(tasks)) as step:
         return run_all(tasks, lambda _row: step(), workers)
+
+
+def kept(error: Interrupted, runs: int, command: str) -> list[Row]:
+    """The rows of an interrupted command, after a line that says so. Raises: ``error``, there are
+    none."""
+    if not error.rows:
+        raise error
+    ended = f"interrupted after {len(error.rows)} of {counted(runs, 'run')}"
+    print(f"sglang-sbs {command}: {ended}; this is what there is", file=sys.stderr)
+    return error.rows
 
 
 @contextmanager

@@ -4,9 +4,10 @@ it is not. What ``make_scenario`` and the flags' own checks refuse is not here a
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Set
 from typing import Any
 
+from sglang_sbs.scheduling.policy_registry import reads_reports
 from sglang_sbs.simulator.cluster.spec import TopologyChange
 
 _Needs = Mapping[str, tuple[tuple[str, ...], str]]
@@ -30,16 +31,17 @@ _OF_CACHES = ("--prefix-source", "--kv-tokens", "--host-kv-tokens", "--storage")
 
 def refuse_without_effect(
     args: argparse.Namespace,
-    flags: Collection[str],
+    flags: Set[str],
     policies: Collection[str],
     parser: argparse.ArgumentParser,
     *,
+    holding: Collection[str],
     readers: Collection[str],
     caches: bool,
 ) -> None:
-    """``flags``: those that were given (:func:`.common.given`). ``readers``: the policies that are
-    told what ranks have cached. ``caches``: the scenario has prefix caches. Ends the program with
-    code 2 for the first flag without effect."""
+    """``flags``: those that were given (:func:`.common.given`). ``holding``: the policies that hold
+    requests, ``readers``: those that are told what ranks have cached. ``caches``: the scenario has
+    prefix caches. Ends the program with code 2 for the first flag without effect."""
     for flag, (fields, wanted) in _NEEDS_ONE.items():
         if flag in flags and not any(getattr(args, field, None) for field in fields):
             parser.error(f"{flag}: without {wanted} it has no effect")
@@ -47,11 +49,11 @@ def refuse_without_effect(
         if not caches and (flag != "--kv-tokens" or args.kv_tokens):
             parser.error(f"{flag}: no effect, as there are no prefix caches (--block-tokens)")
     of_policies: tuple[tuple[Collection[str], Callable[[str], bool], str], ...] = (
-        (_OF_HOLDING, _holds, "a policy that holds requests (sbs, sbs_...)"),
+        (_OF_HOLDING, lambda name: name in holding, "a policy that holds requests, as sbs does"),
         (
             ("--sbs-t-default-ms",),
-            lambda name: _holds(name) or name == "eta",
-            "sbs, sbs_... and eta",
+            lambda name: name in holding or reads_reports(name),
+            "a policy that reads EndForward, as sbs and eta do",
         ),
         (("--sbs-iqr-k",), lambda name: name == "sbs_paper", "sbs_paper"),
         (("--prefix-source",), lambda name: name in readers, f"one of {', '.join(readers)}"),
@@ -63,12 +65,8 @@ def refuse_without_effect(
     _refuse_instances(args, flags, parser)
 
 
-def _holds(policy: str) -> bool:
-    return policy.startswith("sbs")
-
-
 def _refuse_instances(
-    args: argparse.Namespace, flags: Collection[str], parser: argparse.ArgumentParser
+    args: argparse.Namespace, flags: Set[str], parser: argparse.ArgumentParser
 ) -> None:
     listed: list[Mapping[str, Any]] = getattr(args, "instance", None) or []
     for flag, field in (("--dp", "dp_size"), ("--chunks", "chunk_tokens")):
