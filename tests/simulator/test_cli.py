@@ -296,7 +296,7 @@ WITHOUT_EFFECT = (
     ),
     (
         "paper-3k --policies session --sbs-t-default-ms 9",
-        "it is for a policy that reads EndForward",
+        "it is for a policy that reads",
     ),
     ("sessions --policies eta --prefix-source off", "--prefix-source: no effect under eta: it is"),
     ("paper-3k --prefix-source off", "--prefix-source: no effect, as there are no prefix caches"),

@@ -17,7 +17,7 @@ from sglang_sbs.scheduling.policy_registry import reads_prefixes
 from sglang_sbs.simulator.cluster.arrangements import simulate_arranged
 from sglang_sbs.simulator.cluster.cost import cost_name, find_cost
 from sglang_sbs.simulator.cluster.outcome import Outcome, RequestRecord, mean, quantile
-from sglang_sbs.simulator.options.effects import refuse_without_effect
+from sglang_sbs.simulator.options.effects import Simulated, refuse_without_effect
 from sglang_sbs.simulator.parallel import Row
 from sglang_sbs.simulator.workloads.classes import Classes, class_summary
 from sglang_sbs.simulator.workloads.optimum import optimal_cached_tokens
@@ -282,15 +282,9 @@ def refuse_idle_flags(
     parser: argparse.ArgumentParser,
 ) -> None:
     """Ends the program with code 2 if one of ``flags`` has no effect here."""
-    refuse_without_effect(
-        args,
-        flags,
-        policies,
-        parser,
-        holding=[one for one in policies if Scheduler(scheduler_config(one)).policy.holds],
-        readers=READS_CACHES,
-        caches=scenario.spec.block_tokens > 0,
-    )
+    holding = [one for one in policies if Scheduler(scheduler_config(one)).policy.holds]
+    what = Simulated(policies, holding, READS_CACHES, scenario.spec.block_tokens > 0)
+    refuse_without_effect(args, flags, what, parser)
 
 
 class EmptyWindowError(ValueError):

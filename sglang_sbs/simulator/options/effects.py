@@ -4,8 +4,8 @@ it is not. What ``make_scenario`` and the flags' own checks refuse is not here a
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Collection, Mapping, Set
-from typing import Any
+from collections.abc import Collection, Mapping, Set
+from typing import Any, NamedTuple
 
 from sglang_sbs.scheduling.policy_registry import reads_reports
 from sglang_sbs.simulator.cluster.spec import TopologyChange
@@ -29,39 +29,41 @@ _OF_HOLDING = (
 _OF_CACHES = ("--prefix-source", "--kv-tokens", "--host-kv-tokens", "--storage")
 
 
+class Simulated(NamedTuple):
+    """What decides whether flags have an effect."""
+
+    policies: Collection[str]
+    holding: Collection[str]
+    """Of these, those that hold requests."""
+    readers: Collection[str]
+    """Policies that are told what ranks have cached."""
+    caches: bool
+    """The scenario has prefix caches."""
+
+
 def refuse_without_effect(
-    args: argparse.Namespace,
-    flags: Set[str],
-    policies: Collection[str],
-    parser: argparse.ArgumentParser,
-    *,
-    holding: Collection[str],
-    readers: Collection[str],
-    caches: bool,
+    args: argparse.Namespace, flags: Set[str], what: Simulated, parser: argparse.ArgumentParser
 ) -> None:
-    """``flags``: those that were given (:func:`.common.given`). ``holding``: the policies that hold
-    requests, ``readers``: those that are told what ranks have cached. ``caches``: the scenario has
-    prefix caches. Ends the program with code 2 for the first flag without effect."""
+    """``flags``: those that were given (:func:`.common.given`). Ends the program with code 2 for
+    the first without effect."""
     for flag, (fields, wanted) in _NEEDS_ONE.items():
         if flag in flags and not any(getattr(args, field, None) for field in fields):
             parser.error(f"{flag}: without {wanted} it has no effect")
     for flag in sorted(flags & {*_OF_CACHES}):
-        if not caches and (flag != "--kv-tokens" or args.kv_tokens):
+        if not what.caches and (flag != "--kv-tokens" or args.kv_tokens):
             parser.error(f"{flag}: no effect, as there are no prefix caches (--block-tokens)")
-    of_policies: tuple[tuple[Collection[str], Callable[[str], bool], str], ...] = (
-        (_OF_HOLDING, lambda name: name in holding, "a policy that holds requests, as sbs does"),
-        (
-            ("--sbs-t-default-ms",),
-            lambda name: name in holding or reads_reports(name),
-            "a policy that reads EndForward, as sbs and eta do",
-        ),
-        (("--sbs-iqr-k",), lambda name: name == "sbs_paper", "sbs_paper"),
-        (("--prefix-source",), lambda name: name in readers, f"one of {', '.join(readers)}"),
+    timed = [*what.holding, *filter(reads_reports, what.policies)]
+    of_policies: tuple[tuple[Collection[str], Collection[str], str], ...] = (
+        (_OF_HOLDING, what.holding, "a policy that holds requests, as sbs does"),
+        (("--sbs-t-default-ms",), timed, "a policy that reads EndForward, as sbs and eta do"),
+        (("--sbs-iqr-k",), ("sbs_paper",), "sbs_paper"),
+        (("--prefix-source",), what.readers, f"one of {', '.join(what.readers)}"),
     )
-    for names, fits, wanted in of_policies:
+    for names, of_these, wanted in of_policies:
         for flag in sorted(flags & {*names}):
-            if not any(map(fits, policies)):
-                parser.error(f"{flag}: no effect under {', '.join(policies)}: it is for {wanted}")
+            if not {*what.policies} & {*of_these}:
+                under = ", ".join(what.policies)
+                parser.error(f"{flag}: no effect under {under}: it is for {wanted}")
     _refuse_instances(args, flags, parser)
 
 
