@@ -70,6 +70,8 @@ class MockEngine:
         self.behaviours: deque[Behaviour] = deque()
         self.gate = HoldGate()
         """Before anything is done with a request."""
+        self.begin_gate = HoldGate()
+        """Before a stream of ``/v1/responses`` begins, which is before :attr:`gate`."""
         self.reply_gate = HoldGate()
         """Prefill: with the KV cache sent, before the response head."""
         self.token_gate = HoldGate()
@@ -250,7 +252,7 @@ class MockEngine:
         behaviour = self.behaviours.popleft() if self.behaviours else self.behaviour
         try:
             await self._note()
-            begun = await mock_http.begun(request, record, behaviour)
+            begun = await mock_http.begun(request, record, behaviour, self.begin_gate)
             held = asyncio.ensure_future(self._until_answer(record, behaviour))
             abort = asyncio.ensure_future(record.aborted.wait())
             try:

@@ -13,14 +13,15 @@ from tools.stand_ins.mock_script import Behaviour, HoldGate, RecordedRequest
 
 
 async def begun(
-    request: web.Request, record: RecordedRequest, behaviour: Behaviour
+    request: web.Request, record: RecordedRequest, behaviour: Behaviour, gate: HoldGate
 ) -> web.StreamResponse | None:
-    """A stream of ``/v1/responses``, which begins before anything is computed; ``None``: the answer
-    is of another form."""
+    """A stream of ``/v1/responses``, which begins before anything is computed, once past ``gate``.
+    ``None``: the answer is of another form."""
     head_fault = behaviour.fault in ("hang_before_head", "reset_before_head")
     fails = behaviour.status != 200 or behaviour.garbage is not None or head_fault
     if fails or not (record.path.startswith("/v1/responses") and record.body.get("stream")):
         return None
+    await gate.pass_through()
     response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
     await response.prepare(request)
     for event in response_preamble(record, behaviour):

@@ -150,6 +150,10 @@ async def test_a_prefill_that_dies_after_response_created_is_tried_again() -> No
             engine.gate.close()
         asked = asyncio.create_task(stream_of(c))
         await c.decode[0].gate.arrived(1)
+        came = [asyncio.create_task(engine.gate.arrived(1)) for engine in c.prefill]
+        await asyncio.wait(came, return_when=asyncio.FIRST_COMPLETED)
+        for one in came:
+            one.cancel()
         (first,) = c.scheduler.of(RequestArrived)
         dies = next(engine for engine in c.prefill if engine.requests)
         assert dies.requests[0].rid == first.rid
@@ -273,7 +277,8 @@ async def test_a_client_that_leaves_ends_both_legs(stream: bool) -> None:
         c.check_books()
 
 
-async def test_response_created_does_not_tell_that_the_kv_is_there() -> None:
+@pytest.mark.parametrize("later", [False, True], ids=["before the abort", "after it"])
+async def test_response_created_does_not_tell_that_the_kv_is_there(later: bool) -> None:
     """An engine that frees KV at once keeps an aborted request until its first output."""
     slow = {"disaggregation_transfer_backend": "ascend"}
     async with cluster("--kv-transfer-timeout-secs", str(SENT_AT_ONCE), decode_says=slow) as c:
@@ -281,13 +286,17 @@ async def test_response_created_does_not_tell_that_the_kv_is_there() -> None:
         prefill.ignores_aborts = True
         prefill.reply_gate.close()  # the KV cache is sent, and nobody was told
         decode.gate.close()
+        if later:
+            decode.begin_gate.close()
         async with aiohttp.ClientSession() as session:
             task = asyncio.create_task(session.post(c.url + PATH, json=STREAM))
             await prefill.reply_gate.arrived(1)
-            await decode.gate.arrived(1)
+            await (decode.begin_gate if later else decode.gate).arrived(1)
             task.cancel()
             await asyncio.gather(task, return_exceptions=True)
         await prefill.aborted(prefill.requests[0].rid)
+        decode.begin_gate.open()
+        await decode.gate.arrived(1)
         async with c.get("/workers") as response:
             shown = await response.text()
         assert '"parked":1' in shown.replace(" ", "")

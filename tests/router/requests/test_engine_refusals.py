@@ -44,8 +44,13 @@ PROMPTS: dict[str, dict[str, Any]] = {
     "generate": {"text": "x"},
     "completions": {"prompt": "x"},
     "chat": {"messages": [{"role": "user", "content": "x"}]},
+    "responses": {"input": "x"},
 }
-LIMITS = {"completions": ["max_tokens"], "chat": ["max_tokens", "max_completion_tokens"]}
+LIMITS = {
+    "completions": ["max_tokens"],
+    "chat": ["max_tokens", "max_completion_tokens"],
+    "responses": ["max_output_tokens"],
+}
 values = st.fixed_dictionaries(
     {}, optional={name: st.sampled_from([None, *some]) for name, some in GRID.items()}
 )
@@ -86,16 +91,20 @@ def verify() -> Iterator[Verify]:
             package.__path__ = [str(root.joinpath(*parts.split(".")))]
             sys.modules[package.__name__] = package
         from pydantic import ValidationError
-        from sglang.srt.entrypoints.openai.protocol import ChatCompletionRequest, CompletionRequest
+        from sglang.srt.entrypoints.openai import protocol
         from sglang.srt.sampling.sampling_params import SamplingParams
 
         def params_of(kind: str, body: dict[str, Any]) -> dict[str, Any]:
             if kind == "generate":
                 return dict(body["sampling_params"])
-            model: Any = CompletionRequest if kind == "completions" else ChatCompletionRequest
-            request = model(**PROMPTS[kind], **body)
-            if kind == "chat":
-                asked: dict[str, Any] = request.to_sampling_params([], {})
+            request: Any = {
+                "completions": protocol.CompletionRequest,
+                "chat": protocol.ChatCompletionRequest,
+                "responses": protocol.ResponsesRequest,
+            }[kind](**PROMPTS[kind], **body)
+            if kind != "completions":
+                first: Any = [] if kind == "chat" else None
+                asked: dict[str, Any] = request.to_sampling_params(first, {})
                 return asked
             # ``_build_sampling_params`` of ``serving_completions.py``.
             names = {name: OPENAI_NAMES.get(name, name) for name in GRID}
