@@ -30,8 +30,9 @@ def parser() -> argparse.ArgumentParser:
     made = argparse.ArgumentParser(
         prog="sglang-sbs top",
         description="What the scheduler does, live, in a terminal: DP ranks, queue, hold times, "
-        "TTFT against immediate dispatch (an estimate), dispatch decisions, alerts. The same as "
-        "the router's page at /dashboard. Fits 80x24 and grows with the terminal.",
+        "TTFT against immediate dispatch (an estimate), alerts, and the slowest requests with why "
+        "they were. The same as the router's page at /dashboard. Fits 80x24 and grows with the "
+        "terminal.",
         epilog="examples:\n"
         "  sglang-sbs top --router http://router:30000\n"
         "  sglang-sbs top --once --for 5                 # one frame, after watching for 5 s\n"
@@ -75,17 +76,19 @@ async def _once(router: str, key: str | None, seconds: float, *, as_json: bool) 
     gangs: deque[dict[str, Any]] = deque(maxlen=_GANGS)
     passes: list[Any] = []
     first_s: float | None = None
+    past: list[Any] = []
     async for frame in frames(router, key):
         gangs.extend(frame["gangs"])
         passes += frame["passes"]
+        past = frame.get("past", past)
         first_s = frame["now_s"] if first_s is None else first_s
         if frame["now_s"] - first_s < seconds:
             continue
         if as_json:
-            whole = frame | {"gangs": list(gangs), "passes": passes}
+            whole = frame | {"gangs": list(gangs), "passes": passes, "past": past}
             sys.stdout.buffer.write(orjson.dumps(whole, option=orjson.OPT_INDENT_2) + b"\n")
         else:
-            Console().print(TopView(frame, gangs, router))
+            Console().print(TopView(frame | {"past": past}, router))
         return
     raise DashboardError(f"{router}: the stream ended before {seconds:g} s were over")
 
@@ -103,7 +106,7 @@ async def _live(router: str, key: str | None) -> None:
 
 async def _watch(router: str, key: str | None) -> None:
     """Draw until cancelled. Raises: DashboardError."""
-    gangs: deque[dict[str, Any]] = deque(maxlen=_GANGS)
+    past: list[Any] = []
     connected = False
     with Live(Text("connecting"), console=Console(), screen=True, auto_refresh=False) as live:
         while True:
@@ -111,11 +114,10 @@ async def _watch(router: str, key: str | None) -> None:
                 number = 0
                 async for frame in frames(router, key):
                     connected = True
-                    if frame["full"]:
-                        gangs.clear()
-                    gangs.extend(frame["gangs"])
+                    past = frame.get("past", past)
                     if number % _DRAW_EVERY == 0:
-                        live.update(TopView(frame, gangs, f"{router}  (Ctrl-C ends)"), refresh=True)
+                        view = TopView(frame | {"past": past}, f"{router}  (Ctrl-C ends)")
+                        live.update(view, refresh=True)
                     number += 1
                 note = "the stream ended"
             except DashboardError as error:

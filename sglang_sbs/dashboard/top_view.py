@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from datetime import datetime
 from functools import partial
 from typing import Any
 
@@ -12,11 +13,14 @@ from rich.console import Console, ConsoleOptions, Group, RenderResult
 from rich.rule import Rule
 from rich.text import Text
 
+from sglang_sbs.explain.words import PART_NAMES
+
 Line = Text | Rule
 
 _NAME_CHARS = 24
 _BEFORE_CELLS = 56
 """Of a line of ranks: name, state and figures."""
+_LEAST_KV = 128 * 1024
 _STEPS = " ▁▂▃▄▅▆▇█"
 _COLOURS = ("blue", "cyan", "green", "yellow", "red")
 _LEVELS = {"green": ("●", "green"), "amber": ("▲", "yellow"), "red": ("●", "bold red")}
@@ -34,7 +38,6 @@ class TopView:
     """A rich renderable: as much of the last frame as fits."""
 
     frame: dict[str, Any]
-    gangs: Sequence[dict[str, Any]]
     note: str
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
@@ -54,24 +57,26 @@ class TopView:
         others = [one for one in frame["alerts"] if (one["kind"], one["subject"]) != said]
         alerts = _alerts(others, 3 if height < 40 else 10)
         ttft = _ttft(frame["ttft"])
-        room = height - len(head) - len(alerts) - len(ttft) - 4  # rules
-        known = len(self.gangs)
-        gangs = max(2, min(known, room // 3))
-        newest = f", the newest {gangs} of {known}" if gangs < known else ""
+        past = _past(frame.get("past", []), frame, 4) if height >= 36 else []
+        room = height - len(head) - len(alerts) - len(past) - len(ttft) - 4  # rules
+        slowest = frame["slowest"][: max(2, room // 3)]
         prefill, decode = frame["prefill"], frame["decode"]
-        fullest = max((kv for one in decode for kv in one["kv"]), default=1) or 1
-        shares = _share(max(4, room - gangs), len(prefill), len(decode))
+        # As on the page: little is little, though no rank has more.
+        fullest = max([kv for one in decode for kv in one["kv"]], default=0)
+        fullest = max(_LEAST_KV, fullest)
+        shares = _share(max(4, room - max(1, len(slowest))), len(prefill), len(decode))
         return [
             *head,
             *alerts,
+            *past,
             _rule("prefill: C_avail used per DP rank" + _grouped(prefill, "c_avail", width)),
             *_ranks(prefill, width, shares[0], _prefill),
             _rule("decode: KV per DP rank" + _grouped(decode, "kv", width)),
             *_ranks(decode, width, shares[1], partial(_decode, fullest=fullest)),
             _rule("time to prefill's answer, last minute"),
             *ttft,
-            _rule("dispatch decisions" + newest),
-            *_decisions(list(self.gangs)[-gangs:][::-1], frame["now_s"]),
+            _rule("slowest requests of the last 5 minutes"),
+            *_slowest(slowest, frame["now_s"]),
         ]
 
 
@@ -137,7 +142,8 @@ def _header(frame: dict[str, Any], note: str) -> list[Line]:
         f"held p50 {seconds(hold.get('p50'))} p95 {seconds(hold.get('p95'))}"
         f"{_balance(frame.get('balance'))}"
     )
-    return [first, _well(frame["well"]), *_gain(frame["gain"]), second, third]
+    answers = [_well(frame["well"]), *_gain(frame["gain"]), *_split(frame["split"])]
+    return [first, *answers, second, third]
 
 
 def _well(well: dict[str, Any]) -> Text:
@@ -162,6 +168,18 @@ def _gain(gain: dict[str, Any]) -> list[Line]:
     )
     why = f"; {plain(gain['why'])}" if gain["why"] else ""
     return [Text(f"gain: mean TTFT {shown}, {gain['trend']}{why}")]
+
+
+def _split(split: dict[str, Any]) -> list[Line]:
+    """Where the time to the first token goes: a line for typical requests, and one for slow ones.
+    The longest parts come first."""
+    lines: list[Line] = []
+    for name in ("p50", "p99"):
+        if name in split:
+            parts = sorted(split[name]["parts_s"].items(), key=lambda part: -part[1])
+            shown = ", ".join(f"{PART_NAMES.get(key, key)} {seconds(s)}" for key, s in parts)
+            lines.append(Text(f"TTFT {name} {seconds(split[name]['ttft_s'])}: {shown}"))
+    return lines or [Text("TTFT: no request had a first token yet", style="dim")]
 
 
 def _balance(balance: dict[str, float] | None) -> str:
@@ -281,14 +299,30 @@ def _ttft(ttft: dict[str, Any]) -> list[Line]:
     return lines
 
 
-def _decisions(gangs: list[dict[str, Any]], now_s: float) -> list[Line]:
-    if not gangs:
-        return [Text("none yet", style="dim")]
+def _slowest(slowest: list[dict[str, Any]], now_s: float) -> list[Line]:
+    if not slowest:
+        return [Text("no request had a first token yet", style="dim")]
     return [
         Text(
-            f"{max(0.0, now_s - gang['at_s']):>3.0f}s ago {gang['requests']:>3} requests "
-            f"{gang['tokens']:>7,} tokens held {seconds(gang['held_max_s']):>6}: "
-            f"{plain(gang['reason'])} -> {_short(gang['prefill'])}"
+            f"{seconds(one['ttft_s']):>6} {max(0.0, now_s - one['ended_s']):>3.0f}s ago: "
+            f"{plain(one['why'])}; {plain(one['rid'])}"
         )
-        for gang in gangs
+        for one in slowest
     ]
+
+
+def _past(past: list[dict[str, Any]], frame: dict[str, Any], most: int) -> list[Line]:
+    """Alerts of the last hour that are over."""
+    if not past:
+        return []
+    lines: list[Line] = [_rule(f"wrong in the last hour, and over: {len(past)}")]
+    zero_s = frame["time_s"] - frame["now_s"]
+    for one in past[:most]:
+        span = "-".join(
+            f"{datetime.fromtimestamp(zero_s + one[name]):%H:%M:%S}"
+            for name in ("began_s", "ended_s")
+        )
+        subject = f"{_short(one['subject'])}: " if one["subject"] else ""
+        style = "red" if one["severity"] == "critical" else "yellow"
+        lines.append(Text.assemble((f"{span} ", style), subject, plain(one["text"])))
+    return lines

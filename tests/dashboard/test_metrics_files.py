@@ -16,6 +16,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from router_harness import cluster, until
 
 from sglang_sbs.scheduling import Scheduler, SchedulerConfig
+from sglang_sbs.scheduling.explained.timelines import Timeline
 from tools.metrics_reference import collect_facts, main, page
 
 ROOT = Path(__file__).parents[2]
@@ -205,6 +206,27 @@ def test_grafana_panels_are_complete_and_do_not_overlap() -> None:
         assert not cells & taken, panel["title"]
         taken |= cells
     assert all(panel["title"] and panel["description"] and panel["targets"] for panel in panels)
+
+
+def test_gain_split_and_tokens_have_panels() -> None:
+    shown = {
+        one.name
+        for _, expression, _ in panel_expressions()
+        for one in selectors(promql_parser.parse(filled_in(expression)))
+    }
+    assert shown >= {"sbs_gain_ratio", "sbs_ttft_part_seconds_sum", "sbs_completion_tokens_total"}
+
+
+async def test_output_tokens_are_counted_and_an_absurd_number_is_bounded() -> None:
+    async with cluster(real=True) as running:
+        metrics = running.server.metrics
+        status, answer = await running.generate(text="hello", sampling_params={"max_new_tokens": 3})
+        assert status == 200
+        said = answer["meta_info"]["completion_tokens"]
+        await until(lambda: metrics.completion_tokens._value.get() == said > 0)
+        absurd = Timeline("x", 0.0, 1, completion_tokens=10**30)
+        metrics.request_over(absurd)
+        assert metrics.completion_tokens._value.get() < 1e8
 
 
 def test_the_reference_is_what_the_code_exports() -> None:

@@ -43,7 +43,7 @@ def frame_of(prefill: int, decode: int, dp_size: int = 8) -> dict[str, Any]:
 def drawn(frame: dict[str, Any], width: int, height: int) -> list[str]:
     out = io.StringIO()
     console = Console(file=out, width=width, height=height, force_terminal=False)
-    console.print(TopView(frame, frame["gangs"], "here"))
+    console.print(TopView(frame, "here"))
     return out.getvalue().rstrip("\n").split("\n")
 
 
@@ -61,7 +61,7 @@ def test_it_fits_the_terminal(prefill: int, decode: int, width: int, height: int
     assert len(lines) < height
     assert max(map(len, lines)) <= width
     text = "\n".join(lines)
-    for part in ("waiting", "prefill", "decode", "prefill's answer", "dispatch decisions"):
+    for part in ("waiting", "prefill", "decode", "prefill's answer", "slowest requests"):
         assert part in text
 
 
@@ -77,11 +77,9 @@ def test_it_grows_with_the_terminal() -> None:
 
 def test_it_says_what_it_leaves_out() -> None:
     frame = frame_of(2, 1)
-    frame["gangs"] = [{**frame["gangs"][0], "batch": number} for number in range(10)]
     whole, small = ("\n".join(drawn(frame, *size)) for size in ((220, 90), (60, 24)))
-    assert not any(word in whole for word in ("…", "newest", " a cell"))
+    assert not any(word in whole for word in ("…", " a cell"))
     assert "prefill: C_avail used per DP rank, up to 2 a cell" in small
-    assert re.search(r"dispatch decisions, the newest \d of 10", small)
     assert "…p://" not in small  # of a name its end stays
     frame["prefill"][0]["instance"] = "http://" + "x" * 30 + ":30000"
     assert "…" + "x" * 17 + ":30000 up" in "\n".join(drawn(frame, 120, 40))
@@ -101,14 +99,37 @@ def test_ranks_that_never_reported_are_told_from_silent_and_busy_ones() -> None:
 def test_alerts_come_before_everything_but_the_head() -> None:
     lines = drawn(frame_of(0, 0), 80, 24)
     assert lines[1].startswith("● no prefill instance is up")
-    assert lines[5].startswith("● no decode instance is up"), "the first one is said above"
+    assert lines[6].startswith("● no decode instance is up"), "the first one is said above"
 
 
 def test_classes_and_tenants_are_shown_where_there_are_any() -> None:
     frame = frame_of(1, 1)
-    assert "high" not in drawn(frame, 120, 40)[3]
+    assert "high" not in drawn(frame, 120, 40)[4]
     frame["queue"] |= {"classes": {"low": 2, "normal": 1, "high": 3}, "tenants": 2}
-    assert drawn(frame, 120, 40)[3].endswith("; 3 high, 2 low; 2 tenants")
+    assert drawn(frame, 120, 40)[4].endswith("; 3 high, 2 low; 2 tenants")
+
+
+def test_it_answers_where_the_time_goes_and_what_was_wrong() -> None:
+    frame = frame_of(2, 1)
+    parts_s = {"hold": 0.1, "queue": 0.5, "pass": 0.3}
+    frame["split"] = {"p50": {"ttft_s": 0.9, "parts_s": parts_s}}
+    frame["split"]["p99"] = {"ttft_s": 2.0, "parts_s": {"hold": 2.0}}
+    why = "hold in the scheduler 1,900 ms: no decode DP rank had room for the request"
+    frame["slowest"] = [{"ttft_s": 2.0, "ended_s": 0.5, "rid": "a1b2", "why": why}]
+    alert = {"severity": "warning", "subject": "http://p0:1", "text": "it was slow"}
+    frame["past"] = [alert | {"began_s": 1.0, "ended_s": 61.0}]
+    frame["time_s"] = 1_800_000_002.5
+    head, small = drawn(frame, 120, 40), "\n".join(drawn(frame, 80, 24))
+    said = (
+        "TTFT p50 900ms: queue of the engine 500ms, forward pass 300ms, hold in the scheduler 100ms"
+    )
+    assert head[3] == said
+    assert head[4] == "TTFT p99 2.0s: hold in the scheduler 2.0s"
+    whole = "\n".join(head)
+    assert re.search(r"\d\d:\d\d:01-\d\d:\d\d:01 p0:1: it was slow", whole)
+    assert f"  2.0s   2s ago: {why}; a1b2" in whole
+    assert "it was slow" not in small
+    assert "slowest requests" in small
 
 
 def test_text_of_others_cannot_drive_the_terminal() -> None:
@@ -120,7 +141,9 @@ def test_text_of_others_cannot_drive_the_terminal() -> None:
     frame["alerts"][0]["todo"] = evil
     frame["well"] |= {"level": "red", "cause": evil, "todo": evil, "subject": evil}
     frame["gain"]["why"] = evil
-    frame["gangs"] = [frame["gangs"][0] | {"prefill": evil, "reason": evil}]
+    frame["slowest"] = [{"ttft_s": 1.0, "ended_s": 1.0, "rid": evil, "why": evil}]
+    past = {"severity": evil, "subject": evil, "text": evil, "began_s": 1.0, "ended_s": 2.0}
+    frame |= {"past": [past], "time_s": 1_800_000_000.0}
     text = "\n".join(drawn(frame, 200, 40))
     assert "owned" in text
     assert "[red]markup" in text

@@ -40,6 +40,8 @@ _HIT_ERROR_BUCKETS = (
     *(-16384.0, -4096.0, -1024.0, -256.0, -64.0, -1.0),
     *(0.0, 64.0, 256.0, 1024.0, 4096.0, 16384.0),
 )
+_MOST_TOKENS = 10_000_000
+"""Output tokens of one request that an engine is believed."""
 _SHARE_BUCKETS = tuple(step / 10 for step in range(1, 11))
 
 
@@ -139,6 +141,8 @@ class RouterMetrics:
         buckets=(0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0))
     prompt_tokens = _counter("sbs_prefix_prompt_tokens_total",
         "Prompt tokens of requests that prefill answered")
+    completion_tokens = _counter("sbs_completion_tokens_total",
+        "Output tokens of attempts at requests that are over, as decode said")
     predicted_tokens = _counter("sbs_prefix_predicted_tokens_total",
         "Of those, expected to be cached: L_hit at dispatch")
     reported_tokens = _counter("sbs_prefix_reported_tokens_total",
@@ -323,6 +327,7 @@ class RouterMetrics:
     def request_over(self, timeline: Timeline) -> dict[str, float] | None:
         """Count where the time of an attempt went that is over, if it had a first byte; returns the
         parts."""
+        self.completion_tokens.inc(min(max(0, timeline.completion_tokens or 0), _MOST_TOKENS))
         if timeline.client is None or timeline.client.first_byte_s is None:
             return None
         parts = timeline.parts()
