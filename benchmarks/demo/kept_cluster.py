@@ -1,26 +1,30 @@
-"""``sglang-sbs demo --keep``: the demo's cluster under light load, until it is stopped."""
+"""``sglang-sbs demo --keep``: the demo's cluster under load, until it is stopped."""
 
 from __future__ import annotations
 
 import argparse
 import asyncio
+import contextlib
 import random
 import sys
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Coroutine, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 import aiohttp
 from rich.console import Console
 
+from benchmarks.chaos.breakable import BreakableCluster
 from benchmarks.demo.load import Arrival, Latency, Sample, Workload, send_one
 from benchmarks.demo.virtual_cluster import CHUNK_TOKENS, capacity_qps, rig_options
-from sglang_sbs.cluster.local import DEFAULT_STARTUP_TIMEOUT_S, LocalCluster
-from sglang_sbs.cluster.plan import PORTS_PER_INSTANCE, plan_cluster
+from sglang_sbs.cluster.local import DEFAULT_STARTUP_TIMEOUT_S, ClusterStartError
+from sglang_sbs.cluster.plan import PORTS_PER_INSTANCE, Role, plan_cluster
 from sglang_sbs.cluster.ports import free_port_blocks, is_port_free
 from sglang_sbs.cluster.serve import serve_until_stopped
+from sglang_sbs.cluster.supervise import ProcessDiedError, describe_exit
 
 OUTPUT_TOKENS = 24
 MOST_IN_FLIGHT = 64
@@ -32,6 +36,53 @@ _LINE_EVERY_S = 30.0
 _RECENT_S = 30.0
 _ROUND = 200
 """Requests that are drawn at a time."""
+
+
+REVIVE_S = 15.0
+"""After the death of an engine: long enough to see on the dashboard what it does."""
+
+
+class EnduringCluster(BreakableCluster):
+    """An engine that ends by itself is started again, so that it can be killed to see what happens.
+    Any other process is missed."""
+
+    async def serve(self, meanwhile: Coroutine[Any, Any, object]) -> None:
+        """See :meth:`.LocalCluster.serve`."""
+        work = asyncio.create_task(meanwhile)
+        self._on_progress = lambda _progress: None
+        dead: list[str] = []
+        try:
+            while True:
+                try:
+                    if not dead:
+                        await self.unless_one_dies(_end_of(work))
+                        return
+                    await self.unless_one_dies(asyncio.sleep(REVIVE_S))
+                    await self.start_instance(dead[0])
+                    name = dead.pop(0)
+                    print(f"\n{name} is back as process {self.pid(name)}", flush=True)
+                except ProcessDiedError as death:
+                    if death.name not in {one.name for one in self.instances}:
+                        raise
+                    print(
+                        f"\n{death.name} ended ({describe_exit(death.returncode)}). Requests go to "
+                        f"the others; it is started again in {REVIVE_S:.0f} s.",
+                        flush=True,
+                    )
+                    await self.kill(death.name)  # what is left of it
+                    dead.append(death.name)
+                except ClusterStartError as error:
+                    print(f"\n{error}", file=sys.stderr)
+                    with contextlib.suppress(KeyError):  # it was not even started
+                        await self.kill(dead[0])
+        finally:
+            work.cancel()
+            await asyncio.gather(work, return_exceptions=True)
+
+
+async def _end_of(work: asyncio.Task[object]) -> None:
+    await asyncio.shield(work)
+    await asyncio.Event().wait()
 
 
 @dataclass(slots=True)
@@ -87,10 +138,12 @@ def keep(args: argparse.Namespace, router_flags: Sequence[str], console: Console
     plan = plan_cluster(options, free_port_blocks(PORTS_PER_INSTANCE))
     qps = args.load * capacity_qps(prefill, args.dp, barrier=not args.dwdp)
 
-    async def meanwhile(cluster: LocalCluster) -> None:
+    async def meanwhile(cluster: EnduringCluster) -> None:
         assert cluster.router is not None
         url = cluster.router.url
         print(f"Ready.\n{_places(url, args.prometheus_port, args.out)}", flush=True)
+        last = next(one.name for one in reversed(cluster.instances) if one.role == Role.PREFILL)
+        print(f"Try:\n{to_try(url, last, cluster.pid(last))}", flush=True)
         console.print(
             f"Load: {qps:.1f} requests/s, {args.load:.0%} of what full chunks would serve. "
             "[bold]Ctrl-C stops everything.[/]",
@@ -101,22 +154,40 @@ def keep(args: argparse.Namespace, router_flags: Sequence[str], console: Console
             tasks.create_task(steady_load(url, qps, args.seed, traffic))
             tasks.create_task(_show(traffic, console))
 
-    code = asyncio.run(serve_until_stopped(plan, DEFAULT_STARTUP_TIMEOUT_S, meanwhile))
+    code = asyncio.run(
+        serve_until_stopped(plan, DEFAULT_STARTUP_TIMEOUT_S, meanwhile, EnduringCluster)
+    )
     console.print("everything that was started has stopped" if code == 0 else f"logs: {args.out}")
     return code
 
 
+def to_try(url: str, engine: str, pid: int) -> str:
+    """What to do with the cluster, and what to see then: a line each, to copy."""
+    command = _command()
+    steps = {
+        f"kill -9 {pid}": f"{engine} dies: the dashboard turns red and says why; it comes back",
+        f"{command} policy round_robin --router {url}": "the policy; TTFT rises, and sbs brings it "
+        "down again (the dashboard has a button)",
+        f"{command} why ID --router {url}": "why one request took so long; the dashboard lists the "
+        "slowest with their reasons: click on one",
+        f"curl -s {url}/well": "is all well? also what was wrong in the last hour",
+    }
+    return "\n".join(f"  {step}\n      {what}" for step, what in steps.items())
+
+
+def _command() -> Path:
+    command = Path(sys.executable).with_name("sglang-sbs")
+    return command.relative_to(Path.cwd()) if command.is_relative_to(Path.cwd()) else command
+
+
 def _places(url: str, prometheus_port: int, log_dir: Path) -> str:
     """Where everything is, and how to ask for it: one line each, to copy."""
-    command = Path(sys.executable).with_name("sglang-sbs")
-    if command.is_relative_to(Path.cwd()):
-        command = command.relative_to(Path.cwd())
     body = '{"text": "hello world", "sampling_params": {"max_new_tokens": 8}}'
     places = {
         "dashboard": f"{url}/dashboard",
         "router": url,
         "metrics": f"http://127.0.0.1:{prometheus_port}/metrics",
-        "terminal": f"{command} top --router {url}",
+        "terminal": f"{_command()} top --router {url}",
         "workers": f"curl {url}/workers",
         "a request": f"curl -H 'Content-Type: application/json' {url}/generate -d '{body}'",
         "logs": f"{log_dir}/*.log",

@@ -5,9 +5,9 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
-from typing import Self
+from typing import Any, Self
 
 import aiohttp
 
@@ -72,6 +72,10 @@ class LocalCluster(Supervisor):
 
     async def __aexit__(self, *_raised: object) -> None:
         await self._stop()
+
+    async def serve(self, meanwhile: Coroutine[Any, Any, object]) -> None:
+        """Run ``meanwhile``, and go on after its end. Raises: what it raises; ProcessDiedError."""
+        await self.unless_one_dies(meanwhile, asyncio.Event().wait())
 
     async def _open_nursery(self, cpu: CpuEngines) -> None:
         self._report("nursery", "importing SGLang")

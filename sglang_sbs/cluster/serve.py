@@ -7,7 +7,7 @@ import contextlib
 import signal
 import sys
 from collections.abc import Callable, Coroutine
-from typing import Any
+from typing import Any, TypeVar
 
 from sglang_sbs.cluster.local import ENGINE_STOP_GRACE_S, ClusterStartError, LocalCluster
 from sglang_sbs.cluster.plan import ClusterPlan
@@ -15,14 +15,18 @@ from sglang_sbs.cluster.progress import show_progress
 from sglang_sbs.cluster.spawn import SpawnError
 from sglang_sbs.cluster.supervise import ProcessDiedError
 
+_Cluster = TypeVar("_Cluster", bound=LocalCluster)
+
 
 async def serve_until_stopped(
     plan: ClusterPlan,
     startup_timeout_s: float,
-    meanwhile: Callable[[LocalCluster], Coroutine[Any, Any, None]],
+    meanwhile: Callable[[_Cluster], Coroutine[Any, Any, None]],
+    kind: Callable[..., _Cluster] = LocalCluster,  # type: ignore[assignment]
 ) -> int:
     """Bring the cluster up, run ``meanwhile`` until SIGINT, SIGTERM or a death, stop it.
 
+    ``kind``: of the cluster; another one may outlive deaths (:meth:`.LocalCluster.serve`).
     ``meanwhile`` is cancelled at the end; when it returns, the cluster serves on; what it raises is
     raised here once everything has stopped. Further signals change nothing: stopping is bounded.
     Returns the exit code: 0 after a signal, 1 if the cluster did not start or a process of it died.
@@ -34,7 +38,7 @@ async def serve_until_stopped(
         asyncio.get_running_loop().add_signal_handler(ignored, lambda: None)
     stopped = asyncio.create_task(stop.wait())
     with show_progress(plan) as on_progress:
-        cluster = LocalCluster(plan, startup_timeout_s, on_progress)
+        cluster = kind(plan, startup_timeout_s, on_progress)
         try:
             if not await _finished(cluster.__aenter__(), stopped):
                 return 0
@@ -43,9 +47,8 @@ async def serve_until_stopped(
             return 1
     async with contextlib.AsyncExitStack() as stack:
         stack.push_async_exit(cluster)
-        use = cluster.unless_one_dies(meanwhile(cluster), asyncio.Event().wait())
         try:
-            await _finished(use, stopped)
+            await _finished(cluster.serve(meanwhile(cluster)), stopped)
         except ProcessDiedError as error:
             print(error, file=sys.stderr)
             return 1

@@ -13,7 +13,7 @@ from aiohttp import web
 from aiohttp.test_utils import TestServer
 
 from benchmarks.demo import cli, compare_policies
-from benchmarks.demo.kept_cluster import MOST_IN_FLIGHT, Traffic, steady_load
+from benchmarks.demo.kept_cluster import MOST_IN_FLIGHT, Traffic, steady_load, to_try
 from benchmarks.demo.load import Sample
 
 
@@ -98,3 +98,15 @@ def test_the_status_line_tells_answers_failures_and_recent_ttft() -> None:
         "1 answered, 1 failed, 0 in flight; last 30 s: TTFT mean 250 ms, p99 250 ms; "
         "last error: HTTP 503: full"
     )
+
+
+def test_what_to_try_names_the_process_and_the_router() -> None:
+    said = to_try("http://127.0.0.1:3000", "prefill-2", 4711)
+    assert "kill -9 4711" in said
+    for step in ("policy round_robin --router", "why ID --router", "/well"):
+        assert step in said
+    assert said.count("http://127.0.0.1:3000") == 3
+
+
+def test_a_kept_cluster_starts_at_a_load_where_requests_wait() -> None:
+    assert cli.KEPT_LOAD >= 0.6

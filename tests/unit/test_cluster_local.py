@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.chaos.breakable import BreakableCluster
+from benchmarks.demo import kept_cluster
 from sglang_sbs.cluster.local import ClusterStartError, Progress
 from sglang_sbs.cluster.plan import ClusterPlan, InstancePlan, Role, ServerPlan
 from sglang_sbs.cluster.ports import free_port_blocks
@@ -209,3 +210,33 @@ async def test_an_instance_over_two_nodes_starts_dies_and_starts_again_as_one(
         assert is_alive(second)
         assert second != first
     assert not is_alive(second)
+
+
+async def test_the_kept_demo_outlives_its_engines_and_starts_them_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(kept_cluster, "REVIVE_S", 0.01)
+    plan = cluster_plan(tmp_path, instance(tmp_path, "a"), instance(tmp_path, "b"))
+    plan = dataclasses.replace(plan, router=router(tmp_path))
+    said = ""
+
+    async def until_said(text: str) -> None:
+        nonlocal said
+        async with asyncio.timeout(60):
+            while text not in said:
+                await asyncio.sleep(0.01)
+                said += capfd.readouterr().out
+
+    async with kept_cluster.EnduringCluster(plan, 60) as cluster:
+        serving = asyncio.create_task(cluster.serve(asyncio.sleep(1000)))
+        pids = {name: cluster.pid(name) for name in ("a", "b")}
+        os.kill(pids["a"], signal.SIGKILL)
+        os.kill(pids["b"], signal.SIGKILL)
+        for name, pid in pids.items():
+            await until_said(f"{name} ended (killed by SIGKILL)")
+            await until_said(f"{name} is back as process")
+            assert cluster.pid(name) != pid
+        os.kill(cluster.pid("router"), signal.SIGKILL)
+        async with asyncio.timeout(60):
+            with pytest.raises(ProcessDiedError, match="router ended"):
+                await serving
