@@ -137,7 +137,7 @@ def _alerts(snapshot: Snapshot, config: SchedulerConfig, recent: Recent) -> Iter
             "this front end is without the scheduler process and places requests at once",
             "see whether the scheduler process runs, and its log",
         )
-    yield from _cluster(snapshot)
+    yield from _cluster(snapshot, recent)
     yield from _queue(snapshot, config)
     yield from _refused(recent.refusals)
     yield from _failing(recent)
@@ -151,7 +151,10 @@ def _alerts(snapshot: Snapshot, config: SchedulerConfig, recent: Recent) -> Iter
         yield from _stale(decode, stale_after_s(snapshot))
     yield from _decode(snapshot.decode)
     yield from _speed(snapshot, recent)
+    down = {one.instance for one in (*snapshot.prefill, *snapshot.decode) if not one.up}
     for subject, text in recent.problems:
+        if subject in down:
+            continue  # the reason why it is down, or of no interest meanwhile
         todo = "GET /workers has all of its problems; sglang-sbs doctor says more"
         yield Alert("warning", "problem", subject, text[:_MOST_CHARS], todo)
     if recent.scheduler_errors:
@@ -168,7 +171,7 @@ def stale_after_s(snapshot: Snapshot, prefill: PrefillState | None = None) -> fl
     return max(STALE_S, STALE_PASSES * snapshot.mean_forward_s, own_s)
 
 
-def _cluster(snapshot: Snapshot) -> Iterator[Alert]:
+def _cluster(snapshot: Snapshot, recent: Recent) -> Iterator[Alert]:
     for role, instances in (("prefill", snapshot.prefill), ("decode", snapshot.decode)):
         if not any(one.up for one in instances):
             text = f"no {role} instance is up: requests get 503 after --sbs-outage-hold-secs"
@@ -180,8 +183,10 @@ def _cluster(snapshot: Snapshot) -> Iterator[Alert]:
             todo = "when it may serve again: POST /workers/{id}/undrain"
             yield Alert("warning", "drained", one.instance, text, todo)
         for name in (one.instance for one in instances if not (one.up or one.drained)):
-            todo = "see its log, and GET /workers for what failed; requests go to the others"
-            yield Alert("critical", "down", name, f"this {role} instance is down", todo)
+            todo = "see its log; requests go to the others meanwhile"
+            why = next((f": {text}" for url, text in recent.problems if url == name), "")
+            text = f"this {role} instance is down{why}"
+            yield Alert("critical", "down", name, text[:_MOST_CHARS], todo)
 
 
 def _queue(snapshot: Snapshot, config: SchedulerConfig) -> Iterator[Alert]:

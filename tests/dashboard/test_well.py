@@ -115,7 +115,11 @@ CASES: list[tuple[str, str, str, str, dict[str, Any], Recent | None]] = [
         *({"prefill": prefill(tier="load_poll")}, None),
     ),
     ("red", "no_prefill", "no prefill instance", "doctor", {"prefill": []}, None),
-    ("red", "down", "is down", "log", {"prefill": prefill(up=False)}, None),
+    ("red", "down", "instance is down", "log", {"prefill": prefill(up=False)}, None),
+    (
+        *("red", "down", "is down: nothing listens there", "log"),
+        *({"prefill": prefill(up=False)}, Recent(problems=[(P0, "nothing listens there")])),
+    ),
     (
         "amber",
         "drained",

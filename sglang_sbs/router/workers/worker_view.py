@@ -66,4 +66,13 @@ def _signal(worker: Worker, now_s: float) -> str:
 
 
 def problems_of(registry: Registry) -> list[tuple[str, str]]:
-    return [(worker.url, text) for worker in registry for text in worker.problems.values()]
+    """URL and text of each problem; of a worker that takes no requests any more only why."""
+    return [(worker.url, text) for worker in registry for text in _problems_of(worker)]
+
+
+def _problems_of(worker: Worker) -> list[str]:
+    if worker.usable or worker.info is None:
+        return [*worker.problems.values()]
+    if worker.healthy:
+        return ["its circuit breaker is open, as requests to it kept failing"]
+    return [worker.problems["unhealthy"]] if "unhealthy" in worker.problems else []

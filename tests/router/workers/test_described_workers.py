@@ -8,12 +8,13 @@ import pytest
 from registry_setup import INFO, Setup
 
 from sglang_sbs.router.engines.urls import alias_key, normalise_worker_url
+from sglang_sbs.router.errors import leg_status_failure
 from sglang_sbs.router.workers.server_info import (
     UnusableWorker,
     WorkerInfo,
     parse_server_info,
 )
-from sglang_sbs.router.workers.worker_view import describe_worker
+from sglang_sbs.router.workers.worker_view import describe_worker, problems_of
 from sglang_sbs.scheduling.events import InstanceUp
 
 # /server_info -----------------------------------------------------------------------------------
@@ -173,3 +174,22 @@ def test_one_spelling_per_worker() -> None:
     for bad in ("ftp://x", "http://", "http://x:99999", "http://x/generate"):
         with pytest.raises(ValueError, match="worker URL"):
             normalise_worker_url(bad)
+
+
+def test_a_worker_that_is_down_tells_why_and_no_other_problem() -> None:
+    setup = Setup(threshold=1)
+    first, second = setup.up("http://p:1"), setup.up("http://p:2")
+    waiting = setup.registry.add("http://p:3", "prefill", 8998)
+    for worker in (first, second, waiting):
+        setup.registry.report_problem(worker, "loads", "no load polls")
+    assert {text for _, text in problems_of(setup.registry)} == {"no load polls"}
+    setup.registry.set_healthy(first, False, "nothing listens there")
+    told = problems_of(setup.registry)
+    assert told[0] == (first.url, "nothing listens there")
+    assert [url for url, _ in told].count(first.url) == 1
+    setup.registry.set_healthy(first, True)
+    setup.registry.leg_failed(leg_status_failure("prefill", second.url, 500, b""))
+    assert (second.url, "its circuit breaker is open, as requests to it kept failing") in (
+        problems_of(setup.registry)
+    )
+    assert (waiting.url, "no load polls") in problems_of(setup.registry)
