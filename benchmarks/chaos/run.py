@@ -19,7 +19,7 @@ from typing import Any
 import aiohttp
 import msgspec
 
-from benchmarks.chaos.breakable import BreakableCluster
+from benchmarks.breakable import BreakableCluster
 from benchmarks.chaos.endforward_relay import EndForwardRelay
 from benchmarks.chaos.open_load import (
     Fate,

@@ -17,7 +17,7 @@ from typing import Any
 import aiohttp
 from rich.console import Console
 
-from benchmarks.chaos.breakable import BreakableCluster
+from benchmarks.breakable import BreakableCluster
 from benchmarks.demo.load import Arrival, Latency, Sample, Workload, send_one
 from benchmarks.demo.virtual_cluster import CHUNK_TOKENS, capacity_qps, rig_options
 from sglang_sbs.cluster.local import DEFAULT_STARTUP_TIMEOUT_S, ClusterStartError

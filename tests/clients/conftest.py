@@ -13,7 +13,7 @@ import pytest
 import pytest_asyncio
 from client_sides import Sides
 
-from benchmarks.chaos.breakable import BreakableCluster
+from benchmarks.breakable import BreakableCluster
 from benchmarks.demo.runs import RouterPorts, running_router
 from benchmarks.demo.virtual_cluster import parallel_flags
 from sglang_sbs.cluster.plan import PORTS_PER_INSTANCE, ClusterOptions, Role, plan_cluster

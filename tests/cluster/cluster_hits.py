@@ -15,7 +15,7 @@ from pathlib import Path
 import aiohttp
 from cluster_requests import generate
 
-from benchmarks.chaos.breakable import BreakableCluster
+from benchmarks.breakable import BreakableCluster
 from sglang_sbs.scheduling.eventlog import LogRecord, read_event_log
 from sglang_sbs.scheduling.events import BlocksStored, Dispatch, ForwardEnded, PrefillDone
 from tools.cpu_engine.tiny_model import VOCAB_SIZE

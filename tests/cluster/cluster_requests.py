@@ -17,7 +17,7 @@ from typing import Any
 import aiohttp
 import pytest
 
-from benchmarks.chaos.breakable import BreakableCluster
+from benchmarks.breakable import BreakableCluster
 from sglang_sbs.cluster.plan import (
     PORTS_PER_INSTANCE,
     ClusterOptions,

@@ -19,7 +19,7 @@ import pytest
 import pytest_asyncio
 from cluster_requests import STARTUP_TIMEOUT_S, cluster_options
 
-from benchmarks.chaos.breakable import BreakableCluster
+from benchmarks.breakable import BreakableCluster
 from benchmarks.demo.runs import RouterPorts, running_router
 from sglang_sbs.cluster.plan import PORTS_PER_INSTANCE, InstancePlan, plan_cluster
 from sglang_sbs.cluster.ports import free_port_blocks

@@ -14,7 +14,7 @@ import aiohttp
 import orjson
 import pytest
 
-from benchmarks.chaos.breakable import BreakableCluster
+from benchmarks.breakable import BreakableCluster
 from benchmarks.demo import cli
 from benchmarks.demo.load import Workload, run_load
 from benchmarks.demo.passes import read_engines

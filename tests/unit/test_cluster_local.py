@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.chaos.breakable import BreakableCluster
+from benchmarks.breakable import BreakableCluster
 from benchmarks.demo import kept_cluster
 from sglang_sbs.cluster.local import ClusterStartError, Progress
 from sglang_sbs.cluster.plan import ClusterPlan, InstancePlan, Role, ServerPlan

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.chaos.breakable import BreakableProcesses
+from benchmarks.breakable import BreakableProcesses
 from sglang_sbs.cluster.plan import ProcessPlan
 from sglang_sbs.cluster.spawn import SpawnedProcess, SpawnError, last_log_lines
 from sglang_sbs.cluster.supervise import ProcessDiedError, Supervisor, describe_exit

@@ -19,7 +19,7 @@ from typing import Any
 
 import aiohttp
 
-from benchmarks.chaos.breakable import BreakableProcesses
+from benchmarks.breakable import BreakableProcesses
 from benchmarks.chaos.ha.cut import Cut
 from sglang_sbs.cluster.plan import ProcessPlan
 from sglang_sbs.cluster.readiness import wait_until_ready
