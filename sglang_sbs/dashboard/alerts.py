@@ -151,7 +151,8 @@ def _alerts(snapshot: Snapshot, config: SchedulerConfig, recent: Recent) -> Iter
         yield from _stale(decode, stale_after_s(snapshot))
     yield from _decode(snapshot.decode)
     yield from _speed(snapshot, recent)
-    down = {one.instance for one in (*snapshot.prefill, *snapshot.decode) if not one.up}
+    down = {one.instance for one in snapshot.prefill if not one.up}
+    down |= {one.instance for one in snapshot.decode if not one.up}
     for subject, text in recent.problems:
         if subject in down:
             continue  # the reason why it is down, or of no interest meanwhile
