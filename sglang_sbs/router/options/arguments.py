@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import argparse
 import textwrap
-from collections.abc import Container, Mapping
+from collections.abc import Callable, Container, Iterable, Mapping
 from dataclasses import fields
+from functools import partial
 from typing import Any, NoReturn
 
 import msgspec
@@ -156,6 +157,8 @@ def add_flags(
                 continue
             words = _words(option, defaults)
             action = section.add_argument(f"--{prefix or ''}{option.flag}", **words)
+            if option.completes is not None:  # asked by argcomplete
+                vars(action)["completer"] = partial(_offered, option.completes)
             words |= {"default": argparse.SUPPRESS, "help": argparse.SUPPRESS, "dest": action.dest}
             others = [f"{prefix or ''}{option.former}"] if option.former else []
             if own:
@@ -166,6 +169,10 @@ def add_flags(
         for name in REFUSED_FLAGS:
             words = {"default": argparse.SUPPRESS, "help": argparse.SUPPRESS}
             parser.add_argument(f"--{prefix}{name}", nargs="*", **words)
+
+
+def _offered(values: Callable[[], Iterable[str]], **_asked: Any) -> list[str]:
+    return list(values())
 
 
 def _field_defaults() -> dict[str, Any]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeVar
@@ -49,6 +49,8 @@ class Option:
     """What the flag was called before, which is still understood."""
     why_renamed: str = ""
     """For who writes the former name; empty: that does no harm."""
+    completes: Callable[[], Iterable[str]] | None = None
+    """What a shell offers as its value, where that is not a choice of few."""
     hidden: bool = False
     """Not in ``--help-all``: it decides nothing with the default policy."""
 

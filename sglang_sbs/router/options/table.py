@@ -34,6 +34,7 @@ from sglang_sbs.router.options.router_options import REQUEST_ID_HEADERS, Forward
 from sglang_sbs.router.options.several import Role
 from sglang_sbs.router.options.stock import IGNORED_OPTIONS, NEAREST_POLICY
 from sglang_sbs.scheduling.config import DECODE_RULES, TRIGGERS
+from sglang_sbs.scheduling.policy_registry import policy_names
 from sglang_sbs.scheduling.queue.fairness import parse_weights
 from sglang_sbs.wire.curve import keys_in
 
@@ -95,7 +96,7 @@ GROUPS: dict[str, tuple[Option, ...]] = {
             "predicted finish), session (a conversation stays on one DP rank, whatever is there). "
             "`sglang-sbs policies` says when to choose which, and names those you installed. Stock "
             f"names without a twin ({', '.join(NEAREST_POLICY)}) are mapped to the nearest, with a "
-            "warning"),
+            "warning", completes=policy_names),
         Option("sbs-trigger", "scheduler.trigger", TRIGGERS,
             "adaptive: ahead of the predicted end of a pass. paper: Algorithm 1, to the letter"),
         Option("sbs-decode", "scheduler.decode_rule", DECODE_RULES,
@@ -211,7 +212,7 @@ GROUPS: dict[str, tuple[Option, ...]] = {
         Option("access-log", "access_log", str,
             "answers that the log has a line for: all; errors; slow:2s, errors and those whose "
             "first byte took 2 s or longer", metavar="WHICH", read=parse_access_log,
-            default="all"),
+            default="all", completes=lambda: ("all", "errors", "slow:2s")),
         Option("log-json", "log_json", switch, "one JSON object per line of the log"),
         Option("log-dir", "log_dir", Path, "also log to a file in this directory", metavar="DIR"),
     ),
