@@ -104,6 +104,29 @@ def test_bounds_hold_while_requests_are_held() -> None:
     assert driver.refused[-1].limit == "decode"
 
 
+def test_other_instances_that_come_and_go_prolong_no_outage() -> None:
+    driver = Driver(outage_hold_s=HOLD_S).up(prefill=2)
+    driver.tell(InstanceDown(instance="d0"))
+    driver.arrive("r")
+    for number in range(5):
+        driver.wait(HOLD_S / 5 - 0.01)
+        driver.tell(InstanceDown(instance=f"p{number % 2}"))
+        back(driver, f"p{number % 2}")
+    driver.wait(0.1)
+    assert [one.cause for one in driver.refused] == ["no_decode"]
+
+
+@POLICIES
+def test_nothing_is_planned_in_an_outage(policy: str) -> None:
+    driver = Driver(policy=policy, outage_hold_s=HOLD_S).up()
+    driver.tell(InstanceDown(instance="d0"))
+    asked: list[float] = []
+    driver.scheduler.policy.plan = lambda *_: asked.append(driver.now_s)
+    driver.arrive("r")
+    driver.wait(HOLD_S)
+    assert asked == []
+
+
 def test_without_a_hold_time_an_outage_is_told_at_once() -> None:
     driver = Driver(outage_hold_s=0.0).up()
     driver.tell(InstanceDown(instance="p0"))
