@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import yaml
 
+from sglang_sbs.engine import config as hook
 from sglang_sbs.launch_router import main
 from sglang_sbs.router.options.arguments import MOST_NEEDED, FlagError, build_parser
 from sglang_sbs.router.options.option import switch
@@ -101,6 +102,12 @@ def test_every_flag_has_a_variable_of_its_own_and_can_be_in_a_file(tmp_path: Pat
     switches = [one.flag for one in OPTIONS.values() if one.type is switch and one.help]
     text = "".join(f"{flag}: false\n" for flag in switches)
     assert parse_flags([*PD, *config(tmp_path, text)]) == parse_flags(PD)
+
+
+def test_no_variable_of_engines_means_something_else_to_the_router() -> None:
+    of_engines = {v for v in vars(hook).values() if isinstance(v, str) and v.startswith("SGLANG_")}
+    assert len(of_engines) > 6
+    assert of_engines & VARIABLES.keys() == {"SGLANG_SBS_ENDFORWARD_KEY_FILE"}
 
 
 @pytest.mark.parametrize(

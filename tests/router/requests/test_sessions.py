@@ -79,6 +79,7 @@ async def test_the_scheduler_gets_one_name_per_conversation_and_nothing_of_the_p
     calls: list[tuple[str, dict[str, Any], dict[str, str]]] = [
         ("/v1/messages", messages | {"metadata": {"user_id": user}}, {}),
         ("/v1/messages", messages, {"X-Claude-Code-Session-Id": UUID, LAST_HEADER: "one request"}),
+        ("/v1/responses", {"model": "m", "input": "x", "prompt_cache_key": UUID}, {}),
         ("/generate", {"text": "x", "session_id": UUID}, {LAST_HEADER: "one request"}),
         ("/generate", {"text": "x", "session_id": "another"}, {"session_id": UUID}),
         ("/generate", {"text": "x"}, {LAST_HEADER: UUID}),
@@ -89,5 +90,5 @@ async def test_the_scheduler_gets_one_name_per_conversation_and_nothing_of_the_p
             async with c.post(path, body, headers=headers) as answer:
                 assert answer.status == 200
         arrived = c.scheduler.of(RequestArrived)
-    assert [one.session for one in arrived] == [digest_of(UUID)] * 5 + [""]
+    assert [one.session for one in arrived] == [digest_of(UUID)] * 6 + [""]
     assert UUID not in repr(arrived)
