@@ -1,5 +1,5 @@
-"""One question to a running router, for ``why`` and ``policy``, and the flags that name the router,
-for ``top`` as well."""
+"""One question to a running router, for ``why``, ``policy`` and ``trial``, and the flags that name
+the router, for ``top`` as well."""
 
 from __future__ import annotations
 
@@ -45,16 +45,23 @@ def parse(parser: argparse.ArgumentParser, argv: Sequence[str] | None) -> argpar
     return args
 
 
-def ask(args: argparse.Namespace, path: str, body: bytes | None = None, *, absent: str) -> bytes:
-    """Return the answer to ``GET path``, or with a ``body`` (JSON) to ``PUT path``. ``absent``:
-    what a 404 means. Raises: NotToldError."""
+def ask(
+    args: argparse.Namespace,
+    path: str,
+    body: bytes | None = None,
+    *,
+    absent: str,
+    method: str | None = None,
+) -> bytes:
+    """Return the answer to ``GET path``, or with a ``body`` (JSON) to ``PUT path``, unless another
+    ``method`` is named. ``absent``: what a 404 means. Raises: NotToldError."""
     key = key_of(args)
     url = args.router.rstrip("/") + path
     headers = {"Authorization": f"Bearer {key}"} if key else {}
     if body is not None:
         headers["Content-Type"] = "application/json"
     try:
-        method = "GET" if body is None else "PUT"
+        method = method or ("GET" if body is None else "PUT")
         asked = urllib.request.Request(url, data=body, headers=headers, method=method)
         with urllib.request.urlopen(asked, timeout=_TIMEOUT_S) as answer:
             read: bytes = answer.read()

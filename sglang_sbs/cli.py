@@ -36,6 +36,7 @@ VERBS = {
     "log": Verb("sglang_sbs.explain.log", "show an event log (--sbs-event-log) to a person"),
     "policy": Verb("sglang_sbs.switch_policy", "which policy a router uses; switch to another one"),
     "policies": Verb("sglang_sbs.policies.cli", "which policies there are; check one of your own"),
+    "trial": Verb("sglang_sbs.try_policy", "compare two policies in turns on a router's traffic"),
     "top": Verb("sglang_sbs.dashboard.top", "watch a router in the terminal"),
     "observe": Verb("sglang_sbs.observe.cli", "record engines behind any router; routing stays"),
     "simulate": Verb("sglang_sbs.simulator.cli", "compare policies in simulated time"),

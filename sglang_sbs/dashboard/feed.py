@@ -66,14 +66,17 @@ class LocalFeed:
         order: Order = lambda: (),
         alone: bool = False,
         lead: Callable[[], dict[str, Any] | None] = lambda: None,
+        trial: Callable[[], dict[str, Any] | None] = lambda: None,
     ) -> None:
         """``problems`` and ``order``: see :class:`.Recorder`; ``alone`` marks a front end's own;
-        ``lead`` says who of several schedulers this is, for people."""
+        ``lead`` says who of several schedulers this is, for people; ``trial`` how a trial of two
+        policies stands."""
         self._pump = pump
         self._record = partial(
             Recorder, problems=problems, order=order, errors=lambda: pump.errors, alone=alone
         )
         self._lead = lead
+        self._trial = trial
         self.recorder: Recorder | None = None
         self.watchers: dict[Stop, Take] = {}
         self._ticker: asyncio.Task[None] | None = None
@@ -156,4 +159,5 @@ class LocalFeed:
 
     def _encode(self, frame: dict[str, Any]) -> bytes:
         frame |= {"time_s": round(time.time(), 3), "lead": self._lead()}
+        frame["trial"] = self._trial()
         return orjson.dumps(frame)

@@ -142,8 +142,8 @@ def _header(frame: dict[str, Any], note: str) -> list[Line]:
         f"held p50 {seconds(hold.get('p50'))} p95 {seconds(hold.get('p95'))}"
         f"{_balance(frame.get('balance'))}"
     )
-    answers = [_well(frame["well"]), *_gain(frame["gain"]), *_split(frame["split"])]
-    return [first, *answers, second, third]
+    gain = _gain(frame["gain"], frame.get("trial"))
+    return [first, _well(frame["well"]), *gain, *_split(frame["split"]), second, third]
 
 
 def _well(well: dict[str, Any]) -> Text:
@@ -156,8 +156,18 @@ def _well(well: dict[str, Any]) -> Text:
     return Text.assemble((f"{mark} ", style), subject, plain(well["cause"]), todo)
 
 
-def _gain(gain: dict[str, Any]) -> list[Line]:
-    """What SBS does for its user: one line."""
+def _gain(gain: dict[str, Any], trial: dict[str, Any] | None) -> list[Line]:
+    """What SBS does for its user: a line, and one of a trial that runs. A trial's verdict is
+    measured, so it stands in place of the estimate."""
+    lines: list[Line] = []
+    if trial is not None and (trial["running"] or trial["high"] is not None):
+        now, left = trial["now"], seconds(trial["slot_left_s"])
+        slot = f"; now {plain(trial[now])} for {left}" if now in ("policy", "baseline") else ""
+        lines.append(Text(plain(trial["text"]) + slot))
+    return lines if trial is not None and trial["high"] is not None else lines + _estimate(gain)
+
+
+def _estimate(gain: dict[str, Any]) -> list[Line]:
     known = gain["baselines"]
     if not known:
         return [Text(f"gain: {plain(gain['why'])}", style="dim")]

@@ -25,6 +25,8 @@ class PolicyState(msgspec.Struct, frozen=True, omit_defaults=True):
     """Of the scheduler that switched."""
     switches: _Number = 0
     """Since the command line's policy."""
+    back_to: Annotated[str, msgspec.Meta(max_length=64)] = ""
+    """A trial has switched, and this is the policy that it began with; empty: none runs."""
 
     @property
     def age(self) -> tuple[int, int]:
@@ -43,16 +45,33 @@ class PolicyInForce:
     def policy(self) -> Policy:
         return self.state.policy
 
-    def switch(self, policy: Policy, by: str, term: int = 0) -> None:
-        """``by``: the front end that was asked. Nothing happens if that policy is in force."""
-        if policy != self.policy:
-            switches = self.state.switches + 1
-            self._become(PolicyState(policy, time.time(), by[:256], term, switches))
+    @property
+    def lasting(self) -> Policy:
+        """The policy that remains when nobody carries a trial on."""
+        back_to = self.state.back_to
+        return back_to if spec_of(back_to) else self.policy
 
-    def inherit(self, state: PolicyState | None) -> None:
-        """Take over a switch that this scheduler does not know of."""
-        if state is not None and state.age > self.state.age:
+    def switch(self, policy: Policy, by: str, term: int = 0, back_to: str = "") -> None:
+        """``by``: the front end that was asked. ``back_to``: see :class:`PolicyState`. Nothing
+        happens if all of that is in force."""
+        if policy != self.policy or back_to != self.state.back_to:
+            switches = self.state.switches + 1
+            self._become(PolicyState(policy, time.time(), by[:256], term, switches, back_to))
+
+    def inherit(self, state: PolicyState | None, term: int = 0) -> bool:
+        """Take over a switch that this scheduler does not know of; whether it was by a trial. A
+        trial ends with its scheduler: its policy is replaced by that it began with, in this
+        scheduler's ``term``."""
+        if state is None or state.age <= self.state.age:
+            return False
+        if not state.back_to:
             self._become(state)
+            return False
+        if spec_of(state.back_to) is None:
+            return False  # of another release, or not installed here
+        by, term = "the end of a trial whose scheduler is gone", max(term, state.term)
+        self._become(PolicyState(state.back_to, time.time(), by, term, state.switches + 1))
+        return True
 
     def follow(self, state: PolicyState | None) -> None:
         """Do as the scheduler does, unless this process knows of a later switch."""

@@ -6,9 +6,10 @@ import logging
 import os
 import socket
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import aiohttp
 import msgspec
@@ -33,6 +34,7 @@ from sglang_sbs.router.processes.sockets import FrontEndSocket
 from sglang_sbs.router.signals.endforward_listener import FindOwner
 from sglang_sbs.router.signals.engine_signals import Watch
 from sglang_sbs.router.telemetry.metrics import RouterMetrics, build_info
+from sglang_sbs.router.trials import Trials
 from sglang_sbs.router.workers.health import Monitor
 from sglang_sbs.router.workers.worker import Worker, WorkerEvents
 from sglang_sbs.router.workers.worker_view import problems_of
@@ -47,6 +49,7 @@ logger = logging.getLogger(__name__)
 
 OVERDUE_S = 10.0
 """So long after the scheduler's own deadline a request that got no decision is ended."""
+_REFUSED = "trial_refused"
 _FIND_S = 15.0
 """A front end that starts waits so long for the scheduler before it takes requests without."""
 
@@ -83,10 +86,12 @@ class OwnScheduler:
             lambda policy: dispatcher.submit(PolicySwitched(policy=policy)),
         ]
         self.registry = self._watch.registry
+        self.trials = Trials(self.policy, dispatcher.pump)
         self.feed = LocalFeed(
             dispatcher.pump,
             problems=lambda: problems_of(self.registry),
             order=lambda: [worker.url for worker in self.registry],
+            trial=self.trials.shown,
         )
 
     async def start(self) -> str | None:
@@ -98,6 +103,7 @@ class OwnScheduler:
             self.dispatcher.pump.event_log = log
         if isinstance(self.dispatcher.pump.scheduler, Scheduler):
             self.feed.stay()
+        self.trials.want(options.trial)
         return await self._watch.start()
 
     async def add_worker(self, url: str, role: InstanceRole, bootstrap_port: int | None) -> Worker:
@@ -114,6 +120,12 @@ class OwnScheduler:
 
     async def switch_policy(self, policy: Policy) -> None:
         self.policy.switch(policy, _own_name())
+
+    async def trial(self, do: str, body: Mapping[str, Any]) -> dict[str, Any]:
+        try:
+            return self.trials.ask(do, body)
+        except ValueError as error:
+            raise RouterError(400, _REFUSED, str(error)) from error
 
     @property
     def placing_policy(self) -> str:
@@ -134,12 +146,14 @@ class OwnScheduler:
         yield from self.dispatcher.pump.times.families()
         yield from self._watch.families(self.dispatcher.snapshot())
         yield gain_family(by_bound(self.feed.ratios()))
+        yield from self.trials.families()
 
     def gain(self) -> str:
         """For the line of a minute."""
         return in_words(self.feed.ratios())
 
     async def close(self) -> None:
+        self.trials.close()
         self.feed.close()
         await self._watch.close()
 
@@ -187,7 +201,7 @@ class RemoteScheduler:
             self.registry,
             name=name,
             policy=policy,
-            fallback=lambda: Scheduler(_alone(options, policy.policy), remembers=MOST_OVER),
+            fallback=lambda: Scheduler(_alone(options, policy.lasting), remembers=MOST_OVER),
             counts=metrics.decided,
             metrics_page=lambda: metrics.render().decode(),
             abort=abort,
@@ -232,10 +246,19 @@ class RemoteScheduler:
         except ValueError as error:  # the scheduler is of another release
             raise RouterError(400, "unknown_policy", str(error)) from error
 
+    async def trial(self, do: str, body: Mapping[str, Any]) -> dict[str, Any]:
+        question = messages.AskTrial(do=do, body=msgspec.json.encode(body))
+        try:
+            told = await self._link.ask(question)
+        except ValueError as error:
+            raise RouterError(400, _REFUSED, str(error)) from error
+        found: dict[str, Any] = msgspec.json.decode(told.payload)
+        return found
+
     @property
     def placing_policy(self) -> str:
-        policy = self.policy.policy
-        return policy if self._link.connected else _unheard(policy)
+        policy = self.policy
+        return policy.policy if self._link.connected else _unheard(policy.lasting)
 
     async def _change(self, worker: Worker, change: messages.Change) -> None:
         try:

@@ -131,6 +131,7 @@ class RouterServer:
         self.add_worker, self.remove_worker = schedulers.add_worker, schedulers.remove_worker
         self.update_worker, self.drain_worker = schedulers.update_worker, schedulers.drain_worker
         self.policy, self.switch_policy = schedulers.policy, schedulers.switch_policy
+        self.trial = schedulers.trial
         self.registry = schedulers.registry
         self.dispatcher: Assigner = schedulers.dispatcher
         self.dashboard = Dashboard(schedulers.feed)

@@ -10,7 +10,7 @@ from dataclasses import replace
 from itertools import product
 from pathlib import Path
 
-from sglang_sbs.simulator.experiments import matrix, plan, sweep, tables, verdict
+from sglang_sbs.simulator.experiments import matrix, plan, sweep, tables, trials, verdict
 from sglang_sbs.simulator.options import cluster, common, scheduler
 from sglang_sbs.simulator.options.common import Flag, names, run_with_progress
 from sglang_sbs.simulator.parallel import Interrupted, Task
@@ -19,7 +19,7 @@ from sglang_sbs.simulator.workloads.scenario import AGENTIC, SCENARIOS
 
 DEFAULT_POLICIES = "sbs,sbs_paper,eta,least_tokens,round_robin,random_rank"
 
-_COMMANDS = {"plan": plan.main, "matrix": matrix.main}
+_COMMANDS = {"plan": plan.main, "matrix": matrix.main, "trial": trials.main}
 CHECKOUT = Path(__file__).resolve().parents[2]
 _SCRIPTS = {
     "paper-decode": "scripts/paper-decode",
@@ -52,6 +52,7 @@ examples:
 more (each has --help):
   sglang-sbs simulate matrix      is sbs nowhere worse than any other policy? cell by cell
   sglang-sbs simulate plan        how many instances and what chunk a workload needs
+  sglang-sbs simulate trial       how often is the verdict of a trial right?
 
 In a checkout there are three more: paper (every claim of the paper beside simulations of it),
 paper-decode (its experiment with decode ranks) and bound (what no schedule could beat).

@@ -477,4 +477,28 @@ async def test_the_three_questions_are_answered_at_the_head(browser: Browser) ->
         await expect(page.locator("#gain-note")).to_have_text(
             "The gain is not known yet: 1 of 3 whole minutes."
         )
+        line = page.locator("#gain-trial")
+        await expect(line).to_contain_text("No trial has measured it")
+        arms = {name: {"requests": 600} for name in ("policy", "baseline")}
+        trial = {
+            **{"running": True, "text": "trial of sbs against eta: " + EVIL, "policy": "sbs"},
+            **{"baseline": "eta", "now": "baseline", "slot": 6, "slots": 40, "slot_left_s": 75.0},
+            **{"ratio": 0.7, "low": 0.6, "high": 0.8, "arms": arms, "warning": ""},
+            **{"ended_at": None},
+        }
+        await show(gain=gain, trial=trial)
+        await expect(line).to_contain_text("Trial of sbs against eta: <img")
+        await expect(line).to_contain_text("slot 7 of at most 40 is eta’s, 75.0 s left")
+        await expect(page.locator("#gain-number")).to_have_text("0.70×")
+        await expect(page.locator("#gain-note")).to_have_text(
+            "the mean TTFT of eta (0.60 to 0.80), measured by the trial that runs over 1,200 "
+            "requests."
+        )
+        await show(gain=gain, trial=trial | {"high": None, "low": None})
+        await expect(page.locator("#gain-number")).to_have_text("0.55×")
+        over = trial | {"running": False, "now": None, "ended_at": 1.0}
+        await show(gain=gain, trial=over, time_s=10.0)
+        await expect(page.locator("#gain-number")).to_have_text("0.70×")
+        await show(gain=gain, trial=over, time_s=200_000.0)
+        await expect(page.locator("#gain-number")).to_have_text("0.55×")
         assert complaints == []

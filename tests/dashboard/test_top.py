@@ -132,6 +132,27 @@ def test_it_answers_where_the_time_goes_and_what_was_wrong() -> None:
     assert "slowest requests" in small
 
 
+def trial_of(**more: Any) -> dict[str, Any]:
+    """As a frame has it."""
+    text = "trial of sbs against eta: sbs has 0.78x (0.70 to 0.87) the mean TTFT of eta"
+    known = {"running": True, "text": text, "policy": "sbs", "baseline": "eta", "now": "baseline"}
+    return known | {"high": 0.87, "slot_left_s": 75.0} | more
+
+
+def test_a_verdict_of_a_trial_stands_in_place_of_the_estimate() -> None:
+    frame = frame_of(1, 1)
+    assert drawn(frame, 160, 40)[2].startswith("gain: ")
+    frame["trial"] = None
+    assert drawn(frame, 160, 40)[2].startswith("gain: ")
+    frame["trial"] = trial_of()
+    lines = drawn(frame, 160, 40)
+    assert lines[2] == trial_of()["text"] + "; now eta for 75.0s"
+    assert not lines[3].startswith("gain: ")
+    frame["trial"] = trial_of(high=None, text="no verdict yet")
+    assert drawn(frame, 160, 40)[2] == "no verdict yet; now eta for 75.0s"
+    assert drawn(frame, 160, 40)[3].startswith("gain: ")
+
+
 def test_text_of_others_cannot_drive_the_terminal() -> None:
     evil = "\x1b]0;owned\x07\x1b[2J[red]markup\n\u202eabc"
     frame = frame_of(1, 1)

@@ -16,6 +16,8 @@ const STALE_S = 3;
 const TRAIL_S = 60;
 const HIDDEN_MS = 10000;
 const FAR_OFF = 0.25;
+// The verdict of a trial holds for so long.
+const VERDICT_S = 86400;
 // The scales of decode where nobody says what is most: they grow in steps, and never shrink.
 const LEAST_RUNNING = 128;
 const LEAST_KV = 128 * 1024;
@@ -77,7 +79,8 @@ function draw() {
   $("board").classList.remove("old");
   drawHeader(frame);
   if (frame.well) drawWell(frame.well);
-  if (frame.gain) drawGain(frame.gain);
+  if (frame.gain) drawGain(frame.gain, verdictOf(frame));
+  text("gain-trial", trialLine(frame.trial));
   if (frame.split) drawSplit(frame.split);
   alerts.draw(frame, state.past);
   slowest.draw(frame);
@@ -205,7 +208,27 @@ function drawWell(well) {
 
 const bounds = (one) => " (" + one.low.toFixed(2) + " to " + one.high.toFixed(2) + ")";
 
-function drawGain(gain) {
+// A trial measured what the shadow only estimates. Its verdict holds for a day, and for its policy.
+function verdictOf(frame) {
+  const trial = frame.trial;
+  if (!trial || trial.ratio === null || trial.low === null || trial.high === null) return null;
+  const fresh = trial.running || (frame.policy === trial.policy && frame.time_s - trial.ended_at < VERDICT_S);
+  return fresh ? trial : null;
+}
+
+function trialLine(trial) {
+  if (!trial) return "No trial has measured it: sglang-sbs trial round_robin does.";
+  const slot = trial.now ? "; slot " + (trial.slot + 1) + " of at most " + trial.slots + " is " + trial[trial.now] + "’s, " + seconds(trial.slot_left_s) + " left" : "";
+  return trial.text[0].toUpperCase() + trial.text.slice(1) + slot + (trial.warning ? ". Beware: " + trial.warning : "") + ".";
+}
+
+function drawGain(gain, trial) {
+  if (trial) {
+    text("gain-number", trial.ratio.toFixed(2) + "×");
+    text("gain-note", "the mean TTFT of " + trial.baseline + bounds(trial) + ", measured by " + (trial.running ? "the trial that runs" : "a trial") + " over " + several(trial.arms.policy.requests + trial.arms.baseline.requests, "request") + ".");
+    drawRatio($("gain-trail"), gain.trail);
+    return;
+  }
   const headline = gain.baselines[gain.headline];
   const eta = gain.baselines.eta;
   text("gain-number", headline ? headline.ratio.toFixed(2) + "×" : "–");

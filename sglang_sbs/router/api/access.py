@@ -26,7 +26,7 @@ from sglang_sbs.router.requests.headers import KEY_HEADER
 logger = logging.getLogger("sglang_sbs.audit")
 
 CONTROL_PLANE = (
-    "/workers", "/policy", "/requests/", "/flush_cache", "/get_loads", "/v1/loads",
+    "/workers", "/policy", "/trial", "/requests/", "/flush_cache", "/get_loads", "/v1/loads",
     "/abort_request", pages.EVENTS_PATH, pages.WELL_PATH,
 )  # fmt: skip
 """Paths that begin like this change or show the cluster."""

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, Protocol
 
 import aiohttp
@@ -60,6 +61,11 @@ class Router(Protocol):
     async def switch_policy(self, policy: Policy) -> None:
         """Have the scheduler decide by another policy. Raises: RouterError (503), it cannot be
         told."""
+
+    async def trial(self, do: str, body: Mapping[str, Any]) -> dict[str, Any]:
+        """Begin a trial (``do`` is ``begin``), end it (``end``) or ``show`` it; the report of the
+        one that runs, or of the last one. Raises: RouterError (400), it cannot begin; RouterError
+        (503), the scheduler cannot be asked."""
 
     @property
     def placing_policy(self) -> str:

@@ -23,6 +23,7 @@ from sglang_sbs.router.api.policy import PolicyControl
 from sglang_sbs.router.api.requests import Requests
 from sglang_sbs.router.api.served_router import Router
 from sglang_sbs.router.api.tokenizing import Tokenizing
+from sglang_sbs.router.api.trial import TrialControl
 from sglang_sbs.router.client.answer_stream import send
 from sglang_sbs.router.errors import RouterError, error_style
 from sglang_sbs.router.options.keys import ControlKey
@@ -117,8 +118,8 @@ class Surface:
         app.on_cleanup.append(self._close)
         for path in KINDS:
             app.router.add_post(path, self._inference)
-        control = (Control(server), PolicyControl(server), Requests(server), Tokenizing(server))
-        for part in (*control, Messages(server), server.dashboard):
+        control = (Control(server), PolicyControl(server), TrialControl(server), Requests(server))
+        for part in (*control, Tokenizing(server), Messages(server), server.dashboard):
             for method, path, handler in part.routes():
                 app.router.add_route(method, path, handler)
         app.router.add_get(f"{PATHS['responses']}/{{id}}", _not_stored)

@@ -62,6 +62,8 @@ class SchedulerPump:
     event_log: EventLogWriter | None = None
     observer: Observer | None = None
     """Told of every event and what was answered, while somebody looks."""
+    trial: Observer | None = None
+    """Told the same, while a trial runs."""
     errors: int = 0
     """Events the scheduler failed on."""
     times: DecisionTimes = field(default_factory=DecisionTimes)
@@ -104,6 +106,8 @@ class SchedulerPump:
         self.timelines.observe(event, commands, now_s)
         if self.observer is not None:
             self.observer(event, commands, now_s)
+        if self.trial is not None:
+            self.trial(event, commands, now_s)
         for command in self._gangs.told(commands):
             if isinstance(command, WakeAt):
                 self._wake_at(command.time_s, now_s)

@@ -11,6 +11,7 @@ from sglang_sbs.router.options.keys import ControlKey, JwtConfig
 from sglang_sbs.router.options.several import Role, SeveralProcesses
 from sglang_sbs.scheduling.config import SchedulerConfig
 from sglang_sbs.scheduling.policy_registry import reads_prefixes
+from sglang_sbs.trial.spec import TrialSpec
 from sglang_sbs.wire.curve import CurveKeys
 
 ForwardTokenIds = Literal["auto", "on", "off"]
@@ -39,6 +40,8 @@ class RouterOptions:
     prometheus_duration_buckets: tuple[float, ...] | None = None
     endforward_bind: str | None = "tcp://0.0.0.0:7600"
     event_log: Path | None = None
+    trial: TrialSpec | None = None
+    """Begins with the first request."""
     tokenizer_path: Path | None = None
     chat_template: Path | None = None
     prefix_source: config.PrefixWish = "auto"

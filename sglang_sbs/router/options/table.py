@@ -36,6 +36,7 @@ from sglang_sbs.router.options.stock import IGNORED_OPTIONS, NEAREST_POLICY
 from sglang_sbs.scheduling.config import DECODE_RULES, TRIGGERS
 from sglang_sbs.scheduling.policy_registry import policy_names
 from sglang_sbs.scheduling.queue.fairness import parse_weights
+from sglang_sbs.trial.spec import parse_text
 from sglang_sbs.wire.curve import keys_in
 
 
@@ -142,6 +143,10 @@ GROUPS: dict[str, tuple[Option, ...]] = {
             "KV pages remembered at most, some 100 to 200 bytes each (sbs_prefix_index_blocks)"),
         Option("sbs-event-log", "event_log", Path,
             "record scheduler events and commands for replay", metavar="FILE"),
+        Option("sbs-trial", "trial", str,
+            "compare --policy with this one on live traffic, in turns, until the difference is "
+            "certain: round_robin, or round_robin,slot=180s,p99=5s and more (docs/trial.md)",
+            metavar="BASELINE[,KEY=VALUE]", read=lambda text: text and parse_text(text)),
         Option("tokenizer-path", "tokenizer_path", Path,
             "model directory as the engines have it, or the model's id on Hugging Face: exact "
             "prompt lengths for text and chat, and prefixes found by their tokens",

@@ -43,6 +43,7 @@ from sglang_sbs.router.processes.membership import Membership, Placed
 from sglang_sbs.router.processes.messages import VERSION, Hello, spoken
 from sglang_sbs.router.processes.mirrored_registry import states_of
 from sglang_sbs.router.processes.summed_metrics import add_pages, of_workers
+from sglang_sbs.router.trials import Trials
 from sglang_sbs.router.workers.kubernetes_pods import Members
 from sglang_sbs.router.workers.worker import Worker
 from sglang_sbs.scheduling import events
@@ -118,6 +119,13 @@ class Hub:
         self.stands = True  # for the lead; who does not yet is not ready either
         self.membership = Membership(members, self._ticked_s)
         self._lead = lead
+        self.trials = Trials(
+            self.policy,
+            self.pump,
+            leads=lambda: lead.active,
+            term=lambda: lead.term,
+            switched=self._tell_before_the_answer,
+        )
         self._ticker = asyncio.create_task(self._tick())
 
     # The lead ---------------------------------------------------------------------------------
@@ -129,6 +137,7 @@ class Hub:
     def follow(self) -> None:
         """Not any more: whoever schedules next is told of the requests by their front ends."""
         logger.warning("this process schedules no more; it is a standby")
+        self.trials.close()
         sessions, self._sessions = self._sessions.values(), {}
         for session in sessions:
             self.tell(session.identity, self._lead.turned_away())
@@ -183,6 +192,7 @@ class Hub:
         return session, answer
 
     def close(self) -> None:
+        self.trials.close()
         for task in (self._ticker, *self._tasks):
             task.cancel()
 
@@ -223,6 +233,8 @@ class Hub:
                 self.tell(identity, self._change(message))
             case messages.SwitchPolicy():
                 self.tell(identity, self._switch(session, message))
+            case messages.AskTrial():
+                self.tell(identity, self._ask_trial(message))
             case messages.AbortElsewhere():
                 self._in_background(self._abort_elsewhere(session, message))
             case messages.AskStory():
@@ -255,7 +267,8 @@ class Hub:
             self.tell(identity, self._lead.turned_away())
             return
         now_s = self._loop.time()
-        self.policy.inherit(hello.policy)
+        if self.policy.inherit(hello.policy, self._lead.term):
+            self.trials.inherited()
         if hello.scheduler not in ("", self.boot_id):
             self.membership.inherit(hello, now_s)
         if identity not in self._sessions and self.settled:
@@ -317,6 +330,13 @@ class Hub:
         self.policy.switch(message.policy, session.name, self._lead.term)
         self._tell_before_the_answer()
         return messages.Done(call=message.call)
+
+    def _ask_trial(self, message: messages.AskTrial) -> messages.Done:
+        try:
+            shown = self.trials.ask(message.do, msgspec.json.decode(message.body, type=dict))
+        except ValueError as error:
+            return messages.Done(call=message.call, error=str(error))
+        return messages.Done(call=message.call, payload=msgspec.json.encode(shown))
 
     def _tell_before_the_answer(self) -> None:
         """The front end knows what it wanted when its client asks again."""

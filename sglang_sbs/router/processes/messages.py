@@ -171,6 +171,15 @@ class SwitchPolicy(_Call, frozen=True, kw_only=True):
     policy: str
 
 
+class AskTrial(_Call, frozen=True, kw_only=True):
+    """``/trial``; answered by :class:`Done` with a payload."""
+
+    do: Annotated[str, msgspec.Meta(max_length=16)] = "show"
+    """``begin``, ``end`` or ``show``."""
+    body: Annotated[bytes, msgspec.Meta(max_length=65_536)] = b"{}"
+    """JSON object of ``POST /trial``."""
+
+
 class AbortElsewhere(_Call, frozen=True):
     """``POST /abort_request``: it may be another front end's; answered by :class:`Done`."""
 
@@ -196,7 +205,7 @@ class FoundStory(_Message, frozen=True):
 
 Change = AddWorker | RemoveWorker | UpdateWorker | DrainWorker
 """Of the workers."""
-Question = Change | SwitchPolicy | AbortElsewhere | AskStory
+Question = Change | SwitchPolicy | AskTrial | AbortElsewhere | AskStory
 
 
 class Aborted(_Message, frozen=True):
@@ -308,7 +317,8 @@ class Done(_Said, frozen=True):
     count: int = 0
     error: str = ""
     payload: bytes = b""
-    """JSON of a :class:`~sglang_sbs.scheduling.explained.stories.Story`, for :class:`AskStory`."""
+    """JSON: for :class:`AskStory` a :class:`~sglang_sbs.scheduling.explained.stories.Story`, for
+    :class:`AskTrial` a :class:`~sglang_sbs.trial.report.Report`."""
 
 
 class AskMetrics(_Said, frozen=True):

@@ -115,9 +115,9 @@ class SchedulerProcess:
             await self.stop()
             raise
         self._feed.stay()
-        self._tasks.append(asyncio.create_task(loop_watch.run()))
-        self._tasks.append(asyncio.create_task(self._stand(election)))
-        self._tasks.append(asyncio.create_task(self._log_gain()))
+        self._hub.trials.want(options.trial)
+        for work in (loop_watch.run(), self._stand(election), self._log_gain()):
+            self._tasks.append(asyncio.create_task(work))
 
     @property
     def prometheus_port(self) -> int:
@@ -185,6 +185,7 @@ class SchedulerProcess:
             problems=lambda: problems_of(registry),
             order=lambda: [worker.url for worker in registry],
             lead=self.lead.shown_to_people,
+            trial=self._hub.trials.shown,
         )
 
     def _request_over(self, timeline: Timeline) -> None:
@@ -244,6 +245,7 @@ class SchedulerProcess:
         yield from self.lead.families()
         yield from self._watch.families(self._hub.pump.snapshot())
         yield gain_family(by_bound(self._feed.ratios()))
+        yield from self._hub.trials.families()
         about = "Events the scheduler failed on: a defect"
         yield total("sbs_scheduler_errors", about, self._hub.pump.errors)
         yield gauge("sbs_front_ends", "Front ends connected to the scheduler", self.front_ends)

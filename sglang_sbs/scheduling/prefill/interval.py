@@ -101,6 +101,11 @@ class IntervalController(NetworkLatency):
         sample."""
 
     @property
+    def learned(self) -> bool:
+        """Whether there was a first sample."""
+        return bool(self._window)
+
+    @property
     def interval_s(self) -> float:
         """I_opt; with no active instance the interval of a single one."""
         mean_s = self._sum_s / len(self._window) if self._window else self._t_default_s

@@ -1,0 +1,34 @@
+"""``/trial``: begin, end and show a trial of two policies (:mod:`sglang_sbs.trial`)."""
+
+from __future__ import annotations
+
+from aiohttp import web
+
+from sglang_sbs.dashboard.pages import Handler
+from sglang_sbs.router.api.bodies import json_answer, read_object
+from sglang_sbs.router.api.served_router import Router
+from sglang_sbs.router.client.intake import Bodies
+
+PATH = "/trial"
+_BODIES_BYTES = 1 << 20
+
+
+class TrialControl:
+    def __init__(self, server: Router) -> None:
+        self._server = server
+        self._bodies = Bodies(_BODIES_BYTES)
+
+    def routes(self) -> list[tuple[str, str, Handler]]:
+        return [("GET", PATH, self.show), ("POST", PATH, self.begin), ("DELETE", PATH, self.end)]
+
+    async def show(self, _request: web.Request) -> web.StreamResponse:
+        return json_answer(await self._server.trial("show", {}))
+
+    async def begin(self, request: web.Request) -> web.StreamResponse:
+        """Answers as ``GET`` once the first slot has begun."""
+        body = await read_object(request, self._bodies)
+        return json_answer(await self._server.trial("begin", body))
+
+    async def end(self, _request: web.Request) -> web.StreamResponse:
+        """Answers as ``GET`` once the policy is the one that the trial began with."""
+        return json_answer(await self._server.trial("end", {}))

@@ -1,0 +1,155 @@
+"""A trial for people and programs: what ``GET /trial``, the dashboard and the metrics show."""
+
+from __future__ import annotations
+
+import math
+
+import msgspec
+
+from sglang_sbs.plain_words import counted
+from sglang_sbs.trial.slots import Arm
+from sglang_sbs.trial.trial import ALPHA, ARMS, Cause, Trial, Verdict
+
+FEW_PASSES = 300
+"""Shorter slots flatter a baseline that has two states: it needs long to reach the worse one."""
+
+
+class ArmReport(msgspec.Struct, kw_only=True):
+    """One of the two policies. Seconds; null: not known."""
+
+    policy: str
+    slots: int
+    requests: int
+    """Counted and answered."""
+    mean_ttft_s: float | None
+    p50_ttft_s: float | None
+    p99_ttft_s: float | None
+    refused: int
+    unanswered: int
+
+
+class Report(msgspec.Struct, kw_only=True):
+    """A trial that runs, or the last one."""
+
+    running: bool
+    text: str
+    """The verdict so far, in a sentence."""
+    policy: str
+    baseline: str
+    now: str | None
+    """Which of the two has the present slot: ``policy`` or ``baseline``."""
+    slot: int
+    """Slots that are over."""
+    slots: int
+    """At most."""
+    slot_s: float
+    slot_left_s: float | None
+    passes_per_slot: int | None
+    warning: str
+    ratio: float | None
+    """Mean TTFT of the policy over that of the baseline, adjusted for tokens."""
+    low: float | None
+    high: float | None
+    confidence: float
+    """Of the interval, at all looks together."""
+    pairs: int
+    arms: dict[str, ArmReport]
+    """By ``policy`` and ``baseline``."""
+    ratio_by_third: list[float | None]
+    """By the third of a slot in which requests arrived, not adjusted. The first is not counted."""
+    seed: int
+    cause: Cause | None
+    """Why it ended."""
+    ended: str
+    """The same in words."""
+    began_at: float
+    """Unix time, as the next."""
+    ended_at: float | None = None
+
+
+def report_of(trial: Trial, now_s: float, pass_s: float, began_at: float) -> Report:
+    """``pass_s``: mean time of a pass, 0 if it is not known."""
+    spec, slot, verdict, ended = trial.spec, trial.current, trial.verdict, trial.ended
+    passes = round(spec.slot_s / pass_s) if pass_s > 0 else None
+    return Report(
+        running=ended is None,
+        text=in_words(trial),
+        policy=trial.policies[0],
+        baseline=trial.policies[1],
+        now=None if slot is None else ARMS[slot.arm],
+        slot=trial.done,
+        slots=spec.slots,
+        slot_s=spec.slot_s,
+        slot_left_s=None if slot is None else round(max(0.0, trial.wake_s - now_s), 1),
+        passes_per_slot=passes,
+        warning=_warning(passes),
+        ratio=None if verdict is None else _rounded(verdict.ratio),
+        low=None if verdict is None else _rounded(verdict.low),
+        high=None if verdict is None else _rounded(verdict.high),
+        confidence=1 - ALPHA,
+        pairs=0 if verdict is None else verdict.pairs,
+        arms={
+            name: _arm(policy, arm)
+            for name, policy, arm in zip(ARMS, trial.policies, trial.arms, strict=True)
+        },
+        ratio_by_third=[_third(trial.arms, third) for third in range(3)],
+        seed=trial.seed,
+        cause=None if ended is None else ended.cause,
+        ended="" if ended is None else ended.text,
+        began_at=began_at,
+    )
+
+
+def _arm(policy: str, arm: Arm) -> ArmReport:
+    return ArmReport(
+        policy=policy,
+        slots=arm.slots,
+        requests=arm.requests,
+        mean_ttft_s=_rounded(arm.ttft_s / arm.requests) if arm.requests else None,
+        p50_ttft_s=_rounded(arm.quantile_s(0.5)),
+        p99_ttft_s=_rounded(arm.quantile_s(0.99)),
+        refused=arm.refused,
+        unanswered=arm.unanswered,
+    )
+
+
+def _third(arms: tuple[Arm, Arm], third: int) -> float | None:
+    (ours, our_s), (theirs, their_s) = (arm.thirds[third] for arm in arms)
+    if not ours or not theirs or their_s <= 0:
+        return None
+    return _rounded((our_s / ours) / (their_s / theirs))
+
+
+def _warning(passes: int | None) -> str:
+    if passes is None or passes >= FEW_PASSES:
+        return ""
+    return (
+        f"a slot has only about {passes} passes: with fewer than {FEW_PASSES} the slot before "
+        "weighs on the next one, and a baseline that becomes slow late looks faster than it is"
+    )
+
+
+def interval_in_words(verdict: Verdict) -> str:
+    """``0.78x (0.71 to 0.86)``; before the interval is finite only the ratio."""
+    if not math.isfinite(verdict.high):
+        return f"{verdict.ratio:.2f}x (no interval yet)"
+    return f"{verdict.ratio:.2f}x ({verdict.low:.2f} to {verdict.high:.2f})"
+
+
+def in_words(trial: Trial) -> str:
+    """The verdict in a sentence without its full stop."""
+    policy, baseline = trial.policies
+    verdict, ended = trial.verdict, trial.ended
+    slots = f"after {counted(trial.done, 'slot')}"
+    if verdict is None:
+        said = f"no verdict yet {slots}"
+    else:
+        ratio = interval_in_words(verdict)
+        said = f"{policy} has {ratio} the mean TTFT of {baseline} {slots}"
+    if ended is None:
+        return f"trial of {policy} against {baseline}: {said}"
+    return f"trial of {policy} against {baseline}, ended: {said}; {ended.text}"
+
+
+def _rounded(value: float | None) -> float | None:
+    return None if value is None or not math.isfinite(value) else round(value, 4)

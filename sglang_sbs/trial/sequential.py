@@ -1,0 +1,43 @@
+"""A confidence interval of a mean that holds at every look, however often one looks.
+
+For independent normal differences of unknown variance. It inverts the sequential t-test whose
+likelihood ratio is mixed over a normal prior of the effect size: T. L. Lai, "On confidence
+sequences", Annals of Statistics 4(2), 1976; H. Wang and A. Ramdas, "Anytime-valid t-tests and
+confidence sequences for Gaussian means with unknown variance", arXiv:2310.03722, 2023. The mixture
+in closed form is the Bayes factor of M. Gönen et al., "The Bayesian two-sample t test", The
+American Statistician 59(3), 2005. It is a martingale under the null hypothesis, so by Ville's
+inequality it ever exceeds ``1 / alpha`` with a probability of at most ``alpha``."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from statistics import fmean, variance
+
+EFFECT = 3.0
+"""Standard deviation of the prior of the effect size (mean over standard deviation). It decides
+after how many differences the interval is narrowest, never whether it holds. With this one three
+differences can be enough, and the interval of 20 is 11 % wider than the narrowest."""
+
+
+def half_width(values: Sequence[float], alpha: float, least_sd: float = 0.0) -> float:
+    """Half the width of the interval around the mean of ``values`` that holds with a probability of
+    ``1 - alpha`` at all times together; infinite while there are too few. Their standard deviation
+    is taken to be at least ``least_sd``."""
+    n = len(values)
+    if n < 2:
+        return math.inf
+    widening = 1 + n * EFFECT**2
+    most = (widening / alpha**2) ** (1 / n)
+    if most >= widening:
+        return math.inf
+    t = math.sqrt((n - 1) * (most - 1) / (1 - most / widening))
+    return t * math.sqrt(max(variance(values), least_sd**2) / n)
+
+
+def interval(
+    values: Sequence[float], alpha: float, least_sd: float = 0.0
+) -> tuple[float, float, float]:
+    """Mean of ``values`` (at least one) and the bounds of its interval."""
+    mean, half = fmean(values), half_width(values, alpha, least_sd)
+    return mean, mean - half, mean + half

@@ -1,0 +1,179 @@
+"""What is counted in the slots of a trial, and the difference between the two slots of a pair.
+
+A request belongs to the slot in which it arrived, and counts if it arrived after the slot's first
+third: until then the queues that the other policy left behind still weigh. TTFT depends on
+how many tokens happened to arrive, so the difference of a pair is adjusted for that: log mean TTFT
+is regressed on the logs of the token rate and of the mean prompt length over blocks within slots
+(an eighth of the counted part each), each slot with its own intercept. The coefficients do not
+change when the two policies swap their names, so the adjustment favours neither."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+BLOCKS = 8
+LEAST_REQUESTS = 10
+"""Counted requests that a slot needs to be one of a pair."""
+_LEAST_IN_BLOCK = 3
+_PER_E = 50
+"""Buckets of the histogram of TTFTs per factor of e: a percentile is exact to 1 %."""
+
+
+@dataclass(slots=True)
+class Block:
+    """Requests that arrived in an eighth of the counted part of a slot."""
+
+    requests: int = 0
+    tokens: int = 0
+    """Of their prompts."""
+    answered: int = 0
+    ttft_s: float = 0.0
+    """Sum."""
+
+
+def covariates(requests: int, tokens: int) -> tuple[float, float]:
+    """Logs of the tokens and of the mean prompt length."""
+    tokens = max(1, tokens)
+    return math.log(tokens), math.log(tokens / requests)
+
+
+@dataclass(slots=True)
+class Slot:
+    """Requests that arrived while one of the two policies decided."""
+
+    arm: int
+    """0: the policy that the trial began with; 1: the baseline."""
+    begin_s: float
+    length_s: float
+    arrived: int = 0
+    """In all of it, as the next three."""
+    refused: int = 0
+    exceeded: int = 0
+    """Waited longer than the limit for their first token."""
+    unanswered: int = 0
+    """Failed or given up by their clients before the first token."""
+    open: int = 0
+    """Counted requests that wait for their first token."""
+    blocks: list[Block] = field(default_factory=lambda: [Block() for _ in range(BLOCKS)])
+
+    def place_of(self, at_s: float) -> float:
+        """Where in the slot that is: 0 its beginning, 1 its end."""
+        return (at_s - self.begin_s) / self.length_s
+
+    def block_of(self, place: float) -> Block | None:
+        """None: what arrives there does not count."""
+        if not 1 / 3 <= place < 1:
+            return None
+        return self.blocks[min(BLOCKS - 1, int((place - 1 / 3) * 1.5 * BLOCKS))]
+
+    @property
+    def answered(self) -> int:
+        return sum(block.answered for block in self.blocks)
+
+    @property
+    def mean_s(self) -> float:
+        """Mean TTFT of the counted requests."""
+        return sum(block.ttft_s for block in self.blocks) / self.answered
+
+    @property
+    def covariates(self) -> tuple[float, float]:
+        blocks = self.blocks
+        return covariates(sum(b.requests for b in blocks), sum(b.tokens for b in blocks))
+
+
+@dataclass(slots=True)
+class Adjustment:
+    """The regression within slots, as its normal equations of two coefficients."""
+
+    xx: list[float] = field(default_factory=lambda: [0.0] * 3)
+    xy: list[float] = field(default_factory=lambda: [0.0] * 2)
+
+    def add(self, slot: Slot) -> None:
+        rows = [
+            (*covariates(block.requests, block.tokens), math.log(block.ttft_s / block.answered))
+            for block in slot.blocks
+            if block.answered >= _LEAST_IN_BLOCK and block.ttft_s > 0
+        ]
+        if len(rows) < 2:
+            return
+        u0, v0, y0 = (sum(column) / len(rows) for column in zip(*rows, strict=True))
+        for u, v, y in rows:
+            self.xx[0] += (u - u0) ** 2
+            self.xx[1] += (u - u0) * (v - v0)
+            self.xx[2] += (v - v0) ** 2
+            self.xy[0] += (u - u0) * (y - y0)
+            self.xy[1] += (v - v0) * (y - y0)
+
+    @property
+    def coefficients(self) -> tuple[float, float]:
+        """Of the two covariates; 0 where nothing varies (all prompts have one length, say)."""
+        a, b, c = self.xx
+        p, q = self.xy
+        determinant = a * c - b * b
+        if determinant > 1e-6 * a * c:
+            return (c * p - b * q) / determinant, (a * q - b * p) / determinant
+        return (p / a if a > 1e-9 else 0.0), 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Pair:
+    """Two slots one after the other, one of each policy."""
+
+    difference: float
+    """Log of the mean TTFT of the policy over that of the baseline."""
+    covariates: tuple[float, float]
+    """Those of the policy's slot minus those of the baseline's."""
+
+    def adjusted(self, by: Sequence[float]) -> float:
+        moved = sum(b * x for b, x in zip(by, self.covariates, strict=True))
+        return self.difference - moved
+
+
+def pair_of(one: Slot, other: Slot) -> Pair | None:
+    """None: too few requests were answered in one of them."""
+    policy, baseline = (one, other) if one.arm == 0 else (other, one)
+    if min(policy.answered, baseline.answered) < LEAST_REQUESTS:
+        return None
+    mean_s, base_s = policy.mean_s, baseline.mean_s
+    if min(mean_s, base_s) <= 0:
+        return None
+    ours, theirs = policy.covariates, baseline.covariates
+    return Pair(math.log(mean_s / base_s), (ours[0] - theirs[0], ours[1] - theirs[1]))
+
+
+@dataclass(slots=True)
+class Arm:
+    """All slots of one of the two policies together."""
+
+    slots: int = 0
+    requests: int = 0
+    """Counted and answered."""
+    ttft_s: float = 0.0
+    """Sum over them."""
+    refused: int = 0
+    unanswered: int = 0
+    thirds: list[list[float]] = field(default_factory=lambda: [[0, 0.0] for _ in range(3)])
+    """Answered requests, and the sum of their TTFTs, by the third of the slot they arrived in."""
+    _buckets: Counter[int] = field(default_factory=Counter)
+
+    def waited(self, ttft_s: float) -> None:
+        """One counted request."""
+        self.requests += 1
+        self.ttft_s += ttft_s
+        self._buckets[round(_PER_E * math.log(max(1e-4, min(ttft_s, 1e6))))] += 1
+
+    def over(self, slot: Slot) -> None:
+        self.slots += 1
+        self.refused += slot.refused
+        self.unanswered += slot.unanswered
+
+    def quantile_s(self, share: float) -> float | None:
+        left = math.ceil(share * self.requests)
+        for bucket, number in sorted(self._buckets.items()):
+            left -= number
+            if left <= 0:
+                return math.exp(bucket / _PER_E)
+        return None

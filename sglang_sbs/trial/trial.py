@@ -1,0 +1,309 @@
+"""Which policy decides when, and when a trial ends. Sans-I/O: events and ``now`` in, commands out.
+
+Theory of operation
+-------------------
+A trial is a row of slots of one length. In each slot one policy places every request: the two would
+share passes otherwise, and a request of one would wait for those of the other. Slots come in pairs
+with one of each policy, in an order that is drawn from the seed, so that a drift of the load
+favours neither. What is counted is in :mod:`.slots`. TTFT is the time from the arrival of a
+request at the scheduler to the answer of prefill, which has computed the first token then.
+
+A slot is *settled* when all that it counts is known, or one slot's length after its end: what
+waits then has waited at least that long. After each settled pair the verdict is computed
+(:mod:`.sequential`); the trial ends when the interval excludes 1, when it is narrow enough, after
+the last slot, when a limit is broken, or by :meth:`Trial.stop`. Whatever the end, the last command
+is :class:`Ended`, and the policy in force is the one that the trial began with, or the winner's."""
+
+from __future__ import annotations
+
+import math
+import random
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from sglang_sbs.scheduling.events import (
+    Command,
+    Event,
+    PrefillDone,
+    Refuse,
+    RequestArrived,
+    RequestEnded,
+)
+from sglang_sbs.scheduling.policy_registry import Policy
+from sglang_sbs.trial.sequential import interval
+from sglang_sbs.trial.slots import LEAST_REQUESTS, Adjustment, Arm, Block, Pair, Slot, pair_of
+from sglang_sbs.trial.spec import TrialSpec
+
+ALPHA = 0.05
+LEAST_PAIRS = 3
+LEAST_SD = 0.01
+"""Of the differences of pairs: the adjustment for tokens is not exact, so that what seems to vary
+less is not known better."""
+LIMIT_SHARE = 0.01
+"""Of the requests of a slot, those that may wait longer than ``p99_s``."""
+LIMIT_LEAST = 5
+"""Fewer requests than this do not break a limit, whatever their share."""
+MOST_OPEN = 100_000
+"""Further requests are not observed."""
+ARMS = ("policy", "baseline")
+
+Cause = Literal["certain", "narrow", "slots", "limit", "stopped", "switched", "lost", "failed"]
+
+
+@dataclass(frozen=True, slots=True)
+class Switch:
+    """This policy decides from now on."""
+
+    policy: Policy
+
+
+@dataclass(frozen=True, slots=True)
+class Ended:
+    """The trial is over: nothing follows."""
+
+    cause: Cause
+    text: str
+    """For people."""
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """Mean TTFT of the policy over that of the baseline."""
+
+    ratio: float
+    low: float
+    high: float
+    pairs: int
+
+    @property
+    def certain(self) -> bool:
+        return self.high < 1 or self.low > 1
+
+
+@dataclass(slots=True)
+class _Request:
+    slot: Slot
+    arrived_s: float
+    third: int
+    block: Block | None
+    """None: it does not count."""
+    waits: bool = True
+    """For its first token."""
+    exceeded: bool = False
+
+
+class Trial:
+    """Call :meth:`begin` once, :meth:`observe` with every event, and :meth:`advance` at ``wake_s``
+    and at least once a second."""
+
+    def __init__(self, spec: TrialSpec, policy: Policy, seed: int) -> None:
+        """``policy``: in force, to be compared with ``spec.baseline``. ``seed``: of the order of
+        the slots."""
+        self.spec = spec
+        self.policies: tuple[Policy, Policy] = (policy, spec.baseline)
+        self.seed = seed
+        self.arms = (Arm(), Arm())
+        self.verdict: Verdict | None = None
+        self.ended: Ended | None = None
+        self.done = 0
+        """Slots that are over."""
+        self.current: Slot | None = None
+        """None: before the first slot and after the last one."""
+        self._random = random.Random(f"trial {seed}")
+        self._next: list[int] = []
+        """Arms of the slots that are drawn already, the next one last."""
+        self._unsettled: deque[Slot] = deque()
+        self._first: Slot | None = None
+        """The settled slot of a pair of which the other one is not."""
+        self._requests: dict[str, _Request] = {}
+        self._watched: deque[_Request] = deque()
+        """In the order of arrival, until they have waited as long as the limit."""
+        self._adjustment = Adjustment()
+        self._pairs: list[Pair] = []
+
+    @property
+    def wake_s(self) -> float:
+        """When the slot ends."""
+        slot = self.current
+        return math.inf if slot is None else slot.begin_s + slot.length_s
+
+    def begin(self, now_s: float) -> list[Switch | Ended]:
+        return self._begin_slot(now_s)
+
+    def advance(self, now_s: float) -> list[Switch | Ended]:
+        """What is due at ``now_s``, which must not decrease."""
+        if self.ended is not None:
+            return []
+        if broken := self._broken(now_s):
+            return self._end("limit", broken)
+        steps: list[Switch | Ended] = []
+        if self.current is not None and now_s >= self.wake_s:
+            steps = self._begin_slot(now_s)
+        while self._unsettled and self._is_settled(self._unsettled[0], now_s):
+            if ending := self._settle(self._unsettled.popleft()):
+                return ending
+        if self.current is None and not self._unsettled:
+            return steps + self._end("slots", self._uncertain())
+        return steps
+
+    def stop(self, cause: Cause, text: str) -> list[Switch | Ended]:
+        """End it at once. Nothing follows if it has ended already."""
+        return [] if self.ended is not None else self._end(cause, text)
+
+    # Slots ------------------------------------------------------------------------------------
+
+    def _begin_slot(self, now_s: float) -> list[Switch | Ended]:
+        if (over := self.current) is not None:
+            self.done += 1
+            self._unsettled.append(over)
+        if self.done >= self.spec.slots:
+            self.current = None
+            return [Switch(self.policies[0])]
+        if not self._next:
+            self._next = [0, 1]
+            self._random.shuffle(self._next)
+        self.current = Slot(self._next.pop(), now_s, self.spec.slot_s)
+        return [Switch(self.policies[self.current.arm])]
+
+    def _is_settled(self, slot: Slot, now_s: float) -> bool:
+        if slot.open and now_s >= slot.begin_s + 2 * slot.length_s:
+            for one in [one for one in self._requests.values() if one.slot is slot]:
+                self._waited(one, now_s - one.arrived_s)
+            self._requests = {
+                rid: one for rid, one in self._requests.items() if one.slot is not slot
+            }
+        return slot.open == 0
+
+    def _settle(self, slot: Slot) -> list[Switch | Ended]:
+        """Returns the ending that follows, if any."""
+        self.arms[slot.arm].over(slot)
+        self._adjustment.add(slot)
+        if sum(block.requests for block in slot.blocks) >= LEAST_REQUESTS and not slot.answered:
+            return self._end("limit", f"{self.policies[slot.arm]} answered no request of a slot")
+        if self._first is None:
+            self._first = slot
+            return []
+        pair, self._first = pair_of(self._first, slot), None
+        if pair is None:
+            return []
+        self._pairs.append(pair)
+        self.verdict = verdict = self._judge()
+        if verdict.pairs < LEAST_PAIRS:
+            return []
+        if verdict.certain:
+            faster = self.policies[0 if verdict.high < 1 else 1]
+            return self._end("certain", f"{faster} has the lower mean TTFT")
+        if verdict.high - verdict.low < self.spec.width:
+            return self._end("narrow", self._uncertain())
+        return []
+
+    def _judge(self) -> Verdict:
+        by = self._adjustment.coefficients
+        bounds = interval([pair.adjusted(by) for pair in self._pairs], ALPHA, LEAST_SD)
+        mean, low, high = (math.exp(max(-50.0, min(50.0, bound))) for bound in bounds)
+        return Verdict(mean, low, high if bounds[2] < 50 else math.inf, len(self._pairs))
+
+    def _uncertain(self) -> str:
+        verdict = self.verdict
+        if verdict is None:
+            return "too few requests came to compare the two policies"
+        if verdict.high - verdict.low < self.spec.width:
+            return f"the two differ by less than the wanted width {self.spec.width:g}, if at all"
+        return f"no difference is certain after {self.done} slots"
+
+    def _end(self, cause: Cause, text: str) -> list[Switch | Ended]:
+        arm = 0
+        if cause == "certain" and self.spec.winner and self.verdict is not None:
+            arm = 0 if self.verdict.high < 1 else 1
+        self.ended = Ended(cause, text)
+        self.current = None
+        self._requests.clear()
+        self._watched.clear()
+        return [Switch(self.policies[arm]), self.ended]
+
+    # Limits -----------------------------------------------------------------------------------
+
+    def _broken(self, now_s: float) -> str:
+        """Which limit the present slot breaks; empty: none."""
+        limit_s, slot = self.spec.p99_s, self.current
+        while limit_s is not None and self._watched:
+            one = self._watched[0]
+            if one.arrived_s + limit_s > now_s:
+                break
+            self._watched.popleft()
+            if one.waits:
+                self._exceed(one)
+        if slot is None:
+            return ""
+        early = ", in its first third, where the slot before may weigh"
+        where = f"a slot of {self.policies[slot.arm]}"
+        where += early if slot.place_of(now_s) < 1 / 3 and self.done else ""
+        if slot.exceeded >= max(LIMIT_LEAST, LIMIT_SHARE * slot.arrived):
+            waited = f"{slot.exceeded} of {slot.arrived} requests waited longer than {limit_s:g} s"
+            return f"{waited} for their first token in {where}"
+        share = self.spec.refused
+        if share is not None and slot.refused >= max(LIMIT_LEAST, share * slot.arrived):
+            return f"{slot.refused} of {slot.arrived} requests were refused in {where}"
+        return ""
+
+    def _exceed(self, one: _Request) -> None:
+        if not one.exceeded:
+            one.exceeded = True
+            one.slot.exceeded += 1
+
+    # Requests ---------------------------------------------------------------------------------
+
+    def observe(self, event: Event, commands: Sequence[Command], now_s: float) -> None:
+        """One event of the scheduler, and what it answered."""
+        match event:
+            case RequestArrived() if self.current is not None:
+                self._arrived(self.current, event, now_s)
+            case PrefillDone(aborted=False):
+                if one := self._requests.pop(event.rid, None):
+                    ttft_s = now_s - one.arrived_s
+                    if self.spec.p99_s is not None and ttft_s > self.spec.p99_s:
+                        self._exceed(one)
+                    self._waited(one, ttft_s)
+            case RequestEnded():
+                if one := self._requests.pop(event.rid, None):
+                    one.slot.unanswered += 1
+                    self._leave(one)
+            case _:
+                pass
+        for command in commands:
+            if isinstance(command, Refuse) and (one := self._requests.pop(command.rid, None)):
+                one.slot.refused += 1
+                self._leave(one)
+
+    def _arrived(self, slot: Slot, event: RequestArrived, now_s: float) -> None:
+        if len(self._requests) >= MOST_OPEN or event.rid in self._requests:
+            return
+        place = slot.place_of(now_s)
+        block = slot.block_of(place)
+        self._requests[event.rid] = one = _Request(slot, now_s, min(2, int(3 * place)), block)
+        slot.arrived += 1
+        if block is not None:
+            block.requests += 1
+            block.tokens += event.prompt_tokens
+            slot.open += 1
+        if self.spec.p99_s is not None:
+            self._watched.append(one)
+
+    def _waited(self, one: _Request, ttft_s: float) -> None:
+        arm = self.arms[one.slot.arm]
+        arm.thirds[one.third][0] += 1
+        arm.thirds[one.third][1] += ttft_s
+        if one.block is not None:
+            one.block.answered += 1
+            one.block.ttft_s += ttft_s
+            arm.waited(ttft_s)
+        self._leave(one)
+
+    @staticmethod
+    def _leave(one: _Request) -> None:
+        """It waits for its first token no more."""
+        one.waits = False
+        if one.block is not None:
+            one.slot.open -= 1

@@ -1,0 +1,133 @@
+"""``sglang-sbs trial``: begin, watch and end a trial of two policies on a running router."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from collections.abc import Sequence
+
+import msgspec
+
+from sglang_sbs import ask_router
+from sglang_sbs.ask_router import NotToldError
+from sglang_sbs.trial.report import ArmReport, Report
+from sglang_sbs.trial.spec import fields_of, read_object
+
+_ABSENT = "this router runs no trials: upgrade sglang-sbs there"
+_LOOK_S = 2.0
+
+
+class _None(msgspec.Struct):
+    """The router's answer where there was no trial."""
+
+    text: str
+
+
+def parser() -> argparse.ArgumentParser:
+    made = argparse.ArgumentParser(
+        prog="sglang-sbs trial",
+        description="Compare a router's policy with a baseline on its own traffic: the two decide "
+        "in turns,\nslot by slot, until the difference in mean TTFT is certain. Then the router "
+        "goes back\nto the policy it had. Without a baseline the trial that runs, or the last one, "
+        "is shown.",
+        epilog="examples:\n"
+        "  sglang-sbs trial round_robin --router http://router:30000 --wait\n"
+        "  sglang-sbs trial round_robin,slot=5m,p99=5s,refused=1% --router http://router:30000\n"
+        "  sglang-sbs trial --router http://router:30000          # how it stands\n"
+        "  sglang-sbs trial --stop --router http://router:30000   # end it now\n"
+        "\n"
+        "keys after the baseline: slot (180s), slots (40, at most so many), width (0.1: end when\n"
+        "the interval is narrower), p99 and refused (limits on TTFT and on the share of refused\n"
+        "requests, which end it), then (back, or winner: keep the faster policy), seed.\n",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    spec = "the policy to compare with, and how: BASELINE[,KEY=VALUE...]"
+    made.add_argument("baseline", metavar="BASELINE", nargs="?", help=spec)
+    ask_router.add_arguments(made)
+    made.add_argument("--stop", action="store_true", help="end the trial that runs")
+    made.add_argument("--wait", action="store_true", help="print each new verdict until it ends")
+    made.add_argument("--json", action="store_true", help="print the router's answer as JSON")
+    return made
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """0; 1 if the router cannot be asked or will not begin; 2 for bad flags; 130 if interrupted,
+    which leaves the trial running."""
+    made = parser()
+    args = ask_router.parse(made, argv)
+    if args.baseline is not None and args.stop:
+        made.error("--stop ends a trial: leave the baseline out")
+    try:
+        asked = None
+        if args.baseline is not None:
+            try:
+                asked = fields_of(args.baseline)
+                read_object(asked | {"baseline": "sbs"})  # the router knows its policies
+            except ValueError as error:
+                made.error(str(error))
+        told = _ask(args, asked)
+        while args.wait and isinstance(told, Report) and told.running:
+            slot = told.slot
+            time.sleep(_LOOK_S)
+            told = _ask(args, None)
+            if isinstance(told, Report) and told.running and told.slot > slot and not args.json:
+                print(ask_router.plain(told.text), flush=True)
+    except NotToldError as error:
+        print(f"sglang-sbs trial: {ask_router.plain(str(error))}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        print("sglang-sbs trial: the trial goes on; --stop ends it", file=sys.stderr)
+        return 130
+    if args.json:
+        print(msgspec.json.format(msgspec.json.encode(told), indent=2).decode())
+    else:
+        print(ask_router.plain(page_of(told)), end="")
+    return 0
+
+
+def _ask(args: argparse.Namespace, asked: dict[str, str] | None) -> Report | _None:
+    """Raises: NotToldError."""
+    body = None if asked is None else msgspec.json.encode(asked)
+    method = "POST" if asked is not None else "DELETE" if args.stop else "GET"
+    answer = ask_router.ask(args, "/trial", body, absent=_ABSENT, method=method)
+    try:
+        found = msgspec.json.decode(answer, type=dict)
+        if "policy" in found:
+            return msgspec.convert(found, type=Report)
+        return msgspec.convert(found, type=_None)
+    except (msgspec.DecodeError, msgspec.ValidationError) as error:
+        text = f"{args.router}: the answer is not one of this release: {error}"
+        raise NotToldError(text) from error
+
+
+def page_of(told: Report | _None) -> str:
+    """The report for a person."""
+    if isinstance(told, _None):
+        return told.text + "\n"
+    times = "".join(f"{name:>9}" for name in ("mean", "p50", "p99", "refused"))
+    lines = [told.text, f"  {'policy':<16}{'slots':>6}{'requests':>10}{times}{'unanswered':>12}"]
+    lines += [_row(one) for one in told.arms.values()]
+    if told.low is not None and told.high is not None:
+        sure = f"{told.confidence:.0%} certain at every look"
+        lines.append(f"ratio {told.ratio:.3f} ({told.low:.3f} to {told.high:.3f}), {sure}")
+    thirds = [f"{one:.2f}x" if one is not None else "-" for one in told.ratio_by_third]
+    lines.append(
+        f"by thirds of a slot: {', '.join(thirds)}. The first is not counted, because the slot "
+        "before still weighs. If the other two differ much, use longer slots."
+    )
+    if told.now is not None and told.slot_left_s is not None:
+        has = told.arms[told.now].policy if told.now in told.arms else told.now
+        most = f"slot {told.slot + 1} of at most {told.slots}"
+        lines.append(f"{most}: {has} decides for another {told.slot_left_s:.0f} s")
+    if told.warning:
+        lines.append(f"warning: {told.warning}")
+    lines.append(f"order of slots from seed {told.seed}")
+    return "\n".join(lines) + "\n"
+
+
+def _row(one: ArmReport) -> str:
+    times = (one.mean_ttft_s, one.p50_ttft_s, one.p99_ttft_s)
+    shown = "".join(f"{'-' if time_s is None else f'{time_s:.3f}s':>9}" for time_s in times)
+    counts = f"{one.refused:>9,}{one.unanswered:>12,}"
+    return f"  {one.policy:<16}{one.slots:>6}{one.requests:>10,}{shown}{counts}"
