@@ -31,7 +31,7 @@ from sglang_sbs.scheduling import policy_names
 from tools.stand_ins.ports import free_ports
 
 _EPILOG = """\
-Mock prefill engines with passes of --pass-s, EndForward from every DP rank and a radix cache with
+Mock prefill engines whose full passes take --pass-s, EndForward of every DP rank, radix caches with
 pages of one token (SGLang's default), streams of four tokens, prompts of 100 to 3,000 tokens that
 share nothing, Poisson arrivals at --load of full chunks. Both policies play every seed, one after
 the other, so that whatever else happens on the machine affects both. A play takes --seconds.
@@ -39,8 +39,7 @@ the other, so that whatever else happens on the machine affects both. A play tak
   CPU per request    user and system time of all processes of the router during a play, divided by
                      its requests
   ratio              CPU per request of the first policy to the second's, seed by seed
-  TTFT               until the first token reached the client; all passes take --pass-s, however
-                     full they are, so this says nothing about real engines
+  TTFT               until the first token reached the client
 
 Figures are medians over seeds with the least and the most.
 
@@ -51,6 +50,8 @@ examples:
 """
 Row = dict[str, Any]
 """A seed: its number, its requests, and by policy what was measured."""
+Due = Sequence[tuple[float, bytes]]
+"""Requests, each with the seconds from the begin at which it is sent."""
 _QUANTITIES = {"cpu_us_per_request": "CPU us/request", "ttft_mean_ms": "TTFT mean, ms"}
 _TOKENS = 4
 _LEAST_TOKENS, _MOST_TOKENS = 100, 3000
@@ -58,8 +59,7 @@ _MEAN_TOKENS = 1000.0
 _DECODE_RANKS = 4
 _TOKEN_S = 0.1
 _IDLE_REPORTS_PER_S = 2.0
-_SETTLE_S = 1.0
-_WARM_UP_SEED = 0
+_WARM_UP_S = 3.0
 _WORDS = [f"{number:03d}," for number in range(1000)]
 """Prompts share nothing; each word is a token as the router estimates."""
 
@@ -71,7 +71,7 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
     add("--rounds", type=int, default=6, help="seeds played (6)")
     add("--first-seed", type=int, default=1, help="they are N, N+1, ... (1)")
     add("--seconds", type=float, default=12.0, help="of arrivals in each play (12)")
-    add("--pass-s", type=float, default=0.5, help="how long a prefill pass takes (0.5)")
+    add("--pass-s", type=float, default=0.5, help="how long a full prefill pass takes (0.5)")
     add("--prefill", type=int, default=3, help="prefill instances (3)")
     add("--dp", type=int, default=8, help="DP ranks of each (8)")
     add("--load", type=float, default=0.634, help="share of full chunks (0.634)")
@@ -93,12 +93,11 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
     return options
 
 
-def arrivals(options: argparse.Namespace, seed: int) -> list[tuple[float, bytes]]:
-    """Seconds from the begin, and the request."""
+def arrivals(options: argparse.Namespace, seed: str, seconds: float) -> Due:
     rng = random.Random(seed)
     tokens_per_s = options.load * options.prefill * options.dp * CHUNK_TOKENS / options.pass_s
     at_s, found = 0.0, []
-    while (at_s := at_s + rng.expovariate(tokens_per_s / _MEAN_TOKENS)) < options.seconds:
+    while (at_s := at_s + rng.expovariate(tokens_per_s / _MEAN_TOKENS)) < seconds:
         tokens = min(_MOST_TOKENS, max(_LEAST_TOKENS, int(rng.lognormvariate(6.66, 0.7))))
         prompt = "".join(rng.choices(_WORDS, k=tokens))
         found.append((at_s, chat_request(_TOKENS, stream=True, prompt=prompt)))
@@ -115,18 +114,15 @@ class Player:
         self._idle: list[Exchange] = []
         self._first_s: list[float] = []
 
-    async def play(self, due: Sequence[tuple[float, bytes]]) -> dict[str, float]:
+    async def play(self, due: Due, warm_up: Due) -> dict[str, float]:
         """Send each request at its time and wait for all answers. Returns a value for each of
         ``_QUANTITIES``. Raises: RuntimeError, a request failed."""
-        await asyncio.sleep(_SETTLE_S)
+        # Connections that were idle while the other router had its turn are made anew: not counted.
+        await self._send_all(warm_up)
         gc.collect()
         self._first_s.clear()
-        loop, complete = asyncio.get_running_loop(), self._tally.complete
-        cpu_s, begin_s = self._processes.cpu_s(), loop.time()
-        async with asyncio.TaskGroup() as tasks:
-            for at_s, request in due:
-                await asyncio.sleep(max(0.0, begin_s + at_s - loop.time()))
-                tasks.create_task(self._send(request))
+        complete, cpu_s = self._tally.complete, self._processes.cpu_s()
+        await self._send_all(due)
         cpu_s = self._processes.cpu_s() - cpu_s
         if self._tally.failures:
             raise RuntimeError(f"{self.policy} failed requests: {dict(self._tally.failures)}")
@@ -134,6 +130,14 @@ class Player:
             "cpu_us_per_request": 1e6 * cpu_s / (self._tally.complete - complete),
             "ttft_mean_ms": 1e3 * statistics.fmean(self._first_s),
         }
+
+    async def _send_all(self, due: Due) -> None:
+        loop = asyncio.get_running_loop()
+        begin_s = loop.time()
+        async with asyncio.TaskGroup() as tasks:
+            for at_s, request in due:
+                await asyncio.sleep(max(0.0, begin_s + at_s - loop.time()))
+                tasks.create_task(self._send(request))
 
     async def _send(self, request: bytes) -> None:
         exchange = self._idle.pop() if self._idle else None
@@ -179,13 +183,15 @@ async def run(options: argparse.Namespace, console: Console) -> dict[str, Any]:
             await stack.enter_async_context(_player(policy, options)) for policy in options.policies
         ]
         for player in players:
-            await player.play(arrivals(options, _WARM_UP_SEED))
+            await player.play(arrivals(options, "first", _WARM_UP_S), [])
         for number in range(options.rounds):
             seed = options.first_seed + number
-            due = arrivals(options, seed)
+            due = arrivals(options, f"{seed}", options.seconds)
+            # Others than those counted: nothing of these may be in a prefix cache.
+            warm_up = arrivals(options, f"before {seed}", _WARM_UP_S)
             row: Row = {"seed": seed, "requests": len(due)}
             for player in players if number % 2 else players[::-1]:
-                row[player.policy] = await player.play(due)
+                row[player.policy] = await player.play(due, warm_up)
             rows.append(row)
             console.print(f"seed {seed}: {len(due)} requests", style="dim", highlight=False)
     return summary(options.policies, rows)

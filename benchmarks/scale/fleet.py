@@ -53,6 +53,7 @@ _LIMITS: dict[str, Any] = {
     "sglang_version": "0.5.23",
 }
 """What every message says of its rank."""
+_FIXED_SHARE = 0.3
 _ENDED_AT_ONCE = 200
 """Streams that get their last token in one turn of the event loop."""
 
@@ -69,7 +70,8 @@ class FleetShape(msgspec.Struct, kw_only=True, frozen=True):
     token_s: float = 1.0
     """Between two tokens of a stream."""
     pass_s: float = 0.0
-    """How long a prefill pass takes; 0: two reports."""
+    """How long a prefill pass of full chunks takes, three tenths of it whatever it computes; 0: all
+    passes take two reports."""
     radix_cache: bool = False
     """Whether engines say that they have one, as is SGLang's default; they compute all."""
 
@@ -133,6 +135,7 @@ class _Instance:
             max_running_requests=MAX_RUNNING * self.dp_size,
             max_total_num_tokens=KV_TOKENS,
             max_req_input_len=131_072,
+            disable_overlap_schedule=True,
             disable_radix_cache=not self.fleet.shape.radix_cache,
             sbs={"boot_id": self.boot_id, "routers": [self.fleet.shape.endforward]},
         )
@@ -156,7 +159,7 @@ class _Prefill(_Instance):
         self._engine = SimulatedPrefill(
             self.url,
             InstanceSpec(dp_size=self.dp_size, chunk_tokens=CHUNK_TOKENS),
-            ClusterSpec(cost=PassCost(fixed_s=self.fleet.pass_s)),
+            ClusterSpec(cost=self.fleet.cost),
             rng=random.Random(0),
             boot_id=self.boot_id,
         )
@@ -177,7 +180,8 @@ class _Prefill(_Instance):
         launched, messages = self._engine.step(time.monotonic())
         self._engine.waits_for(launched)
         self._say(messages)
-        self.fleet.loop.call_later(self.fleet.pass_s, self._finish)
+        assert launched is not None, "it is called when something waits"
+        self.fleet.loop.call_later(launched.end_s - launched.start_s, self._finish)
 
     def _finish(self) -> None:
         ended, messages = self._engine.finish()
@@ -189,6 +193,8 @@ class _Prefill(_Instance):
         self._busy = bool(self._asked)
         if self._busy:
             self._launch()
+        else:
+            self._say(self._engine.messages("idle"))
 
     def _heartbeat(self) -> None:
         if not self._busy:
@@ -287,7 +293,10 @@ class Fleet:
         self.shape, self.loop = shape, loop
         self.counts = FleetCounts()
         self.report_s = 1 / shape.reports_per_s
-        self.pass_s = shape.pass_s or 2 * self.report_s
+        self.cost = PassCost(fixed_s=2 * self.report_s)
+        if shape.pass_s:
+            slope_s = (1 - _FIXED_SHARE) * shape.pass_s / CHUNK_TOKENS
+            self.cost = PassCost(fixed_s=_FIXED_SHARE * shape.pass_s, max_s=slope_s)
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context(io_threads=1)
         self._context.set(zmq.MAX_SOCKETS, shape.ranks + 8)
         self._rooms: dict[int, Callable[[], None] | None] = {}

@@ -27,7 +27,7 @@ from sglang_sbs.router.requests.body_fields import PLAIN, Namespace
 
 MAX_NAMES = MAX_BLOCKS
 """Of one prompt; pages after these are not looked for."""
-COARSE_TOKENS = 32
+COARSE_TOKENS = 64
 """Where no engine publishes KV events, a block is the fewest pages with so many tokens: the index
 needs some 300 bytes a block, and a prompt in pages of one token has as many as tokens."""
 TEXT_BYTES_PER_TOKEN = 4

@@ -72,17 +72,22 @@ _NETWORKS: dict[str, dict[str, Any]] = {
 _UNEVEN: dict[str, tuple[dict[str, Any], ...]] = {
     "one half as fast, dp 4": ({}, {}, {"dp_size": 4, "speed": 0.5}),
     "chunks 2K 3K 6K": ({}, {"chunk_tokens": 6144}, {"chunk_tokens": 2048}),
+    "2K dp 8 beside 6K dp 16": (
+        *({"chunk_tokens": 2048, "dp_size": 8},) * 2,
+        {"chunk_tokens": 6144, "dp_size": 16},
+    ),
 }
 _SIGNALS: dict[str, dict[str, Any]] = {
     "EndForward lost 10 %": {"endforward_loss": 0.1},
     "EndForward lost 50 %": {"endforward_loss": 0.5},
     "EndForward 50 ms late": {"endforward_delay_s": 0.05},
     "lengths wrong by 30 %": {"length_error": 0.3},
+    "lengths told twice too long": {"length_factor": 2.0},
 }
 
 _CONDITIONS: dict[str, list[list[Cell]]] = {
     "load": [_at("", (0.05, 0.1, 0.2), duration_s=160.0), _at("", (0.4, 0.6, 0.8, 1.0, 1.2))],
-    "latency": [_at(f"{ms} ms, ", _MANY, dispatch_latency_s=ms / 1e3) for ms in (0, 20, 50)],
+    "latency": [_at(f"{ms} ms, ", _MANY, dispatch_latency_s=ms / 1e3) for ms in (0, 20, 50, 300)],
     "network": [
         _at(f"{label}, ", (0.4, 0.6, 0.8, 1.0), **{"gang_gate_s": 0.0, **spec})
         for label, spec in _NETWORKS.items()
@@ -103,7 +108,10 @@ _CONDITIONS: dict[str, list[list[Cell]]] = {
         *(_at(f"intake {ms:g} ms, ", (0.634,), intake_s=ms / 1e3) for ms in (5.5, 7.4, 8.3)),
         _at("intake 8.3 ms for 22 s, ", (0.634,), intake_s=0.0083, intake_until_s=22.0),
     ],
-    "long": [_at("3-64K, ", (0.2, 0.4, 0.6, 0.75), "paper-long", 200.0)],
+    "long": [
+        _at("3-64K, ", (0.2, 0.4, 0.6, 0.75), "paper-long", 200.0),
+        _at("100 tokens, some 100K, ", (0.4, 0.7), "few-long", 120.0),
+    ],
     "fixed": [
         _at("all 1600 tokens, ", (0.6, 0.8), "fixed:1600"),
         _at("all 2000 tokens, ", (0.6, 0.8), "fixed:2000"),

@@ -42,10 +42,12 @@ LoadCounts = Literal["prompt", "uncached"]
 LOAD_COUNTS: tuple[str, ...] = get_args(LoadCounts)
 _SHORT = uniform_like(3000)
 _SHORT_MEAN_TOKENS = 1000.5
-_OWN_LENGTHS = ("paper-", "fixed:", "uniform:", "one-long", "onoff", "day")
+_OWN_LENGTHS = ("paper-", "fixed:", "uniform:", "one-long", "few-long", "onoff", "day")
 """Scenarios whose prompts share nothing."""
 _LONG = truncated_pareto(3072, 65536, 6700.0)
 _LONG_TOKENS = 65536
+_FEW_LONG_TOKENS = 100, 100_000
+_FEW_LONG_SHARE = 0.004
 _LONG_EVERY_S = 15.0
 """``one-long``: 2.5 % of what load 1.0 computes."""
 _PHASE_S = 0.5
@@ -126,6 +128,7 @@ def make_scenario(
     (``prefill_max_requests``) where lengths lie evenly between two (``uniform:LEAST-MOST``).
     ``one-long`` and ``onoff`` have the cluster, lengths and loads of ``paper-3k``; in the first a
     prompt of 64K comes on top now and then, in the second all come in every other half second.
+    In ``few-long`` prompts have 100 tokens, and 0.4 % of them 100,000; load 1.0 is full chunks.
     ``day`` too, and its load is the mean of a day: 0.65 rises from 0.2 to 1.1 and falls again.
     Where instances differ, one counts as what its full chunks are worth. In ``agentic`` load is a
     number of agents (:mod:`.agentic`), and caches have tiers.
@@ -224,6 +227,14 @@ def _one_long(wanted: _Wanted, text: str) -> Scenario:
     return replace(_paper_3k(wanted, text), arrivals=some_long)
 
 
+def _few_long(wanted: _Wanted, _text: str) -> Scenario:
+    short, long = _FEW_LONG_TOKENS
+    shape = wanted.cluster(3072, long)
+    mean_tokens = short + _FEW_LONG_SHARE * (long - short)
+    lengths = wanted.bursty(lambda rng: long if rng.random() < _FEW_LONG_SHARE else short)
+    return Scenario(shape, full_chunk_tokens_per_s(shape) / mean_tokens, lengths, 4.0)
+
+
 def _onoff(wanted: _Wanted, text: str) -> Scenario:
     wanted.refuse_bursts("onoff has its")
     return replace(
@@ -291,6 +302,7 @@ _BUILDERS: dict[str, Callable[[_Wanted, str], Scenario]] = {
     "fixed:TOKENS": _fixed,
     "uniform:LEAST-MOST": _uniform,
     "one-long": _one_long,
+    "few-long": _few_long,
     "onoff": _onoff,
     "day": _day,
     "sessions": _sessions,

@@ -310,7 +310,7 @@ async def test_blocks_are_pages_where_engines_publish_kv_events_and_coarse_elsew
         assert decode.info is not None
         tokenizers = c.server.tokenizers
         for publisher, page, block in (
-            (None, 1, 32), (None, 16, 32), (None, 24, 48), (None, 64, 64), (None, 128, 128),
+            (None, 1, 64), (None, 16, 64), (None, 24, 72), (None, 64, 64), (None, 128, 128),
             (prefill, 1, 1), (decode, 1, 1), (decode, 64, 64),
         ):  # fmt: skip
             for worker in (prefill, decode):

@@ -78,6 +78,15 @@ def test_a_long_prompt_comes_on_top_of_the_short_ones_now_and_then():
     assert scenario.at_load(0.6, 60.0, seed=5) == arrivals
 
 
+def test_few_prompts_are_long_and_a_load_of_one_is_full_chunks():
+    scenario = make_scenario("few-long")
+    arrivals = scenario.at_load(0.5, 60.0, seed=5)
+    assert {a.prompt_tokens for a in arrivals} == {100, 100_000}
+    assert sum(a.prompt_tokens > 100 for a in arrivals) / len(arrivals) == pytest.approx(0.004, 0.3)
+    tokens_per_s = scenario.nominal_qps * (0.996 * 100 + 0.004 * 100_000)
+    assert tokens_per_s == pytest.approx(full_chunk_tokens_per_s(scenario.spec))
+
+
 def test_on_and_off_bring_the_same_requests_in_half_of_the_time():
     scenario = make_scenario("onoff")
     arrivals = scenario.at_load(1.0, 60.0, seed=5)
