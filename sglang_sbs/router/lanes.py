@@ -121,3 +121,49 @@ class Turns:
         self._refilling = used or self._left < self._at_once
         if self._refilling:
             loop.call_soon(self._refill, loop)
+
+
+class Departures:
+    """Spreads requests that the scheduler releases at the same moment over turns of the event loop.
+
+    Batches come in the order in which they are needed. The first one leaves whole, because its
+    pass starts first and a split batch misses it. Requests of the others leave a few per turn, in
+    order, so that answers under way are relayed in between and no timer delays a request.
+    """
+
+    def __init__(self, at_once: int) -> None:
+        self._at_once = self._left = at_once
+        self._turning = False
+        """Something has left in this turn, or waits for the next."""
+        self._first: int | None = None
+        """The batch that leaves whole in this turn."""
+        self._newest = -1
+        self._line: deque[asyncio.Future[None]] = deque()
+
+    async def take(self, batch: int) -> None:
+        """Wait until a request of this batch (``Dispatch.batch``) may be sent."""
+        loop = asyncio.get_running_loop()
+        if not self._turning:
+            self._turning, self._first = True, batch
+            loop.call_soon(self._next_turn, loop)
+        elif self._first is None and batch > self._newest:
+            self._first = batch  # decided since, for a pass that starts before those in line
+        self._newest = max(self._newest, batch)
+        if batch == self._first:
+            return
+        if self._left and not self._line:
+            self._left -= 1
+            return
+        place = loop.create_future()
+        self._line.append(place)
+        await place
+
+    def _next_turn(self, loop: asyncio.AbstractEventLoop) -> None:
+        self._left, self._first, self._turning = self._at_once, None, bool(self._line)
+        while self._line and self._left:
+            place = self._line.popleft()
+            if not place.done():  # else it was cancelled
+                place.set_result(None)
+                self._left -= 1
+        if self._turning:
+            loop.call_soon(self._next_turn, loop)
