@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
+
+WAIT_S = 60.0
 
 
 @dataclass
@@ -15,3 +18,11 @@ class Sides:
     engines: list[str]
     """Of the prefill and the decode instance."""
     event_log: Path
+
+
+def without_ids(value: Any, names: tuple[str, ...] = ("id",)) -> Any:
+    """``names``: of what is made up anew for each answer."""
+    if isinstance(value, dict):
+        kept = {name: one for name, one in value.items() if name not in names}
+        return {name: without_ids(one, names) for name, one in kept.items()}
+    return [without_ids(one, names) for one in value] if isinstance(value, list) else value

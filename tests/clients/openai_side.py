@@ -35,6 +35,8 @@ CUSTOM_CALL = {"type": "custom_tool_call", "call_id": "call_2", "name": "patch",
 CUSTOM_RESULT = {"type": "custom_tool_call_output", "call_id": "call_2", "output": "done"}
 IMAGE = {"type": "input_image", "image_url": f"data:image/png;base64,{PIXEL}", "detail": "auto"}
 JSON = {"format": {"type": "json_schema", "name": "rome", "schema": ROME, "strict": True}}
+ONE_CALL = {"parallel_tool_calls": False, "max_output_tokens": 80}
+"""The model would go on calling."""
 QUIET = {"reasoning": {"effort": "none"}}
 
 CASES: dict[str, dict[str, Any]] = {
@@ -49,9 +51,9 @@ CASES: dict[str, dict[str, Any]] = {
     "encrypted": {"reasoning": {"effort": "low"}, "include": ["reasoning.encrypted_content"]},
     "thought": {"input": [USER, THOUGHT, SAID, USER]},
     "tools": QUIET | {"tools": [WEATHER, PATCH, SEARCH]},
-    "a tool": QUIET | {"tools": [WEATHER], "tool_choice": "required", "max_output_tokens": 80},
-    "the tool": QUIET | {"tools": [WEATHER], "max_output_tokens": 80,
-                         "tool_choice": {"type": "function", "name": "weather"}},
+    "a tool": QUIET | ONE_CALL | {"tools": [WEATHER], "tool_choice": "required"},
+    "the tool": QUIET | ONE_CALL | {"tools": [WEATHER], "tool_choice": {
+        "type": "function", "name": "weather"}},
     "no tool": QUIET | {"tools": [WEATHER], "tool_choice": "none"},
     "result": QUIET | {"input": [USER, SAID, CALL, RESULT, USER], "tools": [WEATHER]},
     "custom": QUIET | {"input": [USER, CUSTOM_CALL, CUSTOM_RESULT], "tools": [PATCH]},
