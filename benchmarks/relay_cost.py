@@ -17,6 +17,7 @@ import statistics
 import sys
 from collections.abc import Sequence
 from contextlib import AsyncExitStack
+from dataclasses import replace
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -52,6 +53,12 @@ examples:
   scripts/bench-relay                                  # everything, 5 to 6 minutes
   scripts/bench-relay --streams 200 --rounds 5 --contenders ours,rust --json relay.json
   scripts/bench-relay --many 10000 --workers 2         # only: so many streams at once, any error?
+  git worktree add ../before v0.1.0                    # only: CPU per request against that version
+  scripts/bench-relay --against ../before --rounds 15
+
+--against DIR measures CPU per short request of two versions of this router, ours with an access log
+of every request (what else answers "why" is always on). The answer is the median over rounds of the
+ratio within a round, with its quartiles.
 """
 MANY_TOKENS = 8
 """Of each stream of ``--many``."""
@@ -71,8 +78,13 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
     add("--chunk-rate", type=float, default=5000.0, help="events per second in all (5000)")
     add("--clients", type=int, default=32, help="of the short requests (32)")
     add("--many", type=int, default=0, metavar="N", help="only: N streams at once through ours")
+    add("--against", type=Path, metavar="DIR", help="only: against the version checked out there")
     add("--json", type=Path, metavar="FILE", help="write the figures there")
     options = parser.parse_args(arguments)
+    if options.against is not None and not (options.against / "sglang_sbs").is_dir():
+        parser.error(f"--against {options.against}: there is no checkout of sglang_sbs")
+    if options.against is not None and options.many:
+        parser.error("--against: leave --many out")
     for name in ("seconds", "rounds", "workers", "chunk_rate", "clients"):
         if getattr(options, name) <= 0:
             parser.error(f"--{name.replace('_', '-')} must be more than 0")
@@ -149,6 +161,19 @@ class Bench:
                     await self._requests(router)
                 self._console.print(f"round {number + 1} of {options.rounds} done", style="dim")
 
+    async def against(self, contenders: Sequence[Contender]) -> None:
+        """Short requests only; the order within a round turns. Raises: RuntimeError, as ``run``."""
+        async with AsyncExitStack() as stack:
+            prefill, decode = await stack.enter_async_context(raw_engines())
+            routers = [
+                await stack.enter_async_context(running(contender, prefill, decode))
+                for contender in contenders
+            ]
+            for number in range(-1, self.options.rounds):
+                turn = number % len(routers)
+                for router in routers[turn:] + routers[:turn]:
+                    await self._requests(router, counted=number >= 0)
+
     async def _direct(self, decode: int, streams: int) -> dict[str, float]:
         exchanges, _ = await open_streams(decode, streams)
         taken = await self._first_bytes(decode)
@@ -202,13 +227,15 @@ class Bench:
             if router.processes.cpu_s() - cpu_s < 0.05 * _SETTLE_S:
                 return
 
-    async def _requests(self, router: Running) -> None:
+    async def _requests(self, router: Running, *, counted: bool = True) -> None:
         name = router.contender.name
         cpu_s = router.processes.cpu_s()
         tally = await closed_loop(router.port, self.options.clients, self.options.seconds)
         cpu_s = router.processes.cpu_s() - cpu_s
         if tally.failures or not tally.complete:
             raise RuntimeError(f"{name} failed short requests: {dict(tally.failures)}")
+        if not counted:  # the first requests pay for connections and imports
+            return
         self.samples.add(name, 0, "requests_per_s", tally.complete / self.options.seconds)
         self.samples.add(name, 0, "cpu_us_per_request", cpu_s / tally.complete * 1e6)
 
@@ -280,6 +307,59 @@ def ratios_of(samples: Samples, ours: str, streams: Sequence[int]) -> dict[str, 
     return {**worst, "by_streams": by_streams}
 
 
+def versions_of(checkout: Path) -> list[Contender]:
+    """``before`` and ``ours`` under two policies; ours with an access log of every request."""
+    ours = {one.name: one for one in select(["ours", "ours-sbs"], 1)}
+    found = []
+    for name, one in ours.items():
+        at = checkout.resolve()  # python -m looks in its working directory first
+        # Its default, and an older version may know it by another name.
+        at_frontends = one.flags.index("--frontends")
+        flags = one.flags[:at_frontends] + one.flags[at_frontends + 2 :]
+        before = ("env", f"--chdir={at}", f"PYTHONPATH={at}", *one.wrapper)
+        found += [
+            replace(one, name=name.replace("ours", "before"), wrapper=before, flags=flags),
+            replace(one, flags=(*flags, "--access-log", "all")),
+        ]
+    return found
+
+
+def ratio_of_versions(samples: Samples, ours: str) -> tuple[float, float, float]:
+    """Quartiles over rounds of CPU per request, ours over before: lower, median, upper."""
+    mine, old = (
+        samples.get(name, 0, "cpu_us_per_request")
+        for name in (ours, ours.replace("ours", "before"))
+    )
+    each = [one / other for one, other in zip(mine, old, strict=True)]
+    if len(each) < 2:
+        return each[0], each[0], each[0]
+    low, middle, high = statistics.quantiles(each, n=4, method="inclusive")
+    return low, middle, high
+
+
+def _against(options: argparse.Namespace, console: Console) -> int:
+    bench = Bench(options, console)
+    try:
+        uvloop.run(bench.against(versions_of(options.against)))
+    except RuntimeError as error:
+        console.print(f"[red]{error}[/red]")
+        return 1
+    found = {name: ratio_of_versions(bench.samples, name) for name in ("ours", "ours-sbs")}
+    for name, (low, middle, high) in found.items():
+        now, before = (
+            bench.samples.median(one, 0, "cpu_us_per_request")
+            for one in (name, name.replace("ours", "before"))
+        )
+        policy = "sbs" if name == "ours-sbs" else "round_robin"
+        console.print(
+            f"--policy {policy}: {middle:.3f}x ({low:.3f} to {high:.3f}) the CPU per request of "
+            f"{options.against}: {now:.0f} us against {before:.0f}",
+            highlight=False,
+        )
+    _write(options.json, {"against": found, "samples": bench.samples.report()})
+    return 0
+
+
 def _cell(samples: Samples, contender: str, streams: int, quantity: str) -> str:
     values = samples.get(contender, streams, quantity)
     if not values:
@@ -342,6 +422,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         _write(options.json, {"many": many})
         console.print_json(data=many)
         return 0 if many["complete"] == many["at_once"] == options.many else 1
+    if options.against is not None:
+        return _against(options, console)
     bench = Bench(options, console)
     try:
         uvloop.run(bench.run())

@@ -121,29 +121,22 @@ class Recorder:
         self._slower: dict[str, float] = {}
         self._judged_s = -math.inf
         self._past_shown = 0
+        self._on: dict[type, Callable[[Any, float], None]] = {
+            ForwardEnded: self._on_report,
+            RequestArrived: self._on_arrived,
+            PrefillDone: self._on_prefilled,
+            InstanceUp: lambda _event, now_s: self._follow(now_s),
+            InstanceDown: lambda _event, now_s: self._follow(now_s),
+            PolicySwitched: lambda _event, now_s: self.ttft.gain.policy_changed(now_s),
+            RequestEnded: self._on_ended,
+        }
         self._follow(now_s, begin=True)
 
     def observe(self, event: Event, commands: Sequence[Command], now_s: float) -> None:
         """One event and what the scheduler answered. Cheap: it is called for every event."""
-        match event:
-            case ForwardEnded():
-                self._on_report(event, now_s)
-            case RequestArrived():
-                self._on_arrived(event, now_s)
-            case PrefillDone(aborted=True):
-                self._placed.pop(event.rid, None)
-                self.ttft.ended(event.rid)
-            case PrefillDone():
-                place = self._placed.pop(event.rid, ("", 0))
-                self.ttft.prefilled(event.rid, now_s, self._pass_history.last_end_s(*place))
-            case InstanceUp() | InstanceDown():
-                self._follow(now_s)
-            case PolicySwitched():
-                self.ttft.gain.policy_changed(now_s)
-            case RequestEnded():
-                self._waiting.pop(event.rid, None)
-                self._placed.pop(event.rid, None)
-                self.ttft.ended(event.rid)
+        on = self._on.get(type(event))
+        if on is not None:
+            on(event, now_s)
         for command in commands:
             if isinstance(command, Dispatch):
                 self._on_dispatch(command, now_s)
@@ -152,6 +145,18 @@ class Recorder:
                 self._troubles.refused(command.cause, now_s)
                 self.ttft.ended(command.rid)
         self._clock(now_s)
+
+    def _on_prefilled(self, event: PrefillDone, now_s: float) -> None:
+        place = self._placed.pop(event.rid, ("", 0))
+        if event.aborted:
+            self.ttft.ended(event.rid)
+        else:
+            self.ttft.prefilled(event.rid, now_s, self._pass_history.last_end_s(*place))
+
+    def _on_ended(self, event: RequestEnded, _now_s: float) -> None:
+        self._waiting.pop(event.rid, None)
+        self._placed.pop(event.rid, None)
+        self.ttft.ended(event.rid)
 
     def request_over(
         self, timeline: Timeline, parts_s: Mapping[str, float] | None, now_s: float

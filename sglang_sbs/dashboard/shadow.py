@@ -88,7 +88,8 @@ class ShadowInstance:
         self.queued[rank] += prompt.left_tokens
         self.outstanding[rank] += prompt.left_tokens
         if self._asleep:
-            self.due_s = min(self.due_s, max(prompt.ready_s, self.free_s))
+            due_s = prompt.ready_s if prompt.ready_s > self.free_s else self.free_s
+            self.due_s = min(self.due_s, due_s)
 
     def advance(self, now_s: float, finished: list[tuple[str, float]]) -> None:
         """Let the engine's event loop run until ``now_s``."""
@@ -124,13 +125,15 @@ class ShadowInstance:
         """Whether there was anything to compute."""
         finishing: list[str] = []
         chunk = self.shape.chunk_tokens
-        computed = [_compute(prompts, chunk, start_s, finishing) for prompts in self.prompts]
-        taken = [tokens for tokens, _ in computed]
+        taken, pairs = [0] * len(self.prompts), [0.0] * len(self.prompts)
+        for rank, prompts in enumerate(self.prompts):
+            if prompts:
+                tokens, pairs[rank] = _compute(prompts, chunk, start_s, finishing)
+                taken[rank] = tokens
+                self.queued[rank] -= tokens
         if not any(taken):
             return False
-        for rank, tokens in enumerate(taken):
-            self.queued[rank] -= tokens
-        forward_s = self.shape.predict_s(taken, [pairs for _, pairs in computed])
+        forward_s = self.shape.predict_s(taken, pairs)
         self.free_s = max(start_s, self.free_s) + forward_s
         self.passes.append(_Pass(self.free_s, taken, finishing))
         return True
@@ -162,22 +165,23 @@ class RoundRobin:
         self._next: dict[str, int] = {}
         """Rank by worker."""
         self._known: list[str] = []
-        self._workers: dict[str, list[Place]] = {}
+        self._workers: list[tuple[str, list[Place]]] = []
 
     def __call__(self, instances: dict[str, ShadowInstance], asked: Asked) -> Place:
         if self._known != list(instances):
             self._know(instances)
-        worker, ranks = list(self._workers.items())[self._turn % len(self._workers)]
+        worker, ranks = self._workers[self._turn % len(self._workers)]
         self._turn += 1
         number = self._next.get(worker, 0) % len(ranks)
         self._next[worker] = number + 1
         return ranks[number]
 
     def _know(self, instances: dict[str, ShadowInstance]) -> None:
-        self._known, self._workers = list(instances), {}
+        workers: dict[str, list[Place]] = {}
         for name, one in instances.items():
-            ranks = self._workers.setdefault(one.shape.worker or name, [])
+            ranks = workers.setdefault(one.shape.worker or name, [])
             ranks += [(name, rank) for rank in range(one.shape.dp_size)]
+        self._known, self._workers = list(instances), list(workers.items())
 
 
 def least_tokens(instances: dict[str, ShadowInstance], asked: Asked) -> Place:
@@ -247,7 +251,7 @@ class ShadowCluster:
         if self.requests >= MAX_REQUESTS:
             self.empty(ready_s)
             instance = self.instances[where[0]]
-        instance.place(where[1], _Prompt(rid, max(1, tokens), cached, ready_s))
+        instance.place(where[1], _Prompt(rid, tokens or 1, cached, ready_s))
         self.requests += 1
 
     def empty(self, now_s: float) -> None:

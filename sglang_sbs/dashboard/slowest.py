@@ -6,6 +6,7 @@ import math
 from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from heapq import heappush, heapreplace
 from typing import Any
 
 from sglang_sbs.explain.words import in_a_line
@@ -21,11 +22,14 @@ _AGAIN_S = 1.0
 
 @dataclass(slots=True, eq=False)
 class _Slow:
-    ended_s: float
     ttft_s: float
+    ended_s: float
     timeline: Timeline
     parts_s: Mapping[str, float]
     shown: dict[str, Any] | None = None
+
+    def __lt__(self, other: _Slow) -> bool:
+        return self.ttft_s < other.ttft_s
 
 
 class Slowest:
@@ -36,6 +40,7 @@ class Slowest:
         few requests per second only."""
         self._why = why
         self._slots: deque[tuple[int, list[_Slow]]] = deque(maxlen=int(WINDOW_S / _SLOT_S) + 1)
+        """Each a heap with its least slow request first."""
         self._made_s = -math.inf
         self._summary: list[dict[str, Any]] = []
 
@@ -43,14 +48,14 @@ class Slowest:
         number = int(now_s // _SLOT_S)
         if not self._slots or self._slots[-1][0] != number:
             self._slots.append((number, []))
-        slot = self._slots[-1][1]
-        one = _Slow(now_s, sum(parts_s.values()), timeline, parts_s)
-        if len(slot) < SHOWN:
-            slot.append(one)
+        slot, ttft_s = self._slots[-1][1], sum(parts_s.values())
+        if len(slot) == SHOWN and ttft_s <= slot[0].ttft_s:
             return
-        least = min(range(SHOWN), key=lambda place: slot[place].ttft_s)
-        if one.ttft_s > slot[least].ttft_s:
-            slot[least] = one
+        one = _Slow(ttft_s, now_s, timeline, parts_s)
+        if len(slot) < SHOWN:
+            heappush(slot, one)
+        else:
+            heapreplace(slot, one)
 
     def summary(self, now_s: float) -> list[dict[str, Any]]:
         """The slowest first. To be called at least once a second: reasons are forgotten."""

@@ -179,11 +179,12 @@ class TtftComparison:
     def _enter(self, pending: _Pending, now_s: float) -> None:
         tokens = max(1, pending.tokens - pending.cached_tokens)
         ready_s = pending.arrived_s + pending.latency_s
+        asked = Asked(tokens, pending.arrived_s, pending.latency_s)
         for name, rule in self._rules.items():
             cluster = self._clusters[name]
-            self._finished(name, cluster.advance(pending.arrived_s), now_s)
+            if finished := cluster.advance(pending.arrived_s):
+                self._finished(name, finished, now_s)
             if cluster.instances:
-                asked = Asked(tokens, pending.arrived_s, pending.latency_s)
                 where = rule(cluster.instances, asked)
                 cluster.place(pending.rid, where, tokens, ready_s, pending.cached_tokens)
 
@@ -192,7 +193,8 @@ class TtftComparison:
             pending = self._pending.get(rid)
             if pending is not None:
                 pending.done_s[name] = at_s
-                self._complete(pending, now_s)
+                if len(pending.done_s) == len(self._clusters):
+                    self._complete(pending, now_s)
 
     def _complete(self, pending: _Pending, now_s: float) -> None:
         if pending.measured_s is None or len(pending.done_s) < len(self._clusters):

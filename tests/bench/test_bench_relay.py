@@ -7,7 +7,14 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.relay_cost import Samples, main, parse_arguments, ratios_of
+from benchmarks.relay_cost import (
+    Samples,
+    main,
+    parse_arguments,
+    ratio_of_versions,
+    ratios_of,
+    versions_of,
+)
 
 RATIOS = {
     f"{name}_vs_rust"
@@ -83,3 +90,27 @@ def test_bad_flags_say_what_to_write(flags, what, capsys):
     with pytest.raises(SystemExit):
         parse_arguments(flags)
     assert what in capsys.readouterr().err
+
+
+def test_two_versions_are_compared_round_by_round():
+    samples = Samples()
+    for name, values in (("before-sbs", (100, 200, 400)), ("ours-sbs", (110, 210, 480))):
+        for value in values:
+            samples.add(name, 0, "cpu_us_per_request", value)
+    assert ratio_of_versions(samples, "ours-sbs") == pytest.approx((1.075, 1.1, 1.15))
+
+
+def test_the_older_version_runs_from_its_own_checkout(tmp_path: Path):
+    of = {one.name: one for one in versions_of(tmp_path)}
+    assert list(of) == ["before", "ours", "before-sbs", "ours-sbs"]
+    for policy, suffix in (("round_robin", ""), ("sbs", "-sbs")):
+        before, ours = (of[f"{name}{suffix}"] for name in ("before", "ours"))
+        assert before.wrapper == ("env", f"--chdir={tmp_path}", f"PYTHONPATH={tmp_path}")
+        assert ours.flags == (*before.flags, "--access-log", "all")
+        assert before.flags[:2] == ("--policy", policy)
+
+
+def test_an_older_version_must_be_there(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    with pytest.raises(SystemExit):
+        parse_arguments(["--against", str(tmp_path)])
+    assert "there is no checkout of sglang_sbs" in capsys.readouterr().err

@@ -41,6 +41,8 @@ _GRAMMARS = {
     "completions": ("json_schema", "regex", "ebnf"),
     "chat": ("regex", "ebnf"),
 }
+_CHECKED = frozenset({"top_k", *(name for name, _, _ in _RANGES)}.union(*_GRAMMARS.values()))
+"""What :func:`check_sampling` looks at besides the limits."""
 _RESPONSE_SAMPLING = (*(name for name, _, _ in _RANGES), "top_k")
 _OUTPUT_LOGPROBS = "message.output_text.logprobs"
 _MOST_INCLUDE_BYTES = 4096
@@ -66,6 +68,9 @@ _BY_FLAGS = {
 def check_sampling(kind: _Kind, fields: _Fields) -> None:
     """``fields``: sampling parameters of ``/generate``, or the body of an OpenAI request. Values
     that are neither numbers nor text are left to the engine. Raises: RouterError (400)."""
+    if _CHECKED.isdisjoint(fields):  # as in most requests
+        _check_limits(kind, fields)
+        return
     for name, is_right, wanted in _RANGES:
         value = _number(fields, name)
         if value is not None and not is_right(value):
@@ -194,7 +199,9 @@ def _check_limits(kind: _Kind, fields: _Fields) -> None:
 def _number(fields: _Fields, name: str) -> int | float | None:
     """``None``: not given, or not a number."""
     raw = fields.get(name)
-    text = b"" if raw is None else bytes(memoryview(raw)[:128])
+    if raw is None:
+        return None
+    text = bytes(memoryview(raw)[:128])
     if _INT.fullmatch(text):
         return int(text)
     return float(text) if _FLOAT.fullmatch(text) else None
