@@ -144,14 +144,27 @@ class SyntheticCluster:
         self._task: asyncio.Task[None] | None = None
         scheduler.listener = self._dispatched
 
-    def _simulated(self, name: str, dp_size: int, seed: int) -> _Prefill:
+    def _simulated(self, name: str, dp_size: int, seed: int, boot_id: str = "") -> _Prefill:
         one = InstanceSpec(dp_size=dp_size, chunk_tokens=self.chunk_tokens)
         spec, rng = ClusterSpec(cost=self.cost), random.Random(seed)
-        return _Prefill(SimulatedPrefill(name, one, spec, rng=rng))
+        return _Prefill(SimulatedPrefill(name, one, spec, rng=rng, boot_id=boot_id))
 
     def slow_down(self, name: str, factor: float) -> None:
         """Passes of a prefill engine take ``factor`` times as long from now on."""
         self._prefill[name].pace = factor
+
+    def come_up(self, name: str) -> None:
+        """A prefill engine serves, as at the beginning or again."""
+        self.silent.discard(name)
+        self._submit(
+            InstanceUp(
+                instance=name,
+                role="prefill",
+                dp_size=self._prefill[name].engine.one.dp_size,
+                chunk_tokens=self.chunk_tokens,
+                kv_capacity_tokens=self.kv_capacity_tokens,
+            )
+        )
 
     def go_down(self, name: str) -> None:
         """A prefill engine dies with all that it has."""
@@ -160,7 +173,8 @@ class SyntheticCluster:
             del self._placed[rid], self._asked[rid]
             self._submit(RequestEnded(rid=rid, outcome="failed"))
         engine = self._prefill.pop(name).engine
-        self._prefill[name] = self._simulated(name, engine.one.dp_size, 0)
+        boot_id = f"{name} from {time.monotonic()} on"
+        self._prefill[name] = self._simulated(name, engine.one.dp_size, 0, boot_id)
         self.silent.add(name)
 
     @property
@@ -170,16 +184,8 @@ class SyntheticCluster:
 
     def begin(self) -> None:
         """All instances come up, and requests begin to arrive."""
-        for name, prefill in self._prefill.items():
-            self._submit(
-                InstanceUp(
-                    instance=name,
-                    role="prefill",
-                    dp_size=prefill.engine.one.dp_size,
-                    chunk_tokens=self.chunk_tokens,
-                    kv_capacity_tokens=self.kv_capacity_tokens,
-                )
-            )
+        for name in self._prefill:
+            self.come_up(name)
         for name, decode in self._decode.items():
             self._submit(
                 InstanceUp(

@@ -27,6 +27,9 @@ _REASONS = {
 }
 """The usual reason why a part is long, where nothing is known of this request."""
 
+_LEAST_GAIN_S = 0.001
+"""Another instance may be as good, and keep the request for another reason."""
+
 
 def ms(seconds: float) -> str:
     """``0.4 ms``, ``412 ms``, ``12.3 s``."""
@@ -118,7 +121,7 @@ def wait(one: Waited, arrived_s: float) -> str:
         case WaitReason.NO_DECODE_ROOM:
             return "no decode DP rank had room for the request"
         case WaitReason.BETTER_ELSEWHERE:
-            less = "" if one.gain_s is None else f" by {ms(one.gain_s)}"
+            less = f" by {ms(one.gain_s)}" if (one.gain_s or 0.0) >= _LEAST_GAIN_S else ""
             return (
                 f"{one.instance or 'another instance'} was the better place{less}, counting its "
                 "own completion and the delay of others, and was not ready yet"

@@ -7,21 +7,30 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from benchmarks.dashboard_cost import Cost, summarize
 from benchmarks.router_processes import Processes
 
 ROOT = Path(__file__).parents[2]
 
 
-def test_help_teaches_with_an_example() -> None:
+@pytest.mark.parametrize("script", ["bench-dashboard", "dashboard-pictures"])
+def test_help_teaches_with_an_example(script: str) -> None:
     done = subprocess.run(
-        [sys.executable, ROOT / "scripts/bench-dashboard", "--help"],
+        [sys.executable, ROOT / "scripts" / script, "--help"],
         capture_output=True,
         text=True,
         check=True,
     )
-    assert "example: scripts/bench-dashboard" in done.stdout
+    assert f"example: scripts/{script}" in done.stdout
     assert "--serve" not in done.stdout
+
+
+def test_pictures_are_small() -> None:
+    pictures = [ROOT / "docs/dashboard.png", *(ROOT / "docs/images").glob("dashboard-*.png")]
+    assert len(pictures) == 3
+    assert max(picture.stat().st_size for picture in pictures) < 300 * 1024
 
 
 def test_cpu_time_includes_children() -> None:

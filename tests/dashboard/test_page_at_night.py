@@ -6,16 +6,19 @@ from __future__ import annotations
 from typing import Any
 
 import orjson
+import pytest
 from playwright.async_api import Browser, expect
 from router_harness import until
 from test_browser import (
     DECODE,
+    GEOMETRY,
     LIGHTNESS,
     another_frame,
     frame_of,
     instance_of,
     open_page,
     past_of,
+    slow_of,
     synthetic,
 )
 from test_pages import ScriptedFeed, served
@@ -162,3 +165,53 @@ async def test_type_has_more_than_two_sizes_and_answers_are_largest(browser: Bro
             for one in ("#gain-number", "#well-line", "#board h2", "#queue-now", "#board .legend")
         ]
         assert sizes == sorted(set(sizes), reverse=True)
+
+
+@pytest.mark.parametrize("size", [(1440, 900), (390, 844)])
+async def test_trouble_moves_no_element(browser: Browser, size: tuple[int, int]) -> None:
+    """Idle, down, slow, and well again, in both themes: everything stays where it is."""
+    long = "it took work and fell silent: the watchdog reset its state 3 times in the last minute"
+    well = {
+        "level": "red",
+        "cause": long,
+        "todo": long,
+        "kind": "x",
+        "subject": "http://p",
+        "more": 9,
+    }
+    alerts = [past_of(severity="critical", text=long, since_s=1.0)] * 12
+    figures = {
+        key: {"p50": 1.0, "p95": 2.0, "mean": 1.0} for key in ("measured", "modelled", "eta")
+    }
+    split: dict[str, Any] = {"requests": 50, "window_s": 300.0}
+    split |= {
+        name: {"ttft_s": 1.0, "parts_s": {"hold": 0.5, "pass": 0.5}} for name in ("p50", "p99")
+    }
+    boards: list[dict[str, Any]] = [
+        {"well": well | {"level": "green", "cause": "idle", "todo": "", "subject": ""}},
+        {"well": well, "alerts": alerts, "prefill": [instance_of(up=False)]},
+        {
+            "well": well,
+            "past": alerts,
+            "slowest": [slow_of()] * 8,
+            "prefill": [instance_of(age=9.0)],
+        },
+        {"split": split, "ttft": {"requests": 9, "figures": figures, "unfinished": {"eta": 3}}},
+    ]
+    feed = ScriptedFeed()
+    async with served(feed) as (_, port):
+        viewport = {"width": size[0], "height": size[1]}
+        page, complaints = await open_page(browser, port, viewport=viewport)
+        await until(lambda: bool(feed.takes))
+        found = []
+        for number, board in enumerate(boards):
+            frame = frame_of([instance_of()], decode=[DECODE], **{"now_s": 10.0 + number}) | board
+            feed.takes[0](orjson.dumps(frame), True)
+            await expect(page.locator("#board")).to_have_attribute("data-frame", str(10 + number))
+            found.append(await page.evaluate(GEOMETRY))
+            if number == 1:
+                await page.click("#theme")
+        for later in found[1:]:
+            assert {name: box for name, box in later.items() if found[0][name] != box} == {}
+        assert await page.evaluate("document.documentElement.scrollWidth <= innerWidth")
+        assert complaints == []

@@ -26,6 +26,7 @@ from sglang_sbs.scheduling import (
     SchedulerConfig,
     TimerFired,
 )
+from sglang_sbs.scheduling.explained.timelines import Timeline
 from sglang_sbs.wire import EndForward
 
 P0, D0 = "http://p0:1", "http://d0:1"
@@ -298,6 +299,63 @@ ALL_HEARD = [(heard(role, rank), 1.0) for role in ("prefill", "decode") for rank
 
 def test_a_healthy_cluster_has_no_alerts() -> None:
     assert kinds(scheduler_with(*ALL_HEARD), 2.0) == []
+
+
+def test_an_instance_that_becomes_slow_is_named() -> None:
+    scheduler = Scheduler(SchedulerConfig())
+    for name, role in ((P0, "prefill"), (D0, "decode")):
+        scheduler.handle(InstanceUp(instance=name, role=role, dp_size=1, chunk_tokens=1000), 0.0)
+    recorder, now_s = Recorder(scheduler, 0.0), 1.0
+
+    def passes(count: int, first: int, forward_s: float) -> set[str]:
+        nonlocal now_s
+        for number in range(first, first + count):
+            about: dict[str, Any] = {"dp_size": 1, "forward_id": number, "tokens_per_rank": [900]}
+            for kind in ("launch", "forward"):
+                seq = 2 * number + (kind == "forward")
+                times: dict[str, Any] = {"launch_s": now_s, "end_s": now_s, "forward_s": forward_s}
+                said = report(**about, **times, kind=kind, seq=seq, extend_tokens=900)
+                event = ForwardEnded(instance=P0, report=said)
+                recorder.observe(event, scheduler.handle(event, now_s), now_s)
+                now_s += forward_s if kind == "launch" else 0.01
+            recorder.tick(now_s)
+        return {one["kind"] for one in recorder.frame(now_s)["alerts"]}
+
+    assert "slow_prefill" not in passes(60, 1, 0.5)
+    assert "slow_prefill" in passes(30, 61, 2.0)
+    assert "slow_prefill" not in passes(60, 91, 0.5)
+    past = [one for one in recorder.history(now_s)["past"] if one["kind"] == "slow_prefill"]
+    assert past[0]["subject"] == P0
+
+
+def test_attempts_that_fail_on_one_instance_name_it() -> None:
+    recorder = Recorder(scheduler_with(*ALL_HEARD), 0.0)
+
+    def over(count: int, outcome: str, prefill: str, decode: str, now_s: float) -> None:
+        decision = Dispatch(
+            **{"rid": "x", "prefill": prefill, "prefill_rank": 0, "decode": decode},
+            **{"decode_rank": 0, "batch": 1, "reason": "", "held_s": 0.0},
+        )
+        for _ in range(count):
+            timeline = Timeline("x", 0.0, 10, decision=decision, outcome=outcome)
+            recorder.request_over(timeline, None, now_s)
+
+    def failing(now_s: float) -> list[tuple[str, str]]:
+        alerts = recorder.frame(now_s)["alerts"]
+        return [(one["severity"], one["subject"]) for one in alerts if one["kind"] == "failing"]
+
+    over(60, "completed", P0, D0, 10.0)
+    over(50, "aborted", P0, D0, 10.0)  # by clients
+    over(2, "failed", P0, D0, 10.0)
+    assert failing(11.0) == []
+    over(4, "failed", "http://p1:1", D0, 11.0)
+    assert failing(12.0) == [("warning", D0)]
+    over(90, "failed", "http://p1:1", "http://d1:1", 12.0)
+    assert failing(13.0) == [("critical", "")]
+    assert failing(80.0) == []
+    over(9, "failed", "http://p1:1", D0, 100.0)
+    over(9, "failed", "http://p1:1", "http://d1:1", 100.0)
+    assert failing(101.0) == [("critical", "http://p1:1")]
 
 
 def test_instances_are_in_the_order_of_the_command_line() -> None:

@@ -149,6 +149,16 @@ def test_attempts_that_failed_are_shown_with_why() -> None:
     assert "Attempt 2 of 2: rid rid" in text
 
 
+def test_a_place_that_is_no_better_in_time_is_not_said_to_be() -> None:
+    def said(gain_s: float | None) -> str:
+        waited = Waited(WaitReason.BETTER_ELSEWHERE, 0.0, "http://p1:1", None, gain_s)
+        return words.wait(waited, 0.0)
+
+    assert " by 224 ms, " in said(0.224)
+    assert said(-0.224) == said(0.0) == said(None)
+    assert " by " not in said(-0.224)
+
+
 def test_every_word_of_the_vocabulary_has_a_sentence_of_its_own() -> None:
     why = a_story().attempts[0].why
     assert why is not None
