@@ -47,7 +47,9 @@ _IN_TEXT = re.compile(
     r"((?:bearer\s++|basic\s++)?(?:\"[^\"]*\"|'[^']*'|[\"']?[^\s&\"',;}]+))",
     re.IGNORECASE,
 )
-_HOW_MANY = re.compile(r"tokens[\"']?\s*[=:]\s*[0-9][0-9.,]*", re.IGNORECASE)
+_HOW_MANY = re.compile(r"tokens[\"']?\s*[=:]\s*(?:[0-9][0-9.,]*|value|input|field)", re.IGNORECASE)
+"""A number, or how pydantic begins to say what is wrong with one ("Value error", "Field required").
+"""
 _BEARER = re.compile(r"\b(bearer|basic)\s++\S+", re.IGNORECASE)
 
 
@@ -116,6 +118,6 @@ def text_without_secrets(text: str) -> str:
 
 
 def _hidden(found: re.Match[str]) -> str:
-    """Without the value, unless it says how many tokens there are."""
+    """Without the value, unless it says how many tokens there are, or why a number is refused."""
     counts = _HOW_MANY.fullmatch(found[0], found[0].lower().rfind("tokens"))
     return found[0] if counts else f"{found[1]}***"

@@ -94,7 +94,13 @@ def test_a_hostile_text_is_looked_through_once(part: str) -> None:
     assert shown.endswith("password=***")
 
 
-@pytest.mark.parametrize("told", ["tokens: 60 tokens", "max_new_tokens=1,000", '"n_tokens": 7, x'])
+@pytest.mark.parametrize(
+    "told",
+    [
+        *("tokens: 60 tokens", "max_new_tokens=1,000", '"n_tokens": 7, x'),
+        *("max_tokens: Value error, it is 0", "max_tokens: Input should be", "tokens: Field x"),
+    ],
+)
 def test_how_many_tokens_there_are_is_shown(told: str) -> None:
     assert text_without_secrets(told) == told
     assert text_without_secrets(f"{told} token={PLANTED}") == f"{told} token=***"
