@@ -160,6 +160,10 @@ class DecodeEngine:
         self.unreported: list[list[str]] = [[] for _ in range(self.dp_size)]
         self.seq = [0] * self.dp_size
 
+    @property
+    def boot_id(self) -> str:
+        return f"{self.name}-{self.boots}"
+
     def accept(self, rid: str, rank: int, tokens: int) -> None:
         self.running[rank][rid] = tokens
         self.unreported[rank].append(rid)
@@ -175,7 +179,7 @@ class DecodeEngine:
         seq, self.seq[index] = self.seq[index], self.seq[index] + 1
         return EndForward(
             instance_id=self.name,
-            boot_id=f"{self.name}-{self.boots}",
+            boot_id=self.boot_id,
             role="decode",
             dp_rank=index,
             dp_size=self.dp_size,

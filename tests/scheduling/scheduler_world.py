@@ -53,7 +53,8 @@ class Known:
     delivered: bool = False
     prefilled: bool = False
     lost_at_decode: bool = False
-    """Its decode instance restarted before it got there: nobody can tell that it still comes."""
+    """Its decode instance restarted: it was there, or nobody can tell that it still comes. The
+    same if the restart was before it was sent, and no report had said so."""
     state: str = "queued"  # queued, dispatched, refused, ended
 
     @property
@@ -141,6 +142,9 @@ class World:
             assert not others or total <= self.shape[command.decode][1], "over the KV capacity"
         assert self.now_s < known.deadline_s, "dispatched after its deadline"
         assert command.held_s == pytest.approx(self.now_s - known.arrived_s)
+        rank = self.scheduler.decode[command.decode].ranks[command.decode_rank]
+        boot_id = self.decodes[command.decode].boot_id
+        known.lost_at_decode = rank.cursor.boot_id not in ("", boot_id)
         known.state, known.dispatch = "dispatched", command
         self.inbox.append(known)
 

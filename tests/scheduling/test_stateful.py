@@ -144,8 +144,8 @@ class SchedulerMachine(World, RuleBasedStateMachine):
             engine.dp_size = dp_size or engine.dp_size
             self.shape[name] = (engine.dp_size, self.shape[name][1])
         engine.start()
-        for known in self.inbox:
-            known.lost_at_decode |= known.dispatch.decode == name
+        for known in self.requests.values():  # also those that run there; they fail one by one
+            known.lost_at_decode |= known.dispatch is not None and known.dispatch.decode == name
         self.ends_s.pop(name, None)
         for known in list(self.requests.values()):
             dispatch = known.dispatch

@@ -51,10 +51,11 @@ class DecodeRank:
     doomed: list[str] | None = None
     """Dispatched before the instance went down, until its next report says whether it restarted."""
 
-    def forget(self) -> None:
-        """The engine restarted: what was dispatched to the one before is gone."""
+    def forget(self, named: Sequence[str]) -> None:
+        """The engine restarted: what was dispatched to the one before is gone, except for requests
+        that the new one has ``named``."""
         gone = self.outstanding.oldest() if self.doomed is None else self.doomed
-        for rid in gone:
+        for rid in set(gone).difference(named):
             self.land(rid)
             self.presumed.discard(rid)
             self.outstanding.pop(rid)
@@ -222,7 +223,7 @@ class DecodeInstance:
         if taken is None:
             return
         if taken.restarted:
-            rank.forget()
+            rank.forget(report.rids)
         rank.doomed = None
         rank.speaks = True
         self._hear(report.dp_rank, now_s)
@@ -310,4 +311,5 @@ class DecodeInstance:
             committed_tokens=max(kv_tokens + rank.growth.total, committed),
             kv_capacity_tokens=self.kv_capacity_tokens + self._parked_tokens,
             max_running=self.max_running,
+            awaited=len(rank.outstanding) > 0,
         )

@@ -40,6 +40,9 @@ class DecodeLoad:
     """K_i once every own request here has grown to its total length; what admission counts."""
     kv_capacity_tokens: int = UNLIMITED
     max_running: int = UNLIMITED
+    awaited: bool = False
+    """Own requests there have not ended, whatever it reports: the message that would have counted
+    one of them may be lost."""
 
     def has_room(self, tokens: int) -> bool:
         """Whether the rank can admit a request of this total length; an empty rank always can."""
@@ -48,7 +51,7 @@ class DecodeLoad:
     @property
     def room_tokens(self) -> int:
         """The largest total length it can admit."""
-        if self.running == 0:
+        if self.running == 0 and not self.awaited:
             return UNLIMITED
         if self.running >= self.max_running:
             return 0

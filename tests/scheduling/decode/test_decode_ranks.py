@@ -280,6 +280,41 @@ class TestBooks:
         world.hear()
         assert (world.load.running, world.load.kv_tokens) == (1, 70)
 
+    def test_a_new_boot_that_names_a_request_has_it(self):
+        world = World()
+        world.say()
+        world.hear()
+        world.engine.start()
+        world.newest = -1
+        world.dispatch(100)  # nothing has told the router of the restart
+        world.dispatch(200)
+        world.accept()
+        world.say()
+        world.hear()
+        assert world.books.ranks[0].outstanding.oldest() == ["r0"]
+        assert world.load.committed_tokens == 100 + OUTPUT
+
+    def test_a_rank_is_not_empty_while_a_request_there_has_not_ended(self):
+        world = World()
+        up = InstanceUp(instance="d0", role="decode", dp_size=1, kv_capacity_tokens=1000)
+        world.books.set_limits(up)
+        world.say()
+        world.hear()
+        world.dispatch(100)
+        world.accept()
+        world.say()
+        world.messages.clear()  # the report that names it is lost
+        world.leave()
+        world.answer()
+        world.dispatch(600)
+        world.say()
+        world.hear()  # it counts one more acceptance than were named, which was of the first
+        assert world.load.room_tokens == 1000 - 600 - OUTPUT
+        world.accept()
+        world.leave()
+        world.answer()
+        assert world.load.has_room(5000), "an empty rank takes whatever its engine takes"
+
     def test_kv_counts_the_prompt_and_admission_what_it_grows_to(self):
         up = InstanceUp(instance="d0", role="decode", dp_size=1, kv_capacity_tokens=1000)
         books = DecodeInstance(up)
