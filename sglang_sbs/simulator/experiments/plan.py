@@ -40,6 +40,12 @@ time, so its bursts stay what they are. Each seed is another window of --duratio
 which one it is matters in a trace with bursts. So the tables show the mean over seeds, and after it
 the least and the most. The rows of --json have them as max_qps_least and max_qps_most.
 
+The first lines are the answer, one for each rate, for example:
+  At 171 QPS (now) sbs needs 3 prefill instances with chunk 3072 for a mean TTFT of 0.8 s; eta 3,
+  random_rank more than 4.
+It searches the highest rate within the SLO for each policy, count and chunk, about nine runs each:
+minutes with the defaults. It says how long beforehand; Ctrl-C shows what there is so far.
+
 examples:
   sglang-sbs simulate plan --trace requests.jsonl --slo-ttft 2 --prefill 1..4 --growth 2,4
   sglang-sbs simulate plan --scenario paper-3k --slo-ttft 0.8 --prefill 2..6 \\
