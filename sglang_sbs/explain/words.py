@@ -121,7 +121,8 @@ def wait(one: Waited, arrived_s: float) -> str:
         case WaitReason.NO_DECODE_ROOM:
             return "no decode DP rank had room for the request"
         case WaitReason.BETTER_ELSEWHERE:
-            less = f" by {ms(one.gain_s)}" if (one.gain_s or 0.0) >= _LEAST_GAIN_S else ""
+            gain_s = one.gain_s or 0.0
+            less = f" by {ms(gain_s)}" if gain_s >= _LEAST_GAIN_S else ""
             return (
                 f"{one.instance or 'another instance'} was the better place{less}, counting its "
                 "own completion and the delay of others, and was not ready yet"
