@@ -89,8 +89,6 @@ class _Request:
     third: int
     block: Block | None
     """None: it does not count."""
-    waits: bool = True
-    """For its first token."""
     exceeded: bool = False
 
 
@@ -118,8 +116,7 @@ class Trial:
         self._first: Slot | None = None
         """The settled slot of a pair of which the other one is not."""
         self._requests: dict[str, _Request] = {}
-        self._watched: deque[_Request] = deque()
-        """In the order of arrival, until they have waited as long as the limit."""
+        """Those that wait for their first token, in the order of arrival."""
         self._adjustment = Adjustment()
         self._pairs: list[Pair] = []
 
@@ -220,7 +217,6 @@ class Trial:
         self.ended = Ended(cause, text)
         self.current = None
         self._requests.clear()
-        self._watched.clear()
         return [Switch(self.policies[arm]), self.ended]
 
     # Limits -----------------------------------------------------------------------------------
@@ -228,12 +224,10 @@ class Trial:
     def _broken(self, now_s: float) -> str:
         """Which limit the present slot breaks; empty: none."""
         limit_s, slot = self.spec.p99_s, self.current
-        while limit_s is not None and self._watched:
-            one = self._watched[0]
-            if one.arrived_s + limit_s > now_s:
-                break
-            self._watched.popleft()
-            if one.waits:
+        if limit_s is not None:
+            for one in self._requests.values():
+                if one.arrived_s + limit_s > now_s:
+                    break
                 self._exceed(one)
         if slot is None:
             return ""
@@ -282,14 +276,12 @@ class Trial:
             return
         place = slot.place_of(now_s)
         block = slot.block_of(place)
-        self._requests[event.rid] = one = _Request(slot, now_s, min(2, int(3 * place)), block)
+        self._requests[event.rid] = _Request(slot, now_s, min(2, int(3 * place)), block)
         slot.arrived += 1
         if block is not None:
             block.requests += 1
             block.tokens += event.prompt_tokens
             slot.open += 1
-        if self.spec.p99_s is not None:
-            self._watched.append(one)
 
     def _waited(self, one: _Request, ttft_s: float) -> None:
         arm = self.arms[one.slot.arm]
@@ -304,6 +296,5 @@ class Trial:
     @staticmethod
     def _leave(one: _Request) -> None:
         """It waits for its first token no more."""
-        one.waits = False
         if one.block is not None:
             one.slot.open -= 1
