@@ -6,7 +6,7 @@ from typing import Literal, get_args
 
 import msgspec
 
-from sglang_sbs.scheduling.policy_registry import Policy, require
+from sglang_sbs.scheduling.policy_registry import Policy, PolicyError, require
 
 Trigger = Literal["adaptive", "paper"]
 DecodeRule = Literal["iqr", "potential"]
@@ -63,7 +63,10 @@ class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True):
     """For the policies that draw at random."""
 
     def __post_init__(self) -> None:
-        require(self.policy)
+        try:
+            require(self.policy)
+        except PolicyError as error:
+            raise ValueError(f"policy={error}") from None
         choices = {"trigger": TRIGGERS, "decode_rule": DECODE_RULES}
         for name, allowed in choices.items():
             value = getattr(self, name)

@@ -71,7 +71,7 @@ async def test_nothing_of_a_router_shows_them(
         async for frame in frames(url, None):
             shown.append(orjson.dumps(frame).decode())
             console = Console(record=True, width=200, height=80, file=io.StringIO())
-            console.print(TopView(frame, frame["gangs"], "here"))
+            console.print(TopView(frame, "here"))
             shown.append(console.export_text())
             break
     shown += [caplog.text, *(path.read_bytes().decode("latin1") for path in written(events))]

@@ -67,11 +67,13 @@ class VersionedEngine(MockEngine):
             self.faults.append(fault)
         await super()._until_answer(record, behaviour)
 
-    async def _answer(self, request: Any, record: RecordedRequest, behaviour: Behaviour) -> Any:
-        if record.rid in self.rank_of:
-            return await super()._answer(request, record, behaviour)
-        why = self.faults[-1] if self.faults else "no rank"
-        return await super()._answer(request, record, Behaviour(status=500, message=why))
+    async def _answer(
+        self, request: Any, record: RecordedRequest, behaviour: Behaviour, begun: Any
+    ) -> Any:
+        if record.rid not in self.rank_of:
+            why = self.faults[-1] if self.faults else "no rank"
+            behaviour = Behaviour(status=500, message=why)
+        return await super()._answer(request, record, behaviour, begun)
 
     def _take(self, record: RecordedRequest) -> str:
         """Give a request to a rank; what a real engine of this release would stumble over."""

@@ -267,14 +267,14 @@ async def test_different_pages_are_said_once_and_the_most_common_counts(
     async with cluster(prefill=3) as system:
         registry = system.server.registry
         for worker, page in zip(
-            [w for w in registry if w.role == "prefill"], (64, 32, 64), strict=True
+            [w for w in registry if w.role == "prefill"], (128, 64, 128), strict=True
         ):
             assert worker.info is not None
             worker.info = msgspec.structs.replace(worker.info, page_size=page)
         tokenizers = system.server.tokenizers
         for _ in range(2):
             tokenizers._looked_s = float("-inf")
-            assert tokenizers.known().blocks == BlockFormat(64)
+            assert tokenizers.known().blocks == BlockFormat(128)
     assert caplog.text.count("--page-size") == 1
 
 

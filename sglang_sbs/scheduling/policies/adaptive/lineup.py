@@ -15,8 +15,11 @@ from itertools import islice
 from typing import NamedTuple
 
 from sglang_sbs.scheduling.events import InstanceId
+from sglang_sbs.scheduling.policies.idle_turns import whose_turn
+from sglang_sbs.scheduling.policies.pbaa import LEAST_HIT_SHARE
 from sglang_sbs.scheduling.prefill.agenda import Timetable
 from sglang_sbs.scheduling.prefill.instance import Instances, PrefillInstance
+from sglang_sbs.scheduling.request import Request
 
 _EPSILON_S = 1e-9
 
@@ -228,3 +231,18 @@ class PlannedStarts:
                 break
             start_s = planned_s + apart_s
         return start_s
+
+
+def idle_in_turn(
+    candidates: list[PrefillInstance], oldest: Request | None
+) -> list[PrefillInstance]:
+    """Idle instances would all start at once: first comes the one whose turn it is, of those that
+    have as much of the oldest request cached."""
+    idle = [instance for instance in candidates if instance.idle]
+    if len(idle) < 2 or oldest is None:
+        return candidates
+    tokens = [oldest.uncached_tokens_on(instance.id) for instance in idle]
+    most = min(tokens) + LEAST_HIT_SHARE * idle[0].chunk_tokens
+    equal = [i for i, left in zip(idle, tokens, strict=True) if left <= most]
+    first = whose_turn(equal, min(tokens))
+    return sorted(candidates, key=lambda instance: instance is not first)

@@ -53,13 +53,17 @@ from sglang_sbs.scheduling.policies.adaptive.explained import (
 )
 from sglang_sbs.scheduling.policies.adaptive.few_requests import Waiting, cut_of
 from sglang_sbs.scheduling.policies.adaptive.hold_guard import MOST_LOAD, HoldGuard, place_at_once
-from sglang_sbs.scheduling.policies.adaptive.lineup import Lineup, Moment, PlannedStarts
+from sglang_sbs.scheduling.policies.adaptive.lineup import (
+    Lineup,
+    Moment,
+    PlannedStarts,
+    idle_in_turn,
+)
 from sglang_sbs.scheduling.policies.adaptive.long_prompts import LongPrompts, early_homes, may_take
 from sglang_sbs.scheduling.policies.adaptive.lookahead import lookahead
-from sglang_sbs.scheduling.policies.idle_turns import whose_turn
 from sglang_sbs.scheduling.policies.immediate import Eta
 from sglang_sbs.scheduling.policies.offered_load import OfferedLoad
-from sglang_sbs.scheduling.policies.pbaa import LEAST_HIT_SHARE, place_fitting, top_up
+from sglang_sbs.scheduling.policies.pbaa import place_fitting, top_up
 from sglang_sbs.scheduling.policies.policy import Admissible, Placement, Plan, PrefillPolicy
 from sglang_sbs.scheduling.policies.tuning import AGEING, SLACK
 from sglang_sbs.scheduling.prefill.instance import Instances, PrefillInstance
@@ -315,7 +319,7 @@ class AdaptiveTrigger(PrefillPolicy):
         early = early and any(i.forms_ahead and i.has_room for i in instances)
         if not (one.candidates or one.ahead or early):
             return
-        self._take_turns(one)
+        one.candidates = idle_in_turn(one.candidates, queue.oldest)
         if chunked:
             one.ahead = []  # prompts of many chunks keep every pass full as it is
         elif not one.overdue and not one.all_idle and one.under_way == 1:
@@ -349,19 +353,6 @@ class AdaptiveTrigger(PrefillPolicy):
         return self._decision
 
     # Candidates ---------------------------------------------------------------------------
-
-    @staticmethod
-    def _take_turns(one: Decision) -> None:
-        """Idle instances would all start at once: first comes the one whose turn it is, of those
-        that have as much of the oldest request cached."""
-        idle = [instance for instance in one.candidates if instance.idle]
-        oldest = one.queue.oldest
-        if len(idle) > 1 and oldest is not None:
-            tokens = [oldest.uncached_tokens_on(instance.id) for instance in idle]
-            most = min(tokens) + LEAST_HIT_SHARE * idle[0].chunk_tokens
-            equal = [i for i, left in zip(idle, tokens, strict=True) if left <= most]
-            first = whose_turn(equal, min(tokens))
-            one.candidates.sort(key=lambda instance: instance is not first)
 
     def _spaced(self, one: Decision) -> list[PrefillInstance]:
         """Soft stagger: a start is a pass over the number of instances away from any other that is
