@@ -7,6 +7,7 @@ import importlib.util
 import itertools
 import sys
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from importlib.machinery import PathFinder
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
@@ -75,6 +76,23 @@ def body_of(kind: str, params: dict[str, Any], limit: str) -> dict[str, Any]:
     return {names.get(name, name): value for name, value in given_ones.items()}
 
 
+@contextmanager
+def sglang_aside() -> Iterator[None]:
+    """Without SGLang's modules, and they come back. What it imports stays: PyTorch cannot be loaded
+    twice by one process."""
+
+    def taken_out() -> dict[str, ModuleType]:
+        names = [name for name in sys.modules if name.partition(".")[0] == "sglang"]
+        return {name: sys.modules.pop(name) for name in names}
+
+    before = taken_out()
+    try:
+        yield
+    finally:
+        taken_out()
+        sys.modules.update(before)
+
+
 @pytest.fixture(scope="module")
 def verify() -> Iterator[Verify]:
     """SGLang's own judgement of a body: the text of its refusal. Its packages are entered without
@@ -83,9 +101,7 @@ def verify() -> Iterator[Verify]:
     if spec is None or not spec.submodule_search_locations:
         pytest.skip("needs SGLang")
     root = Path(spec.submodule_search_locations[0])
-    with mock.patch.dict(sys.modules):
-        for name in [one for one in sys.modules if one.partition(".")[0] == "sglang"]:
-            del sys.modules[name]
+    with sglang_aside():
         for parts in ("", "srt", "srt.sampling", "srt.entrypoints", "srt.entrypoints.openai"):
             package = ModuleType(f"sglang.{parts}".rstrip("."))
             package.__path__ = [str(root.joinpath(*parts.split(".")))]
