@@ -43,8 +43,12 @@ def find_installed(site: Path | None = None) -> list[Installed]:
     for distribution in importlib.metadata.distributions(
         path=sys.path if site is None else [str(site)]
     ):
-        # Broken metadata, as an interrupted installation leaves it, has no name.
-        name = re.sub(r"[-_.]+", "-", str(distribution.metadata["Name"] or "")).lower()
+        # Broken metadata, as an interrupted installation leaves it, has no name. The finder of the
+        # importlib_metadata package, which others bring along, raises where there is none.
+        try:
+            name = re.sub(r"[-_.]+", "-", str(distribution.metadata["Name"] or "")).lower()
+        except FileNotFoundError:
+            continue
         if name in PACKAGES and name not in found:
             found[name] = Installed(
                 name,
