@@ -42,9 +42,8 @@ def test_a_case_has_what_its_options_name(tmp_path: Path) -> None:
     rendered, silent = json.loads(path.read_text())["rows"]
     assert rendered["answers"]["200"] == 2, "tokenized or estimated, the chats are served"
     assert rendered["answers"]["400"] == 2, "the template would make too much of them"
-    # A probe in its handshake may be the oldest silent one when 700 arrive at once: seldom one.
-    assert silent["probe_failures"] <= silent["probes"] // 100
     assert silent["probes"] > 0
+    assert silent["probe_failures"] == 0
 
 
 def test_what_is_no_case_is_told() -> None:

@@ -19,7 +19,9 @@ logger = logging.getLogger(__name__)
 
 HANDSHAKE_S = 10.0
 """For the TLS handshake of a connection."""
-_ACCEPTED_AT_ONCE = 64
+_ACCEPTED_AT_ONCE = 8
+"""In one turn of the event loop. A doorman that is full closes the oldest connection: a client in
+its handshake, which takes some turns, must not become that within a burst of silent ones."""
 _PAUSE_S = 0.1
 """Until the next try where there is no descriptor left."""
 
