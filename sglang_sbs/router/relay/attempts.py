@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 from sglang_sbs.router.assignment.assigner import Assigner
 from sglang_sbs.router.errors import Leg, LegFailure, RouterError, without_frames
-from sglang_sbs.router.lanes import Departures, Turns
+from sglang_sbs.router.lanes import Turns
 from sglang_sbs.router.options.config import RelayConfig
 from sglang_sbs.router.prompts.tokenizer_check import EngineTokenizers
 from sglang_sbs.router.relay.in_flight import Attempt, Exchange, InFlight, UnitRun
@@ -40,8 +40,6 @@ _MOST_BROKEN_OFF = 2
 ends them, and then it must not end them all."""
 _AT_ONCE = 4
 """Units of batches that begin, are sent or end in one turn of the event loop."""
-_SENT_AT_ONCE = 8
-"""Requests of later batches that are sent in one turn of the event loop: some 3 ms of work."""
 
 
 _LEAST_TO_REFUSE_S = 0.05
@@ -78,8 +76,6 @@ class Attempts:
     """Attempts whose engines got token ids in place of text."""
     turns: Turns = field(default_factory=lambda: Turns(_AT_ONCE))
     """Of batches, whose units begin, are sent and end a few at a time."""
-    departures: Departures = field(default_factory=lambda: Departures(_SENT_AT_ONCE))
-    """Of requests that the scheduler held."""
     _suspicions: Suspicions = field(default_factory=Suspicions)
 
     async def run(self, exchange: Exchange, unit: int) -> Pair:
@@ -168,8 +164,6 @@ class Attempts:
             self.in_flight.assigned(attempt, assignment)
             if len(exchange.plan.units) > 1:  # a policy may let go of hundreds at once
                 await self.turns.take(id(exchange))
-            elif assignment.held_s > 0:
-                await self.departures.take(assignment.batch)
             if exchange.ending:
                 raise asyncio.CancelledError
             pair = self._start(attempt, assignment)

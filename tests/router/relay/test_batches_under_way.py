@@ -8,10 +8,9 @@ import weakref
 from itertools import pairwise
 from typing import Any
 
-import msgspec
 from router_harness import Cluster, cluster, until
 
-from sglang_sbs.router.lanes import Departures, Turns
+from sglang_sbs.router.lanes import Turns
 from sglang_sbs.router.relay import attempts, relay
 from sglang_sbs.router.relay.pair import Pair
 from sglang_sbs.scheduling.events import RequestArrived, RequestEnded
@@ -83,51 +82,6 @@ async def test_senders_take_turns_a_few_in_each_turn_of_the_loop() -> None:
     await asyncio.sleep(0)
     await asyncio.sleep(0)
     assert not turns._refilling, "it stops when nobody works"
-
-
-async def test_of_many_released_requests_the_first_batch_leaves_whole_the_others_in_turns() -> None:
-    async with cluster() as c:
-        c.scheduler.hold = True
-        asked = [asyncio.create_task(c.generate(text="a")) for _ in range(90)]
-        await until(lambda: len(c.scheduler.held) == 90)
-        worker = c.server.registry.get(c.prefill[0].url)
-        assert worker is not None
-        for number, event in enumerate(list(c.scheduler.held.values())):
-            placed = c.scheduler._place(event)
-            placed = msgspec.structs.replace(placed, batch=7 + number // 30, held_s=0.1)
-            c.server.dispatcher._decided(placed)
-        sent: list[int] = []
-        while worker.dispatches < 90:
-            before = worker.dispatches
-            await asyncio.sleep(0)
-            sent.append(worker.dispatches - before)
-        assert 30 <= max(sent) <= 30 + 8, sent
-        assert sorted(sent)[-2] <= 8, sent
-        assert {status for status, _ in await asyncio.gather(*asked)} == {200}
-        await c.settled()
-
-
-async def test_a_batch_decided_later_passes_those_that_wait_for_a_turn() -> None:
-    departures = Departures(2)
-    order: list[str] = []
-
-    async def send(batch: int, name: str) -> None:
-        await departures.take(batch)
-        order.append(name)
-
-    tasks = [asyncio.create_task(send(1 + number // 4, f"old{number}")) for number in range(12)]
-    gone = asyncio.create_task(send(4, "gone"))
-    await asyncio.sleep(0)
-    gone.cancel()
-    assert order == ["old0", "old1", "old2", "old3", "old4", "old5"]
-    tasks += [asyncio.create_task(send(5, f"new{number}")) for number in range(3)]
-    await asyncio.sleep(0)
-    assert {"new0", "new1", "new2"} < set(order) and len(order) <= 6 + 3 + 2
-    await asyncio.gather(*tasks)
-    assert [name for name in order if "new" not in name] == [f"old{n}" for n in range(12)]
-    await asyncio.sleep(0)
-    await asyncio.sleep(0)
-    assert not departures._turning, "it stops when nobody waits"
 
 
 async def test_every_unit_counts_at_the_door() -> None:
