@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cache
 from importlib.metadata import entry_points
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 Policy = str
 """Name of a policy."""
@@ -59,6 +59,9 @@ class PolicySpec:
             raise PolicyError(
                 f"policy name {self.name!r}: lower-case letters, digits and underscores, 64 at most"
             )
+        if self.decode not in get_args(DecodeChoice):
+            choices = ", ".join(get_args(DecodeChoice))
+            raise PolicyError(f"policy {self.name!r}: decode={self.decode!r} is not one of {choices}")
 
 
 _specs: dict[str, PolicySpec] = {}
@@ -121,6 +124,8 @@ def _look() -> None:
     for name, load in _of_others():
         try:
             for spec in load():
+                if spec.unheard is not None and spec.unheard not in _specs:
+                    raise PolicyError(f"unheard={spec.unheard!r} is no policy that is here already")
                 register(spec)
         except Exception as error:  # code of others
             _broken[name] = f"{type(error).__name__}: {error}"

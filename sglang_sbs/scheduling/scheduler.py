@@ -231,7 +231,7 @@ class Scheduler:
         missing = self._outage.refusal(now_s)
         refusal = missing or refusal_of(event, self.config, self.queue, largest)
         request = arrived(event, self._arrivals, now_s, self.config.default_timeout_s)
-        self._lengths.correct(request, now_s)
+        self._lengths.correct(request, now_s, largest)
         if refusal is None and self.config.refuse_missed_slo and prefill:
             self.queue.look_at(request)
             refusal = slo_refusal_of(request, self.queue, prefill, now_s, self.interval.latency_s)
@@ -423,8 +423,9 @@ class Scheduler:
         an immediate policy places a part at each look until nothing waits."""
         if event.policy == self.config.policy:
             return
-        self.config = msgspec.structs.replace(self.config, policy=event.policy)
-        self.policy, self.gangs.choose_decode = self._policies.choose(self.config)
+        config = msgspec.structs.replace(self.config, policy=event.policy)
+        self.policy, self.gangs.choose_decode = self._policies.choose(config)  # may be others' code
+        self.config = config
         self.gangs.policy = self.policy
         self.policy.on_topology_change(self._members.up_prefill)
         self.queue.order_by(self.policy.key_of)

@@ -50,13 +50,13 @@ class ToldLengths:
     def __init__(self) -> None:
         self._ratios = {False: _Ratio(), True: _Ratio()}
 
-    def correct(self, request: Request, now_s: float) -> None:
-        """Scale the length of a request that has just arrived. Where its KV blocks are named, they
-        say how long it is."""
+    def correct(self, request: Request, now_s: float, most: int) -> None:
+        """Scale the length of a request that has just arrived, to at most ``most`` tokens, which a
+        decode rank can hold. Where its KV blocks are named, they say how long it is."""
         request.told_tokens = request.prompt_tokens
         if not request.blocks:
             ratio = self._ratios[request.estimated].value(now_s)
-            request.resize(max(1, round(ratio * request.told_tokens)))
+            request.resize(max(1, min(round(ratio * request.told_tokens), most)))
 
     def learn(self, request: Request | None, counted: int | None, now_s: float) -> None:
         """An engine has counted the prompt; the first one to do so is believed."""

@@ -97,6 +97,8 @@ def test_what_does_not_conform_is_found(
 def test_names_are_checked_and_taken_once(registered: Any) -> None:
     with pytest.raises(PolicyError, match="lower-case"):
         spec("Not-A-Name", None)
+    with pytest.raises(PolicyError, match="decode='any' is not one of sbs, fewest_requests"):
+        spec("picky", None, decode="any")
     with pytest.raises(PolicyError, match="another policy has this name"):
         registered(spec("eta", None))
     with pytest.raises(PolicyError, match="'nonesuch' is not one of sbs"):

@@ -16,8 +16,10 @@ from sglang_sbs.scheduling import (
     Scheduler,
     SchedulerConfig,
     policy_names,
+    policy_registry,
 )
 from sglang_sbs.scheduling.eventlog import EventLogWriter, read_event_log
+from sglang_sbs.scheduling.policy_registry import PolicySpec
 from sglang_sbs.simulator.replay import replay
 
 
@@ -193,3 +195,20 @@ def test_what_is_held_before_a_switch_is_put_in_the_new_policy_s_order() -> None
     driver.arrive("urgent", 400, priority=5)
     waiting = [request.rid for request in driver.scheduler.queue.in_order()]
     assert waiting == ["urgent", "plain"]
+
+
+def test_a_policy_that_cannot_be_made_leaves_the_one_in_force(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def make(_context):
+        raise RuntimeError("code of others")
+
+    words = dict.fromkeys(("summary", "choose_when", "trade_offs"), "Never.")
+    monkeypatch.setitem(
+        policy_registry._specs, "broken", PolicySpec(name="broken", make=make, **words)
+    )
+    driver = with_a_queue(2)
+    with pytest.raises(RuntimeError, match="code of others"):
+        driver.tell(PolicySwitched(policy="broken"))
+    assert driver.scheduler.config.policy == "sbs"
+    assert driver.tell(PolicySwitched(policy="least_tokens"))

@@ -90,3 +90,10 @@ def test_a_prompt_whose_blocks_are_named_keeps_its_length():
     told.send(count=100, factor=0.5, estimated=True)
     blocks = list(range(1, 100))
     assert told.believed(1000, estimated=True, blocks=blocks, block_tokens=10) == 1000
+
+
+def test_no_length_is_scaled_beyond_what_a_decode_rank_holds():
+    told = Told()
+    told.it.up(prefill=0, decode_dp=1, kv_capacity_tokens=1500)
+    told.send(count=100, factor=2.0, estimated=True)
+    assert told.believed(estimated=True) == 1500
