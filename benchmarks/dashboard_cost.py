@@ -177,7 +177,7 @@ async def measure(arguments: argparse.Namespace) -> dict[str, Any]:
         costs: list[Cost] = []
         for number in range(arguments.rounds):
             print(f"round {number + 1} of {arguments.rounds}", flush=True)
-            costs.append(Cost("nobody looks", await _share(router.pid, arguments.seconds)))
+            costs.append(Cost("no watcher", await _share(router.pid, arguments.seconds)))
             _say(costs[-1])
             for watchers in (1, 8):
                 costs.append(await _watched(url, router.pid, watchers, arguments.seconds))

@@ -1,4 +1,4 @@
-"""What a request costs the router under one policy and under another, on the same arrivals.
+"""Compare the CPU that a request costs the router under two policies, on the same arrivals.
 
 Owns the arrivals, the turns and the ratio. Must not know how a router works. Both routers run from
 the start, each over engines of its own (:mod:`benchmarks.scale.fleet`), and take turns per seed.

@@ -86,14 +86,14 @@ class _Prefill:
     """When a rank took in what no pass has begun on."""
     reported_s: float = 0.0
     pace: float = 1.0
-    """Passes take so many times as long."""
+    """Factor of the time of passes."""
 
 
 @dataclass(slots=True)
 class _Decode:
     name: str
     running: list[dict[str, tuple[float, ClientSide]]]
-    """By DP rank: when each request ends, and what its client saw."""
+    """End of each request and what its client saw, by DP rank."""
     fresh: list[list[str]]
     reported_s: float = 0.0
     seq: int = 0

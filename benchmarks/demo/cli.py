@@ -42,7 +42,7 @@ from sglang_sbs.scheduling import TRIGGERS, policy_names
 
 LOAD = 0.8
 KEPT_LOAD = 0.7
-"""With less, most requests find an idle instance under any policy, and nothing is gained."""
+"""Most requests find an idle instance at a lower load, under any policy: nothing is gained."""
 
 _EXAMPLE = """\
 example:

@@ -162,7 +162,7 @@ def keep(args: argparse.Namespace, router_flags: Sequence[str], console: Console
 
 
 def to_try(url: str, engine: str, pid: int) -> str:
-    """What to do with the cluster, and what to see then: a line each, to copy."""
+    """Commands to try on the cluster, each with what it shows."""
     command = _command()
     steps = {
         f"kill -9 {pid}": f"{engine} dies: the dashboard turns red and says why; it comes back",

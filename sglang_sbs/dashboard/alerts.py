@@ -46,7 +46,7 @@ VERY_FAILING = 0.5
 FAILED_ATTEMPTS = 3
 """A share needs so many."""
 _MOST_CHARS = 400
-"""Of the text of a worker's problem, which may quote the engine."""
+"""Length of the shown text of a worker's problem, which may quote the engine."""
 _CPU = "give the hosts of the router and of the engines more CPU"
 _FALLBACK = {
     "load_poll": "load polls",
@@ -74,7 +74,7 @@ _REFUSED = {
         "add prefill capacity, or let clients allow more time (x-sgl-ttft-slo-ms)",
     ),
 }
-"""By cause of a refusal: in words, and what to do about it."""
+"""Words and advice for each cause of a refusal."""
 
 Severity = Literal["critical", "warning"]
 

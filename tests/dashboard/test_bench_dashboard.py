@@ -51,11 +51,11 @@ def test_cpu_time_includes_children() -> None:
 
 def test_the_summary_has_medians_and_the_spread() -> None:
     costs = [
-        Cost("nobody looks", 0.10),
+        Cost("no watcher", 0.10),
         Cost("the page", 0.2, browser_share=0.1),
-        Cost("nobody looks", 0.12),
+        Cost("no watcher", 0.12),
         Cost("the page", 0.3, browser_share=0.3),
-        Cost("nobody looks", 0.20),
+        Cost("no watcher", 0.20),
     ]
     first, second = summarize(costs)
     assert "12.0 % (10.0..20.0) of a core" in first

@@ -151,8 +151,8 @@ def ratio_cells(rows: Sequence[Row]) -> list[dict[str, Any]]:
 
     ``own_*``: against the best of our own immediate policies. ``failed``: a run of
     it there has no figures or left a request unanswered, and it has no ratios. ``disturbed``: the
-    runs there that a slow host disturbed, or in which a router's loop stood still; a cell with such
-    a run, whoever's, has no ratios.
+    runs there that a slow host disturbed, or in which a router's loop stood still; a cell has
+    no ratios if any router had such a run.
     """
     out = []
     cells = cells_of(rows)

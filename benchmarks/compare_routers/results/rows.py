@@ -52,7 +52,7 @@ class Row(msgspec.Struct, frozen=True, kw_only=True):
     """How late a sleep of 20 ms ended in the client during the load, 99th percentile: large when
     other work had the cores, and the figures are then of that."""
     most_host_lag_ms: float = 0.0
-    """With a larger host lag, or a loop that stood still, it is in no ratio; 0: it is in all."""
+    """The run is in no ratio with a larger host lag or a stalled loop; 0: it is in all."""
     stalled_s: float = 0.0
     """For how long in all the router's event loop stood still during the load, each time for 0.25 s
     or longer, as it says itself. Other projects' routers do not say: 0."""
@@ -84,7 +84,7 @@ class Row(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def disturbance(self) -> str:
-        """What makes it :attr:`disturbed`, in words."""
+        """The cause of :attr:`disturbed`, in words."""
         if self.stalled_s > 0:
             return f"the router's loop stood still for {self.stalled_s:.2f} s"
         return f"host lag {self.host_lag_ms:.0f} ms"
