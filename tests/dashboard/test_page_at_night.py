@@ -7,9 +7,7 @@ from typing import Any
 
 import orjson
 import pytest
-from playwright.async_api import Browser, expect
-from router_harness import until
-from test_browser import (
+from page_rig import (
     DECODE,
     GEOMETRY,
     LIGHTNESS,
@@ -21,6 +19,8 @@ from test_browser import (
     slow_of,
     synthetic,
 )
+from playwright.async_api import Browser, expect
+from router_harness import until
 from test_pages import ScriptedFeed, served
 
 

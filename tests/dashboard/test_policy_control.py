@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+from page_rig import open_page, synthetic
 from playwright.async_api import Browser, expect
 from router_harness import cluster
-from test_browser import open_page, synthetic
 
 
 async def test_it_switches_only_after_it_asked(browser: Browser) -> None:

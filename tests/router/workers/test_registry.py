@@ -16,7 +16,6 @@ from sglang_sbs.router.processes.messages import WorkerState
 from sglang_sbs.router.processes.mirrored_registry import MirroredRegistry, state_of
 from sglang_sbs.router.workers.registry import BARRIER_S, QUIET_S
 from sglang_sbs.router.workers.server_info import (
-    KvEventsBlock,
     SbsBlock,
     UnusableWorker,
     WorkerInfo,
@@ -233,28 +232,6 @@ def test_without_a_boot_id_in_server_info_the_host_is_spelled_by_the_restarts_se
         setup.now_s += QUIET_S
         hosts.append(worker.bootstrap_host)
     assert hosts == ["10.0.0.1", "10.0.0.1", "0xa.0.0.1", "0x0a.0.0.1"]
-
-
-def test_a_front_end_knows_that_kv_events_name_pages_but_looks_for_no_prefixes_alone() -> None:
-    setup = Setup()
-    worker = setup.up("http://p:1", page_size=16, kv_events=KvEventsBlock(port=1))
-    mirror = MirroredRegistry(WorkerEvents(), BreakerConfig(), prefix_source="auto")
-    mirror.follow([state_of(worker, setup.now_s)])
-    assert [bool(mirror.kv_events_of(one)) for one in mirror] == [True]
-    assert [up.prefix_source for up in mirror.announcements()] == ["off"]
-
-
-def test_a_front_end_keeps_what_it_found_out_itself() -> None:
-    setup = Setup()
-    worker = setup.up("http://p:1")
-    mirror = MirroredRegistry(WorkerEvents(), BreakerConfig())
-    setup.registry.report_problem(worker, "role", "told by the scheduler")
-    mirror.follow([state_of(worker, 0.0)])
-    (seen,) = mirror
-    mirror.report_problem(seen, "tokenizer", "found here")
-    worker.problems.clear()
-    mirror.follow([state_of(worker, 0.0)])
-    assert seen.problems == {"tokenizer": "found here"}
 
 
 def test_a_problem_that_comes_and_goes_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
