@@ -15,7 +15,6 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from sglang_sbs.dashboard.alerts import MODEL_PASSES, Alert, Recent, find_alerts, stale_after_s
 from sglang_sbs.dashboard.frames import (
     Gang,
     balance_of,
@@ -25,15 +24,22 @@ from sglang_sbs.dashboard.frames import (
     prefill_shown,
     rounded,
 )
-from sglang_sbs.dashboard.paces import Paces
+from sglang_sbs.dashboard.health.alerts import (
+    MODEL_PASSES,
+    Alert,
+    Recent,
+    find_alerts,
+    stale_after_s,
+)
+from sglang_sbs.dashboard.health.paces import Paces
+from sglang_sbs.dashboard.health.past import AlertHistory
+from sglang_sbs.dashboard.health.troubles import RECENT_S, Troubles
+from sglang_sbs.dashboard.health.well import is_all_well
 from sglang_sbs.dashboard.passes import PassHistory, PassRecord
-from sglang_sbs.dashboard.past import AlertHistory
 from sglang_sbs.dashboard.shadow import Shape
 from sglang_sbs.dashboard.slowest import Slowest
 from sglang_sbs.dashboard.split import TimeSplit
-from sglang_sbs.dashboard.troubles import RECENT_S, Troubles
 from sglang_sbs.dashboard.ttft import RULES, TtftComparison, percentile
-from sglang_sbs.dashboard.well import is_all_well
 from sglang_sbs.ratios import Circumstances
 from sglang_sbs.scheduling import Scheduler
 from sglang_sbs.scheduling.events import (

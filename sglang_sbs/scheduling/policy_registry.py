@@ -61,7 +61,9 @@ class PolicySpec:
             )
         if self.decode not in get_args(DecodeChoice):
             choices = ", ".join(get_args(DecodeChoice))
-            raise PolicyError(f"policy {self.name!r}: decode={self.decode!r} is not one of {choices}")
+            raise PolicyError(
+                f"policy {self.name!r}: decode={self.decode!r} is not one of {choices}"
+            )
 
 
 _specs: dict[str, PolicySpec] = {}

@@ -44,7 +44,6 @@ from sglang_sbs.scheduling.decode.rules import UNLIMITED
 from sglang_sbs.scheduling.explained.decisions import Decisions, Why, why_waiting
 from sglang_sbs.scheduling.gangs import Gangs
 from sglang_sbs.scheduling.membership import Membership
-from sglang_sbs.scheduling.outage import Outage
 from sglang_sbs.scheduling.policies.selection import Policies
 from sglang_sbs.scheduling.prefill.agenda import Agenda
 from sglang_sbs.scheduling.prefill.instance import PrefillInstance
@@ -59,11 +58,12 @@ from sglang_sbs.scheduling.queue.flow_control import (
     refuse,
     slo_refusal_of,
 )
+from sglang_sbs.scheduling.queue.outage import Outage
 from sglang_sbs.scheduling.queue.request import RequestQueue, arrived
+from sglang_sbs.scheduling.queue.told_lengths import ToldLengths
 from sglang_sbs.scheduling.report_cursor import SILENT_S
 from sglang_sbs.scheduling.request import Request
 from sglang_sbs.scheduling.snapshot import Snapshot, snapshot_of
-from sglang_sbs.scheduling.told_lengths import ToldLengths
 from sglang_sbs.wire import EndForward
 
 _OVERLOAD = ("queue_full", "flow_control")

@@ -8,8 +8,8 @@ from typing import Any
 from router_harness import cluster, until
 from test_pages import local_feed
 
-from sglang_sbs.dashboard.alerts import Alert
-from sglang_sbs.dashboard.past import AGAIN_S, KEPT_S, MOST_KEPT, AlertHistory
+from sglang_sbs.dashboard.health.alerts import Alert
+from sglang_sbs.dashboard.health.past import AGAIN_S, KEPT_S, MOST_KEPT, AlertHistory
 from sglang_sbs.dashboard.recorder import Recorder
 from sglang_sbs.scheduling import InstanceDown, InstanceUp, Scheduler, SchedulerConfig
 

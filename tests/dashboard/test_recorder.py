@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from sglang_sbs.dashboard.alerts import Recent, find_alerts
+from sglang_sbs.dashboard.health.alerts import Recent, find_alerts
 from sglang_sbs.dashboard.passes import PassHistory
 from sglang_sbs.dashboard.recorder import Recorder
 from sglang_sbs.dashboard.shadow import Asked

@@ -13,13 +13,13 @@ import pytest
 from router_harness import cluster
 from test_top import drawn, frame_of
 
-from sglang_sbs.dashboard import alerts, well
-from sglang_sbs.dashboard.alerts import Recent, find_alerts
-from sglang_sbs.dashboard.paces import Paces
+from sglang_sbs.dashboard.health import alerts, well
+from sglang_sbs.dashboard.health.alerts import Recent, find_alerts
+from sglang_sbs.dashboard.health.paces import Paces
+from sglang_sbs.dashboard.health.well import Wellness, is_all_well
 from sglang_sbs.dashboard.recorder import Recorder
 from sglang_sbs.dashboard.shadow import Shape
 from sglang_sbs.dashboard.ttft import TtftComparison
-from sglang_sbs.dashboard.well import Wellness, is_all_well
 from sglang_sbs.scheduling import ForwardEnded, InstanceUp, RequestArrived, Scheduler
 from sglang_sbs.scheduling.config import SchedulerConfig
 from sglang_sbs.scheduling.events import RefuseCause

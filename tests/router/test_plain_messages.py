@@ -15,7 +15,7 @@ import pytest
 from router_harness import cluster, until
 from router_processes import START_S, site, start_group
 
-from sglang_sbs.dashboard.alerts import Recent, find_alerts
+from sglang_sbs.dashboard.health.alerts import Recent, find_alerts
 from sglang_sbs.launch_router import main
 from sglang_sbs.plain_words import counted, plain_error
 from sglang_sbs.scheduling import Scheduler, SchedulerConfig

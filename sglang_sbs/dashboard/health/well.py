@@ -7,7 +7,7 @@ from typing import Literal
 
 import msgspec
 
-from sglang_sbs.dashboard.alerts import Alert
+from sglang_sbs.dashboard.health.alerts import Alert
 from sglang_sbs.scheduling.snapshot import Snapshot
 
 Level = Literal["green", "amber", "red"]

@@ -7,7 +7,7 @@ from typing import Any
 
 import msgspec
 
-from sglang_sbs.dashboard.alerts import Alert
+from sglang_sbs.dashboard.health.alerts import Alert
 
 KEPT_S = 3600.0
 AGAIN_S = 60.0

@@ -1,0 +1,1 @@
+"""Is all well, and what was wrong: alerts with cause and advice. Sans-I/O."""
