@@ -7,6 +7,7 @@ import math
 import msgspec
 
 from sglang_sbs.plain_words import counted
+from sglang_sbs.ratios import Ratio
 from sglang_sbs.trial.slots import Arm
 from sglang_sbs.trial.trial import ALPHA, ARMS, Cause, Trial, Verdict
 
@@ -131,9 +132,8 @@ def _warning(passes: int | None) -> str:
 
 def interval_in_words(verdict: Verdict) -> str:
     """``0.78x (0.71 to 0.86)``; before the interval is finite only the ratio."""
-    if not math.isfinite(verdict.high):
-        return f"{verdict.ratio:.2f}x (no interval yet)"
-    return f"{verdict.ratio:.2f}x ({verdict.low:.2f} to {verdict.high:.2f})"
+    words = Ratio(verdict.ratio, verdict.low, verdict.high).words()
+    return words if math.isfinite(verdict.high) else f"{words} (no interval yet)"
 
 
 def in_words(trial: Trial) -> str:
