@@ -30,6 +30,7 @@ from sglang_sbs.router.processes.messages import (
     Unwelcome,
     WatchDashboard,
 )
+from sglang_sbs.router.workers.served_ranks import WINDOW
 from sglang_sbs.scheduling import Command, Dispatch
 from sglang_sbs.scheduling.events import (
     Event,
@@ -283,6 +284,20 @@ async def test_rooms_left_on_prefill_are_counted_by_the_scheduler_for_everybody(
     mirrored = other.registry.get(url)
     assert mirrored is not None
     await until(lambda: mirrored.rooms_left == 2)
+
+
+async def test_every_front_end_learns_that_a_worker_takes_ranks_as_hints(world: World) -> None:
+    side = await world.boot()
+    one, other = [await world.front_end() for _ in range(2)]
+    worker = side.registry.of_role("prefill")[0]
+    for number in range(WINDOW):
+        side.registry.accepted(worker, f"r{number}", named_rank=0, rank=1)
+    mirrored = [front_end.registry.get(worker.url) for front_end in (one, other)]
+    await until(lambda: all(each is not None and each.rank_is_a_hint for each in mirrored))
+    late = (await world.front_end()).registry.get(worker.url)
+    assert late is not None
+    assert late.rank_is_a_hint
+    assert "as a hint only" in late.problems["rank-is-a-hint"]
 
 
 async def test_a_lost_worker_and_an_abort_are_told_to_all(world: World) -> None:
