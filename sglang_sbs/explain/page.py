@@ -8,6 +8,7 @@ from datetime import UTC, datetime
 from sglang_sbs.ask_router import plain
 from sglang_sbs.explain import words
 from sglang_sbs.explain.words import after, ms
+from sglang_sbs.plain_words import counted
 from sglang_sbs.scheduling.eventlog import OBSERVED
 from sglang_sbs.scheduling.explained.stories import AttemptStory, Story
 
@@ -52,7 +53,7 @@ def _head(story: Story, log_began_s: float | None) -> Iterator[str]:
         when = f" arrived {ms(first.arrived_s - log_began_s)} after the log begins"
     yield f"Request {name}{what}{when}."
     if first is not None:
-        tokens = f"{first.prompt_tokens:,} prompt tokens"
+        tokens = counted(first.prompt_tokens, "prompt token")
         split = f"; it was split into {story.units} single requests" if story.units > 1 else ""
         yield f"It has {tokens}{split}. The router sent it as rid {first.rid}."
     if story.status is not None and story.seconds is not None:
@@ -113,7 +114,7 @@ def _result(attempt: AttemptStory, story: Story) -> Iterator[str]:
     elif timeline.outcome in ("failed", "aborted"):
         yield f"The attempt ended as {timeline.outcome}."
     elif timeline.outcome == "completed" and timeline.completion_tokens is not None:
-        yield f"It was completed with {timeline.completion_tokens:,} tokens."
+        yield f"It was completed with {counted(timeline.completion_tokens, 'token')}."
 
 
 def _waits(attempt: AttemptStory) -> Iterator[str]:
@@ -123,7 +124,8 @@ def _waits(attempt: AttemptStory) -> Iterator[str]:
         yield "  another router placed it, for reasons that engines do not see."
         return
     if why is None:
-        yield "  The reasons are forgotten: only the last few thousand decisions are kept."
+        yield "  (no reasons: a router keeps those of its last few thousand decisions, and a log of"
+        yield "  another release can be replayed up to its first different decision only)"
         return
     for one in why.waits:
         since_s = one.at_s - why.arrived_s

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from sglang_sbs.plain_words import counted
 from sglang_sbs.scheduling.explained.decisions import Candidate, Why
 from sglang_sbs.scheduling.reasons import Opening, Term, Waited, WaitReason
 
@@ -84,7 +85,8 @@ def term(why: Why) -> str:
             return f"of {_of_them(why)}, the next forward pass of {where} started first"
         case Term.CACHED:
             cached = 0 if chosen is None else chosen.cached_tokens
-            return f"{where} had {cached:,} of its {why.prompt_tokens:,} prompt tokens in its cache"
+            prompt = counted(why.prompt_tokens, "prompt token")
+            return f"{where} had {cached:,} of its {prompt} in its cache"
         case Term.LEAST_COST:
             return (
                 f"its own completion and the delay it causes others, taken together, cost least "
@@ -169,7 +171,7 @@ def in_a_line(parts: Mapping[str, float], why: Why | None, computed: int = 0) ->
         longest_wait, _ = max(spans, key=lambda span: span[1] - span[0].at_s)
         reason = wait(longest_wait, why.arrived_s)
     elif name == "pass" and computed:
-        reason = f"it had {computed:,} prompt tokens to compute"
+        reason = f"it had {counted(computed, 'prompt token')} to compute"
     return f"{PART_NAMES[name]} {ms(parts[name])}{': ' if reason else ''}{reason}"
 
 
