@@ -1,0 +1,1 @@
+"""The documentation as a site: the hook of ``mkdocs.yml``."""
