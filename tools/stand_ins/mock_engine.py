@@ -363,10 +363,13 @@ class MockEngine:
 
     async def _count_tokens(self, request: web.Request) -> web.StreamResponse:
         self.hits[request.path] = self.hits.get(request.path, 0) + 1
-        body = orjson.loads(await request.read())
         if self.behaviour.status != 200:
             return mock_http.as_json(anthropic_error("scripted error"), self.behaviour.status)
-        return mock_http.as_json({"input_tokens": len(body["messages"])})
+        try:
+            count = len(orjson.loads(await request.read())["messages"])
+        except (ValueError, KeyError, TypeError) as error:
+            return mock_http.as_json(anthropic_error(str(error)), 400)
+        return mock_http.as_json({"input_tokens": count})
 
     async def _abort(self, request: web.Request) -> web.StreamResponse:
         rid = str(orjson.loads(await request.read())["rid"])

@@ -15,7 +15,8 @@ from sglang_sbs.router.telemetry.logs import current_request_id
 
 _ANSWER_S = 30.0
 _MOST_BYTES = 64 << 10
-_MOST_ENGINES = 3
+_MOST_ENGINES = 2
+"""A body that breaks two engines' connections may be what breaks them."""
 
 
 class Messages:
@@ -27,7 +28,9 @@ class Messages:
 
     async def count_tokens(self, request: web.Request) -> web.StreamResponse:
         """The answer of the engine with the least to do, or its refusal.
-        Raises: RouterError, the engine's status below 500; 502 if no engine answers."""
+        Raises: RouterError, the engine's status below 500; 502 if no engine answers; 504 if one
+        does not within 30 s. Then no other is asked: counting a long text keeps an engine's HTTP
+        process busy for all, and the next engine would be, too."""
         server = self._server
         limit_bytes = server.options.relay.max_payload_bytes
         lines = forwarded_headers(
@@ -56,7 +59,10 @@ class Messages:
                     headers=headers | {"Content-Type": "application/json"},
                     most_bytes=_MOST_BYTES,
                 )
-            except (aiohttp.ClientError, OSError, TimeoutError) as error:
+            except TimeoutError:
+                why = f"{worker.url} did not count the tokens within {_ANSWER_S:g} s"
+                raise RouterError(504, "engine_timeout", why) from None
+            except (aiohttp.ClientError, OSError) as error:
                 why = f"{worker.url}: {type(error).__name__}"
                 continue
             if status == 200 and answer[:1] == b"{":

@@ -38,6 +38,17 @@ async def test_another_engine_is_asked_when_one_is_gone() -> None:
         assert (status, answer["error"]["type"]) == (502, "api_error")
 
 
+async def test_a_text_that_keeps_one_engine_busy_goes_to_no_other(monkeypatch: Any) -> None:
+    monkeypatch.setattr("sglang_sbs.router.api.messages._ANSWER_S", 0.2)
+    async with cluster() as c:
+        c.prefill[0].freeze()
+        status, answer = await count(c)
+        c.prefill[0].thaw()
+        assert (status, answer["error"]["type"]) == (504, "timeout_error")
+        assert "did not count the tokens within 0.2 s" in answer["error"]["message"]
+        assert c.decode[0].hits.get(PATH, 0) == 0
+
+
 async def test_a_refusal_is_passed_on_in_anthropics_form() -> None:
     async with cluster() as c:
         for engine in (*c.prefill, *c.decode):
