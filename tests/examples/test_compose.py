@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import shutil
 import subprocess
@@ -71,6 +72,10 @@ def test_engines_are_those_of_the_single_node_example(services: dict[str, Any]) 
         assert environment["SGLANG_SBS_ROUTERS"] == "tcp://127.0.0.1:7600"
         assert args["dp_size"] == 1, "SGLang refuses both"
         assert services[name]["image"].endswith(dotenv()["SGLANG_TAG"])
+        if args["disaggregation_mode"] == "prefill":
+            events = json.loads(args["kv_events_config"])
+            assert events["endpoint"] == f"tcp://127.0.0.1:{args['port'] + 50}"
+            assert events["replay_endpoint"] == f"tcp://127.0.0.1:{args['port'] + 70}"
     assert gpus == [str(number) for number in range(8)]
     assert [args["chunked_prefill_size"] // args["attn_dp_size"] for args in read[:2]] == [4096] * 2
     assert read[2]["max_running_requests"] // read[2]["attn_dp_size"] == 128
