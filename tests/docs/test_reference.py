@@ -126,6 +126,10 @@ def test_every_error_code_is_documented() -> None:
         for code in raised.findall(path.read_text())
     }
     assert len(codes) > 15
+    of_legs = re.compile(r"f\"\{(?:leg|role)\}(_[a-z_]+)\"")
+    errors = (ROOT / "sglang_sbs/router/errors.py").read_text()
+    codes |= {leg + end for end in of_legs.findall(errors) for leg in ("prefill", "decode")}
+    assert "prefill_answer_too_large" in codes
     page = (ROOT / "docs/router.md").read_text()
     assert {code for code in codes if f"`{code}`" not in page} == set()
 
@@ -187,8 +191,10 @@ def test_the_readme_stays_short_and_pictured() -> None:
     [
         "docs/architecture.md",
         "docs/cache.md",
-        "docs/router.md",
+        "docs/differences.md",
+        "docs/request-path.md",
         "docs/scheduling.md",
+        "docs/security.md",
         "CONTRIBUTING.md",
         "SECURITY.md",
     ],
@@ -238,6 +244,14 @@ def default_told(default: object) -> str:
     return f"{default:g}" if isinstance(default, float) else str(default or "none")
 
 
+def test_the_tuning_guide_names_the_simulator_s_sbs_flags() -> None:
+    page = (ROOT / "docs" / "tuning.md").read_text()
+    named_there = re.search(r"Of the router's it takes (.*?)\.\n", page, re.DOTALL)
+    assert named_there is not None
+    flags = {f for a in build_simulate_parser()._actions for f in a.option_strings}
+    assert set(FLAG.findall(named_there[1])) == {f for f in flags if f.startswith("--sbs-")}
+
+
 def test_the_tuning_guide_gives_the_router_s_defaults() -> None:
     defaults = {f: a.default for a in build_parser()._actions for f in a.option_strings}
     page = (ROOT / "docs" / "tuning.md").read_text()
@@ -265,7 +279,8 @@ def test_the_reference_gives_every_sbs_flag_with_its_default() -> None:
 
 
 def test_the_router_s_module_map_is_complete() -> None:
-    _, _, module_map = (ROOT / "docs" / "router.md").read_text().partition("## Module map")
+    page = (ROOT / "docs" / "architecture.md").read_text()
+    _, _, module_map = page.partition("## Modules of the router")
     modules = {path.stem for path in (ROOT / "sglang_sbs" / "router").rglob("*.py")} - {"__init__"}
     mapped = set(re.findall(r"`(\w+)`", module_map))
     assert (modules - mapped, mapped - modules) == (set(), set())

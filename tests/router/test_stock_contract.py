@@ -1,7 +1,7 @@
 """The same requests to ``sglang_router`` 0.3.2 and to this router, on the same kind of engines.
 
 Needs the stock router installed. What is knowingly different is marked in the probe, must really be
-different, and is a row of the table of differences in ``docs/router.md``, with its reason.
+different, and is a row of the table of differences in ``docs/differences.md``, with its reason.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class Probe:
     times: int = 1
     """Sent so often at once, with decode held; compared are the sorted statuses."""
     differs: bool = False
-    """Knowingly: see the table in ``docs/router.md``."""
+    """Knowingly: see the table in ``docs/differences.md``."""
 
 
 def keys(body: Any) -> Any:
@@ -376,14 +376,14 @@ async def _over(task: asyncio.Task[int]) -> bool:
 
 
 def check(probes: Sequence[Probe], stock: Answers, ours: Answers) -> None:
-    table = (Path(__file__).parents[2] / "docs" / "router.md").read_text()
+    table = (Path(__file__).parents[2] / "docs" / "differences.md").read_text()
     for probe in probes:
         stock_status, stock_headers, stock_body = stock[probe.name]
         our_status, our_headers, our_body = ours[probe.name]
         assert our_status, f"{probe.name}: no answer of this router, {our_body}"
         if probe.differs:
             assert (our_status, our_body) != (stock_status, stock_body), probe.name
-            assert f"| {probe.name} |" in table, f"{probe.name}: not in docs/router.md"
+            assert f"| {probe.name} |" in table, f"{probe.name}: not in docs/differences.md"
             continue
         assert our_status == stock_status, probe.name
         assert our_body == stock_body, probe.name

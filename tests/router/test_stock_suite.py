@@ -3,7 +3,7 @@
 Read in SGLang's ``sgl-router/py_test/integration`` and
 ``sgl-model-gateway/py_test/integration_mock``. Those whose subject has tests of its own here (TLS,
 payload size, header forwarding, discovery, starting without workers, random and round robin
-placement) are there. What is meant otherwise here is in ``docs/router.md``, "Its own tests".
+placement) are there. What is meant otherwise here is in ``docs/differences.md``, "Its own tests".
 """
 
 from __future__ import annotations

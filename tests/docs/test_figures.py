@@ -1,0 +1,94 @@
+"""Figures of ``docs/results.md`` and ``docs/is-it-for-me.md`` are the newest of the laboratory.
+
+A laboratory page is read from its beginning, and the last match is the newest run. Whoever adds a
+run below an older one has to change the page that quotes it.
+"""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+from doc_commands import ROOT
+
+DOCS = ROOT / "docs"
+QUOTED = {
+    "cells of the matrix": (
+        "lab/simulations.md",
+        r"of (226) cells (\d+) are not lost",
+        "results.md",
+        r"\| all regimes[^|]*\| (\d+) \| (\d+) \|",
+    ),
+    "losses among other rivals": (
+        "lab/arrangements.md",
+        r"(?i)(\w+) cells of (\d+) are lost",
+        "results.md",
+        r"\[(\w+) of (\d+) cells are lost\]",
+    ),
+    "short requests, sbs": (
+        "lab/relay.md",
+        r"\| ours, sbs \| (\d+) \(\d+\.\.\d+\) \| [\d,]+ \(",
+        "results.md",
+        r"(\d+) µs with `sbs`",
+    ),
+    "short requests, Rust": (
+        "lab/relay.md",
+        r"\| Rust \| (\d+) \(\d+\.\.\d+\) \| [\d,]+ \(",
+        "results.md",
+        r"against (\d+) µs",
+    ),
+    "short requests since the other server": (
+        "lab/relay.md",
+        r"CPU µs per short request \(quiet[^|]*\|[^|]*\|[^|]*\| 1\.(\d+) times",
+        "results.md",
+        r"takes (\d+) % more CPU",
+    ),
+    "sbs against eta in the router's CPU": (
+        "lab/relay.md",
+        r"\| blocks of 64 tokens \|[^|]*\|[^|]*\| \*\*([\d.]+)\*\*",
+        "is-it-for-me.md",
+        r"`sbs` instead of `eta` \| ([\d.]+)x",
+    ),
+    "two ranks": (
+        "lab/compare-routers.md",
+        r"\| 2 ranks, 0\.61 s \(`--first-seed 751`\) \|.*?\*\*([\d.]+), ([\d.]+)\*\*",
+        "is-it-for-me.md",
+        r"\| two DP ranks[^|]*\| 0\.65 \| ([\d.]+)x \| ([\d.]+)x",
+    ),
+    "a latency of one pass at load 1.2": (
+        "lab/simulations.md",
+        r"\| 300 ms, a pass \|.*\n\| \| now \|.*\| ([\d.]+) / ([\d.]+) \|\n",
+        "is-it-for-me.md",
+        r"\| network latency of about one pass.*?([\d.]+)x \|.*?([\d.]+)x \|",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", QUOTED)
+def test_a_quoted_figure_is_the_newest_of_the_laboratory(name: str) -> None:
+    lab, measured, page, quoted = QUOTED[name]
+    runs = re.findall(measured, (DOCS / lab).read_text())
+    assert runs, f"{lab} has no figure of this kind any more: {measured}"
+    printed = re.findall(quoted, (DOCS / page).read_text())
+    assert len(printed) == 1, f"{page}: {quoted}"
+    assert str(printed[0]).lower() == str(runs[-1]).lower(), f"{page} quotes an older run of {lab}"
+
+
+def test_the_simulator_s_fidelity_covers_every_run() -> None:
+    section = (DOCS / "lab/simulations.md").read_text().partition("## How true it is")[2]
+    table, _, load_9 = section.partition("At load 0.9")
+    at_06 = [float(x) for x in re.findall(r"\| ([\d.]+) \(", table)]
+    at_09 = [float(x) for x in re.findall(r"\d\.\d+", load_9.partition(":")[2])[:3]]
+    page = (DOCS / "results.md").read_text()
+    told = re.search(r"(\S+)x to (\S+)x at load 0\.6, (\S+)x to (\S+)x at load 0\.9", page)
+    assert told is not None
+    ends = [min(at_06), max(at_06), min(at_09), max(at_09)]
+    assert [float(x) for x in told.groups()] == ends
+
+
+def test_ratios_have_one_notation() -> None:
+    """``0.55x``: not ``0.55 x``, ``0.55 times`` or ``55 %``."""
+    odd = re.compile(r"\d\.\d+ (?:x\b|times\b)")
+    guides = ("results.md", "is-it-for-me.md", "your-traffic.md", "roll-out.md", "how-it-works.md")
+    found = [(name, ratio) for name in guides for ratio in odd.findall((DOCS / name).read_text())]
+    assert found == []
