@@ -188,6 +188,9 @@ class PrefillInstance(PrefillBooks):
         self.tier = "endforward"
         inflight = 0 if report.kind == "launch" else report.inflight_passes
         rank.heard(report.forward_id + inflight)
+        rests = report.kind in ("idle", "heartbeat")
+        if rests and report.idle and all(one.idle for one in self.ranks if one is not rank):
+            self._drop_presumed()  # what the rank does not name has not come yet
         launch_s = self._launched_s(report, now_s)
         if report.kind == "launch":
             self._learn_pause(report, launch_s)
@@ -210,7 +213,6 @@ class PrefillInstance(PrefillBooks):
         rank.presume_again(self.chunk_tokens)
         if report.kind in ("launch", "forward") and report.forward_id > self._presumed_id:
             self._presume_of_all(report)
-        rests = report.kind in ("idle", "heartbeat")
         if rests and not inflight:
             self.pause.rests(report.forward_id)
         if rests and all(running.forward_id is None for running in self.passes):

@@ -378,3 +378,24 @@ def test_what_was_predicted_with_another_chunk_and_page_is_predicted_again():
     rig.books.set_limits(msgspec.structs.replace(up, chunk_tokens=CHUNK, page_size=1))
     assert rig.books.next_pass_s() == before_s
     assert rig.books.charged_tokens == 900
+
+
+@pytest.mark.parametrize("arrives", [True, False])
+def test_idle_heartbeats_put_a_presumed_pass_back_in_flight_until_it_is_given_up(arrives):
+    rig = Rig()
+    rig.send("a", 0, 300, arrives=False)
+    rig.now_s += 1.0
+    rig.books.advance(rig.now_s, LATENCY_S)
+    assert rig.books.passes  # its launch is overdue, so it is presumed
+    rig.hear(*[rig.engine.message(d, "heartbeat") for d in range(2)])
+    assert rig.state(0) == (["a"], 0)
+    assert not rig.books.idle
+    if arrives:
+        rig.engine.accept("a", 0, 300)
+        rig.hear(*rig.launch(), *rig.finish())
+    for _ in range(3):  # of a request that is lost on its way no heartbeat ever tells
+        rig.now_s += 1.0
+        rig.books.advance(rig.now_s, LATENCY_S)
+        rig.hear(*[rig.engine.message(d, "heartbeat") for d in range(2)])
+    assert rig.state(0) == ([], 0)
+    assert rig.books.idle
