@@ -86,4 +86,4 @@ class Waited(msgspec.Struct, frozen=True, omit_defaults=True, gc=False):
     until_s: float | None = None
     """When it was expected to be ready, or the prefix to be cached."""
     gain_s: float | None = None
-    """How much less the better instance was predicted to cost."""
+    """How much less the better instance was predicted to cost; None: no less, or unknown."""

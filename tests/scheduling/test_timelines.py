@@ -43,7 +43,7 @@ class Watched:
     def report(self, now_s, kind, forward_id, tokens, *started, **more):
         fields = {"instance_id": "p0", "boot_id": "b", "role": "prefill", "dp_size": 2, "seq": 0}
         report = EndForward(
-            **fields,
+            **(fields | more),
             dp_rank=1,
             kind=kind,
             forward_id=forward_id,
@@ -51,7 +51,6 @@ class Watched:
             chunk_tokens=CHUNK,
             launch_s=1000.0,
             started=list(started),
-            **more,
         )
         self.tell(now_s, ForwardEnded(instance="p0", report=report))
 
@@ -95,6 +94,42 @@ def test_a_prompt_of_several_chunks_is_computed_with_its_last_pass():
     watched.report(14.1, "forward", 4, 300)  # of others, while its KV cache is sent
     watched.tell(14.2, PrefillDone(rid="long"))
     assert watched.timelines.get("long").computed_s == pytest.approx(13.1)
+
+
+@pytest.mark.parametrize("estimate", [250, 600, 5000])
+@pytest.mark.parametrize("names_finished", [True, False])
+def test_a_short_prompt_that_is_cut_is_computed_with_its_second_pass(estimate, names_finished):
+    watched = Watched()
+    for rid, tokens in (("whole", 700), ("cut", estimate)):  # of which it has 600
+        watched.arrive(10.0, rid, tokens)
+        watched.dispatch(10.0, rid)
+    started = Started("whole"), Started("cut")
+
+    def ended(now_s, number, tokens, rid):
+        finished = {"finished": [rid]} if names_finished else {}
+        watched.report(now_s, "forward", number, tokens, **finished)
+
+    watched.report(10.1, "launch", 1, CHUNK, *started, chunk_remainder_tokens=300)
+    watched.report(10.2, "launch", 2, 300)  # overlap scheduling: nothing is left when a pass ends
+    ended(11.1, 1, CHUNK, "whole")
+    assert watched.timelines.get("whole").computed_s == pytest.approx(11.1)
+    assert watched.timelines.get("cut").computed_s is None
+    ended(12.1, 2, 300, "cut")
+    watched.tell(12.2, PrefillDone(rid="cut"))
+    assert watched.timelines.get("cut").computed_s == pytest.approx(12.1)
+
+
+def test_a_rank_that_restarts_with_an_older_plugin_names_nothing():
+    watched = Watched()
+    for number, more in enumerate(({"finished": ["r0"]}, {}, {"boot_id": "older"})):
+        rid = f"r{number}"
+        watched.arrive(10.0, rid)
+        watched.dispatch(10.0, rid)
+        watched.report(10.1, "launch", number, 100, Started(rid))
+        watched.report(10.2, "forward", number, 100, **more)
+        watched.end(10.3, rid)
+    computed = [one.computed_s for one in watched.over]
+    assert computed == [pytest.approx(10.2), None, pytest.approx(10.2)]
 
 
 def test_what_is_cached_is_not_computed():

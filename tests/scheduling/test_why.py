@@ -22,7 +22,7 @@ from sglang_sbs.scheduling import (
     TimerFired,
     WakeAt,
 )
-from sglang_sbs.scheduling.explained.decisions import Why
+from sglang_sbs.scheduling.explained.decisions import Why, note
 from sglang_sbs.scheduling.reasons import Opening, Term, WaitReason
 
 PAGE = 100
@@ -143,6 +143,17 @@ def test_who_waits_for_its_cached_prefix_says_where_and_what_it_gains():
     elsewhere = [one for one in why.waits if one.reason is WaitReason.BETTER_ELSEWHERE]
     assert [one.instance for one in elsewhere] == [holder]
     assert elsewhere[0].gain_s > 0
+
+
+@pytest.mark.parametrize(("cost_s", "gain_s"), [(0.2, 0.2), (0.0, None), (-0.2, None)])
+def test_a_place_that_costs_no_less_is_no_gain(cost_s, gain_s):
+    driver = Asked().up()
+    driver.arrive("first", 800)
+    driver.arrive("r", 800)
+    (request,) = driver.scheduler.queue
+    note(request, WaitReason.BETTER_ELSEWHERE, driver.now_s, "p1", gain_s=cost_s)
+    driver.now_s += 0.1
+    assert driver.why("r").waits[-1].gain_s == gain_s
 
 
 @pytest.mark.parametrize(

@@ -315,5 +315,8 @@ def note(
     """From now on the request waits for this. To be called where ``request.waits_for`` is another
     reason, which is looked at more often than it changes."""
     request.waits_for = reason
+    if gain_s is not None and gain_s <= 0:
+        # It is the turn of another one that costs no less, or costs have changed since the choice.
+        gain_s = None
     if len(request.waits) < MOST_WAITS:
         request.waits = (*request.waits, Waited(reason, now_s, instance, until_s, gain_s))

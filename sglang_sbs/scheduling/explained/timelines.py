@@ -1,9 +1,10 @@
 """What happened to each request and when: from the scheduler's events, live or of a log. Sans-I/O;
 what it remembers is bounded.
 
-A prefill rank reports the ids of the requests in a pass when it launches the pass, and the end of
-the pass without ids. So the tokens of ended passes are laid over the launched prompts of the rank,
-first come first served, as the engine computes them."""
+A prefill rank reports which requests a pass begins with when it launches the pass, and which of
+them are complete when the pass ends. A plugin that does not report the latter yet gets the tokens
+of ended passes laid over the launched prompts of the rank, first come first served, as the engine
+computes them."""
 
 from __future__ import annotations
 
@@ -109,6 +110,8 @@ class _Computing(msgspec.Struct):
     forward_id: int
     """Of its first pass."""
     left_tokens: int
+    cut: bool = False
+    """That pass does not contain all of it, however long it was said to be."""
     last_end_s: float | None = None
 
 
@@ -125,6 +128,8 @@ class Timelines:
         """Of those, as they ended: the first key of a dict is not found at once."""
         self._computing: dict[tuple[str, int], dict[str, _Computing]] = {}
         """By instance and DP rank."""
+        self._names_finished: dict[tuple[str, int], str] = {}
+        """Boot ids of the ranks that report which requests are complete."""
         self._on: dict[type, Callable[[object, float], None]] = {
             RequestArrived: self._arrived,  # type: ignore[dict-item]
             PrefillDone: self._prefilled,  # type: ignore[dict-item]
@@ -209,24 +214,36 @@ class Timelines:
         if report.role != "prefill":
             return
         at_s = now_s - max(0.0, report.age_s)
+        key = event.instance, report.dp_rank
         if report.kind == "launch":
-            for one in report.started:
-                timeline = self._open.get(one.rid)
+            one: _Computing | None = None
+            for started in report.started:
+                one = None
+                timeline = self._open.get(started.rid)
                 if timeline is None or timeline.launched_s is not None:
                     continue
                 timeline.launched_s = at_s
-                if one.queued_s > 0:
-                    timeline.accepted_s = at_s - max(0.0, report.launch_s - one.queued_s)
+                if started.queued_s > 0:
+                    timeline.accepted_s = at_s - max(0.0, report.launch_s - started.queued_s)
                 decision = timeline.decision
                 cached = 0 if decision is None else decision.cached_tokens
-                here = self._computing.setdefault((event.instance, report.dp_rank), {})
                 left = max(1, timeline.prompt_tokens - cached)
-                here[one.rid] = _Computing(timeline, report.forward_id, left)
-            return
-        if report.kind == "forward":
-            here = self._computing.get((event.instance, report.dp_rank), {})
-            if here:
+                one = _Computing(timeline, report.forward_id, left)
+                self._computing.setdefault(key, {})[started.rid] = one
+            if one is not None:  # the engine cuts the last one that it takes
+                one.cut = report.chunk_remainder_tokens > 0
+        elif report.kind == "forward":
+            if report.finished:
+                self._names_finished[key] = report.boot_id
+            here = self._computing.get(key)
+            if not here:
+                return
+            if self._names_finished.get(key) != report.boot_id:
                 self._pass_ended(here, event, at_s)
+            for rid in report.finished:
+                one = here.pop(rid, None)
+                if one is not None:
+                    one.timeline.computed_s = at_s
 
     @staticmethod
     def _pass_ended(here: dict[str, _Computing], event: ForwardEnded, end_s: float) -> None:
@@ -240,6 +257,8 @@ class Timelines:
             tokens -= taken
             one.left_tokens -= taken
             one.last_end_s = end_s
+            if one.cut and one.forward_id == report.forward_id:
+                one.left_tokens, whole = max(1, one.left_tokens), False
             # Lengths may be estimates: a prompt within a chunk is one pass whatever was counted.
             if one.left_tokens <= 0 or whole or one.timeline.prefilled_s is not None:
                 one.timeline.computed_s = end_s
