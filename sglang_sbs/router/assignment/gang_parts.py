@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import msgspec
 
 from sglang_sbs.scheduling.events import Command, Dispatch, InstanceId
-from sglang_sbs.wire.gangs import DRAWN_BITS, TAG_BITS, GangPart
+from sglang_sbs.wire.gangs import DRAWN_BITS, TAG_BITS, GangPart, is_sized
 
 _MOST_INSTANCES = 4096
 """Whose newest gangs are remembered; those that left no trace for longest are forgotten."""
@@ -41,9 +41,12 @@ class GangParts:
         """Those of more than one request, as nobody is held for one."""
 
     def told(self, commands: Sequence[Command]) -> Sequence[Command]:
-        """The decisions of one moment, each dispatch with its part."""
+        """The decisions of one moment, each dispatch with its part; where no request has an id that
+        asks for that, they stay as they are."""
         dispatched = [one for one in commands if isinstance(one, Dispatch)]
-        if not dispatched:
+        if not any(is_sized(one.rid) for one in dispatched):  # nobody will pass it on
+            for one in dispatched if self._newest else ():
+                self._newest.pop(_instance_of(one), None)
             return commands
         members: dict[_Instance, dict[int, int]] = defaultdict(lambda: defaultdict(int))
         for one in dispatched:

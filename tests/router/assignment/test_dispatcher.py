@@ -27,6 +27,7 @@ from sglang_sbs.scheduling.events import (
     TimerFired,
     WakeAt,
 )
+from sglang_sbs.wire.gangs import SIZED_RID_PREFIX
 
 
 def dispatch(rid: str) -> Dispatch:
@@ -97,23 +98,25 @@ async def test_a_gang_is_released_in_one_go_and_in_order() -> None:
 
 
 async def test_everyone_of_a_gang_is_told_what_is_sent_beside_it() -> None:
+    sized = SIZED_RID_PREFIX.__add__
+
     def at(rid: str, prefill: str, rank: int, batch: int) -> Dispatch:
         return msgspec.structs.replace(
-            dispatch(rid), prefill=prefill, prefill_rank=rank, batch=batch
+            dispatch(sized(rid)), prefill=prefill, prefill_rank=rank, batch=batch
         )
 
     def answers(event: Event, now_s: float) -> list[Command]:
-        if not isinstance(event, RequestArrived) or event.rid != "f":
+        if not isinstance(event, RequestArrived) or event.rid != sized("f"):
             return []
         return [
             *(at("a", "p0", 0, 1), at("b", "p0", 1, 1), at("c", "p0", 1, 1)),
             *(at("d", "p1", 0, 1), at("e", "p0", 0, 2), WakeAt(time_s=now_s + 9)),
-            Refuse(rid="f", cause="queue_full", retry_after_s=1, message="full"),
+            Refuse(rid=sized("f"), cause="queue_full", retry_after_s=1, message="full"),
         ]
 
     dispatcher = Dispatcher(Scripted(answers))
     told = await asyncio.gather(
-        *(dispatcher.assign(announced(rid)) for rid in "abcdef"), return_exceptions=True
+        *(dispatcher.assign(announced(sized(rid))) for rid in "abcdef"), return_exceptions=True
     )
     parts = [one.gang for one in told if isinstance(one, Dispatch)]
     assert all(part is not None for part in parts)

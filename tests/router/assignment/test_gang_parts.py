@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import msgspec
+
 from sglang_sbs.router.assignment.gang_parts import GangParts
 from sglang_sbs.scheduling.events import Dispatch, WakeAt
-from sglang_sbs.wire.gangs import DRAWN_BITS, GangPart, gang_room
+from sglang_sbs.wire.gangs import DRAWN_BITS, SIZED_RID_PREFIX, GangPart, gang_room
 
 
 def leave(
     rid: str, rank: int, batch: int, *, joins: bool = False, to: str = "p0", barrier: bool = True
 ) -> Dispatch:
     return Dispatch(
-        rid=rid,
+        rid=SIZED_RID_PREFIX + rid,
         prefill=to,
         prefill_rank=rank,
         decode="d0",
@@ -46,6 +48,15 @@ def test_who_leaves_later_for_the_same_pass_follows_the_gang():
     for number in (8, 9):
         (late,) = parts_of(gangs, leave("late", 3, number, joins=True))
         assert says(late) == (first.tag, 0, 2)
+
+
+def test_requests_that_pass_no_part_on_get_none_and_are_not_followed():
+    gangs = GangParts()
+    parts_of(gangs, leave("a", 0, 7), leave("b", 1, 7))
+    plain = [msgspec.structs.replace(leave("c", 0, 8), rid=rid) for rid in ("c", "resp_d")]
+    assert parts_of(gangs, *plain) == []
+    (late,) = parts_of(gangs, leave("late", 3, 9, joins=True))
+    assert (late.members, late.ranks) == (1, 1)
 
 
 def test_a_gang_of_another_instance_is_not_followed():
