@@ -74,8 +74,8 @@ class Look(msgspec.Struct, frozen=True, gc=False):
     """One prefill instance as a decision saw it."""
 
     instance: InstanceId
-    start_s: float
-    """Of the pass that what is sent now would be in."""
+    at_s: float
+    """When the pass starts that what is sent now would be in, or the one before it."""
     ahead_tokens: Sequence[int]
     """Per rank: charged for what waits there."""
     known_pass_s: float | None
@@ -83,6 +83,13 @@ class Look(msgspec.Struct, frozen=True, gc=False):
     chunk_tokens: int
     page: int
     cost: PassCost
+    waits: bool = False
+    """It would wait for a pass with what is ahead, which starts first."""
+
+    @property
+    def start_s(self) -> float:
+        """When the pass starts that what is sent now would be in."""
+        return self.at_s + self.next_pass_s if self.waits else self.at_s
 
     @property
     def next_pass_s(self) -> float:
@@ -142,15 +149,16 @@ class Look(msgspec.Struct, frozen=True, gc=False):
         return passes * pass_s, delay_s, cached
 
 
-def look_at(instance: PrefillInstance, start_s: float) -> Look:
+def look_at(instance: PrefillInstance, at_s: float, *, waits: bool = False) -> Look:
     return Look(
         instance.id,
-        start_s,
-        tuple([rank.ahead_tokens for rank in instance.ranks]),
+        at_s,
+        tuple(instance.ahead_tokens),
         instance.known_pass_s,
         instance.chunk_tokens,
         instance.page,
         instance.model.cost,
+        waits,
     )
 
 
@@ -164,6 +172,7 @@ class Batch(msgspec.Struct, gc=False):
     instances: int = 0
     waiting: int = 0
     launch_s: float | None = None
+    """None: as its look says."""
     placed: Sequence[tuple[int, int]] = ()
     """Rank and uncached tokens of each request in it."""
     costs_s: Mapping[str, Mapping[InstanceId, float]] = {}
@@ -265,20 +274,20 @@ class Decisions:
             candidates=[look.candidate(decided) for look in batch.looks],
             instances=batch.instances,
             waiting=batch.waiting,
-            launch_s=batch.launch_s,
-            end_s=_end_s(batch, decided.instance),
+            **_launch_of(batch, decided.instance),
         )
 
 
-def _end_s(batch: Batch, instance: InstanceId) -> float | None:
-    """When the first pass of a batch was predicted to end."""
+def _launch_of(batch: Batch, instance: InstanceId) -> dict[str, float | None]:
+    """When the first pass of a batch was predicted to start and to end."""
     look = next((one for one in batch.looks if one.instance == instance), None)
-    if look is None or batch.launch_s is None:
-        return None
+    if look is None:
+        return {"launch_s": batch.launch_s}
+    launch_s = look.start_s if batch.launch_s is None else batch.launch_s
     added: Counter[int] = Counter()
     for rank, tokens in batch.placed:
         added[rank] += tokens
-    return batch.launch_s + look.pass_with_s(added)
+    return {"launch_s": launch_s, "end_s": launch_s + look.pass_with_s(added)}
 
 
 def _waits_of(noted: Sequence[Waited], batches: int, until_s: float) -> list[Waited]:

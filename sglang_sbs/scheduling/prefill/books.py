@@ -69,8 +69,9 @@ class PrefillBooks:
         """Of the prompts that were sent last, smoothed."""
         self.has_flight = False
         """Whether any request is dispatched and not yet accepted."""
-        self._least_ahead_tokens: int | None = None
+        self._ahead_tokens: list[int] | None = None
         """Remembered until the ledgers change, as are the next."""
+        self._least_ahead_tokens: int | None = None
         self.marginal: tuple[float, float, float] | None = None
         """For who divides what waits (``water_level``)."""
         self._next_pass_s: float | None = None
@@ -126,7 +127,8 @@ class PrefillBooks:
         """C_avail per rank for the next pass to be launched (paper section 4.2.1), tokens; for
         several, what fits into them together and no more than a chunk. Charged, as all that is
         weighed against it must be. Nothing where a pass holds as many requests as it may."""
-        room = [passes * self.chunk_tokens - rank.ahead_tokens for rank in self.ranks]
+        chunks_tokens = passes * self.chunk_tokens
+        room = [chunks_tokens - ahead for ahead in self.ahead_tokens]
         if passes == 1:
             return room  # what is taken of a KV pool is in ahead_tokens, up to a chunk
         pools = [rank.kv_room_tokens for rank in self.ranks]
@@ -171,8 +173,15 @@ class PrefillBooks:
     def has_room_in(self, passes: int) -> bool:
         """The same of so many passes together."""
         if self._least_ahead_tokens is None:
-            self._least_ahead_tokens = min([rank.ahead_tokens for rank in self.ranks])
+            self._least_ahead_tokens = min(self.ahead_tokens)
         return self._least_ahead_tokens < passes * self.chunk_tokens
+
+    @property
+    def ahead_tokens(self) -> list[int]:
+        """Of each rank, see :attr:`.PrefillRank.ahead_tokens`. Not to be changed."""
+        if self._ahead_tokens is None:
+            self._ahead_tokens = [rank.ahead_tokens for rank in self.ranks]
+        return self._ahead_tokens
 
     def has_room_beside(self, report: EndForward) -> bool:
         """Whether a page would have fitted into the reported pass, whatever its requests were."""
@@ -223,9 +232,12 @@ class PrefillBooks:
         if self.passes:
             return self.passes[-1].end_s + self.pause.mean_s
         if self.launching:
-            free_s = self.free_since_s + self.pause.mean_s
-            return max(free_s, self.last_dispatch_s + latency_s) + self.next_pass_s()
+            return self.launches_s(latency_s) + self.next_pass_s()
         return max(now_s, self.pause.until_s)
+
+    def launches_s(self, latency_s: float) -> float:
+        """When it launches what is on its way to it, where it computes nothing."""
+        return max(self.free_since_s + self.pause.mean_s, self.last_dispatch_s + latency_s)
 
     @property
     def forms_ahead(self) -> bool:
@@ -259,13 +271,18 @@ class PrefillBooks:
 
     def _recount(self) -> None:
         """After anything that changed a rank's ledgers."""
-        self._changes()
-        self._next_pass_s = self._longest_prompt_tokens = None
-        self._least_ahead_tokens = self.marginal = None
+        self._forget_sums()
         self.backlog_tokens = sum([rank.backlog_tokens for rank in self.ranks])
         self.charged_tokens = sum([rank.charged_tokens for rank in self.ranks])
         self._outstanding = sum([len(rank.outstanding) for rank in self.ranks])
         self.has_flight = any(rank.sent for rank in self.ranks)
+
+    def _forget_sums(self) -> None:
+        """After anything that changed a rank's ledgers: the sums that cost nothing to keep are kept
+        by who calls this."""
+        self._changes()
+        self._next_pass_s = self._longest_prompt_tokens = None
+        self._ahead_tokens = self._least_ahead_tokens = self.marginal = None
 
     def next_pass_s(self) -> float:
         """Predicted forward time of a pass with what waits for it now."""

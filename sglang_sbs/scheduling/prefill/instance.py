@@ -106,7 +106,7 @@ class PrefillInstance(PrefillBooks):
         self, rid: str, rank: int, prompt_tokens: int, now_s: float, cached_tokens: int = 0
     ) -> None:
         """A request is on its way or at a rank, sent by somebody else: it teaches no latency."""
-        self._changes()
+        self._forget_sums()
         is_first = not self.has_outstanding
         target = self.ranks[rank]
         flight, requests = target.flight, len(target.outstanding)
@@ -120,8 +120,6 @@ class PrefillInstance(PrefillBooks):
         share = min(1.0, cached_tokens / max(1, prompt_tokens))
         self.cached_share += _CACHED_STEP * (share - self.cached_share)
         target.received_tokens += tokens
-        self._next_pass_s = self._longest_prompt_tokens = None
-        self._least_ahead_tokens = self.marginal = None
         self.backlog_tokens += flight.total
         self.charged_tokens += flight.charged
         self._outstanding += len(target.outstanding) - requests
@@ -151,12 +149,20 @@ class PrefillInstance(PrefillBooks):
         """The request left the rank without telling us anything about a pass."""
         if rank >= self.dp_size:
             return  # it went to an instance of another size that had this name
-        self.ranks[rank].gone(rid)
+        target = self.ranks[rank]
+        backlog, charged = target.backlog_tokens, target.charged_tokens
+        requests = len(target.outstanding)
+        if target.gone(rid):
+            self._forget_sums()
+            self.backlog_tokens += target.backlog_tokens - backlog
+            self.charged_tokens += target.charged_tokens - charged
+            self._outstanding += len(target.outstanding) - requests
+            self.has_flight = any(one.sent for one in self.ranks)
         self.moves.ended(rid)
         for running in self.passes:
             # No answer will end the pass for this request; without any it ends by time.
             running.rids.pop(rid, None)
-        self._recount()
+        self._changes()
         if not self.has_outstanding:
             self._answered()
         if not self._owes_signal:
@@ -347,7 +353,9 @@ class PrefillInstance(PrefillBooks):
     def _answered(self) -> None:
         """It works: whatever it has not answered yet is on its way."""
         for rank in self.ranks:
-            rank.unanswered = False
+            if rank.unanswered:
+                rank.unanswered = False
+                self._forget_sums()
 
     def _presume_of_all(self, report: EndForward) -> None:
         """The barrier: the first to tell of a pass tells of all ranks in it."""
@@ -359,7 +367,7 @@ class PrefillInstance(PrefillBooks):
     def _presumed_launch_s(self, latency_s: float) -> float:
         if not self.launching or self.takes_nothing:
             return math.inf
-        start_s = max(self.free_since_s + self.pause.mean_s, self.last_dispatch_s + latency_s)
+        start_s = self.launches_s(latency_s)
         # A plugin reports launches: give its message time before believing it lost.
         grace_s = 0.5 * self.model.predict_s([0]) if self.tier == "endforward" else 0.0
         return start_s + grace_s

@@ -62,8 +62,8 @@ class PromptProgress:
         """A request was dispatched to the rank, which has the beginning of its prompt."""
         self._prompts[rid] = [prompt_tokens, cached_tokens, cached_tokens]
 
-    def drop(self, rid: str) -> None:
-        self._prompts.pop(rid, None)
+    def drop(self, rid: str) -> bool:
+        return self._prompts.pop(rid, None) is not None
 
     def clear(self) -> None:
         self._prompts.clear()
@@ -202,13 +202,14 @@ class PrefillRank:
         self.flight.pop(rid)
         return self.sent.pop(rid, None)
 
-    def gone(self, rid: str) -> None:
-        """The request is prefilled or ended otherwise."""
-        self.outstanding.pop(rid)
-        self.prompts.drop(rid)
-        self.land(rid)
+    def gone(self, rid: str) -> bool:
+        """The request is prefilled or ended otherwise; whether it was here until now."""
+        known = self.outstanding.pop(rid) is not None
+        known |= self.prompts.drop(rid) | (self.flight.pop(rid) is not None)
+        known |= self.sent.pop(rid, None) is not None
         if rid in self.presumed:
             self.presumed[rid] = self.presumed[rid]._replace(sent=None)
+        return known
 
     def contradicts(self, report: EndForward) -> bool:
         """Whether the rank was believed to be further than it says now: that was no true message,
