@@ -17,7 +17,7 @@ from router_harness import cluster, until
 
 from sglang_sbs.scheduling import Scheduler, SchedulerConfig
 from sglang_sbs.scheduling.explained.timelines import Timeline
-from tools.metrics_reference import collect_facts, main, page
+from tools.reference.metrics import collect_facts, page
 
 ROOT = Path(__file__).parents[2]
 GRAFANA = json.loads((ROOT / "examples/grafana/sglang-sbs.json").read_text())
@@ -227,18 +227,6 @@ async def test_output_tokens_are_counted_and_an_absurd_number_is_bounded() -> No
         absurd = Timeline("x", 0.0, 1, completion_tokens=10**30)
         metrics.request_over(absurd)
         assert metrics.completion_tokens._value.get() < 1e8
-
-
-def test_the_reference_is_what_the_code_exports() -> None:
-    assert main(["--check"]) == 0, "run scripts/metrics-reference"
-
-
-def test_check_notices_an_old_page(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    old = tmp_path / "metrics.md"
-    old.write_text("# Metrics\n")
-    assert main(["--check", "--output", str(old)]) == 1
-    assert "scripts/metrics-reference" in capsys.readouterr().err
-    assert old.read_text() == "# Metrics\n"
 
 
 async def test_the_page_has_every_metric_once() -> None:

@@ -26,7 +26,7 @@ from sglang_sbs.router.options.arguments import FlagError
 from sglang_sbs.router.options.options import parse_flags
 from sglang_sbs.router.server import RouterServer
 from sglang_sbs.router.workers.server_info import UnusableWorker, parse_server_info
-from tools.doctor_pages import catalogue_table, meanings
+from tools.reference.findings import meanings
 
 DOCS = Path(__file__).parents[2] / "docs" / "doctor.md"
 
@@ -302,19 +302,10 @@ async def test_a_router_alone_names_the_engines_and_says_what_arrives() -> None:
 # Docs -----------------------------------------------------------------------------------------
 
 
-def test_the_docs_have_the_catalogue() -> None:
-    text = DOCS.read_text()
-    start, end = "<!-- catalogue -->\n", "<!-- end of catalogue -->"
-    section = text[text.index(start) + len(start) : text.index(end)]
-    assert section.strip() == catalogue_table().strip(), (
-        "docs/doctor.md is behind: python -m tools.doctor_pages prints it"
-    )
-
-
 def test_every_entry_says_what_it_means_and_what_to_do() -> None:
     for name, entry in CATALOGUE.items():
         assert name.partition(".")[0] in GROUPS, name
-        assert meanings("doctor.md")[name].endswith("."), name
+        assert meanings("reference/findings.md")[name].endswith("."), name
         assert bool(entry.change) == (entry.severity is not Severity.OK), name
 
 

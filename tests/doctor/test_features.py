@@ -25,7 +25,7 @@ from sglang_sbs.router.options.options import parse_flags
 from sglang_sbs.router.server import RouterServer
 from sglang_sbs.router.workers.server_info import UnusableWorker, parse_server_info
 from tools import feature_deployments
-from tools.doctor_pages import features_table, meanings
+from tools.reference.findings import meanings
 
 ROOT = Path(__file__).parents[2]
 FLAGS = ["--prefill", "http://p0:1", "--prefill", "http://p1:1", "--decode", "http://d0:1"]
@@ -454,15 +454,6 @@ async def test_a_running_router_says_what_its_flags_turn_on() -> None:
 
 
 # Docs -------------------------------------------------------------------------------------------
-
-
-def test_the_docs_have_every_row() -> None:
-    text = (ROOT / "docs" / "features.md").read_text()
-    start, end = "<!-- features -->\n", "<!-- end of features -->"
-    section = text[text.index(start) + len(start) : text.index(end)]
-    assert section.strip() == features_table().strip(), (
-        "docs/features.md is behind the table: python -m tools.doctor_pages prints it"
-    )
 
 
 def test_every_row_says_what_it_is_and_what_turns_it_on() -> None:

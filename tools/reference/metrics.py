@@ -7,12 +7,10 @@ one of several processes, so the page cannot drift from the code.
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import contextlib
 import json
 import os
-import sys
 import tempfile
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
@@ -46,7 +44,7 @@ _SECTIONS = (
 _HEAD = """\
 # Metrics
 
-<!-- Made by scripts/metrics-reference from the code; a test compares. Do not edit by hand. -->
+<!-- Made by scripts/reference from the code; a test compares. Do not edit by hand. -->
 
 `GET /metrics` on `--prometheus-port` (29000), for Prometheus. With `--frontends N` the page is the
 sum over all processes. So is that of the active one of several schedulers; each front end of theirs
@@ -172,31 +170,11 @@ def page(facts: Sequence[MetricFacts]) -> str:
             for one in facts
             if one.name.startswith(prefix)
         ]
-        table = ["| metric | type | labels | |", "|---|---|---|---|", *rows]
+        table = ["| metric | type | labels | meaning |", "|---|---|---|---|", *rows]
         parts.append("\n".join([f"## {title}", "", about, "", *table, ""]))
     return "\n".join(parts)
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """0; 1 if ``--check`` finds the page out of date."""
-    parser = argparse.ArgumentParser(
-        prog="scripts/metrics-reference",
-        description="Write docs/metrics.md from the metrics a router really exports.",
-        epilog="example: scripts/metrics-reference && git diff docs/metrics.md",
-    )
-    parser.add_argument("--check", action="store_true", help="write nothing; 1 if it would change")
-    parser.add_argument(
-        "--output",
-        type=Path,
-        default=Path(__file__).resolve().parents[1] / "docs" / "metrics.md",
-        help="default: docs/metrics.md",
-    )
-    args = parser.parse_args(argv)
-    text = page(asyncio.run(collect_facts()))
-    if not args.check:
-        args.output.write_text(text)
-        return 0
-    if args.output.exists() and args.output.read_text() == text:
-        return 0
-    print(f"{args.output} is out of date: run scripts/metrics-reference", file=sys.stderr)
-    return 1
+def whole_page() -> str:
+    """The page, of routers that are started for it."""
+    return page(asyncio.run(collect_facts()))

@@ -1,19 +1,13 @@
-"""The doctor's tables as ``docs/doctor.md`` and ``docs/features.md`` have them. What a finding or a
-feature means is written there by hand; the other columns are the doctor's.
-
-``python -m tools.doctor_pages`` prints both; tests compare.
-"""
+"""The doctor's findings and features. What a finding or a feature means is kept from the page; the
+other columns are the doctor's."""
 
 from __future__ import annotations
-
-import re
-from pathlib import Path
 
 from sglang_sbs.doctor.examine import CATALOGUE
 from sglang_sbs.doctor.features import FEATURES
 from sglang_sbs.doctor.findings import GROUPS, Severity
+from tools.reference.pages import head, kept
 
-DOCS = Path(__file__).resolve().parents[1] / "docs"
 _TITLES = {
     "reach": "Reaching the engines",
     "version": "Versions",
@@ -30,21 +24,24 @@ _TITLES = {
     "router": "The router",
     "probe": "Probe requests",
 }
-_ROW = re.compile(r"\| `([^`]+)` \| [^|]* \| (.*?) (?<!\\)\| ")
+_INTRODUCTION = """\
+`sglang-sbs doctor` ([how to use it](../doctor.md)) reports these.
+"""
+PAGE = "reference/findings.md"
 
 
 def meanings(page: str) -> dict[str, str]:
     """What the tables of a page say of each id; the third column."""
-    return dict(_ROW.findall((DOCS / page).read_text()))
+    return {cells[0].strip("`"): text for cells, text in kept(page, 2).items()}
 
 
-def catalogue_table() -> str:
-    """Every finding, by group: a section of ``docs/doctor.md``."""
-    lines: list[str] = []
-    told = meanings("doctor.md")
+def catalogue_page() -> str:
+    """``docs/reference/findings.md``: every finding, by group."""
+    lines = [head("Findings of the doctor", "The column *meaning* is by hand."), _INTRODUCTION]
+    told = meanings(PAGE)
     ok_first = sorted(CATALOGUE.items(), key=lambda item: item[1].severity is not Severity.OK)
     for group in GROUPS:
-        lines += [f"### {_TITLES[group]}", ""]
+        lines += [f"## {_TITLES[group]}", ""]
         lines += ["| id | severity | meaning | what to do |", "|---|---|---|---|"]
         for name, (severity, change) in ok_first:
             if name.partition(".")[0] == group:
@@ -62,8 +59,3 @@ def features_table() -> str:
         turn_on = one.turn_on.replace("|", "\\|")
         lines.append(f"| `{one.id}` | {one.title} | {told.get(one.id, '')} | {turn_on} |")
     return "\n".join(lines)
-
-
-if __name__ == "__main__":
-    print(catalogue_table())
-    print(features_table())

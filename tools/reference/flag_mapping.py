@@ -1,33 +1,19 @@
-#!/usr/bin/env python3
-"""Writes the table of flags in docs/migration.md from both parsers: sglang_router 0.3.2's and ours.
-
-    scripts/migration-table            rewrite the table
-    scripts/migration-table --check    exit code 1 if it would change
-
-Needs sglang_router (the extra dev).
-"""
+"""The flags of sglang_router 0.3.2 and what each is here, from both parsers."""
 
 from __future__ import annotations
 
 import argparse
-import os
-import sys
-from pathlib import Path
 
-ROOT = Path(__file__).resolve().parent.parent
-PYTHON = ROOT / ".venv" / "bin" / "python"
-if PYTHON.exists() and Path(sys.prefix) != ROOT / ".venv":
-    os.execv(PYTHON, [str(PYTHON), *sys.argv])
-sys.path.insert(0, str(ROOT))
+from sglang_router.router_args import RouterArgs  # type: ignore[import-untyped]
 
-from sglang_router.router_args import RouterArgs  # noqa: E402
+from sglang_sbs.router.options.arguments import build_parser
+from sglang_sbs.router.options.stock import IGNORED_FLAGS, REFUSED_FLAGS
+from tools.reference.pages import head, table
 
-from sglang_sbs.router.options.arguments import build_parser  # noqa: E402
-from sglang_sbs.router.options.stock import IGNORED_FLAGS, REFUSED_FLAGS  # noqa: E402
-
-PAGE = ROOT / "docs" / "migration.md"
-BEGIN, END = "<!-- flags: scripts/migration-table -->", "<!-- end of flags -->"
-
+_INTRODUCTION = """
+*same*: same name, form and meaning. `launch_server`'s spelling `--router-FLAG` works for all of
+them, in both launchers. How to move: [migration](../migration.md).
+"""
 NOTES = {
     "policy": "`sbs` and immediate policies; `cache_aware` becomes `sbs`, `bucket` `least_tokens`, "
     "`manual` becomes `session`, with a warning",
@@ -38,7 +24,7 @@ NOTES = {
     "queue-size": "kept: more is a 429 at once",
     "queue-timeout-secs": "of the door; of the scheduler's queue: `--sbs-queue-timeout-secs`",
     "health-check-endpoint": "by default a check that runs no forward pass (`/ready`, `/ping`)",
-    "tokenizer-path": "a directory or an id on Hugging Face; exact prompt lengths and prefixes by tokens",
+    "tokenizer-path": "a directory or an id on Hugging Face; for exact prompt lengths and prefixes",
     "api-key": "also towards engines; `/server_info` wants it too",
     "prometheus-duration-buckets": "of `smg_*` and `sbs_*` histograms",
     "rate-limit-tokens-per-second": "a request is a token",
@@ -50,12 +36,12 @@ NOTES = {
 """What to know about a flag that means the same in both."""
 
 
-def table() -> str:
-    """The table, without the marks around it."""
+def page() -> str:
+    """``docs/reference/flag-mapping.md``."""
     stock = argparse.ArgumentParser(add_help=False)
     RouterArgs.add_cli_args(stock, use_router_prefix=False, exclude_host_port=False)
     ours = {s: a for a in build_parser()._actions for s in a.option_strings}
-    lines = ["| flag of `sglang_router` 0.3.2 | here | |", "|---|---|---|"]
+    rows = []
     for action in stock._actions:
         (flag,) = action.option_strings
         name = flag.removeprefix("--")
@@ -69,40 +55,12 @@ def table() -> str:
             status, note = "same", NOTES.get(name, "")
             if (before := shown(action.default)) != (now := shown(ours[flag].default)):
                 note = f"default {now} instead of {before}" + (f"; {note}" if note else "")
-        lines.append(f"| `{flag}` | {status} | {note} |")
-    return "\n".join(lines)
+        rows.append((f"`{flag}`", status, note))
+    title = head("Flags of sglang_router 0.3.2")
+    found = table(("flag of `sglang_router` 0.3.2", "here", "note"), rows)
+    return "\n".join([title, _INTRODUCTION.lstrip("\n"), found, ""])
 
 
 def shown(default: object) -> str:
     """A default as text; every kind of nothing is the same."""
     return f"`{default}`" if default not in (None, False, (), [], {}, "") else "none"
-
-
-def updated(page: str) -> str:
-    """The page with the table as it should be."""
-    before, _, rest = page.partition(BEGIN)
-    _, _, after = rest.partition(END)
-    return f"{before}{BEGIN}\n{table()}\n{END}{after}"
-
-
-def main() -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--check", action="store_true", help="change nothing")
-    args = parser.parse_args()
-    page = PAGE.read_text()
-    wanted = updated(page)
-    if page == wanted:
-        print(f"{PAGE.relative_to(ROOT)} is up to date")
-        return 0
-    if args.check:
-        print(f"{PAGE.relative_to(ROOT)} is out of date: run scripts/migration-table")
-        return 1
-    PAGE.write_text(wanted)
-    print(f"written: {PAGE.relative_to(ROOT)}")
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())
