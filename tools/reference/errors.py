@@ -25,7 +25,7 @@ code as well. `/v1/messages` answers in Anthropic's form,
 `{"type": "error", "error": {"type", "message"}}`. After the first byte of a stream an error is an
 event in it. Errors that may pass (429, most 503) have `Retry-After`.
 
-What a failing engine means for a request is on the page about [the router](../router.md).
+What a failing engine means for a request: [the path of a request](../request-path.md).
 """
 
 

@@ -103,7 +103,7 @@ def _short_help(prog: str) -> str:
     by_flag = {option.flag: option for options in GROUPS.values() for option in options}
     for option in (by_flag[flag] for flag in MOST_NEEDED):
         section.add_argument(f"--{option.flag}", **_words(option, defaults))
-    lines = ["all flags, which --help-all explains and docs/router.md more:"]
+    lines = ["all flags, which --help-all and docs/reference/router-flags.md explain:"]
     for title, options in GROUPS.items():
         names = [option.flag for option in options if option.help and not option.hidden]
         text = f"{title}: {' '.join(names)}"
