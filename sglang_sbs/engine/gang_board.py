@@ -1,8 +1,11 @@
-"""Where the processes of an engine on one host tell each other how far their parts of a gang are;
-between hosts :mod:`.gang_gather` takes its place.
+"""How the DP ranks of an engine tell each other how far their parts of a batch are.
 
-Datagram sockets, one per direction and pair, as a socket queues few messages. Nothing blocks; a
-lost message makes a gang wait until its time is over."""
+There is one strategy for each place where ranks can be: :class:`Board` for a rank that waits for
+its own part only, :class:`SocketBoard` for ranks on one host, and
+:class:`~.gang_gather.GatherBoard` for ranks on several hosts.
+
+The sockets carry datagrams, one socket per direction and pair, as a socket queues few messages.
+Nothing blocks; a lost message makes a batch wait until its time is over."""
 
 from __future__ import annotations
 
@@ -13,6 +16,8 @@ from collections import deque
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import astuple, dataclass
+
+from sglang_sbs.wire.gangs import GangPart
 
 logger = logging.getLogger(__name__)
 
@@ -71,6 +76,32 @@ class Board:
     def heard(self, tag: int) -> Mapping[int, Word]:
         """By rank, this one included."""
         return self._words.get(tag, {})
+
+    def all_arrived(self, part: GangPart) -> bool:
+        """Whether every rank with a part of the batch has all of its requests. A rank that hears of
+        nobody asks only for its own, which it counts itself."""
+        if part.ranks == 1 or not self.is_open:
+            return True
+        return sum(word.arrived for word in self.heard(part.tag).values()) >= part.ranks
+
+    def agreed(self, part: GangPart, turn: int, own: Word | None = None) -> bool:
+        """Whether all were ready in an earlier turn than ``turn``, or one had given up waiting.
+
+        What is said in a turn is heard by all before the next begins, so all ranks conclude the
+        same. ``own``: the word of this rank, which is all that counts where it goes by itself."""
+        if part.ranks == 1 or not self.is_open:
+            return own is not None and bool(own.ready_turn or own.gave_up_turn)
+        words = self.heard(part.tag).values()
+        if any(0 < word.gave_up_turn < turn for word in words):
+            return True
+        return sum(0 < word.ready_turn < turn for word in words) >= part.ranks
+
+    def taken_in(self, part: GangPart, turn: int) -> bool:
+        """Whether decode had taken in all of the batch, on all ranks, before a pass ended whose
+        result is processed in ``turn``. Each rank has heard it of all since then, unless it is late
+        by all that is done in between. Requests on their way to prefill do not count."""
+        turns = [word.taken_turn for word in self.heard(part.tag).values()]
+        return sum(0 < taken <= turn for taken in turns) >= part.ranks
 
     def waited(self, tag: int) -> None:
         """A gang waited for the others; after ``MAX_SILENCES`` in vain the board is closed."""

@@ -160,7 +160,7 @@ class EndForward(msgspec.Struct, array_like=True, frozen=True, kw_only=True):
     kv_address: KvAddress | None = None
     """Of a rank on another node than the engine's first: ``/server_info`` names no host for it."""
     gang_gate: str = ""
-    """What became of a gang gate that was on: ``GATE_ALONE``, ``GATE_ERRORS``, or empty."""
+    """What became of a gang gate that was on: one of the values ``GATE_…``, or empty."""
     dist_init_addr: Annotated[str, Meta(max_length=256)] = ""
     """``--dist-init-addr`` of an engine on several nodes, each of which has a ``boot_id`` of its
     own; empty on one node."""
@@ -192,6 +192,8 @@ GATE_ALONE = "alone"
 """The rank waits for its own part of a gang only, as others do not tell it of theirs."""
 GATE_ERRORS = "errors"
 """The rank turned its gate off after errors."""
+GATE_UNSUPPORTED = "unsupported"
+"""There is no gate: the engine is on several hosts, with SGLang before 0.5.22."""
 
 _encoder = msgspec.msgpack.Encoder()
 _decoder = msgspec.msgpack.Decoder(EndForward)

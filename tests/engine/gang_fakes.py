@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -135,20 +135,12 @@ class Rank:
             gate_ms,
             "boot",
             clock=clock,
-            sleep=self.sleep,
             open_board=lambda name, rank, *_: (hearsay or Hearsay()).board(name, rank),
             gather=self.gather,
         )
 
-    def sleep(self, _seconds: float) -> None:
-        raise AssertionError("it blocks")
-
-    def original(self) -> Callable[[Queue], list[Req]]:
-        """SGLang's own, unhooked."""
-        return Queue.pop_bootstrapped
-
     def pop(self) -> list[str]:
-        popped = self.hold.around_pop_bootstrapped(self.original(), self.queue)
+        popped = self.hold.around_pop_bootstrapped(Queue.pop_bootstrapped, self.queue)
         return [req.rid.removeprefix(SIZED_RID_PREFIX) for req in popped]
 
     def turn(self, after_s: float = TURN_S) -> list[str]:

@@ -13,7 +13,7 @@ from sglang_sbs.engine.gang_hold import (
     MAX_ERRORS,
     MOST_TURN_S,
 )
-from sglang_sbs.wire.endforward import GATE_ALONE, GATE_ERRORS
+from sglang_sbs.wire.endforward import GATE_ALONE, GATE_ERRORS, GATE_UNSUPPORTED
 from sglang_sbs.wire.gangs import TAG_BITS, GangPart, part_of_room
 
 
@@ -143,13 +143,48 @@ def test_who_is_held_keeps_its_place_in_the_queue() -> None:
 
 @pytest.mark.parametrize(
     "engine",
-    [{"gate_ms": 0.0}, {"attn_tp": 0}, {"pipeline": 2}, {"nodes": 2, "ranks": 2}, {"nodes": 0}],
-    ids=["off", "unknown processes", "pipeline", "several hosts, old SGLang", "unknown hosts"],
+    [{"gate_ms": 0.0}, {"attn_tp": 0}, {"pipeline": 2}, {"nodes": 0}],
+    ids=["off", "unknown processes", "pipeline", "unknown hosts"],
 )
 def test_where_it_does_not_work_nothing_is_held(engine: dict[str, Any]) -> None:
     rank = Rank(Clock(), **engine)
     rank.queue.queue.append(Req("a", GangPart(1, 2, 1)))
     assert rank.turn() == ["a"]
+    assert rank.hold.fault() == ""
+
+
+@pytest.mark.parametrize("attn_tp", [1, 4])
+@pytest.mark.parametrize("gate_ms", [None, GATE_MS])
+def test_engines_on_several_hosts_before_0_5_22_have_no_gate_and_report_it_once(
+    gate_ms: float | None, attn_tp: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Their ranks cannot tell each other anything (``columns`` is None in such releases)."""
+    engine = {"nodes": 2, "ranks": 2, "attn_tp": attn_tp, "gate_ms": gate_ms}
+    ranks = [
+        Rank(Clock(), rank=rank, attn_tp_rank=process, **engine)
+        for rank in range(2)
+        for process in range(attn_tp)
+    ]
+    for rank in ranks:
+        late = Req("late", GangPart(1, 2, 2), WAITING)
+        rank.queue.queue += [Req("a", GangPart(1, 2, 2)), late]
+        assert rank.turn() == ["a"]
+        assert late.polls == 0
+        late.state = READY
+        assert rank.turn() == ["late"]
+        assert rank.hold.fault() == GATE_UNSUPPORTED
+    assert caplog.messages == ["no batch gate over several hosts before SGLang 0.5.22"]
+
+
+@pytest.mark.parametrize("engine", [{"ranks": 1}, {"ranks": 2, "skips": "1"}])
+def test_several_hosts_before_0_5_22_have_a_gate_where_ranks_share_no_barrier(
+    engine: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SGLANG_SCHEDULER_SKIP_ALL_GATHER", engine.pop("skips", ""))
+    rank = Rank(Clock(), nodes=2, **engine)
+    rank.queue.queue.append(Req("a", GangPart(1, 2, 1)))
+    assert rank.turn() == []
+    assert rank.hold.fault() == ""
 
 
 def test_an_error_holds_nothing_back_and_some_end_it() -> None:

@@ -133,8 +133,8 @@ GROUPS: dict[str, tuple[Option, ...]] = {
         Option("sbs-gang-gate", "", ("on", "off"),
             "engines with the plugin let a batch wait a moment for requests sent with it that are "
             "on their way or in the handshake with decode (SGLANG_SBS_GANG_GATE_MS there, 40 by "
-            "default; with SGLang before 0.5.22 on several hosts 0 where a DP rank is several "
-            "processes). off: they never do", default="on"),
+            "default; on several hosts with SGLang 0.5.22 or later only). off: they never do",
+            default="on"),
         Option("sbs-prefix-source", "prefix_source", get_args(PrefixWish),
             "how it is known what each rank has cached. events: the KV events engines publish "
             "(--kv-events-config). approximate: from what was sent where. auto: events of "

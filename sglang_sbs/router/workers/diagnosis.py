@@ -9,7 +9,7 @@ import msgspec
 
 from sglang_sbs.router.workers.server_info import PLUGIN_VERSION, WorkerInfo, parse_version
 from sglang_sbs.wire import EndForward
-from sglang_sbs.wire.endforward import GATE_ALONE, GATE_ERRORS
+from sglang_sbs.wire.endforward import GATE_ALONE, GATE_ERRORS, GATE_UNSUPPORTED
 
 AS_REPORTED = "as its EndForward says"
 """Why a worker has no barrier, where only its reports say so."""
@@ -18,6 +18,8 @@ GATE_FAULTS = {
     GATE_ALONE: "the gang gate does not hear other processes of the engine: batches come apart. Is "
     "the plugin on every node, with the same SGLANG_SBS_GANG_GATE_MS?",
     GATE_ERRORS: "the gang gate turned itself off after errors: see the engine's log",
+    GATE_UNSUPPORTED: "no batch gate over several hosts before SGLang 0.5.22: requests of a batch "
+    "may start in different passes",
 }
 
 

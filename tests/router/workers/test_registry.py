@@ -25,7 +25,7 @@ from sglang_sbs.router.workers.worker import SILENT_AFTER_S, Worker, WorkerEvent
 from sglang_sbs.router.workers.worker_view import describe_worker
 from sglang_sbs.scheduling.events import InstanceDown, InstanceUp
 from sglang_sbs.wire import EndForward
-from sglang_sbs.wire.endforward import GATE_ALONE, GATE_ERRORS
+from sglang_sbs.wire.endforward import GATE_ALONE, GATE_ERRORS, GATE_UNSUPPORTED
 
 
 def report(rank: int = 0, boot: str = "b1", **fields: Any) -> EndForward:
@@ -277,7 +277,8 @@ def test_a_gang_gate_at_fault_is_a_problem_until_every_rank_has_one_again() -> N
     assert say(0, 1, "") == say(1, 1, "unheard of") == ""
     assert "DP rank 1: the gang gate does not hear" in say(1, 2, GATE_ALONE)
     assert "DP rank 0: the gang gate turned itself off" in say(0, 2, GATE_ERRORS)
-    assert "DP rank 1" in say(0, 3, "")
+    assert "before SGLang 0.5.22" in say(0, 3, GATE_UNSUPPORTED)
+    assert "DP rank 1" in say(0, 4, "")
     assert say(1, 3, "") == ""
 
 
