@@ -8,6 +8,8 @@ from collections.abc import Sequence
 import pytest
 from hypothesis import HealthCheck, settings
 
+pytest.register_assert_rewrite("harness")
+
 settings.register_profile(
     "busy machine", deadline=None, suppress_health_check=[HealthCheck.too_slow]
 )

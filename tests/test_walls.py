@@ -6,6 +6,7 @@ The list of exceptions can only shrink: one that is not needed any more has to g
 from __future__ import annotations
 
 import ast
+import re
 import tomllib
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -255,3 +256,11 @@ def test_a_broken_wall_would_be_noticed() -> None:
         (6, "sglang_sbs.router.lanes", False),
         (6, "sglang_sbs.router.server", False),
     ]
+
+
+def test_no_test_module_is_imported_by_another() -> None:
+    """What several need is in ``tests/harness``, or in a module beside them without tests."""
+    tests = ROOT / "tests"
+    imported = re.compile(r"^\s*(?:from|import) test_\w+", re.M)
+    found = {path.name: imported.findall(path.read_text()) for path in tests.rglob("*.py")}
+    assert {name: lines for name, lines in found.items() if lines} == {}

@@ -5,7 +5,6 @@ Owns reading that record, and conversations that grow. Must not know which clust
 
 from __future__ import annotations
 
-import asyncio
 import os
 import random
 from collections.abc import Callable
@@ -14,6 +13,7 @@ from pathlib import Path
 
 import aiohttp
 from cluster_requests import generate
+from harness.until import until
 
 from benchmarks.breakable import BreakableCluster
 from sglang_sbs.scheduling.eventlog import LogRecord, read_event_log
@@ -53,9 +53,7 @@ class Site:
 
     async def until(self, done: Callable[[list[LogRecord]], bool], since_s: float) -> None:
         """Until the record since then, which is written with a delay, satisfies ``done``."""
-        async with asyncio.timeout(WAIT_S):
-            while not done(self.records(since_s)):  # noqa: ASYNC110 (another process writes it)
-                await asyncio.sleep(0.2)
+        await until(lambda: done(self.records(since_s)), WAIT_S, every_s=0.2)
 
     async def until_started(self, rids: set[str]) -> dict[str, int]:
         """The pass that each was in first, once the record has all."""

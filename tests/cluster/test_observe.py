@@ -15,6 +15,7 @@ from pathlib import Path
 import aiohttp
 import pytest
 from cluster_requests import cluster_options, generate, random_prompt, start
+from harness.until import until
 
 from benchmarks.demo.runs import router_process
 from benchmarks.router_processes import Contender
@@ -34,12 +35,6 @@ WAIT_S = 60
 LENGTHS = [90 + 37 * number for number in range(24)]
 TOLERANCE_S = 0.05
 """The engine's processes convert each other's clocks."""
-
-
-async def until(condition) -> None:
-    async with asyncio.timeout(WAIT_S):
-        while not condition():  # noqa: ASYNC110 - it becomes true by messages of other processes
-            await asyncio.sleep(0.05)
 
 
 async def test_arrivals_lengths_and_placement_are_what_was_sent(

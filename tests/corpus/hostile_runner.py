@@ -17,10 +17,10 @@ from typing import Any
 import aiohttp
 import h11
 import msgspec
+from harness.kv_cluster import publishing
 from hostile_inputs import Input, agrees, bytes_of
 from hostile_oracles import PATIENCE_S, Oracles, oracles, quiet
 from router_harness import Cluster, cluster, until
-from test_kv_events_of_a_cluster import publishing
 
 from sglang_sbs.scheduling import Scheduler, SchedulerConfig
 from sglang_sbs.wire import encode_endforward

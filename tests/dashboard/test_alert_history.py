@@ -5,8 +5,8 @@ from __future__ import annotations
 from datetime import datetime
 from typing import Any
 
+from harness.pages import local_feed
 from router_harness import cluster, until
-from test_pages import local_feed
 
 from sglang_sbs.dashboard.health.alerts import Alert
 from sglang_sbs.dashboard.health.past import AGAIN_S, KEPT_S, MOST_KEPT, AlertHistory

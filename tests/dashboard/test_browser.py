@@ -6,6 +6,7 @@ from typing import Any
 
 import orjson
 import pytest
+from harness.pages import ScriptedFeed, served
 from page_rig import (
     DECODE,
     GEOMETRY,
@@ -21,7 +22,6 @@ from page_rig import (
 )
 from playwright.async_api import Browser, expect
 from router_harness import cluster, until
-from test_pages import ScriptedFeed, served
 
 EVIL = '<img src=x onerror="window.evil=1"><script>window.evil=1</script>'
 

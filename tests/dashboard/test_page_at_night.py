@@ -7,6 +7,7 @@ from typing import Any
 
 import orjson
 import pytest
+from harness.pages import ScriptedFeed, served
 from page_rig import (
     DECODE,
     GEOMETRY,
@@ -21,7 +22,6 @@ from page_rig import (
 )
 from playwright.async_api import Browser, expect
 from router_harness import until
-from test_pages import ScriptedFeed, served
 
 
 async def test_a_lost_router_is_no_green_page(browser: Browser) -> None:

@@ -5,8 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import socket
-from collections.abc import AsyncIterator
-from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from contextlib import AbstractAsyncContextManager
 from pathlib import Path
 from typing import Any
 
@@ -14,13 +13,14 @@ import aiohttp
 import pytest
 import router_harness
 from aiohttp import web
+from harness.pages import ScriptedFeed, local_feed, served, take
 from router_harness import TIMEOUT_S, Cluster, options_for, until
 
 from sglang_sbs.dashboard import feed as feed_module
 from sglang_sbs.dashboard import pages
 from sglang_sbs.dashboard.client import DashboardError, frames
-from sglang_sbs.dashboard.feed import LocalFeed, Stop, Take
-from sglang_sbs.dashboard.pages import PENDING_FRAMES, Dashboard
+from sglang_sbs.dashboard.feed import LocalFeed
+from sglang_sbs.dashboard.pages import PENDING_FRAMES
 from sglang_sbs.router.api.access import CONTROL_PLANE, OPEN_PATHS
 from sglang_sbs.router.processes.scheduler_process import SchedulerProcess
 from sglang_sbs.router.server import RouterServer
@@ -32,23 +32,6 @@ KEYS = ("--control-plane-api-keys", "ops:Ops:admin:secret", "dev:Dev:user:weak")
 
 def cluster(*flags: str) -> AbstractAsyncContextManager[Cluster]:
     return router_harness.cluster(*flags, scheduler=Scheduler())
-
-
-def local_feed(running: Cluster) -> LocalFeed:
-    feed = running.server._schedulers.feed
-    assert isinstance(feed, LocalFeed)
-    return feed
-
-
-async def take(running: Cluster, count: int, key: str | None = None) -> list[dict[str, Any]]:
-    """The first frames of a connection."""
-    found: list[dict[str, Any]] = []
-    async with asyncio.timeout(TIMEOUT_S):
-        async for frame in frames(running.url, key):
-            found.append(frame)
-            if len(found) == count:
-                break
-    return found
 
 
 # Who may look ---------------------------------------------------------------------------------
@@ -207,36 +190,6 @@ async def test_a_defect_of_the_dashboard_is_not_the_schedulers() -> None:
 
 
 # Slow and many watchers -----------------------------------------------------------------------
-
-
-class ScriptedFeed:
-    """Frames on command."""
-
-    def __init__(self) -> None:
-        self.takes: list[Take] = []
-
-    def watch(self, take: Take) -> Stop:
-        self.takes.append(take)
-        return lambda: self.takes.remove(take)
-
-    def close(self) -> None: ...
-
-
-@asynccontextmanager
-async def served(feed: ScriptedFeed) -> AsyncIterator[tuple[Dashboard, int]]:
-    dashboard = Dashboard(feed)
-    app = web.Application()
-    for method, path, handler in dashboard.routes():
-        app.router.add_route(method, path, handler)
-    runner = web.AppRunner(app, access_log=None, shutdown_timeout=0.5)
-    await runner.setup()
-    site = web.TCPSite(runner, "127.0.0.1", 0)
-    await site.start()
-    try:
-        yield dashboard, int(runner.addresses[0][1])
-    finally:
-        dashboard.close()
-        await runner.cleanup()
 
 
 async def test_a_watcher_that_does_not_read_is_dropped() -> None:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from harness.pages import local_feed
 from router_harness import cluster, until
-from test_pages import local_feed
 
 from sglang_sbs.dashboard.slowest import SHOWN, WINDOW_S, Slowest
 from sglang_sbs.scheduling import Scheduler, SchedulerConfig

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import pytest
+from harness.pages import local_feed
 from router_harness import cluster, until
-from test_pages import local_feed
 
 from sglang_sbs.dashboard.split import WINDOW_S, TimeSplit
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import io
 import os
 import pty
 import re
@@ -15,36 +14,13 @@ from typing import Any
 
 import orjson
 import pytest
-from rich.console import Console
+from harness.top_frames import drawn, frame_of
 from router_harness import TIMEOUT_S, cluster
 
 from sglang_sbs.ask_router import KEY_VARIABLE
-from sglang_sbs.dashboard.recorder import Recorder
 from sglang_sbs.dashboard.top import main
-from sglang_sbs.dashboard.top_view import TopView, plain
-from sglang_sbs.scheduling import InstanceUp, RequestArrived, Scheduler, SchedulerConfig
-
-
-def frame_of(prefill: int, decode: int, dp_size: int = 8) -> dict[str, Any]:
-    """A real frame of a scheduler with so many instances and some requests."""
-    scheduler = Scheduler(SchedulerConfig())
-    recorder = Recorder(scheduler, 1.0)
-    for role, count in (("prefill", prefill), ("decode", decode)):
-        for number in range(count):
-            name = f"http://{role}-{number}.example:30000"
-            up = InstanceUp(instance=name, role=role, dp_size=dp_size, chunk_tokens=4096)
-            scheduler.handle(up, 1.0)
-    for number in range(20):
-        event = RequestArrived(rid=f"r{number}", prompt_tokens=3000)
-        recorder.observe(event, scheduler.handle(event, 2.0), 2.0)
-    return recorder.frame(2.5)
-
-
-def drawn(frame: dict[str, Any], width: int, height: int) -> list[str]:
-    out = io.StringIO()
-    console = Console(file=out, width=width, height=height, force_terminal=False)
-    console.print(TopView(frame, "here"))
-    return out.getvalue().rstrip("\n").split("\n")
+from sglang_sbs.dashboard.top_view import plain
+from sglang_sbs.scheduling import Scheduler, SchedulerConfig
 
 
 def test_a_worker_without_a_barrier_says_so() -> None:

@@ -10,8 +10,8 @@ from typing import Any, get_args
 
 import msgspec
 import pytest
+from harness.top_frames import drawn, frame_of
 from router_harness import cluster
-from test_top import drawn, frame_of
 
 from sglang_sbs.dashboard.health import alerts, well
 from sglang_sbs.dashboard.health.alerts import Recent, find_alerts

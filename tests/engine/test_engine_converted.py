@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from test_engine_prompts import CHATML, ENGINE, TEMPLATES, save_model
-from test_engine_sglang import ask
+from harness.engine_prompts import CHATML, ENGINE, TEMPLATES, save_model
+from harness.sglang_process import ask
 
 from sglang_sbs.router.prompts.chat_tokenizer import ChatTokenizer
 from sglang_sbs.router.prompts.message_chat import message_chat

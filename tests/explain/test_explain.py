@@ -8,8 +8,8 @@ from pathlib import Path
 
 import msgspec
 import pytest
+from harness.why_cluster import Cluster
 from router_harness import cluster
-from test_why import Cluster
 
 from sglang_sbs.cli import main
 from sglang_sbs.explain import words

@@ -12,6 +12,7 @@ from typing import Any
 
 import aiohttp
 import orjson
+from harness.until import until
 
 from sglang_sbs.router.options.options import parse_flags
 from sglang_sbs.router.options.router_options import RouterOptions
@@ -156,13 +157,6 @@ class Cluster:
         assert self.server.dispatcher.open == 0
         assert len(self.server.in_flight) == 0
         assert all(worker.active == 0 for worker in self.server.registry)
-
-
-async def until(condition: Any) -> None:
-    """Wait for a condition of this event loop that nothing announces."""
-    async with asyncio.timeout(TIMEOUT_S):
-        while not condition():  # noqa: ASYNC110 - the point is that no event announces it
-            await asyncio.sleep(0.002)
 
 
 def options_for(

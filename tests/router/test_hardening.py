@@ -9,8 +9,8 @@ from typing import Any
 import orjson
 import pytest
 from aiohttp import HttpVersion11
+from harness.raw_engines import raw_server, read_request
 from router_harness import cluster, options_for, sse_events, until
-from test_upstream import raw_server, read_request
 
 from sglang_sbs.router.client import answer_stream, intake
 from sglang_sbs.router.client.answer_stream import Downstream

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
+from harness.kv_cluster import RANKS, publishing
 from router_harness import cluster, until
 from router_processes import site, start_group
 
@@ -14,37 +13,8 @@ from sglang_sbs.router.processes.summed_metrics import add_pages
 from sglang_sbs.scheduling import Scheduler
 from sglang_sbs.scheduling.eventlog import read_event_log
 from sglang_sbs.scheduling.events import BlocksCleared, BlocksRemoved, BlocksStored
-from tools.stand_ins.kv_publisher import KvPublisher, removed, stored
+from tools.stand_ins.kv_publisher import removed, stored
 from tools.stand_ins.mock_engine import Behaviour, MockEngine
-from tools.stand_ins.ports import free_ports
-
-RANKS = 2
-
-
-@asynccontextmanager
-async def publishing(engine_info: dict[str, Any]) -> AsyncIterator[list[KvPublisher]]:
-    """Two publishers, described in ``engine_info`` as an engine would."""
-    first = free_ports(2 * RANKS)[0]
-    publishers = [KvPublisher(first + d, first + RANKS + d, dp_rank=d) for d in range(RANKS)]
-    engine_info |= {
-        "page_size": 4,
-        "kv_events": {
-            "publisher": "zmq",
-            "endpoint_host": "*",
-            "endpoint_port_base": first,
-            "replay_endpoint_port_base": first + RANKS,
-            "topic": "",
-            "block_size": 4,
-            "dp_size": RANKS,
-        },
-    }
-    for publisher in publishers:
-        await publisher.start()
-    try:
-        yield publishers
-    finally:
-        for publisher in publishers:
-            publisher.stop()
 
 
 async def test_the_scheduler_is_told_and_the_metrics_show_it() -> None:

@@ -17,6 +17,7 @@ from typing import Any
 import aiohttp
 import orjson
 import pytest
+from harness.jwt_issuer import bearer
 from router_harness import TIMEOUT_S
 
 from tools.stand_ins.mock_engine import Behaviour, MockEngine, Rooms
@@ -237,10 +238,6 @@ METRICS = "metric families"
 """Their types, by name."""
 PATIENCE_S = 4.0
 """A request without an answer by then is one that hangs."""
-
-
-def bearer(key: str) -> dict[str, str]:
-    return {"Authorization": f"Bearer {key}"} if key else {}
 
 
 Answers = dict[str, tuple[int, dict[str, str], Any]]

@@ -11,15 +11,15 @@ import contextlib
 import os
 import sys
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
 import aiohttp
 import pytest
-from test_jwt import AUDIENCE, Issuer
-from test_stock_contract import bearer
+from harness.jwt_issuer import AUDIENCE, Issuer, bearer
+from harness.until import until
 
 from tools.stand_ins.kubernetes_server import FakeKubernetes, pod
 from tools.stand_ins.mock_engine import MockEngine, Rooms
@@ -57,18 +57,12 @@ async def router(module: str, log: Path, *flags: str, **environment: str) -> Asy
                         return True
                 return False
 
-            await eventually(listens)
+            await until(listens, LIMIT_S, every_s=0.05)
         yield url
     finally:
         with contextlib.suppress(ProcessLookupError):
             process.kill()
         await process.wait()
-
-
-async def eventually(holds: Callable[[], Awaitable[bool]]) -> None:
-    async with asyncio.timeout(LIMIT_S):
-        while not await holds():  # noqa: ASYNC110 - the other side is another process
-            await asyncio.sleep(0.05)
 
 
 @pytest.mark.parametrize("module", MODULES)
@@ -106,10 +100,10 @@ async def test_the_same_pods_become_the_same_workers(module: str, tmp_path: Path
                 async def holds() -> bool:
                     return await workers() == list(wanted)
 
-                await eventually(holds)
+                await until(holds, LIMIT_S, every_s=0.05)
 
             engine = (prefill.url, "prefill", 9000, True)
-            await eventually(lambda: _watched(api))
+            await until(lambda: _watched(api), LIMIT_S, every_s=0.05)
             assert await workers() == []
             await api.put(pod("p0", "127.0.0.1", labels=labels, annotations=annotations))
             await becomes(engine)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+from harness.plain_requests import request
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -18,18 +19,6 @@ from sglang_sbs.scheduling.decode.rules import (
 from sglang_sbs.scheduling.policies.pbaa import LEFT_OUT, pbaa, place_fitting, top_up
 from sglang_sbs.scheduling.prefill.interval import IntervalController
 from sglang_sbs.scheduling.request import Request
-
-
-def request(rid: str, tokens: int, *, order: int = 0, output: int = 0) -> Request:
-    return Request(
-        rid=rid,
-        order=order,
-        prompt_tokens=tokens,
-        max_new_tokens=None,
-        arrived_s=0.0,
-        deadline_s=100.0,
-        total_tokens=tokens + output,
-    )
 
 
 class TestInterval:

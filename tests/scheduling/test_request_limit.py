@@ -5,10 +5,10 @@ from __future__ import annotations
 import random
 
 import pytest
+from harness.plain_requests import request
 from hypothesis import given
 from hypothesis import strategies as st
 from model_engine import PrefillEngine
-from test_algorithms import request
 
 from sglang_sbs.scheduling import InstanceUp
 from sglang_sbs.scheduling.policies.adaptive.pass_forecast import PassForecast, Terms

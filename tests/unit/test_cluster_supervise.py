@@ -6,11 +6,10 @@ import asyncio
 import os
 import signal
 import sys
-import time
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from harness.until import until
 
 from benchmarks.breakable import BreakableProcesses
 from sglang_sbs.cluster.plan import ProcessPlan
@@ -44,18 +43,6 @@ async def start(supervisor: Supervisor, process: ProcessPlan) -> SpawnedProcess:
     started = await supervisor.start(process)
     await until(lambda: "up" in process.log_path.read_text())
     return started
-
-
-async def until(condition: Callable[[], bool]) -> None:
-    """Return when `condition` holds; fails if it does not within half a minute."""
-
-    def poll() -> None:
-        deadline_s = time.monotonic() + 30
-        while not condition():
-            assert time.monotonic() < deadline_s
-            time.sleep(0.01)
-
-    await asyncio.to_thread(poll)
 
 
 def is_alive(pid: int) -> bool:

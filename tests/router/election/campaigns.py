@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
 
 from sglang_sbs.router.election import ElectionTimes, parse_election
@@ -24,12 +24,6 @@ class Told:
     @property
     def leads(self) -> bool:
         return bool(self.words and self.words[-1])
-
-
-async def until(reached: Callable[[], bool]) -> None:
-    async with asyncio.timeout(20):
-        while not reached():  # noqa: ASYNC110 - no event
-            await asyncio.sleep(0.01)
 
 
 @contextlib.asynccontextmanager

@@ -8,7 +8,8 @@ from collections.abc import AsyncIterator
 import pytest
 import pytest_asyncio
 from aiohttp import web
-from campaigns import candidate, running, until
+from campaigns import candidate, running
+from harness.until import until
 
 from benchmarks.chaos.etcd_process import Etcd, etcd_binary, running_etcd
 from sglang_sbs.router.election import ElectionTimes

@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 import pytest_asyncio
-from campaigns import QUICK, Told, candidate, running, until
+from campaigns import QUICK, Told, candidate, running
+from harness.until import until
 
 from sglang_sbs.router.election.candidate import Record
 from sglang_sbs.router.election.election import Refused, StoreError

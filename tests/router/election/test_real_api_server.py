@@ -10,7 +10,8 @@ from pathlib import Path
 
 import pytest
 import pytest_asyncio
-from campaigns import candidate, running, until
+from campaigns import candidate, running
+from harness.until import until
 
 from benchmarks.chaos.etcd_process import etcd_binary
 from benchmarks.chaos.kube_apiserver import ApiServer, apiserver_binary, running_apiserver

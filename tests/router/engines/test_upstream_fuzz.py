@@ -8,9 +8,9 @@ import itertools
 from typing import Any
 
 import pytest
+from harness.raw_engines import Collector, ask, chunked, raw_server, read_request
 from hypothesis import given
 from hypothesis import strategies as st
-from test_upstream import Collector, ask, chunked, raw_server, read_request
 
 from sglang_sbs.router.engines.connection import Connection, UpstreamError
 from sglang_sbs.router.engines.connection_pool import IDLE_LIMIT_S, Call, Pool, request_head

@@ -8,11 +8,11 @@ from collections.abc import AsyncIterator
 from typing import Any
 
 import pytest
+from harness.front_ends import complete
 from link_harness import HOLDING
 from many_schedulers import Several
 from router_harness import until
 from router_processes import Group, fresh_client, kill, running
-from test_front_ends import complete
 
 from sglang_sbs.router.policy_in_force import PolicyState
 from sglang_sbs.router.processes.messages import DrainWorker, SwitchPolicy

@@ -9,9 +9,9 @@ from pathlib import Path
 import aiohttp
 import orjson
 import pytest
+from harness.front_ends import IN_FLIGHT, Load, complete
 from router_harness import until
 from router_processes import START_S, alive, fresh_client, running, start_group
-from test_front_ends import IN_FLIGHT, Load, complete
 
 from tools.stand_ins.ports import free_ports
 

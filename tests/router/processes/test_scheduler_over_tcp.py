@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 import zmq
+from harness.front_ends import complete
 from router_harness import TIMEOUT_S, until
 from router_processes import Group, Site, site, start_group
-from test_front_ends import complete
 
 from sglang_sbs.router.processes import sockets as sockets_module
 from sglang_sbs.router.processes.leading.scheduler_choice import SchedulerChoice

@@ -6,8 +6,8 @@ import asyncio
 from typing import Any
 
 import aiohttp
-import orjson
 import pytest
+from harness.sse import events_of
 from router_harness import cluster
 
 from sglang_sbs.router.relay.answer_kinds import ANSWER_KINDS
@@ -23,15 +23,6 @@ BODY: dict[str, Any] = {
     "messages": [{"role": "user", "content": "Hello"}],
 }
 ONE_TRY = ("--disable-retries",)
-
-
-def events_of(raw: bytes) -> list[tuple[str, dict[str, Any]]]:
-    """Name and data of each event."""
-    events = []
-    for block in raw.decode().strip().split("\n\n"):
-        name, data = block.split("\n")
-        events.append((name.removeprefix("event: "), orjson.loads(data.removeprefix("data: "))))
-    return events
 
 
 async def test_both_legs_get_the_body_with_one_room_and_one_rid() -> None:

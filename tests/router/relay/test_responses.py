@@ -9,8 +9,8 @@ from typing import Any
 import aiohttp
 import orjson
 import pytest
+from harness.sse import events_of
 from router_harness import cluster
-from test_messages import events_of
 
 from sglang_sbs.engine.gang_hold import was_told
 from sglang_sbs.router.prompts.reader import too_long

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import pytest
-from test_pass_forecast import CHUNK, instance
-from test_pass_forecast import request as request_of
+from harness.learned_instance import CHUNK, instance
+from harness.learned_instance import request as request_of
 
 from sglang_sbs.scheduling.policies.adaptive import few_requests
 from sglang_sbs.scheduling.policies.adaptive.few_requests import (

@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 
 import pytest
-from test_pass_forecast import instance
+from harness.learned_instance import instance
 
 from sglang_sbs.scheduling.policies.adaptive.lineup import Lineup, Moment, Starts
 from sglang_sbs.scheduling.prefill.agenda import Timetable

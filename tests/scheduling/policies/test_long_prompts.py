@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from test_pass_forecast import CHUNK, instance, request
+from harness.learned_instance import CHUNK, instance, request
 
 from sglang_sbs.scheduling.policies.adaptive.long_prompts import LongPrompts
 from sglang_sbs.scheduling.policies.offered_load import OfferedLoad

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from test_pass_forecast import instance
+from harness.learned_instance import instance
 
 from sglang_sbs.scheduling.policies.offered_load import _LEAST_WINDOW_S, OfferedLoad
 

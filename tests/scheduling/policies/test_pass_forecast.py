@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import random
-
 import pytest
 from driver import Driver
+from harness.learned_instance import FIXED_S, PAIR_S, TOKEN_S, instance, request
 
 from sglang_sbs.scheduling import InstanceDown, InstanceUp
 from sglang_sbs.scheduling.events import BlocksStored
@@ -21,30 +20,11 @@ from sglang_sbs.scheduling.prefill.instance import PrefillInstance
 from sglang_sbs.scheduling.prefix.places import Hits
 from sglang_sbs.scheduling.request import Request
 
-CHUNK = 1000
 DEFAULT = Terms(again_weight=1.0)
-FIXED_S, TOKEN_S, PAIR_S = 0.1, 1e-4, 1e-7
-
-
-def instance(name: str = "p0", dp_size: int = 2) -> PrefillInstance:
-    """Has learned T = 0.1 s + max over ranks of (0.1 ms per token + 0.1 us per pair)."""
-    up = InstanceUp(instance=name, role="prefill", dp_size=dp_size, chunk_tokens=CHUNK)
-    it = PrefillInstance(up, t_default_s=0.2, default_chunk_tokens=CHUNK)
-    rng = random.Random(1)
-    for _ in range(400):
-        tokens = [rng.randrange(1, CHUNK) for _ in range(dp_size)]
-        pairs = [rng.choice([0.0, 1e6, 5e6]) * rng.random() for _ in range(dp_size)]
-        slowest_s = max(TOKEN_S * n + PAIR_S * p for n, p in zip(tokens, pairs, strict=True))
-        it.model.observe(tokens, FIXED_S + slowest_s, pairs)
-    return it
 
 
 def forecast(it: PrefillInstance, start_s: float = 0.0, *, closed: bool = False) -> PassForecast:
     return PassForecast(it, start_s, closed=closed)
-
-
-def request(rid: str, tokens: int) -> Request:
-    return Request(rid, 0, tokens, None, 0.0, 60.0)
 
 
 def at(

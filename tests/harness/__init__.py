@@ -1,0 +1,1 @@
+"""What tests of several rooms stand on: scripted peers, clients and builders, no tests."""
