@@ -58,6 +58,7 @@ async def wait_until_ready(
 async def freeze_gc(session: aiohttp.ClientSession, url: str, key: str = "") -> None:
     """POST /freeze_gc: keep the collector off objects of the start-up. SGLang does so after a
     warm-up request; without one, full collections stop the HTTP process for about 0.5 s."""
+    # SGLang fault: collector-after-start
     async with session.post(
         url + "/freeze_gc", timeout=_REQUEST_TIMEOUT, headers=_bearer(key)
     ) as response:

@@ -19,6 +19,7 @@ logger = logging.getLogger(__name__)
 
 ROUTERS = "SGLANG_SBS_ROUTERS"
 BIND = "SGLANG_SBS_BIND"
+# SGLang fault: messages-without-rid
 HEADER_OVERRIDES = "SGLANG_ENABLE_REQUEST_HEADER_OVERRIDES"
 """SGLang's switch for ``x-override-rid`` (``entrypoints/request_headers.py``, 0.5.20 on). The
 header gives requests of ``/v1/messages`` the router's id: EndForward names them by it, and an abort

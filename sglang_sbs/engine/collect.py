@@ -175,6 +175,7 @@ def read_pass(scheduler: Any, batch: Any, entered_s: float, dp_size: int) -> Pas
         forward_id=int(getattr(batch, "forward_iter", None) or scheduler.forward_ct),
         mode=mode.name.lower(),
         launch_s=getattr(batch, "launch_ts", None) or entered_s,
+        # SGLang fault: sticky-extend-count
         extend_tokens=int(batch.extend_num_tokens or 0) if is_extend else 0,
         cached_tokens=int(stats.log_hit_tokens) if stats is not None else 0,
         batch_size=len(batch.reqs),
@@ -248,6 +249,7 @@ def describe_accepted(req: Any, role: Role, now_s: float) -> Accepted:
 def keep_created_time(state: Any, stats: Any) -> None:
     """After ``__getstate__`` of the times that the HTTP server and the DP controller send along
     with a request. SGLang leaves ``created_time`` out of them and converts it on arrival."""
+    # SGLang fault: arrival-left-behind
     created_s = getattr(stats, "created_time", 0.0)
     if created_s and isinstance(state, dict):
         state["created_time"] = created_s
@@ -257,6 +259,7 @@ def sent_rid(req: Any) -> str:
     """The request's id as it was sent: SGLang's Rust server appends ``#`` and 16 digits of its own
     (seen in 0.5.23), by which no router would know the request again."""
     rid = str(req.rid)
+    # SGLang fault: rust-rid-suffix
     sent, mark, own = rid.rpartition("#")
     return sent if mark and len(own) == RUST_SERVER_DIGITS else rid
 

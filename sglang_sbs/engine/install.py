@@ -161,6 +161,7 @@ def nap_briefly(_result: None, scheduler: Any) -> None:
     (``scheduler_components/idle_sleeper.py``). With DP attention its peers wait for it before every
     pass: their requests would too."""
     if getattr(scheduler, "rust_server", None) is not None and read_placement(scheduler).barrier:
+        # SGLang fault: rust-idle-sleep
         scheduler.idle_sleeper.timeout_ms = NAP_MS
 
 

@@ -38,6 +38,7 @@ class Aborts:
     def send(self, worker_url: str, rid: str) -> None:
         """Abort a request there, not waiting for the answer. SGLang matches rids by prefix: ours
         are of one length, so an abort hits exactly one request."""
+        # SGLang fault: abort-by-prefix
         task = self._pool.loop.create_task(self._abort(worker_url, rid))
         self.tasks.add(task)
         task.add_done_callback(self.tasks.discard)

@@ -68,6 +68,7 @@ class _Plain:
         return leg_status_failure(leg, worker, status, body)
 
 
+# SGLang fault: abort-as-success
 class TokenAnswers(_Plain):
     """Of ``/generate``, ``/v1/completions`` and ``/v1/chat/completions``. SGLang ends each stream
     with the same event, also one that reports an error or an abort."""

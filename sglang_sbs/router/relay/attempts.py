@@ -46,6 +46,7 @@ _LEAST_TO_REFUSE_S = 0.05
 _MOST_TO_REFUSE_S = 1.0
 
 
+# SGLang fault: refused-room-stays
 def _time_to_refuse_s(failure: LegFailure) -> float:
     """After a refusal of prefill: how long the next attempt waits for another one before decode
     gets the request. A decode engine announces a request to prefill at once, and what it announces

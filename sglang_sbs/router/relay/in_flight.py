@@ -254,6 +254,7 @@ class InFlight:
     def refuses_retraction(self, placement: Placement) -> bool:
         """Whether prefill refuses what decode may ask of it after it retracted a request: the
         engine's own request has no key and speaks plain HTTP (sglang #25372)."""
+        # SGLang fault: retraction-without-key
         closed = self._keyed or placement.prefill.url.startswith("https:")
         return closed and may_rebootstrap(placement.decode.known.version)
 

@@ -35,11 +35,13 @@ _SETTLE_S = 10.0
 _MOST_REPEATED = 16
 """What comes before the first output has at most so many times the bytes of the request: both
 events repeat instructions and tools, and name every field that a tool leaves out."""
+# SGLang fault: retraction-without-key
 _WHY_RETRACTION_FAILS = (
     "decode ended the stream early. If it had retracted the request, it asked prefill over plain "
     "HTTP and without a key to compute it again, which prefill refuses here (sglang #25372): see "
     "pair.retraction-key of sglang-sbs doctor"
 )
+# SGLang fault: early-abort-ignored
 _ABORT_AGAIN_S = 1.0
 """An engine that is still tokenizing ignores an abort; young legs get a second one after this."""
 

@@ -32,6 +32,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+# SGLang fault: kv-freed-in-transfer
 TRANSFER_TIMEOUT_S = 30.0
 """Mooncake's limit on one transfer (``MC_TRANSFER_TIMEOUT``), and what SGLang's own deferred
 release waits for at most."""

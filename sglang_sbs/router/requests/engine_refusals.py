@@ -27,6 +27,7 @@ _FLOAT = re.compile(rb"-?[0-9]{1,32}(\.[0-9]{1,32})?([eE][+-]?[0-9]{1,8})?")
 _GREEDY_BELOW = 1e-6
 """A temperature below this makes ``top_k`` 1 whatever the client gave."""
 
+# SGLang fault: refused-room-stays
 _RANGES: tuple[tuple[str, Callable[[float], bool], str], ...] = (
     ("temperature", lambda value: value >= 0.0, "a non-negative finite number, got"),
     ("top_p", lambda value: 0.0 < value <= 1.0, "in (0, 1], got"),

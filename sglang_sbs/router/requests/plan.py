@@ -39,6 +39,7 @@ CONVERTED: tuple[RouteKind, ...] = ("messages", "responses")
 _RID_FIELD: dict[RouteKind, str] = {"responses": "request_id"}
 """Where engines read their id for a request, if not in ``rid``. Clients see that of a response."""
 
+# SGLang fault: internal-fields-of-clients, duplicate-room
 _INTERNAL_FIELDS = (
     "bootstrap_host", "bootstrap_port", "bootstrap_room", "bootstrap_pair_key", "decode_tp_size",
     "routed_dp_rank", "data_parallel_rank", "disagg_prefill_dp_rank", "http_worker_ipc",
@@ -55,6 +56,7 @@ _ASK_CACHED = "return_cached_tokens_details"
 _ASKS_CACHED = ("completions", "chat")
 """Kinds of requests in which SGLang knows that field."""
 _IDS_FIELD = {"generate": "input_ids", "completions": "prompt", "chat": "input_ids"}
+# SGLang fault: messages-without-rid
 _RID_HEADER = b"x-override-rid: %b\r\n"
 """``/v1/messages`` knows no ``rid`` in its body. SGLang takes one from this header where
 ``SGLANG_ENABLE_REQUEST_HEADER_OVERRIDES`` is on, as the plugin has it; elsewhere the engine makes

@@ -230,6 +230,7 @@ def _samples_of(params: list[_Body]) -> int:
     return values.pop()
 
 
+# SGLang fault: samples-share-a-room
 def split_openai(
     kind: Literal["completions", "chat"], raw: bytes | bytearray, body: _Body, limits: RelayConfig
 ) -> _Split:

@@ -21,6 +21,7 @@ _TRIES = 16
 _MAX_REMEMBERED = 256
 
 
+# SGLang fault: stale-prefill-ports
 def spelling_for(
     host: str,
     prefill: SbsBlock,

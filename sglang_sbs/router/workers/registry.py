@@ -418,7 +418,8 @@ class Registry:
     def _restarted(self, worker: Worker) -> None:
         logger.warning("worker %s (%s) restarted", worker.url, worker.role)
         if worker.role == "prefill":
-            worker.spelled += 1  # where /server_info tells no boot id, which decides otherwise
+            # SGLang fault: stale-prefill-ports. A boot id in /server_info decides otherwise.
+            worker.spelled += 1
         self._retire(worker, worker.boots.values())
         worker.forget_boot()
         worker.restarted_s = self._clock()

@@ -7,6 +7,7 @@ request that moves later (sglang #37401) is accepted by the named rank first.
 
 from __future__ import annotations
 
+# SGLang fault: rank-is-a-hint
 WINDOW = 50
 """Requests that are looked at, the last ones."""
 MOST_ELSEWHERE = 10

@@ -191,6 +191,7 @@ def parse_version(text: str) -> tuple[int, ...] | None:
     return tuple(int(part or 0) for part in match.groups()) if match else None
 
 
+# SGLang fault: retraction-without-key
 def may_rebootstrap(version: str) -> bool:
     """Whether a decode engine that retracts a request may have prefill compute its KV again
     (SGLang's ``submit_prefill_recompute``)."""

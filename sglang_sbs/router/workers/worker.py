@@ -53,6 +53,7 @@ class WorkerFacts(msgspec.Struct, kw_only=True, omit_defaults=True):
     """No new requests; what runs there goes on."""
     dispatches: int = 0
     failures: int = 0
+    # SGLang fault: refused-room-stays
     rooms_left: int = 0
     """Bootstrap rooms that refused requests may have left in the memory of a prefill engine since
     it started; it never frees them (sglang #39428)."""
@@ -127,6 +128,7 @@ class Worker(WorkerFacts, kw_only=True, eq=False):
     @property
     def bootstrap_host(self) -> str:
         """What decode is told (``host_spelling``)."""
+        # SGLang fault: stale-prefill-ports
         return bracketed(respelled(split_worker_url(self.url)[1], self.spelled))
 
     def spell(self, decode: Sequence[SbsBlock | None]) -> None:

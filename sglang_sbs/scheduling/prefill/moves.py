@@ -24,6 +24,7 @@ from sglang_sbs.wire import EndForward
 if TYPE_CHECKING:
     from sglang_sbs.scheduling.prefill.instance import PrefillInstance
 
+# SGLang fault: queued-work-moves, rank-is-a-hint
 _MOST_OWED = 1024
 """A rank that treats the choice as a hint never accepts what it owes."""
 

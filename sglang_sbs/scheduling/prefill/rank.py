@@ -427,6 +427,7 @@ class PrefillRank:
         A pass takes no request that the pool has no room for (sglang #38478)."""
         if self.kv_free_tokens is None:
             return None
+        # SGLang fault: pool-full-looks-idle
         return max(0, self.kv_free_tokens - self.backlog_tokens)
 
     @property

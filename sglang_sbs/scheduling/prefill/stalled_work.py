@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from sglang_sbs.wire import EndForward
 
+# SGLang fault: pool-full-looks-idle
 LEAST_S = 1.0
 """Work is stalled after this long without a pass, or after :data:`PASSES` of its passes if that is
 longer. An idle rank sends a heartbeat once a second."""
