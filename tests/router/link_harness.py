@@ -6,6 +6,7 @@ import asyncio
 import errno
 import itertools
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 from sglang_sbs.router.assignment.assigner import Announced
@@ -24,6 +25,7 @@ from sglang_sbs.router.processes.messages import (
 )
 from sglang_sbs.router.processes.mirrored_registry import MirroredRegistry
 from sglang_sbs.router.processes.scheduler_link import SchedulerLink
+from sglang_sbs.router.processes.session_times import SessionTimes
 from sglang_sbs.router.workers.registry import Registry
 from sglang_sbs.router.workers.server_info import WorkerInfo
 from sglang_sbs.router.workers.worker import Worker, WorkerEvents
@@ -36,6 +38,13 @@ from sglang_sbs.scheduling.events import (
 )
 
 IMMEDIATE = SchedulerConfig(policy="round_robin")
+QUICK = SessionTimes(
+    beat_s=0.01, cluster_s=0.05, lost_s=60.0, longest_lost_s=60.0, silent_s=60.0, call_s=60.0
+)
+"""Nobody is given up for a pause, however long it is on a busy machine. A line that is gone, as
+after a crash, is noticed without."""
+IMPATIENT = replace(QUICK, lost_s=0.1, longest_lost_s=2.0, silent_s=0.3)
+"""For tests of silence."""
 HOLDING = SchedulerConfig(policy="sbs", trigger="paper", t_default_s=3600.0)
 """Sends one request per instance, then nothing for an hour."""
 
@@ -49,12 +58,13 @@ class SchedulerSide:
         config: SchedulerConfig,
         scheduler: SchedulerLike | None = None,
         lead: Lead | None = None,
+        times: SessionTimes = QUICK,
     ) -> None:
         self.events: list[Event] = []
         self.registry = Registry(WorkerEvents(self._submit, silenced=self._silenced))
         self.scheduler = scheduler or Scheduler(config)
         unopposed = Unopposed()
-        self.hub = Hub(self, net.to_front_end, self.scheduler, lead or Lead(unopposed))
+        self.hub = Hub(self, net.to_front_end, self.scheduler, lead or Lead(unopposed), times=times)
         if lead is None:
             unopposed.begin(self.hub.lead, self.hub.follow)
         for number in range(2):
@@ -213,7 +223,9 @@ def announced(rid: str, prompt_tokens: int = 10, **fields: Any) -> Announced:
 
 
 class FrontEnd:
-    def __init__(self, nets: Net | dict[str, Net], name: str = "front end") -> None:
+    def __init__(
+        self, nets: Net | dict[str, Net], name: str = "front end", times: SessionTimes = QUICK
+    ) -> None:
         """``nets``: the network to each scheduler, by its address."""
         by_address = nets if isinstance(nets, dict) else {"here": nets}
         self.alone = Counts()
@@ -240,6 +252,7 @@ class FrontEnd:
             abort=self._abort,
             give_up_s=30.0,
             alone_changed=self.alone_told.append,
+            times=times,
         )
 
     def _found_out(self, event: Event) -> None:
@@ -268,11 +281,13 @@ class World:
     def __init__(self) -> None:
         self.net = Net()
         self.front_ends: list[FrontEnd] = []
+        self.times = QUICK
+        """Of what is made from now on."""
 
     async def boot(
         self, config: SchedulerConfig = IMMEDIATE, scheduler: SchedulerLike | None = None
     ) -> SchedulerSide:
-        self.net.side = side = SchedulerSide(self.net, config, scheduler)
+        self.net.side = side = SchedulerSide(self.net, config, scheduler, times=self.times)
         return side
 
     def crash(self) -> None:
@@ -281,7 +296,7 @@ class World:
             side.close()
 
     async def front_end(self) -> FrontEnd:
-        front_end = FrontEnd(self.net, f"front end {len(self.front_ends)}")
+        front_end = FrontEnd(self.net, f"front end {len(self.front_ends)}", self.times)
         self.front_ends.append(front_end)
         assert await front_end.link.start(5.0)
         return front_end

@@ -8,8 +8,8 @@ Theory of operation
 A session begins with the :class:`Hello` that :class:`Welcome` answers. None is answered before the
 workers have been looked at (``settled``): a scheduler that just started would refuse what its
 front ends can still place by themselves. It ends with :class:`Bye`, with a later session of the
-same front end, or with ``SILENT_S`` without a word; then its requests end as aborted, exactly once,
-like everything else in ``_owners``. A message of an unknown session is answered
+same front end, or after ``times.silent_s`` without a message; then its requests end as aborted,
+exactly once, like everything else in ``_owners``. A message of an unknown session is answered
 :class:`Unwelcome`.
 
 Only who leads has sessions. When the lead ends all of them end, and the books are empty until the
@@ -42,6 +42,7 @@ from sglang_sbs.router.processes.leading.lead import Lead
 from sglang_sbs.router.processes.membership import Membership, Placed
 from sglang_sbs.router.processes.messages import VERSION, Hello, spoken
 from sglang_sbs.router.processes.mirrored_registry import states_of
+from sglang_sbs.router.processes.session_times import SessionTimes
 from sglang_sbs.router.processes.summed_metrics import add_pages, of_workers
 from sglang_sbs.router.trials import Trials
 from sglang_sbs.router.workers.kubernetes_pods import Members
@@ -55,12 +56,6 @@ from sglang_sbs.scheduling.snapshot import Snapshot
 
 logger = logging.getLogger(__name__)
 
-TICK_S = 0.1
-SILENT_S = 3.0
-"""A front end without a heartbeat for so long is dead. Longer than it takes to be missed by it: it
-serves on by itself meanwhile, and announces what it did when it is back."""
-CLUSTER_EVERY_S = 1.0
-_ANSWER_S = 1.0
 _Answer = messages.MetricsPage | messages.Aborted | messages.FoundStory
 
 
@@ -90,6 +85,7 @@ class Hub:
         counts: Callable[[driver.Decision], None] | None = None,
         event_log: EventLogWriter | None = None,
         frames: Callable[[Take], Stop] = lambda take: lambda: None,
+        times: SessionTimes | None = None,
     ) -> None:
         """``frames``: of the dashboard, to whom they are wanted by."""
         self.boot_id = uuid.uuid4().hex
@@ -99,6 +95,7 @@ class Hub:
             lambda policy: self.pump.submit(events.PolicySwitched(policy=policy))
         )
         self._frames = frames
+        self._times = times or SessionTimes()
         self.foreign = 0
         """Messages about requests of another session: a defect of a front end."""
         self.lag = Spread()
@@ -186,7 +183,7 @@ class Hub:
     ) -> tuple[_Session, _Answer | None]:
         """``None``: no answer in time."""
         tell = partial(self.tell, session.identity)
-        answer = await self._asked.ask(tell, question, _ANSWER_S)
+        answer = await self._asked.ask(tell, question, self._times.answer_s)
         if answer is None:
             logger.warning("front end %s does not answer", session.name)
         return session, answer
@@ -440,7 +437,7 @@ class Hub:
 
     async def _tick(self) -> None:
         while True:
-            await asyncio.sleep(TICK_S)
+            await asyncio.sleep(self._times.beat_s)
             try:
                 self._beat(self._loop.time())
             except Exception:
@@ -450,15 +447,15 @@ class Hub:
         if not self._lead.active:  # it may end by being asked, before anything is said
             self._ticked_s = now_s
             return
-        self.lag.add(max(0.0, now_s - self._ticked_s - TICK_S))
-        late_s = max(0.0, now_s - self._ticked_s - 2 * TICK_S)
+        self.lag.add(max(0.0, now_s - self._ticked_s - self._times.beat_s))
+        late_s = max(0.0, now_s - self._ticked_s - 2 * self._times.beat_s)
         self._ticked_s = now_s
         for session in list(self._sessions.values()):
             # A process that was stopped has heard nobody: that is not their silence.
             session.heard_s += late_s
-            if now_s - session.heard_s > SILENT_S:
+            if now_s - session.heard_s > self._times.silent_s:
                 self._end_session(session, f"silent for {now_s - session.heard_s:.1f} s")
-        if now_s - self._told_s >= CLUSTER_EVERY_S:
+        if now_s - self._told_s >= self._times.cluster_s:
             self._told_s = now_s
             self._tell_all(self._cluster(self.pump.snapshot()))
         self._tell_all(messages.Alive())

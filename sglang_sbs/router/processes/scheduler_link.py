@@ -8,8 +8,8 @@ Theory of operation
 *Connected*: events of requests go to the scheduler, decisions come back. *Alone*: they go to the
 fallback. Nothing is sent while alone but :class:`Hello`, so nothing stale can arrive later.
 
-Connected becomes alone when nothing was heard for ``LOST_AFTER_S`` (the scheduler says
-:class:`Alive` every ``ALIVE_EVERY_S``), or when the scheduler does not know this session. What
+Connected becomes alone when nothing was heard for ``times.lost_s`` (the scheduler says
+:class:`Alive` every ``times.beat_s``), or when the scheduler does not know this session. What
 waits for a decision then is placed by the fallback at once. Alone becomes connected with
 :class:`Welcome`: everything in flight is announced with its placement (:class:`Adopted`), so that
 a restarted scheduler knows it and one that merely stalled forgets what it believed.
@@ -43,24 +43,14 @@ from sglang_sbs.router.processes.leading.scheduler_choice import LeadView, Sched
 from sglang_sbs.router.processes.leading.scouts import Line
 from sglang_sbs.router.processes.messages import MAX_ADOPTED, OLDEST, VERSION
 from sglang_sbs.router.processes.mirrored_registry import MirroredRegistry, states_of
+from sglang_sbs.router.processes.session_times import SessionTimes
 from sglang_sbs.scheduling.events import Event, RequestAdopted, RequestArrived
 from sglang_sbs.scheduling.explained.stories import Story
 from sglang_sbs.scheduling.explained.timelines import Timeline
 
 logger = logging.getLogger(__name__)
 
-ALIVE_EVERY_S = 0.1
-LOST_AFTER_S = 0.5
-_LOST_AFTER_AT_MOST_S = 2.0
-"""Once it was only slow: being missed and found again costs it more than it had to do before, and a
-scheduler that is missed for that would be missed again."""
-_FORGIVEN_S = 60.0
-"""After so long without being missed it has the first patience again."""
-_STALLED_S = 3 * ALIVE_EVERY_S
-"""This process did nothing for so long: its silence tells nothing about the scheduler's."""
 _LAST_WORDS_MS = 200
-CALL_S = 5.0
-"""For an answer of the scheduler."""
 
 
 @dataclass(eq=False)
@@ -89,6 +79,7 @@ class SchedulerLink(Assigner):
     """Told whenever the scheduler is lost or found again."""
     dashboard_frame: Callable[[bytes, bool], None] = lambda payload, full: None
     """Gets what a :class:`~.messages.WatchDashboard` brings."""
+    times: SessionTimes = field(default_factory=SessionTimes)
 
     def __post_init__(self) -> None:
         super().__init__(self.give_up_s)
@@ -109,7 +100,7 @@ class SchedulerLink(Assigner):
         self._welcome = asyncio.Event()
         self._ticker: asyncio.Task[None] | None = None
         self._heard_s = 0.0
-        self._patience_s = LOST_AFTER_S
+        self._patience_s = self.times.lost_s
         self._found_s = 0.0
         self._loop = asyncio.get_running_loop()
 
@@ -143,7 +134,7 @@ class SchedulerLink(Assigner):
     async def ask(self, question: messages.Question) -> messages.Done:
         """What only the scheduler can do. Raises: RouterError, 503, there is no scheduler, or no
         answer of it; ValueError, as the scheduler says, it cannot be."""
-        done = await self._calls.ask(self.tell, question, CALL_S)
+        done = await self._calls.ask(self.tell, question, self.times.call_s)
         if done is None:
             raise no_scheduler()
         if done.error:
@@ -254,9 +245,9 @@ class SchedulerLink(Assigner):
             logger.error("the scheduler speaks version %d: run the same release", welcome.version)
             return
         if self.choice.boot_id == welcome.scheduler:
-            self._patience_s = min(2 * self._patience_s, _LOST_AFTER_AT_MOST_S)
+            self._patience_s = min(2 * self._patience_s, self.times.longest_lost_s)
         else:
-            self._patience_s = LOST_AFTER_S
+            self._patience_s = self.times.lost_s
         found = self.choice.found(welcome)
         self._found_s = self._loop.time()
         self.connected = True
@@ -292,9 +283,9 @@ class SchedulerLink(Assigner):
     async def _tick(self) -> None:
         last_s = self._loop.time()
         while True:
-            await asyncio.sleep(ALIVE_EVERY_S)
+            await asyncio.sleep(self.times.beat_s)
             now_s = self._loop.time()
-            stalled, last_s = now_s - last_s > _STALLED_S, now_s
+            stalled, last_s = now_s - last_s > self.times.stalled_s, now_s
             try:
                 self._beat(now_s, stalled=stalled)
             except Exception:
@@ -330,8 +321,8 @@ class SchedulerLink(Assigner):
             self._lose(f"silent for {now_s - self._heard_s:.1f} s")
         elif not self._line.tell(messages.Alive()):
             self._lose("it takes no messages")
-        elif now_s - self._found_s > _FORGIVEN_S:
-            self._patience_s = LOST_AFTER_S
+        elif now_s - self._found_s > self.times.forgiven_s:
+            self._patience_s = self.times.lost_s
 
     def _received(self, message: messages.FromScheduler) -> None:
         self._heard_s = self._loop.time()

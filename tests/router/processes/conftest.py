@@ -1,4 +1,4 @@
-"""The setup of tests of the link between front ends and a scheduler: short times, and a world."""
+"""The setup of tests of the link between front ends and a scheduler: worlds without sockets."""
 
 from __future__ import annotations
 
@@ -6,19 +6,9 @@ from collections.abc import AsyncIterator
 
 import pytest
 from link_harness import World
+from many_schedulers import Several
 
-from sglang_sbs.router.processes import front_end_sessions as hub_module
-from sglang_sbs.router.processes import scheduler_link as link_module
-
-
-@pytest.fixture
-def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(link_module, "ALIVE_EVERY_S", 0.01)
-    monkeypatch.setattr(link_module, "LOST_AFTER_S", 0.1)
-    monkeypatch.setattr(link_module, "CALL_S", 0.2)
-    monkeypatch.setattr(hub_module, "TICK_S", 0.01)
-    monkeypatch.setattr(hub_module, "SILENT_S", 0.3)
-    monkeypatch.setattr(hub_module, "CLUSTER_EVERY_S", 0.05)
+from sglang_sbs.router.processes.leading import scheduler_choice as choice_module
 
 
 @pytest.fixture
@@ -28,3 +18,13 @@ async def world() -> AsyncIterator[World]:
     for front_end in made.front_ends:
         front_end.link.close()
     made.crash()
+
+
+@pytest.fixture
+async def several(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Several]:
+    monkeypatch.setattr(choice_module, "LOOK_EVERY_S", 0.03)
+    monkeypatch.setattr(choice_module, "FRESH_S", 0.2)
+    monkeypatch.setattr(choice_module, "AGAIN_S", 0.05)
+    made = Several()
+    yield made
+    made.close()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 
-from link_harness import IMMEDIATE, FrontEnd, Net, SchedulerSide
+from link_harness import IMMEDIATE, QUICK, FrontEnd, Net, SchedulerSide
 from router_harness import until
 
 from sglang_sbs.router.assignment.scheduler_driver import SchedulerLike
@@ -63,6 +63,7 @@ class Several:
         self.sides: dict[str, SchedulerSide] = {}
         self.ballots: dict[str, Ballot] = {}
         self.front_ends: list[FrontEnd] = []
+        self.times = QUICK
 
     def scheduler(
         self,
@@ -83,7 +84,7 @@ class Several:
         scheduler: SchedulerLike | None = None,
     ) -> SchedulerSide:
         net = self.nets.setdefault(address, Net())
-        side = SchedulerSide(net, config, scheduler, lead=Lead(election, address))
+        side = SchedulerSide(net, config, scheduler, lead=Lead(election, address), times=self.times)
         net.side = self.sides[address] = side
         return side
 
@@ -92,7 +93,7 @@ class Several:
         self.sides.pop(address).close()
 
     async def front_end(self, nets: dict[str, Net] | None = None) -> FrontEnd:
-        front_end = FrontEnd(nets or self.nets, f"front end {len(self.front_ends)}")
+        front_end = FrontEnd(nets or self.nets, f"front end {len(self.front_ends)}", self.times)
         self.front_ends.append(front_end)
         assert await front_end.link.start(5.0)
         return front_end

@@ -12,8 +12,6 @@ import pytest
 from many_schedulers import Several
 from router_harness import until
 
-from sglang_sbs.router.processes import front_end_sessions as hub_module
-from sglang_sbs.router.processes import scheduler_link as link_module
 from sglang_sbs.router.processes.leading import fixed_order as order_module
 from sglang_sbs.router.processes.leading import scheduler_choice as choice_module
 from sglang_sbs.router.processes.leading.fixed_order import (
@@ -254,9 +252,6 @@ def test_terms_of_one_scheduler_only_rise() -> None:
 @pytest.fixture
 async def several(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Several]:
     for module, name, value in (
-        (link_module, "ALIVE_EVERY_S", 0.01),
-        (link_module, "LOST_AFTER_S", 0.1),
-        (hub_module, "TICK_S", 0.01),
         (choice_module, "LOOK_EVERY_S", 0.03),
         (choice_module, "FRESH_S", 0.3),
         (order_module, "TICK_S", 0.02),

@@ -11,6 +11,7 @@ import pytest
 from link_harness import (
     HOLDING,
     IMMEDIATE,
+    IMPATIENT,
     FakeLine,
     FrontEnd,
     OneAtATime,
@@ -38,8 +39,6 @@ from sglang_sbs.scheduling.events import (
     RequestArrived,
     RequestEnded,
 )
-
-pytestmark = pytest.mark.usefixtures("quick")
 
 
 async def test_a_request_from_arrival_to_end(world: World) -> None:
@@ -110,7 +109,10 @@ async def test_refusals_come_through_and_cancelling_withdraws(world: World) -> N
     assert front_end.link.open == side.hub.requests == len(placed)
 
 
-async def test_what_waits_is_placed_at_once_when_the_scheduler_is_silent(world: World) -> None:
+async def test_what_waits_is_placed_at_once_when_the_scheduler_is_silent(
+    world: World,
+) -> None:
+    world.times = IMPATIENT
     side = await world.boot(HOLDING)
     front_end = await world.front_end()
     running = await front_end.ask("running")
@@ -138,6 +140,7 @@ async def test_what_waits_is_placed_at_once_when_the_scheduler_is_silent(world: 
 async def test_a_scheduler_that_was_only_slow_is_given_longer_and_a_new_one_is_not(
     world: World,
 ) -> None:
+    world.times = IMPATIENT
     await world.boot()
     front_end = await world.front_end()
     patience_s = [front_end.link._patience_s]
@@ -176,7 +179,10 @@ async def test_a_restarted_scheduler_learns_everything_from_its_front_ends(world
     await until(lambda: side.books == (0, 0, 0))
 
 
-async def test_a_silent_front_end_loses_its_requests_and_gets_them_back(world: World) -> None:
+async def test_a_silent_front_end_loses_its_requests_and_gets_them_back(
+    world: World,
+) -> None:
+    world.times = IMPATIENT
     side = await world.boot()
     front_ends = [await world.front_end() for _ in range(2)]
     for front_end in front_ends:
@@ -383,6 +389,7 @@ async def test_messages_of_strangers_change_nothing(world: World) -> None:
 async def test_whatever_happens_every_request_is_answered_and_ends_once(
     world: World, seed: int
 ) -> None:
+    world.times = IMPATIENT
     chance = random.Random(seed)
     side = await world.boot(chance.choice([IMMEDIATE, HOLDING]))
     front_ends = [await world.front_end() for _ in range(2)]

@@ -10,6 +10,7 @@ import pytest
 from link_harness import (
     HOLDING,
     IMMEDIATE,
+    IMPATIENT,
     FakeLine,
     FrontEnd,
     World,
@@ -21,8 +22,6 @@ from sglang_sbs.router.errors import RouterError
 from sglang_sbs.router.processes import scheduler_link as link_module
 from sglang_sbs.router.processes.dashboard_feed import RemoteFeed
 from sglang_sbs.router.processes.messages import AbortElsewhere, Unwelcome
-
-pytestmark = pytest.mark.usefixtures("quick")
 
 
 def failing(times: int, function: Callable[..., Any]) -> Callable[..., Any]:
@@ -41,6 +40,8 @@ def failing(times: int, function: Callable[..., Any]) -> Callable[..., Any]:
 async def test_without_descriptors_for_a_new_line_requests_are_placed_and_it_is_tried_again(
     world: World, caplog: pytest.LogCaptureFixture, noticed: str
 ) -> None:
+    if noticed == "silent":
+        world.times = IMPATIENT
     side = await world.boot(HOLDING)
     front_end = await world.front_end()
     running = await front_end.ask("running")

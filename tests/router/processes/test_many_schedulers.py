@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import AsyncIterator
 from typing import Any
 
 import pytest
-from link_harness import HOLDING, FrontEnd, OneAtATime
+from link_harness import HOLDING, IMPATIENT, FrontEnd, OneAtATime
 from many_schedulers import Several
 from router_harness import until
 
@@ -18,7 +17,6 @@ from sglang_sbs.router.election.candidate import Record
 from sglang_sbs.router.processes import front_end_sessions as hub_module
 from sglang_sbs.router.processes import messages
 from sglang_sbs.router.processes import scheduler_link as link_module
-from sglang_sbs.router.processes.leading import scheduler_choice as choice_module
 from sglang_sbs.router.processes.messages import (
     AddWorker,
     Alive,
@@ -28,25 +26,6 @@ from sglang_sbs.router.processes.messages import (
     encode,
 )
 from sglang_sbs.scheduling import Dispatch
-
-
-@pytest.fixture(autouse=True)
-def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(link_module, "ALIVE_EVERY_S", 0.01)
-    monkeypatch.setattr(link_module, "LOST_AFTER_S", 0.1)
-    monkeypatch.setattr(hub_module, "TICK_S", 0.01)
-    monkeypatch.setattr(hub_module, "SILENT_S", 0.3)
-    monkeypatch.setattr(hub_module, "CLUSTER_EVERY_S", 0.05)
-    monkeypatch.setattr(choice_module, "LOOK_EVERY_S", 0.03)
-    monkeypatch.setattr(choice_module, "FRESH_S", 0.2)
-    monkeypatch.setattr(choice_module, "AGAIN_S", 0.05)
-
-
-@pytest.fixture
-async def several() -> AsyncIterator[Several]:
-    made = Several()
-    yield made
-    made.close()
 
 
 async def test_a_front_end_finds_the_one_that_leads_wherever_it_is_in_the_list(
@@ -299,6 +278,7 @@ async def test_whatever_happens_to_schedulers_no_request_is_lost_and_books_end_e
 ) -> None:
     """Crashes, stops, cut networks and leads that move, while requests come and go."""
     chance = random.Random(seed)
+    several.times = IMPATIENT
     for address in "ab":
         several.scheduler(address)
     term = 1

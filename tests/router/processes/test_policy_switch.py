@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import signal
-from collections.abc import AsyncIterator
 from typing import Any
 
 import pytest
@@ -16,13 +15,6 @@ from router_processes import Group, fresh_client, kill, running
 
 from sglang_sbs.router.policy_in_force import PolicyState
 from sglang_sbs.router.processes.messages import DrainWorker, SwitchPolicy
-
-
-@pytest.fixture
-async def several(quick: None) -> AsyncIterator[Several]:
-    made = Several()
-    yield made
-    made.close()
 
 
 async def test_it_reaches_all_front_ends_and_a_standby_goes_on_with_it(several: Several) -> None:

@@ -3,27 +3,16 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from dataclasses import replace
 
 import msgspec
 import pytest
-from link_harness import World
+from link_harness import QUICK, World
 
 from sglang_sbs.router.processes import messages
 from sglang_sbs.router.processes.messages import AskStory, read_story
 from sglang_sbs.scheduling import Scheduler, SchedulerConfig
 from sglang_sbs.scheduling.explained.stories import ClientAttempt, Story
-
-
-@pytest.fixture
-async def world() -> AsyncIterator[World]:
-    made = World()
-    try:
-        yield made
-    finally:
-        for front_end in made.front_ends:
-            front_end.link.close()
-        made.crash()
 
 
 async def asked(front_end, **fields) -> Story | None:
@@ -56,10 +45,8 @@ async def test_a_request_of_another_front_end_is_found(world: World) -> None:
     assert [one.timeline.rid for one in by_rid.attempts] == ["rid"]
 
 
-async def test_a_front_end_that_does_not_answer_is_not_waited_for(
-    world: World, monkeypatch
-) -> None:
-    monkeypatch.setattr("sglang_sbs.router.processes.front_end_sessions._ANSWER_S", 0.01)
+async def test_a_front_end_that_does_not_answer_is_not_waited_for(world: World) -> None:
+    world.times = replace(QUICK, answer_s=0.01)
     await world.boot()
     first, second = await world.front_end(), await world.front_end()
     await first.ask("rid")

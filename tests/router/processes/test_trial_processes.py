@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import AsyncIterator
 from typing import Any
 
 import pytest
@@ -18,13 +17,6 @@ from sglang_sbs.scheduling import SchedulerConfig
 HOME = SchedulerConfig(policy="least_tokens")
 BODY = json.dumps({"baseline": "round_robin", "slot": "1h", "seed": 0}).encode()
 """With this seed the first slot is the baseline's."""
-
-
-@pytest.fixture
-async def several(quick: None) -> AsyncIterator[Several]:
-    made = Several()
-    yield made
-    made.close()
 
 
 async def ask(front_end: FrontEnd, do: str) -> dict[str, Any]:
