@@ -29,5 +29,5 @@ class SessionTimes:
 
     @property
     def stalled_s(self) -> float:
-        """After a pause of its own this long, silence tells a front end nothing of the scheduler."""
+        """After a pause of its own this long, silence tells a front end nothing."""
         return 3 * self.beat_s
