@@ -43,7 +43,7 @@ QUICK = SessionTimes(
 )
 """Nobody is given up for a pause, however long it is on a busy machine. A line that is gone, as
 after a crash, is noticed without."""
-IMPATIENT = replace(QUICK, lost_s=0.1, longest_lost_s=2.0, silent_s=0.3)
+IMPATIENT = replace(QUICK, beat_s=0.05, lost_s=0.2, longest_lost_s=2.0, silent_s=0.6)
 """For tests of silence."""
 HOLDING = SchedulerConfig(policy="sbs", trigger="paper", t_default_s=3600.0)
 """Sends one request per instance, then nothing for an hour."""

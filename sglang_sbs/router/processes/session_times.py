@@ -27,6 +27,11 @@ class SessionTimes:
     answer_s: float = 1.0
     """The scheduler waits this long for a front end's answer."""
 
+    def __post_init__(self) -> None:
+        """Raises: ValueError, a pause of the front end would count as the scheduler's silence."""
+        if self.lost_s <= self.stalled_s:
+            raise ValueError(f"lost_s {self.lost_s} is not more than {self.stalled_s}")
+
     @property
     def stalled_s(self) -> float:
         """After a pause of its own this long, silence tells a front end nothing."""

@@ -31,6 +31,7 @@ from sglang_sbs.router.processes.messages import (
     Unwelcome,
     WatchDashboard,
 )
+from sglang_sbs.router.processes.session_times import SessionTimes
 from sglang_sbs.router.workers.served_ranks import WINDOW
 from sglang_sbs.scheduling import Command, Dispatch
 from sglang_sbs.scheduling.events import (
@@ -150,12 +151,12 @@ async def test_a_scheduler_that_was_only_slow_is_given_longer_and_a_new_one_is_n
         world.net.thaw()
         await until(lambda: front_end.link.connected)
         patience_s.append(front_end.link._patience_s)
-    assert patience_s == pytest.approx([0.1, 0.2, 0.4])
+    assert patience_s == pytest.approx([0.2, 0.4, 0.8])
     world.crash()
     await until(lambda: not front_end.link.connected)
     await world.boot()
     await until(lambda: front_end.link.connected)
-    assert front_end.link._patience_s == 0.1
+    assert front_end.link._patience_s == 0.2
 
 
 async def test_a_restarted_scheduler_learns_everything_from_its_front_ends(world: World) -> None:
@@ -177,6 +178,11 @@ async def test_a_restarted_scheduler_learns_everything_from_its_front_ends(world
             front_end.link.ended(f"{number}/{request}", "completed", 1)
     front_ends[0].link.ended("during", "completed", 1)
     await until(lambda: side.books == (0, 0, 0))
+
+
+def test_a_pause_of_a_front_end_never_counts_as_silence_of_the_scheduler() -> None:
+    with pytest.raises(ValueError, match="lost_s"):
+        SessionTimes(beat_s=0.1, lost_s=0.2)
 
 
 async def test_a_silent_front_end_loses_its_requests_and_gets_them_back(
