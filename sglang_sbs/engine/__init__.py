@@ -5,8 +5,9 @@ process. Must stay cheap to import: without configuration nothing here loads Zer
 engine.
 
 ``install`` registers the hooks. ``hooks`` says when to send what, ``collect`` reads it from
-SGLang's objects, ``publish`` sends it. ``gang_hold`` lets a batch start as a whole: ``gang_board``
-and ``gang_gather`` are how processes speak of that, on one host and on several.
+SGLang's objects, ``publish`` sends it. ``gang_hold`` lets a batch start as a whole: DP ranks agree
+over ``gang_board`` on one host and ``gang_gather`` on several, the processes of a rank over
+``gang_team``.
 """
 
 from __future__ import annotations
