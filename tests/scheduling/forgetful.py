@@ -28,6 +28,7 @@ class Forgetful(Scheduler):
         for instance in instances:
             instance._changes()
             self.policy.on_forward_learned(instance)
+        self.policy._long._laid.clear()
         lineup = self.policy._lineup
         lineup.refresh()
         for number in range(len(instances)):

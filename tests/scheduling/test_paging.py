@@ -131,8 +131,8 @@ def test_a_forecast_lays_requests_in_whole_pages():
     for index in range(8):
         books.dispatched(f"r{index}", 0, 65, now_s=0.0)
         books.dispatched(f"s{index}", 1, 65, now_s=0.0)
-    assert PassForecast(books, 0.0, closed=False).full
-    assert not PassForecast(instance(), 0.0, closed=False).full
+    assert PassForecast(books).fork(0.0, closed=False).full
+    assert not PassForecast(instance()).fork(0.0, closed=False).full
 
 
 def test_a_part_of_a_page_at_the_end_of_a_chunk_is_no_room():

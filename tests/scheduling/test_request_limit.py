@@ -142,7 +142,7 @@ def test_a_forecast_knows_when_a_pass_holds_as_many_requests_as_it_may():
     for rank in range(DP):
         for index in range(MOST - 1):
             books.dispatched(f"{rank} {index}", rank, 10, now_s=0.0)
-    forecast = PassForecast(books, 0.0, closed=False)
+    forecast = PassForecast(books).fork(0.0, closed=False)
     one_pass_s = forecast.cost_s(request("in the next pass", 10), Terms())
     for number in range(DP):
         assert not forecast.full
@@ -156,7 +156,7 @@ def test_a_cut_request_counts_in_each_of_its_passes():
     for rank in range(DP):
         books.dispatched(f"long {rank}", rank, CHUNK + 10, now_s=0.0)
         books.dispatched(f"short {rank}", rank, 10, now_s=0.0)
-    forecast = PassForecast(books, 0.0, closed=False)
+    forecast = PassForecast(books).fork(0.0, closed=False)
     assert forecast._ahead == [2 * CHUNK] * DP
 
 

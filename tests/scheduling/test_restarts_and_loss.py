@@ -223,7 +223,7 @@ def test_an_instance_that_is_silent_since_a_client_left_is_ready_after_the_watch
 def test_what_others_are_said_to_have_queued_costs_no_more_than_it_can_matter():
     driver = Driver().up(dp=1)
     driver.report("p0", 0, dp=1, kind="heartbeat", waiting_requests=1, waiting_tokens=2**40)
-    forecast = PassForecast(driver.scheduler.prefill["p0"], driver.now_s, closed=False)
+    forecast = PassForecast(driver.scheduler.prefill["p0"]).fork(driver.now_s, closed=False)
     assert len(forecast._passes) <= 64
     driver.report("p0", 0, dp=1, kind="heartbeat", waiting_requests=2**40, waiting_tokens=1)
     assert driver.scheduler.prefill["p0"].charged_tokens <= 64

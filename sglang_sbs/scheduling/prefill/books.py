@@ -76,6 +76,8 @@ class PrefillBooks:
         """For who divides what waits (``water_level``)."""
         self._next_pass_s: float | None = None
         self._longest_prompt_tokens: int | None = None
+        self.version = 0
+        """Grows with every change of the ledgers, the model or the limits."""
         self._presumed_id = -1
         """Newest pass that some rank has told of for all."""
         self._followers: list[set[Any]] = []
@@ -281,6 +283,7 @@ class PrefillBooks:
         """After anything that changed a rank's ledgers: the sums that cost nothing to keep are kept
         by who calls this."""
         self._changes()
+        self.version += 1
         self._next_pass_s = self._longest_prompt_tokens = None
         self._ahead_tokens = self._least_ahead_tokens = self.marginal = None
 

@@ -477,7 +477,7 @@ class PrefillInstance(PrefillBooks):
         return report.forward_s
 
     def _end_presumed(self, now_s: float) -> Observation:
-        self._changes()
+        self._forget_sums()
         ended = self.passes.pop(0)
         forward_s = max(1e-3, now_s - ended.start_s)
         self.ready = True

@@ -24,7 +24,7 @@ DEFAULT = Terms(again_weight=1.0)
 
 
 def forecast(it: PrefillInstance, start_s: float = 0.0, *, closed: bool = False) -> PassForecast:
-    return PassForecast(it, start_s, closed=closed)
+    return PassForecast(it).fork(start_s, closed=closed)
 
 
 def at(

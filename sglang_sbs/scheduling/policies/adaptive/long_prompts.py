@@ -39,6 +39,8 @@ class LongPrompts:
         self._largest_chunk_tokens = 0
         self.uneven_chunks = False
         self._by_id: dict[InstanceId, PrefillInstance] = {}
+        self._laid: dict[InstanceId, PassForecast] = {}
+        """Of what is there, until something changes."""
 
     def on_topology_change(self, instances: Instances) -> None:
         if instances:
@@ -47,6 +49,7 @@ class LongPrompts:
         self._largest_chunk_tokens = max(chunks, default=0)
         self.uneven_chunks = len(chunks) > 1
         self._by_id = {instance.id: instance for instance in instances}
+        self._laid.clear()
 
     def matter(self, queue: RequestQueue, most_chunks: float) -> bool:
         """Whether prompts of several chunks wait anywhere, and it matters where. ``most_chunks``:
@@ -90,7 +93,7 @@ class LongPrompts:
                 one = by_id[name]
                 is_open = may_take(one, False) or (early and one.has_room and one.forms_ahead)
                 closed = one not in candidates and not is_open
-                forecasts[name] = _forecast(one, at, closed=closed)
+                forecasts[name] = self._forecast(one, at, closed=closed)
             return forecasts.get(name)
 
         first = [*candidates[:NEAREST], *islice(in_order, NEAREST)]
@@ -120,20 +123,22 @@ class LongPrompts:
             costs_s=costs_s,
         )
 
+    def _forecast(self, instance: PrefillInstance, at: Moment, *, closed: bool) -> PassForecast:
+        known = self._laid.get(instance.id)
+        if known is None or known.instance is not instance or known.version != instance.version:
+            known = self._laid[instance.id] = PassForecast(instance)
+        free_s = at.free_at_s(instance)
+        if at.forms_at_s(instance) < at.arrives_s and instance.backlog_tokens:
+            # It starts the next one before, with what it has.
+            return known.fork(free_s, closed=True)
+        return known.fork(max(free_s, at.arrives_s), closed=closed)
+
     def suits(self, request: Request, instance: PrefillInstance, instances: Instances) -> bool:
         """Not where it takes several passes, if it would take one elsewhere."""
         tokens = request.uncached_tokens_on(instance.id)
         if not instance.chunk_tokens < tokens <= self._largest_chunk_tokens:
             return True
         return not any(tokens <= one.chunk_tokens for one in request.allowed_on(instances))
-
-
-def _forecast(instance: PrefillInstance, at: Moment, *, closed: bool) -> PassForecast:
-    free_s = at.free_at_s(instance)
-    if at.forms_at_s(instance) < at.arrives_s and instance.backlog_tokens:
-        # It starts the next one before, with what it has.
-        return PassForecast(instance, free_s, closed=True)
-    return PassForecast(instance, max(free_s, at.arrives_s), closed=closed)
 
 
 def early_homes(

@@ -33,6 +33,8 @@ MOST_PLANNED = 128
 """Waiting requests looked at; the rest does not matter for the next pass."""
 NEAREST = 6
 """Instances compared for each request, those that start next."""
+_LEAST_PASS_S = 1e-3
+"""As in ``ForwardModel``."""
 MOST_HOLDERS = 2
 """Other instances compared because they have most of its prompt cached."""
 
@@ -58,9 +60,11 @@ class Terms(NamedTuple):
 class _Pass:
     """One pass to come."""
 
-    __slots__ = ("ends", "length_s", "pairs", "slowest_s", "tokens", "tokens_per_rank")
+    __slots__ = ("ends", "length_s", "owner", "pairs", "slowest_s", "tokens", "tokens_per_rank")
 
-    def __init__(self, dp_size: int) -> None:
+    def __init__(self, dp_size: int, owner: object) -> None:
+        self.owner = owner
+        """The forecast that may change it."""
         self.tokens_per_rank = [0] * dp_size
         self.pairs = [0.0] * dp_size
         self.tokens = 0
@@ -71,14 +75,23 @@ class _Pass:
         """Weights of the prompts that end in it."""
         self.length_s = 0.0
 
+    def copy(self, owner: object) -> _Pass:
+        one = _Pass.__new__(_Pass)
+        one.owner = owner
+        one.tokens_per_rank, one.pairs = self.tokens_per_rank.copy(), self.pairs.copy()
+        one.tokens, one.slowest_s = self.tokens, self.slowest_s
+        one.ends, one.length_s = self.ends, self.length_s
+        return one
+
 
 class PassForecast:
     """The passes of one instance, from the next one that starts."""
 
-    def __init__(self, instance: PrefillInstance, start_s: float, *, closed: bool) -> None:
-        """``start_s``: when the next pass starts. ``closed``: nothing sent now is in that one."""
+    def __init__(self, instance: PrefillInstance) -> None:
+        """Of what is there. Ask its :meth:`fork`."""
         self.instance = instance
-        self._start_s = start_s
+        self.version = instance.version
+        self._start_s = 0.0
         self._passes: list[_Pass] = []
         self._ahead: list[int] = []
         """Per rank: what is charged for those before the next request, and what a pass leaves
@@ -95,8 +108,17 @@ class PassForecast:
                     left -= part
             if left > 0:
                 self._lay(index, left, 0, 1.0)
-        if closed and self._passes:
-            self._ahead = [max(ahead, instance.chunk_tokens) for ahead in self._ahead]
+
+    def fork(self, start_s: float, *, closed: bool) -> PassForecast:
+        """Another one to add requests to, which leaves this one as it is. ``start_s``: when the
+        next pass starts. ``closed``: nothing sent now is in that one."""
+        one = PassForecast.__new__(PassForecast)
+        one.instance, one.version, one._start_s = self.instance, self.version, start_s
+        one._passes, one._requests = self._passes.copy(), self._requests.copy()
+        one._ahead = self._ahead.copy()
+        if closed and one._passes:
+            one._ahead = [max(ahead, self.instance.chunk_tokens) for ahead in one._ahead]
+        return one
 
     @property
     def idle(self) -> bool:
@@ -153,21 +175,30 @@ class PassForecast:
         delays_s = 0.0
         load_s = fetched * LOAD_S
         cached = context = request.hit_tokens(instance.id, rank)
+        # The sums of ``ForwardModel.rank_s`` and ``pass_s``, in line: this is asked most of all.
+        (w_fixed, w_rank, w_mean, w_pair), unit, time_unit_s = model.cost
+        w_pair, dp_size, waiting_per_s = 2 * w_pair, instance.dp_size, terms.waiting_per_s
+        mean_pass_s = terms.pass_s
         for index in range(first, (at + tokens - context - 1) // chunk + 1):
-            part = min(chunk - at % chunk, tokens - context)
+            room, left = chunk - at % chunk, tokens - context
+            part = left if left < room else room
             pairs = part * (context + part / 2)
             if index < len(passes):
                 one = passes[index]
-                own_s = model.rank_s(one.tokens_per_rank[rank] + part, one.pairs[rank] + pairs)
-                slowest_s = max(one.slowest_s, own_s + load_s)
-                length_s = model.pass_s((one.tokens + part) / instance.dp_size, slowest_s)
-                coming = terms.waiting_per_s * max(terms.pass_s, length_s)
-                delays_s += (length_s - one.length_s) * (ends + coming)
+                mine, pairs = one.tokens_per_rank[rank] + part, one.pairs[rank] + pairs
+                own_s = (w_rank * mine + w_pair * pairs / unit) / unit * time_unit_s + load_s
+                slowest_s = own_s if own_s > one.slowest_s else one.slowest_s
+                common = w_fixed + w_mean * ((one.tokens + part) / dp_size) / unit
+                length_s = max(_LEAST_PASS_S, common * time_unit_s + slowest_s)
+                longest_s = length_s if length_s > mean_pass_s else mean_pass_s
+                delays_s += (length_s - one.length_s) * (ends + waiting_per_s * longest_s)
                 ends -= one.ends
             else:
-                slowest_s = model.rank_s(part, pairs) + load_s
-                length_s = model.pass_s(part / instance.dp_size, slowest_s)
-                delays_s += length_s * terms.waiting_per_s * max(terms.pass_s, length_s)
+                slowest_s = (w_rank * part + w_pair * pairs / unit) / unit * time_unit_s + load_s
+                common = w_fixed + w_mean * (part / dp_size) / unit
+                length_s = max(_LEAST_PASS_S, common * time_unit_s + slowest_s)
+                longest_s = length_s if length_s > mean_pass_s else mean_pass_s
+                delays_s += length_s * waiting_per_s * longest_s
             done_s += length_s
             load_s = 0.0
             context += part
@@ -205,23 +236,32 @@ class PassForecast:
                 ahead, own = (ahead // chunk + 1) * chunk, 0
             self._requests[rank] = own
         self._ahead[rank] = ahead
+        (w_fixed, w_rank, w_mean, w_pair), unit, time_unit_s = model.cost
+        w_pair, dp_size = 2 * w_pair, instance.dp_size
         while tokens > 0:
             index = at // chunk
             while len(passes) <= index:
-                passes.append(_Pass(instance.dp_size))
+                passes.append(_Pass(dp_size, self))
             one = passes[index]
-            part = min(chunk - at % chunk, tokens)
-            one.tokens_per_rank[rank] += part
-            one.pairs[rank] += part * (context + part / 2)
+            if one.owner is not self:
+                one = passes[index] = one.copy(self)
+            room = chunk - at % chunk
+            part = tokens if tokens < room else room
+            one.tokens_per_rank[rank] = mine = one.tokens_per_rank[rank] + part
+            one.pairs[rank] = pairs = one.pairs[rank] + part * (context + part / 2)
             one.tokens += part
-            own_s = model.rank_s(one.tokens_per_rank[rank], one.pairs[rank])
-            one.slowest_s = max(one.slowest_s, own_s + load_s)
+            own_s = (w_rank * mine + w_pair * pairs / unit) / unit * time_unit_s + load_s
+            one.slowest_s = own_s if own_s > one.slowest_s else one.slowest_s
             load_s = 0.0
-            one.length_s = model.pass_s(one.tokens / instance.dp_size, one.slowest_s)
+            common = w_fixed + w_mean * (one.tokens / dp_size) / unit
+            one.length_s = max(_LEAST_PASS_S, common * time_unit_s + one.slowest_s)
             at += part
             context += part
             tokens -= part
-        passes[(at - 1) // chunk].ends += weight
+        last = passes[(at - 1) // chunk]
+        if last.owner is not self:
+            last = passes[(at - 1) // chunk] = last.copy(self)
+        last.ends += weight
 
 
 def homes(
