@@ -1,4 +1,4 @@
-"""What is on in each kind of deployment, as the doctor judges it: a table of ``docs/features.md``.
+"""What is on in each kind of deployment, as the doctor judges: for ``docs/compatibility.md``.
 
 Every column is a cluster in which whatever can be turned on is. Its rows are what
 ``doctor --features`` says of it, from what engines and a router of such a cluster answered
@@ -24,7 +24,7 @@ from sglang_sbs.doctor.options import parse_options
 from sglang_sbs.router.workers.server_info import parse_server_info
 
 ROOT = Path(__file__).resolve().parents[1]
-PAGE = ROOT / "docs" / "features.md"
+PAGE = ROOT / "docs" / "compatibility.md"
 BEGIN, END = "<!-- deployments -->", "<!-- end of deployments -->"
 RECORDS = ROOT / "tests" / "doctor" / "deployments"
 REQUEST_LIMIT = 8

@@ -1,6 +1,6 @@
 """What the engine plugin needs of a release of SGLang, read from the sources in its wheel.
 
-Owns the table of ``docs/endforward.md`` that says for each release which hooks find their target
+Owns the table of ``docs/compatibility.md`` that says for each release which hooks find their target
 with the parameters that they count on, and whether the event loops call them in the order that
 ``sglang_sbs/engine/hooks.py`` describes. Nothing of SGLang is imported. ``python -m
 tools.hook_contract`` downloads every release since 0.5.11 and prints the table; the test marked
@@ -24,7 +24,7 @@ from tools.check_patches.command import StepFailed, download
 
 CACHE = CHECKOUT / ".cache" / "hook-contract-2"
 """A small archive for each release: only the files that are read."""
-PAGE = CHECKOUT / "docs" / "endforward.md"
+PAGE = CHECKOUT / "docs" / "compatibility.md"
 FIRST_RELEASE = (0, 5, 11)
 _NEEDED = re.compile(r"sglang/srt/(managers|disaggregation|observability|plugins|utils)/.*\.py")
 _SCHEDULER = "sglang.srt.managers.scheduler.Scheduler."
@@ -238,7 +238,7 @@ def header() -> list[str]:
 
 
 def rows_of_page() -> list[str]:
-    """The table as ``docs/endforward.md`` has it, without its two first lines."""
+    """The table as ``docs/compatibility.md`` has it, without its two first lines."""
     lines = PAGE.read_text().split("\n")
     first = lines.index(header()[0]) + 2
     return lines[first : lines.index("", first)]

@@ -1,4 +1,4 @@
-"""Records what real engines and a router say of themselves, for the table of ``docs/features.md``.
+"""Records what real engines and a router say of themselves, for ``docs/compatibility.md``.
 
     python -m tools.record_deployments                     every kind, one cluster after the other
     python -m tools.record_deployments "no barrier"        one of them

@@ -464,7 +464,7 @@ def test_every_row_says_what_it_is_and_what_turns_it_on() -> None:
 
 def test_the_docs_say_what_is_on_where() -> None:
     assert feature_deployments.main(["--check"]) == 0, (
-        "docs/features.md is behind the rules: python -m tools.feature_deployments"
+        "docs/compatibility.md is behind the rules: python -m tools.feature_deployments"
     )
     rows = feature_deployments.judged()
     states = {name: of["gang-gate"].state for name, of in rows.items()}

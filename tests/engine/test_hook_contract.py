@@ -1,4 +1,4 @@
-"""What the plugin's hooks need of each release of SGLang, as ``docs/endforward.md`` tells it."""
+"""What the plugin's hooks need of each release of SGLang, as ``docs/compatibility.md`` tells it."""
 
 from __future__ import annotations
 
