@@ -1,4 +1,5 @@
-"""Figures of ``docs/results.md`` and ``docs/is-it-for-me.md`` are the newest of the laboratory.
+"""Figures of ``docs/results.md`` and ``docs/is-it-for-me.md`` are the newest of the laboratory, and
+those of the README and of the plots are the pages'.
 
 A laboratory page is read from its beginning, and the last match is the newest run. Whoever adds a
 run below an older one has to change the page that quotes it.
@@ -7,9 +8,12 @@ run below an older one has to change the page that quotes it.
 from __future__ import annotations
 
 import re
+from pathlib import Path
 
 import pytest
 from doc_commands import ROOT
+
+from tools.site import plots
 
 DOCS = ROOT / "docs"
 QUOTED = {
@@ -56,6 +60,30 @@ QUOTED = {
         "is-it-for-me.md",
         r"\| two DP ranks[^|]*\| 0\.65 \| ([\d.]+)x \| ([\d.]+)x",
     ),
+    "the README's headline": (
+        "results.md",
+        r"\| 0\.634 \| `smg:round_robin` \| ([\d.]+)x",
+        "../README.md",
+        r"Mean TTFT is \*\*([\d.]+)x\*\*",
+    ),
+    "the README's eight ranks": (
+        "results.md",
+        r"\| 8, as in the paper \| 5 s \| 0\.634 \| ([\d.]+)x, ([\d.]+)x \|",
+        "../README.md",
+        r"([\d.]+)x and ([\d.]+)x with eight",
+    ),
+    "the README's CPU per short request": (
+        "results.md",
+        r"(\d+) µs with `sbs`.*?against (\d+) µs",
+        "../README.md",
+        r"\((\d+) against\s(\d+) µs;",
+    ),
+    "the README's CPU per chunk": (
+        "results.md",
+        r"\| ours, `sbs` \| ([\d.]+) [^\n]*\n\| `sglang_router` 0\.3\.2 \(Rust\) \| ([\d.]+) ",
+        "../README.md",
+        r"\(([\d.]+) against ([\d.]+) µs\)",
+    ),
     "a latency of one pass at load 1.2": (
         "lab/simulations.md",
         r"\| 300 ms, a pass \|.*\n\| \| now \|.*\| ([\d.]+) / ([\d.]+) \|\n",
@@ -73,6 +101,17 @@ def test_a_quoted_figure_is_the_newest_of_the_laboratory(name: str) -> None:
     printed = re.findall(quoted, (DOCS / page).read_text())
     assert len(printed) == 1, f"{page}: {quoted}"
     assert figures(printed[0]) == figures(runs[-1]), f"{page} quotes an older run of {lab}"
+
+
+@pytest.mark.parametrize("name", plots.PLOTS)
+def test_a_plot_shows_the_figures_of_its_page(name: str) -> None:
+    shown = plots.figures_in(plots.IMAGES / f"{name}.png")
+    assert shown == plots.PLOTS[name].read(), f"run scripts/draw-results {name}"
+
+
+def test_a_plot_can_be_drawn_again(tmp_path: Path) -> None:
+    path = plots.draw("ttft-by-load", tmp_path)
+    assert plots.figures_in(path)["load"] == [0.2, 0.4, 0.634, 0.8, 1.1]
 
 
 def figures(match: str | tuple[str, ...]) -> set[str]:

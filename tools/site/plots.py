@@ -1,0 +1,235 @@
+"""The plots of the documentation, drawn from the pages' own tables: ``scripts/draw-results``.
+
+A picture carries the figures it shows, so that a test can compare them with the page.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from sglang_sbs.policy_looks import LOOKS
+
+DOCS = Path(__file__).resolve().parents[2] / "docs"
+IMAGES = DOCS / "images"
+_RATIO = re.compile(r"(\d+\.\d+)x")
+_GREY = "#777777"
+_SBS, _ETA = LOOKS["sbs"].colour, LOOKS["eta"].colour
+
+Data = dict[str, list[Any]]
+
+
+class Plot(NamedTuple):
+    read: Callable[[], Data]
+    draw: Callable[[Any, Data], None]
+    size: tuple[float, float]
+    """Inches."""
+
+
+def rows_below(page: str, heading: str, number: int = 0) -> list[list[str]]:
+    """The cells of a page's ``number``-th table below a heading, without the table's head.
+    Raises: ValueError, there is none."""
+    _, found, text = (DOCS / page).read_text().partition(f"\n## {heading}\n")
+    section = text.partition("\n## ")[0]
+    tables = re.findall(r"(?:^\|.*\|\n)+", section + "\n", re.MULTILINE)
+    if not found or len(tables) <= number:
+        raise ValueError(f"docs/{page} has no table {number} below {heading!r}")
+    lines = tables[number].splitlines()[2:]
+    return [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
+
+
+def ratios(cell: str) -> list[float]:
+    """Every ratio such as 0.55x in a cell."""
+    return [float(found) for found in _RATIO.findall(cell)]
+
+
+# Against other routers, by load -------------------------------------------------------------------
+
+
+def _by_load() -> Data:
+    data: Data = {name: [] for name in ("load", "mean", "p99", "eta mean", "eta p99")}
+    for load, _, *cells in rows_below("results.md", "Against other routers"):
+        for name, value in zip(data, (float(load), *(ratios(c)[0] for c in cells)), strict=True):
+            data[name].append(value)
+    return data
+
+
+def _draw_by_load(axes: Any, data: Data) -> None:
+    looks = {
+        "mean": (_SBS, "o-", "mean, best other router = 1"),
+        "p99": (_SBS, "s:", "p99, best other router = 1"),
+        "eta mean": (_ETA, "o-", "mean, eta = 1"),
+        "eta p99": (_ETA, "s:", "p99, eta = 1"),
+    }
+    for name, (colour, line, label) in looks.items():
+        axes.plot(data["load"], data[name], line, color=colour, label=label)
+    axes.axhline(1, color=_GREY, linewidth=1)
+    axes.set_xlabel("load (share of what full chunks compute)")
+    axes.set_ylabel("TTFT of sbs (below 1: faster)")
+    axes.set_ylim(0.4, 1.15)
+    axes.legend(loc="lower left", fontsize=9, ncols=2, frameon=False)
+    axes.set_title(
+        "3 prefill + 1 decode instance, 2 DP ranks each; real engines on CPU", fontsize=10
+    )
+
+
+# Policies by load, simulated ----------------------------------------------------------------------
+
+
+def _policies() -> Data:
+    rows = rows_below("results.md", "What holding adds with more ranks", 1)
+    data: Data = {"load": [0.4, 0.8, 1.0]}
+    for name, *cells in rows:
+        policy = re.findall(r"`(\w+)`", name)[0]
+        data[policy] = [[float(part) for part in cell.split("/")] for cell in cells]
+    return data
+
+
+def _draw_policies(axes: Any, data: Data) -> None:
+    for policy, pairs in data.items():
+        if policy == "load":
+            continue
+        colour = LOOKS[policy].colour
+        axes.plot(data["load"], [mean for mean, _ in pairs], "o-", color=colour, label=policy)
+        axes.plot(data["load"], [p99 for _, p99 in pairs], "s:", color=colour)
+    axes.set_xlabel("load (1.0: peak of the paper's baseline)")
+    axes.set_ylabel("TTFT in seconds (mean —, p99 ···)")
+    axes.set_ylim(0)
+    axes.legend(loc="upper left", fontsize=9, frameon=False)
+    axes.set_title("Simulated: 3 prefill instances of 8 DP ranks", fontsize=10)
+
+
+# More ranks ---------------------------------------------------------------------------------------
+
+
+def _by_ranks() -> Data:
+    data: Data = {"label": [], "mean": [], "p99": []}
+    for ranks, a_pass, load, mean, p99 in rows_below(
+        "results.md", "What holding adds with more ranks"
+    ):
+        if ratios(mean):
+            first = ranks.partition(",")[0]
+            data["label"].append(f"{first} ranks, load {load},\npass {a_pass}")
+            data["mean"].append(ratios(mean))
+            data["p99"].append(ratios(p99))
+    return data
+
+
+def _draw_by_ranks(axes: Any, data: Data) -> None:
+    axes.axvspan(0.9, 1.1, color="#dddddd", alpha=0.6, linewidth=0, label="noise of three seeds")
+    axes.axvline(1, color=_GREY, linewidth=1)
+    for row, (mean, p99) in enumerate(zip(data["mean"], data["p99"], strict=True)):
+        dots = {"color": _SBS, "alpha": 0.8, "zorder": 3}
+        axes.scatter(mean, [row - 0.12] * len(mean), label="mean" if not row else None, **dots)
+        axes.scatter(
+            p99, [row + 0.12] * len(p99), marker="s", facecolors="none", edgecolors=_SBS,
+            label="p99" if not row else None, zorder=3,
+        )  # fmt: skip
+    axes.set_yticks(range(len(data["label"])), data["label"], fontsize=9)
+    axes.invert_yaxis()
+    axes.set_xlim(0.7, 1.13)
+    axes.set_xlabel("TTFT of sbs / eta, one mark per run; below 1 is faster")
+    axes.legend(loc="lower left", fontsize=9, frameon=False)
+
+
+# Known losses -------------------------------------------------------------------------------------
+
+
+def _losses() -> Data:
+    data: Data = {"label": [], "mean": [], "p99": []}
+    for situation, load, mean, p99, _ in rows_below("is-it-for-me.md", "Known losses"):
+        words = situation.partition(" (")[0].replace("`", "")
+        data["label"].append(f"{words} ({load})")
+        data["mean"].append(ratios(mean))
+        data["p99"].append(ratios(p99))
+    return data
+
+
+def _draw_losses(axes: Any, data: Data) -> None:
+    axes.axvspan(0, 1, color=_SBS, alpha=0.08, linewidth=0)
+    axes.axvline(1, color=_GREY, linewidth=1)
+    for row in range(len(data["label"])):
+        for kind, shift, line in (("mean", -0.15, "o-"), ("p99", 0.15, "s:")):
+            values = data[kind][row]
+            if values:
+                label = kind if not row else None
+                colour = "#c0392b" if kind == "mean" else "#e59866"
+                ends = [min(values), max(values)]
+                axes.plot(ends, [row + shift] * 2, line, color=colour, label=label, markersize=5)
+    axes.set_yticks(range(len(data["label"])), data["label"], fontsize=8.5)
+    axes.invert_yaxis()
+    axes.set_xlabel("TTFT of sbs / eta; right of 1 is slower. Load in parentheses")
+    axes.legend(loc="lower right", fontsize=9, frameon=False)
+
+
+# What the router costs ----------------------------------------------------------------------------
+
+
+def _relay() -> Data:
+    rows = rows_below("results.md", "What the router costs")
+    names = [re.sub(r"[`*]", "", name) for name, *_ in rows]
+    return {"name": names, "chunk": [float(cells[0]) for _, *cells in rows]}
+
+
+def _draw_relay(axes: Any, data: Data) -> None:
+    looks = {"ours, sbs": "sbs", "ours, round_robin": "round_robin", "mini_lb": "mini_lb"}
+    colours = [LOOKS[looks.get(name, "sglang_router")].colour for name in data["name"]]
+    bars = axes.barh(data["name"], data["chunk"], color=colours)
+    axes.bar_label(bars, fmt=" %.1f", fontsize=9)
+    axes.invert_yaxis()
+    axes.set_xlabel("CPU µs per streamed chunk, 50 streams")
+
+
+PLOTS: dict[str, Plot] = {
+    "ttft-by-load": Plot(_by_load, _draw_by_load, (7.2, 3.4)),
+    "ttft-by-policy": Plot(_policies, _draw_policies, (7.2, 3.6)),
+    "ttft-by-ranks": Plot(_by_ranks, _draw_by_ranks, (7.2, 3.2)),
+    "known-losses": Plot(_losses, _draw_losses, (8.4, 5.6)),
+    "relay-cost": Plot(_relay, _draw_relay, (7.2, 1.9)),
+}
+
+
+def draw(name: str, folder: Path) -> Path:
+    """Draw one plot; its figures are in the picture's text ``Data``."""
+    from matplotlib.figure import Figure
+
+    plot = PLOTS[name]
+    data = plot.read()
+    figure = Figure(figsize=plot.size, layout="constrained")
+    axes = figure.subplots()
+    plot.draw(axes, data)
+    axes.grid(axis="both", color="#eeeeee")
+    axes.set_axisbelow(True)
+    for side in ("top", "right"):
+        axes.spines[side].set_visible(False)
+    path = folder / f"{name}.png"
+    figure.savefig(path, dpi=150, metadata={"Data": json.dumps(data), "Software": None})
+    return path
+
+
+def figures_in(path: Path) -> Data:
+    """What a picture shows."""
+    from PIL import Image
+
+    with Image.open(path) as picture:
+        found: Data = json.loads(picture.text["Data"])  # type: ignore[attr-defined]
+    return found
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(
+        prog="scripts/draw-results",
+        description="Draw the plots of docs/ from the tables of its pages.",
+        epilog="example: scripts/draw-results ttft-by-load",
+    )
+    parser.add_argument("plots", nargs="*", metavar="PLOT", help=f"of {', '.join(PLOTS)}; or all")
+    args = parser.parse_args(argv)
+    if unknown := set(args.plots) - PLOTS.keys():
+        parser.error(f"no plot {', '.join(sorted(unknown))}")
+    for name in args.plots or PLOTS:
+        print(f"written: {draw(name, IMAGES)}")
+    return 0
