@@ -10,6 +10,7 @@ from router_harness import until
 
 from sglang_sbs.router.options.config import PrefixWish
 from sglang_sbs.router.signals.kv_subscriber import KvEventSubscriber
+from sglang_sbs.router.signals.kv_times import KvTimes
 from sglang_sbs.router.workers.registry import Registry
 from sglang_sbs.router.workers.server_info import (
     KvEventsBlock,
@@ -34,7 +35,14 @@ RANKS = 2
 class System:
     """A worker with two ranks that publish, and what the scheduler is told of them."""
 
-    def __init__(self, wish: PrefixWish = "auto", *, replay: bool = True, topic: str = "") -> None:
+    def __init__(
+        self,
+        wish: PrefixWish = "auto",
+        *,
+        replay: bool = True,
+        topic: str = "",
+        times: KvTimes | None = None,
+    ) -> None:
         first = free_ports(2 * RANKS)[0]
         self.replay = replay
         self.source = KvEventsBlock(
@@ -47,7 +55,7 @@ class System:
         self.events: list[Event] = []
         self.publishers = [self.publisher(rank) for rank in range(RANKS)]
         self.registry = Registry(WorkerEvents(self._emit), prefix_source=wish)
-        self.subscriber = KvEventSubscriber(self.registry, self.events.append)
+        self.subscriber = KvEventSubscriber(self.registry, self.events.append, times)
         self.worker = self.registry.add(URL, "prefill")
 
     def publisher(self, rank: int, dp_rank: int | None = None) -> KvPublisher:

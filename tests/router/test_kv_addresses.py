@@ -11,9 +11,9 @@ import pytest
 import zmq
 from router_harness import until
 
-from sglang_sbs.router.signals import kv_subscriber
 from sglang_sbs.router.signals.endforward_listener import EndForwardListener
 from sglang_sbs.router.signals.kv_subscriber import KvEventSubscriber
+from sglang_sbs.router.signals.kv_times import KvTimes
 from sglang_sbs.router.workers.kv_addresses import (
     KvEndpoints,
     RefusedAddress,
@@ -140,7 +140,7 @@ def report_of(rank: int, *, boot: str = "node-1", **fields: Any) -> EndForward:
 class System:
     """A worker whose second rank publishes on another node, and all that hears of it."""
 
-    def __init__(self, *, nodes: int = 2) -> None:
+    def __init__(self, *, nodes: int = 2, patience_s: float = 10.0) -> None:
         first = free_ports(4)[0]
         self.source = KvEventsBlock(port=first, replay_port=first + 2, block_tokens=4)
         self.info = WorkerInfo(
@@ -155,7 +155,9 @@ class System:
         self.listener = EndForwardListener(
             self.registry, self.events.append, lambda _rid, _role: None
         )
-        self.subscriber = KvEventSubscriber(self.registry, self.events.append)
+        self.subscriber = KvEventSubscriber(
+            self.registry, self.events.append, KvTimes(tick_s=0.02, patience_s=patience_s)
+        )
         self.worker = self.registry.add(URL, "prefill")
         self.described(self.info)
         self.registry.set_healthy(self.worker, True)
@@ -198,11 +200,6 @@ class System:
             elif isinstance(event, BlocksRemoved) and event.dp_rank == rank:
                 blocks -= set(event.blocks)
         return blocks
-
-
-@pytest.fixture(autouse=True)
-def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kv_subscriber, "_TICK_S", 0.02)
 
 
 async def test_each_rank_is_heard_and_replayed_at_its_own_node() -> None:
@@ -297,10 +294,9 @@ async def test_a_message_that_is_not_believed_tells_nothing() -> None:
     ],
 )
 async def test_what_cannot_be_had_is_named_with_its_rank_and_node(
-    monkeypatch: pytest.MonkeyPatch, host: str | None, hint: str
+    host: str | None, hint: str
 ) -> None:
-    monkeypatch.setattr(kv_subscriber, "PATIENCE_S", 0.2)
-    system = System()
+    system = System(patience_s=0.2)
     here = system.publisher(0, "127.0.0.1")
     await here.start()
     try:

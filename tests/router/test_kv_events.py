@@ -13,6 +13,7 @@ from router_harness import TIMEOUT_S, until
 
 from sglang_sbs.router.signals import kv_rank_feed, kv_subscriber
 from sglang_sbs.router.signals.kv_messages import MAX_EVENT_BLOCKS
+from sglang_sbs.router.signals.kv_times import KvTimes
 from sglang_sbs.router.workers.server_info import (
     SbsBlock,
 )
@@ -41,8 +42,7 @@ async def test_the_past_and_then_what_happens_of_every_rank() -> None:
 
 async def test_very_many_blocks_are_told_in_slices(monkeypatch: pytest.MonkeyPatch) -> None:
     """The event loop has other things to do between any two of them."""
-    monkeypatch.setattr(kv_subscriber, "TURN_S", 0.0)
-    async with system() as here:
+    async with system(times=KvTimes(turn_s=0.0)) as here:
         here.up()
         await until(lambda: here.subscriber.counts_of(URL, 0)["replays"] > 0)
         told: list[int] = []
@@ -61,7 +61,6 @@ async def test_others_get_turns_while_a_large_message_is_decoded(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """What comes behind it waits, as it says what became of the same blocks later."""
-    monkeypatch.setattr(kv_subscriber, "TURN_S", 0.0)
     turns = 0
     decoded_in: set[int] = set()
     decode = kv_subscriber.decode_in_parts
@@ -77,7 +76,7 @@ async def test_others_get_turns_while_a_large_message_is_decoded(
             yield
 
     monkeypatch.setattr(kv_subscriber, "decode_in_parts", watched)
-    async with system() as here:
+    async with system(times=KvTimes(turn_s=0.0)) as here:
         first = here.publishers[0]
         first.publish(*map(stored, range(8000)))  # comes with the replay
         first.publish(stored(8000))
@@ -265,12 +264,8 @@ async def test_an_instance_that_is_down_for_a_moment_is_listened_to_meanwhile() 
         assert not [event for event in here.events if isinstance(event, BlocksCleared)]
 
 
-async def test_one_that_stays_down_is_forgotten_and_learned_anew(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(kv_subscriber, "KEEP_S", 0.0)
-    monkeypatch.setattr(kv_subscriber, "_TICK_S", 0.05)
-    async with system() as here:
+async def test_one_that_stays_down_is_forgotten_and_learned_anew() -> None:
+    async with system(times=KvTimes(keep_s=0.0, tick_s=0.05)) as here:
         here.up()
         await here.publishers[0].subscribed()
         here.publishers[0].publish(stored(1))

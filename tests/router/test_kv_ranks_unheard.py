@@ -14,6 +14,7 @@ from router_harness import until
 from sglang_sbs.router.options.config import PrefixWish
 from sglang_sbs.router.signals import kv_subscriber
 from sglang_sbs.router.signals.kv_subscriber import KvEventSubscriber
+from sglang_sbs.router.signals.kv_times import KvTimes
 from sglang_sbs.router.workers.server_info import (
     KvEventsBlock,
 )
@@ -57,12 +58,8 @@ async def test_engines_that_publish_nothing(
         assert "kv_events" not in here.worker.problems, "it was started again, with other flags"
 
 
-async def test_ranks_that_cannot_be_reached_fall_back_until_they_can(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(kv_subscriber, "PATIENCE_S", 0.3)
-    monkeypatch.setattr(kv_subscriber, "_TICK_S", 0.05)
-    async with system(start=False) as here:
+async def test_ranks_that_cannot_be_reached_fall_back_until_they_can() -> None:
+    async with system(start=False, times=KvTimes(patience_s=0.3, tick_s=0.05)) as here:
         first, second = here.publishers
         await first.start()
         first.publish(stored(1))
@@ -86,9 +83,7 @@ async def test_ranks_that_cannot_be_reached_fall_back_until_they_can(
 async def test_events_that_did_not_arrive_are_no_problem_of_an_engine_that_publishes_none(
     wish: PrefixWish, problem: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(kv_subscriber, "PATIENCE_S", 0.1)
-    monkeypatch.setattr(kv_subscriber, "_TICK_S", 0.05)
-    async with system(wish) as here:
+    async with system(wish, times=KvTimes(patience_s=0.1, tick_s=0.05)) as here:
         here.source = KvEventsBlock(port=free_ports(RANKS)[0], host="*")
         here.up()
         await until(lambda: "kv_events" in here.worker.problems)
@@ -99,9 +94,8 @@ async def test_events_that_did_not_arrive_are_no_problem_of_an_engine_that_publi
         assert told is None if problem is None else told is not None and problem in told
 
 
-async def test_the_port_of_another_rank_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kv_subscriber, "_TICK_S", 0.05)
-    async with system(start=False) as here:
+async def test_the_port_of_another_rank_is_noticed() -> None:
+    async with system(start=False, times=KvTimes(tick_s=0.05)) as here:
         here.publishers = [here.publisher(0), here.publisher(1, dp_rank=0)]
         for publisher in here.publishers:
             await publisher.start()
@@ -137,11 +131,9 @@ async def test_many_ranks_take_turns_with_their_replays(monkeypatch: pytest.Monk
         await here.believes({1}, {2})
 
 
-async def test_a_long_past_is_learned_to_its_end(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_long_past_is_learned_to_its_end() -> None:
     """More than the engine's socket holds: what that drops is asked for again."""
-    monkeypatch.setattr(kv_subscriber, "_REPLAY_SILENCE_S", 0.3)
-    monkeypatch.setattr(kv_subscriber, "_TICK_S", 0.05)
-    async with system() as here:
+    async with system(times=KvTimes(replay_silence_s=0.3, tick_s=0.05)) as here:
         first = here.publishers[0]
         filler = stored(*range(1_000_000, 1_000_500))
         for block in range(4000):
@@ -158,14 +150,13 @@ async def test_without_descriptors_for_replays_it_is_said_once_and_tried_again(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """A thousand ranks that say so five times a second would leave time for nothing else."""
-    monkeypatch.setattr(kv_subscriber, "_SUBSCRIBED_S", 0.01)
 
     def full(kind: int, hwm: int) -> Any:
         if kind == zmq.DEALER:
             raise zmq.ZMQError(errno.EMFILE)
         return KvEventSubscriber.socket(here.subscriber, kind, hwm)
 
-    async with system() as here:
+    async with system(times=KvTimes(subscribed_s=0.01)) as here:
         here.publishers[0].publish(stored(1))
         monkeypatch.setattr(here.subscriber, "socket", full)
         here.up()
@@ -175,12 +166,8 @@ async def test_without_descriptors_for_replays_it_is_said_once_and_tried_again(
         await here.believes({1})
 
 
-async def test_an_engine_that_answers_no_replay_is_followed_all_the_same(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(kv_subscriber, "_REPLAY_SILENCE_S", 0.1)
-    monkeypatch.setattr(kv_subscriber, "_TICK_S", 0.05)
-    async with system(replay=False) as here:
+async def test_an_engine_that_answers_no_replay_is_followed_all_the_same() -> None:
+    async with system(replay=False, times=KvTimes(replay_silence_s=0.1, tick_s=0.05)) as here:
         port = free_ports(RANKS)[0]
         here.source = KvEventsBlock(port=here.source.port, replay_port=port, host="*")
         here.up()

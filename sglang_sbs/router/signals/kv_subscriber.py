@@ -32,6 +32,7 @@ from sglang_sbs.router.signals.kv_messages import (
     replay_request,
 )
 from sglang_sbs.router.signals.kv_rank_feed import BlockEvent, RankFeed
+from sglang_sbs.router.signals.kv_times import KvTimes
 from sglang_sbs.router.workers.kv_addresses import KvEndpoints, default_endpoints
 from sglang_sbs.router.workers.registry import Registry
 from sglang_sbs.router.workers.server_info import KvEventsBlock, node_of_rank
@@ -41,18 +42,6 @@ from sglang_sbs.wire import MalformedMessage
 
 logger = logging.getLogger(__name__)
 
-TURN_S = 0.002
-"""Time for messages of one rank, or for what they say, before other callbacks of the event loop get
-a turn."""
-_SUBSCRIBED_S = 0.2
-"""From a connection to the first replay: by then the publisher knows of the subscription."""
-_REPLAY_SILENCE_S = 3.0
-"""Between two messages of a replay, and before the first."""
-PATIENCE_S = 10.0
-"""An instance is taken to publish nothing after some rank could not be connected to for so long."""
-KEEP_S = 60.0
-"""An instance that is not used is listened to for so long."""
-_TICK_S = 0.5
 _MAX_REPLAYS = 8
 """At once, of all ranks: one can be hundreds of megabytes."""
 _MOST_UNTOLD = 64
@@ -81,8 +70,11 @@ _CONNECTION_EVENTS = zmq.Event.HANDSHAKE_SUCCEEDED | zmq.Event.DISCONNECTED
 class KvEventSubscriber:
     """Must be used from one event loop only. Follows instances from ``up`` to ``down``."""
 
-    def __init__(self, registry: Registry, submit: Callable[[Event], None]) -> None:
+    def __init__(
+        self, registry: Registry, submit: Callable[[Event], None], times: KvTimes | None = None
+    ) -> None:
         self.registry = registry
+        self.times = times or KvTimes()
         self._submit = submit
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context(io_threads=1)
         self._context.set(zmq.MAX_SOCKETS, _MAX_SOCKETS)
@@ -189,7 +181,7 @@ class KvEventSubscriber:
     def _tell(self) -> None:
         """As many as there is time for, the others in the next turns of the event loop."""
         self._telling = False
-        until_s = time.monotonic() + TURN_S
+        until_s = time.monotonic() + self.times.turn_s
         try:
             while self._untold:
                 self._submit(self._untold.popleft())
@@ -202,14 +194,14 @@ class KvEventSubscriber:
 
     async def _tick(self) -> None:
         while True:
-            await asyncio.sleep(_TICK_S)
+            await asyncio.sleep(self.times.tick_s)
             now_s = time.monotonic()
             for instance, subscription in list(self._instances.items()):
                 try:
                     subscription.follow()
                     if subscription.down_s is None:
                         subscription.tick(now_s)
-                    elif now_s - subscription.down_s >= KEEP_S:
+                    elif now_s - subscription.down_s >= self.times.keep_s:
                         self._forget(instance)
                 except Exception:  # a defect must not leave the others unwatched
                     logger.exception("watching KV events of a worker failed")
@@ -291,7 +283,7 @@ class _Subscription:
                 f"at {foreign[0].endpoints.live} another DP rank than {foreign[0].feed.dp_rank} "
                 "publishes KV events: do the ports of two engines overlap?",
             )
-        elif now_s - self._heard_s >= PATIENCE_S:
+        elif now_s - self._heard_s >= self._owner.times.patience_s:
             shown = ", ".join(f"rank {r.feed.dp_rank} at {r.endpoints.live}" for r in silent[:4])
             more = " …" if len(silent) > 4 else ""
             why = self._why(silent[0].feed.dp_rank)
@@ -388,7 +380,7 @@ class _Rank:
         last_cause = ""
         while True:
             try:
-                await asyncio.sleep(_SUBSCRIBED_S)
+                await asyncio.sleep(self._owner.times.subscribed_s)
                 await self._pass_over()
                 self.feed.connected()
                 while True:
@@ -436,7 +428,8 @@ class _Rank:
                 inbox.sock.send_multipart(replay_request(self.feed.asked_from))
                 seq = 0
                 while seq != END_OF_REPLAY:
-                    seq, batch = await self._take(inbox, replay_frames, _REPLAY_SILENCE_S)
+                    silence_s = self._owner.times.replay_silence_s
+                    seq, batch = await self._take(inbox, replay_frames, silence_s)
                     self.feed.replayed(seq, batch)
             except TimeoutError:
                 self.feed.replay_failed()
@@ -471,7 +464,7 @@ class _Rank:
         try:
             while True:
                 began_s, took_s = time.monotonic(), 0.0
-                while took_s <= TURN_S:
+                while took_s <= self._owner.times.turn_s:
                     next(parts)
                     took_s = time.monotonic() - began_s
                 # A part can be a whole message that is one event: as long, others are on their own.
@@ -486,7 +479,7 @@ class _Rank:
         """Let others have theirs when this one's is over."""
         if time.monotonic() >= self._until_s:
             await asyncio.sleep(0)
-            self._until_s = time.monotonic() + TURN_S
+            self._until_s = time.monotonic() + self._owner.times.turn_s
 
     def _malformed(self, error: MalformedMessage) -> None:
         self.feed.counts["malformed"] += 1
