@@ -199,13 +199,15 @@ async def test_a_lost_batch_that_is_gone_clears_the_rank() -> None:
         assert (here.count("gaps"), here.count("lost")) == (1, 1)
 
 
-async def test_without_a_replay_endpoint_too() -> None:
+async def test_without_a_replay_endpoint_too(monkeypatch: pytest.MonkeyPatch) -> None:
     async with system(replay=False) as here:
-        first = here.publishers[0]
+        first, followed = here.publishers[0], asyncio.Event()
         here.up()
+        feed = here.subscriber._instances[URL].ranks[0].feed
+        connected = feed.connected
+        monkeypatch.setattr(feed, "connected", lambda: (connected(), followed.set()))
         await first.subscribed()
-        await until(lambda: all(rank.connected for rank in here.subscriber._instances[URL].ranks))
-        await asyncio.sleep(2 * kv_subscriber._SUBSCRIBED_S)
+        await followed.wait()  # what came before is passed over
         first.publish(stored(1, 2))
         await here.believes({1, 2})
         first.publish(removed(1), lose=True)

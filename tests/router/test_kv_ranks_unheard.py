@@ -34,7 +34,7 @@ async def test_the_flag_has_the_last_word(wish: PrefixWish, expected: str) -> No
         if expected == "events":
             await here.believes({1})
         else:
-            await asyncio.sleep(2 * kv_subscriber._SUBSCRIBED_S)
+            await asyncio.sleep(2 * here.subscriber.times.subscribed_s)
             assert here.held(0) == set()
 
 

@@ -6,6 +6,7 @@ import asyncio
 from pathlib import Path
 
 import pytest
+from harness.until import until
 
 from sglang_sbs.router.options.options import parse_flags
 from sglang_sbs.router.processes.scheduler_process import SchedulerProcess
@@ -28,14 +29,11 @@ async def test_nobody_leads_who_has_not_looked_at_the_workers(
     process = SchedulerProcess(parse_flags([*flags, "--sbs-endforward-bind", "none"]))
     await process.start()
     try:
-        async with asyncio.timeout(20):
-            while not prefill.hits.get("/server_info"):  # noqa: ASYNC110 - no event
-                await asyncio.sleep(0.01)
-            await asyncio.sleep(0.3)
-            assert not process.lead.active and not api.leases.kept
-            decode.thaw()
-            while not process.lead.active:  # noqa: ASYNC110 - no event
-                await asyncio.sleep(0.01)
+        await until(lambda: prefill.hits.get("/server_info"))
+        await asyncio.sleep(0.3)  # in which it would have stood
+        assert not process.lead.active and not api.leases.kept
+        decode.thaw()
+        await until(lambda: process.lead.active)
         assert process.lead.leader == "tcp://127.0.0.1:7700"
     finally:
         await process.stop()

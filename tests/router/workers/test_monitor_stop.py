@@ -16,7 +16,10 @@ from sglang_sbs.router.workers.server_info import WorkerInfo
 class Deaf(Monitor):
     """Its probes answer a cancellation with their own time-out, as aiohttp does at that moment."""
 
+    probes: asyncio.Event
+
     async def _get(self, worker, path, timeout_s=None):
+        self.probes.set()
         try:
             await asyncio.sleep(3600)
         except asyncio.CancelledError:
@@ -35,9 +38,10 @@ async def test_a_cancellation_that_a_timeout_hid_is_not_outlived(all_at_once: bo
     async with aiohttp.ClientSession() as session:
         config = MonitorConfig(health_interval_s=0.01, failure_threshold=10**6)
         monitor = Deaf(registry, session, config, lambda event: None)
+        monitor.probes = asyncio.Event()
         monitor.start(worker)
         (watching, *_) = monitor._tasks[worker.url]
-        await asyncio.sleep(0.1)  # in its first probe
+        await monitor.probes.wait()
         if all_at_once:
             monitor.stop_all()
         else:
