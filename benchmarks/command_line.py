@@ -9,7 +9,7 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
-from sglang_sbs.outputs import try_to_write
+from sglang_sbs.console.outputs import try_to_write
 
 
 def command_parser(prog: str, about: str, epilog: str) -> argparse.ArgumentParser:

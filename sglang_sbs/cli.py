@@ -12,9 +12,9 @@ from importlib import import_module
 from typing import NamedTuple
 
 from sglang_sbs import __version__
-from sglang_sbs.checkout import NotACheckoutError, checkout_module
-from sglang_sbs.completion import ASKED, complete
-from sglang_sbs.extras import only_in_a_checkout
+from sglang_sbs.console.checkout import NotACheckoutError, checkout_module
+from sglang_sbs.console.completion import ASKED, complete
+from sglang_sbs.console.extras import only_in_a_checkout
 
 
 class Verb(NamedTuple):
@@ -34,18 +34,17 @@ VERBS = {
     "demo": Verb("benchmarks.demo.cli", "in a checkout: see SBS work on a real tiny cluster"),
     "why": Verb("sglang_sbs.explain.why", "why a request was held, sent where it was, and slow"),
     "log": Verb("sglang_sbs.explain.log", "show an event log (--sbs-event-log) to a person"),
-    "policy": Verb("sglang_sbs.switch_policy", "which policy a router uses; switch to another one"),
+    "policy": Verb(
+        "sglang_sbs.policies.switch", "which policy a router uses; switch to another one"
+    ),
     "policies": Verb("sglang_sbs.policies.cli", "which policies there are; check one of your own"),
-    "trial": Verb("sglang_sbs.try_policy", "compare two policies in turns on a router's traffic"),
+    "trial": Verb("sglang_sbs.trial.cli", "compare two policies in turns on a router's traffic"),
     "top": Verb("sglang_sbs.dashboard.top", "watch a router in the terminal"),
     "observe": Verb("sglang_sbs.observe.cli", "record engines behind any router; routing stays"),
     "simulate": Verb("sglang_sbs.simulator.cli", "compare policies in simulated time"),
     "evaluate": Verb("sglang_sbs.evaluate.cli", "what another policy would make of your traffic"),
     "doctor": Verb("sglang_sbs.doctor.cli", "examine running engines: what is wrong, what to do"),
     "patch": Verb("sglang_sbs.patching.cli", "let SBS into SGLang < 0.5.11 and sglang_router"),
-    "bench": Verb(
-        "benchmarks.demo.compare_policies", "in a checkout: compare policies on that cluster"
-    ),
 }
 
 

@@ -16,7 +16,7 @@ from typing import Any
 import uvloop
 
 from sglang_sbs import __version__
-from sglang_sbs.plain_words import counted, naming_file, plain_error
+from sglang_sbs.console.plain_words import counted, naming_file, plain_error
 from sglang_sbs.router.name_lookup import RouterLoop
 from sglang_sbs.router.options.arguments import FlagError
 from sglang_sbs.router.options.options import parse_flags, read_flags

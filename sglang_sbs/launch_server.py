@@ -12,7 +12,6 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
-from sglang_sbs.checkout import NotACheckoutError, checkout_module
 from sglang_sbs.cluster.flag_words import text_flag
 from sglang_sbs.cluster.keys import VARIABLES, Keys, without_keys
 from sglang_sbs.cluster.local import DEFAULT_STARTUP_TIMEOUT_S, LocalCluster
@@ -26,8 +25,9 @@ from sglang_sbs.cluster.plan import (
 )
 from sglang_sbs.cluster.ports import free_port_blocks, is_port_free
 from sglang_sbs.cluster.serve import serve_until_stopped
-from sglang_sbs.extras import only_in_a_checkout, without_sglang
-from sglang_sbs.plain_words import naming_file, plain_error
+from sglang_sbs.console.checkout import NotACheckoutError, checkout_module
+from sglang_sbs.console.extras import only_in_a_checkout, without_sglang
+from sglang_sbs.console.plain_words import naming_file, plain_error
 from sglang_sbs.router.options.arguments import FlagError
 from sglang_sbs.router.options.option import port
 from sglang_sbs.router.options.options import parse_flags

@@ -10,8 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from sglang_sbs import __version__, checkout, cli
+from sglang_sbs import __version__, cli
 from sglang_sbs.cli import VERBS, main
+from sglang_sbs.console import checkout
 
 IN_A_CHECKOUT = [verb for verb in VERBS if VERBS[verb].module.startswith("benchmarks.")]
 

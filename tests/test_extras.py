@@ -46,7 +46,6 @@ def simulated(*_arguments: object) -> None:
     ("words", "remedy"),
     [
         ("demo", "scripts/install"),
-        ("bench", "scripts/install"),
         ("server --model-path /m --virtual-gpu", "scripts/install"),
         ("server --model-path /m", "pip install 'sglang>=0.5.11'"),
     ],

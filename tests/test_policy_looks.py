@@ -6,8 +6,8 @@ import pytest
 
 from benchmarks.compare_routers.contenders import FIELD
 from benchmarks.decode.runs import DECODE_POLICIES
-from sglang_sbs.policy_looks import LOOKS, base_name, colours_of, words_of
 from sglang_sbs.scheduling import policy_names
+from sglang_sbs.simulator.experiments.policy_looks import LOOKS, base_name, colours_of, words_of
 from sglang_sbs.simulator.experiments.sweep import POLICY_CONFIGS
 
 FIELD_NAMES = [contender.name for contender in FIELD]

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from benchmarks.demo.compare_policies import policy_flags
+from benchmarks.demo.runs import policy_flags
 from benchmarks.router_processes import STOCK, Contender
 
 OPTIONAL_PACKAGE_HINT = "install the bench extra: pip install 'sglang-sbs[bench]'"
@@ -47,7 +47,7 @@ def _stock(policy: str, engines: str = STOCK) -> Contender:
 
 
 def _ours(name: str, policy: str, *flags: str) -> Contender:
-    """``policy``: as ``sglang-sbs bench`` calls it."""
+    """``policy``: one of :data:`benchmarks.demo.runs.POLICY_NAMES`."""
     module = "sglang_sbs.launch_router"
     return Contender(name, module, (*policy_flags(policy), *flags), STOCK, ours=True)
 

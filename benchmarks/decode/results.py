@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from sglang_sbs.policy_looks import colours_of
+from sglang_sbs.simulator.experiments.policy_looks import colours_of
 from sglang_sbs.simulator.experiments.tables import ResultTable, groups, mean_of, means
 from sglang_sbs.simulator.parallel import Row
 

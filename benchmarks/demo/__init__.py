@@ -1,1 +1,1 @@
-"""``sglang-sbs demo`` and ``sglang-sbs bench``: real engines with virtual GPU time, under load."""
+"""``sglang-sbs demo``: real engines with virtual GPU time, under load."""

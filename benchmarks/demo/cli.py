@@ -37,7 +37,7 @@ from benchmarks.demo.virtual_cluster import (
     running_rig,
 )
 from sglang_sbs.cluster.plan import RUST_SERVER_ENV, uses_rust_server
-from sglang_sbs.extras import without_matplotlib, without_sglang
+from sglang_sbs.console.extras import without_matplotlib, without_sglang
 from sglang_sbs.scheduling import TRIGGERS, policy_names
 
 LOAD = 0.8

@@ -18,9 +18,18 @@ from sglang_sbs.cluster.plan import InstancePlan, ProcessPlan, Role, pd_urls, ro
 from sglang_sbs.cluster.readiness import ROUTER_READINESS_PATHS, NotReadyError, wait_until_ready
 from sglang_sbs.cluster.spawn import SpawnedProcess, last_words
 from sglang_sbs.cluster.supervise import ProcessDiedError, Supervisor
+from sglang_sbs.scheduling import policy_names
 
+POLICY_NAMES = ("sbs", "sbs_paper", *(p for p in policy_names() if p != "sbs"))
 ROUTER_TIMEOUT_S = 60.0
 STOP_GRACE_S = 10.0
+
+
+def policy_flags(name: str) -> list[str]:
+    """Router flags of one of :data:`POLICY_NAMES`, without flow control: an overload run measures
+    waiting, not refusing."""
+    policy = ["sbs", "--sbs-trigger", "paper"] if name == "sbs_paper" else [name]
+    return ["--policy", *policy, "--sbs-n-limit", "1000000"]
 
 
 class RouterStartError(RuntimeError):

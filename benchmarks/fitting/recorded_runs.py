@@ -12,8 +12,8 @@ from pathlib import Path
 
 from rich.console import Console
 
-from benchmarks.demo.compare_policies import policy_flags
 from benchmarks.demo.load import Workload
+from benchmarks.demo.runs import policy_flags
 from benchmarks.demo.virtual_cluster import running_rig
 
 _PRIME_REQUESTS = 60

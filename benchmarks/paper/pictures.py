@@ -10,10 +10,10 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
 from benchmarks.decode.simulation import DecodeOutcome
-from sglang_sbs.policy_looks import colours_of
 from sglang_sbs.simulator.cluster.outcome import Outcome, PassRecord
 from sglang_sbs.simulator.cluster.spec import InstanceSpec
 from sglang_sbs.simulator.experiments.plots import panels
+from sglang_sbs.simulator.experiments.policy_looks import colours_of
 
 _GANTT_S = 4.0
 _BOX = 0.84

@@ -9,8 +9,8 @@ import aiohttp
 import orjson
 from aiohttp.http_exceptions import LineTooLong
 
+from sglang_sbs.console.plain_words import plain_error
 from sglang_sbs.dashboard.pages import EVENTS_PATH, SILENT_S
-from sglang_sbs.plain_words import plain_error
 
 _CONNECT_S = 5.0
 _MAX_EVENT_BYTES = 64 << 20

@@ -17,9 +17,9 @@ from typing import Any, Protocol
 import orjson
 
 from sglang_sbs.dashboard.recorder import Order, Problems, Recorder
-from sglang_sbs.ratios import Ratio
 from sglang_sbs.scheduling.events import Command, Event
 from sglang_sbs.scheduling.explained.timelines import Timeline
+from sglang_sbs.trial.ratios import Ratio
 
 logger = logging.getLogger(__name__)
 

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from sglang_sbs.ratios import NO_GAIN, Circumstances, Part, Ratio, ratio_of_means, why_no_gain
+from sglang_sbs.trial.ratios import NO_GAIN, Circumstances, Part, Ratio, ratio_of_means, why_no_gain
 
 MINUTE_S = 60.0
 KEPT_MINUTES = 60

@@ -40,7 +40,6 @@ from sglang_sbs.dashboard.shadow import Shape
 from sglang_sbs.dashboard.slowest import Slowest
 from sglang_sbs.dashboard.split import TimeSplit
 from sglang_sbs.dashboard.ttft import RULES, TtftComparison, percentile
-from sglang_sbs.ratios import Circumstances
 from sglang_sbs.scheduling import Scheduler
 from sglang_sbs.scheduling.events import (
     Command,
@@ -57,6 +56,7 @@ from sglang_sbs.scheduling.events import (
 )
 from sglang_sbs.scheduling.explained.timelines import Timeline
 from sglang_sbs.scheduling.snapshot import DecodeState, PrefillState, Snapshot
+from sglang_sbs.trial.ratios import Circumstances
 
 FRAME_VERSION = 1
 PASSES_S = 30.0

@@ -16,7 +16,7 @@ from rich.console import Console
 from rich.live import Live
 from rich.text import Text
 
-from sglang_sbs import ask_router
+from sglang_sbs.console import ask_router
 from sglang_sbs.dashboard.client import DashboardError, frames
 from sglang_sbs.dashboard.top_view import TopView, plain
 

@@ -11,6 +11,7 @@ from pathlib import Path
 import orjson
 from rich.console import Console
 
+from sglang_sbs.console.plain_words import naming_file, plain_error
 from sglang_sbs.doctor.examine import gather, judge
 from sglang_sbs.doctor.features import feature_rows
 from sglang_sbs.doctor.options import DoctorOptions, parse_options
@@ -22,7 +23,6 @@ from sglang_sbs.doctor.report import (
     print_features,
     print_report,
 )
-from sglang_sbs.plain_words import naming_file, plain_error
 from sglang_sbs.router.options.arguments import FlagError
 from sglang_sbs.router.options.tls import worker_ssl
 

@@ -14,10 +14,10 @@ from rich.table import Table
 from rich.text import Text
 
 from sglang_sbs import __version__
+from sglang_sbs.console.plain_words import counted
 from sglang_sbs.doctor.facts import ClusterFacts, EngineFacts
 from sglang_sbs.doctor.features import FeatureRow, State
 from sglang_sbs.doctor.findings import CLUSTER, ROUTER, Finding, Severity, count, verdict
-from sglang_sbs.plain_words import counted
 
 _TOLD = (
     *("version", "dp_size", "chunk_tokens", "kv_capacity_tokens"),

@@ -9,7 +9,7 @@ from statistics import fmean
 
 import msgspec
 
-from sglang_sbs.ratios import Ratio, student_975
+from sglang_sbs.trial.ratios import Ratio, student_975
 
 REPLICATES = 1000
 MOST_BLOCKS = 60

@@ -11,11 +11,11 @@ from pathlib import Path
 import msgspec
 from rich.console import Console
 
+from sglang_sbs.console.outputs import try_to_write
 from sglang_sbs.evaluate.fitting.recording import read_recording
 from sglang_sbs.evaluate.replayed import RAN, run
 from sglang_sbs.evaluate.verdict import Verdict
 from sglang_sbs.evaluate.workload import Workload, workload_of
-from sglang_sbs.outputs import try_to_write
 from sglang_sbs.simulator.experiments.sweep import POLICY_CONFIGS
 from sglang_sbs.simulator.options.common import (
     Flag,

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from sglang_sbs.console.extras import without_matplotlib
 from sglang_sbs.evaluate.verdict import Verdict
-from sglang_sbs.extras import without_matplotlib
-from sglang_sbs.policy_looks import colours_of
 from sglang_sbs.simulator.experiments.page import Part, Picture, policies_table, write_page
+from sglang_sbs.simulator.experiments.policy_looks import colours_of
 
 
 def write(path: Path, verdict: Verdict, command: str) -> None:

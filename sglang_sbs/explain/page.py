@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Sequence
 from datetime import UTC, datetime
 
-from sglang_sbs.ask_router import plain
+from sglang_sbs.console.ask_router import plain
 from sglang_sbs.explain import words
 from sglang_sbs.explain.words import after, ms
 from sglang_sbs.plain_words import counted

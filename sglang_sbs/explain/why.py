@@ -10,8 +10,8 @@ from pathlib import Path
 
 import msgspec
 
-from sglang_sbs import ask_router
-from sglang_sbs.ask_router import NotToldError
+from sglang_sbs.console import ask_router
+from sglang_sbs.console.ask_router import NotToldError
 from sglang_sbs.explain.event_log import read
 from sglang_sbs.explain.page import page
 from sglang_sbs.scheduling.explained.stories import Story

@@ -15,9 +15,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from sglang_sbs import __version__
+from sglang_sbs.console.plain_words import counted, plain_error
 from sglang_sbs.observe.recorder import WINDOW_S, Recorder
 from sglang_sbs.observe.traffic import Traffic
-from sglang_sbs.plain_words import counted, plain_error
 from sglang_sbs.router.options.several import is_local
 from sglang_sbs.router.signals.endforward_socket import EndForwardSocket
 from sglang_sbs.scheduling import SchedulerConfig

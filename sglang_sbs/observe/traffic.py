@@ -10,8 +10,8 @@ from itertools import islice
 from statistics import fmean
 from typing import TypeVar
 
+from sglang_sbs.console.plain_words import counted
 from sglang_sbs.observe.recorder import ObservedRequest
-from sglang_sbs.plain_words import counted
 from sglang_sbs.wire import EndForward
 
 _N = TypeVar("_N", int, float)

@@ -16,9 +16,9 @@ import msgspec
 from prometheus_client.core import Metric
 
 from sglang_sbs import __version__
+from sglang_sbs.console.plain_words import naming_file
 from sglang_sbs.dashboard.feed import LocalFeed
 from sglang_sbs.dashboard.gain import by_bound, in_words
-from sglang_sbs.plain_words import naming_file
 from sglang_sbs.router.assignment.assigner import Dispatcher
 from sglang_sbs.router.assignment.scheduler_driver import SchedulerLike
 from sglang_sbs.router.errors import RouterError

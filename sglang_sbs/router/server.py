@@ -18,8 +18,8 @@ import msgspec
 from aiohttp import web
 from prometheus_client.core import Metric
 
+from sglang_sbs.console.plain_words import counted, naming_port
 from sglang_sbs.dashboard.pages import Dashboard
-from sglang_sbs.plain_words import counted, naming_port
 from sglang_sbs.router.api.surface import Surface
 from sglang_sbs.router.assignment.assigner import Assigner
 from sglang_sbs.router.assignment.scheduler_driver import SchedulerLike

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import argparse
-import subprocess
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import product
 from pathlib import Path
 
-from sglang_sbs.simulator.experiments import matrix, plan, sweep, tables, trials, verdict
+from sglang_sbs.simulator.experiments import plan, sweep, tables, trials, verdict
 from sglang_sbs.simulator.options import cluster, common, scheduler
 from sglang_sbs.simulator.options.common import Flag, names, run_with_progress
 from sglang_sbs.simulator.parallel import Interrupted, Task
@@ -19,14 +18,7 @@ from sglang_sbs.simulator.workloads.scenario import AGENTIC, SCENARIOS
 
 DEFAULT_POLICIES = "sbs,sbs_paper,eta,least_tokens,round_robin,random_rank"
 
-_COMMANDS = {"plan": plan.main, "matrix": matrix.main, "trial": trials.main}
-CHECKOUT = Path(__file__).resolve().parents[2]
-_SCRIPTS = {
-    "paper-decode": "scripts/paper-decode",
-    "paper": "scripts/paper-claims",
-    "bound": "scripts/ttft-bound",
-}
-"""Commands that are not in the wheel: what only who works on the policy runs."""
+_COMMANDS = {"plan": plan.main, "trial": trials.main}
 AGENTIC_S = 200.0
 """Simulated seconds of agents, unless told otherwise: a turn with its answer takes 20."""
 
@@ -57,12 +49,8 @@ examples:
   sglang-sbs simulate --replay router.events      re-run a log of --sbs-event-log, bit for bit
 
 more (each has --help):
-  sglang-sbs simulate matrix      is sbs nowhere worse than any other policy? cell by cell
   sglang-sbs simulate plan        how many instances and what chunk a workload needs
   sglang-sbs simulate trial       how often is the verdict of a trial right?
-
-In a checkout there are three more: paper (every claim of the paper beside simulations of it),
-paper-decode (its experiment with decode ranks) and bound (what no schedule could beat).
 """
 
 
@@ -113,11 +101,6 @@ def _main(words: list[str]) -> int:
     if words and words[0] in _COMMANDS:
         return _COMMANDS[words[0]](words[1:])
     parser = build_parser()
-    if words and words[0] in _SCRIPTS:
-        script = CHECKOUT / _SCRIPTS[words[0]]
-        if not script.is_file():
-            parser.error(f"{words[0]}: only in a checkout, where it is {_SCRIPTS[words[0]]}")
-        return subprocess.run([sys.executable, str(script), *words[1:]], check=False).returncode
     args = parser.parse_args(words)
     if args.replay is not None:
         others = common.given(build_parser(), words) - {"--replay"}

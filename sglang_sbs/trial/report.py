@@ -6,8 +6,8 @@ import math
 
 import msgspec
 
-from sglang_sbs.plain_words import counted
-from sglang_sbs.ratios import Ratio
+from sglang_sbs.console.plain_words import counted
+from sglang_sbs.trial.ratios import Ratio
 from sglang_sbs.trial.slots import Arm
 from sglang_sbs.trial.trial import ALPHA, ARMS, Cause, Trial, Verdict
 

@@ -21,12 +21,12 @@ from sglang_sbs.dashboard.gain import (
 from sglang_sbs.dashboard.recorder import Recorder
 from sglang_sbs.dashboard.shadow import ShadowCluster, Shape
 from sglang_sbs.dashboard.ttft import SLICE_S, TtftComparison
-from sglang_sbs.ratios import Circumstances, why_no_gain
 from sglang_sbs.scheduling import Command, Event, PolicySwitched, Scheduler, SchedulerConfig
 from sglang_sbs.simulator.cluster.cost import PassCost
 from sglang_sbs.simulator.cluster.outcome import Outcome
 from sglang_sbs.simulator.cluster.simulation import Simulation
 from sglang_sbs.simulator.cluster.spec import ClusterSpec
+from sglang_sbs.trial.ratios import Circumstances, why_no_gain
 
 COST = PassCost(fixed_s=0.1, mean_s=3e-5, max_s=7e-5)
 WARM_UP_S, DURATION_S = 8.0, 40.0

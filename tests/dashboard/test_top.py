@@ -17,7 +17,7 @@ import pytest
 from harness.top_frames import drawn, frame_of
 from router_harness import TIMEOUT_S, cluster
 
-from sglang_sbs.ask_router import KEY_VARIABLE
+from sglang_sbs.console.ask_router import KEY_VARIABLE
 from sglang_sbs.dashboard.top import main
 from sglang_sbs.dashboard.top_view import plain
 from sglang_sbs.scheduling import Scheduler, SchedulerConfig

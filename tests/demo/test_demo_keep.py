@@ -12,7 +12,7 @@ import pytest
 from aiohttp import web
 from aiohttp.test_utils import TestServer
 
-from benchmarks.demo import cli, compare_policies
+from benchmarks.demo import cli
 from benchmarks.demo.kept_cluster import MOST_IN_FLIGHT, Traffic, steady_load, to_try
 from benchmarks.demo.load import Sample
 
@@ -51,12 +51,6 @@ def test_flags_that_do_not_go_together_are_refused(
         cli.main(arguments)
     assert ended.value.code == 2
     assert re.search(complaint, capsys.readouterr().err)
-
-
-def test_loads_of_a_bench_are_positive_numbers(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit):
-        compare_policies.main(["--loads", "0.6,x"])
-    assert "argument --loads: '0.6,x': write positive numbers" in capsys.readouterr().err
 
 
 async def test_the_load_stops_sending_while_too_much_is_in_flight() -> None:

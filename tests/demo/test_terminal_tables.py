@@ -1,4 +1,4 @@
-"""What demo and bench print is whole in a terminal of 80 columns."""
+"""What the demo prints is whole in a terminal of 80 columns."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import io
 import pytest
 from rich.console import Console
 
-from benchmarks.demo import cli, compare_policies
+from benchmarks.demo import cli
 from benchmarks.demo.load import Sample
 from benchmarks.demo.passes import EngineRecord, ForwardPass
 from benchmarks.demo.runs import Run
@@ -39,19 +39,6 @@ def run_of(policy: str) -> Run:
 def test_the_tables_of_the_demo(policy: str, terminal: Console) -> None:
     cli._print_runs([run_of("sbs"), run_of(policy)], terminal)
     check(printed(terminal), policy, "1000/1000", "123456", "12345 (123456)")
-
-
-@pytest.mark.parametrize("policy", compare_policies.POLICY_NAMES)
-def test_the_tables_of_the_bench(policy: str, terminal: Console) -> None:
-    passes = {"passes": 12_345, "chunk_utilization": 1.0, "active_ranks": 1.0}
-    passes |= {"gap_ms_p50": 12_345.6, "bubble_share": 0.999, "idle_share": 0.999}
-    ttft = {"mean": 123_456.0, "p99": 123_456.0}
-    rows = [
-        {"policy": name, "load": 1.3, "seed": 1, "ttft_ms": ttft, "failed": 99, "passes": passes}
-        for name in dict.fromkeys(["sbs", policy])
-    ]
-    compare_policies._print(rows, list(dict.fromkeys(["sbs", policy])), [1.3], terminal)
-    check(printed(terminal), policy, "123456", "12345.6", "99.9%")
 
 
 def check(text: str, *whole: str) -> None:

@@ -174,7 +174,7 @@ def _check_simulate(words: Sequence[str], command: Command) -> None:
     """With all that is checked before the first simulation begins."""
     modules = [
         import_module(f"sglang_sbs.simulator.{name}")
-        for name in ("cli", *(f"experiments.{x}" for x in ("matrix", "plan", "trials")))
+        for name in ("cli", *(f"experiments.{x}" for x in ("plan", "trials")))
     ]
     with pytest.MonkeyPatch.context() as patch:
         for module in modules:

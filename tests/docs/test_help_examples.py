@@ -12,7 +12,7 @@ from doc_commands import Command, commands_of
 
 from sglang_sbs.cli import VERBS, usage
 
-VERBS_OF_SIMULATE = ("plan", "matrix", "trial")
+VERBS_OF_SIMULATE = ("plan", "trial")
 _EXAMPLE = re.compile(r"^\s+((?:[A-Z_]+=\S+ )?(?:sglang-sbs|python -m|scripts/|curl|pip)\b.*)$")
 
 

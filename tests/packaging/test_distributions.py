@@ -164,7 +164,6 @@ def test_every_verb_has_help_without_the_extras(python: Path, tmp_path: Path) ->
     [
         ("simulate paper-3k --plot x.html", "pip install matplotlib"),
         ("demo", "scripts/install"),
-        ("bench", "scripts/install"),
         ("server --model-path /m", "pip install 'sglang>=0.5.11'"),
     ],
 )

@@ -14,7 +14,7 @@ import pytest
 from harness.jwt_issuer import AUDIENCE, Issuer
 from router_harness import cluster
 
-from sglang_sbs import extras
+from sglang_sbs.console import extras
 from sglang_sbs.router.api.identity import (
     ASK_AGAIN_S,
     KEYS_KEPT_S,

@@ -15,9 +15,9 @@ import pytest
 from router_harness import cluster, until
 from router_processes import START_S, site, start_group
 
+from sglang_sbs.console.plain_words import counted, plain_error
 from sglang_sbs.dashboard.health.alerts import Recent, find_alerts
 from sglang_sbs.launch_router import main
-from sglang_sbs.plain_words import counted, plain_error
 from sglang_sbs.scheduling import Scheduler, SchedulerConfig
 
 WORKERS = ("--prefill", "http://127.0.0.1:9", "9000", "--decode", "http://127.0.0.1:10")

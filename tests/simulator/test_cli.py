@@ -141,7 +141,7 @@ def test_a_cost_file_is_a_cost_called_by_its_stem(tmp_path, capsys):
     assert "cost fast" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("command", [["paper-3k"], ["matrix"], ["plan", "--scenario", "paper-3k"]])
+@pytest.mark.parametrize("command", [["paper-3k"], ["plan", "--scenario", "paper-3k"]])
 @pytest.mark.parametrize(
     ("name", "content", "message"),
     [
@@ -384,23 +384,6 @@ def test_without_a_whole_pass_there_is_no_chunk_use_to_show():
     ]
 
 
-@pytest.mark.parametrize("name", ["paper", "bound paper-3k --seeds 3"])
-def test_what_is_in_a_checkout_only_is_named(name, capsys, monkeypatch, tmp_path):
-    monkeypatch.setattr(cli, "CHECKOUT", tmp_path)
-    with pytest.raises(SystemExit) as ended:
-        main(name.split())
-    assert ended.value.code == 2
-    assert "only in a checkout, where it is scripts/" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize("name", ["paper", "bound", "paper-decode"])
-def test_in_a_checkout_it_runs(name):
-    command = [sys.executable, "-m", "sglang_sbs.cli", "simulate", name, "--help"]
-    done = subprocess.run(command, check=False, capture_output=True, text=True, timeout=120)
-    assert done.returncode == 0, done.stderr
-    assert "--seeds" in done.stdout or "--first-seed" in done.stdout
-
-
 def interrupted_after(monkeypatch, module, runs):
     """Ctrl-C in the run after so many."""
     made = []
@@ -441,20 +424,16 @@ def test_an_interrupted_plan_says_nothing_of_what_it_did_not_simulate(monkeypatc
     assert "interrupted after 3 of 6 runs; this is what there is" in err
 
 
-@pytest.mark.parametrize("command", ["paper-3k", "matrix"])
-def test_an_interrupt_is_one_line(command, monkeypatch, capsys):
+def test_an_interrupt_is_one_line(monkeypatch, capsys):
     def interrupt(*_: object) -> None:
         raise KeyboardInterrupt
 
-    for module in ("cli", "experiments.matrix"):
-        monkeypatch.setattr(f"sglang_sbs.simulator.{module}.run_with_progress", interrupt)
-    assert main([command]) == 130
+    monkeypatch.setattr(cli, "run_with_progress", interrupt)
+    assert main(["paper-3k"]) == 130
     assert capsys.readouterr() == ("", "sglang-sbs simulate: interrupted\n")
 
 
-@pytest.mark.parametrize(
-    "command", ["trace:{}", "plan --slo-ttft 1 --trace {}", "matrix --regimes none --trace {}"]
-)
+@pytest.mark.parametrize("command", ["trace:{}", "plan --slo-ttft 1 --trace {}"])
 def test_a_trace_in_another_encoding_is_refused_by_every_command(command, tmp_path, capsys):
     trace = tmp_path / "latin.csv"
     trace.write_bytes(b"TIMESTAMP,ContextTokens,GeneratedTokens\n\xff,1,1\n")
@@ -471,7 +450,6 @@ def test_a_trace_in_another_encoding_is_refused_by_every_command(command, tmp_pa
     [
         ("paper-3k", ["--json", "--plot"]),
         ("plan --scenario paper-3k --slo-ttft 1", ["--json", "--plot"]),
-        ("matrix", ["--json"]),
     ],
 )
 def test_what_cannot_be_written_is_refused_before_the_run(command, flags, tmp_path, capsys):

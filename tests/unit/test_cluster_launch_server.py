@@ -8,8 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from sglang_sbs import checkout, launch_server
+from sglang_sbs import launch_server
 from sglang_sbs.cluster.plan import PlanError
+from sglang_sbs.console import checkout
 from sglang_sbs.launch_server import main, split_flags
 
 

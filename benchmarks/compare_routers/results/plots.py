@@ -24,7 +24,7 @@ from benchmarks.compare_routers.results.rows import Row
 from benchmarks.demo.passes import EngineRecord
 from benchmarks.demo.runs import Run
 from benchmarks.demo.timeline import draw_timeline
-from sglang_sbs.policy_looks import colours_of
+from sglang_sbs.simulator.experiments.policy_looks import colours_of
 
 _DPI = 100
 _COMPARED = 3

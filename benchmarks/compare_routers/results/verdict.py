@@ -8,8 +8,8 @@ from typing import Any
 from benchmarks.compare_routers.results.ratios import disturbed_runs, failed_requests, ratio_cells
 from benchmarks.compare_routers.results.rows import Row
 from benchmarks.compare_routers.results.tables import verdict
-from sglang_sbs.plain_words import counted
-from sglang_sbs.ratios import joined
+from sglang_sbs.console.plain_words import counted
+from sglang_sbs.trial.ratios import joined
 
 _KINDS = (("", "the best other router"), ("own_", "our best immediate policy"))
 

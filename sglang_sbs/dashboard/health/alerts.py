@@ -10,8 +10,8 @@ from typing import Literal
 
 import msgspec
 
+from sglang_sbs.console.plain_words import counted
 from sglang_sbs.explain.words import longest
-from sglang_sbs.plain_words import counted
 from sglang_sbs.scheduling.config import SchedulerConfig
 from sglang_sbs.scheduling.policy_registry import reads_reports
 from sglang_sbs.scheduling.snapshot import DecodeState, PrefillState, Snapshot

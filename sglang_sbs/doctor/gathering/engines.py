@@ -16,10 +16,10 @@ from typing import Any
 import aiohttp
 import orjson
 
+from sglang_sbs.console.plain_words import plain_error, system_error
 from sglang_sbs.doctor.facts import Bootstrap, EngineFacts, Failure, RankHeard, text
 from sglang_sbs.doctor.options import DoctorOptions
 from sglang_sbs.engine.config import split_tcp
-from sglang_sbs.plain_words import plain_error, system_error
 from sglang_sbs.router.engine_secrets import text_without_secrets, without_secrets
 from sglang_sbs.router.engines.control_requests import AnswerTooLong, ask
 from sglang_sbs.router.engines.urls import split_worker_url

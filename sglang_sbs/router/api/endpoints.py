@@ -15,8 +15,8 @@ import msgspec
 import orjson
 from aiohttp import web
 
+from sglang_sbs.console.plain_words import counted, plain_error
 from sglang_sbs.dashboard.pages import Handler
-from sglang_sbs.plain_words import counted, plain_error
 from sglang_sbs.router.api.bodies import json_answer, read_object
 from sglang_sbs.router.api.engine_metrics import merge_pages
 from sglang_sbs.router.api.served_router import Router

@@ -11,7 +11,7 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
-from sglang_sbs import extras
+from sglang_sbs.console import extras
 from sglang_sbs.router.options import config, keys
 from sglang_sbs.router.options.arguments import FlagError, build_parser
 from sglang_sbs.router.options.option import read

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from sglang_sbs.extras import without_kubernetes
+from sglang_sbs.console.extras import without_kubernetes
 from sglang_sbs.router.election import ElectionTimes
 from sglang_sbs.router.options.option import read
 from sglang_sbs.wire.curve import CurveKeys, keys_in

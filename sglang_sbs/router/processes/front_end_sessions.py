@@ -30,8 +30,8 @@ from typing import Any
 import msgspec
 
 from sglang_sbs import __version__
+from sglang_sbs.console.plain_words import counted
 from sglang_sbs.dashboard.feed import Stop, Take
-from sglang_sbs.plain_words import counted
 from sglang_sbs.router.assignment import scheduler_driver as driver
 from sglang_sbs.router.assignment.decision_times import Spread
 from sglang_sbs.router.errors import LegFailure

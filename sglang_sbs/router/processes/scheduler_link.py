@@ -33,7 +33,7 @@ from typing import Any
 import msgspec
 
 from sglang_sbs import __version__
-from sglang_sbs.plain_words import counted
+from sglang_sbs.console.plain_words import counted
 from sglang_sbs.router.assignment import scheduler_driver as driver
 from sglang_sbs.router.assignment.assigner import Assigner
 from sglang_sbs.router.policy_in_force import PolicyInForce

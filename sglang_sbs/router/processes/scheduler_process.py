@@ -14,9 +14,9 @@ from aiohttp import web
 from prometheus_client.core import Metric
 
 from sglang_sbs import __version__
+from sglang_sbs.console.plain_words import naming_file
 from sglang_sbs.dashboard.feed import LocalFeed
 from sglang_sbs.dashboard.gain import MINUTE_S, WINDOW_MINUTES, by_bound, in_words
-from sglang_sbs.plain_words import naming_file
 from sglang_sbs.router.assignment.decision_times import lag_families
 from sglang_sbs.router.election import Election, parse_election
 from sglang_sbs.router.metric_families import gain_family, gauge, total

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
-from sglang_sbs.plain_words import counted
+from sglang_sbs.console.plain_words import counted
 from sglang_sbs.router.errors import TOO_LONG, RouterError
 from sglang_sbs.router.lanes import LONG_BYTES, Lanes
 from sglang_sbs.router.prompts.block_names import TEXT_BYTES_PER_TOKEN, BlockFormat, BlockNamer

@@ -11,7 +11,7 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 
-from sglang_sbs.plain_words import counted
+from sglang_sbs.console.plain_words import counted
 from sglang_sbs.router.errors import RouterError
 
 

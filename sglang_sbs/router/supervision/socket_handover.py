@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from sglang_sbs.plain_words import naming_port
+from sglang_sbs.console.plain_words import naming_port
 
 logger = logging.getLogger(__name__)
 

@@ -14,7 +14,7 @@ from functools import partial
 
 from aiohttp import web
 
-from sglang_sbs.plain_words import naming_port
+from sglang_sbs.console.plain_words import naming_port
 from sglang_sbs.router.client.intake import (
     KEEP_ALIVE_S,
     Doorman,

@@ -18,7 +18,7 @@ import aiohttp
 import msgspec
 import orjson
 
-from sglang_sbs.plain_words import plain_error
+from sglang_sbs.console.plain_words import plain_error
 from sglang_sbs.router.engines.connection import UpstreamError
 from sglang_sbs.router.engines.connection_pool import Pool, fetch, is_our_own
 from sglang_sbs.router.engines.control_requests import ask

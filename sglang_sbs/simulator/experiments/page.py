@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from html import escape
 from pathlib import Path
 
-from sglang_sbs.policy_looks import words_of
+from sglang_sbs.simulator.experiments.policy_looks import words_of
 from sglang_sbs.simulator.experiments.tables import ResultTable
 
 _STYLE = """\

@@ -15,8 +15,8 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 
-from sglang_sbs.policy_looks import colours_of
 from sglang_sbs.simulator.experiments.page import Picture, policies_table, write_page
+from sglang_sbs.simulator.experiments.policy_looks import colours_of
 from sglang_sbs.simulator.experiments.tables import ResultTable, groups, mean_of
 from sglang_sbs.simulator.parallel import Row
 

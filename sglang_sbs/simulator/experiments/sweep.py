@@ -11,7 +11,6 @@ from typing import Any
 
 import msgspec
 
-from sglang_sbs.ratios import Part
 from sglang_sbs.scheduling import Scheduler, SchedulerConfig, policy_names
 from sglang_sbs.scheduling.policy_registry import reads_prefixes
 from sglang_sbs.simulator.cluster.arrangements import simulate_arranged
@@ -26,6 +25,7 @@ from sglang_sbs.simulator.workloads.scenario import (
     full_chunk_tokens_per_s,
     make_scenario,
 )
+from sglang_sbs.trial.ratios import Part
 
 _MOST_LOAD = 100.0
 """No capacity is searched above it: an engine this fast would never break the SLO."""

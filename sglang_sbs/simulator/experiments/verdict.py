@@ -6,7 +6,9 @@ import statistics
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from sglang_sbs.ratios import (
+from sglang_sbs.simulator.experiments.tables import groups, mean_of
+from sglang_sbs.simulator.parallel import Row
+from sglang_sbs.trial.ratios import (
     NO_GAIN,
     NO_LOSS,
     Circumstances,
@@ -15,8 +17,6 @@ from sglang_sbs.ratios import (
     ratio_of_means,
     why_no_gain,
 )
-from sglang_sbs.simulator.experiments.tables import groups, mean_of
-from sglang_sbs.simulator.parallel import Row
 
 _SHOWN_LOADS = 3
 """Ratios in one sentence; of more only the smallest and the largest are named."""

@@ -17,9 +17,9 @@ import orjson
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from sglang_sbs.extras import without_matplotlib
-from sglang_sbs.outputs import try_to_write
-from sglang_sbs.plain_words import counted
+from sglang_sbs.console.extras import without_matplotlib
+from sglang_sbs.console.outputs import try_to_write
+from sglang_sbs.console.plain_words import counted
 from sglang_sbs.simulator.cluster.cost import COSTS, CostError, cost_name, find_cost
 from sglang_sbs.simulator.cluster.spec import TopologyError
 from sglang_sbs.simulator.parallel import Interrupted, Row, Task, run_all

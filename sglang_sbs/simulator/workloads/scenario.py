@@ -65,7 +65,7 @@ _SAMPLE = 20.0, 500.0, 0
 
 NETWORK = {"dispatch_serial_s": 5e-4, "dispatch_jitter": 0.15, "gang_gate_s": 0.04}
 """How the requests of a batch reach an instance, unless told otherwise: one after the other, with
-jitter, and gathered by the plugin's gang gate. ``scripts/measure-gangs`` shows it of real engines:
+jitter, and gathered by the plugin's gang gate. docs/lab/gangs.md shows it of real engines:
 on a host that is not overloaded half of the batches of four or five requests are there within one
 or two milliseconds."""
 

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 from router_harness import Cluster, cluster, sse_events, until
 
-from sglang_sbs.ask_router import KEY_VARIABLE
 from sglang_sbs.cli import main
+from sglang_sbs.console.ask_router import KEY_VARIABLE
 from sglang_sbs.router.trials import Trials
 from sglang_sbs.trial.spec import TrialSpec
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from sglang_sbs import extras
+from sglang_sbs.console import extras
 from sglang_sbs.launch_router import main
 from sglang_sbs.router.options.arguments import FlagError
 from sglang_sbs.router.options.config import (

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from sglang_sbs.policy_looks import LOOKS
 from sglang_sbs.simulator.experiments import plots
 from sglang_sbs.simulator.experiments.page import Picture, policies_table, write_page
+from sglang_sbs.simulator.experiments.policy_looks import LOOKS
 from sglang_sbs.simulator.experiments.tables import ResultTable
 
 

@@ -8,11 +8,11 @@ import random
 import pytest
 from rich.console import Console
 
-from sglang_sbs.ratios import ratio_of_means, student_975
 from sglang_sbs.simulator.experiments.plan import verdict
 from sglang_sbs.simulator.experiments.verdict import of_capacity, of_loads
 from sglang_sbs.simulator.options.common import clock, progress, run_with_progress
 from sglang_sbs.simulator.parallel import Interrupted, Row
+from sglang_sbs.trial.ratios import ratio_of_means, student_975
 
 
 def row(policy: str, load: float, mean_s: float, **more: object) -> Row:

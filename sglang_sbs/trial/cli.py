@@ -9,8 +9,8 @@ from collections.abc import Sequence
 
 import msgspec
 
-from sglang_sbs import ask_router
-from sglang_sbs.ask_router import NotToldError
+from sglang_sbs.console import ask_router
+from sglang_sbs.console.ask_router import NotToldError
 from sglang_sbs.trial.report import ArmReport, Report
 from sglang_sbs.trial.spec import fields_of, read_object
 

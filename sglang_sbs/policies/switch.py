@@ -10,8 +10,8 @@ from collections.abc import Sequence
 
 import msgspec
 
-from sglang_sbs import ask_router
-from sglang_sbs.ask_router import NotToldError
+from sglang_sbs.console import ask_router
+from sglang_sbs.console.ask_router import NotToldError
 
 _ABSENT = "this router cannot switch its policy: upgrade sglang-sbs there"
 

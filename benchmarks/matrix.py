@@ -1,4 +1,4 @@
-"""``sglang-sbs simulate matrix``: one policy against the best of the others, regime by regime."""
+"""``scripts/matrix``: one policy against the best of the others, regime by regime."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from itertools import chain, product
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from benchmarks.command_line import command_parser, interruptible
 from sglang_sbs.simulator.cluster.cost import cost_name
 from sglang_sbs.simulator.experiments.sweep import POLICY_CONFIGS, Job, run_job
 from sglang_sbs.simulator.experiments.tables import ResultTable, groups, mean_of
@@ -19,6 +20,7 @@ from sglang_sbs.simulator.parallel import Row, Task
 from sglang_sbs.simulator.workloads.arrivals import TraceError
 from sglang_sbs.simulator.workloads.scenario import WARM_UP_S, ScenarioError, make_scenario
 
+_PROG = "scripts/matrix"
 DEFAULT_RIVALS = "eta,sbs_paper,least_tokens,round_robin"
 MEAN_LIMIT, P99_LIMIT = 1.02, 1.05
 """A cell is lost above these ratios to the best rival, taken separately for mean and p99."""
@@ -29,8 +31,8 @@ separately, each averaged over seeds. It is lost above {MEAN_LIMIT:g} x the best
 {P99_LIMIT:g} x the best p99.
 
 examples:
-  sglang-sbs simulate matrix --regimes load,jitter --seeds 3
-  sglang-sbs simulate matrix --seeds 3 --first-seed 401 --cost mixed,table \\
+  scripts/matrix --regimes load,jitter --seeds 3
+  scripts/matrix --seeds 3 --first-seed 401 --cost mixed,table \\
       --trace azure-code.csv --trace conversation.jsonl --json matrix.json
 """
 
@@ -139,7 +141,7 @@ _TRACE_LOADS = (0.2, 0.4, 0.6, 0.75)
 
 def build_parser() -> argparse.ArgumentParser:
     what = "Is a policy nowhere worse than any other? Cell by cell, win or lose."
-    parser = common.command("matrix", what, _EPILOG)
+    parser = command_parser(_PROG, what, _EPILOG)
     parser.add_argument("--policy", default="sbs", help="the policy on trial (sbs)")
     others = f"the others, comma-separated ({DEFAULT_RIVALS})"
     parser.add_argument("--rivals", default=DEFAULT_RIVALS, help=others)
@@ -156,7 +158,11 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run, print, write; exit code 2 for bad arguments."""
+    """Run, print, write; exit code 2 for bad arguments, 130 if interrupted."""
+    return interruptible(_PROG, lambda: _main(argv))
+
+
+def _main(argv: Sequence[str] | None) -> int:
     parser = build_parser()
     args = parser.parse_args(argv)
     common.check_outputs(args, parser)

@@ -5,13 +5,13 @@ from __future__ import annotations
 import json
 
 import pytest
-from simulator_fixtures import lengths, write_azure
 
-from sglang_sbs.simulator.cli import main
-from sglang_sbs.simulator.experiments.matrix import (
+from benchmarks import matrix
+from benchmarks.matrix import (
     REGIMES,
     Verdict,
     job_of,
+    main,
     matrix_table,
     summary_of,
     verdict,
@@ -80,9 +80,11 @@ def test_engines_look_ahead_in_every_cell_or_in_none(overlap: bool):
 
 
 def test_the_command_judges_a_trace(tmp_path, capsys):
-    trace = write_azure(tmp_path / "mine.csv", lengths(200))
+    trace = tmp_path / "mine.csv"
+    lines = (f"2023-11-16 18:17:{n / 10:010.7f},{37 * n % 4000 + 1},100" for n in range(200))
+    trace.write_text("\n".join(["TIMESTAMP,ContextTokens,GeneratedTokens", *lines]))
     rows = tmp_path / "rows.json"
-    words = f"matrix --regimes none --trace {trace} --rivals eta --json {rows} --workers 1"
+    words = f"--regimes none --trace {trace} --rivals eta --json {rows} --workers 1"
     assert main(words.split()) == 0
     out = capsys.readouterr().out
     assert "mine, load 0.4" in out
@@ -101,6 +103,15 @@ def test_the_command_judges_a_trace(tmp_path, capsys):
 )
 def test_bad_arguments_are_named(words: str, says: str, capsys):
     with pytest.raises(SystemExit) as ended:
-        main(["matrix", *words.split()])
+        main(words.split())
     assert ended.value.code == 2
     assert says in capsys.readouterr().err
+
+
+def test_an_interrupt_is_one_line(monkeypatch, capsys):
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(matrix, "run_with_progress", interrupt)
+    assert main([]) == 130
+    assert capsys.readouterr() == ("", "scripts/matrix: interrupted\n")
