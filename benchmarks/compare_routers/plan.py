@@ -19,7 +19,6 @@ from typing import Any
 
 from rich.console import Console
 
-from benchmarks.burners import check_busy
 from benchmarks.compare_routers.agents import AGENTIC, agents_at, expected_s
 from benchmarks.compare_routers.campaign import SEARCH_WORKLOAD, Campaign, Scope
 from benchmarks.compare_routers.contenders import (
@@ -154,10 +153,6 @@ class Plan:
             if getattr(args, name) < 1:
                 raise ValueError(f"--{name.replace('_', '-')} must be at least 1")
         self._attention_tp = attention_tp_of(args)
-        check_busy(args.busy)
-        if args.most_host_lag is None:
-            # A host that is busy on purpose lags.
-            args.most_host_lag = 0.0 if args.busy else MOST_HOST_LAG
         for name in ("search_steps", "share_of_capacity", "most_host_lag"):
             if getattr(args, name) < 0:
                 raise ValueError(f"--{name.replace('_', '-')} must not be negative")
@@ -283,7 +278,6 @@ class Plan:
         return {
             **({"revision": of_code} if of_code else {}),
             **engines,
-            **({"busy_processes_beside": args.busy} if args.busy else {}),
             "client": args.client,
             "prompts": args.prompts,
             "timeout_s": self._timeout_s,

@@ -1,1 +1,0 @@
-"""``scripts/measure-gangs``: how whole batches arrive at the engines."""
