@@ -31,7 +31,7 @@ from rich.progress import (
 from benchmarks.compare_routers.contenders import BY_NAME
 from benchmarks.compare_routers.results.ratios import is_immediate, is_peer, is_sbs, ranking
 from benchmarks.compare_routers.results.rows import NOT_RUN, Key, Row, RowFile
-from benchmarks.compare_routers.results.search import best_peer_load, next_load
+from benchmarks.compare_routers.results.search import next_load
 from benchmarks.compare_routers.runs.cell import Setting, run_cell
 from benchmarks.compare_routers.runs.engines import Engines
 from benchmarks.compare_routers.runs.revision import revision
@@ -69,8 +69,6 @@ class Scope:
     """Loads per contender in search of the one at the SLO; 0: no search."""
     search_seeds: int
     """Each of these loads is run with so many."""
-    share_of_capacity: float
-    """One more cell per seed, at this share of the best peer's load at the SLO; 0: none."""
     slo_ttft_s: float
 
     @property
@@ -150,18 +148,8 @@ class Campaign:
             for mine in by_engines(focus):
                 for step in range(scope.search_steps):
                     await runner.run(self._search_keys(mine, step))
-            cells = scope.cells
-            if scope.search_steps and scope.share_of_capacity > 0:
-                capacity = best_peer_load(self.rows, scope.slo_ttft_s)
-                if capacity is None:
-                    self.console.print(
-                        "no peer has a load at the SLO between those that were tried: no cell at "
-                        f"{100 * scope.share_of_capacity:g} % of it"
-                    )
-                else:
-                    cells.append((SEARCH_WORKLOAD, round(scope.share_of_capacity * capacity, 3)))
             for seed in scope.all_seeds:
-                await runner.run(cell_keys(focus, cells, seed))
+                await runner.run(cell_keys(focus, scope.cells, seed))
 
     def _search_keys(self, contenders: Sequence[Contender], step: int) -> Iterator[Key]:
         scope, seeds = self.scope, self.scope.all_search_seeds
@@ -180,7 +168,7 @@ class Campaign:
 
     def row_of(self, key: Key, error: str) -> Row:
         """Of a run that has no figures."""
-        return Row(key=key, client=self.setting.client, requests=self.requests(key), error=error)
+        return Row(key=key, requests=self.requests(key), error=error)
 
     def expected_key_s(self, key: Key) -> float:
         return _OVERHEAD_S + self.expected_s(key.workload, key.load, self.requests(key))
@@ -193,12 +181,8 @@ class Campaign:
         sbs = [one for one in scope.contenders if is_sbs(one.name)]
         later = [*sbs, *peers[: scope.best_peers], *immediate[:1]]
         keys = set(cell_keys(scope.contenders, scope.field_cells, scope.first_seed))
-        cells = scope.cells
-        if scope.share_of_capacity > 0 and scope.search_steps:
-            # Where that will be is not known; and it is no load that is there already.
-            cells.append((SEARCH_WORKLOAD, scope.share_of_capacity + 1e-6))
         for seed in scope.all_seeds:
-            keys |= set(cell_keys(later, cells, seed))
+            keys |= set(cell_keys(later, scope.cells, seed))
         searches = len(later) * scope.search_steps * scope.search_seeds
         search = Key("search", SEARCH_WORKLOAD, _SEARCH_LOAD, 1, "")
         return sum(map(self.expected_key_s, keys)) + searches * self.expected_key_s(search)

@@ -28,13 +28,11 @@ from benchmarks.compare_routers.plan import (
 from benchmarks.compare_routers.results.ratios import errors, is_sbs
 from benchmarks.compare_routers.results.report import (
     summary,
-    write_into_docs,
     write_json,
     write_report,
 )
 from benchmarks.compare_routers.results.rows import Header, Row, RowFile, figures
 from benchmarks.compare_routers.results.verdict import sentences
-from benchmarks.compare_routers.runs.clients import CLIENTS
 from benchmarks.compare_routers.runs.engines import H800_CHUNK_TOKENS, PASS_S
 from benchmarks.compare_routers.workloads import NAMES
 from benchmarks.demo.virtual_cluster import CHUNK_TOKENS, add_tp_argument
@@ -49,7 +47,7 @@ examples:
   scripts/compare-routers --resume --loads 0.4,0.8,1 --seeds 3 --report out/compare
   scripts/compare-routers --workload long-tail,bursty,mooncake --contenders sbs,smg,least_tokens
   scripts/compare-routers --pass-s 1.5 --loads 0.6,0.8          the host a smaller part of a pass
-  scripts/compare-routers --report-only --report out/compare --docs docs/lab/compare-routers.md
+  scripts/compare-routers --report-only --report out/compare
   scripts/compare-routers --real --prefill http://p0:30000 8998 --prefill http://p1:30000 8998 \\
       --decode http://d0:30000 --capacity 180000 --slo-ttft 0.8 \\
       --tokenizer-path /models/DeepSeek-V3
@@ -112,11 +110,6 @@ def build_parser() -> argparse.ArgumentParser:
         "--search-seeds", type=int, help="each load of the search is run with so many (2)"
     )
     what.add_argument(
-        "--share-of-capacity",
-        type=float,
-        help="one more cell at this share of the best peer's load at the SLO; 0: none (0.8)",
-    )
-    what.add_argument(
         "--slo-ttft",
         type=float,
         metavar="S",
@@ -169,7 +162,6 @@ def build_parser() -> argparse.ArgumentParser:
         "ours stood still, its cell has no ratios, and --resume makes the run again; 0: no limit, "
         f"whatever stood still ({MOST_HOST_LAG:g})",
     )
-    how.add_argument("--client", choices=CLIENTS, default=CLIENTS[0], help=f"({CLIENTS[0]})")
     how.add_argument(
         "--prompts", choices=("text", "ids"), default="text", help="what requests carry (text)"
     )
@@ -186,14 +178,11 @@ def build_parser() -> argparse.ArgumentParser:
         type=Path,
         metavar="DIR",
         default=Path("out/compare-routers"),
-        help="rows.jsonl, logs, report.html, report.md (out/compare-routers)",
+        help="rows.jsonl, logs, report.md (out/compare-routers)",
     )
     out.add_argument("--resume", action="store_true", help="go on with DIR/rows.jsonl")
     out.add_argument(
         "--report-only", action="store_true", help="run nothing; report from DIR/rows.jsonl"
-    )
-    out.add_argument(
-        "--docs", type=Path, metavar="FILE", help="put the tables between FILE's marks too"
     )
     out.add_argument(
         "--event-logs",
@@ -289,10 +278,7 @@ def _finish(args: argparse.Namespace, header: Header, rows: list[Row], console: 
     if args.json is not None:
         write_json(header, rows, args.json)
         console.print(f"written: {args.json}")
-    if args.docs is not None:
-        write_into_docs(header, rows, args.docs)
-        console.print(f"written: {args.docs}")
-    console.print(f"report: {args.report / 'report.html'}")
+    console.print(f"report: {args.report / 'report.md'}")
 
 
 if __name__ == "__main__":

@@ -29,10 +29,8 @@ from benchmarks.compare_routers.contenders import (
 )
 from benchmarks.compare_routers.prompts import Prompts, id_prompts, text_prompts
 from benchmarks.compare_routers.results.ratios import is_sbs
-from benchmarks.compare_routers.results.report import check_marks
 from benchmarks.compare_routers.results.rows import Header, Row, RowFile
 from benchmarks.compare_routers.runs.cell import Setting
-from benchmarks.compare_routers.runs.clients import CLIENTS
 from benchmarks.compare_routers.runs.engines import (
     PASS_S,
     Engines,
@@ -75,7 +73,6 @@ DEFAULTS: dict[str, Any] = {
     "seeds": 3,
     "search_steps": 4,
     "search_seeds": 2,
-    "share_of_capacity": 0.8,
 }
 """Of the flags that ``--quick`` sets; the parser has those of all others."""
 
@@ -101,7 +98,6 @@ def _quick(args: argparse.Namespace) -> dict[str, Any]:
         "seeds": 1,
         "search_steps": 3,
         "search_seeds": 1,
-        "share_of_capacity": 0.0,
     }
 
 
@@ -153,7 +149,7 @@ class Plan:
             if getattr(args, name) < 1:
                 raise ValueError(f"--{name.replace('_', '-')} must be at least 1")
         self._attention_tp = attention_tp_of(args)
-        for name in ("search_steps", "share_of_capacity", "most_host_lag"):
+        for name in ("search_steps", "most_host_lag"):
             if getattr(args, name) < 0:
                 raise ValueError(f"--{name.replace('_', '-')} must not be negative")
         for name in ("slo_ttft", "slo_tpot", "timeout", "cost_chunk", "pass_s", "capacity"):
@@ -180,8 +176,6 @@ class Plan:
     def _scope(self) -> Scope:
         args = self._args
         workloads = _words(args.workload, NAMES, "--workload")
-        if AGENTIC in workloads and args.client != CLIENTS[0]:
-            raise ValueError(f"--client {args.client} cannot wait for answers, as agents do")
         try:
             contenders = chosen(args.contenders)
         except ValueError as error:
@@ -211,7 +205,6 @@ class Plan:
             search_requests=args.search_requests,
             search_steps=args.search_steps,
             search_seeds=args.search_seeds,
-            share_of_capacity=args.share_of_capacity,
             slo_ttft_s=args.slo_ttft or round(SLO_PASSES * self._pass_s, 4),
         )
 
@@ -221,8 +214,6 @@ class Plan:
             tokenizer: Path | None = args.tokenizer_path
             if tokenizer is None and args.prompts == "text":
                 raise ValueError("--prompts text needs --tokenizer-path; or use --prompts ids")
-            if tokenizer is None and args.client != CLIENTS[0]:
-                raise ValueError(f"--client {args.client} needs --tokenizer-path")
             return tokenizer
         if args.tokenizer_path is not None:
             raise ValueError("--tokenizer-path is for engines that run already: add --real")
@@ -278,7 +269,6 @@ class Plan:
         return {
             **({"revision": of_code} if of_code else {}),
             **engines,
-            "client": args.client,
             "prompts": args.prompts,
             "timeout_s": self._timeout_s,
             "requests": args.requests,
@@ -320,7 +310,6 @@ class Plan:
     def campaign(self, file: RowFile, rows: list[Row], console: Console) -> Campaign:
         args = self._args
         setting = Setting(
-            client=args.client,
             prompts=self._prompts,
             model=self.model,
             slo_ttft_s=self.scope.slo_ttft_s,
@@ -364,8 +353,6 @@ def check_outputs(args: argparse.Namespace) -> None:
             raise ValueError(f"{flag}: {there} is not a folder")
         if not os.access(there, os.W_OK):
             raise ValueError(f"{flag}: {there} cannot be written to")
-    if args.docs is not None:
-        check_marks(args.docs)
 
 
 def _urls(args: argparse.Namespace) -> str:

@@ -93,9 +93,6 @@ def _drawn(
     return draw
 
 
-DAY = "day"
-
-
 def _day(seed: int, requests: int, chunk_tokens: int) -> list[Request]:
     """Poisson arrivals whose rate rises and falls as a squared sine; lengths as ``paper``."""
     drawn = _drawn(_poisson, _paper)(seed, requests, chunk_tokens)
@@ -138,7 +135,7 @@ WORKLOADS: dict[str, Callable[[int, int, int], list[Request]]] = {
     "long-tail": _drawn(_poisson, _long_tail),
     "bursty": _drawn(_bursts, _paper),
     "mooncake": _mooncake,
-    DAY: _day,
+    "day": _day,
 }
 NAMES = (*WORKLOADS, AGENTIC)
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import math
 
-from benchmarks.compare_routers.results.measure import Answers, Engines, KvBand, Trace
+from benchmarks.compare_routers.results.measure import Answers, Engines, KvBand
 from benchmarks.compare_routers.results.rows import Header, Key, Row
 from benchmarks.demo.load import Latency
-from benchmarks.demo.passes import ForwardPass, PassStatistics
+from benchmarks.demo.passes import PassStatistics
 
 NAN = math.nan
 HEADER = Header(
@@ -32,7 +32,6 @@ def row(
     passes = PassStatistics(10, 900.0, 0.5, 0.9, 0.1, NAN, 0.01, active_ranks, 1.1)
     return Row(
         key=Key(kind, "paper", load, seed, policy),
-        client="open-loop",
         requests=100,
         qps=load * 30,
         host_lag_ms=host_lag_ms,
@@ -48,7 +47,6 @@ def row(
             goodput_qps=20.0,
         ),
         engines=Engines(passes, NAN, NAN, KvBand(100.0, sigma)),
-        trace=Trace([ForwardPass("p0", 0.1, 0.5, (100, 0))], [(0.0, [10, 20]), (0.1, [30, 40])]),
     )
 
 

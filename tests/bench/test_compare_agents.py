@@ -11,8 +11,6 @@ from compare_rows import HEADER, row
 from msgspec.structs import replace
 
 from benchmarks.compare_routers.agents import Agents, Turn, agents_at
-from benchmarks.compare_routers.command import build_parser
-from benchmarks.compare_routers.plan import Plan
 from benchmarks.compare_routers.prompts import id_prompts
 from benchmarks.compare_routers.results import report
 from benchmarks.compare_routers.results.measure import computed_tokens
@@ -128,12 +126,6 @@ async def test_agents_go_on_after_a_failure() -> None:
 
 def test_load_is_a_number_of_agents() -> None:
     assert [agents_at(load, 6) for load in (0.01, 0.5, 1.0)] == [1, 24, 48]
-
-
-def test_a_client_that_replays_times_is_no_agent() -> None:
-    words = ["--workload", "paper,agentic", "--client", "bench_serving"]
-    with pytest.raises(ValueError, match="bench_serving cannot wait for answers"):
-        Plan(build_parser().parse_args(words))
 
 
 def test_what_prefill_computed_is_what_its_passes_had() -> None:

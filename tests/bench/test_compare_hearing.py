@@ -89,22 +89,18 @@ async def test_a_run_is_not_measured_while_a_prefill_rank_is_not_heard(
     async def running(*_: object) -> AsyncIterator[tuple[str, object]]:
         yield "http://router", SimpleNamespace(cpu_s=lambda: 0.0)
 
-    async def load(*_: object, **__: object) -> list[object]:
-        return []
-
-    async def send(*words: object, **__: object) -> list[object]:
-        measured.append(words)
+    async def load(_url: str, sent: list[object], **_: object) -> list[object]:
+        measured.extend(sent[cell.WARM_UP_REQUESTS :])
         return []
 
     monkeypatch.setattr(endforward_check, "WAIT_S", 0.0)
     monkeypatch.setattr(cell, "_running", running)
     monkeypatch.setattr(cell, "run_load", load)
-    monkeypatch.setattr(cell, "send_load", send)
-    setting = cell.Setting("open-loop", id_prompts(), None, 1.0, 0.1, 60.0, tmp_path, "")
+    setting = cell.Setting(id_prompts(), None, 1.0, 0.1, 60.0, tmp_path, "")
     messages = [heard("one", 0), heard("one", 1), heard("two", 0)]
     with pytest.raises(endforward_check.UnheardError, match="no EndForward of p1/1 comes to tcp:"):
         await cell.run_cell(
-            BY_NAME["mini_lb"], KEY, 5, engines_with(messages, RouterPorts(1, 2, 3)), setting
+            BY_NAME["mini_lb"], KEY, 50, engines_with(messages, RouterPorts(1, 2, 3)), setting
         )
     assert not measured
 
@@ -174,7 +170,7 @@ def test_routers_of_ours_hear_engines_on_other_hosts_and_with_a_key(tmp_path: Pa
     flags = " ".join(cell._own_flags(KEY, 7600, work.setting))
     assert "--sbs-endforward-bind tcp://0.0.0.0:7600" in flags
     assert f"--sbs-endforward-key-file {key_file}" in flags
-    virtual = cell.Setting("open-loop", id_prompts(), None, 1.0, 0.1, 60.0, tmp_path, "")
+    virtual = cell.Setting(id_prompts(), None, 1.0, 0.1, 60.0, tmp_path, "")
     assert cell._own_flags(KEY, 7600, virtual) == ["--sbs-endforward-bind", "tcp://127.0.0.1:7600"]
 
 

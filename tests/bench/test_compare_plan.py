@@ -10,7 +10,7 @@ from msgspec.structs import replace
 from rich.console import Console
 
 from benchmarks.compare_routers import command
-from benchmarks.compare_routers.plan import MOST_HOST_LAG, Plan
+from benchmarks.compare_routers.plan import Plan
 from benchmarks.compare_routers.prompts import id_prompts
 from benchmarks.compare_routers.results import ratios, report
 from benchmarks.compare_routers.results.rows import RowFile
@@ -45,20 +45,13 @@ REAL += ["--decode", "http://d0:30000", "--slo-ttft", "0.8", "--prompts", "ids"]
         (["--report-only"], "cannot read"),
         (["--workload", "mooncake", "--requests", "801"], "has 800 requests, not 801"),
         (["--json", "/dev/null/out.json"], "--json: /dev/null is not a folder"),
-        (["--docs", "/dev/null"], "/dev/null must contain the lines"),
-        (["--docs", "/dev/null/x.md"], "cannot read /dev/null/x.md"),
         (["--report", "/dev/null"], "--report: /dev/null is not a folder"),
         ([*REAL, "--capacity", "-5"], "--capacity must be greater than 0"),
         ([*REAL, "--capacity", "0"], "--capacity must be greater than 0"),
-        (["--busy", "65"], "--busy must be from 0 to 64"),
         (["--pass-s", "0"], "--pass-s must be greater than 0"),
         ([*REAL, "--capacity", "5", "--pass-s", "1.5"], "leave it out with --real"),
         ([*REAL, "--capacity", "5", "--tp", "4"], "--tp is for engines that are started here"),
         (["--tp", "5"], "--tp 5: with --dp 2 it must be 2, 4 or 8"),
-        (
-            [*REAL, "--capacity", "5", "--client", "bench_serving"],
-            "--client bench_serving needs --tokenizer-path",
-        ),
     ],
 )
 def test_says_what_is_wrong_before_anything_starts(
@@ -118,17 +111,6 @@ def test_a_report_says_how_many_processes_an_instance_has_if_it_was_asked() -> N
     assert engines == ["3P1D, dp=2, virtual GPU", "3P1D, tp=4, dp=2, virtual GPU"]
 
 
-def test_a_host_that_is_busy_on_purpose_is_named_and_may_lag() -> None:
-    parse = command.build_parser().parse_args
-    quiet, busy = parse([]), parse(["--busy", "2"])
-    assert "busy_processes_beside" not in Plan(quiet).settings()
-    assert quiet.most_host_lag == MOST_HOST_LAG
-    assert Plan(busy).settings()["busy_processes_beside"] == 2
-    assert busy.most_host_lag == 0
-    Plan(said := parse(["--busy", "2", "--most-host-lag", "0.1"]))
-    assert said.most_host_lag == 0.1
-
-
 def test_seeds_may_begin_elsewhere() -> None:
     plan = Plan(command.build_parser().parse_args(["--first-seed", "4", "--seeds", "2"]))
     assert list(plan.scope.all_seeds) == [4, 5]
@@ -154,7 +136,6 @@ def test_resume_refuses_rows_of_another_setting(
     [
         (["--timeout", "61"], "timeout s 60.0, not 61.0"),
         (["--pass-s", "1.5"], "pass s 0.61, not 1.5"),
-        (["--busy", "2"], "busy processes beside 'unknown', not 2"),
         (["--cost", "COST"], "cost sha256 "),
     ],
 )
@@ -162,7 +143,7 @@ def test_resume_refuses_what_changes_a_figure(words: list[str], name: str, tmp_p
     cost = tmp_path / "cost.json"
     words = ["--report", str(tmp_path), *(str(cost) if w == "COST" else w for w in words)]
     cost.write_text('{"fixed_s": 0.1, "max_s": 1e-5}')
-    changed = {"--timeout", "61", "--pass-s", "1.5", "--busy", "2"}
+    changed = {"--timeout", "61", "--pass-s", "1.5"}
     before = [word for word in words if word not in changed]
     parse = command.build_parser().parse_args
     file = RowFile(tmp_path / "rows.jsonl")
@@ -229,7 +210,6 @@ def test_rows_of_an_earlier_run_are_moved_aside(
     [
         ["--workload", "mooncake", "--requests", "801"],
         [*REAL[:-2], "--capacity", "5", "--tokenizer-path", "/dev/null"],
-        ["--docs", "/dev/null"],
     ],
 )
 def test_what_cannot_run_leaves_the_rows_of_an_earlier_run_alone(

@@ -124,15 +124,3 @@ def test_without_an_answer_on_both_sides_there_is_no_ratio(
     assert table is not None
     assert [one[3] for one in table.rows if one[0] == "sbs"] == ["-"]
     assert any(says in one[1] for one in table.rows)
-
-
-def test_the_best_peers_load_is_not_ours() -> None:
-    rows = [
-        searched("sbs", 1.0, 500),
-        searched("smg", 0.5, 500),
-        searched("smg", 0.7, 1500),
-        searched("mini_lb", 0.4, 500),
-        searched("mini_lb", 0.6, 1500),
-    ]
-    assert search.best_peer_load(rows, 1.0) == pytest.approx(0.6)
-    assert search.best_peer_load(rows, 0.1) is None

@@ -1,1 +1,1 @@
-"""What is made of runs: rows, figures, ratios, tables, pictures, the report."""
+"""What is made of runs: rows, figures, ratios, tables, the report."""

@@ -18,8 +18,6 @@ from benchmarks.demo.passes import ForwardPass, PassBuilder, PassStatistics, pas
 from benchmarks.listener import Heard, engine_clocks
 
 KV_STEP_S = 0.1
-PARTS = 8
-"""Of the load's time, that TTFT is told of one by one."""
 _LEAST_GAPS = 3
 
 
@@ -44,14 +42,6 @@ class Engines(msgspec.Struct, frozen=True):
     kv: KvBand
 
 
-class Trace(msgspec.Struct, frozen=True):
-    """For pictures; seconds from the start of the load."""
-
-    passes: list[ForwardPass]
-    kv: list[tuple[float, list[int]]]
-    """Time, KV tokens of every decode rank."""
-
-
 class Answers(msgspec.Struct, frozen=True):
     """What clients saw."""
 
@@ -64,8 +54,6 @@ class Answers(msgspec.Struct, frozen=True):
     e2e_ms: Latency
     goodput_qps: float
     """Requests per second of load that were answered within the SLO."""
-    ttft_by_part_ms: list[float | None] = []
-    """Mean TTFT of what was sent in each eighth of the load's time; ``None``: nothing was."""
 
 
 def answers(
@@ -82,15 +70,7 @@ def answers(
         tpot_ms=Latency.of([_tpot_s(one) for one in done if one.output_tokens > 1]),
         e2e_ms=Latency.of([one.e2e_s for one in done]),
         goodput_qps=within / load_s,
-        ttft_by_part_ms=_by_part(done, load_s),
     )
-
-
-def _by_part(samples: Sequence[Sample], load_s: float) -> list[float | None]:
-    parts: list[list[float]] = [[] for _ in range(PARTS)]
-    for one in samples:
-        parts[min(PARTS - 1, int(PARTS * one.at_s / load_s))].append(1e3 * one.ttft_s)
-    return [statistics.fmean(part) if part else None for part in parts]
 
 
 def _tpot_s(sample: Sample) -> float:
@@ -102,7 +82,7 @@ def _tpot_s(sample: Sample) -> float:
 
 def engines(
     heard: Sequence[Heard], names: Mapping[str, str], begin_s: float, load_s: float
-) -> tuple[Engines, Trace]:
+) -> Engines:
     """Figures of a load that was sent over ``load_s`` from ``begin_s`` on.
 
     ``names``: ``boot_id`` -> ``p0``, ``d0``. Messages of others are ignored. The first and the last
@@ -136,13 +116,12 @@ def engines(
     window_s = (0.1 * load_s, 0.9 * load_s)
     own_ms, beyond = _gaps(passes, left, window_s)
     series = _kv_series(kv, load_s)
-    figures = Engines(
+    return Engines(
         passes=pass_statistics(passes, chunk_tokens, window_s),
         own_gap_ms=own_ms,
         bubble_beyond_share=beyond,
         kv=_band([ranks for at_s, ranks in series if window_s[0] <= at_s <= window_s[1]]),
     )
-    return figures, Trace(passes, series)
 
 
 def computed_tokens(heard: Iterable[Heard], names: Mapping[str, str]) -> int:

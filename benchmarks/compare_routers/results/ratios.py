@@ -101,16 +101,6 @@ def measurable(policy: str, rows: Sequence[Row]) -> bool:
     return serves(rows)
 
 
-def serving(rows: Iterable[Row]) -> list[Row]:
-    """Without the cells of contenders that do not answer what they are sent there: what these do
-    not serve does not wait, and their figures say nothing."""
-    of: dict[tuple[str, str, float, str], list[Row]] = {}
-    for row in rows:
-        key = row.key
-        of.setdefault((key.kind, key.workload, key.load, key.policy), []).append(row)
-    return [row for mine in of.values() if serves(mine) for row in mine]
-
-
 def best_peer(
     rows: Sequence[Row],
     policy: str,

@@ -1,22 +1,18 @@
-"""The report of a comparison: JSON, Markdown, one HTML file that needs nothing else.
+"""The report of a comparison: JSON and Markdown.
 
-Owns the files. Must not know how rows are made; tables and pictures are made elsewhere.
+Owns the files. Must not know how rows are made; tables are made elsewhere.
 """
 
 from __future__ import annotations
 
-import base64
 import math
-import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import jinja2
 import orjson
 
 from benchmarks.compare_routers.results import ratios
-from benchmarks.compare_routers.results.plots import pictures
 from benchmarks.compare_routers.results.rows import NOT_RUN, Header, Row, figures
 from benchmarks.compare_routers.results.search import best_peer, qps_ratio, searches
 from benchmarks.compare_routers.results.tables import (
@@ -25,54 +21,10 @@ from benchmarks.compare_routers.results.tables import (
     agents_table,
     capacity_table,
     cell_tables,
-    day_table,
     error_table,
     ratio_table,
 )
 from benchmarks.compare_routers.results.verdict import sentences
-
-BEGIN_MARK = "<!-- compare-routers: tables of a run begin -->"
-END_MARK = "<!-- compare-routers: tables of a run end -->"
-
-_PAGE = jinja2.Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True).from_string(
-    """<!doctype html>
-<html lang="en"><head><meta charset="utf-8"><title>Routers compared</title>
-<style>
-body { font: 14px/1.45 system-ui, sans-serif; margin: 2em auto; max-width: 1300px; padding: 0 1em }
-table { border-collapse: collapse; margin: .6em 0 1.6em; font-size: 12.5px }
-th, td { border-bottom: 1px solid #ccc; padding: .2em .6em; text-align: right; white-space: nowrap }
-th:first-child, td:first-child { text-align: left }
-td.why { text-align: left; white-space: normal }
-tr.better { background: #e2f4e4 } tr.worse { background: #fbe1dd }
-img { max-width: 100% } p.note { color: #555 } .scroll { overflow-x: auto }
-</style></head><body>
-<h1>Routers compared on one SGLang cluster</h1>
-{% for sentence in verdict %}
-<p>{{ sentence }}</p>
-{% endfor %}
-{% for table in tables %}
-<h2>{{ table.title }}</h2>
-<div class="scroll"><table><tr>{% for title in table.columns %}<th>{{ title }}</th>{% endfor %}</tr>
-{% for row in table.rows %}
-<tr class="{{ table.marks.get(loop.index0, '') }}">
-{% for word in row %}<td{% if table.columns[loop.index0] == 'why' %} class="why"{% endif %}>
-{{- word }}</td>{% endfor %}</tr>
-{% endfor %}
-</table></div>
-{% if table.note %}<p class="note">{{ table.note }}</p>{% endif %}
-{% endfor %}
-<p class="note">{{ legend }}</p>
-{% for title, data in images %}
-<h2>{{ title }}</h2><img alt="{{ title }}" src="data:image/png;base64,{{ data }}">
-{% endfor %}
-<h2>How it was measured</h2>
-<table>
-{% for key, value in facts %}<tr><td>{{ key }}</td><td class="why">{{ value }}</td></tr>
-{% endfor %}
-</table>
-</body></html>
-"""
-)
 
 
 def summary(header: Header, rows: Sequence[Row]) -> dict[str, Any]:
@@ -120,7 +72,6 @@ def _figures(row: Row) -> dict[str, Any]:
         "load": key.load,
         "seed": key.seed,
         "policy": key.policy,
-        "client": row.client,
         "requests": row.requests,
         "begun": row.begun,
         "revision": row.revision,
@@ -155,7 +106,6 @@ def tables_of(header: Header, rows: Sequence[Row]) -> list[Table]:
         ratio_table(rows),
         capacity_table(rows, slo_ttft_s),
         agents_table(rows),
-        day_table(rows),
         *cell_tables(rows),
         error_table(rows),
     ]
@@ -190,89 +140,20 @@ def facts_of(header: Header, rows: Sequence[Row]) -> list[tuple[str, str]]:
     ]
 
 
-def markdown(
-    header: Header, rows: Sequence[Row], images: Mapping[str, str], *, level: int = 2
-) -> str:
-    """Verdict, tables, links to ``images`` (title -> path), and how it was measured."""
-    heading = "#" * level
-    lines = [line for sentence in sentences(rows) for line in (sentence, "")]
-    for table in tables_of(header, rows):
-        lines += [f"{heading} {table.title}", ""]
-        lines += ["| " + " | ".join(table.columns) + " |", "|" + "---|" * len(table.columns)]
-        lines += ["| " + " | ".join(map(_escaped, row)) + " |" for row in table.rows]
-        lines += ["", *([table.note, ""] if table.note else [])]
-    lines += [LEGEND, ""]
-    for title, path in images.items():
-        lines += [f"{heading} {title}", "", f"![{title}]({path})", ""]
-    lines += [f"{heading} How it was measured", ""]
-    lines += [*(f"- {name}: {value}" for name, value in facts_of(header, rows)), ""]
-    return "\n".join(lines)
-
-
 def _escaped(word: str) -> str:
     return word.replace("|", "\\|")
 
 
 def write_report(header: Header, rows: Sequence[Row], directory: Path) -> None:
-    """``report.html``, ``report.md`` and the pictures of the latter."""
+    """``report.md``: verdict, tables, and how it was measured."""
     directory.mkdir(parents=True, exist_ok=True)
-    drawn = _drawn(header, rows)
-    paths = _write_pictures(drawn, directory)
-    text = markdown(header, rows, {title: path.name for title, path in paths.items()})
-    (directory / "report.md").write_text(f"# Routers compared\n\n{text}", encoding="utf-8")
-    page = _PAGE.render(
-        verdict=sentences(rows),
-        facts=facts_of(header, rows),
-        tables=tables_of(header, rows),
-        legend=LEGEND,
-        images=[(title, base64.b64encode(png).decode()) for title, png in drawn.items()],
-    )
-    (directory / "report.html").write_text(page, encoding="utf-8")
-
-
-def check_marks(path: Path) -> str:
-    """The text of a Markdown file with a place for tables.
-
-    Raises:
-        ValueError: it cannot be read, or has no marks.
-    """
-    try:
-        text = path.read_text(encoding="utf-8")
-    except OSError as error:
-        raise ValueError(f"cannot read {path}: {error.strerror}") from error
-    if text.count(BEGIN_MARK) != 1 or text.count(END_MARK) != 1:
-        raise ValueError(f"{path} must contain the lines {BEGIN_MARK} and {END_MARK}, once each")
-    return text
-
-
-def write_into_docs(header: Header, rows: Sequence[Row], path: Path) -> None:
-    """Replace what is between the marks in a Markdown file; pictures go beside it, in a folder of
-    its name.
-
-    Raises:
-        ValueError: the file has no marks.
-    """
-    text = check_marks(path)
-    folder = path.with_suffix("")
-    folder.mkdir(exist_ok=True)
-    drawn = _write_pictures(
-        pictures(ratios.serving(rows), header.settings.get("chunk_tokens", 0)), folder
-    )
-    links = {title: f"{folder.name}/{file.name}" for title, file in drawn.items()}
-    before, _, rest = text.partition(BEGIN_MARK)
-    after = rest.partition(END_MARK)[2]
-    inside = markdown(header, rows, links, level=3)
-    path.write_text(f"{before}{BEGIN_MARK}\n\n{inside}\n{END_MARK}{after}", encoding="utf-8")
-
-
-def _drawn(header: Header, rows: Sequence[Row]) -> dict[str, bytes]:
-    # Given engines are asked for their chunk when they are needed.
-    return pictures(ratios.serving(rows), header.settings.get("chunk_tokens", 0))
-
-
-def _write_pictures(drawn: Mapping[str, bytes], directory: Path) -> dict[str, Path]:
-    paths = {}
-    for title, png in drawn.items():
-        paths[title] = directory / (re.sub(r"\W+", "-", title.lower()) + ".png")
-        paths[title].write_bytes(png)
-    return paths
+    lines = ["# Routers compared", ""]
+    lines += [line for sentence in sentences(rows) for line in (sentence, "")]
+    for table in tables_of(header, rows):
+        lines += [f"## {table.title}", ""]
+        lines += ["| " + " | ".join(table.columns) + " |", "|" + "---|" * len(table.columns)]
+        lines += ["| " + " | ".join(map(_escaped, row)) + " |" for row in table.rows]
+        lines += ["", *([table.note, ""] if table.note else [])]
+    lines += [LEGEND, "", "## How it was measured", ""]
+    lines += [*(f"- {name}: {value}" for name, value in facts_of(header, rows)), ""]
+    (directory / "report.md").write_text("\n".join(lines), encoding="utf-8")

@@ -13,9 +13,9 @@ from typing import Any, Literal, TypeVar
 
 import msgspec
 
-from benchmarks.compare_routers.results.measure import Answers, Engines, KvBand, Trace
+from benchmarks.compare_routers.results.measure import Answers, Engines, KvBand
 from benchmarks.demo.load import Latency
-from benchmarks.demo.passes import ForwardPass, PassStatistics
+from benchmarks.demo.passes import PassStatistics
 
 _T = TypeVar("_T")
 Kind = Literal["cell", "search", "error"]
@@ -39,7 +39,6 @@ class Row(msgspec.Struct, frozen=True, kw_only=True):
     """One run of one contender."""
 
     key: Key
-    client: str
     requests: int
     begun: str = ""
     """UTC, ISO 8601."""
@@ -67,7 +66,6 @@ class Row(msgspec.Struct, frozen=True, kw_only=True):
     """Requests before the load that were not answered as asked, those of a first attempt too."""
     answers: Answers | None = None
     engines: Engines | None = None
-    trace: Trace | None = None
     silent: list[str] = []
     """Instances (``p1``) and ranks (``p1/0``) of which no message came during the load: its figures
     from the engines lack them."""
@@ -160,7 +158,7 @@ def _encode(value: Header | Row) -> bytes:
 
 _FLOAT_FIELDS = {
     name
-    for kind in (Latency, PassStatistics, Engines, KvBand, ForwardPass, Answers)
+    for kind in (Latency, PassStatistics, Engines, KvBand, Answers)
     for name, annotation in kind.__annotations__.items()
     if annotation in ("float", float)
 }

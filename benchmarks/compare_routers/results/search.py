@@ -156,13 +156,6 @@ def best_peer(found: dict[str, Search]) -> str | None:
     return max(peers)[1] if peers else None
 
 
-def best_peer_load(rows: Sequence[Row], slo_ttft_s: float) -> float | None:
-    """The best peer's load at the SLO; ``None`` if none was searched, or it is only a bound."""
-    found = searches(rows, slo_ttft_s)
-    best = best_peer(found)
-    return found[best].found.load if best is not None and found[best].known else None
-
-
 def qps_ratio(found: dict[str, Search], policy: str) -> Ratio | None:
     """A contender over the best peer; ``None`` where the search of either did not finish, has
     only a bound, or was disturbed."""

@@ -8,10 +8,10 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from benchmarks.compare_routers.agents import AGENTIC, AGENTS_PER_RANK
-from benchmarks.compare_routers.results.measure import PARTS, Answers, Engines
+from benchmarks.compare_routers.results.measure import Answers, Engines
 from benchmarks.compare_routers.results.ratios import (
     cells_of,
     errors,
@@ -21,23 +21,17 @@ from benchmarks.compare_routers.results.ratios import (
 )
 from benchmarks.compare_routers.results.rows import Row
 from benchmarks.compare_routers.results.search import qps_ratio, searches
-from benchmarks.compare_routers.workloads import DAY
-from sglang_sbs.simulator.workloads.arrivals import DAY_HIGH, DAY_LOW
 
-DAY_MEAN = (DAY_LOW + DAY_HIGH) / 2
 WORSE_FROM = 1.02
 """A ratio above this is called worse: two percent is what runs of the same thing differ by."""
 
 
 @dataclass(frozen=True, slots=True)
 class Table:
-    """``marks``: row -> ``better`` or ``worse``."""
-
     title: str
     columns: Sequence[str]
     rows: Sequence[Sequence[str]]
     note: str = ""
-    marks: dict[int, str] = field(default_factory=dict)
 
 
 def verdict(ratio: float) -> str:
@@ -49,8 +43,8 @@ def verdict(ratio: float) -> str:
 
 def ratio_table(rows: Sequence[Row]) -> Table:
     """Ours over the best peer of every cell."""
-    out, marks = [], {}
-    for number, cell in enumerate(ratio_cells(rows)):
+    out = []
+    for cell in ratio_cells(rows):
         # Without a peer among the contenders there is nothing to judge by.
         worst = [one for one in (cell["mean_ratio"], cell["p99_ratio"]) if one is not None]
         judged = verdict(max(worst)) if worst else ""
@@ -58,8 +52,6 @@ def ratio_table(rows: Sequence[Row]) -> Table:
             judged = "disturbed"
         if cell["failed"]:
             judged = "failed"
-        if judged in ("better", "worse", "failed", "disturbed"):
-            marks[number] = judged if judged == "better" else "worse"
         out.append(
             [
                 cell["workload"],
@@ -101,7 +93,6 @@ def ratio_table(rows: Sequence[Row]) -> Table:
         f"worse: mean or p99 above {WORSE_FROM:g}; better: both below 1/{WORSE_FROM:g}. "
         "disturbed: in a run of the cell the host lag was too large a part of a pass, or the loop "
         "of a router of ours stood still.",
-        marks,
     )
 
 
@@ -171,13 +162,10 @@ def cell_tables(rows: Sequence[Row]) -> list[Table]:
     tables = []
     for (workload, load), mine in cells_of(rows).items():
         out: list[list[str]] = []
-        marks: dict[int, str] = {}
         for policy in in_order(row.key.policy for row in mine):
             of = [row for row in mine if row.key.policy == policy]
             pairs = [(r.answers, r.engines) for r in of if r.answers and r.engines]
             words = [_mean_text([get(a, e) for a, e in pairs], form) for _, get, form in COLUMNS]
-            if not serves(of):
-                marks[len(out)] = "worse"
             words.append(_mean_text([row.host_lag_ms for row in of], ".0f"))
             words.append(_mean_text([row.cpu_ms_per_request for row in of], ".1f"))
             name = policy if serves(of) else f"{policy} (fails)"
@@ -194,7 +182,6 @@ def cell_tables(rows: Sequence[Row]) -> list[Table]:
                     "router CPU",
                 ),
                 out,
-                marks=marks,
             )
         )
     return tables
@@ -214,34 +201,11 @@ LEGEND = (
     "passes): prefill, between the first and last tenth of the load, from EndForward. KV ±σ: "
     "standard deviation over decode ranks of the KV tokens in use, mean over time. A dash: not "
     "known of every seed (bubble: a run with fewer than three pauses that began with work left). "
-    "fails: of its requests more than 1 % failed; it is in no ratio and in no picture. host lag: "
+    "fails: of its requests more than 1 % failed; it is in no ratio. host lag: "
     "how late a sleep of 20 ms ended in the client, 99th percentile; where it is large, other work "
     "had the cores, and requests left that much later than planned, which is in no time of theirs. "
     "router CPU: of all its processes, per request."
 )
-
-
-def day_table(rows: Sequence[Row]) -> Table | None:
-    """How each contender follows a load that rises and falls; ``None`` if none did."""
-    out = []
-    for (workload, load), mine in cells_of(rows).items():
-        if workload != DAY:
-            continue
-        for policy in in_order(row.key.policy for row in mine):
-            of = [row.answers for row in mine if row.key.policy == policy and row.answers]
-            parts = [
-                [math.nan if one is None else one for one in part]
-                for part in zip(*(one.ttft_by_part_ms for one in of), strict=True)
-            ]
-            out.append([policy, f"{load:g}", *(_mean_text(part, ".0f") for part in parts)])
-    if not out:
-        return None
-    return Table(
-        f"Mean TTFT in ms by part of the day, whose load is {DAY_LOW / DAY_MEAN:.2f} times its "
-        f"mean at both ends and {DAY_HIGH / DAY_MEAN:.2f} times in the middle",
-        ("contender", "mean load", *(f"{part}/{PARTS}" for part in range(1, PARTS + 1))),
-        out,
-    )
 
 
 def agents_table(rows: Sequence[Row]) -> Table | None:

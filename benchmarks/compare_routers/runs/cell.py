@@ -24,7 +24,6 @@ from benchmarks.compare_routers.results import measure
 from benchmarks.compare_routers.results.rows import Key, Row
 from benchmarks.compare_routers.runs import endforward_check
 from benchmarks.compare_routers.runs.agents_client import Played, play
-from benchmarks.compare_routers.runs.clients import NotFinishedError, send_load
 from benchmarks.compare_routers.runs.endforward_check import (
     UnheardError,
     router_misses,
@@ -61,7 +60,6 @@ _SETTLE_S = 0.3
 class Setting:
     """What all runs of a comparison have in common."""
 
-    client: str
     prompts: Prompts
     model: Path | None
     """Folder with the tokenizer; ``None``: requests carry token ids and routers get none."""
@@ -89,7 +87,7 @@ class DoesNotWorkError(RuntimeError):
     def __init__(self, message: str, failed: int = 0) -> None:
         super().__init__(message)
         self.failed = failed
-        """Requests that were not answered: of the warm-up, and the one that a client hung on."""
+        """Requests of the warm-up that were not answered."""
 
 
 async def run_cell(
@@ -122,7 +120,6 @@ async def run_cell(
     except DoesNotWorkError as error:
         return Row(
             key=key,
-            client=setting.client,
             requests=requests,
             warm_up_failed=failed + error.failed,
             error=str(error),
@@ -134,7 +131,7 @@ async def _measured(
 ) -> Row:
     """Raises: DoesNotWorkError; UnheardError."""
     begun_s = time.monotonic()
-    send = _load(contender, key, requests, engines, setting)
+    send = _load(key, requests, engines, setting)
     warm_key = Key(key.kind, "paper", _WARM_UP_LOAD, _WARM_UP_SEED + key.seed, key.policy)
     # Of the run's key too: the same words before another run would be in the prefix caches.
     warm_up = _arrivals(warm_key, WARM_UP_REQUESTS, engines, setting, f"{warm_key} of {key}")
@@ -150,9 +147,6 @@ async def _measured(
         lag = asyncio.create_task(_watch_lag(), name="host lag")
         try:
             played = await send(url)
-        except NotFinishedError as error:
-            # At least one; which, and how many, it does not say.
-            raise DoesNotWorkError(str(error), warm_up_failed + 1) from error
         finally:
             lag.cancel()
         await asyncio.sleep(_SETTLE_S)
@@ -160,16 +154,12 @@ async def _measured(
         cpu_s = processes.cpu_s() - cpu_s
         stalled_s = await _stalled_s(contender, engines) - stalled_s
     begin_s, load_s = played.begin_s, played.load_s
-    if setting.client != "open-loop":
-        # The other process says nothing of when it began; its first request is launched at once.
-        begin_s = next((one.at_s for one in heard if one.report.kind == "launch"), begin_s)
     names = _names(engines, heard)
-    figures, trace = measure.engines(heard, names, begin_s, load_s)
+    figures = measure.engines(heard, names, begin_s, load_s)
     tokens = sum(one.prompt_tokens + one.output_tokens for one in played.samples)
     computed = measure.computed_tokens(heard, names)
     return Row(
         key=key,
-        client=setting.client,
         requests=requests,
         qps=requests / load_s,
         wall_s=time.monotonic() - begun_s,
@@ -182,15 +172,14 @@ async def _measured(
         warm_up_failed=warm_up_failed + played.warm_up_failed,
         answers=measure.answers(played.samples, setting.slo_ttft_s, setting.slo_tpot_s, load_s),
         engines=figures,
-        trace=trace,
         silent=silent(heard, names),
     )
 
 
 def _load(
-    contender: Contender, key: Key, requests: int, engines: Engines, setting: Setting
+    key: Key, requests: int, engines: Engines, setting: Setting
 ) -> Callable[[str], Awaitable[Played]]:
-    """What is sent in the run, drawn; the result sends it to a URL (raises: NotFinishedError)."""
+    """What is sent in the run, drawn; the result sends it to a URL."""
     if key.workload == AGENTIC:
         number = agents_at(key.load, len(engines.prefill) * engines.dp_size)
         agents = Agents(number, key.seed, engines.chunk_tokens, setting.stretch)
@@ -200,14 +189,7 @@ def _load(
 
     async def send(url: str) -> Played:
         begin_s = time.monotonic()
-        samples = await send_load(
-            setting.client,
-            url,
-            load,
-            timeout_s=setting.timeout_s,
-            model=setting.model or Path(),
-            log=setting.log_dir / f"bench_serving-{_file_name(contender.name)}.log",
-        )
+        samples = await run_load(url, load, timeout_s=setting.timeout_s)
         return Played(begin_s, samples, load[-1].at_s)
 
     return send
