@@ -1,4 +1,4 @@
-"""``scripts/paper-claims``: the paper's every claim beside ours, and its figures."""
+"""``scripts/paper-claims``: the paper's every claim beside ours."""
 
 from __future__ import annotations
 
@@ -6,20 +6,15 @@ import argparse
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
-from pathlib import Path
 from typing import Any
 
-import orjson
-
 from benchmarks.command_line import command_parser, interruptible
-from benchmarks.decode.results import decode_table
-from benchmarks.decode.runs import DecodeJob, run_decode, run_decode_outcome
 from benchmarks.paper import paper_claims
 from benchmarks.paper.claims import VERDICTS, Claim, claims_table, summary
+from benchmarks.paper.decode import DECODE_POLICIES, SCENARIO, decode_table, run_decode
 from benchmarks.paper.queueing import queueing_job, queueing_row
-from sglang_sbs.simulator.cluster.cost import cost_name, find_cost
-from sglang_sbs.simulator.experiments.page import Part, Picture, policies_table, write_page
-from sglang_sbs.simulator.experiments.sweep import Job, max_load, run_job, run_outcome
+from sglang_sbs.simulator.cluster.cost import cost_name
+from sglang_sbs.simulator.experiments.sweep import Job, max_load, run_job
 from sglang_sbs.simulator.experiments.tables import ResultTable, mean_of
 from sglang_sbs.simulator.options import common
 from sglang_sbs.simulator.options.common import run_with_progress
@@ -27,13 +22,6 @@ from sglang_sbs.simulator.parallel import Row, Task
 from sglang_sbs.simulator.workloads.scenario import make_scenario
 
 _PROG = "scripts/paper-claims"
-_DECODE_POLICIES = ("skewed", "round_robin", "least_requests", "sbs_iqr", "sbs_potential")
-_KV_PICTURE = ("skewed", "round_robin", "sbs_iqr", "sbs_potential")
-_INTRODUCTION = (
-    "The paper's figures (arXiv 2512.16134) beside simulations of them. Everything here is "
-    "simulated; the scheduler is the router's own object."
-)
-
 _VERDICTS = "\n".join(f"  {one:<15} {words}" for one, words in VERDICTS.items())
 _EPILOG = f"""\
 The baseline is random_rank: SGLang's default placement under PD disaggregation. Its peak is the
@@ -46,7 +34,7 @@ verdicts:
 {_VERDICTS}
 
 example:
-  scripts/paper-claims --quick --out out/paper --json paper.json
+  scripts/paper-claims --quick --json paper.json
 """
 
 
@@ -58,7 +46,6 @@ class Effort:
     long_s: float = 200.0
     steps: int = 12_000
     warm_up_steps: int = 3_000
-    picture_steps: int = 5_000
     prefill_instances: int = 3
     """As in the paper's cluster."""
     search: tuple[float, float] = (0.7, 1.4)
@@ -78,7 +65,7 @@ class Effort:
         return self.long_s if scenario == "paper-long" else self.short_s
 
 
-QUICK = Effort(short_s=40.0, long_s=80.0, steps=8_000, picture_steps=4_000)
+QUICK = Effort(short_s=40.0, long_s=80.0, steps=8_000)
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -88,8 +75,6 @@ def build_parser() -> argparse.ArgumentParser:
     common.add_common(parser, default_seeds=3, seeds_help=seeds_help)
     common.add_overlap(parser, default=False)
     parser.add_argument("--quick", action="store_true", help="shorter runs, rougher figures")
-    out_help = "page and pictures (out/paper); wants matplotlib"
-    parser.add_argument("--out", type=Path, default=Path("out/paper"), help=out_help)
     return parser
 
 
@@ -104,21 +89,10 @@ def _main(argv: Sequence[str] | None) -> int:
     common.check_outputs(args, parser)
     costs = common.cost_words(args.cost, parser)
     effort = replace(QUICK if args.quick else Effort(), overlap=args.overlap)
-    return report(costs, common.seeds(args), effort, args.out, json=args.json, workers=args.workers)
-
-
-def report(
-    costs: Sequence[str],
-    seeds: Sequence[int],
-    effort: Effort,
-    out: Path,
-    *,
-    json: Path | None = None,
-    workers: int | None = None,
-) -> int:
-    """All of it; see the module."""
     console = common.open_console()
-    rows = simulate(costs, seeds, effort, lambda t: run_with_progress(t, console, workers))
+    rows = simulate(
+        costs, common.seeds(args), effort, lambda t: run_with_progress(t, console, args.workers)
+    )
     claims, tables = judge(rows, costs)
     for table in tables:
         table.print(console)
@@ -126,10 +100,7 @@ def report(
     for remark in remarks:
         console.print(remark, highlight=False)
     judged = [claim.row() for claim in claims]
-    write_out(out, rows, [_INTRODUCTION, _EPILOG, *remarks, *tables], costs[0], seeds[0], effort)
-    (out / "claims.json").write_bytes(orjson.dumps(judged, option=orjson.OPT_INDENT_2))
-    console.print(f"written: {out / 'paper.html'}, pictures and claims.json beside it")
-    common.write_json({"claims": judged, "rows": rows}, json, console)
+    common.write_json({"claims": judged, "rows": rows}, args.json, console)
     return 0
 
 
@@ -149,17 +120,12 @@ def simulate(
             row["peak_share"] = min(paper_claims.TTFT_SHARES, key=lambda one: abs(one - share))
     steps = effort.steps, effort.warm_up_steps
     tasks: list[Task] = [
-        (run_decode, (DecodeJob(policy, seed, "h100", *steps),))
-        for policy, seed in product(_DECODE_POLICIES, seeds)
+        (run_decode, (policy, seed, *steps)) for policy, seed in product(DECODE_POLICIES, seeds)
     ]
     counts = effort.queueing_instances
     for count, policy, seed in product(counts, (paper_claims.BASELINE, *paper_claims.RULES), seeds):
         tasks.append((queueing_row, (queueing_job(policy, count, seed, effort.short_s),)))
-    others = run(tasks)
-    for row in others:
-        if "kv_sigma_high" in row:
-            row["kv_band"] = row["kv_sigma_high"] - row["kv_sigma_low"]
-    return rows + others
+    return rows + run(tasks)
 
 
 def judge(rows: Sequence[Row], costs: Sequence[str]) -> tuple[list[Claim], list[ResultTable]]:
@@ -175,7 +141,7 @@ def judge(rows: Sequence[Row], costs: Sequence[str]) -> tuple[list[Claim], list[
             *(paper_claims.ttft_table(rows, name, cost) for name in paper_claims.LABELS),
         ]
         claims += mine
-    decode_rows = [r for r in rows if r["scenario"] == "paper-decode"]
+    decode_rows = [r for r in rows if r["scenario"] == SCENARIO]
     for mine, title in (
         (paper_claims.queueing_claims(rows), "queueing, passes of one length T"),
         (paper_claims.decode_claims(decode_rows), "decode, step cost h100"),
@@ -217,36 +183,3 @@ def ttft_tasks(
             job = Job(name, policy, share * peak, seed, seconds, cost, effort.spec)
             tasks.append((run_job, (job,)))
     return tasks
-
-
-def write_out(
-    out: Path, rows: Sequence[Row], told: Sequence[Part], cost: str, seed: int, effort: Effort
-) -> None:
-    """The page with what is told, and the pictures (of this cost and seed)."""
-    from benchmarks.paper import pictures
-    from sglang_sbs.simulator.experiments import plots
-
-    scenario = make_scenario("paper-3k", cost=find_cost(cost), **effort.spec)
-    gantt = {
-        policy: run_outcome(scenario, Job("paper-3k", policy, 1.0, seed, 20.0, cost))
-        for policy in (paper_claims.BASELINE, *paper_claims.RULES)
-    }
-    steps = effort.picture_steps, effort.warm_up_steps
-    kv = {one: run_decode_outcome(DecodeJob(one, seed, "h100", *steps)) for one in _KV_PICTURE}
-    loads = [r for r in rows if "peak_share" in r]
-    ttft = plots.ttft_by_load(loads, "peak_share", "load (share of random_rank's peak)")
-    qps = scenario.nominal_qps / len(scenario.spec.prefill)
-    timeline = f"Forward passes at {qps:g} QPS per instance, cost {cost_name(cost)}"
-    parts = list(told)
-    out.mkdir(parents=True, exist_ok=True)
-    for name, caption, figure in (
-        ("ttft", "TTFT by load", ttft),
-        ("kv-band", "KV load of the decode DP ranks over time", pictures.kv_bands(kv)),
-        ("timeline", timeline, pictures.pass_timeline(gantt, dict(scenario.spec.prefill))),
-    ):
-        png = plots.png_of(figure)
-        (out / f"{name}.png").write_bytes(png)
-        parts.append(Picture(caption, png))
-    parts.append(policies_table([*(row["policy"] for row in rows), *kv]))
-    title = "Staggered Batch Scheduling: the paper's claims, simulated"
-    write_page(out / "paper.html", title, parts)

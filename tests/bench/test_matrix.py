@@ -79,7 +79,8 @@ def test_engines_look_ahead_in_every_cell_or_in_none(overlap: bool):
     assert {scenario_of(job).spec.overlap for job in jobs} == {overlap}
 
 
-def test_the_command_judges_a_trace(tmp_path, capsys):
+def test_the_command_judges_a_trace(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(matrix, "_TRACE_S", 21.0)
     trace = tmp_path / "mine.csv"
     lines = (f"2023-11-16 18:17:{n / 10:010.7f},{37 * n % 4000 + 1},100" for n in range(200))
     trace.write_text("\n".join(["TIMESTAMP,ContextTokens,GeneratedTokens", *lines]))

@@ -1,4 +1,4 @@
-"""How policies and routers look in every picture, and what they are in a few words. One table, so
+"""How policies look in every picture, and what they are in a few words. One table, so
 that a colour means the same wherever it is drawn. Needs nothing to draw with."""
 
 from __future__ import annotations
@@ -17,9 +17,6 @@ LOOKS: dict[str, Look] = {
     "sbs_paper": Look("#1f77b4", "the paper's Algorithms 1 and 3 to the letter"),
     "sbs_basic": Look("#98df8a", "sbs that is not told what is cached"),
     "sbs_equal": Look("#17becf", "sbs that is told of no priorities and no tenants"),
-    "sbs_no_gate": Look("#74c476", "sbs whose engines hold no batch together"),
-    "sbs_potential": Look("#2ca02c", "decode ranks as sbs chooses them: least growth of the worst"),
-    "sbs_iqr": Look("#1f77b4", "decode ranks by the paper's Algorithm 3"),
     "eta": Look("#ff7f0e", "at once, to the earliest predicted finish"),
     "least_tokens": Look("#9467bd", "at once, to the DP rank with the fewest unfinished tokens"),
     "stale_tokens": Look("#c5b0d5", "least_tokens by loads a second old, as gateways that poll"),
@@ -32,25 +29,8 @@ LOOKS: dict[str, Look] = {
     "session": Look("#aec7e8", "a conversation stays on one DP rank"),
     "sgl_router": Look("#ad494a", "as SGLang's new router chooses"),
     "llm_d": Look("#e7ba52", "by llm-d's scores"),
-    "skewed": Look("#fdae6b", "in turn, with ranks that are preferred all the time"),
-    "clairvoyant": Look("#bdbdbd", "knows when every request will end, as no router can"),
-    "mini_lb": Look("#7f7f7f", "SGLang's mini load balancer: at random"),
-    "sglang_router": Look("#9edae5", "sglang_router 0.3.2 as it comes: cache_aware"),
-    "sglang_router:cache_aware": Look("#9edae5", "sglang_router 0.3.2, approximate trees"),
-    "sglang_router:random": Look("#dbdb8d", "sglang_router 0.3.2, random instances"),
-    "sglang_router:round_robin": Look("#c49c94", "sglang_router 0.3.2, instances in turn"),
-    "sglang_router:power_of_two": Look("#f7b6d2", "sglang_router 0.3.2, better of two instances"),
-    "smg": Look("#000000", "smg 1.13 as it comes: cache_aware"),
-    "smg:round_robin": Look("#636363", "smg 1.13, instances in turn"),
-    "smg:min_tokens": Look("#843c39", "smg 1.13, the DP rank with the fewest tokens"),
-    "dynamo_kv": Look("#637939", "as NVIDIA Dynamo's router chooses"),
 }
 _SPARE = ("#ce6dbd", "#3182bd", "#e6550d", "#31a354", "#756bb1", "#bd9e39", "#5254a3", "#a55194")
-
-
-def base_name(name: str) -> str:
-    """Without what engines are started with (``smg:round_robin@delayer``)."""
-    return name.partition("@")[0]
 
 
 def colours_of(names: Iterable[str]) -> dict[str, str]:
@@ -58,18 +38,13 @@ def colours_of(names: Iterable[str]) -> dict[str, str]:
     found: dict[str, str] = {}
     unknown: list[str] = []
     for name in dict.fromkeys(names):
-        base = base_name(name)
-        if base not in LOOKS and base not in unknown:
-            unknown.append(base)
-        look = LOOKS.get(base)
-        found[name] = look.colour if look else _SPARE[unknown.index(base) % len(_SPARE)]
+        if name not in LOOKS:
+            unknown.append(name)
+        look = LOOKS.get(name)
+        found[name] = look.colour if look else _SPARE[unknown.index(name) % len(_SPARE)]
     return found
 
 
 def words_of(names: Iterable[str]) -> list[tuple[str, str]]:
     """What each of them is, as far as the table knows it."""
-    return [
-        (name, LOOKS[base_name(name)].words)
-        for name in dict.fromkeys(names)
-        if base_name(name) in LOOKS
-    ]
+    return [(name, LOOKS[name].words) for name in dict.fromkeys(names) if name in LOOKS]

@@ -19,8 +19,6 @@ from dataclasses import dataclass, field
 import msgspec
 
 from sglang_sbs.scheduling import Scheduler, SchedulerConfig, events
-from sglang_sbs.scheduling.decode.rules import DecodeBoard, DecodeLoad, potential
-from sglang_sbs.scheduling.request import Request
 from sglang_sbs.simulator.cluster.cost import PassCost
 from sglang_sbs.simulator.cluster.engine import SimulatedPrefill
 from sglang_sbs.simulator.cluster.spec import ClusterSpec, InstanceSpec
@@ -33,20 +31,12 @@ _PREFILL_CHUNK_TOKENS = 1 << 40
 
 
 class StepCost(msgspec.Struct, frozen=True, kw_only=True):
-    """T_step = fixed_ms + request_ms * max_d(B_d) + token_ms * max_d(K_d)."""
+    """T_step = fixed_ms + request_ms * max_d(B_d) + token_ms * max_d(K_d), fitted to measured
+    kernels (DeepSeek-V3, EP32, H100)."""
 
     fixed_ms: float = 24.6
     request_ms: float = 0.195
     token_ms: float = 2.7e-5
-
-
-STEP_COSTS = {
-    "h100": StepCost(),
-    "mtp": StepCost(fixed_ms=26.0, request_ms=0.36, token_ms=5.5e-5),
-    "low-overhead": StepCost(fixed_ms=10.0, request_ms=0.30, token_ms=6e-5),
-}
-"""``h100``: fitted to measured kernels (DeepSeek-V3, EP32). ``mtp``: as with multi-token
-prediction. ``low-overhead``: a step with little fixed cost."""
 
 
 REQUESTS_PER_RANK = 35
@@ -142,20 +132,16 @@ class DecodeSimulation:
         self._wake_s = math.inf
         self._placed: list[events.Dispatch] = []
         self._weights: Sequence[float] | None = None
-        self._foresight_steps = 0
 
-    def run(self, skew: float = 0.0, foresight_steps: int = 0) -> DecodeOutcome:
+    def run(self, skew: float = 0.0) -> DecodeOutcome:
         """Simulate.
 
         Args:
             skew: above 0 ranks are drawn, whatever the scheduler chose, with weights from
                 ``1 - skew`` to ``1 + skew``: the persistent imbalance of hashing or sticky
                 placement.
-            foresight_steps: above 0 ranks are chosen by the potential, with the knowledge of what
-                will end within so many steps and thus of the room that it leaves.
         """
         spec, cost = self._spec, self._spec.cost
-        self._foresight_steps = foresight_steps
         if skew:
             last = max(1, spec.ranks - 1)
             self._weights = [1 - skew + 2 * skew * i / last for i in range(spec.ranks)]
@@ -234,8 +220,6 @@ class DecodeSimulation:
                 prefill.waits_for(launched)
                 self._hear(messages)
         placed, self._placed = self._placed, []
-        if self._foresight_steps:  # longest first, as the scheduler does
-            placed.sort(key=lambda command: -self._lengths[command.rid][0])
         for command in placed:
             self._join(command, spread_ages)
 
@@ -244,8 +228,6 @@ class DecodeSimulation:
         index = command.decode_rank
         if self._weights is not None:
             index = self._rng.choices(range(len(self._ranks)), self._weights)[0]
-        elif self._foresight_steps:
-            index = self._foreseen_rank(command.rid, prompt)
         age = int(self._rng.random() * output) if spread_ages else 0
         rank = self._ranks[index]
         rank.running += 1
@@ -254,22 +236,6 @@ class DecodeSimulation:
         rank.accepted_total += 1
         self._live[command.rid] = (index, prompt, output)
         heapq.heappush(self._finish, (self._step + output - age, command.rid))
-
-    def _foreseen_rank(self, rid: str, prompt: int) -> int:
-        """What ends soon hardly counts any more in K; all that runs counts in B, as in the step."""
-        kv_tokens = [float(rank.kv_tokens) for rank in self._ranks]
-        for end_step, live in self._finish:
-            left = end_step - self._step
-            if left < self._foresight_steps:
-                its_rank, its_prompt, its_output = self._live[live]
-                soon = 1 - left / self._foresight_steps
-                kv_tokens[its_rank] -= soon * (its_prompt + its_output)
-        pairs = zip(self._ranks, kv_tokens, strict=True)
-        board = DecodeBoard([DecodeLoad(rank.running, int(kv)) for rank, kv in pairs])
-        request = Request(rid, 0, prompt, None, self._now_s, math.inf)
-        index = potential(request, board, lambda _: True)
-        assert index is not None
-        return index
 
     def _length(self, mean: float, cv: float) -> int:
         sigma = math.sqrt(math.log(1 + cv * cv))
