@@ -6,9 +6,9 @@ from collections.abc import Collection, Iterator, Sequence
 from datetime import UTC, datetime
 
 from sglang_sbs.console.ask_router import plain
+from sglang_sbs.console.plain_words import counted
 from sglang_sbs.explain import words
 from sglang_sbs.explain.words import after, ms
-from sglang_sbs.plain_words import counted
 from sglang_sbs.scheduling.eventlog import OBSERVED
 from sglang_sbs.scheduling.explained.stories import AttemptStory, Story
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from sglang_sbs.plain_words import counted
+from sglang_sbs.console.plain_words import counted
 from sglang_sbs.scheduling.explained.decisions import Candidate, Why
 from sglang_sbs.scheduling.reasons import Opening, Term, Waited, WaitReason
 

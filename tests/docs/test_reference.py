@@ -206,7 +206,7 @@ def test_named_modules_exist(page: str) -> None:
 
 
 def test_the_architecture_page_says_which_package_may_import_which() -> None:
-    """Coarser than the table of walls, which is by room and has `console`, too, which all may import."""
+    """Coarser than the table of walls, which is by room and has `console` too."""
     page = (ROOT / "docs" / "architecture.md").read_text()
     told = {
         package: set(re.findall(r"`(\w+)`", rooms))
