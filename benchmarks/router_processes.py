@@ -26,9 +26,6 @@ _START_S = 60.0
 _PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 
 
-STOCK = "stock"
-
-
 @dataclass(frozen=True, slots=True)
 class Contender:
     """A router; ``flags`` come after those that all PD routers understand."""
@@ -36,9 +33,6 @@ class Contender:
     name: str
     module: str
     flags: tuple[str, ...]
-    engines: str = STOCK
-    """What flags the engines it runs on have: a name in
-    :data:`benchmarks.compare_routers.contenders.ENGINE_VARIANTS`."""
     ready_path: str = "/readiness"
     ours: bool = False
     """From this package; needs the tokenizer to count tokens, and takes EndForward."""

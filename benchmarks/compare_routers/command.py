@@ -16,7 +16,7 @@ from rich.console import Console
 from benchmarks.command_line import command_parser
 from benchmarks.compare_routers.agents import AGENTS_PER_RANK
 from benchmarks.compare_routers.campaign import Campaign
-from benchmarks.compare_routers.contenders import BY_NAME, ENGINE_VARIANTS
+from benchmarks.compare_routers.contenders import BY_NAME
 from benchmarks.compare_routers.plan import (
     MOST_HOST_LAG,
     SLO_PASSES,
@@ -36,7 +36,6 @@ from benchmarks.compare_routers.results.verdict import sentences
 from benchmarks.compare_routers.runs.engines import H800_CHUNK_TOKENS, PASS_S
 from benchmarks.compare_routers.workloads import NAMES
 from benchmarks.demo.virtual_cluster import CHUNK_TOKENS, add_tp_argument
-from benchmarks.router_processes import STOCK
 from sglang_sbs.cluster.local import ClusterStartError
 from sglang_sbs.simulator.cluster.cost import COSTS, CostError
 
@@ -54,8 +53,7 @@ examples:
 
 contenders: {", ".join(BY_NAME)}
 Peers are the routers of other projects; ours that are not called sbs* are its immediate policies,
-and SBS is measured against the best of them too. A name with @ needs engines with other flags:
-@total_tokens --load-balance-method total_tokens, @delayer --enable-prefill-delayer.
+and SBS is measured against the best of them too.
 
 The engines are SGLang with a tiny MoE on CPU, DP attention and real KV transfer; a pass takes the
 time a GPU would need (virtual GPU). So ratios can be read, milliseconds cannot. Every contender
@@ -101,19 +99,10 @@ def build_parser() -> argparse.ArgumentParser:
     )
     what.add_argument("--requests", type=int, default=200, help="per run (200)")
     what.add_argument(
-        "--search-steps",
-        type=int,
-        help="loads per contender to find the one at the SLO; 0: no search (4)",
-    )
-    what.add_argument("--search-requests", type=int, default=300, help="per such run (300)")
-    what.add_argument(
-        "--search-seeds", type=int, help="each load of the search is run with so many (2)"
-    )
-    what.add_argument(
         "--slo-ttft",
         type=float,
         metavar="S",
-        help=f"mean TTFT of the search, TTFT of goodput ({SLO_PASSES} full passes)",
+        help=f"of goodput ({SLO_PASSES} full passes)",
     )
     what.add_argument(
         "--slo-tpot",
@@ -178,7 +167,7 @@ def build_parser() -> argparse.ArgumentParser:
         type=Path,
         metavar="DIR",
         default=Path("out/compare-routers"),
-        help="rows.jsonl, logs, report.md (out/compare-routers)",
+        help="rows.jsonl, logs, report.html, report.md (out/compare-routers)",
     )
     out.add_argument("--resume", action="store_true", help="go on with DIR/rows.jsonl")
     out.add_argument(
@@ -202,12 +191,6 @@ def build_parser() -> argparse.ArgumentParser:
         help="prompt tokens per second of all prefill instances with full chunks",
     )
     real.add_argument("--tokenizer-path", type=Path, metavar="DIR", help="the engines' model")
-    real.add_argument(
-        "--engines",
-        choices=tuple(ENGINE_VARIANTS),
-        default=STOCK,
-        help=f"how they were started; only contenders for such engines are run ({STOCK})",
-    )
     real.add_argument(
         "--listen",
         default="tcp://0.0.0.0:7601",
@@ -264,7 +247,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _unmeasured(rows: Sequence[Row], asked: Sequence[str]) -> list[str]:
     """What is missing of SBS: a line per contender."""
     why = {name: text for name, text in errors(rows).items() if is_sbs(name)}
-    have = {row.key.policy for row in figures(rows) if row.key.kind == "cell"}
+    have = {row.key.policy for row in figures(rows)}
     why |= {
         name: "no run has figures" for name in asked if is_sbs(name) and name not in have | {*why}
     }
@@ -278,7 +261,7 @@ def _finish(args: argparse.Namespace, header: Header, rows: list[Row], console: 
     if args.json is not None:
         write_json(header, rows, args.json)
         console.print(f"written: {args.json}")
-    console.print(f"report: {args.report / 'report.md'}")
+    console.print(f"report: {args.report / 'report.html'}")
 
 
 if __name__ == "__main__":

@@ -20,13 +20,8 @@ from typing import Any
 from rich.console import Console
 
 from benchmarks.compare_routers.agents import AGENTIC, agents_at, expected_s
-from benchmarks.compare_routers.campaign import SEARCH_WORKLOAD, Campaign, Scope
-from benchmarks.compare_routers.contenders import (
-    BY_NAME,
-    ENGINE_VARIANTS,
-    FIELD,
-    chosen,
-)
+from benchmarks.compare_routers.campaign import Campaign, Scope
+from benchmarks.compare_routers.contenders import BY_NAME, chosen
 from benchmarks.compare_routers.prompts import Prompts, id_prompts, text_prompts
 from benchmarks.compare_routers.results.ratios import is_sbs
 from benchmarks.compare_routers.results.rows import Header, Row, RowFile
@@ -44,7 +39,7 @@ from benchmarks.compare_routers.runs.revision import revision
 from benchmarks.compare_routers.workloads import NAMES, WORKLOADS, duration_s
 from benchmarks.demo.cli import parse_topology
 from benchmarks.demo.virtual_cluster import CHUNK_TOKENS, attention_tp_of
-from benchmarks.router_processes import STOCK, Contender
+from benchmarks.router_processes import Contender
 from sglang_sbs.simulator.cluster.cost import COSTS, CostError, PassCost, find_cost
 from sglang_sbs.wire.curve import keys_in
 from tools.cpu_engine.tiny_model import cached_tiny_model
@@ -71,8 +66,6 @@ DEFAULTS: dict[str, Any] = {
     "workload": "paper",
     "loads": "0.4,0.8,1.0",
     "seeds": 3,
-    "search_steps": 4,
-    "search_seeds": 2,
 }
 """Of the flags that ``--quick`` sets; the parser has those of all others."""
 
@@ -81,23 +74,17 @@ def _quick(args: argparse.Namespace) -> dict[str, Any]:
     """What ``--quick`` is short for.
 
     Raises:
-        ValueError: one of these flags is given beside it, or engines that it has no peers for.
+        ValueError: one of these flags is given beside it.
     """
     for name in DEFAULTS:
         if getattr(args, name) is not None:
             raise ValueError(f"--quick sets --{name.replace('_', '-')} itself: give one of the two")
-    if args.real and args.engines != STOCK:
-        raise ValueError(
-            f"--quick is for engines with default flags, not --engines {args.engines}: leave it out"
-        )
     peers = [name for name in QUICK_PEERS if BY_NAME[name].installed][:2]
     return {
         "contenders": ",".join(("sbs", QUICK_OWN, *peers)),
         "workload": "paper",
         "loads": "0.8,1.0",
         "seeds": 1,
-        "search_steps": 3,
-        "search_seeds": 1,
     }
 
 
@@ -115,16 +102,17 @@ class Plan:
         self.model = self._model()
         self.start_engines, self.capacity_tokens_per_s, self.chunk_tokens = self._engines()
         self._prompts = self._made_prompts()
-        for workload in (*self.scope.workloads, SEARCH_WORKLOAD):
-            requests = max(
-                args.requests, args.search_requests if workload == SEARCH_WORKLOAD else 0
-            )
+        for workload in self.scope.workloads:
             if workload != AGENTIC:
-                WORKLOADS[workload](1, requests, self.chunk_tokens)
+                WORKLOADS[workload](1, args.requests, self.chunk_tokens)
 
     @property
     def _pass_s(self) -> float:
         return self._args.pass_s or PASS_S
+
+    @property
+    def _slo_ttft_s(self) -> float:
+        return self._args.slo_ttft or round(SLO_PASSES * self._pass_s, 4)
 
     @property
     def _slo_tpot_s(self) -> float:
@@ -142,16 +130,13 @@ class Plan:
             "first_seed",
             "best_peers",
             "requests",
-            "search_requests",
-            "search_seeds",
             "dp",
         ):
             if getattr(args, name) < 1:
                 raise ValueError(f"--{name.replace('_', '-')} must be at least 1")
         self._attention_tp = attention_tp_of(args)
-        for name in ("search_steps", "most_host_lag"):
-            if getattr(args, name) < 0:
-                raise ValueError(f"--{name.replace('_', '-')} must not be negative")
+        if args.most_host_lag < 0:
+            raise ValueError("--most-host-lag must not be negative")
         for name in ("slo_ttft", "slo_tpot", "timeout", "cost_chunk", "pass_s", "capacity"):
             if getattr(args, name) is not None and not getattr(args, name) > 0:
                 raise ValueError(f"--{name.replace('_', '-')} must be greater than 0")
@@ -182,15 +167,6 @@ class Plan:
             raise ValueError(f"--contenders: {error}") from None
         loads = _loads(args.loads, "--loads")
         field_loads = _loads(args.field_loads or args.loads, "--field-loads")
-        if args.real:
-            fit = [one for one in contenders if one.engines == args.engines or _sbs(one)]
-            if all(_sbs(one) for one in fit) and not all(_sbs(one) for one in contenders):
-                for_them = [one.name for one in FIELD if one.engines == args.engines]
-                raise ValueError(
-                    f"--contenders has no peer for --engines {args.engines}; there are "
-                    f"{', '.join(for_them)}"
-                )
-            contenders = fit
         if all(_sbs(one) for one in contenders) or not any(_sbs(one) for one in contenders):
             raise ValueError("--contenders: a comparison needs sbs or sbs_paper, and a peer")
         return Scope(
@@ -202,10 +178,6 @@ class Plan:
             field_loads=field_loads,
             best_peers=args.best_peers,
             requests=args.requests,
-            search_requests=args.search_requests,
-            search_steps=args.search_steps,
-            search_seeds=args.search_seeds,
-            slo_ttft_s=args.slo_ttft or round(SLO_PASSES * self._pass_s, 4),
         )
 
     def _model(self) -> Path | None:
@@ -230,7 +202,7 @@ class Plan:
                 endforward_port=args.endforward_port,
                 key_file=args.key_file,
             )
-            return (lambda _variant: given_engines(given)), args.capacity, CHUNK_TOKENS
+            return (lambda: given_engines(given)), args.capacity, CHUNK_TOKENS
         prefill, decode = parse_topology(args.topology)
         cost = _cost(args.cost)
         scaled = scaled_cost(cost, args.dp, args.cost_chunk, self._pass_s)
@@ -238,8 +210,8 @@ class Plan:
             prefill, decode, args.dp, scaled, args.report, attention_tp=self._attention_tp
         )
 
-        def start(variant: str) -> AbstractAsyncContextManager[Engines]:
-            return virtual_engines(cluster, ENGINE_VARIANTS[variant], Console())
+        def start() -> AbstractAsyncContextManager[Engines]:
+            return virtual_engines(cluster, Console())
 
         return start, cluster.capacity_tokens_per_s, CHUNK_TOKENS
 
@@ -253,7 +225,7 @@ class Plan:
         args = self._args
         tp = "" if args.tp is None else f"tp={args.tp}, "
         engines: dict[str, Any] = (
-            {"engines": f"given: {_urls(args)}", "engine_flags": args.engines}
+            {"engines": f"given: {_urls(args)}"}
             if args.real
             else {
                 "engines": f"{args.topology}, {tp}dp={args.dp}, virtual GPU",
@@ -272,8 +244,7 @@ class Plan:
             "prompts": args.prompts,
             "timeout_s": self._timeout_s,
             "requests": args.requests,
-            "search_requests": args.search_requests,
-            "slo_ttft_s": self.scope.slo_ttft_s,
+            "slo_ttft_s": self._slo_ttft_s,
             "slo_tpot_s": self._slo_tpot_s,
             "capacity_tokens_per_s": round(self.capacity_tokens_per_s, 1),
         }
@@ -312,7 +283,7 @@ class Plan:
         setting = Setting(
             prompts=self._prompts,
             model=self.model,
-            slo_ttft_s=self.scope.slo_ttft_s,
+            slo_ttft_s=self._slo_ttft_s,
             slo_tpot_s=self._slo_tpot_s,
             timeout_s=self._timeout_s,
             log_dir=args.report,

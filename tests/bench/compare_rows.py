@@ -23,7 +23,6 @@ def row(
     seed: int = 1,
     p99: float | None = None,
     failed: int = 0,
-    kind: str = "cell",
     sigma: float = 10.0,
     active_ranks: float = 1.8,
     host_lag_ms: float = 0.0,
@@ -31,7 +30,7 @@ def row(
 ) -> Row:
     passes = PassStatistics(10, 900.0, 0.5, 0.9, 0.1, NAN, 0.01, active_ranks, 1.1)
     return Row(
-        key=Key(kind, "paper", load, seed, policy),
+        key=Key("paper", load, seed, policy),
         requests=100,
         qps=load * 30,
         host_lag_ms=host_lag_ms,
@@ -48,7 +47,3 @@ def row(
         ),
         engines=Engines(passes, NAN, NAN, KvBand(100.0, sigma)),
     )
-
-
-def searched(policy: str, load: float, mean_ms: float, seed: int = 1) -> Row:
-    return row(policy, mean_ms, load=load, seed=seed, kind="search")

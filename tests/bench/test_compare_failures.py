@@ -28,7 +28,7 @@ from benchmarks.router_processes import Contender
 
 def broken(policy: str, *, load: float = 0.8, seed: int = 1, warm_up_failed: int = 0) -> Row:
     return Row(
-        key=Key("cell", "paper", load, seed, policy),
+        key=Key("paper", load, seed, policy),
         requests=100,
         warm_up_failed=warm_up_failed,
         error="it ended at its start",
@@ -96,7 +96,7 @@ def test_a_run_that_succeeded_later_is_no_failure() -> None:
     assert ratios.errors(rows) == {}
     assert ratios.failed_requests(rows, ratios.is_peer) == 0
     rows.append(broken("smg", load=1.0))
-    assert ratios.errors(rows) == {"smg": "cell paper 1 seed 1: it ended at its start"}
+    assert ratios.errors(rows) == {"smg": "paper 1 seed 1: it ended at its start"}
 
 
 def test_requests_that_fail_before_the_load_are_counted() -> None:
@@ -109,7 +109,7 @@ def test_requests_that_fail_before_the_load_are_counted() -> None:
     [
         ([row("sbs", 50), row("smg", 100)], 0, ""),
         ([broken("sbs"), row("smg", 100)], 1, "sbs was not measured: it ended at its start"),
-        ([row("sbs", 50), broken("sbs", load=1.0)], 1, "cell paper 1 seed 1: it ended"),
+        ([row("sbs", 50), broken("sbs", load=1.0)], 1, "paper 1 seed 1: it ended"),
         ([row("sbs", 50), row("smg", 100), broken("mini_lb")], 0, ""),
     ],
 )
@@ -179,7 +179,7 @@ class Attempts:
         ports = RouterPorts(1, 2, 3)
         engines = Engines([("http://p0", 8998)], [], {}, 2, 1024, 1e4, ports, listener)  # type: ignore[arg-type]
         setting = cell.Setting(id_prompts(), None, 1.0, 0.1, 60.0, tmp_path, "")
-        key = Key("cell", "paper", load, 1, policy)
+        key = Key("paper", load, 1, policy)
         installed = Contender(policy, "sglang_sbs", BY_NAME[policy].flags)
         return await cell.run_cell(installed, key, 5, engines, setting)
 

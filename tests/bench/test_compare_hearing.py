@@ -29,7 +29,7 @@ from sglang_sbs.wire import EndForward, encode_endforward
 from sglang_sbs.wire.curve import keys_in
 
 NAMES = {"one": "p0", "two": "p1", "three": "d0"}
-KEY = Key("cell", "paper", 0.8, 1, "sbs")
+KEY = Key("paper", 0.8, 1, "sbs")
 
 
 def heard(boot_id: str, rank: int) -> Heard:

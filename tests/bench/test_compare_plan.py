@@ -31,11 +31,6 @@ REAL += ["--decode", "http://d0:30000", "--slo-ttft", "0.8", "--prompts", "ids"]
         (["--first-seed", "0"], "--first-seed must be at least 1"),
         (["--quick", "--seeds", "3"], "--quick sets --seeds itself"),
         (["--quick", "--loads", "0.4,0.8,1.0"], "--quick sets --loads itself"),
-        ([*REAL, "--capacity", "5", "--quick", "--engines", "delayer"], "not --engines delayer"),
-        (
-            [*REAL, "--capacity", "5", "--contenders", "sbs,smg", "--engines", "delayer"],
-            "no peer for --engines delayer; there are sglang_router:round_robin@delayer",
-        ),
         (["--topology", "3P"], "write e.g. 3P1D"),
         (["--cost", "h900"], "'h900' is not one of h800, table"),
         (["--real"], "--real needs --prefill URL PORT"),
@@ -67,7 +62,6 @@ def test_given_engines_need_no_cluster(tmp_path: Path) -> None:
     parser = command.build_parser()
     plan = Plan(parser.parse_args([*REAL, "--capacity", "150000", "--report", str(tmp_path)]))
     assert plan.capacity_tokens_per_s == 150000
-    assert all(c.engines == "stock" for c in plan.scope.contenders)
     assert plan.model is None
 
 
@@ -166,8 +160,6 @@ def test_resume_refuses_other_engines_and_other_code(
     Plan(parse(words)).begin(file, Console(quiet=True))
     words.append("--resume")
     Plan(parse(words)).begin(file, Console(quiet=True))
-    with pytest.raises(ValueError, match="engine flags 'stock', not 'delayer'"):
-        Plan(parse([*words, "--engines", "delayer"])).begin(file, Console(quiet=True))
     with monkeypatch.context() as patch:
         patch.setattr(plan, "machine", lambda: {"smg": "9.9"})
         with pytest.raises(ValueError, match=r"with smg '.+', not '9\.9'"):

@@ -4,23 +4,25 @@ from __future__ import annotations
 
 import math
 from pathlib import Path
+from typing import Any
 
 import orjson
 import pytest
-from compare_rows import HEADER, row, searched
+from compare_rows import HEADER, row
 
 from benchmarks.compare_routers.results import report
 from benchmarks.compare_routers.results.rows import Key, Row, RowFile
+from sglang_sbs.simulator.experiments import plots
 
 
 def test_rows_survive_the_file_and_a_cut_off_line(tmp_path: Path) -> None:
     file = RowFile(tmp_path / "rows.jsonl")
     file.begin(HEADER)
-    broken = Row(key=Key("cell", "paper", 0.8, 1, "smg"), requests=5, error="no")
+    broken = Row(key=Key("paper", 0.8, 1, "smg"), requests=5, error="no")
     file.add(row("sbs", 50))
     file.add(broken)
     with file.path.open("ab") as out:
-        out.write(b'{"key":{"kind":"ce')
+        out.write(b'{"key":{"workl')
     header, rows = file.read()
     assert header == HEADER
     assert rows[1] == broken
@@ -39,11 +41,9 @@ def rows_of_a_comparison() -> list[Row]:
         for load in (0.4, 0.8)
         for seed in (1, 2)
     ]
-    rows += [searched("sbs", 0.8, 900), searched("sbs", 0.95, 1100)]
-    rows += [searched("smg", 0.5, 900), searched("smg", 0.65, 1100)]
     rows.append(
         Row(
-            key=Key("cell", "paper", 0.8, 1, "sglang_router:random"),
+            key=Key("paper", 0.8, 1, "sglang_router:random"),
             requests=5,
             error="it ended at its start: <b>",
         )
@@ -54,19 +54,36 @@ def rows_of_a_comparison() -> list[Row]:
 def test_the_json_has_the_ratios_under_their_names(tmp_path: Path) -> None:
     report.write_json(HEADER, rows_of_a_comparison(), tmp_path / "deep" / "out.json")
     found = orjson.loads((tmp_path / "deep" / "out.json").read_bytes())
-    assert set(found) >= {"cells", "max_qps_ratio", "failed_requests"}
+    assert set(found) >= {"cells", "failed_requests"}
     assert {"workload", "load", "policy", "peer", "mean_ratio", "p99_ratio"} <= set(
         found["cells"][0]
     )
-    assert found["max_qps_ratio"] == pytest.approx(0.875 / 0.575)
-    assert found["max_qps_is_bound"] == []
     assert found["failed_requests"] == 0
     assert found["not_compared"] == {"sglang_router:random": "it ended at its start: <b>"}
     assert found["rows"][0]["engines"]["own_gap_ms"] is None
 
 
-def test_the_report_is_markdown_with_every_table(tmp_path: Path) -> None:
+def test_the_report_has_every_table_and_needs_nothing_from_elsewhere(tmp_path: Path) -> None:
     report.write_report(HEADER, rows_of_a_comparison(), tmp_path)
     text = (tmp_path / "report.md").read_text(encoding="utf-8")
     assert "| paper | 0.4 | sbs | 0.50 (0.50-0.50) | smg |" in text
     assert "| sglang_router:random | it ended at its start: <b> |" in text
+    page = (tmp_path / "report.html").read_text(encoding="utf-8")
+    assert "http://" not in page and "https://" not in page
+    assert page.count('src="data:image/png;base64,') == 1
+    assert "it ended at its start: &lt;b&gt;" in page
+
+
+def test_one_load_is_bars_of_contenders_and_several_are_lines(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    drawn: list[Any] = []
+    monkeypatch.setattr(plots, "png_of", lambda figure: drawn.append(figure) or b"")
+    rows = rows_of_a_comparison()
+    report.ttft_by_load(rows)
+    report.ttft_by_load([one for one in rows if one.key.load == 0.8])
+    lines, bars = (figure.axes for figure in drawn)
+    assert all(len(axis.lines) == 4 and not axis.patches for axis in lines)
+    assert all(len(axis.patches) == 4 and not axis.lines for axis in bars)
+    assert bars[0].get_yticklabels()[0].get_text() == "sbs"
+    assert report.ttft_by_load([]) is None

@@ -51,14 +51,6 @@ def test_a_command_line_has_every_engine_with_its_bootstrap_port() -> None:
     assert "--policy random" in words
 
 
-def test_the_best_peers_run_on_engines_of_every_kind() -> None:
-    for peer in ("smg:round_robin", "mini_lb", "sglang_router:round_robin"):
-        for engines in ("total_tokens", "delayer"):
-            other = BY_NAME[f"{peer}@{engines}"]
-            assert other.engines == engines
-            assert (other.module, other.flags) == (BY_NAME[peer].module, BY_NAME[peer].flags)
-
-
 def test_an_unknown_contender_is_named() -> None:
     with pytest.raises(ValueError, match="'nginx' is not one of all, sbs"):
         chosen("sbs,nginx")
@@ -225,17 +217,14 @@ def test_peers_are_ranked_on_the_same_seeds() -> None:
 # ---- order of runs
 
 
-def test_contenders_take_turns_and_share_engines() -> None:
-    field = chosen("sbs,smg,mini_lb,sglang_router:round_robin@delayer")
+def test_contenders_take_turns() -> None:
+    field = chosen("sbs,smg,mini_lb")
     cells = [("paper", load) for load in (0.4, 0.8, 1.0)]
     keys = campaign.cell_keys(field, cells, seed=1)
     assert keys == campaign.cell_keys(field, cells, seed=1)
     turns = [[key.policy for key in keys[n : n + 3]] for n in (0, 3, 6)]
     assert all(sorted(turn) == ["mini_lb", "sbs", "smg"] for turn in turns)
-    assert [k.policy for k in keys[-3:]] == ["sglang_router:round_robin@delayer"] * 3
-    assert len(set(keys)) == 12
-    # The next seed begins on the engines that are up.
-    assert campaign.cell_keys(field, cells, seed=2)[0].policy == keys[-1].policy
+    assert len(set(keys)) == 9
 
 
 def test_who_runs_before_a_contender_changes_from_cell_to_cell() -> None:
@@ -259,10 +248,6 @@ def test_only_sbs_the_best_peers_and_our_best_immediate_policy_go_on() -> None:
         field_loads=[0.8],
         best_peers=1,
         requests=10,
-        search_requests=10,
-        search_steps=0,
-        search_seeds=2,
-        slo_ttft_s=1.0,
     )
     rows = [row("smg", 100), row("mini_lb", 90), row("least_tokens", 95), row("sbs", 50)]
     rows += [row("mini_lb", 500, load=0.4), row("smg", 10, load=0.4), row("eta", 96)]
@@ -278,8 +263,8 @@ def small_campaign(
     ran: list[Key] = []
 
     @asynccontextmanager
-    async def start(variant: str) -> AsyncIterator[object]:
-        started.append(variant)
+    async def start() -> AsyncIterator[object]:
+        started.append("engines")
         yield object()
 
     async def run_cell(contender: Contender, key: Key, requests: int, *_: object) -> Row:
@@ -293,7 +278,7 @@ def small_campaign(
 
     monkeypatch.setattr(campaign, "run_cell", run_cell)
     scope = campaign.Scope(
-        contenders=chosen("sbs,smg,mini_lb,sglang_router:round_robin@delayer"),
+        contenders=chosen("sbs,smg,mini_lb,sglang_router:round_robin"),
         workloads=["paper"],
         loads=[0.4, 1.0],
         seeds=2,
@@ -301,10 +286,6 @@ def small_campaign(
         field_loads=[1.0],
         best_peers=1,
         requests=10,
-        search_requests=10,
-        search_steps=2,
-        search_seeds=2,
-        slo_ttft_s=0.7,
     )
     setting = Setting(id_prompts(), None, 1.0, 0.1, 60.0, directory, "")
     file = RowFile(directory / "rows.jsonl")
@@ -320,8 +301,7 @@ async def test_all_runs_are_of_the_seeds_asked_for(
     work, _started, ran = small_campaign(tmp_path, monkeypatch, rows=[])
     work.scope = dataclasses.replace(work.scope, first_seed=7)
     await work.run()
-    assert {key.seed for key in ran if key.kind == "cell"} == {7, 8}
-    assert {key.seed for key in ran if key.kind == "search"} == {7, 8}
+    assert {key.seed for key in ran} == {7, 8}
 
 
 async def test_a_campaign_runs_the_field_once_and_the_best_at_everything(
@@ -329,15 +309,11 @@ async def test_a_campaign_runs_the_field_once_and_the_best_at_everything(
 ) -> None:
     work, started, ran = small_campaign(tmp_path, monkeypatch, rows=[])
     await work.run()
-    best = "sglang_router:round_robin@delayer"
+    best = "sglang_router:round_robin"
     of = {name: [k for k in ran if k.policy == name] for name in ("sbs", "smg", "mini_lb", best)}
     assert len(of["smg"]) == len(of["mini_lb"]) == 1
-    # Two seeds of two loads, and of two loads of the search.
-    assert len(of["sbs"]) == len(of[best]) == 2 * 2 + 2 * 2
-    found = [(k.load, k.seed) for k in of[best] if k.kind == "search"]
-    assert found == [(0.8, 1), (0.8, 2), (0.95, 1), (0.95, 2)]
-    # Field, search, and the two seeds, of which the second begins where the first ended.
-    assert started == ["stock", "delayer", "stock", "delayer", "stock", "delayer", "stock"]
+    assert len(of["sbs"]) == len(of[best]) == 2 * 2
+    assert started == ["engines"]
     assert len(work.file.read()[1]) == len(ran)
     assert all(one.begun > "2026" for one in work.rows)
     assert ratios.errors(work.rows) == {"mini_lb": "it ended"}
@@ -346,16 +322,16 @@ async def test_a_campaign_runs_the_field_once_and_the_best_at_everything(
     await again.run()
     # What did not work is tried again: something may have been installed.
     assert [k.policy for k in ran] == ["mini_lb"]
-    assert started == ["stock"]
+    assert started == ["engines"]
 
 
 async def test_disturbed_runs_are_made_again_but_not_those_that_failed_requests(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     work, _started, _ran = small_campaign(tmp_path, monkeypatch, rows=[])
-    work.scope = dataclasses.replace(work.scope, contenders=chosen("sbs,smg"), search_steps=0)
+    work.scope = dataclasses.replace(work.scope, contenders=chosen("sbs,smg"))
     await work.run()
-    slow = {Key("cell", "paper", 0.4, 1, "sbs"): 0, Key("cell", "paper", 1.0, 1, "smg"): 3}
+    slow = {Key("paper", 0.4, 1, "sbs"): 0, Key("paper", 1.0, 1, "smg"): 3}
     rows = [
         replace(one, host_lag_ms=99.0, answers=replace(one.answers, failed=slow[one.key]))
         if one.key in slow and one.answers
@@ -365,7 +341,7 @@ async def test_disturbed_runs_are_made_again_but_not_those_that_failed_requests(
     again, _started, ran = small_campaign(tmp_path, monkeypatch, rows=rows)
     again.scope = work.scope
     await again.run()
-    assert ran == [Key("cell", "paper", 0.4, 1, "sbs")]
+    assert ran == [Key("paper", 0.4, 1, "sbs")]
     cells = {one["load"]: one["disturbed"] for one in ratios.ratio_cells(again.rows)}
     assert cells == {0.4: [], 1.0: ["smg at paper 1 seed 1 (host lag 99 ms)"]}
 
@@ -391,9 +367,9 @@ async def test_what_a_broken_contender_did_not_run_is_no_better_for_it(
 ) -> None:
     """It would be judged by the seeds before it broke."""
     work, _started, _ran = small_campaign(tmp_path, monkeypatch, rows=[])
-    hangs = Key("cell", "paper", 1.0, 2, "sbs")
+    hangs = Key("paper", 1.0, 2, "sbs")
     ran = breaking(monkeypatch, lambda tried: tried[-1] == hangs)
-    work.scope = dataclasses.replace(work.scope, loads=[1.0, 0.4], search_steps=0, seeds=3)
+    work.scope = dataclasses.replace(work.scope, loads=[1.0, 0.4], seeds=3)
     await work.run()
     cells = {one["load"]: one["failed"] for one in ratios.ratio_cells(work.rows)}
     assert cells == {1.0: True, 0.4: True}

@@ -81,8 +81,7 @@ def cells_of(rows: Iterable[Row]) -> dict[tuple[str, float], list[Row]]:
     """Rows with figures by workload and load, in order."""
     cells: dict[tuple[str, float], list[Row]] = {}
     for row in figures(rows):
-        if row.key.kind == "cell":
-            cells.setdefault((row.key.workload, row.key.load), []).append(row)
+        cells.setdefault((row.key.workload, row.key.load), []).append(row)
     return dict(sorted(cells.items()))
 
 
@@ -148,8 +147,7 @@ def ratio_cells(rows: Sequence[Row]) -> list[dict[str, Any]]:
     cells = cells_of(rows)
     broken: dict[tuple[str, float], set[str]] = {}
     for row in without_figures(rows):
-        if row.key.kind == "cell":
-            broken.setdefault((row.key.workload, row.key.load), set()).add(row.key.policy)
+        broken.setdefault((row.key.workload, row.key.load), set()).add(row.key.policy)
     for workload, load in sorted({*cells, *broken}):
         mine = cells.get((workload, load), [])
         lost = broken.get((workload, load), set())
@@ -256,7 +254,7 @@ def errors(rows: Iterable[Row]) -> dict[str, str]:
         key = row.key
         if row.error == NOT_RUN and key.policy in out:
             continue
-        run = f"{key.kind} {key.workload} {key.load:g} seed {key.seed}: "
+        run = f"{key.workload} {key.load:g} seed {key.seed}: "
         out[key.policy] = f"{run if key.policy in others else ''}{row.error}"
     return out
 

@@ -1,4 +1,4 @@
-"""The report of a comparison: JSON and Markdown.
+"""The report of a comparison: JSON, Markdown, and a page with a picture.
 
 Owns the files. Must not know how rows are made; tables are made elsewhere.
 """
@@ -14,41 +14,29 @@ import orjson
 
 from benchmarks.compare_routers.results import ratios
 from benchmarks.compare_routers.results.rows import NOT_RUN, Header, Row, figures
-from benchmarks.compare_routers.results.search import best_peer, qps_ratio, searches
 from benchmarks.compare_routers.results.tables import (
     LEGEND,
     Table,
     agents_table,
-    capacity_table,
     cell_tables,
     error_table,
     ratio_table,
 )
 from benchmarks.compare_routers.results.verdict import sentences
+from sglang_sbs.console.extras import without_matplotlib
+from sglang_sbs.simulator.experiments.page import Part, Picture, write_page
+from sglang_sbs.simulator.experiments.policy_looks import colours_of
+from sglang_sbs.simulator.experiments.tables import ResultTable
 
 
 def summary(header: Header, rows: Sequence[Row]) -> dict[str, Any]:
     """What ``--json`` writes. Ratios are ours over the best peer; ``null`` where not measured.
 
-    ``max_qps_ratio`` is ``null`` too where the search of either side did not finish or has only a
-    bound (``max_qps_is_bound``); low and high are over its seeds. ``failed_requests`` are those of
-    SBS, as peers' failures are no fault of it; the peers' are beside it.
+    ``failed_requests`` are those of SBS; the peers' are beside them.
     """
-    slo_ttft_s = header.settings["slo_ttft_s"]
-    found = searches(rows, slo_ttft_s)
-    over = {name: qps_ratio(found, name) for name in found if ratios.is_sbs(name)}
-    known = [one for one in over.values() if one is not None]
-    ratio = over["sbs"] if "sbs" in over else max(known, key=lambda one: one.mean, default=None)
     return {
         "verdict": sentences(rows),
         "cells": ratios.ratio_cells(rows),
-        "max_qps_ratio": None if ratio is None else ratio.mean,
-        "max_qps_ratio_low": None if ratio is None else ratio.low,
-        "max_qps_ratio_high": None if ratio is None else ratio.high,
-        "max_qps_ratios": {name: None if one is None else one.mean for name, one in over.items()},
-        "max_qps_peer": best_peer(found),
-        "max_qps": {name: one.found.qps for name, one in found.items()},
-        "max_qps_is_bound": [name for name, one in found.items() if not one.known],
         "failed_requests": ratios.failed_requests(rows, ratios.is_sbs),
         "peer_failed_requests": ratios.failed_requests(rows, ratios.is_peer),
         "not_compared": ratios.errors(rows),
@@ -67,7 +55,6 @@ def _figures(row: Row) -> dict[str, Any]:
     assert engines is not None
     key = row.key
     return {
-        "kind": key.kind,
         "workload": key.workload,
         "load": key.load,
         "seed": key.seed,
@@ -99,12 +86,10 @@ def _builtins(value: Any) -> Any:
     return {name: getattr(value, name) for name in value.__struct_fields__}
 
 
-def tables_of(header: Header, rows: Sequence[Row]) -> list[Table]:
+def tables_of(rows: Sequence[Row]) -> list[Table]:
     """All of them, the ratios first."""
-    slo_ttft_s = header.settings["slo_ttft_s"]
     found = [
         ratio_table(rows),
-        capacity_table(rows, slo_ttft_s),
         agents_table(rows),
         *cell_tables(rows),
         error_table(rows),
@@ -145,15 +130,59 @@ def _escaped(word: str) -> str:
 
 
 def write_report(header: Header, rows: Sequence[Row], directory: Path) -> None:
-    """``report.md``: verdict, tables, and how it was measured."""
+    """``report.md`` and ``report.html``: verdict, tables, and how it was measured. The page also
+    has a picture, where matplotlib is installed."""
     directory.mkdir(parents=True, exist_ok=True)
+    said, tables, facts = sentences(rows), tables_of(rows), facts_of(header, rows)
     lines = ["# Routers compared", ""]
-    lines += [line for sentence in sentences(rows) for line in (sentence, "")]
-    for table in tables_of(header, rows):
+    lines += [line for sentence in said for line in (sentence, "")]
+    parts: list[Part] = [*said]
+    for table in tables:
         lines += [f"## {table.title}", ""]
         lines += ["| " + " | ".join(table.columns) + " |", "|" + "---|" * len(table.columns)]
         lines += ["| " + " | ".join(map(_escaped, row)) + " |" for row in table.rows]
         lines += ["", *([table.note, ""] if table.note else [])]
+        parts += [ResultTable(table.title, [*table.columns], [[*row] for row in table.rows])]
+        parts += [table.note] if table.note else []
     lines += [LEGEND, "", "## How it was measured", ""]
-    lines += [*(f"- {name}: {value}" for name, value in facts_of(header, rows)), ""]
+    lines += [*(f"- {name}: {value}" for name, value in facts), ""]
     (directory / "report.md").write_text("\n".join(lines), encoding="utf-8")
+    if (png := ttft_by_load(rows)) is not None:
+        parts.append(Picture("TTFT by load", png))
+    parts += [LEGEND, ResultTable("How it was measured", ["", ""], [[*fact] for fact in facts])]
+    write_page(directory / "report.html", "Routers compared on one SGLang cluster", parts)
+
+
+def ttft_by_load(rows: Sequence[Row]) -> bytes | None:
+    """Mean and p99 TTFT of each contender by load, or bars where there is one load, as PNG.
+    ``None`` without matplotlib or cells."""
+    cells = ratios.cells_of(rows)
+    if not cells or without_matplotlib() is not None:
+        return None
+    from sglang_sbs.simulator.experiments import plots
+
+    workloads = list(dict.fromkeys(workload for workload, _ in cells))
+    colours = colours_of(ratios.in_order(row.key.policy for row in rows))
+    figure, axes = plots.panels(len(workloads), 2, 7, 4)
+    for number, axis in enumerate(axes):
+        workload, name = workloads[number // 2], ("mean", "p99")[number % 2]
+        points: dict[str, dict[float, float]] = {}
+        for (other, load), mine in cells.items():
+            for policy in ratios.in_order(row.key.policy for row in mine if other == workload):
+                of = [row.answers for row in mine if row.key.policy == policy and row.answers]
+                times_s = [getattr(one.ttft_ms, name) / 1e3 for one in of]
+                points.setdefault(policy, {})[load] = math.fsum(times_s) / len(times_s)
+        if len({load for one in points.values() for load in one}) == 1:
+            heights = [one.popitem()[1] for one in points.values()]
+            axis.barh(list(points), heights, color=[colours[policy] for policy in points])
+            axis.invert_yaxis()
+            axis.set_xlabel(f"{name} TTFT in s")
+        else:
+            for policy, one in points.items():
+                axis.plot([*one], [*one.values()], "o-", label=policy, color=colours[policy])
+            axis.set_xlabel("load (share of full-chunk capacity)")
+            axis.set_ylabel(f"{name} TTFT in s")
+            axis.set_yscale("log")
+            axis.legend(fontsize=7)
+        axis.set_title(workload)
+    return plots.png_of(figure)

@@ -9,7 +9,7 @@ import math
 from collections.abc import Iterable
 from itertools import count
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Any, TypeVar
 
 import msgspec
 
@@ -18,7 +18,6 @@ from benchmarks.demo.load import Latency
 from benchmarks.demo.passes import PassStatistics
 
 _T = TypeVar("_T")
-Kind = Literal["cell", "search", "error"]
 NOT_RUN = "not run, since a run before it gave no figures"
 """Of a row without figures: nobody tried."""
 
@@ -26,7 +25,6 @@ NOT_RUN = "not run, since a run before it gave no figures"
 class Key(msgspec.Struct, frozen=True, order=True):
     """Names a run."""
 
-    kind: Kind
     workload: str
     load: float
     """Share of the prompt tokens per second that full chunks on every rank compute."""

@@ -20,7 +20,6 @@ from benchmarks.compare_routers.results.ratios import (
     serves,
 )
 from benchmarks.compare_routers.results.rows import Row
-from benchmarks.compare_routers.results.search import qps_ratio, searches
 
 WORSE_FROM = 1.02
 """A ratio above this is called worse: two percent is what runs of the same thing differ by."""
@@ -103,36 +102,6 @@ def _ratio(cell: dict[str, object], name: str) -> str:
     if cell["seeds"] == 1:
         return f"{ratio:.2f}"
     return f"{ratio:.2f} ({spread[0]:.2f}-{spread[1]:.2f})"
-
-
-def capacity_table(rows: Sequence[Row], slo_ttft_s: float) -> Table | None:
-    """The search for the highest load; ``None`` if there was none."""
-    found = searches(rows, slo_ttft_s)
-    if not found:
-        return None
-    out = []
-    for policy in in_order(found):
-        mine, ratio = found[policy], qps_ratio(found, policy)
-        bound = "" if mine.finished else " (not finished)"
-        bound = " (a bound)" if mine.found.bounded else bound
-        over = None if ratio is None or ratio.low == ratio.high else (ratio.low, ratio.high)
-        out.append(
-            [
-                policy,
-                f"{mine.found.qps:.1f}{_spread(mine.qps_spread, '.1f')}{bound}",
-                f"{mine.found.load:.3f}",
-                "-" if ratio is None else f"{ratio.mean:.2f}{_spread(over, '.2f')}",
-            ]
-        )
-    return Table(
-        f"Most requests per second with a mean TTFT of at most {slo_ttft_s:.2f} s (paper workload)",
-        ("contender", "QPS (over seeds)", "load", "over the best peer"),
-        out,
-    )
-
-
-def _spread(ends: tuple[float, float] | None, form: str) -> str:
-    return "" if ends is None else f" ({ends[0]:{form}}-{ends[1]:{form}})"
 
 
 Column = tuple[str, Callable[[Answers, Engines], float], str]

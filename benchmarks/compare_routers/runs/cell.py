@@ -132,7 +132,7 @@ async def _measured(
     """Raises: DoesNotWorkError; UnheardError."""
     begun_s = time.monotonic()
     send = _load(key, requests, engines, setting)
-    warm_key = Key(key.kind, "paper", _WARM_UP_LOAD, _WARM_UP_SEED + key.seed, key.policy)
+    warm_key = Key("paper", _WARM_UP_LOAD, _WARM_UP_SEED + key.seed, key.policy)
     # Of the run's key too: the same words before another run would be in the prefix caches.
     warm_up = _arrivals(warm_key, WARM_UP_REQUESTS, engines, setting, f"{warm_key} of {key}")
     async with _running(contender, key, engines, setting) as (url, processes):
@@ -313,7 +313,7 @@ def _own_flags(key: Key, endforward_port: int, setting: Setting) -> list[str]:
     if setting.key_file is not None:
         argv += ["--sbs-endforward-key-file", str(setting.key_file)]
     if setting.event_logs:
-        name = f"{key.kind}-{key.workload}-{key.load:g}-{key.seed}-{key.policy}.events"
+        name = f"{key.workload}-{key.load:g}-{key.seed}-{key.policy}.events"
         argv += ["--sbs-event-log", str(setting.log_dir / name)]
     return argv
 

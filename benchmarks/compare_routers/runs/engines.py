@@ -14,7 +14,6 @@ from pathlib import Path
 import aiohttp
 from rich.console import Console
 
-from benchmarks.compare_routers.contenders import EngineVariant
 from benchmarks.compare_routers.workloads import WORKLOADS
 from benchmarks.demo.runs import RouterPorts, instance_names
 from benchmarks.demo.virtual_cluster import CHUNK_TOKENS, parallel_flags, progress_printer
@@ -129,9 +128,7 @@ def scaled_cost(
 
 
 @asynccontextmanager
-async def virtual_engines(
-    cluster: VirtualCluster, variant: EngineVariant, console: Console
-) -> AsyncIterator[Engines]:
+async def virtual_engines(cluster: VirtualCluster, console: Console) -> AsyncIterator[Engines]:
     """Start them, and stop them at the end.
 
     Raises:
@@ -142,16 +139,13 @@ async def virtual_engines(
     first = next(blocks)
     ports = RouterPorts(http=first, endforward=first + 1, prometheus=first + 2)
     addresses = [f"tcp://127.0.0.1:{port}" for port in (first + 1, first + 3)]
-    log_dir = cluster.log_dir / f"engines-{variant.name}"
+    log_dir = cluster.log_dir / "engines"
     options = ClusterOptions(
         model_path=str(cached_tiny_model()),
         prefill_instances=cluster.prefill,
         decode_instances=cluster.decode,
-        engine_flags=[*parallel_flags(cluster.dp_size, cluster.attention_tp), *variant.flags],
-        prefill_flags=[
-            *("--chunked-prefill-size", str(CHUNK_TOKENS * cluster.dp_size)),
-            *variant.prefill_flags,
-        ],
+        engine_flags=parallel_flags(cluster.dp_size, cluster.attention_tp),
+        prefill_flags=["--chunked-prefill-size", str(CHUNK_TOKENS * cluster.dp_size)],
         cpu=CpuEngines(cluster.cost),
         log_dir=log_dir,
         environment={
