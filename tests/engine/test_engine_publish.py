@@ -118,12 +118,24 @@ def test_a_router_that_had_a_key_and_returns_without_is_found(
 
 
 def test_sending_without_a_listener_neither_blocks_nor_fails() -> None:
-    publisher = Publisher([f"tcp://127.0.0.1:{free_ports(1)[0]}"], None)
+    """Nothing is kept for a listener that comes later."""
+    endpoint = f"tcp://127.0.0.1:{free_ports(1)[0]}"
+    publisher = Publisher([endpoint], None)
+    context = zmq.Context()
+    subscriber = context.socket(zmq.SUB)
     try:
         for _ in range(1000):
             publisher.send([b"t", b"x" * 200])
+        subscriber.setsockopt(zmq.SUBSCRIBE, b"")
+        subscriber.bind(endpoint)
+        deadline = time.monotonic() + DEADLINE_S
+        while not subscriber.poll(20) and time.monotonic() < deadline:
+            publisher.send([b"t", b"late"])
+        assert subscriber.recv_multipart(zmq.NOBLOCK) == [b"t", b"late"]
     finally:
         publisher.close()
+        subscriber.close(0)
+        context.term()
 
 
 def test_bind_mode() -> None:

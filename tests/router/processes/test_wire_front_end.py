@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-
 import msgspec
 import pytest
 from hypothesis import given
@@ -171,5 +169,9 @@ KINDS = st.sampled_from(
 @given(KINDS, st.dictionaries(FIELDS, VALUES))
 def test_wrong_fields_give_a_message_or_malformed(kind, fields):
     body = msgspec.msgpack.encode({"type": kind, **fields})
-    with contextlib.suppress(MalformedMessage):
-        decode_to_scheduler([TOPIC, body])
+    try:
+        message = decode_to_scheduler([TOPIC, body])
+    except MalformedMessage:
+        return
+    assert decode_to_scheduler(encode(message)) == message
+    assert type(message).__name__ == kind

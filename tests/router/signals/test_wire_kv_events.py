@@ -150,9 +150,13 @@ def test_flipped_bytes_are_read_or_refused(data: Any) -> None:
     for position in data.draw(st.lists(st.integers(0, len(body) - 1), min_size=1, max_size=4)):
         body[position] = data.draw(st.integers(0, 255))
     try:
-        decode_kv_batch(bytes(body))
+        changes = decode_kv_batch(bytes(body)).changes
     except MalformedMessage:
         return
+    assert len(changes) <= 3
+    hashes = [block for change in changes for block in change.blocks]
+    assert all(-(2**63) <= block < 2**63 for block in hashes)
+    assert len(hashes) <= 3, "as many as were sent"
 
 
 def test_frames_of_a_live_message() -> None:
