@@ -52,7 +52,6 @@ numbers of streams; "by_streams" has them all, "ratios_sbs" the same for --polic
 examples:
   scripts/bench-relay                                  # everything, 5 to 6 minutes
   scripts/bench-relay --streams 200 --rounds 5 --contenders ours,rust --json relay.json
-  scripts/bench-relay --many 10000 --workers 2         # only: so many streams at once, any error?
   git worktree add ../before v0.1.0                    # only: CPU per request against that version
   scripts/bench-relay --against ../before --rounds 15
 
@@ -60,8 +59,6 @@ examples:
 of every request (what else answers "why" is always on). The answer is the median over rounds of the
 ratio within a round, with its quartiles.
 """
-MANY_TOKENS = 8
-"""Of each stream of ``--many``."""
 _SETTLE_S = 0.3
 _QUIET_LIMIT = 20
 """How many times that is waited for a router to become idle."""
@@ -73,23 +70,18 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
     add("--streams", type=integers, default=[1, 50, 200, 1000], help="(1,50,200,1000)")
     add("--seconds", type=float, default=2.0, help="of each measurement (2)")
     add("--rounds", type=int, default=3, help="each contender has a turn in each round (3)")
-    add("--workers", type=int, default=1, help="--workers of ours (1; with --many 2)")
+    add("--workers", type=int, default=1, help="--workers of ours (1)")
     add("--contenders", default="ours,ours-sbs,rust,mini_lb", help="which, by commas (all)")
     add("--chunk-rate", type=float, default=5000.0, help="events per second in all (5000)")
     add("--clients", type=int, default=32, help="of the short requests (32)")
-    add("--many", type=int, default=0, metavar="N", help="only: N streams at once through ours")
     add("--against", type=Path, metavar="DIR", help="only: against the version checked out there")
     add("--json", type=Path, metavar="FILE", help="write the figures there")
     options = parser.parse_args(arguments)
     if options.against is not None and not (options.against / "sglang_sbs").is_dir():
         parser.error(f"--against {options.against}: there is no checkout of sglang_sbs")
-    if options.against is not None and options.many:
-        parser.error("--against: leave --many out")
     for name in ("seconds", "rounds", "workers", "chunk_rate", "clients"):
         if getattr(options, name) <= 0:
             parser.error(f"--{name.replace('_', '-')} must be more than 0")
-    if options.many and options.workers == 1:
-        options.workers = 2
     try:
         options.contenders = select(options.contenders.split(","), options.workers)
     except ValueError as error:
@@ -240,45 +232,6 @@ class Bench:
         self.samples.add(name, 0, "cpu_us_per_request", cpu_s / tally.complete * 1e6)
 
 
-async def run_many(streams: int, contender: Contender, chunk_rate: float) -> dict[str, Any]:
-    """So many streams at once to their ends; how many ended well, and the failures by kind."""
-    async with AsyncExitStack() as stack:
-        prefill, decode = await stack.enter_async_context(raw_engines())
-        router = await stack.enter_async_context(running(contender, prefill, decode))
-        await set_pace(decode, 3600.0)  # nobody goes on before all have begun
-        loop = asyncio.get_running_loop()
-        started_s = loop.time()
-        exchanges, tally = await open_streams(router.port, streams, MANY_TOKENS)
-        opened_s = loop.time() - started_s
-        at_once = sum(not exchange.done.done() for exchange in exchanges)
-        grown = router.processes.resident_bytes() - router.idle_bytes
-        return {
-            "streams": streams,
-            "contender": contender.name,
-            "flags": " ".join(contender.flags),
-            "at_once": at_once,
-            "opened_in_s": opened_s,
-            "memory_kib_per_stream": grown / streams / 1024,
-            **await _to_their_ends(exchanges, tally, decode, max(0.02, streams / chunk_rate)),
-        }
-
-
-async def _to_their_ends(
-    exchanges: Sequence[Any], tally: Any, decode: int, interval_s: float
-) -> dict[str, Any]:
-    await set_pace(decode, interval_s)
-    limit_s = 60.0 + 2 * MANY_TOKENS * interval_s
-    done = [exchange.done for exchange in exchanges]
-    if done:
-        await asyncio.wait(done, timeout=limit_s)
-    stuck = sum(not future.done() for future in done)
-    failures = dict(tally.failures) | ({"no end": stuck} if stuck else {})
-    complete, events = tally.complete, tally.events
-    for exchange in exchanges:
-        exchange.close()
-    return {"complete": complete, "events": events, "failures": failures}
-
-
 # Saying it ---------------------------------------------------------------------------------------
 
 _RATIOS = {
@@ -410,18 +363,10 @@ def _write(path: Path | None, result: dict[str, Any]) -> None:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """The command; 1 if a stream of ``--many`` failed."""
+    """The command; 1 if a router does not start or fails requests."""
     options = parse_arguments(arguments)
     console = Console(width=None if sys.stdout.isatty() else 140)
-    hard = raise_file_limit()
-    if options.many:
-        if hard < options.many + 500:
-            console.print(f"--many {options.many} needs more open files than {hard} (ulimit -n)")
-            return 2
-        many = uvloop.run(run_many(options.many, options.contenders[0], options.chunk_rate))
-        _write(options.json, {"many": many})
-        console.print_json(data=many)
-        return 0 if many["complete"] == many["at_once"] == options.many else 1
+    raise_file_limit()
     if options.against is not None:
         return _against(options, console)
     bench = Bench(options, console)

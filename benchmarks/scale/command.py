@@ -25,7 +25,6 @@ from rich.console import Console
 
 from benchmarks.command_line import command_parser, make_writable, raise_file_limit
 from benchmarks.scale.client import Clients
-from benchmarks.scale.messages import message_costs
 from benchmarks.scale.router import Reading, ScaledRouter, running_fleet, running_router, shape_of
 from sglang_sbs.simulator.options.common import integers
 from tools.stand_ins.ports import free_ports
@@ -96,9 +95,6 @@ class Result(msgspec.Struct, kw_only=True):
     lost: int
     failures: dict[str, int]
     cpu: dict[str, float]
-    scheduler_threads: dict[str, float]
-    endforward: dict[str, float]
-    """Of the scheduler's main thread, wall time: receiving, and deciding on what was received."""
     memory: dict[str, int]
     memory_idle: dict[str, int]
     decisions: dict[str, Spread]
@@ -170,8 +166,6 @@ async def measure(case: Case, console: Console, log: Path) -> Result:
         lost=notes.sent - notes.complete,
         failures=dict(notes.failures),
         cpu={name: (after.cpu_s[name] - before.cpu_s[name]) / took_s for name in after.cpu_s},
-        scheduler_threads=_threads(before, after, took_s),
-        endforward=_endforward(before, after, took_s),
         memory=after.memory_bytes,
         memory_idle=idle.memory_bytes,
         decisions=decisions,
@@ -190,7 +184,7 @@ async def _scrape(router: ScaledRouter) -> None:
     while True:
         await asyncio.sleep(_SCRAPE_EVERY_S)
         with contextlib.suppress(OSError, aiohttp.ClientError):
-            await router.scrape(Reading(0.0, {}, {}, []))
+            await router.scrape(Reading(0.0, {}, {}))
 
 
 def _grown(before: Reading, after: Reading, name: str, **labels: str) -> float:
@@ -201,22 +195,6 @@ def _grown(before: Reading, after: Reading, name: str, **labels: str) -> float:
         for (series, found), value in after.series.items()
         if series == name and wanted <= set(found)
     )
-
-
-def _endforward(before: Reading, after: Reading, took_s: float) -> dict[str, float]:
-    all_s = _grown(before, after, "sbs_endforward_seconds_total")
-    deciding_s = _grown(before, after, "sbs_decision_seconds_sum", event="report")
-    return {"receiving": (all_s - deciding_s) / took_s, "deciding": deciding_s / took_s}
-
-
-def _threads(before: Reading, after: Reading, took_s: float) -> dict[str, float]:
-    """The scheduler process's: Python's own, and those of ZMQ."""
-    earlier = {thread.process: thread.cpu_s for thread in before.threads}
-    grown = {"main": 0.0, "ZMQ": 0.0, "others": 0.0}
-    for thread in after.threads:
-        known = "main" if thread.name == "main" else "ZMQ" if "ZMQ" in thread.name else "others"
-        grown[known] += (thread.cpu_s - earlier.get(thread.process, 0.0)) / took_s
-    return grown
 
 
 def _histogram(before: Reading, after: Reading, name: str, event: str | None = None) -> Spread:
@@ -305,16 +283,6 @@ def markdown(results: Sequence[Result]) -> str:
         count = [f" ({r.case.workers})" if name == "front ends" else "" for r in results]
         cells = [f"{100 * r.cpu[name]:.0f} %{c}" for r, c in zip(results, count, strict=True)]
         row(f"CPU, {name}", cells)
-    for name in ("main", "ZMQ"):
-        row(
-            f"- of the scheduler: {name} thread{'s' * (name == 'ZMQ')}",
-            [f"{100 * r.scheduler_threads[name]:.0f} %" for r in results],
-        )
-    for name in ("receiving", "deciding"):
-        row(
-            f"- of its main thread: EndForward, {name} (wall)",
-            [f"{100 * r.endforward[name]:.0f} %" for r in results],
-        )
     for name in ("front ends", "scheduler"):
         row(
             f"memory, {name}: idle / loaded, MiB",
@@ -353,11 +321,6 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
     add("--token-s", type=float, default=1.0, help="between two tokens of a stream (1)")
     add("--open-per-s", type=float, default=250.0, help="streams opened per second (250)")
     add("--policy", default="sbs", help="of the router (sbs)")
-    add(
-        "--messages",
-        action="store_true",
-        help="only: CPU time of the scheduler process per EndForward message, without sockets",
-    )
     add("--quick", action="store_true", help="256 ranks, 500 streams, half a minute")
     add("--json", type=Path, metavar="FILE", help="write everything there")
     add("--log", type=Path, metavar="FILE", help="what the router says (a temporary file)")
@@ -396,18 +359,6 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
     return options
 
 
-def _messages(options: argparse.Namespace, console: Console) -> int:
-    found = {}
-    for case in options.cases:
-        shape = shape_of(case.ranks, "", case.reports_per_s, case.token_s)
-        found[case.ranks] = uvloop.run(message_costs(shape))
-        costs = ", ".join(f"{kind} {us:.1f}" for kind, us in found[case.ranks].items())
-        console.print(f"{case.ranks} ranks, us of CPU per message: {costs}")
-    if options.json is not None:
-        options.json.write_text(json.dumps({"messages_us": found}, indent=1) + "\n")
-    return 0
-
-
 def main(arguments: Sequence[str] | None = None) -> int:
     """The command; 1 if a request was lost, 2 if a case could not be measured, 130 if interrupted.
 
@@ -432,8 +383,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 f"files per process, the limit is {hard}: raise it (ulimit -n) or --workers[/]"
             )
             return 2
-    if options.messages:
-        return _messages(options, console)
     results: list[Result] = []
     stopped, status = "", 0
     with tempfile.TemporaryDirectory() as folder:

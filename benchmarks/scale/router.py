@@ -7,7 +7,6 @@ and decisions. Must not know what load they are under.
 from __future__ import annotations
 
 import asyncio
-import os
 import secrets
 import time
 from collections.abc import AsyncIterator, Mapping
@@ -32,7 +31,6 @@ from tools.stand_ins.ports import free_ports
 
 PREFILL_DP = 8
 DECODE_DP = 32
-_TICK_S = 1 / os.sysconf("SC_CLK_TCK")
 _READY_S = 60.0
 _Series = dict[tuple[str, tuple[tuple[str, str], ...]], float]
 
@@ -76,15 +74,6 @@ async def running_fleet(shape: FleetShape) -> AsyncIterator[FleetProcess]:
         yield FleetProcess(process, ports)
 
 
-@dataclass(frozen=True, slots=True)
-class Thread:
-    """CPU time of a thread so far, as ``/proc`` counts it: in ticks of 10 ms."""
-
-    process: str
-    name: str
-    cpu_s: float
-
-
 @dataclass(slots=True)
 class Reading:
     """What the parts have used up to a moment."""
@@ -94,7 +83,6 @@ class Reading:
     """By component."""
     memory_bytes: dict[str, int]
     """Proportional set size: shared pages count once over all processes."""
-    threads: list[Thread]
     series: _Series = field(default_factory=dict)
     """The router's metrics."""
     scrape_s: float = 0.0
@@ -135,7 +123,6 @@ class ScaledRouter:
             time.perf_counter(),
             {name: cpu_s(pids) for name, pids in every.items()},
             {name: sum(map(_memory_bytes, pids)) for name, pids in every.items()},
-            [thread for pid in self.components["scheduler"] for thread in _threads(pid)],
         )
         await self.scrape(reading)
         return reading
@@ -203,7 +190,7 @@ async def running_router(
 async def _until_heard(router: ScaledRouter, shape: FleetShape) -> None:
     limit_s = time.monotonic() + _READY_S
     while time.monotonic() < limit_s:
-        reading = Reading(0.0, {}, {}, [])
+        reading = Reading(0.0, {}, {})
         await router.scrape(reading)
         heard = sum(name == "sbs_endforward_messages_total" for name, _ in reading.series)
         healthy = sum(v for (name, _), v in reading.series.items() if name == "smg_worker_health")
@@ -219,14 +206,3 @@ def _memory_bytes(pid: int) -> int:
             if line.startswith("Pss:"):
                 return int(line.split()[1]) * 1024
     return 0
-
-
-def _threads(pid: int) -> list[Thread]:
-    found = []
-    for task in sorted(Path(f"/proc/{pid}/task").iterdir(), key=lambda path: int(path.name)):
-        with suppress(OSError):
-            name, _, rest = (task / "stat").read_text().partition("(")[2].rpartition(")")
-            words = rest.split()
-            cpu_s = (int(words[11]) + int(words[12])) * _TICK_S
-            found.append(Thread(task.name, "main" if int(task.name) == pid else name, cpu_s))
-    return found

@@ -53,15 +53,6 @@ def test_a_short_run_measures_everything(tmp_path: Path):
         assert cells[router, 0, "requests_per_s"]["min"] > 0
 
 
-def test_many_streams_all_come_to_their_ends(tmp_path: Path):
-    path = tmp_path / "many.json"
-    assert main(["--many", "60", "--workers", "2", "--json", str(path)]) == 0
-    many = json.loads(path.read_text())["many"]
-    assert many["at_once"] == many["complete"] == 60
-    assert many["events"] == 60 * 9  # eight tokens and the end
-    assert many["failures"] == {}
-
-
 def test_ratios_are_those_of_medians_and_the_worst_is_on_top():
     samples = Samples()
     for streams, ours, rust in [(1, [1, 9, 2], [4, 4, 4]), (50, [6, 6, 6], [4, 3, 100])]:

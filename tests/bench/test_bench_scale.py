@@ -132,8 +132,6 @@ def result(case: Case) -> Result:
         lost=0,
         failures={},
         cpu=dict.fromkeys(parts, 0.1),
-        scheduler_threads={"main": 0.1, "ZMQ": 0.1},
-        endforward={"receiving": 0.1, "deciding": 0.1},
         memory=parts,
         memory_idle=parts,
         decisions=dict.fromkeys(("request", "report", "timer"), spread),
