@@ -13,7 +13,7 @@ from sglang_sbs.cli import VERBS
 from sglang_sbs.router.options.arguments import MOST_NEEDED, build_parser
 from tools.reference.pages import head, plain, table
 
-OF_SIMULATE = ("plan", "matrix", "trial")
+OF_SIMULATE = ("plan", "trial")
 _LIKE_THE_ROUTER = ("router", "scheduler")
 _ROUTER = """
 `sglang-sbs router` and `python -m sglang_sbs.launch_router` take these flags, and so does
