@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from sglang_sbs.policy_looks import LOOKS
+from sglang_sbs.simulator.experiments.policy_looks import LOOKS
 
 DOCS = Path(__file__).resolve().parents[2] / "docs"
 IMAGES = DOCS / "images"
