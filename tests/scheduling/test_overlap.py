@@ -3,6 +3,7 @@ when a pass starts is launched behind it without a gap."""
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -109,14 +110,14 @@ def asked(*instances: Instance, queue_tokens: int, now_s: float = 0.98):
 
 
 def test_the_batch_after_the_next_must_be_there_when_the_running_pass_ends():
-    assert asked(Instance([1.0], 900), queue_tokens=1000) == ([0], None)
+    assert asked(Instance([1.0], 900), queue_tokens=1000) == ([0], math.inf)
     assert asked(Instance([1.0], 900), queue_tokens=1000, now_s=0.8) == ([], 0.97)
 
 
 def test_what_other_instances_can_take_is_not_committed_ahead():
     full, free = Instance([1.0], 900), Instance([1.2])
-    assert asked(full, free, queue_tokens=1900) == ([], None)
-    assert asked(full, free, queue_tokens=2000) == ([0], None)
+    assert asked(full, free, queue_tokens=1900) == ([], math.inf)
+    assert asked(full, free, queue_tokens=2000) == ([0], math.inf)
     assert asked(full, Instance([1.2], 950), queue_tokens=1100) == ([0], 1.17)
 
 

@@ -19,7 +19,7 @@ from simulator_fixtures import (
 )
 
 from sglang_sbs.router.options.table import GROUPS
-from sglang_sbs.scheduling.policies.adaptive.trigger import MOST_HOLD_PASSES
+from sglang_sbs.scheduling.policies.adaptive.view import MOST_HOLD_PASSES
 from sglang_sbs.simulator import cli
 from sglang_sbs.simulator.cli import build_parser, main
 from sglang_sbs.simulator.cluster.cost import PassCost, save_cost

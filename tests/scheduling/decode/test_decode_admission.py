@@ -14,7 +14,8 @@ from sglang_sbs.scheduling import (
     RequestArrived,
     RequestEnded,
 )
-from sglang_sbs.scheduling.policies.adaptive.trigger import MOST_REFUSED, AdaptiveTrigger
+from sglang_sbs.scheduling.policies.adaptive.trigger import AdaptiveTrigger
+from sglang_sbs.scheduling.policies.adaptive.view import MOST_REFUSED
 from sglang_sbs.scheduling.prefill.instance import LOST_S
 from sglang_sbs.scheduling.queue.request import arrived
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 from driver import Driver
 
@@ -14,14 +16,24 @@ from sglang_sbs.scheduling import (
     PrefillDone,
     RequestEnded,
 )
-from sglang_sbs.scheduling.policies.adaptive.cache_affinity import BatchAffinity, CacheAffinity
+from sglang_sbs.scheduling.policies.adaptive.cache_affinity import (
+    BatchAffinity,
+    CacheAffinity,
+    ForecastAffinity,
+)
 from sglang_sbs.scheduling.policies.adaptive.pass_forecast import Home
 from sglang_sbs.scheduling.prefix.places import Hits, Upcoming
+from sglang_sbs.scheduling.reasons import WaitReason
 from sglang_sbs.scheduling.request import Request
 
 PAGE = 10
 PREFIX = list(range(1, 81))
 """800 tokens."""
+
+
+def moment(starts_s: dict[str, float]) -> SimpleNamespace:
+    """A :class:`.Moment` at which a batch would start at these times, by instance id."""
+    return SimpleNamespace(now_s=0.0, starts_s=lambda one: (starts_s[one.id], 0.0))
 
 
 def cluster(source: str = "events", *, trigger: str = "adaptive", prefill: int = 2) -> Driver:
@@ -287,14 +299,14 @@ def test_nor_is_it_when_everybody_waits_and_each_token_counts(tokens: int, waits
     def decision() -> CacheAffinity:
         # p1, for which the batch is, starts much later than p0: whatever is there would be sooner.
         starts_s = {"p0": 100.0, "p1": 105.0}
-        return CacheAffinity({"p0": p0, "p1": p1}, p1, lambda one: starts_s[one.id], load=0.95)
+        return CacheAffinity(moment(starts_s), {"p0": p0, "p1": p1}, p1, load=0.95)
 
     coming = Upcoming("p0", 0, tokens, visible_s=100.0)
     cached = Hits({"p0": [tokens, 0]}, tokens)
     for fields in ({"upcoming": [coming]}, {"hits": cached}):
         request = Request("r", 1, 900, None, 100.0, 200.0, blocks=blocks, block_tokens=1, **fields)
         here = BatchAffinity(decision(), p1)
-        assert here.belongs_here(request) is not waits
+        assert bool(here.skip(request)) is waits
 
 
 def test_who_was_left_for_a_home_is_taken_once_nothing_is_cached_there():
@@ -302,31 +314,31 @@ def test_who_was_left_for_a_home_is_taken_once_nothing_is_cached_there():
     it = cluster(prefill=3)
     by_id = dict(it.scheduler.prefill)
     starts_s = {"p0": 100.0, "p1": 105.0, "p2": 105.0}
-    decision = CacheAffinity(by_id, by_id["p1"], lambda one: starts_s[one.id], load=0.95)
+    decision = CacheAffinity(moment(starts_s), by_id, by_id["p1"], load=0.95)
     hits = Hits({"p0": [800, 0]}, 800)
     request = Request("r", 1, 900, None, 100.0, 200.0, blocks=PREFIX, block_tokens=PAGE, hits=hits)
-    assert not BatchAffinity(decision, by_id["p1"]).belongs_here(request)
-    assert not BatchAffinity(decision, by_id["p2"]).belongs_here(request)
-    assert BatchAffinity(decision, by_id["p0"]).belongs_here(request)
+    assert BatchAffinity(decision, by_id["p1"]).skip(request) is WaitReason.BETTER_ELSEWHERE
+    assert BatchAffinity(decision, by_id["p2"]).skip(request) is WaitReason.BETTER_ELSEWHERE
+    assert BatchAffinity(decision, by_id["p0"]).skip(request) is None
     assert decision.deferred == 2
     request.hits, request.uncached_tokens = Hits({}, 0), 900
-    assert BatchAffinity(decision, by_id["p2"]).belongs_here(request)
+    assert BatchAffinity(decision, by_id["p2"]).skip(request) is None
 
 
 def test_who_has_a_home_goes_to_its_rank():
     p0 = cluster().scheduler.prefill["p0"]
-    decision = CacheAffinity([p0], p0, lambda one: 0.0, load=0.5)
+    decision = CacheAffinity(moment({"p0": 0.0}), {"p0": p0}, p0, load=0.5)
     hits = Hits({"p0": [800, 800]}, 800, {"p0": [800, 0]})
     request = Request("r", 1, 900, None, 0.0, 60.0, blocks=PREFIX, block_tokens=PAGE, hits=hits)
     assert BatchAffinity(decision, p0).rank_of(request, [1000, 1000]) == 1
-    at_home = BatchAffinity(decision, p0, {"r": Home("p0", 0)})
-    assert at_home.is_home_of(request)
+    at_home = ForecastAffinity(decision, p0, {"r": Home("p0", 0)}, {})
+    assert at_home.skip(request) is None
     assert at_home.rank_of(request, [1000, 1000]) == 0
 
 
 def test_many_that_wait_for_one_instance_do_not_hide_those_of_another(monkeypatch):
     """A decision looks at few of those that belong elsewhere, and then tries the next instance."""
-    monkeypatch.setattr("sglang_sbs.scheduling.policies.adaptive.trigger.MAX_DEFERRED", 3)
+    monkeypatch.setattr("sglang_sbs.scheduling.policies.adaptive.batch.MAX_DEFERRED", 3)
     it = cluster()
     stored(it, "p1", 0, PREFIX)
     for name in ("p0", "p1"):
@@ -344,8 +356,8 @@ def test_many_that_wait_for_one_instance_do_not_hide_those_of_another(monkeypatc
 def test_nobody_waits_for_a_prefix_forever(monkeypatch):
     """Whatever is predicted, and however often."""
     monkeypatch.setattr(
-        "sglang_sbs.scheduling.policies.adaptive.cache_affinity.BatchAffinity.belongs_here",
-        lambda *_: False,
+        "sglang_sbs.scheduling.policies.adaptive.cache_affinity.BatchAffinity.skip",
+        lambda *_: WaitReason.PREFIX_COMING,
     )
     it = cluster()
     hold_s = it.scheduler.config.max_hold_s

@@ -15,15 +15,15 @@ from sglang_sbs.scheduling.policies.adaptive.few_requests import (
     fair_share,
     prefix,
 )
-from sglang_sbs.scheduling.policies.adaptive.lineup import Moment, Starts
+from sglang_sbs.scheduling.policies.adaptive.lineup import Begins, Moment, Starts
 from sglang_sbs.scheduling.policies.offered_load import OfferedLoad
 
 
-def starts_at(instances, begin_of) -> Starts:
-    """Passes start at these times, by instance id."""
-    starts = Starts(instances, Moment(0.0, 0.0), range(len(instances)))
-    starts.begin_s = lambda one: begin_of[one.id]
-    return starts
+def begins_at(instances, begin_of) -> Begins:
+    """Passes begin at these times, by instance id."""
+    begins = Begins(Starts(instances, Moment(0.0, 0.0), range(len(instances))))
+    begins.begin_s = lambda one: begin_of[one.id]
+    return begins
 
 
 def cut(tokens, *, delay_s, coming=(), cycle=2.0, least=0, usual=0, waited_s=0.0, dp_size=4) -> int:
@@ -75,7 +75,7 @@ def test_nothing_that_fits_is_no_request(idle):
     offered = OfferedLoad()
     offered.on_topology_change([now, later])
     offered.measure([now, later], 0.0)
-    assert cut_of(now, [], Waiting(0.0, 5000, starts_at([now, later], starts)), offered) <= 1
+    assert cut_of(now, [], Waiting(0.0, 5000, begins_at([now, later], starts)), offered) <= 1
 
 
 def test_a_prompt_of_several_chunks_is_left_to_the_fluid():
@@ -84,7 +84,7 @@ def test_a_prompt_of_several_chunks_is_left_to_the_fluid():
     offered.on_topology_change([now, later])
     offered.measure([now, later], 0.0)
     head = [request_of("a", 3 * CHUNK)]
-    waiting = Waiting(0.0, 3 * CHUNK, starts_at([now, later], {"p0": 0.0, "p1": 0.1}))
+    waiting = Waiting(0.0, 3 * CHUNK, begins_at([now, later], {"p0": 0.0, "p1": 0.1}))
     assert cut_of(now, head, waiting, offered) == 1
 
 
@@ -96,7 +96,7 @@ def test_passes_without_a_fixed_time_are_no_division_by_zero():
     offered.on_topology_change([now, later])
     offered.measure([now, later], 0.0)
     head = [request_of("a", 300), request_of("b", 300)]
-    waiting = Waiting(1.0, 600, starts_at([now, later], {"p0": 1.0, "p1": 1.1}))
+    waiting = Waiting(1.0, 600, begins_at([now, later], {"p0": 1.0, "p1": 1.1}))
     assert offered.pass_s > 0
     assert cut_of(now, head, waiting, offered) in (1, 2)
 
@@ -109,7 +109,7 @@ def test_an_idle_instance_that_is_slow_takes_nothing_by_force():
     offered = OfferedLoad()
     offered.on_topology_change([slow, fast])
     offered.measure([slow, fast], 0.0)
-    waiting = Waiting(0.0, 100, starts_at([slow, fast], {"p0": 0.0, "p1": 0.05}))
+    waiting = Waiting(0.0, 100, begins_at([slow, fast], {"p0": 0.0, "p1": 0.05}))
     assert slow.idle
     assert cut_of(slow, [request_of("a", 100)], waiting, offered) == 0
 
@@ -120,11 +120,11 @@ def test_where_batches_come_torn_a_fine_division_is_for_passes_that_nobody_makes
     offered.on_topology_change([now, later])
     offered.measure([now, later], 0.0)
     head = [request_of(f"r{i}", 200) for i in range(4)]
-    starts = starts_at([now, later], {"p0": 0.0, "p1": 0.01})
+    begins = begins_at([now, later], {"p0": 0.0, "p1": 0.01})
     monkeypatch.setattr(few_requests, "best_cut", lambda *_args, **_more: -1)
 
     def cut_with(whole: float) -> int:
-        return cut_of(now, head, Waiting(0.0, 800, starts, whole), offered)
+        return cut_of(now, head, Waiting(0.0, 800, begins, whole), offered)
 
     offered.request_rate = 10.0
     assert cut_with(1.0) == -1

@@ -7,7 +7,7 @@ import random
 import pytest
 from harness.learned_instance import instance
 
-from sglang_sbs.scheduling.policies.adaptive.lineup import Lineup, Moment, Starts
+from sglang_sbs.scheduling.policies.adaptive.lineup import Begins, Lineup, Moment, Starts
 from sglang_sbs.scheduling.prefill.agenda import Timetable
 from sglang_sbs.scheduling.prefill.passes import Pass
 
@@ -45,26 +45,25 @@ def test_the_order_is_that_of_all_asked_anew(seed: int):
         assert list(starts) == list(anew)
         assert lineup.all_idle == all(one.idle for one in instances)
         first = instances[rng.randrange(12)]
-        assert starts.first(first) is anew.first(first)
-        than_s = starts.begin_s(first)
-        assert starts.later(than_s, [first]) == anew.later(than_s, [first])
-        delays = [max(0.0, anew.begin_s(one) - than_s) for one in instances if one is not first]
-        assert [delay_s for delay_s, _ in starts.later(than_s, [first])] == sorted(delays)
+        begins, others = Begins(starts), Begins(anew)
+        assert begins.first(first) is others.first(first)
+        than_s = begins.begin_s(first)
+        assert begins.later(than_s, [first]) == others.later(than_s, [first])
+        delays = [max(0.0, others.begin_s(one) - than_s) for one in instances if one is not first]
+        assert [delay_s for delay_s, _ in begins.later(than_s, [first])] == sorted(delays)
 
 
-def test_those_far_away_are_told_until_nobody_wants_them():
+def test_computing_instances_are_listed_up_to_a_limit_that_may_fall_meanwhile():
     instances = [instance(f"p{i}") for i in range(5)]
     for number, one in enumerate(instances[1:]):
         one.passes.append(Pass(0.0, 11.0 + number, [1, 1], 1))
     lineup = Lineup()
     lineup.on_topology_change(instances)
     lineup.refresh()
-    starts = lineup.starts(NOW)
-    told = []
-    for _, _, number in starts:
-        told.append(number)
-        starts.until_s = 11.5
-    assert told == [0, 1]
+    starts, listed = lineup.starts(NOW), []
+    for _, _, number in starts.until(lambda: 11.5 if listed else 99.0):
+        listed.append(number)
+    assert listed == [0, 1]
     assert [number for _, _, number in starts] == [0, 1, 2, 3, 4]
 
 

@@ -1,7 +1,7 @@
 """What a cached prefix is worth when a batch is formed for one instance.
 
-:class:`CacheAffinity` is one decision, in which batches for several instances may be tried; each is
-a :class:`BatchAffinity`.
+:class:`CacheAffinity` is one moment, at which batches for several instances may be tried; each is a
+:class:`BatchAffinity`.
 
 Each rank is judged by when the request would be done there, plus what its computation costs others:
 ``x`` uncached tokens take ``x * slope / dp`` of an instance's time (and their attention likewise),
@@ -15,12 +15,13 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
 from sglang_sbs.scheduling.events import InstanceId
 from sglang_sbs.scheduling.paging import paged
+from sglang_sbs.scheduling.policies.adaptive.lineup import Moment
 from sglang_sbs.scheduling.policies.adaptive.pass_forecast import FETCH_S, Home
 from sglang_sbs.scheduling.policies.pbaa import LEAST_HIT_SHARE, first_part
 from sglang_sbs.scheduling.policies.tuning import AGAIN_WEIGHT
@@ -31,6 +32,15 @@ from sglang_sbs.scheduling.request import Request
 
 _TWINS = 4
 """So many requests of a batch that begin alike are compared with the next one."""
+
+
+class Skip(NamedTuple):
+    """Why a request is not in a batch: what :class:`.reasons.Waited` notes."""
+
+    reason: WaitReason
+    instance: InstanceId = ""
+    until_s: float | None = None
+    gain_s: float | None = None
 
 
 class _Best(NamedTuple):
@@ -55,38 +65,56 @@ class _View:
 
 
 class CacheAffinity:
-    """One decision."""
+    """One moment, at which batches for several instances may be tried."""
 
     def __init__(
         self,
+        at: Moment,
         by_id: Mapping[InstanceId, PrefillInstance],
         first: PrefillInstance,
-        start_of: Callable[[PrefillInstance], float],
         *,
         load: float,
     ) -> None:
-        """``by_id``: all instances there are. ``first``: the one that starts next of those a batch
-        could go to. ``start_of``: predicted start of the pass a batch sent there now would be in.
-        ``load``: share of the cluster's time in use, below 1, with what waits for a batch."""
+        """
+        Args:
+            by_id: all instances.
+            first: see :meth:`starts_with`.
+            load: share of the cluster's time in use, below 1, with what waits for a batch.
+        """
+        self.at = at
         self._by_id = by_id
-        self.first = first
-        """May change from batch to batch."""
-        self._start_of = start_of
+        self._first = first
         self._weight = AGAIN_WEIGHT * load**2 / (1 - load)
         self._views: dict[InstanceId, _View] = {}
         self._homes: dict[str, _Best] = {}
         self._wanted: set[InstanceId] = set()
         self._coming: dict[str, tuple[Sequence[Upcoming], bool]] = {}
         self.wake_s = math.inf
-        """When something will be cached that a request was told to wait for."""
+        """When something will be cached that a request waits for."""
         self._sharing: Counter[int | None] = Counter()
         """Requests that were looked at, by the prefix they share."""
         self._looked_at: set[str] = set()
-        self.elsewhere: dict[str, Hits] = {}
-        """Requests that were left for a home that has some of them, and what was cached then. While
-        that is so, they are left by each instance that has nothing of them."""
+        self._elsewhere: dict[str, Hits] = {}
+        """Requests that were left for an instance that has some of them, and what was cached then.
+        While that is so, each instance that has nothing of such a request leaves it."""
         self.deferred = 0
         """How often a request was left for another instance, or for one that computes the same."""
+
+    def starts_with(self, first: PrefillInstance) -> None:
+        """``first``: the instance that starts next of those that the next batch could go to."""
+        self._first = first
+
+    def defer(self) -> None:
+        """A request was left, see :attr:`deferred`."""
+        self.deferred += 1
+
+    def leave(self, request: Request) -> None:
+        """A request was left for an instance that has some of it."""
+        self._elsewhere[request.rid] = request.hits
+
+    def is_left(self, request: Request) -> bool:
+        """Whether it was, and nothing else of it has been cached since."""
+        return self._elsewhere.get(request.rid) is request.hits
 
     def view(self, instance: PrefillInstance, *, keep: bool = True) -> _View:
         """``keep``: the decision sees the instance like this from now on."""
@@ -95,7 +123,7 @@ class CacheAffinity:
             backlog = [rank.ahead_tokens for rank in instance.ranks]
             view = _View(
                 instance,
-                self._start_of(instance),
+                self.at.starts_s(instance)[0],
                 instance.next_pass_s(),
                 backlog,
                 backlog.index(min(backlog)),
@@ -105,9 +133,9 @@ class CacheAffinity:
         return view
 
     def look_at(self, request: Request) -> None:
-        """It waits, and has a prefix cached somewhere: what is computed again of it serves all that
-        share it."""
-        if request.rid not in self._looked_at:
+        """Count a waiting request with those that share its prefix, if some of it is cached: what
+        is computed again of it serves all of them."""
+        if request.hits.best_tokens and request.rid not in self._looked_at:
             self._looked_at.add(request.rid)
             self._sharing[request.cached_until] += 1
 
@@ -147,9 +175,9 @@ class CacheAffinity:
         home = self._homes.get(request.rid)
         if home is None:
             hits = request.hits.by_instance
-            home = self.best_on(request, self.view(self.first))
+            home = self.best_on(request, self.view(self._first))
             for name in hits:
-                if name != self.first.id and name in self._by_id:
+                if name != self._first.id and name in self._by_id:
                     home = min(home, self.best_on(request, self.view(self._by_id[name])))
             self._homes[request.rid] = home
             if home.instance in hits:
@@ -217,98 +245,80 @@ class CacheAffinity:
 class BatchAffinity:
     """The batch that is tried for one instance."""
 
-    def __init__(
-        self,
-        decision: CacheAffinity,
-        instance: PrefillInstance,
-        home_of: Mapping[str, Home] | None = None,
-    ) -> None:
-        """``home_of``: what somebody else has decided, by request id; None: nobody has."""
-        self._home_of = home_of
-        self._decision = decision
+    def __init__(self, moment: CacheAffinity, instance: PrefillInstance) -> None:
+        self._moment = moment
         self._instance = instance
         self._least_tokens = LEAST_HIT_SHARE * instance.chunk_tokens
-        """Nobody waits for less."""
+        """No request waits for less."""
         self._taken: dict[int, list[Request]] = {}
         """Requests in the batch, by their first block."""
         self.deferred = 0
-        self.left_for = WaitReason.BETTER_ELSEWHERE
-        """Why the last request that does not belong here was left."""
-
-    @property
-    def instance(self) -> InstanceId:
-        return self._instance.id
-
-    def better_for(self, request: Request) -> tuple[InstanceId, float]:
-        """Where a request is better off that was left for its cached prefix, and how much less it
-        costs there, seconds."""
-        home = self._decision.home_of(request)
-        here = self._decision.best_on(request, self._decision.view(self._instance, keep=False))
-        return home.instance, here.cost_s - home.cost_s
 
     def hits_of(self, request: Request) -> Sequence[int] | None:
         """L_hit(r, d) on the ranks of the instance; None if they have nothing of it."""
         return request.hits.by_instance.get(self._instance.id)
 
-    def is_home_of(self, request: Request) -> bool:
-        """Whether somebody else has decided that it goes to this instance."""
-        home = None if self._home_of is None else self._home_of.get(request.rid)
-        return home is not None and home.instance == self._instance.id
-
-    def belongs_here(self, request: Request) -> bool:
-        """Whether it should be in this batch, rather than wait for where more of it is cached, or
-        for somebody who is computing the same.
-        """
+    def skip(self, request: Request) -> WaitReason | None:
+        """Why a request should not be in this batch: it waits for an instance where more of it is
+        cached, or for a rank that is computing some of it. None: it belongs here."""
         if not request.blocks:
-            return True
-        twins = self._taken.get(request.blocks[0], ())
-        if self._waits(request, twins):
+            return None
+        twins = self._taken.setdefault(request.blocks[0], [])
+        left = self._waits_for(request, twins)
+        if left is not None:
             self.deferred += 1
-            self._decision.deferred += 1
-            return False
-        if len(twins) < _TWINS:
-            self._taken.setdefault(request.blocks[0], []).append(request)
-        return True
+            self._moment.defer()
+        elif len(twins) < _TWINS:
+            twins.append(request)
+        return left
 
-    def _waits(self, request: Request, twins: Sequence[Request]) -> bool:
-        hits, decision = request.hits, self._decision
-        if (
-            hits is decision.elsewhere.get(request.rid)
-            and self._instance.id not in hits.by_instance
-            and self._home_of is None
-            and hits.best_tokens >= self._least_tokens
-        ):
-            self.left_for = WaitReason.BETTER_ELSEWHERE
-            return True
-        if hits.best_tokens:
-            decision.look_at(request)
+    def skipped_for(self, request: Request, left: WaitReason) -> Skip:
+        """Where and until when a request waits that was left for this reason."""
+        if left is WaitReason.BETTER_ELSEWHERE:
+            return self._better_for(request)
+        if left is WaitReason.PREFIX_COMING:
+            coming = max(request.upcoming, key=lambda one: one.tokens, default=None)
+            if coming is None:
+                return Skip(left, self._instance.id)
+            return Skip(left, coming.instance or self._instance.id, coming.visible_s)
+        return Skip(left)
+
+    def _better_for(self, request: Request) -> Skip:
+        home = self._moment.home_of(request)
+        here = self._moment.best_on(request, self._moment.view(self._instance, keep=False))
+        gain_s = here.cost_s - home.cost_s
+        return Skip(WaitReason.BETTER_ELSEWHERE, home.instance, gain_s=gain_s)
+
+    def _waits_for(self, request: Request, twins: Sequence[Request]) -> WaitReason | None:
         if self._is_elsewhere(request):
-            self.left_for = WaitReason.BETTER_ELSEWHERE
-            return True
-        self.left_for = WaitReason.PREFIX_COMING
-        return decision.is_coming(request) or (len(twins) > 0 and self._is_taken(request, twins))
+            return WaitReason.BETTER_ELSEWHERE
+        if self._moment.is_coming(request) or (twins and self._is_taken(request, twins)):
+            return WaitReason.PREFIX_COMING
+        return None
 
     def _is_elsewhere(self, request: Request) -> bool:
-        here = self._instance.id
+        """Whether it is better off at another instance, which has some of it cached."""
+        here, moment, hits = self._instance.id, self._moment, request.hits
+        holds_none = here not in hits.by_instance and hits.best_tokens >= self._least_tokens
+        if holds_none and moment.is_left(request):
+            return True
+        moment.look_at(request)
         gain = request.uncached_tokens_on(here) - request.uncached_tokens
-        if self._home_of is not None or gain < self._least_tokens:
+        if gain < self._least_tokens:
             return False
-        home = self._decision.home_of(request).instance
+        home = moment.home_of(request).instance
         # Where nothing of it is cached, one instance is as good as the other.
-        if home == here or home not in request.hits.by_instance:
-            return False
-        self._decision.elsewhere[request.rid] = request.hits
-        return True
+        is_better = home != here and home in hits.by_instance
+        if is_better:
+            moment.leave(request)
+        return is_better
 
     def rank_of(self, request: Request, capacity: Sequence[int]) -> int | None:
         """The rank of the instance for a request of which it has something; None: none now.
         ``capacity``: C_avail of the ranks, after what the batch holds already."""
         here = self._instance
         hits = request.hits.by_instance[here.id]
-        if self._home_of is not None and self.is_home_of(request):
-            best = self._home_of[request.rid].rank
-        else:
-            best = self._best_rank(request, hits, capacity)
+        best = self._best_rank(request, hits, capacity)
         need = request.prompt_tokens - hits[best]
         # With most of it cached there, waiting for another pass would only lose its place.
         first_tokens = first_part(paged(need, here.page), here.chunk_tokens)
@@ -319,12 +329,12 @@ class BatchAffinity:
     def _best_rank(self, request: Request, hits: Sequence[int], capacity: Sequence[int]) -> int:
         """Where it would be done first, and the emptiest of these."""
         here = self._instance
-        view = self._decision.view(here)
+        view = self._moment.view(here)
         most, emptiest = max(hits), capacity.index(max(capacity))
         ranks = {d for d, tokens in enumerate(hits) if tokens == most} | {emptiest}
 
         def cost(d: int) -> tuple[float, float]:
-            done_s = self._decision.done_s(request, view, hits[d], here.chunk_tokens - capacity[d])
+            done_s = self._moment.done_s(request, view, hits[d], here.chunk_tokens - capacity[d])
             if fetch_s := request.fetch_tokens(here.id, d) * FETCH_S:
                 # Passes begin without it until it is there.
                 pass_s = view.next_pass_s
@@ -335,15 +345,55 @@ class BatchAffinity:
 
     def _is_taken(self, request: Request, twins: Sequence[Request]) -> bool:
         """Whether it should be in the batch after this one, which finds what this one computes."""
-        decision = self._decision
-        here = decision.view(self._instance)
-        least_s = decision.best_on(request, here).cost_s
+        moment = self._moment
+        here = moment.view(self._instance)
+        least_s = moment.best_on(request, here).cost_s
         most = (request.prompt_tokens - 1) // request.block_tokens
         for twin in twins:
             tokens = shared_blocks(request.blocks, twin.blocks, most) * request.block_tokens
             gain = tokens - request.hits.best_tokens
             if gain >= self._least_tokens:
-                after_s = here.start_s + decision.alone_s(twin, here, 0, 0)
-                if after_s + decision.done_s(request, here, tokens, 0) < least_s:
+                after_s = here.start_s + moment.alone_s(twin, here, 0, 0)
+                if after_s + moment.done_s(request, here, tokens, 0) < least_s:
                     return True
         return False
+
+
+class ForecastAffinity(BatchAffinity):
+    """The same where a forecast has decided where each request goes."""
+
+    def __init__(
+        self,
+        moment: CacheAffinity,
+        instance: PrefillInstance,
+        homes: Mapping[str, Home],
+        costs_s: Mapping[str, Mapping[InstanceId, float]],
+    ) -> None:
+        super().__init__(moment, instance)
+        self._homes = homes
+        self._costs_s = costs_s
+
+    def skip(self, request: Request) -> WaitReason | None:
+        return super().skip(request) if self._is_here(request) else WaitReason.BETTER_ELSEWHERE
+
+    def _is_here(self, request: Request) -> bool:
+        home = self._homes.get(request.rid)
+        return home is not None and home.instance == self._instance.id
+
+    def _is_elsewhere(self, request: Request) -> bool:
+        self._moment.look_at(request)
+        return False
+
+    def _better_for(self, request: Request) -> Skip:
+        home = self._homes.get(request.rid)
+        if home is None:
+            return super()._better_for(request)
+        costs_s = self._costs_s[request.rid]
+        here_s = costs_s.get(self._instance.id)
+        gain_s = None if here_s is None else here_s - costs_s[home.instance]
+        return Skip(WaitReason.BETTER_ELSEWHERE, home.instance, gain_s=gain_s)
+
+    def _best_rank(self, request: Request, hits: Sequence[int], capacity: Sequence[int]) -> int:
+        if self._is_here(request):
+            return self._homes[request.rid].rank
+        return super()._best_rank(request, hits, capacity)

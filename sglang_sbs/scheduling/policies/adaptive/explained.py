@@ -3,91 +3,73 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
+from sglang_sbs.scheduling.events import InstanceId
 from sglang_sbs.scheduling.explained.decisions import MOST_LOOKS, Batch, look_at, note
-from sglang_sbs.scheduling.policies.adaptive.cache_affinity import BatchAffinity
-from sglang_sbs.scheduling.policies.adaptive.decision import Decision
-from sglang_sbs.scheduling.prefill.instance import PrefillInstance
+from sglang_sbs.scheduling.policies.adaptive.cache_affinity import Skip
+from sglang_sbs.scheduling.policies.adaptive.openings import Openings
+from sglang_sbs.scheduling.policies.adaptive.view import EPSILON_S, OpenPass, View
 from sglang_sbs.scheduling.reasons import Opening, Term, WaitReason
 from sglang_sbs.scheduling.request import Request
 
-_EPSILON_S = 1e-9
+Costs = Mapping[str, Mapping[InstanceId, float]]
+"""By request id and instance, seconds."""
 
 
-def opening_of(instance: PrefillInstance, one: Decision) -> Opening:
-    """Why the instance may get a batch now."""
-    if one.under_way > 1:
-        return Opening.FAR_AWAY
-    if instance.id in one.starts.in_time:
-        return Opening.JOINS
-    if instance in one.ahead:
-        return Opening.AHEAD
-    if instance.idle:
-        return Opening.IDLE
-    if one.at.forms_at_s(instance) - one.at.now_s <= one.whole_s + _EPSILON_S:
-        return Opening.ABOUT_TO_END
-    return Opening.FULL_AHEAD
+def reason_of(view: View, one: OpenPass) -> str:
+    """The reason of a dispatch, as event logs have it."""
+    if one.instance.idle:
+        return f"{one.instance.id} idle"
+    ahead_ms = 1e3 * (view.at.free_at_s(one.instance) - view.at.now_s)
+    return f"{ahead_ms:.0f} ms before the predicted launch on {one.instance.id}"
 
 
-def batch_of(instance: PrefillInstance, one: Decision) -> Batch:
+def explain(view: View, openings: Openings, one: OpenPass, costs_s: Costs) -> Batch:
     """What is known of the instance that gets a batch, and of those that start first."""
-    launch_s = one.starts.begin_s(instance)
-    first = one.starts.soonest(MOST_LOOKS)
-    looks = tuple([look_at(one.instances[number], start_s) for start_s, _, number in first])
-    if all(look.instance != instance.id for look in looks):
-        looks = (*looks[:-1], look_at(instance, launch_s))
-    term = Term.SOONEST if looks[0].instance == instance.id else Term.FIRST_OPEN
-    if len(one.instances) == 1:
-        term = Term.ONLY_ONE
-    elif one.overdue:
-        term = Term.OVERDUE
+    launch_s = openings.begins.begin_s(one.instance)
+    first = view.starts.soonest(MOST_LOOKS)
+    looks = tuple([look_at(view.instances[number], start_s) for start_s, _, number in first])
+    if all(look.instance != one.instance.id for look in looks):
+        looks = (*looks[:-1], look_at(one.instance, launch_s))
+    term = Term.SOONEST if looks[0].instance == one.instance.id else Term.FIRST_OPEN
+    term = Term.OVERDUE if view.overdue else term
     return Batch(
-        one.at.now_s,
-        opening_of(instance, one),
-        term,
+        view.at.now_s,
+        _opening(view, one),
+        Term.ONLY_ONE if len(view.instances) == 1 else term,
         looks,
-        len(one.instances),
-        len(one.queue),
+        len(view.instances),
+        len(view.queue),
         launch_s,
-        costs_s=one.costs_s,
+        costs_s=costs_s,
     )
 
 
-def note_opening(request: Request, one: Decision, now_s: float) -> None:
-    """It has just arrived, and no instance could take it: which one was expected to be ready
-    first."""
-    soonest = one.soonest
+def _opening(view: View, one: OpenPass) -> Opening:
+    """An instance that is about to be ready counts as that, however much waits."""
+    is_near = view.at.forms_at_s(one.instance) - view.at.now_s <= view.lead_s + EPSILON_S
+    is_full_ahead = one.kind is Opening.FULL_AHEAD
+    return Opening.ABOUT_TO_END if is_full_ahead and is_near else one.kind
+
+
+def note_opening(request: Request, view: View, openings: Openings, now_s: float) -> None:
+    """Note which instance was expected to be ready first when a request arrived that none could
+    take."""
+    soonest = openings.soonest
     if soonest is None:
         note(request, WaitReason.NOT_YET, now_s)
     else:
-        note(request, WaitReason.NOT_YET, now_s, soonest.id, one.at.free_at_s(soonest))
+        note(request, WaitReason.NOT_YET, now_s, soonest.id, view.at.free_at_s(soonest))
 
 
 def note_left(left: Iterable[Request], reason: WaitReason, now_s: float) -> None:
-    """A batch leaves without these."""
+    """A batch leaves without these requests."""
     for request in left:
         if request.waits_for is not reason:
             note(request, reason, now_s)
 
 
-def note_skipped(
-    request: Request, reason: WaitReason, one: Decision, affinity: BatchAffinity
-) -> None:
-    """A batch is formed for an instance, and the request is left for another one, or for later."""
-    now_s = one.at.now_s
-    home = None if one.home_of is None else one.home_of.get(request.rid)
-    if reason is WaitReason.BETTER_ELSEWHERE and home is not None:
-        costs_s = one.costs_s.get(request.rid, {})
-        here_s = costs_s.get(affinity.instance)
-        gain_s = None if here_s is None else here_s - costs_s[home.instance]
-        note(request, reason, now_s, home.instance, gain_s=gain_s)
-    elif reason is WaitReason.BETTER_ELSEWHERE:
-        instance, gain_s = affinity.better_for(request)
-        note(request, reason, now_s, instance, gain_s=gain_s)
-    elif reason is WaitReason.PREFIX_COMING:
-        coming = max(request.upcoming, key=lambda each: each.tokens, default=None)
-        instance, until_s = ("", None) if coming is None else (coming.instance, coming.visible_s)
-        note(request, reason, now_s, instance or affinity.instance, until_s)
-    else:
-        note(request, reason, now_s)
+def note_skipped(request: Request, skip: Skip, now_s: float) -> None:
+    """A request is left for another instance, or for later, while a batch is formed."""
+    note(request, skip.reason, now_s, skip.instance, skip.until_s, skip.gain_s)

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Sequence
 from heapq import heapify, heapreplace
 from typing import NamedTuple
 
-from sglang_sbs.scheduling.policies.adaptive.lineup import Starts
+from sglang_sbs.scheduling.policies.adaptive.lineup import Begins
 from sglang_sbs.scheduling.policies.offered_load import OfferedLoad
 from sglang_sbs.scheduling.policies.tuning import ARRIVING_SHARE, WORTH
 from sglang_sbs.scheduling.prefill.instance import PrefillInstance
@@ -96,7 +96,7 @@ class Waiting(NamedTuple):
 
     now_s: float
     tokens: int
-    starts: Starts
+    begins: Begins
     """When the passes start that a batch sent now could be in."""
     whole: float = 1.0
     """How far batches may be trusted to start whole. Who is not in the pass that was meant is in
@@ -108,24 +108,24 @@ def cut_of(
 ) -> int:
     """How many of the first requests leave now for this instance. ``head``: those that fit into its
     pass, in their order."""
-    now_s, tokens, starts, whole = waiting
-    start_s = starts.begin_s(instance)
+    now_s, tokens, begins, whole = waiting
+    start_s = begins.begin_s(instance)
     rate = offered.token_rate
-    share = fair_share(instance, starts.later(start_s, [instance]), tokens, start_s, now_s, rate)
+    share = fair_share(instance, begins.later(start_s, [instance]), tokens, start_s, now_s, rate)
     cut = prefix(head, share)
     least = min(len(head), int(instance.idle and share > 0))
     cut = max(cut, least)
-    cycle = offered.request_rate * offered.pass_s / len(starts.instances)
+    cycle = offered.request_rate * offered.pass_s / len(begins.instances)
     few = cycle <= MOST_DIVIDED * whole and len(head) <= MOST_DIVIDED
     alone = instance.dp_size == 1  # no rank waits for another
     if alone or not few or any(one.uncached_tokens > instance.chunk_tokens for one in head):
         return cut
-    later = starts.first(besides=instance)
-    later_s = starts.begin_s(later)
-    if len(starts.instances) > 2:
+    later = begins.first(besides=instance)
+    later_s = begins.begin_s(later)
+    if len(begins.instances) > 2:
         # Only what is for these two is divided between them.
         left_tokens = tokens - uncached_tokens_of(head[:cut])
-        rest = starts.later(later_s, [instance, later])
+        rest = begins.later(later_s, [instance, later])
         share = fair_share(later, rest, left_tokens, later_s, now_s, rate)
         head = head[: cut + prefix(head[cut:], share)]
     later_s = max(start_s, later_s)

@@ -9,17 +9,14 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_left, bisect_right, insort
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Container, Iterator, Sequence
 from heapq import merge
 from itertools import islice
 from typing import NamedTuple
 
 from sglang_sbs.scheduling.events import InstanceId
-from sglang_sbs.scheduling.policies.idle_turns import whose_turn
-from sglang_sbs.scheduling.policies.pbaa import LEAST_HIT_SHARE
 from sglang_sbs.scheduling.prefill.agenda import Timetable
 from sglang_sbs.scheduling.prefill.instance import Instances, PrefillInstance
-from sglang_sbs.scheduling.request import Request
 
 _EPSILON_S = 1e-9
 
@@ -75,68 +72,74 @@ class Starts:
                 from position ``first`` on.
         """
         self.instances = instances
-        self._at = at
-        self._far = far
-        self._first = first
+        self.at = at
+        self.far = far
+        self.first = first
         self.near = sorted([(*at.starts_s(instances[number]), number) for number in near])
         """When a batch would start, when the instance is free, and which one; in this order."""
-        self._begins: list[tuple[float, int]] | None = None
-        self.until_s = math.inf
-        """While somebody iterates: of those far away that start later no more are told."""
-        self.in_time: dict[InstanceId, float] = {}
-        """Of those where a batch is on its way: how many requests would still get there with it."""
 
     def __iter__(self) -> Iterator[tuple[float, float, int]]:
         """Like :attr:`near`, of all."""
-        self.until_s = math.inf
-        return merge(self.near, self._far_away())
+        return self.until(lambda: math.inf)
 
-    def _far_away(self) -> Iterator[tuple[float, float, int]]:
-        for free_s, number in islice(self._far, self._first, None):
-            if free_s > self.until_s:
+    def until(self, limit_s: Callable[[], float]) -> Iterator[tuple[float, float, int]]:
+        """The same without the computing ones that are free after ``limit_s()``, which is asked
+        again for each."""
+        return merge(self.near, self._computing(limit_s))
+
+    def _computing(self, limit_s: Callable[[], float]) -> Iterator[tuple[float, float, int]]:
+        for free_s, number in islice(self.far, self.first, None):
+            if free_s > limit_s():
                 return
             yield free_s, free_s, number
 
     def soonest(self, count: int) -> list[tuple[float, float, int]]:
         """The first so many of all."""
-        far = self._far[self._first : self._first + count]
+        far = self.far[self.first : self.first + count]
         if not far:
             return self.near[:count]
         return sorted([*self.near[:count], *((free_s, free_s, n) for free_s, n in far)])[:count]
 
+
+class Begins:
+    """When passes begin that a batch sent at one moment could be in."""
+
+    def __init__(self, starts: Starts, joins: Container[InstanceId] = ()) -> None:
+        """``joins``: instances where what is sent now still reaches a batch on its way."""
+        self.instances = starts.instances
+        self._starts = starts
+        self._joins = joins
+        self._in_order: list[tuple[float, int]] | None = None
+
     def begin_s(self, instance: PrefillInstance) -> float:
-        """When the pass starts that a batch sent now could be in."""
-        free_s = self._at.free_at_s(instance)
-        return free_s if instance.id in self.in_time else max(self._at.arrives_s, free_s)
+        at = self._starts.at
+        free_s = at.free_at_s(instance)
+        return free_s if instance.id in self._joins else max(at.arrives_s, free_s)
 
     def first(self, besides: PrefillInstance) -> PrefillInstance:
-        """The one where it starts first, but for this one."""
-        begins = (self.instances[number] for _, number in self._in_order())
+        """The instance where a pass begins first, except for this one."""
+        begins = (self.instances[number] for _, number in self._ordered())
         return next(instance for instance in begins if instance is not besides)
 
     def later(
         self, than_s: float, besides: Collection[PrefillInstance]
     ) -> list[tuple[float, PrefillInstance]]:
-        """How much later the others start, the soonest first; those that start no later in the
-        order of their numbers."""
-        begins, instances = self._in_order(), self.instances
+        """How much later passes begin on the others, the soonest first; those that begin no later
+        in the order of their numbers."""
+        begins, instances = self._ordered(), self.instances
         first = bisect_left(begins, (than_s, len(instances)))
         at_once = sorted([number for _, number in begins[:first]])
-        return [
-            *[(0.0, one) for n in at_once if (one := instances[n]) not in besides],
-            *[
-                (begin_s - than_s, one)
-                for begin_s, n in begins[first:]
-                if (one := instances[n]) not in besides
-            ],
-        ]
+        delays = [(0.0, number) for number in at_once]
+        delays += [(begin_s - than_s, number) for begin_s, number in begins[first:]]
+        return [(s, one) for s, number in delays if (one := instances[number]) not in besides]
 
-    def _in_order(self) -> list[tuple[float, int]]:
+    def _ordered(self) -> list[tuple[float, int]]:
         """:meth:`begin_s` of all with their numbers."""
-        if self._begins is None:
-            near = [(self.begin_s(self.instances[n]), n) for _, _, n in self.near]
-            self._begins = sorted([*near, *self._far[self._first :]])
-        return self._begins
+        if self._in_order is None:
+            starts = self._starts
+            near = [(self.begin_s(self.instances[n]), n) for _, _, n in starts.near]
+            self._in_order = sorted([*near, *starts.far[starts.first :]])
+        return self._in_order
 
 
 class Lineup:
@@ -231,18 +234,3 @@ class PlannedStarts:
                 break
             start_s = planned_s + apart_s
         return start_s
-
-
-def idle_in_turn(
-    candidates: list[PrefillInstance], oldest: Request | None
-) -> list[PrefillInstance]:
-    """Idle instances would all start at once: first comes the one whose turn it is, of those that
-    have as much of the oldest request cached."""
-    idle = [instance for instance in candidates if instance.idle]
-    if len(idle) < 2 or oldest is None:
-        return candidates
-    tokens = [oldest.uncached_tokens_on(instance.id) for instance in idle]
-    most = min(tokens) + LEAST_HIT_SHARE * idle[0].chunk_tokens
-    equal = [i for i, left in zip(idle, tokens, strict=True) if left <= most]
-    first = whose_turn(equal, min(tokens))
-    return sorted(candidates, key=lambda instance: instance is not first)

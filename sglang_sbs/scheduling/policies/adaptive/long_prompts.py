@@ -66,10 +66,11 @@ class LongPrompts:
             return True
         return most_chunks > many
 
-    def are_cached(self, instances: Instances) -> bool:
-        """Whether most of what is sent has been cached, as in agents' turns: then it is caches that
-        settle where a request goes."""
-        return sum([i.cached_share for i in instances]) > len(instances) / 2
+    def leave_early(self, instances: Instances) -> bool:
+        """Whether most of what is sent has been cached, as in agents' turns, so that caches settle
+        where a request goes, and some engine forms its next pass ahead."""
+        is_cached = sum([i.cached_share for i in instances]) > len(instances) / 2
+        return is_cached and any(i.forms_ahead and i.has_room for i in instances)
 
     def homes(
         self,

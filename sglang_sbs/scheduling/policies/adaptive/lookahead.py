@@ -10,6 +10,8 @@ that pass whenever it leaves.
 
 from __future__ import annotations
 
+import math
+
 from sglang_sbs.scheduling.prefill.instance import Instances, PrefillInstance
 
 _EPSILON_S = 1e-9
@@ -21,33 +23,33 @@ def lookahead(
     mean_tokens: float,
     lead_s: float,
     now_s: float,
-) -> tuple[list[PrefillInstance], float | None]:
-    """The instances that should get a batch now, for the pass after their next, and when the next
-    one is due. ``queue_tokens``: uncached, waiting in the router; ``mean_tokens``: of a request;
-    ``lead_s``: how long a batch takes to be there, with its margin."""
+) -> tuple[list[PrefillInstance], float]:
+    """The instances that get a batch now for the pass after their next one, and when the next
+    instance does.
+
+    Args:
+        queue_tokens: uncached tokens that wait in the router.
+        mean_tokens: mean length of a request.
+        lead_s: how long a batch is on its way, with its margin.
+    """
     capacities = [one.capacity_of(mean_tokens) for one in instances]
     if queue_tokens < min(capacities):
-        return [], None
-    rooms = [
-        max(0, tokens - one.charged_tokens)
-        for one, tokens in zip(instances, capacities, strict=True)
-    ]
+        return [], math.inf
+    pairs = list(zip(instances, capacities, strict=True))
+    rooms = [max(0, tokens - one.charged_tokens) for one, tokens in pairs]
     room_tokens = sum(rooms)
-    found: list[PrefillInstance] = []
-    due_s: float | None = None
-    for one, tokens, its_room_tokens in zip(instances, capacities, rooms, strict=True):
-        needed_tokens = tokens + room_tokens - its_room_tokens
-        if queue_tokens < needed_tokens or not _wants_one(one, tokens):
-            continue
-        open_s = one.passes[0].end_s - lead_s
-        if open_s <= now_s + _EPSILON_S:
-            found.append(one)
-        elif due_s is None or open_s < due_s:
-            due_s = open_s
-    return found, due_s
+    opens = [
+        (one.passes[0].end_s - lead_s, one)
+        for (one, tokens), room in zip(pairs, rooms, strict=True)
+        # The others take what they have room for, and this one takes a whole pass.
+        if queue_tokens >= tokens + room_tokens - room and _lacks_batch(one, tokens)
+    ]
+    latest_s = now_s + _EPSILON_S
+    due_s = min([open_s for open_s, _ in opens if open_s > latest_s], default=math.inf)
+    return [one for open_s, one in opens if open_s <= latest_s], due_s
 
 
-def _wants_one(instance: PrefillInstance, capacity_tokens: float) -> bool:
+def _lacks_batch(instance: PrefillInstance, capacity_tokens: float) -> bool:
     """Whether the batch that is formed at the end of its running pass lacks something: the one
     after the next if the next waits already, else the one after the pass that is queued."""
     if not instance.overlap:

@@ -1,0 +1,188 @@
+"""When and where a batch may leave: which passes are open at a moment, the most urgent first. Must
+not know which requests go where."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from itertools import compress
+from typing import NamedTuple
+
+from sglang_sbs.scheduling.events import InstanceId
+from sglang_sbs.scheduling.policies.adaptive.lineup import Begins
+from sglang_sbs.scheduling.policies.adaptive.long_prompts import may_take
+from sglang_sbs.scheduling.policies.adaptive.lookahead import lookahead
+from sglang_sbs.scheduling.policies.adaptive.view import EPSILON_S, OpenPass, View
+from sglang_sbs.scheduling.policies.idle_turns import whose_turn
+from sglang_sbs.scheduling.policies.pbaa import LEAST_HIT_SHARE
+from sglang_sbs.scheduling.policies.tuning import SLACK
+from sglang_sbs.scheduling.prefill.instance import PrefillInstance
+from sglang_sbs.scheduling.reasons import Opening
+from sglang_sbs.scheduling.request import Request
+
+MOST_JOINING = 64
+"""With more requests waiting none joins a batch on its way: they were left for later passes on
+purpose."""
+_BEYOND_S = 1e-6
+"""More than the difference that the order of adding times makes."""
+
+
+class Openings(NamedTuple):
+    """The passes that a batch may leave for now, the most urgent first."""
+
+    passes: list[OpenPass]
+    wake_s: float
+    """When the next one opens."""
+    begins: Begins
+    """When passes begin that a batch could be in."""
+    soonest: PrefillInstance | None
+    """The instance where a batch would start first; None if all are far away."""
+    early: bool
+    """Caches settle where requests go, and some engine forms its next pass ahead: requests for it
+    may leave before a batch could."""
+    any: bool
+    """Whether a pass is open, or would be if prompts of several chunks did not keep it full."""
+
+
+def open_passes(view: View) -> Openings:
+    """Step 2: when a batch may leave, and for which passes."""
+    wake_s = math.inf if view.overdue else view.hold_until_s
+    soonest: PrefillInstance | None = None
+    if view.passes_away > 1:
+        found = _far_away(view)
+    else:
+        found, wake_s, soonest = _near(view, wake_s)
+    joins = {one.instance.id: one.joins_left for one in found if one.kind is Opening.JOINS}
+    begins = Begins(view.starts, joins)
+    ahead, due_s = _ahead(view)
+    wake_s = min(wake_s, due_s)
+    early = view.by_forecast and view.learned.long.leave_early(view.instances)
+    if not (found or ahead or early):
+        return Openings([], wake_s, begins, soonest, early, any=False)
+    found = _idle_in_turn(found, view.queue.oldest)
+    if view.by_forecast:
+        ahead = []  # prompts of several chunks keep every pass full
+    elif not (view.overdue or view.passes_away > 1 or view.learned.lineup.all_idle):
+        found, apart_s = _spaced(view, found, begins)
+        wake_s = min(wake_s, apart_s - view.at.latency_s)
+    looking = [*_looking_ahead(view, ahead, joins)]
+    # An instance may be in both lists. It keeps its place of the first, and looks ahead.
+    passes = {one.instance: one for one in (*looking, *found, *looking)}
+    return Openings([*passes.values()], wake_s, begins, soonest, early, any=True)
+
+
+def _far_away(view: View) -> list[OpenPass]:
+    """Every instance with room: where the way takes a pass or more, nothing is held."""
+    passes = view.passes_away
+    far = [one for one in view.in_order() if one.has_room_in(passes)]
+    return [OpenPass(one, Opening.FAR_AWAY, passes=passes) for one in far]
+
+
+def _near(view: View, wake_s: float) -> tuple[list[OpenPass], float, PrefillInstance | None]:
+    """The open passes, when the next one opens, and the instance where a batch would start first.
+    ``wake_s``: the next decision is no later than this."""
+    now_s, capacity_of = view.at.now_s, view.learned.offered.capacity_of
+    patience_tokens = 0.0 if view.urgent else SLACK * view.queue.tokens
+    found: list[OpenPass] = []
+    soonest: PrefillInstance | None = None
+    ahead_tokens = 0.0
+    is_long = True
+
+    def limit_s() -> float:
+        """An instance that starts later is open later, and wakes nobody sooner."""
+        return math.inf if is_long else max(now_s, wake_s) + view.lead_s + _BEYOND_S
+
+    for start_s, _, number in view.starts.until(limit_s):
+        instance = view.instances[number]
+        soonest = soonest or instance
+        ahead_tokens += capacity_of(instance)
+        is_long = patience_tokens >= ahead_tokens
+        opens_s, kind, joins_left = _opening(view, instance, start_s, is_long)
+        if opens_s <= now_s + EPSILON_S:
+            found.append(OpenPass(instance, kind, joins_left))
+        else:
+            wake_s = min(wake_s, opens_s)
+    return found, wake_s, soonest
+
+
+def _opening(
+    view: View, instance: PrefillInstance, start_s: float, is_long: bool
+) -> tuple[float, Opening, float]:
+    """When a pass of the instance opens, why, and how many requests it still takes. ``is_long``:
+    more waits than all passes can hold that start before this one, and this one."""
+    now_s, never_s = view.at.now_s, math.inf
+    if may_take(instance, is_long):
+        if instance.idle:
+            return now_s, Opening.IDLE, math.inf
+        if is_long:
+            return now_s, Opening.FULL_AHEAD, math.inf
+        forms_s = view.at.forms_at_s(instance)
+        if forms_s < view.at.arrives_s:
+            forms_s = start_s  # too late for that pass
+        return forms_s - view.lead_s, Opening.ABOUT_TO_END, math.inf
+    is_followed = instance.has_flight and instance.has_room and bool(instance.passes)
+    if not is_followed or len(view.queue) > MOST_JOINING:
+        return never_s, Opening.JOINS, 0.0
+    # What came after the batch may join it, once a batch could leave for that pass.
+    left_s = view.at.forms_at_s(instance) - now_s
+    if left_s > view.lead_s + EPSILON_S:
+        return now_s + left_s - view.lead_s, Opening.JOINS, 0.0
+    # A request that joins leaves alone. If it comes late, it is one request in the next pass.
+    interval = view.learned.interval
+    batch_s = max(0.0, instance.left_s - now_s)
+    spare_s = left_s - interval.lone_s - batch_s - interval.serial_s
+    opens_s = now_s if instance.last_dispatch_s < now_s and spare_s >= 0 else never_s
+    return opens_s, Opening.JOINS, 1 + spare_s / max(EPSILON_S, interval.serial_s)
+
+
+def _ahead(view: View) -> tuple[list[PrefillInstance], float]:
+    """The instances that get a batch for the pass after their next, and when the next one does."""
+    learned, queue = view.learned, view.queue
+    lineup, mean_tokens = learned.lineup, learned.offered.mean_tokens
+    if view.urgent or not lineup.overlap or queue.tokens < lineup.room_tokens:
+        return [], math.inf
+    return lookahead(view.instances, queue.tokens, mean_tokens, view.lead_s, view.at.now_s)
+
+
+def _looking_ahead(
+    view: View, ahead: list[PrefillInstance], joins: Mapping[InstanceId, float]
+) -> Iterator[OpenPass]:
+    for one in ahead:
+        kind = Opening.AHEAD if view.passes_away == 1 else Opening.FAR_AWAY
+        kind = Opening.JOINS if one.id in joins else kind
+        passes = max(view.passes_away, 1 + (len(one.passes) == 1))
+        yield OpenPass(one, kind, joins.get(one.id, math.inf), passes)
+
+
+def _idle_in_turn(passes: list[OpenPass], oldest: Request | None) -> list[OpenPass]:
+    """Idle instances would all start at once. Of those that have as much of the oldest request
+    cached, the one whose turn it is comes first."""
+    idle = [one.instance for one in passes if one.instance.idle]
+    if len(idle) < 2 or oldest is None:
+        return passes
+    tokens = [oldest.uncached_tokens_on(instance.id) for instance in idle]
+    most = min(tokens) + LEAST_HIT_SHARE * idle[0].chunk_tokens
+    equal = [one for one, left in zip(idle, tokens, strict=True) if left <= most]
+    first = whose_turn(equal, min(tokens))
+    return sorted(passes, key=lambda one: one.instance is not first)
+
+
+def _spaced(view: View, passes: list[OpenPass], begins: Begins) -> tuple[list[OpenPass], float]:
+    """Soft stagger: the passes that begin far enough from all that are planned, and when the first
+    of the others would. Far enough is the length of a pass over the number of instances. That
+    length comes from the model and the arrival rate, not from measured times, which would feed back
+    into themselves. A request that joins a batch starts with it."""
+    learned = view.learned
+    share_s = learned.offered.pass_s / len(view.instances)
+    if SLACK * view.queue.tokens >= max(1.0, learned.offered.token_rate * share_s):
+        return passes, math.inf
+    # An instance that falls idle meanwhile would start with a part of the next batch.
+    apart_s = learned.lead.whole * share_s
+    begin_s = [begins.begin_s(one.instance) for one in passes]
+    free_s = [learned.planned.first_apart(at_s, apart_s) for at_s in begin_s]
+    waits = [
+        after_s > at_s and not one.instance.backlog_tokens
+        for one, at_s, after_s in zip(passes, begin_s, free_s, strict=True)
+    ]
+    due_s = min(compress(free_s, waits), default=math.inf)
+    return [one for one, wait in zip(passes, waits, strict=True) if not wait], due_s

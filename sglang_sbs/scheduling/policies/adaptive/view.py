@@ -1,0 +1,132 @@
+"""What one decision of the default policy knows: :func:`observe` takes the picture, and the other
+steps only read it. Must not decide anything."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from itertools import islice
+from typing import NamedTuple
+
+from sglang_sbs.scheduling.policies.adaptive.dispatch_lead import DispatchLead
+from sglang_sbs.scheduling.policies.adaptive.lineup import Lineup, Moment, PlannedStarts, Starts
+from sglang_sbs.scheduling.policies.adaptive.long_prompts import LongPrompts
+from sglang_sbs.scheduling.policies.offered_load import OfferedLoad
+from sglang_sbs.scheduling.policies.policy import Admissible
+from sglang_sbs.scheduling.policies.tuning import SLACK
+from sglang_sbs.scheduling.prefill.instance import Instances, PrefillInstance
+from sglang_sbs.scheduling.prefill.interval import IntervalController
+from sglang_sbs.scheduling.queue.priority import Urgency
+from sglang_sbs.scheduling.queue.request import RequestQueue
+from sglang_sbs.scheduling.reasons import Opening
+
+MOST_HOLD_PASSES = 5.0
+"""Longest hold, in mean pass times; ``--sbs-max-hold-ms`` applies if that is longer. Passes of
+large chunks take seconds."""
+MOST_REFUSED = 256
+"""A decision stops looking when decode has no room for this many requests of the queue."""
+EPSILON_S = 1e-9
+
+
+class Learned(NamedTuple):
+    """What the policy keeps from one decision to the next."""
+
+    interval: IntervalController
+    offered: OfferedLoad
+    lineup: Lineup
+    lead: DispatchLead
+    long: LongPrompts
+    urgency: Urgency
+    planned: PlannedStarts
+    max_hold_s: float
+
+    @property
+    def lead_s(self) -> float:
+        """How long before the predicted end of a pass the next batch leaves."""
+        return self.lead.lead_s(self.interval.lone_s)
+
+    @property
+    def hold_s(self) -> float:
+        """The longest hold."""
+        return max(self.max_hold_s, MOST_HOLD_PASSES * self.interval.mean_forward_s)
+
+    def passes_away(self, waiting_tokens: int) -> int:
+        """How many passes an instance begins until a request that is sent now arrives there.
+
+        Above 1, holding gains nothing: what is known at the end of a pass does not help a request
+        that will be in a later one, and one batch per pass would be one per latency. Half a pass of
+        latency is enough when all instances together cannot take what waits."""
+        passes = self.interval.lone_s / self.interval.mean_forward_s
+        return 1 + int(passes + 0.5 * (SLACK * waiting_tokens >= self.offered.capacity_tokens))
+
+
+class View(NamedTuple):
+    """The cluster, the queue and the learned times at one moment."""
+
+    learned: Learned
+    queue: RequestQueue
+    instances: Instances
+    admissible: Admissible
+    at: Moment
+    lead_s: float
+    """The dispatch lead of a batch of all that wait."""
+    hold_until_s: float
+    """When the oldest request has waited long enough."""
+    overdue: bool
+    """It has: the first instance that can take it does."""
+    by_forecast: bool
+    """Prompts of several chunks decide where requests go."""
+    urgent: bool
+    """Nothing is committed early, as that would take the next pass from an urgent request that
+    comes meanwhile."""
+    passes_away: int
+    """See :meth:`Learned.passes_away`."""
+    starts: Starts
+    """When a batch that is sent now would start on each instance."""
+
+    def in_order(self) -> Iterator[PrefillInstance]:
+        """All instances, in the order in which a batch would start on them."""
+        return (self.instances[number] for _, _, number in self.starts)
+
+
+class OpenPass(NamedTuple):
+    """A pass of an instance that a batch may be sent to."""
+
+    instance: PrefillInstance
+    kind: Opening
+    joins_left: float = math.inf
+    """How many more requests reach the pass that a batch on its way is meant for."""
+    passes: int = 1
+    """It gets requests for this many passes together."""
+
+
+def observe(
+    learned: Learned,
+    queue: RequestQueue,
+    instances: Instances,
+    admissible: Admissible,
+    now_s: float,
+) -> View:
+    """Step 1: one picture for all steps of a decision."""
+    interval, lineup = learned.interval, learned.lineup
+    lead_s = learned.lead_s + learned.offered.leaving_s(len(queue), interval.serial_s)
+    # With fewer waiting than usual a batch arrives sooner than the usual one.
+    at = Moment(now_s, min(interval.latency_s, lead_s))
+    # The oldest that decode has room for: the hold of no other request could end now.
+    oldest = next(filter(admissible, islice(queue, MOST_REFUSED)), None)
+    hold_until_s = (math.inf if oldest is None else oldest.arrived_s) + learned.hold_s
+    by_forecast = learned.long.matter(queue, lineup.most_chunks)
+    return View(
+        learned,
+        queue,
+        instances,
+        admissible,
+        at,
+        lead_s,
+        hold_until_s,
+        now_s + EPSILON_S >= hold_until_s,
+        by_forecast,
+        not by_forecast and learned.urgency.matters(now_s),
+        learned.passes_away(queue.tokens),
+        lineup.starts(at),
+    )
