@@ -15,12 +15,13 @@ import statistics
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import sglang_sbs.scheduling
 from benchmarks.command_line import command_parser
+from sglang_sbs.scheduling.policies.tuning import TUNING, Tuning
 from sglang_sbs.simulator.experiments.sweep import Job, run_job
 from sglang_sbs.simulator.experiments.tables import ResultTable, mean_of
 from sglang_sbs.simulator.options.common import (
@@ -37,18 +38,18 @@ from sglang_sbs.simulator.workloads.scenario import WARM_UP_S
 NEVER = 1e9
 _LONG = "3-64K,64K,chunk 1024,sessions"
 OFF: dict[str, tuple[float, str]] = {
-    "AGEING": (NEVER, ""),
-    "SLACK": (1.0, ""),
-    "ARRIVING_SHARE": (1.0, ""),
-    "WORTH": (0.0, ""),
-    "RATE_PASSES": (1.0, ""),
-    "CHUNK_WEIGHT": (1.0, _LONG),
-    "LEFT_OUT": (0, ""),
-    "MOST_DIVIDED": (0, ""),
-    "MOST_JOINING": (0, ""),
-    "TORN_SHARE": (0.0, ""),
-    "AGAIN_WEIGHT": (0.0, "sessions"),
-    "LEAST_HIT_SHARE": (0.0, "sessions"),
+    "ageing": (NEVER, ""),
+    "slack": (1.0, ""),
+    "arriving_share": (1.0, ""),
+    "worth": (0.0, ""),
+    "rate_passes": (1.0, ""),
+    "chunk_weight": (1.0, _LONG),
+    "left_out_batches": (0, ""),
+    "most_divided": (0, ""),
+    "most_joining": (0, ""),
+    "torn_share": (0.0, ""),
+    "again_weight": (0.0, "sessions"),
+    "least_hit_share": (0.0, "sessions"),
 }
 """Each constant of the trigger and its rules, the value at which it does nothing, and the cells in
 which it can do something (words in their names; none: all)."""
@@ -126,8 +127,8 @@ p99 TTFT in every cell are divided by those of the code as it is, on the same ar
 
 examples:
   scripts/ablate --json ablation.json
-  scripts/ablate --only SLACK,WORTH --values off,half,twice
-  scripts/ablate --set SLACK=1,WORTH=0.9 --cells load,3-64K
+  scripts/ablate --only slack,worth --values off,half,twice
+  scripts/ablate --set slack=1,worth=0.9 --cells load,3-64K
 """
 
 
@@ -211,31 +212,32 @@ def run_variant(variant: Variant, cell: Cell, seed: int) -> Row:
 
 @contextmanager
 def changed(values: Mapping[str, float]) -> Iterator[None]:
-    """Constants of the scheduling package, in every module that knows them.
+    """Change constants of :class:`Tuning`, in every module that reads them.
 
     Raises:
-        KeyError: no module has a constant of that name.
+        KeyError: there is no constant of that name.
     """
-    before = [(module, name, getattr(module, name)) for name in values for module in _having(name)]
+    for name in values:
+        _value_of(name)
     try:
-        for module, name, _ in before:
-            setattr(module, name, values[name])
+        _tune(replace(TUNING, **values))  # type: ignore[arg-type]
         yield
     finally:
-        for module, name, value in before:
-            setattr(module, name, value)
+        _tune(TUNING)
 
 
-def _having(name: str) -> list[Any]:
+def _tune(tuning: Tuning) -> None:
     package = sglang_sbs.scheduling
-    every = [
-        importlib.import_module(info.name)
-        for info in pkgutil.walk_packages(package.__path__, f"{package.__name__}.")
-    ]
-    found = [module for module in every if hasattr(module, name)]
-    if not found:
+    for info in pkgutil.walk_packages(package.__path__, f"{package.__name__}."):
+        module: Any = importlib.import_module(info.name)
+        if hasattr(module, "TUNING"):
+            module.TUNING = tuning
+
+
+def _value_of(name: str) -> float:
+    if not hasattr(TUNING, name):
         raise KeyError(name)
-    return found
+    return float(getattr(TUNING, name))
 
 
 def _variants(args: argparse.Namespace) -> list[Variant]:
@@ -244,7 +246,7 @@ def _variants(args: argparse.Namespace) -> list[Variant]:
     only = args.only.split(",") if args.only else list(OFF)
     found: list[Variant] = []
     for name in only:
-        now = getattr(_having(name)[0], name)
+        now = _value_of(name)
         off, cells = OFF[name]
         values = {"off": off, "half": now / 2, "twice": now * 2}
         found += [
@@ -257,7 +259,7 @@ def _variants(args: argparse.Namespace) -> list[Variant]:
 def _assignments(words: str) -> dict[str, float]:
     pairs = [word.partition("=") for word in words.split(",")]
     for name, _, _ in pairs:
-        _having(name)
+        _value_of(name)
     return {name: float(json.loads(value)) for name, _, value in pairs}
 
 

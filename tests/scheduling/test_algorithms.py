@@ -16,7 +16,8 @@ from sglang_sbs.scheduling.decode.rules import (
     potential,
     schedule_decode,
 )
-from sglang_sbs.scheduling.policies.pbaa import LEFT_OUT, pbaa, place_fitting, top_up
+from sglang_sbs.scheduling.policies.pbaa import pbaa, place_fitting, top_up
+from sglang_sbs.scheduling.policies.tuning import TUNING
 from sglang_sbs.scheduling.prefill.interval import IntervalController
 from sglang_sbs.scheduling.request import Request
 
@@ -155,9 +156,9 @@ class TestPbaa:
             request("short", 400, order=2),
         ]
         assert place_fitting(batch, [1000], 1000).placed == [(long, 0), (short, 0)]
-        old.waited_batches = LEFT_OUT - 1
+        old.waited_batches = TUNING.left_out_batches - 1
         assert place_fitting(batch, [1000], 1000).placed == [(long, 0), (short, 0)]
-        old.waited_batches = LEFT_OUT
+        old.waited_batches = TUNING.left_out_batches
         fitted = place_fitting(batch, [1000], 1000)
         assert fitted.placed == [(long, 0), (old, 0)]
         assert fitted.left == [short]
@@ -168,11 +169,14 @@ class TestPbaa:
 
     def test_nobody_gives_way_to_one_that_came_later(self):
         batch = [request("a", 900, order=0), request("b", 300, order=1)]
-        batch[1].waited_batches = LEFT_OUT
+        batch[1].waited_batches = TUNING.left_out_batches
         assert place_fitting(batch, [1000], 1000).placed == [(batch[0], 0)]
 
     @given(
-        tokens=st.lists(st.tuples(st.integers(1, 1200), st.integers(0, LEFT_OUT + 1)), max_size=40),
+        tokens=st.lists(
+            st.tuples(st.integers(1, 1200), st.integers(0, TUNING.left_out_batches + 1)),
+            max_size=40,
+        ),
         capacity=st.lists(st.integers(0, 1000), min_size=1, max_size=8),
     )
     def test_turns_lose_nobody_and_overfill_no_rank(self, tokens, capacity):

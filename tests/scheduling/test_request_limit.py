@@ -12,7 +12,8 @@ from model_engine import PrefillEngine
 
 from sglang_sbs.scheduling import InstanceUp
 from sglang_sbs.scheduling.policies.adaptive.pass_forecast import PassForecast, Terms
-from sglang_sbs.scheduling.policies.pbaa import LEFT_OUT, pbaa, place_fitting, top_up
+from sglang_sbs.scheduling.policies.pbaa import pbaa, place_fitting, top_up
+from sglang_sbs.scheduling.policies.tuning import TUNING
 from sglang_sbs.scheduling.prefill.instance import PrefillInstance
 from sglang_sbs.scheduling.queue.flow_control import first_token_in_s, retry_after_s
 from sglang_sbs.scheduling.queue.request import RequestQueue
@@ -72,7 +73,7 @@ def test_a_batch_that_fits_runs_in_one_pass(lengths: list[int], taken: list[int]
     """Some requests of a token each were there before; ``hungry``: some were left out for long."""
     batch = [request(str(i), tokens, order=i) for i, tokens in enumerate(lengths)]
     for one in batch[::3] if hungry else []:
-        one.waited_batches = LEFT_OUT
+        one.waited_batches = TUNING.left_out_batches
     c_avail = [CHUNK - count for count in taken]
     places = [MOST - count for count in taken]
     allocation = place_fitting(batch, c_avail, CHUNK, places=places)

@@ -19,7 +19,7 @@ from simulator_fixtures import (
 )
 
 from sglang_sbs.router.options.table import GROUPS
-from sglang_sbs.scheduling.policies.adaptive.view import MOST_HOLD_PASSES
+from sglang_sbs.scheduling.policies.tuning import TUNING
 from sglang_sbs.simulator import cli
 from sglang_sbs.simulator.cli import build_parser, main
 from sglang_sbs.simulator.cluster.cost import PassCost, save_cost
@@ -211,7 +211,7 @@ def test_both_helps_say_how_long_a_hold_may_really_be():
     simulated = " ".join(build_parser().format_help().split())
     of_router = [option for options in GROUPS.values() for option in options]
     (router,) = [option.help for option in of_router if option.flag == "sbs-max-hold-ms"]
-    assert MOST_HOLD_PASSES == 5
+    assert TUNING.most_hold_passes == 5
     for words in (simulated.rpartition("--sbs-max-hold-ms ")[2][:300], router):
         assert "five mean forward times if those are longer" in words
 

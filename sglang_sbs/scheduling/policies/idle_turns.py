@@ -10,11 +10,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from zlib import crc32
 
-from sglang_sbs.scheduling.policies.tuning import WORTH
+from sglang_sbs.scheduling.policies.tuning import TUNING
 from sglang_sbs.scheduling.prefill.instance import PrefillInstance
-
-_FEW_PASSES = 10
-"""Passes of an instance until its predictions say that it is slower than others."""
 
 
 def pass_with_s(instance: PrefillInstance, tokens: int) -> float:
@@ -39,7 +36,10 @@ def whose_turn(idle: Sequence[PrefillInstance], tokens: int, session: str = "") 
         if passes[number] > passes[best]:
             return False
         unsure_s = max(error_s, model.error_s)
-        return model.passes < _FEW_PASSES or WORTH * finish_s[number] <= finish_s[best] + unsure_s
+        return (
+            model.passes < TUNING.few_passes
+            or TUNING.worth * finish_s[number] <= finish_s[best] + unsure_s
+        )
 
     equal = [one for number, one in enumerate(idle) if is_equal(number)]
     if session:

@@ -5,15 +5,8 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 
-from sglang_sbs.scheduling.policies.tuning import RATE_PASSES
+from sglang_sbs.scheduling.policies.tuning import TUNING
 from sglang_sbs.scheduling.prefill.instance import Instances, PrefillInstance
-
-_LEAST_WINDOW_S = 3.0
-"""A rate needs a few requests to be told from."""
-_LEAST_PASS_S = 1e-3
-"""A fit may find that passes have no fixed time at all."""
-MOST_LOAD = 0.95
-"""The arrival rate may be above what can be computed; spacing and lead need a share below 1."""
 
 
 class OfferedLoad:
@@ -23,7 +16,7 @@ class OfferedLoad:
         self.token_rate = self.request_rate = 0.0
         """Per second, smoothed."""
         self._rate_s: float | None = None
-        self._window_s = _LEAST_WINDOW_S
+        self._window_s = TUNING.least_window_s
         self.mean_tokens = 1.0
         """Of a request."""
         self.capacity_tokens = 0.0
@@ -64,17 +57,17 @@ class OfferedLoad:
     def measure(self, instances: Instances, now_s: float) -> None:
         """Before a decision: as things are now."""
         self._decay(now_s)
-        self.mean_tokens = max(1.0, self.token_rate / max(1e-9, self.request_rate))
+        self.mean_tokens = max(1.0, self.token_rate / max(TUNING.epsilon_s, self.request_rate))
         if self._is_limited:
             self.capacity_tokens = sum(i.capacity_of(self.mean_tokens) for i in instances)
         if self._learned:
             # What fits into a limited pass follows the mean of today.
             self._work_out(instances if self._is_limited else self._learned)
-        self.load = min(MOST_LOAD, self.token_rate / self._tokens_per_s)
+        self.load = min(TUNING.most_load, self.token_rate / self._tokens_per_s)
         idle_share = 1 - self.load
         times_s = [min(fixed_s / idle_share, full_s) for fixed_s, full_s in self._pass_times_s]
-        self.pass_s = max(_LEAST_PASS_S, sum(times_s) / len(times_s))
-        self._window_s = max(_LEAST_WINDOW_S, RATE_PASSES * self.pass_s)
+        self.pass_s = max(TUNING.least_pass_s, sum(times_s) / len(times_s))
+        self._window_s = max(TUNING.least_window_s, TUNING.rate_passes * self.pass_s)
 
     def _work_out(self, instances: Iterable[PrefillInstance]) -> None:
         for instance in instances:
@@ -96,12 +89,12 @@ class OfferedLoad:
         """The load while so many tokens wait: of what it leaves of the next passes they take their
         share. Below 1."""
         waiting = min(1.0, waiting_tokens / max(1.0, self.capacity_tokens))
-        return min(MOST_LOAD, self.load + waiting * (1 - self.load))
+        return min(TUNING.most_load, self.load + waiting * (1 - self.load))
 
     def leaving_s(self, waiting: int, serial_s: float) -> float:
         """How much longer than a single request a batch of those that wait is on its way, with what
         arrives meanwhile; at most a pass. ``serial_s``: what each further request adds to L_net."""
-        coming = min(MOST_LOAD, self.request_rate * serial_s)
+        coming = min(TUNING.most_load, self.request_rate * serial_s)
         most = self.capacity_tokens / len(self._pass_times_s) / self.mean_tokens
         return serial_s * max(0.0, min(waiting / (1 - coming), most) - 1)
 

@@ -9,17 +9,9 @@ from operator import attrgetter
 from typing import NamedTuple
 
 from sglang_sbs.scheduling.paging import paged
+from sglang_sbs.scheduling.policies.tuning import TUNING
 from sglang_sbs.scheduling.request import Request, uncached_tokens_of
 
-LEAST_HIT_SHARE = 0.02
-"""Of a chunk: a prefix that is shorter counts, but nobody waits for it. With pages of one token any
-two prompts may begin alike."""
-LEFT_OUT = 3
-"""Who was left out of so many batches takes the place of a new request. Its price, near
-saturation: docs/lab/constants.md."""
-MOST_TURNS = 8
-"""So many of those that were left out before, the oldest, are let in instead of newer ones; looking
-for a place costs as much as there are requests in the batch."""
 PrefixHit = Callable[[Request, int], int]
 """L_hit(r, d): tokens of the prompt the rank's cache already holds."""
 
@@ -182,7 +174,7 @@ def place_fitting(
             longest_first.sort(key=lambda r: -r.priority)
             room = Room(c_avail, places, page, hits_of)
             placed, left = _place(longest_first, room, *more)
-    if any(request.waited_batches >= LEFT_OUT for request in left):
+    if any(request.waited_batches >= TUNING.left_out_batches for request in left):
         left = _take_turns(placed, left, room, chunk_tokens)
     return Allocation(placed, left)
 
@@ -225,7 +217,7 @@ def _take_turns(
     room: short ones are placed last, and with full passes it would be luck. Of requests of up to a
     chunk with next to nothing cached. Changes ``placed`` and ``room``; returns who is left out now.
     """
-    least_hit = LEAST_HIT_SHARE * chunk_tokens
+    least_hit = TUNING.least_hit_share * chunk_tokens
 
     def may_move(request: Request) -> bool:
         return request.prompt_tokens <= chunk_tokens and request.hits.best_tokens < least_hit
@@ -234,7 +226,11 @@ def _take_turns(
     turns = 0
     for old in sorted(left, key=lambda r: r.order):
         at = None
-        if old.waited_batches >= LEFT_OUT and turns < MOST_TURNS and may_move(old):
+        if (
+            old.waited_batches >= TUNING.left_out_batches
+            and turns < TUNING.most_turns
+            and may_move(old)
+        ):
             turns += 1
             for index, (one, rank) in enumerate(placed):
                 if (
@@ -283,7 +279,7 @@ def top_up(
     chunk_tokens: int,
     keep_tokens: float,
     hits_of: PrefixHits = no_hits,
-    hole_share: float = 0.02,
+    hole_share: float = TUNING.least_hole_share,
     page: int = 1,
     places: Sequence[int] | None = None,
 ) -> Allocation:

@@ -1,29 +1,155 @@
-"""The constants of the default policy that were chosen by measurement, and nothing else: what
-bounds work or memory (``MOST_``, ``MAX_``) stands where it is used. What half and twice of each
-does: docs/lab/constants.md, whose table a test compares with this module."""
+"""Every number of the default policy: :data:`TUNING`. The modules of the policy have no number but
+0, 1 and 2. What half and twice of the measured ones does: docs/lab/constants.md, whose tables a
+test compares with :class:`Measured` and :class:`Memories`."""
 
-AGEING = 5.0
-"""What waiting counts against length: a chunk is worth that many batches of waiting in the order of
-the queue; and with prompts of many chunks about, the completion of a request that has waited as
-long as it takes counts this much more, against what it delays others by. Without it long prompts
-give way to short ones for too long."""
-SLACK = 0.77
-"""So much of what is predicted of the cluster is relied on: of the queue this share must be more
-than arrives between two starts for no spacing of them, or more than earlier passes take for a batch
-to leave early; and of those that will arrive during a pass this share counts as delayed by whatever
-makes it longer."""
-ARRIVING_SHARE = 0.6
-"""How much of what is expected to arrive until a later pass starts counts as its load now."""
-WORTH = 0.95
-"""A division of few requests replaces the fluid's if it costs less than so much of it: what passes
-take is not known better than that, and whoever is left for later is the tail."""
-RATE_PASSES = 10.0
-"""Time constant of the arrival rate, in passes: it is asked how much comes in one."""
-CHUNK_WEIGHT = 0.4
-"""A prompt of n chunks counts like 1 + (n - 1) * this many requests: its delays are the tail."""
-AGAIN_WEIGHT = 700.0
-"""Times load**2 / (1 - load), what a second of computing again counts: it is one rank's second, and
-the barrier makes the others wait for it. Near capacity little more than the optimum is computed."""
-TORN_SHARE = 0.05
-"""Times the part of the lead beyond the latency, in pass times: the share of batches that may be
-left behind in part. The wider requests come apart, the more it costs to wait for the last one."""
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """Constants that were chosen by measurement."""
+
+    ageing: float = 5.0
+    """What waiting counts against length. In the order of the queue a chunk is worth this many
+    batches of waiting. With prompts of several chunks about, the completion of a request that has
+    waited as long as it takes counts this much more than the delay of others. Without it long
+    prompts give way to short ones for too long."""
+    slack: float = 0.77
+    """How much of a prediction about the cluster is relied on. Starts are not spaced if this share
+    of the queue is more than arrives between two of them. A batch leaves early if this share is
+    more than earlier passes take. Of the requests that will arrive during a pass, this share counts
+    as delayed by whatever makes the pass longer."""
+    arriving_share: float = 0.6
+    """How much of what is expected to arrive until a later pass starts counts as its load now."""
+    worth: float = 0.95
+    """A division of few requests replaces that of a fluid if it costs less than this share of it.
+    Pass times are not known better than that, and a request that is left for later is the tail."""
+    rate_passes: float = 10.0
+    """Time constant of the arrival rate, in passes, as it predicts what arrives in one."""
+    chunk_weight: float = 0.4
+    """A prompt of n chunks counts as 1 + (n - 1) * this many requests, as its delays are the tail.
+    """
+    again_weight: float = 700.0
+    """Weight of a second of computing again, times load**2 / (1 - load). It is one rank's second,
+    and the barrier makes the others wait for it. Near capacity little more than the optimum is
+    computed."""
+    torn_share: float = 0.05
+    """Share of batches that may be split, times the part of the lead beyond the latency in pass
+    times. The wider requests come apart, the more it costs to wait for the last one."""
+
+
+@dataclass(frozen=True, slots=True)
+class Memories(Measured):
+    """Steps and times with which the dispatch lead is learned and forgotten."""
+
+    lead_step: float = 0.006
+    """Step of both estimates of the lead, in pass times."""
+    torn_step: float = 0.05
+    """Step of the share of a batch that an idle instance leaves behind."""
+    torn_forget_s: float = 60.0
+    """Time constant of that share. A policy that avoids idle instances, as they split batches, sees
+    no more of them."""
+    lead_leak_s: float = 30.0
+    """Time constant with which the left-behind estimate falls back to the latency. A minute after
+    the host was busy nothing is left of what that taught."""
+    lead_margin_s: float = 0.003
+    """The lead is at least this much above the latency: the resolution of all that is measured."""
+
+
+@dataclass(frozen=True, slots=True)
+class Tuning(Memories):
+    """All of it. The constants below bound work or waiting, or are guesses."""
+
+    # The order of the queue, and what a batch is formed of.
+    most_tried: int = 2
+    """Open passes for which a decision forms a batch, the most urgent first."""
+    most_refused: int = 256
+    """A decision stops looking when decode has no room for this many requests of the queue."""
+    most_deferred: int = 32
+    """A batch is formed of the requests found so far when this many were left for other instances.
+    """
+    most_joining: int = 64
+    """With more requests waiting none joins a batch on its way: they were left for later passes on
+    purpose."""
+    most_hold_passes: float = 5.0
+    """Longest hold, in mean pass times; ``--sbs-max-hold-ms`` applies if that is longer. Passes of
+    large chunks take seconds."""
+    retry_s: float = 0.01
+    """The next decision is at least this much later after one that was expensive and sent nothing.
+    """
+    most_divided: int = 24
+    """Up to this many requests every division is tried. Each is a placement, and more requests in a
+    pass are as good as a fluid."""
+    most_filled: float = 1.5
+    """An instance whose next pass is filled gets no batch for the one after it if it already has
+    this many passes: it is nearer to two than to one."""
+
+    # Prompts of several chunks.
+    most_planned: int = 128
+    """Waiting requests looked at; the rest does not matter for the next pass."""
+    nearest: int = 6
+    """Instances compared for each request, those that start next."""
+    most_holders: int = 2
+    """Other instances compared because they have most of its prompt cached."""
+    fetch_token_s: float = 7e-6
+    """Time per token from shared storage to a rank: a guess, as no report has it."""
+    load_token_s: float = 1.5e-6
+    """Time per fetched token from the host to the device, in the pass that the request begins in.
+    The whole instance waits for it. A guess likewise."""
+
+    # Prefix caches.
+    least_hit_share: float = 0.02
+    """No request waits for a cached prefix of less than this share of a chunk. With pages of one
+    token any two prompts may begin alike."""
+    most_twins: int = 4
+    """Requests of a batch that begin alike and are compared with the next one."""
+
+    # Placement on the DP ranks.
+    left_out_batches: int = 3
+    """A request that was left out of this many batches takes the place of a new one. Its price near
+    saturation: docs/lab/constants.md."""
+    most_turns: int = 8
+    """Requests that are let in by that rule, the oldest first. Looking for a place costs as much as
+    there are requests in the batch."""
+    least_hole_share: float = 0.02
+    """A prompt is split only to fill a hole of at least this share of a chunk."""
+
+    # The guard (``hold_guard``).
+    guard_enter_passes: float = 0.25
+    """Holding stops when the dispatch lead exceeds the latency of a lone request by this much, in
+    mean pass times."""
+    guard_trial_passes: float = 0.12
+    """The same while holding is on trial."""
+    guard_most_load: float = 0.75
+    """Near capacity batches fill passes, which is worth more than arriving whole."""
+    guard_first_s: float = 20.0
+    """How long holding stays off at first."""
+    guard_most_s: float = 160.0
+    """How long it stays off at most, after trials that failed."""
+    guard_trial_s: float = 30.0
+    """A trial has failed if holding stops again within this time."""
+    late_report_s: float = 0.05
+    """How late a report about the end of a pass may be. After that it is lost."""
+
+    # The load (``offered_load``) and idle instances (``idle_turns``).
+    least_window_s: float = 3.0
+    """Shortest window of the arrival rate, which takes a few requests to tell."""
+    least_pass_s: float = 1e-3
+    """Shortest pass: a fit may find that passes have no fixed time at all."""
+    most_load: float = 0.95
+    """More may arrive than can be computed. Spacing and lead need a share below 1."""
+    few_passes: int = 10
+    """Passes of an instance until its predictions say that it is slower than others."""
+    torn_most_share: float = 0.25
+    """Where this share of a batch is left behind, nothing is won by letting an instance fall idle.
+    """
+
+    # Comparing floats.
+    epsilon_s: float = 1e-9
+    beyond_s: float = 1e-6
+    """More than the difference that the order of adding times makes."""
+
+
+TUNING = Tuning()

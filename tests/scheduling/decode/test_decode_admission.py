@@ -15,7 +15,7 @@ from sglang_sbs.scheduling import (
     RequestEnded,
 )
 from sglang_sbs.scheduling.policies.adaptive.trigger import AdaptiveTrigger
-from sglang_sbs.scheduling.policies.adaptive.view import MOST_REFUSED
+from sglang_sbs.scheduling.policies.tuning import TUNING
 from sglang_sbs.scheduling.prefill.instance import LOST_S
 from sglang_sbs.scheduling.queue.request import arrived
 
@@ -167,7 +167,7 @@ class TestWork:
         it = driver(default_output_tokens=10)
         prefill(it)
         decode(it, "d0", [100])
-        for index in range(4 * MOST_REFUSED):
+        for index in range(4 * TUNING.most_refused):
             it.arrive(f"r{index}", 500)
         asked = []
         admits = it.scheduler._admission.admits
@@ -178,7 +178,7 @@ class TestWork:
 
         monkeypatch.setattr(it.scheduler._admission, "admits", counted)
         it.arrive("one more", 500)
-        assert len(asked) <= 3 * MOST_REFUSED
+        assert len(asked) <= 3 * TUNING.most_refused
 
 
 class TestLostOnItsWay:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -16,12 +17,14 @@ from sglang_sbs.scheduling import (
     PrefillDone,
     RequestEnded,
 )
+from sglang_sbs.scheduling.policies.adaptive import batch
 from sglang_sbs.scheduling.policies.adaptive.cache_affinity import (
     BatchAffinity,
     CacheAffinity,
     ForecastAffinity,
 )
 from sglang_sbs.scheduling.policies.adaptive.pass_forecast import Home
+from sglang_sbs.scheduling.policies.tuning import TUNING
 from sglang_sbs.scheduling.prefix.places import Hits, Upcoming
 from sglang_sbs.scheduling.reasons import WaitReason
 from sglang_sbs.scheduling.request import Request
@@ -338,7 +341,7 @@ def test_who_has_a_home_goes_to_its_rank():
 
 def test_many_that_wait_for_one_instance_do_not_hide_those_of_another(monkeypatch):
     """A decision looks at few of those that belong elsewhere, and then tries the next instance."""
-    monkeypatch.setattr("sglang_sbs.scheduling.policies.adaptive.batch.MAX_DEFERRED", 3)
+    monkeypatch.setattr(batch, "TUNING", replace(TUNING, most_deferred=3))
     it = cluster()
     stored(it, "p1", 0, PREFIX)
     for name in ("p0", "p1"):

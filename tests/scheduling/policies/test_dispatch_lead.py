@@ -6,11 +6,8 @@ import random
 
 import pytest
 
-from sglang_sbs.scheduling.policies.adaptive.dispatch_lead import (
-    _MARGIN_S,
-    _TORN_FORGET_S,
-    DispatchLead,
-)
+from sglang_sbs.scheduling.policies.adaptive.dispatch_lead import DispatchLead
+from sglang_sbs.scheduling.policies.tuning import TUNING
 from sglang_sbs.scheduling.prefill.observation import Observation
 
 LATENCY_S = 0.02
@@ -50,11 +47,11 @@ def test_the_share_of_late_batches_is_what_they_cost(load: float):
 
 def test_never_shorter_than_the_latency_and_never_most_of_a_pass():
     lead = DispatchLead()
-    assert lead.lead_s(LATENCY_S) == pytest.approx(LATENCY_S + _MARGIN_S)
+    assert lead.lead_s(LATENCY_S) == pytest.approx(LATENCY_S + TUNING.lead_margin_s)
     for _ in range(1000):
         observe(lead, landed=[0.03])
-    assert lead.lead_s(LATENCY_S) == pytest.approx(LATENCY_S + _MARGIN_S)
-    assert lead.lead_s(0.05) == pytest.approx(0.05 + _MARGIN_S)
+    assert lead.lead_s(LATENCY_S) == pytest.approx(LATENCY_S + TUNING.lead_margin_s)
+    assert lead.lead_s(0.05) == pytest.approx(0.05 + TUNING.lead_margin_s)
     for _ in range(1000):
         observe(lead, left_behind=[lead.lead_s(LATENCY_S)])
     assert lead.lead_s(LATENCY_S) == pytest.approx(PASS_S)
@@ -70,15 +67,15 @@ def test_a_request_left_behind_weighs_more_than_one_that_found_the_instance_idle
                     observe(lead, landed=[ahead_s])
                 else:
                     observe(lead, **{how: [ahead_s]})
-    assert idled.lead_s(LATENCY_S) == pytest.approx(LATENCY_S + _MARGIN_S)
-    assert left_behind.lead_s(LATENCY_S) > LATENCY_S + 3 * _MARGIN_S
+    assert idled.lead_s(LATENCY_S) == pytest.approx(LATENCY_S + TUNING.lead_margin_s)
+    assert left_behind.lead_s(LATENCY_S) > LATENCY_S + 3 * TUNING.lead_margin_s
 
 
 def test_what_was_sent_long_before_or_after_says_nothing():
     lead = DispatchLead()
     for _ in range(500):
         observe(lead, landed=[10 * LATENCY_S], idled=[0.001], left_behind=[0.001])
-    assert lead.lead_s(LATENCY_S) == pytest.approx(LATENCY_S + _MARGIN_S)
+    assert lead.lead_s(LATENCY_S) == pytest.approx(LATENCY_S + TUNING.lead_margin_s)
 
 
 def test_torn_batches_are_forgotten_where_nobody_sees_any_more_of_them():
@@ -87,7 +84,7 @@ def test_torn_batches_are_forgotten_where_nobody_sees_any_more_of_them():
     for _ in range(200):
         observe(lead, torn=0.8)
     assert lead.whole == 0
-    observe(lead, now_s=4 * _TORN_FORGET_S)
+    observe(lead, now_s=4 * TUNING.torn_forget_s)
     assert lead.whole > 0.7
 
 
@@ -97,5 +94,5 @@ def test_a_lead_that_rose_with_the_latency_falls_with_it():
     seen = Observation(landed_s=[0.2])
     for _ in range(500):
         lead.observe(seen, 0.0, ranks=8, load=0.5, latency_s=10 * LATENCY_S, pass_s=PASS_S)
-    assert lead.lead_s(10 * LATENCY_S) == pytest.approx(10 * LATENCY_S + _MARGIN_S)
-    assert lead.lead_s(LATENCY_S) == pytest.approx(LATENCY_S + _MARGIN_S)
+    assert lead.lead_s(10 * LATENCY_S) == pytest.approx(10 * LATENCY_S + TUNING.lead_margin_s)
+    assert lead.lead_s(LATENCY_S) == pytest.approx(LATENCY_S + TUNING.lead_margin_s)

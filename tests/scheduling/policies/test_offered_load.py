@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 from harness.learned_instance import instance
 
-from sglang_sbs.scheduling.policies.offered_load import _LEAST_WINDOW_S, OfferedLoad
+from sglang_sbs.scheduling.policies.offered_load import OfferedLoad
+from sglang_sbs.scheduling.policies.tuning import TUNING
 
 
 @pytest.mark.parametrize(("fixed_s", "passes"), [(0.01, False), (1.0, True)])
@@ -21,6 +22,6 @@ def test_slow_passes_are_given_time_to_tell_a_rate(fixed_s: float, passes: bool)
         offered.measure([one], float(second))
     assert offered.request_rate == pytest.approx(1.0, rel=0.25)
     before = offered.request_rate
-    offered.measure([one], 59.0 + _LEAST_WINDOW_S)
+    offered.measure([one], 59.0 + TUNING.least_window_s)
     kept = offered.request_rate / before
     assert (kept > 0.7) == passes

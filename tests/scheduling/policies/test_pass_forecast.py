@@ -9,13 +9,12 @@ from harness.learned_instance import FIXED_S, PAIR_S, TOKEN_S, instance, request
 from sglang_sbs.scheduling import InstanceDown, InstanceUp
 from sglang_sbs.scheduling.events import BlocksStored
 from sglang_sbs.scheduling.policies.adaptive.pass_forecast import (
-    FETCH_S,
-    LOAD_S,
     Home,
     PassForecast,
     Terms,
     homes,
 )
+from sglang_sbs.scheduling.policies.tuning import TUNING
 from sglang_sbs.scheduling.prefill.instance import PrefillInstance
 from sglang_sbs.scheduling.prefix.places import Hits
 from sglang_sbs.scheduling.request import Request
@@ -203,7 +202,9 @@ def test_on_an_idle_instance_it_begins_when_it_is_there():
     fetched = cached_in_storage("r", 100_500, {"p0": [100_000, 100_000]})
     local = cached_in_storage("r", 100_500, {"p0": [0, 100_000]})
     there_s, fetching_s = (forecast(instance()).cost_s(one, Terms()) for one in (local, fetched))
-    assert fetching_s - there_s == pytest.approx(100_000 * (FETCH_S + LOAD_S))
+    assert fetching_s - there_s == pytest.approx(
+        100_000 * (TUNING.fetch_token_s + TUNING.load_token_s)
+    )
 
 
 def test_all_ranks_wait_while_one_loads_what_was_fetched():
@@ -212,7 +213,7 @@ def test_all_ranks_wait_while_one_loads_what_was_fetched():
         it.add(cached_in_storage("turn", 8500, {"p0": to_fetch}), Terms())
         return it.cost_s(request("other", 100), Terms())
 
-    assert beside([8000, 8000]) - beside([0, 8000]) == pytest.approx(8000 * LOAD_S)
+    assert beside([8000, 8000]) - beside([0, 8000]) == pytest.approx(8000 * TUNING.load_token_s)
 
 
 def test_it_is_the_rank_of_the_forecast_that_a_request_goes_to():

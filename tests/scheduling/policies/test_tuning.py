@@ -3,32 +3,35 @@
 from __future__ import annotations
 
 import ast
+from dataclasses import FrozenInstanceError
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
 
 import sglang_sbs
-from sglang_sbs.scheduling.policies import tuning
+from sglang_sbs.scheduling.policies.tuning import TUNING, Measured, Memories
 
 POLICIES = Path(sglang_sbs.__file__).parent / "scheduling" / "policies"
 PAGE = Path(__file__).parents[3] / "docs" / "lab" / "constants.md"
+MODULES = [
+    *(POLICIES / "adaptive").glob("*.py"),
+    *[POLICIES / f"{name}.py" for name in ("idle_turns", "offered_load", "pbaa")],
+]
 MOST_TUNED = 8
-NOT_TUNED = {"NEAREST", "RETRY_S", "FETCH_S", "LOAD_S", "LEAST_HIT_SHARE", "LEFT_OUT"}
-"""Bounds of work and of waiting by another name, and guesses about storage. So is what begins
-with these:"""
-BOUNDS = ("MOST_", "MAX_", "_")
+ALLOWED = {0, 1, 2, 1e3}
+"""The last one converts seconds to milliseconds."""
 
 
-def numbers(path: Path) -> dict[str, str]:
-    """Constants of a module that are a number, and what stands below them."""
-    body = ast.parse(path.read_text()).body
-    found = {}
-    for node, after in zip(body, [*body[1:], None], strict=True):
-        if isinstance(node, ast.Assign) and isinstance(node.value, ast.Constant | ast.BinOp):
-            told = after.value if isinstance(after, ast.Expr) else None
-            sentence = told.value if isinstance(told, ast.Constant) else ""
-            found |= {one.id: str(sentence) for one in node.targets if isinstance(one, ast.Name)}
-    return found
+def explained(of: type) -> dict[str, str]:
+    """The constants of a class, and the sentence below each."""
+    tree = ast.parse((POLICIES / "tuning.py").read_text())
+    body = next(n for n in tree.body if isinstance(n, ast.ClassDef) and n.name == of.__name__).body
+    return {
+        node.target.id: after.value.value
+        for node, after in pairwise(body)
+        if isinstance(node, ast.AnnAssign) and isinstance(after, ast.Expr)
+    }
 
 
 def table(heading: str) -> set[str]:
@@ -37,23 +40,29 @@ def table(heading: str) -> set[str]:
     return {row.split("`")[1] for row in part.splitlines() if row.startswith("| `")}
 
 
-def test_there_are_few_and_each_has_a_sentence_here_and_a_figure_there():
-    tuned = numbers(POLICIES / "tuning.py")
-    assert len(tuned) <= MOST_TUNED
-    assert all(tuned.values())
-    assert tuned.keys() == table("The tuned constants")
-    assert tuned.keys() == {name for name in vars(tuning) if name.isupper()}
-
-
-def test_the_page_has_what_the_lead_remembers_too():
-    assert numbers(POLICIES / "adaptive" / "dispatch_lead.py").keys() == table("Memories")
-
-
 @pytest.mark.parametrize(
-    "path",
-    [*(POLICIES / "adaptive").glob("*.py"), POLICIES / "pbaa.py"],
-    ids=lambda path: path.name,
+    ("of", "heading"), [(Measured, "The tuned constants"), (Memories, "Memories")]
 )
-def test_elsewhere_numbers_only_bound_work(path: Path):
-    tuned = [one for one in numbers(path) if not one.startswith(BOUNDS) and one not in NOT_TUNED]
-    assert not tuned, "a constant that was chosen by measurement belongs into tuning.py"
+def test_each_constant_has_a_sentence_here_and_a_figure_there(of: type, heading: str):
+    assert of.__annotations__.keys() == table(heading) == explained(of).keys()
+
+
+def test_few_constants_are_tuned():
+    assert len(Measured.__annotations__) <= MOST_TUNED
+
+
+def test_no_constant_changes_while_the_policy_runs():
+    with pytest.raises(FrozenInstanceError):
+        TUNING.slack = 1.0  # type: ignore[misc]
+
+
+@pytest.mark.parametrize("path", MODULES, ids=lambda path: path.name)
+def test_a_number_of_the_policy_has_a_name(path: Path):
+    numbers = {
+        f"{node.value} in line {node.lineno}"
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.Constant)
+        and isinstance(node.value, int | float)
+        and node.value not in ALLOWED
+    }
+    assert not numbers, "every other number belongs into tuning.py"

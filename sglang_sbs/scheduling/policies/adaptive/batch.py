@@ -11,16 +11,12 @@ from sglang_sbs.scheduling.paging import paged
 from sglang_sbs.scheduling.policies.adaptive.cache_affinity import BatchAffinity, CacheAffinity
 from sglang_sbs.scheduling.policies.adaptive.division import Division, Requests
 from sglang_sbs.scheduling.policies.adaptive.explained import note_left, note_skipped
-from sglang_sbs.scheduling.policies.adaptive.view import EPSILON_S, MOST_REFUSED, OpenPass, View
+from sglang_sbs.scheduling.policies.adaptive.view import OpenPass, View
 from sglang_sbs.scheduling.policies.pbaa import place_fitting, top_up
 from sglang_sbs.scheduling.policies.policy import Placement
+from sglang_sbs.scheduling.policies.tuning import TUNING
 from sglang_sbs.scheduling.reasons import WaitReason
 from sglang_sbs.scheduling.request import Request, uncached_tokens_of
-
-MAX_TRIED = 2
-"""Open passes for which a decision forms a batch, the most urgent first."""
-MAX_DEFERRED = 32
-"""A batch is formed of the requests found so far when this many were left for other instances."""
 
 
 class Batch(NamedTuple):
@@ -56,7 +52,7 @@ def choose(view: View, division: Division, moment: CacheAffinity) -> Iterator[Ba
     tried = 0
     tries_all = view.learned.long.uneven_chunks or view.by_forecast
     for opening in division.passes:
-        if tried < MAX_TRIED or tries_all or moment.is_wanted(opening.instance):
+        if tried < TUNING.most_tried or tries_all or moment.is_wanted(opening.instance):
             batch, is_forbidden = _batch_for(view, division, moment, opening)
             tried += not is_forbidden
             if batch.head or batch.rest:
@@ -118,7 +114,7 @@ class _Filters:
         long = view.learned.long
         self._all_suit = view.overdue or not long.uneven_chunks
         # Whatever was predicted, no request is left for another instance longer than this.
-        self._patient_s = view.at.now_s + EPSILON_S - view.learned.hold_s
+        self._patient_s = view.at.now_s + TUNING.epsilon_s - view.learned.hold_s
         self._refused = 0
         self.forbidden = 0
         """Requests that must not go to the instance."""
@@ -126,7 +122,9 @@ class _Filters:
     @property
     def exhausted(self) -> bool:
         """Whether the decision has looked at enough requests that it cannot take."""
-        return self._affinity.deferred >= MAX_DEFERRED or self._refused >= MOST_REFUSED
+        return (
+            self._affinity.deferred >= TUNING.most_deferred or self._refused >= TUNING.most_refused
+        )
 
     def skip(self, request: Request) -> WaitReason | None:
         """Why a request cannot be in the batch; None: it can."""

@@ -8,7 +8,7 @@ Each rank is judged by when the request would be done there, plus what its compu
 which delays everybody who comes while it catches up, the more the higher the load. So prefixes are
 computed again on an idle cluster, and rather waited for when others would pay for it. All that
 share a prefix share the price of having it in one more place. Nobody waits for less than
-``LEAST_HIT_SHARE`` of a chunk.
+``TUNING.least_hit_share`` of a chunk.
 """
 
 from __future__ import annotations
@@ -22,16 +22,13 @@ from typing import NamedTuple
 from sglang_sbs.scheduling.events import InstanceId
 from sglang_sbs.scheduling.paging import paged
 from sglang_sbs.scheduling.policies.adaptive.lineup import Moment
-from sglang_sbs.scheduling.policies.adaptive.pass_forecast import FETCH_S, Home
-from sglang_sbs.scheduling.policies.pbaa import LEAST_HIT_SHARE, first_part
-from sglang_sbs.scheduling.policies.tuning import AGAIN_WEIGHT
+from sglang_sbs.scheduling.policies.adaptive.pass_forecast import Home
+from sglang_sbs.scheduling.policies.pbaa import first_part
+from sglang_sbs.scheduling.policies.tuning import TUNING
 from sglang_sbs.scheduling.prefill.instance import PrefillInstance
 from sglang_sbs.scheduling.prefix.places import Hits, Upcoming, shared_blocks
 from sglang_sbs.scheduling.reasons import WaitReason
 from sglang_sbs.scheduling.request import Request
-
-_TWINS = 4
-"""So many requests of a batch that begin alike are compared with the next one."""
 
 
 class Skip(NamedTuple):
@@ -84,7 +81,7 @@ class CacheAffinity:
         self.at = at
         self._by_id = by_id
         self._first = first
-        self._weight = AGAIN_WEIGHT * load**2 / (1 - load)
+        self._weight = TUNING.again_weight * load**2 / (1 - load)
         self._views: dict[InstanceId, _View] = {}
         self._homes: dict[str, _Best] = {}
         self._wanted: set[InstanceId] = set()
@@ -161,7 +158,7 @@ class CacheAffinity:
         for one in request.upcoming:
             at = self._by_id.get(one.instance)
             gain = one.tokens - request.hits.best_tokens
-            if at is None or gain < LEAST_HIT_SHARE * at.chunk_tokens:
+            if at is None or gain < TUNING.least_hit_share * at.chunk_tokens:
                 continue
             view = self.view(at)
             start_s = max(one.visible_s, view.start_s)
@@ -248,7 +245,7 @@ class BatchAffinity:
     def __init__(self, moment: CacheAffinity, instance: PrefillInstance) -> None:
         self._moment = moment
         self._instance = instance
-        self._least_tokens = LEAST_HIT_SHARE * instance.chunk_tokens
+        self._least_tokens = TUNING.least_hit_share * instance.chunk_tokens
         """No request waits for less."""
         self._taken: dict[int, list[Request]] = {}
         """Requests in the batch, by their first block."""
@@ -268,7 +265,7 @@ class BatchAffinity:
         if left is not None:
             self.deferred += 1
             self._moment.defer()
-        elif len(twins) < _TWINS:
+        elif len(twins) < TUNING.most_twins:
             twins.append(request)
         return left
 
@@ -335,7 +332,7 @@ class BatchAffinity:
 
         def cost(d: int) -> tuple[float, float]:
             done_s = self._moment.done_s(request, view, hits[d], here.chunk_tokens - capacity[d])
-            if fetch_s := request.fetch_tokens(here.id, d) * FETCH_S:
+            if fetch_s := request.fetch_tokens(here.id, d) * TUNING.fetch_token_s:
                 # Passes begin without it until it is there.
                 pass_s = view.next_pass_s
                 done_s += math.ceil(fetch_s / pass_s) * pass_s if here.passes else fetch_s

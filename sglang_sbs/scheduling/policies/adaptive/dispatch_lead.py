@@ -17,20 +17,8 @@ from __future__ import annotations
 
 import math
 
-from sglang_sbs.scheduling.policies.tuning import TORN_SHARE
+from sglang_sbs.scheduling.policies.tuning import TUNING
 from sglang_sbs.scheduling.prefill.observation import Observation
-
-_STEP = 0.006
-"""Step of both estimates, in pass times."""
-_TORN_STEP = 0.05
-_TORN_FORGET_S = 60.0
-"""Step and time constant of the torn share: who avoids idle instances, as they tear, sees no more
-of them."""
-_LEAK_S = 30.0
-"""Time constant with which the left-behind estimate falls back to the latency: after a minute of a
-busy host nothing is left of what it taught."""
-_MARGIN_S = 0.003
-"""Never less than this above the latency, the resolution of everything that is measured here."""
 
 
 class DispatchLead:
@@ -53,13 +41,13 @@ class DispatchLead:
 
     def lead_s(self, latency_s: float) -> float:
         """The lead, given L_net."""
-        return max(self._idle_s, self._left_behind_s, latency_s + _MARGIN_S)
+        return max(self._idle_s, self._left_behind_s, latency_s + TUNING.lead_margin_s)
 
     @property
     def whole(self) -> float:
         """How far a batch may be trusted to start whole on an idle instance, 0 to 1. Where a
         quarter of it is left behind, nothing is won by letting an instance fall idle."""
-        return max(0.0, 1 - 4 * self._torn_share)
+        return max(0.0, 1 - self._torn_share / TUNING.torn_most_share)
 
     def observe(
         self,
@@ -77,33 +65,33 @@ class DispatchLead:
 
         Only what was sent about one lead ahead says whether the lead is right: a request sent later
         was expected to be late, one sent much earlier could not be."""
-        self._torn_share *= math.exp(-(now_s - self._torn_s) / _TORN_FORGET_S)
+        self._torn_share *= math.exp(-(now_s - self._torn_s) / TUNING.torn_forget_s)
         self._torn_s = now_s
         if seen.torn is not None:
-            self._torn_share += _TORN_STEP * (seen.torn - self._torn_share)
+            self._torn_share += TUNING.torn_step * (seen.torn - self._torn_share)
         lead_s = self.lead_s(latency_s)
         self._leak(latency_s, now_s)
         landed = sum(1 for s in seen.landed_s if s <= 2 * lead_s)
-        idled = sum(1 for s in seen.idled_s if s >= 0.5 * lead_s)
-        left_behind = sum(1 for s in seen.left_behind_s if s >= 0.5 * lead_s)
+        idled = sum(1 for s in seen.idled_s if s >= lead_s / 2)
+        left_behind = sum(1 for s in seen.left_behind_s if s >= lead_s / 2)
         count = landed + idled + left_behind
         if count == 0:
             return
-        beyond_s = max(_MARGIN_S, self._left_behind_s - latency_s)
-        torn_share = TORN_SHARE * beyond_s / pass_s
+        beyond_s = max(TUNING.lead_margin_s, self._left_behind_s - latency_s)
+        torn_share = TUNING.torn_share * beyond_s / pass_s
         idle_share = (1 - load) / (2 - load)
-        least_s = latency_s + _MARGIN_S
+        least_s = latency_s + TUNING.lead_margin_s
         most_s = max(least_s, pass_s)
-        idle_step_s = _STEP * pass_s * (idled / count - idle_share)
-        torn_step_s = _STEP * pass_s * ((left_behind > 0) - torn_share / max(1, ranks))
+        idle_step_s = TUNING.lead_step * pass_s * (idled / count - idle_share)
+        torn_step_s = TUNING.lead_step * pass_s * ((left_behind > 0) - torn_share / max(1, ranks))
         self._idle_s = _stepped(self._idle_s, idle_step_s, least_s, most_s)
         self._left_behind_s = _stepped(self._left_behind_s, torn_step_s, least_s, most_s)
 
     def _leak(self, latency_s: float, now_s: float) -> None:
         """Few messages report a split batch, so the way down must not depend on messages alone."""
-        kept = math.exp(-max(0.0, now_s - self._leaked_s) / _LEAK_S)
+        kept = math.exp(-max(0.0, now_s - self._leaked_s) / TUNING.lead_leak_s)
         self._leaked_s = now_s
-        least_s = latency_s + _MARGIN_S
+        least_s = latency_s + TUNING.lead_margin_s
         if self._left_behind_s > least_s:
             self._left_behind_s = least_s + kept * (self._left_behind_s - least_s)
 

@@ -9,7 +9,8 @@ from sglang_sbs.scheduling.events import InstanceId
 from sglang_sbs.scheduling.explained.decisions import MOST_LOOKS, Batch, look_at, note
 from sglang_sbs.scheduling.policies.adaptive.cache_affinity import Skip
 from sglang_sbs.scheduling.policies.adaptive.openings import Openings
-from sglang_sbs.scheduling.policies.adaptive.view import EPSILON_S, OpenPass, View
+from sglang_sbs.scheduling.policies.adaptive.view import OpenPass, View
+from sglang_sbs.scheduling.policies.tuning import TUNING
 from sglang_sbs.scheduling.reasons import Opening, Term, WaitReason
 from sglang_sbs.scheduling.request import Request
 
@@ -48,7 +49,7 @@ def explain(view: View, openings: Openings, one: OpenPass, costs_s: Costs) -> Ba
 
 def _opening(view: View, one: OpenPass) -> Opening:
     """An instance that is about to be ready counts as that, however much waits."""
-    is_near = view.at.forms_at_s(one.instance) - view.at.now_s <= view.lead_s + EPSILON_S
+    is_near = view.at.forms_at_s(one.instance) - view.at.now_s <= view.lead_s + TUNING.epsilon_s
     is_full_ahead = one.kind is Opening.FULL_AHEAD
     return Opening.ABOUT_TO_END if is_full_ahead and is_near else one.kind
 

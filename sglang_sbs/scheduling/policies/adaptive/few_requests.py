@@ -14,12 +14,9 @@ from typing import NamedTuple
 
 from sglang_sbs.scheduling.policies.adaptive.lineup import Begins
 from sglang_sbs.scheduling.policies.offered_load import OfferedLoad
-from sglang_sbs.scheduling.policies.tuning import ARRIVING_SHARE, WORTH
+from sglang_sbs.scheduling.policies.tuning import TUNING
 from sglang_sbs.scheduling.prefill.instance import PrefillInstance
 from sglang_sbs.scheduling.request import Request, uncached_tokens_of
-
-MOST_DIVIDED = 24
-"""Each division is a placement, and more requests in a pass are as good as a fluid."""
 
 
 def fair_share(
@@ -59,7 +56,7 @@ def fair_share(
     sum_per_s = per_s
     sum_tokens = per_s * base_s
     level_s = (waiting_tokens + sum_tokens) / sum_per_s
-    coming_rate = ARRIVING_SHARE * token_rate
+    coming_rate = TUNING.arriving_share * token_rate
     for delay_s, other in others:
         other_per_s, pass_s, held_s = other.marginal or _marginal(other)
         other_base_s = delay_s + pass_s + held_s
@@ -76,7 +73,7 @@ def prefix(requests: Sequence[Request], tokens: float) -> int:
     """How many of the first requests come closest to this many tokens."""
     taken = 0.0
     for count, request in enumerate(requests):
-        if taken + 0.5 * request.uncached_tokens > tokens:
+        if taken + request.uncached_tokens / 2 > tokens:
             return count
         taken += request.uncached_tokens
     return len(requests)
@@ -116,7 +113,7 @@ def cut_of(
     least = min(len(head), int(instance.idle and share > 0))
     cut = max(cut, least)
     cycle = offered.request_rate * offered.pass_s / len(begins.instances)
-    few = cycle <= MOST_DIVIDED * whole and len(head) <= MOST_DIVIDED
+    few = cycle <= TUNING.most_divided * whole and len(head) <= TUNING.most_divided
     alone = instance.dp_size == 1  # no rank waits for another
     if alone or not few or any(one.uncached_tokens > instance.chunk_tokens for one in head):
         return cut
@@ -129,7 +126,7 @@ def cut_of(
         share = fair_share(later, rest, left_tokens, later_s, now_s, rate)
         head = head[: cut + prefix(head[cut:], share)]
     later_s = max(start_s, later_s)
-    coming = round(ARRIVING_SHARE * offered.request_rate * (later_s - now_s))
+    coming = round(TUNING.arriving_share * offered.request_rate * (later_s - now_s))
     return best_cut(
         head,
         Turns(instance, later, later_s - start_s, [round(offered.mean_tokens)] * coming, cycle),
@@ -192,7 +189,7 @@ def best_cut(
             taken += weights[cut]
             left -= weights[cut]
     best = min(costs)
-    if best >= WORTH * costs[usual - least]:
+    if best >= TUNING.worth * costs[usual - least]:
         return usual
     return max(cut for cut, cost in enumerate(costs, least) if cost <= best)
 

@@ -2,9 +2,9 @@
 
 A batch puts its requests on the wire at the same moment. On a host without spare CPU, or behind one
 serial intake, the last of n requests is taken in n times later than a lone one, the launch splits
-the batch, and the dispatch lead (:mod:`.dispatch_lead`) grows. When it exceeds the latency of a
-lone request by :data:`_ENTER_PASSES`, holding costs more than it brings, so the guard switches to
-immediate placement by predicted finish (``eta``).
+the batch, and the dispatch lead (:mod:`.dispatch_lead`) grows. When the lead exceeds the latency of
+a lone request by ``Tuning.guard_enter_passes``, holding costs more than it brings, so the guard
+switches to immediate placement by predicted finish (``eta``).
 
 Without batches nothing tells whether batches would arrive whole again. So holding is tried again
 after a while, and after twice as long each time that the trial fails.
@@ -17,23 +17,9 @@ from itertools import islice
 
 from sglang_sbs.scheduling.policies.immediate import Eta
 from sglang_sbs.scheduling.policies.policy import Admissible, Placement, Plan
+from sglang_sbs.scheduling.policies.tuning import TUNING
 from sglang_sbs.scheduling.prefill.instance import Instances, PrefillInstance
 from sglang_sbs.scheduling.queue.request import RequestQueue
-
-_ENTER_PASSES = 0.25
-"""Dispatch lead beyond the latency of a lone request at which holding stops, in mean pass times."""
-_TRIAL_PASSES = 0.12
-"""The same while holding is on trial."""
-MOST_LOAD = 0.75
-"""Near capacity batches fill passes, which is worth more than arriving whole."""
-_REPORT_S = 0.05
-"""A report about the end of a pass may be so late, or is lost."""
-_MOST_LOOKED_AT = 256
-"""Requests that a decision looks at when decode has no room for the first ones."""
-_FIRST_S, _MOST_S = 20.0, 160.0
-"""How long holding stays off: at first, and at most after trials that failed."""
-_TRIAL_S = 30.0
-"""A trial has failed if holding stops again within this time."""
 
 
 class HoldGuard:
@@ -43,7 +29,7 @@ class HoldGuard:
         self.on = False
         """Holding is off."""
         self._until_s = -math.inf
-        self._off_s = _FIRST_S
+        self._off_s = TUNING.guard_first_s
 
     def update(self, excess_passes: float, now_s: float) -> bool:
         """Take in the dispatch lead beyond the latency of a lone request, in mean pass times.
@@ -53,9 +39,11 @@ class HoldGuard:
                 return False
             self.on = False
             return True
-        failed = now_s - self._until_s < _TRIAL_S
-        if excess_passes > (_TRIAL_PASSES if failed else _ENTER_PASSES):
-            self._off_s = min(2 * self._off_s, _MOST_S) if failed else _FIRST_S
+        failed = now_s - self._until_s < TUNING.guard_trial_s
+        if excess_passes > (TUNING.guard_trial_passes if failed else TUNING.guard_enter_passes):
+            self._off_s = (
+                min(2 * self._off_s, TUNING.guard_most_s) if failed else TUNING.guard_first_s
+            )
             self._until_s = now_s + self._off_s
             self.on = True
         return False
@@ -71,7 +59,7 @@ def place_at_once(
     ``event_loop_overlap_disagg_prefill`` stops doing so when an iteration finds nothing). Until the
     queued pass starts, waiting here costs nothing.
     """
-    for request in islice(queue, _MOST_LOOKED_AT):
+    for request in islice(queue, TUNING.most_refused):
         if admissible(request) and (allowed := request.allowed_on(instances)):
             ready_s = [(_ready_s(one, now_s), one) for one in allowed]
             ready = [one for at_s, one in ready_s if at_s <= now_s]
@@ -87,4 +75,4 @@ def _ready_s(instance: PrefillInstance, now_s: float) -> float:
     """When to send there at the latest; its report that the running pass has ended comes first."""
     if not instance.overlap or len(instance.passes) < 2:
         return now_s
-    return instance.passes[-1].start_s + _REPORT_S
+    return instance.passes[-1].start_s + TUNING.late_report_s

@@ -15,10 +15,9 @@ from itertools import islice
 from typing import NamedTuple
 
 from sglang_sbs.scheduling.events import InstanceId
+from sglang_sbs.scheduling.policies.tuning import TUNING
 from sglang_sbs.scheduling.prefill.agenda import Timetable
 from sglang_sbs.scheduling.prefill.instance import Instances, PrefillInstance
-
-_EPSILON_S = 1e-9
 
 
 class Moment(NamedTuple):
@@ -228,7 +227,7 @@ class PlannedStarts:
 
     def first_apart(self, start_s: float, apart_s: float) -> float:
         """The first time from then on that is ``apart_s`` or more from all of them."""
-        least_s = apart_s - _EPSILON_S
+        least_s = apart_s - TUNING.epsilon_s
         for planned_s in self.at_s[bisect_right(self.at_s, start_s - least_s) :]:
             if planned_s - start_s >= least_s:
                 break

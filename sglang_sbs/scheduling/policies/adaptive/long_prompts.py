@@ -12,16 +12,10 @@ from itertools import islice
 
 from sglang_sbs.scheduling.events import InstanceId
 from sglang_sbs.scheduling.policies.adaptive.lineup import Moment
-from sglang_sbs.scheduling.policies.adaptive.pass_forecast import (
-    MOST_PLANNED,
-    NEAREST,
-    Home,
-    PassForecast,
-    Terms,
-)
+from sglang_sbs.scheduling.policies.adaptive.pass_forecast import Home, PassForecast, Terms
 from sglang_sbs.scheduling.policies.adaptive.pass_forecast import homes as cheapest_homes
 from sglang_sbs.scheduling.policies.offered_load import OfferedLoad
-from sglang_sbs.scheduling.policies.tuning import AGAIN_WEIGHT, AGEING, SLACK
+from sglang_sbs.scheduling.policies.tuning import TUNING
 from sglang_sbs.scheduling.prefill.instance import Instances, PrefillInstance
 from sglang_sbs.scheduling.prefill.interval import IntervalController
 from sglang_sbs.scheduling.queue.request import RequestQueue
@@ -61,7 +55,7 @@ class LongPrompts:
         many = 1 + self._offered.load
         limit = many * self._largest_chunk_tokens
         if queue.longest_prompt_tokens > limit and any(
-            request.uncached_tokens > limit for request in queue.first(MOST_PLANNED)
+            request.uncached_tokens > limit for request in queue.first(TUNING.most_planned)
         ):
             return True
         return most_chunks > many
@@ -97,20 +91,20 @@ class LongPrompts:
                 forecasts[name] = self._forecast(one, at, closed=closed)
             return forecasts.get(name)
 
-        first = [*candidates[:NEAREST], *islice(in_order, NEAREST)]
-        near = list(dict.fromkeys(first))[:NEAREST]
+        first = [*candidates[: TUNING.nearest], *islice(in_order, TUNING.nearest)]
+        near = list(dict.fromkeys(first))[: TUNING.nearest]
         pass_s = self._interval.mean_forward_s
         anywhere = overdue or not self.uneven_chunks
         terms = Terms(
-            waiting_per_s=SLACK * self._offered.request_rate / len(instances),
+            waiting_per_s=TUNING.slack * self._offered.request_rate / len(instances),
             pass_s=pass_s,
-            again_weight=AGAIN_WEIGHT * self._offered.load**2 / (1 - self._offered.load),
+            again_weight=TUNING.again_weight * self._offered.load**2 / (1 - self._offered.load),
         )
 
         def terms_of(request: Request) -> Terms:
             chunks = math.ceil(request.uncached_tokens / self.chunk_tokens)
             waited = (at.now_s - request.arrived_s) / (pass_s * chunks)
-            return terms._replace(impatience=1 + AGEING * waited)
+            return terms._replace(impatience=1 + TUNING.ageing * waited)
 
         return cheapest_homes(
             [one for instance in near if (one := forecast_of(instance.id)) is not None],

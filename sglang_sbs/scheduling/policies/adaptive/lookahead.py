@@ -12,9 +12,8 @@ from __future__ import annotations
 
 import math
 
+from sglang_sbs.scheduling.policies.tuning import TUNING
 from sglang_sbs.scheduling.prefill.instance import Instances, PrefillInstance
-
-_EPSILON_S = 1e-9
 
 
 def lookahead(
@@ -44,7 +43,7 @@ def lookahead(
         # The others take what they have room for, and this one takes a whole pass.
         if queue_tokens >= tokens + room_tokens - room and _lacks_batch(one, tokens)
     ]
-    latest_s = now_s + _EPSILON_S
+    latest_s = now_s + TUNING.epsilon_s
     due_s = min([open_s for open_s, _ in opens if open_s > latest_s], default=math.inf)
     return [one for open_s, one in opens if open_s <= latest_s], due_s
 
@@ -55,5 +54,5 @@ def _lacks_batch(instance: PrefillInstance, capacity_tokens: float) -> bool:
     if not instance.overlap:
         return False
     if len(instance.passes) == 1:
-        return 0 < instance.charged_tokens < 1.5 * capacity_tokens  # nearer to one pass than to two
+        return 0 < instance.charged_tokens < TUNING.most_filled * capacity_tokens
     return len(instance.passes) == 2 and not (instance.charged_tokens or instance.has_flight)

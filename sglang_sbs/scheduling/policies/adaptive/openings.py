@@ -12,19 +12,12 @@ from sglang_sbs.scheduling.events import InstanceId
 from sglang_sbs.scheduling.policies.adaptive.lineup import Begins
 from sglang_sbs.scheduling.policies.adaptive.long_prompts import may_take
 from sglang_sbs.scheduling.policies.adaptive.lookahead import lookahead
-from sglang_sbs.scheduling.policies.adaptive.view import EPSILON_S, OpenPass, View
+from sglang_sbs.scheduling.policies.adaptive.view import OpenPass, View
 from sglang_sbs.scheduling.policies.idle_turns import whose_turn
-from sglang_sbs.scheduling.policies.pbaa import LEAST_HIT_SHARE
-from sglang_sbs.scheduling.policies.tuning import SLACK
+from sglang_sbs.scheduling.policies.tuning import TUNING
 from sglang_sbs.scheduling.prefill.instance import PrefillInstance
 from sglang_sbs.scheduling.reasons import Opening
 from sglang_sbs.scheduling.request import Request
-
-MOST_JOINING = 64
-"""With more requests waiting none joins a batch on its way: they were left for later passes on
-purpose."""
-_BEYOND_S = 1e-6
-"""More than the difference that the order of adding times makes."""
 
 
 class Openings(NamedTuple):
@@ -82,7 +75,7 @@ def _near(view: View, wake_s: float) -> tuple[list[OpenPass], float, PrefillInst
     """The open passes, when the next one opens, and the instance where a batch would start first.
     ``wake_s``: the next decision is no later than this."""
     now_s, capacity_of = view.at.now_s, view.learned.offered.capacity_of
-    patience_tokens = 0.0 if view.urgent else SLACK * view.queue.tokens
+    patience_tokens = 0.0 if view.urgent else TUNING.slack * view.queue.tokens
     found: list[OpenPass] = []
     soonest: PrefillInstance | None = None
     ahead_tokens = 0.0
@@ -90,7 +83,7 @@ def _near(view: View, wake_s: float) -> tuple[list[OpenPass], float, PrefillInst
 
     def limit_s() -> float:
         """An instance that starts later is open later, and wakes nobody sooner."""
-        return math.inf if is_long else max(now_s, wake_s) + view.lead_s + _BEYOND_S
+        return math.inf if is_long else max(now_s, wake_s) + view.lead_s + TUNING.beyond_s
 
     for start_s, _, number in view.starts.until(limit_s):
         instance = view.instances[number]
@@ -98,7 +91,7 @@ def _near(view: View, wake_s: float) -> tuple[list[OpenPass], float, PrefillInst
         ahead_tokens += capacity_of(instance)
         is_long = patience_tokens >= ahead_tokens
         opens_s, kind, joins_left = _opening(view, instance, start_s, is_long)
-        if opens_s <= now_s + EPSILON_S:
+        if opens_s <= now_s + TUNING.epsilon_s:
             found.append(OpenPass(instance, kind, joins_left))
         else:
             wake_s = min(wake_s, opens_s)
@@ -121,18 +114,18 @@ def _opening(
             forms_s = start_s  # too late for that pass
         return forms_s - view.lead_s, Opening.ABOUT_TO_END, math.inf
     is_followed = instance.has_flight and instance.has_room and bool(instance.passes)
-    if not is_followed or len(view.queue) > MOST_JOINING:
+    if not is_followed or len(view.queue) > TUNING.most_joining:
         return never_s, Opening.JOINS, 0.0
     # What came after the batch may join it, once a batch could leave for that pass.
     left_s = view.at.forms_at_s(instance) - now_s
-    if left_s > view.lead_s + EPSILON_S:
+    if left_s > view.lead_s + TUNING.epsilon_s:
         return now_s + left_s - view.lead_s, Opening.JOINS, 0.0
     # A request that joins leaves alone. If it comes late, it is one request in the next pass.
     interval = view.learned.interval
     batch_s = max(0.0, instance.left_s - now_s)
     spare_s = left_s - interval.lone_s - batch_s - interval.serial_s
     opens_s = now_s if instance.last_dispatch_s < now_s and spare_s >= 0 else never_s
-    return opens_s, Opening.JOINS, 1 + spare_s / max(EPSILON_S, interval.serial_s)
+    return opens_s, Opening.JOINS, 1 + spare_s / max(TUNING.epsilon_s, interval.serial_s)
 
 
 def _ahead(view: View) -> tuple[list[PrefillInstance], float]:
@@ -161,7 +154,7 @@ def _idle_in_turn(passes: list[OpenPass], oldest: Request | None) -> list[OpenPa
     if len(idle) < 2 or oldest is None:
         return passes
     tokens = [oldest.uncached_tokens_on(instance.id) for instance in idle]
-    most = min(tokens) + LEAST_HIT_SHARE * idle[0].chunk_tokens
+    most = min(tokens) + TUNING.least_hit_share * idle[0].chunk_tokens
     equal = [one for one, left in zip(idle, tokens, strict=True) if left <= most]
     first = whose_turn(equal, min(tokens))
     return sorted(passes, key=lambda one: one.instance is not first)
@@ -174,7 +167,7 @@ def _spaced(view: View, passes: list[OpenPass], begins: Begins) -> tuple[list[Op
     into themselves. A request that joins a batch starts with it."""
     learned = view.learned
     share_s = learned.offered.pass_s / len(view.instances)
-    if SLACK * view.queue.tokens >= max(1.0, learned.offered.token_rate * share_s):
+    if TUNING.slack * view.queue.tokens >= max(1.0, learned.offered.token_rate * share_s):
         return passes, math.inf
     # An instance that falls idle meanwhile would start with a part of the next batch.
     apart_s = learned.lead.whole * share_s

@@ -20,23 +20,9 @@ from typing import NamedTuple
 from sglang_sbs.scheduling.events import InstanceId
 from sglang_sbs.scheduling.paging import paged
 from sglang_sbs.scheduling.policies.idle_turns import whose_turn
-from sglang_sbs.scheduling.policies.tuning import CHUNK_WEIGHT
+from sglang_sbs.scheduling.policies.tuning import TUNING
 from sglang_sbs.scheduling.prefill.instance import PrefillInstance
 from sglang_sbs.scheduling.request import Request
-
-FETCH_S = 7e-6
-"""What a token takes from shared storage to a rank: a guess, as no report says it."""
-LOAD_S = 1.5e-6
-"""What a token that was fetched takes from there to the device, in the pass that it begins in: its
-whole instance waits for that. A guess likewise."""
-MOST_PLANNED = 128
-"""Waiting requests looked at; the rest does not matter for the next pass."""
-NEAREST = 6
-"""Instances compared for each request, those that start next."""
-_LEAST_PASS_S = 1e-3
-"""As in ``ForwardModel``."""
-MOST_HOLDERS = 2
-"""Other instances compared because they have most of its prompt cached."""
 
 
 class Home(NamedTuple):
@@ -155,7 +141,7 @@ class PassForecast:
         """Tokens ahead on a rank of a request of which it gets so many from storage first, and how
         much later than the pass that follows from them it begins."""
         at = self._ahead[rank]
-        left_s = fetched * FETCH_S
+        left_s = fetched * TUNING.fetch_token_s
         # A rank begins to fetch when it takes the request in, which is when it forms a pass.
         passes = 0
         while left_s > 0 and passes < len(self._passes):
@@ -173,7 +159,7 @@ class PassForecast:
         done_s = self._start_s + fetch_s + sum([one.length_s for one in passes[:first]])
         ends = sum([one.ends for one in passes[first:]])
         delays_s = 0.0
-        load_s = fetched * LOAD_S
+        load_s = fetched * TUNING.load_token_s
         cached = context = request.hit_tokens(instance.id, rank)
         # The sums of ``ForwardModel.rank_s`` and ``pass_s``, in line: this is asked most of all.
         (w_fixed, w_rank, w_mean, w_pair), unit, time_unit_s = model.cost
@@ -189,14 +175,14 @@ class PassForecast:
                 own_s = (w_rank * mine + w_pair * pairs / unit) / unit * time_unit_s + load_s
                 slowest_s = own_s if own_s > one.slowest_s else one.slowest_s
                 common = w_fixed + w_mean * ((one.tokens + part) / dp_size) / unit
-                length_s = max(_LEAST_PASS_S, common * time_unit_s + slowest_s)
+                length_s = max(TUNING.least_pass_s, common * time_unit_s + slowest_s)
                 longest_s = length_s if length_s > mean_pass_s else mean_pass_s
                 delays_s += (length_s - one.length_s) * (ends + waiting_per_s * longest_s)
                 ends -= one.ends
             else:
                 slowest_s = (w_rank * part + w_pair * pairs / unit) / unit * time_unit_s + load_s
                 common = w_fixed + w_mean * (part / dp_size) / unit
-                length_s = max(_LEAST_PASS_S, common * time_unit_s + slowest_s)
+                length_s = max(TUNING.least_pass_s, common * time_unit_s + slowest_s)
                 longest_s = length_s if length_s > mean_pass_s else mean_pass_s
                 delays_s += length_s * waiting_per_s * longest_s
             done_s += length_s
@@ -215,11 +201,13 @@ class PassForecast:
         weight = self._weight_of(request.uncached_tokens)
         fetched = request.fetch_tokens(self.instance.id, rank)
         self._ahead[rank], _ = self._begins_at(rank, fetched)
-        self._lay(rank, request.prompt_tokens - cached, cached, weight, fetched * LOAD_S)
+        self._lay(
+            rank, request.prompt_tokens - cached, cached, weight, fetched * TUNING.load_token_s
+        )
         return Home(self.instance.id, rank)
 
     def _weight_of(self, tokens: int) -> float:
-        return 1 + CHUNK_WEIGHT * ((tokens - 1) // self.instance.chunk_tokens)
+        return 1 + TUNING.chunk_weight * ((tokens - 1) // self.instance.chunk_tokens)
 
     def _lay(
         self, rank: int, tokens: int, context: int, weight: float, load_s: float = 0.0
@@ -254,7 +242,7 @@ class PassForecast:
             one.slowest_s = own_s if own_s > one.slowest_s else one.slowest_s
             load_s = 0.0
             common = w_fixed + w_mean * (one.tokens / dp_size) / unit
-            one.length_s = max(_LEAST_PASS_S, common * time_unit_s + one.slowest_s)
+            one.length_s = max(TUNING.least_pass_s, common * time_unit_s + one.slowest_s)
             at += part
             context += part
             tokens -= part
@@ -291,12 +279,12 @@ def homes(
     names = {one.instance.id for one in nearest}
     sharing: Counter[int | None] = Counter()
     for count, request in enumerate(requests):
-        if count >= MOST_PLANNED or all(one.full for one in nearest):
+        if count >= TUNING.most_planned or all(one.full for one in nearest):
             break
         allowed = [one for one in nearest if may_go(request, one.instance)]
         hits = request.hits.by_instance
         holders = sorted(hits.keys() - names, key=lambda name: (-max(hits[name]), name))
-        for name in holders[:MOST_HOLDERS]:
+        for name in holders[: TUNING.most_holders]:
             holder = forecast_of(name)
             if holder is not None and may_go(request, holder.instance):
                 allowed.append(holder)

@@ -39,26 +39,20 @@ from __future__ import annotations
 
 import math
 
-from sglang_sbs.scheduling.policies.adaptive.batch import (
-    MAX_DEFERRED,
-    Batch,
-    choose,
-    place,
-    rank_by_affinity,
-)
+from sglang_sbs.scheduling.policies.adaptive.batch import Batch, choose, place, rank_by_affinity
 from sglang_sbs.scheduling.policies.adaptive.cache_affinity import CacheAffinity
 from sglang_sbs.scheduling.policies.adaptive.dispatch_lead import DispatchLead
 from sglang_sbs.scheduling.policies.adaptive.division import Division, divide
 from sglang_sbs.scheduling.policies.adaptive.explained import explain, note_opening, reason_of
-from sglang_sbs.scheduling.policies.adaptive.hold_guard import MOST_LOAD, HoldGuard, place_at_once
+from sglang_sbs.scheduling.policies.adaptive.hold_guard import HoldGuard, place_at_once
 from sglang_sbs.scheduling.policies.adaptive.lineup import Lineup, PlannedStarts
 from sglang_sbs.scheduling.policies.adaptive.long_prompts import LongPrompts
 from sglang_sbs.scheduling.policies.adaptive.openings import Openings, open_passes
-from sglang_sbs.scheduling.policies.adaptive.view import EPSILON_S, Learned, View, observe
+from sglang_sbs.scheduling.policies.adaptive.view import Learned, View, observe
 from sglang_sbs.scheduling.policies.immediate import Eta
 from sglang_sbs.scheduling.policies.offered_load import OfferedLoad
 from sglang_sbs.scheduling.policies.policy import Admissible, Plan, PrefillPolicy
-from sglang_sbs.scheduling.policies.tuning import AGEING
+from sglang_sbs.scheduling.policies.tuning import TUNING
 from sglang_sbs.scheduling.prefill.instance import Instances, PrefillInstance
 from sglang_sbs.scheduling.prefill.interval import IntervalController
 from sglang_sbs.scheduling.prefill.observation import Observation
@@ -66,9 +60,6 @@ from sglang_sbs.scheduling.queue.priority import Urgency
 from sglang_sbs.scheduling.queue.request import RequestQueue
 from sglang_sbs.scheduling.reasons import Opening
 from sglang_sbs.scheduling.request import Request
-
-RETRY_S = 0.01
-"""The next decision is at least this much later after one that was expensive and sent nothing."""
 
 
 class AdaptiveTrigger(PrefillPolicy):
@@ -135,7 +126,7 @@ class AdaptiveTrigger(PrefillPolicy):
     def _ageing_s(self) -> float:
         """With many instances a batch leaves often, and being passed over must count for more."""
         batches_s = self._interval.mean_forward_s / max(1, self._interval.active)
-        return AGEING * batches_s
+        return TUNING.ageing * batches_s
 
     def on_topology_change(self, instances: Instances) -> None:
         self._long.on_topology_change(instances)
@@ -146,7 +137,7 @@ class AdaptiveTrigger(PrefillPolicy):
     def plan(
         self, queue: RequestQueue, instances: Instances, admissible: Admissible, now_s: float
     ) -> Plan:
-        if now_s + EPSILON_S < self._retry_s:
+        if now_s + TUNING.epsilon_s < self._retry_s:
             return Plan(wake_s=self._retry_s)
         self._offered.measure(instances, now_s)
         self._lineup.refresh()
@@ -196,12 +187,12 @@ class AdaptiveTrigger(PrefillPolicy):
             self._lead.forget()
         return (
             self.guard.on
-            and self._offered.load < MOST_LOAD
+            and self._offered.load < TUNING.guard_most_load
             and queue.tokens < self._offered.capacity_tokens
         )
 
     def _later(self, view: View, wake_s: float, division: Division, deferred: int = 0) -> Plan:
-        if max(deferred, len(division.homes)) >= MAX_DEFERRED:
-            self._retry_s = view.at.now_s + RETRY_S
+        if max(deferred, len(division.homes)) >= TUNING.most_deferred:
+            self._retry_s = view.at.now_s + TUNING.retry_s
             wake_s = min(wake_s, self._retry_s)
         return Plan(wake_s=wake_s)

@@ -13,19 +13,12 @@ from sglang_sbs.scheduling.policies.adaptive.lineup import Lineup, Moment, Plann
 from sglang_sbs.scheduling.policies.adaptive.long_prompts import LongPrompts
 from sglang_sbs.scheduling.policies.offered_load import OfferedLoad
 from sglang_sbs.scheduling.policies.policy import Admissible
-from sglang_sbs.scheduling.policies.tuning import SLACK
+from sglang_sbs.scheduling.policies.tuning import TUNING
 from sglang_sbs.scheduling.prefill.instance import Instances, PrefillInstance
 from sglang_sbs.scheduling.prefill.interval import IntervalController
 from sglang_sbs.scheduling.queue.priority import Urgency
 from sglang_sbs.scheduling.queue.request import RequestQueue
 from sglang_sbs.scheduling.reasons import Opening
-
-MOST_HOLD_PASSES = 5.0
-"""Longest hold, in mean pass times; ``--sbs-max-hold-ms`` applies if that is longer. Passes of
-large chunks take seconds."""
-MOST_REFUSED = 256
-"""A decision stops looking when decode has no room for this many requests of the queue."""
-EPSILON_S = 1e-9
 
 
 class Learned(NamedTuple):
@@ -48,7 +41,7 @@ class Learned(NamedTuple):
     @property
     def hold_s(self) -> float:
         """The longest hold."""
-        return max(self.max_hold_s, MOST_HOLD_PASSES * self.interval.mean_forward_s)
+        return max(self.max_hold_s, TUNING.most_hold_passes * self.interval.mean_forward_s)
 
     def passes_away(self, waiting_tokens: int) -> int:
         """How many passes an instance begins until a request that is sent now arrives there.
@@ -57,7 +50,7 @@ class Learned(NamedTuple):
         that will be in a later one, and one batch per pass would be one per latency. Half a pass of
         latency is enough when all instances together cannot take what waits."""
         passes = self.interval.lone_s / self.interval.mean_forward_s
-        return 1 + int(passes + 0.5 * (SLACK * waiting_tokens >= self.offered.capacity_tokens))
+        return 1 + int(passes + (TUNING.slack * waiting_tokens >= self.offered.capacity_tokens) / 2)
 
 
 class View(NamedTuple):
@@ -113,7 +106,7 @@ def observe(
     # With fewer waiting than usual a batch arrives sooner than the usual one.
     at = Moment(now_s, min(interval.latency_s, lead_s))
     # The oldest that decode has room for: the hold of no other request could end now.
-    oldest = next(filter(admissible, islice(queue, MOST_REFUSED)), None)
+    oldest = next(filter(admissible, islice(queue, TUNING.most_refused)), None)
     hold_until_s = (math.inf if oldest is None else oldest.arrived_s) + learned.hold_s
     by_forecast = learned.long.matter(queue, lineup.most_chunks)
     return View(
@@ -124,7 +117,7 @@ def observe(
         at,
         lead_s,
         hold_until_s,
-        now_s + EPSILON_S >= hold_until_s,
+        now_s + TUNING.epsilon_s >= hold_until_s,
         by_forecast,
         not by_forecast and learned.urgency.matters(now_s),
         learned.passes_away(queue.tokens),
