@@ -41,6 +41,8 @@ class Gangs:
 
     def commit(self, plan: Plan, now_s: float, out: list[ev.Command]) -> list[str]:
         """Choose decode ranks and dispatch; the requests for which there was none."""
+        if plan.spends is not None:
+            plan.spends.ready = False
         if not plan.placements:
             return []
         for placement in plan.placements:

@@ -411,6 +411,8 @@ class Scheduler:
     def _learn(self, observation: Observation, now_s: float, source: PrefillInstance) -> None:
         interval = self.interval
         interval.observe(observation.latencies_s, now_s, observation.requests)
+        if self.policy.fills_the_way:
+            interval.on_landing(observation.soonest_s, now_s)
         self.policy.on_landing(observation, source.dp_size, now_s)
         if observation.forward_s is not None:
             interval.on_end_forward(observation.forward_s)

@@ -59,12 +59,10 @@ class PaperTrigger(PrefillPolicy):
         )
         self._last_s = now_s
         self._target = ids[(number + 1) % len(ids)]
-        if not target.quiescent:
-            # Its EndForward is spent on this cycle, whether or not it had room.
-            target.ready = False
         return Plan(
             placements=[Placement(r, target, rank) for r, rank in allocation.placed],
             reason=f"interval elapsed and {target.id} ready ({target.tier})",
             wake_s=now_s + self._interval.interval_s,
             passed_over=allocation.left,
+            spends=None if target.quiescent else target,
         )

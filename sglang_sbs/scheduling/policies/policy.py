@@ -40,6 +40,8 @@ class Plan:
     wake_s: float = math.inf
     passed_over: list[Request] = field(default_factory=list)
     """Requests that took part in this cycle and were not allocated: Q_next of Algorithm 2."""
+    spends: PrefillInstance | None = None
+    """Its EndForward is spent on this plan, whether or not it gets a request."""
     batch: Batch | None = None
     """What was known, for explanations."""
 
@@ -64,6 +66,8 @@ class PrefillPolicy(ABC):
     """Whether requests may wait in the scheduler. If not, decode admission does not hold either."""
     explains = False
     """Somebody wants to know why."""
+    fills_the_way = False
+    """Whether no instance is idle while the way to the instances takes a pass or more."""
     literal_interval = False
     """Whether the mean forward time is Algorithm 1's to the letter (``IntervalController``)."""
     opening = Opening.AT_ONCE
@@ -84,6 +88,10 @@ class PrefillPolicy(ABC):
 
     def on_forward_learned(self, instance: PrefillInstance) -> None:  # noqa: B027
         """Its forward model has changed."""
+
+    def explain(self, wanted: bool) -> None:
+        """Whether each plan says why (:attr:`Plan.batch`)."""
+        self.explains = wanted
 
     def note_waiting(self, request: Request, now_s: float) -> None:  # noqa: B027
         """It has just arrived and was not placed: note what it waits for."""

@@ -63,10 +63,10 @@ class Policies:
         if config.policy not in self._made:
             spec = require(config.policy)
             policy: PrefillPolicy = spec.make(PolicyContext(config, self._interval, self.offered))
-            policy.explains = self._explains
+            policy.explain(self._explains)
             self._made[config.policy] = policy, make_decode_rule(spec, config)
         chosen = self._made[config.policy]
-        self._interval.literal = chosen[0].literal_interval
+        self._interval.read_literally(chosen[0].literal_interval)
         return chosen
 
 

@@ -72,8 +72,6 @@ class PrefillBooks:
         self._ahead_tokens: list[int] | None = None
         """Remembered until the ledgers change, as are the next."""
         self._least_ahead_tokens: int | None = None
-        self.marginal: tuple[float, float, float] | None = None
-        """For who divides what waits (``water_level``)."""
         self._next_pass_s: float | None = None
         self._longest_prompt_tokens: int | None = None
         self.version = 0
@@ -285,7 +283,7 @@ class PrefillBooks:
         self._changes()
         self.version += 1
         self._next_pass_s = self._longest_prompt_tokens = None
-        self._ahead_tokens = self._least_ahead_tokens = self.marginal = None
+        self._ahead_tokens = self._least_ahead_tokens = None
 
     def next_pass_s(self) -> float:
         """Predicted forward time of a pass with what waits for it now."""

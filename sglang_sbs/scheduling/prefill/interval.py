@@ -6,6 +6,7 @@ a minute), unless the trigger is the paper's (``literal``)."""
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Sequence
 from itertools import islice
@@ -118,6 +119,17 @@ class IntervalController(NetworkLatency):
         self._window.append(measured_s)
         self._sum_s += measured_s
         self.mean_forward_s = self._usual_s()
+
+    def read_literally(self, literal: bool) -> None:
+        """Whether the usual forward time is the plain mean from now on, as in Algorithm 1."""
+        self.literal = literal
+
+    def on_landing(self, soonest_s: float, now_s: float) -> None:
+        """Take in how long before a launch the last request in it was sent, which L_net cannot
+        exceed. This counts while the way takes a pass or more: only idle instances teach L_net, and
+        with that much on its way none is idle."""
+        if self.lone_s >= self.mean_forward_s and soonest_s < math.inf:
+            self.observe([min(soonest_s, self.lone_s)], now_s)
 
     def on_topology_change(self, active: int) -> None:
         self.active = active

@@ -15,7 +15,7 @@ from sglang_sbs.scheduling.policies.adaptive.few_requests import (
     fair_share,
     prefix,
 )
-from sglang_sbs.scheduling.policies.adaptive.lineup import Begins, Moment, Starts
+from sglang_sbs.scheduling.policies.adaptive.lineup import Begins, Marginals, Moment, Starts
 from sglang_sbs.scheduling.policies.offered_load import OfferedLoad
 
 
@@ -24,6 +24,12 @@ def begins_at(instances, begin_of) -> Begins:
     begins = Begins(Starts(instances, Moment(0.0, 0.0), range(len(instances))))
     begins.begin_s = lambda one: begin_of[one.id]
     return begins
+
+
+def waiting_of(
+    now_s: float, tokens: int, begins: Begins, offered: OfferedLoad, whole=1.0
+) -> Waiting:
+    return Waiting(now_s, tokens, begins, offered, Marginals(), whole)
 
 
 def cut(tokens, *, delay_s, coming=(), cycle=2.0, least=0, usual=0, waited_s=0.0, dp_size=4) -> int:
@@ -75,7 +81,7 @@ def test_nothing_that_fits_is_no_request(idle):
     offered = OfferedLoad()
     offered.on_topology_change([now, later])
     offered.measure([now, later], 0.0)
-    assert cut_of(now, [], Waiting(0.0, 5000, begins_at([now, later], starts)), offered) <= 1
+    assert cut_of(now, [], waiting_of(0.0, 5000, begins_at([now, later], starts), offered)) <= 1
 
 
 def test_a_prompt_of_several_chunks_is_left_to_the_fluid():
@@ -84,8 +90,8 @@ def test_a_prompt_of_several_chunks_is_left_to_the_fluid():
     offered.on_topology_change([now, later])
     offered.measure([now, later], 0.0)
     head = [request_of("a", 3 * CHUNK)]
-    waiting = Waiting(0.0, 3 * CHUNK, begins_at([now, later], {"p0": 0.0, "p1": 0.1}))
-    assert cut_of(now, head, waiting, offered) == 1
+    waiting = waiting_of(0.0, 3 * CHUNK, begins_at([now, later], {"p0": 0.0, "p1": 0.1}), offered)
+    assert cut_of(now, head, waiting) == 1
 
 
 def test_passes_without_a_fixed_time_are_no_division_by_zero():
@@ -96,9 +102,9 @@ def test_passes_without_a_fixed_time_are_no_division_by_zero():
     offered.on_topology_change([now, later])
     offered.measure([now, later], 0.0)
     head = [request_of("a", 300), request_of("b", 300)]
-    waiting = Waiting(1.0, 600, begins_at([now, later], {"p0": 1.0, "p1": 1.1}))
+    waiting = waiting_of(1.0, 600, begins_at([now, later], {"p0": 1.0, "p1": 1.1}), offered)
     assert offered.pass_s > 0
-    assert cut_of(now, head, waiting, offered) in (1, 2)
+    assert cut_of(now, head, waiting) in (1, 2)
 
 
 def test_an_idle_instance_that_is_slow_takes_nothing_by_force():
@@ -109,9 +115,9 @@ def test_an_idle_instance_that_is_slow_takes_nothing_by_force():
     offered = OfferedLoad()
     offered.on_topology_change([slow, fast])
     offered.measure([slow, fast], 0.0)
-    waiting = Waiting(0.0, 100, begins_at([slow, fast], {"p0": 0.0, "p1": 0.05}))
+    waiting = waiting_of(0.0, 100, begins_at([slow, fast], {"p0": 0.0, "p1": 0.05}), offered)
     assert slow.idle
-    assert cut_of(slow, [request_of("a", 100)], waiting, offered) == 0
+    assert cut_of(slow, [request_of("a", 100)], waiting) == 0
 
 
 def test_where_batches_come_torn_a_fine_division_is_for_passes_that_nobody_makes(monkeypatch):
@@ -124,8 +130,10 @@ def test_where_batches_come_torn_a_fine_division_is_for_passes_that_nobody_makes
     monkeypatch.setattr(few_requests, "best_cut", lambda *_args, **_more: -1)
 
     def cut_with(whole: float) -> int:
-        return cut_of(now, head, Waiting(0.0, 800, begins, whole), offered)
+        return cut_of(now, head, waiting_of(0.0, 800, begins, offered, whole))
 
     offered.request_rate = 10.0
     assert cut_with(1.0) == -1
-    assert cut_with(0.0) == prefix(head, fair_share(now, [(0.01, later)], 800, 0.0, 0.0, 0.0))
+    usual = OfferedLoad()
+    share = fair_share(now, [(0.01, later)], 800, 0.0, waiting_of(0.0, 800, begins, usual))
+    assert cut_with(0.0) == prefix(head, share)

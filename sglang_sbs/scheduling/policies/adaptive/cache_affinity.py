@@ -57,8 +57,13 @@ class _View:
     """Of the next pass that what is sent now would be in."""
     next_pass_s: float
     backlog: list[int]
-    """Per rank, with the tokens of requests that were told to wait for it in this decision."""
+    """Per rank, with the tokens of requests that wait for it since this decision."""
     emptiest: int
+
+    def add(self, rank: int, tokens: int) -> None:
+        """The next request finds this one in front."""
+        self.backlog[rank] += tokens
+        self.emptiest = self.backlog.index(min(self.backlog))
 
 
 class CacheAffinity:
@@ -179,11 +184,8 @@ class CacheAffinity:
             self._homes[request.rid] = home
             if home.instance in hits:
                 self._wanted.add(home.instance)
-                # Whoever asks next finds this one in front.
-                view = self.view(self._by_id[home.instance])
                 left = request.prompt_tokens - hits[home.instance][home.rank]
-                view.backlog[home.rank] += left
-                view.emptiest = view.backlog.index(min(view.backlog))
+                self.view(self._by_id[home.instance]).add(home.rank, left)
         return home
 
     def best_on(self, request: Request, view: _View) -> _Best:

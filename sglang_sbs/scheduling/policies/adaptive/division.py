@@ -48,9 +48,14 @@ class Share(NamedTuple):
         if len(view.instances) == 1 or one.passes > 1 or view.overdue:
             return head, rest
         waiting = Waiting(
-            view.at.now_s, view.queue.tokens, self.openings.begins, learned.lead.whole
+            view.at.now_s,
+            view.queue.tokens,
+            self.openings.begins,
+            learned.offered,
+            learned.lineup.marginals,
+            learned.lead.whole,
         )
-        cut = cut_of(one.instance, head, waiting, learned.offered)
+        cut = cut_of(one.instance, head, waiting)
         # While all are idle, a prompt longer than the share would be no better off later.
         cut = max(cut, int(learned.lineup.all_idle))
         return head[:cut], head[cut:] + rest

@@ -12,11 +12,24 @@ from collections.abc import Iterable, Sequence
 from heapq import heapify, heapreplace
 from typing import NamedTuple
 
-from sglang_sbs.scheduling.policies.adaptive.lineup import Begins
+from sglang_sbs.scheduling.policies.adaptive.lineup import Begins, Marginals
 from sglang_sbs.scheduling.policies.offered_load import OfferedLoad
 from sglang_sbs.scheduling.policies.tuning import TUNING
 from sglang_sbs.scheduling.prefill.instance import PrefillInstance
 from sglang_sbs.scheduling.request import Request, uncached_tokens_of
+
+
+class Waiting(NamedTuple):
+    """What waits at a moment, and the passes that it waits for."""
+
+    now_s: float
+    tokens: int
+    begins: Begins
+    offered: OfferedLoad
+    marginals: Marginals
+    whole: float = 1.0
+    """How far batches may be trusted to start whole, 0 to 1. A request that misses its pass is in
+    one that the division did not weigh."""
 
 
 def fair_share(
@@ -24,8 +37,7 @@ def fair_share(
     others: Iterable[tuple[float, PrefillInstance]],
     waiting_tokens: int,
     start_s: float,
-    now_s: float,
-    token_rate: float,
+    waiting: Waiting,
 ) -> float:
     """Prompt tokens this pass should take of what waits; the rest is for later passes.
 
@@ -48,17 +60,16 @@ def fair_share(
             for.
         waiting_tokens: uncached tokens that wait for any of them.
         start_s: when the pass starts that a batch sent now could be in.
-        now_s: the time.
-        token_rate: tokens that arrive per second.
     """
-    per_s, pass_s, held_s = instance.marginal or _marginal(instance)
+    now_s, marginals = waiting.now_s, waiting.marginals
+    per_s, pass_s, held_s = marginals[instance]
     base_s = pass_s + held_s
     sum_per_s = per_s
     sum_tokens = per_s * base_s
     level_s = (waiting_tokens + sum_tokens) / sum_per_s
-    coming_rate = TUNING.arriving_share * token_rate
+    coming_rate = TUNING.arriving_share * waiting.offered.token_rate
     for delay_s, other in others:
-        other_per_s, pass_s, held_s = other.marginal or _marginal(other)
+        other_per_s, pass_s, held_s = marginals[other]
         other_base_s = delay_s + pass_s + held_s
         if level_s <= other_base_s:
             break
@@ -79,36 +90,12 @@ def prefix(requests: Sequence[Request], tokens: float) -> int:
     return len(requests)
 
 
-def _marginal(instance: PrefillInstance) -> tuple[float, float, float]:
-    """Tokens per second of water level, what its next pass takes anyway, and what it holds."""
-    slope = 1 / instance.tokens_per_s
-    held = instance.backlog_tokens
-    pass_s = instance.next_pass_s() if held else instance.model.fixed_s
-    instance.marginal = 1 / (2 * slope), pass_s, slope * held
-    return instance.marginal
-
-
-class Waiting(NamedTuple):
-    """What waits at a moment, and for whom."""
-
-    now_s: float
-    tokens: int
-    begins: Begins
-    """When the passes start that a batch sent now could be in."""
-    whole: float = 1.0
-    """How far batches may be trusted to start whole. Who is not in the pass that was meant is in
-    one that nobody weighed here."""
-
-
-def cut_of(
-    instance: PrefillInstance, head: Sequence[Request], waiting: Waiting, offered: OfferedLoad
-) -> int:
+def cut_of(instance: PrefillInstance, head: Sequence[Request], waiting: Waiting) -> int:
     """How many of the first requests leave now for this instance. ``head``: those that fit into its
     pass, in their order."""
-    now_s, tokens, begins, whole = waiting
+    now_s, tokens, begins, offered, _, whole = waiting
     start_s = begins.begin_s(instance)
-    rate = offered.token_rate
-    share = fair_share(instance, begins.later(start_s, [instance]), tokens, start_s, now_s, rate)
+    share = fair_share(instance, begins.later(start_s, [instance]), tokens, start_s, waiting)
     cut = prefix(head, share)
     least = min(len(head), int(instance.idle and share > 0))
     cut = max(cut, least)
@@ -123,7 +110,7 @@ def cut_of(
         # Only what is for these two is divided between them.
         left_tokens = tokens - uncached_tokens_of(head[:cut])
         rest = begins.later(later_s, [instance, later])
-        share = fair_share(later, rest, left_tokens, later_s, now_s, rate)
+        share = fair_share(later, rest, left_tokens, later_s, waiting)
         head = head[: cut + prefix(head[cut:], share)]
     later_s = max(start_s, later_s)
     coming = round(TUNING.arriving_share * offered.request_rate * (later_s - now_s))

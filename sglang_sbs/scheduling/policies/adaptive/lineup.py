@@ -141,6 +141,19 @@ class Begins:
         return self._in_order
 
 
+class Marginals(dict[PrefillInstance, tuple[float, float, float]]):
+    """What another token costs on each instance, worked out when it is asked for: tokens per second
+    of water level (:func:`.few_requests.fair_share`), the length of the next pass as it is, and the
+    time for the tokens in it."""
+
+    def __missing__(self, instance: PrefillInstance) -> tuple[float, float, float]:
+        slope_s = 1 / instance.tokens_per_s
+        held = instance.backlog_tokens
+        pass_s = instance.next_pass_s() if held else instance.model.fixed_s
+        self[instance] = found = 1 / (2 * slope_s), pass_s, slope_s * held
+        return found
+
+
 class Lineup:
     """Of the instances that are up."""
 
@@ -156,6 +169,7 @@ class Lineup:
         self._long = Timetable()
         """The longest prompts there, in chunks, where they are longer than one."""
         self._rooms: dict[int, int] = {}
+        self.marginals = Marginals()
         self.room_tokens = 0
         """Of the next passes of all, where only the chunk limits them."""
         self.overlap = False
@@ -169,6 +183,7 @@ class Lineup:
         self._number_of = {instance: number for number, instance in enumerate(instances)}
         self._changed = set(instances)
         self._busy, self._others = set(), set()
+        self.marginals.clear()
         self._free, self._long = Timetable(), Timetable()
         self._rooms, self.room_tokens = dict.fromkeys(range(len(instances)), 0), 0
         self.overlap = any(instance.overlap for instance in instances)
@@ -179,6 +194,7 @@ class Lineup:
         """Before a decision: what follows from the instances that have changed."""
         for instance in self._changed:
             number = self._number_of[instance]
+            self.marginals.pop(instance, None)
             computes = bool(instance.passes) and not instance.forms_ahead
             self._free.set(number, instance.free_at_s(0.0, 0.0) if computes else None)
             (self._others.discard if computes else self._others.add)(number)

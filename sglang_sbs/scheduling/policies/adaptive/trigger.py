@@ -37,8 +37,6 @@ instance, or for one that is computing the same (``cache_affinity``).
 
 from __future__ import annotations
 
-import math
-
 from sglang_sbs.scheduling.policies.adaptive.batch import Batch, choose, place, rank_by_affinity
 from sglang_sbs.scheduling.policies.adaptive.cache_affinity import CacheAffinity
 from sglang_sbs.scheduling.policies.adaptive.dispatch_lead import DispatchLead
@@ -66,6 +64,7 @@ class AdaptiveTrigger(PrefillPolicy):
     """See the module's theory of operation."""
 
     holds = True
+    fills_the_way = True
 
     def __init__(
         self, interval: IntervalController, load: OfferedLoad, max_hold_s: float, urgency: Urgency
@@ -100,10 +99,6 @@ class AdaptiveTrigger(PrefillPolicy):
             self.starts.add(self._planned_s, forget_s=now_s - self._offered.pass_s)
 
     def on_landing(self, seen: Observation, ranks: int, now_s: float) -> None:
-        if self._learned.passes_away(0) > 1 and seen.soonest_s < math.inf:
-            # Nobody is idle while so much is on its way, and only that would tell of L_net: so it
-            # is what it was, if it is no more than this.
-            self._interval.observe([min(seen.soonest_s, self._interval.lone_s)], now_s)
         self._lead.observe(
             seen,
             now_s,
