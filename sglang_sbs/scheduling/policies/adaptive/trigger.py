@@ -1,38 +1,35 @@
-"""The default trigger: late binding to the instance that is about to be ready.
+"""The default policy: minimise the total time to first token of the requests that wait and of those
+that are expected, under one model of a pass.
 
 Must not know decode or flow control.
 
 Theory of operation
 -------------------
 An SGLang prefill instance takes in new requests only when a pass ends, and an idle one starts on
-the first request it sees. So a batch must arrive shortly *before* the predicted end of the running
-pass: later it misses the pass or is split over two, earlier it gives away the choice. How much
-before is learned from what either costs (``dispatch_lead``). Then, per decision:
+the first request it sees. So a request is sent only when its pass is about to be formed: until then
+the choice is free. A batch that arrives later than the predicted end of a pass misses it or is
+split over two passes. How much earlier it leaves is learned from what either costs
+(:mod:`.dispatch_lead`). A decision has six steps:
 
-1. candidates: idle instances, busy ones within the lead of their predicted end (of the pass before,
-   where the next one is formed when that ends), and any with room when more waits than it and all
-   that start before it can hold (nothing is lost by committing early), in the order in which a
-   batch sent now would start. Under overlap scheduling and with
-   more waiting than all can take, first those that could run on without a gap (``lookahead``).
-   A request may also follow a batch that is on its way while it would most likely still be there
-   in time: one that leaves alone can leave later than a batch can;
-2. spacing: instances are kept apart in phase by a fraction of the pass time that the arrival rate
-   calls for. Never while all are idle, the queue is long, or the candidate will run anyway; and
-   less where idle instances start with a part of what is sent to them;
-3. order: urgent (``priority``) and short first, with an ageing that bounds how long anything is
-   overtaken. A prompt of several chunks counts as one chunk;
-4. share: how much of the queue to send now and how much to leave for the instances that are ready
-   next, so that the sum of predicted completion times is smallest (``few_requests``). With prompts
-   of several chunks about, where a request goes matters more than how much: only those leave that
-   cost least here (``pass_forecast``), and nothing is spaced, as passes differ too much for phases;
-5. placement: longest first into the emptiest rank, whole requests only, and split requests to fill
-   the pass only when more is left than the other instances can take in theirs.
+1. **observe**: one picture of the queue, the instances and the learned times (:mod:`.view`).
+2. **open_passes**: *when*. The passes that a batch may leave for, in the order in which they start:
+   of an idle instance; of one that is within the lead of its predicted end; of any with room when
+   more waits than all earlier passes can hold. A single request may follow a batch that is on its
+   way, as it can leave later than a batch. Under overlap scheduling, first come the instances that
+   could run on without a gap (:mod:`.lookahead`). Starts are kept apart (:mod:`.openings`).
+3. **divide**: *how much*. The share of the queue that leaves now makes the sum of predicted
+   completion times smallest (:mod:`.few_requests`). With prompts of several chunks it matters more
+   where a request goes: each leaves only for the pass where it costs least (:mod:`.pass_forecast`).
+4. **rank_by_affinity**: *where*. A request of which some rank has a part cached, or is computing
+   one, may wait for that rank (:mod:`.cache_affinity`).
+5. **choose**: the first of the queue that fit into the pass (:mod:`.batch`). Short requests come
+   first, with an ageing that bounds how long a request is overtaken.
+6. **place**: *which rank*. The longest goes first into the emptiest rank (:mod:`..pbaa`). A prompt
+   is split to fill the pass only when more is left than the other instances can take.
 
-Where the way takes a pass or more, none of this helps: requests leave when they come. Where batches
-do not arrive whole, they leave at once as under ``eta`` (``hold_guard``).
-
-Tokens are uncached ones. A request of whose prompt some rank holds a part may be left for that
-instance, or for one that is computing the same (``cache_affinity``).
+Where the way takes a pass or more, none of this helps, so requests leave when they arrive. Where
+batches do not arrive whole, requests leave at once as under ``eta`` (:mod:`.hold_guard`). Tokens
+are uncached ones.
 """
 
 from __future__ import annotations
