@@ -127,7 +127,7 @@ class Source:
         return None
 
 
-def _in_order(function: ast.FunctionDef) -> list[ast.AST]:
+def _in_order(function: ast.FunctionDef) -> list[ast.Assign | ast.Call]:
     """The nodes of a function in the order of the text; the arguments of a call before it."""
     nodes = [node for node in ast.walk(function) if isinstance(node, ast.Assign | ast.Call)]
     return sorted(nodes, key=lambda node: (node.end_lineno or 0, node.end_col_offset or 0))
