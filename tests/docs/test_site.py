@@ -10,8 +10,15 @@ from pathlib import Path
 
 import pytest
 from doc_commands import ROOT, pages
+from markdown import markdown
+from markdown_it import MarkdownIt
 
-from tools.site.hook import place_in_repository, place_on_site, with_links_of_site
+from tools.site.hook import (
+    place_in_repository,
+    place_on_site,
+    with_links_of_site,
+    with_lists_of_site,
+)
 
 LOADED = re.compile(
     r"<(?:script|img|iframe|link)\b[^>]*?\b(?:src|href)=[\"']?((?:https?:)?//[^\"'> ]*)|"
@@ -80,3 +87,34 @@ def test_links_of_the_repository_become_those_of_the_site() -> None:
     picture = "![p](docs/images/timeline.png)"
     assert with_links_of_site(picture, "index.md", None) == "![p](images/timeline.png)"
     assert place_in_repository("index.md") == "README.md"
+
+
+def test_lists_are_on_the_site_what_they_are_on_github() -> None:
+    text = """\
+Text:
+- one
+  more of it
+
+  a paragraph
+  - inner
+- two
+
+And:
+
+1. first
+
+   ```
+   code
+   ```
+2. second
+   - below it
+"""
+    tags = re.compile("</?(?:li|ul|ol|code)")
+
+    def shape(html: str) -> list[str]:
+        return tags.findall(re.sub(r"<pre.*?</pre>", "<code></code>", html, flags=re.DOTALL))
+
+    there = shape(MarkdownIt("commonmark").render(text))
+    extensions = ["sane_lists", "pymdownx.superfences"]
+    assert shape(markdown(with_lists_of_site(text), extensions=extensions)) == there
+    assert shape(markdown(text, extensions=extensions)) != there

@@ -15,6 +15,8 @@ from tools.reference.pages import head, plain, table
 
 OF_SIMULATE = ("plan", "trial")
 _LIKE_THE_ROUTER = ("router", "scheduler")
+_MOST_CHOICES_CHARS = 40
+"""Longer ones are in the meaning of a flag, beside which they would leave no room."""
 _ROUTER = """
 `sglang-sbs router` and `python -m sglang_sbs.launch_router` take these flags, and so does
 `sglang-sbs scheduler`. Every flag can also be a key of a YAML file (`--config`) or an
@@ -115,6 +117,8 @@ def _rows(actions: list[argparse.Action]) -> str:
         if isinstance(action, argparse._HelpAction) and "--help-all" not in action.option_strings:
             continue
         text, default = _split(action)
+        if _has_many_choices(action):
+            text += f"; one of {', '.join(map(str, action.choices or ()))}"
         rows.append((_written(action), default, plain(text)))
     return table(("flag", "default", "meaning"), rows) if rows else ""
 
@@ -130,10 +134,14 @@ def _split(action: argparse.Action) -> tuple[str, str]:
     return re.sub(told, "", words), f"`{shown}`"
 
 
+def _has_many_choices(action: argparse.Action) -> bool:
+    return len(",".join(map(str, action.choices or ()))) > _MOST_CHOICES_CHARS
+
+
 def _written(action: argparse.Action) -> str:
     value = ""
     if action.nargs != 0:
-        if action.choices is not None:
+        if action.choices is not None and not _has_many_choices(action):
             value = " {" + ",".join(map(str, action.choices)) + "}"
         elif isinstance(action.metavar, tuple):
             value = " " + " ".join(action.metavar)

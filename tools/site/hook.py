@@ -36,6 +36,9 @@ MOVED = {
 _FROM = {site: repository for repository, site in MOVED.items()}
 _LINK = re.compile(r"(!?)\[((?:[^\[\]]|\[[^\]]*\])*)\]\(([^)\s]+)\)")
 _FENCE = re.compile(r"^\s*(`{3,}|~{3,})")
+_ITEM = re.compile(r"( *)([-*+]|\d{1,9}[.)])( +)(?=\S)")
+_INDENT = 4
+"""What Python-Markdown wants for each level of a list; GitHub takes the width of the marker."""
 _LAB_BOOST = 0.3
 """How much a page of the laboratory counts in the search, beside a guide's 1."""
 
@@ -71,10 +74,13 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 
 
 def on_page_markdown(markdown: str, page: Page, **_: Any) -> str:
-    """The page with links as the site has them."""
+    """The page with links and lists as the site has them."""
+    if page.file.src_uri == "index.md":
+        page.meta["hide"] = ["navigation"]
     if page.file.src_uri.startswith("lab/"):
         page.meta.setdefault("search", {})["boost"] = _LAB_BOOST
-    return with_links_of_site(markdown, page.file.src_uri, os.environ.get("SGLANG_SBS_REPOSITORY"))
+    repository = os.environ.get("SGLANG_SBS_REPOSITORY")
+    return with_lists_of_site(with_links_of_site(markdown, page.file.src_uri, repository))
 
 
 def with_links_of_site(markdown: str, src_uri: str, repository: str | None) -> str:
@@ -107,6 +113,42 @@ def with_links_of_site(markdown: str, src_uri: str, repository: str | None) -> s
             fence = "" if fence else mark[1]
         lines.append(line if fence or mark is not None else _LINK.sub(rewritten, line))
     return "\n".join(lines)
+
+
+def with_lists_of_site(markdown: str) -> str:
+    """``markdown``, its lists indented and separated as Python-Markdown wants them."""
+    written: list[str] = []
+    offsets: list[int] = []
+    """Where the text of each open item begins."""
+    last: tuple[int, bool] | None = None
+    """Depth of the item before, and whether it is numbered; None after a blank line."""
+    fence, blank = "", True
+    for line in markdown.split("\n"):
+        indent = len(line) - len(line.lstrip(" "))
+        if not line.strip():
+            written.append(line)
+            blank, last = True, None
+            continue
+        item = None if fence else _ITEM.match(line)
+        if not fence and (blank or item):
+            while offsets and indent < offsets[-1]:
+                offsets.pop()
+        if item is not None:
+            now = (len(offsets), item[2][0].isdigit())
+            if now != last and not blank:
+                written.append("")
+            last = now
+        elif not offsets:
+            last = None
+        depth = _INDENT * len(offsets)
+        inside = offsets[-1] if offsets else 0
+        written.append(" " * depth + line[min(inside, indent) :])
+        if item:
+            offsets.append(len(item[0]))
+        elif (mark := _FENCE.match(line)) and (not fence or mark[1].startswith(fence)):
+            fence = "" if fence else mark[1]
+        blank = False
+    return "\n".join(written)
 
 
 def on_post_page(output: str, page: Page, **_: Any) -> str:
