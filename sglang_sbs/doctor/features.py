@@ -20,8 +20,8 @@ from sglang_sbs.doctor.facts import (
     number,
     text,
 )
+from sglang_sbs.router.workers.boot_identity import SILENT_AFTER_S
 from sglang_sbs.router.workers.server_info import parse_version
-from sglang_sbs.router.workers.worker import SILENT_AFTER_S
 
 _GATHERING_VERSION = (0, 5, 22)
 """The first whose DP ranks gather numbers with room for the words of ``engine/gang_gather.py``."""

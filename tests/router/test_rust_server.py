@@ -166,7 +166,7 @@ async def test_without_a_key_nobody_can_have_requests_sent_to_himself() -> None:
         (worker,) = system.server.registry.of_role("prefill")
         await until(lambda: worker.problems.get("unusable"))
         listener(system).receive(heartbeat(worker, "node-1"), "127.0.0.2")
-        assert worker.boots == {1: "node-1"}, "its report is booked"
+        assert worker.boot.by_rank == {1: "node-1"}, "its report is booked"
         assert worker.speaks_from == {}
 
 

@@ -17,7 +17,7 @@ from sglang_sbs.doctor.facts import (
     text,
 )
 from sglang_sbs.doctor.findings import ROUTER, Finding, Findings
-from sglang_sbs.router.workers.worker import SILENT_AFTER_S
+from sglang_sbs.router.workers.boot_identity import SILENT_AFTER_S
 from sglang_sbs.scheduling.policy_registry import reads_reports
 
 finding = Findings("""

@@ -202,7 +202,7 @@ class Monitor:
 
     async def _recover(self, worker: Worker) -> bool:
         """After a time down the engine may be another one: read its limits again."""
-        doubtful = not worker.healthy or worker.info is None or worker.recheck
+        doubtful = not worker.healthy or worker.info is None or worker.boot.recheck
         doubtful = doubtful or (worker.known.elastic and self._registry.may_ask_again(worker))
         if doubtful and not await self._describe(worker):
             return False
@@ -314,7 +314,9 @@ class Monitor:
 
         async def check(rank: int) -> None:
             url = server_url(worker.url, info, rank)
-            boot_id = worker.boots.get(rank, "") if node_of_rank(info, rank) else info.boot_id
+            boot_id = (
+                worker.boot.by_rank.get(rank, "") if node_of_rank(info, rank) else info.boot_id
+            )
             try:
                 check_rank_server(await self._server_info(url), rank, boot_id)
             except (aiohttp.ClientError, OSError, TimeoutError) as error:

@@ -5,11 +5,12 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 
 from sglang_sbs.router.engines.urls import alias_key, normalise_worker_url
 from sglang_sbs.router.errors import LegFailure
 from sglang_sbs.router.options.config import BreakerConfig, PrefixWish
+from sglang_sbs.router.workers.boot_identity import QUIET_S, SILENT_AFTER_S, Verdict
 from sglang_sbs.router.workers.breaker import Breaker
 from sglang_sbs.router.workers.diagnosis import (
     AS_REPORTED,
@@ -23,15 +24,13 @@ from sglang_sbs.router.workers.diagnosis import (
 )
 from sglang_sbs.router.workers.kv_addresses import RefusedAddress, told_endpoints
 from sglang_sbs.router.workers.server_info import KvEventsBlock, WorkerInfo, node_of_rank
-from sglang_sbs.router.workers.worker import MAX_REMEMBERED, SILENT_AFTER_S, Worker, WorkerEvents
+from sglang_sbs.router.workers.worker import Worker, WorkerEvents
 from sglang_sbs.scheduling.events import InstanceDown, InstanceRole, InstanceUp, PrefixSource
 from sglang_sbs.scheduling.prefill.stalled_work import StalledWork
 from sglang_sbs.wire import EndForward
 
 logger = logging.getLogger(__name__)
 
-QUIET_S = 2.0
-"""Nothing heard for this long from a worker that should say something: it is asked."""
 RECHECK_EVERY_S = 5.0
 """``/server_info`` is read at most this often because of EndForward of an unknown boot."""
 BARRIER_S = 10.0
@@ -182,15 +181,12 @@ class Registry:
 
     def check_boot(self, worker: Worker, info: WorkerInfo) -> None:
         """``/server_info`` was read again: the same engine as before, or another?"""
-        worker.recheck = False
-        stranger, worker.stranger = worker.stranger, ""
-        old, new = worker.known.boot_id, info.boot_id
-        if old and new and old != new:
+        is_another, claimant = worker.boot.confirm(worker.known.boot_id, info.boot_id)
+        if is_another:
             self._restarted(worker)
-        elif stranger and stranger != new:
-            self._retire(worker, [stranger])
+        elif claimant:
             text = (
-                f"EndForward of another boot ({stranger[:8]}) claims to be this worker and is "
+                f"EndForward of another boot ({claimant[:8]}) claims to be this worker and is "
                 "ignored. Is SGLANG_SBS_INSTANCE_ID the same on two engines?"
             )
             self.report_problem(worker, "stranger", text)
@@ -247,43 +243,32 @@ class Registry:
             self._check_quiet(worker, now_s)
 
     def reported(self, worker: Worker, report: EndForward) -> bool:
-        """Book an EndForward; False if it must be dropped.
-
-        A new ``boot_id`` of a rank means the engine restarted: everything in flight there is gone.
-        Anybody can send such a message, so where ``/server_info`` tells the boot id it is asked
-        first. (Not all ranks of an engine on several nodes have the boot id told there.) Where not,
-        no other boot is believed while the present one speaks, and one that was taken to be over is
-        when the present one does not.
-        """
+        """Book an EndForward; False if it must be dropped. Another boot of a rank means that the
+        engine restarted (:class:`~.boot_identity.BootIdentity`): all in flight there is gone."""
         stranger = why_stranger(worker.info, report) if worker.info is not None else ""
         if stranger:
-            worker.strange_s = self._clock()
+            worker.boot.strange_s = self._clock()
             if "dist_init_addr" not in worker.problems:  # one of many strangers is enough
                 self.report_problem(worker, "dist_init_addr", stranger)
             return False
         rank, boot_id = report.dp_rank, report.boot_id
         told = worker.known.boot_id
-        is_told = boot_id == told
-        if boot_id in worker.retired_boots and not (
-            is_told or worker.quiet_s(self._clock()) >= SILENT_AFTER_S
-        ):
-            return False
-        known = worker.boots.get(rank)
-        if known is not None and known != boot_id:
-            if known == told:
-                self._ask_again(worker, stranger=boot_id)
+        match worker.boot.judge(rank, boot_id, told, worker.quiet_s(self._clock())):
+            case Verdict.UNCONFIRMED:
+                self._ask_again(worker, claimant=boot_id)
                 return False
-            if not is_told and worker.quiet_s(self._clock()) < QUIET_S:
+            case Verdict.DROPPED:
                 return False
-            self._restarted(worker)
-        if known != boot_id:
-            worker.retired_boots.discard(boot_id)
+            case Verdict.RESTARTED:
+                self._restarted(worker)
+        worker.boot.accept(rank, boot_id)
+        is_own = boot_id in (told, worker.boot.by_rank.get(rank))
         if report.role != worker.role:
             text = f"EndForward says role {report.role}; its reports are ignored"
             self.report_problem(worker, "role", text)
             return False
         if worker.info is not None:
-            if other_size := why_other_size(worker.info, report, boot_id in (told, known)):
+            if other_size := why_other_size(worker.info, report, is_own):
                 self._ask_again(worker)
                 self.report_problem(worker, "dp_size", other_size)
                 return False
@@ -291,7 +276,7 @@ class Registry:
         self._hear_of_gang_gate(worker, rank, report.gang_gate)
         if worker.role == "prefill":
             self._hear_of_stalled_work(worker, report)
-        worker.boots[rank] = boot_id
+        worker.boot.by_rank[rank] = boot_id
         worker.last_report_s[rank] = self._clock()
         worker.reports[rank] = worker.reports.get(rank, 0) + 1
         worker.problems.pop("dp_size", None)
@@ -394,35 +379,26 @@ class Registry:
 
     # Inside -----------------------------------------------------------------------------------
 
-    def _ask_again(self, worker: Worker, stranger: str = "") -> None:
-        """Have ``/server_info`` read again. ``stranger``: a boot id that claims to be it."""
+    def _ask_again(self, worker: Worker, claimant: str = "") -> None:
+        """Have ``/server_info`` read again. ``claimant``: a boot id that claims to be it."""
         if self.may_ask_again(worker):
-            worker.stranger = stranger or worker.stranger
-            worker.recheck = True
+            worker.boot.ask(claimant)
             self.doubted(worker)
 
     def may_ask_again(self, worker: Worker) -> bool:
         """Whether ``/server_info`` of a healthy worker may be read now, which then counts."""
         now_s = self._clock()
-        if now_s - worker.rechecked_s < RECHECK_EVERY_S:
+        if now_s - worker.boot.asked_s < RECHECK_EVERY_S:
             return False
-        worker.rechecked_s = now_s
+        worker.boot.asked_s = now_s
         return True
-
-    @staticmethod
-    def _retire(worker: Worker, boot_ids: Iterable[str]) -> None:
-        if len(worker.retired_boots) >= MAX_REMEMBERED:
-            worker.retired_boots.clear()
-        worker.retired_boots.update(boot_ids)
 
     def _restarted(self, worker: Worker) -> None:
         logger.warning("worker %s (%s) restarted", worker.url, worker.role)
         if worker.role == "prefill":
             # SGLang fault: stale-prefill-ports. A boot id in /server_info decides otherwise.
             worker.spelled += 1
-        self._retire(worker, worker.boots.values())
-        worker.forget_boot()
-        worker.restarted_s = self._clock()
+        worker.forget_boot(self._clock())
         worker.info = None
         worker.breaker.reset()
         self.refresh(worker)
@@ -479,7 +455,7 @@ class Registry:
 
     def _check_signal(self, worker: Worker, now_s: float) -> None:
         """Keep the diagnosis of a missing or partial EndForward signal current."""
-        if now_s - worker.strange_s >= SILENT_AFTER_S:
+        if now_s - worker.boot.strange_s >= SILENT_AFTER_S:
             worker.problems.pop("dist_init_addr", None)
         if worker.info is None or not worker.healthy:
             return

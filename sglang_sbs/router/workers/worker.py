@@ -14,6 +14,11 @@ import msgspec
 from msgspec import field
 
 from sglang_sbs.router.engines.urls import bracketed, split_worker_url
+from sglang_sbs.router.workers.boot_identity import (
+    MAX_REMEMBERED,
+    SILENT_AFTER_S,
+    BootIdentity,
+)
 from sglang_sbs.router.workers.breaker import Breaker
 from sglang_sbs.router.workers.host_spelling import respelled, spelling_for
 from sglang_sbs.router.workers.kv_addresses import KvEndpoints
@@ -27,13 +32,8 @@ from sglang_sbs.wire.gangs import GangPart
 logger = logging.getLogger(__name__)
 
 _UNKNOWN = WorkerInfo()
-SILENT_AFTER_S = 5.0
-"""No EndForward for this long (heartbeats come every second): the signal counts as lost."""
-
 LOG_AGAIN_S = 300.0
 """What comes and goes is logged at most this often; ``/workers`` always shows it."""
-MAX_REMEMBERED = 256
-"""Boots and logged texts of one worker."""
 
 
 class WorkerFacts(msgspec.Struct, kw_only=True, omit_defaults=True):
@@ -85,7 +85,7 @@ class Worker(WorkerFacts, kw_only=True, eq=False):
     active_everywhere: int | None = None
     """The same over all front ends, where another process counts them."""
     successes: int = 0
-    boots: dict[int, str] = field(default_factory=dict)
+    boot: BootIdentity = field(default_factory=BootIdentity)
     barrier_told_s: float = float("-inf")
     gates_at_fault: dict[int, str] = field(default_factory=dict)
     """DP ranks whose gang gate does not do what it should."""
@@ -96,15 +96,6 @@ class Worker(WorkerFacts, kw_only=True, eq=False):
     called: dict[str, str] = field(default_factory=dict)
     """The boot that each spelling of its host meant, as far as this router saw (``host_spelling``).
     """
-    retired_boots: set[str] = field(default_factory=set)
-    stranger: str = ""
-    """A boot id that claims to be this worker and that ``/server_info`` has not confirmed."""
-    strange_s: float = -math.inf
-    """When another engine spoke in its name last (``diagnosis.why_stranger``)."""
-    restarted_s: float = -math.inf
-    """When another boot was believed last."""
-    recheck: bool = False
-    """``/server_info`` must be read again before the worker is trusted."""
     kv_events_missing: bool = False
     """It publishes KV events, but not so that they arrive."""
     kv_endpoints: dict[int, KvEndpoints] = field(default_factory=dict)
@@ -114,7 +105,6 @@ class Worker(WorkerFacts, kw_only=True, eq=False):
     speaks_from: dict[int, str] = field(default_factory=dict)
     """The IP addresses that EndForward of its present boot's DP ranks comes from, by rank. Only
     where engines have the router's key: requests would be sent there."""
-    rechecked_s: float = -math.inf
     logged_s: dict[tuple[str, str], float] = field(default_factory=dict)
     probe_path: str = ""
     """That it answered last; empty: none yet."""
@@ -165,11 +155,12 @@ class Worker(WorkerFacts, kw_only=True, eq=False):
     def dp_size(self) -> int:
         return self.known.dp_size
 
-    def forget_boot(self) -> None:
+    def forget_boot(self, now_s: float) -> None:
         """Another engine process runs there now: what the one before it reported is over."""
+        self.boot.restarted(now_s)
         self.served, self.rank_is_a_hint, self.rooms_left = ServedRanks(), False, 0
         of_ranks: tuple[dict[int, Any], ...] = (
-            *(self.boots, self.gates_at_fault, self.stalled, self.last_report_s),
+            *(self.gates_at_fault, self.stalled, self.last_report_s),
             *(self.kv_endpoints, self.kv_refused, self.speaks_from),
         )
         for by_rank in of_ranks:
@@ -182,7 +173,8 @@ class Worker(WorkerFacts, kw_only=True, eq=False):
         said = self.url, self.role, self.dp_size, dp_size
         logger.warning("worker %s (%s): DP ranks %d -> %d while it runs", *said)
         of_ranks: tuple[dict[int, Any], ...] = (
-            *(self.boots, self.gates_at_fault, self.stalled, self.kv_endpoints, self.kv_refused),
+            *(self.boot.by_rank, self.gates_at_fault, self.stalled),
+            *(self.kv_endpoints, self.kv_refused),
             *(self.speaks_from, self.last_report_s, self.reports, self.engine_holds),
         )
         for by_rank in of_ranks:
@@ -220,7 +212,7 @@ class Worker(WorkerFacts, kw_only=True, eq=False):
 
     def quiet_s(self, now_s: float) -> float:
         """Since the last EndForward of any rank, or since another boot was believed."""
-        return now_s - max([self.restarted_s, *self.last_report_s.values()])
+        return now_s - max([self.boot.restarted_s, *self.last_report_s.values()])
 
     def reporting(self, now_s: float) -> bool:
         age_s = self.report_age_s(now_s)

@@ -55,7 +55,7 @@ async def asked(system: Cluster, tokenize: Any, *, version: str = "0.5.23") -> N
         engine.tokenize = tokenize
     registry, tokenizers = system.server.registry, system.server.tokenizers
     for worker in registry:
-        worker.recheck = True
+        worker.boot.recheck = True
         registry.doubted(worker)
     await until(lambda: all(w.info and w.info.version == version for w in registry))
     await until(lambda: all(tokenizers.verdict(w).text is not None for w in registry))
@@ -257,7 +257,7 @@ async def test_a_restarted_engine_is_asked_again(
         worker = system.server.registry.get(prefill.url)
         assert worker is not None
         system.server.registry.doubted(worker)
-        worker.recheck = True
+        worker.boot.recheck = True
         await until(lambda: system.server.tokenizers.verdict(worker).chat is False)
 
 

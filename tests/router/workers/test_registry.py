@@ -14,14 +14,15 @@ from sglang_sbs.router.errors import leg_status_failure, transport_failure
 from sglang_sbs.router.options.config import BreakerConfig
 from sglang_sbs.router.processes.messages import WorkerState
 from sglang_sbs.router.processes.mirrored_registry import MirroredRegistry, state_of
-from sglang_sbs.router.workers.registry import BARRIER_S, QUIET_S
+from sglang_sbs.router.workers.boot_identity import QUIET_S, SILENT_AFTER_S
+from sglang_sbs.router.workers.registry import BARRIER_S
 from sglang_sbs.router.workers.server_info import (
     SbsBlock,
     UnusableWorker,
     WorkerInfo,
     parse_server_info,
 )
-from sglang_sbs.router.workers.worker import SILENT_AFTER_S, Worker, WorkerEvents
+from sglang_sbs.router.workers.worker import Worker, WorkerEvents
 from sglang_sbs.router.workers.worker_view import describe_worker
 from sglang_sbs.scheduling.events import InstanceDown, InstanceUp
 from sglang_sbs.wire import EndForward
@@ -174,7 +175,7 @@ def test_a_boot_that_server_info_does_not_confirm_takes_nothing_down() -> None:
     worker = setup.up("http://p:1", sbs=SbsBlock(boot_id="b1"))
     assert setup.registry.reported(worker, report(0))
     assert not setup.registry.reported(worker, report(0, boot="evil"))
-    assert (setup.doubted, worker.recheck) == ([worker.url], True)
+    assert (setup.doubted, worker.boot.recheck) == ([worker.url], True)
     setup.registry.described(worker, WorkerInfo(dp_size=2, sbs=SbsBlock(boot_id="b1")))
     assert "SGLANG_SBS_INSTANCE_ID" in worker.problems["stranger"]
     assert not setup.registry.reported(worker, report(0, boot="evil"))
@@ -447,7 +448,7 @@ def test_another_dp_size_in_endforward_has_server_info_read_again_but_not_at_any
     worker = setup.up("http://p:1")
     for number in range(100):
         setup.registry.reported(worker, report(2, dp_size=3 + number))
-    assert (setup.doubted, worker.recheck) == ([worker.url], True)
+    assert (setup.doubted, worker.boot.recheck) == ([worker.url], True)
     setup.now_s += 5.0
     assert not setup.registry.reported(worker, report(2, dp_size=3))
     assert setup.doubted == [worker.url] * 2

@@ -7,10 +7,9 @@ from typing import Any
 import pytest
 from registry_setup import Setup
 
+from sglang_sbs.router.workers.boot_identity import QUIET_S, SILENT_AFTER_S
 from sglang_sbs.router.workers.diagnosis import why_stranger
-from sglang_sbs.router.workers.registry import QUIET_S
 from sglang_sbs.router.workers.server_info import SbsBlock, WorkerInfo, parse_server_info
-from sglang_sbs.router.workers.worker import SILENT_AFTER_S
 from sglang_sbs.wire import EndForward, decode_endforward, encode_endforward
 from sglang_sbs.wire.endforward import ImplausibleMessage
 
@@ -42,7 +41,7 @@ def test_ranks_of_another_engine_are_ignored_and_named(
         for message in others + own if stranger_first else own + others:
             assert setup.registry.reported(worker, message) == (message in own)
         setup.registry.tick()
-    assert worker.boots == {0: "node-0", 2: "node-1"}
+    assert worker.boot.by_rank == {0: "node-0", 2: "node-1"}
     assert (setup.silenced, setup.doubted) == ([], [])
     told = worker.problems["dist_init_addr"]
     assert "'10.0.0.9:5000'" in told
