@@ -94,7 +94,9 @@ def _attempt(attempt: AttemptStory, story: Story) -> Iterator[str]:
         yield ""
         decode = f"{decision.decode} DP rank {decision.decode_rank}"
         yield f"It was sent to {decision.prefill} DP rank {decision.prefill_rank}"
-        yield f"  It is decoded on {decode}."
+        held = decision.decode_cached_tokens
+        has = f", which has {held:,} tokens of its prompt" if held else ""
+        yield f"  It is decoded on {decode}{has}."
         yield from _choice(attempt)
         yield from _predicted(attempt)
 

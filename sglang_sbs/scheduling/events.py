@@ -264,6 +264,8 @@ class Dispatch(_Message, frozen=True):
     """Why now and why there, for people."""
     cached_tokens: int = 0
     """L_hit it was placed with: prompt tokens the rank is expected to find in its cache."""
+    decode_cached_tokens: int = 0
+    """Prompt tokens that the decode rank is expected to have, so that they are not transferred."""
     barrier: bool = True
     """All DP ranks of that prefill instance make each pass together."""
     joins: bool = False

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 
 from sglang_sbs.scheduling import events as ev
 from sglang_sbs.scheduling.decode.admission import DecodeAdmission
-from sglang_sbs.scheduling.decode.instance import DecodeInstance
 from sglang_sbs.scheduling.decode.rules import DecodeRuleFunction, schedule_decode
 from sglang_sbs.scheduling.explained.decisions import Decisions, note
 from sglang_sbs.scheduling.membership import Membership
@@ -84,8 +83,7 @@ class Gangs:
             if index is None:
                 left.append(placement)
             else:
-                decode, rank = self.members.decode_targets[index]
-                out.append(self._dispatch(placement, decode, rank, plan.reason, now_s))
+                out.append(self._dispatch(placement, index, plan.reason, now_s))
                 batches = self.count - 1 - placement.request.first_batch
                 self.decisions.dispatched(placement.request, plan.batch, batches)
         return left
@@ -133,12 +131,13 @@ class Gangs:
     def _dispatch(
         self,
         placement: Placement,
-        decode: DecodeInstance,
-        decode_rank: int,
+        target: int,
         reason: str,
         now_s: float,
     ) -> ev.Dispatch:
+        """``target``: the decode rank, as an index into all."""
         request, instance, rank = placement
+        decode, decode_rank = self.members.decode_targets[target]
         self.queue.dispatch(request)
         self.queue.look_up(request)
         request.cached_tokens = request.hit_tokens(instance.id, rank)
@@ -172,6 +171,7 @@ class Gangs:
             held_s=now_s - request.arrived_s,
             reason=reason,
             cached_tokens=request.cached_tokens,
+            decode_cached_tokens=request.decode_hits.get(target, 0),
             barrier=place.worker == instance.id,
             joins=instance.joins_batch,
         )

@@ -36,8 +36,10 @@ class PrefixCaches:
         )
 
     def on_down(self, instance: ev.InstanceId) -> None:
-        for index in self._both:
-            index.down(instance)
+        """The instance cannot be reached. A decode engine may come back empty, and no answer of
+        decode would contradict what was claimed of it."""
+        self.prefill.down(instance)
+        self.decode.down(instance, forget_claims=True)
 
     def forget(self, instance: ev.InstanceId) -> None:
         for index in self._both:
@@ -54,7 +56,8 @@ class PrefixCaches:
                     index.clear(event.instance, event.dp_rank)
 
     def on_restart(self, instance: ev.InstanceId, rank: int) -> None:
-        self.prefill.restarted(instance, rank)
+        for index in self._both:
+            index.restarted(instance, rank)
 
     def sent(self, request: Request, visible_s: float) -> None:
         """A request was dispatched; others find its blocks from ``visible_s`` on."""

@@ -377,7 +377,8 @@ class Scheduler:
         if decode is not None:
             if decode.rank_choice != "free":
                 self._follow(decode, report)
-            decode.on_report(report, now_s)
+            if decode.on_report(report, now_s):
+                self.prefix.on_restart(*here)
             self._silent_s = min(self._silent_s, now_s + SILENT_S)
         return True
 

@@ -36,6 +36,7 @@ def a_story() -> Story:
         batch=7,
         held_s=0.412,
         reason="",
+        decode_cached_tokens=1600,
     )
     timeline = Timeline(
         rid="rid",
@@ -100,7 +101,7 @@ It was held 412 ms by the scheduler, because
   meanwhile 1 batch of other requests left.
 
 It was sent to http://p1:1 DP rank 3
-  It is decoded on http://d0:1 DP rank 1.
+  It is decoded on http://d0:1 DP rank 1, which has 1,600 tokens of its prompt.
   Why then: the running forward pass of the instance was about to end, and a batch must be \
 there by then to be in the next one.
   Why there: of 2 prefill instances, the next forward pass of http://p1:1 started first.

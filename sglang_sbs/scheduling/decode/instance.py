@@ -214,14 +214,15 @@ class DecodeInstance:
         for rank in self.ranks:
             rank.doomed = rank.outstanding.oldest()
 
-    def on_report(self, report: EndForward, now_s: float) -> None:
-        """Replace belief by what a rank says. Old and duplicate messages change nothing."""
+    def on_report(self, report: EndForward, now_s: float) -> bool:
+        """Replace belief by what a rank says; whether its engine has restarted. Old and duplicate
+        messages change nothing."""
         if not 0 <= report.dp_rank < self.dp_size:
-            return
+            return False
         rank = self.ranks[report.dp_rank]
         taken = rank.cursor.take(report, now_s)
         if taken is None:
-            return
+            return False
         if taken.restarted:
             rank.forget(report.rids)
         rank.doomed = None
@@ -240,6 +241,7 @@ class DecodeInstance:
         )
         self._holds(rank, present, report.kv_tokens)
         self._stale.add(report.dp_rank)
+        return taken.restarted
 
     def on_load_poll(self, running: list[int], kv_tokens: list[int], now_s: float) -> None:
         """Coarse fallback where the plugin is missing, or silent."""

@@ -26,6 +26,11 @@ _B_TEMPERATURE = 0.5
 in whole requests: with more the largest batch grows, with less the band of K."""
 _KV_EMPHASIS = 32.0
 """Of the potential: what is asked of K compared to B (``docs/lab/decode.md``)."""
+TRANSFER_MS_PER_TOKEN = 70272 / 25e6
+"""From prefill to decode, and spared where decode holds the token: DeepSeek-V3's KV at 25 GB/s."""
+MOST_HIT_REQUESTS = 0.5
+"""What the transfer that a hit spares is worth at most: one request more slows down all others, and
+the hit helps one."""
 
 
 @dataclass(slots=True)
@@ -57,13 +62,13 @@ class DecodeLoad:
             return 0
         return self.kv_capacity_tokens - max(self.kv_tokens, self.committed_tokens)
 
-    def plus(self, request: Request, cached_tokens: int = 0) -> DecodeLoad:
-        """With one more request: its prompt now, its total length in the end, both less what of it
-        the rank's prefix cache holds (it is shared)."""
+    def plus(self, request: Request) -> DecodeLoad:
+        """With one more request: its prompt now, its total length in the end. What of it is in the
+        prefix cache counts, too: no request used it, so the engine did not report it."""
         return DecodeLoad(
             self.running + 1,
-            self.kv_tokens + request.prompt_tokens - cached_tokens,
-            self.committed_tokens + request.total_tokens - cached_tokens,
+            self.kv_tokens + request.prompt_tokens,
+            self.committed_tokens + request.total_tokens,
             self.kv_capacity_tokens,
             self.max_running,
         )
@@ -116,7 +121,7 @@ class DecodeBoard:
         if not bucket:
             del self._by_running[before.running]
             del self.sizes[bisect_left(self.sizes, before.running)]
-        load = self.loads[index] = before.plus(request, request.decode_hits.get(index, 0))
+        load = self.loads[index] = before.plus(request)
         self.running_total += 1
         self.kv_total += load.kv_tokens - before.kv_tokens
         if self._kv_sorted is not None:
@@ -155,14 +160,33 @@ def outlier_threshold(kv_sorted: Sequence[int], k: float) -> float:
     return q3 + k * (q3 - q1)
 
 
+def hit_requests(request: Request, hit_tokens: int) -> float:
+    """Return how many requests a rank may be ahead of another for the transfer that it spares: it
+    takes as long as they would delay the last token of the answer."""
+    answer_tokens = max(1, request.total_tokens - request.prompt_tokens)
+    spared_ms = hit_tokens * TRANSFER_MS_PER_TOKEN
+    return min(MOST_HIT_REQUESTS, spared_ms / (answer_tokens * STEP_PER_REQUEST_MS))
+
+
 def iqr_lexicographic(k: float) -> DecodeRuleFunction:
-    """Algorithm 3: mask ranks whose K is an outlier, then the smallest ⟨B, K⟩."""
+    """Algorithm 3: mask ranks whose K is an outlier, then the smallest ⟨B, K⟩, K without what the
+    rank has of the prompt."""
 
     def choose(request: Request, board: DecodeBoard, fits: Fits) -> int | None:
         threshold = outlier_threshold(board.kv_sorted, k)
         safe = (i for i in board.frontier(fits) if board.loads[i].kv_tokens <= threshold)
         index = next(safe, None)
-        return fewest_requests(request, board, fits) if index is None else index
+        if index is None:
+            return fewest_requests(request, board, fits)
+
+        def order(at: int) -> tuple[int, int]:
+            load = board.loads[at]
+            return load.running, load.kv_tokens - request.decode_hits.get(at, 0)
+
+        holders = (
+            at for at in request.decode_hits if board.loads[at].kv_tokens <= threshold and fits(at)
+        )
+        return min((index, *holders), key=order)
 
     return choose
 
@@ -176,7 +200,8 @@ def potential(request: Request, board: DecodeBoard, fits: Fits) -> int | None:
     the order by B and then K it gives a rank whose K is far below the others more than its share of
     requests.
 
-    Where a part of the prompt is in the rank's prefix cache, K grows by the rest only.
+    Where a part of the prompt is in the rank's prefix cache, K grows by the rest only, and the
+    transfer that this spares counts as requests less in both (:func:`hit_requests`).
     """
     n = len(board.loads)
     mean_b, mean_k = board.running_total / n, board.kv_total / n
@@ -186,16 +211,17 @@ def potential(request: Request, board: DecodeBoard, fits: Fits) -> int | None:
     def k_step_of(tokens: int) -> float:
         return _log_expm1(max(1, tokens) * per_token) + math.log(_KV_EMPHASIS)
 
-    def log_growth_of(index: int, k_step: float) -> float:
+    def log_growth_of(index: int, k_step: float, worth: float = 0.0) -> float:
         load = board.loads[index]
-        by_b = (load.running - mean_b) / _B_TEMPERATURE + b_step
-        by_k = (load.kv_tokens - mean_k) * per_token + k_step
+        by_b = (load.running - worth - mean_b) / _B_TEMPERATURE + b_step
+        by_k = (load.kv_tokens - mean_k) * per_token - worth + k_step
         return max(by_b, by_k) + math.log1p(math.exp(-abs(by_b - by_k)))
 
     chosen, least = None, math.inf
-    for index, cached_tokens in request.decode_hits.items():
+    for index, hit_tokens in request.decode_hits.items():
         if fits(index):
-            log_growth = log_growth_of(index, k_step_of(request.prompt_tokens - cached_tokens))
+            worth = hit_requests(request, hit_tokens)
+            log_growth = log_growth_of(index, k_step_of(request.prompt_tokens - hit_tokens), worth)
             if log_growth < least:
                 chosen, least = index, log_growth
     k_step = k_step_of(request.prompt_tokens)

@@ -134,12 +134,14 @@ class PrefixIndex:
         place.is_up = True
         self._on_ranks_change()
 
-    def down(self, instance: InstanceId) -> None:
-        """Not to be used for now; what it has is not forgotten."""
+    def down(self, instance: InstanceId, *, forget_claims: bool = False) -> None:
+        """Not to be used for now. What it has is not forgotten, or only where it publishes it."""
         place = self._places.get(instance)
         if place is not None:
             place.is_up = False
             self._on_ranks_change()
+            for rank in range(len(place.ranks) if forget_claims else 0):
+                self.restarted(instance, rank)
 
     def gone(self, instance: InstanceId) -> None:
         """The instance is not part of the cluster any more."""

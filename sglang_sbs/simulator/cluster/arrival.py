@@ -19,6 +19,8 @@ class Arrival(NamedTuple):
     """The conversation it is a turn of."""
     priority: int = 0
     tenant: str = ""
+    answer_blocks: tuple[int, ...] = ()
+    """Names of the blocks that its answer fills, after those of the prompt."""
     thread: int = -1
     """Who sends it, in a closed loop (:class:`ClosedLoop`)."""
 

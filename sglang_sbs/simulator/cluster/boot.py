@@ -4,18 +4,31 @@ from __future__ import annotations
 
 import math
 import random
+import sys
 from collections import deque
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import msgspec
 
-from sglang_sbs.scheduling.events import InstanceUp
+from sglang_sbs.scheduling.events import BlocksRemoved, BlocksStored, InstanceUp
 from sglang_sbs.simulator.cluster.engine import SimulatedPrefill
-from sglang_sbs.simulator.cluster.kv_cache import BlockCache, SharedStorage
+from sglang_sbs.simulator.cluster.kv_cache import BlockCache, Blocks, Hold, SharedStorage
 from sglang_sbs.simulator.cluster.outcome import RequestRecord
 from sglang_sbs.simulator.cluster.spec import ClusterSpec, InstanceSpec
 
 DECODE = "decode"
+
+
+class Asking(NamedTuple):
+    """A request that wants a place in decode."""
+
+    rid: str
+    record: RequestRecord
+    blocks: Blocks
+    """Of prompt and answer; only where decode has a cache."""
+    total_tokens: int
+    """Prompt and answer."""
 
 
 @dataclass(slots=True)
@@ -23,34 +36,66 @@ class DecodeRank:
     """KV and slots of one decode DP rank; admits first come first served."""
 
     free_tokens: float
+    """Without a cache."""
     free_slots: float
     output_tokens: int
-    """Reserved for each request beside its prompt."""
-    waiting: deque[tuple[str, RequestRecord]] = field(default_factory=deque)
+    """Reserved for each request beside its prompt; with a cache it is the answer itself."""
+    cache: BlockCache | None = None
+    waiting: deque[Asking] = field(default_factory=deque)
+    holds: dict[str, Hold] = field(default_factory=dict)
+    """Of the cache, by request."""
 
     def admit(self) -> list[str]:
         """Reserve for those at the head of the queue that fit now."""
         admitted = []
-        while (
-            self.waiting
-            and self.free_slots >= 1
-            and self.free_tokens >= self.waiting[0][1].prompt_tokens + self.output_tokens
-        ):
-            rid, record = self.waiting.popleft()
+        while self.waiting and self.free_slots >= 1 and self._reserve(self.waiting[0]):
+            rid, record, _, _ = self.waiting.popleft()
             self.free_slots -= 1
-            self.free_tokens -= record.prompt_tokens + self.output_tokens
             record.reserved = True
             admitted.append(rid)
         return admitted
 
+    def _reserve(self, asking: Asking) -> bool:
+        rid, record, blocks, total_tokens = asking
+        if self.cache is None:
+            if self.free_tokens < record.prompt_tokens + self.output_tokens:
+                return False
+            self.free_tokens -= record.prompt_tokens + self.output_tokens
+            return True
+        hit = self.cache.match(blocks, record.prompt_tokens)
+        hold = self.cache.start(blocks, hit, total_tokens)
+        if hold is None:
+            return False
+        self.holds[rid] = hold
+        record.decode_cached_tokens = hit * self.cache.block_tokens
+        return True
+
+    def has(self, rid: str, tokens: int) -> None:
+        """So much KV of the request is here: others can use it."""
+        if self.cache is not None:
+            self.cache.publish(self.holds[rid], tokens)
+
     def release(self, rid: str, record: RequestRecord) -> None:
         """The attempt is over, whether it was admitted, waits, or is still on its way."""
-        if record.reserved:
-            record.reserved = False
-            self.free_slots += 1
+        if not record.reserved:
+            self.waiting = deque(entry for entry in self.waiting if entry.rid != rid)
+            return
+        record.reserved = False
+        self.free_slots += 1
+        if self.cache is None:
             self.free_tokens += record.prompt_tokens + self.output_tokens
         else:
-            self.waiting = deque(entry for entry in self.waiting if entry[0] != rid)
+            self.cache.end(self.holds.pop(rid))
+
+    def take_block_events(self, rank: int) -> list[BlocksRemoved | BlocksStored]:
+        """What it would publish since the last call. ``rank``: its number."""
+        events = self.cache.take_events() if self.cache is not None else None
+        if events is None:
+            return []
+        pairs = ((BlocksRemoved, events.removed), (BlocksStored, events.stored))
+        return [
+            kind(instance=DECODE, dp_rank=rank, blocks=blocks) for kind, blocks in pairs if blocks
+        ]
 
 
 def prefill_up(name: str, one: InstanceSpec, spec: ClusterSpec) -> InstanceUp:
@@ -73,10 +118,13 @@ def prefill_up(name: str, one: InstanceSpec, spec: ClusterSpec) -> InstanceUp:
 
 
 def decode_up(spec: ClusterSpec) -> InstanceUp:
+    seen = spec.decode_caches and spec.decode_cache == "seen"
     return InstanceUp(
         instance=DECODE,
         role="decode",
         dp_size=spec.decode_dp_size,
+        page_size=spec.block_tokens or 1,
+        prefix_source=spec.prefix_source if seen else "off",
         kv_capacity_tokens=spec.decode_kv_capacity_tokens,
         max_running_requests=spec.decode_max_running_requests,
     )
@@ -85,7 +133,16 @@ def decode_up(spec: ClusterSpec) -> InstanceUp:
 def decode_ranks(spec: ClusterSpec) -> list[DecodeRank]:
     room = spec.decode_kv_capacity_tokens or math.inf
     slots = spec.decode_max_running_requests or math.inf
-    return [DecodeRank(room, slots, spec.output_tokens) for _ in range(spec.decode_dp_size)]
+    tokens = spec.decode_kv_capacity_tokens or sys.maxsize
+    return [
+        DecodeRank(
+            room,
+            slots,
+            spec.output_tokens,
+            BlockCache(tokens, spec.block_tokens) if spec.decode_caches else None,
+        )
+        for _ in range(spec.decode_dp_size)
+    ]
 
 
 def boot_engines(

@@ -69,11 +69,16 @@ class Waiting:
     """What came from storage, until it is scheduled."""
     fetched_tokens: int = 0
     fetches: int = 0
+    sent_tokens: int = 0
+    """Whose KV has been handed to the transfer, or decode has."""
 
     @property
     def computed_tokens(self) -> int:
         """Tokens it has KV of once the passes it is in are over."""
         return self.prompt_tokens - self.remaining
+
+
+Parts = list[tuple[Waiting, int]]
 
 
 @dataclass(slots=True)
@@ -92,6 +97,8 @@ class DevicePass:
     """Requests whose prompt ends in it."""
     cached_tokens: list[int]
     """Per rank: found in the cache by the requests that are first scheduled in it."""
+    parts: Parts
+    """The requests in it, and how much of their prompts is computed at its end."""
 
 
 @dataclass(slots=True)
@@ -107,6 +114,8 @@ class Rank:
     accepted_requests: int = 0
     accepted_tokens: int = 0
     computed_tokens: int = 0
+    transfer_free_s: float = 0.0
+    """When what was handed to the transfer is at decode."""
 
     def enqueue(self, request: Waiting) -> None:
         self.waiting.append(request)
@@ -202,6 +211,15 @@ class SimulatedPrefill:
             self.ranks[request.rank].cache.publish(request.hold, request.prompt_tokens)
         return ended, self.messages("forward", ended)
 
+    def transfer(self, request: Waiting, tokens: int, now_s: float) -> float:
+        """Send the KV of so much of a prompt to decode, as far as it has not been; when it is
+        there."""
+        rank = self.ranks[request.rank]
+        new = max(0, tokens - request.sent_tokens)
+        request.sent_tokens += new
+        rank.transfer_free_s = max(rank.transfer_free_s, now_s) + new * self.spec.transfer_token_s
+        return rank.transfer_free_s
+
     def sent(self, request: Waiting) -> None:
         """The KV of a completed request has reached decode: its blocks may be evicted."""
         assert request.hold is not None
@@ -256,8 +274,8 @@ class SimulatedPrefill:
 
     def _launch(self, launch_s: float) -> DevicePass | None:
         """None if no rank has room in its cache for anything that waits."""
-        completed: list[Waiting] = []
-        filled = zip(*(self._fill(rank, completed) for rank in self.ranks), strict=True)
+        parts: Parts = []
+        filled = zip(*(self._fill(rank, parts) for rank in self.ranks), strict=True)
         tokens, requests, pairs, cached, loads_s = map(list, filled)
         if not any(requests):
             return None
@@ -272,11 +290,13 @@ class SimulatedPrefill:
             forward_s += self.spec.first_pass_s
         self._forward_id += 1
         self._free_s = start_s + forward_s
+        end_s = self._free_s
+        completed = [request for request, _ in parts if not request.remaining]
         return DevicePass(
-            self._forward_id, launch_s, start_s, self._free_s, tokens, requests, completed, cached
+            self._forward_id, launch_s, start_s, end_s, tokens, requests, completed, cached, parts
         )
 
-    def _fill(self, rank: Rank, completed: list[Waiting]) -> tuple[int, int, float, int, float]:
+    def _fill(self, rank: Rank, parts: Parts) -> tuple[int, int, float, int, float]:
         """Tokens, requests, attention pairs and cached tokens of the rank's batch, and the seconds
         that loading takes."""
         page, cache, room = self.spec.page_size, rank.cache, self.one.chunk_tokens
@@ -318,10 +338,10 @@ class SimulatedPrefill:
             count += 1
             room -= -(-part // page) * page
             rank.waiting.remove(request)
+            parts.append((request, request.computed_tokens))
             if request.remaining:
                 rank.waiting.appendleft(request)
                 break
-            completed.append(request)
         rank.waiting_tokens -= tokens
         return tokens, count, pairs, cached, loaded * self.spec.tiers.host_load_s
 

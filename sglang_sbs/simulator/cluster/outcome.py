@@ -34,6 +34,8 @@ class RequestRecord:
     """Of these: in host memory."""
     fetched_tokens: int = 0
     """Of these: they came from storage for it."""
+    decode_cached_tokens: int = 0
+    """Found in the cache of its decode rank, and not sent there."""
     ended_s: float = math.nan
     """The last token of the answer, or given up."""
     recomputed_tokens: int = 0
@@ -101,6 +103,28 @@ class Outcome:
     """Blocks that were in storage before the first of them."""
     pools: list[PoolRecord] = field(default_factory=list)
     """With ``--pools`` only."""
+
+    def decode_balance(self, requests: Sequence[RequestRecord], ranks: int) -> tuple[float, float]:
+        """Return the largest batch and the most KV tokens (prompts and answers) of the decode ranks
+        over their means, in the mean over the time in which ``requests`` arrive and run."""
+        changes: list[tuple[float, int, int, int]] = []
+        for one in requests:
+            if one.decode is not None and not math.isnan(one.ended_s):
+                tokens = one.prompt_tokens + self.arrivals[one.index].output_tokens
+                rank = one.decode[1]
+                changes += [(one.prefilled_s, rank, 1, tokens), (one.ended_s, rank, -1, -tokens)]
+        batch, kv_tokens = [0] * ranks, [0] * ranks
+        busy_s, sums = 0.0, [0.0, 0.0]
+        before_s, last_s = math.inf, max((one.arrived_s for one in requests), default=0.0)
+        for at_s, rank, count, tokens in sorted(changes):
+            if before_s < at_s <= last_s and any(batch):
+                busy_s += at_s - before_s
+                sums[0] += (at_s - before_s) * max_over_mean(batch)
+                sums[1] += (at_s - before_s) * max_over_mean(kv_tokens)
+            batch[rank] += count
+            kv_tokens[rank] += tokens
+            before_s = at_s
+        return (sums[0] / busy_s, sums[1] / busy_s) if busy_s else (math.nan, math.nan)
 
 
 def mean(values: Sequence[float]) -> float:

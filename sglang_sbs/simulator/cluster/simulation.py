@@ -200,6 +200,7 @@ class Simulation:
         decode = self._decode[record.decode[1]]
         decode.release(rid, record)
         self._handshake(decode.admit())
+        self._publish_decode(record.decode[1])
 
     def _at(self, time_s: float, action: Callable[..., None], *args: Any) -> None:
         self._pushed += 1
@@ -311,12 +312,16 @@ class Simulation:
             self._fail(rid)
             return
         decode = self._decode[record.decode[1]]
-        decode.waiting.append((rid, record))
+        blocks = self._blocks_of(record)
+        total_tokens = record.prompt_tokens + self._output_tokens(record)
+        answer = self._outcome.arrivals[record.index].answer_blocks if blocks else ()
+        decode.waiting.append(boot.Asking(rid, record, (*blocks, *answer), total_tokens))
         admitted = decode.admit()
+        self._publish_decode(record.decode[1])
         at_once = record.reserved and not self._spec.handshake_s
         self._outcome.bootstrap_waits += not record.reserved
         rank, tokens = record.prefill[1], record.prompt_tokens
-        engine.deliver(rid, rank, tokens, self._blocks_of(record), handshaken=at_once)
+        engine.deliver(rid, rank, tokens, blocks, handshaken=at_once)
         if not at_once:
             self._handshake(admitted)
         self._step_if_asleep(engine)
@@ -348,6 +353,10 @@ class Simulation:
             for request in engine.fetches:
                 self._fetch(engine, request)
             engine.fetches.clear()
+            for request, _ in launched.parts if launched is not None else ():
+                there = self._attempts[request.rid].decode_cached_tokens
+                request.sent_tokens = max(request.sent_tokens, there)
+                engine.transfer(request, request.cached_tokens, launch_s)
             self._report(engine.name, messages, prepare_s if launched is not None else 0.0)
             self._outcome.queued_passes += launched is not None and len(engine.device) > 1
             waits_for = engine.waits_for(launched)
@@ -380,9 +389,10 @@ class Simulation:
         self._outcome.passes.append(record)
         self._report(engine.name, messages)
         self._publish(engine)
-        first_s = self._now_s + self._spec.first_token_s
-        for request in ended.completed:
-            self._complete(engine, request, first_s)
+        for request, tokens in ended.parts:
+            there_s = engine.transfer(request, tokens, self._now_s)
+            if tokens == request.prompt_tokens:
+                self._complete(engine, request, there_s + self._spec.first_token_s)
         pause_s = max(0.0, self._spec.launch_gap_s - self._spec.prepare_s)
         if self._spec.rank_pause_s:
             mean_s = self._spec.rank_pause_s
@@ -402,7 +412,7 @@ class Simulation:
             known = sum(block in self._computed for block in new)
             record.recomputed_tokens = known * block_tokens
             self._computed.update(new)
-            if self._spec.first_token_s:
+            if first_s > self._now_s:
                 self._at(first_s, self._for, engine, self._go_on_with, engine, engine.sent, request)
             else:
                 engine.sent(request)
@@ -412,6 +422,7 @@ class Simulation:
     def _prefilled(self, rid: str, cached_tokens: int | None) -> None:
         if rid not in self._attempts:
             return  # its instance died before the KV was over
+        self._decode_has(rid, self._attempts[rid].prompt_tokens)
         self._tell(events.PrefillDone(rid=rid, cached_tokens=cached_tokens))
         output_tokens = self._output_tokens(self._attempts[rid])
         decode_s = self._spec.decode_s + self._spec.decode_token_s * output_tokens
@@ -423,10 +434,12 @@ class Simulation:
         return self._spec.output_tokens
 
     def _end(self, rid: str) -> None:
+        tokens = self._output_tokens(self._attempts[rid])
+        # The last token is sampled, and its KV never computed.
+        self._decode_has(rid, self._attempts[rid].prompt_tokens + tokens - 1)
         record = self._attempts.pop(rid)
         self._follow(record)
         self._leave_decode(rid, record)
-        tokens = self._output_tokens(record)
         self._tell(events.RequestEnded(rid=rid, outcome="completed", completion_tokens=tokens))
 
     def _report(self, instance: str, messages: list[EndForward], delay_s: float = 0.0) -> None:
@@ -436,6 +449,18 @@ class Simulation:
                 # A delay beyond the usual latency is not part of the age: nobody can see it.
                 aged = msgspec.structs.replace(message, age_s=self._spec.feedback_latency_s)
                 self._at(at_s, self._tell, events.ForwardEnded(instance=instance, report=aged))
+
+    def _decode_has(self, rid: str, tokens: int) -> None:
+        place = self._attempts[rid].decode
+        assert place is not None
+        self._decode[place[1]].has(rid, tokens)
+        self._publish_decode(place[1])
+
+    def _publish_decode(self, rank: int) -> None:
+        heard_s = self._now_s + self._spec.feedback_latency_s
+        for event in self._decode[rank].take_block_events(rank):
+            if self._spec.publishes_blocks and self._spec.decode_cache == "seen":
+                self._at(heard_s, self._tell, event)
 
     def _publish(self, engine: SimulatedPrefill) -> None:
         """KV events: once per pass, and none is lost, as they can be asked for again."""

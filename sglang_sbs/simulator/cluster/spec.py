@@ -22,6 +22,9 @@ Action = Literal["up", "drain", "down"]
 ``drain``: no new requests, those it has run to their end (InstanceDown, as for a worker that is
 removed from the router). ``down``: it dies with everything in it (InstanceDown)."""
 ACTIONS: tuple[str, ...] = get_args(Action)
+DecodeCache = Literal["off", "unseen", "seen"]
+"""Whether decode ranks keep the KV of requests that ended, and whether the scheduler knows."""
+DECODE_CACHES: tuple[str, ...] = get_args(DecodeCache)
 PoolBalance = Literal["least", "random", "session"]
 """Which pool a request goes to: the one with the fewest in flight, any, or that of its conversation
 (any where it has none)."""
@@ -150,6 +153,12 @@ class ClusterSpec(msgspec.Struct, frozen=True, kw_only=True):
     """From a request's arrival at the rank, or from when decode has room, until it may run."""
     first_token_s: float = 0.0
     """From the end of the prefill to the first token at the router: KV transfer, admission."""
+    transfer_token_s: float = 0.0
+    """KV transfer of a token to decode. A prefill rank sends one part after the other: what it
+    found in its cache when it schedules the request, the rest when its pass has ended."""
+    decode_cache: DecodeCache = "off"
+    """``--disaggregation-decode-enable-radix-cache``: what a decode rank has of a prompt is not
+    sent. Only with a radix cache in prefill."""
     pass_jitter: float = 0.0
     """Lognormal sigma of the forward time."""
     first_pass_s: float = 0.0
@@ -197,6 +206,10 @@ class ClusterSpec(msgspec.Struct, frozen=True, kw_only=True):
     def engines(self, one: InstanceSpec) -> int:
         """How many passes an instance makes at a time."""
         return 1 if self.barrier else one.dp_size
+
+    @property
+    def decode_caches(self) -> bool:
+        return self.block_tokens > 0 and self.decode_cache != "off"
 
     @property
     def publishes_blocks(self) -> bool:

@@ -135,6 +135,7 @@ def run(scenario: Scenario, job: Job) -> Row:
         **summary(outcome, scenario),
         **cache_summary(outcome, scenario),
         **(loop_summary(outcome, scenario, job) if scenario.agents else {}),
+        **(decode_summary(outcome, scenario) if scenario.spec.transfer_token_s else {}),
         **({"slo_s": slo_s, "classes": classes} if classes else {}),
         **(pool_summary(outcome) if outcome.pools else {}),
         **({"ttft_by_part_s": _by_part(outcome, job.duration_s)} if job.scenario == "day" else {}),
@@ -271,6 +272,18 @@ def cache_summary(outcome: Outcome, scenario: Scenario) -> Row:
         "recomputed_tokens": sum(r.recomputed_tokens for r in counted),
         "optimal_tokens": prompt_tokens - sum(best[r.index] for r in counted),
         "hit_rate": cached_tokens / prompt_tokens if prompt_tokens else math.nan,
+    }
+
+
+def decode_summary(outcome: Outcome, scenario: Scenario) -> Row:
+    """Of requests after the warm-up. ``sent_tokens``: of a prompt, transferred to decode. The other
+    two: the most requests and KV tokens of a decode rank over the mean, in the mean over time."""
+    counted = [r for r in _counted(outcome, scenario) if not math.isnan(r.prefilled_s)]
+    batch, kv_tokens = outcome.decode_balance(counted, scenario.spec.decode_dp_size)
+    return {
+        "sent_tokens": mean([r.prompt_tokens - r.decode_cached_tokens for r in counted]),
+        "decode_batch_max_over_mean": batch,
+        "decode_kv_max_over_mean": kv_tokens,
     }
 
 

@@ -82,6 +82,12 @@ def result_tables(rows: Sequence[Row]) -> list[ResultTable]:
             _loop_cell,
             column="load {load:g}, {agents} agents",
         ),
+        *_by_load(
+            [row for row in rows if "sent_tokens" in row],
+            "thousand prompt tokens sent to decode per request, largest batch and KV of the decode "
+            "ranks / mean",
+            _decode_cell,
+        ),
         *_class_tables([row for row in rows if row.get("classes")]),
         *_by_load(rows if found_any else [], "hit rate, computed / optimum", _cache_cell),
         *_by_load(
@@ -155,6 +161,11 @@ def _cache_cell(mine: Sequence[Row]) -> str:
 def _loop_cell(mine: Sequence[Row]) -> str:
     e2e_s, tokens = mean_of(mine, "e2e_mean_s"), mean_of(mine, "tokens_per_s_instance")
     return f"{e2e_s:.1f} {tokens / 1e3:.1f}K {mean_of(mine, 'active_rank_count'):.2f}"
+
+
+def _decode_cell(mine: Sequence[Row]) -> str:
+    balance = means(mine, "{:.2f} {:.2f}", "decode_batch_max_over_mean", "decode_kv_max_over_mean")
+    return f"{mean_of(mine, 'sent_tokens') / 1e3:.1f}K {balance}"
 
 
 def _class_cell(mine: Sequence[Row]) -> str:

@@ -119,6 +119,12 @@ _DECODE = (
         "does not fit, with the others it waits in the engine (0: unbounded)", "TOKENS"),
     Flag("--decode-running", "decode_max_running_requests", _tokens, 0,
         "most running requests per decode rank (0: unbounded)", "REQUESTS"),
+    Flag("--decode-cache", "decode_cache", spec.DECODE_CACHES, "off",
+        "whether decode ranks keep the KV of requests that ended, and the scheduler sees that: "
+        "what they have is not sent again. Needs prefix caches (off)"),
+    Flag("--transfer-us", "transfer_token_s", not_negative, 0.0,
+        "KV transfer of a token from a prefill rank to decode in microseconds; 2.8: DeepSeek-V3 "
+        "at 25 GB/s (0)", "US", 1e6),
     Flag("--decode-seconds", "decode_s", positive_number, 1.0,
         "how long a request keeps its place in decode (1)", "S"),
 )

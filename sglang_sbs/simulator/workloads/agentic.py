@@ -135,13 +135,26 @@ class AgentLoop:
     def _turn(self, thread: _Thread, at_s: float) -> Arrival:
         self._fill(thread)
         answer, pages = _output_tokens(thread.rng), tuple(thread.pages)
-        return Arrival(at_s, thread.tokens, answer, pages, thread.session, thread=thread.number)
+        return Arrival(
+            at_s,
+            thread.tokens,
+            answer,
+            pages,
+            thread.session,
+            answer_blocks=tuple(_pages_of(thread, thread.tokens + answer)),
+            thread=thread.number,
+        )
 
     @staticmethod
     def _fill(thread: _Thread) -> None:
         """Name the pages that have become full."""
-        full = range(len(thread.pages), thread.tokens // PAGE_TOKENS)
-        thread.pages += [thread.number * _NAMES_PER_THREAD + page for page in full]
+        thread.pages += _pages_of(thread, thread.tokens)
+
+
+def _pages_of(thread: _Thread, tokens: int) -> list[int]:
+    """Names of the full pages of its first ``tokens`` after those that are named."""
+    full = range(len(thread.pages), tokens // PAGE_TOKENS)
+    return [thread.number * _NAMES_PER_THREAD + page for page in full]
 
 
 def _lognormal(rng: random.Random, shape: tuple[float, float]) -> int:

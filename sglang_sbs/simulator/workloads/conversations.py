@@ -45,9 +45,19 @@ def conversations(qps: float, duration_s: float, seed: int) -> list[Arrival]:
             if at_s < duration_s:
                 blocks = tuple(
                     (which if page < shared else number) * _NAMES_PER_CONVERSATION + page
-                    for page in range(tokens // PAGE_TOKENS)
+                    for page in range((tokens + output_tokens) // PAGE_TOKENS)
                 )
-                turns.append(Arrival(at_s, tokens, output_tokens, blocks, str(number)))
+                full = tokens // PAGE_TOKENS
+                turns.append(
+                    Arrival(
+                        at_s,
+                        tokens,
+                        output_tokens,
+                        blocks[:full],
+                        str(number),
+                        answer_blocks=blocks[full:],
+                    )
+                )
             if rng.random() < 1 / _MEAN_TURNS:
                 break
             tokens += output_tokens
