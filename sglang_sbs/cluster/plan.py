@@ -62,6 +62,7 @@ _PLANNED_FLAGS = {
     "--api-key-file": _KEY_FILE.format(API_FLAG),
     "--admin-api-key-file": _KEY_FILE.format(ADMIN_FLAG),
 }
+_DECODE_CACHE = "--disaggregation-decode-enable-radix-cache"
 _MODEL_FLAGS = ("--model-path", "--model")
 
 
@@ -303,9 +304,7 @@ class _Planner:
     def _kv_events_ports(self, role: Role, first_port: int) -> tuple[int, int] | None:
         """Rank d publishes at the first port + d and answers replays at the second + d."""
         ranks = self._ranks[role].count
-        if role is not Role.PREFILL or ranks > PORTS_PER_INSTANCE:
-            return None
-        if not _wants_kv_events(self._options):
+        if ranks > PORTS_PER_INSTANCE or not _wants_kv_events(self._options, role):
             return None
         if ranks > _KV_EVENTS_RANKS:
             return next(self._port_blocks), next(self._port_blocks)
@@ -362,12 +361,14 @@ def uses_rust_server(environment: Mapping[str, str]) -> bool:
     return environment.get(RUST_SERVER_ENV, "").lower() in ("true", "1", "yes", "y")
 
 
-def _wants_kv_events(options: ClusterOptions) -> bool:
-    """Whether a router of this cluster would use KV events, and prefill can well publish them."""
-    given = options.flags_of(Role.PREFILL)
+def _wants_kv_events(options: ClusterOptions, role: Role) -> bool:
+    """Whether a router of this cluster would use KV events of the role, and its engines can well
+    publish them."""
+    given = options.flags_of(role)
     names = {word.partition("=")[0] for word in given}
     return (
-        options.with_router
+        (role is Role.PREFILL or (role is Role.DECODE and _DECODE_CACHE in names))
+        and options.with_router
         and text_flag(options.router_flags, "--sbs-prefix-source") in ("", "auto", "events")
         and not names & {"--disable-radix-cache", "--kv-events-config"}
         and int_flag(given, "--page-size") >= MIN_KV_EVENTS_PAGE_SIZE

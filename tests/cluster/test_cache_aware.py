@@ -40,6 +40,7 @@ from sglang_sbs.scheduling.events import (
     BlocksCleared,
     BlocksRemoved,
     BlocksStored,
+    Dispatch,
     ForwardEnded,
     InstanceUp,
 )
@@ -64,6 +65,7 @@ async def site(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Site]:
             *ENGINE_FLAGS,
             *("--page-size", str(PAGE_TOKENS), "--max-total-tokens", str(POOL_TOKENS)),
         ],
+        decode_flags=["--disaggregation-decode-enable-radix-cache"],
         cpu=CpuEngines(VirtualGpuCost(prefill_base_s=0.03, prefill_per_max_token_s=2e-5)),
         log_dir=folder,
         environment=environment(),
@@ -103,7 +105,7 @@ async def test_predicted_hits_of_conversations_are_those_the_engine_reports(
     up = [r.event for r in site.records() if isinstance(r.event, InstanceUp)]
     assert {(e.role, e.prefix_source, e.page_size) for e in up} == {
         ("prefill", "events", PAGE_TOKENS),
-        ("decode", "off", PAGE_TOKENS),
+        ("decode", "events", PAGE_TOKENS),
     }
     stored = [r.event for r in site.records(since_s) if isinstance(r.event, BlocksStored)]
     # On a slow host one rank may serve all of them: they come too slowly to fill a pass.
@@ -132,6 +134,42 @@ async def test_a_flushed_cache_is_not_counted_on(site: Site, http: aiohttp.Clien
     assert [outcome.exact for outcome in outcomes] == [True] * 3, outcomes
     assert outcomes[0].reported == 0
     assert outcomes[2].reported > 0
+
+
+async def test_a_second_turn_is_decoded_where_the_first_is_and_only_the_rest_is_sent(
+    site: Site, http: aiohttp.ClientSession
+) -> None:
+    """Decode counts as cached what it did not have to be sent, if that is more than prefill had: it
+    has the answer of the turn before as well."""
+    draw = random.Random(800)
+    since_s = time.monotonic()
+    turns = [[draw.randrange(3, VOCAB_SIZE) for _ in range(200)] for _ in range(4)]
+    replies = [await generate(http, site.url, turn, 40) for turn in turns]
+    whole = (200 + 40) // PAGE_TOKENS  # overlap scheduling computes the last token's KV, too
+    await site.until(lambda records: len(stored_by_decode(records)) >= 4 * whole, since_s)
+    for turn, reply in zip(turns, replies, strict=True):
+        turn.extend(reply["output_ids"] + [draw.randrange(3, VOCAB_SIZE) for _ in range(60)])
+    replies = [await generate(http, site.url, turn, 4) for turn in turns]
+    await site.until(lambda records: len(dispatches(records)) == 8, since_s)
+    sent = dispatches(site.records(since_s))
+    first, second = sent[:4], sent[4:]
+    assert {one.decode_rank for one in first} == {0, 1}
+    assert [one.decode_rank for one in second] == [one.decode_rank for one in first]
+    found = [reply["meta_info"]["cached_tokens"] for reply in replies]
+    assert found == [one.decode_cached_tokens for one in second] == [whole * PAGE_TOKENS] * 4
+    assert {one.cached_tokens for one in second} == {200 // PAGE_TOKENS * PAGE_TOKENS}
+
+
+def dispatches(records: list[LogRecord]) -> list[Dispatch]:
+    return [c for record in records for c in record.commands if isinstance(c, Dispatch)]
+
+
+def stored_by_decode(records: list[LogRecord]) -> list[int]:
+    """Blocks that decode ranks published."""
+    reports = [r.event for r in records if isinstance(r.event, ForwardEnded)]
+    decode = {event.instance for event in reports if event.report.role == "decode"}
+    events = [r.event for r in records if isinstance(r.event, BlocksStored)]
+    return [block for event in events if event.instance in decode for block in event.blocks]
 
 
 async def flush(http: aiohttp.ClientSession, url: str) -> int:
