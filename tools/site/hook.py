@@ -75,8 +75,6 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 
 def on_page_markdown(markdown: str, page: Page, **_: Any) -> str:
     """The page with links and lists as the site has them."""
-    if page.file.src_uri == "index.md":
-        page.meta["hide"] = ["navigation"]
     if page.file.src_uri.startswith("lab/"):
         page.meta.setdefault("search", {})["boost"] = _LAB_BOOST
     repository = os.environ.get("SGLANG_SBS_REPOSITORY")

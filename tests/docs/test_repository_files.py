@@ -1,0 +1,39 @@
+"""What a host of the repository reads: the workflow, pre-commit's hooks, the citation."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+from doc_commands import ROOT
+
+WORKFLOW = ROOT / ".github" / "workflows" / "ci.yml"
+
+
+@pytest.mark.parametrize(
+    ("file", "schema"),
+    [(WORKFLOW, "github-workflows"), (ROOT / "CITATION.cff", "citation-file-format")],
+    ids=["workflow", "citation"],
+)
+def test_a_file_follows_its_schema(file: Path, schema: str) -> None:
+    tool = Path(sys.executable).parent / "check-jsonschema"
+    words = [str(tool), "--builtin-schema", f"vendor.{schema}", str(file)]
+    checked = subprocess.run(words, capture_output=True, text=True, check=False)
+    assert checked.returncode == 0, checked.stdout + checked.stderr
+
+
+def test_the_workflow_runs_what_ci_runs_and_builds_the_site() -> None:
+    jobs = yaml.safe_load(WORKFLOW.read_text())["jobs"]
+    commands = {name: [step.get("run") for step in job["steps"]] for name, job in jobs.items()}
+    assert "bash .ci/run" in commands["test"]
+    assert "scripts/docs build" in commands["site"]
+
+
+def test_a_commit_is_checked_as_by_hand() -> None:
+    (repository,) = yaml.safe_load((ROOT / ".pre-commit-config.yaml").read_text())["repos"]
+    (hook,) = repository["hooks"]
+    assert (repository["repo"], hook["entry"]) == ("local", "scripts/check")
+    assert (ROOT / hook["entry"]).stat().st_mode & 0o111
