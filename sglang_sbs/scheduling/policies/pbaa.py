@@ -4,6 +4,7 @@ now."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Sequence
 from operator import attrgetter
 from typing import NamedTuple
@@ -54,14 +55,14 @@ class Room:
         hits_of: PrefixHits = no_hits,
     ) -> None:
         self._tokens = list(c_avail)
-        self._places = None if places is None else list(places)
+        unlimited: Sequence[float] = [math.inf] * len(c_avail)
+        self._places = list(places or unlimited)
         self._page = page
         self.hits_of = hits_of
-        self.free = self._tokens if places is None else list(c_avail)
+        self.free = list(c_avail)
         """Tokens for one more request."""
-        if places is not None:
-            for rank in range(len(places)):
-                self._limit(rank)
+        for rank in range(len(c_avail)):
+            self._limit(rank)
 
     def need(self, request: Request, rank: int) -> int:
         """What a request costs there."""
@@ -70,9 +71,8 @@ class Room:
 
     def take(self, rank: int, tokens: int) -> None:
         self._tokens[rank] -= tokens
-        if self._places is not None:
-            self._places[rank] -= 1
-            self._limit(rank)
+        self._places[rank] -= 1
+        self._limit(rank)
 
     def holds_instead(self, rank: int, request: Request, instead_of: Request) -> bool:
         """Whether a request fits there if that one goes."""
@@ -85,8 +85,7 @@ class Room:
 
     def _limit(self, rank: int) -> None:
         tokens = self._tokens[rank]
-        is_full = self._places is not None and self._places[rank] <= 0
-        self.free[rank] = min(0, tokens) if is_full else tokens
+        self.free[rank] = tokens if self._places[rank] > 0 else min(0, tokens)
 
 
 def pbaa(
@@ -168,12 +167,11 @@ def place_fitting(
     more = chunk_tokens, rank_of, received_tokens
     room = Room(c_avail, places, page, hits_of)
     placed, left = _place(longest_first, room, *more)
-    if left and placed:
-        highest = max(request.priority for request in left)
-        if highest > min(request.priority for request, _ in placed):
-            longest_first.sort(key=lambda r: -r.priority)
-            room = Room(c_avail, places, page, hits_of)
-            placed, left = _place(longest_first, room, *more)
+    highest = max([request.priority for request in left], default=-math.inf)
+    if highest > min([request.priority for request, _ in placed], default=math.inf):
+        longest_first.sort(key=lambda r: -r.priority)
+        room = Room(c_avail, places, page, hits_of)
+        placed, left = _place(longest_first, room, *more)
     if any(request.waited_batches >= TUNING.left_out_batches for request in left):
         left = _take_turns(placed, left, room, chunk_tokens)
     return Allocation(placed, left)
@@ -232,15 +230,15 @@ def _take_turns(
             and may_move(old)
         ):
             turns += 1
-            for index, (one, rank) in enumerate(placed):
-                if (
-                    one.order > old.order
-                    and one.waited_batches == 0
-                    and room.holds_instead(rank, old, one)
-                    and may_move(one)
-                    and (at is None or one.prompt_tokens < placed[at][0].prompt_tokens)
-                ):
-                    at = index
+            newer = [
+                index
+                for index, (one, rank) in enumerate(placed)
+                if one.order > old.order
+                and one.waited_batches == 0
+                and room.holds_instead(rank, old, one)
+                and may_move(one)
+            ]
+            at = min(newer, key=lambda index: placed[index][0].prompt_tokens, default=None)
         if at is None:
             still.append(old)
         else:

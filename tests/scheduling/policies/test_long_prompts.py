@@ -7,7 +7,6 @@ from harness.learned_instance import CHUNK, instance, request
 
 from sglang_sbs.scheduling.policies.adaptive.long_prompts import LongPrompts
 from sglang_sbs.scheduling.policies.offered_load import OfferedLoad
-from sglang_sbs.scheduling.prefill.interval import IntervalController
 from sglang_sbs.scheduling.queue.request import RequestQueue
 
 
@@ -20,7 +19,7 @@ def test_the_place_matters_for_prompts_of_more_chunks_the_higher_the_load(
 ) -> None:
     offered = OfferedLoad()
     offered.load = load
-    long = LongPrompts(offered, IntervalController(t_default_s=0.3, window=100, latency_s=0.01))
+    long = LongPrompts(offered)
     both = [instance("p0"), instance("p1")]
     long.on_topology_change(both)
     queue = RequestQueue()

@@ -7,10 +7,10 @@ import math
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
+from sglang_sbs.scheduling.explained.decisions import note
 from sglang_sbs.scheduling.paging import paged
 from sglang_sbs.scheduling.policies.adaptive.cache_affinity import BatchAffinity, CacheAffinity
 from sglang_sbs.scheduling.policies.adaptive.division import Division, Requests
-from sglang_sbs.scheduling.policies.adaptive.explained import note_left, note_skipped
 from sglang_sbs.scheduling.policies.adaptive.view import OpenPass, View
 from sglang_sbs.scheduling.policies.pbaa import place_fitting, top_up
 from sglang_sbs.scheduling.policies.policy import Placement
@@ -87,7 +87,8 @@ def _batch_for(
             taken += paged(request.uncached_tokens_on(instance.id), instance.page)
             is_full = taken >= most_tokens or len(head) + len(rest) >= most_requests
         elif left is not request.waits_for:
-            note_skipped(request, affinity.skipped_for(request, left), view.at.now_s)
+            where, until_s, gain_s = affinity.better_for(request, left)
+            note(request, left, view.at.now_s, where, until_s, gain_s)
     batch = Batch(opening, affinity, c_avail, places, keep_tokens, head, rest)
     return batch, filters.forbidden == len(queue)
 
@@ -156,8 +157,8 @@ def place(view: View, batch: Batch) -> tuple[list[Placement], Requests]:
         batch.places,
     )
     if allocation.placed:
-        note_left(allocation.left, WaitReason.DOES_NOT_FIT, view.at.now_s)
-        note_left(batch.rest, WaitReason.SHARE_FULL, view.at.now_s)
+        _note_left(allocation.left, WaitReason.DOES_NOT_FIT, view.at.now_s)
+        _note_left(batch.rest, WaitReason.SHARE_FULL, view.at.now_s)
     chosen_tokens = uncached_tokens_of(batch.head) + uncached_tokens_of(batch.rest)
     allocation = top_up(
         allocation._replace(left=allocation.left + batch.rest),
@@ -169,3 +170,10 @@ def place(view: View, batch: Batch) -> tuple[list[Placement], Requests]:
         places=batch.places,
     )
     return [Placement(r, instance, rank) for r, rank in allocation.placed], allocation.left
+
+
+def _note_left(left: Requests, reason: WaitReason, now_s: float) -> None:
+    """A batch leaves without these requests."""
+    for request in left:
+        if request.waits_for is not reason:
+            note(request, reason, now_s)

@@ -17,6 +17,7 @@ import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from operator import itemgetter
 from typing import NamedTuple
 
 from sglang_sbs.scheduling.events import InstanceId
@@ -30,14 +31,9 @@ from sglang_sbs.scheduling.prefix.places import Hits, Upcoming, shared_blocks
 from sglang_sbs.scheduling.reasons import WaitReason
 from sglang_sbs.scheduling.request import Request
 
-
-class Skip(NamedTuple):
-    """Why a request is not in a batch: what :class:`.reasons.Waited` notes."""
-
-    reason: WaitReason
-    instance: InstanceId = ""
-    until_s: float | None = None
-    gain_s: float | None = None
+Better = tuple[InstanceId, float | None, float | None]
+"""Where a request waits for a pass, until when (the scheduler's clock), and how much less it is
+predicted to cost there, seconds. Empty and None: unknown."""
 
 
 class _Best(NamedTuple):
@@ -59,6 +55,7 @@ class _View:
     backlog: list[int]
     """Per rank, with the tokens of requests that wait for it since this decision."""
     emptiest: int
+    no_hits: Sequence[int]
 
     def add(self, rank: int, tokens: int) -> None:
         """The next request finds this one in front."""
@@ -129,6 +126,7 @@ class CacheAffinity:
                 instance.next_pass_s(),
                 backlog,
                 backlog.index(min(backlog)),
+                [0] * len(backlog),
             )
             if keep:
                 self._views[instance.id] = view
@@ -190,19 +188,15 @@ class CacheAffinity:
 
     def best_on(self, request: Request, view: _View) -> _Best:
         """The best rank of an instance: the one that has most of it, or the emptiest."""
-        hits = request.hits.by_instance.get(view.instance.id)
-        best = view.emptiest
-        cached = 0 if hits is None else hits[best]
-        best_s = self.done_s(request, view, cached, view.backlog[best])
-        if hits is not None:
-            most = max(hits)
-            if most > cached:
-                backlog, rank = min(
-                    (view.backlog[d], d) for d, tokens in enumerate(hits) if tokens == most
-                )
-                cost_s = self.done_s(request, view, most, backlog)
-                if cost_s < best_s:
-                    best_s, best = cost_s, rank
+        hits = request.hits.by_instance.get(view.instance.id, view.no_hits)
+        best, most = view.emptiest, max(hits)
+        best_s = self.done_s(request, view, hits[best], view.backlog[best])
+        if most > hits[best]:
+            backlog, rank = min(
+                (view.backlog[d], d) for d, tokens in enumerate(hits) if tokens == most
+            )
+            cost_s = self.done_s(request, view, most, backlog)
+            best_s, best = min((best_s, best), (cost_s, rank), key=itemgetter(0))
         return _Best(view.start_s + best_s, view.instance.id, best)
 
     def done_s(self, request: Request, view: _View, cached: int, backlog: int) -> float:
@@ -271,22 +265,21 @@ class BatchAffinity:
             twins.append(request)
         return left
 
-    def skipped_for(self, request: Request, left: WaitReason) -> Skip:
-        """Where and until when a request waits that was left for this reason."""
+    def better_for(self, request: Request, left: WaitReason) -> Better:
+        """What a request waits for that was left for this reason."""
         if left is WaitReason.BETTER_ELSEWHERE:
-            return self._better_for(request)
+            return self._elsewhere(request)
         if left is WaitReason.PREFIX_COMING:
             coming = max(request.upcoming, key=lambda one: one.tokens, default=None)
-            if coming is None:
-                return Skip(left, self._instance.id)
-            return Skip(left, coming.instance or self._instance.id, coming.visible_s)
-        return Skip(left)
+            if coming is not None:
+                return coming.instance, coming.visible_s, None
+            return self._instance.id, None, None
+        return "", None, None
 
-    def _better_for(self, request: Request) -> Skip:
+    def _elsewhere(self, request: Request) -> Better:
         home = self._moment.home_of(request)
         here = self._moment.best_on(request, self._moment.view(self._instance, keep=False))
-        gain_s = here.cost_s - home.cost_s
-        return Skip(WaitReason.BETTER_ELSEWHERE, home.instance, gain_s=gain_s)
+        return home.instance, None, here.cost_s - home.cost_s
 
     def _waits_for(self, request: Request, twins: Sequence[Request]) -> WaitReason | None:
         if self._is_elsewhere(request):
@@ -383,14 +376,14 @@ class ForecastAffinity(BatchAffinity):
         self._moment.look_at(request)
         return False
 
-    def _better_for(self, request: Request) -> Skip:
+    def _elsewhere(self, request: Request) -> Better:
         home = self._homes.get(request.rid)
         if home is None:
-            return super()._better_for(request)
+            return super()._elsewhere(request)
         costs_s = self._costs_s[request.rid]
         here_s = costs_s.get(self._instance.id)
         gain_s = None if here_s is None else here_s - costs_s[home.instance]
-        return Skip(WaitReason.BETTER_ELSEWHERE, home.instance, gain_s=gain_s)
+        return home.instance, None, gain_s
 
     def _best_rank(self, request: Request, hits: Sequence[int], capacity: Sequence[int]) -> int:
         if self._is_here(request):

@@ -4,7 +4,9 @@ DP ranks."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
+from itertools import islice
 from typing import NamedTuple, TypeAlias
 
 from sglang_sbs.scheduling.events import InstanceId
@@ -14,10 +16,11 @@ from sglang_sbs.scheduling.policies.adaptive.cache_affinity import (
     ForecastAffinity,
 )
 from sglang_sbs.scheduling.policies.adaptive.few_requests import Waiting, cut_of
-from sglang_sbs.scheduling.policies.adaptive.long_prompts import early_homes
+from sglang_sbs.scheduling.policies.adaptive.long_prompts import may_take
 from sglang_sbs.scheduling.policies.adaptive.openings import Openings
-from sglang_sbs.scheduling.policies.adaptive.pass_forecast import Home
+from sglang_sbs.scheduling.policies.adaptive.pass_forecast import Home, PassForecast, Terms, homes
 from sglang_sbs.scheduling.policies.adaptive.view import OpenPass, View
+from sglang_sbs.scheduling.policies.tuning import TUNING
 from sglang_sbs.scheduling.prefill.instance import PrefillInstance
 from sglang_sbs.scheduling.reasons import Opening
 from sglang_sbs.scheduling.request import Request
@@ -86,20 +89,66 @@ def divide(view: View, openings: Openings) -> Division:
     if not (view.by_forecast and openings.any):
         return Share(view, openings)
     costs_s: dict[str, dict[InstanceId, float]] = {}
-    instances = [one.instance for one in openings.passes]
-    homes = view.learned.long.homes(
-        instances,
-        view.instances,
-        view.in_order(),
-        view.queue,
-        view.overdue,
-        view.at,
-        early=openings.early,
-        costs_s=costs_s,
-    )
+    found = _homes(view, openings, costs_s)
     passes = openings.passes
     if openings.early:
-        others = (one for one in view.in_order() if one not in instances)
-        found = early_homes(homes.values(), others)
-        passes = [*passes, *[OpenPass(one, Opening.FULL_AHEAD) for one in found]]
-    return Forecast(openings, passes, homes, costs_s)
+        opened = {one.instance for one in passes}
+        early = [one for one in view.in_order() if one not in opened and _is_early(one, found)]
+        passes = [*passes, *[OpenPass(one, Opening.FULL_AHEAD) for one in early]]
+    return Forecast(openings, passes, found, costs_s)
+
+
+def _homes(
+    view: View, openings: Openings, costs_s: dict[str, dict[InstanceId, float]]
+) -> dict[str, Home]:
+    """Where each request costs least, now or later (:func:`.pass_forecast.homes`)."""
+    learned, at, instances = view.learned, view.at, view.instances
+    long, offered, by_id = learned.long, learned.offered, learned.lineup.by_id
+    opened = [one.instance for one in openings.passes]
+    forecasts: dict[InstanceId, PassForecast] = {}
+
+    def forecast_of(name: InstanceId) -> PassForecast | None:
+        if name not in forecasts and name in by_id:
+            one = by_id[name]
+            is_early = openings.early and one.has_room and one.forms_ahead
+            closed = not (is_early or may_take(one, False) or one in opened)
+            forecasts[name] = long.forecast(one, at, closed=closed)
+        return forecasts.get(name)
+
+    most = TUNING.nearest
+    near = list(dict.fromkeys([*opened[:most], *islice(view.in_order(), most)]))[:most]
+    pass_s = learned.interval.mean_forward_s
+    terms = Terms(
+        waiting_per_s=TUNING.slack * offered.request_rate / len(instances),
+        pass_s=pass_s,
+        again_weight=TUNING.again_weight * offered.load**2 / (1 - offered.load),
+    )
+    all_suit = view.overdue or not long.uneven_chunks
+
+    def terms_of(request: Request) -> Terms:
+        chunks = math.ceil(request.uncached_tokens / long.chunk_tokens)
+        waited = (at.now_s - request.arrived_s) / (pass_s * chunks)
+        return terms._replace(impatience=1 + TUNING.ageing * waited)
+
+    def may_go(request: Request, one: PrefillInstance) -> bool:
+        suits = all_suit or long.suits(request, one, instances)
+        return suits and request.may_use(one, instances)
+
+    return homes(
+        [one for instance in near if (one := forecast_of(instance.id)) is not None],
+        forecast_of,
+        view.queue.in_order(),
+        terms_of,
+        may_go,
+        costs_s,
+    )
+
+
+def _is_early(one: PrefillInstance, found: Mapping[str, Home]) -> bool:
+    """Whether a request whose home is here should be here as soon as possible. The instance is
+    cutting prompts, so it forms a pass when the one before starts, and a request that is late waits
+    for a whole pass. Where caches settle where requests go, later ones hardly change that."""
+    return one.forms_ahead and any(
+        home.instance == one.id and one.ranks[home.rank].ahead_tokens < one.chunk_tokens
+        for home in found.values()
+    )

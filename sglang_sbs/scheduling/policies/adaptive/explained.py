@@ -3,11 +3,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 
 from sglang_sbs.scheduling.events import InstanceId
 from sglang_sbs.scheduling.explained.decisions import MOST_LOOKS, Batch, look_at, note
-from sglang_sbs.scheduling.policies.adaptive.cache_affinity import Skip
 from sglang_sbs.scheduling.policies.adaptive.openings import Openings
 from sglang_sbs.scheduling.policies.adaptive.view import OpenPass, View
 from sglang_sbs.scheduling.policies.tuning import TUNING
@@ -62,15 +61,3 @@ def note_opening(request: Request, view: View, openings: Openings, now_s: float)
         note(request, WaitReason.NOT_YET, now_s)
     else:
         note(request, WaitReason.NOT_YET, now_s, soonest.id, view.at.free_at_s(soonest))
-
-
-def note_left(left: Iterable[Request], reason: WaitReason, now_s: float) -> None:
-    """A batch leaves without these requests."""
-    for request in left:
-        if request.waits_for is not reason:
-            note(request, reason, now_s)
-
-
-def note_skipped(request: Request, skip: Skip, now_s: float) -> None:
-    """A request is left for another instance, or for later, while a batch is formed."""
-    note(request, skip.reason, now_s, skip.instance, skip.until_s, skip.gain_s)

@@ -94,10 +94,8 @@ class Starts:
 
     def soonest(self, count: int) -> list[tuple[float, float, int]]:
         """The first so many of all."""
-        far = self.far[self.first : self.first + count]
-        if not far:
-            return self.near[:count]
-        return sorted([*self.near[:count], *((free_s, free_s, n) for free_s, n in far)])[:count]
+        far = [(free_s, free_s, n) for free_s, n in self.far[self.first : self.first + count]]
+        return sorted([*self.near[:count], *far])[:count]
 
 
 class Begins:
@@ -197,8 +195,8 @@ class Lineup:
             self.marginals.pop(instance, None)
             computes = bool(instance.passes) and not instance.forms_ahead
             self._free.set(number, instance.free_at_s(0.0, 0.0) if computes else None)
-            (self._others.discard if computes else self._others.add)(number)
-            (self._busy.discard if instance.idle else self._busy.add)(number)
+            _enter(self._others, number, not computes)
+            _enter(self._busy, number, not instance.idle)
             chunks = instance.longest_prompt_tokens / instance.chunk_tokens
             self._long.set(number, chunks if chunks > 1 else None)
             room = 0
@@ -224,6 +222,11 @@ class Lineup:
         first = bisect_left(far, (at.arrives_s, -1))
         near = [number for _, number in far[:first]]
         return Starts(self.instances, at, [*near, *self._others], far, first)
+
+
+def _enter(numbers: set[int], number: int, wanted: bool) -> None:
+    """Add a number to a set, or take it out."""
+    (numbers.add if wanted else numbers.discard)(number)
 
 
 class PlannedStarts:

@@ -52,7 +52,7 @@ def open_passes(view: View) -> Openings:
     early = view.by_forecast and view.learned.long.leave_early(view.instances)
     if not (found or ahead or early):
         return Openings([], wake_s, begins, soonest, early, any=False)
-    found = _idle_in_turn(found, view.queue.oldest)
+    found = _idle_in_turn(found, next(iter(view.queue)))
     if view.by_forecast:
         ahead = []  # prompts of several chunks keep every pass full
     elif not (view.overdue or view.passes_away > 1 or view.learned.lineup.all_idle):
@@ -147,11 +147,11 @@ def _looking_ahead(
         yield OpenPass(one, kind, joins.get(one.id, math.inf), passes)
 
 
-def _idle_in_turn(passes: list[OpenPass], oldest: Request | None) -> list[OpenPass]:
+def _idle_in_turn(passes: list[OpenPass], oldest: Request) -> list[OpenPass]:
     """Idle instances would all start at once. Of those that have as much of the oldest request
     cached, the one whose turn it is comes first."""
     idle = [one.instance for one in passes if one.instance.idle]
-    if len(idle) < 2 or oldest is None:
+    if len(idle) < 2:
         return passes
     tokens = [oldest.uncached_tokens_on(instance.id) for instance in idle]
     most = min(tokens) + TUNING.least_hit_share * idle[0].chunk_tokens

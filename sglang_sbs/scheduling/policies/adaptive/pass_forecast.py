@@ -258,8 +258,7 @@ def homes(
     requests: Iterable[Request],
     terms_of: Callable[[Request], Terms],
     may_go: Callable[[Request, PrefillInstance], bool],
-    *,
-    costs_s: dict[str, dict[InstanceId, float]] | None = None,
+    costs_s: dict[str, dict[InstanceId, float]],
 ) -> dict[str, Home]:
     """Where each request costs least, by request id.
 
@@ -298,9 +297,8 @@ def homes(
             cheapest = allowed[costs.index(min(costs))]
             if cheapest.idle:
                 cheapest = _in_turn(cheapest, allowed, request)
-            if costs_s is not None:
-                names_of = [one.instance.id for one in allowed]
-                costs_s[request.rid] = dict(zip(names_of, costs, strict=True))
+            named = [one.instance.id for one in allowed]
+            costs_s[request.rid] = dict(zip(named, costs, strict=True))
             chosen[request.rid] = cheapest.add(request, terms)
     return chosen
 

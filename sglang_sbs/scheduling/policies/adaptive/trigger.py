@@ -74,7 +74,7 @@ class AdaptiveTrigger(PrefillPolicy):
         self._planned_s: float | None = None
         """When the pass begins that the last batch is meant for; None: it joins another batch, or
         left at once."""
-        self._long = LongPrompts(load, interval)
+        self._long = LongPrompts(load)
         self._lead = DispatchLead()
         self._eta = Eta(interval, knows_caches=True)
         self.guard = HoldGuard()
