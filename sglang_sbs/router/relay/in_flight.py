@@ -194,8 +194,7 @@ class InFlight:
             self.traces.announced(attempt.trace)
 
     def assigned(self, attempt: Attempt, assignment: Dispatch) -> None:
-        held = self.metrics.class_hold_seconds.labels(class_of(attempt.arrival.priority))
-        held.observe(assignment.held_s)
+        self.metrics.held(class_of(attempt.arrival.priority), assignment.held_s)
         self.recent.held(attempt.run.exchange.recent, assignment.held_s)
         attempt.trace.dispatched_ns = time.time_ns()
 

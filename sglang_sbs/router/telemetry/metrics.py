@@ -11,13 +11,13 @@ from functools import cache, partial
 from itertools import pairwise
 from typing import Any, TypeVar, cast
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, Summary, generate_latest
+from prometheus_client import CollectorRegistry, Gauge, Summary, generate_latest
 from prometheus_client.core import CounterMetricFamily, Metric
 from prometheus_client.metrics import MetricWrapperBase
 
 from sglang_sbs.router.errors import LegFailure
 from sglang_sbs.router.metric_families import Made, gauge, total
-from sglang_sbs.router.telemetry.part_times import PartTimes
+from sglang_sbs.router.telemetry.counting import Counter, Histogram
 from sglang_sbs.router.workers.registry import Registry
 from sglang_sbs.scheduling.events import Dispatch, Outcome, Refuse
 from sglang_sbs.scheduling.explained.timelines import Timeline
@@ -32,6 +32,10 @@ _DURATION_BUCKETS = (
 _HOLD_BUCKETS = (
     *(0.001, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.3, 0.5, 0.75),
     *(1.0, 2.0, 5.0, 10.0, 60.0),
+)
+_PART_BUCKETS = (
+    *(0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5),
+    *(1.0, 2.0, 5.0, 10.0, 30.0),
 )
 _AGE_BOUNDS_S = (30, 60, 180, 300, 600, 1200, 3600, 7200, 14400, 28800, 86400)
 """As sglang_router counts the ages of requests in flight."""
@@ -106,8 +110,10 @@ class RouterMetrics:
         "From arrival at the scheduler to dispatch", buckets=_HOLD_BUCKETS)
     class_ttft_seconds = _histogram("sbs_class_ttft_seconds",
         "Announcement to decode's first byte, per attempt, by class of priority", "class")
-    class_hold_seconds = _histogram("sbs_class_hold_seconds",
+    _class_hold_seconds = _histogram("sbs_class_hold_seconds",
         "From arrival at the scheduler to dispatch, by class of priority", "class", _HOLD_BUCKETS)
+    _part_seconds = _histogram("sbs_ttft_part_seconds",
+        "Where the time to the first byte went, per attempt that had one", "part", _PART_BUCKETS)
     slo = _counter("sbs_slo_total", "First bytes of requests with x-sgl-ttft-slo-ms", "result")
 
     # What the scheduler decided, and what became of it
@@ -180,8 +186,9 @@ class RouterMetrics:
         self._responses = cache(self.http_responses.labels)
         self._served = cache(self._served_series)
         self._attempts = cache(self.attempts.labels)
-        self._parts = PartTimes()
-        self.collect_with(self._parts.families)
+        self._parts = cache(self._part_seconds.labels)
+        self._class_ttft = cache(self.class_ttft_seconds.labels)
+        self._class_hold = cache(self._class_hold_seconds.labels)
         self._dispatched: Multiset[str] = Multiset()
         """By policy."""
 
@@ -317,10 +324,13 @@ class RouterMetrics:
         if failures := self._of_worker(self.leg_failures, failure.worker, *labels):
             failures.inc()
 
+    def held(self, priority: PriorityClass, seconds: float) -> None:
+        self._class_hold(priority).observe(seconds)
+
     def first_byte(self, priority: PriorityClass, seconds: float, slo_s: float | None) -> None:
         """Decode's first byte came; ``slo_s``: what the client wanted."""
         self.ttft_seconds.observe(seconds)
-        self.class_ttft_seconds.labels(priority).observe(seconds)
+        self._class_ttft(priority).observe(seconds)
         if slo_s is not None:
             self.slo.labels("met" if seconds <= slo_s else "missed").inc()
 
@@ -331,7 +341,8 @@ class RouterMetrics:
         if timeline.client is None or timeline.client.first_byte_s is None:
             return None
         parts = timeline.parts()
-        self._parts.add(parts)
+        for part, seconds in parts.items():
+            self._parts(part).observe(seconds)
         return parts
 
     def prefix_found(self, prompt_tokens: int, predicted_tokens: int, reported_tokens: int) -> None:
