@@ -106,12 +106,13 @@ class Recorder:
         self._passes: deque[PassRecord] = deque(maxlen=_MAX_PASSES)
         self._gangs: deque[Gang] = deque(maxlen=_GANGS)
         self._new_gangs: list[Gang] = []
+        self._left: deque[tuple[float, int, Dispatch]] = deque(maxlen=_MAX_WAITING)
+        """When, with how many prompt tokens and where requests left since the last tick."""
         self._new_passes: deque[PassRecord] = deque(maxlen=_PASSES_PER_FRAME)
         self._holds: deque[tuple[float, float]] = deque(maxlen=_MAX_HOLDS)
         self._dispatched = 0
         self._troubles = Troubles(errors)
         self._waiting: dict[str, tuple[int, float]] = {}
-        self._placed: dict[str, tuple[str, int]] = {}
         self._waited_s = 0.0
         self._waiting_since_s: float | None = None
         self._work: deque[tuple[int, int]] = deque([(int(now_s), 0)], maxlen=int(RECENT_S))
@@ -150,18 +151,18 @@ class Recorder:
                 self._waiting.pop(command.rid, None)
                 self._troubles.refused(command.cause, now_s)
                 self.ttft.ended(command.rid)
-        self._clock(now_s)
+        if self._waiting or self._waiting_since_s is not None:
+            self._clock(now_s)
 
     def _on_prefilled(self, event: PrefillDone, now_s: float) -> None:
-        place = self._placed.pop(event.rid, ("", 0))
         if event.aborted:
             self.ttft.ended(event.rid)
-        else:
-            self.ttft.prefilled(event.rid, now_s, self._pass_history.last_end_s(*place))
+        elif (place := self.ttft.place_of(event.rid)) is not None:
+            worker, rank, _ = self._scheduler.lone.outside(*place, 0)
+            self.ttft.prefilled(event.rid, now_s, self._pass_history.last_end_s(worker, rank))
 
     def _on_ended(self, event: RequestEnded, _now_s: float) -> None:
         self._waiting.pop(event.rid, None)
-        self._placed.pop(event.rid, None)
         self.ttft.ended(event.rid)
 
     def request_over(
@@ -174,8 +175,9 @@ class Recorder:
             pair = (decision.prefill, decision.decode) if failed else None
             self._troubles.attempt_ended(pair, now_s)
         if parts_s is not None:
-            self.split.add(now_s, parts_s)
-            self._slowest.add(now_s, timeline, parts_s)
+            ttft_s = sum(parts_s.values())
+            self.split.add(now_s, ttft_s, parts_s)
+            self._slowest.add(now_s, timeline, ttft_s, parts_s)
 
     def _clock(self, now_s: float) -> None:
         """The time for which something waited."""
@@ -201,23 +203,35 @@ class Recorder:
 
     def _on_dispatch(self, command: Dispatch, now_s: float) -> None:
         tokens, _ = self._waiting.pop(command.rid, (0, now_s))
-        self._dispatched += 1
-        second, work = self._work[-1]
-        if second != int(now_s):
-            self._work.append((int(now_s), 0))
-            second, work = self._work[-1]
-        self._work[-1] = second, work + max(0, tokens - command.cached_tokens)
-        self._holds.append((now_s, command.held_s))
-        if len(self._placed) >= _MAX_WAITING:
-            self._placed.pop(next(iter(self._placed)))
-        self._placed[command.rid] = command.prefill, command.prefill_rank
+        self._left.append((now_s, tokens, command))
         place = self._scheduler.lone.place(command.prefill, command.prefill_rank)
         self.ttft.dispatched(command.rid, *place, command.cached_tokens, now_s)
+
+    def _take_left(self) -> None:
+        """Count those that left. Of the gangs only the last ones are made, as no more are shown."""
+        left, self._left = self._left, deque(maxlen=_MAX_WAITING)
+        self._dispatched += len(left)
+        self._holds.extend((now_s, command.held_s) for now_s, _, command in left)
+        work = self._work
+        for now_s, tokens, command in left:
+            uncached = max(0, tokens - command.cached_tokens)
+            second, before = work[-1]
+            if second == int(now_s):
+                work[-1] = second, before + uncached
+            else:
+                work.append((int(now_s), uncached))
+        batches = dict.fromkeys(command.batch for _, _, command in left)
+        shown = set([*batches][-_GANGS_PER_FRAME:])
+        for now_s, tokens, command in left:
+            if command.batch in shown:
+                self._add_to_gang(command, tokens, now_s)
+        del self._new_gangs[:-_GANGS_PER_FRAME]
+
+    def _add_to_gang(self, command: Dispatch, tokens: int, now_s: float) -> None:
         last = self._new_gangs[-1] if self._new_gangs else None
         if last is None or last.batch != command.batch:
             last = Gang(command.batch, now_s, command.prefill, command.reason, command.held_s)
             self._new_gangs.append(last)
-            del self._new_gangs[:-_GANGS_PER_FRAME]
         last.requests += 1
         last.tokens += tokens
         last.cached_tokens += command.cached_tokens
@@ -231,6 +245,7 @@ class Recorder:
         """Take in what happened: to be called every ``SLICE_S``, by itself while nobody looks. Its
         cost is bounded."""
         self._clock(now_s)
+        self._take_left()
         self._new_passes.extend(self._pass_history.take(now_s))
         if now_s >= self.ttft.rests_until_s:
             self._follow(now_s, begin=self.ttft.begins)
@@ -274,6 +289,7 @@ class Recorder:
     def history(self, now_s: float) -> dict[str, Any]:
         """The state, and everything remembered up to the last frame."""
         self._clock(now_s)
+        self._take_left()
         snapshot = self._scheduler.snapshot(now_s)
         return self._state(snapshot, now_s) | {
             "full": True,

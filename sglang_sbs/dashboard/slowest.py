@@ -44,11 +44,13 @@ class Slowest:
         self._made_s = -math.inf
         self._summary: list[dict[str, Any]] = []
 
-    def add(self, now_s: float, timeline: Timeline, parts_s: Mapping[str, float]) -> None:
+    def add(
+        self, now_s: float, timeline: Timeline, ttft_s: float, parts_s: Mapping[str, float]
+    ) -> None:
         number = int(now_s // _SLOT_S)
         if not self._slots or self._slots[-1][0] != number:
             self._slots.append((number, []))
-        slot, ttft_s = self._slots[-1][1], sum(parts_s.values())
+        slot = self._slots[-1][1]
         if len(slot) == SHOWN and ttft_s <= slot[0].ttft_s:
             return
         one = _Slow(ttft_s, now_s, timeline, parts_s)

@@ -28,8 +28,8 @@ class TimeSplit:
         self._made_s = -math.inf
         self._summary: dict[str, Any] = {}
 
-    def add(self, now_s: float, parts_s: Mapping[str, float]) -> None:
-        self._samples.append((now_s, sum(parts_s.values()), parts_s))
+    def add(self, now_s: float, ttft_s: float, parts_s: Mapping[str, float]) -> None:
+        self._samples.append((now_s, ttft_s, parts_s))
 
     def summary(self, now_s: float) -> dict[str, Any]:
         """TTFT and its parts at p50 and p99, seconds, over the last five minutes."""

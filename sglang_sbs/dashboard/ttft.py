@@ -13,9 +13,9 @@ requests arrive than that, the comparison rests for a minute and begins anew."""
 from __future__ import annotations
 
 import math
+from bisect import bisect_left, insort
 from collections import deque
 from dataclasses import dataclass, field
-from statistics import median
 from typing import Any
 
 from sglang_sbs.dashboard.gain import MEASURED, MODELLED, Gain
@@ -32,6 +32,7 @@ from sglang_sbs.dashboard.shadow import (
 WINDOW_S = 60.0
 _MAX_SAMPLES = 2_000
 _MAX_PENDING = 20_000
+_TAILS = 64
 _UNDECIDED_S = 10.0
 """A request that waits longer enters the shadows without its fate being known."""
 SLICE_S = 0.2
@@ -60,7 +61,8 @@ class _Pending:
     arrived_s: float
     tokens: int
     latency_s: float
-    decided: bool = False
+    place: tuple[str, int] | None = None
+    """Where it was really sent: instance and DP rank; None: it is not known yet."""
     gone: bool = False
     passes: int = 1
     """How many its prompt needs by itself."""
@@ -85,7 +87,8 @@ class TtftComparison:
         self._samples: deque[tuple[float, dict[str, float]]] = deque(maxlen=_MAX_SAMPLES)
         self._waits: deque[tuple[float, float, int]] = deque(maxlen=_MAX_SAMPLES)
         """When prefill answered, TTFT, and the passes that the prompt needs."""
-        self._tails_s: deque[float] = deque([0.0], maxlen=64)
+        self._tails_s: deque[float] = deque([0.0])
+        self._ordered_tails_s = [0.0]
         self.gain = Gain()
         self.rests_until_s = -math.inf
         """There were too many requests: the shadows are empty until then."""
@@ -119,7 +122,7 @@ class TtftComparison:
         pending = self._pending.get(rid)
         if pending is None:
             return
-        pending.decided = True
+        pending.place = instance, rank
         pending.cached_tokens = cached
         tokens, ready_s = max(1, pending.tokens - cached), now_s + pending.latency_s
         placed_on = self._clusters[MODELLED].instances.get(instance)
@@ -135,16 +138,30 @@ class TtftComparison:
         pending.measured_s = now_s - pending.arrived_s
         self._waits.append((now_s, pending.measured_s, pending.passes))
         if pass_ended_s is not None:
-            self._tails_s.append(max(0.0, now_s - pass_ended_s))
-        pending.tail_s = median(self._tails_s)
+            self._learn_tail(max(0.0, now_s - pass_ended_s))
+        ordered_s = self._ordered_tails_s
+        middle = len(ordered_s) // 2
+        pending.tail_s = (ordered_s[~middle] + ordered_s[middle]) / 2  # the median
         self._complete(pending, now_s)
+
+    def _learn_tail(self, tail_s: float) -> None:
+        self._tails_s.append(tail_s)
+        insort(self._ordered_tails_s, tail_s)
+        if len(self._tails_s) > _TAILS:
+            oldest_s = self._tails_s.popleft()
+            del self._ordered_tails_s[bisect_left(self._ordered_tails_s, oldest_s)]
+
+    def place_of(self, rid: str) -> tuple[str, int] | None:
+        """Instance and DP rank of a request that is compared and whose prefill is awaited."""
+        pending = self._pending.get(rid)
+        return None if pending is None or pending.measured_s is not None else pending.place
 
     def ended(self, rid: str) -> None:
         """The request is over; without an answer of prefill it is not compared."""
         pending = self._pending.get(rid)
         if pending is not None and pending.measured_s is None:
             del self._pending[rid]
-            pending.gone = not pending.decided
+            pending.gone = pending.place is None
 
     def advance(self, now_s: float, *, whole: bool = False) -> None:
         """Let the shadows run as far as is known, at most a slice of the work (unless ``whole``).
@@ -153,7 +170,7 @@ class TtftComparison:
         left = math.inf if whole else _SLICE_US / (_REQUEST_US + _INSTANCE_US * instances)
         while self._undecided and left > 0:
             head = self._undecided[0]
-            if not head.decided and not head.gone and now_s - head.arrived_s < _UNDECIDED_S:
+            if head.place is None and not head.gone and now_s - head.arrived_s < _UNDECIDED_S:
                 break
             self._undecided.popleft()
             if not head.gone:

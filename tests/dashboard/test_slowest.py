@@ -23,7 +23,7 @@ def why(rid: str, now_s: float) -> Why | None:
 
 
 def added(slowest: Slowest, rid: str, now_s: float, **parts_s: float) -> None:
-    slowest.add(now_s, Timeline(rid, 0.0, 100), parts_s)
+    slowest.add(now_s, Timeline(rid, 0.0, 100), sum(parts_s.values()), parts_s)
 
 
 def test_the_slowest_come_first_and_leave_after_five_minutes() -> None:

@@ -9,12 +9,16 @@ from router_harness import cluster, until
 from sglang_sbs.dashboard.split import WINDOW_S, TimeSplit
 
 
+def add(split: TimeSplit, now_s: float, parts_s: dict[str, float]) -> None:
+    split.add(now_s, sum(parts_s.values()), parts_s)
+
+
 def test_typical_and_slow_requests_have_splits_that_add_up() -> None:
     split = TimeSplit()
     assert split.summary(0.0) == {"requests": 0, "window_s": WINDOW_S}
     for number in range(1, 101):
         slow = number > 98
-        split.add(1.0, {"hold": 5.0 if slow else 0.01 * number, "pass": 1.0})
+        add(split, 1.0, {"hold": 5.0 if slow else 0.01 * number, "pass": 1.0})
     found = split.summary(2.0)
     assert found["requests"] == 100
     assert found["p50"]["parts_s"] == {"hold": pytest.approx(0.505), "pass": 1.0}
@@ -26,17 +30,17 @@ def test_typical_and_slow_requests_have_splits_that_add_up() -> None:
 
 def test_parts_that_only_some_requests_have_are_averaged_over_all() -> None:
     split = TimeSplit()
-    split.add(1.0, {"hold": 1.0, "retries": 4.0})
+    add(split, 1.0, {"hold": 1.0, "retries": 4.0})
     assert split.summary(1.0)["p99"]["parts_s"] == {"hold": 1.0, "retries": 4.0}
     for _ in range(3):
-        split.add(3.0, {"hold": 5.0})
+        add(split, 3.0, {"hold": 5.0})
     assert split.summary(3.0)["p50"]["ttft_s"] == 5.0
 
 
 def test_memory_is_bounded() -> None:
     split = TimeSplit()
     for _ in range(5_000):
-        split.add(1.0, {"hold": 1.0})
+        add(split, 1.0, {"hold": 1.0})
     assert split.summary(1.0)["requests"] == 2_000
 
 

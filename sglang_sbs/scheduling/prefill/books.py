@@ -272,7 +272,7 @@ class PrefillBooks:
     def _recount(self) -> None:
         """After anything that changed a rank's ledgers."""
         self._forget_sums()
-        self.backlog_tokens = sum([rank.backlog_tokens for rank in self.ranks])
+        self.backlog_tokens = sum([rank.flight.total + rank.queued_tokens for rank in self.ranks])
         self.charged_tokens = sum([rank.charged_tokens for rank in self.ranks])
         self._outstanding = sum([len(rank.outstanding) for rank in self.ranks])
         self.has_flight = any(rank.sent for rank in self.ranks)

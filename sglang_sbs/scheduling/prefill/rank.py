@@ -411,13 +411,15 @@ class PrefillRank:
     def ahead_tokens(self) -> int:
         """What a new request finds taken of the chunks to come: what is charged, and whole passes
         that hold as many requests as they may."""
-        ahead = self.charged_tokens
+        # Asked of every rank at every event, so nothing is asked that is not there.
+        queued = self.queued_tokens
+        ahead = self.flight.charged + (round(queued * self.queue_charge) if queued else 0)
         if self.most_requests:
             full = self.backlog_requests // self.most_requests
             ahead = max(ahead, full * self.chunk_tokens)
-        if (kv_room := self.kv_room_tokens) is not None:
+        if self.kv_free_tokens is not None and (kv_room := self.kv_room_tokens) is not None:
             ahead = max(ahead, self.chunk_tokens - kv_room)
-        if self.takes_nothing:
+        if self.unanswered or self.stalled.cause:
             ahead += STALLED_CHUNKS * self.chunk_tokens
         return ahead
 
@@ -438,4 +440,5 @@ class PrefillRank:
     @property
     def charged_tokens(self) -> int:
         """What the backlog costs of the chunks to come."""
-        return self.flight.charged + round(self.queued_tokens * self.queue_charge)
+        queued = self.queued_tokens
+        return self.flight.charged + (round(queued * self.queue_charge) if queued else 0)
