@@ -119,6 +119,16 @@ def test_a_simulation_of_the_guides_runs(
     assert "load 0.05" in capsys.readouterr().out
 
 
+def test_the_quick_start_is_about_one_cluster() -> None:
+    """Whoever compares policies as it says compares them on the same engines."""
+    clusters = {
+        tuple(word for word in command.words if word.startswith(("http://p", "http://d")))
+        for command in DOCUMENTED
+        if command.page == "docs/quick-start.md" and "--prefill" in command.words
+    }
+    assert len(clusters) == 1, clusters
+
+
 def test_commands_are_read_as_a_shell_does() -> None:
     page = """
 text with `scripts/not-a-command`
