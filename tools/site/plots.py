@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from sglang_sbs.simulator.experiments.policy_looks import LOOKS
+from sglang_sbs.simulator.experiments.policy_looks import LOOKS, colours_of
 
 DOCS = Path(__file__).resolve().parents[2] / "docs"
 IMAGES = DOCS / "images"
@@ -176,12 +176,125 @@ def _relay() -> Data:
 
 
 def _draw_relay(axes: Any, data: Data) -> None:
-    looks = {"ours, sbs": "sbs", "ours, round_robin": "round_robin", "mini_lb": "mini_lb"}
-    colours = [LOOKS[looks.get(name, "sglang_router")].colour for name in data["name"]]
-    bars = axes.barh(data["name"], data["chunk"], color=colours)
+    names = [name.removeprefix("ours, ") for name in data["name"]]
+    bars = axes.barh(data["name"], data["chunk"], color=list(colours_of(names).values()))
     axes.bar_label(bars, fmt=" %.1f", fontsize=9)
     axes.invert_yaxis()
     axes.set_xlabel("CPU µs per streamed chunk, 50 streams")
+
+
+# What the gain is made of -------------------------------------------------------------------------
+
+
+def _gain() -> Data:
+    by_load = _by_load()
+    pairs = list(zip(by_load["mean"], by_load["eta mean"], strict=True))
+    return {
+        "load": by_load["load"],
+        "predicting": [round(1 - ratio / to_eta, 4) for ratio, to_eta in pairs],
+        "holding": [round(ratio / to_eta - ratio, 4) for ratio, to_eta in pairs],
+    }
+
+
+def _draw_gain(axes: Any, data: Data) -> None:
+    names = [f"{load:g}" for load in data["load"]]
+    axes.bar(names, data["predicting"], 0.6, color=_ETA, label="choosing by predicted finish (eta)")
+    axes.bar(
+        names, data["holding"], 0.6, bottom=data["predicting"], color=_SBS, label="holding (sbs)"
+    )
+    axes.yaxis.set_major_formatter(lambda share, _: f"{share:.0%}")
+    axes.set_xlabel("load (share of what full chunks compute)")
+    axes.set_ylabel("less mean TTFT")
+    axes.legend(loc="upper left", fontsize=9, frameon=False)
+    axes.set_title("Mean TTFT below that of the best other router, 2 DP ranks", fontsize=10)
+
+
+# The paper's claims -------------------------------------------------------------------------------
+
+_CLAIMS = (
+    ("max QPS, 3K", "max QPS per instance, 3K", 1, -1),
+    ("max QPS, 5K", "5K, 1.0 s", 1, -1),
+    ("QPS gain, 3K", "QPS gain", 0, 0),
+    ("QPS gain, 5K", "QPS gain", 1, 1),
+    ("chunk utilisation, 3K", "chunk utilisation", 1, -1),
+    ("decode tokens/s over skewed", "decode tokens/s", 0, 0),
+)
+"""A label, how its row begins, and which figure of a cell it is: of the paper's, of the others'."""
+_INTERVAL = re.compile(r"(\d+\.\d+) ± (\d+\.\d+)")
+
+
+def _claims() -> Data:
+    data: Data = {name: [] for name in ("label", "rule", "sbs")}
+    rows = rows_below("results.md", "The paper's claims")
+    for label, begins, of_paper, of_ours in _CLAIMS:
+        (cells,) = [cells for cells in rows if cells[0].startswith(begins)]
+        paper = float(re.findall(r"\d+(?:\.\d+)?", cells[1])[of_paper])
+        data["label"].append(label)
+        for name, cell in (("rule", cells[2]), ("sbs", cells[3])):
+            found = _INTERVAL.findall(cell.replace("*", ""))
+            mean, interval = map(float, found[of_ours])
+            data[name].append([round(mean / paper, 3), round(interval / paper, 3)])
+    return data
+
+
+def _draw_claims(axes: Any, data: Data) -> None:
+    axes.axvline(1, color=_GREY, linewidth=1, label="the paper")
+    looks = (("rule", LOOKS["sbs_paper"].colour, -0.13), ("sbs", _SBS, 0.13))
+    for name, colour, shift in looks:
+        means, intervals = zip(*data[name], strict=True)
+        rows = [row + shift for row in range(len(means))]
+        label = "the paper's rule, simulated" if name == "rule" else "sbs, simulated"
+        axes.errorbar(means, rows, xerr=intervals, fmt="o", color=colour, capsize=3, label=label)
+    axes.set_yticks(range(len(data["label"])), data["label"], fontsize=9)
+    axes.invert_yaxis()
+    axes.set_xlabel("figure / the paper's figure, with 95 % interval of three seeds")
+    axes.legend(loc="upper right", fontsize=9, frameon=False)
+
+
+# Chunk --------------------------------------------------------------------------------------------
+
+
+def _chunk() -> Data:
+    rows = rows_below("tuning.md", "Chunk")
+    data: Data = {"chunk": [int(chunk) for chunk, *_ in rows]}
+    for column, load in enumerate(("load 0.6", "load 1.0"), start=1):
+        data[load] = [[float(part) for part in row[column].split("/")] for row in rows]
+    return data
+
+
+def _draw_chunk(axes: Any, data: Data) -> None:
+    for load, colour in (("load 0.6", LOOKS["sbs_basic"].colour), ("load 1.0", _SBS)):
+        means, p99s = zip(*data[load], strict=True)
+        axes.plot(data["chunk"], means, "o-", color=colour, label=f"mean, {load}")
+        axes.plot(data["chunk"], p99s, "s:", color=colour, label=f"p99, {load}")
+    axes.set_xticks(data["chunk"])
+    axes.set_ylim(0)
+    axes.set_xlabel("chunk per DP rank, tokens (prompts of up to 3K)")
+    axes.set_ylabel("TTFT of sbs in seconds")
+    axes.legend(fontsize=9, frameon=False)
+
+
+# Decode -------------------------------------------------------------------------------------------
+
+
+def _decode() -> Data:
+    data: Data = {"name": [], "band": []}
+    for name, band, *_ in rows_below("results.md", "Decode"):
+        if found := re.fullmatch(r"(\d+)-(\d+)K", band):
+            data["name"].append(name.replace("`", ""))
+            data["band"].append([int(found[1]), int(found[2])])
+    return data
+
+
+def _draw_decode(axes: Any, data: Data) -> None:
+    looks = ("round_robin", "sbs_paper", "sbs")
+    for row, (least, most) in enumerate(data["band"]):
+        axes.barh(row, most - least, left=least, height=0.5, color=LOOKS[looks[row]].colour)
+        axes.text(most + 1, row, f"{least}-{most}K", va="center", fontsize=9)
+    axes.set_yticks(range(len(data["name"])), data["name"], fontsize=9)
+    axes.invert_yaxis()
+    axes.set_xlim(0, 130)
+    axes.set_xlabel("KV tokens per rank, thousands: mean - / + 1 standard deviation")
 
 
 PLOTS: dict[str, Plot] = {
@@ -190,6 +303,10 @@ PLOTS: dict[str, Plot] = {
     "ttft-by-ranks": Plot(_by_ranks, _draw_by_ranks, (7.2, 3.2)),
     "known-losses": Plot(_losses, _draw_losses, (8.4, 5.6)),
     "relay-cost": Plot(_relay, _draw_relay, (7.2, 1.9)),
+    "gain-parts": Plot(_gain, _draw_gain, (7.2, 3.0)),
+    "paper-claims": Plot(_claims, _draw_claims, (7.2, 3.0)),
+    "chunk": Plot(_chunk, _draw_chunk, (7.2, 3.0)),
+    "decode-band": Plot(_decode, _draw_decode, (7.2, 1.8)),
 }
 
 
