@@ -21,6 +21,7 @@ from sglang_sbs.doctor.facts import (
     text,
 )
 from sglang_sbs.router.workers.boot_identity import SILENT_AFTER_S
+from sglang_sbs.router.workers.diagnosis import barrier_of
 from sglang_sbs.router.workers.server_info import parse_version
 
 _GATHERING_VERSION = (0, 5, 22)
@@ -431,9 +432,19 @@ def rust_server(view: FeatureView) -> Seen:
 )
 def barrier(view: FeatureView) -> Seen:
     def fault(engine: EngineFacts) -> str:
-        return engine.known.no_barrier or ("it has one DP rank" if engine.known.dp_size < 2 else "")
+        if engine.known.dp_size < 2:
+            return "it has one DP rank"
+        told = view.router.entry(engine.url)
+        if not engine.known.no_barrier and told.get("barrier") is False:
+            return f"none, by {text(told, 'barrier_source') or 'the router'}"
+        return engine.known.no_barrier
 
-    return _over(view.prefill, fault, "all ranks of a prefill engine run a pass together")
+    sources = sorted({barrier_of(engine.known).source for engine in view.prefill})
+    return _over(
+        view.prefill,
+        fault,
+        f"all ranks of a prefill engine run a pass together, by {' and '.join(sources)}",
+    )
 
 
 @_feature("Several front ends", "--frontends N (router)")

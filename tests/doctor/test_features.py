@@ -272,6 +272,12 @@ EVERY_RANK = [
         ("rust-server", lambda c: c.every(deployment_info=None), "off", "Python"),
         ("rust-server", lambda c: c.first(deployment_info=None), "partly", "some engines"),
         ("barrier", lambda c: c.first(dwdp_size=4), "partly", "--dwdp-size 4"),
+        (
+            "barrier",
+            entry(barrier=False, barrier_source="EndForward"),
+            "partly",
+            "none, by EndForward",
+        ),
         ("barrier", lambda c: c.plugins(barrier=False), "off", "SKIP_ALL_GATHER"),
         ("barrier", replicas, "off", "no DP attention"),
         ("barrier", lambda c: c.every(attn_dp_size=1), "off", "one DP rank"),

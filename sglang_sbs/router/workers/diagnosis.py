@@ -4,10 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from ipaddress import ip_address
+from typing import NamedTuple
 
 import msgspec
 
-from sglang_sbs.router.workers.server_info import PLUGIN_VERSION, WorkerInfo, parse_version
+from sglang_sbs.router.workers.server_info import (
+    PLUGIN_VERSION,
+    SKIPS_GATHER,
+    WorkerInfo,
+    parse_version,
+)
 from sglang_sbs.wire import EndForward
 from sglang_sbs.wire.endforward import GATE_ALONE, GATE_ERRORS, GATE_UNSUPPORTED
 
@@ -28,6 +34,26 @@ NO_KV_EVENTS = (
     '--kv-events-config \'{"publisher": "zmq", "endpoint": "tcp://*:5557", '
     '"replay_endpoint": "tcp://*:5657"}\', or use --sbs-prefix-source auto'
 )
+
+
+class Barrier(NamedTuple):
+    """Whether the DP ranks of a worker make each pass together."""
+
+    is_there: bool
+    source: str
+    """Where that is known from."""
+
+
+def barrier_of(info: WorkerInfo) -> Barrier:
+    """What is believed of ``info``, by what is known of its engine so far."""
+    if info.dp_size == 1:
+        return Barrier(True, "it has one DP rank")
+    if info.no_barrier == AS_REPORTED:
+        return Barrier(False, "EndForward")
+    by_plugin = info.sbs is not None and info.sbs.barrier is not None
+    if info.no_barrier == SKIPS_GATHER or (by_plugin and not info.no_barrier):
+        return Barrier(not info.no_barrier, "the plugin in /server_info")
+    return Barrier(not info.no_barrier, "flags in /server_info")
 
 
 def as_reported(info: WorkerInfo, barrier: bool = False) -> WorkerInfo:

@@ -42,7 +42,7 @@ _MAX_COUNT = 1 << 40
 _MAX_GRAPHS = 256
 _MAX_TIMEOUT_S = 3600
 _BIGRAM_ALGORITHMS = ("EAGLE", "EAGLE3", "NEXTN", "FROZEN_KV_MTP")
-NO_DP_ATTENTION = "no DP attention"
+NO_DP_ATTENTION, SKIPS_GATHER = "no DP attention", "SGLANG_SCHEDULER_SKIP_ALL_GATHER"
 _REPLICAS = (
     "its DP ranks are independent replicas, so batching them into one forward pass gains nothing"
 )
@@ -332,7 +332,7 @@ def _why_no_barrier(data: dict[str, Any], dp_size: int, sbs: SbsBlock | None) ->
     if _count(data.get("dwdp_size")) > 1:
         return f"--dwdp-size {_count(data.get('dwdp_size'))}"
     if sbs is not None and sbs.barrier is False:
-        return "SGLANG_SCHEDULER_SKIP_ALL_GATHER"
+        return SKIPS_GATHER
     return NO_DP_ATTENTION if dp_ranks(data)[1] is False else ""
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from sglang_sbs.router.workers.diagnosis import barrier_of
 from sglang_sbs.router.workers.registry import Registry
 from sglang_sbs.router.workers.worker import Worker
 
@@ -42,6 +43,7 @@ def describe_worker(worker: Worker, now_s: float) -> dict[str, Any]:
         "circuit_breaker": worker.breaker.state,
         **{name: getattr(info, name, None) for name in ("dp_size", "ranks")},
         "barrier": not info.no_barrier if info else None,
+        "barrier_source": barrier_of(info).source if info else None,
         "rust_server": worker.known.rust_server,
         **{name: getattr(info, name, None) for name in _LIMITS},
         "kv_events": bool(info and info.kv_events) and not worker.kv_events_missing,

@@ -19,6 +19,8 @@ from sglang_sbs.scheduling.events import InstanceUp
 
 # /server_info -----------------------------------------------------------------------------------
 
+FLAGS, PLUGIN = "flags in /server_info", "the plugin in /server_info"
+
 
 def test_attn_dp_size_counts_where_dp_size_is_one() -> None:
     assert parse_server_info(INFO, "prefill").dp_size == 8
@@ -125,31 +127,42 @@ def test_the_plugins_block_is_read() -> None:
 
 
 @pytest.mark.parametrize(
-    ("said", "ranks"),
+    ("said", "ranks", "source"),
     [
-        ({}, "8 ranks"),
-        ({"dwdp_size": 1, "enable_dp_attention": True, "sbs": {"barrier": True}}, "8 ranks"),
-        ({"sbs": {"barrier": "no"}}, "8 ranks"),
-        ({"dwdp_size": 8, "sbs": {"barrier": False}}, "8 ranks, no barrier (--dwdp-size 8)"),
+        ({}, "8 ranks", FLAGS),
+        (
+            {"dwdp_size": 1, "enable_dp_attention": True, "sbs": {"barrier": True}},
+            "8 ranks",
+            PLUGIN,
+        ),
+        ({"sbs": {"barrier": "no"}}, "8 ranks", FLAGS),
+        ({"dwdp_size": 8, "sbs": {"barrier": False}}, "8 ranks, no barrier (--dwdp-size 8)", FLAGS),
         (
             {"sbs": {"barrier": False}},
             "8 ranks, no barrier (SGLANG_SCHEDULER_SKIP_ALL_GATHER)",
+            PLUGIN,
         ),
         (
             {"attn_dp_size": 1, "dp_size": 4, "enable_dp_attention": False},
             "4 ranks, no barrier (no DP attention)",
+            FLAGS,
         ),
         (
             {"attn_dp_size": 1, "dp_size": 4, "enable_dp_attention": None},
             "4 ranks, no barrier (no DP attention)",
+            FLAGS,
         ),
-        ({"attn_dp_size": 4, "enable_dp_attention": None}, "4 ranks"),
-        ({"attn_dp_size": None, "dp_size": 4, "enable_dp_attention": True}, "4 ranks"),
-        ({"attn_dp_size": 1, "enable_dp_attention": False, "sbs": {"barrier": False}}, "1 rank"),
+        ({"attn_dp_size": 4, "enable_dp_attention": None}, "4 ranks", FLAGS),
+        ({"attn_dp_size": None, "dp_size": 4, "enable_dp_attention": True}, "4 ranks", FLAGS),
+        (
+            {"attn_dp_size": 1, "enable_dp_attention": False, "sbs": {"barrier": False}},
+            "1 rank",
+            "it has one DP rank",
+        ),
     ],
 )
 def test_an_engine_whose_ranks_make_passes_of_their_own_is_told_apart(
-    said: dict[str, Any], ranks: str
+    said: dict[str, Any], ranks: str, source: str
 ) -> None:
     setup = Setup()
     worker = setup.registry.add("http://p:1", "prefill")
@@ -160,6 +173,7 @@ def test_an_engine_whose_ranks_make_passes_of_their_own_is_told_apart(
     shown = describe_worker(worker, 0.0)
     assert shown["ranks"] == ranks
     assert shown["barrier"] == announced.barrier == ("no barrier" not in ranks)
+    assert shown["barrier_source"] == source
 
 
 # URLs -------------------------------------------------------------------------------------------

@@ -292,6 +292,7 @@ def test_endforward_tells_of_no_barrier_where_server_info_does_not() -> None:
     assert setup.registry.reported(worker, report(seq=2, barrier=False))
     assert [e.barrier for e in setup.events if isinstance(e, InstanceUp)] == [True, False]
     assert "no barrier" in describe_worker(worker, 0.0)["ranks"]
+    assert describe_worker(worker, 0.0)["barrier_source"] == "EndForward"
     again = WorkerInfo(dp_size=2, chunk_tokens=512, sbs=SbsBlock(boot_id="b1"))
     setup.registry.described(worker, again)
     assert len(setup.events) == 2
