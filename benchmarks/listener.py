@@ -1,14 +1,14 @@
 """Every EndForward message of the engines, whichever router is in front of them.
 
-Owns the sockets and the place of a message in time, and asks engines which of them sent it. Must
+Owns the socket and the place of a message in time, and asks engines which of them sent it. Must
 not know what the messages are used for. Engines are told an address here beside the router's
-(``SGLANG_SBS_ROUTERS``), or are asked at their own (``SGLANG_SBS_BIND``).
+(``SGLANG_SBS_ROUTERS``).
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from time import monotonic
@@ -24,27 +24,20 @@ from sglang_sbs.wire.curve import Gatekeeper, keys_in
 
 _TIMEOUT = aiohttp.ClientTimeout(total=10)
 _QUEUED_MESSAGES = 100_000
-_TURN_S = 0.2
 
 
-class Heard(msgspec.Struct, frozen=True, rename={"at_s": "received_s"}):
+class Heard(msgspec.Struct, frozen=True):
     """A message and when it came, seconds of this process's monotonic clock."""
 
     at_s: float
     report: EndForward
 
-    def line(self) -> bytes:
-        """As a file of messages has it."""
-        return msgspec.json.encode(self) + b"\n"
-
 
 class ReportListener:
     """Collects messages while it is open."""
 
-    def __init__(
-        self, bind: str | None, key_file: Path | None = None, connect: Sequence[str] = ()
-    ) -> None:
-        """Opens a socket at ``bind``, where engines connect to, and one to each that binds.
+    def __init__(self, bind: str, key_file: Path | None = None) -> None:
+        """Opens a socket at ``bind``, where engines connect to.
 
         ``key_file``: the engines' SGLANG_SBS_ENDFORWARD_KEY_FILE.
 
@@ -56,48 +49,33 @@ class ReportListener:
         keys = None if key_file is None else keys_in(key_file)
         self._plain: zmq.Context[zmq.Socket[bytes]] = zmq.Context(io_threads=1)
         self._context: zmq.asyncio.Context = zmq.asyncio.Context.shadow(self._plain)
-        self._gatekeeper = None if keys is None or not bind else Gatekeeper(self._plain, keys)
-        self._sockets: list[zmq.asyncio.Socket] = []
+        self._gatekeeper = None if keys is None else Gatekeeper(self._plain, keys)
+        self._socket: zmq.asyncio.Socket = self._context.socket(zmq.SUB)
         self._heard: list[Heard] = []
-        self._tasks: list[asyncio.Task[None]] = []
-        for endpoint in [*([bind] if bind else []), *connect]:
-            sock = self._context.socket(zmq.SUB)
-            self._sockets.append(sock)
-            sock.setsockopt(zmq.SUBSCRIBE, TOPIC)
-            sock.setsockopt(zmq.LINGER, 0)
-            sock.setsockopt(zmq.RCVHWM, _QUEUED_MESSAGES)
-            plain = cast("zmq.Socket[bytes]", sock)
-            try:
-                if endpoint == bind:
-                    if keys is not None:
-                        keys.serve(plain)
-                    sock.bind(endpoint)
-                else:
-                    if keys is not None:
-                        keys.connect(plain)
-                    sock.connect(endpoint)
-            except zmq.ZMQError as error:
-                self._close()
-                raise OSError(
-                    error.errno, f"cannot listen at {endpoint}: {error.strerror}"
-                ) from error
+        self._task: asyncio.Task[None] | None = None
+        self._socket.setsockopt(zmq.SUBSCRIBE, TOPIC)
+        self._socket.setsockopt(zmq.LINGER, 0)
+        self._socket.setsockopt(zmq.RCVHWM, _QUEUED_MESSAGES)
+        try:
+            if keys is not None:
+                keys.serve(cast("zmq.Socket[bytes]", self._socket))
+            self._socket.bind(bind)
+        except zmq.ZMQError as error:
+            self._close()
+            raise OSError(error.errno, f"cannot listen at {bind}: {error.strerror}") from error
 
     async def __aenter__(self) -> Self:
-        self._tasks = [
-            asyncio.create_task(self._listen(sock), name="EndForward listener")
-            for sock in self._sockets
-        ]
+        self._task = asyncio.create_task(self._listen(), name="EndForward listener")
         return self
 
     async def __aexit__(self, *error: object) -> None:
-        for task in self._tasks:
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        if self._task is not None:
+            self._task.cancel()
+            await asyncio.gather(self._task, return_exceptions=True)
         self._close()
 
     def _close(self) -> None:
-        for sock in self._sockets:
-            sock.close(0)
+        self._socket.close(0)
         if self._gatekeeper is not None:
             self._gatekeeper.close()
         self._plain.term()
@@ -107,27 +85,11 @@ class ReportListener:
         heard, self._heard = self._heard, []
         return heard
 
-    async def _listen(self, sock: zmq.asyncio.Socket) -> None:
+    async def _listen(self) -> None:
         while True:
-            frames = await sock.recv_multipart()
+            frames = await self._socket.recv_multipart()
             with suppress(MalformedMessage, ValueError):
                 self._heard.append(Heard(monotonic(), decode_endforward(frames)))
-
-
-async def listen_for(
-    listener: ReportListener, seconds: float, on_progress: Callable[[float, int], None]
-) -> list[Heard]:
-    """Every message of that time; ``on_progress`` about once a second: seconds, messages so far."""
-    heard: list[Heard] = []
-    async with listener:
-        started_s = told_s = monotonic()
-        while (now_s := monotonic()) < started_s + seconds:
-            if now_s - told_s > 1:
-                told_s = now_s
-                on_progress(now_s - started_s, len(heard))
-            await asyncio.sleep(_TURN_S)
-            heard += listener.take()
-    return heard
 
 
 def engine_clocks(heard: Sequence[Heard]) -> dict[str, float]:

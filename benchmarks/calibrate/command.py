@@ -22,27 +22,20 @@ from rich.table import Table
 
 from benchmarks.command_line import command_parser, make_writable
 from benchmarks.demo.virtual_cluster import COST as RIG_COST
-from benchmarks.fitting.captured import read_capture, recording_of_messages
 from benchmarks.fitting.recorded_runs import record_runs
 from benchmarks.fitting.validation import virtual_gpu_cost, virtual_gpu_pass_cost
-from benchmarks.listener import Heard, ReportListener, listen_for
 from sglang_sbs import __version__
 from sglang_sbs.cluster.local import ClusterStartError
 from sglang_sbs.evaluate.fitting.calibration import LEAST_PASSES, FitErrors, fit_cost, usable_passes
 from sglang_sbs.evaluate.fitting.recording import RecordedPass, read_recording
-from sglang_sbs.scheduling.eventlog import MAGIC
 from sglang_sbs.simulator.cluster.cost import CostError, PassCost, find_cost
-from sglang_sbs.wire.curve import SecretError
 from tools.cpu_engine.virtual_gpu import VirtualGpuCost
 
 _EPILOG = """\
-Three sources:
+Two sources:
 
-  logs     event logs of a router (--sbs-event-log FILE), or captures (--save), of any cluster whose
-           engines have the plugin. Exact: the router knows every prompt's length.
-  a live   --listen ENDPOINT --seconds N: add the endpoint to SGLANG_SBS_ROUTERS of the prefill
-  cluster  engines beside the router's; or --connect to engines that publish (SGLANG_SBS_BIND).
-           Prompt lengths are inferred, so attention pairs are approximate.
+  logs     event logs of a router (--sbs-event-log FILE), which knows every prompt's length, or of
+           sglang-sbs observe, beside any router. The engines have the plugin.
   a GPU    --gpu: DeepSeek-V3-shaped layers in plain torch on one GPU, for the share of the work it
            has at --tp, --dp and --ep. Without communication, which one GPU cannot show.
 
@@ -55,7 +48,6 @@ tokens cost nothing, is shown but not written: exit code 1.
 
 examples:
   scripts/calibrate out/router.events --out cost.json
-  scripts/calibrate --listen tcp://0.0.0.0:7601 --seconds 60 --save run.jsonl --out cost.json
   scripts/calibrate --gpu --tp 32 --dp 8 --ep 32 --out h800.json
   scripts/calibrate --virtual-cluster       # real SGLang on CPU with a known cost: is it found?
 """
@@ -64,7 +56,7 @@ _LIMIT = 0.10
 that a fit has not seen."""
 _BETTER = """\
 What helps: passes of different sizes (different prompts, loads from light to full), more of them
-(a longer --seconds, more LOG files, --passes, --repeats), and engines with the machine for
+(longer or more LOG files, --passes, --repeats), and engines with the machine for
 themselves. --force takes the fit as it is."""
 
 
@@ -84,7 +76,7 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
         "scripts/calibrate", "Fit the cost of a prefill pass, with errors.", _EPILOG
     )
     add = parser.add_argument
-    add("logs", nargs="*", type=Path, metavar="LOG", help="event logs or captures")
+    add("logs", nargs="*", type=Path, metavar="LOG", help="event logs")
     add("--out", type=Path, metavar="FILE", help="write cost, errors and provenance there")
     add(
         "--expect",
@@ -94,12 +86,6 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
     )
     add("--force", action="store_true", help="write --out even if the fit is poor; exit code 0")
     add("--note", default="", help="for the provenance: which cluster this is")
-    live = parser.add_argument_group("a live cluster").add_argument
-    live("--listen", metavar="ENDPOINT", help="where engines connect to, tcp://0.0.0.0:7601")
-    live("--connect", nargs="+", default=[], metavar="ENDPOINT", help="engines that bind")
-    live("--seconds", type=float, default=60.0, help="how long (60)")
-    live("--save", type=Path, metavar="FILE", help="keep the messages, as lines of JSON")
-    live("--key-file", type=Path, metavar="FILE", help="the engines' key file")
     gpu = parser.add_argument_group("a GPU").add_argument
     gpu("--gpu", action="store_true", help="time layers on this machine")
     gpu("--device", default="cuda", help="torch's name of it; cpu works, slowly (cuda)")
@@ -116,15 +102,9 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
     check("--requests", type=int, default=120, help="per run of it (120)")
     check("--logs-to", type=Path, default=Path("out/calibrate"), help="its logs (out/calibrate)")
     options = parser.parse_args(arguments)
-    sources = [
-        bool(options.logs),
-        bool(options.listen or options.connect),
-        options.gpu,
-        options.virtual_cluster,
-    ]
-    if sum(sources) != 1:
-        parser.error("give one source: LOG files, --listen/--connect, --gpu or --virtual-cluster")
-    for name in ("seconds", "chunk", "passes", "repeats", "requests"):
+    if sum([bool(options.logs), options.gpu, options.virtual_cluster]) != 1:
+        parser.error("give one source: LOG files, --gpu or --virtual-cluster")
+    for name in ("chunk", "passes", "repeats", "requests"):
         if not 0 < getattr(options, name) < math.inf:
             parser.error(f"--{name} must be more than 0")
     if options.gpu and options.passes < LEAST_PASSES:
@@ -136,12 +116,7 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
 
 def read_passes(paths: Sequence[Path]) -> list[RecordedPass]:
     """Raises: OSError, ValueError; a file cannot be read or has no prefill pass."""
-    passes: list[RecordedPass] = []
-    for path in paths:
-        with path.open("rb") as file:
-            is_log = file.read(len(MAGIC)) == MAGIC
-        passes += (read_recording(path) if is_log else read_capture(path)).passes
-    return passes
+    return [one for path in paths for one in read_recording(path).passes]
 
 
 def calibrated(passes: Sequence[RecordedPass], provenance: dict[str, Any]) -> CalibrationFile:
@@ -151,8 +126,7 @@ def calibrated(passes: Sequence[RecordedPass], provenance: dict[str, Any]) -> Ca
         raise CostError(
             f"{usable} prefill passes with launch and end: it takes {LEAST_PASSES} or more, of "
             "different sizes, to fit a cost and to try it on passes it has not seen. Send more "
-            "requests (--requests with --virtual-cluster), listen for longer (--seconds), or give "
-            "more LOG files"
+            "requests (--requests with --virtual-cluster), or give longer or more LOG files"
         )
     cost, errors = fit_cost(passes)
     shapes = sorted({len(one.tokens) for one in passes})
@@ -170,28 +144,6 @@ def calibrated(passes: Sequence[RecordedPass], provenance: dict[str, Any]) -> Ca
 
 
 # Sources ----------------------------------------------------------------------------------------
-
-
-def _live(options: argparse.Namespace, console: Console) -> list[RecordedPass]:
-    def show(elapsed_s: float, messages: int) -> None:
-        console.print(
-            f"  {elapsed_s:.0f} of {options.seconds:g} s: {messages} messages", style="dim"
-        )
-
-    async def listen() -> list[Heard]:
-        listener = ReportListener(options.listen, options.key_file, options.connect)
-        return await listen_for(listener, options.seconds, show)
-
-    messages = asyncio.run(listen())
-    if not messages:
-        raise CostError(
-            f"no EndForward in {options.seconds:g} s. Is {options.listen or options.connect} in "
-            "SGLANG_SBS_ROUTERS of the prefill engines, and do they work?"
-        )
-    if options.save is not None:
-        options.save.write_bytes(b"".join(message.line() for message in messages))
-        console.print(f"{len(messages)} messages: {options.save}")
-    return recording_of_messages(messages).passes
 
 
 def _gpu(
@@ -310,28 +262,24 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.note:
         facts["note"] = options.note
     try:
-        for path in (options.out, options.save):
-            if path is not None:
-                make_writable(path)
+        if options.out is not None:
+            make_writable(options.out)
         if options.gpu:
             passes, more = _gpu(options, console)
             facts |= {"source": "layers timed on one device", **more}
         elif options.virtual_cluster:
             passes = _virtual_cluster(options, console)
             facts["source"] = "SGLang on CPU with virtual GPU time"
-        elif options.logs:
+        else:
             passes = read_passes(options.logs)
             facts["source"] = "logs"
-        else:
-            passes = _live(options, console)
-            facts["source"] = f"live for {options.seconds:g} s"
         found = calibrated(passes, facts)
         expected = None
         if options.expect == "rig":
             expected = virtual_gpu_pass_cost(RIG_COST, len(passes[0].tokens))
         elif options.expect is not None:
             expected = find_cost(options.expect)
-    except (ClusterStartError, RuntimeError, OSError, SecretError, ValueError) as error:
+    except (ClusterStartError, RuntimeError, OSError, ValueError) as error:
         console.print(f"{error}", style="red", markup=False)
         return 2
     print_fit(found, console)

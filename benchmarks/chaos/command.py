@@ -124,9 +124,9 @@ def build_parser() -> argparse.ArgumentParser:
     add(
         "--election",
         choices=AGREEMENTS,
-        help="with --ha: how the schedulers agree: by etcd, by a Lease (of the "
-        "kube-apiserver that KUBE_APISERVER names, else of a stand-in) or by the order "
-        "in which they are named (default: etcd if it is here, else order)",
+        help="with --ha: how the schedulers agree: by etcd, by a Lease "
+        "(of a stand-in) or by the order in which they are named (default: etcd if it is here, "
+        "else order)",
     )
     add("--json", type=Path, metavar="FILE", help="write one object per fault here")
     add("--out", type=Path, help=f"logs ({ENGINES.out}; with --ha {SCHEDULERS.out})")

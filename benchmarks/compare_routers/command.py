@@ -44,7 +44,7 @@ examples:
   scripts/compare-routers --quick                                    about 7 minutes on two cores
   scripts/compare-routers --loads 0.4,0.8,1 --seeds 3 --report out/compare
   scripts/compare-routers --resume --loads 0.4,0.8,1 --seeds 3 --report out/compare
-  scripts/compare-routers --workload long-tail,bursty,mooncake --contenders sbs,smg,least_tokens
+  scripts/compare-routers --workload long-tail,bursty --contenders sbs,smg,least_tokens
   scripts/compare-routers --pass-s 1.5 --loads 0.6,0.8          the host a smaller part of a pass
   scripts/compare-routers --report-only --report out/compare
   scripts/compare-routers --real --prefill http://p0:30000 8998 --prefill http://p1:30000 8998 \\

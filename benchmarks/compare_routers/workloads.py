@@ -15,9 +15,6 @@ import dataclasses
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from importlib.resources import files
-
-import msgspec
 
 from benchmarks.compare_routers.agents import AGENTIC, Turn
 from benchmarks.compare_routers.prompts import Prompts
@@ -26,10 +23,6 @@ from sglang_sbs.simulator.workloads.arrivals import time_of_day
 
 LONG_TAIL_CHUNKS = 8
 _BURST_CV = 3.0
-MOONCAKE_TOKENS_PER_CHUNK = 24 * 1024
-"""Tokens of the Mooncake trace that stand for one chunk: its mean prompt is then 0.56 chunks."""
-_MOONCAKE_BLOCK_TOKENS = 512
-_MOONCAKE_TICK_S = 3.0
 _MOST_OUTPUT_TOKENS = 64
 OUTPUT_TOKENS = 8
 """Of the workloads about prefill."""
@@ -37,22 +30,12 @@ OUTPUT_TOKENS = 8
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """One request before it is given words: relative time, lengths, shared prefix."""
+    """One request before it is given words: relative time and lengths."""
 
     at: float
     """In any unit: only proportions count."""
     prompt_tokens: int
     output_tokens: int
-    blocks: tuple[int, ...] = ()
-    """Names of what the prompt begins with, ``block_tokens`` each; equal names are equal text."""
-    block_tokens: float = 0.0
-
-
-class _TraceLine(msgspec.Struct):
-    timestamp: int
-    input_length: int
-    output_length: int
-    hash_ids: list[int]
 
 
 def _poisson(rng: random.Random) -> float:
@@ -99,42 +82,10 @@ def _day(seed: int, requests: int, chunk_tokens: int) -> list[Request]:
     return [dataclasses.replace(one, at=time_of_day(one.at / drawn[-1].at)) for one in drawn]
 
 
-def mooncake_slice() -> list[_TraceLine]:
-    """The shipped part of Mooncake's conversation trace (see ``traces/README.md``)."""
-    text = files(__package__).joinpath("traces/mooncake_conversation.jsonl").read_bytes()
-    return msgspec.json.decode(b"[" + b",".join(text.splitlines()) + b"]", type=list[_TraceLine])
-
-
-def _mooncake(seed: int, requests: int, chunk_tokens: int) -> list[Request]:
-    """A part of the trace that begins elsewhere for every seed, lengths scaled to the chunk.
-
-    The trace's clock ticks every 3 s; arrivals are spread evenly over their tick.
-    """
-    trace = mooncake_slice()
-    rng = random.Random(seed)
-    first = rng.randrange(max(1, len(trace) - requests + 1))
-    scale = chunk_tokens / MOONCAKE_TOKENS_PER_CHUNK
-    part = trace[first : first + requests]
-    if len(part) < requests:
-        raise ValueError(f"the shipped trace has {len(trace)} requests, not {requests}")
-    spread = [
-        Request(
-            one.timestamp / 1e3 + rng.random() * _MOONCAKE_TICK_S - part[0].timestamp / 1e3,
-            max(1, int(one.input_length * scale)),
-            min(_MOST_OUTPUT_TOKENS, max(2, int(one.output_length * scale))),
-            tuple(one.hash_ids),
-            _MOONCAKE_BLOCK_TOKENS * scale,
-        )
-        for one in part
-    ]
-    return sorted(spread, key=lambda one: one.at)
-
-
 WORKLOADS: dict[str, Callable[[int, int, int], list[Request]]] = {
     "paper": _drawn(_poisson, _paper),
     "long-tail": _drawn(_poisson, _long_tail),
     "bursty": _drawn(_bursts, _paper),
-    "mooncake": _mooncake,
     "day": _day,
 }
 NAMES = (*WORKLOADS, AGENTIC)
@@ -163,9 +114,8 @@ def arrivals(
     drawn = WORKLOADS[name](seed, requests, chunk_tokens)
     stretch = duration_s(drawn, tokens_per_s) / drawn[-1].at
     out = []
-    blocks: _Drawn = {}
     for number, one in enumerate(drawn):
-        indices = _words(one, number, prompts, f"{content}/{seed}", blocks)
+        indices = prompts.draw(one.prompt_tokens, f"{content}/{seed}/{number}")
         out.append(
             Arrival(
                 one.at * stretch,
@@ -200,9 +150,7 @@ _Drawn = dict[tuple[int, int], list[int]]
 """Words of blocks, by name and position: drawing those of a long prompt anew takes a while."""
 
 
-def _words(
-    one: Request | Turn, number: int, prompts: Prompts, seed: str, drawn: _Drawn
-) -> list[int]:
+def _words(one: Turn, number: int, prompts: Prompts, seed: str, drawn: _Drawn) -> list[int]:
     indices: list[int] = []
     for position, block in enumerate(one.blocks, start=1):
         if (block, position) not in drawn:

@@ -2,28 +2,21 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import random
-import threading
-import time
 from pathlib import Path
 
 import pytest
-import zmq
 
 from benchmarks.calibrate.command import main, parse_arguments
-from benchmarks.fitting.captured import read_capture
 from benchmarks.fitting.validation import virtual_gpu_cost
-from benchmarks.listener import Heard, ReportListener, listen_for
 from sglang_sbs.evaluate.fitting.calibration import fit_cost
 from sglang_sbs.evaluate.fitting.recording import RecordedPass
 from sglang_sbs.scheduling import ForwardEnded, RequestArrived, SchedulerConfig
 from sglang_sbs.scheduling.eventlog import EventLogWriter
 from sglang_sbs.simulator.cluster.cost import PassCost, load_cost, save_cost
-from sglang_sbs.wire import EndForward, encode_endforward
+from sglang_sbs.wire import EndForward
 from tools.cpu_engine.virtual_gpu import VirtualGpuCost
-from tools.stand_ins.ports import free_ports
 
 COST = PassCost(fixed_s=0.09, mean_s=3e-5, max_s=5e-5, pair_s=2e-9, request_s=1e-3)
 DP = 4
@@ -146,12 +139,21 @@ def messages(
     return out
 
 
-def test_a_capture_of_messages_alone_gives_the_cost(tmp_path: Path, capsys):
-    path, out = tmp_path / "run.jsonl", tmp_path / "cost.json"
-    path.write_bytes(b"".join(Heard(report.launch_s, report).line() for report, _ in messages(120)))
-    save_cost(COST, tmp_path / "truth.json")
-    truth = str(tmp_path / "truth.json")
-    assert main([str(path), "--expect", truth, "--out", str(out), "--note", "made up"]) == 0
+def logged(path: Path, count: int, **how) -> str:
+    """The event log of a router that saw these passes."""
+    writer = EventLogWriter(path, SchedulerConfig())
+    for report, rids in messages(count, **how):
+        for rid, tokens in rids:
+            writer.write(report.launch_s, RequestArrived(rid=rid, prompt_tokens=tokens), [])
+        writer.write(report.launch_s, ForwardEnded(instance="p0", report=report), [])
+    writer.close()
+    return str(path)
+
+
+def test_an_event_log_gives_the_cost(tmp_path: Path, capsys):
+    log, out, truth = logged(tmp_path / "run.events", 120), tmp_path / "c.json", tmp_path / "t.json"
+    save_cost(COST, truth)
+    assert main([log, "--expect", str(truth), "--out", str(out), "--note", "made up"]) == 0
     found = load_cost(out)
     tokens = [2000, 500]
     pairs = [n * n / 2 for n in tokens]
@@ -166,11 +168,6 @@ def test_a_capture_of_messages_alone_gives_the_cost(tmp_path: Path, capsys):
     assert "passes are off by 0." in capsys.readouterr().out
 
 
-def captured(path: Path, count: int, **how) -> str:
-    path.write_bytes(b"".join(Heard(one.launch_s, one).line() for one, _ in messages(count, **how)))
-    return str(path)
-
-
 def words(text: str) -> str:
     return " ".join(text.split())
 
@@ -183,7 +180,7 @@ def words(text: str) -> str:
     ],
 )
 def test_a_poor_fit_is_written_only_if_forced(how, reason, tmp_path: Path, capsys):
-    log, out = captured(tmp_path / "run.jsonl", 60, **how), tmp_path / "cost.json"
+    log, out = logged(tmp_path / "run.events", 60, **how), tmp_path / "cost.json"
     assert main([log, "--out", str(out)]) == 1
     said = words(capsys.readouterr().out)
     assert f"a poor fit: {reason}" in said
@@ -197,96 +194,26 @@ def test_a_poor_fit_is_written_only_if_forced(how, reason, tmp_path: Path, capsy
 
 
 def test_a_good_fit_says_nothing_of_force(tmp_path: Path, capsys):
-    log, out = captured(tmp_path / "run.jsonl", 60, noise=0.03), tmp_path / "cost.json"
+    log, out = logged(tmp_path / "run.events", 60, noise=0.03), tmp_path / "cost.json"
     assert main([log, "--out", str(out), "--force"]) == 0
     assert "poor" not in capsys.readouterr().out
     assert "forced" not in json.loads(out.read_text())["provenance"]
 
 
 def test_too_few_passes_are_refused_with_their_number(tmp_path: Path, capsys):
-    log, out = captured(tmp_path / "run.jsonl", 29), tmp_path / "cost.json"
+    log, out = logged(tmp_path / "run.events", 29), tmp_path / "cost.json"
     assert main([log, "--out", str(out), "--force"]) == 2
     said = words(capsys.readouterr().out)
     assert "29 prefill passes with launch and end: it takes 30 or more" in said
-    assert "listen for longer (--seconds)" in said
+    assert "longer or more LOG files" in said
     assert not out.exists()
-    assert main([captured(tmp_path / "run.jsonl", 30), "--out", str(out)]) == 0
+    assert main([logged(tmp_path / "run.events", 30), "--out", str(out)]) == 0
 
 
 def test_a_file_that_cannot_be_written_is_said_first(tmp_path: Path, capsys):
     (tmp_path / "file").write_text("")
     assert main(["missing.events", "--out", str(tmp_path / "file" / "cost.json")]) == 2
     assert "cannot write" in capsys.readouterr().out
-
-
-def test_an_event_log_gives_the_same_as_a_capture(tmp_path: Path):
-    made_messages = messages(60)
-    writer = EventLogWriter(tmp_path / "run.events", SchedulerConfig())
-    for report, rids in made_messages:
-        for rid, tokens in rids:
-            event = RequestArrived(rid=rid, prompt_tokens=tokens)
-            writer.write(report.launch_s, event, [])
-        writer.write(report.launch_s, ForwardEnded(instance="p0", report=report), [])
-    writer.close()
-    (tmp_path / "run.jsonl").write_bytes(
-        b"".join(Heard(r.launch_s, r).line() for r, _ in made_messages)
-    )
-    for name in ("events", "jsonl"):
-        assert main([str(tmp_path / f"run.{name}"), "--out", str(tmp_path / f"{name}.json")]) == 0
-    assert load_cost(tmp_path / "events.json") == load_cost(tmp_path / "jsonl.json")
-
-
-def test_a_live_cluster_is_listened_to(tmp_path: Path):
-    endpoint = f"tcp://127.0.0.1:{free_ports(1)[0]}"
-    known = messages(20)
-    stop = threading.Event()
-
-    def publish() -> None:
-        context = zmq.Context()
-        sock = context.socket(zmq.PUB)
-        sock.connect(endpoint)
-        while not stop.is_set():
-            for report, _ in known:
-                sock.send_multipart(encode_endforward(report))
-            time.sleep(0.05)
-        sock.close(0)
-        context.term()
-
-    async def listened() -> list[Heard]:
-        return await listen_for(ReportListener(endpoint), 2.0, lambda elapsed_s, count: None)
-
-    thread = threading.Thread(target=publish)
-    thread.start()
-    try:
-        got = asyncio.run(listened())
-    finally:
-        stop.set()
-        thread.join()
-    path = tmp_path / "live.jsonl"
-    path.write_bytes(b"".join(message.line() for message in got))
-    recorded = read_capture(path).passes
-    assert 0 < len(recorded) <= 20
-    truth = {report.forward_id: report.forward_s for report, _ in known if report.forward_s}
-    for one in recorded:
-        if one.complete:
-            assert one.forward_s == truth[one.forward_id]
-
-
-def test_a_silent_cluster_and_a_taken_port_are_said(capsys):
-    endpoint = f"tcp://127.0.0.1:{free_ports(1)[0]}"
-    assert main(["--listen", endpoint, "--seconds", "0.3"]) == 2
-    assert "in SGLANG_SBS_ROUTERS of the prefill engines" in " ".join(
-        capsys.readouterr().out.split()
-    )
-    context = zmq.Context()
-    sock = context.socket(zmq.SUB)
-    sock.bind(endpoint)
-    try:
-        assert main(["--listen", endpoint, "--seconds", "0.3"]) == 2
-    finally:
-        sock.close(0)
-        context.term()
-    assert endpoint in capsys.readouterr().out
 
 
 # From layers ------------------------------------------------------------------------------------
@@ -329,7 +256,6 @@ def test_a_chunk_behind_a_context_attends_to_all_of_it():
         (["a.events", "--gpu"], "give one source"),
         (["--gpu", "--passes", "0"], "--passes must be more than 0"),
         (["--gpu", "--passes", "29"], "--passes must be 30 or more"),
-        (["--listen", "tcp://127.0.0.1:1", "--seconds", "nan"], "--seconds must be more than 0"),
     ],
 )
 def test_bad_flags_say_what_to_write(flags, what, capsys):
@@ -338,8 +264,8 @@ def test_bad_flags_say_what_to_write(flags, what, capsys):
     assert what in capsys.readouterr().err
 
 
-def test_a_file_that_is_neither_is_refused_with_its_line(tmp_path: Path, capsys):
+def test_a_file_that_is_no_event_log_is_refused(tmp_path: Path, capsys):
     path = tmp_path / "x.jsonl"
     path.write_text('{"received_s": 1.0}\n')
     assert main([str(path)]) == 2
-    assert "line 1: no EndForward message" in " ".join(capsys.readouterr().out.split())
+    assert "x.jsonl" in " ".join(capsys.readouterr().out.split())

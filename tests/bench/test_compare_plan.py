@@ -38,7 +38,6 @@ REAL += ["--decode", "http://d0:30000", "--slo-ttft", "0.8", "--prompts", "ids"]
         (["--tokenizer-path", "x"], "add --real"),
         (["--resume"], "cannot read"),
         (["--report-only"], "cannot read"),
-        (["--workload", "mooncake", "--requests", "801"], "has 800 requests, not 801"),
         (["--json", "/dev/null/out.json"], "--json: /dev/null is not a folder"),
         (["--report", "/dev/null"], "--report: /dev/null is not a folder"),
         ([*REAL, "--capacity", "-5"], "--capacity must be greater than 0"),
@@ -200,7 +199,6 @@ def test_rows_of_an_earlier_run_are_moved_aside(
 @pytest.mark.parametrize(
     "words",
     [
-        ["--workload", "mooncake", "--requests", "801"],
         [*REAL[:-2], "--capacity", "5", "--tokenizer-path", "/dev/null"],
     ],
 )

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.compare_routers.prompts import id_prompts, text_prompts
-from benchmarks.compare_routers.workloads import WORKLOADS, arrivals, mooncake_slice
+from benchmarks.compare_routers.workloads import WORKLOADS, arrivals
 from tools.cpu_engine.tiny_model import cached_tiny_model
 
 
@@ -78,35 +78,6 @@ def test_a_day_begins_and_ends_quiet_and_is_busiest_at_noon() -> None:
     rates = [0.65 * share for share in tenths]
     assert rates[0] < 0.3 and rates[9] < 0.3
     assert 1.0 < rates[4] < 1.2 and 1.0 < rates[5] < 1.2
-
-
-def test_mooncake_prompts_that_share_blocks_share_their_beginning() -> None:
-    drawn = WORKLOADS["mooncake"](1, 800, 1024)
-    sent = arrivals(
-        "mooncake",
-        seed=1,
-        requests=800,
-        tokens_per_s=1e4,
-        chunk_tokens=1024,
-        prompts=id_prompts(),
-        content="x",
-    )
-    assert len(mooncake_slice()) == 800
-    by_start: dict[tuple[int, ...], list[int]] = {}
-    for number, one in enumerate(drawn):
-        by_start.setdefault(one.blocks[:4], []).append(number)
-    groups = [numbers for start, numbers in by_start.items() if len(start) == 4 < 2 + len(numbers)]
-    assert len(groups) > 10
-    for first, second, *_ in groups:
-        common = round(4 * drawn[first].block_tokens)
-        assert sent[first].input_ids[:common] == sent[second].input_ids[:common]
-    other = [numbers[0] for numbers in groups[:2]]
-    assert sent[other[0]].input_ids[:85] != sent[other[1]].input_ids[:85]
-
-
-def test_too_many_requests_for_the_trace_are_refused() -> None:
-    with pytest.raises(ValueError, match="has 800 requests, not 801"):
-        WORKLOADS["mooncake"](1, 801, 1024)
 
 
 def test_text_prompts_have_exactly_the_tokens_they_say() -> None:

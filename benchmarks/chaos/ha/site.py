@@ -14,7 +14,6 @@ from urllib.parse import urlsplit
 
 from benchmarks.chaos.etcd_process import running_etcd
 from benchmarks.chaos.ha.places import Elect, Places
-from benchmarks.chaos.kube_apiserver import apiserver_binary, running_apiserver
 from benchmarks.chaos.run import BOOTSTRAP_TIMEOUT_S, DP_SIZE
 from benchmarks.demo.virtual_cluster import CHUNK_TOKENS, COST, parallel_flags
 from sglang_sbs.cluster.local import LocalCluster, Progress
@@ -31,8 +30,8 @@ from tools.cpu_engine.tiny_model import cached_tiny_model
 from tools.stand_ins.kubernetes_server import FakeKubernetes
 
 AGREEMENTS = ("etcd", "lease", "order")
-"""How the schedulers agree: a real etcd; a Lease, kept by a real API server where there is one
-(:mod:`benchmarks.chaos.kube_apiserver`), else by a stand-in; the order in which they are named."""
+"""How the schedulers agree: a real etcd; a Lease, kept by a stand-in; the order in which they are
+named."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,15 +61,6 @@ async def site_with(agreement: str, log_dir: Path) -> AsyncIterator[Site]:
     elif agreement == "etcd":
         async with running_etcd(log_dir) as etcd:
             yield Site(Places(ports, _address(etcd.url)), _etcd_url, log_dir)
-    elif apiserver_binary() is not None:
-        async with running_apiserver(log_dir) as server:
-
-            def real(at: tuple[str, int]) -> tuple[str, dict[str, str]]:
-                through = f"https://{at[0]}:{at[1]}"
-                path = server.kubeconfig(log_dir, f"kubeconfig-{at[0]}", through)
-                return "k8s://llm/sglang-sbs", {"KUBECONFIG": str(path)}
-
-            yield Site(Places(ports, _address(server.url)), real, log_dir)
     else:
         api = FakeKubernetes()
         await api.start()
