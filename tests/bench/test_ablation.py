@@ -8,7 +8,7 @@ from benchmarks.ablation import CELLS, OFF, Cell, Variant, changed, main, run_va
 from sglang_sbs.scheduling.policies import tuning
 from sglang_sbs.scheduling.policies.adaptive import long_prompts, pass_forecast
 
-CELL = Cell("short", "paper-3k", 0.8, "mixed", 23.0)
+CELL = Cell("short", "paper-3k", 0.25, "mixed", 21.5, {"dp_size": 2})
 
 
 def test_a_constant_is_changed_in_every_module_that_knows_it_and_comes_back() -> None:

@@ -56,7 +56,7 @@ def reading(counts: dict[str, float], longest_s: float) -> Reading:
         for le, value in counts.items()
     }
     series["sbs_x_longest_seconds", (("event", "report"),)] = longest_s
-    return Reading(0.0, {}, {}, [], series)
+    return Reading(0.0, {}, {}, series)
 
 
 def test_percentiles_are_of_what_came_between_two_readings():

@@ -81,6 +81,7 @@ def test_engines_look_ahead_in_every_cell_or_in_none(overlap: bool):
 
 def test_the_command_judges_a_trace(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(matrix, "_TRACE_S", 21.0)
+    monkeypatch.setattr(matrix, "_TRACE_LOADS", (0.2, 0.4))
     trace = tmp_path / "mine.csv"
     lines = (f"2023-11-16 18:17:{n / 10:010.7f},{37 * n % 4000 + 1},100" for n in range(200))
     trace.write_text("\n".join(["TIMESTAMP,ContextTokens,GeneratedTokens", *lines]))
@@ -89,7 +90,7 @@ def test_the_command_judges_a_trace(tmp_path, monkeypatch, capsys):
     assert main(words.split()) == 0
     out = capsys.readouterr().out
     assert "mine, load 0.4" in out
-    assert "of 4 cells lost" in out
+    assert "of 2 cells lost" in out
     assert {r["policy"] for r in json.loads(rows.read_text())} == {"sbs", "eta"}
 
 

@@ -172,6 +172,7 @@ def test_the_report_is_printed_and_written(tmp_path, monkeypatch, capsys):
     cost = tmp_path / "measured.json"
     save_cost(COSTS["mixed"], cost)
     monkeypatch.setattr(command, "QUICK", effort)
+    monkeypatch.setattr(command.paper_claims, "TTFT_SHARES", (0.4, 1.0))
     words = f"--quick --seeds 1 --cost {cost} --json {rows} --workers 1"
     assert main(words.split()) == 0
     out = capsys.readouterr().out
@@ -188,7 +189,7 @@ def test_the_report_is_printed_and_written(tmp_path, monkeypatch, capsys):
         assert words in out
     written = json.loads(rows.read_text())
     claims = written["claims"]
-    assert len(claims) == 45
+    assert len(claims) == 39
     assert all(c["verdict"] and c["literal"]["mean"] is not None for c in claims)
     scenarios = {row["scenario"] for row in written["rows"]}
     assert scenarios == {"paper-3k", "paper-5k", "paper-long", "paper-decode", QUEUEING}

@@ -39,7 +39,7 @@ SPEC = ClusterSpec(
 )
 
 
-def arrivals(seed: int, qps: float = 18.0, requests: int = 600):
+def arrivals(seed: int, qps: float = 18.0, requests: int = 400):
     rng = random.Random(seed)
     out, now_s = [], 0.0
     for _ in range(requests):
@@ -93,7 +93,7 @@ def test_the_pass_cost_is_recovered(record):
 
 def test_the_latencies_are_recovered(record):
     policies = ("sbs", "round_robin", "least_tokens")
-    found = calibrate([record(policy, seed)[1] for policy in policies for seed in (1, 2)])
+    found = calibrate([record(policy, seed)[1] for policy in policies for seed in (1,)])
     late_s = SPEC.feedback_latency_s  # a clock offset takes the fastest message as instant
     assert found.dispatch_latency_s == pytest.approx(SPEC.dispatch_latency_s + late_s, rel=0.3)
     # Known to come out too small: 0.16 to 0.34 for 0.4, by the seed (few batches show it).
