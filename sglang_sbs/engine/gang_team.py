@@ -11,7 +11,7 @@ and the first one goes by its own handshakes.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from typing import Any
 
 from sglang_sbs.engine.gang_board import Board, Word
@@ -37,9 +37,15 @@ class OnlyProcess:
         """Whether a batch's handshakes are over with the other processes of this DP rank."""
         return True
 
-    def keep_back(self, queue: Any, held: list[Any]) -> AbstractContextManager[None]:
+    @contextmanager
+    def keep_back(self, queue: Any, held: list[Any]) -> Iterator[None]:
         """While SGLang takes what is ready out of ``queue``."""
-        return _out_of_sight(queue, held)
+        rids = {req.rid for req in held}
+        queue.queue = [req for req in queue.queue if req.rid not in rids]
+        try:
+            yield
+        finally:
+            queue.queue = held + queue.queue
 
 
 class FirstProcess(OnlyProcess):
@@ -59,8 +65,17 @@ class FirstProcess(OnlyProcess):
             self.board.waited(tag)
         return ready
 
-    def keep_back(self, _queue: Any, held: list[Any]) -> AbstractContextManager[None]:
-        return _in_handshake_still(held)
+    @contextmanager
+    def keep_back(self, _queue: Any, held: list[Any]) -> Iterator[None]:
+        """In the handshake still: in all processes of the DP rank, unless they failed in one."""
+        senders = [req.disagg_kv_sender for req in held]
+        try:
+            for sender in senders:
+                sender.poll = lambda poll=sender.poll: min(int(poll()), _IN_HANDSHAKE)
+            yield
+        finally:
+            for sender in senders:
+                vars(sender).pop("poll", None)
 
 
 class OtherProcess(OnlyProcess):
@@ -85,26 +100,3 @@ def starts_in_handshake(queue: Any, req: Any) -> bool:
     """Whether SGLang would not wait for the handshake (``--optimistic-prefill-attempts``)."""
     optimistic = getattr(queue, "can_prefill_before_bootstrap", None)
     return optimistic is not None and bool(optimistic(req))
-
-
-@contextmanager
-def _out_of_sight(queue: Any, held: list[Any]) -> Iterator[None]:
-    rids = {req.rid for req in held}
-    queue.queue = [req for req in queue.queue if req.rid not in rids]
-    try:
-        yield
-    finally:
-        queue.queue = held + queue.queue
-
-
-@contextmanager
-def _in_handshake_still(held: list[Any]) -> Iterator[None]:
-    """To SGLang they are, in all processes of the DP rank, unless they failed in one."""
-    senders = [req.disagg_kv_sender for req in held]
-    try:
-        for sender in senders:
-            sender.poll = lambda poll=sender.poll: min(int(poll()), _IN_HANDSHAKE)
-        yield
-    finally:
-        for sender in senders:
-            vars(sender).pop("poll", None)
