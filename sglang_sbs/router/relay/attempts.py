@@ -5,9 +5,9 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 import random
 import time
-import uuid
 from dataclasses import dataclass, field
 
 from sglang_sbs.router.assignment.assigner import Assigner
@@ -197,7 +197,7 @@ class Attempts:
 
     def _arrival(self, run: UnitRun) -> RequestArrived:
         exchange, prompt = run.exchange, run.prompt
-        rid = SIZED_RID_PREFIX * self.sends_gangs + uuid.uuid4().hex
+        rid = SIZED_RID_PREFIX * self.sends_gangs + os.urandom(16).hex()
         return RequestArrived(
             rid=RESPONSE_RID_PREFIX + rid if exchange.plan.kind == "responses" else rid,
             prompt_tokens=prompt.length.tokens,

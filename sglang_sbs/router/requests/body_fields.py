@@ -88,7 +88,7 @@ def any_true(body: Mapping[str, Raw], name: str) -> bool:
 
 
 def is_alone(fields: Fields) -> bool:
-    return not any(raw_json.is_true(fields.get(name)) for name in BESIDES_PROMPT)
+    return not any(raw_json.is_true(fields[name]) for name in BESIDES_PROMPT if name in fields)
 
 
 def namespace_of(fields: Fields) -> Namespace | None:

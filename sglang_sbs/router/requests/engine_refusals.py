@@ -66,12 +66,12 @@ _BY_FLAGS = {
 }
 
 
-def check_sampling(kind: _Kind, fields: _Fields) -> None:
+def check_sampling(kind: _Kind, fields: _Fields) -> int | None:
     """``fields``: sampling parameters of ``/generate``, or the body of an OpenAI request. Values
-    that are neither numbers nor text are left to the engine. Raises: RouterError (400)."""
+    that are neither numbers nor text are left to the engine. Returns what :func:`asked_tokens`
+    does. Raises: RouterError (400)."""
     if _CHECKED.isdisjoint(fields):  # as in most requests
-        _check_limits(kind, fields)
-        return
+        return _check_limits(kind, fields)
     for name, is_right, wanted in _RANGES:
         value = _number(fields, name)
         if value is not None and not is_right(value):
@@ -79,9 +79,10 @@ def check_sampling(kind: _Kind, fields: _Fields) -> None:
             shown_as = value if kind == "generate" else float(value)
             raise bad_request(f"{name} must be {wanted} {shown_as}.")
     _check_top_k(kind, fields)
-    _check_limits(kind, fields)
+    asked = _check_limits(kind, fields)
     if sum(_is_text(fields.get(name)) for name in _GRAMMARS[kind]) > 1:
         raise bad_request("Only one of json_schema, regex, ebnf, or structural_tag can be set.")
+    return asked
 
 
 def store_disabled(param: str) -> RouterError:
@@ -184,7 +185,7 @@ def _check_top_k(kind: _Kind, fields: _Fields) -> None:
         raise bad_request(f"top_k must be -1 (disable) or at least 1, got {top_k}.")
 
 
-def _check_limits(kind: _Kind, fields: _Fields) -> None:
+def _check_limits(kind: _Kind, fields: _Fields) -> int | None:
     most = asked_tokens(kind, fields)
     least = _whole(fields, "min_new_tokens" if kind == "generate" else "min_tokens")
     if kind == "completions" and most is not None and most <= 0:
@@ -195,6 +196,7 @@ def _check_limits(kind: _Kind, fields: _Fields) -> None:
         raise bad_request(f"max_new_tokens must be at least 0, got {most}.")
     if most is not None and least is not None and least > most:
         raise bad_request(f"min_new_tokens must be in [0, max_new_tokens({most})], got {least}.")
+    return most
 
 
 def _number(fields: _Fields, name: str) -> int | float | None:

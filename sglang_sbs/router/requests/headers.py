@@ -72,19 +72,22 @@ class Asked(NamedTuple):
 def asked_in(headers: Sequence[tuple[str, str]], tenant_header: str | None) -> Asked:
     """Read the SLO, the tenant and the session. ``tenant_header``: its name in lower case, if there
     is one. Raises: RouterError (400), naming the header and what to write."""
-    slo = _only(headers, SLO_HEADER)
-    tenant = None if tenant_header is None else _only(headers, tenant_header)
+    names = {name.lower() for name, _ in headers}
+    slo = _only(headers, SLO_HEADER) if SLO_HEADER in names else None
+    tenant = _only(headers, tenant_header) if tenant_header in names else None
     if tenant is not None and len(tenant) > MOST_TENANT_CHARS:
         most = f"write at most {MOST_TENANT_CHARS}"
         raise bad_request(f"{tenant_header} has {len(tenant)} characters: {most}")
     if slo is not None and (not _MILLISECONDS.fullmatch(slo) or float(slo) <= 0):
         raise bad_request(f"{SLO_HEADER} must be milliseconds above 0, as in 800, not {slo!r:.40}")
-    timing = any(name.lower() == TIMING_HEADER and value.strip() == "1" for name, value in headers)
+    timing = TIMING_HEADER in names and any(
+        name.lower() == TIMING_HEADER and value.strip() == "1" for name, value in headers
+    )
     slo_s = None if slo is None else float(slo) / 1e3
     return Asked(slo_s, tenant or "", timing, *session_in_headers(headers))
 
 
-def _only(headers: Sequence[tuple[str, str]], name: str) -> str | None:
+def _only(headers: Sequence[tuple[str, str]], name: str | None) -> str | None:
     values = [value.strip() for key, value in headers if key.lower() == name]
     if len(values) > 1:
         raise bad_request(f"{name} is there {len(values)} times: write it once")

@@ -22,6 +22,7 @@ _SPLIT_BYTES = 1 << 15
 """Cut at quotes at a time: each string of a byte becomes 34."""
 _SMALL_BYTES = 1 << 16
 """What is smaller may be as dense as it likes."""
+_HEAD_BYTES = 32
 _IDS_BYTES = 1 << 14
 """Of token ids, made objects at a time."""
 _FREE_BYTES = 16 << 20
@@ -137,10 +138,14 @@ def json_of_ids(ids: array[int]) -> bytes:
 def first_byte(raw: Raw | bytes | bytearray, position: int = 0) -> bytes:
     """What the value begins with: ``{``, ``[``, ``"``, or the start of a number or word.
     ``position`` 1: what the first entry of a list begins with, 2: of that list in it."""
-    head = bytes(memoryview(raw)[:_SMALL_BYTES])
-    for _ in range(position):
-        head = head.lstrip()[1:]
-    return head.lstrip()[:1]
+    view = memoryview(raw)
+    for size in (_HEAD_BYTES, _SMALL_BYTES):  # hardly ever is there so much white space
+        head = bytes(view[:size])
+        for _ in range(position):
+            head = head.lstrip()[1:]
+        if first := head.lstrip()[:1]:
+            break
+    return first
 
 
 def is_null(raw: Raw) -> bool:
@@ -159,7 +164,8 @@ Members = Iterable[tuple[str, Raw]] | Iterable[tuple[str, Raw | bytes]]
 def joined(members: Members) -> bytes | bytearray:
     """``"name":value`` of each, with commas between; a copy, and the only one."""
     pieces = member_pieces(members)
-    if sum(len(memoryview(piece)) for piece in pieces) <= _PIECE_BYTES:
+    # Every other piece is a colon or a comma.
+    if sum([len(memoryview(piece)) for piece in pieces[::2]]) <= _PIECE_BYTES:
         return b"".join(pieces)
     whole = bytearray()
     for piece in pieces:

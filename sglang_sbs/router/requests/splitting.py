@@ -132,8 +132,7 @@ def split_generate(body: _Body, limits: RelayConfig) -> _Split:
     values = _batch_of(key, prompt, limits)
     batch = None if values is None else len(values)
     params = _params_of(body, batch)
-    for one in params:
-        check_sampling("generate", one)
+    asked = [check_sampling("generate", one) for one in params]
     samples = _samples_of(params)
     _check_units(batch or 1, samples, limits)
     if samples > 1:
@@ -145,9 +144,10 @@ def split_generate(body: _Body, limits: RelayConfig) -> _Split:
         _move_own(body, own, batch)
     takes_ids = key == "text" and not any(name in body for name in _PROMPT_FIELDS)
     prompts = _prompts(key, values or [prompt], body, own, takes_ids=takes_ids)
-    for each, one, fields in zip(prompts, cycle(params), own, strict=False):
+    of_each = cycle(zip(params, asked, strict=True))
+    for each, (one, limit), fields in zip(prompts, of_each, own, strict=False):
         each.max_new_tokens = _first_limit("generate", [scalar(one, "max_new_tokens")])
-        each.asked_tokens = asked_tokens("generate", one)
+        each.asked_tokens = limit
         if "return_logprob" in body or "return_logprob" in fields:
             both = ((name, fields.get(name, body.get(name))) for name in LOGPROB_FIELDS)
             said = {name: raw for name, raw in both if raw is not None}
@@ -236,7 +236,7 @@ def split_openai(
 ) -> _Split:
     samples = positive("n", scalar(body, "n"))
     _check_units(1, samples, limits)
-    check_sampling(kind, body)
+    asked = check_sampling(kind, body)
     if samples > 1:
         body["n"] = Raw(b"1")
     if kind == "chat":
@@ -252,7 +252,7 @@ def split_openai(
         own: list[_Own] = [{} for _ in values]
         prompts = _prompts("prompt", values, body, own, takes_ids=plain)
     given_limits = (scalar(body, name) for name in ("max_completion_tokens", "max_tokens"))
-    limit, asked = _first_limit(kind, given_limits), asked_tokens(kind, body)
+    limit = _first_limit(kind, given_limits)
     for prompt in prompts:
         prompt.max_new_tokens, prompt.asked_tokens = limit, asked
     return prompts, samples, False
