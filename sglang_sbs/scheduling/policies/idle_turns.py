@@ -1,8 +1,8 @@
 """Which of several idle instances gets the next request. Must not know what is cached there.
 
-Equal instances are never predicted to be exactly equal: each learns the cost of its passes from
-passes of its own, and an instance that gets nothing learns nothing. So all requests of a quiet
-cluster would go to one instance, the first or the one whose prediction is too good.
+Equal instances never have exactly equal predictions: each learns the cost of its passes from its
+own passes, and an instance that gets no request learns nothing. So all requests of a quiet cluster
+would go to one instance: the first, or the one whose prediction is too good.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from sglang_sbs.scheduling.prefill.instance import PrefillInstance
 
 
 def pass_with_s(instance: PrefillInstance, tokens: int) -> float:
-    """Predicted length of the next pass with a request of so many uncached tokens, spread evenly
+    """Predicted length of the next pass with a request of this many uncached tokens, spread evenly
     over the DP ranks, seconds."""
     mean_fill = (instance.backlog_tokens + tokens) / instance.dp_size
     slope = instance.model.slope_s_per_token(1.0)
@@ -23,9 +23,9 @@ def pass_with_s(instance: PrefillInstance, tokens: int) -> float:
 
 
 def whose_turn(idle: Sequence[PrefillInstance], tokens: int, session: str = "") -> PrefillInstance:
-    """The instance to which nothing was sent for longest, of those predicted to compute a request
-    of so many uncached tokens as soon as the best one, as far as their models can tell. A
-    conversation (``session``) gets the same instance each time."""
+    """The idle instance that has been sent nothing for longest, of those predicted to compute a
+    request as soon as the best one, within the error of their models. A conversation (``session``)
+    gets the same instance each time. ``tokens``: uncached tokens of the request."""
     passes = [-(-tokens // one.chunk_tokens) for one in idle]
     finish_s = [n * pass_with_s(one, tokens) for n, one in zip(passes, idle, strict=True)]
     best = min(range(len(idle)), key=finish_s.__getitem__)

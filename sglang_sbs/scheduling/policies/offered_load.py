@@ -1,4 +1,5 @@
-"""How much arrives, and what share of the time of all instances that takes; not what waits."""
+"""How much arrives, and what share of the time of all instances it takes. Must not know what
+waits."""
 
 from __future__ import annotations
 
@@ -10,7 +11,7 @@ from sglang_sbs.scheduling.prefill.instance import Instances, PrefillInstance
 
 
 class OfferedLoad:
-    """Tokens are uncached ones."""
+    """Rates and load of uncached tokens."""
 
     def __init__(self) -> None:
         self.token_rate = self.request_rate = 0.0
@@ -18,24 +19,25 @@ class OfferedLoad:
         self._rate_s: float | None = None
         self._window_s = TUNING.least_window_s
         self.mean_tokens = 1.0
-        """Of a request."""
+        """Mean length of a request."""
         self.capacity_tokens = 0.0
-        """Of a pass of each instance together."""
+        """Tokens of one pass of each instance, summed."""
         self.load = 0.0
-        """Share of the time that goes into tokens."""
+        """Share of the time that goes into tokens, below 1."""
         self._is_limited = False
-        """Passes of some instance have a limit of requests."""
+        """Whether the passes of some instance have a limit of requests."""
         self.pass_s = 0.0
-        """How long passes take in which what came during the one before is computed."""
+        """Steady-state pass time: the length of a pass that computes exactly what arrived during
+        the previous one."""
         self._number_of: dict[PrefillInstance, int] = {}
         self._learned: set[PrefillInstance] = set()
-        """Their speed is to be worked out again."""
+        """Instances whose speed has to be worked out again."""
         self._speeds: list[float] = []
-        """Of each instance, tokens per second."""
+        """Tokens per second of each instance."""
         self._pass_times_s: list[tuple[float, float]] = []
-        """Of each instance an empty pass and a full one."""
+        """Lengths of an empty pass and of a full one, of each instance, seconds."""
         self._tokens_per_s = 0.0
-        """Of all instances."""
+        """Tokens per second of all instances."""
 
     def arrived(self, tokens: int, now_s: float) -> None:
         self._decay(now_s)
@@ -55,13 +57,13 @@ class OfferedLoad:
             self._learned.add(instance)
 
     def measure(self, instances: Instances, now_s: float) -> None:
-        """Before a decision: as things are now."""
+        """Bring all figures up to date. Call this before each decision."""
         self._decay(now_s)
         self.mean_tokens = max(1.0, self.token_rate / max(TUNING.epsilon_s, self.request_rate))
         if self._is_limited:
             self.capacity_tokens = sum(i.capacity_of(self.mean_tokens) for i in instances)
         if self._learned:
-            # What fits into a limited pass follows the mean of today.
+            # What fits into a limited pass follows the present mean length.
             self._work_out(instances if self._is_limited else self._learned)
         self.load = min(TUNING.most_load, self.token_rate / self._tokens_per_s)
         idle_share = 1 - self.load
@@ -80,20 +82,21 @@ class OfferedLoad:
         self._tokens_per_s = sum(self._speeds)
 
     def capacity_of(self, instance: PrefillInstance) -> float:
-        """Tokens of a pass of it with requests of the mean length."""
+        """Tokens of a pass of one instance with requests of the mean length."""
         if self._is_limited:
             return instance.capacity_of(self.mean_tokens)
         return instance.capacity_tokens
 
     def load_with(self, waiting_tokens: int) -> float:
-        """The load while so many tokens wait: of what it leaves of the next passes they take their
-        share. Below 1."""
+        """The load while this many tokens wait: they take their share of what the load leaves of
+        the next passes. Below 1."""
         waiting = min(1.0, waiting_tokens / max(1.0, self.capacity_tokens))
         return min(TUNING.most_load, self.load + waiting * (1 - self.load))
 
     def leaving_s(self, waiting: int, serial_s: float) -> float:
-        """How much longer than a single request a batch of those that wait is on its way, with what
-        arrives meanwhile; at most a pass. ``serial_s``: what each further request adds to L_net."""
+        """How much longer than a single request a batch of ``waiting`` requests is on its way, with
+        those that arrive meanwhile; at most a pass of them. ``serial_s``: what each further request
+        adds to L_net."""
         coming = min(TUNING.most_load, self.request_rate * serial_s)
         most = self.capacity_tokens / len(self._pass_times_s) / self.mean_tokens
         return serial_s * max(0.0, min(waiting / (1 - coming), most) - 1)

@@ -1,5 +1,5 @@
-"""Algorithm 2 of the paper: Prioritized Batch Allocation (PBAA), basic and cache-aware: the
-requests of a batch to the DP ranks of one instance. Pure; must not know time or why a batch leaves
+"""Algorithm 2 of the paper, Prioritized Batch Allocation (PBAA), basic and cache-aware: assigns the
+requests of a batch to the DP ranks of one instance. Pure. Must not know time, or why a batch leaves
 now."""
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ class Allocation(NamedTuple):
 
 
 PrefixHits = Callable[[Request], Sequence[int] | None]
-"""L_hit(r, d) for all ranks d of the instance; None if none of them has anything."""
+"""L_hit(r, d) for all ranks d of the instance; None if no rank has any of the prompt."""
 
 
 RankOf = Callable[[Request, Sequence[int]], int | None]
 
 
 def no_hits(_request: Request) -> None:
-    """Basic mode."""
+    """The basic mode."""
     return
 
 
@@ -43,7 +43,7 @@ def no_hit(_request: Request, _rank: int) -> int:
 
 class Room:
     """What the next pass still takes on each rank of an instance: tokens, and requests where the
-    engine has a limit of them."""
+    engine limits their number."""
 
     __slots__ = ("_page", "_places", "_tokens", "free", "hits_of")
 
@@ -65,7 +65,7 @@ class Room:
             self._limit(rank)
 
     def need(self, request: Request, rank: int) -> int:
-        """What a request costs there."""
+        """Tokens that a request is charged on a rank."""
         hits = self.hits_of(request)
         return paged(request.prompt_tokens - (0 if hits is None else hits[rank]), self._page)
 
@@ -75,11 +75,11 @@ class Room:
         self._limit(rank)
 
     def holds_instead(self, rank: int, request: Request, instead_of: Request) -> bool:
-        """Whether a request fits there if that one goes."""
+        """Whether a request fits on a rank in the place of another one."""
         return self._tokens[rank] + self.need(instead_of, rank) >= self.need(request, rank)
 
     def swap(self, rank: int, request: Request, instead_of: Request) -> None:
-        """It takes the place of that one."""
+        """Put a request on a rank in the place of another one."""
         self._tokens[rank] += self.need(instead_of, rank) - self.need(request, rank)
         self._limit(rank)
 
@@ -107,7 +107,7 @@ def pbaa(
         new: requests that have not been through a cycle.
         c_avail: C_avail per DP rank, uncached tokens; not modified.
         prefix_hit_tokens: L_hit; the default is the basic mode.
-        page: a request costs whole pages of so many tokens.
+        page: tokens per page. A request is charged whole pages.
         places: how many requests each rank still takes; None: any number.
     """
     room = Room(c_avail, places, page)
@@ -147,20 +147,20 @@ def place_fitting(
 
     A prompt longer than a chunk is cut anyway: it goes where it takes no more passes than it has
     chunks. This removes the overshoot of Algorithm 2 (its leftovers cost the next batch a pass).
-    Who was left out of several batches takes the place of a new one (:func:`_take_turns`). If one
-    is left out that has a higher priority than one that is placed, those of high priority are
-    placed first: this packs less well.
+    A request that was left out of several batches takes the place of a new one
+    (:func:`_take_turns`). If a request is left out and one of lower priority is placed, all are
+    placed anew in the order of priority, which packs less well.
 
     Args:
-        requests: longest first is by their uncached tokens.
+        requests: in any order. The longest is the one with most uncached tokens.
         c_avail: C_avail per DP rank; not modified.
         chunk_tokens: C_chunk.
         hits_of: L_hit on these ranks.
-        rank_of: chooses for requests that have hits, given the capacities left; None where it
-            should rather wait.
-        received_tokens: what each rank was ever sent: of equally empty ranks the one that got least
-            is taken, so that all caches fill alike.
-        page: a request costs whole pages of so many tokens; C_avail and C_chunk are whole pages.
+        rank_of: chooses the rank of a request that has hits, given the capacities left. It returns
+            None if the request should wait.
+        received_tokens: tokens that each rank was ever sent. Of equally empty ranks the one with
+            the fewest is taken, so that all caches fill alike.
+        page: tokens per page. A request is charged whole pages, as C_avail and C_chunk are.
         places: how many requests each rank still takes; None: any number.
     """
     longest_first = sorted(requests, key=lambda r: -r.uncached_tokens)
@@ -184,7 +184,8 @@ def _place(
     rank_of: RankOf | None,
     received_tokens: Sequence[int] | None,
 ) -> tuple[list[tuple[Request, int]], list[Request]]:
-    """In this order: who is placed, and who is left. Changes ``room``."""
+    """Place requests in the order given, and return those placed and those left. Changes
+    ``room``."""
     placed: list[tuple[Request, int]] = []
     left: list[Request] = []
     rank: int | None
@@ -211,10 +212,10 @@ def _take_turns(
     room: Room,
     chunk_tokens: int,
 ) -> list[Request]:
-    """Let those in that were left out of several batches, each for the shortest new one that makes
-    room: short ones are placed last, and with full passes it would be luck. Of requests of up to a
-    chunk with next to nothing cached. Changes ``placed`` and ``room``; returns who is left out now.
-    """
+    """Give each request that was left out of several batches the place of the shortest new one that
+    makes room. Short requests are placed last, so with full passes it would be luck. Only requests
+    of up to a chunk with next to nothing cached take part. Changes ``placed`` and ``room``, and
+    returns the requests that are left out now."""
     least_hit = TUNING.least_hit_share * chunk_tokens
 
     def may_move(request: Request) -> bool:
@@ -266,8 +267,8 @@ def _emptiest(capacity: Sequence[int], received_tokens: Sequence[int] | None) ->
 
 
 def first_part(tokens: int, chunk_tokens: int) -> int:
-    """What must fit into this pass so that the prompt takes no more passes than it has to: all of
-    it, or of one that takes several the part that does not fill a chunk."""
+    """Tokens that must fit into this pass so that a prompt takes no more passes than it has to: all
+    of it, or if it takes several the part that does not fill a chunk."""
     return tokens if tokens <= chunk_tokens else tokens % chunk_tokens or chunk_tokens
 
 

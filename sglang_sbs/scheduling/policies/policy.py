@@ -33,7 +33,7 @@ class Placement(NamedTuple):
 
 @dataclass(slots=True)
 class Plan:
-    """What to dispatch now, and when to ask again if nothing happens before."""
+    """What to dispatch now, and when to plan again if nothing happens before."""
 
     placements: list[Placement] = field(default_factory=list)
     reason: str = ""
@@ -43,12 +43,12 @@ class Plan:
     spends: PrefillInstance | None = None
     """Its EndForward is spent on this plan, whether or not it gets a request."""
     batch: Batch | None = None
-    """What was known, for explanations."""
+    """What was known at the decision, for explanations."""
 
 
 @dataclass(frozen=True, slots=True)
 class PolicyContext:
-    """What a policy may keep when it is made."""
+    """What a policy is made with, and may keep."""
 
     config: SchedulerConfig
     """Flags. Draws at random are seeded with ``config.seed``, so that runs can be repeated."""
@@ -59,13 +59,13 @@ class PolicyContext:
 
 
 class PrefillPolicy(ABC):
-    """Decides which waiting requests leave now, for which instance and DP rank. By default first
-    come first served, and indifferent to everything it is told."""
+    """Decides which waiting requests leave now, for which instance and DP rank. Unless overridden,
+    the queue is first come first served and events are ignored."""
 
     holds: bool
     """Whether requests may wait in the scheduler. If not, decode admission does not hold either."""
     explains = False
-    """Somebody wants to know why."""
+    """Whether each plan says why (:attr:`Plan.batch`)."""
     fills_the_way = False
     """Whether no instance is idle while the way to the instances takes a pass or more."""
     literal_interval = False
@@ -74,27 +74,27 @@ class PrefillPolicy(ABC):
     """Why its batches leave when they do, where it does not say so of each."""
 
     def key_of(self, request: Request) -> float:
-        """Its place in the queue's order, smallest first; asked once, when it arrives."""
+        """The place of a request in the queue, smallest first. Asked once, on arrival."""
         return request.arrived_s
 
     def on_topology_change(self, instances: Instances) -> None:  # noqa: B027
-        """These are the prefill instances that are up now."""
+        """Take in which prefill instances are up now."""
 
     def on_dispatched(self, now_s: float) -> None:  # noqa: B027
-        """A batch left."""
+        """A batch of the last plan has left."""
 
     def on_landing(self, seen: Observation, ranks: int, now_s: float) -> None:  # noqa: B027
-        """A rank launched, one of so many of its instance."""
+        """A rank launched. ``ranks``: DP ranks of its instance."""
 
     def on_forward_learned(self, instance: PrefillInstance) -> None:  # noqa: B027
-        """Its forward model has changed."""
+        """The forward model of the instance has changed."""
 
     def explain(self, wanted: bool) -> None:
         """Whether each plan says why (:attr:`Plan.batch`)."""
         self.explains = wanted
 
     def note_waiting(self, request: Request, now_s: float) -> None:  # noqa: B027
-        """It has just arrived and was not placed: note what it waits for."""
+        """Note what a request waits for that has just arrived and was not placed."""
 
     def explained(self, plan: Plan, instances: int, waiting: int, now_s: float) -> Batch:
         """What is known of a batch of which the policy said nothing itself: where it goes."""

@@ -15,7 +15,7 @@ from sglang_sbs.scheduling.queue.priority import Urgency
 
 
 def _make_sbs(context: PolicyContext) -> PrefillPolicy:
-    """As ``--sbs-trigger`` says."""
+    """The policy that ``--sbs-trigger`` names."""
     config, interval = context.config, context.interval
     if config.trigger == "paper":
         return PaperTrigger(interval)

@@ -36,8 +36,8 @@ def at(
     terms=DEFAULT,
 ) -> set[str]:
     """Those that cost least there."""
-    home_of = homes(forecasts, far, queue, lambda _: terms, lambda _r, _i: may_go, {})
-    return {rid for rid, home in home_of.items() if home.instance == name}
+    found = homes(forecasts, far, queue, lambda _: terms, lambda _r, _i: may_go, {})
+    return {rid for rid, home in found.items() if home.instance == name}
 
 
 def pass_s(tokens: int, context: int = 0) -> float:
@@ -218,10 +218,10 @@ def test_all_ranks_wait_while_one_loads_what_was_fetched():
 
 def test_it_is_the_rank_of_the_forecast_that_a_request_goes_to():
     one = cached_in_storage("r", 8500, {"p0": [8000, 0]})
-    home_of = homes(
+    found = homes(
         [forecast(instance())], lambda _: None, [one], lambda _: DEFAULT, lambda *_: True, {}
     )
-    assert home_of == {"r": Home("p0", 1)}
+    assert found == {"r": Home("p0", 1)}
 
 
 @pytest.mark.parametrize(("cached_tokens", "leaves"), [(900, True), (400, False)])

@@ -79,14 +79,16 @@ def _batch_for(
     taken = 0
     is_full = most_tokens <= 0 or most_requests <= 0
     for request in queue.in_order():
-        if is_full or filters.exhausted:
+        if is_full:
             break
         left = filters.skip(request)
         if left is None:
             (head if taken < room and len(head) < most else rest).append(request)
             taken += paged(request.uncached_tokens_on(instance.id), instance.page)
             is_full = taken >= most_tokens or len(head) + len(rest) >= most_requests
-        elif left is not request.waits_for:
+            continue
+        is_full = filters.exhausted
+        if left is not request.waits_for:
             where, until_s, gain_s = affinity.better_for(request, left)
             note(request, left, view.at.now_s, where, until_s, gain_s)
     batch = Batch(opening, affinity, c_avail, places, keep_tokens, head, rest)

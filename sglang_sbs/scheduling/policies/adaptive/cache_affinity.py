@@ -1,14 +1,14 @@
 """What a cached prefix is worth when a batch is formed for one instance.
 
-:class:`CacheAffinity` is one moment, at which batches for several instances may be tried; each is a
+A :class:`CacheAffinity` belongs to one moment. Each batch that is tried at that moment has a
 :class:`BatchAffinity`.
 
-Each rank is judged by when the request would be done there, plus what its computation costs others:
-``x`` uncached tokens take ``x * slope / dp`` of an instance's time (and their attention likewise),
-which delays everybody who comes while it catches up, the more the higher the load. So prefixes are
-computed again on an idle cluster, and rather waited for when others would pay for it. All that
-share a prefix share the price of having it in one more place. Nobody waits for less than
-``TUNING.least_hit_share`` of a chunk.
+A rank is judged by when the request would be done there, plus what its computation costs others.
+``x`` uncached tokens take ``x * slope / dp`` of an instance's time, and their attention likewise.
+That delays every request that arrives while the instance catches up, and more so at a higher load.
+So an idle cluster computes prefixes again, and a busy one waits for them. All requests that share a
+prefix share the price of having it in one more place. No request waits for less than
+``Tuning.least_hit_share`` of a chunk.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ predicted to cost there, seconds. Empty and None: unknown."""
 
 
 class _Best(NamedTuple):
-    """Where a request would be best, by what it costs everybody, seconds."""
+    """Where a request costs least, for itself and others, seconds."""
 
     cost_s: float
     instance: InstanceId
@@ -46,25 +46,25 @@ class _Best(NamedTuple):
 
 @dataclass(slots=True)
 class _View:
-    """What one decision asks about an instance, worked out once."""
+    """An instance at one moment, worked out once."""
 
     instance: PrefillInstance
     start_s: float
-    """Of the next pass that what is sent now would be in."""
+    """Start of the pass that a request sent now would be in."""
     next_pass_s: float
     backlog: list[int]
-    """Per rank, with the tokens of requests that wait for it since this decision."""
+    """Tokens per rank, with those of requests that were left for it at this moment."""
     emptiest: int
     no_hits: Sequence[int]
 
     def add(self, rank: int, tokens: int) -> None:
-        """The next request finds this one in front."""
+        """A request waits for a rank: the next one finds it in front."""
         self.backlog[rank] += tokens
         self.emptiest = self.backlog.index(min(self.backlog))
 
 
 class CacheAffinity:
-    """One moment, at which batches for several instances may be tried."""
+    """Where requests are best off at one moment, for all batches that are tried then."""
 
     def __init__(
         self,
@@ -85,7 +85,7 @@ class CacheAffinity:
         self._first = first
         self._weight = TUNING.again_weight * load**2 / (1 - load)
         self._views: dict[InstanceId, _View] = {}
-        self._homes: dict[str, _Best] = {}
+        self._best: dict[str, _Best] = {}
         self._wanted: set[InstanceId] = set()
         self._coming: dict[str, tuple[Sequence[Upcoming], bool]] = {}
         self.wake_s = math.inf
@@ -100,7 +100,7 @@ class CacheAffinity:
         """How often a request was left for another instance, or for one that computes the same."""
 
     def starts_with(self, first: PrefillInstance) -> None:
-        """``first``: the instance that starts next of those that the next batch could go to."""
+        """``first``: the instance that starts first of those that the next batch could go to."""
         self._first = first
 
     def defer(self) -> None:
@@ -108,15 +108,15 @@ class CacheAffinity:
         self.deferred += 1
 
     def leave(self, request: Request) -> None:
-        """A request was left for an instance that has some of it."""
+        """A request was left for an instance that has some of it cached."""
         self._elsewhere[request.rid] = request.hits
 
     def is_left(self, request: Request) -> bool:
-        """Whether it was, and nothing else of it has been cached since."""
+        """Whether a request was left so, and nothing else of it has been cached since."""
         return self._elsewhere.get(request.rid) is request.hits
 
     def view(self, instance: PrefillInstance, *, keep: bool = True) -> _View:
-        """``keep``: the decision sees the instance like this from now on."""
+        """``keep``: every later question at this moment gets the same view."""
         view = self._views.get(instance.id)
         if view is None:
             backlog = [rank.ahead_tokens for rank in instance.ranks]
@@ -140,15 +140,15 @@ class CacheAffinity:
             self._sharing[request.cached_until] += 1
 
     def dispatched(self, instance: PrefillInstance) -> None:
-        """A batch leaves for the instance; the next one is decided at the same moment."""
+        """A batch leaves for the instance, and the next one is decided at the same moment."""
         self._views.pop(instance.id, None)
 
     def is_wanted(self, instance: PrefillInstance) -> bool:
-        """Whether a request was told to wait for it."""
+        """Whether a request waits for the instance."""
         return instance.id in self._wanted
 
     def is_coming(self, request: Request) -> bool:
-        """Whether it should wait for a rank that is computing some of it for another request."""
+        """Whether a request should wait for a rank that is computing some of it for another one."""
         if not request.upcoming:
             return False
         known = self._coming.get(request.rid)
@@ -157,7 +157,7 @@ class CacheAffinity:
         return known[1]
 
     def _is_coming(self, request: Request) -> bool:
-        least_s = self.home_of(request).cost_s
+        least_s = self.best_for(request).cost_s
         for one in request.upcoming:
             at = self._by_id.get(one.instance)
             gain = one.tokens - request.hits.best_tokens
@@ -170,24 +170,24 @@ class CacheAffinity:
                 return True
         return False
 
-    def home_of(self, request: Request) -> _Best:
-        """The best of the instances that have something of its prompt, and the first one."""
-        home = self._homes.get(request.rid)
-        if home is None:
+    def best_for(self, request: Request) -> _Best:
+        """The best of the first instance and those that have some of the prompt cached."""
+        best = self._best.get(request.rid)
+        if best is None:
             hits = request.hits.by_instance
-            home = self.best_on(request, self.view(self._first))
+            best = self.best_on(request, self.view(self._first))
             for name in hits:
                 if name != self._first.id and name in self._by_id:
-                    home = min(home, self.best_on(request, self.view(self._by_id[name])))
-            self._homes[request.rid] = home
-            if home.instance in hits:
-                self._wanted.add(home.instance)
-                left = request.prompt_tokens - hits[home.instance][home.rank]
-                self.view(self._by_id[home.instance]).add(home.rank, left)
-        return home
+                    best = min(best, self.best_on(request, self.view(self._by_id[name])))
+            self._best[request.rid] = best
+            if best.instance in hits:
+                self._wanted.add(best.instance)
+                left = request.prompt_tokens - hits[best.instance][best.rank]
+                self.view(self._by_id[best.instance]).add(best.rank, left)
+        return best
 
     def best_on(self, request: Request, view: _View) -> _Best:
-        """The best rank of an instance: the one that has most of it, or the emptiest."""
+        """The best rank of an instance: the one with most of the prompt cached, or the emptiest."""
         hits = request.hits.by_instance.get(view.instance.id, view.no_hits)
         best, most = view.emptiest, max(hits)
         best_s = self.done_s(request, view, hits[best], view.backlog[best])
@@ -201,7 +201,7 @@ class CacheAffinity:
 
     def done_s(self, request: Request, view: _View, cached: int, backlog: int) -> float:
         """:meth:`alone_s`, plus what that costs others. What is computed again is cached there
-        afterwards, so others that share it pay as well."""
+        afterwards, so all requests that share it pay a part."""
         alone_s = self.alone_s(request, view, cached, backlog)
         again = request.prompt_tokens - cached - request.uncached_tokens
         if not again:
@@ -215,7 +215,7 @@ class CacheAffinity:
 
     @staticmethod
     def alone_s(request: Request, view: _View, cached: int, backlog: int) -> float:
-        """From the start of the next pass until the request is done, behind a rank's backlog."""
+        """Seconds from the start of the next pass until a request is done, behind a backlog."""
         instance = view.instance
         model = instance.model
         chunk = instance.chunk_tokens
@@ -277,7 +277,7 @@ class BatchAffinity:
         return "", None, None
 
     def _elsewhere(self, request: Request) -> Better:
-        home = self._moment.home_of(request)
+        home = self._moment.best_for(request)
         here = self._moment.best_on(request, self._moment.view(self._instance, keep=False))
         return home.instance, None, here.cost_s - home.cost_s
 
@@ -289,7 +289,7 @@ class BatchAffinity:
         return None
 
     def _is_elsewhere(self, request: Request) -> bool:
-        """Whether it is better off at another instance, which has some of it cached."""
+        """Whether a request is better off at another instance, which has some of it cached."""
         here, moment, hits = self._instance.id, self._moment, request.hits
         holds_none = here not in hits.by_instance and hits.best_tokens >= self._least_tokens
         if holds_none and moment.is_left(request):
@@ -298,7 +298,7 @@ class BatchAffinity:
         gain = request.uncached_tokens_on(here) - request.uncached_tokens
         if gain < self._least_tokens:
             return False
-        home = moment.home_of(request).instance
+        home = moment.best_for(request).instance
         # Where nothing of it is cached, one instance is as good as the other.
         is_better = home != here and home in hits.by_instance
         if is_better:
@@ -306,7 +306,7 @@ class BatchAffinity:
         return is_better
 
     def rank_of(self, request: Request, capacity: Sequence[int]) -> int | None:
-        """The rank of the instance for a request of which it has something; None: none now.
+        """The rank for a request of which the instance has some cached; None: it should wait.
         ``capacity``: C_avail of the ranks, after what the batch holds already."""
         here = self._instance
         hits = request.hits.by_instance[here.id]
@@ -319,7 +319,7 @@ class BatchAffinity:
         return None
 
     def _best_rank(self, request: Request, hits: Sequence[int], capacity: Sequence[int]) -> int:
-        """Where it would be done first, and the emptiest of these."""
+        """The rank where a request would be done first, and the emptiest of equal ones."""
         here = self._instance
         view = self._moment.view(here)
         most, emptiest = max(hits), capacity.index(max(capacity))
@@ -328,7 +328,7 @@ class BatchAffinity:
         def cost(d: int) -> tuple[float, float]:
             done_s = self._moment.done_s(request, view, hits[d], here.chunk_tokens - capacity[d])
             if fetch_s := request.fetch_tokens(here.id, d) * TUNING.fetch_token_s:
-                # Passes begin without it until it is there.
+                # Passes begin without the request until what it fetches is there.
                 pass_s = view.next_pass_s
                 done_s += math.ceil(fetch_s / pass_s) * pass_s if here.passes else fetch_s
             return done_s, -capacity[d]
@@ -336,7 +336,8 @@ class BatchAffinity:
         return min(ranks, key=cost)
 
     def _is_taken(self, request: Request, twins: Sequence[Request]) -> bool:
-        """Whether it should be in the batch after this one, which finds what this one computes."""
+        """Whether a request should be in the batch after this one, which finds what this one
+        computes."""
         moment = self._moment
         here = moment.view(self._instance)
         least_s = moment.best_on(request, here).cost_s

@@ -1,16 +1,16 @@
 """How long before the predicted end of a pass the next batch leaves, learned from what it cost.
 
-It is told, per launch, how each batch fared. One can fare badly in two ways that cost very
-different things, so two quantiles are tracked and the larger one counts:
+Each launch shows how a batch fared. It can fare badly in two ways of very different cost, so two
+quantiles are tracked, and the larger one counts:
 
-- It came after the pass had ended and found the instance *idle*. Everybody in it waits a moment
-  longer, and so does whoever comes later, by 1 / (1 - load) in all. Leaving earlier by as much
-  costs what arrives in between: it has to wait for the next instance instead. Both costs grow
-  with the same number of requests, so the best share of idle landings is (1 - load) / (2 - load):
-  a half when there is room, few when every moment counts.
-- A part of it was *left behind* by a launch that it was meant for. The engine runs that part at
-  once, in a pass all but empty, and whatever is sent next waits for it. That must be rare; leaving
-  early costs little in comparison.
+- The batch arrived after the pass had ended and found the instance *idle*. Each request in it waits
+  longer, and so do those that arrive later, by 1 / (1 - load) in all. Had the batch left earlier,
+  the requests that arrive in between would have to wait for the next instance. Both costs grow with
+  the same number of requests, so the best share of idle landings is (1 - load) / (2 - load): a half
+  at low load, few near saturation.
+- A launch *left behind* a part of the batch. The engine runs that part at once, in a pass all but
+  empty, and whatever is sent next waits for it. That must be rare; leaving early costs little in
+  comparison.
 """
 
 from __future__ import annotations
@@ -22,31 +22,30 @@ from sglang_sbs.scheduling.prefill.observation import Observation
 
 
 class DispatchLead:
-    """Robbins-Monro estimates of the two quantiles, seconds, and of how idle instances tear. The
-    quantiles forget as they learn: one step takes back another."""
+    """Robbins-Monro estimates of the two quantiles, seconds, and of how idle instances split
+    batches. The quantiles forget as they learn: one step takes back another."""
 
     def __init__(self) -> None:
         self._idle_s = self._left_behind_s = 0.0
         self._torn_share = 0.0
-        """Usual share of a batch that the launch leaves behind which it causes on an idle
-        instance: its requests come one by one, and the engine starts with the first."""
+        """Usual share of a batch that an idle instance leaves behind: requests arrive one by one,
+        and the engine starts with the first."""
         self._torn_s = 0.0
-        """When that was last told."""
+        """When that share was last updated."""
         self._leaked_s = 0.0
-        """When the estimate last fell."""
+        """When the left-behind estimate last fell."""
 
     def forget(self) -> None:
-        """Learn both quantiles anew, from the latency up."""
+        """Learn both quantiles anew, from the dispatch latency up."""
         self._idle_s = self._left_behind_s = 0.0
 
     def lead_s(self, latency_s: float) -> float:
-        """The lead, given L_net."""
+        """The lead, seconds. ``latency_s``: L_net."""
         return max(self._idle_s, self._left_behind_s, latency_s + TUNING.lead_margin_s)
 
     @property
     def whole(self) -> float:
-        """How far a batch may be trusted to start whole on an idle instance, 0 to 1. Where a
-        quarter of it is left behind, nothing is won by letting an instance fall idle."""
+        """How far a batch may be trusted to start whole on an idle instance, 0 to 1."""
         return max(0.0, 1 - self._torn_share / TUNING.torn_most_share)
 
     def observe(
@@ -59,12 +58,17 @@ class DispatchLead:
         latency_s: float,
         pass_s: float,
     ) -> None:
-        """One rank launched; each rank of the instance (``ranks``) tells of it. ``seen``: how its
-        requests fared. ``load``: share of the time that goes into tokens, 0 to 1. ``latency_s``:
-        L_net. ``pass_s``: mean forward time.
+        """Take in how the requests of a rank fared in a launch (``seen``).
 
-        Only what was sent about one lead ahead says whether the lead is right: a request sent later
-        was expected to be late, one sent much earlier could not be."""
+        Only requests that were sent about one lead ahead show whether the lead is right: a request
+        sent later was expected to be late, and one sent much earlier could not be.
+
+        Args:
+            ranks: DP ranks of the instance. Each reports the launch.
+            load: share of the time that goes into tokens, 0 to 1.
+            latency_s: L_net.
+            pass_s: mean forward time.
+        """
         self._torn_share *= math.exp(-(now_s - self._torn_s) / TUNING.torn_forget_s)
         self._torn_s = now_s
         if seen.torn is not None:
@@ -88,7 +92,7 @@ class DispatchLead:
         self._left_behind_s = _stepped(self._left_behind_s, torn_step_s, least_s, most_s)
 
     def _leak(self, latency_s: float, now_s: float) -> None:
-        """Few messages report a split batch, so the way down must not depend on messages alone."""
+        """Few messages report a split batch, so the estimate also falls with time."""
         kept = math.exp(-max(0.0, now_s - self._leaked_s) / TUNING.lead_leak_s)
         self._leaked_s = now_s
         least_s = latency_s + TUNING.lead_margin_s
@@ -97,7 +101,7 @@ class DispatchLead:
 
 
 def _stepped(estimate_s: float, step_s: float, least_s: float, most_s: float) -> float:
-    """``least_s`` is where a step up starts, and nothing that is remembered: it falls again when
+    """A step up starts from ``least_s``. That is not remembered, so the estimate falls again when
     the latency does."""
     if step_s > 0:
         estimate_s = max(estimate_s, least_s)

@@ -44,11 +44,11 @@ class Share(NamedTuple):
     def affinity(self, moment: CacheAffinity, instance: PrefillInstance) -> BatchAffinity:
         return BatchAffinity(moment, instance)
 
-    def part(self, one: OpenPass, head: Requests, rest: Requests) -> tuple[Requests, Requests]:
+    def part(self, opening: OpenPass, head: Requests, rest: Requests) -> tuple[Requests, Requests]:
         """The share of a pass of the requests that fit into it (``head``), and the requests that
         are left for passes that start later."""
         view, learned = self.view, self.view.learned
-        if len(view.instances) == 1 or one.passes > 1 or view.overdue:
+        if len(view.instances) == 1 or opening.passes > 1 or view.overdue:
             return head, rest
         waiting = Waiting(
             view.at.now_s,
@@ -58,7 +58,7 @@ class Share(NamedTuple):
             learned.lineup.marginals,
             learned.lead.whole,
         )
-        cut = cut_of(one.instance, head, waiting)
+        cut = cut_of(opening.instance, head, waiting)
         # While all are idle, a prompt longer than the share would be no better off later.
         cut = max(cut, int(learned.lineup.all_idle))
         return head[:cut], head[cut:] + rest
@@ -77,7 +77,7 @@ class Forecast(NamedTuple):
     def affinity(self, moment: CacheAffinity, instance: PrefillInstance) -> BatchAffinity:
         return ForecastAffinity(moment, instance, self.homes, self.costs_s)
 
-    def part(self, _one: OpenPass, head: Requests, rest: Requests) -> tuple[Requests, Requests]:
+    def part(self, _opening: OpenPass, head: Requests, rest: Requests) -> tuple[Requests, Requests]:
         return head, rest
 
 

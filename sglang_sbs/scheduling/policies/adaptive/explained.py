@@ -17,26 +17,26 @@ Costs = Mapping[str, Mapping[InstanceId, float]]
 """By request id and instance, seconds."""
 
 
-def reason_of(view: View, one: OpenPass) -> str:
+def reason_of(view: View, opening: OpenPass) -> str:
     """The reason of a dispatch, as event logs have it."""
-    if one.instance.idle:
-        return f"{one.instance.id} idle"
-    ahead_ms = 1e3 * (view.at.free_at_s(one.instance) - view.at.now_s)
-    return f"{ahead_ms:.0f} ms before the predicted launch on {one.instance.id}"
+    if opening.instance.idle:
+        return f"{opening.instance.id} idle"
+    ahead_ms = 1e3 * (view.at.free_at_s(opening.instance) - view.at.now_s)
+    return f"{ahead_ms:.0f} ms before the predicted launch on {opening.instance.id}"
 
 
-def explain(view: View, openings: Openings, one: OpenPass, costs_s: Costs) -> Batch:
+def explain(view: View, openings: Openings, opening: OpenPass, costs_s: Costs) -> Batch:
     """What is known of the instance that gets a batch, and of those that start first."""
-    launch_s = openings.begins.begin_s(one.instance)
+    launch_s = openings.begins.begin_s(opening.instance)
     first = view.starts.soonest(MOST_LOOKS)
     looks = tuple([look_at(view.instances[number], start_s) for start_s, _, number in first])
-    if all(look.instance != one.instance.id for look in looks):
-        looks = (*looks[:-1], look_at(one.instance, launch_s))
-    term = Term.SOONEST if looks[0].instance == one.instance.id else Term.FIRST_OPEN
+    if all(look.instance != opening.instance.id for look in looks):
+        looks = (*looks[:-1], look_at(opening.instance, launch_s))
+    term = Term.SOONEST if looks[0].instance == opening.instance.id else Term.FIRST_OPEN
     term = Term.OVERDUE if view.overdue else term
     return Batch(
         view.at.now_s,
-        _opening(view, one),
+        _kind(view, opening),
         Term.ONLY_ONE if len(view.instances) == 1 else term,
         looks,
         len(view.instances),
@@ -46,11 +46,11 @@ def explain(view: View, openings: Openings, one: OpenPass, costs_s: Costs) -> Ba
     )
 
 
-def _opening(view: View, one: OpenPass) -> Opening:
+def _kind(view: View, opening: OpenPass) -> Opening:
     """An instance that is about to be ready counts as that, however much waits."""
-    is_near = view.at.forms_at_s(one.instance) - view.at.now_s <= view.lead_s + TUNING.epsilon_s
-    is_full_ahead = one.kind is Opening.FULL_AHEAD
-    return Opening.ABOUT_TO_END if is_full_ahead and is_near else one.kind
+    is_near = view.at.forms_at_s(opening.instance) - view.at.now_s <= view.lead_s + TUNING.epsilon_s
+    is_full_ahead = opening.kind is Opening.FULL_AHEAD
+    return Opening.ABOUT_TO_END if is_full_ahead and is_near else opening.kind
 
 
 def note_opening(request: Request, view: View, openings: Openings, now_s: float) -> None:

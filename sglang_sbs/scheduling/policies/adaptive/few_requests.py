@@ -1,10 +1,10 @@
-"""How many of those that wait leave now, and how many with the instance that starts next. Must not
-know DP ranks of the batch, or when it leaves.
+"""How many waiting requests leave now, and how many are left for the instance that starts next.
+Must not know the DP ranks of a batch, or when it leaves.
 
-A share of tokens (``fair_share``) takes requests for a fluid. With one or two per DP rank they are
-not: a pass lasts as long as its heaviest rank, so one more short request may cost nothing, and a
-long one as much as all others. There every division is tried, with the requests placed as they
-would be, and the one whose sum of completions is smallest taken."""
+:func:`fair_share` divides tokens, as if requests were a fluid. With one or two requests per DP rank
+they are not: a pass lasts as long as its heaviest rank, so another short request may cost nothing,
+and a long one as much as all others. There :func:`best_cut` tries every division, with the requests
+placed as they would be, and takes the one with the smallest sum of completion times."""
 
 from __future__ import annotations
 
@@ -56,8 +56,7 @@ def fair_share(
 
     Args:
         instance: the one a batch is formed for.
-        others: all the rest, and how much later each starts, the soonest first. Not all are asked
-            for.
+        others: all other instances, and how much later each starts, the soonest first.
         waiting_tokens: uncached tokens that wait for any of them.
         start_s: when the pass starts that a batch sent now could be in.
     """
@@ -91,8 +90,8 @@ def prefix(requests: Sequence[Request], tokens: float) -> int:
 
 
 def cut_of(instance: PrefillInstance, head: Sequence[Request], waiting: Waiting) -> int:
-    """How many of the first requests leave now for this instance. ``head``: those that fit into its
-    pass, in their order."""
+    """How many of the first requests leave now for this instance. ``head``: the requests that fit
+    into its pass, in the order of the queue."""
     now_s, tokens, begins, offered, _, whole = waiting
     start_s = begins.begin_s(instance)
     share = fair_share(instance, begins.later(start_s, [instance]), tokens, start_s, waiting)
@@ -107,7 +106,7 @@ def cut_of(instance: PrefillInstance, head: Sequence[Request], waiting: Waiting)
     later = begins.first(besides=instance)
     later_s = begins.begin_s(later)
     if len(begins.instances) > 2:
-        # Only what is for these two is divided between them.
+        # Only the requests of these two instances are divided between them.
         left_tokens = tokens - uncached_tokens_of(head[:cut])
         rest = begins.later(later_s, [instance, later])
         share = fair_share(later, rest, left_tokens, later_s, waiting)
@@ -125,16 +124,16 @@ def cut_of(instance: PrefillInstance, head: Sequence[Request], waiting: Waiting)
 
 
 class Turns(NamedTuple):
-    """The two passes that are next."""
+    """The next two passes."""
 
     first: PrefillInstance
     second: PrefillInstance
     delay_s: float
-    """The second starts so much later."""
+    """How much later the second one starts."""
     coming_tokens: Sequence[int]
-    """Of each request that is expected until then."""
+    """Length of each request that is expected until then."""
     cycle: float
-    """How many come while an instance waits for its next turn."""
+    """Requests that arrive while an instance waits for its next turn."""
 
 
 def best_cut(
@@ -146,15 +145,16 @@ def best_cut(
     now_s: float,
     pass_s: float,
 ) -> int:
-    """How many of the requests are for the first turn, so that the sum of completions is smallest.
+    """How many requests go to the first turn for the smallest sum of completion times.
 
-    Who has waited for ``pass_s``, a usual pass, counts twice. A pass also keeps those waiting that
-    come in its time and start with the next one of that instance.
+    A request that has waited for a usual pass counts twice. A pass also delays the requests that
+    arrive while it runs and start with the next one of that instance.
 
     Args:
-        requests: in their order.
-        least: at least so many.
-        usual: taken unless another one is worth it.
+        requests: in the order of the queue.
+        least: the smallest number that is tried.
+        usual: the number to return unless another one is worth it.
+        pass_s: length of a usual pass.
     """
     tokens = [request.uncached_tokens for request in requests]
     weights = [1 + (now_s - request.arrived_s) / pass_s for request in requests]
@@ -182,7 +182,7 @@ def best_cut(
 
 
 def _pass_s(instance: PrefillInstance, tokens: Sequence[int]) -> float:
-    """Of its next pass with these, each in the rank that is emptiest then."""
+    """Length of the next pass with these requests, each in the rank that is emptiest then."""
     ranks = [(float(rank.backlog_tokens), 0.0) for rank in instance.ranks]
     heapify(ranks)
     for one in tokens:

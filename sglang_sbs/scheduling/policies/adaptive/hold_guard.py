@@ -6,7 +6,7 @@ the batch, and the dispatch lead (:mod:`.dispatch_lead`) grows. When the lead ex
 a lone request by ``Tuning.guard_enter_passes``, holding costs more than it brings, so the guard
 switches to immediate placement by predicted finish (``eta``).
 
-Without batches nothing tells whether batches would arrive whole again. So holding is tried again
+Without batches nothing shows whether batches would arrive whole again. So holding is tried again
 after a while, and after twice as long each time that the trial fails.
 """
 
@@ -52,12 +52,12 @@ class HoldGuard:
 def place_at_once(
     queue: RequestQueue, instances: Instances, admissible: Admissible, eta: Eta, now_s: float
 ) -> Plan:
-    """The oldest request that decode has room for, where it is predicted to finish first.
+    """Send the oldest request that decode has room for to where it is predicted to finish first.
 
-    Never where overlap scheduling has queued a pass behind the running one: there it would wait for
-    both, and the engine would go on forming each batch a pass ahead (SGLang's
-    ``event_loop_overlap_disagg_prefill`` stops doing so when an iteration finds nothing). Until the
-    queued pass starts, waiting here costs nothing.
+    An instance gets none while overlap scheduling has a pass queued behind the running one. There
+    the request would wait for both passes, and the engine would go on forming each batch a pass
+    ahead: SGLang's ``event_loop_overlap_disagg_prefill`` stops doing so when an iteration finds
+    nothing. Until the queued pass starts, waiting in the router costs nothing.
     """
     for request in islice(queue, TUNING.most_refused):
         if admissible(request) and (allowed := request.allowed_on(instances)):
@@ -72,7 +72,8 @@ def place_at_once(
 
 
 def _ready_s(instance: PrefillInstance, now_s: float) -> float:
-    """When to send there at the latest; its report that the running pass has ended comes first."""
+    """When to send to an instance at the latest. Its report that the running pass has ended usually
+    comes first."""
     if not instance.overlap or len(instance.passes) < 2:
         return now_s
     return instance.passes[-1].start_s + TUNING.late_report_s

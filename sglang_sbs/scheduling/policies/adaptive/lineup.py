@@ -1,9 +1,9 @@
-"""In which order a batch sent now would start on the instances, without looking at all of them.
-Must not know what waits, or who gets a batch.
+"""The order in which a batch sent now would start on the instances, without looking at all of them.
+Must not know what waits, or which instance gets a batch.
 
-An instance that computes is free when its passes end, whatever the time is: those stand in order,
-and a decision looks at the first. Asked at each moment are those that are idle, about to launch,
-late, or have a pass queued that more will follow under overlap scheduling."""
+A computing instance is free when its passes end, whatever the time is. These instances are kept in
+that order, and a decision looks at the first. The others are asked at each decision: they are idle,
+about to launch or late, or will form the pass behind a queued one (overlap scheduling)."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from sglang_sbs.scheduling.prefill.instance import Instances, PrefillInstance
 
 
 class Moment(NamedTuple):
-    """The time of a decision."""
+    """The time of a decision, and how long the way to an instance takes then."""
 
     now_s: float
     latency_s: float
@@ -29,7 +29,7 @@ class Moment(NamedTuple):
 
     @property
     def arrives_s(self) -> float:
-        """When what is sent now is there."""
+        """When a batch that is sent now arrives."""
         return self.now_s + self.latency_s
 
     def starts_s(self, instance: PrefillInstance) -> tuple[float, float]:
@@ -38,21 +38,21 @@ class Moment(NamedTuple):
         if self.forms_at_s(instance) >= self.arrives_s:
             return free_s, free_s
         if instance.backlog_tokens:
-            # It starts the next one before, with what it has.
+            # It starts its next pass before, with what it has.
             return free_s + instance.next_pass_s(), free_s
         return self.arrives_s, free_s
 
     def free_at_s(self, instance: PrefillInstance) -> float:
-        """When it could launch something new."""
+        """When an instance could launch something new."""
         return max(self.now_s, instance.free_at_s(self.now_s, self.latency_s))
 
     def forms_at_s(self, instance: PrefillInstance) -> float:
-        """Until when a request can still be in the next batch that is formed there."""
+        """When an instance forms the next batch that a request can still be in."""
         return max(self.now_s, instance.forms_at_s(self.now_s, self.latency_s))
 
 
 class Starts:
-    """At one moment, of all instances that are up."""
+    """When a batch that is sent at one moment would start, on each instance that is up."""
 
     def __init__(
         self,
@@ -64,26 +64,26 @@ class Starts:
     ) -> None:
         """
         Args:
-            instances: all of them. What else is said of them says their numbers.
+            instances: all that are up. Below they are given by their numbers in it.
             at: the moment.
-            near: those that must be asked.
-            far: when the others are free, in order, which is not before what is sent now is there;
-                from position ``first`` on.
+            near: instances that must be asked.
+            far: when the others are free, in order. From position ``first`` on that is not before a
+                batch that is sent now arrives.
         """
         self.instances = instances
         self.at = at
         self.far = far
         self.first = first
         self.near = sorted([(*at.starts_s(instances[number]), number) for number in near])
-        """When a batch would start, when the instance is free, and which one; in this order."""
+        """Start of a batch, when the instance is free, and its number; sorted."""
 
     def __iter__(self) -> Iterator[tuple[float, float, int]]:
-        """Like :attr:`near`, of all."""
+        """The same as :attr:`near` for all instances."""
         return self.until(lambda: math.inf)
 
     def until(self, limit_s: Callable[[], float]) -> Iterator[tuple[float, float, int]]:
-        """The same without the computing ones that are free after ``limit_s()``, which is asked
-        again for each."""
+        """The same without computing instances that are free after ``limit_s()``, which is asked
+        anew for each."""
         return merge(self.near, self._computing(limit_s))
 
     def _computing(self, limit_s: Callable[[], float]) -> Iterator[tuple[float, float, int]]:
@@ -93,7 +93,7 @@ class Starts:
             yield free_s, free_s, number
 
     def soonest(self, count: int) -> list[tuple[float, float, int]]:
-        """The first so many of all."""
+        """The first ``count`` of all."""
         far = [(free_s, free_s, n) for free_s, n in self.far[self.first : self.first + count]]
         return sorted([*self.near[:count], *far])[:count]
 
@@ -121,8 +121,8 @@ class Begins:
     def later(
         self, than_s: float, besides: Collection[PrefillInstance]
     ) -> list[tuple[float, PrefillInstance]]:
-        """How much later passes begin on the others, the soonest first; those that begin no later
-        in the order of their numbers."""
+        """How much later than ``than_s`` passes begin on the other instances, the soonest first;
+        those that begin no later in the order of their numbers."""
         begins, instances = self._ordered(), self.instances
         first = bisect_left(begins, (than_s, len(instances)))
         at_once = sorted([number for _, number in begins[:first]])
@@ -153,7 +153,7 @@ class Marginals(dict[PrefillInstance, tuple[float, float, float]]):
 
 
 class Lineup:
-    """Of the instances that are up."""
+    """The instances that are up, in the order in which they are free."""
 
     def __init__(self) -> None:
         self.instances: Instances = ()
@@ -162,16 +162,16 @@ class Lineup:
         self._changed: set[PrefillInstance] = set()
         self._busy: set[int] = set()
         self._free = Timetable()
-        """When those are free that compute."""
+        """When computing instances are free."""
         self._others: set[int] = set()
         self._long = Timetable()
-        """The longest prompts there, in chunks, where they are longer than one."""
+        """Longest prompt at each instance in its chunks, if that is more than one."""
         self._rooms: dict[int, int] = {}
         self.marginals = Marginals()
         self.room_tokens = 0
-        """Of the next passes of all, where only the chunk limits them."""
+        """What the next passes of all instances still take, where only the chunk limits them."""
         self.overlap = False
-        """Whether anybody launches a pass ahead."""
+        """Whether any engine launches a pass ahead."""
 
     def on_topology_change(self, instances: Instances) -> None:
         for instance in self.instances:
@@ -189,7 +189,7 @@ class Lineup:
             instance.subscribe(self._changed)
 
     def refresh(self) -> None:
-        """Before a decision: what follows from the instances that have changed."""
+        """Take in the instances that have changed. Call this before each decision."""
         for instance in self._changed:
             number = self._number_of[instance]
             self.marginals.pop(instance, None)
@@ -208,16 +208,17 @@ class Lineup:
 
     @property
     def most_chunks(self) -> float:
-        """Of the longest prompt that is not computed yet on some instance; 1 or less count as 1."""
+        """Length of the longest prompt that an instance still has to compute, in its chunks; at
+        least 1."""
         return self._long.ordered[-1][0] if self._long.ordered else 1.0
 
     @property
     def all_idle(self) -> bool:
-        """Whether nobody computes or has anything to compute."""
+        """Whether no instance computes or has anything to compute."""
         return not self._busy
 
     def starts(self, at: Moment) -> Starts:
-        """When a batch sent at that moment would start on each."""
+        """When a batch that is sent at that moment would start on each instance."""
         far = self._free.ordered
         first = bisect_left(far, (at.arrives_s, -1))
         near = [number for _, number in far[:first]]
@@ -230,22 +231,22 @@ def _enter(numbers: set[int], number: int, wanted: bool) -> None:
 
 
 class PlannedStarts:
-    """When the passes start whose batches left of late, to keep others apart from them: the stagger
-    of the paper (section 4.1), softly."""
+    """When the passes begin whose batches left last. Others are kept apart from them: a soft form
+    of the stagger in section 4.1 of the paper."""
 
     __slots__ = ("at_s",)
 
     def __init__(self) -> None:
         self.at_s: list[float] = []
-        """In order, seconds."""
+        """Sorted, seconds."""
 
     def add(self, start_s: float, forget_s: float) -> None:
-        """Another; those before ``forget_s`` keep nobody away any more."""
+        """Add a start, and forget those before ``forget_s``."""
         del self.at_s[: bisect_left(self.at_s, forget_s)]
         insort(self.at_s, start_s)
 
     def first_apart(self, start_s: float, apart_s: float) -> float:
-        """The first time from then on that is ``apart_s`` or more from all of them."""
+        """The first time from ``start_s`` on that is at least ``apart_s`` from all of them."""
         least_s = apart_s - TUNING.epsilon_s
         for planned_s in self.at_s[bisect_right(self.at_s, start_s - least_s) :]:
             if planned_s - start_s >= least_s:

@@ -2,13 +2,14 @@
 
 Why
 ---
-With prompts of many chunks a share of tokens says little: the rank with most attention pairs sets
-the pace of a pass, so short prompts that share passes with the last chunks of a long one wait for
-seconds, while the next instance would have been done with them in a fraction. And a long prompt
-slows everybody down where it goes, for as many passes as it has chunks; least where the passes are
-long anyway. A rank computes its prompts first come first served, a chunk per pass, so which pass
-computes which part of which prompt follows from what waits there, and the forward model makes
-lengths of that.
+With prompts of several chunks a share of tokens says little. The rank with most attention pairs
+sets the length of a pass. So short prompts that share passes with the last chunks of a long one
+wait for seconds, though another instance would have computed them in a fraction of that. A long
+prompt makes as many passes of its instance longer as it has chunks, and does least harm where
+passes are long anyway.
+
+A rank computes its prompts first come first served, a chunk per pass. So what waits at a rank says
+which pass computes which part of which prompt, and the forward model predicts the passes' lengths.
 """
 
 from __future__ import annotations
@@ -31,20 +32,20 @@ class Home(NamedTuple):
 
 
 class Terms(NamedTuple):
-    """What the completion of a request is weighed against."""
+    """How much a second of what a request causes counts."""
 
     waiting_per_s: float = 0.0
-    """Requests per second that arrive during a pass, and wait for its end."""
+    """Requests per second that arrive during a pass and wait for its end."""
     pass_s: float = 0.0
-    """Mean length of a pass, seconds: what arrives in one counts at least."""
+    """Mean length of a pass, seconds: at least what arrives in one is delayed."""
     again_weight: float = 0.0
-    """A second of computing what another rank has cached counts as so many."""
+    """Weight of a second of computing what another rank has cached."""
     impatience: float = 1.0
-    """Its own completion counts as so many seconds. The same wherever it goes."""
+    """Weight of a second until its own completion, the same wherever it goes."""
 
 
 class _Pass:
-    """One pass to come."""
+    """A pass that has not started."""
 
     __slots__ = ("ends", "length_s", "owner", "pairs", "slowest_s", "tokens", "tokens_per_rank")
 
@@ -54,11 +55,11 @@ class _Pass:
         self.tokens_per_rank = [0] * dp_size
         self.pairs = [0.0] * dp_size
         self.tokens = 0
-        """Of all ranks."""
+        """Tokens of all ranks."""
         self.slowest_s = 0.0
-        """Of the rank the others wait for, see ``ForwardModel.rank_s``."""
+        """Time of the rank that the others wait for, see ``ForwardModel.rank_s``."""
         self.ends = 0.0
-        """Weights of the prompts that end in it."""
+        """Sum of the weights of the prompts that end in it."""
         self.length_s = 0.0
 
     def copy(self, owner: object) -> _Pass:
@@ -74,16 +75,16 @@ class PassForecast:
     """The passes of one instance, from the next one that starts."""
 
     def __init__(self, instance: PrefillInstance) -> None:
-        """Of what is there. Ask its :meth:`fork`."""
+        """The passes that compute what is at the instance. Add requests to a :meth:`fork`."""
         self.instance = instance
         self.version = instance.version
         self._start_s = 0.0
         self._passes: list[_Pass] = []
         self._ahead: list[int] = []
-        """Per rank: what is charged for those before the next request, and what a pass leaves
-        empty that holds as many requests as it may."""
+        """Tokens per rank before the next request, with what a pass leaves empty that has as many
+        requests as the engine allows."""
         self._requests = [0] * instance.dp_size
-        """Per rank: in the pass that the next one would begin in."""
+        """Requests per rank in the pass that the next one would begin in."""
         for index, rank in enumerate(instance.ranks):
             left = rank.backlog_tokens
             self._ahead.append(0)
@@ -96,8 +97,8 @@ class PassForecast:
                 self._lay(index, left, 0, 1.0)
 
     def fork(self, start_s: float, *, closed: bool) -> PassForecast:
-        """Another one to add requests to, which leaves this one as it is. ``start_s``: when the
-        next pass starts. ``closed``: nothing sent now is in that one."""
+        """A copy to add requests to. ``start_s``: when the next pass starts. ``closed``: that pass
+        takes no request that is sent now."""
         one = PassForecast.__new__(PassForecast)
         one.instance, one.version, one._start_s = self.instance, self.version, start_s
         one._passes, one._requests = self._passes.copy(), self._requests.copy()
@@ -108,21 +109,21 @@ class PassForecast:
 
     @property
     def idle(self) -> bool:
-        """The instance is idle, and nothing that was looked at before goes there."""
+        """Whether the instance is idle, and no request was added."""
         return self.instance.idle and not self._passes
 
     @property
     def full(self) -> bool:
-        """Nothing more fits into the next pass."""
+        """Whether the next pass takes no further request."""
         return min(self._ahead) >= self.instance.chunk_tokens
 
     def cost_s(self, request: Request, terms: Terms) -> float:
-        """When a request would be done on the best rank here, plus what it delays others by,
-        weighted, seconds."""
+        """When a request would be done on the best rank, plus how much it delays others, weighted,
+        seconds."""
         return min([self._cost_on_s(request, rank, terms) for rank in self._ranks_for(request)])
 
     def _ranks_for(self, request: Request) -> set[int]:
-        """The emptiest rank, and the emptiest of those that have most of it cached."""
+        """The emptiest rank, and the emptiest of those with most of the prompt cached."""
         name = self.instance.id
         hits = request.hits.by_instance.get(name)
         if hits is None:
@@ -138,8 +139,9 @@ class PassForecast:
         return {emptiest, min(holders, key=ahead.__getitem__)}
 
     def _begins_at(self, rank: int, fetched: int) -> tuple[int, float]:
-        """Tokens ahead on a rank of a request of which it gets so many from storage first, and how
-        much later than the pass that follows from them it begins."""
+        """Tokens ahead of a request on a rank that fetches some of it from storage first, and how
+        much later it begins than the pass that follows from these tokens, seconds. ``fetched``:
+        tokens from storage."""
         at = self._ahead[rank]
         left_s = fetched * TUNING.fetch_token_s
         # A rank begins to fetch when it takes the request in, which is when it forms a pass.
@@ -161,7 +163,7 @@ class PassForecast:
         delays_s = 0.0
         load_s = fetched * TUNING.load_token_s
         cached = context = request.hit_tokens(instance.id, rank)
-        # The sums of ``ForwardModel.rank_s`` and ``pass_s``, in line: this is asked most of all.
+        # ``ForwardModel.rank_s`` and ``pass_s`` in line, as this is the hottest loop of a decision.
         (w_fixed, w_rank, w_mean, w_pair), unit, time_unit_s = model.cost
         w_pair, dp_size, waiting_per_s = 2 * w_pair, instance.dp_size, terms.waiting_per_s
         mean_pass_s = terms.pass_s
@@ -195,7 +197,7 @@ class PassForecast:
         return done_s * weight + delays_s + again_s
 
     def add(self, request: Request, terms: Terms) -> Home:
-        """A request goes here; to which rank."""
+        """Add a request, and return its rank."""
         rank = min(self._ranks_for(request), key=lambda d: self._cost_on_s(request, d, terms))
         cached = request.hit_tokens(self.instance.id, rank)
         weight = self._weight_of(request.uncached_tokens)
@@ -217,7 +219,7 @@ class PassForecast:
         at = self._ahead[rank]
         ahead = at + paged(tokens, instance.page)
         if instance.prefill_max_requests:
-            # Cut, it is the first one of the pass that it ends in.
+            # A request that is cut is the first of the pass that it ends in.
             own = self._requests[rank] if ahead // chunk == at // chunk else 0
             own += ahead % chunk > 0
             if own >= instance.prefill_max_requests:
@@ -260,19 +262,17 @@ def homes(
     may_go: Callable[[Request, PrefillInstance], bool],
     costs_s: dict[str, dict[InstanceId, float]],
 ) -> dict[str, Home]:
-    """Where each request costs least, by request id.
-
-    Each goes where it costs least after those before it, as if all left now.
+    """Where each request costs least after those before it, as if all left now; by request id.
 
     Args:
         nearest: instances that any request could go to, best first where they cost the same.
-        forecast_of: one that is not among them, for requests of which it has a part cached; None if
-            it may not be used. The same object each time.
-        requests: in the order in which they choose. Ends when the next passes of ``nearest`` are
-            all full.
-        terms_of: of a request that nobody shares a prefix with.
+        forecast_of: the forecast of another instance, for requests of which it has a part cached;
+            None if the instance may not be used. Returns the same object each time.
+        requests: in the order in which they choose. Later ones are left out when the next passes of
+            ``nearest`` are all full.
+        terms_of: weights for a request that shares its prefix with no other.
         may_go: whether a request is allowed on an instance.
-        costs_s: gets, by request id, what it costs on each instance that was compared.
+        costs_s: receives, by request id, the cost on each instance that was compared.
     """
     chosen: dict[str, Home] = {}
     names = {one.instance.id for one in nearest}
@@ -290,7 +290,7 @@ def homes(
         if allowed:
             sharing[request.cached_until] += 1
             terms = terms_of(request)
-            # What is computed again is there afterwards: all that share it pay for it.
+            # What is computed again is cached there afterwards: all that share it pay a part.
             weight = terms.again_weight / sharing[request.cached_until]
             terms = terms._replace(again_weight=weight)
             costs = [one.cost_s(request, terms) for one in allowed]
@@ -306,8 +306,8 @@ def homes(
 def _in_turn(
     cheapest: PassForecast, allowed: Iterable[PassForecast], request: Request
 ) -> PassForecast:
-    """The one whose turn it is among idle ones that have no less of the prompt cached, and need not
-    fetch it from storage first."""
+    """The instance whose turn it is, of the idle ones that have no less of the prompt cached and
+    need not fetch it from storage first."""
     tokens = request.uncached_tokens_on(cheapest.instance.id)
 
     def is_equal(one: PassForecast) -> bool:
