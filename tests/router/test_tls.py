@@ -226,7 +226,7 @@ def test_files_that_cannot_be_used_are_named_with_their_flag(authority: Path) ->
         assert f"--client-cert-path {pair[0]}" in text and "belongs to it" in text
     # OpenSSL would ask for the pass phrase at the terminal, and wait.
     text = told(options_with(tls_cert_path=client, tls_key_path=locked))
-    assert str(locked) in text and "pass phrase" in text
+    assert str(locked) in text and "passphrase" in text
     both = authority / "both.pem"
     both.write_bytes(client.read_bytes() + key.read_bytes())
     assert worker_ssl(options_with(client_cert_path=both)) is not None

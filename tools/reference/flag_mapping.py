@@ -17,23 +17,23 @@ them, in both launchers. How to move: [migration](../migration.md).
 NOTES = {
     "policy": "`sbs` and immediate policies; `cache_aware` becomes `sbs`, `bucket` `least_tokens`, "
     "`manual` becomes `session`, with a warning",
-    "prefill": "without a port the engine is asked for it",
+    "prefill": "without a port the router asks the engine for it",
     "max-concurrent-requests": "kept: with `--frontends N` shared out over the processes; each "
     "request of a batch or of `n` counts",
     "max-payload-size": "default 32 MiB instead of 512",
-    "queue-size": "kept: more is a 429 at once",
-    "queue-timeout-secs": "of the door; of the scheduler's queue: `--sbs-queue-timeout-secs`",
+    "queue-size": "kept: further requests get 429 at once",
+    "queue-timeout-secs": "for the admission limit; the scheduler's queue has `--sbs-queue-timeout-secs`",
     "health-check-endpoint": "by default a check that runs no forward pass (`/ready`, `/ping`)",
-    "tokenizer-path": "a directory or an id on Hugging Face; for exact prompt lengths and prefixes",
-    "api-key": "also towards engines; `/server_info` wants it too",
-    "prometheus-duration-buckets": "of `smg_*` and `sbs_*` histograms",
-    "rate-limit-tokens-per-second": "a request is a token",
+    "tokenizer-path": "a directory or an id on Hugging Face; exact prompt lengths and prefixes by tokens",
+    "api-key": "also sent to engines; `/server_info` requires it as well",
+    "prometheus-duration-buckets": "for `smg_*` and `sbs_*` histograms",
+    "rate-limit-tokens-per-second": "a request takes one token",
     "service-discovery": "needs `pip install 'sglang-sbs[kubernetes]'`",
     "jwt-issuer": "needs `pip install 'sglang-sbs[jwt]'`",
     "enable-trace": "needs `pip install 'sglang-sbs[trace]'`",
     "pd-disaggregation": "always on",
 }
-"""What to know about a flag that means the same in both."""
+"""Remarks on flags that mean the same in both routers."""
 
 
 def page() -> str:

@@ -1,4 +1,4 @@
-"""The argument parser of the router, made of the table of its flags."""
+"""Builds the router's argument parser from the table of its flags."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ example:
   python -m sglang_sbs.launch_router --pd-disaggregation \\
       --prefill http://p0:30000 8998 --prefill http://p1:30000 8998 \\
       --decode http://d0:30000 --policy sbs
-  curl http://localhost:30000/workers        # what it knows of each worker
+  curl http://localhost:30000/workers        # state of each worker as the router sees it
   curl http://localhost:29000/metrics        # Prometheus
 
 Every flag is also accepted with the prefix --router- (--router-policy sbs). Flags of
@@ -53,14 +53,14 @@ example:
   # on every engine node: they report to both
   SGLANG_SBS_ROUTERS=tcp://10.0.0.1:7600,tcp://10.0.0.2:7600 python -m sglang.launch_server ...
 
-Their metrics port has /readiness, which says active or standby, and /active, which is 200 at the
-active one only. Flags of clients (--port, --api-key, retries, TLS) are the front ends', those of
-workers and policy the schedulers'. docs/many-routers.md has what happens when one of them is lost.
+On the metrics port of each scheduler, /readiness reports active or standby, and /active is 200 only
+on the active one. Give front ends the flags for clients (--port, --api-key, retries, TLS), and
+schedulers those for workers and policy. docs/many-routers.md explains what each failure does.
 """
 
 
 class FlagError(ValueError):
-    """The command line cannot be used; the message names the flag and what to write instead."""
+    """The command line is unusable; the message names the flag and what to write instead."""
 
 
 MOST_NEEDED = (
@@ -70,22 +70,22 @@ MOST_NEEDED = (
 
 
 class Parser(argparse.ArgumentParser):
-    """Raises FlagError where argparse would end the program."""
+    """An argparse parser that raises FlagError instead of ending the program."""
 
     def error(self, message: str) -> NoReturn:
         raise FlagError(message)
 
 
 def build_parser(prog: str | None = None) -> argparse.ArgumentParser:
-    """The parser; both spellings of every flag, the second one hidden from ``--help``. What it
-    formats as its help is that of ``--help-all``."""
+    """Build the parser with both spellings of each flag; the second is hidden from ``--help``.
+    ``format_help()`` returns the text of ``--help-all``."""
     parser = _bare_parser(prog)
     add = parser.add_argument
-    add("-h", "--help", action=_ShortHelp, nargs=0, help="the flags that most people need")
+    add("-h", "--help", action=_ShortHelp, nargs=0, help="show the most important flags")
     add("--help-all", action="help", help="all flags")
-    shown = "show what every flag says and where (secrets masked), and end"
+    shown = "print the value and the source of each flag (secrets masked), and exit"
     add("--print-config", action="store_true", help=shown)
-    checked = "check the flags, then examine the engines (sglang-sbs doctor), and end"
+    checked = "check the flags, then examine the engines (sglang-sbs doctor), and exit"
     add("--check", action="store_true", help=checked)
     add_flags(parser)
     return parser
@@ -99,11 +99,11 @@ class _ShortHelp(argparse.Action):
 
 def _short_help(prog: str) -> str:
     parser, defaults = _bare_parser(prog), _field_defaults()
-    section = parser.add_argument_group("flags that most people need")
+    section = parser.add_argument_group("most important flags")
     by_flag = {option.flag: option for options in GROUPS.values() for option in options}
     for option in (by_flag[flag] for flag in MOST_NEEDED):
         section.add_argument(f"--{option.flag}", **_words(option, defaults))
-    lines = ["all flags, which --help-all and docs/reference/router-flags.md explain:"]
+    lines = ["all flags (see --help-all and docs/reference/router-flags.md):"]
     for title, options in GROUPS.items():
         names = [option.flag for option in options if option.help and not option.hidden]
         text = f"{title}: {' '.join(names)}"
@@ -146,8 +146,9 @@ def _bare_parser(prog: str | None) -> argparse.ArgumentParser:
 def add_flags(
     parser: argparse.ArgumentParser, prefix: str | None = None, without: Container[str] = ()
 ) -> None:
-    """Without a ``prefix`` to the router's own parser, where both spellings mean the same. To a
-    parser of others only ``--{prefix}x`` is added, with argparse's own ``dest``."""
+    """Add the flags to the router's own parser (no ``prefix``) or to another program's. The
+    router's parser accepts both spellings. Another parser gets only ``--{prefix}x`` and argparse's
+    own ``dest``."""
     own = prefix is None
     defaults = _field_defaults()
     for title, options in GROUPS.items():
@@ -176,7 +177,7 @@ def _offered(values: Callable[[], Iterable[str]], **_asked: Any) -> list[str]:
 
 
 def _field_defaults() -> dict[str, Any]:
-    """By path, as the table names fields."""
+    """Defaults of all option fields, by dotted path as in the table of flags."""
     scheduler = msgspec.structs.asdict(SchedulerConfig())
     found: dict[str, Any] = {f"scheduler.{name}": value for name, value in scheduler.items()}
     found |= {one.name: one.default for one in fields(RouterOptions)}

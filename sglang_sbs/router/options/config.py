@@ -1,5 +1,4 @@
-"""What each part of the router is told of the command line. A part imports its own of these; the
-command line imports all. Times in seconds."""
+"""Settings that each part of the router takes from the command line. Times are in seconds."""
 
 from __future__ import annotations
 
@@ -14,11 +13,10 @@ from typing import Literal
 from sglang_sbs.scheduling.events import InstanceRole
 
 PrefixWish = Literal["auto", "events", "approximate", "off"]
-"""``auto``: events where they can be had, else approximate."""
+"""``auto`` uses events from instances that publish them, else ``approximate``."""
 MAX_PAYLOAD_BYTES = 32 << 20
-"""By default; ``--max-payload-size``."""
 MAX_BODIES_BYTES = 512 << 20
-"""The least that is the default of ``--sbs-max-bodies-size``."""
+"""Lower bound of the default of ``--sbs-max-bodies-size``."""
 _MEMORY_LIMITS = (
     Path("/sys/fs/cgroup/memory.max"),
     Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"),
@@ -26,8 +24,8 @@ _MEMORY_LIMITS = (
 
 
 def default_bodies_bytes(limits: Sequence[Path] = _MEMORY_LIMITS) -> int:
-    """A quarter of the memory there is: of the machine, or of its control group (``limits``).
-    Bodies are held until their answers end, and honest long prompts in flight are many."""
+    """Return a quarter of the memory of the machine or of its control group (files in ``limits``).
+    Bodies are held until their responses end, and many long prompts can be in flight at once."""
     found = [os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")]
     for path in limits:
         with contextlib.suppress(OSError, ValueError):
@@ -46,19 +44,19 @@ class RelayConfig:
     max_payload_bytes: int = MAX_PAYLOAD_BYTES
     max_bodies_bytes: int = MAX_BODIES_BYTES
     max_samples: int = 10
-    """``n``, as sglang_router has it."""
+    """Largest ``n``; sglang_router has the same default."""
     max_units: int = 1024
-    """Prompts times samples of one client request."""
+    """Largest number of prompts times samples in one client request."""
     gang_gate: bool = False
-    """Where the policy holds requests, engines may wait a moment for those sent together."""
+    """Engines may wait a moment for the other requests of a batch."""
     low_priority_values_first: bool = False
-    """A smaller number in a body is a higher priority."""
+    """A smaller number in a request body means a higher priority."""
     transfer_timeout_s: float = 30.0
-    """How long an engine may still write KV of a request that prefill has given up."""
+    """Longest time that an engine may still write KV of a request that prefill abandoned."""
 
     @property
     def max_legs_bytes(self) -> int:
-        """Of all bodies sent to one role for one client request."""
+        """Limit on the bodies sent to all engines of one role for one client request."""
         return 4 * self.max_payload_bytes
 
 
@@ -82,16 +80,16 @@ class MonitorConfig:
     failure_threshold: int = 3
     success_threshold: int = 2
     health_endpoint: str | None = None
-    """As the user set it; ``None`` picks a check that costs the engine nothing."""
+    """The user's path; ``None`` selects a check that runs no forward pass."""
     load_poll_interval_s: float | None = 0.075
     """``None``: no polls."""
     api_key: str | None = None
 
 
 BOOTSTRAP_PORT_ANNOTATION = "sglang.ai/bootstrap-port"
-"""Of prefill pods; without it the engine is asked."""
+"""Annotation of prefill pods; the engine is asked for its port if it is missing."""
 LWS_WORKER_INDEX = "leaderworkerset.sigs.k8s.io/worker-index"
-"""Label that LeaderWorkerSet gives each pod of a group; the leader's is 0."""
+"""Label that LeaderWorkerSet puts on each pod of a group; the leader has 0."""
 _LABEL_KEY = re.compile(
     r"([a-z0-9]([-a-z0-9.]{0,251}[a-z0-9])?/)?[A-Za-z0-9]([-A-Za-z0-9_.]{0,61}[A-Za-z0-9])?"
 )
@@ -100,13 +98,13 @@ _LABEL_VALUE = re.compile(r"([A-Za-z0-9]([-A-Za-z0-9_.]{0,61}[A-Za-z0-9])?)?")
 
 @dataclass(frozen=True, slots=True)
 class DiscoveryConfig:
-    """What pods to look for. A selector is a ``key=value,...`` string; empty: none of that role."""
+    """Selects worker pods. A selector is ``key=value,...``; empty disables discovery of that
+    role."""
 
     prefill_selector: str = ""
     decode_selector: str = ""
     port: int = 80
     namespace: str | None = None
-    """``None``: all namespaces."""
 
     def selectors(self) -> list[tuple[InstanceRole, str]]:
         both: dict[InstanceRole, str]
@@ -115,13 +113,13 @@ class DiscoveryConfig:
 
 
 def parse_selector(words: Sequence[str]) -> str:
-    """``["app=sglang", "role=leader"]``, or the same in one word with spaces or commas.
-    Raises: ValueError, not labels."""
+    """Parse ``["app=sglang", "role=leader"]``, or the same in one word with spaces or commas.
+    Raises: ValueError, a word is not a valid label."""
     labels: dict[str, str] = {}
     for item in re.split(r"[\s,]+", " ".join(words).strip()):
         key, equals, value = item.partition("=")
         if not equals or not _LABEL_KEY.fullmatch(key) or not _LABEL_VALUE.fullmatch(value):
-            raise ValueError(f"{item!r} is no label: write KEY=VALUE ..., e.g. app=sglang")
+            raise ValueError(f"{item!r} is not a label: write KEY=VALUE ..., e.g. app=sglang")
         if labels.setdefault(key, value) != value:
             raise ValueError(f"{key} cannot be {labels[key]!r} and {value!r} at once")
     return ",".join(f"{key}={value}" for key, value in labels.items())
@@ -129,11 +127,11 @@ def parse_selector(words: Sequence[str]) -> str:
 
 @dataclass(frozen=True)
 class AccessLog:
-    """Which answers the access log has a line for."""
+    """Selects which responses are logged."""
 
     successes: bool = True
     slow_s: float | None = None
-    """Of successes only those whose first byte took at least so long; None: all."""
+    """Log only successes whose first byte took at least this long; ``None`` logs all."""
 
     def has(self, status: int, waited_s: float) -> bool:
         if status >= 400 or (self.successes and self.slow_s is None):
@@ -142,7 +140,7 @@ class AccessLog:
 
 
 def parse_access_log(text: str) -> AccessLog:
-    """``all``, ``errors``, or ``slow:`` and a time in s or ms. Raises: ValueError."""
+    """Parse ``all``, ``errors``, or ``slow:`` and a time in s or ms. Raises: ValueError."""
     if text in ("all", "errors"):
         return AccessLog(successes=text == "all")
     found = re.fullmatch(r"slow:([0-9]{1,9}(?:\.[0-9]{1,6})?)(ms|s)", text)

@@ -1,4 +1,4 @@
-"""Keys and tokens of the control plane, as the command line names them."""
+"""Parses control-plane keys and JWT settings from the command line."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ class Principal:
 
 @dataclass(frozen=True, slots=True)
 class ControlKey(Principal):
-    """One of ``--control-plane-api-keys``."""
+    """One key of ``--control-plane-api-keys``."""
 
     key: str = field(repr=False)
 
 
 def parse_control_key(text: str) -> ControlKey:
-    """``ID:NAME:ROLE:KEY``; the key may hold colons. Raises: ValueError, not of that form, without
-    repeating the key."""
+    """Parse ``ID:NAME:ROLE:KEY``; the key may contain colons.
+    Raises: ValueError, wrong form; the message never contains the key."""
     parts = text.split(":", 3)
     if len(parts) != 4 or not parts[0] or not parts[3]:
         raise ValueError("write ID:NAME:ROLE:KEY, e.g. ops:Operations:admin:SECRET")
@@ -39,7 +39,7 @@ def parse_control_key(text: str) -> ControlKey:
 
 
 def parse_control_keys(texts: Sequence[str]) -> tuple[ControlKey, ...]:
-    """Raises: ValueError, as above, or two have one id."""
+    """Parse all keys. Raises: ValueError, as above, or two keys have the same id."""
     found: dict[str, ControlKey] = {}
     for key in map(parse_control_key, texts):
         if found.setdefault(key.id, key) is not key:
@@ -48,9 +48,9 @@ def parse_control_keys(texts: Sequence[str]) -> tuple[ControlKey, ...]:
 
 
 def keys_from(flag: str, given: Sequence[str], file: Path | None) -> tuple[str, ...]:
-    """The keys of a flag: its own, else the lines of its file. The command line of a process is
-    shown to all users of a machine, a file or a variable is not.
-    Raises: ValueError, the flag is there twice, or the file holds no key or cannot be read."""
+    """Return the keys given by the flag, else those on the lines of its file. A process's command
+    line is visible to all users of a machine; a file or a variable is not.
+    Raises: ValueError, flag and file are both given, or the file is empty or unreadable."""
     if file is None:
         return tuple(given)
     if given:
@@ -58,10 +58,10 @@ def keys_from(flag: str, given: Sequence[str], file: Path | None) -> tuple[str, 
     try:
         lines = file.read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:
-        why = getattr(error, "strerror", None) or "it is no UTF-8"
+        why = getattr(error, "strerror", None) or "it is not UTF-8"
         raise ValueError(f"--{flag}-file {file}: {why}") from None
     if not (found := tuple(filter(None, map(str.strip, lines)))):
-        raise ValueError(f"--{flag}-file {file}: it holds no key")
+        raise ValueError(f"--{flag}-file {file}: it contains no key")
     return found
 
 
@@ -70,18 +70,18 @@ _LOOPBACK = ("localhost", "127.0.0.1", "::1")
 
 @dataclass(frozen=True, slots=True)
 class JwtConfig:
-    """The ``--jwt-*`` flags. ``jwks_uri=None``: as the issuer's discovery document says."""
+    """Settings of the ``--jwt-*`` flags. ``jwks_uri=None`` uses the issuer's discovery document."""
 
     issuer: str
     audience: str
     jwks_uri: str | None = None
     roles: Mapping[str, Role] = field(default_factory=dict)
-    """From the provider's role names; empty: they are ``admin`` and ``user`` themselves."""
+    """Role by the provider's role name; empty expects ``admin`` and ``user`` themselves."""
 
 
 def check_provider_url(url: str) -> str:
-    """The URL, if keys may be fetched from there.
-    Raises: ValueError, anybody on the way could replace them."""
+    """Return the URL if signing keys can be fetched from it safely.
+    Raises: ValueError, the connection could be intercepted and the keys replaced."""
     parts = urlsplit(url)
     here = parts.scheme == "http" and parts.hostname in _LOOPBACK
     if here or (parts.scheme == "https" and parts.hostname):
@@ -90,7 +90,7 @@ def check_provider_url(url: str) -> str:
 
 
 def parse_roles(texts: Sequence[str]) -> dict[str, Role]:
-    """``PROVIDER_ROLE=admin`` or ``=user``. Raises: ValueError."""
+    """Parse items of the form ``PROVIDER_ROLE=admin`` or ``=user``. Raises: ValueError."""
     roles: dict[str, Role] = {}
     for text in texts:
         name, _, written = text.rpartition("=")

@@ -1,5 +1,5 @@
-"""A flag of the router: what it is called, what it may say, and which option it becomes. The flags
-themselves are in :mod:`.table`."""
+"""Describes one router flag: name, accepted values, help and the option field it sets.
+:mod:`.table` lists the flags."""
 
 from __future__ import annotations
 
@@ -11,62 +11,62 @@ from functools import partial
 from typing import Any, TypeVar
 
 _METAVARS = {"ms": "MS", "secs": "SECONDS", "host": "HOST", "port": "PORT", "policy": "POLICY"}
-"""By the last word of a flag."""
+"""Metavar by the last word of the flag."""
 _T = TypeVar("_T")
 _V = TypeVar("_V")
 OF_ITS_FIELD: Any = object()
-"""The default of a flag that becomes a field as it is."""
+"""Marks a flag whose default is the default of its field."""
 
 
 def switch(text: str) -> bool:
-    """The type of a flag without a value, which is never read."""
+    """Marks a flag that takes no value. It is never called."""
     raise AssertionError(text)
 
 
 @dataclass(frozen=True, slots=True)
 class Option:
     flag: str
-    """Without dashes; every one exists as ``--x`` and as ``--router-x``."""
+    """Name without dashes; accepted as ``--x`` and as ``--router-x``."""
     fields: str
-    """Which fields of :class:`~.router_options.RouterOptions` its value becomes, with dots, and
-    spaces between several. Empty: more than its value decides."""
+    """Dotted paths of the :class:`~.router_options.RouterOptions` fields that it sets, separated by
+    spaces. Empty if other code computes the field."""
     type: Callable[[str], Any] | tuple[str, ...]
-    """What reads its value (or :func:`switch`), or what it may be."""
+    """Parser of the value (or :func:`switch`), or the allowed values."""
     help: str = ""
-    """Empty: not shown."""
+    """Help text; empty hides the flag."""
     default: Any = OF_ITS_FIELD
     nargs: str | int | None = None
     metavar: str | tuple[str, ...] | None = None
     repeated: bool = False
-    """The flag may be there several times."""
+    """The flag can be repeated."""
     per_s: int = 1
-    """The field is in seconds, the flag in so many parts of one."""
+    """Units of the flag per second, as the field is in seconds."""
     read: Callable[[Any], Any] | None = None
-    """From the flag's value to the field's. Raises: ValueError."""
+    """Converts the parsed value to the field's value. Raises: ValueError."""
     internal: bool = False
-    """Processes of the router say it to each other."""
+    """Only processes of the router pass this flag to each other."""
     former: str = ""
-    """What the flag was called before, which is still understood."""
+    """Former name, still accepted."""
     why_renamed: str = ""
-    """For who writes the former name; empty: that does no harm."""
+    """Warning for users of the former name; empty if no warning is needed."""
     completes: Callable[[], Iterable[str]] | None = None
-    """What a shell offers as its value, where that is not a choice of few."""
+    """Values for shell completion if the flag has no fixed choices."""
     hidden: bool = False
-    """Not in ``--help-all``: it decides nothing with the default policy."""
+    """Hidden from ``--help-all`` because it has no effect with the default policy."""
 
     @property
     def dest(self) -> str:
         return self.flag.replace("-", "_")
 
     def value_in(self, args: argparse.Namespace) -> Any:
-        """Raises: ValueError, which names the flag."""
+        """Return the field's value. Raises: ValueError, naming the flag."""
         value = getattr(args, self.dest)
         if self.per_s != 1:
             return value / self.per_s
         return value if self.read is None else read(f"--{self.flag}", self.read, value)
 
     def arguments(self, default: Any) -> dict[str, Any]:
-        """For argparse. ``default``: of its field."""
+        """Return the arguments for argparse; ``default`` is the default of the field."""
         shown = bool(self.help) and not self.hidden
         found: dict[str, Any] = {"help": self.help if shown else argparse.SUPPRESS}
         if self.type is switch:
@@ -91,7 +91,7 @@ class Option:
 
 
 def read(flag: str, parse: Callable[[_V], _T], value: _V, colon: str = ": ") -> _T:
-    """What ``parse`` makes of a flag's value. Raises: ValueError, which names the flag."""
+    """Parse a flag's value. Raises: ValueError, naming the flag."""
     try:
         return parse(value)
     except ValueError as error:
@@ -99,7 +99,7 @@ def read(flag: str, parse: Callable[[_V], _T], value: _V, colon: str = ": ") -> 
 
 
 def prefill_of(entry: Sequence[str]) -> tuple[str, int | None]:
-    """URL and bootstrap port of a ``--prefill``. Raises: ValueError."""
+    """Return URL and bootstrap port of one ``--prefill``. Raises: ValueError."""
     if len(entry) > 2:
         how = "one URL and one port per --prefill; repeat the flag for further instances"
         raise ValueError(f"{' '.join(entry)}: {how}")
@@ -126,7 +126,7 @@ def _whole(low: int, high: int, what: str, text: str) -> int:
 
 
 seconds = partial(_number, 1e-9, 1e9, "a number greater than 0")
-"""Of any unit."""
+"""Positive number, in the unit of its flag."""
 non_negative = partial(_number, 0, 1e9, "a number >= 0")
 share = partial(_number, 0, 1, "a number from 0 to 1")
 positive_int = partial(_whole, 1, 2**63, "a whole number >= 1")

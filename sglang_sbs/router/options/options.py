@@ -1,4 +1,4 @@
-"""The command line of the router."""
+"""Parses the router's command line into :class:`~.router_options.RouterOptions`."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ _TAKEN = frozenset({"authorization", "content-length", "content-type", "host", "
 
 
 def parse_flags(argv: Sequence[str], prog: str | None = None) -> RouterOptions:
-    """The options of a command line (without the program name), of the environment and of the
-    file they name. Raises: as :func:`read_flags`."""
+    """Parse a command line (without the program name), with environment and configuration file.
+    Raises: as :func:`read_flags`."""
     return read_flags(argv, prog)[0]
 
 
 def read_flags(argv: Sequence[str], prog: str | None = None) -> tuple[RouterOptions, Sourced]:
-    """The same, and what each flag says and where.
+    """Parse as :func:`parse_flags` does, and also return the source of each flag's value.
     Raises: FlagError, naming the flag and what to write instead; SystemExit, after ``--help``."""
     parser = build_parser(prog)
     try:
@@ -64,20 +64,20 @@ def _key_files(args: argparse.Namespace) -> list[Path | None]:
 
 
 def _take_keys(args: argparse.Namespace) -> None:
-    """From files, where the flags themselves are not given. Raises: ValueError."""
+    """Read keys from files where the flags themselves are missing. Raises: ValueError."""
     for flag, path in zip(("api-key", "admin-api-key"), _key_files(args), strict=False):
         name = flag.replace("-", "_")
         given = getattr(args, name)
         found = keys.keys_from(flag, [] if given is None else [given], path)
         if len(found) > 1:
-            raise ValueError(f"--{flag}-file {path}: it holds more than one key")
+            raise ValueError(f"--{flag}-file {path}: it contains more than one key")
         setattr(args, name, found[0] if found else None)
     given, path = args.control_plane_api_keys or (), args.control_plane_api_keys_file
     args.control_plane_api_keys = keys.keys_from("control-plane-api-keys", given, path)
 
 
 def _options_of(args: argparse.Namespace, former: Sequence[str]) -> RouterOptions:
-    """Check what the parser cannot. Raises: ValueError."""
+    """Check what argparse cannot check. Raises: ValueError."""
     warnings = list(former)
     warnings += [
         f"--{name} has no effect here: {why}"
@@ -125,7 +125,7 @@ def _options_of(args: argparse.Namespace, former: Sequence[str]) -> RouterOption
 
 
 def _fields(args: argparse.Namespace) -> defaultdict[str, dict[str, Any]]:
-    """What the table says, by the part of the options it belongs to (empty: to none)."""
+    """Values from the table by part of the options (``""`` for top-level fields) and field name."""
     found: defaultdict[str, dict[str, Any]] = defaultdict(dict)
     for option in chain(*GROUPS.values()):
         for path in option.fields.split():
@@ -169,11 +169,11 @@ def _endforward_bind(
         how = "write tcp://HOST:PORT, e.g. tcp://0.0.0.0:7600, or none"
         raise FlagError(f"--sbs-endforward-bind {bind!r}: {how}")
     if several.role == "front-end":
-        return bind  # engines speak to the scheduler
+        return bind  # engines report to the scheduler
     if not is_local(bind) and args.sbs_endforward_key_file is None:
         warnings.append(
-            f"--sbs-endforward-bind {bind} takes messages from whoever can reach it, without "
-            "authentication: share a secret (--sbs-endforward-key-file, on engines "
+            f"--sbs-endforward-bind {bind} accepts messages from any host that can reach it, "
+            "without authentication: share a secret (--sbs-endforward-key-file, on engines "
             "SGLANG_SBS_ENDFORWARD_KEY_FILE), keep that port inside the cluster, or bind an "
             "address that only engines reach (tcp://10.0.0.1:7600; ipc:///path on one machine)"
         )
@@ -184,7 +184,9 @@ def _policy(name: str, warnings: list[str]) -> Policy:
     normal = name.lower().replace("-", "_")
     if normal in NEAREST_POLICY:
         nearest, why = NEAREST_POLICY[normal]
-        warnings.append(f"--policy {name} is not built here; using the nearest, {nearest}: {why}")
+        warnings.append(
+            f"--policy {name} is not available here; using the nearest, {nearest}: {why}"
+        )
         return nearest
     try:
         return require(normal).name
@@ -197,7 +199,7 @@ def _policy(name: str, warnings: list[str]) -> Policy:
 
 
 def _tenant_header(args: argparse.Namespace, warnings: list[str]) -> str | None:
-    """Its name in lower case. Raises: ValueError."""
+    """Return the header's name in lower case. Raises: ValueError."""
     name = args.sbs_tenant_header
     if name is None:
         if args.sbs_tenant_weights is not None and args.sbs_role != "scheduler":
@@ -205,13 +207,14 @@ def _tenant_header(args: argparse.Namespace, warnings: list[str]) -> str | None:
         return None
     lower: str = name.lower()
     if not _HEADER_NAME.fullmatch(lower) or lower in _TAKEN:
-        how = "write the name of a header of its own, e.g. x-tenant-id"
+        how = "write the name of a separate header, e.g. x-tenant-id"
         raise ValueError(f"--sbs-tenant-header {name!r}: {how}")
     return lower
 
 
 def _discovery(args: argparse.Namespace, warnings: list[str]) -> config.DiscoveryConfig | None:
-    """What the flags say; ``None`` without ``--service-discovery``. Raises: ValueError."""
+    """Return the discovery settings; ``None`` without ``--service-discovery``. Raises:
+    ValueError."""
     given = {"prefill": args.prefill_selector, "decode": args.decode_selector}
     selectors = {
         role: read(f"--{role}-selector", config.parse_selector, words) if words else ""
@@ -226,7 +229,7 @@ def _discovery(args: argparse.Namespace, warnings: list[str]) -> config.Discover
         return None
     if not any(selectors.values()):
         raise ValueError(
-            "--service-discovery needs to know the pods: --prefill-selector app=sglang "
+            "--service-discovery needs a pod selector: --prefill-selector app=sglang "
             "component=prefill --decode-selector app=sglang component=decode"
         )
     if selectors["prefill"] == selectors["decode"]:
@@ -238,7 +241,7 @@ def _discovery(args: argparse.Namespace, warnings: list[str]) -> config.Discover
 
 
 def _jwt(args: argparse.Namespace) -> keys.JwtConfig | None:
-    """What the flags say; ``None`` without them. Raises: ValueError."""
+    """Return the JWT settings; ``None`` without JWT flags. Raises: ValueError."""
     issuer, audience, jwks_uri = args.jwt_issuer, args.jwt_audience, args.jwt_jwks_uri
     if not (issuer or audience or jwks_uri or args.jwt_role_mapping):
         return None

@@ -1,6 +1,5 @@
-"""The router's options for programs that start it from Python: ``RouterArgs`` has a field for every
-flag, named as in ``sglang_router`` 0.3.2 (``router_args.py``). It becomes a command line, so that
-bad values are told the same way."""
+"""Starts a router from Python: ``RouterArgs`` has one field per flag, as in ``sglang_router``
+0.3.2. The fields become a command line, so bad values get the same errors."""
 
 from __future__ import annotations
 
@@ -22,7 +21,7 @@ _FIELD_OF_FLAG = {
     "frontends": "workers",
     "sbs_scheduler_key_file": "sbs_key_file",
 }
-"""Fields that are not called as their flags."""
+"""Fields whose names differ from their flags."""
 
 
 def _read_flags() -> dict[str, argparse.Action]:
@@ -35,13 +34,13 @@ def _read_flags() -> dict[str, argparse.Action]:
 
 
 _FLAGS = _read_flags()
-"""The flag of each field."""
+"""Flag of each field."""
 _MAPPINGS = ("selector", "prefill_selector", "decode_selector", "jwt_role_mapping")
 _LISTS = ("worker_urls", "prefill_urls", "decode_urls")
 
 
 def _with_fields(cls: type[RouterArgs]) -> type[RouterArgs]:
-    """A dataclass with a field per flag, whose default is the flag's."""
+    """Make a dataclass with a field for each flag, whose default is the flag's."""
     for name, action in _FLAGS.items():
         cls.__annotations__[name] = Any
         default = None if action.default is argparse.SUPPRESS else action.default
@@ -56,7 +55,7 @@ def _with_fields(cls: type[RouterArgs]) -> type[RouterArgs]:
 
 @_with_fields
 class RouterArgs:
-    """Options of a router. ``None`` stands for a flag's default.
+    """Options of a router; ``None`` selects a flag's default.
 
     ``prefill_urls`` are pairs of URL and bootstrap port (or ``None``), selectors and
     ``jwt_role_mapping`` dicts, ``control_plane_api_keys`` tuples ``(id, name, key, role)``; all
@@ -83,9 +82,9 @@ class RouterArgs:
 
     @classmethod
     def from_cli_args(cls, args: Any, use_router_prefix: bool = False) -> RouterArgs:
-        """What a parser with these flags made of a command line; other attributes are left alone.
-        With ``use_router_prefix`` ``router_x`` is looked for first, then ``x``. Raises: FlagError,
-        a value that has not its flag's form."""
+        """Take values from the namespace of a parser that has these flags; ignore other attributes.
+        With ``use_router_prefix`` ``router_x`` comes before ``x``. Raises: FlagError, a value is
+        malformed."""
         given = vars(args)
         values: dict[str, Any] = {}
         for name, action in _FLAGS.items():
@@ -96,7 +95,7 @@ class RouterArgs:
         return cls(**values)
 
     def command_line(self) -> list[str]:
-        """The flags that say the same. Raises: FlagError, a field that no flag can say."""
+        """Return the equivalent flags. Raises: FlagError, a field has no matching flag."""
         if self.bootstrap_port_annotation != BOOTSTRAP_PORT_ANNOTATION:
             raise FlagError(
                 f"bootstrap_port_annotation {self.bootstrap_port_annotation!r}: pods are annotated "
@@ -123,7 +122,7 @@ class RouterArgs:
 
 
 def _value(name: str, raw: Any) -> Any:
-    """A field from what argparse made of its flag. Raises: FlagError."""
+    """Convert a value parsed by argparse to the field's value. Raises: FlagError."""
     read: dict[str, Callable[[Any], Any]] = {
         "prefill_urls": lambda entries: list(map(prefill_of, entries)),
         "decode_urls": lambda entries: [url for (url,) in entries],

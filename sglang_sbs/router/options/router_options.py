@@ -1,4 +1,4 @@
-"""What the router is told, all of it: the command line, checked."""
+"""All settings of the router, taken from a checked command line."""
 
 from __future__ import annotations
 
@@ -20,19 +20,19 @@ REQUEST_ID_HEADERS = ("x-request-id", "x-correlation-id", "x-trace-id", "request
 
 @dataclass(frozen=True)
 class RouterOptions:
-    """The command line, checked. Times in seconds."""
+    """All settings of the router. Times are in seconds."""
 
     prefill: tuple[tuple[str, int | None], ...]
-    """URL and bootstrap port."""
+    """URL and bootstrap port of each instance."""
     decode: tuple[str, ...]
     scheduler: SchedulerConfig
     relay: config.RelayConfig
     breaker: config.BreakerConfig
     monitor: config.MonitorConfig
     discovery: config.DiscoveryConfig | None = None
-    """Workers that are found as Kubernetes pods."""
+    """Settings for workers found as Kubernetes pods."""
     starts_empty: bool = False
-    """``--pd-disaggregation`` without any worker: all of them come by ``POST /workers``."""
+    """``--pd-disaggregation`` without workers: ``POST /workers`` adds them later."""
     host: str = "0.0.0.0"
     port: int = 30000
     prometheus_host: str = "0.0.0.0"
@@ -41,25 +41,25 @@ class RouterOptions:
     endforward_bind: str | None = "tcp://0.0.0.0:7600"
     event_log: Path | None = None
     trial: TrialSpec | None = None
-    """Begins with the first request."""
+    """Trial that begins with the first request."""
     tokenizer_path: Path | None = None
     chat_template: Path | None = None
     prefix_source: config.PrefixWish = "auto"
-    """How it is found out what ranks have cached; ``auto``: events where there are any."""
+    """Source of cached prefixes; ``auto`` uses events from instances that publish them."""
     forward_token_ids: ForwardTokenIds = "auto"
     tenant_header: str | None = None
-    """In lower case."""
+    """Name of the header, in lower case."""
     api_key: str | None = None
     admin_api_key: str | None = None
     control_plane_keys: tuple[ControlKey, ...] = ()
     control_plane_audit: bool = False
     jwt: JwtConfig | None = None
-    """Whose tokens are as good as such keys."""
+    """Identity provider whose tokens are accepted like control-plane keys."""
     max_concurrent_requests: int = -1
     queue_size: int = 100
     queue_timeout_s: float = 60
     rate_limit_per_s: float = 0.0
-    """Tokens added per second; 0: none, a plain limit of requests at once."""
+    """Tokens added per second; 0 leaves a plain limit on concurrent requests."""
     max_payload_bytes: int = config.MAX_PAYLOAD_BYTES
     shutdown_grace_s: float = 180
     request_id_headers: tuple[str, ...] = REQUEST_ID_HEADERS
@@ -69,39 +69,39 @@ class RouterOptions:
     log_json: bool = False
     access_log: config.AccessLog = field(default_factory=config.AccessLog)
     otlp_endpoint: str | None = None
-    """Where spans go; ``None``: tracing is off."""
+    """OTLP collector; ``None`` disables tracing."""
     tls_cert_path: Path | None = None
     tls_key_path: Path | None = None
     client_cert_path: Path | None = None
     client_key_path: Path | None = None
     ca_cert_paths: tuple[Path, ...] = ()
     workers: int = 1
-    """Front-end processes."""
+    """Number of front-end processes."""
     several: SeveralProcesses = field(default_factory=SeveralProcesses)
     endforward_keys: CurveKeys | None = None
     take_over: bool = False
     parent_fd: int | None = None
-    """Socket to the supervisor, in its children."""
+    """Socket to the supervisor, in child processes."""
     listen_fds: tuple[int, ...] = ()
-    """Sockets that listen already, inherited from the supervisor."""
+    """Listening sockets inherited from the supervisor."""
     warnings: tuple[str, ...] = ()
-    """To be logged once logging is set up."""
+    """Warnings to log once logging is set up."""
 
     @property
     def role(self) -> Role:
         return self.several.role
 
     def names_blocks(self, policy: str) -> bool:
-        """Whether anybody looks for prefixes under that policy."""
+        """Return whether that policy uses prefix matches."""
         return self.prefix_source != "off" and reads_prefixes(policy)
 
     def sends_gangs(self, policy: str) -> bool:
-        """Whether engines are told under that policy which requests were sent together."""
+        """Return whether engines learn under that policy which requests form a batch."""
         return policy == "sbs" and self.relay.gang_gate
 
     @property
     def roles_without_workers(self) -> list[str]:
-        """Those of which there is no instance, and none may come."""
+        """Roles that have no instance and can get none."""
         found = self.discovery or config.DiscoveryConfig()
         prefill = self.prefill or found.prefill_selector or self.starts_empty
         decode = self.decode or found.decode_selector or self.starts_empty
@@ -112,9 +112,9 @@ class RouterOptions:
         return self.admin_api_key or self.api_key
 
     def shown(self, policy: str = "") -> dict[str, Any]:
-        """Which features are on, as ``GET /server_info`` tells (``sbs_options``) for the doctor's
-        table. Never a key, a path or an address. Fields are only ever added: a doctor may be of
-        another release than the router. ``policy``: in force, if it is not that of the flags."""
+        """Return the enabled features for ``sbs_options`` in ``GET /server_info``, which the doctor
+        reads. Never includes a key, a path or an address. Fields are only added, because the doctor
+        may be of another release. ``policy`` is the one in force if it differs from the flag."""
         policy = policy or self.scheduler.policy
         return {
             "policy": policy,

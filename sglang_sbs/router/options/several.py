@@ -1,4 +1,4 @@
-"""Flags of several processes: which part this one is, and where the others are."""
+"""Flags for a router of several processes: the role of this one and the addresses of the others."""
 
 from __future__ import annotations
 
@@ -15,35 +15,37 @@ from sglang_sbs.wire.curve import CurveKeys, keys_in
 Role = Literal["router", "scheduler", "front-end"]
 
 IN_THE_CLEAR = Path("none")
-"""As a key file: there is none, and that is meant so."""
+"""Value of a key-file flag that deliberately disables encryption."""
 _WILDCARDS = ("*", "0.0.0.0", "::", "")
 _HOW = "write tcp://HOST:PORT, e.g. tcp://10.0.0.1:7700"
 
 
 @dataclass(frozen=True, slots=True)
 class SeveralProcesses:
-    """One part of a router that is several processes; the default: all of it."""
+    """Role and addresses of one process; the default is a router in one process."""
 
     role: Role = "router"
     schedulers: tuple[str, ...] = ()
-    """Where front ends find schedulers, and those each other without an election: in order."""
+    """Scheduler addresses in order of preference, for front ends and, without an election,
+    schedulers."""
     listen: str | None = None
-    """Where this scheduler listens for front ends."""
+    """Address at which this scheduler accepts front ends."""
     advertise: str = ""
-    """Where it can be reached, as the others know it; empty: it need not be known."""
+    """Address by which others reach this scheduler; empty if none needs it."""
     election: tuple[str, ElectionTimes] | None = None
-    """Where the lock is, as a URL."""
+    """URL of the lock, and the times of the election."""
     keys: CurveKeys | None = None
 
     @property
     def apart(self) -> bool:
-        """Whether this is a front end whose schedulers are started by somebody else, maybe on
-        another machine."""
+        """Return whether this front end's schedulers are started separately, perhaps on another
+        machine."""
         return self.role == "front-end" and not self.schedulers[0].startswith("ipc:")
 
 
 def several_of(args: argparse.Namespace, warnings: list[str]) -> SeveralProcesses:
-    """What the flags say. Raises: ValueError, naming the flag and what to write instead."""
+    """Read the flags for several processes. Raises: ValueError, naming the flag and what to write
+    instead."""
     role: Role = args.sbs_role
     named = tuple(part.strip() for part in (args.sbs_scheduler or "").split(",") if part.strip())
     if role == "router" and named:
@@ -57,7 +59,7 @@ def several_of(args: argparse.Namespace, warnings: list[str]) -> SeveralProcesse
     for endpoint in named:
         _check("--sbs-scheduler", endpoint)
     if len(set(named)) < len(named):
-        raise ValueError(f"--sbs-scheduler {args.sbs_scheduler}: one address is there twice")
+        raise ValueError(f"--sbs-scheduler {args.sbs_scheduler}: one address is listed twice")
     if role == "front-end":
         if not named:
             raise ValueError("--sbs-role front-end needs --sbs-scheduler tcp://HOST:PORT")
@@ -75,7 +77,7 @@ def _scheduler(
         if not named:
             raise ValueError(f"a scheduler needs --sbs-listen: {_HOW}")
         if len(named) > 1:
-            how = f"say which of them this one is, with --sbs-listen {named[0]}"
+            how = f"select this one with --sbs-listen {named[0]}"
             raise ValueError(f"--sbs-scheduler names several schedulers: {how}")
         listen, named = named[0], ()
     _check("--sbs-listen", listen)
@@ -85,12 +87,12 @@ def _scheduler(
     elif _host(listen) not in _WILDCARDS:
         advertise = listen
     if (named or args.sbs_election) and not advertise:
-        why = "the others must know this scheduler by one address"
+        why = "the others need one address of this scheduler"
         raise ValueError(f"--sbs-listen {listen}: {why}: give it --sbs-advertise tcp://HOST:PORT")
     if args.sbs_election is None and named and advertise not in named:
         raise ValueError(
             f"--sbs-scheduler {','.join(named)}: this scheduler ({advertise}) is not in the list; "
-            "write all of them there, the same on each, or --sbs-advertise as it is written there"
+            "list all of them there, the same on each, or set --sbs-advertise to the listed address"
         )
     keys = _keys(args, "--sbs-listen", (listen, *named), warnings)
     if args.sbs_election is None:
@@ -121,19 +123,19 @@ def _keys(
         raise ValueError(
             f"{flag} {far[0]} can be reached from other machines: give all sides "
             "--sbs-scheduler-key-file FILE with the same secret (openssl rand -hex 32 > FILE), or "
-            "--sbs-scheduler-key-file none if everybody who reaches it may schedule"
+            "--sbs-scheduler-key-file none if any host that reaches it may schedule"
         )
     if path == IN_THE_CLEAR:
         warnings.append(
-            "--sbs-scheduler-key-file none: front ends and schedulers believe whoever reaches "
-            "them, and anybody on the way reads what they say"
+            "--sbs-scheduler-key-file none: front ends and schedulers trust any host that reaches "
+            "them, and their messages are not encrypted"
         )
         return None
     return None if path is None else read("--sbs-scheduler-key-file", keys_in, path)
 
 
 def is_local(endpoint: str) -> bool:
-    """Whether only this machine can reach a ZMQ endpoint."""
+    """Return whether a ZMQ endpoint is reachable only from this machine."""
     if endpoint.startswith("ipc://"):
         return True
     host = _host(endpoint)

@@ -1,4 +1,4 @@
-"""``--print-config``: what every flag says, and where."""
+"""Prints the configuration in force for ``--print-config``: value and source of each flag."""
 
 from __future__ import annotations
 
@@ -16,9 +16,8 @@ _HIDDEN = "***"
 
 
 def shown_config(given: Sourced) -> str:
-    """The configuration in force as YAML, a comment on each line with its source. Secrets and
-    logins in URLs are masked, so masked values have to be written anew before it is used as a file.
-    """
+    """Return the configuration in force as YAML, with its source as a comment on each line. Secrets
+    and logins in URLs are masked: fill them in before using the text as a file."""
     return "\n".join(_lines(given)) + "\n"
 
 
@@ -32,7 +31,7 @@ def _lines(given: Sourced) -> Iterator[str]:
 
 
 def _shown(option: Option, value: Any) -> Any:
-    """A value as JSON has it."""
+    """Return a value in JSON types."""
     if value in ((), []):
         return None
     if isinstance(value, list | tuple):

@@ -1,5 +1,5 @@
-"""Where a flag's value comes from: the command line, else the environment, else a file, else its
-default. Whatever is said elsewhere becomes the words of a command line, so it is checked alike."""
+"""Finds each flag's value: command line first, then environment, file and default. Values from
+environment and file are turned into words of a command line, so all get the same checks."""
 
 from __future__ import annotations
 
@@ -25,47 +25,46 @@ _FORMER_VARIABLES = {
     "SGLANG_SBS_CONTROL_PLANE_KEYS": "control-plane-api-keys",
 }
 SECRETS = ("api-key", "admin-api-key", "control-plane-api-keys")
-"""Each is given by itself or by a file that holds it, ``--x-file``: who gives one of the two
-overrules both of whoever comes later."""
+"""Flags that also exist as ``--x-file``. A source that sets either one overrides both of later
+sources."""
 _SWITCHES = dict.fromkeys(("1", "true", "yes", "on"), True)
 _SWITCHES |= dict.fromkeys(("0", "false", "no", "off"), False)
 
 
 class Sourced(NamedTuple):
-    """A command line with what the environment and a file add to it."""
+    """A command line completed from the environment and a file."""
 
     args: argparse.Namespace
     sources: dict[str, str]
-    """By ``dest``: the command line, a variable or a file. Flags that have their default are not
-    in it."""
+    """Command line, variable or file by ``dest``; flags with their default are missing."""
     former: tuple[str, ...]
-    """Former names that were used, as warnings."""
+    """Warnings about former names in use."""
 
 
 class _Entry(NamedTuple):
     source: str
     where: str
-    """The same to the letter, for errors."""
+    """Source with the key or the variable, for error messages."""
     option: Option
     value: Any
-    """Text, a number, a list or a mapping."""
+    """A text, number, list or mapping."""
 
 
 class _Layer(NamedTuple):
     values: dict[str, Any]
-    """By ``dest``."""
+    """Values by ``dest``."""
     sources: dict[str, str]
 
 
 def _options() -> dict[str, Option]:
-    """By flag: those that people write."""
+    """Public options by flag."""
     every = chain(*GROUPS.values())
     return {option.flag: option for option in every if not option.internal}
 
 
 def _variables() -> dict[str, Option]:
-    """By environment variable: ``SGLANG_SBS_`` and the flag in capitals. Without its ``sbs-``,
-    unless another flag is called so."""
+    """Options by environment variable: ``SGLANG_SBS_`` and the flag in capitals. The flag's
+    ``sbs-`` is dropped unless another flag has that name."""
     options = _options()
     found: dict[str, Option] = {}
     for flag, option in options.items():
@@ -83,8 +82,9 @@ VARIABLES = _variables()
 def read_sources(
     parser: argparse.ArgumentParser, argv: Sequence[str], environ: Mapping[str, str] | None = None
 ) -> Sourced:
-    """Parse ``argv`` and what stands behind it. Changes the parser's defaults. ``environ``: of this
-    process if it is left out. Raises: FlagError, naming the flag, and the variable or the file."""
+    """Parse ``argv`` and fill in environment and file; ``environ`` defaults to this process's.
+    Changes the parser's defaults. Raises: FlagError, naming the flag and the variable or the
+    file."""
     environ = os.environ if environ is None else environ
     defaults = _take_defaults(parser)
     flags = vars(parser.parse_args(list(argv)))
@@ -106,7 +106,7 @@ def read_sources(
 
 
 def _take_defaults(parser: argparse.ArgumentParser) -> dict[str, Any]:
-    """The parser's defaults by ``dest``; from now on it tells only what was given."""
+    """Take the parser's defaults by ``dest``; afterwards it returns only given flags."""
     given = [one for one in parser._actions if one.default is not argparse.SUPPRESS]
     defaults = {action.dest: action.default for action in given}
     for action in given:
@@ -145,7 +145,8 @@ def _switched(value: Any) -> bool:
 
 
 def _words(option: Option, value: Any) -> list[str]:
-    """A value as the words of a command line. Raises: ValueError, it is of another form."""
+    """Return a value as words of a command line. Raises: ValueError, the value has the wrong
+    form."""
     flag = f"--{option.flag}"
     if option.repeated:
         entries = value if isinstance(value, list) else [value]
@@ -217,11 +218,11 @@ def _mapping_in(path: Path) -> dict[Any, Any]:
         line = "" if error.problem_mark is None else f", line {error.problem_mark.line + 1}"
         raise FlagError(f"--config {path}{line}: {error.problem}") from None
     except (yaml.YAMLError, ValueError, RecursionError) as error:
-        raise FlagError(f"--config {path}: it is no YAML ({type(error).__name__})") from None
+        raise FlagError(f"--config {path}: it is not YAML ({type(error).__name__})") from None
     if not isinstance(found, dict | None):
         raise FlagError(f"--config {path}: write one key per flag, e.g. policy: sbs")
     keys = [key.value for key, _ in top.value] if found else []
-    for key in keys:  # of which YAML takes the last one silently
+    for key in keys:  # YAML would silently keep the last one.
         if keys.count(key) > 1:
-            raise FlagError(f"--config {path}: {key} is there twice")
+            raise FlagError(f"--config {path}: {key} is listed twice")
     return found or {}

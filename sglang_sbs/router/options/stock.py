@@ -1,5 +1,5 @@
-"""Flags and policies of ``sglang_router.launch_router`` 0.3.2 that mean nothing to this router:
-accepted, with one warning that tells what is lost."""
+"""Flags and policies of ``sglang_router.launch_router`` 0.3.2 that have no effect here. Each is
+accepted with one warning about what is lost."""
 
 from __future__ import annotations
 
@@ -7,21 +7,21 @@ from sglang_sbs.router.options.option import Option, switch
 from sglang_sbs.scheduling.policy_registry import Policy
 
 _WHY = {
-    "no caches are guessed at here: sbs knows what each DP rank holds": (
+    "caches are not approximated here: sbs tracks what each DP rank holds": (
         "cache-threshold balance-abs-threshold balance-rel-threshold bucket-adjust-interval-secs "
         "eviction-interval-secs max-tree-size max-idle-secs assignment-mode"
     ),
     "prefill and decode are chosen together, by --policy": "prefill-policy decode-policy",
     "DP ranks are always chosen here": "dp-aware",
     "this router serves the one model of its workers": "enable-igw",
-    "there is one router here, and it is fit for production": "mini-lb",
+    "there is only one router here, and it is for production": "mini-lb",
     "workers are prefill or decode here: --prefill-selector and --decode-selector": "selector",
-    "token counting wants --tokenizer-path": "model-path",
+    "token counting needs --tokenizer-path": "model-path",
     "token counts are not cached here": (
         "tokenizer-cache-enable-l0 tokenizer-cache-l0-max-entries "
         "tokenizer-cache-enable-l1 tokenizer-cache-l1-max-memory"
     ),
-    "set it on the engines: they parse": "reasoning-parser tool-call-parser",
+    "set it on the engines, which parse responses": "reasoning-parser tool-call-parser",
     "workers are SGLang engines": "backend",
     "no responses or conversations are stored here": (
         "mcp-config-path history-backend oracle-wallet-path oracle-tns-alias "
@@ -50,11 +50,11 @@ REFUSED_FLAGS: dict[str, str] = {
         "[BOOTSTRAP_PORT] and --decode URL"
     )
 }
-"""Flags that change what is served: ignoring them would be worse than stopping."""
+"""Flags that would change what is served, so ignoring them would be worse than stopping."""
 
 NEAREST_POLICY: dict[str, tuple[Policy, str]] = {
     "cache_aware": ("sbs", "it places requests by what each DP rank has cached, and holds them"),
     "manual": ("session", "a conversation (x-smg-routing-key) stays on one DP rank"),
     "bucket": ("least_tokens", "it balances by tokens"),
 }
-"""Its policies without a twin here, and why."""
+"""Closest policy of ours for each stock policy without an equivalent, and why."""

@@ -1,5 +1,5 @@
-"""What HTTPS is served with, and how engines' certificates are checked. Says which flag and file
-cannot be used."""
+"""Builds TLS contexts for serving HTTPS and for engines' certificates. Errors name the unusable
+flag and file."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from sglang_sbs.router.options.router_options import RouterOptions
 
 
 def server_ssl(options: RouterOptions) -> ssl.SSLContext | None:
-    """For the serving port; ``None``: plain HTTP. Raises: ValueError."""
+    """Return the context of the serving port; ``None`` for plain HTTP. Raises: ValueError."""
     if options.tls_cert_path is None:
         return None
     context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
@@ -25,12 +25,14 @@ def server_ssl(options: RouterOptions) -> ssl.SSLContext | None:
 
 
 def worker_ssl(options: RouterOptions) -> ssl.SSLContext | None:
-    """Towards engines; ``None``: what the system trusts, and no certificate. Raises: ValueError."""
+    """Return the context towards engines; ``None`` for the system's trust store and no client
+    certificate.
+    Raises: ValueError."""
     if not options.ca_cert_paths and options.client_cert_path is None:
         return None
     context = ssl.create_default_context()
     for path in options.ca_cert_paths:
-        with _named(f"--ca-cert-paths {path}", "it holds no certificate in PEM form"):
+        with _named(f"--ca-cert-paths {path}", "it contains no certificate in PEM form"):
             context.load_verify_locations(path)
     if options.client_cert_path is not None:
         _load_pair(context, "client", options.client_cert_path, options.client_key_path)
@@ -38,13 +40,13 @@ def worker_ssl(options: RouterOptions) -> ssl.SSLContext | None:
 
 
 def worker_session(options: RouterOptions) -> aiohttp.ClientSession:
-    """For control requests to engines. Raises: ValueError."""
+    """Open a client session for control requests to engines. Raises: ValueError."""
     tls = worker_ssl(options)
     return engine_session(aiohttp.TCPConnector(limit=0, ssl=tls if tls is not None else True))
 
 
 def _load_pair(context: ssl.SSLContext, kind: str, cert: Path, key: Path | None) -> None:
-    """``key`` ``None``: it is in the certificate's file."""
+    """Load a certificate; without ``key`` the private key is in the certificate's file."""
     for what, path in (("cert", cert), ("key", key)):
         if path is not None:
             with _named(f"--{kind}-{what}-path {path}", ""):
@@ -55,8 +57,8 @@ def _load_pair(context: ssl.SSLContext, kind: str, cert: Path, key: Path | None)
 
 
 def _no_password() -> NoReturn:
-    """Without it OpenSSL asks at the terminal, and waits."""
-    raise ValueError("the key has a pass phrase: take it off (openssl pkey -in KEY -out PLAIN)")
+    """Reject encrypted keys. Without this callback OpenSSL prompts at the terminal and blocks."""
+    raise ValueError("the key has a passphrase: remove it (openssl pkey -in KEY -out PLAIN)")
 
 
 @contextmanager

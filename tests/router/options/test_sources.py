@@ -119,7 +119,7 @@ def test_no_variable_of_engines_means_something_else_to_the_router() -> None:
         ("worker-urls: x", ["worker-urls", "--prefill"]),
         ("port: 70000", [": port: '70000' is not a port"]),
         ("port: [1, 2]", [": port: write one value"]),
-        ("port: 1\nport: 2", ["port is there twice"]),
+        ("port: 1\nport: 2", ["port is listed twice"]),
         ("log-json: maybe", [": log-json: write true or false"]),
         ("request-id-headers: [[a]]", ["lists and mappings"]),
         ("sbs-trigger: magic", [": sbs-trigger: invalid choice"]),
