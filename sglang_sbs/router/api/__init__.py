@@ -1,1 +1,1 @@
-"""The HTTP surface: routes, keys, and every endpoint but inference."""
+"""The HTTP surface: routes, access control, and all endpoints except inference."""

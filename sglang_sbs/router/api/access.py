@@ -1,8 +1,8 @@
-"""Who may do what: bearer keys, roles, the audit log.
+"""Controls access: bearer keys, roles and the audit log.
 
-The control plane (workers, caches, loads, aborts) wants a key or token with the role ``admin`` as
-soon as there is any such key or provider, else the API key, as everything else does. Keys are
-compared in constant time, all of them, and never leave this module: the audit log has ids."""
+Control-plane paths (workers, caches, loads, aborts) need a key or token with the role ``admin`` if
+any such key or provider is configured, else the API key like all other paths. Every configured key
+is compared, in constant time, and keys never leave this module: the audit log has ids."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ CONTROL_PLANE = (
     "/workers", "/policy", "/trial", "/requests/", "/flush_cache", "/get_loads", "/v1/loads",
     "/abort_request", pages.EVENTS_PATH, pages.WELL_PATH,
 )  # fmt: skip
-"""Paths that begin like this change or show the cluster."""
+"""Prefixes of the paths that change or show the cluster."""
 OPEN_PATHS = pages.OPEN_PATHS | {
     "/health", "/liveness", "/readiness", "/health_generate",
     "/v1/models", "/model_info", "/get_model_info", "/engine_metrics",
 }  # fmt: skip
-"""Served without a key, as sglang_router does. The dashboard's page itself shows nothing: it asks
+"""Paths served without a key, as in sglang_router. The dashboard page itself shows no data: it asks
 for the key and sends it with its own request."""
 _CHALLENGE = {"WWW-Authenticate": 'Bearer realm="control-plane"'}
 
@@ -53,7 +53,7 @@ class Access:
     async def refusal(
         self, method: str, path: str, headers: Mapping[str, str], request_id: str
     ) -> web.Response | None:
-        """The answer to a request that may not pass; ``None`` if it may."""
+        """Return the error response for an unauthorized request; ``None`` if it is allowed."""
         given = _bearer(headers)
         if given is None and error_style(path) == "anthropic" and KEY_HEADER in headers:
             given = headers[KEY_HEADER].encode("utf-8", "surrogateescape")
@@ -75,7 +75,7 @@ class Access:
         return web.Response(status=401)
 
     async def _judged(self, given: bytes | None) -> Principal | web.Response:
-        """Who brings that to the control plane, or why it is nobody."""
+        """Return the owner of a control-plane credential, or the error response."""
         if given is None:
             return _unauthorized("Missing or invalid Authorization header")
         found = None
@@ -99,7 +99,7 @@ def _unauthorized(text: str) -> web.Response:
 
 
 def _record(method: str, path: str, request_id: str, who: Principal | None, outcome: str) -> None:
-    """One line of JSON, so that nothing a client sends can forge another line."""
+    """Log one line of JSON, so that clients cannot forge log lines."""
     record = {
         "principal": who.id if who else "unauthenticated",
         "name": who.name if who else None,
@@ -113,9 +113,10 @@ def _record(method: str, path: str, request_id: str, who: Principal | None, outc
 
 
 def is_own_host(host: str, listens_at: str) -> bool:
-    """Whether a ``Host`` header (lower case) can be nobody else's name for this machine: an
-    address, or a name that comes from no DNS of others. Else a page of elsewhere could have its own
-    name resolve to this address (DNS rebinding) and be of one origin with the router."""
+    """Return whether a ``Host`` header (lower case) certainly names this machine. True for IP
+    addresses and for names that do not come from public DNS. Any other name could belong to a
+    foreign page that resolves it to this address (DNS rebinding) and would share the router's
+    origin."""
     try:
         name = urlsplit(f"//{host}").hostname or ""
     except ValueError:
@@ -135,5 +136,5 @@ def _bearer(headers: Mapping[str, str]) -> bytes | None:
     scheme, _, value = headers.get("authorization", "").partition(" ")
     if scheme.lower() != "bearer":
         return None
-    # Header bytes that are no UTF-8 arrive as surrogates.
+    # Header bytes that are not UTF-8 arrive as surrogates.
     return value.strip().encode("utf-8", "surrogateescape")

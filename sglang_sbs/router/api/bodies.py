@@ -1,4 +1,4 @@
-"""Bodies of requests that are not inference, read with an end, and answers to them, as JSON."""
+"""Reads JSON bodies of requests other than inference, within limits, and writes JSON responses."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from sglang_sbs.router.client.intake import Bodies
 from sglang_sbs.router.requests.body_fields import bad_request
 
 MAX_BODY_BYTES = 1 << 20
-"""Of requests that change the cluster; a worker takes a few hundred."""
+"""Limit for requests that change the cluster; adding a worker takes a few hundred bytes."""
 
 
 def json_answer(
@@ -22,13 +22,14 @@ def json_answer(
 
 
 async def read_object(request: web.Request, bodies: Bodies) -> dict[str, Any]:
-    """Raises: RouterError (400, 408, 413 or 503), it is none, does not come or has no end."""
+    """Read a JSON object.
+    Raises: RouterError (400, 408, 413 or 503), invalid, late or too large."""
     with bodies.share() as share:
         return json_object(await share.read(request, MAX_BODY_BYTES))
 
 
 def json_object(raw: bytes | bytearray) -> dict[str, Any]:
-    """Raises: RouterError (400)."""
+    """Parse a JSON object. Raises: RouterError (400)."""
     try:
         value = orjson.loads(raw)
     except orjson.JSONDecodeError as error:

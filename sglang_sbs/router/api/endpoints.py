@@ -1,5 +1,5 @@
-"""Everything that is not inference: health, models, workers, loads, aborts. Answers have
-sglang_router's shapes."""
+"""Endpoints for health, models, workers, loads and aborts. Responses are shaped as in
+sglang_router."""
 
 from __future__ import annotations
 
@@ -31,10 +31,11 @@ from sglang_sbs.router.workers.worker_view import describe_worker
 
 _ASK_TIMEOUT_S = 30.0
 _BODIES_BYTES = 64 << 20
-"""Of all bodies here; apart from prompts, so that there is room for an abort whatever comes in."""
+"""Limit on all bodies of these endpoints. It is separate from that for prompts, so that aborts
+always have room."""
 _MOST_TOKENS = 1 << 31
 _MAX_LABEL_CHARS = 4096
-"""Of one worker: they go to every front end, once a second."""
+"""Limit per worker, because labels go to every front end once a second."""
 
 
 class Control:
@@ -78,7 +79,7 @@ class Control:
         return web.Response(text="OK")
 
     async def readiness(self, _request: web.Request) -> web.StreamResponse:
-        """Ready means: a real prefill/decode pair can take a request right now."""
+        """Ready means that a healthy prefill and decode pair can take a request now."""
         if self._server.draining or not self._registry.ready:
             reason = "draining" if self._server.draining else "insufficient healthy workers"
             return json_answer({"status": "not ready", "reason": reason}, 503)
@@ -87,8 +88,8 @@ class Control:
         return json_answer({"status": "ready", "healthy_workers": healthy, "total_workers": total})
 
     async def health_generate(self, _request: web.Request) -> web.StreamResponse:
-        """Really generates on one prefill and one decode instance. Open to everybody, as the stock
-        router's, so however many ask at once share one answer."""
+        """Generate on one prefill and one decode instance. The endpoint needs no key, as in
+        sglang_router, so concurrent requests share one run."""
         if self._generating is None or self._generating.done():
             self._generating = asyncio.create_task(self._generate())
         bad = await asyncio.shield(self._generating)
@@ -97,7 +98,8 @@ class Control:
         return web.Response(text="OK")
 
     async def _generate(self) -> str:
-        """What is wrong with a pair, empty if nothing. Raises: RouterError, there is none."""
+        """Return the problems of one pair, empty if there are none. Raises: RouterError, no pair is
+        usable."""
         pair = [self._first("prefill"), self._first("decode")]
         answers = await self._ask_all(pair, "GET", "/health_generate", every_rank=True)
         return "; ".join(f"{one.url}: {status}" for one, status, _ in answers if status != 200)
@@ -118,12 +120,12 @@ class Control:
         return json_answer(card)
 
     async def _model_cards(self) -> dict[str, dict[str, Any]]:
-        """What the workers serve, by name, in the fields SGLang gives."""
+        """Model cards by name, with the fields that SGLang returns."""
         named = [(w, w.info) for w in self._registry if w.info and w.info.model_id]
-        # One engine of each model knows its context length; its longest prompt is nearly that.
+        # Ask one engine per model for its context length; its longest prompt is a close substitute.
         asked = {info.model_id: worker for worker, info in named if worker.usable}
         answers = await self._ask_all(asked.values(), "GET", "/v1/models")
-        told = {
+        reported = {
             card.get("id"): card.get("max_model_len")
             for _, status, body in answers
             if status == 200 and isinstance(cards := _engine_object(body).get("data"), list)
@@ -137,7 +139,7 @@ class Control:
                 "created": self._server.started_at,
                 "owned_by": "local",
                 "root": info.model_id,
-                "max_model_len": _length(told.get(info.model_id))
+                "max_model_len": _length(reported.get(info.model_id))
                 or info.max_request_tokens
                 or None,
             }
@@ -153,7 +155,7 @@ class Control:
         return json_answer(without_secrets(_engine_object(body)))
 
     async def server_info(self, _request: web.Request) -> web.StreamResponse:
-        """The first prefill's fields, then every worker's answer and the scheduler's state."""
+        """Return the first prefill's fields, every worker's response and the scheduler's state."""
         workers = [worker for worker in self._registry if worker.usable]
         answers = await self._ask_all(workers, "GET", "/server_info")
         infos: dict[str, list[dict[str, Any]]] = {"prefill": [], "decode": []}
@@ -198,7 +200,7 @@ class Control:
         if port is not None and (not isinstance(port, int) or not 1 <= port <= 65535):
             raise bad_request(f"bootstrap_port must be in 1..65535, not {reprlib.repr(port)}")
         worker = self._registry.by_alias(url)
-        # Asked for again: tools that repeat themselves do no harm.
+        # Repeated requests are accepted, because deployment tools retry.
         if worker is None or worker.role != role:
             try:
                 worker = await self._server.add_worker(url, role, port)
@@ -211,7 +213,7 @@ class Control:
         return json_answer(describe_worker(self._worker(request), time.monotonic()))
 
     async def update_worker(self, request: web.Request) -> web.StreamResponse:
-        """Set ``priority``, ``cost`` and ``labels``; other fields are accepted and do nothing."""
+        """Set ``priority``, ``cost`` and ``labels``; other fields are accepted and ignored."""
         worker = self._worker(request)
         body = await read_object(request, self._bodies)
         priority, cost, labels = (body.get(name) for name in ("priority", "cost", "labels"))
@@ -236,7 +238,8 @@ class Control:
         return _accepted(worker, "update")
 
     async def remove_worker(self, request: web.Request) -> web.StreamResponse:
-        """By id, or by URL: ``DELETE /workers?url=...``. Says what became of it."""
+        """Remove a worker by id, or by URL (``DELETE /workers?url=...``), and report what
+        remains."""
         worker = self._worker(request)
         await self._server.remove_worker(worker)
         message = f"{worker.url} ({worker.role}) is removed and gets no new requests"
@@ -250,7 +253,7 @@ class Control:
         return _accepted(worker, "removal", more | {"message": message})
 
     async def drain_worker(self, request: web.Request) -> web.StreamResponse:
-        """Answers as ``GET /workers/{id}``: ``load`` counts what still runs there."""
+        """Respond as ``GET /workers/{id}``; ``load`` counts requests still running there."""
         await self._server.drain_worker(self._worker(request), True)
         return await self.get_worker(request)
 
@@ -259,10 +262,12 @@ class Control:
         return await self.get_worker(request)
 
     def _worker(self, request: web.Request) -> Worker:
-        """The worker that a path names by its id or URL, or ``?url=`` does. Raises: WorkerError."""
+        """Find the worker named by id or URL in the path, or by ``?url=``. Raises: WorkerError."""
         name = request.match_info.get("worker_id", request.query.get("url", ""))
         if "worker_id" not in request.match_info and "://" not in name:
-            raise WorkerError(400, "BAD_REQUEST", "say which: /workers/ID or /workers?url=URL")
+            raise WorkerError(
+                400, "BAD_REQUEST", "name the worker: /workers/ID or /workers?url=URL"
+            )
         try:
             if "://" in name:
                 worker = self._registry.by_alias(name)
@@ -309,10 +314,10 @@ class Control:
         answers = await self._ask_all(workers, "GET", path, every_rank=True)
         details: dict[str, Any] = {}
         for worker, status, body in answers:
-            told = _engine_object(body).get("loads") if status == 200 else None
-            if isinstance(told, list) and isinstance(before := details.get(worker.url), list):
-                told = before + told
-            details[worker.url] = told
+            reported = _engine_object(body).get("loads") if status == 200 else None
+            if isinstance(reported, list) and isinstance(before := details.get(worker.url), list):
+                reported = before + reported
+            details[worker.url] = reported
         # sglang_router 0.3.2 calls the list "workers", later releases "loads".
         short = [{"worker": worker.url, "load": worker.load} for worker in workers]
         loads = [
@@ -322,8 +327,8 @@ class Control:
         return json_answer({"loads": loads, "workers": short})
 
     async def engine_metrics(self, request: web.Request) -> web.StreamResponse:
-        """The engines' own Prometheus pages (they have one with ``--enable-metrics``) as one. Open
-        to everybody: however many ask at once share one answer."""
+        """Return the Prometheus pages of all engines (they need ``--enable-metrics``) as one page.
+        The endpoint needs no key, so concurrent requests share one run."""
         if self._metrics is None or self._metrics.done():
             self._metrics = asyncio.create_task(self._merged_metrics())
         page = await asyncio.shield(self._metrics)
@@ -339,7 +344,7 @@ class Control:
         return await asyncio.to_thread(lambda: b"".join(merge_pages(pages)))
 
     async def abort_request(self, request: web.Request) -> web.StreamResponse:
-        """By the id the client gave its request (prefix match, as on an engine), or all."""
+        """Abort requests by the client's request id (prefix match, as on an engine), or all."""
         body = await read_object(request, self._bodies)
         rid = "" if body.get("abort_all") else body.get("rid")
         if not isinstance(rid, str) or not (rid or body.get("abort_all")):
@@ -355,8 +360,8 @@ class Control:
     async def _ask_all(
         self, workers: Iterable[Worker], method: str, path: str, *, every_rank: bool = False
     ) -> list[tuple[Worker, int, bytes]]:
-        """Ask several workers at once; 0 and the reason for those that cannot be reached.
-        ``every_rank``: with an answer of every DP rank where each serves HTTP itself."""
+        """Ask several workers at once; status 0 and a reason for those that cannot be reached.
+        ``every_rank`` returns a response per DP rank where each rank serves HTTP itself."""
         session, key = self._server.session, self._server.options.worker_key
 
         async def of(worker: Worker, url: str) -> tuple[Worker, int, bytes]:
@@ -381,7 +386,7 @@ def _accepted(worker: Worker, what: str, more: dict[str, Any] | None = None) -> 
 
 
 class WorkerError(RouterError):
-    """In sglang_router's words for workers, unlike those for all else."""
+    """An error with sglang_router's format for worker endpoints, which differs from its others."""
 
     def response(self, style: ErrorStyle = "openai") -> web.Response:
         body = orjson.dumps({"error": self.message, "code": self.code})
@@ -389,12 +394,12 @@ class WorkerError(RouterError):
 
 
 def _beginning(raw: bytes) -> str:
-    """The first words of an engine's answer, for a message about it."""
+    """Return the beginning of an engine's response, for an error message."""
     return text_without_secrets(raw[:200].decode("utf-8", "replace"))
 
 
 def _engine_object(raw: bytes) -> dict[str, Any]:
-    """An engine's JSON answer; empty where it is none."""
+    """Parse an engine's JSON object; empty if the response is something else."""
     try:
         value = orjson.loads(raw)
     except orjson.JSONDecodeError:
@@ -403,5 +408,5 @@ def _engine_object(raw: bytes) -> dict[str, Any]:
 
 
 def _length(value: Any) -> int | None:
-    """A number of tokens from an engine's answer; ``None``: it is none."""
+    """Return a token count from an engine's response; ``None`` if invalid."""
     return value if isinstance(value, int) and 0 < value <= _MOST_TOKENS else None

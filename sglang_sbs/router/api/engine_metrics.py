@@ -1,9 +1,9 @@
-"""``GET /engine_metrics``: the Prometheus pages of all engines as one.
+"""Merges the Prometheus pages of all engines for ``GET /engine_metrics``.
 
-A family may be declared only once, and equal series of two engines need a label (``worker_addr``);
-colons in names become underscores. Both as in sglang_router, for its dashboards. Lines are
-rewritten, not parsed, and no page is looked at as a whole: a page may have megabytes, whoever
-reaches the port may ask, and prometheus_client's parser takes a second per megabyte."""
+A family may be declared only once, and equal series of two engines need a label (``worker_addr``).
+Colons in names become underscores. Both follow sglang_router, so its dashboards work. Lines are
+rewritten one at a time without a full parse: the endpoint needs no key, a page may have megabytes,
+and prometheus_client's parser takes a second per megabyte."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from io import BytesIO, TextIOWrapper
 
 _MOST_LINE_CHARS = 64 << 10
 _MOST_FAMILIES = 10_000
-"""Of a page: each takes a hundred times the memory of a short line."""
+"""Limit per page: a family takes a hundred times the memory of a short line."""
 _SAMPLE = re.compile(
     r"([a-zA-Z_:][a-zA-Z0-9_:]*)"
     r'(?:\{((?:[^"{}]++|"(?:[^"\\]++|\\.)*+")*+)\})?'
@@ -27,19 +27,19 @@ _SUFFIXES = ("", "_total", "_bucket", "_sum", "_count", "_created")
 
 
 class _Unreadable(ValueError):
-    """A page is not of the format."""
+    """A page is not in the Prometheus text format."""
 
 
 @dataclass(slots=True)
 class _Family:
     declared: dict[str, str] = field(default_factory=dict)
-    """The rest of its HELP and of its TYPE line."""
+    """Rest of the HELP line and of the TYPE line."""
     samples: bytearray = field(default_factory=bytearray)
 
 
 def merge_pages(pages: Iterable[tuple[str, bytes]]) -> list[bytes | bytearray]:
-    """One page, in parts, from ``(worker URL, page)``; one that cannot be read is left out.
-    Blocks: a second for some ten megabytes."""
+    """Merge ``(worker URL, page)`` pairs into one page, returned in parts; skip unreadable pages.
+    Blocks for about a second per ten megabytes."""
     merged: dict[str, list[_Family]] = {}
     for url, page in pages:
         try:
@@ -57,7 +57,7 @@ def merge_pages(pages: Iterable[tuple[str, bytes]]) -> list[bytes | bytearray]:
 
 
 def _families_on(page: bytes, label: str) -> dict[str, _Family]:
-    """By their new names; every sample gets ``label``. Raises: _Unreadable."""
+    """Families of a page by their new names, with ``label`` on each sample. Raises: _Unreadable."""
     families: defaultdict[str, _Family] = defaultdict(_Family)
     current, names_of_current = _Family(), frozenset[str]()
     lines = TextIOWrapper(BytesIO(page), "utf-8", "replace", newline="\n")
@@ -72,16 +72,16 @@ def _families_on(page: bytes, label: str) -> dict[str, _Family]:
                 continue  # a comment
             key, name, rest = found[1], found[2].replace(":", "_"), found[3] or ""
             if key == "TYPE" and rest not in _KINDS:
-                raise _Unreadable("there is no such type")
+                raise _Unreadable("unknown metric type")
             current = families[name]
             current.declared.setdefault(key, rest)
             names_of_current = frozenset(name + suffix for suffix in _SUFFIXES)
             continue
         if (sample := _SAMPLE.fullmatch(line)) is None:
-            raise _Unreadable("a line is no sample")
+            raise _Unreadable("a line is not a sample")
         name, labels = sample[1].replace(":", "_"), (sample[2] or "").rstrip(", ")
         if "worker_addr=" in labels:
-            raise _Unreadable("it speaks of others")
+            raise _Unreadable("a sample already has the label worker_addr")
         family = current if name in names_of_current else families[name]
         own = f"{labels},{label}" if labels else label
         family.samples += f"{name}{{{own}}} {sample[3]}{sample[4] or ''}\n".encode()

@@ -1,11 +1,11 @@
-"""Tokens of an identity provider (OIDC, JWT) as keys of the control plane. Needs the extra ``jwt``,
-imported only when asked to.
+"""Accepts tokens of an identity provider (OIDC, JWT) as control-plane keys. Needs the extra
+``jwt``, which is imported only when used.
 
-The rules are those of ``sglang_router`` 0.3.2 (``src/auth/jwt.rs``, ``jwks.rs``): RSA and ECDSA
-signatures by a key the token names, the algorithm of that key and no other; issuer, audience and
-expiry checked; the role from ``roles`` (or ``role``, ``groups``, ``group``). Beyond them: without
-the provider nobody gets in, unknown key names do not make it be asked at every request, and ``nbf``
-is kept."""
+The rules follow ``sglang_router`` 0.3.2 (``src/auth/jwt.rs``, ``jwks.rs``). Signatures are RSA or
+ECDSA, by a key that the token names and only with that key's algorithm. Issuer, audience and expiry
+are checked, and the role comes from ``roles`` (or ``role``, ``groups``, ``group``). This module
+additionally rejects all tokens while no signing keys are known, limits fetches for unknown key
+names, and checks ``nbf``."""
 
 from __future__ import annotations
 
@@ -28,29 +28,30 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 ALGORITHMS = frozenset({"RS256", "RS384", "RS512", "ES256", "ES384"})
-"""Public-key ones: with a symmetric one whoever can check tokens can make them."""
+"""Public-key algorithms only: with a symmetric one, a verifier could also forge tokens."""
 LEEWAY_S = 30.0
-"""Clock skew between the provider and this machine."""
+"""Tolerated clock skew between the provider and this machine."""
 KEYS_LIVE_S = 3600.0
 KEYS_KEPT_S = 2 * KEYS_LIVE_S
-"""Those known are used for so long while the provider cannot be reached."""
+"""Age up to which known keys are used while the provider is unreachable."""
 ASK_AGAIN_S = 10.0
-"""Least time between two fetches for a key that is not known, or after a failed one."""
+"""Shortest time between two fetches for an unknown key or after a failure."""
 _FETCH_S = 10.0
 _LARGEST_BYTES = 1 << 20
 _OTHER_ROLE_CLAIMS = ("role", "groups", "group")
 
 
 class TokenError(ValueError):
-    """The token is not good; the message may be shown to its bearer."""
+    """The token is invalid; the message may be shown to its bearer."""
 
 
 class ProviderError(RuntimeError):
-    """The identity provider cannot be asked, or answers nonsense: no token can be judged."""
+    """The identity provider is unreachable or its response is invalid, so no token can be
+    checked."""
 
 
 class SigningKeys:
-    """The provider's public keys by name, fetched when needed, by one request at a time."""
+    """The provider's public keys by name. They are fetched when needed, one request at a time."""
 
     def __init__(self, config: JwtConfig, clock: Callable[[], float] = time.monotonic) -> None:
         self._config = config
@@ -60,7 +61,7 @@ class SigningKeys:
         self._lock = asyncio.Lock()
 
     async def get(self, name: str) -> PyJWK:
-        """Raises: TokenError, there is no such key; ProviderError."""
+        """Return the key of that name. Raises: TokenError, unknown key; ProviderError."""
         if not self._fresh or name not in self._keys:
             async with self._lock:
                 if not self._fresh or name not in self._keys:
@@ -90,7 +91,7 @@ class SigningKeys:
             raise ProviderError("the identity provider cannot be asked for its signing keys")
 
     async def _fetch(self) -> dict[str, PyJWK]:
-        """Raises: ClientError, OSError, TimeoutError, ValueError."""
+        """Fetch all signing keys. Raises: ClientError, OSError, TimeoutError, ValueError."""
         from jwt import PyJWK, PyJWTError
 
         async with aiohttp.ClientSession(trust_env=True) as session:
@@ -113,7 +114,7 @@ class SigningKeys:
         return keys
 
     async def _discover(self, session: aiohttp.ClientSession) -> str:
-        """OpenID Connect Discovery 1.0, section 4."""
+        """Find the URL of the signing keys (OpenID Connect Discovery 1.0, section 4)."""
         issuer = self._config.issuer.rstrip("/")
         document = await _get(session, f"{issuer}/.well-known/openid-configuration")
         if str(document.get("issuer", "")).rstrip("/") != issuer:
@@ -137,7 +138,7 @@ class TokenCheck:
         self.keys = keys or SigningKeys(config)
 
     async def principal(self, token: str) -> Principal:
-        """Who a token speaks for. Raises: TokenError, ProviderError."""
+        """Verify a token and return its owner. Raises: TokenError, ProviderError."""
         import jwt
 
         try:
@@ -168,9 +169,9 @@ class TokenCheck:
         return Principal(who, shown if isinstance(shown, str) else "", self._role(claims))
 
     def _role(self, claims: Mapping[str, Any]) -> Role:
-        """The highest of the roles it has; ``user`` without any known one."""
-        told = ("roles",) if "roles" in claims else _OTHER_ROLE_CLAIMS
-        names = [text for claim in told for text in _texts(claims.get(claim))]
+        """Return the highest role in the claims; ``user`` if none is known."""
+        present = ("roles",) if "roles" in claims else _OTHER_ROLE_CLAIMS
+        names = [text for claim in present for text in _texts(claims.get(claim))]
         roles = self._config.roles
         own = [roles.get(name, "user") if roles else name.lower() for name in names]
         return "admin" if "admin" in own else "user"

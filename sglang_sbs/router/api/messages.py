@@ -1,5 +1,5 @@
-"""``POST /v1/messages/count_tokens``: one engine counts. Nothing is generated, so the request needs
-no bootstrap room and is not scheduled."""
+"""Serves ``POST /v1/messages/count_tokens`` with one engine. Nothing is generated, so the request
+needs no bootstrap room and is not scheduled."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ class Messages:
         return [("POST", f"{ANTHROPIC_PATH}/count_tokens", self.count_tokens)]
 
     async def count_tokens(self, request: web.Request) -> web.StreamResponse:
-        """The answer of the engine with the least to do, or its refusal.
-        Raises: RouterError, the engine's status below 500; 502 if no engine answers; 504 if one
-        does not within 30 s. Then no other is asked: counting a long text keeps an engine's HTTP
-        process busy for all, and the next engine would be, too."""
+        """Return the response of the least loaded engine. Raises: RouterError, the engine's status
+        below 500; 502 if no engine answers; 504 if one does not answer within 30 s. No other engine
+        is tried then: counting a long text blocks an engine's HTTP process for all its clients, and
+        would block the next one's as well."""
         server = self._server
         limit_bytes = server.options.relay.max_payload_bytes
         lines = forwarded_headers(
@@ -46,7 +46,9 @@ class Messages:
         server = self._server
         usable = sorted((w for w in server.registry if w.usable), key=lambda worker: worker.load)
         if not usable:
-            raise RouterError(503, "no_workers", "no engine is there to count", retry_after_s=1.0)
+            raise RouterError(
+                503, "no_workers", "no engine is available to count tokens", retry_after_s=1.0
+            )
         why = ""
         for worker in usable[:_MOST_ENGINES]:
             try:

@@ -1,4 +1,4 @@
-"""``/policy``: which policy decides, and the switch to another one at runtime."""
+"""Shows and switches the policy in force at ``/policy``."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class PolicyControl:
         )
 
     async def switch(self, request: web.Request) -> web.StreamResponse:
-        """Answers as ``GET`` once the scheduler decides by the new policy."""
+        """Switch the policy, and respond as ``GET`` once the scheduler uses it."""
         name = (await read_object(request, self._bodies)).get("policy")
         wanted = name.lower().replace("-", "_") if isinstance(name, str) else name
         if not isinstance(wanted, str) or wanted not in policy_names():

@@ -1,5 +1,5 @@
-"""``GET /requests/{id}``: what became of one of the last requests, and why. As JSON, or with
-``Accept: text/plain`` as ``sglang-sbs why`` shows it."""
+"""Explains a recent request at ``GET /requests/{id}``: its result and why. The response is JSON, or
+with ``Accept: text/plain`` the text of ``sglang-sbs why``."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Requests:
         name = request.match_info["name"]
         story = await self._server.story(name) if len(name) <= _MOST_CHARS else None
         if story is None:
-            why = "no request of this id is remembered: the router keeps the last few thousand"
+            why = "unknown request id: the router remembers only the last few thousand requests"
             raise RouterError(404, "request_not_found", why)
         if "text/plain" in request.headers.get("Accept", ""):
             return web.Response(text=page(story), content_type="text/plain")

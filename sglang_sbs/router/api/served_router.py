@@ -1,5 +1,5 @@
-"""What the HTTP surface needs of the router behind it.
-:class:`sglang_sbs.router.server.RouterServer` is one."""
+"""The interface of the router that the HTTP surface uses.
+:class:`sglang_sbs.router.server.RouterServer` implements it."""
 
 from __future__ import annotations
 
@@ -34,49 +34,49 @@ class Router(Protocol):
     dashboard: Dashboard
     doorman: Doorman
     session: aiohttp.ClientSession
-    """For questions to engines."""
+    """Session for control requests to engines."""
     tokenizer: ChatTokenizer | None
-    """Of ``--tokenizer-path``."""
+    """Tokenizer of ``--tokenizer-path``."""
     lanes: Lanes
     traces: Traces | None
     draining: bool
-    """It ends: every answer is the last of its connection."""
+    """Shutdown has begun: each response closes its connection."""
     started_at: int
-    """Seconds since 1970."""
+    """Unix time in seconds."""
     policy: PolicyInForce
 
     async def add_worker(self, url: str, role: InstanceRole, bootstrap_port: int | None) -> Worker:
-        """Register a worker and wait for it in the background. Raises: ValueError, a bad URL, or
-        there already; RouterError (503), the scheduler cannot be told."""
+        """Register a worker and wait for it in the background. Raises: ValueError, the URL is bad
+        or already registered; RouterError (503), the scheduler is unreachable."""
 
     async def remove_worker(self, worker: Worker) -> None:
-        """Raises: RouterError (503), the scheduler cannot be told."""
+        """Remove a worker. Raises: RouterError (503), the scheduler is unreachable."""
 
     async def update_worker(self, worker: Worker) -> None:
-        """Its priority, cost or labels were set. Raises: RouterError (503)."""
+        """Publish the worker's new priority, cost or labels. Raises: RouterError (503)."""
 
     async def drain_worker(self, worker: Worker, draining: bool) -> None:
-        """Keep new requests away from it, or let them in again. Raises: RouterError (503)."""
+        """Stop or resume sending new requests to a worker. Raises: RouterError (503)."""
 
     async def switch_policy(self, policy: Policy) -> None:
-        """Have the scheduler decide by another policy. Raises: RouterError (503), it cannot be
-        told."""
+        """Switch the scheduler's policy. Raises: RouterError (503), the scheduler is
+        unreachable."""
 
     async def trial(self, do: str, body: Mapping[str, Any]) -> dict[str, Any]:
-        """Begin a trial (``do`` is ``begin``), end it (``end``) or ``show`` it; the report of the
-        one that runs, or of the last one. Raises: RouterError (400), it cannot begin; RouterError
-        (503), the scheduler cannot be asked."""
+        """Begin a trial (``do`` is ``begin``), end it (``end``) or ``show`` it. Returns the report
+        of the current or last trial. Raises: RouterError (400), it cannot begin; RouterError (503),
+        the scheduler is unreachable."""
 
     @property
     def placing_policy(self) -> str:
-        """Which policy places the requests of this process now: without the scheduler it is that
-        of the fallback."""
+        """Policy that now places this process's requests; without the scheduler, the fallback's."""
 
     def scheduled_by(self) -> dict[str, Any]:
-        """``{"scheduler": …}``: who schedules, where that is another process; else empty."""
+        """``{"scheduler": …}`` if another process schedules; else empty."""
 
     async def story(self, name: str) -> Story | None:
-        """One of the last requests, by any of its ids, of every process. None: it is unknown."""
+        """Find a recent request of any process by any of its ids; ``None`` if unknown."""
 
     async def abort(self, rid: str) -> int:
-        """End requests by the id their clients gave, in every process (empty: all); how many."""
+        """Abort requests by their clients' id in every process (empty: all) and return their
+        number."""

@@ -1,5 +1,5 @@
-"""The HTTP surface: routes, keys, request ids, error shapes. What happens behind a route is the
-relay's (inference) or :mod:`.endpoints`'s (everything else)."""
+"""The HTTP surface: routes, keys, request ids and error shapes. The relay serves inference;
+:mod:`.endpoints` and its neighbours serve everything else."""
 
 from __future__ import annotations
 
@@ -78,25 +78,25 @@ _ID_PREFIXES = {
 
 
 def _request_id(path: str, headers: Mapping[str, str], names: Sequence[str]) -> str:
-    """Of a client's request, as sglang_router has it: the first of the headers ``names`` that there
-    is, else a prefix and 24 alphanumerics."""
+    """Return the request id as sglang_router does: the first header in ``names`` that is present,
+    else a prefix and 24 alphanumerics."""
     given = (headers.get(name) for name in names)
     made = f"{_ID_PREFIXES.get(path, 'req-')}{random.getrandbits(96):024x}"
     return next(filter(None, given), made)
 
 
 async def _not_stored(_request: web.Request) -> web.StreamResponse:
-    """Raises: RouterError (400), as every engine under PD."""
+    """Raise RouterError (400) as every engine does in PD mode."""
     raise store_disabled("response_id")
 
 
 async def _not_implemented(name: str, _request: web.Request) -> web.StreamResponse:
-    """Raises: RouterError (501). JSON, as clients of these APIs parse what comes."""
+    """Raise RouterError (501), as JSON because clients of these APIs parse the response."""
     raise RouterError(501, "not_implemented", f"{name} not implemented")
 
 
 class Surface:
-    """The serving port's application, and what holds for every request to it."""
+    """The application on the serving port, with the handling common to all requests."""
 
     def __init__(self, server: Router) -> None:
         self._server = server
@@ -240,14 +240,15 @@ class Surface:
         except Exception as error:
             response = _failed(request.method, path, error).response(style)
             if isinstance(error, web.RequestPayloadError):
-                response.force_close()  # where the next request begins is not known
+                response.force_close()  # the start of the next request is unknown
             return response
 
     async def _refusal(self, request: web.Request, path: str) -> web.Response | None:
-        """The answer to a request that may not pass. Raises: RouterError, the same."""
+        """Return the error response for an unauthorized request. Raises: RouterError, for the same
+        reason."""
         encoding = request.headers.get("Content-Encoding", "identity").strip().lower()
         if encoding != "identity":
-            why = "send the body as it is, without Content-Encoding: what it would become cannot be"
+            why = "send the body without Content-Encoding: its decoded size cannot be"
             raise RouterError(415, "unsupported_content_encoding", f"{why} bounded")
         identifier = current_request_id.get()
         refusal = await self._access.refusal(request.method, path, request.headers, identifier)
@@ -255,15 +256,15 @@ class Surface:
             raise RouterError(
                 403,
                 "cross_origin_request",
-                "a web page of elsewhere may change nothing here: set a key "
-                "(--control-plane-api-keys, --admin-api-key), or name its origin in "
+                "web pages of other origins may not change this router: set a key "
+                "(--control-plane-api-keys, --admin-api-key), or list its origin in "
                 "--cors-allowed-origins",
             )
         return refusal
 
     def _is_forged(self, request: web.Request, path: str) -> bool:
-        """Whether a browser sends it for a page of elsewhere, which its user knows nothing of.
-        Where a key is wanted the page would have to know it."""
+        """Return whether a browser sends this for a foreign page, without its user's knowledge
+        (CSRF). Where a key is required, the page would have to know it."""
         origin = request.headers.get("Origin")
         changes = request.method not in ("GET", "HEAD") and path.startswith(CONTROL_PLANE)
         if origin is None or not changes or not self._access.open_to_all:
@@ -273,10 +274,10 @@ class Surface:
         return not own and self._origins.isdisjoint(("*", origin))
 
     async def on_prepare(self, request: web.Request, response: web.StreamResponse) -> None:
-        """Headers of every response, streams included."""
-        if identifier := current_request_id.get():  # not for what aiohttp answers by itself
+        """Set the headers of every response, streams included."""
+        if identifier := current_request_id.get():  # not for responses by aiohttp itself
             response.headers.setdefault("x-request-id", identifier)
-        response.headers.popall("Server", None)  # no version for who looks for known holes
+        response.headers.popall("Server", None)  # hide the version from attackers
         if self._server.draining:
             response.force_close()
             response.headers["Connection"] = "close"
@@ -284,7 +285,7 @@ class Surface:
 
     def _cross_origin(self, method: str, origin: str | None) -> dict[str, str]:
         if not self._origins:
-            # As sglang_router does without the flag: browsers may read every answer.
+            # As sglang_router without the flag: browsers may read every response.
             exposed = {} if method == "OPTIONS" else {"Access-Control-Expose-Headers": "*"}
             return {"Access-Control-Allow-Origin": "*"} | exposed
         if not origin or self._origins.isdisjoint(("*", origin)):
@@ -299,10 +300,10 @@ class Surface:
 
 
 def _failed(method: str, path: str, error: Exception) -> RouterError:
-    """Called where an exception is handled that is no answer: the client's fault, or a defect."""
+    """Turn an unhandled exception into an error: either the client's fault or a defect here."""
     if isinstance(error, web.RequestPayloadError):
-        return bad_request("the body is not what its headers say", "unreadable_body")
-    # What JSON may be as deep as it likes is read without harm, but not shown or written again.
+        return bad_request("the body does not match its headers", "unreadable_body")
+    # Deeply nested JSON can be read safely, but not displayed or serialized.
     deep = isinstance(error, orjson.JSONEncodeError) and "Recursion" in str(error)
     if deep or isinstance(error, RecursionError):
         return bad_request("the body is nested too deeply")

@@ -1,5 +1,6 @@
-"""``/v1/tokenize`` and ``/v1/detokenize``: the tokenizer of ``--tokenizer-path``, answering as
-SGLang does (``entrypoints/openai/serving_tokenize.py``, 0.5.5+). Engines are not asked."""
+"""Serves ``/v1/tokenize`` and ``/v1/detokenize`` with the tokenizer of ``--tokenizer-path``, with
+the responses of SGLang (``entrypoints/openai/serving_tokenize.py``, 0.5.5+). Engines are not
+involved."""
 
 from __future__ import annotations
 
@@ -34,15 +35,15 @@ from sglang_sbs.router.requests.raw_json import (
 )
 
 _MAX_BODY_BYTES = 4 << 20
-"""Of text or ids in JSON: a larger body would hold up the event loop while it is read."""
+"""Limit on a JSON body: reading a larger one would block the event loop."""
 _MOST_BACKLOG_BYTES = 16 << 20
 _MOST_TEXTS = 1024
 _PART_IDS = 1 << 14
 _AROUND_IDS = 8
-"""On each side of a place where ids may be parted."""
+"""Ids decoded on each side of a candidate place to split."""
 _TRIES = 16
 _MOST_IDS = 1 << 18
-"""Largest number of ids in one request: more than a model's context, answered without a pause."""
+"""Largest number of ids in one request, above any model's context; decoding them is fast."""
 
 
 class Tokenizing:
@@ -59,7 +60,7 @@ class Tokenizing:
         ]
 
     async def tokenizers(self, _request: web.Request) -> web.StreamResponse:
-        """The one of this router, in the form of sglang_router's list."""
+        """List the router's tokenizer in sglang_router's format."""
         tokenizer, path = self._server.tokenizer, str(self._server.options.tokenizer_path)
         if tokenizer is None:
             return json_answer({"tokenizers": []})
@@ -74,7 +75,7 @@ class Tokenizing:
     async def _answered(
         self, work: Callable[[ChatTokenizer, bytes | bytearray], Any], request: web.Request
     ) -> web.StreamResponse:
-        """``work`` in a thread, as prompts are tokenized. Raises: RouterError."""
+        """Run ``work`` in a thread, as prompts are tokenized. Raises: RouterError."""
         server = self._server
         tokenizer = server.tokenizer
         if tokenizer is None:
@@ -83,9 +84,9 @@ class Tokenizing:
         with server.relay.bodies.share() as share:
             raw = await share.read(request, _MAX_BODY_BYTES)
             if server.lanes.long_bytes > _MOST_BACKLOG_BYTES:
-                detail = "too much text waits to be tokenized"
+                detail = "too much text is waiting for the tokenizer"
                 raise RouterError(503, "busy", detail, retry_after_s=1.0)
-            # Not in the threads that prompts of requests wait for, however short it is.
+            # Always use the threads for long texts, so that prompts of requests do not wait.
             body = await server.lanes.run(
                 max(len(raw), LONG_BYTES), lambda: orjson.dumps(work(tokenizer, raw))
             )
@@ -110,13 +111,13 @@ class Tokenizing:
                 ids = [encode(text).tolist() for text in prompt]
             else:
                 raise bad_request("prompt must be a string or a list of strings")
-        except ValueError as error:  # of the template too; or a text that is too long
+        except ValueError as error:  # template errors as well, or a text too long
             raise bad_request(str(error)) from error
         count = [len(some) for some in ids] if isinstance(prompt, list) else len(ids)
         return {"tokens": ids, "count": count, "max_model_len": self._longest(tokenizer)}
 
     def _longest(self, tokenizer: ChatTokenizer) -> int:
-        """What the model's files say, else what the engines do; -1: nobody does."""
+        """Return the limit in the model's files, else the engines'; -1 if unknown."""
         if tokenizer.max_length is not None:
             return tokenizer.max_length
         known = (w.info.max_request_tokens for w in self._server.registry if w.info)
@@ -124,7 +125,8 @@ class Tokenizing:
 
 
 def _object_of(raw: bytes | bytearray) -> dict[str, Any]:
-    """Raises: RouterError (400); also where its objects would be far larger than ``raw`` is."""
+    """Parse the body. Raises: RouterError (400), also if its objects would be far larger than
+    ``raw``."""
     try:
         body = value_of(raw)
     except JsonError as error:
@@ -138,18 +140,18 @@ def _chat_ids(tokenizer: ChatTokenizer, body: dict[str, Any]) -> list[int]:
     if not isinstance(body["messages"], list):
         raise bad_request("messages must be a list")
     if body.get("add_generation_prompt") is not None:
-        raise bad_request("add_generation_prompt is not known here: ask an engine")
+        raise bad_request("add_generation_prompt is not supported here: ask an engine")
     prompt = tokenizer.chat_ids(body)
     if not prompt.exact:
         raise bad_request("messages with images, video or sound: only engines know their tokens")
     if not prompt.certain:
-        raise bad_request("what the model makes of these fields only engines know: ask one")
+        raise bad_request("only an engine can tokenize these fields: ask one")
     return prompt.ids.tolist()
 
 
 def _check_count(name: str, of: list[Any]) -> None:
     if len(of) > _MOST_TEXTS:
-        most = f"at most {_MOST_TEXTS} are answered at once"
+        most = f"at most {_MOST_TEXTS} are allowed per request"
         raise bad_request(f"{name} has {len(of)} entries; {most}")
 
 
@@ -177,11 +179,11 @@ def _text(tokenizer: ChatTokenizer, raw: bytes | bytearray) -> dict[str, Any]:
 
 
 def _decoded(tokenizer: Tokenizer, ids: array[int], *, skip: bool) -> str:
-    """The text of ``ids``, made in parts where that comes to the same: a decoder takes 60 bytes an
-    id while it works. ``skip``: special tokens are left out."""
+    """Decode ``ids``, in parts where that gives the same text, because a decoder uses 60 bytes per
+    id while it works. ``skip`` omits special tokens."""
 
     def texts(*lists: array[int]) -> list[str]:
-        # Unlike ``decode`` this lets other threads run meanwhile.
+        # Unlike ``decode`` this releases the GIL.
         return tokenizer.decode_batch([one.tolist() for one in lists], skip_special_tokens=skip)
 
     parts, start = [], 0
@@ -191,7 +193,7 @@ def _decoded(tokenizer: Tokenizer, ids: array[int], *, skip: bool) -> str:
             whole, *halves = texts(left + right, left, right)
             if whole == "".join(halves):
                 break
-        else:  # as with decoders that strip the first space of a text
+        else:  # e.g. decoders that strip a text's first space
             break
         parts += texts(ids[start:end])
         start = end
@@ -199,11 +201,11 @@ def _decoded(tokenizer: Tokenizer, ids: array[int], *, skip: bool) -> str:
 
 
 def _ids(raw: Raw) -> array[int]:
-    """Never as objects all at once: a list of ids is many times as large then."""
+    """Parse a list of ids into an array. Python objects would take many times the memory."""
     if first_byte(raw) != b"[":
-        raise bad_request(f"tokens: {shown(raw)} is no list, unlike the first")
-    # An array takes true for 1.
+        raise bad_request(f"tokens: {shown(raw)} is not a list, unlike the first")
+    # An array would accept true as 1.
     ids = None if b"e" in bytes(raw) else token_ids_of(raw)
     if ids is None:
-        raise bad_request(f"tokens: something in {shown(raw)} is no token id")
+        raise bad_request(f"tokens: {shown(raw)} contains something that is not a token id")
     return ids

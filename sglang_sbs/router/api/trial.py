@@ -1,4 +1,4 @@
-"""``/trial``: begin, end and show a trial of two policies (:mod:`sglang_sbs.trial`)."""
+"""Begins, ends and shows a trial of two policies at ``/trial`` (:mod:`sglang_sbs.trial`)."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ class TrialControl:
         return json_answer(await self._server.trial("show", {}))
 
     async def begin(self, request: web.Request) -> web.StreamResponse:
-        """Answers as ``GET`` once the first slot has begun."""
+        """Begin a trial, and respond as ``GET`` once its first slot has begun."""
         body = await read_object(request, self._bodies)
         return json_answer(await self._server.trial("begin", body))
 
     async def end(self, _request: web.Request) -> web.StreamResponse:
-        """Answers as ``GET`` once the policy is the one that the trial began with."""
+        """End the trial, and respond as ``GET`` once the original policy is restored."""
         return json_answer(await self._server.trial("end", {}))

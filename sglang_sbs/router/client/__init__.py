@@ -1,1 +1,1 @@
-"""The client's side of a connection: what comes in, and how its answer goes out."""
+"""The client's side of a connection: reading requests and writing responses."""

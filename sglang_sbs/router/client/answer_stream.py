@@ -1,5 +1,5 @@
-"""The client's side of an answer: head, pieces, back pressure, end. Pieces are written in the
-callback that brings them: a task switch would be most of what relaying costs."""
+"""Streams a response to a client: head, pieces, back pressure and end. Pieces are written in the
+callback that receives them, because a task switch would dominate the cost of relaying."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ logger = logging.getLogger(__name__)
 HIGH_WATER_BYTES = 1 << 20
 LOW_WATER_BYTES = 1 << 18
 LARGE_PIECE_BYTES = 64 << 10
-"""After a piece so large of a whole answer, other connections get their turn."""
+"""After each piece of this size of a whole response, other connections get a turn."""
 _JOINED_BYTES = 512 << 10
-"""Of an answer, copied in one turn of the event loop."""
+"""Bytes of a response copied in one turn of the event loop."""
 _RECHECK_S = 0.02
 _RECHECK_AT_MOST_S = 0.5
-"""Between two looks at a client that took nothing meanwhile."""
+"""Longest interval between checks of a client that reads nothing."""
 FINISH_S = 60.0
-"""How long a client that stopped reading may take for the rest once everything was said, and to
-take a paused stream up again: it holds a place on a decode rank."""
+"""Time that a client which stopped reading has to take the rest of a finished response, or to
+resume a paused stream. Its request occupies a decode rank meanwhile."""
 
 
 class Source(Protocol):
@@ -35,11 +35,12 @@ class Source(Protocol):
 
 class Downstream:
     def __init__(self, request: web.Request, sources: Mapping[int, Source]) -> None:
-        """``sources`` are paused while the client reads too slowly; more may be added later."""
+        """Create the stream; ``sources`` are paused while the client reads too slowly, and can grow
+        later."""
         self._request = request
         self._sources = sources
         self.response: web.StreamResponse | None = None
-        """Once its head has left, or is leaving: errors can only be events from now on."""
+        """Set once the head is being sent; from then on errors can only be events in the stream."""
         self._chunked = request.version >= HttpVersion11
         self._transport: asyncio.WriteTransport | None = None
         self._pending: list[bytes | memoryview] = []
@@ -51,7 +52,7 @@ class Downstream:
         self._ended = False
 
     def push(self, data: bytes | memoryview) -> None:
-        """Send a piece; kept until the head has been sent. A view, of something long, is not
+        """Send a piece, or keep it until the head is sent. A memoryview (for long data) is not
         copied."""
         transport = self._transport
         if transport is None:
@@ -72,7 +73,7 @@ class Downstream:
             self._pause()
 
     def _pause(self) -> None:
-        for source in self._sources.values():  # also those that began since the last time
+        for source in self._sources.values():  # sources may have been added
             source.pause()
         if not self._paused:
             loop = asyncio.get_running_loop()
@@ -100,14 +101,13 @@ class Downstream:
         loop = asyncio.get_running_loop()
         patience_s = FINISH_S + self._most_unsent / MIN_BYTES_PER_S
         if transport is not None and loop.time() > self._paused_s + patience_s:
-            logger.info("a client took too little in %.0f s and is let go", patience_s)
+            logger.info("a client read too slowly for %.0f s and is disconnected", patience_s)
             transport.abort()
         elif self._request.transport is not None:
             loop.call_later(self._recheck_s, self._recheck)
 
     async def open(self, content_type: str, more: Mapping[str, str] | None = None) -> None:
-        """Send the head and what was pushed so far, in one go. A second call does nothing.
-        ``more``: headers.
+        """Send the head and the pieces so far at once. Further calls do nothing. ``more``: headers.
         Raises: ConnectionResetError, the client is gone."""
         if self.response is not None:
             return
@@ -127,12 +127,12 @@ class Downstream:
         if self._transport is None:
             raise ConnectionResetError("client connection is gone")
         pending, self._pending = self._pending, []
-        for data in pending:  # what came meanwhile
+        for data in pending:  # pieces pushed meanwhile
             self.push(data)
 
     async def finish(self) -> web.StreamResponse:
-        """End the body. Raises: ConnectionResetError, the client does not take it; its connection
-        is closed."""
+        """End the body. Raises: ConnectionResetError, the client does not read; its connection is
+        closed."""
         assert self.response is not None
         self._ended = True
         transport = self._transport
@@ -146,7 +146,8 @@ class Downstream:
 
 
 async def joined(pieces: Sequence[bytes | bytearray | memoryview]) -> bytes | bytearray:
-    """In slices: to copy a large answer at once would take long."""
+    """Join pieces in slices, because copying a large response at once would block the event
+    loop."""
     if sum(map(len, pieces)) <= _JOINED_BYTES:
         return b"".join(pieces)
     whole = bytearray()
@@ -162,8 +163,8 @@ async def joined(pieces: Sequence[bytes | bytearray | memoryview]) -> bytes | by
 
 
 async def send(request: web.Request, answer: web.Response) -> web.StreamResponse:
-    """Send a whole answer: a large one as the client takes it, a piece in a turn.
-    Raises: ConnectionResetError, it is gone, or took too little and its connection is closed."""
+    """Send a whole response; a large one in pieces at the client's pace, one per turn.
+    Raises: ConnectionResetError, the client is gone, or was too slow and is disconnected."""
     body = answer.body
     if not isinstance(body, bytes | bytearray) or len(body) <= LARGE_PIECE_BYTES:
         return answer
@@ -177,7 +178,8 @@ async def send(request: web.Request, answer: web.Response) -> web.StreamResponse
             for at in range(0, len(body), LARGE_PIECE_BYTES):
                 await response.write(body[at : at + LARGE_PIECE_BYTES])
                 await asyncio.sleep(0)
-                # Each piece buys its time at the slowest pace, and nobody saves up more.
+                # Each piece extends the deadline by its time at the slowest pace, up to FINISH_S
+                # ahead.
                 due_s += LARGE_PIECE_BYTES / MIN_BYTES_PER_S
                 due_s = min(due_s, loop.time() + FINISH_S)
                 deadline.reschedule(due_s)
@@ -188,7 +190,7 @@ async def send(request: web.Request, answer: web.Response) -> web.StreamResponse
 
 
 def _hung_up(request: web.Request) -> ConnectionResetError:
-    """Closes the connection of a client that does not read."""
+    """Close the connection of a client that does not read."""
     if request.transport is not None:
         request.transport.abort()
     return ConnectionResetError("the client stopped reading")

@@ -1,7 +1,7 @@
-"""Input of many short lines is parsed a slice at a time.
+"""Parses input with many short lines in slices.
 
-An HTTP parser calls Python for each chunk of a body. A read of 256 KB holds 40,000 chunks of one
-byte, which would hold the event loop for tens of milliseconds, before any key is checked."""
+An HTTP parser calls Python for each chunk of a body. One read of 256 KB can hold 40,000 chunks of
+one byte, which would block the event loop for tens of milliseconds before any key is checked."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from typing import Any
 
 SLICE_BYTES = 4096
 MOST_LINES = 512
-"""What has more of them in one read is sliced."""
+"""Reads with more lines than this are sliced."""
 
 
 class Slices:
-    """Lets one connection with such input go on in each turn of the event loop."""
+    """Feeds one slice of one such connection in each turn of the event loop."""
 
     def __init__(self) -> None:
         self._waiting: deque[DenseInput] = deque()
@@ -42,7 +42,7 @@ class Slices:
 
 
 class DenseInput:
-    """What a connection receives, on its way to the parser."""
+    """Passes received data to a connection's parser, in slices if it is dense."""
 
     def __init__(self, transport: Any, protocol: Any, slices: Slices) -> None:
         self._transport, self._protocol, self._slices = transport, protocol, slices
@@ -61,7 +61,7 @@ class DenseInput:
             self._slices.add(self)
 
     def feed_slice(self) -> bool:
-        """Returns: whether more is held."""
+        """Feed one slice and return whether more is waiting."""
         piece = bytes(self._held[:SLICE_BYTES])
         del self._held[:SLICE_BYTES]
         if self._transport is None or self._transport.is_closing():
@@ -69,7 +69,7 @@ class DenseInput:
         else:
             self._feed(piece)
         if not self._held and self._transport is not None:
-            # aiohttp pauses as well, while nobody takes what it has, and then resumes by itself.
+            # aiohttp also pauses while the request is not read, and then resumes by itself.
             paused = self._protocol._reading_paused
             paused = paused or getattr(self._protocol, "_buffer_paused", False)
             if not paused and not self._transport.is_closing():
@@ -77,7 +77,7 @@ class DenseInput:
         return bool(self._held)
 
     def lost(self) -> None:
-        """The connection is gone: nothing is kept of it."""
+        """Drop everything kept for a closed connection."""
         self._held.clear()
         self._transport = self._protocol = None
         self._feed = _nothing

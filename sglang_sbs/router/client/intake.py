@@ -1,5 +1,5 @@
-"""How requests come in: the pace and size a client must keep to, and the memory of all bodies;
-without both, a byte a minute would hold a descriptor and memory for ever."""
+"""Limits how requests arrive: minimum pace, maximum size, and the memory of all bodies. Without
+them a client sending a byte a minute would hold a descriptor and memory forever."""
 
 from __future__ import annotations
 
@@ -20,31 +20,32 @@ from sglang_sbs.router.lanes import Turns
 from sglang_sbs.router.options.config import MAX_BODIES_BYTES
 
 GRACE_S = 30.0
-"""For the first request head of a connection, and for a body before its pace counts."""
+"""Time for the first request head of a connection, and for a body before its pace counts."""
 KEEP_ALIVE_S = 75.0
 MIN_BYTES_PER_S = 16 * 1024
 MAX_HEAD_LINE_BYTES = 32 * 1024
-"""Of a request line or header: tokens and baggage of gateways are larger than aiohttp's 8,190."""
+"""Limit on a request line or header; tokens and baggage of gateways exceed aiohttp's 8,190."""
 READ_BYTES = 64 << 10
-"""With twice as much of a body unread, no more is read from its connection. aiohttp's own limit is
-four times that: twenty large bodies at once then hold up everybody else."""
+"""Reading from a connection pauses when twice this much of a body is unread. aiohttp's own limit is
+four times as high, and twenty large bodies would then block all other clients."""
 _SMALL_BYTES = 64 << 10
 _LARGE_AT_ONCE = 1
-"""So many large bodies grow in a turn of the event loop, each by up to a quarter of a megabyte."""
+"""Number of large bodies that grow in one turn of the event loop, each by up to 256 KiB."""
 _SMALL_PIECE_BYTES = 1 << 14
-"""A piece that waits for no turn: who dribbles takes none from those that send."""
+"""Pieces up to this size bypass the turn queue, so slow senders do not use up turns that fast
+senders need."""
 
 
 @dataclass(repr=False)
 class Bodies:
-    """What all bodies may take together, each from its first byte to the end of its request. When
-    there is no room, the largest that is still coming in has to go. Small ones may take a quarter
-    more: they get in however many large ones there are."""
+    """Memory limit on all bodies, each counted from its first byte to the end of its request. When
+    it is exceeded, the largest incomplete body is rejected. Small bodies may use a quarter more, so
+    large ones cannot shut them out."""
 
     max_bytes: int = MAX_BODIES_BYTES
     held_bytes: int = 0
     coming: dict[BodyShare, asyncio.Timeout] = field(default_factory=dict)
-    """Those not here yet, with what can end them early."""
+    """Incomplete bodies, with the timeout that can end each early."""
     turns: Turns = field(default_factory=lambda: Turns(_LARGE_AT_ONCE))
 
     @contextmanager
@@ -56,7 +57,7 @@ class Bodies:
             self.held_bytes -= share.held_bytes
 
     def took(self, share: BodyShare, more_bytes: int) -> None:
-        """Raises: RouterError (503), this body is the one that has to go."""
+        """Count received bytes. Raises: RouterError (503), this body must be rejected."""
         share.held_bytes += more_bytes
         self.held_bytes += more_bytes
         small = share.held_bytes <= _SMALL_BYTES
@@ -78,23 +79,23 @@ class Bodies:
 
 @dataclass(eq=False, repr=False)
 class BodyShare:
-    """What the body of one request takes of it."""
+    """The part of the memory limit that one request's body uses."""
 
     bodies: Bodies
     held_bytes: int = 0
     lost: bool = False
-    """Another body got its room."""
+    """Its memory was given to another body."""
 
     async def read(
         self, request: web.Request, limit_bytes: int, whose: str = ", the limit of this endpoint"
     ) -> bytes | bytearray:
-        """The whole body. ``whose``: the words behind ``limit_bytes`` in the error. Raises:
-        RouterError (413), it is longer; (408), it comes at less than ``MIN_BYTES_PER_S`` after
-        ``GRACE_S``; (503), there is no room for it."""
+        """Read the whole body. ``whose`` follows ``limit_bytes`` in the error message.
+        Raises: RouterError (413), it is longer; (408), it arrives at less than ``MIN_BYTES_PER_S``
+        after ``GRACE_S``; (503), there is no memory for it."""
         too_large = f"the body is over {limit_bytes} bytes{whose}"
         if (request.content_length or 0) > limit_bytes:
             raise RouterError(413, "payload_too_large", too_large)
-        if request.content.is_eof():  # it came with the head
+        if request.content.is_eof():  # it arrived with the head
             whole = request.content.read_nowait()
             if len(whole) > limit_bytes:
                 raise RouterError(413, "payload_too_large", too_large)
@@ -116,16 +117,16 @@ class BodyShare:
                         deadline.reschedule(started_s + GRACE_S + len(body) / MIN_BYTES_PER_S)
         except TimeoutError:
             if not self.lost:
-                why = f"the body stopped after {len(body)} bytes or comes too slowly"
+                why = f"the body stopped after {len(body)} bytes or is too slow"
                 raise RouterError(408, "body_too_slow", why) from None
         finally:
             self.bodies.coming.pop(self, None)
         if self.lost:
             raise self.bodies.no_room()
-        return body  # a copy as bytes would hold up the loop
+        return body  # copying to bytes would block the loop
 
     async def _turn(self, deadline: asyncio.Timeout) -> float:
-        """Wait for one, which is no fault of the client. Returns: for how many seconds."""
+        """Wait for a turn and return the seconds waited, which do not count against the client."""
         loop = asyncio.get_running_loop()
         asked_s = loop.time()
         deadline.reschedule(None)
@@ -134,11 +135,12 @@ class BodyShare:
 
 
 class ParserLog(logging.LoggerAdapter[logging.Logger]):
-    """aiohttp's log of a port, without clients that left or sent no HTTP: its own lines show what
-    they sent, a key among it for all one knows, and any stranger can fill the log with them."""
+    """aiohttp's log for a port, without records about clients that disconnected or sent invalid
+    HTTP. Those records quote the input, which may contain a key, and any stranger could flood the
+    log."""
 
     def __init__(self, malformed: Callable[[], None]) -> None:
-        """``malformed`` is told of each such request."""
+        """Create the log; ``malformed`` is called for each invalid request."""
         super().__init__(logging.getLogger("sglang_sbs.http"))
         self._malformed = malformed
 
@@ -147,7 +149,7 @@ class ParserLog(logging.LoggerAdapter[logging.Logger]):
         error = error if isinstance(error, BaseException) else sys.exception()
         if isinstance(error, HttpProcessingError | web.RequestPayloadError):
             self._malformed()
-            self.logger.debug("a request that is no HTTP: %s", type(error).__name__)
+            self.logger.debug("invalid HTTP request: %s", type(error).__name__)
             return
         if isinstance(error, ConnectionError):
             self.logger.debug("a client left: %s", type(error).__name__)
@@ -156,13 +158,13 @@ class ParserLog(logging.LoggerAdapter[logging.Logger]):
 
 
 def refusing_odd_expect(server: web.Server) -> web.Server:
-    """It refuses an Expect of anything but 100-continue by itself: aiohttp quotes it, and breaks
-    over one that is no text."""
+    """Reject any Expect header except 100-continue here. aiohttp would quote its value, and fails
+    if it is not text."""
     handle = server.request_handler
 
     async def handled(request: web.BaseRequest) -> web.StreamResponse:
         if request.headers.get("Expect", "100-continue").lower() != "100-continue":
-            why = "the only Expect that is met here is 100-continue"
+            why = "only Expect: 100-continue is supported"
             return RouterError(417, "expectation_failed", why).response()
         return await handle(request)
 
@@ -171,30 +173,30 @@ def refusing_odd_expect(server: web.Server) -> web.Server:
 
 
 class Doorman:
-    """Closes connections on which nothing is asked: silent ones, that sent no whole request head,
-    and idle ones, between two requests."""
+    """Closes unused connections: silent ones without a complete request head, and idle ones between
+    requests."""
 
     def __init__(
         self, patience_s: float = GRACE_S, most: int = 1 << 20, idle_s: float = KEEP_ALIVE_S
     ) -> None:
-        """``most``: of them at a time, else the one that waits longest has to go. ``patience_s``
-        with silent ones, ``idle_s`` with idle ones."""
+        """Set limits: ``patience_s`` for silent and ``idle_s`` for idle connections, and ``most``
+        waiting at a time; beyond that the longest waiting one is closed."""
         self._patience_s, self._idle_s = patience_s, idle_s
         self._most = most
         self.slices = Slices()
-        """Of what they send; shared by the connections of a port."""
+        """Dense input of all connections of a port."""
         self._waiting: dict[Any, _Wait] = {}
-        """By transport, the one that has waited longest first."""
+        """Waiting connections by transport, longest waiting first."""
 
     def watch(self, transport: asyncio.BaseTransport) -> None:
         self.enter(transport, self._patience_s)
 
     def rests(self, transport: asyncio.BaseTransport) -> None:
-        """A request on it was answered."""
+        """Start the idle time after a response."""
         self.enter(transport, self._idle_s)
 
     def heard(self, transport: Any) -> None:
-        """A whole request head came over that connection, or it is gone."""
+        """Stop the timer: a complete request head arrived, or the connection is gone."""
         wait = self._waiting.pop(transport, None)
         if wait is not None:
             wait.timer.cancel()
@@ -208,11 +210,11 @@ class Doorman:
         try:
             return await handler(request)
         finally:
-            if request.transport is not None:  # also one that is closed with something unsent
+            if request.transport is not None:  # includes closing ones with unsent data
                 self.rests(request.transport)
 
     def close_oldest(self) -> bool:
-        """To make room: the one that waits longest; whether there was one."""
+        """Close the longest waiting connection to make room; return whether there was one."""
         while self._waiting:
             if self._close(next(iter(self._waiting))):
                 return True
@@ -225,8 +227,9 @@ class Doorman:
         self._waiting[transport] = _Wait(timer, patience_s, spared)
 
     def _close(self, transport: Any) -> bool:
-        """False: it is closed already, or the client still takes an answer, for which it may wait
-        as long again, once. One that was closed with something unsent is not gone before that."""
+        """Close a connection unless it is closed already or still sending a response. A client that
+        is still reading gets its time once more. A closed connection with unsent data also counts
+        as sending."""
         wait = self._waiting.pop(transport)
         wait.timer.cancel()
         unsent = transport.get_write_buffer_size()
@@ -247,13 +250,13 @@ class _Wait(NamedTuple):
 
 @dataclass(eq=False, repr=False)
 class Gate(asyncio.Protocol):
-    """aiohttp's protocol, made once there is a connection, which a doorman watches to its end."""
+    """Creates aiohttp's protocol for a new connection and has the doorman watch it to its end."""
 
     doorman: Doorman
     serve: Callable[[], asyncio.Protocol]
     """Makes aiohttp's protocol."""
     has_room: Callable[[], bool] = lambda: True
-    """A connection there is no room for is closed."""
+    """Returns whether another connection fits; otherwise it is closed."""
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         if not self.has_room():
@@ -263,7 +266,7 @@ class Gate(asyncio.Protocol):
         protocol, heard = self.serve(), self.doorman.heard
         dense = DenseInput(transport, protocol, self.doorman.slices)
 
-        def lost(exc: Exception | None) -> None:  # without self, else both wait for a collector
+        def lost(exc: Exception | None) -> None:  # no self: avoids a reference cycle
             heard(transport)
             dense.lost()
             protocol.connection_lost(exc)
@@ -272,5 +275,5 @@ class Gate(asyncio.Protocol):
         self.data_received = dense.received  # type: ignore[method-assign]
         for name in ("eof_received", "pause_writing", "resume_writing"):
             setattr(self, name, getattr(protocol, name))
-        transport.set_protocol(self)  # uvloop has looked its methods up
+        transport.set_protocol(self)  # uvloop caches bound methods
         protocol.connection_made(transport)

@@ -1,5 +1,5 @@
-"""Accepts the connections of a port with TLS. A server that is given the TLS context itself tells
-of a connection only after its handshake, so nobody could count those that begin none."""
+"""Accepts TLS connections of a port. asyncio's TLS server reports a connection only after its
+handshake, so clients that never start one could not be counted."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ from sglang_sbs.router.client.intake import Doorman
 logger = logging.getLogger(__name__)
 
 HANDSHAKE_S = 10.0
-"""For the TLS handshake of a connection."""
+"""Time limit of a TLS handshake."""
 _ACCEPTED_AT_ONCE = 8
-"""In one turn of the event loop. A doorman that is full closes the oldest connection: a client in
-its handshake, which takes some turns, must not become that within a burst of silent ones."""
+"""Connections accepted in one turn of the event loop. A full doorman closes its oldest connection,
+and a burst of silent ones must not make a client in its handshake the oldest."""
 _PAUSE_S = 0.1
-"""Until the next try where there is no descriptor left."""
+"""Pause before the next try when no descriptor is left."""
 
 
 @dataclass(eq=False, repr=False)
 class _Handshake:
-    """What a doorman closes: a connection whose TLS handshake is not over."""
+    """A connection in its TLS handshake, in the form that a doorman can close."""
 
     sock: socket.socket
     task: asyncio.Task[None] | None = None
@@ -47,7 +47,7 @@ class _Handshake:
 
 
 class TlsPort:
-    """Used where plain HTTP uses an ``asyncio.Server``: it listens until :meth:`close`."""
+    """Listens until :meth:`close`, in place of the ``asyncio.Server`` used for plain HTTP."""
 
     def __init__(
         self,
@@ -56,7 +56,7 @@ class TlsPort:
         doorman: Doorman,
         gate: Callable[[], asyncio.Protocol],
     ) -> None:
-        """``sockets`` listen already. ``gate`` serves a connection after its handshake."""
+        """Accept connections on listening ``sockets``; ``gate`` serves each after its handshake."""
         self.sockets = sockets
         self._tls, self._doorman, self._gate = tls, doorman, gate
         self._loop = asyncio.get_running_loop()
@@ -66,7 +66,7 @@ class TlsPort:
             self._loop.add_reader(sock.fileno(), self._accept, sock)
 
     def close(self) -> None:
-        """Listen no more; connections that are there go on."""
+        """Stop listening; existing connections continue."""
         for sock in self.sockets:
             if sock.fileno() >= 0:
                 self._loop.remove_reader(sock.fileno())
@@ -100,16 +100,16 @@ class TlsPort:
             if not await self._first_byte(handshake.sock):
                 return
             self._doorman.heard(handshake)
-            self._doorman.enter(handshake, HANDSHAKE_S)  # now behind those that say nothing
+            self._doorman.enter(handshake, HANDSHAKE_S)  # now behind silent connections
             await self._loop.connect_accepted_socket(
                 *(self._gate, handshake.sock), ssl=self._tls, ssl_handshake_timeout=HANDSHAKE_S
             )
-        except OSError as error:  # no TLS, too late, or gone
+        except OSError as error:  # not TLS, too late, or gone
             logger.debug("a TLS handshake failed: %s", type(error).__name__)
 
     async def _first_byte(self, sock: socket.socket) -> bytes:
-        """Wait for it and leave it there; empty: the client left. The objects of a TLS connection
-        take 20 KiB, which clients that say nothing do not get."""
+        """Wait for the first byte without consuming it; empty if the client left. A TLS
+        connection's objects take 20 KiB, so silent clients must not get them."""
         fd, heard = sock.fileno(), self._loop.create_future()
 
         def readable() -> None:
@@ -127,4 +127,4 @@ class TlsPort:
         self._under_way.discard(task)
         self._doorman.heard(handshake)
         if task.cancelled() or task.exception() is not None:
-            handshake.sock.close()  # where the loop had not taken it yet
+            handshake.sock.close()  # the loop had not taken it yet
