@@ -348,7 +348,7 @@ async def test_choices_that_are_none_are_a_502(choices: bytes) -> None:
         c.decode[0].raw_answers["/v1/completions"] = head % len(body) + body
         answer = await c.post("/v1/completions", {"prompt": "x", "n": 2})
         assert answer.status == 502
-        assert "the reply is not a JSON object as SGLang's" in (await answer.text())
+        assert "the reply is not a JSON object like SGLang's" in (await answer.text())
         await until(lambda: c.server.dispatcher.open == 0)
 
 

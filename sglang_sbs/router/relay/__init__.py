@@ -1,1 +1,1 @@
-"""A request on its way: both legs, retries, aborts, and the answer."""
+"""Relays requests: both legs, retries, aborts and the response."""

@@ -1,5 +1,5 @@
-"""Sending aborts to engines, few at a time: when thousands of clients vanish at once, a connection
-for each abort would be a second storm."""
+"""Sends aborts to engines, a few at a time. One connection per abort would overload engines when
+thousands of clients disconnect at once."""
 
 from __future__ import annotations
 
@@ -17,27 +17,28 @@ from sglang_sbs.router.engines.connection_pool import Pool, fetch
 logger = logging.getLogger(__name__)
 
 AT_ONCE = 16
-"""Aborts under way to one engine; the others wait for their turn."""
+"""Concurrent aborts to one engine; the others queue."""
 ANSWER_S = 10.0
-"""How long an engine may take to answer an abort before its connection is closed."""
+"""Time limit for an engine's response to an abort."""
 STALE_S = 60.0
-"""An abort that waited so long is dropped: its engine answers nothing, or not in time to matter."""
+"""Aborts that queued for this long are dropped: their engine does not respond, or not in time to
+matter."""
 
 
 class Aborts:
     def __init__(self, pool: Pool, worker_key: str | None, sent: Callable[[], None]) -> None:
-        """``sent`` is told of each abort that goes to an engine."""
+        """Create the sender; ``sent`` is called for each abort sent to an engine."""
         self._pool = pool
         self._headers = f"authorization: Bearer {worker_key}\r\n".encode() if worker_key else b""
         self._sent = sent
         self._places: WeakValueDictionary[str, asyncio.Semaphore] = WeakValueDictionary()
-        """By engine, as long as it has aborts."""
+        """Semaphores by engine URL, kept while the engine has aborts."""
         self.tasks: set[asyncio.Task[None]] = set()
-        """One for each abort that waits or is under way."""
+        """One task per queued or running abort."""
 
     def send(self, worker_url: str, rid: str) -> None:
-        """Abort a request there, not waiting for the answer. SGLang matches rids by prefix: ours
-        are of one length, so an abort hits exactly one request."""
+        """Abort a request on an engine without waiting for the response. SGLang matches rids by
+        prefix; ours all have the same length, so an abort hits exactly one request."""
         # SGLang fault: abort-by-prefix
         task = self._pool.loop.create_task(self._abort(worker_url, rid))
         self.tasks.add(task)
@@ -56,7 +57,8 @@ class Aborts:
                 return
             self._sent()
             body = orjson.dumps({"rid": rid})
-            # A stopped engine takes connections and never answers: do not collect them.
+            # A stopped engine accepts connections but never responds, so the time limit keeps them
+            # from piling up.
             try:
                 await fetch(self._pool, url, "/abort_request", self._headers, ANSWER_S, body=body)
             except (UpstreamError, TimeoutError):

@@ -1,7 +1,7 @@
-"""The front door: how many requests may be inside at once (``--max-concurrent-requests``). A FIFO
-before sglang_router's token bucket: a request takes a token and gives it back at its end;
-``--rate-limit-tokens-per-second`` adds further ones, never beyond the bucket's size. Unlike there,
-a batch or ``n`` takes a token for each."""
+"""Limits concurrent requests (``--max-concurrent-requests``) with a FIFO queue and sglang_router's
+token bucket. A request takes a token and returns it at its end; ``--rate-limit-tokens-per-second``
+adds further tokens up to the bucket's size. Unlike in sglang_router, each unit of a batch or of
+``n`` takes a token."""
 
 from __future__ import annotations
 
@@ -18,18 +18,18 @@ from sglang_sbs.router.errors import RouterError
 @dataclass(eq=False, repr=False)
 class Admission:
     _size: int
-    """Below 1: no limit."""
+    """Tokens in the full bucket; below 1 there is no limit."""
     _queue_size: int
     _timeout_s: float
     has_room: Callable[[int], bool] = lambda units: True
-    """Whether this process can open the connections so many requests more need."""
+    """Returns whether this process can open connections for this many more requests."""
     refill_per_s: float = 0.0
     observe: Callable[[bool], None] = lambda allowed: None
-    """Is told of every request whether it was let in."""
+    """Called for each request with whether it was admitted."""
     running: int = 0
     _filled_s: float = 0.0
     _queue: deque[tuple[asyncio.Future[None], int]] = field(default_factory=deque)
-    """With the tokens each needs."""
+    """Waiting requests with the tokens each needs."""
     _timer: asyncio.TimerHandle | None = None
 
     def __post_init__(self) -> None:
@@ -41,8 +41,8 @@ class Admission:
 
     @asynccontextmanager
     async def slot(self, units: int = 1) -> AsyncIterator[None]:
-        """A token for each unit, or all there are if they are fewer. Raises: RouterError (429), the
-        queue is full; (503), no token came free in time, or no descriptors are left."""
+        """Hold a token for each unit, at most all tokens. Raises: RouterError (429), the queue is
+        full; (503), no token became free in time, or no descriptors are left."""
         if not self.has_room(units):
             why = "this router has no file descriptors left; raise its limit (ulimit -n)"
             raise RouterError(503, "router_overloaded", why, retry_after_s=1.0)
@@ -68,8 +68,8 @@ class Admission:
             self._tokens -= tokens
             return
         if len(self._queue) >= self._queue_size:
-            told = f"{counted(self.running, 'request')} running and {len(self._queue):,} waiting"
-            why = f"{told} (--max-concurrent-requests, --queue-size)"
+            state = f"{counted(self.running, 'request')} running and {len(self._queue):,} waiting"
+            why = f"{state} (--max-concurrent-requests, --queue-size)"
             raise RouterError(429, "queue_full", why, retry_after_s=1.0)
         future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._queue.append((future, tokens))
@@ -86,7 +86,7 @@ class Admission:
             raise
 
     def _withdraw(self, future: asyncio.Future[None], tokens: int) -> None:
-        """Leave the queue; tokens that were handed over in the same instant go to the next."""
+        """Leave the queue; tokens granted at the same moment go to the next request."""
         if (future, tokens) in self._queue:
             self._queue.remove((future, tokens))
             self._hand_out()
@@ -116,7 +116,7 @@ class Admission:
         self._arm()
 
     def _arm(self) -> None:
-        """Look again when the next token will have been added."""
+        """Set a timer for the time at which the next request's tokens are available."""
         if self.refill_per_s <= 0 or not self._queue or self._timer is not None:
             return
         wait_s = max(0.001, (self._queue[0][1] - self._tokens) / self.refill_per_s)

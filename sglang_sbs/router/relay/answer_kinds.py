@@ -1,5 +1,5 @@
-"""Kinds of answers: what begins, ends and breaks a stream of each, and where an answer has its
-counts and says that it was aborted. The one place to add to for an API of another form."""
+"""Describes each API's responses: which events begin, end and break a stream, and where a response
+has its counts and its abort status. An API with other formats is added here."""
 
 from __future__ import annotations
 
@@ -25,39 +25,41 @@ _DONE = b"[DONE]"
 _ERROR_START = b'{"error"'
 
 Counts = tuple[int | None, int | None]
-"""Prompt tokens and cached tokens; ``None``: the answer does not say."""
+"""Prompt tokens and cached tokens; ``None`` if the response does not include them."""
 
 
 class AnswerKind(StreamKind, Protocol):
-    """Answers of one kind, streamed or whole."""
+    """Responses of one API, streamed or whole."""
 
     @property
     def error_style(self) -> ErrorStyle:
-        """The form of errors, before a stream and in it."""
+        """Format of errors, before a stream and within it."""
 
     @property
     def end_event(self) -> bytes:
-        """How the last event of a stream that failed begins, with the name of its first field."""
+        """Beginning of the last event of a failed stream, with the name of its first field."""
 
     @property
     def repeats_request(self) -> bool:
-        """A stream begins with much of what was asked for."""
+        """Whether streams begin with a copy of much of the request."""
 
     def status_failure(self, leg: Leg, worker: str, status: int, body: bytes) -> LegFailure:
-        """What an answer with another status than 200 says."""
+        """Return the failure described by a response with a status other than 200."""
 
     def may_be_aborted(self, body: bytes | bytearray, start: int, leg: Leg) -> bool:
-        """Whether a whole answer may be that of an aborted request, by its bytes from ``start`` on.
-        A match has at most ``ABORT_MARK_BYTES``. :meth:`abort_of` knows better."""
+        """Return whether a whole response may be that of an aborted request, judged by its bytes
+        from ``start`` on. A match has at most ``ABORT_MARK_BYTES``; :meth:`abort_of` decides."""
 
     def abort_of(self, body: Any, leg: Leg) -> tuple[int, str] | None:
-        """Status and message if a whole answer says that the engine aborted the request."""
+        """Return status and message if a whole response shows that the engine aborted the
+        request."""
 
     def token_counts(self, body: dict[str, Any], *, asks_cached: bool) -> Counts:
-        """Of prefill's answer. ``asks_cached``: it was asked for ``cached_tokens_details``."""
+        """Return the counts in prefill's response. ``asks_cached``: the request asked for
+        ``cached_tokens_details``."""
 
     def output_tokens(self, data: bytes | bytearray) -> int | None:
-        """Of an answer, or of the last event of a stream that tells something."""
+        """Return the output tokens in a response or in the last informative event of a stream."""
 
 
 class _Plain:
@@ -70,8 +72,8 @@ class _Plain:
 
 # SGLang fault: abort-as-success
 class TokenAnswers(_Plain):
-    """Of ``/generate``, ``/v1/completions`` and ``/v1/chat/completions``. SGLang ends each stream
-    with the same event, also one that reports an error or an abort."""
+    """Responses of ``/generate``, ``/v1/completions`` and ``/v1/chat/completions``. SGLang ends
+    each stream with the same event, even after an error or an abort."""
 
     error_style: ErrorStyle = "openai"
     end_name = "[DONE]"
@@ -115,12 +117,12 @@ class TokenAnswers(_Plain):
 
 
 class MessageAnswers(_Plain):
-    """Of Anthropic's ``/v1/messages`` as SGLang serves it (``entrypoints/anthropic/serving.py``).
+    """Responses of Anthropic's ``/v1/messages`` as SGLang serves it
+    (``entrypoints/anthropic/serving.py``).
 
-    SGLang sends ``message_start`` with decode's first token, or in front of an error that comes
-    before it. So that event opens nothing: the request can still be retried. An error is followed
-    by ``message_stop``, too.
-    """
+    SGLang sends ``message_start`` with decode's first token, or before an early error. That event
+    therefore does not open the stream: the request can still be retried. Errors are also followed
+    by ``message_stop``."""
 
     error_style: ErrorStyle = "anthropic"
     end_name = "message_stop"
@@ -146,7 +148,7 @@ class MessageAnswers(_Plain):
         "rate_limit_error": 429,
         "overloaded_error": 503,
     }
-    """SGLang's ``ERROR_TYPE_MAP`` backwards; ``api_error`` is 500."""
+    """Inverse of SGLang's ``ERROR_TYPE_MAP``; ``api_error`` is 500."""
 
     def sign(self, data: bytes, name: bytes) -> Sign:
         if not name:
@@ -167,9 +169,9 @@ class MessageAnswers(_Plain):
         return _reported(worker, status, error)
 
     def may_be_aborted(self, body: bytes | bytearray, start: int, leg: Leg) -> bool:
-        """SGLang makes ``end_turn`` of an abort. In decode's answer that is mostly the true end.
-        Prefill ends every request by its length (``FINISH_LENGTH(0)``), so it writes
-        ``max_tokens`` for success."""
+        """SGLang reports an abort as ``end_turn``, which in decode's response usually is a normal
+        end. Prefill ends every request by its length (``FINISH_LENGTH(0)``), so its successes have
+        ``max_tokens``."""
         return leg == "prefill" and self._end_turn.search(body, start) is not None
 
     def abort_of(self, body: Any, leg: Leg) -> tuple[int, str] | None:
@@ -177,8 +179,8 @@ class MessageAnswers(_Plain):
         return (500, "") if aborted and leg == "prefill" else None
 
     def token_counts(self, body: dict[str, Any], *, asks_cached: bool) -> Counts:
-        """``input_tokens`` are those that were not cached. The cached ones are there only of
-        engines started with ``--enable-cache-report``."""
+        """``input_tokens`` excludes cached tokens. Engines report cached tokens only with
+        ``--enable-cache-report``."""
         usage = body.get("usage")
         if not isinstance(usage, dict) or type(usage.get("input_tokens")) is not int:
             return None, None
@@ -192,12 +194,12 @@ class MessageAnswers(_Plain):
 
 
 class ResponseAnswers:
-    """Of OpenAI's ``/v1/responses`` as SGLang serves it (``openai/serving_responses.py``).
+    """Responses of OpenAI's ``/v1/responses`` as SGLang serves it
+    (``openai/serving_responses.py``).
 
-    ``response.created`` and ``response.in_progress`` come at once, before any KV. The last event is
-    the whole response. An abort is ``response.failed``, or a whole answer with the status
-    ``failed``, behind a status of 200.
-    """
+    ``response.created`` and ``response.in_progress`` are sent at once, before any KV exists. The
+    last event contains the whole response. An abort is a ``response.failed`` event, or a whole
+    response with HTTP status 200 and the status ``failed``."""
 
     error_style: ErrorStyle = "responses"
     repeats_request = True
@@ -207,7 +209,7 @@ class ResponseAnswers:
     signs = (b'data: {"type"',)
     needle = b'"output_tokens"'
     mark = re.compile(rb'"output_tokens": ?(\d{1,18})')
-    """The first one: tools and metadata, which a client writes, come later."""
+    """The first match is the engine's: tools and metadata written by the client come later."""
     _signs = {  # noqa: RUF012 - never changed
         b"response.created": Sign.PREAMBLE,
         b"response.in_progress": Sign.PREAMBLE,
@@ -228,8 +230,8 @@ class ResponseAnswers:
         return self._signs.get(name, Sign.CONTENT)
 
     def failure(self, worker: str, data: bytes) -> LegFailure | None:
-        """SGLang calls everything ``server_error``. Without ``usage`` it is an exception of the
-        engine's HTTP process, mostly for a request that prefill answers with 400."""
+        """SGLang reports every failure as ``server_error``. Without ``usage`` it is an exception in
+        the engine's HTTP process, usually for a request that prefill rejects with 400."""
         try:
             event = orjson.loads(data)
         except orjson.JSONDecodeError:  # an excerpt
@@ -244,8 +246,8 @@ class ResponseAnswers:
         return self.status_failure("decode", worker, 400, error)
 
     def status_failure(self, leg: Leg, worker: str, status: int, body: bytes) -> LegFailure:
-        """What aborts a request in the engine is there a ``fastapi.HTTPException``, of which this
-        API makes a 400 that begins with the true status."""
+        """In SGLang this API turns an engine abort (a ``fastapi.HTTPException``) into a 400 whose
+        message begins with the true status."""
         failure = leg_status_failure(leg, worker, status, body)
         found = self._http_status.match(failure.message) if status == 400 else None
         if found is not None:
@@ -257,7 +259,7 @@ class ResponseAnswers:
     def may_be_aborted(self, body: bytes | bytearray, start: int, _leg: Leg) -> bool:
         if self._failed.search(body, start) is None:
             return False
-        found = self._status.search(body)  # a client may write one, but behind the engine's
+        found = self._status.search(body)  # a client's own field can only follow the engine's
         return found is not None and found[1] == b"failed"
 
     def abort_of(self, body: Any, _leg: Leg) -> tuple[int, str] | None:
@@ -291,7 +293,7 @@ ANSWER_KINDS: dict[RouteKind, AnswerKind] = {
 
 
 def _reported(worker: str, status: int, error: dict[str, Any]) -> LegFailure:
-    """``error``: what an event of a stream says."""
+    """Build the failure reported by an event of a stream."""
     failure = leg_status_failure("decode", worker, status, b"")
     failure.message = str(error.get("message") or failure.message)[:MAX_MESSAGE_CHARS]
     return failure

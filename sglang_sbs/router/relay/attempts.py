@@ -1,5 +1,5 @@
-"""One unit of a client request: assigned, sent, and tried again on other engines if it failed.
-Every attempt announced to the scheduler ends there exactly once."""
+"""Assigns and sends one unit of a client request, and retries it on other engines. Every attempt
+announced to the scheduler ends there exactly once."""
 
 from __future__ import annotations
 
@@ -36,8 +36,8 @@ from sglang_sbs.wire.gangs import (
 logger = logging.getLogger(__name__)
 
 _MOST_BROKEN_OFF = 2
-"""Engines that may go away under a request before it is no longer tried on others: it may be what
-ends them, and then it must not end them all."""
+"""Number of engines that may drop the connection during a request before it is no longer retried.
+The request may be crashing them, and must not reach them all."""
 _AT_ONCE = 4
 """Units of batches that begin, are sent or end in one turn of the event loop."""
 
@@ -48,14 +48,14 @@ _MOST_TO_REFUSE_S = 1.0
 
 # SGLang fault: refused-room-stays
 def _time_to_refuse_s(failure: LegFailure) -> float:
-    """After a refusal of prefill: how long the next attempt waits for another one before decode
-    gets the request. A decode engine announces a request to prefill at once, and what it announces
-    to a prefill engine that refuses the request stays in that engine's memory for good (SGLang's
-    ``disaggregation/mooncake/conn.py``, ``transfer_infos``; sglang #39428).
+    """After a refusal by prefill, return how long the next attempt waits for another refusal before
+    sending decode its request. A decode engine contacts prefill at once, and state for a request
+    that prefill refuses is never freed there (SGLang's ``disaggregation/mooncake/conn.py``,
+    ``transfer_infos``; sglang #39428).
 
-    No answer says that prefill has taken a request: it answers when all is done, for which it
-    needs decode, and EndForward names a request once decode has made contact. What is left is a
-    time without refusal: twice what the last one took, as the same cause answers alike."""
+    No response shows that prefill has accepted a request: prefill responds at the end, which needs
+    decode, and EndForward lists a request only after decode's contact. So the wait is twice the
+    time of the last refusal, because the same cause leads to a refusal after a similar time."""
     if failure.leg != "prefill" or failure.after_s is None:
         return 0.0
     return min(max(2 * failure.after_s, _LEAST_TO_REFUSE_S), _MOST_TO_REFUSE_S)
@@ -63,7 +63,7 @@ def _time_to_refuse_s(failure: LegFailure) -> float:
 
 @dataclass(eq=False, repr=False)
 class Attempts:
-    """Of all client requests: :meth:`run` takes one of their units to its end."""
+    """Runs the units of all client requests; :meth:`run` handles one unit."""
 
     config: RelayConfig
     registry: Registry
@@ -72,15 +72,15 @@ class Attempts:
     metrics: RouterMetrics
     in_flight: InFlight
     sends_gangs: bool = False
-    """Engines are told which requests are sent together."""
+    """Engines learn which requests form a batch."""
     sent_as_ids: int = 0
-    """Attempts whose engines got token ids in place of text."""
+    """Attempts whose engines received token ids instead of text."""
     turns: Turns = field(default_factory=lambda: Turns(_AT_ONCE))
-    """Of batches, whose units begin, are sent and end a few at a time."""
+    """Turns of batches, whose units begin, are sent and end a few at a time."""
     _suspicions: Suspicions = field(default_factory=Suspicions)
 
     async def run(self, exchange: Exchange, unit: int) -> Pair:
-        """One unit to its end, retried while none of its bytes left. Raises: RouterError."""
+        """Run one unit, retrying while none of its response has been sent. Raises: RouterError."""
         run = UnitRun(exchange, unit, exclude=self._unfit(exchange))
         try:
             return await self._retried(run)
@@ -90,16 +90,17 @@ class Attempts:
             exchange.pairs.pop(unit, None)
 
     def _unfit(self, exchange: Exchange) -> tuple[str, ...]:
-        """Engines that would not understand the request. The scheduler takes one of them only if it
-        has no other; :meth:`_placement` refuses that."""
+        """Engines too old for the request's API. The scheduler selects one only if no other is
+        left; :meth:`_placement` then refuses it."""
         if exchange.plan.kind not in CONVERTED:
             return ()
         return tuple(one.url for one in self.registry if not takes_converted(one.known.version))
 
     def _blame(self, run: UnitRun, *, served: bool) -> None:
-        """For answers of 5xx. When two engines gave one and none served the request, it may be
-        what they cannot do: a few such requests must not take every engine out. Where only one was
-        asked (without retries, or its client left), it depends on the others' failures."""
+        """Count responses of 5xx against their engines. If two engines failed and none served the
+        request, the request may be the cause, and a few such requests must not take out every
+        engine. If only one was tried (no retries, or the client left), its other failures
+        decide."""
         suspects, run.suspects = run.suspects, []
         alone = len({failure.worker for failure in suspects}) == 1
         now_s = time.monotonic()
@@ -133,7 +134,7 @@ class Attempts:
                     self.metrics.gave_up(failure, kind)
                     if harmful:
                         gone = " and ".join(sorted(run.broken_off))
-                        why = f"{gone} went away under it: not sent to another engine"
+                        why = f"{gone} dropped the connection: the request is not retried"
                         logger.warning("%s: %s", name, why)
                 if last or not retryable:
                     raise
@@ -155,7 +156,7 @@ class Attempts:
     async def _attempt(self, run: UnitRun) -> Pair:
         exchange = run.exchange
         if self.in_flight.parking.full:
-            why = "too many cancelled requests still wait for their KV transfer to end"
+            why = "too many cancelled requests are waiting for their KV transfer to end"
             raise RouterError(503, "too_many_parked", why, retry_after_s=1.0)
         attempt = Attempt(arrival=self._arrival(run), run=run)
         self.in_flight.announce(attempt)
@@ -163,7 +164,7 @@ class Attempts:
         try:
             assignment = await self.dispatcher.assign(attempt)
             self.in_flight.assigned(attempt, assignment)
-            if len(exchange.plan.units) > 1:  # a policy may let go of hundreds at once
+            if len(exchange.plan.units) > 1:  # a policy may dispatch hundreds at once
                 await self.turns.take(id(exchange))
             if exchange.ending:
                 raise asyncio.CancelledError
@@ -189,7 +190,7 @@ class Attempts:
             self.in_flight.end(attempt, outcome, tokens)
 
     def _timing(self, exchange: Exchange) -> dict[str, str]:
-        """Headers of a stream whose client asked where the time went."""
+        """Headers of a stream whose client asked for ``Server-Timing``."""
         if not exchange.asked.timing:
             return {}
         value = server_timing(split_of(exchange.recent, self.dispatcher))
@@ -218,7 +219,7 @@ class Attempts:
             self._suspicions.served(role, engine)
 
     def _start(self, attempt: Attempt, assignment: Dispatch) -> Pair:
-        """Send both legs, in this very callback where connections are at hand."""
+        """Send both legs, within this callback if connections are available."""
         run, plan = attempt.run, attempt.run.exchange.plan
         placement = self._placement(assignment, plan.kind)
         prefill, ids_json = placement.prefill, run.prompt.ids_json
@@ -226,11 +227,11 @@ class Attempts:
             ids_json = None
         self.sent_as_ids += ids_json is not None
         gang = None
-        # By its id, as the policy may be another since it arrived.
+        # Decide by the rid, because the policy may have changed since arrival.
         if is_sized(attempt.rid):
-            # Sent alone, if its batch is not told, or not known to come to one rank.
-            told = None if prefill.rank_is_a_hint else assignment.gang
-            gang = told or GangPart(random.getrandbits(TAG_BITS), members=1, ranks=1)
+            # Send it as a batch of one if its batch is unknown or may span several ranks.
+            known = None if prefill.rank_is_a_hint else assignment.gang
+            gang = known or GangPart(random.getrandbits(TAG_BITS), members=1, ranks=1)
         asks = prefill.info is not None and prefill.info.cached_details and plan.may_ask_cached
         bodies = leg_bodies(
             run.unit,
@@ -254,7 +255,7 @@ class Attempts:
         return pair
 
     def _placement(self, assignment: Dispatch, kind: RouteKind) -> Placement:
-        """Raises: LegFailure, RouterError: it cannot be sent there now."""
+        """Check that the assigned workers can be used now. Raises: LegFailure, RouterError."""
         prefill_rank, decode_rank = assignment.prefill_rank, assignment.decode_rank
         prefill = self._worker("prefill", assignment.prefill, prefill_rank)
         decode = self._worker("decode", assignment.decode, decode_rank)
@@ -267,9 +268,9 @@ class Attempts:
     def _worker(self, role: Leg, url: str, rank: int) -> Worker:
         worker = self.registry.get(url)
         left = worker is not None and worker.known.elastic and rank >= worker.dp_size
-        if worker is None or worker.info is None or left:  # since it was chosen
+        if worker is None or worker.info is None or left:  # since the assignment
             why = "was removed" if worker is None else "has been restarted"
-            why = f"worker {url} {f'has no DP rank {rank} any more' if left else why}"
+            why = f"worker {url} {f'has no DP rank {rank} any longer' if left else why}"
             raise LegFailure(role, url, 503, f"{role}_unavailable", why)
         if not 0 <= rank < worker.dp_size:
             why = f"DP rank {rank} of {url} is outside [0, {worker.dp_size})"

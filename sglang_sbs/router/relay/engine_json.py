@@ -1,6 +1,6 @@
-"""Answers of engines (SGLang's ``managers/tokenizer_manager.py``, ``entrypoints/openai``), opened
-only as far as somebody has to look into them: text, logprobs and hidden states stay JSON, as
-unfolding them takes ten times their size and keeps the event loop."""
+"""Parses engines' responses (SGLang's ``managers/tokenizer_manager.py``, ``entrypoints/openai``)
+only as deeply as needed. Text, logprobs and hidden states stay JSON: parsing them takes ten times
+their size and blocks the event loop."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from sglang_sbs.router.requests import raw_json
 from sglang_sbs.router.requests.raw_json import JsonError, Raw
 
 SHORT_BYTES = 64 << 10
-"""What is shorter is unfolded without a thought."""
+"""Shorter JSON is parsed whole."""
 _OPENED = ("meta_info", "usage", "logprobs")
-"""Objects that are looked into, of an answer or of its choice."""
+"""Objects that are parsed, in a response or in its choice."""
 
 ABORT_MARK = re.compile(rb'"(?:type|finish_reason)": ?"abort"')
-"""In an answer of an aborted request, and maybe in others."""
+"""Occurs in every response of an aborted request, and possibly in others."""
 ABORT_MARK_BYTES = 32
 _OUTPUT_TOKENS = re.compile(rb'"(?:completion|output)_tokens":\s*(\d+)')
 _MOST_DIGITS = 18
@@ -29,13 +29,14 @@ _MOST_DIGITS = 18
 _only_one = msgspec.json.Decoder(tuple[Raw])
 
 _HERE = b"\0"
-"""Stands for something long: in JSON there is no such byte."""
+"""Placeholder for a long value; JSON never contains this byte."""
 
 Parts = Generator[None, None, dict[str, Any]]
 
 
 def opened(body: bytes | bytearray | memoryview) -> dict[str, Any]:
-    """An answer or event; what is long in it is a ``Raw``. Raises: JsonError, it is no object."""
+    """Parse a response or event; long values stay ``Raw``. Raises: JsonError, it is not an
+    object."""
     parts = opened_in_parts(body)
     try:
         while True:
@@ -46,12 +47,12 @@ def opened(body: bytes | bytearray | memoryview) -> dict[str, Any]:
 
 
 def opened_in_parts(body: bytes | bytearray | memoryview) -> Parts:
-    """The same with pauses: each part looks at every byte once."""
+    """Parse in steps, so that others can run in between; each step reads every byte once."""
     try:
         if len(body) <= SHORT_BYTES:
             value = orjson.loads(body)
             if not isinstance(value, dict):
-                raise JsonError("it is no JSON object")
+                raise JsonError("it is not a JSON object")
             return value
         answer = yield from _opened_object(Raw(body))
         choices = answer.get("choices")
@@ -59,7 +60,7 @@ def opened_in_parts(body: bytes | bytearray | memoryview) -> Parts:
             yield
             try:
                 (only,) = _only_one.decode(choices)
-            except msgspec.ValidationError:  # several, and who sends them in one is no engine
+            except msgspec.ValidationError:  # several choices, which engines never send at once
                 answer["choices"] = raw_json.value_of(choices)
             else:
                 answer["choices"] = [(yield from _opened_object(only))]
@@ -82,7 +83,8 @@ def _opened_object(raw: Raw) -> Parts:
 
 
 class _Spliced:
-    """JSON in pieces that were not copied so far. No dataclass: orjson would write it by itself."""
+    """JSON in pieces that have not been copied. It is not a dataclass, which orjson would serialize
+    itself."""
 
     __slots__ = ("pieces",)
 
@@ -91,7 +93,7 @@ class _Spliced:
 
 
 def dumped_pieces(value: Any) -> list[bytes | memoryview]:
-    """JSON of what was opened; what is long in it is not copied."""
+    """Serialize a parsed response in pieces, without copying long values."""
     long: list[list[bytes | memoryview]] = []
 
     def as_it_came(value: Any) -> orjson.Fragment:
@@ -115,7 +117,8 @@ def is_list(value: Any) -> bool:
 
 
 def one_after_the_other(first: Any, second: Any, leave_out: int = 0) -> Any:
-    """Two lists as one, without the last ``leave_out`` entries of the first. Raises: JsonError."""
+    """Concatenate two lists, without the last ``leave_out`` entries of the first. Raises:
+    JsonError."""
     if isinstance(first, list) and isinstance(second, list):
         return first[: len(first) - leave_out] + second
     texts = [
@@ -130,7 +133,7 @@ def one_after_the_other(first: Any, second: Any, leave_out: int = 0) -> Any:
 
 
 def abort_of(body: Any) -> tuple[int, str] | None:
-    """Status and message if a response body says that the engine aborted the request."""
+    """Return status and message if a response shows that the engine aborted the request."""
     if not isinstance(body, dict):
         return None
     meta = body.get("meta_info")
@@ -148,8 +151,8 @@ def abort_of(body: Any) -> tuple[int, str] | None:
 
 
 def count_of(name: bytes, data: bytes | bytearray) -> int | None:
-    """``name`` is ``completion_tokens`` or Anthropic's ``output_tokens``: the number in the last
-    place where an answer, or the end of a stream, has it."""
+    """Return the last value of ``name`` (``completion_tokens`` or Anthropic's ``output_tokens``) in
+    a response or at the end of a stream."""
     found = _OUTPUT_TOKENS.match(data, max(0, data.rfind(b'"%b"' % name)))
     if found is None:
         return None
@@ -158,8 +161,8 @@ def count_of(name: bytes, data: bytes | bytearray) -> int | None:
 
 
 def token_counts(body: dict[str, Any], asks_cached: bool) -> tuple[int | None, int | None]:
-    """Prompt and cached tokens, from ``meta_info`` or OpenAI's ``usage`` and SGLang's ``sglext``.
-    ``usage`` has cached tokens only of engines started with ``--enable-cache-report``."""
+    """Return prompt and cached tokens, from ``meta_info`` or OpenAI's ``usage`` and SGLang's
+    ``sglext``. ``usage`` has cached tokens only with ``--enable-cache-report``."""
     meta, usage = body.get("meta_info"), body.get("usage")
     if isinstance(meta, dict):
         prompt, cached = meta.get("prompt_tokens"), meta.get("cached_tokens")

@@ -1,10 +1,10 @@
-"""Reads the server-sent events of one engine response and decides everything about it: where the
-stream opens, whether it fails first, whether it is complete, what broke it. TCP may cut a stream
-anywhere, so the reader judges whole events only: no cut changes the verdict or what is passed on.
+"""Reads the server-sent events of one engine response: finds where the stream opens, whether it
+fails first, whether it is complete, and what broke it. Only whole events are judged, so the result
+does not depend on how TCP splits the stream.
 
-Knows how events are framed (https://html.spec.whatwg.org/multipage/server-sent-events.html). What
-they mean is described by a :class:`StreamKind`.
-"""
+This module knows how events are framed
+(https://html.spec.whatwg.org/multipage/server-sent-events.html). A :class:`StreamKind` describes
+their meaning."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from typing import Protocol
 from sglang_sbs.router.errors import EventTooLarge, LegFailure
 
 MAX_EVENT_BYTES = 16 << 20
-"""Largest event of a stream that is edited or merged."""
+"""Limit on one event of a stream that is edited or merged."""
 LONG_BYTES = 64 << 10
-"""A longer event is judged by an excerpt, and a stream whose first event is longer opens with it
-incomplete."""
+"""A longer event is judged by an excerpt. If the first event is longer, the stream opens before
+that event is complete."""
 _HEAD_BYTES = 1024
 _TAIL_BYTES = 4096
-"""How much an excerpt has of a long event's beginning and end."""
+"""Bytes of a long event's beginning and end in its excerpt."""
 _MARK_BYTES = 64
 _FIELDS = (b"data:", b"event:", b"id:", b"retry:", b":")
 _BOM = b"\xef\xbb\xbf"
@@ -32,49 +32,51 @@ Payload = bytes | memoryview
 
 
 class Sign(enum.Enum):
-    """What one event says about its stream."""
+    """What one event means for its stream."""
 
     PREAMBLE = "preamble"
-    """Held back until the stream opens: if it fails next, the request can still be retried."""
+    """Held back until the stream opens: if a failure follows, the request can still be retried."""
     CONTENT = "content"
     END = "end"
     FAILURE = "failure"
 
 
 class StreamKind(Protocol):
-    """What begins, ends and breaks streams of one kind."""
+    """Describes which events begin, end and break streams of one API."""
 
     @property
     def end_name(self) -> str:
-        """The event that ends a complete stream, as error messages call it."""
+        """Name of the last event of a complete stream, for error messages."""
 
     @property
     def needle(self) -> bytes:
-        """A part of every match of :attr:`mark`; it is searched for first, as that is fast."""
+        """Bytes contained in every match of :attr:`mark`, searched first because that is fast."""
 
     @property
     def mark(self) -> re.Pattern[bytes]:
-        """What :meth:`sign` looks for in the middle of an event; matches at most 64 bytes."""
+        """Pattern that :meth:`sign` needs from the middle of a long event; matches at most 64
+        bytes."""
 
     @property
     def telling_end(self) -> bool:
-        """The event that ends a stream also has its counts, or is the failure that ended it."""
+        """The last event of a stream also has its counts, or is the failure that ended it."""
 
     @property
     def signs(self) -> tuple[bytes, ...]:
-        """A nameless event of one line is content if it neither begins with one of these, from its
-        ``data: `` on, nor contains :attr:`needle`."""
+        """A one-line event without a name is content unless it begins with one of these (``data: ``
+        included) or contains :attr:`needle`."""
 
     def sign(self, data: bytes, name: bytes) -> Sign:
-        """Judge an event by its ``data`` and ``event`` fields. Of long data it gets an excerpt: the
-        beginning, the first match of :attr:`mark`, and the end, with zero bytes in between."""
+        """Judge an event by its ``data`` and ``event`` fields. Long data is passed as an excerpt:
+        the beginning, the first match of :attr:`mark` and the end, separated by zero bytes."""
 
     def failure(self, worker: str, data: bytes) -> LegFailure | None:
-        """What an event with ``Sign.FAILURE`` reports; ``None`` if it is content after all."""
+        """Return the failure reported by a ``Sign.FAILURE`` event; ``None`` if it is content after
+        all."""
 
 
 class EventReader:
-    """The verdict on one stream, and what of it may be passed on so far."""
+    """State of one stream, and the part of it that can be passed on."""
 
     __slots__ = (
         *("_begun", "_cut", "_held", "_last", "_marked", "_most_held", "_partial", "_read"),
@@ -85,53 +87,54 @@ class EventReader:
     def __init__(
         self, kind: StreamKind, worker: str, *, whole: bool = False, most_held: int | None = None
     ) -> None:
-        """``whole``: pass on the data of complete events, except the one that ends the stream, for
-        an editor; otherwise the bytes as they come. ``most_held``: bytes to hold back until the
-        stream opens, by default ``LONG_BYTES``. A longer preamble breaks the stream."""
+        """Create a reader. ``whole``: return the data of complete events, except the last of the
+        stream, for an editor; otherwise return the bytes as received. ``most_held``: limit on bytes
+        held back until the stream opens, by default ``LONG_BYTES``; a longer preamble breaks the
+        stream."""
         self.kind = kind
         self._most_held = LONG_BYTES if most_held is None else most_held
         self._worker = worker
         self._whole = whole
         self.opened = False
-        """It may be passed on: an event came that is neither preamble nor failure."""
+        """The stream can be passed on: an event other than preamble or failure has arrived."""
         self.done = False
-        """The event that ends it came."""
+        """The last event of the stream has arrived."""
         self.events = 0
-        """Events with data so far, without the one that ends it."""
+        """Number of events with data, without the last of the stream."""
         self._last = b""
         self.failure: LegFailure | None = None
-        """What it reports instead of opening."""
+        """Failure reported before the stream opened."""
         self.failed = False
-        """It has reported a failure, before it opened or after."""
+        """A failure was reported, before the stream opened or later."""
         self.broken: ValueError | None = None
-        """Why nothing more is read: ``EventTooLarge``, or plain where there are no events."""
+        """Reason to stop reading: ``EventTooLarge``, or a plain error if the body is not an event
+        stream."""
         self._simple = False
-        """It has opened, and an event begins with the next piece."""
+        """The stream is open, and an event begins with the next piece."""
         self._held: list[Payload] = []
         self._partial = bytearray()
-        """The event under way, its line ends as ``\\n``."""
+        """The incomplete event, with line ends as ``\\n``."""
         self._read = 0
-        """Bytes before ``_partial``; counted until the stream opens."""
+        """Bytes before ``_partial``, counted until the stream opens."""
         self._seen = 0
-        """No event ends in ``_partial`` before this."""
+        """No event ends in ``_partial`` before this position."""
         self._begun = False
         """The first event is complete."""
         self._cut = False
-        """The event under way is long and has lost its middle."""
+        """The incomplete event is long, and its middle was dropped."""
         self._searched = 0
-        """Where the search of a long event for the mark goes on."""
+        """Position at which the search of a long event for the mark resumes."""
         self._marked = b""
-        """What it found."""
+        """Match of the mark in a long event."""
 
     @property
     def last(self) -> bytes:
-        """The latest event with data, but for the one that ends the stream: its data, of a long one
-        the excerpt."""
+        """Data of the latest event except the last of the stream; an excerpt if it is long."""
         return self._last.removeprefix(b"data: ").strip()
 
     def feed(self, data: bytes) -> Sequence[Payload]:
-        """Read on. Returns what may be passed on: nothing before the stream opens, nor once it is
-        broken."""
+        """Read more bytes and return what can be passed on: nothing before the stream opens or
+        after it is broken."""
         # Nearly every piece is one event of one line. This is the router's hottest path.
         if (
             self._simple
@@ -154,14 +157,14 @@ class EventReader:
         return self._released()
 
     def watch(self, data: bytes) -> bool:
-        """Read on for nobody, keeping nothing. Returns whether the stream has opened, or shows that
-        it never will."""
+        """Read more bytes and discard them. Returns whether the stream has opened or certainly
+        never will."""
         self.feed(data)
         self._held.clear()
         return self.opened or self.failure is not None or self.broken is not None
 
     def end(self) -> Sequence[Payload]:
-        """The response is complete. Returns as :meth:`feed` does."""
+        """Finish the response. Returns as :meth:`feed` does."""
         rest = bytes(self._partial[: LONG_BYTES + 1])
         if self.failure is not None or self.broken is not None or len(rest) > LONG_BYTES:
             return ()
@@ -169,7 +172,7 @@ class EventReader:
             return ()
         data, name = _fields(self._without_bom(rest))
         if data is not None:
-            # An event without its blank line is not to be used, but these are clear without it.
+            # An event without its final blank line must be ignored, but these are unambiguous.
             sign = self.kind.sign(data, name)
             if sign in (Sign.END, Sign.FAILURE):
                 self._judge(sign, data, data)
@@ -212,12 +215,13 @@ class EventReader:
             self._open_unread(start)
         self._read += start
         del buffer[:start]
-        self._seen = max(0, len(buffer) - len(_EVENT_END))  # the last may be a \r of \r\n
+        self._seen = max(0, len(buffer) - len(_EVENT_END))  # a \r\n may be split here
         if len(buffer) > LONG_BYTES and self.opened:
             self._long_so_far(buffer)
 
     def _is_event(self, event: bytes) -> bool:
-        """False, with the reason in :attr:`broken`, if a stream begins with something else."""
+        """Return False and set :attr:`broken` if the stream begins with something that is not an
+        event."""
         event = self._without_bom(event).lstrip(b"\n")
         if self.opened or event.startswith(_FIELDS) or any(f.startswith(event) for f in _FIELDS):
             return True
@@ -255,7 +259,7 @@ class EventReader:
             self._held.append(data)
 
     def _open_unread(self, start: int) -> None:
-        """The first event is too long to wait for its end: its beginning must do."""
+        """Judge the first event by its beginning, because it is too long to wait for its end."""
         end = min(start + _HEAD_BYTES, self._most_held - self._read)
         head = bytes(self._partial[start : max(start, end)])
         if not self._is_event(head):
@@ -266,13 +270,13 @@ class EventReader:
             self.failure = self.kind.failure(self._worker, data)
             self.failed = self.failure is not None
         elif sign is Sign.PREAMBLE:
-            why = f"what it sends before its first output is over {self._most_held >> 10} KiB"
+            why = f"its events before the first output exceed {self._most_held >> 10} KiB"
             self.broken = EventTooLarge(why)
             return
         self.opened = self.failure is None
 
     def _long_so_far(self, buffer: bytearray) -> None:
-        """Search a long event as it comes: at its end that would take long."""
+        """Search a long event as it arrives; searching it at its end would take too long."""
         if self._whole and len(buffer) > MAX_EVENT_BYTES + len(_EVENT_END):
             self._too_large()
             return
@@ -307,7 +311,7 @@ class EventReader:
             if self._whole:
                 payload = _long_payload(buffer, event, start, end)
             sign = self.kind.sign(excerpt, name)
-            if sign is Sign.FAILURE and not self.opened:  # then nothing of it was cut
+            if sign is Sign.FAILURE and not self.opened:  # in this case nothing was dropped
                 excerpt = _fields(bytes(event))[0] or b""
             self._judge(sign, payload, excerpt)
         self._begun = True
@@ -319,7 +323,7 @@ class EventReader:
 
 
 def _fields(event: bytes) -> tuple[bytes | None, bytes]:
-    """An event's ``data``, ``None`` if it has none, and its name."""
+    """Return an event's ``data`` (``None`` if it has none) and its name."""
     if event.startswith(b"data:") and b"\n" not in event:
         return event[5:].strip(), b""
     lines = event.split(b"\n")
@@ -329,8 +333,8 @@ def _fields(event: bytes) -> tuple[bytes | None, bytes]:
 
 
 def _long_payload(buffer: bytearray, event: memoryview, start: int, end: int) -> Payload:
-    """The data of a long event: a view if it is one line, with the spaces around it."""
-    begin = start + bytes(event[:1]).count(b"\n")  # more of them would have ended an event
+    """Return the data of a long event, with surrounding spaces as a view if it is one line."""
+    begin = start + bytes(event[:1]).count(b"\n")  # two would have ended an event
     if buffer[begin : begin + 5] == b"data:" and buffer.find(b"\n", begin, end) < 0:
         return event[begin + 5 - start :]
     return _fields(bytes(event))[0] or b""

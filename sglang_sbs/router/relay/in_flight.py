@@ -1,6 +1,6 @@
-"""What is in flight: the client's request, its units, the attempts at each, each referring to the
-one before. Owns the table from rid to workers (EndForward is bound through it), the counters per
-worker, and whose client may abort what."""
+"""Tracks requests in flight: client requests, their units, and the attempts at each unit. Owns the
+table from rid to workers, which binds EndForward messages, the counters per worker, and the
+clients' ids for aborts."""
 
 from __future__ import annotations
 
@@ -33,34 +33,34 @@ from sglang_sbs.scheduling.events import Dispatch, Outcome
 from sglang_sbs.scheduling.queue.priority import class_of
 
 _LAST_CHANCE_S = 5.0
-"""Without a byte for this long, a stream of a lost worker is over."""
+"""Time without a byte after which a stream of a lost worker is ended."""
 
 
 @dataclass(slots=True)
 class Exchange:
     headers: bytes
-    """Those that both legs get."""
+    """Headers that both legs send."""
     request_id: str
     asked: Asked
     downstream: Downstream
     pairs: dict[int, Pair]
-    """By unit index: the attempt under way."""
+    """Current attempt by unit index."""
     plan: Plan
     prompts: list[ReadPrompt]
-    """By prompt index."""
+    """Tokenized prompts by prompt index."""
     session: str
     priority: int
     """Larger is more urgent."""
     recent: RecentRequest
-    """What is remembered of it."""
+    """The record kept for the access log and ``sglang-sbs why``."""
     make_sink: Callable[[Pair], Callable[[Payload], None]] | None = None
-    """Makes, for each attempt, what takes decode's stream; ``None``: the answer is kept whole."""
+    """Creates the consumer of an attempt's decode stream; ``None`` collects the whole response."""
     edits_events: bool = False
-    """It takes the data of each event; otherwise bytes as they come."""
+    """The consumer takes the data of each event instead of the bytes as received."""
     window: asyncio.Semaphore | None = None
-    """Of a batch: places for units that wait for their prefill."""
+    """Places of a batch for units that are waiting for prefill."""
     ending: bool = False
-    """The first of its units failed, or its client left: none is sent any more."""
+    """A unit failed or the client left: no further unit is sent."""
 
 
 @dataclass(slots=True, eq=False)
@@ -69,19 +69,20 @@ class UnitRun:
     unit: int
     attempts: int = 0
     exclude: tuple[str, ...] = ()
-    """Engines that failed it."""
+    """Engines that failed this unit."""
     broken_off: set[str] = field(default_factory=set)
-    """Those of them that went away under it."""
+    """Engines that dropped the connection."""
     suspects: list[LegFailure] = field(default_factory=list)
-    """Answers of 5xx that may be the engine's fault, or the request's."""
+    """Responses of 5xx that may be the fault of the engine or of the request."""
     decode_after_s: float = 0.0
-    """How long the next attempt gives prefill to refuse before it sends decode's request."""
+    """Time that the next attempt gives prefill to refuse before it sends decode's request."""
 
     ahead: bool = True
-    """It has a place in the window of its batch."""
+    """The unit occupies a place in the window of its batch."""
 
     def prefilled(self) -> None:
-        """It is past prefill, or over; its place is another's. Does nothing twice."""
+        """Free the unit's place in the window: it is past prefill, or over. Repeated calls do
+        nothing."""
         if self.ahead and self.exchange.window is not None:
             self.exchange.window.release()
         self.ahead = False
@@ -92,22 +93,22 @@ class UnitRun:
 
     @property
     def opened(self) -> bool:
-        """Something of its answer is there, and may have been passed on."""
+        """Whether part of the response exists and may have been passed on."""
         pair = self.exchange.pairs.get(self.unit)
         return pair is not None and pair.opened
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class Attempt(Announced):
-    """One attempt: it has a rid of its own, and both legs get that."""
+    """One attempt at a unit; both legs use its rid."""
 
     run: UnitRun
     announced_s: float = 0.0
     first_byte_s: float | None = None
     pair: Pair | None = None
-    """Its legs, once they were sent."""
+    """Both legs, once sent."""
     prefill_open: bool = False
-    """They were, and prefill has not answered."""
+    """The legs were sent, and prefill has not responded."""
     trace: AttemptTrace = field(default_factory=AttemptTrace)
 
     @property
@@ -125,11 +126,11 @@ class InFlight:
     traces: Traces | None = None
     recent: RecentRequests = field(default_factory=RecentRequests)
     pace: Pace = field(default_factory=Pace)
-    """Of work on long answers."""
+    """Spaces out work on long responses."""
     transfer_timeout_s: float = TRANSFER_TIMEOUT_S
     _attempts: dict[str, Attempt] = field(default_factory=dict)
     _tasks: dict[asyncio.Task[object], Sequence[str]] = field(default_factory=dict)
-    """Of client requests, each with the client's ids for it."""
+    """Tasks of client requests, each with the client's own ids."""
     _aborted: set[asyncio.Task[object]] = field(default_factory=set)
     _idle: asyncio.Event = field(default_factory=asyncio.Event)
 
@@ -154,7 +155,7 @@ class InFlight:
         self._idle.clear()
 
     def named(self, task: asyncio.Task[object], rids: Sequence[str]) -> None:
-        """From now on it can be aborted by these ids of its client."""
+        """Set the client's ids, by which the request can be aborted."""
         self._tasks[task] = rids
 
     def over(self, task: asyncio.Task[object]) -> None:
@@ -164,8 +165,8 @@ class InFlight:
             self._idle.set()
 
     def abort(self, rid: str = "") -> int:
-        """End the requests whose client id starts with ``rid`` (as SGLang matches), all if it is
-        empty; how many."""
+        """Abort the requests whose client id starts with ``rid`` (as SGLang matches), or all if it
+        is empty; return their number."""
         found = [
             task
             for task, client_rids in self._tasks.items()
@@ -177,7 +178,7 @@ class InFlight:
         return len(found)
 
     def was_aborted(self, task: asyncio.Task[object]) -> bool:
-        """Its cancellation came from here, not from a client that went away."""
+        """Whether the cancellation came from :meth:`abort`, not from a client that disconnected."""
         return task in self._aborted
 
     async def wait_idle(self) -> None:
@@ -206,14 +207,14 @@ class InFlight:
             worker.dispatches += 1
 
     def end(self, attempt: Attempt, outcome: Outcome, completion_tokens: int | None) -> None:
-        """The attempt is over; while its decode request is parked, only for prefill."""
+        """End the attempt; if its decode request is parked, only prefill's part ends now."""
         recent = attempt.run.exchange.recent
         seen = recent.client_side(attempt.announced_s, attempt.first_byte_s)
         del self._attempts[attempt.rid]
         self._prefill_over(attempt)
-        # It must not know the attempt, whose bodies may be large: it can wait for minutes.
-        told = partial(self.dispatcher.ended, attempt.rid, outcome, completion_tokens, seen)
-        left = partial(self._left, told, attempt.placement)
+        # Reference no attempt here: it may hold large bodies, and parking can last minutes.
+        report = partial(self.dispatcher.ended, attempt.rid, outcome, completion_tokens, seen)
+        left = partial(self._left, report, attempt.placement)
         if attempt.pair is not None and attempt.pair.must_park:
             self.dispatcher.prefill_aborted(attempt.rid)
             self.parking.park(attempt.pair, left)
@@ -225,14 +226,14 @@ class InFlight:
             self.traces.ended(attempt.trace, attempt.assignment, outcome)
 
     @staticmethod
-    def _left(told: Callable[[], None], placement: Placement | None) -> None:
-        """Decode has nothing more of it."""
-        told()
+    def _left(report: Callable[[], None], placement: Placement | None) -> None:
+        """Finish decode's part of an attempt."""
+        report()
         if placement is not None:
             placement.decode.active -= 1
 
     def sessions(self) -> dict[str, int]:
-        """How many conversations have a leg in flight, by worker URL; none where it is missing."""
+        """Conversations with a leg in flight, by worker URL; workers without any are omitted."""
         names: dict[str, set[str]] = {}
         for attempt in self._attempts.values():
             placement, session = attempt.placement, attempt.arrival.session
@@ -243,7 +244,7 @@ class InFlight:
         return {url: len(found) for url, found in names.items()}
 
     def find_owner(self, rid: str, role: str) -> str | None:
-        """Where the leg of that role went, for binding EndForward messages."""
+        """Return the URL of the engine that got that role's leg, to bind EndForward messages."""
         attempt = self._attempts.get(rid)
         if attempt is None or attempt.placement is None:
             return None
@@ -251,8 +252,8 @@ class InFlight:
         return (placement.prefill if role == "prefill" else placement.decode).url
 
     def refuses_retraction(self, placement: Placement) -> bool:
-        """Whether prefill refuses what decode may ask of it after it retracted a request: the
-        engine's own request has no key and speaks plain HTTP (sglang #25372)."""
+        """Return whether prefill will refuse decode's own request after a retraction: the engine
+        sends it without a key and over plain HTTP (sglang #25372)."""
         # SGLang fault: retraction-without-key
         closed = self._keyed or placement.prefill.url.startswith("https:")
         return closed and may_rebootstrap(placement.decode.known.version)
@@ -264,7 +265,7 @@ class InFlight:
             attempt.placement.prefill.active -= 1
             attempt.run.prefilled()
 
-    # What pairs tell, once what came in together has been passed on -----------------------------
+    # Reports of pairs, sent after received data has been passed on -----------------------------
 
     def prefill_replied(self, rid: str, reply: PrefillReply, now_s: float) -> None:
         attempt = self._attempts.get(rid)
@@ -283,7 +284,7 @@ class InFlight:
 
     def decode_started(self, rid: str, now_s: float) -> None:
         attempt = self._attempts.get(rid)
-        if attempt is None or attempt.prefill_open:  # else its reply has said so
+        if attempt is None or attempt.prefill_open:  # else its response has reported this
             self.dispatcher.prefill_done(rid)
         if attempt is not None:
             self._prefill_over(attempt)
@@ -295,8 +296,8 @@ class InFlight:
             attempt.trace.first_byte_ns = time.time_ns()
 
     def fail_worker(self, worker: Worker) -> None:
-        """End what waits for a worker that answers nothing any more. Streams under way get a last
-        chance: they are ended if nothing comes for a while."""
+        """Fail requests waiting for a worker that no longer responds. Open streams end only if
+        nothing arrives for ``_LAST_CHANCE_S``."""
         self.parking.engine_lost(worker)
         for rid, attempt in list(self._attempts.items()):
             pair, placement = attempt.pair, attempt.placement
@@ -317,5 +318,5 @@ class InFlight:
 
 
 def _lost(leg: Leg, worker: Worker) -> LegFailure:
-    detail = "it answers nothing any more, not even health checks"
+    detail = "it no longer responds, not even to health checks"
     return transport_failure(leg, worker.url, detail)

@@ -1,5 +1,5 @@
-"""The answers of the two legs: collected as they come, bounded, and judged. Each receiver tells its
-pair what its answer means, and must not know what the other leg does."""
+"""Collects, bounds and judges the responses of the two legs. Each receiver reports to its pair and
+must not know about the other leg."""
 
 from __future__ import annotations
 
@@ -26,19 +26,19 @@ logger = logging.getLogger(__name__)
 
 _END_BYTES = 1024
 _SMALL_BYTES = 1 << 20
-"""Answers up to this size are parsed and copied without a thought."""
+"""Responses up to this size are parsed and copied at once."""
 _CONTENT_TYPE = re.compile(r"[!-~][ -~]{0,255}")
-"""What may be passed on: anything else could end the head of the client's answer."""
+"""Content types that are passed on; other text could end the head of the client's response."""
 _EVENT_STREAM = re.compile(r"text/event-stream *(;|$)", re.IGNORECASE)
 MAX_ANSWER_BYTES = 256 << 20
-"""Of an answer that is not streamed; most of a large one are logprobs."""
+"""Limit on a response that is not streamed; logprobs are most of a large one."""
 MAX_LOGPROBS_BYTES = 32 << 20
-"""Of a prefill leg's answer whose logprobs go into decode's: half a million tokens."""
+"""Limit on prefill's response if its logprobs go into decode's: half a million tokens."""
 MAX_STREAMED_LOGPROBS_BYTES = 4 << 20
-"""The same where decode's answer is streamed: each of its events may get all of them."""
+"""The same limit for streams, each of whose events may get all of them."""
 
 Body = bytes | bytearray
-"""Of an answer; never changed once it is whole, for a copy of a large one would take time."""
+"""Body of a response, not modified once complete, so that large ones need no copy."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +59,7 @@ class _Leg:
     body: bytearray = field(default_factory=bytearray)
     _size: int = 0
     _aborted: bool = False
-    """There is an abort's mark in ``body``."""
+    """``body`` contains the mark of an abort."""
 
     @property
     def worker(self) -> str:
@@ -109,7 +109,7 @@ class PrefillLeg(_Leg):
         if before <= SHORT_BYTES < self._size:
             self.pair.prefill_came()
         if self._size > _SMALL_BYTES and not needed:
-            self.body.clear()  # that it came is all that counts
+            self.body.clear()  # only its arrival matters
 
     def message_complete(self) -> None:
         if self.pair.must_park:
@@ -126,7 +126,7 @@ class PrefillLeg(_Leg):
             self._open_soon(engine_json.opened_in_parts(self.body))
 
     def _ended_parked(self) -> None:
-        """Nobody wants the answer but to know whether all KV was sent."""
+        """End a parked prefill request, whose response only shows whether all KV was sent."""
         if self.status != 200:
             self._status_failed()
         elif self.pair.answers.may_be_aborted(self.body, 0, self.name):
@@ -139,7 +139,7 @@ class PrefillLeg(_Leg):
         asyncio.get_running_loop().call_later(wait_s, self._open, parts)
 
     def _open(self, parts: Parts) -> None:
-        """Go on with it; between two parts others get their turn."""
+        """Continue parsing; other work runs between two steps."""
         if self.pair.closed:
             return
         try:
@@ -190,7 +190,7 @@ class DecodeLeg(_Leg):
         self.pair.decode_spoke = True
         new = max(0, len(self.body) - engine_json.ABORT_MARK_BYTES)
         super().body_received(data)
-        # As it comes: at its end a search through all of a large answer would take long.
+        # Search as it arrives; searching a large response at its end would take too long.
         may_be = self.pair.answers.may_be_aborted
         self._aborted = self._aborted or may_be(self.body, new, self.name)
 
@@ -209,7 +209,7 @@ class DecodeLeg(_Leg):
             if abort is not None:
                 self.pair.leg_failed(errors.leg_aborted(self.name, self.worker, *abort))
                 return
-            # It begins and ends as an object does: all that can be told without parsing it.
+            # Check its first and last byte, all that is possible without parsing.
             if self.body[:1] != b"{" or self.body[-_END_BYTES:].rstrip()[-1:] != b"}":
                 self._broke("the reply is not a JSON object")
                 return

@@ -1,5 +1,5 @@
-"""Answers put together: several single requests into one, prefill's logprobs into decode's.
-Indices, sums and order are those SGLang itself would give (prompt by prompt, sample by sample)."""
+"""Merges responses: several single requests into one, and prefill's logprobs into decode's.
+Indices, sums and order are those of SGLang (prompt by prompt, sample by sample)."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from sglang_sbs.router.requests.raw_json import JsonError, Raw
 
 _INPUT_LOGPROBS = ("input_token_logprobs", "input_top_logprobs", "input_token_ids_logprobs")
 _ECHOED = ("tokens", "token_logprobs", "top_logprobs", "text_offset")
-"""The parallel lists of OpenAI's completion logprobs."""
+"""Parallel lists in OpenAI's completion logprobs."""
 _EVENT_END = b"\n\n"
 
 
 def sse(value: Any) -> list[bytes | memoryview]:
-    """An event in pieces: what is long in it is not copied."""
+    """Format an event in pieces, without copying long values."""
     first, *others = engine_json.dumped_pieces(value)
     if not others:
         return [b"".join((b"data: ", first, _EVENT_END))]
@@ -29,7 +29,7 @@ def sse(value: Any) -> list[bytes | memoryview]:
 
 
 def merge_input_logprobs(output: dict[str, Any], prefill: dict[str, Any]) -> None:
-    """Put prefill's input logprobs in front of decode's (which has none of its own), in place."""
+    """Put prefill's input logprobs in front of decode's, in place; decode has no input logprobs."""
     ours, theirs = output.get("meta_info"), prefill.get("meta_info")
     if not isinstance(ours, dict) or not isinstance(theirs, dict):
         return
@@ -42,9 +42,9 @@ def merge_input_logprobs(output: dict[str, Any], prefill: dict[str, Any]) -> Non
 
 
 def merge_echoed_logprobs(output: dict[str, Any], prefill: dict[str, Any]) -> None:
-    """The same for ``/v1/completions`` with ``echo``, in place: into the first choice. Prefill's
-    choice has the prompt's tokens and behind them the one it sampled, which decode has too. In a
-    stream only the first event carries the prompt."""
+    """Put the prompt's logprobs into the first choice of ``/v1/completions`` with ``echo``, in
+    place. Prefill's choice has the prompt's tokens and then the one it sampled, which decode's has
+    as well. In a stream only the first event carries the prompt."""
     choice, source = _first_choice(output), _first_choice(prefill)
     ours, theirs = choice.get("logprobs"), source.get("logprobs")
     if not isinstance(theirs, dict):
@@ -71,7 +71,7 @@ def _first_choice(answer: dict[str, Any]) -> dict[str, Any]:
 
 
 def restore_rid(output: dict[str, Any], rid: str, client_rid: str) -> None:
-    """The client's own request id instead of the one made up here, in place."""
+    """Replace the router's rid by the client's own, in place."""
     meta = output.get("meta_info")
     if isinstance(meta, dict) and meta.get("id") == rid:
         meta["id"] = client_rid
@@ -80,7 +80,7 @@ def restore_rid(output: dict[str, Any], rid: str, client_rid: str) -> None:
 
 
 class UsageSum:
-    """OpenAI ``usage`` over units: every prompt counted once, every completion."""
+    """Sums OpenAI's ``usage`` over units, counting each prompt once and each completion."""
 
     def __init__(self, samples: int) -> None:
         self._samples = samples
@@ -102,7 +102,7 @@ class UsageSum:
 
 
 def _sum(left: Any, right: Any) -> Any:
-    """Numbers added, objects added key by key, anything else taken over."""
+    """Add numbers, add objects key by key, and take over anything else."""
     if isinstance(left, dict) and isinstance(right, dict):
         return {key: _sum(left.get(key), right.get(key)) for key in {**left, **right}}
     if isinstance(left, int) and isinstance(right, int):
@@ -111,12 +111,13 @@ def _sum(left: Any, right: Any) -> Any:
 
 
 class NoAnswer(ValueError):
-    """An answer is none, or not like SGLang's; ``args``: which, and why."""
+    """A response is not like SGLang's; ``args`` are its unit and the reason."""
 
 
 def merge_answers(plan: Plan, answers: Sequence[bytes | bytearray]) -> list[bytes | memoryview]:
-    """One body from the complete answers of all units, in their order, in pieces: what is long in
-    them is not copied. Raises: NoAnswer, one is no JSON object, or has choices that are none."""
+    """Merge the complete responses of all units, in order, into one body. Long values are not
+    copied, so it is returned in pieces. Raises: NoAnswer, a response is not a JSON object or its
+    choices are invalid."""
     usage = UsageSum(plan.samples)
     choices: list[bytes | Raw] = []
     first: dict[str, Raw] = {}
@@ -145,7 +146,7 @@ def merge_answers(plan: Plan, answers: Sequence[bytes | bytearray]) -> list[byte
 
 
 def _choices_of(unit: int, choices: Raw | None) -> list[bytes | Raw]:
-    """With the unit's index, a comma before each. Raises: JsonError."""
+    """Return choices with the unit's index, each after a comma. Raises: JsonError."""
     if choices is None or raw_json.is_null(choices):
         return []
     index = b"%d" % unit
@@ -157,7 +158,7 @@ def _choices_of(unit: int, choices: Raw | None) -> list[bytes | Raw]:
 
 
 class StreamMerger:
-    """Turns the streams of several units into one: indices, one id, one usage, one ``[DONE]``."""
+    """Merges the streams of several units into one: indices, one id, one usage, one ``[DONE]``."""
 
     def __init__(self, plan: Plan, response_id: str) -> None:
         self._plan = plan
@@ -166,7 +167,8 @@ class StreamMerger:
         self._usage_event: dict[str, Any] | None = None
 
     def event(self, unit: int, value: Any) -> Sequence[bytes | memoryview]:
-        """What the client gets for one event of one unit, in pieces; none: nothing (yet)."""
+        """Return the client's pieces for one event of one unit; empty if there is nothing to send
+        yet."""
         if not isinstance(value, dict) or "error" in value:
             return sse(value)
         if self._plan.kind == "generate":
@@ -192,7 +194,7 @@ def event_sink(
     transform: Callable[[dict[str, Any]], Sequence[bytes | memoryview]],
     push: Callable[[bytes | memoryview], None],
 ) -> Callable[[Payload], None]:
-    """Takes the data of decode's events, and pushes what ``transform`` makes of each."""
+    """Make a consumer of decode's event data that pushes the pieces returned by ``transform``."""
 
     def sink(data: Payload) -> None:
         for piece in transform(engine_json.opened(data)):

@@ -1,6 +1,6 @@
-"""One attempt at a request: its prefill leg and its decode leg, as one thing that works or fails.
+"""One attempt at a request: its prefill leg and its decode leg, which succeed or fail together.
 Must not know clients or retries. Prefill's failure fails the pair only until decode's first byte,
-for from then on decode has the KV cache."""
+because decode has the KV cache from then on."""
 
 from __future__ import annotations
 
@@ -31,10 +31,10 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _SETTLE_S = 10.0
-"""How long a prefill reply may still take once decode is through."""
+"""Time that prefill's response may take after decode's is complete."""
 _MOST_REPEATED = 16
-"""What comes before the first output has at most so many times the bytes of the request: both
-events repeat instructions and tools, and name every field that a tool leaves out."""
+"""Limit on the events before the first output, as a multiple of the request's size. Both events
+repeat instructions and tools, and include every field that a tool leaves out."""
 # SGLang fault: retraction-without-key
 _WHY_RETRACTION_FAILS = (
     "decode ended the stream early. If it had retracted the request, it asked prefill over plain "
@@ -43,12 +43,12 @@ _WHY_RETRACTION_FAILS = (
 )
 # SGLang fault: early-abort-ignored
 _ABORT_AGAIN_S = 1.0
-"""An engine that is still tokenizing ignores an abort; young legs get a second one after this."""
+"""An engine that is still tokenizing ignores aborts, so young legs get a second one after this."""
 
 
 class Pair:
-    """Must keep neither the attempt nor the bodies it sends: prefill may outlive its client, and
-    thousands of pairs wait for their answers."""
+    """Both legs of an attempt. It must not keep the attempt or the bodies that it sends: prefill
+    may outlive its client, and thousands of pairs wait for responses."""
 
     def __init__(
         self,
@@ -59,9 +59,9 @@ class Pair:
         asks_cached: bool,
         decode_after_s: float = 0.0,
     ) -> None:
-        """``bodies``: of prefill and decode. ``asks_cached``: prefill was asked for
-        ``cached_tokens_details``, which it leaves out where there are none. ``decode_after_s``:
-        prefill may refuse the request for so long before decode gets it."""
+        """Send both legs; ``bodies`` are those of prefill and decode. ``asks_cached``: prefill was
+        asked for ``cached_tokens_details``, which it omits if there are none. ``decode_after_s``:
+        time for prefill to refuse the request before decode gets it."""
         exchange = attempt.run.exchange
         self.rid = attempt.rid
         self.unit = attempt.run.unit
@@ -69,22 +69,23 @@ class Pair:
         self.prefill, self.decode = placement.prefill.url, placement.decode.url
         self.stream = exchange.plan.stream
         self.needs_prefill_reply = exchange.plan.merge_logprobs
-        """Decode is read no further until prefill has answered: its logprobs go into it."""
+        """Decode's stream is held until prefill has responded, because prefill's logprobs go into
+        it."""
         self.asks_cached = asks_cached
         self.status = 0
         self.content_type = ""
         self.body: Body = b""
-        """Of an answer that is not streamed, whole."""
+        """A complete response that was not streamed."""
         self.prefill_reply: PrefillReply | None = None
         self.pace = in_flight.pace
         self.opened = False
-        """Decode's first byte is there, or the whole of an answer that is not streamed."""
+        """Decode's first byte has arrived, or all of a response that is not streamed."""
         self.closed = False
-        """Aborted: whatever comes now is for nobody."""
+        """Aborted: further data is discarded."""
         self.must_park = False
-        """Aborted, but decode's request must stay (:mod:`.parking`)."""
+        """Aborted, but decode's request must stay open (:mod:`.parking`)."""
         self.decode_spoke = False
-        """Output of decode is there, which needs all of its KV."""
+        """Decode has sent output, for which it needs all of the KV."""
         self._in_flight = in_flight
         self._pool = in_flight.pool
         self._sink = exchange.make_sink(self) if exchange.make_sink is not None else None
@@ -94,7 +95,7 @@ class Pair:
         self._fails_silently = in_flight.refuses_retraction(placement)
         self._waits_for_prefill = self.needs_prefill_reply
         self._held = b""
-        """What came of decode's stream before prefill has answered."""
+        """Part of decode's stream that arrived before prefill's response."""
         self._paused = False
         self._done = False
         self._failure: LegFailure | None = None
@@ -102,11 +103,11 @@ class Pair:
         self._prefill_over = False
         self._decode_over = False
         self._all_sent = False
-        """Prefill answered with 200: the whole KV is at decode."""
+        """Prefill responded with 200: decode has the whole KV."""
         self._never_taken = False
         """Prefill refused the request, so no KV will be sent."""
         self._started_s = time.monotonic()
-        # Prefill first: it is the one that queues. Both writes leave in this very callback.
+        # Send prefill first, because it queues. Both writes leave in this callback.
         to = placement.prefill_origin, placement.decode_origin
         self.prefill_call = self._send(exchange, to[0], bodies[0], PrefillLeg(self))
         self.decode_call = self._send(exchange, to[1], bodies[1], DecodeLeg(self), decode_after_s)
@@ -116,19 +117,20 @@ class Pair:
     ) -> Call:
         kind = exchange.plan.kind
         lines = request_lines("POST", origin, PATHS[kind], sum(map(len, body)))
-        # The client's headers are a piece of their own: a batch may send them a thousand times.
+        # Send the client's headers as a separate piece: a batch may send them a thousand times.
         headers = leg_headers(kind, exchange.headers, self.rid)
         return self._pool.call(origin, (lines, *headers, b"\r\n", *body), leg, after_s=after_s)
 
     # For the relay ----------------------------------------------------------------------------
 
     async def wait_open(self) -> None:
-        """Raises: LegFailure, a leg failed first; both are aborted already."""
+        """Wait until :attr:`opened`. Raises: LegFailure, a leg failed first; both are already
+        aborted."""
         while not self.opened:
             await self._wait()
 
     async def wait_done(self) -> None:
-        """Until decode's answer is complete. Raises: LegFailure."""
+        """Wait until decode's response is complete. Raises: LegFailure."""
         while not self._done:
             await self._wait()
 
@@ -139,7 +141,7 @@ class Pair:
         await self._changed.wait()
 
     def abort(self) -> None:
-        """End both requests now, on the engines too, unless the decode request :attr:`must_park`.
+        """End both requests, on the engines as well, unless the decode request :attr:`must_park`.
         Does nothing once both are over."""
         if self.closed:
             return
@@ -148,7 +150,7 @@ class Pair:
         self.must_park = self._kv_may_come()
         if not self._prefill_over:
             if self.must_park:
-                # Its answer tells whether all KV was sent, so the connection stays.
+                # Its response shows whether all KV was sent, so keep the connection.
                 self._abort_on_engine(self.prefill_call)
             else:
                 self._abort_leg(self.prefill_call)
@@ -159,7 +161,8 @@ class Pair:
             self._abort_leg(self.decode_call)
 
     def _kv_may_come(self) -> bool:
-        """Whether prefill may still write to KV pages that decode frees upon an abort."""
+        """Return whether prefill may still write to KV pages that decode would free upon an
+        abort."""
         if self.placement.decode.known.defers_release:
             return False
         taken = self.prefill_call.sent and not self._never_taken
@@ -168,18 +171,18 @@ class Pair:
 
     @property
     def prefill_over(self) -> bool:
-        """Nothing more will be heard of prefill's request."""
+        """No further result of prefill's request can arrive."""
         return self._prefill_over or self.prefill_call.over
 
     def forget(self) -> None:
-        """It is parked, maybe for long: keep nothing large."""
+        """Drop everything large, because the pair may stay parked for long."""
         self._failure = None
         self._reader.watch(b"")
         self.prefill_call.forget_payload()
         self.decode_call.forget_payload()
 
     def abort_decode(self) -> None:
-        """End what was parked."""
+        """End the parked decode request."""
         self.must_park = False
         if not self._prefill_over:
             self._prefill_over = True
@@ -192,10 +195,10 @@ class Pair:
         if self in parking:
             parking.release(self)
         else:
-            self.abort_decode()  # in the moment before it is parked
+            self.abort_decode()  # just before it is parked
 
     def parked_data(self, data: bytes) -> None:
-        """Of a parked request: its first output tells that its KV is there."""
+        """Handle data of a parked request: its first output shows that its KV has arrived."""
         if not self.stream or self.status != 200 or self._reader.watch(data):
             self._release()
 
@@ -217,7 +220,7 @@ class Pair:
             self._pool.loop.call_later(_ABORT_AGAIN_S, send, call.origin, self.rid)
 
     def pause(self) -> None:
-        """Stop reading from decode: the client is slow."""
+        """Stop reading from decode, because the client is slow."""
         self._paused = True
         self.decode_call.set_paused(True)
 
@@ -228,19 +231,20 @@ class Pair:
 
     @property
     def engine_failed(self) -> bool:
-        """The stream that reached the client ends in an abort or error of the engine."""
+        """The stream sent to the client ends in an abort or error of the engine."""
         return self._reader.failed
 
     @property
     def chunks(self) -> int:
-        """Events of the stream so far."""
+        """Number of events of the stream so far."""
         return self._reader.events
 
     @property
     def completion_tokens(self) -> int | None:
-        """As the answer says, else counted by stream events; ``None`` if neither helps."""
-        said = self.answers.output_tokens(self._reader.last or self.body)
-        return (self.chunks or None) if said is None else said
+        """Tokens reported by the response, else the number of stream events; ``None`` if both are
+        unknown."""
+        reported = self.answers.output_tokens(self._reader.last or self.body)
+        return (self.chunks or None) if reported is None else reported
 
     # Verdicts (from the legs) -----------------------------------------------------------------
 
@@ -269,7 +273,8 @@ class Pair:
     def _parked_failed(self, failure: LegFailure) -> None:
         if failure.leg == "decode":
             if failure.transport:
-                # The engine may not know, and KV may be on its way: its place stays taken.
+                # The engine may not have noticed, and KV may be on its way, so the request stays
+                # parked.
                 self._in_flight.parking.limit(self)
             else:
                 self.decode_ended()
@@ -277,18 +282,19 @@ class Pair:
             self._prefill_over = True
             self._release()
         else:
-            # Whatever its status: after an abort it no longer tells that nothing was sent.
+            # After an abort no status proves that nothing was sent.
             self._prefill_over = True
             self._in_flight.parking.limit(self)
 
     def prefill_came(self) -> None:
-        """Prefill's reply comes, and is long. Others are not held until it was read."""
+        """Prefill's response has begun and is long. Do not hold others until it is parsed."""
         self.decode_call.let_go()
         if not self.closed:
             self._book(self._in_flight.dispatcher.prefill_done)
 
     def _book(self, what: Callable[..., None], *more: Any) -> None:
-        """When what came in together has been passed on: a first byte does not wait for it."""
+        """Report once data received with it has been passed on, so that first bytes are not
+        delayed."""
         self._pool.loop.call_soon(what, self.rid, *more)
 
     def prefill_finished(self, reply: PrefillReply) -> None:
@@ -335,8 +341,8 @@ class Pair:
                 for piece in pieces:
                     self._sink(piece)
         except (ValueError, TypeError, AttributeError, KeyError) as error:
-            # A sink that edits events parses them: what it cannot read is decode's fault.
-            why = repr(error)  # who keeps the line must not keep what led to it
+            # A sink that edits events parses them; invalid JSON counts as decode's failure.
+            why = repr(error)  # the log record must not keep the frames
             logger.warning("unreadable event in the stream of %s: %s", self.decode, why)
             self._decode_broke("unreadable event in its stream")
         if isinstance(reader.broken, EventTooLarge):
@@ -345,7 +351,7 @@ class Pair:
             self._decode_broke(str(reader.broken))
 
     def _with_cause(self, pieces: Sequence[Payload]) -> Sequence[Payload]:
-        """Behind the event that ends a stream early: why that may be."""
+        """Add a likely cause before the event that ends a failed stream."""
         data = b"".join(pieces)
         error = RouterError(500, "retraction_refused", _WHY_RETRACTION_FAILS)
         event = error.sse_event(self.answers.error_style)
@@ -365,11 +371,11 @@ class Pair:
         self.leg_failed(transport_failure("decode", self.decode, detail))
 
     def decode_finished(self, body: Body) -> None:
-        """``body`` is empty if it was streamed."""
+        """Finish decode's response; ``body`` is empty if it was streamed."""
         self._decode_over = self.decode_spoke = True
         self.body = body
         if not self._waits_for_prefill or (self.stream and not self._held):
-            self._complete()  # of an empty stream prefill may never hear
+            self._complete()  # prefill may never respond after an empty stream
 
     def _complete(self) -> None:
         if self._failure is not None:
@@ -403,5 +409,5 @@ def _reader(plan: Plan, answers: AnswerKind, decode: str, *, whole: bool) -> Eve
 
 
 def _refuses(failure: LegFailure) -> bool:
-    """Whether prefill never took the request; 408 and 499 may come in the middle of it."""
+    """Return whether prefill never accepted the request; 408 and 499 can come later."""
     return 400 <= failure.status < 500 and failure.status not in (408, 499)

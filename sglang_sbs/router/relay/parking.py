@@ -1,21 +1,20 @@
-"""Decode requests that may not be aborted yet: their KV could still be on its way.
+"""Parks decode requests that must not be aborted yet because their KV may still be on its way.
 
-An SGLang decode engine that is told to abort a request, or whose client closes the connection,
-frees the request's KV pages. Without deferred release (before SGLang 0.5.21) it does so although
-prefill may still be writing to them, and the next request that gets the pages answers from
-somebody else's KV, with status 200 (sglang #24527, #27372, #32564, #35049, #38961).
+When an SGLang decode engine aborts a request, or its client closes the connection, it frees the
+request's KV pages. Without deferred release (before SGLang 0.5.21) it does so even while prefill
+may still be writing to them. The next request that gets the pages then answers from another
+request's KV, with status 200 (sglang #24527, #27372, #32564, #35049, #38961).
 
 So the decode request of a pair that ends early stays *parked*: its connection stays open and is
-drained, no abort is sent, and its place in the accounting stays taken until nothing can be written
-any more. That is known when
+drained, no abort is sent, and the scheduler keeps counting it until no more KV can be written. That
+is known when
 
-- its first byte arrives: decode only starts once the KV is there;
-- prefill answers with 200: all KV was sent;
-- prefill never took the request (a status of 4xx before it was told to abort, a refused
-  connection), so none will be sent;
-- the engine's own transfer time-out has passed since prefill's request ended in another way. Its
-  HTTP answer alone proves nothing: the transfer worker may still be writing.
-"""
+- its first byte arrives: decode starts only once the KV has arrived;
+- prefill responds with 200: all KV was sent;
+- prefill never accepted the request (a status of 4xx before its abort, or a refused connection), so
+  none will be sent;
+- the engine's own transfer timeout has passed since prefill's request ended in another way. Its
+  HTTP response alone proves nothing: the transfer worker may still be writing."""
 
 from __future__ import annotations
 
@@ -34,18 +33,18 @@ logger = logging.getLogger(__name__)
 
 # SGLang fault: kv-freed-in-transfer
 TRANSFER_TIMEOUT_S = 30.0
-"""Mooncake's limit on one transfer (``MC_TRANSFER_TIMEOUT``), and what SGLang's own deferred
-release waits for at most."""
+"""Mooncake's limit on one transfer (``MC_TRANSFER_TIMEOUT``), also the longest wait of SGLang's own
+deferred release."""
 UNANSWERED_S = 300.0
-"""Longest wait for prefill's answer. Decode gives a request up by itself after as long without KV
+"""Longest wait for prefill's response. Decode gives up by itself after the same time without KV
 (``SGLANG_DISAGGREGATION_WAITING_TIMEOUT``)."""
 MOST_PARKED = 4096
-"""With more parked requests new ones are refused: aborting early is not safe, and each of these
-keeps a connection and KV of its decode engine."""
+"""Limit on parked requests; above it new requests are refused. Aborting early is unsafe, and each
+parked request holds a connection and KV of its decode engine."""
 
 
 class Parking:
-    """The parked decode requests of this process."""
+    """Decode requests of this process that are parked."""
 
     def __init__(self, transfer_timeout_s: float = TRANSFER_TIMEOUT_S) -> None:
         self._transfer_timeout_s = transfer_timeout_s
@@ -53,7 +52,7 @@ class Parking:
         self._empty = asyncio.Event()
         self._empty.set()
         self.parked_total = 0
-        """Decode requests ever parked."""
+        """Number of decode requests parked so far."""
 
     def __len__(self) -> int:
         return len(self._parked)
@@ -66,11 +65,11 @@ class Parking:
         return len(self._parked) >= MOST_PARKED
 
     def by_worker(self) -> dict[str, int]:
-        """How many decode requests are parked, by worker URL; none where it is missing."""
+        """Number of parked decode requests by worker URL; workers without any are omitted."""
         return dict(Counter(pair.decode for pair in self._parked))
 
     def park(self, pair: Pair, released: Callable[[], None]) -> None:
-        """Keep the decode request of ``pair``; ``released`` is called once when it was let go."""
+        """Park the decode request of ``pair``; ``released`` is called once when it ends."""
         pair.forget()
         limit_s = self._limit_s(pair) if pair.prefill_over else UNANSWERED_S
         self._empty.clear()
@@ -79,28 +78,28 @@ class Parking:
         self._parked[pair] = self._timer(pair, limit_s), released
 
     def limit(self, pair: Pair) -> None:
-        """Prefill's request ended without proof that all KV was sent, or nothing more is heard of
-        decode's: from now on it waits for the transfer time-out at most."""
+        """Start the transfer timeout: prefill's request ended without proof that all KV was sent,
+        or decode's connection is lost."""
         if pair in self._parked:
             timer, released = self._parked[pair]
             timer.cancel()
             self._parked[pair] = self._timer(pair, self._limit_s(pair)), released
 
     def engine_lost(self, worker: Worker) -> None:
-        """The engine answers nothing any more, or restarted."""
+        """The engine no longer responds, or has restarted."""
         for pair in list(self._parked):
             if pair.placement.decode is worker and pair.decode_call.over:
-                self.release(pair)  # it is gone, and its pages with it
+                self.release(pair)  # the engine and its pages are gone
             elif pair.placement.prefill is worker:
                 self.limit(pair)
 
     def _limit_s(self, pair: Pair) -> float:
-        """The engine knows better where its plugin says so."""
+        """Transfer timeout, as reported by the engine's plugin if that is longer."""
         sbs = pair.placement.prefill.known.sbs
         return max(self._transfer_timeout_s, sbs.transfer_timeout_s if sbs is not None else 0)
 
     def release(self, pair: Pair) -> None:
-        """Nothing is written for it any more: abort what is left, give its place back."""
+        """No more KV can be written: abort the decode request and stop counting it."""
         timer, released = self._parked.pop(pair)
         timer.cancel()
         pair.placement.decode.parked -= 1
@@ -110,7 +109,7 @@ class Parking:
         released()
 
     async def drain(self) -> None:
-        """At shutdown: wait for all, no longer than they may take."""
+        """Wait at shutdown until all are released, at most the transfer timeout."""
         if self._parked:
             logger.warning(
                 "waiting up to %g s for %d cancelled requests whose KV may still be on its way to "

@@ -1,5 +1,5 @@
-"""The last requests of clients, found by any of their ids; what the access log and the minute line
-report of them. Bounded."""
+"""Remembers the last client requests, found by any of their ids, for the access log, the line per
+minute and ``sglang-sbs why``. Bounded."""
 
 from __future__ import annotations
 
@@ -15,33 +15,33 @@ from sglang_sbs.scheduling.explained.stories import ClientAttempt, Story
 
 MOST_KEPT = 4096
 MOST_ATTEMPTS = 32
-"""Attempts remembered of one request, and ids of it: a batch may have thousands of units."""
+"""Attempts and ids remembered per request; a batch may have thousands of units."""
 _MOST_SAMPLES = 20_000
-"""Of a minute."""
+"""Samples kept per minute."""
 
 
 class RecentRequest(msgspec.Struct, eq=False, gc=False):
-    """One request of a client, from its plan on."""
+    """Record of one client request, created when it is planned."""
 
     request_id: str
     kind: str
     began_s: float
-    """Monotonic clock, as are all times but the next."""
+    """Monotonic clock, like all times except the next."""
     began_unix_s: float
     units: int
     ids: tuple[str, ...]
-    """The client's own ids, and that of a merged answer."""
+    """The client's own ids, and that of a merged response."""
     sent: tuple[ClientAttempt, ...] = ()
     announced_s: float | None = None
-    """Its first attempt."""
+    """Time of its first attempt."""
     first_byte_s: float | None = None
     held_s: float | None = None
-    """By the scheduler, the attempt that was placed last."""
+    """Hold in the scheduler of the attempt that was placed last."""
     status: int | None = None
     seconds: float | None = None
 
     def client_side(self, announced_s: float, first_byte_s: float | None) -> ClientSide:
-        """Of an attempt that is over. ``first_byte_s``: monotonic clock."""
+        """Return the client's view of an ended attempt. ``first_byte_s``: monotonic clock."""
         first_s = announced_s if self.announced_s is None else self.announced_s
         return ClientSide(
             self.request_id[:MAX_REQUEST_ID_CHARS],
@@ -64,7 +64,7 @@ class RecentRequest(msgspec.Struct, eq=False, gc=False):
 
 
 class RecentRequests:
-    """Must be used from one event loop only."""
+    """Recent requests. Use only from one event loop."""
 
     def __init__(self) -> None:
         self._kept: deque[RecentRequest] = deque()
@@ -92,7 +92,7 @@ class RecentRequests:
             self._by_id[rid] = one
 
     def named(self, one: RecentRequest, name: str) -> None:
-        """Its answer has an id that is made up here."""
+        """Record the id that the router made for a merged response."""
         one.ids = (*one.ids, name)
         self._by_id[name] = one
 
@@ -101,7 +101,7 @@ class RecentRequests:
         self.minute.add(self.minute.held_s, held_s)
 
     def first_byte(self, one: RecentRequest, now_s: float) -> None:
-        """Of one of its units."""
+        """Record the first byte of any of its units."""
         if one.first_byte_s is None:
             one.first_byte_s = now_s
             self.minute.add(self.minute.ttft_s, now_s - one.began_s)
@@ -113,7 +113,7 @@ class RecentRequests:
                 return
 
     def attempt_failed(self, one: RecentRequest, unit: int, failure: RouterError) -> None:
-        """The last attempt at that unit."""
+        """Record the failure of the last attempt at that unit."""
         for attempt in reversed(one.sent):
             if attempt.unit == unit:
                 attempt.failure = f"{failure.code}: {failure}"[:512]
@@ -129,14 +129,14 @@ class RecentRequests:
 
 
 class Minute:
-    """What the line of each minute reports."""
+    """Counts and samples for the log line of each minute."""
 
     def __init__(self) -> None:
         self.requests = 0
         self.ttft_s: list[float] = []
         self.held_s: list[float] = []
         self.refused: Counter[str] = Counter()
-        """Requests answered with an error, by its code."""
+        """Number of requests answered with an error, by code."""
 
     @staticmethod
     def add(samples: list[float], seconds: float) -> None:
@@ -144,7 +144,8 @@ class Minute:
             samples.append(seconds)
 
     def take(self, gain: str = "") -> str:
-        """The line, and a new minute. Empty: nothing happened. ``gain``: ends the line."""
+        """Return the log line, with ``gain`` at its end, and start a new minute. Empty if there
+        were no requests."""
         requests, ttft_s, held_s, refused = self.requests, self.ttft_s, self.held_s, self.refused
         self.__init__()  # type: ignore[misc]
         if not requests:

@@ -1,5 +1,5 @@
-"""From a client request to its answer: its plan, its units side by side, and what they answer. Each
-of its units is :mod:`.attempts`', JSON is :mod:`.merged_answers`'."""
+"""Serves a client request: plans it, runs its units concurrently and merges their responses.
+:mod:`.attempts` runs each unit, :mod:`.merged_answers` handles the JSON."""
 
 from __future__ import annotations
 
@@ -39,10 +39,10 @@ from sglang_sbs.scheduling.queue.priority import clamped_priority
 logger = logging.getLogger(__name__)
 
 MOST_AHEAD = 256
-"""Units of one batch that wait for their prefill; the next begin as these get it."""
+"""Units of one batch that may wait for prefill; further ones begin as these get past it."""
 _QUICK_BYTES = 32 << 10
 _QUICK_VALUES = 512
-"""A body of that size and so many values is planned at once: a thread would cost more than that."""
+"""Bodies up to this size and number of values are planned at once: a thread would cost more."""
 
 
 @dataclass(eq=False, repr=False)
@@ -61,13 +61,14 @@ class Relay:
     async def handle(
         self, request: web.Request, kind: RouteKind, headers: bytes, request_id: str, asked: Asked
     ) -> web.StreamResponse:
-        """Answer one client request; a stream has been sent already. ``headers``: for both legs.
-        Raises: RouterError, as long as nothing was sent to the client; asyncio.CancelledError, the
-        client is gone; both legs are aborted."""
+        """Serve one client request; a stream is already sent on return. ``headers`` go to both
+        legs.
+        Raises: RouterError, while nothing has been sent to the client; asyncio.CancelledError, the
+        client is gone and both legs are aborted."""
         task = asyncio.current_task()
         assert task is not None
         began_s = time.monotonic()
-        # From the first byte on: a request whose body is still coming is waited for at the end.
+        # Count it from the first byte: shutdown waits for requests whose body is incomplete.
         self.in_flight.began(task)
         try:
             with self.bodies.share() as share:
@@ -75,7 +76,7 @@ class Relay:
                 self.in_flight.named(task, plan.client_rids)
                 remember, ids = self.in_flight.recent.began, plan.client_rids
                 recent = remember(request_id, kind, began_s, len(plan.units), ids)
-                # Admitted first: what gets a 429 is not worth tokenizing.
+                # Admit first: tokenizing a request that gets a 429 would be wasted.
                 async with self.admission.slot(len(plan.units)):
                     prompts = await self.prompts.read(plan)
                     plan.forget_values()
@@ -102,7 +103,8 @@ class Relay:
         raise _aborted()
 
     def _ended_here(self, error: BaseException, task: asyncio.Task[Any]) -> bool:
-        """Whether it was aborted by its id, or at the router's end: it goes on with an answer."""
+        """True if we cancelled the task ourselves (abort by id, or shutdown). The cancellation is
+        undone so that the client still gets a response."""
         ended = isinstance(error, asyncio.CancelledError) and self.in_flight.was_aborted(task)
         if ended:
             task.uncancel()
@@ -158,7 +160,7 @@ class Relay:
         engines = [""] * len(plan.units)
 
         async def run(unit: int) -> None:
-            # Thousands of answers may be kept, so nothing else of their pairs is.
+            # Keep only the responses: there may be thousands of units.
             pair = await self.attempts.run(exchange, unit)
             answers[unit] = await self._body_of(plan, pair)
             engines[unit] = pair.decode
@@ -194,7 +196,7 @@ class Relay:
             raise _no_answer(pair.prefill, "prefill") from error
 
     async def _spaced(self, size_bytes: int) -> None:
-        """Wait until a piece of work on so many bytes may be done."""
+        """Wait until a step on this many bytes may run."""
         if size_bytes > SHORT_BYTES:
             await asyncio.sleep(self.in_flight.pace.wait_s(size_bytes))
 
@@ -202,7 +204,8 @@ class Relay:
     def _edited(
         plan: Plan, pair: Pair, output: dict[str, Any], *, first: bool = True
     ) -> dict[str, Any]:
-        """``first``: a whole answer, or the first event of a stream."""
+        """Edit a response or an event; ``first`` is set for a whole response or a stream's first
+        event."""
         if plan.merge_logprobs and pair.prefill_reply is not None:
             if plan.kind == "generate":
                 merged_answers.merge_input_logprobs(output, pair.prefill_reply.body)
@@ -243,7 +246,7 @@ class Relay:
     async def _run_all(
         self, exchange: Exchange, run: Callable[[int], Coroutine[Any, Any, object]]
     ) -> None:
-        """All units side by side; the first failure ends the others."""
+        """Run all units concurrently; the first failure ends the others."""
         if len(exchange.plan.units) == 1:
             await run(0)
             return
@@ -255,15 +258,15 @@ class Relay:
             try:
                 await run(unit)
             except Exception as error:
-                failed.append(without_frames(error))  # before anybody gets the place that it leaves
+                failed.append(without_frames(error))  # before its place is taken
                 exchange.ending = True
-                window.release()  # if a place is waited for, that is over
+                window.release()  # wake the loop if it waits for a place
                 raise
 
         def over(task: asyncio.Task[None]) -> None:
             running.discard(task)
             if not task.cancelled():
-                task.exception()  # it is known already
+                task.exception()  # retrieve it, so that asyncio does not log it
 
         try:
             for unit in exchange.plan.units:
@@ -281,11 +284,11 @@ class Relay:
             await self._end(exchange, running)
         if failed:
             error = next((e for e in failed if isinstance(e, RouterError)), failed[0])
-            failed.clear()  # the units' frames have the list, and the errors these frames
+            failed.clear()  # avoid a reference cycle through frames
             raise error
 
     async def _end(self, exchange: Exchange, tasks: Collection[asyncio.Task[Any]]) -> None:
-        """End units and wait for that; a few at a time, for what each leaves behind takes time."""
+        """Cancel units and wait for them, a few at a time, because cleaning up takes time."""
         exchange.ending = True
         left = [task for task in tasks if not task.done()]
         try:
@@ -301,9 +304,11 @@ class Relay:
 
 
 def _aborted() -> RouterError:
-    return RouterError(499, "request_aborted", "aborted by /abort_request or the router's end")
+    return RouterError(
+        499, "request_aborted", "aborted by /abort_request or by the router's shutdown"
+    )
 
 
 def _no_answer(engine: str, role: Leg = "decode") -> LegFailure:
-    message = "the reply is not a JSON object as SGLang's"
+    message = "the reply is not a JSON object like SGLang's"
     return transport_failure(role, engine, message)

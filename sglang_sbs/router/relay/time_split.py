@@ -1,4 +1,4 @@
-"""Where the time to a request's first token went, for the access log and ``Server-Timing``."""
+"""Splits the time to a request's first token, for the access log and ``Server-Timing``."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ HEADER = "Server-Timing"
 
 
 def complete(story: Story, one: RecentRequest) -> None:
-    """Add what the front end knows of an attempt that is not over."""
+    """Add the front end's view of an attempt in progress."""
     if len(story.sent) != 1 or one.announced_s is None:
         return
     for number, attempt in enumerate(story.attempts):
@@ -24,8 +24,8 @@ def complete(story: Story, one: RecentRequest) -> None:
 
 
 def split_of(one: RecentRequest, assigner: Assigner) -> dict[str, float]:
-    """Split the TTFT: seconds by part (``scheduling/explained/timelines.py``). With the scheduler
-    in another process all that follows the hold is one part."""
+    """Return the TTFT's parts in seconds (``scheduling/explained/timelines.py``). If another
+    process schedules, everything after the hold is one part."""
     if one.announced_s is None or one.first_byte_s is None:
         return {}
     known = assigner.timeline(one.sent[0].rid) if len(one.sent) == 1 else None
@@ -41,7 +41,7 @@ def split_of(one: RecentRequest, assigner: Assigner) -> dict[str, float]:
 
 
 def server_timing(parts: dict[str, float]) -> str:
-    """The header's value; empty without parts."""
+    """Return the header's value; empty without parts."""
     if not parts:
         return ""
     each = [f"{name};dur={1e3 * seconds:.1f}" for name, seconds in parts.items()]
@@ -49,7 +49,7 @@ def server_timing(parts: dict[str, float]) -> str:
 
 
 def in_one_line(one: RecentRequest, parts: dict[str, float]) -> str:
-    """For the access log: the router's id, the hold, and the split."""
+    """Format the rids and the split for the access log."""
     rids = [attempt.rid for attempt in one.sent[:2]]
     more = f" and {len(one.sent) - 2} more" if len(one.sent) > 2 else ""
     text = f"rid {' '.join(rids)}{more}" if rids else "not sent"

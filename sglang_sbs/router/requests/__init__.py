@@ -1,1 +1,1 @@
-"""Request bodies and headers: checked, split, and written anew for each leg."""
+"""Checks request bodies and headers, splits them, and rewrites them for each leg."""

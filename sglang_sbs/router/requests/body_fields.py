@@ -1,4 +1,4 @@
-"""Single fields of a request body: what each may be, and what the router makes of it."""
+"""Reads and checks single fields of a request body."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _MOST_RID_CHARS = 1024
 BESIDES_PROMPT = frozenset(
     {"image_data", "video_data", "audio_data", "embed_overrides", "session_params"}
 )
-"""With one of these the engine's prompt is more than the prompt of the body."""
+"""Fields that add to the prompt: with any of them the engine's prompt is more than the body's."""
 NAMESPACE_FIELDS = ("cache_salt", "extra_key", "lora_path")
 _TEXT_MEMBERS = ("content", "arguments", "output", "summary")
 
@@ -26,7 +26,7 @@ Fields = Mapping[str, Raw | bytes]
 
 @dataclass(frozen=True, slots=True)
 class Namespace:
-    """What keeps equal tokens of different requests apart in an engine's cache."""
+    """Fields that keep equal tokens of different requests apart in an engine's cache."""
 
     cache_salt: str | None = None
     extra_key: str | None = None
@@ -41,13 +41,13 @@ def bad_request(message: str, code: str = "invalid_request") -> RouterError:
 
 
 def given(body: Mapping[str, Raw], name: str) -> Raw | None:
-    """``None`` also for null."""
+    """Return a field; ``None`` if it is missing or null."""
     raw = body.get(name)
     return None if raw is None or raw_json.is_null(raw) else raw
 
 
 def scalar(body: Mapping[str, Raw], name: str) -> Any:
-    """A number or word; anything longer as its beginning, which is neither."""
+    """Return a number or word; of a longer value only its beginning, for an error message."""
     raw = given(body, name)
     if raw is None:
         return None
@@ -92,7 +92,7 @@ def is_alone(fields: Fields) -> bool:
 
 
 def namespace_of(fields: Fields) -> Namespace | None:
-    """Where the KV cache keeps it; ``None`` if that cannot be told (lists, odd types)."""
+    """Return the cache namespace; ``None`` if it is unclear (lists, unexpected types)."""
     parts: list[str | None] = []
     for name in NAMESPACE_FIELDS:
         raw = fields.get(name)
@@ -118,7 +118,7 @@ def text_of(body: Mapping[str, Raw], name: str) -> str:
 
 
 def whole_text_of(body: Mapping[str, Raw], name: str) -> str:
-    """Empty where it is no text, or longer than a name can be."""
+    """Return a text; empty if it is not a text or is longer than any name."""
     raw = body.get(name)
     if raw is None or raw_json.first_byte(raw) != b'"' or len(memoryview(raw)) > _NAME_BYTES:
         return ""
@@ -126,14 +126,15 @@ def whole_text_of(body: Mapping[str, Raw], name: str) -> str:
 
 
 def text_bytes_of(messages: Raw) -> int:
-    """How much text, as JSON, is in the messages of a chat or the items of a response; media are
-    none."""
+    """Return the size as JSON of the text in a chat's messages or a response's items, without
+    media."""
     entries = map(raw_json.members_of_entry, raw_json.entries_of(messages))
     return sum(_content_bytes(entry.get(name)) for entry in entries for name in _TEXT_MEMBERS)
 
 
 def _content_bytes(content: Raw | None, depth: int = 0) -> int:
-    """``depth``: a result of Anthropic's tools has a content of its own."""
+    """Return the size of a message's text; ``depth`` counts nested content, as in Anthropic's tool
+    results."""
     if content is None:
         return 0
     if raw_json.first_byte(content) == b'"':
@@ -148,7 +149,7 @@ def _content_bytes(content: Raw | None, depth: int = 0) -> int:
 
 
 def output_limit(value: Any) -> int | None:
-    """A limit of output tokens as the scheduler may count with; the engine judges nonsense."""
+    """Return a limit on output tokens for the scheduler; invalid values are left to the engine."""
     return clamped_count(value) if type(value) is int else None
 
 
@@ -157,6 +158,6 @@ def positive(name: str, value: Any) -> int:
         return 1
     if type(value) is not int or value < 1:
         scalar = isinstance(value, str | int | float)
-        told = str(value)[: raw_json.MOST_SHOWN] if scalar else f"a {type(value).__name__}"
-        raise bad_request(f"{name} must be a whole number >= 1, not {told}")
+        shown = str(value)[: raw_json.MOST_SHOWN] if scalar else f"a {type(value).__name__}"
+        raise bad_request(f"{name} must be a whole number >= 1, not {shown}")
     return value

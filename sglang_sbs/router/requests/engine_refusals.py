@@ -1,14 +1,14 @@
-"""Requests that SGLang answers with 400 whatever its load, refused before an engine gets them.
+"""Rejects requests that SGLang would answer with 400 regardless of load, before an engine gets
+them.
 
-Decode announces a request to prefill at once. If prefill then refuses the request, its ranks keep
-the bootstrap room for good (sglang #39428). With SGLang before 0.5.21 the room also stays if both
-schedulers refuse the request.
+Decode contacts prefill about a request at once. If prefill then refuses it, its ranks never free
+the bootstrap room (sglang #39428). With SGLang before 0.5.21 the room also stays if both schedulers
+refuse the request.
 
-Only refusals that all supported releases of SGLang have in common (compared: 0.5.6 to 0.5.23) are
-here, and those that follow from the flags of an engine. The texts are those of 0.5.23. Sources in
-SGLang: ``sampling/sampling_params.py`` (``verify``), ``managers/tokenizer_manager.py``,
-``managers/scheduler.py``, ``entrypoints/openai/protocol.py``.
-"""
+Only refusals common to all supported releases of SGLang (compared: 0.5.6 to 0.5.23) and those
+implied by an engine's flags are here. The texts are those of 0.5.23. Sources in SGLang:
+``sampling/sampling_params.py`` (``verify``), ``managers/tokenizer_manager.py``,
+``managers/scheduler.py``, ``entrypoints/openai/protocol.py``."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _Fields = Mapping[str, Raw | bytes]
 _INT = re.compile(rb"-?[0-9]{1,64}")
 _FLOAT = re.compile(rb"-?[0-9]{1,32}(\.[0-9]{1,32})?([eE][+-]?[0-9]{1,8})?")
 _GREEDY_BELOW = 1e-6
-"""A temperature below this makes ``top_k`` 1 whatever the client gave."""
+"""SGLang sets ``top_k`` to 1 for temperatures below this."""
 
 # SGLang fault: refused-room-stays
 _RANGES: tuple[tuple[str, Callable[[float], bool], str], ...] = (
@@ -43,7 +43,7 @@ _GRAMMARS = {
     "chat": ("regex", "ebnf"),
 }
 _CHECKED = frozenset({"top_k", *(name for name, _, _ in _RANGES)}.union(*_GRAMMARS.values()))
-"""What :func:`check_sampling` looks at besides the limits."""
+"""Fields that :func:`check_sampling` checks in addition to the limits."""
 _RESPONSE_SAMPLING = (*(name for name, _, _ in _RANGES), "top_k")
 _OUTPUT_LOGPROBS = "message.output_text.logprobs"
 _MOST_INCLUDE_BYTES = 4096
@@ -67,15 +67,15 @@ _BY_FLAGS = {
 
 
 def check_sampling(kind: _Kind, fields: _Fields) -> int | None:
-    """``fields``: sampling parameters of ``/generate``, or the body of an OpenAI request. Values
-    that are neither numbers nor text are left to the engine. Returns what :func:`asked_tokens`
-    does. Raises: RouterError (400)."""
+    """Check the sampling parameters of ``/generate`` or the body of an OpenAI request. Values that
+    are neither numbers nor text are left to the engine. Returns what :func:`asked_tokens` does.
+    Raises: RouterError (400)."""
     if _CHECKED.isdisjoint(fields):  # as in most requests
         return _check_limits(kind, fields)
     for name, is_right, wanted in _RANGES:
         value = _number(fields, name)
         if value is not None and not is_right(value):
-            # OpenAI's endpoints make floats of them.
+            # OpenAI's endpoints convert these values to floats.
             shown_as = value if kind == "generate" else float(value)
             raise bad_request(f"{name} must be {wanted} {shown_as}.")
     _check_top_k(kind, fields)
@@ -86,13 +86,14 @@ def check_sampling(kind: _Kind, fields: _Fields) -> int | None:
 
 
 def store_disabled(param: str) -> RouterError:
-    """SGLang's refusal of what needs stored responses, which it does not keep under PD."""
+    """Return SGLang's refusal of requests that need stored responses, which it does not support
+    under PD."""
     return RouterError(400, "invalid_request", _NO_STORE, param=param)
 
 
 def check_responses(body: Mapping[str, Raw]) -> None:
-    """``body``: of ``/v1/responses``. Besides what no engine takes under PD, that is what only
-    decode would refuse, as prefill is not asked for a stream. Raises: RouterError (400)."""
+    """Check a body of ``/v1/responses`` for options that no engine supports under PD, or that only
+    decode would refuse (prefill is not asked to stream). Raises: RouterError (400)."""
     if given(body, "previous_response_id") is not None:
         raise store_disabled("previous_response_id")
     if is_true(body.get("background")):
@@ -110,19 +111,19 @@ def check_responses(body: Mapping[str, Raw]) -> None:
 
 
 def response_tokens(body: Mapping[str, Raw]) -> int | None:
-    """What SGLang generates at most for ``/v1/responses``: two tokens fewer than the client asks
-    for (``ResponsesRequest.to_sampling_params``). ``None``: the client does not say."""
+    """Return SGLang's limit on output tokens of ``/v1/responses``: two fewer than the client's
+    (``ResponsesRequest.to_sampling_params``). ``None`` without a client limit."""
     asked = _whole(body, "max_output_tokens")
     return None if asked is None else asked - 2
 
 
 def check_flags(kind: _Kind, fields: Mapping[str, Raw], refused: Collection[str]) -> None:
-    """``fields``: the body. ``refused``: names of those that all engines of a role refuse
-    (``WorkerInfo.refused_fields``). Raises: RouterError (400)."""
+    """Reject fields of a body that all engines of a role refuse (``refused``, from
+    ``WorkerInfo.refused_fields``). Raises: RouterError (400)."""
     for name in refused:
         raw = fields.get(name)
         if name == "input_embeds":
-            # Ignored beside text or ids, and by OpenAI's endpoints.
+            # Engines ignore it next to text or ids, and OpenAI's endpoints always do.
             alone = all(given(fields, other) is None for other in ("text", "input_ids"))
             is_used = kind == "generate" and alone
             is_asked = is_used and raw is not None and first_byte(raw) == b"["
@@ -137,9 +138,10 @@ def check_flags(kind: _Kind, fields: Mapping[str, Raw], refused: Collection[str]
 def check_counted(
     tokens: int, asked_tokens: int | None, logprobs_from: int | None, context_tokens: float
 ) -> None:
-    """``tokens`` of the prompt, as engines count them; ``asked_tokens`` to be generated at most;
-    ``logprobs_from``: the first token of the prompt with logprobs. ``None``: the client does not
-    say. ``context_tokens``: no engine of some role has more. Raises: RouterError (400)."""
+    """Check a tokenized prompt against the engines' limits. ``tokens``: the engines' count;
+    ``asked_tokens``: limit on output; ``logprobs_from``: first prompt token with logprobs; each
+    ``None`` if the client omits it. ``context_tokens``: largest context of any engine of some role.
+    Raises: RouterError (400)."""
     if asked_tokens is not None and tokens + asked_tokens > context_tokens:
         raise bad_request(
             f"Requested token count exceeds the model's maximum context length of "
@@ -156,21 +158,21 @@ def check_counted(
 
 
 def asked_tokens(kind: _Kind, fields: _Fields) -> int | None:
-    """What the client wants generated at most. ``None``: it does not say, or releases of SGLang
-    differ in what they make of it."""
+    """Return the client's limit on output tokens; ``None`` if it is missing or SGLang's releases
+    disagree on its meaning."""
     if kind == "generate":
         names = ["max_new_tokens"]
     else:
         names = ["max_tokens"] if kind == "completions" else ["max_completion_tokens", "max_tokens"]
     limits = [limit for name in names if (limit := _whole(fields, name)) is not None]
-    if len(limits) != 1 or (kind == "chat" and not limits[0]):  # 0 means no limit there
+    if len(limits) != 1 or (kind == "chat" and not limits[0]):  # 0 means no limit for chats
         return None
     return limits[0]
 
 
 def logprobs_from(params: _Fields, fields: _Fields) -> int | None:
-    """Where a ``/generate`` request wants logprobs from; ``None``: SGLang does not look at it. Old
-    releases also do not look at it where nothing is generated."""
+    """Return the first prompt token with logprobs of a ``/generate`` request; ``None`` if SGLang
+    ignores it. Old releases also ignore it if nothing is generated."""
     wants, start = LOGPROB_FIELDS
     if not is_true(fields.get(wants)) or asked_tokens("generate", params) == 0:
         return None
@@ -179,7 +181,7 @@ def logprobs_from(params: _Fields, fields: _Fields) -> int | None:
 
 def _check_top_k(kind: _Kind, fields: _Fields) -> None:
     top_k, temperature = _number(fields, "top_k"), _number(fields, "temperature")
-    if temperature is None:  # engines may have a default of their own, but not for completions
+    if temperature is None:  # engines may override the default, except for completions
         temperature = 1.0 if kind == "completions" else 0.0
     if top_k is not None and top_k < 1 and top_k != -1 and temperature >= _GREEDY_BELOW:
         raise bad_request(f"top_k must be -1 (disable) or at least 1, got {top_k}.")
@@ -200,7 +202,7 @@ def _check_limits(kind: _Kind, fields: _Fields) -> int | None:
 
 
 def _number(fields: _Fields, name: str) -> int | float | None:
-    """``None``: not given, or not a number."""
+    """Return a number; ``None`` if it is missing or is something else."""
     raw = fields.get(name)
     if raw is None:
         return None
@@ -216,5 +218,4 @@ def _whole(fields: _Fields, name: str) -> int | None:
 
 
 def _is_text(raw: Raw | bytes | None) -> bool:
-    """Whether it is text, and not empty."""
     return raw is not None and first_byte(raw) == b'"' and is_true(raw)

@@ -1,4 +1,4 @@
-"""Request headers: which of them both legs get, and what the others ask of the scheduler."""
+"""Splits request headers into those that both legs get and those that address the router."""
 
 from __future__ import annotations
 
@@ -13,27 +13,28 @@ from sglang_sbs.scheduling.queue.fairness import MOST_TENANT_CHARS
 
 SLO_HEADER = "x-sgl-ttft-slo-ms"
 TIMING_HEADER = "x-sbs-server-timing"
-"""With the value 1: the client wants to know where its time to the first token went."""
+"""The value 1 asks for the time to the first token by part (``Server-Timing``)."""
 
 KEY_HEADER = "x-api-key"
-"""Where clients of Anthropic's API have their key."""
+"""Header with the key in Anthropic's clients."""
 
 _HEADER_VALUE = re.compile(r"[^\x00-\x08\x0a-\x1f\x7f]*")
-"""No line breaks: what is forwarded stays one header. The parser in front sees to it as well."""
+"""Without line breaks, so a forwarded value stays one header. The HTTP parser checks this as
+well."""
 
 _ID_HEADER = "x-request-id"
 _FORWARDED_HEADERS = frozenset(
     {"authorization", "x-correlation-id", "traceparent", "tracestate", "x-smg-routing-key"}
 )
 MOST_FORWARDED_CHARS = 64 << 10
-"""Twice what one header may have: a token of the largest size, and baggage beside it."""
+"""Twice the limit of one header: room for the largest token and for baggage."""
 _MILLISECONDS = re.compile(r"[0-9]{1,12}(\.[0-9]{1,6})?")
 
 
 def forwarded_headers(headers: Sequence[tuple[str, str]], request_id: str) -> bytes:
-    """The client's headers both legs get, as header lines; everything else stays here. Also dropped
-    thereby: ``X-Data-Parallel-Rank`` and ``x-override-*``, which would overrule the rank chosen
-    here. Raises: RouterError (431), they are too long: each request of a batch gets them twice."""
+    """Return the client's headers for both legs as header lines. All others are dropped, among them
+    ``X-Data-Parallel-Rank`` and ``x-override-*``, which would overrule the chosen rank. Raises:
+    RouterError (431), they are too long: each request of a batch sends them twice."""
     lines: list[str] = []
     if _HEADER_VALUE.fullmatch(request_id):
         lines.append(f"{_ID_HEADER}: {request_id}\r\n")
@@ -50,7 +51,8 @@ def forwarded_headers(headers: Sequence[tuple[str, str]], request_id: str) -> by
 
 
 def with_bearer(headers: list[tuple[str, str]]) -> list[tuple[str, str]]:
-    """Anthropic's clients send their key as ``x-api-key``; SGLang reads ``Authorization`` only."""
+    """Add ``Authorization`` for clients of Anthropic's API, which send ``x-api-key`` instead;
+    SGLang reads only ``Authorization``."""
     lower = {name.lower(): value for name, value in headers}
     if "authorization" in lower or KEY_HEADER not in lower:
         return headers
@@ -58,20 +60,20 @@ def with_bearer(headers: list[tuple[str, str]]) -> list[tuple[str, str]]:
 
 
 class Asked(NamedTuple):
-    """What headers ask of the router. They end here: engines get none of it."""
+    """Requests to the router in headers, which are not forwarded to engines."""
 
     ttft_slo_s: float | None = None
     tenant: str = ""
     timing: bool = False
     session: str = ""
-    """What the client calls its conversation."""
+    """Session id from a header."""
     correlation: str = ""
-    """The same, where nothing else says it."""
+    """Fallback session id, used if nothing else names the session."""
 
 
 def asked_in(headers: Sequence[tuple[str, str]], tenant_header: str | None) -> Asked:
-    """Read the SLO, the tenant and the session. ``tenant_header``: its name in lower case, if there
-    is one. Raises: RouterError (400), naming the header and what to write."""
+    """Read SLO, tenant and session. ``tenant_header``: its name in lower case, if configured.
+    Raises: RouterError (400), naming the header and what to write."""
     names = {name.lower() for name, _ in headers}
     slo = _only(headers, SLO_HEADER) if SLO_HEADER in names else None
     tenant = _only(headers, tenant_header) if tenant_header in names else None
@@ -90,5 +92,5 @@ def asked_in(headers: Sequence[tuple[str, str]], tenant_header: str | None) -> A
 def _only(headers: Sequence[tuple[str, str]], name: str | None) -> str | None:
     values = [value.strip() for key, value in headers if key.lower() == name]
     if len(values) > 1:
-        raise bad_request(f"{name} is there {len(values)} times: write it once")
+        raise bad_request(f"{name} is given {len(values)} times: give it once")
     return values[0] if values else None

@@ -1,5 +1,5 @@
-"""What a client request becomes: single requests, and the bodies of their legs. Owns which fields
-of SGLang's request JSON a client may give, and how large all legs may be."""
+"""Turns a client request into single requests and the bodies of their legs. Decides which fields of
+SGLang's request JSON a client may set, and limits the size of all legs."""
 
 from __future__ import annotations
 
@@ -35,9 +35,10 @@ PATHS: dict[RouteKind, str] = {
     "responses": "/v1/responses",
 }
 CONVERTED: tuple[RouteKind, ...] = ("messages", "responses")
-"""Engines make a chat of these. They have no use for SGLang's own fields in them."""
+"""Kinds of requests that engines convert to chats. SGLang's own fields have no effect in them."""
 _RID_FIELD: dict[RouteKind, str] = {"responses": "request_id"}
-"""Where engines read their id for a request, if not in ``rid``. Clients see that of a response."""
+"""Field with the engine's id of a request, if it is not ``rid``. Clients see the id of a
+response."""
 
 # SGLang fault: internal-fields-of-clients, duplicate-room
 _INTERNAL_FIELDS = (
@@ -47,24 +48,25 @@ _INTERNAL_FIELDS = (
     "positional_embed_overrides", "kv_hints", "external_trace_header", "background",
     "return_bytes",
 )  # fmt: skip
-"""Routing internals and fields one SGLang process sets for another: never the client's to give.
-SGLang 0.5.23 takes the later ones of anyone and believes them (``managers/io_struct.py``): a number
-for ``positional_embed_overrides`` ends an engine on CPU (``managers/scheduler.py``; elsewhere with
+"""Routing internals, and fields that one SGLang process sets for another: clients must not set
+them. SGLang 0.5.23 accepts the later ones from anyone (``managers/io_struct.py``). A number for
+``positional_embed_overrides`` crashes an engine on CPU (``managers/scheduler.py``; elsewhere with
 several nodes or pipeline parallelism), an unknown ``lora_id`` one with ``--enable-lora``."""
 
 _ASK_CACHED = "return_cached_tokens_details"
 _ASKS_CACHED = ("completions", "chat")
-"""Kinds of requests in which SGLang knows that field."""
+"""Kinds of requests in which SGLang has that field."""
 _IDS_FIELD = {"generate": "input_ids", "completions": "prompt", "chat": "input_ids"}
 # SGLang fault: messages-without-rid
 _RID_HEADER = b"x-override-rid: %b\r\n"
-"""``/v1/messages`` knows no ``rid`` in its body. SGLang takes one from this header where
-``SGLANG_ENABLE_REQUEST_HEADER_OVERRIDES`` is on, as the plugin has it; elsewhere the engine makes
-up an id of its own, and closing the connection is what ends the request."""
+"""Sets the rid of ``/v1/messages``, whose body has no ``rid``. SGLang reads this header if
+``SGLANG_ENABLE_REQUEST_HEADER_OVERRIDES`` is on, as the plugin sets it. Otherwise the engine
+generates an id, and only closing the connection ends the request."""
 _MOST_OPTIONS_BYTES = 1024
-"""Of ``stream_options``, which every request of a batch gets: SGLang knows two switches in it."""
+"""Limit on ``stream_options``, which every request of a batch gets; SGLang has two switches in
+it."""
 _JOINED_BYTES = 1 << 16
-"""Smaller bodies are one piece: that is quicker to send."""
+"""Smaller bodies are sent as one piece, which is faster."""
 
 Pieces = tuple[bytes | bytearray, ...]
 
@@ -75,25 +77,25 @@ class Plan:
     stream: bool
     prompts: tuple[Prompt, ...]
     common: bytes | bytearray
-    """Members of the JSON that all legs share."""
+    """JSON members shared by all legs."""
     samples: int
-    """Units per prompt: a unit is one single request, one pair of legs. It is known by the position
-    of its output, or of its first choice, in the merged answer."""
+    """Units per prompt. A unit is one single request, sent as one pair of legs. Its number is the
+    position of its output, or of its first choice, in the merged response."""
     as_list: bool
-    """``/generate`` answers a batch or ``n > 1`` with a list, even of one."""
+    """``/generate`` answers a batch or ``n > 1`` with a list, even if it has one entry."""
     merge_logprobs: bool
-    """The answer carries input logprobs, which only prefill has."""
+    """The response includes input logprobs, which only prefill has."""
     may_ask_cached: bool
-    """Prefill can be asked what it had cached: ``/generate`` says it unasked, and a client may have
-    an opinion of its own."""
+    """Prefill can be asked for its cached tokens. ``/generate`` always reports them, and a field
+    set by the client is left alone."""
     stream_options: bytes | None
-    """JSON."""
+    """The client's ``stream_options`` as JSON."""
     client_rids: tuple[str, ...]
     model: str = ""
     session: str = ""
-    """What the client calls its conversation in the body."""
+    """Session id from the body."""
     priority: int = 0
-    """As the client wrote it."""
+    """Priority as the client wrote it."""
 
     @property
     def units(self) -> range:
@@ -105,11 +107,11 @@ class Plan:
 
     @property
     def edits_answers(self) -> bool:
-        """What engines answer is not passed on as it comes."""
+        """Responses of engines are modified before they are passed on."""
         return self.merge_logprobs or bool(self.client_rids)
 
     def client_rid(self, unit: int) -> str | None:
-        """The client's id of one output; SGLang makes a batch's ids from a single one."""
+        """Return the client's id of one output; SGLang derives a batch's ids from a single one."""
         if not self.client_rids:
             return None
         if len(self.client_rids) == len(self.units):
@@ -117,7 +119,7 @@ class Plan:
         return f"{self.client_rids[0]}_{unit}"
 
     def forget_values(self) -> None:
-        """Its prompts were read: nobody needs the objects that took any more."""
+        """Free the prompts' values once they are tokenized."""
         for prompt in self.prompts:
             prompt.value = None
 
@@ -129,7 +131,7 @@ def plan_request(
     refused: Collection[str] = (),
 ) -> Plan:
     """Check a body and split it. ``refused``: fields that all engines of a role refuse.
-    Raises: RouterError (400), naming the field and what is wrong."""
+    Raises: RouterError (400), naming the field and the problem."""
     try:
         return _plan(kind, raw, limits or RelayConfig(), refused)
     except JsonError as error:
@@ -144,7 +146,7 @@ def _plan(
     body = members_of(raw)
     if kind == "responses":
         check_responses(body)
-    elif kind != "messages":  # in both SGLang passes over such fields
+    elif kind != "messages":  # SGLang ignores such fields in both
         check_flags(kind, body, refused)
     for name in _INTERNAL_FIELDS:
         body.pop(name, None)
@@ -152,7 +154,7 @@ def _plan(
     options = body_fields.given(body, "stream_options")
     if options is not None and len(memoryview(options)) > _MOST_OPTIONS_BYTES:
         raise body_fields.bad_request(f"stream_options is over {_MOST_OPTIONS_BYTES} bytes")
-    # The others' answers have no place for it, or the engine's own id is there.
+    # Responses of the other kinds have no place for it, or have the engine's id there.
     rid = None if kind in CONVERTED else body_fields.given(body, "rid")
     for name in ("stream", "stream_options", "rid", _RID_FIELD.get(kind, "rid")):
         body.pop(name, None)
@@ -194,7 +196,7 @@ def _plan(
 
 
 def leg_headers(kind: RouteKind, headers: bytes, rid: str) -> Pieces:
-    """The header lines of both legs: ``headers``, and the rid where the body cannot have it."""
+    """Return the header lines of both legs; includes the rid if the body has no field for it."""
     return (headers, _RID_HEADER % rid.encode()) if kind == "messages" else (headers,)
 
 
@@ -208,11 +210,10 @@ def leg_bodies(
     ids_json: bytes | None = None,
     asks_cached: bool = False,
 ) -> tuple[Pieces, Pieces]:
-    """The bodies for prefill and decode. What is large in them is there once, however many legs.
-    Prefill is asked without streaming: its one reply says how the leg went by its HTTP status, and
-    its counts come in one piece. ``ids_json``: token ids instead of the text, or for a chat of what
-    engines would make of its messages. ``asks_cached``: prefill is to say how much it had cached.
-    """
+    """Return the bodies for prefill and decode, sharing large pieces among all legs. Prefill is
+    asked not to stream: its HTTP status then shows the leg's result, and its counts come at once.
+    ``ids_json``: token ids to send instead of the text or with a chat. ``asks_cached``: ask prefill
+    for its cached tokens."""
     prefiller, decoder, rank = placement.prefill, placement.decode, placement.prefill_rank
     shared = {
         _RID_FIELD.get(plan.kind, "rid"): rid,

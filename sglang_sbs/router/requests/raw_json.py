@@ -1,5 +1,5 @@
-"""Request bodies cut up into members that stay the bytes they came as: a megabyte of JSON can
-become eighty of objects. No function here keeps the interpreter lock for long."""
+"""Splits request bodies into members that stay raw bytes, because a megabyte of JSON can become
+eighty of objects. No function here holds the interpreter lock for long."""
 
 from __future__ import annotations
 
@@ -15,26 +15,26 @@ import orjson
 T = TypeVar("T")
 Json = msgspec.Raw | bytes | bytearray | memoryview
 Raw = msgspec.Raw
-"""A piece of the body, not copied: it keeps the body alive."""
+"""A piece of the body, not copied, which keeps the body alive."""
 
 _PIECE_BYTES = 1 << 18
 _SPLIT_BYTES = 1 << 15
-"""Cut at quotes at a time: each string of a byte becomes 34."""
+"""Bytes split at quotes at a time: a string of one byte takes 34 bytes."""
 _SMALL_BYTES = 1 << 16
-"""What is smaller may be as dense as it likes."""
+"""Bodies up to this size are not checked for density."""
 _HEAD_BYTES = 32
 _IDS_BYTES = 1 << 14
-"""Of token ids, made objects at a time."""
+"""Bytes of token ids that become objects at a time."""
 _FREE_BYTES = 16 << 20
 _GROWTH = 4
-"""Objects may take so many bytes per byte of JSON, and ``_FREE_BYTES`` besides."""
+"""Objects may take this many bytes per byte of JSON, plus ``_FREE_BYTES``."""
 _OBJECT_BYTES = {ord("{"): 200, ord("["): 72, ord('"'): 32, ord(","): 40}
-"""What a character of JSON outside strings stands for in memory (two quotes are one string)."""
+"""Memory per character of JSON outside strings (two quotes are one string)."""
 MOST_SHOWN = 100
-"""Of a bad value, bytes, in a message about it."""
+"""Bytes of a bad value quoted in an error message."""
 
 MEMBERS = msgspec.json.Decoder(dict[str, Raw])
-"""An object cut up. What a client sent goes through :func:`members_of`; engines may be dense."""
+"""Splits an object. Input from clients goes through :func:`members_of`; engines' may be dense."""
 ENTRIES = msgspec.json.Decoder(list[Raw])
 OBJECTS = msgspec.json.Decoder(list[dict[str, Raw]])
 _STRING = msgspec.json.Decoder(str)
@@ -44,11 +44,11 @@ _FALSE = frozenset({b"null", b"false", b"0", b'""', b"[]", b"{}"})
 
 
 class JsonError(ValueError):
-    """It is no JSON, or too dense; the message says which."""
+    """The text is not valid JSON, or would take too much memory; the message says which."""
 
 
 def decoded(decoder: msgspec.json.Decoder[T], raw: Json, said: str = "") -> T:
-    """Raises: JsonError, beginning with ``said``."""
+    """Decode JSON. Raises: JsonError, beginning with ``said``."""
     try:
         return decoder.decode(raw)
     except (ValueError, RecursionError) as error:
@@ -56,8 +56,8 @@ def decoded(decoder: msgspec.json.Decoder[T], raw: Json, said: str = "") -> T:
 
 
 def members_of(body: bytes | bytearray) -> dict[str, Raw]:
-    """The members of an object by name; of several with one name the last, as in Python.
-    Raises: JsonError, it is no object, or one of too many objects."""
+    """Split an object into its members by name; the last wins for duplicates, as in Python.
+    Raises: JsonError, it is not an object, or contains too many values."""
     _check_utf8(body)
     _check_density(body, b'{["')
     if first_byte(body) not in (b"{", b""):
@@ -66,13 +66,13 @@ def members_of(body: bytes | bytearray) -> dict[str, Raw]:
 
 
 def entries_of(raw: Raw) -> list[Raw]:
-    """The entries of a list. Raises: JsonError."""
+    """Split a list. Raises: JsonError."""
     _check_density(memoryview(raw), b'{[",')
     return decoded(ENTRIES, raw)
 
 
 def members_of_entry(raw: Raw) -> dict[str, Raw]:
-    """Of an object inside a body that was checked; of anything else none. Raises: JsonError."""
+    """Split an object inside a checked body; empty for any other value. Raises: JsonError."""
     if first_byte(raw) != b"{":
         return {}
     _check_density(memoryview(raw), b'{["')
@@ -80,8 +80,8 @@ def members_of_entry(raw: Raw) -> dict[str, Raw]:
 
 
 def number_lists_of(raw: Raw, depth: int, most: int) -> list[bytes]:
-    """The entries of a list of number lists, ``depth`` deep each; one more than ``most`` at most.
-    Raises: JsonError, there is something else in it."""
+    """Split a list of number lists, each ``depth`` deep, into at most ``most`` + 1 entries.
+    Raises: JsonError, it contains something else."""
     body = bytes(raw).strip()
     if b'"' in body:
         raise JsonError("there is text among its numbers")
@@ -100,7 +100,7 @@ def number_lists_of(raw: Raw, depth: int, most: int) -> list[bytes]:
 
 
 def value_of(raw: Raw | bytes | bytearray) -> Any:
-    """As Python objects. Raises: JsonError."""
+    """Convert to Python objects. Raises: JsonError."""
     if first_byte(raw) == b'"':
         return decoded(_STRING, raw, "not valid JSON: ")  # orjson copies it, and reserves 12 times
     view = memoryview(raw)
@@ -112,7 +112,7 @@ def value_of(raw: Raw | bytes | bytearray) -> Any:
 
 
 def token_ids_of(raw: Raw | bytes) -> array[int] | None:
-    """A list of token ids (uint32); ``None``: something in it is none."""
+    """Convert a list of token ids (uint32); ``None`` if an entry is not one."""
     view = memoryview(raw)
     if bytes(view[:1]) != b"[" or bytes(view[-1:]) != b"]":
         view = memoryview(bytes(raw).strip())
@@ -136,10 +136,10 @@ def json_of_ids(ids: array[int]) -> bytes:
 
 
 def first_byte(raw: Raw | bytes | bytearray, position: int = 0) -> bytes:
-    """What the value begins with: ``{``, ``[``, ``"``, or the start of a number or word.
-    ``position`` 1: what the first entry of a list begins with, 2: of that list in it."""
+    """Return the first byte of a value: ``{``, ``[``, ``"``, or the start of a number or word.
+    ``position`` 1 selects the first entry of a list, 2 the first entry of that."""
     view = memoryview(raw)
-    for size in (_HEAD_BYTES, _SMALL_BYTES):  # hardly ever is there so much white space
+    for size in (_HEAD_BYTES, _SMALL_BYTES):  # more white space than the head is rare
         head = bytes(view[:size])
         for _ in range(position):
             head = head.lstrip()[1:]
@@ -153,7 +153,8 @@ def is_null(raw: Raw) -> bool:
 
 
 def is_true(raw: Raw | bytes | None) -> bool:
-    """As Python sees it; a list or object with spaces in it counts as one that is not empty."""
+    """Return the value's truth as in Python; a list or object containing spaces counts as not
+    empty."""
     view = memoryview(raw) if raw is not None else memoryview(b"")
     return bool(view) and (len(view) > 5 or bytes(view) not in _FALSE)
 
@@ -162,7 +163,7 @@ Members = Iterable[tuple[str, Raw]] | Iterable[tuple[str, Raw | bytes]]
 
 
 def joined(members: Members) -> bytes | bytearray:
-    """``"name":value`` of each, with commas between; a copy, and the only one."""
+    """Join members as ``"name":value`` with commas, copying them once."""
     pieces = member_pieces(members)
     # Every other piece is a colon or a comma.
     if sum([len(memoryview(piece)) for piece in pieces[::2]]) <= _PIECE_BYTES:
@@ -186,7 +187,7 @@ def member_pieces(members: Members) -> list[bytes | Raw]:
 
 
 def shown(raw: Raw | bytes) -> str:
-    """The beginning of a value, for a message about it."""
+    """Return the beginning of a value for an error message."""
     view = memoryview(raw)
     text = bytes(view[:MOST_SHOWN]).decode("utf-8", "replace")
     return text + ("..." if len(view) > MOST_SHOWN else "")
@@ -195,7 +196,7 @@ def shown(raw: Raw | bytes) -> str:
 def count_outside_strings(
     body: bytes | bytearray | memoryview, characters: bytes
 ) -> dict[int, int]:
-    """How often each of ``characters`` comes in JSON outside its strings, quotes included."""
+    """Count each of ``characters`` in JSON outside its strings; quotes are counted as well."""
     counts = dict.fromkeys(characters, 0)
     inside, carried = False, b""
     for piece in _pieces(body, _SPLIT_BYTES):
@@ -210,7 +211,7 @@ def count_outside_strings(
 
 
 def _check_density(body: bytes | bytearray | memoryview, characters: bytes) -> None:
-    """That objects made of it are not far larger than it is. Raises: JsonError."""
+    """Check that the parsed objects would not be far larger than the JSON. Raises: JsonError."""
     size = len(body)
     if size <= _SMALL_BYTES:
         return

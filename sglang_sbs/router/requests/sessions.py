@@ -1,7 +1,7 @@
-"""Which conversation a request belongs to, by the names clients give it.
+"""Finds the conversation of a request, by the names that clients give it.
 
-Who sends what (seen in the source of the client or of a router that reads it, unless it says
-*believed*; the order is that of :data:`HEADERS`, then the body, then :data:`LAST_HEADER`):
+Names and their senders (seen in the source of the client or of a router that reads it, except where
+marked *believed*), in the order of :data:`HEADERS`, the body, then :data:`LAST_HEADER`:
 
 - ``x-smg-routing-key``: clients of SGLang's routers
 - ``x-dynamo-session-id``: clients of Dynamo, AIPerf with its Dynamo modes
@@ -10,8 +10,7 @@ Who sends what (seen in the source of the client or of a router that reads it, u
 - ``x-session-id``: OpenCode and others
 - ``session_id``, ``prompt_cache_key`` in the body: SGLang's and OpenAI's APIs
 - ``metadata.user_id`` of ``/v1/messages``: Claude Code; other users of the field name a person
-- ``x-correlation-id``: AIPerf, for all turns of a conversation; others for a single request
-"""
+- ``x-correlation-id``: AIPerf, for all turns of a conversation; others for a single request"""
 
 from __future__ import annotations
 
@@ -34,30 +33,30 @@ HEADERS = (
     "x-session-id",
 )
 LAST_HEADER = "x-correlation-id"
-"""A guess, as most who send it mean one request: looked at where nothing else names a session."""
+"""Used only if nothing else names a session, because most senders mean a single request."""
 _FIELDS = ("session_id", "prompt_cache_key")
 _MOST_METADATA_BYTES = 4096
 _CLAUDE_CODE = re.compile(r".*_session_([0-9a-fA-F-]{36})", re.DOTALL)
-"""``user_HASH_account_UUID_session_UUID``: Claude Code before it wrote JSON there."""
+"""``user_HASH_account_UUID_session_UUID``: Claude Code's format before it used JSON."""
 _DIGEST_BYTES = 16
 
 
 def session_in_headers(headers: Sequence[tuple[str, str]]) -> tuple[str, str]:
-    """The name that headers give a conversation and the name to fall back on; empty: none."""
+    """Return the session id in the headers and a fallback; empty if missing."""
     given = {name.lower(): value.strip() for name, value in reversed(headers)}
     found = (given[name] for name in HEADERS if given.get(name))
     return next(found, ""), given.get(LAST_HEADER, "")
 
 
 def session_in_body(body: Mapping[str, Raw], *, has_user: bool) -> str:
-    """The same of a body. ``has_user``: it is one of ``/v1/messages``."""
+    """Return the session id in a body. ``has_user``: the body is for ``/v1/messages``."""
     found = (body_fields.whole_text_of(body, name) for name in _FIELDS)
     return next(filter(None, found), "") or (_session_of_user(body) if has_user else "")
 
 
 def _session_of_user(body: Mapping[str, Raw]) -> str:
-    """The session inside ``metadata.user_id``, in both of Claude Code's forms. The rest of that
-    field names a person or a device, who have many conversations."""
+    """Return the session in ``metadata.user_id``, in both of Claude Code's formats. The rest of
+    that field names a person or a device, which have many conversations."""
     metadata = body.get("metadata")
     if metadata is None or raw_json.first_byte(metadata) != b"{":
         return ""
@@ -74,8 +73,8 @@ def _session_of_user(body: Mapping[str, Raw]) -> str:
 
 
 def digest_of(session: str) -> str:
-    """What the router calls it from here on: bounded, equal on all front ends, and without what a
-    client wrote, which may name a person, in event logs. Empty for none."""
+    """Return the router's name of a session: bounded, equal on all front ends, and without the
+    client's text, which may name a person, in event logs. Empty if there is no session."""
     if not session:
         return ""
     raw = session.encode("utf-8", "surrogatepass")

@@ -1,5 +1,5 @@
-"""The prompts of a request body: a batch and ``n > 1`` taken apart, as inside SGLang they would
-share one bootstrap room and break PD. They are counted before anything is built."""
+"""Splits batches and ``n > 1`` into single prompts. Inside SGLang they would share one bootstrap
+room and break PD. Prompts are counted before anything is built."""
 
 from __future__ import annotations
 
@@ -52,73 +52,73 @@ _PER_PROMPT_FIELDS = (
     "custom_logit_processor", "extra_key", "cache_salt", "multi_item_delimiter_indices",
     "token_indices_to_pool",
 )  # fmt: skip
-"""Fields of ``GenerateReqInput`` that a batch may give per prompt (its ``__getitem__``)."""
+"""Fields of ``GenerateReqInput`` that a batch may set per prompt (its ``__getitem__``)."""
 
 _LIST_OF_LISTS = "token_ids_logprob"
-"""A list in its own right: per prompt only when it is one of lists."""
+"""A field whose value is a list itself, so it is per prompt only as a list of lists."""
 
 _PROMPT_FIELDS = ("text", "input_ids", "input_embeds")
 _NUMBER_STARTS = frozenset(b"%c" % one for one in b"-0123456789")
 _MESSAGE_SAMPLING = ("temperature", "top_p", "top_k", "max_tokens")
-"""Sampling parameters of Anthropic's API; SGLang checks them as those of a chat."""
+"""Sampling parameters of Anthropic's API; SGLang checks them as for a chat."""
 _DEFAULT_MAX_TOKENS = {"generate": 128, "completions": 16, "chat": None}
 
 _CHAT_MEMBERS = (
     "messages", "tools", "tool_choice", "chat_template_kwargs", "continue_final_message",
     "reasoning", "reasoning_effort", "thinking", "task",
 )  # fmt: skip
-"""What the prompt of a chat is made of. Others stay JSON: ``logit_bias`` would be 15 times as large
-as objects."""
+"""Fields that form the prompt of a chat. Others stay JSON: ``logit_bias`` would be 15 times as
+large as objects."""
 
 _RESPONSE_MEMBERS = (
     "instructions", "input", "tools", "tool_choice", "reasoning", "chat_template_kwargs",
 )  # fmt: skip
-"""The same of a response."""
+"""Fields that form the prompt of ``/v1/responses``."""
 _NOT_REPEATED = frozenset({"input", "instructions", "tools"})
-"""What the prompt of a response is made of, which bounds it, or what no answer repeats."""
+"""Fields that engines do not repeat in responses, or that the context limit bounds."""
 MOST_REPEATED_BYTES = 1 << 20
-"""Of the other fields of a response: engines repeat them in two events before the first token, in
-the last one, and in prefill's answer."""
+"""Limit on the other fields of a response: engines repeat them in two events before the first
+token, in the last event, and in prefill's response."""
 
 MOST_READ_BYTES = 4 << 20
-"""A longer text is not looked at: its length is estimated, and the engine may well refuse it."""
+"""Longer texts are not tokenized: their length is estimated, and the engine is likely to refuse
+them."""
 MOST_IDS_BYTES = 8 << 20
-"""A longer list of token ids, over a million, is only counted."""
+"""Longer lists of token ids (over a million) are only counted."""
 
 
 @dataclass(slots=True)
 class Prompt:
     value: Any
-    """What its tokens are counted in: text, token ids (an ``array``), the whole body of a chat or
-    of Anthropic's messages. ``None``: it is not to be looked at, ``tokens`` or ``size_bytes`` say
-    what is known."""
+    """Value whose tokens are counted: a text, token ids (an ``array``), or the body of a chat or of
+    Anthropic's messages. ``None`` if it is not to be read; then ``tokens`` or ``size_bytes`` is
+    known."""
     tokens: int
-    """Of embeddings, or of what should be token ids and is not."""
+    """Number of embeddings, or of entries of an invalid id list."""
     size_bytes: int
-    """Of a text or of the texts of a chat, too long to be looked at."""
+    """Size of a text, or of a chat's texts, that is too long to read."""
     member: bytes | bytearray
-    """It as a member of the JSON both legs get; empty for a chat, which is all over the body."""
+    """The prompt as a JSON member for both legs; empty for a chat, whose prompt spans the body."""
     own: bytes | bytearray
-    """Members of the JSON that are for this prompt of a batch only."""
+    """JSON members for this prompt of a batch only."""
     namespace: Namespace | None
-    """Of the KV cache; ``None``: the body does not say it clearly."""
+    """Namespace in the KV cache; ``None`` if the body is unclear."""
     alone: bool
-    """There is nothing in the engine's prompt but what ``value`` has."""
+    """The engine's prompt contains nothing in addition to ``value``."""
     takes_ids: bool
-    """Its token ids say the same: no answer depends on its being text."""
+    """Token ids can replace the text without changing the response."""
     max_new_tokens: int | None = None
     asked_tokens: int | None = None
-    """``max_new_tokens`` where the client gave it."""
+    """``max_new_tokens`` if the client set it."""
     logprobs_from: int | None = None
-    """The first token of the prompt that is to have logprobs."""
+    """First prompt token with logprobs."""
 
 
 _Body = dict[str, Raw]
 _Own = dict[str, Raw | bytes]
 
 _Split = tuple[list[Prompt], int, bool]
-"""Prompts, samples, whether the answer is a list. What the legs have in common is left in the body.
-"""
+"""Prompts, samples, and whether the response is a list. Shared members stay in the body."""
 
 
 def split_generate(body: _Body, limits: RelayConfig) -> _Split:
@@ -150,13 +150,13 @@ def split_generate(body: _Body, limits: RelayConfig) -> _Split:
         each.asked_tokens = limit
         if "return_logprob" in body or "return_logprob" in fields:
             both = ((name, fields.get(name, body.get(name))) for name in LOGPROB_FIELDS)
-            said = {name: raw for name, raw in both if raw is not None}
-            each.logprobs_from = logprobs_from(one, said)
+            given_fields = {name: raw for name, raw in both if raw is not None}
+            each.logprobs_from = logprobs_from(one, given_fields)
     return prompts, samples, batch is not None or samples > 1
 
 
 def _batch_of(key: str, raw: Raw, limits: RelayConfig) -> list[Raw] | list[bytes] | None:
-    """The prompts of a batch; ``None`` for a single one."""
+    """Return the prompts of a batch; ``None`` for a single prompt."""
     first = first_byte(raw)
     if first == b'"':
         return None
@@ -177,15 +177,15 @@ def _batch_of(key: str, raw: Raw, limits: RelayConfig) -> list[Raw] | list[bytes
 
 
 def _check_count(raw: Raw, limits: RelayConfig) -> None:
-    """That a list of texts has not too many entries, before it becomes one."""
+    """Check the number of entries in a list of texts before building it."""
     view = memoryview(raw)
     if len(view) >= limits.max_units:
         _check_units(count_outside_strings(view, b'",')[ord(",")] + 1, 1, limits)
 
 
 def _params_of(body: _Body, batch: int | None) -> list[_Body]:
-    """Sampling parameters: one object for all prompts, or one each. Their values stay JSON: a
-    ``logit_bias`` of megabytes would be many times as large as objects."""
+    """Return the sampling parameters: one object for all prompts, or one each. Their values stay
+    JSON: a ``logit_bias`` of megabytes would be many times as large as objects."""
     raw = given(body, "sampling_params")
     if raw is None:
         return [{}]
@@ -201,7 +201,7 @@ def _params_of(body: _Body, batch: int | None) -> list[_Body]:
 
 
 def _move_own(body: _Body, own: list[_Own], batch: int) -> None:
-    """Fields that are lists with an entry per prompt go to the prompts."""
+    """Move lists with an entry per prompt to the prompts."""
     for name in _PER_PROMPT_FIELDS:
         raw = body.get(name)
         if raw is None or first_byte(raw) != b"[":
@@ -221,7 +221,7 @@ def _check_entries(name: str, entries: list[Any], batch: int) -> None:
 
 
 def _samples_of(params: list[_Body]) -> int:
-    """``n`` of native sampling parameters, 1 for beam search (there it counts beams)."""
+    """Return ``n`` of native sampling parameters; 1 for beam search, where it counts beams."""
     values = {positive("n", scalar(item, "n")) for item in params}
     if len(values) > 1:
         raise bad_request("sampling_params.n must be the same for all prompts of a batch")
@@ -247,7 +247,7 @@ def split_openai(
     else:
         values = _completion_prompts(body.pop("prompt", None), limits)
         _check_units(len(values), samples, limits)
-        # What is echoed is the text that was sent, not what its tokens decode to.
+        # The echo must be the text that was sent, not its decoded tokens.
         plain = not is_true(body.get("echo"))
         own: list[_Own] = [{} for _ in values]
         prompts = _prompts("prompt", values, body, own, takes_ids=plain)
@@ -259,7 +259,8 @@ def split_openai(
 
 
 def split_messages(raw: bytes | bytearray, body: _Body) -> _Split:
-    """The one prompt of a ``/v1/messages`` body. SGLang gives such a request no cache namespace."""
+    """Return the prompt of a ``/v1/messages`` body. SGLang gives such requests no cache
+    namespace."""
     messages = given(body, "messages")
     if messages is None or first_byte(messages) != b"[" or first_byte(messages, 1) == b"]":
         raise bad_request("messages must be a non-empty list")
@@ -277,7 +278,7 @@ def split_messages(raw: bytes | bytearray, body: _Body) -> _Split:
 
 
 def split_responses(raw: bytes | bytearray, body: _Body) -> _Split:
-    """The one prompt of a ``/v1/responses`` body. SGLang takes no LoRA adapter for it."""
+    """Return the prompt of a ``/v1/responses`` body. SGLang supports no LoRA adapter for it."""
     texts = given(body, "input")
     if texts is None or first_byte(texts) not in (b'"', b"["):
         raise bad_request("input must be a string or a list of items")
@@ -303,7 +304,8 @@ def split_responses(raw: bytes | bytearray, body: _Body) -> _Split:
 
 
 def _first_limit(kind: str, values: Iterable[Any]) -> int | None:
-    """Of output tokens: the first value that is one, else SGLang's default. No further is read."""
+    """Return the first valid limit on output tokens, else SGLang's default; later values are not
+    read."""
     limits = (limit for limit in map(output_limit, values) if limit is not None)
     return next(limits, _DEFAULT_MAX_TOKENS[kind])
 
@@ -327,7 +329,7 @@ def _completion_prompts(raw: Raw | None, limits: RelayConfig) -> list[Raw] | lis
 def _prompts(
     key: str, values: list[Raw] | list[bytes], rest: _Body, own: list[_Own], *, takes_ids: bool
 ) -> list[Prompt]:
-    """``rest``, ``own``: the other fields, of all and of each."""
+    """Build prompts; ``rest`` has the fields shared by all, ``own`` those of each."""
     alone, namespace = is_alone(rest), namespace_of(rest)
     prompts = []
     for raw, fields in zip(values, own, strict=True):
@@ -343,7 +345,7 @@ def _prompts(
 
 
 def _read(key: str, raw: Raw | bytes) -> tuple[Any, int, int]:
-    """``value``, ``tokens`` and ``size_bytes`` of a prompt."""
+    """Return ``value``, ``tokens`` and ``size_bytes`` of a prompt."""
     size = len(memoryview(raw))
     if first_byte(raw) == b'"':
         return (value_of(raw), 0, 0) if size <= MOST_READ_BYTES else (None, 0, size)
@@ -359,11 +361,11 @@ def _read(key: str, raw: Raw | bytes) -> tuple[Any, int, int]:
 
 
 def _chat_prompt(raw: bytes | bytearray, body: _Body) -> Prompt:
-    ids = given(body, "input_ids")  # instead of what the messages would become
+    ids = given(body, "input_ids")  # replaces the tokenized messages
     if ids is not None:
         read = _read("input_ids", ids)
     else:
-        body.pop("input_ids", None)  # it is null
+        body.pop("input_ids", None)  # null
         if len(raw) <= MOST_READ_BYTES:
             of_prompt = ((name, body[name]) for name in _CHAT_MEMBERS if name in body)
             read = value_of(b"".join((b"{", joined(of_prompt), b"}"))), 0, 0
