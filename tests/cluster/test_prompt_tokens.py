@@ -118,7 +118,7 @@ async def test_counts_are_the_engines_and_ids_change_no_answer(
     async with running_router(real_cluster.instances, ports, flags, tmp_path) as url:
         router_log = tmp_path / "router.log"
         async with asyncio.timeout(WAIT_S):
-            while router_log.read_text().count("is tokenized as here, chats too") < 2:  # noqa: ASYNC110
+            while router_log.read_text().count("is tokenized the same, chats the same") < 2:  # noqa: ASYNC110
                 await asyncio.sleep(0.1)
         for path, body in TOKENIZED:
             wanted = await post(http, unified.url, path, body)

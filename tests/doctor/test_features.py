@@ -240,7 +240,7 @@ EVERY_RANK = [
         ("token-ids", lambda c: c.trouble("tokenizer", "x"), "off", "on every engine: its"),
         (
             "token-ids",
-            lambda c: c.trouble("tokenizer", "comes to other token ids for chat than …"),
+            lambda c: c.trouble("tokenizer", "has other token ids for chat than …"),
             "partly",
             "on every engine: chats differ",
         ),

@@ -1,1 +1,1 @@
-"""Prompts: their tokens, their length, and the names of their KV blocks."""
+"""Tokenizes prompts, estimates their lengths, and names their KV blocks."""

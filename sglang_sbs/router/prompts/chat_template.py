@@ -1,11 +1,10 @@
-"""From the messages of a chat to the text of its prompt, as SGLang 0.5.23 renders it.
+"""Renders a chat to the text of its prompt, as SGLang 0.5.23 does.
 
-Owns what SGLang does to messages and tools before the template sees them
-(``OpenAIServingChat._apply_jinja_template``, the models of ``entrypoints/openai/protocol.py``) and
-the environment transformers runs templates in. Models whose prompts
-SGLang renders without a Jinja template (built-in conversations, DeepSeek-V3.2, Kimi K3) are not
-rendered right here; :mod:`.tokenizer_check` finds that out by asking the engine.
-"""
+Reproduces how SGLang prepares messages and tools for the template
+(``OpenAIServingChat._apply_jinja_template``, the models of ``entrypoints/openai/protocol.py``), and
+the environment in which transformers runs templates. Models that SGLang renders without a Jinja
+template (built-in conversations, DeepSeek-V3.2, Kimi K3) are rendered wrongly here;
+:mod:`.tokenizer_check` detects this by asking the engine."""
 
 from __future__ import annotations
 
@@ -26,12 +25,13 @@ from sglang_sbs.router.prompts.written_size import TemplateError, TooMuch, writt
 
 ContentFormat = Literal["string", "openai"]
 MOST_GROWTH = 4
-"""A prompt may have so many times the characters of what it is made of, and"""
+"""Limit on a prompt's characters, as a multiple of those it is made of."""
 FREE_CHARS = 1 << 20
-"""so many besides: what the template itself brings."""
+"""Characters added to that limit, for the template's own text."""
 
 _MESSAGE_FIELDS = ("tool_call_id", "name", "phase", "reasoning_content")
-"""Of everybody but the user, in the order of SGLang's model; others never reach the template."""
+"""Fields of messages other than the user's, in the order of SGLang's model; others never reach the
+template."""
 _ROLES = frozenset(
     {"system", "assistant", "tool", "function", "developer", "latest_reminder", "root"}
 )
@@ -44,7 +44,7 @@ _MEDIA_PARTS = {
     "input_audio": "audio",
 }
 _MODEL_SPECIFIC = ("reasoning_effort", "reasoning", "thinking", "task")
-"""Fields SGLang translates by rules of the model's parsers."""
+"""Fields that SGLang translates by rules of the model's parsers."""
 _NOT_FOR_TEMPLATES = frozenset({"chat_template", "tokenize", "return_dict", "reasoning_effort"})
 """Template arguments that SGLang refuses or reads itself."""
 _SCHEMA_TYPES = frozenset({"string", "number", "integer", "object", "array", "boolean", "null"})
@@ -54,15 +54,15 @@ _SCHEMA_TYPES = frozenset({"string", "number", "integer", "object", "array", "bo
 class RenderedChat:
     text: str
     continuation: str
-    """``continue_final_message``: the beginning of the answer, tokenized on its own."""
+    """The beginning of the response (``continue_final_message``), tokenized separately."""
     only_text: bool
-    """Without media, whose tokens nobody but the engine knows."""
+    """The chat has no media, whose tokens only the engine can count."""
     certain: bool
-    """Nothing in it is treated by rules of the model's that are not known here."""
+    """The chat uses no feature that depends on rules of the model unknown here."""
 
 
 class ChatTemplate:
-    """Raises: jinja2.TemplateError, the template is no template."""
+    """A compiled chat template. Raises: jinja2.TemplateError, the template is invalid."""
 
     def __init__(self, source: str, special_tokens: Mapping[str, str]) -> None:
         self._special_tokens = dict(special_tokens)
@@ -70,11 +70,11 @@ class ChatTemplate:
         self._template = environment.from_string(source)
         self.content_format: ContentFormat = _content_format(environment, source)
         self.inline_system = _shows_inline_system(source)
-        """It shows a system message that comes later where it is."""
+        """The template shows later system messages in place."""
 
     def render(self, body: Mapping[str, Any]) -> RenderedChat:
-        """The prompt of a ``/v1/chat/completions`` body. Raises: TemplateError, the template
-        refuses it, or SGLang would."""
+        """Render a ``/v1/chat/completions`` body. Raises: TemplateError, the template or SGLang
+        would refuse it."""
         try:
             return self._render(body)
         except TemplateError:
@@ -92,7 +92,7 @@ class ChatTemplate:
         if last.get("role") == "assistant" and isinstance(last.get("content"), str):
             if body.get("continue_final_message"):
                 continuation = messages.pop()["content"]
-            else:  # SGLang wants the last word to be the user's
+            else:  # SGLang makes the last message the user's
                 messages[-1] = {"role": "user", "content": last["content"]}
         arguments = _template_arguments(body)
         tools = _tools(body)
@@ -100,7 +100,7 @@ class ChatTemplate:
             text = self._run(messages, tools, arguments)
         except TooMuch:
             raise
-        except Exception:  # some templates want tools without OpenAI's wrapper
+        except Exception:  # some templates expect tools without OpenAI's wrapper
             text = self._run(messages, [tool["function"] for tool in tools or ()], arguments)
         return RenderedChat(
             text=text,
@@ -124,13 +124,13 @@ class ChatTemplate:
         ):
             size += len(piece)
             if size > most:
-                raise TooMuch(f"the template makes over {most} characters of it")
+                raise TooMuch(f"the prompt would have over {most} characters")
             text.append(piece)
         return "".join(text)
 
 
 def content_text(content: Any) -> tuple[str, bool]:
-    """The text of a message's content, and whether it is text only."""
+    """Return the text of a message's content, and whether it contains only text."""
     if isinstance(content, str):
         return content, True
     if not isinstance(content, list):
@@ -144,7 +144,7 @@ def content_text(content: Any) -> tuple[str, bool]:
 
 
 def _message(message: Any, content_format: ContentFormat) -> tuple[dict[str, Any], bool]:
-    """What the template gets of a message, and whether it is text only."""
+    """Return a message as the template gets it, and whether it contains only text."""
     if not isinstance(message, dict):
         raise TemplateError("a message is not an object")
     role, content = message.get("role"), message.get("content")
@@ -153,7 +153,7 @@ def _message(message: Any, content_format: ContentFormat) -> tuple[dict[str, Any
     if role != "user":
         role = role.lower()
         if role not in _ROLES:
-            raise TemplateError(f"no such role: {role}")
+            raise TemplateError(f"unknown role: {role}")
     content, only_text = _content("" if content is None else content, content_format)
     if role == "tool" and isinstance(content, list) and all(p["type"] == "text" for p in content):
         content = " ".join(part["text"] for part in content)
@@ -168,12 +168,12 @@ def _message(message: Any, content_format: ContentFormat) -> tuple[dict[str, Any
     if message.get("prefix") is not None:
         out["prefix"] = message["prefix"]
     if content_format == "openai" and isinstance(message.get("content"), list):
-        out["content"] = out.pop("content")  # last, as SGLang has it: a template may show all
+        out["content"] = out.pop("content")  # last, as in SGLang: a template may print all fields
     return out, only_text
 
 
 def _content(content: Any, content_format: ContentFormat) -> tuple[Any, bool]:
-    """SGLang's ``process_content_for_template_format``."""
+    """Apply SGLang's ``process_content_for_template_format``."""
     if not isinstance(content, list):
         if not isinstance(content, str):
             raise TemplateError("content must be a string or a list of parts")
@@ -190,7 +190,7 @@ def _content(content: Any, content_format: ContentFormat) -> tuple[Any, bool]:
         elif kind == "tool_reference":
             parts.append({"type": kind, "name": part["name"]})
         elif kind not in ("thinking", "reasoning"):
-            raise TemplateError(f"no such part of a message: {kind!r}")
+            raise TemplateError(f"unknown message part: {kind!r}")
     if content_format == "openai":
         return parts, only_text
     return " ".join(part["text"] for part in parts if part["type"] == "text"), only_text
@@ -223,7 +223,8 @@ def _tools(body: Mapping[str, Any]) -> list[dict[str, Any]] | None:
 
 
 def _tool(tool: Any) -> dict[str, Any]:
-    """As SGLang's ``Tool`` and ``Function`` dump it: the client's order, then what it left out."""
+    """Return a tool as SGLang's ``Tool`` and ``Function`` dump it: first the client's fields in
+    order, then the missing ones."""
     given = tool["function"]
     deferred = given.get("defer_loading")
     if deferred is None:
@@ -242,7 +243,7 @@ def _tool(tool: Any) -> dict[str, Any]:
 
 
 def _has_odd_types(schema: Any) -> bool:
-    """Whether there are type names in it that SGLang may rewrite ("varchar", "int")."""
+    """Return whether a schema has type names that SGLang may rewrite ("varchar", "int")."""
     if isinstance(schema, list):
         return any(map(_has_odd_types, schema))
     if not isinstance(schema, dict):
@@ -256,7 +257,8 @@ def _has_odd_types(schema: Any) -> bool:
 
 
 def _template_arguments(body: Mapping[str, Any]) -> dict[str, Any]:
-    """``ChatCompletionRequest.normalize_reasoning_inputs`` and what becomes of its result."""
+    """Return the template arguments, as ``ChatCompletionRequest.normalize_reasoning_inputs`` sets
+    them."""
     given = body.get("chat_template_kwargs")
     arguments = dict(given) if isinstance(given, dict) else {}
     effort = body.get("reasoning_effort")
@@ -278,7 +280,8 @@ def _template_arguments(body: Mapping[str, Any]) -> dict[str, Any]:
 
 
 class _Generation(Extension):
-    """``{% generation %}`` marks what a model said, for training; here it is only its content."""
+    """Renders only the content of ``{% generation %}``, which marks the model's text for
+    training."""
 
     tags = {"generation"}  # noqa: RUF012 - as Jinja declares it
 
@@ -288,7 +291,7 @@ class _Generation(Extension):
 
 
 def _environment() -> ImmutableSandboxedEnvironment:
-    """The environment transformers renders chat templates in."""
+    """Build the environment in which transformers renders chat templates."""
 
     def raise_exception(message: str) -> None:
         raise jinja2.TemplateError(message)
@@ -314,14 +317,14 @@ def _environment() -> ImmutableSandboxedEnvironment:
 
 
 def _shows_inline_system(source: str) -> bool:
-    """SGLang's ``detect_inline_system_support``, which does not give the template what
-    transformers does."""
+    """Apply SGLang's ``detect_inline_system_support``, whose environment differs from
+    transformers'."""
     environment = ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols]
     )
     mark = "__sglang_inline_system_sentinel__"
-    said = [("system", "t"), ("user", "t"), ("system", mark), ("user", "t")]
-    messages = [{"role": role, "content": content} for role, content in said]
+    roles = [("system", "t"), ("user", "t"), ("system", mark), ("user", "t")]
+    messages = [{"role": role, "content": content} for role, content in roles]
     try:
         template = environment.from_string(source)
         return mark in template.render(messages=messages, add_generation_prompt=False)
@@ -330,7 +333,8 @@ def _shows_inline_system(source: str) -> bool:
 
 
 def _content_format(environment: jinja2.Environment, source: str) -> ContentFormat:
-    """SGLang's ``detect_jinja_template_content_format``: whether content stays a list of parts."""
+    """Apply SGLang's ``detect_jinja_template_content_format``: whether content stays a list of
+    parts."""
     if any(word in source for word in ("image", "audio", "video", "vision")):
         return "openai"
     loops = environment.parse(source).find_all(nodes.For)
@@ -338,7 +342,7 @@ def _content_format(environment: jinja2.Environment, source: str) -> ContentForm
 
 
 def _is_content(node: nodes.Node | None) -> bool:
-    """Whether an expression is the content of a message, filtered, tested or sliced or not."""
+    """Return whether an expression is a message's content, also filtered, tested or sliced."""
     if isinstance(node, nodes.Filter | nodes.Test):
         return _is_content(node.node)
     if isinstance(node, nodes.Getitem):

@@ -1,6 +1,6 @@
-"""A model's own tokenizer and chat template, without transformers: ``tokenizer.json``,
-``tokenizer_config.json`` and ``chat_template.jinja`` as transformers and SGLang read them.
-Tokenizing blocks."""
+"""A model's tokenizer and chat template without transformers. Reads ``tokenizer.json``,
+``tokenizer_config.json`` and ``chat_template.jinja`` as transformers and SGLang do. Tokenizing
+blocks."""
 
 from __future__ import annotations
 
@@ -25,18 +25,18 @@ _BOS_BY_CONFIG = frozenset({
     "LlamaTokenizer", "LlamaTokenizerFast", "CodeLlamaTokenizer", "CodeLlamaTokenizerFast",
     "GemmaTokenizer", "GemmaTokenizerFast", "CohereTokenizerFast",
 })  # fmt: skip
-"""Tokenizer classes whose ``add_bos_token`` (default: yes) SGLang honours, whatever
-``tokenizer.json`` says (``_fix_v5_add_bos_eos_token``)."""
+"""Tokenizer classes for which SGLang applies ``add_bos_token`` (default: true) instead of
+``tokenizer.json`` (``_fix_v5_add_bos_eos_token``)."""
 
 
 @dataclass(frozen=True, slots=True)
 class PromptIds:
     ids: array[int]
-    """uint32."""
+    """Token ids as uint32."""
     exact: bool = True
-    """These are all tokens of the prompt: nothing but text is in it."""
+    """The ids are the whole prompt: it contains only text."""
     certain: bool = True
-    """The engine is known to come to the same ids, given the same files."""
+    """An engine with the same files certainly produces the same ids."""
 
 
 class ChatTokenizer:
@@ -47,8 +47,8 @@ class ChatTokenizer:
         special_tokens: Mapping[str, str],
         max_length: int | None = None,
     ) -> None:
-        """``max_length``: tokens that the model takes, as its files say. Raises:
-        jinja2.TemplateError, ``template`` is none."""
+        """Create a tokenizer; ``max_length``: the model's limit in tokens, from its files. Raises:
+        jinja2.TemplateError, ``template`` is invalid."""
         self.max_length = max_length
         tokenizer.no_truncation()
         tokenizer.no_padding()
@@ -60,8 +60,8 @@ class ChatTokenizer:
 
     @classmethod
     def load(cls, directory: Path, chat_template: Path | None = None) -> ChatTokenizer:
-        """From a model directory; ``chat_template`` overrides the model's own. Raises: ValueError,
-        naming the file that is missing or broken."""
+        """Load from a model directory; ``chat_template`` overrides the model's own. Raises:
+        ValueError, naming the missing or broken file."""
         path = directory / "tokenizer.json" if directory.is_dir() else directory
         if not path.is_file():
             raise ValueError(
@@ -89,7 +89,7 @@ class ChatTokenizer:
             template = own_file.read_text("utf-8")
         else:
             template = _first_template(config.get("chat_template"))
-        # Where a model has none, transformers writes a huge number.
+        # transformers writes a huge number for models without a limit.
         longest = config.get("model_max_length")
         known = isinstance(longest, int) and 0 <= longest < 1 << 63
         try:
@@ -98,13 +98,13 @@ class ChatTokenizer:
             raise ValueError(f"chat template of {path.parent}: {error}") from error
 
     def text_ids(self, text: str, most_tokens: float = math.inf) -> array[int]:
-        """Of a prompt that is text, as for ``/generate``: with the beginning-of-sequence token.
+        """Tokenize a text prompt as ``/generate`` does, with the beginning-of-sequence token.
         Raises: TooLong, TooManyTokens."""
         return self.pieces.encode(text, add_special_tokens=True, most_tokens=most_tokens)
 
     def chat_ids(self, body: Mapping[str, Any], most_tokens: float = math.inf) -> PromptIds:
-        """Of a ``/v1/chat/completions`` body. Raises: TemplateError, TooLong; TooManyTokens, where
-        there is nothing but text in it."""
+        """Tokenize a ``/v1/chat/completions`` body. Raises: TemplateError, TooLong; TooManyTokens,
+        if it contains only text."""
         if self.template is None:
             raise TemplateError("the tokenizer has none; give one with --chat-template")
         chat = self.template.render(body)
@@ -134,7 +134,7 @@ def _token_text(value: Any) -> str | None:
 
 
 def _add_configured_tokens(tokenizer: Tokenizer, config: Mapping[str, Any]) -> None:
-    """Those of ``added_tokens_decoder`` that ``tokenizer.json`` does not have."""
+    """Add tokens of ``added_tokens_decoder`` that ``tokenizer.json`` lacks."""
     listed = config.get("added_tokens_decoder")
     if not isinstance(listed, dict):
         return
@@ -163,7 +163,7 @@ def _add_bos(tokenizer: Tokenizer, config: Mapping[str, Any], bos: str | None) -
 
 
 def _first_template(value: Any) -> str | None:
-    """``chat_template`` of the config: a string, or named ones, of which SGLang takes the first."""
+    """Return the config's ``chat_template``: a string, or the first of named ones as in SGLang."""
     named = value if isinstance(value, list) else [{"template": value}]
     templates = (item.get("template") for item in named if isinstance(item, dict))
     return next((one for one in templates if isinstance(one, str)), None)

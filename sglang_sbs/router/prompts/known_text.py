@@ -1,19 +1,18 @@
-"""Tokenizing text that was partly tokenized before.
+"""Tokenizes text, reusing the ids of pieces tokenized before.
 
-Owns the cut of a text at its special tokens, and the memory of what the pieces between them became.
-Blocks: to be called in threads.
+Splits a text at its special tokens and remembers the ids of the pieces in between. Calls block and
+belong in threads.
 
-Why a piece's ids do not depend on its neighbours: a Hugging Face tokenizer first takes the added
-tokens out of the raw text (leftmost, longest) and then normalises, splits and encodes each rest on
-its own. A chat template puts such tokens around every message, so what a conversation has in common
-with its last turn, or with others (system prompt, tools), is looked up. Tokenizers for which that
-does not hold (added tokens that swallow spaces or want word boundaries, a pre-tokenizer that treats
-the first piece of a text differently, post-processors of unknown kind) tokenize whole texts, and
-only whole texts are remembered. SGLang's ``parallel_prompt_encode.py`` rests on the same property.
+A piece's ids do not depend on its neighbours: a Hugging Face tokenizer first extracts the added
+tokens from the raw text (leftmost, longest) and then normalises, splits and encodes each rest
+separately. A chat template puts such tokens around every message, so text shared with earlier turns
+or with other chats (system prompt, tools) is looked up. For some tokenizers this does not hold
+(added tokens that swallow spaces or need word boundaries, a pre-tokenizer that treats the first
+piece differently, unknown post-processors). They tokenize whole texts, and only whole texts are
+remembered. SGLang's ``parallel_prompt_encode.py`` relies on the same property.
 
-A long piece is cut at words or punctuation as well, where the tokenizer comes to the same ids with
-the cut and without it: what it makes of a text while it works takes a hundred times the text.
-"""
+A long piece is also split between words or before punctuation, where splitting does not change the
+ids, because a tokenizer's working memory is a hundred times the text."""
 
 from __future__ import annotations
 
@@ -34,24 +33,25 @@ from tokenizers import Tokenizer
 from sglang_sbs.router.prompts.special_tokens import SpecialTokenCutter
 
 MAX_KEPT_BYTES = 64_000_000
-"""Of the ids that are kept, and of what they are found by."""
+"""Limit on the memory of cached ids and their keys."""
 _NAMED_CHARS = 1 << 10
-"""The ids of a longer piece are found by its digest: the text itself is not kept."""
+"""Longer pieces are keyed by digest, so that their text is not kept."""
 _ENTRY_BYTES = 300
-"""What a piece takes besides its text and ids."""
+"""Memory per cached piece in addition to key and ids."""
 _PART_CHARS = 1 << 15
-"""A longer piece is cut. While it works, a tokenizer takes up to 140 bytes a character."""
+"""Longer pieces are split. A tokenizer needs up to 140 bytes per character while it works."""
 _AT_ONCE_CHARS = 1 << 15
-"""Given to the tokenizer in one call: of several long texts it would take every core."""
+"""Characters given to the tokenizer per call; with several long texts it would use every core."""
 MOST_WHOLE_CHARS = _PART_CHARS
-"""A longer piece without a place to cut it at (one endless word) is not tokenized."""
+"""A longer piece that cannot be split (one endless word) is not tokenized."""
 MOST_UNSPLIT_CHARS = 1 << 18
-"""The same for tokenizers that split no text into words, so that none of theirs can be cut."""
+"""The same limit for tokenizers that do not split text into words, whose pieces can never be
+split."""
 _AROUND_CHARS = 100
-"""On each side of a cut that is tried."""
+"""Characters compared on each side of a candidate split."""
 _TRIES = 16
 _CUTS = (re.compile(r"(?<=\w)[ \n](?=\w)"), re.compile(r"(?<=[^\W_])(?=[^\w\s])"))
-"""Between two words; else before a punctuation mark, as in Chinese or JSON."""
+"""Candidate splits: between two words; else before a punctuation mark, as in Chinese or JSON."""
 
 _INDEPENDENT_SPLITTERS = frozenset({
     "ByteLevel", "Split", "Digits", "Punctuation", "Whitespace", "WhitespaceSplit",
@@ -64,26 +64,26 @@ _PROBE = "One\ttwo  three\n\n don't 12345 über 漢字 \U0001f600 e\u0301 "
 
 
 class TooLong(ValueError):
-    """It would take too much memory to tokenize this text."""
+    """Tokenizing this text would take too much memory."""
 
 
 class TooManyTokens(ValueError):
-    """A text has more tokens than anybody takes; ``args``: as far as they were counted."""
+    """A text has more tokens than any engine accepts; ``args``: the number counted so far."""
 
 
 class TextPieces:
-    """A tokenizer with a memory; may be used from several threads."""
+    """A tokenizer with a cache, usable from several threads."""
 
     def __init__(self, tokenizer: Tokenizer, max_bytes: int = MAX_KEPT_BYTES) -> None:
-        """``tokenizer`` must neither truncate nor pad."""
+        """Create the cache; ``tokenizer`` must neither truncate nor pad."""
         self._tokenizer = tokenizer
         self._max_bytes = max_bytes
         self._known: OrderedDict[str | bytes, array[int]] = OrderedDict()
-        """By :func:`_key` of their pieces."""
+        """Cached ids by :func:`_key` of the piece."""
         self._bytes = 0
         self._lock = threading.Lock()
         self._cut: SpecialTokenCutter | None = None
-        """``None``: only whole texts are remembered."""
+        """Splits a text at special tokens; ``None`` if only whole texts can be cached."""
         self._first, self._last = _surroundings(tokenizer)
         state = json.loads(tokenizer.to_str())
         self._cuts_words = state.get("pre_tokenizer") is not None
@@ -101,8 +101,8 @@ class TextPieces:
     def encode(
         self, text: str, *, add_special_tokens: bool = False, most_tokens: float = math.inf
     ) -> array[int]:
-        """Token ids as the tokenizer gives them for the whole text. Raises: TooLong, it cannot be
-        tokenized; TooManyTokens, it has more than ``most_tokens``; nothing of it is kept."""
+        """Return the ids that the tokenizer gives for the whole text. Raises: TooLong, it cannot be
+        tokenized; TooManyTokens, it has more than ``most_tokens`` (nothing is cached then)."""
         cut = [text] if self._cut is None else self._cut.pieces(text)
         pieces = [part for piece in cut if piece for part in self._parts(piece)]
         found = self._look_up(pieces)
@@ -126,7 +126,7 @@ class TextPieces:
         return out
 
     def _parts(self, piece: str) -> Iterator[str]:
-        """It in parts that can be tokenized one by one. Raises: TooLong."""
+        """Split a piece into parts that can be tokenized separately. Raises: TooLong."""
         start = 0
         while len(piece) - start > _PART_CHARS:
             end = self._cut_at_word(piece, start + _PART_CHARS // 2)
@@ -139,7 +139,7 @@ class TextPieces:
         yield piece[start:]
 
     def _cut_at_word(self, piece: str, start: int) -> int | None:
-        """Where it can be cut, in half a part from ``start`` on."""
+        """Find a split within half a part after ``start``."""
         if not self._cuts_words:
             return None
         for cuts in _CUTS:
@@ -185,7 +185,7 @@ def _kept_bytes(key: str | bytes, ids: array[int]) -> int:
 
 
 def _groups(pieces: Sequence[str]) -> Iterator[list[str]]:
-    """Some at a time, so that the tokenizer's objects are not all there at once."""
+    """Group pieces, so that the tokenizer's objects do not all exist at once."""
     start = chars = 0
     for at, piece in enumerate(pieces):
         if at > start and chars + len(piece) > _AT_ONCE_CHARS:
@@ -197,13 +197,13 @@ def _groups(pieces: Sequence[str]) -> Iterator[list[str]]:
 
 
 def _encode(tokenizer: Tokenizer, texts: list[str]) -> list[list[int]]:
-    # Unlike ``encode`` this lets other threads run meanwhile, and skips offsets nobody wants.
+    # Unlike ``encode`` this releases the GIL, and computes no offsets.
     encodings = tokenizer.encode_batch_fast(texts, add_special_tokens=False)
     return [encoding.ids for encoding in encodings]
 
 
 def _surroundings(tokenizer: Tokenizer) -> tuple[array[int], array[int]]:
-    """The ids put before and after a text (beginning and end of sequence)."""
+    """Return the ids put before and after a text (beginning and end of sequence)."""
     encoding = tokenizer.encode("a")
     ids, added = array("I", encoding.ids), encoding.special_tokens_mask
     content = [index for index, special in enumerate(added) if not special]
@@ -213,7 +213,7 @@ def _surroundings(tokenizer: Tokenizer) -> tuple[array[int], array[int]]:
 
 
 def _cutting_tokens(state: dict[str, Any]) -> dict[str, int]:
-    """Added tokens by which any text may be cut; empty: none may."""
+    """Return the added tokens at which any text can be split; empty if none can."""
     if not _is_one_of(_INDEPENDENT_SPLITTERS, state.get("pre_tokenizer"), "pretokenizers"):
         return {}
     if not _is_one_of(_KNOWN_POST_PROCESSORS, state.get("post_processor"), "processors"):
@@ -225,7 +225,8 @@ def _cutting_tokens(state: dict[str, Any]) -> dict[str, int]:
 
 
 def _is_one_of(known: frozenset[str], config: dict[str, Any] | None, parts: str) -> bool:
-    """Also a sequence of them, under the name ``parts``; or none at all."""
+    """Return whether a component, or each part of a sequence of them, is known; missing ones
+    are."""
     if config is not None and config.get("type") == "Sequence":
         return all(_is_one_of(known, part, parts) for part in config[parts])
     return config is None or config.get("type") in known

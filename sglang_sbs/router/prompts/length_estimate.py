@@ -1,5 +1,5 @@
-"""How many tokens a prompt has when nobody can count them: an estimate that learns. UTF-8 bytes
-times a ratio that follows the ``prompt_tokens`` engines report."""
+"""Estimates the tokens of prompts that cannot be counted: UTF-8 bytes times a ratio that follows
+the ``prompt_tokens`` reported by engines."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ from sglang_sbs.router.prompts.chat_template import content_text
 
 INITIAL_BYTES_PER_TOKEN = 4.0
 _MEMORY_BYTES = 1_000_000.0
-"""Prompts older than about this much text no longer count in the ratio."""
+"""Amount of text after which older prompts no longer affect the ratio."""
 _MOST_BYTES = 20_000
-"""A single prompt counts for no more, however long it is."""
+"""Limit on one prompt's weight in the ratio."""
 _LEAST_BYTES_PER_TOKEN = 1.0
 _MOST_BYTES_PER_TOKEN = 16.0
-"""What is reported beyond these is odd text, or no truth: a tokenizer that knows no word takes
-every byte for a token."""
+"""Bounds of a plausible ratio. Values beyond are unusual text or wrong reports; a tokenizer without
+a vocabulary uses a token per byte."""
 _TOKENS_PER_MESSAGE = 4
-"""Role markers and separators of a chat message, roughly, in any template."""
+"""Approximate role markers and separators of a chat message in any template."""
 
 
 Counted = Literal["given", "tokenized", "estimated"]
-"""Where a prompt's length is from: its token ids were given, made here, or nobody knows them."""
+"""Source of a prompt's length: ids given by the client, tokenized here, or estimated."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,7 +33,7 @@ class PromptLength:
     tokens: int
     counted: Counted = "estimated"
     size_bytes: int = 0
-    """Of the text the estimate rests on; 0 where there is nothing to learn from."""
+    """Size of the text behind the estimate; 0 if nothing can be learned from it."""
 
     @property
     def exact(self) -> bool:
@@ -42,12 +42,13 @@ class PromptLength:
 
 class PromptLengths:
     def __init__(self, observe_error: Callable[[float], None] | None = None) -> None:
-        """``observe_error`` gets (counted - reported) / reported of each inexact prompt."""
+        """Create the estimator; ``observe_error`` gets (counted - reported) / reported of each
+        inexact prompt."""
         self._observe_error = observe_error
         self._bytes = _MEMORY_BYTES / 10
         self._tokens = self._bytes / INITIAL_BYTES_PER_TOKEN
         self.contradicted = 0
-        """Exact lengths that an engine reported otherwise."""
+        """Number of exact lengths that an engine reported differently."""
 
     @property
     def bytes_per_token(self) -> float:
@@ -84,8 +85,8 @@ class PromptLengths:
 
 
 def chat_bytes(body: dict[str, Any]) -> bytes | None:
-    """The text of a chat in the order of most templates; ``None``: text is not all there is. For
-    recognising a conversation that goes on, where no template says what the prompt really is."""
+    """Return a chat's text in the order of most templates; ``None`` if it has other content. Used
+    to recognize a continued conversation if no template can render the prompt."""
     pieces: list[bytes] = []
     for text, plain in _chat_texts(body):
         if not plain:
@@ -99,8 +100,7 @@ def _utf8_size(text: str) -> int:
 
 
 def _chat_texts(body: dict[str, Any]) -> Iterator[tuple[str | bytes, bool]]:
-    """Each text of a chat request, made when it is its turn, and whether text is all there is in
-    that place."""
+    """Yield each text of a chat request, and whether that place contains only text."""
     for tool in _list(body.get("tools")):
         yield _written(tool), True
     for message in _list(body.get("messages")):
@@ -111,13 +111,14 @@ def _chat_texts(body: dict[str, Any]) -> Iterator[tuple[str | bytes, bool]]:
 
 
 def _written(value: Any) -> bytes:
-    """As JSON: text of Python's takes four bytes a letter where a single one is rare."""
+    """Serialize to JSON; a Python string would take four bytes per letter if it has one rare
+    letter."""
     try:
         return orjson.dumps(value)
-    except orjson.JSONEncodeError:  # deeper than orjson goes
+    except orjson.JSONEncodeError:  # too deep for orjson
         return str(value).encode("utf-8", "surrogatepass")
 
 
 def _list(value: Any) -> list[Any]:
-    """What should be a list; anything else is the engine's to refuse."""
+    """Return a list; anything else is left to the engine to refuse."""
     return value if isinstance(value, list) else []

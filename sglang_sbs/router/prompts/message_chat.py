@@ -1,9 +1,8 @@
-"""From the body of ``/v1/messages`` to the chat that SGLang makes of it.
+"""Converts a body of ``/v1/messages`` to the chat that SGLang makes of it.
 
-Owns what ``AnthropicServing._convert_to_chat_completion_request`` of SGLang 0.5.23 does
-(``entrypoints/anthropic/serving.py``), as far as it decides about the prompt. Only the router's own
-counts and block names rest on it: engines get the body as it came and convert it themselves.
-"""
+Follows ``AnthropicServing._convert_to_chat_completion_request`` of SGLang 0.5.23
+(``entrypoints/anthropic/serving.py``) as far as it affects the prompt. Only the router's own counts
+and block names depend on it: engines get the original body and convert it themselves."""
 
 from __future__ import annotations
 
@@ -13,24 +12,24 @@ from typing import Any, NamedTuple
 import orjson
 
 _SERVER_TOOLS = ("web_search_", "computer_", "bash_", "text_editor_")
-"""Tools of Anthropic's own servers, by how their types begin: SGLang leaves them out."""
+"""Prefixes of the types of tools on Anthropic's own servers, which SGLang omits."""
 _CHOICES = {"none": "none", "auto": "auto", "any": "required"}
 
 Part = dict[str, Any]
 
 
 class EngineChat(NamedTuple):
-    """The chat that engines make of a request of another API."""
+    """The chat that engines make of another API's request."""
 
     body: dict[str, Any]
-    """As for ``/v1/chat/completions``."""
+    """Body as for ``/v1/chat/completions``."""
     certain: bool
-    """False: by rules of the model's parsers the engine may make a somewhat different prompt of it.
-    Its beginning is mostly the same."""
+    """False if rules of the model's parsers may change the engine's prompt. Its beginning is
+    usually the same."""
 
 
 def message_chat(body: Mapping[str, Any]) -> EngineChat | None:
-    """``None``: it is no valid request, and the engine will say why."""
+    """Convert a body; ``None`` if it is invalid, which the engine will report."""
     try:
         return _chat_of(body)
     except (TypeError, KeyError, AttributeError, ValueError, RecursionError):
@@ -46,7 +45,7 @@ def _chat_of(body: Mapping[str, Any]) -> EngineChat:
         messages.append({"role": "system", "content": "\n".join(filter(None, texts))})
     for message in body["messages"]:
         role, content = message["role"], message["content"]
-        # Whether it stays where it is depends on the engine's template.
+        # The engine's template decides whether it stays in place.
         certain = certain and role != "system"
         if isinstance(content, str):
             messages.append({"role": role, "content": content})
@@ -64,8 +63,7 @@ def _chat_of(body: Mapping[str, Any]) -> EngineChat:
 
 
 def _messages_of(role: str, blocks: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """A message whose content is a list of blocks. Results of tools become messages of their own,
-    where they are in it."""
+    """Convert a message with a list of blocks. Tool results become separate messages in place."""
     messages: list[dict[str, Any]] = []
     parts: list[Part] = []
     calls: list[dict[str, Any]] = []
@@ -119,7 +117,7 @@ def _text_parts(text: str) -> list[Part]:
 
 
 def _images(source: Any) -> list[Part]:
-    """What an image is does not matter here: nobody but the engine knows its tokens."""
+    """Stand for an image by an empty part, because only the engine can count its tokens."""
     if isinstance(source, dict) and (source.get("data") or source.get("url")):
         return [{"type": "image_url", "image_url": {"url": ""}}]
     return []
@@ -165,7 +163,7 @@ def _result_text(content: Any) -> str:
 
 
 def _result_contents(content: Any) -> list[str | list[Part]]:
-    """The contents of its messages: references to tools get messages of their own."""
+    """Group the parts of a tool result into contents: references to tools get separate messages."""
     if not isinstance(content, list):
         return [content or ""]
     groups: list[list[Part]] = []

@@ -1,5 +1,5 @@
-"""What the router finds out about a prompt before it asks the scheduler: tokens and block names.
-Owns the order of attempts: ids given, tokenizer, estimate."""
+"""Determines tokens and block names of a prompt before it is announced to the scheduler. Uses ids
+given by the client, else the tokenizer, else an estimate."""
 
 from __future__ import annotations
 
@@ -35,12 +35,11 @@ logger = logging.getLogger(__name__)
 _QUICK_CHARS = 512
 _QUICK_PAGES = 256
 _QUICK_PROMPTS = 32
-"""Tokenizing so much text, naming so many pages, or estimating so many prompts takes no longer than
-handing it to a thread."""
+"""Work up to these sizes (tokenizing, naming, estimating) is faster than handing it to a thread."""
 _MOST_BACKLOG_BYTES = 16 << 20
-"""With so much text waiting, a long one is not tokenized: its length is estimated."""
+"""With this much text waiting, long texts are not tokenized: their length is estimated."""
 _MOST_BYTES_PER_TOKEN = 64
-"""No tokenizer makes fewer tokens of a long text, unless it is mostly white space."""
+"""Smallest number of tokens in a long text, unless it is mostly white space."""
 
 _COUNTS_OF: dict[RouteKind, tuple[str, ...]] = {
     "generate": ("given", "tokenized"),
@@ -49,36 +48,35 @@ _COUNTS_OF: dict[RouteKind, tuple[str, ...]] = {
     "messages": ("tokenized",),
     "responses": ("tokenized",),
 }
-"""How a prompt was counted if engines count the same."""
+"""Sources of a length that is certainly the engines' own count."""
 _NO_BLOCKS = array("q")
-"""One for all: a batch has a thousand prompts."""
+"""Shared by all prompts without blocks: a batch may have a thousand."""
 
 PromptKind = Literal["text", "chat"]
 
 
 def too_long(found: str, most: str) -> RouterError:
-    """The error for a prompt that no engine takes.
+    """Return the error for a prompt that no engine accepts.
 
-    Clients know it by its words and go on with a shorter conversation. "longer than the model's
-    context length" is what SGLang says (``TokenizerManager._validate_one_request``) and LiteLLM
-    looks for; "prompt is too long" is what Anthropic says and LangChain and Claude Code look for.
-    """
+    Clients recognize it by its words and continue with a shorter conversation. "longer than the
+    model's context length" is SGLang's text (``TokenizerManager._validate_one_request``), which
+    LiteLLM matches; "prompt is too long" is Anthropic's, which LangChain and Claude Code match."""
     why = f"prompt is too long: the input ({found}) is longer than the model's context length"
     return RouterError(400, TOO_LONG, f"{why} ({most})")
 
 
 class LongestPrompt(NamedTuple):
-    """The longest prompt that some engine takes (``WorkerInfo.max_request_tokens``)."""
+    """The longest prompt that any engine accepts (``WorkerInfo.max_request_tokens``)."""
 
     tokens: float = math.inf
-    """Infinite: it is not known of every engine."""
+    """Limit in tokens; infinite if some engine's limit is unknown."""
     cuts: bool = False
-    """Longer ones are cut (``--allow-auto-truncate``), not refused."""
+    """Longer prompts are truncated (``--allow-auto-truncate``), not refused."""
     context_tokens: float = math.inf
-    """The longest context, with what is generated; infinite: not known of every engine."""
+    """Longest context, generated tokens included; infinite if some engine's is unknown."""
 
     def check(self, tokens: int, *, at_least: bool = False) -> None:
-        """Raises: RouterError (400), every engine would refuse a prompt of so many tokens."""
+        """Raise RouterError (400) if every engine would refuse a prompt of this length."""
         if tokens > self.tokens and not self.cuts:
             found = f"{'at least ' if at_least else ''}{counted(tokens, 'token')}"
             raise too_long(found, f"{self.tokens:,} tokens")
@@ -88,21 +86,21 @@ class LongestPrompt(NamedTuple):
 class ReadPrompt:
     length: PromptLength
     blocks: array[int] = field(default_factory=lambda: _NO_BLOCKS)
-    """Names of its full pages; none: its prefix cannot be looked for."""
+    """Names of its full pages; empty if its prefix cannot be matched."""
     block_tokens: int = 0
     ids_json: bytes | None = None
-    """Its token ids as JSON, where engines may get them instead of the text."""
+    """Token ids as JSON, if engines may get them instead of the text."""
 
 
 class Known(NamedTuple):
-    """What is known of all engines."""
+    """Facts about all engines."""
 
     blocks: BlockFormat | None = None
-    """How most prefill instances cut prompts into blocks: a prompt gets one list of names.
-    ``None``: names are of no use."""
+    """Block format of most prefill instances, as a prompt gets one list of names; ``None`` if names
+    are not needed."""
     longest: LongestPrompt = LongestPrompt()
     models: frozenset[str] = frozenset()
-    """Their whole names, though one may look like ``model:adapter``."""
+    """Full names of the served models, some of which may look like ``model:adapter``."""
     tokenizes: bool = True
     refused: frozenset[str] = frozenset()
     """Fields of a request that all engines of a role refuse."""
@@ -115,15 +113,15 @@ class PromptReader:
     namer: BlockNamer
     engines: EngineTokenizers
     names_text: bool = False
-    """Text nobody can tokenize gets block names too, good for the approximate index only."""
+    """Also name text that cannot be tokenized; only the approximate index can use such names."""
     lanes: Lanes = field(default_factory=Lanes)
     counts: Counter[str] = field(default_factory=Counter)
     _template_warned: bool = False
 
     async def read(self, plan: Plan) -> list[ReadPrompt]:
-        """One per prompt of the plan. What takes time is done off the loop.
-        Raises: RouterError (400), a prompt is longer than any engine takes. If it went there,
-        others would wait for passes that never come."""
+        """Read each prompt of the plan, off the event loop if that takes time.
+        Raises: RouterError (400), a prompt is longer than any engine accepts; the scheduler would
+        wait for passes that never happen."""
         known = self.engines.known()
         if self._is_quick(plan, known.blocks):
             prompts = self._read_all(plan, known)
@@ -136,7 +134,7 @@ class PromptReader:
         return prompts
 
     def _is_quick(self, plan: Plan, format_: BlockFormat | None) -> bool:
-        """Whether a thread would only cost time."""
+        """Return whether a thread would only add latency."""
         if len(plan.prompts) > _QUICK_PROMPTS:
             return False
         chars = tokens = 0
@@ -160,7 +158,7 @@ class PromptReader:
                 read = self._read_converted(plan, prompt, known)
             else:
                 read = self._read(plan.model, prompt, known)
-            # SGLang before 0.5.23 does not look at the ids of a chat.
+            # SGLang before 0.5.23 ignores the ids of a chat.
             counted = prompt.value is not None and not known.longest.cuts
             if counted and read.length.counted in _COUNTS_OF[plan.kind]:
                 context = known.longest.context_tokens
@@ -178,14 +176,14 @@ class PromptReader:
         return response_chat(body, inline_system=template is not None and template.inline_system)
 
     def _read_converted(self, plan: Plan, prompt: Prompt, known: Known) -> ReadPrompt:
-        """Of Anthropic's messages or a response, by the chat that engines make of it."""
+        """Read Anthropic's messages or a response, through the chat that engines make of it."""
         chat = self._chat_of(plan.kind, prompt.value)
         size = prompt.size_bytes or len(plan.common)
         chat_prompt = replace(prompt, value=chat and chat.body, size_bytes=0 if chat else size)
         if chat is not None and not chat.certain:
-            # It is not refused here for its length, and its last blocks may have other names.
+            # Do not refuse it for its length; its last blocks may have other names.
             known = known._replace(longest=known.longest._replace(cuts=True))
-        # No adapter of a model gets a response.
+        # Responses cannot use a LoRA adapter.
         read = self._read(plan.model if plan.kind == "messages" else "", chat_prompt, known)
         if chat is not None and not chat.certain:
             read = replace(read, length=PromptLength(read.length.tokens))
@@ -214,7 +212,7 @@ class PromptReader:
             length = PromptLength(length.tokens)
         elif known.blocks is not None and prompt.namespace is not None:
             namespace = prompt.namespace
-            _, _, adapter = model.partition(":")  # ``base:adapter`` comes before ``lora_path``
+            _, _, adapter = model.partition(":")  # ``base:adapter`` overrides ``lora_path``
             if adapter and model not in known.models:
                 namespace = replace(namespace, lora=adapter.strip())
             blocks = self._name(value, ids, known.blocks, namespace)
@@ -224,7 +222,8 @@ class PromptReader:
         return ReadPrompt(length, blocks, page_tokens, ids_json)
 
     def _tokenize(self, value: Any, longest: LongestPrompt) -> PromptIds | None:
-        """``None``: its length is to be estimated. Raises: RouterError, it is too long."""
+        """Tokenize a prompt; ``None`` if its length must be estimated. Raises: RouterError, it is
+        too long."""
         if self.tokenizer is None:
             return None
         counts = not longest.cuts and self.engines.agrees(_kind_of(value))
@@ -262,7 +261,7 @@ def _kind_of(value: Any) -> PromptKind:
 
 
 def _check_size(prompt: Prompt, longest: LongestPrompt) -> None:
-    """Raises: RouterError."""
+    """Check a prompt's size before tokenizing. Raises: RouterError."""
     if isinstance(prompt.value, array):
         longest.check(len(prompt.value))
     size = len(prompt.value) if isinstance(prompt.value, str) else prompt.size_bytes
@@ -271,12 +270,12 @@ def _check_size(prompt: Prompt, longest: LongestPrompt) -> None:
 
 @lru_cache(maxsize=1024)
 def _of_length(length: PromptLength) -> ReadPrompt:
-    """The same object for all alike: a batch has a thousand prompts."""
+    """Share one object among equal lengths: a batch may have a thousand prompts."""
     return ReadPrompt(length)
 
 
 def _bounded(read: ReadPrompt, longest: LongestPrompt) -> ReadPrompt:
-    """What engines can make of it. Raises: RouterError."""
+    """Check the length and truncate it as engines do. Raises: RouterError."""
     if read.length.exact:
         longest.check(read.length.tokens)
     if read.length.tokens <= longest.tokens:

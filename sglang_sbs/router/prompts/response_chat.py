@@ -1,10 +1,9 @@
-"""From the body of ``/v1/responses`` to the chat that SGLang makes of it.
+"""Converts a body of ``/v1/responses`` to the chat that SGLang makes of it.
 
-Owns what ``OpenAIServingResponses._make_request`` of SGLang 0.5.23 does
-(``entrypoints/openai/serving_responses.py``, ``responses_adapters.py``), as far as it decides about
-the prompt. Only the router's own counts and block names rest on it: engines get the body as it came
-and convert it themselves.
-"""
+Follows ``OpenAIServingResponses._make_request`` of SGLang 0.5.23
+(``entrypoints/openai/serving_responses.py``, ``responses_adapters.py``) as far as it affects the
+prompt. Only the router's own counts and block names depend on it: engines get the original body and
+convert it themselves."""
 
 from __future__ import annotations
 
@@ -20,9 +19,9 @@ from sglang_sbs.router.prompts.message_chat import EngineChat
 
 _OUTPUTS = ("function_call_output", "custom_tool_call_output")
 _STATE = "sglang-reasoning-v1."
-"""How ``encrypted_content`` begins: base64 of what zlib made of the text."""
+"""Prefix of ``encrypted_content``, which is base64 of zlib-compressed text."""
 MOST_STATE_BYTES = 4 << 20
-"""Of the text that all ``encrypted_content`` of a request may become."""
+"""Limit on the text that all ``encrypted_content`` of a request may contain."""
 _DEVELOPER = "Developer instructions:"
 _CUSTOM_PARAMETERS = {
     "type": "object",
@@ -38,9 +37,9 @@ Message = dict[str, Any]
 
 
 def response_chat(body: Mapping[str, Any], *, inline_system: bool) -> EngineChat | None:
-    """``inline_system``: the model's template shows system messages where they are; otherwise the
-    engine puts all of them in front. ``None``: it is no valid request, and the engine will say
-    why, or its reasoning is too long to be unpacked here."""
+    """Convert a body; ``None`` if it is invalid, which the engine will report, or its reasoning is
+    too long to unpack here. ``inline_system``: the model's template shows system messages in place;
+    otherwise the engine puts them all in front."""
     try:
         return _chat_of(body, inline_system)
     except (TypeError, KeyError, AttributeError, ValueError, RecursionError):
@@ -76,13 +75,13 @@ def _chat_of(body: Mapping[str, Any], inline_system: bool) -> EngineChat:
 
 
 class _ReasoningState:
-    """Unpacks ``encrypted_content``. A kilobyte of it may be a megabyte of text."""
+    """Unpacks ``encrypted_content``, of which a kilobyte may be a megabyte of text."""
 
     def __init__(self) -> None:
         self._left_bytes = MOST_STATE_BYTES
 
     def text(self, blob: Any) -> str:
-        """Empty if there is none. Raises: ValueError, it is too much."""
+        """Return the text, empty if there is none. Raises: ValueError, it is too long."""
         if not isinstance(blob, str) or not blob.startswith(_STATE):
             return ""
         unpacking = zlib.decompressobj()
@@ -104,7 +103,8 @@ class TooMuchState(ValueError):
 
 
 def _message(item: Mapping[str, Any], state: _ReasoningState) -> Message | None:
-    """``None``: it leaves nothing in the prompt. Raises: ValueError, SGLang knows no such item."""
+    """Convert an item; ``None`` if it adds nothing to the prompt. Raises: ValueError, SGLang does
+    not support the item."""
     kind = item.get("type")
     if kind == "function_call":
         return _called(item, _arguments(item.get("arguments")))
@@ -123,7 +123,7 @@ def _message(item: Mapping[str, Any], state: _ReasoningState) -> Message | None:
         )
         return {"role": "assistant", "reasoning_content": text} if text else None
     if kind not in (None, "message"):
-        raise ValueError(f"no such item: {kind!r}")
+        raise ValueError(f"unknown item: {kind!r}")
     message = {k: v for k, v in item.items() if v is not None and k not in ("id", "status", "type")}
     content = item.get("content")
     if item.get("role") == "developer":
@@ -171,13 +171,13 @@ def _part(part: Any) -> Any:
     kind = part.get("type") if isinstance(part, dict) else None
     if kind in ("input_text", "output_text"):
         return {"type": "text", "text": part.get("text", "")}
-    if kind == "input_image":  # nobody but the engine knows its tokens
+    if kind == "input_image":  # only the engine can count its tokens
         return {"type": "image_url", "image_url": {"url": ""}}
     return part
 
 
 def _merged(messages: Iterable[Message]) -> list[Message]:
-    """One message of what the model said in a row."""
+    """Merge consecutive messages of the model."""
     merged: list[Message] = []
     for message in messages:
         before = merged[-1] if merged else {}
@@ -232,7 +232,7 @@ def _one_system(messages: Iterable[Message]) -> list[Message]:
 
 
 def _tool(tool: Mapping[str, Any]) -> dict[str, Any] | None:
-    """``None``: the model does not get to see it."""
+    """Convert a tool; ``None`` if the model does not see it."""
     kind, name = tool["type"], tool.get("name")
     description, parameters = tool.get("description"), tool.get("parameters")
     if kind == "custom" and name:

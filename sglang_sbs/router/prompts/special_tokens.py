@@ -1,9 +1,8 @@
-"""Cutting a text at its special tokens, in steps that are short however odd the text is.
+"""Splits a text at its special tokens, in short steps for any text.
 
-One alternation of all tokens tries each of them wherever one of them could begin, and a whole
-``re.split`` keeps the interpreter to itself. Here the tokens are a prefix tree, so a character is
-looked at once per character of a token at most, and the text is searched in windows.
-"""
+One alternation of all tokens would try each of them at every position where one could begin, and a
+whole ``re.split`` would hold the interpreter lock. Here the tokens form a prefix tree, so each
+character is compared at most once per character of a token, and the text is searched in windows."""
 
 from __future__ import annotations
 
@@ -11,18 +10,18 @@ import re
 from collections.abc import Collection, Iterator
 
 WINDOW_CHARS = 1 << 14
-"""Searched in one call: other threads run between calls."""
+"""Characters searched per call; other threads can run between calls."""
 
 _Tree = dict[str, "_Tree"]
 _END = ""
-"""The key that marks where a token ends."""
+"""Key that marks the end of a token."""
 
 
 class SpecialTokenCutter:
     def __init__(self, tokens: Collection[str]) -> None:
-        """``tokens``: at least one, none empty."""
+        """Create a cutter for at least one token, none of them empty."""
         self._same = {token: token for token in tokens}
-        """A text may have a hundred thousand tokens: they share one string."""
+        """A text may contain a hundred thousand tokens; all share these strings."""
         self._longest = max(map(len, tokens))
         tree: _Tree = {}
         for token in tokens:
@@ -32,12 +31,12 @@ class SpecialTokenCutter:
             node[_END] = {}
         try:
             self._pattern = re.compile(_pattern_of(tree))
-        except RecursionError:  # each of hundreds of tokens is the beginning of the next
+        except RecursionError:  # hundreds of tokens, each a prefix of the next
             longest_first = sorted(tokens, key=len, reverse=True)
             self._pattern = re.compile("|".join(map(re.escape, longest_first)))
 
     def pieces(self, text: str) -> Iterator[str]:
-        """The tokens, leftmost and longest first, and what is between them; nothing empty."""
+        """Yield the tokens, leftmost and longest first, and the nonempty text between them."""
         start = at = 0
         while at < len(text):
             end = min(len(text), at + WINDOW_CHARS)
@@ -55,7 +54,7 @@ class SpecialTokenCutter:
 
 
 def _pattern_of(tree: _Tree) -> str:
-    """A regular expression for the longest token of the tree that begins here."""
+    """Return a regular expression for the longest token of the tree at the current position."""
     chain = ""
     while len(tree) == 1 and _END not in tree:
         ((character, tree),) = tree.items()

@@ -1,16 +1,14 @@
-"""What the engines make of prompts: their page size, and whether their tokens are ours.
+"""Compares the router's tokenizer with each engine's (``POST /tokenize``).
 
-Owns the comparison of the router's tokenizer with each engine's (``POST /tokenize``), and what
-follows: whether names and counts made here are right, and whether token ids may be sent instead of
-text.
+The result decides whether block names and token counts made here are right, and whether token ids
+may be sent instead of text.
 
-An engine is asked once for each of its starts. It gets texts and chats that would tell any two
-tokenizers or templates apart that are not made to deceive: white space, digits, several scripts,
-composed and decomposed characters, every special token, a sample of the vocabulary; system prompts,
-tools, tool calls and their results, parts, the beginning of an answer. Only where all ids are equal
-are any sent in place of text (``--sbs-forward-token-ids auto``), and only to engines that were
-asked. Where they are not, it is said, lengths count as estimates and no blocks are named.
-"""
+An engine is asked once after each start. It gets texts and chats that distinguish any two real
+tokenizers or templates: white space, digits, several scripts, composed and decomposed characters,
+every special token, a sample of the vocabulary; system prompts, tools, tool calls and their
+results, parts, the beginning of a response. Ids replace text only for engines that returned equal
+ids for all of them (``--sbs-forward-token-ids auto``). If any differ, the router reports it,
+lengths count as estimates, and blocks are not named."""
 
 from __future__ import annotations
 
@@ -43,7 +41,7 @@ logger = logging.getLogger(__name__)
 Forwarding = Literal["auto", "on", "off"]
 
 CHAT_IDS_VERSION = (0, 5, 23)
-"""First SGLang release known to take ``input_ids`` in a chat."""
+"""First SGLang release known to accept ``input_ids`` in a chat."""
 _EVERY_S = 1.0
 _AGAIN_S = 10.0
 _ANSWER_S = 10.0
@@ -83,18 +81,18 @@ _CHATS: tuple[dict[str, Any], ...] = (
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """Of an engine that told this ``info`` of itself. ``None``: could not be found out."""
+    """Result for an engine with this ``info``. ``None``: unknown."""
 
     info: WorkerInfo | None = None
     text: bool | None = None
     chat: bool | None = None
     takes_chat_ids: bool = False
     again_s: float = math.inf
-    """When the engine is asked again."""
+    """Time of the next comparison."""
 
     @property
     def wrong(self) -> list[PromptKind]:
-        """What the engine is known to make other token ids of."""
+        """Kinds of prompts for which the engine's token ids differ."""
         judged: list[tuple[PromptKind, bool | None]] = [("text", self.text), ("chat", self.chat)]
         return [kind for kind, agrees in judged if agrees is False]
 
@@ -106,12 +104,12 @@ class _Probes(NamedTuple):
     texts: list[str]
     text_ids: list[list[int]]
     chat_ids: list[list[int] | None]
-    """Of ``_CHATS``; ``None``: refused."""
+    """Ids of ``_CHATS``; ``None`` if the template refuses the chat."""
 
 
 @dataclass(eq=False, repr=False)
 class EngineTokenizers:
-    """May be asked from several threads."""
+    """Comparison results of all engines; usable from several threads."""
 
     registry: Registry
     session: aiohttp.ClientSession
@@ -119,7 +117,7 @@ class EngineTokenizers:
     forwarding: Forwarding
     api_key: str | None
     names_blocks: bool = False
-    """Somebody looks for prefixes."""
+    """Prefix matching is on, so block names are needed."""
     _verdicts: dict[str, Verdict] = field(default_factory=dict)
     _disagreeing: frozenset[PromptKind] = frozenset()
     _known: Known = field(default_factory=Known)
@@ -127,7 +125,7 @@ class EngineTokenizers:
     _odd_pages: str = ""
 
     def known(self) -> Known:
-        """As it was within the last second."""
+        """Return facts about all engines, at most one second old."""
         now_s = time.monotonic()
         if now_s - self._looked_s >= _EVERY_S:
             self._looked_s = now_s
@@ -139,18 +137,18 @@ class EngineTokenizers:
         return self._known
 
     def agrees(self, kind: PromptKind) -> bool:
-        """False: some engine is known to come to other token ids than the tokenizer here."""
+        """Return False if some engine's token ids differ from the router's."""
         return kind not in self._disagreeing
 
     def takes_ids(self, kind: PromptKind) -> bool:
-        """Whether token ids may be sent in place of such prompts, to some engine at least."""
+        """Return whether at least one engine may get token ids instead of such prompts."""
         return self.forwarding == "on" or (
             self.forwarding == "auto"
             and any(_may_get_ids(verdict, kind) for verdict in self._verdicts.copy().values())
         )
 
     def may_get_ids(self, kind: RouteKind, *workers: Worker) -> bool:
-        """Whether all of these engines may get token ids instead of such a prompt's text."""
+        """Return whether all of these engines may get token ids instead of such a prompt's text."""
         if self.forwarding != "auto":
             return self.forwarding == "on"
         asked: PromptKind = "chat" if kind == "chat" else "text"
@@ -163,9 +161,8 @@ class EngineTokenizers:
         return verdict if verdict.info == worker.info else _UNKNOWN
 
     def _common_format(self) -> BlockFormat | None:
-        """How prompts are cut into blocks: in pages, as KV events name them; where no engine
-        publishes any, in the smallest number of pages that has ``COARSE_TOKENS``. ``None``: no
-        engine has a prefix cache."""
+        """Return the block format: an engine's pages if any engine publishes KV events; else the
+        fewest pages with at least ``COARSE_TOKENS``. ``None`` if no engine has a prefix cache."""
         if not any(worker.known.radix_cache for worker in self.registry):
             return None
         least = 1 if any(map(self.registry.kv_events_of, self.registry)) else COARSE_TOKENS
@@ -188,7 +185,7 @@ class EngineTokenizers:
         return common[0][0] if common else None
 
     async def watch(self) -> None:
-        """Asks engines as they come up; nobody is asked without a tokenizer."""
+        """Compare with engines as they start; does nothing without a tokenizer."""
         if self.tokenizer is None:
             return
         probes = await asyncio.to_thread(_probes_of, self.tokenizer)
@@ -222,7 +219,7 @@ class EngineTokenizers:
         answer = await self._post(url, {"prompt": probes.texts, "add_special_tokens": True})
         text = None if answer is None else answer.get("tokens") == probes.text_ids
         answers = [await self._post(url, body) for body in _CHATS]
-        # A chat that the template refuses must be refused here too.
+        # A chat refused by our template must be refused by the engine as well.
         ids = [None if one is None else one.get("tokens") for one in answers]
         agrees = ids == probes.chat_ids
         known = answers[-1] is not None or any(ids is not None for ids in probes.chat_ids)
@@ -233,7 +230,8 @@ class EngineTokenizers:
         return Verdict(info, text, chat, takes)
 
     async def _sees(self, url: str) -> bool:
-        """Whether it takes images or sound: then its processor may want the text of a chat."""
+        """Return whether the model accepts images or sound; its processor may then need a chat's
+        text."""
         url += "/model_info"
         status, data = await ask(self.session, "GET", url, key=self.api_key, timeout_s=_ANSWER_S)
         model = orjson.loads(data) if status == 200 else None
@@ -241,13 +239,13 @@ class EngineTokenizers:
         return not isinstance(model, dict) or any(model.get(name) is not False for name in names)
 
     async def _post(self, url: str, body: Mapping[str, Any]) -> dict[str, Any] | None:
-        """The answer of ``/tokenize``; ``None``: refused, or there is no such endpoint."""
+        """Return the response of ``/tokenize``; ``None`` if refused or not available."""
         url += "/tokenize"
         status, data = await ask(
             self.session, "POST", url, key=self.api_key, timeout_s=_ANSWER_S, json=body
         )
         if status >= 500:
-            raise ValueError(f"status {status}")  # to be asked again
+            raise ValueError(f"status {status}")  # retried later
         if status != 200:
             return None
         answer = orjson.loads(data)
@@ -256,14 +254,14 @@ class EngineTokenizers:
     def _tell(self, worker: Worker, verdict: Verdict) -> None:
         if not verdict.wrong:
             worker.problems.pop("tokenizer", None)
-            text = "is tokenized as here" if verdict.text else "could not be compared"
-            chats = "too" if verdict.chat else "could not be compared"
+            text = "is tokenized the same" if verdict.text else "could not be compared"
+            chats = "the same" if verdict.chat else "could not be compared"
             logger.info("worker %s: text %s, chats %s", worker.url, text, chats)
             return
         self.registry.report_problem(
             worker,
             "tokenizer",
-            f"comes to other token ids for {' and '.join(verdict.wrong)} than --tokenizer-path, so "
+            f"has other token ids for {' and '.join(verdict.wrong)} than --tokenizer-path, so "
             "that lengths are estimates and prefixes are not found: give the directory of the "
             "model it serves, and --chat-template as the engine has it",
         )
@@ -286,8 +284,8 @@ def _probes_of(tokenizer: ChatTokenizer) -> _Probes:
 
 
 def longest_prompt(workers: Iterable[Worker]) -> LongestPrompt | None:
-    """What is longer has nowhere to go: the lesser of what some prefill and some decode engine
-    takes."""
+    """Return the longest prompt that can be served, limited by the largest prefill and the largest
+    decode engine."""
     most: dict[str, int] = {}
     contexts: dict[str, float] = {}
     cuts = False
@@ -297,14 +295,14 @@ def longest_prompt(workers: Iterable[Worker]) -> LongestPrompt | None:
             return None
         cuts = cuts or info.cuts_prompts
         most[worker.role] = max(info.max_request_tokens, most.get(worker.role, 0))
-        # A completion template makes another prompt of what was counted here.
+        # A completion template changes the prompt that was counted here.
         known = 0 if info.completion_template else info.context_tokens
         contexts[worker.role] = max(known or math.inf, contexts.get(worker.role, 0))
     return LongestPrompt(min(most.values()), cuts, min(contexts.values())) if most else None
 
 
 def refused_fields(workers: Iterable[Worker]) -> frozenset[str]:
-    """Fields of a request that all prefill or all decode engines refuse."""
+    """Fields of a request that all prefill engines or all decode engines refuse."""
     of_role: dict[str, frozenset[str]] = {}
     for worker in workers:
         refused = frozenset(worker.info.refused_fields if worker.info is not None else ())

@@ -1,30 +1,31 @@
-"""How much a template would make of a client's values, told before it is made.
+"""Bounds the size of a client's values in a template before they are rendered.
 
-A template is the model's, so it is trusted; messages, tools and ``chat_template_kwargs`` are not.
-``tojson(indent=4)`` makes 1,500 times as much of tools that are nested 400 deep, and Python's
-encoder passes each token through a generator for every level.
-"""
+A template belongs to the model and is trusted; messages, tools and ``chat_template_kwargs`` are
+not. ``tojson(indent=4)`` expands tools nested 400 deep 1,500 times, and Python's encoder passes
+each token through one generator per level."""
 
 from __future__ import annotations
 
 from typing import Any
 
 MOST_CHARS = 16 << 20
-"""Of one value, written as JSON."""
+"""Limit on one value, written as JSON."""
 MOST_HOPS = 1 << 20
-"""Levels that all values of one ``tojson`` may be below, together: what writing it costs."""
+"""Limit on the sum of the nesting depths of all values of one ``tojson``, which determines its
+cost."""
 
 
 class TemplateError(ValueError):
-    """The chat cannot be rendered: no template, or it or the engine refuses these messages."""
+    """The chat cannot be rendered: there is no template, or template or engine refuse the
+    messages."""
 
 
 class TooMuch(TemplateError):
-    """The template would make too much of it."""
+    """The rendered text would be too large."""
 
 
 def written_chars(value: Any, indent: int | str = 0) -> int:
-    """Characters that ``value`` has as JSON, at least. Raises: TooMuch."""
+    """Return a lower bound on the characters of ``value`` as JSON. Raises: TooMuch."""
     step = indent if isinstance(indent, int) else len(indent)
     chars = hops = 0
     level = [value]
@@ -45,7 +46,7 @@ def written_chars(value: Any, indent: int | str = 0) -> int:
         chars += len(level) * step * depth
         hops += len(level) * (depth + 1)
         if chars > MOST_CHARS or hops > MOST_HOPS:
-            raise TooMuch("written as JSON it would be too large, or is nested too deep")
+            raise TooMuch("its JSON would be too large, or is nested too deeply")
         level = below
         depth += 1
     return chars
