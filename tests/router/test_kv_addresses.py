@@ -18,7 +18,7 @@ from sglang_sbs.router.workers.kv_addresses import (
     KvEndpoints,
     RefusedAddress,
     default_endpoints,
-    told_endpoints,
+    reported_endpoints,
 )
 from sglang_sbs.router.workers.registry import Registry
 from sglang_sbs.router.workers.server_info import (
@@ -76,8 +76,8 @@ def test_a_rank_on_another_node_is_where_it_speaks_from_or_says_with_a_key(
 ) -> None:
     told = KvAddress(host, 5558, 5658)
     live, replay = f"tcp://{expected}:5558", f"tcp://{expected}:5658"
-    assert told_endpoints(told, peer, has_key=has_key) == (live, replay)
-    assert told_endpoints(KvAddress(host, 5558), peer, has_key=has_key) == (live, "")
+    assert reported_endpoints(told, peer, has_key=has_key) == (live, replay)
+    assert reported_endpoints(KvAddress(host, 5558), peer, has_key=has_key) == (live, "")
 
 
 @pytest.mark.parametrize(
@@ -90,8 +90,8 @@ def test_a_rank_on_another_node_is_where_it_speaks_from_or_says_with_a_key(
         (KvAddress("169.254.169.254", 80), "10.0.0.2", True, "another machine"),
         (KvAddress("127.0.0.1", 5558), "10.0.0.2", True, "another machine"),
         (KvAddress("::1", 5558), "10.0.0.2", True, "another machine"),
-        (KvAddress("0.0.0.0", 5558), "10.0.0.2", True, "nobody can connect"),
-        (KvAddress("224.0.0.1", 5558), "10.0.0.2", True, "nobody can connect"),
+        (KvAddress("0.0.0.0", 5558), "10.0.0.2", True, "impossible to connect"),
+        (KvAddress("224.0.0.1", 5558), "10.0.0.2", True, "impossible to connect"),
         (KvAddress("", 0), "10.0.0.2", True, "port 0"),
         (KvAddress("", 65536), "10.0.0.2", True, "port 65536"),
         (KvAddress("", 5558, -1), "10.0.0.2", True, "port -1"),
@@ -99,7 +99,7 @@ def test_a_rank_on_another_node_is_where_it_speaks_from_or_says_with_a_key(
 )
 def test_other_addresses_are_refused(told: KvAddress, peer: str, has_key: bool, why: str) -> None:
     with pytest.raises(RefusedAddress, match=why):
-        told_endpoints(told, peer, has_key=has_key)
+        reported_endpoints(told, peer, has_key=has_key)
 
 
 @pytest.mark.parametrize(

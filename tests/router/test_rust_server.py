@@ -167,7 +167,7 @@ async def test_without_a_key_nobody_can_have_requests_sent_to_himself() -> None:
         await until(lambda: worker.problems.get("unusable"))
         listener(system).receive(heartbeat(worker, "node-1"), "127.0.0.2")
         assert worker.boot.by_rank == {1: "node-1"}, "its report is booked"
-        assert worker.speaks_from == {}
+        assert worker.reports_from == {}
 
 
 async def test_an_address_that_means_another_machine_elsewhere_is_not_learned(
@@ -181,9 +181,9 @@ async def test_an_address_that_means_another_machine_elsewhere_is_not_learned(
         heard = listener(system)
         heard._bind = lambda report: worker  # type: ignore[method-assign,assignment]
         heard.receive(heartbeat(worker, "b"), "127.0.0.1")
-        assert worker.speaks_from == {}
+        assert worker.reports_from == {}
         heard.receive(heartbeat(worker, "b"), "::ffff:10.0.0.2")
-        assert worker.speaks_from == {1: "10.0.0.2"}
+        assert worker.reports_from == {1: "10.0.0.2"}
 
 
 async def test_an_engine_whose_ranks_moved_to_a_second_node_is_unusable_and_says_why(
@@ -209,7 +209,7 @@ async def test_where_a_rank_was_is_forgotten_with_its_boot(tmp_path: Path) -> No
         await until(lambda: worker.usable)
         worker.last_report_s.clear()  # it has been quiet for long
         listener(system).receive(heartbeat(worker, "new"), "127.0.0.3")
-        assert (worker.speaks_from, worker.usable) == ({1: "127.0.0.3"}, False)
+        assert (worker.reports_from, worker.usable) == ({1: "127.0.0.3"}, False)
 
 
 async def test_an_engine_that_comes_back_on_other_nodes_is_followed_there(tmp_path: Path) -> None:
@@ -271,7 +271,7 @@ async def test_an_old_engine_and_one_with_the_rust_server_serve_together() -> No
         (lambda: TwoNodes("prefill"), "DP rank 1 serves HTTP on node 1"),
         (
             lambda: RustMockEngine("prefill", server_info={"deployment_info": {}}),
-            "does not say how many DP ranks it has",
+            "does not report its number of DP ranks",
         ),
     ],
 )

@@ -27,7 +27,11 @@ from sglang_sbs.router.options.config import BreakerConfig
 from sglang_sbs.router.workers import server_info
 from sglang_sbs.router.workers.breaker import Breaker
 from sglang_sbs.router.workers.health import parse_loads
-from sglang_sbs.router.workers.kv_addresses import RefusedAddress, default_endpoints, told_endpoints
+from sglang_sbs.router.workers.kv_addresses import (
+    RefusedAddress,
+    default_endpoints,
+    reported_endpoints,
+)
 from sglang_sbs.router.workers.server_info import RankOutOfReach, UnusableWorker, WorkerInfo
 from sglang_sbs.router.workers.worker import Worker
 
@@ -190,7 +194,7 @@ class Asker:
                 try:
                     if address is None:
                         raise RefusedAddress("it does not say")
-                    endpoints = told_endpoints(address, report.peer, has_key=has_key)
+                    endpoints = reported_endpoints(address, report.peer, has_key=has_key)
                 except RefusedAddress:
                     facts.hidden_kv_ranks.append(rank)
                     continue

@@ -1,1 +1,1 @@
-"""What engines say by themselves: EndForward and KV events, received and bound to workers."""
+"""Receives EndForward and KV events from engines and binds them to workers."""

@@ -1,9 +1,8 @@
-"""Connections of a ZeroMQ socket to endpoints that may have host names.
+"""Connects a ZeroMQ socket to endpoints that may have host names.
 
-libzmq looks a name up in the one thread that carries all its messages, and a name server that does
-not answer stops them all. It is given addresses only. The event loop looks names up: in the router
-that is :class:`~sglang_sbs.router.name_lookup.RouterLoop`.
-"""
+libzmq resolves names in the one thread that carries all its messages, so an unresponsive name
+server would stop them all. It therefore gets addresses only, and the event loop resolves names; in
+the router that is :class:`~sglang_sbs.router.name_lookup.RouterLoop`."""
 
 from __future__ import annotations
 
@@ -23,14 +22,14 @@ from sglang_sbs.router.name_lookup import is_address
 logger = logging.getLogger(__name__)
 
 _AGAIN_S = 1.0
-"""Until a name without an address is looked up again."""
+"""Pause before a name without an address is resolved again."""
 _FOLLOW_S = 10.0
-"""Until a name with an address is, where it is not known that the connection stands."""
+"""Interval of resolving a name again if the connection may be down."""
 _FOLLOW_STANDING_S = 60.0
 
 
 def host_name_of(endpoint: str) -> str:
-    """The name in ``tcp://NAME:PORT``; empty for an address and for any other endpoint."""
+    """Return the name in ``tcp://NAME:PORT``; empty for an address and for any other endpoint."""
     if not endpoint.startswith("tcp://"):
         return ""
     host = endpoint.removeprefix("tcp://").rpartition(":")[0]
@@ -38,8 +37,8 @@ def host_name_of(endpoint: str) -> str:
 
 
 async def addresses_of(name: str) -> list[str]:
-    """IPv4 first: an engine that binds ``tcp://*:PORT`` may take only that.
-    Raises: OSError, it has none (now); ValueError, it cannot be a name."""
+    """Resolve a name, IPv4 first: an engine that binds ``tcp://*:PORT`` may accept only that.
+    Raises: OSError, it has no address now; ValueError, it is not a possible name."""
     found = await asyncio.get_running_loop().getaddrinfo(name, 0, type=socket.SOCK_STREAM)
     addresses = dict.fromkeys(str(info[4][0]) for info in found)
     return sorted(addresses, key=lambda address: ":" in address)
@@ -57,11 +56,11 @@ class Dialler:
         first: Callable[[int], int] = lambda _count: 0,
         follow_s: float = 0.0,
     ) -> None:
-        """``what`` comes from there, in the log. ``used`` is called after the socket was used,
-        which may have used up an edge of its descriptor. ``stands``: whether its connection does,
-        if that is known; where it does not, the next address of the name is tried. ``first``: which
-        of so many addresses is tried first. ``follow_s``: until a name with an address is looked up
-        again; 0: the usual time."""
+        """Create a dialler. ``what`` names the data in log messages. ``used`` is called after each
+        use of the socket, which may consume an edge of its descriptor. ``stands`` returns whether
+        the connection is up, if known; if not, the name's next address is tried. ``first`` selects
+        the first address to try, given their number. ``follow_s``: interval of resolving a name
+        with an address again; 0: the default."""
         self._sock = sock
         self._what = what
         self._used = used
@@ -70,14 +69,14 @@ class Dialler:
         self._follow_s = follow_s
         self._wanted: Collection[str] = ()
         self._connected: set[str] = set()
-        """Endpoints, with addresses only."""
+        """Connected endpoints, by address."""
         self._addresses: dict[str, str] = {}
-        """In use, by host name."""
+        """Address in use by host name."""
         self._following: dict[str, asyncio.Task[None]] = {}
-        """By host name."""
+        """Tasks by host name."""
 
     def dial(self, endpoints: Collection[str]) -> None:
-        """Connect to these, and to no others. Names follow when their addresses are known."""
+        """Connect to these endpoints and drop all others; names follow once they are resolved."""
         self._wanted = endpoints
         names = set(map(host_name_of, endpoints)) - {""}
         for name in self._following.keys() - names:
@@ -88,29 +87,29 @@ class Dialler:
         self._connect()
 
     def close(self) -> None:
-        """Look nothing up any more. The socket is closed by others."""
+        """Stop resolving. The caller closes the socket."""
         for task in self._following.values():
             task.cancel()
         self._following.clear()
 
     async def _follow(self, name: str) -> None:
-        told, until_s = False, 0.0
+        warned, until_s = False, 0.0
         while True:
             if self._stands is None or not self._stands() or time.monotonic() >= until_s:
                 try:
                     self._choose(name, await addresses_of(name))
-                    told, until_s = False, time.monotonic() + _FOLLOW_STANDING_S
+                    warned, until_s = False, time.monotonic() + _FOLLOW_STANDING_S
                 except (OSError, ValueError) as error:
-                    if not told:
-                        told = True
-                        text = "no %s from %r: %s; looking the name up again"
+                    if not warned:
+                        warned = True
+                        text = "no %s from %r: %s; resolving the name again"
                         logger.warning(text, self._what, name, error)
             follow_s = self._follow_s or _FOLLOW_S
             await asyncio.sleep(follow_s if name in self._addresses else _AGAIN_S)
 
     def _choose(self, name: str, found: list[str]) -> None:
         used = self._addresses.get(name, "")
-        # IPv6 only where there is nothing else.
+        # Use IPv6 only if there is no IPv4 address.
         number = self._first(sum(":" not in address for address in found) or len(found))
         if used in found:
             if self._stands is None or self._stands():
@@ -122,7 +121,7 @@ class Dialler:
     def _connect(self) -> None:
         wanted = {endpoint for endpoint in map(self.by_address, self._wanted) if endpoint}
         for endpoint in self._connected - wanted:
-            with suppress(zmq.ZMQError):  # it never was one
+            with suppress(zmq.ZMQError):  # it was never connected
                 self._sock.disconnect(endpoint)
         for endpoint in wanted - self._connected:
             try:
@@ -134,7 +133,7 @@ class Dialler:
         self._used()
 
     def by_address(self, endpoint: str) -> str:
-        """Empty: the address is not known yet."""
+        """Return the endpoint with an address; empty if it is not known yet."""
         name = host_name_of(endpoint)
         if not name:
             return endpoint

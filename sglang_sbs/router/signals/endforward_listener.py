@@ -1,9 +1,8 @@
-"""EndForward messages of the router's workers: whose message it is.
+"""Binds EndForward messages to the router's workers.
 
-A message is bound to a worker by configured instance id, by a boot id already bound, or by the
-request ids that it echoes. Nothing a message says is believed beyond what an engine could mean, and
-none takes a worker down by itself.
-"""
+A message is bound by its configured instance id, by a boot id that is already bound, or by the
+request ids that it echoes. Values that no engine could mean are rejected, and no message alone can
+take a worker down."""
 
 from __future__ import annotations
 
@@ -27,11 +26,12 @@ logger = logging.getLogger(__name__)
 _MAX_BOOTS = 10_000
 _LOG_BOUND_S = 10.0
 _MAX_STRANGERS = 64
-"""Unknown senders named in the log; more are only counted."""
+"""Unknown senders named in the log; further ones are only counted."""
 _BIND = re.compile(r"tcp://[^/\s]+:([0-9]{1,5})")
 
 FindOwner = Callable[[str, str], str | None]
-"""``(rid, role) -> worker URL``: where the router sent that leg, if it knows the request."""
+"""``(rid, role) -> worker URL``: where the router sent that leg; ``None`` if the request is
+unknown."""
 
 
 class EndForwardListener(EndForwardSocket):
@@ -48,17 +48,18 @@ class EndForwardListener(EndForwardSocket):
         self._find_owner = find_owner
         self._on_report = on_report
         self._boots: OrderedDict[str, str] = OrderedDict()
-        """Worker URL by boot id, the one heard last at the end."""
+        """Worker URL by boot id, most recent last."""
         self._bound_s: dict[str, float] = {}
-        """When the log last said who a boot is, by worker URL."""
+        """Time when the log last named a worker's boot, by worker URL."""
         self._unbound_warned: set[str] = set()
         self._binding: dict[str, list[str]] = {}
-        """Where engines bind, by worker URL: what is connected to while the socket is open."""
+        """Endpoints bound by engines, by worker URL, to connect to while the socket is open."""
 
     def described(self, worker: Worker, info: WorkerInfo) -> None:
-        """``/server_info`` was read: connect to a publisher that binds, and to no earlier one."""
+        """Connect to the publisher that a worker binds according to ``/server_info``, and to no
+        former one."""
         if self._registry.get(worker.url) is not worker:
-            return  # removed while it was asked
+            return  # removed meanwhile
         if info.nodes > 1 and self._registry.kv_events_of(worker) is not None:
             self._registry.asks_peers = True
         bind = info.sbs.bind if info.sbs is not None else ""
@@ -68,7 +69,7 @@ class EndForwardListener(EndForwardSocket):
         problem = ""
         if bind and not endpoints:
             problem = (
-                f"it binds {bind[:100]!r}, where no router can connect: set "
+                f"it binds {bind[:100]!r}, which no router can connect to: set "
                 f"SGLANG_SBS_BIND=tcp://*:PORT there, with {info.dp_size} ports from PORT on"
             )
         self._registry.report_problem(worker, "bind", problem)
@@ -101,10 +102,10 @@ class EndForwardListener(EndForwardSocket):
         if has_key and peer:
             address = peer.removeprefix("::ffff:")
             if not is_loopback(address) or is_loopback(split_worker_url(worker.url)[1]):
-                # Else it means another machine to front ends elsewhere than here.
-                worker.speaks_from[report.dp_rank] = address
+                # A loopback address would mean a different machine to front ends elsewhere.
+                worker.reports_from[report.dp_rank] = address
         if report.kv_address is not None:
-            self._registry.kv_address_told(worker, report, peer, has_key=has_key)
+            self._registry.on_kv_address(worker, report, peer, has_key=has_key)
         if worker.announced:
             self._submit(ForwardEnded(instance=worker.url, report=report))
         if self._on_report is not None:
@@ -120,7 +121,7 @@ class EndForwardListener(EndForwardSocket):
             if len(self._boots) >= _MAX_BOOTS:
                 self._boots.popitem(last=False)
             self._boots[report.boot_id] = worker.url
-            # Anybody can invent boot ids where there is no key.
+            # Without a key, any host can send invented boot ids.
             now_s = time.monotonic()
             if now_s - self._bound_s.get(worker.url, -math.inf) >= _LOG_BOUND_S:
                 self._bound_s[worker.url] = now_s
@@ -130,7 +131,7 @@ class EndForwardListener(EndForwardSocket):
         elif report.instance_id and len(warned) < _MAX_STRANGERS and report.boot_id not in warned:
             warned.add(report.boot_id)
             logger.warning(
-                "EndForward from instance %r, which is no worker of this router; waiting for "
+                "EndForward from instance %r, which is not a worker of this router; waiting for "
                 "request ids it echoes. Set SGLANG_SBS_INSTANCE_ID to the worker URL given here",
                 report.instance_id,
             )
@@ -145,9 +146,9 @@ class EndForwardListener(EndForwardSocket):
 
 
 def publisher_endpoints(worker_url: str, bind: str, dp_size: int) -> list[str]:
-    """Where to connect for an engine that binds ``tcp://HOST:PORT`` (rank d at ``PORT + d``):
-    always at the worker's own host, as an answer must not make the router connect to others. Not of
-    that form, or not a port for every rank: none."""
+    """Return the endpoints of an engine that binds ``tcp://HOST:PORT`` (rank d at ``PORT + d``).
+    The host is always the worker's own, because a response must not make the router connect
+    elsewhere. Empty if the form is wrong or some rank has no port."""
     match = _BIND.fullmatch(bind)
     first = int(match[1]) if match is not None else 0
     if not 1 <= first <= 65536 - dp_size:

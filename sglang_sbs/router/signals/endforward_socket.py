@@ -1,14 +1,11 @@
-"""Receives EndForward: the SUB socket, and decoding.
+"""Receives and decodes EndForward messages.
 
-Whatever arrives from the network is counted, never raised. Without keys the socket has no
-authentication.
+Network input is counted and never raises. Without keys the socket has no authentication.
 
-A thousand ranks send tens of thousands of messages per second. What has come is received first, and
-worked on for ``_TURN_S`` at a time, so that a storm does not keep the rest of the process waiting.
-While it lasts, a message that says how a rank is replaces the one before it that was not looked at
-yet: everything in it is absolute, and the request ids it echoes are put together. Launches and ends
-of prefill passes are all looked at.
-"""
+A thousand ranks send tens of thousands of messages per second. Pending messages are received first
+and handled for ``_TURN_S`` at a time, so that a storm does not block the process. During a storm, a
+message about a rank's state replaces an unread one: all its values are absolute, and the echoed
+request ids of both are joined. Starts and ends of prefill passes are never replaced."""
 
 from __future__ import annotations
 
@@ -35,28 +32,28 @@ logger = logging.getLogger(__name__)
 _DRAIN_LIMIT = 4096
 """Messages received before other callbacks of the event loop get a turn."""
 _TURN_S = 0.01
-"""And time spent on them."""
+"""Longest time spent on messages in one turn."""
 _MAX_MESSAGE_BYTES = 1 << 20
 _OF_SUBSCRIBERS = {
     zmq.LINGER: 0,
     zmq.IPV6: 1,
     zmq.MAXMSGSIZE: _MAX_MESSAGE_BYTES,
-    # Unread messages per sender, and what the kernel holds besides: seconds of a rank's reports.
-    # More would be of the past, and with a thousand ranks it would be gigabytes.
+    # Unread messages per sender, in addition to the kernel's buffer: seconds of a rank's reports.
+    # More would be outdated, and gigabytes with a thousand ranks.
     zmq.RCVHWM: 128,
     zmq.RCVBUF: 64 << 10,
-    # Between two tries to reach an engine that binds, growing, and for each of them: what is sent
-    # to a host that is away is not refused, and the kernel alone would try ever more rarely.
+    # Intervals between connection attempts, and their time limit: packets to an absent host are not
+    # rejected, and the kernel would retry ever more rarely.
     zmq.RECONNECT_IVL: 100,
     zmq.RECONNECT_IVL_MAX: 2_000,
     zmq.CONNECT_TIMEOUT: 5_000,
-    # A host that vanished closes no connection, and one that came back with the same address would
-    # not be heard.
+    # A vanished host closes no connection, and the connection of one that returns with the same
+    # address would stay dead.
     zmq.HEARTBEAT_IVL: 5_000,
     zmq.HEARTBEAT_TIMEOUT: 15_000,
 }
 _MAX_WHY_CHARS = 300
-"""Of what is wrong with a message: it may be the sender's own words."""
+"""Limit on the reason of a rejection, which may quote the sender."""
 
 
 @dataclass(slots=True, eq=False)
@@ -66,38 +63,39 @@ class _Slot:
 
 
 class EndForwardSocket:
-    """Listens where engines connect to, and connects to engines that bind."""
+    """Listens where engines connect, and connects to engines that bind."""
 
     def __init__(
         self, handle: Callable[[EndForward, str], None], flag: str = "--sbs-endforward-bind"
     ) -> None:
-        """``handle`` gets each message and the IP address it came from (empty: not asked). ``flag``
-        is named in the error about an endpoint that cannot be bound."""
+        """Create the socket; ``handle`` gets each message and the sender's IP address (empty if not
+        looked up). ``flag`` is named in errors about the endpoint."""
         self._handle_message = handle
         self._flag = flag
         self._endpoints: Collection[str] = ()
         self.counts: Counter[str] = Counter()
-        """Messages by fate: ``bound``, ``unbound``, ``malformed``, ``implausible``, ``dropped``,
-        ``superseded`` (before anybody looked at it)."""
+        """Messages by result: ``bound``, ``unbound``, ``malformed``, ``implausible``, ``dropped``,
+        ``superseded`` (replaced while unread)."""
         self.busy_s = 0.0
-        """Time spent on them, what they caused included."""
+        """Seconds spent on messages, including the events that they cause."""
         self._unread: deque[_Slot] = deque()
         self._newest: dict[tuple[str, int], _Slot] = {}
-        """The last unread message of each rank that a later one may replace."""
+        """Last unread message of each rank, if a later one may replace it."""
         self._context: zmq.Context[zmq.Socket[bytes]] | None = None
         self._sockets: dict[int, zmq.Socket[bytes]] = {}
         self._going_on: set[int] = set()
-        """By file descriptor."""
+        """File descriptors with another drain scheduled."""
         self._dialler: Dialler | None = None
-        """Connects to engines that bind. With keys it is a socket of its own: one socket cannot be
-        CURVE's server and its client."""
+        """Connects to engines that bind. With keys it needs a separate socket, because one socket
+        cannot be both CURVE server and client."""
         self._gatekeeper: Gatekeeper | None = None
         self.peers: PeerLimit | None = None
-        """Of the port that engines connect to."""
+        """Limit on connections to the bound port."""
 
     def open(self, bind: str | None, keys: CurveKeys | None = None) -> str | None:
-        """Start receiving; returns the endpoint bound (a wildcard port resolved). With ``keys``
-        only engines with the same secret are heard. Raises: OSError, it cannot be bound."""
+        """Start receiving and return the bound endpoint, with a wildcard port resolved. With
+        ``keys`` only engines with the same secret are accepted. Raises: OSError, it cannot be
+        bound."""
         self._context = zmq.Context(io_threads=1)
         listening = self._subscriber()
         endpoint = None
@@ -174,17 +172,17 @@ class EndForwardSocket:
 
     @property
     def has_key(self) -> bool:
-        """Only engines with the same secret are heard."""
+        """Whether only engines with the same secret are accepted."""
         return self._gatekeeper is not None
 
     def asks_peer(self) -> bool:
-        """Whether to look up where each message comes from, which costs something."""
+        """Whether to look up each message's sender, which costs time."""
         return False
 
     # Messages ---------------------------------------------------------------------------------
 
     def receive(self, frames: list[bytes], peer: str = "") -> None:
-        """Handle one message. ``peer``: the IP address it came from, if that is known."""
+        """Handle one message; ``peer`` is the sender's IP address, if known."""
         if (report := self._parse(frames)) is not None:
             self._handle_message(report, peer)
 
@@ -208,7 +206,7 @@ class EndForwardSocket:
         if sock is None:
             return
         started_s = time.monotonic()
-        # Otherwise what comes stays where it is bounded: in the socket, then at its sender.
+        # Otherwise input stays where it is bounded: in the socket, then at its sender.
         drained = len(self._unread) < _DRAIN_LIMIT and self._take_in(sock)
         received_s = time.monotonic()
         until_s = received_s + max(_TURN_S, received_s - started_s)
@@ -220,7 +218,7 @@ class EndForwardSocket:
             self._handle_message(slot.report, slot.peer)
         self.busy_s += time.monotonic() - started_s
         if (self._unread or not drained) and fd not in self._going_on:
-            self._going_on.add(fd)  # the descriptor calls too while anything is left
+            self._going_on.add(fd)  # the descriptor may trigger as well
             asyncio.get_running_loop().call_soon(self._go_on, fd)
 
     def _go_on(self, fd: int) -> None:
@@ -228,7 +226,7 @@ class EndForwardSocket:
         self._drain(fd)
 
     def _take_in(self, sock: zmq.Socket[bytes]) -> bool:
-        """Receive what is there, up to the limit; whether that was all."""
+        """Receive pending messages up to the limit; return whether that was all."""
         limit = self.peers if self.peers is not None and self.peers.watches(sock) else None
         for _ in range(_DRAIN_LIMIT):
             asks_peer, asks_proof = self.asks_peer(), limit is not None and limit.asks
@@ -266,12 +264,12 @@ class EndForwardSocket:
 
 
 def _receive(sock: zmq.Socket[bytes], *, asks_sender: bool) -> tuple[list[bytes], zmq.Frame | None]:
-    """The frames of one message, as many as it should have; none if there is none. If asked, also
-    the first frame with what libzmq knows of its sender.
+    """Receive the frames of one message, as many as it should have; none if no message is pending.
+    If requested, also return the first frame with libzmq's data about the sender.
 
-    Asking after each frame whether another follows (``recv_multipart``) costs more than all the
-    rest. A message of another length costs the one behind it at most; the rank's next makes good.
-    """
+    Checking after each frame whether another follows (``recv_multipart``) would cost more than
+    everything else. A message of another length spoils at most the next one, and the rank's next
+    report corrects that."""
     frames: list[bytes] = []
     first: zmq.Frame | None = None
     try:
@@ -292,7 +290,7 @@ def _receive(sock: zmq.Socket[bytes], *, asks_sender: bool) -> tuple[list[bytes]
 
 
 def peer_of(frame: zmq.Frame) -> str:
-    """The IP address it came from; empty for a Unix socket."""
+    """Return the sender's IP address; empty for a Unix socket."""
     try:
         return str(frame.get("Peer-Address"))
     except zmq.ZMQError:
@@ -300,5 +298,5 @@ def peer_of(frame: zmq.Frame) -> str:
 
 
 def _is_state(report: EndForward) -> bool:
-    """Whether it says how a rank is, and nothing about a prefill pass."""
+    """Return whether a report describes a rank's state and no prefill pass."""
     return report.role == "decode" or report.kind == "heartbeat"

@@ -1,6 +1,5 @@
-"""Everything that hears from engines: the registry, EndForward, KV events, health and load polls,
-in whichever process has the scheduler.
-"""
+"""Combines all inputs from engines in the process with the scheduler: the registry, EndForward, KV
+events, health checks and load polls."""
 
 from __future__ import annotations
 
@@ -34,7 +33,7 @@ _TAKEN_AGAIN_S = 0.2
 
 
 class Watch:
-    """``start`` it; workers may be added from then on."""
+    """All inputs from engines; workers can be added after ``start``."""
 
     def __init__(
         self,
@@ -49,7 +48,7 @@ class Watch:
         self._metrics = metrics
         self._submit = submit
         self.sent_to: Callable[[str], tuple[str, int] | None] = lambda rid: None
-        """Prefill worker and DP rank that a request was sent to, if that is known."""
+        """Returns the prefill worker and DP rank that a request was sent to, if known."""
         self.registry = Registry(
             WorkerEvents(
                 self._emit,
@@ -73,16 +72,16 @@ class Watch:
         self._waiting: asyncio.Task[None] | None = None
 
     def policy_changed(self, policy: Policy) -> None:
-        """Whether reports of passes matter depends on who decides."""
+        """Enable reports only for policies that use them."""
         reads = reads_reports(policy)
         heard = self._options.endforward_bind is not None
         self.registry.expect_endforward(reads and heard)
         self._monitor.polls_loads = reads
 
     async def start(self) -> str | None:
-        """Listen for EndForward, and wait for the workers of flags and pods in the background.
-        Returns the endpoint, if there is one yet: who takes over has it once the router before it
-        has let go. Raises: OSError, it is taken; ValueError, no way to look for pods."""
+        """Open EndForward, and start watching the workers from flags and pods. Returns the
+        endpoint, unless a router being replaced still holds it. Raises: OSError, it is in use;
+        ValueError, pods cannot be discovered."""
         endpoint = None
         if self._options.take_over:
             self._waiting = asyncio.create_task(self._open_when_free())
@@ -97,11 +96,11 @@ class Watch:
         return endpoint
 
     def _open(self) -> str | None:
-        """Raises: OSError."""
+        """Open the EndForward socket. Raises: OSError."""
         return self._listener.open(self._options.endforward_bind, self._options.endforward_keys)
 
     async def _open_when_free(self) -> None:
-        said = ""
+        waiting = ""
         while True:
             try:
                 logger.info("EndForward at %s", self._open() or "nothing")
@@ -110,40 +109,40 @@ class Watch:
                 if error.errno != errno.EADDRINUSE:
                     logger.error("no EndForward: %s", error)
                     return
-                if not said:
-                    said = f"{error}: waiting for it, load polls until then"
-                    logger.info("%s", said)
+                if not waiting:
+                    waiting = f"{error}: waiting for it, using load polls until then"
+                    logger.info("%s", waiting)
             await asyncio.sleep(_TAKEN_AGAIN_S)
 
     def let_go(self) -> None:
-        """No new requests come: leave the EndForward endpoint to a successor."""
+        """Free the EndForward endpoint for a successor; no new requests arrive."""
         if self._waiting is not None:
             self._waiting.cancel()
         self._listener.close()
 
     def add_worker(self, url: str, role: InstanceRole, bootstrap_port: int | None) -> Worker:
-        """Register a worker and wait for it in the background. Raises: ValueError."""
+        """Register a worker and start watching it. Raises: ValueError."""
         worker = self.registry.add(url, role, bootstrap_port)
         self._monitor.start(worker)
         return worker
 
     def remove_worker(self, worker: Worker) -> None:
-        """No new requests for it, and nothing is kept of it."""
+        """Remove a worker and all state kept for it."""
         self.registry.remove(worker)
         self._monitor.stop(worker)
         self._listener.removed(worker.url)
         self._kv_events.removed(worker.url)
 
     def families(self, snapshot: Any) -> Iterator[Metric]:
-        """``snapshot``: of the scheduler that hears all this."""
+        """Metrics for a scrape; ``snapshot`` is of the scheduler that gets these inputs."""
         yield from snapshot_families(snapshot, self.registry)
         yield self._metrics.selections(model_name(self.registry))
-        fates, about = self._listener.counts, "Messages by what became of them"
+        fates, about = self._listener.counts, "Messages by result"
         yield total("sbs_endforward_received", about, fates, "fate")
         refused = self._listener.peers.refused if self._listener.peers is not None else 0
-        about = "Connections to the EndForward port that were closed as there were too many"
+        about = "Connections to the EndForward port closed because of their number"
         yield total("sbs_endforward_peers_refused", about, refused)
-        about = "Time spent on taking messages in, the scheduler's included"
+        about = "Time spent on messages, the scheduler's included"
         yield total("sbs_endforward_seconds", about, self._listener.busy_s)
         if self._discovery is not None:
             yield from self._discovery.families()
@@ -158,10 +157,11 @@ class Watch:
         await self._kv_events.close()
 
     def _emit(self, event: Event) -> None:
-        """What the registry says of instances; their KV events are followed while they are up."""
+        """Send the registry's event to the scheduler, and follow KV events of instances that are
+        up."""
         self._submit(event)
         if isinstance(event, InstanceDown) and event.drained:
-            return  # it goes on publishing
+            return  # it continues to publish
         if isinstance(event, InstanceUp | InstanceDown) and (
             worker := self.registry.get(event.instance)
         ):
@@ -176,7 +176,7 @@ class Watch:
             self._compare_ranks(worker, report)
 
     def _compare_ranks(self, worker: Worker, report: EndForward) -> None:
-        """Compare where requests were sent with the DP rank that accepted them."""
+        """Compare the DP rank a request was sent to with the rank that accepted it."""
         for rid in report.rids:
             sent_to = self.sent_to(rid)
             if sent_to is not None and sent_to[0] == worker.url:

@@ -1,4 +1,4 @@
-"""A ZMQ socket in the event loop, and where one listens."""
+"""Awaitable receiving from a ZeroMQ socket, and a listening socket's endpoint."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ import zmq
 
 
 def endpoint_of(sock: zmq.Socket[bytes]) -> str:
-    """Where it listens: a wildcard port resolved, IPv4 addresses written as such."""
+    """Return the bound endpoint, with a wildcard port resolved and IPv4 addresses in IPv4 form."""
     return re.sub(r"\[::ffff:([0-9.]+)\]", r"\1", sock.getsockopt_string(zmq.LAST_ENDPOINT))
 
 
 class Inbox:
-    """What comes on a socket, to be waited for. At a fraction of what :mod:`zmq.asyncio` costs."""
+    """Awaits messages on a socket, at a fraction of the cost of :mod:`zmq.asyncio`."""
 
     def __init__(self, sock: zmq.Socket[bytes]) -> None:
         self.sock = sock
@@ -24,7 +24,7 @@ class Inbox:
         self._loop.add_reader(sock.fileno(), self._called)
 
     async def get(self) -> list[bytes]:
-        """The frames of the next message."""
+        """Return the frames of the next message."""
         while True:
             with suppress(zmq.Again):
                 return self.sock.recv_multipart(zmq.NOBLOCK)
@@ -35,7 +35,7 @@ class Inbox:
         if self._waiting is not None and not self._waiting.done():
             self._waiting.set_result(None)
         else:
-            self.sock.getsockopt(zmq.EVENTS)  # or its descriptor would call all the time
+            self.sock.getsockopt(zmq.EVENTS)  # clears the descriptor's edge
 
     def close(self) -> None:
         self._loop.remove_reader(self.sock.fileno())

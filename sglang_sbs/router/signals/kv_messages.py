@@ -1,13 +1,12 @@
-"""SGLang's KV events as they arrive: which blocks a rank's cache gained and lost.
+"""Decodes SGLang's KV events: the blocks that a rank's cache gained and lost.
 
-Of ``disaggregation/kv_events.py``: a published batch, in both shapes SGLang has used, and the
-frames of its replay protocol.
+Covers published batches of ``disaggregation/kv_events.py``, in both formats SGLang has used, and
+the frames of its replay protocol.
 
 A batch is the frames ``topic``, sequence number (signed 64-bit big-endian) and the msgpack array
 ``[ts, [event, ...], attn_dp_rank]``. Since SGLang 0.5.20 an event is a map with the key ``type``,
-up to 0.5.18 an array with the tag first; types and media that are not known here are skipped. Only
-the names of blocks are read: token ids, which are most of a message, are not decoded.
-"""
+up to 0.5.18 an array with the tag first; unknown types and media are skipped. Only block names are
+decoded, not token ids, which make up most of a message."""
 
 from __future__ import annotations
 
@@ -23,19 +22,19 @@ from sglang_sbs.scheduling.events import CacheTier
 from sglang_sbs.wire.endforward import MalformedMessage
 
 MAX_MESSAGE_BYTES = 16 << 20
-"""Of a batch: what one pass can store and evict, with its token ids, is far below."""
+"""Limit on a batch; what one pass can store and evict, token ids included, is far smaller."""
 MAX_EVENT_BLOCKS = 1 << 17
-"""Of one event, for the same reason."""
+"""Limit on one event, for the same reason."""
 MAX_EVENT_BYTES = 4 << 20
 MOST_EVENTS = 1 << 17
 MOST_BLOCKS = 1 << 18
-"""Of one message: an event of SGLang has one block and takes a hundred bytes."""
+"""Limits on one message; an event of SGLang has one block and takes a hundred bytes."""
 _MOST_CHANGES = 10_000
-"""Of one message: a pass of an engine makes a few."""
+"""Limit on one message; a pass of an engine makes a few changes."""
 _PART_BYTES = 64 << 10
-"""Of one message, between two pauses, if it is not one event."""
+"""Bytes of a message decoded between two pauses, unless one event is larger."""
 _EVENT_BYTES = 100
-"""What an event counts for at least: it takes its time, too."""
+"""Smallest size that an event counts as, because small ones take time as well."""
 END_OF_REPLAY = -1
 """Sequence number of the message that ends a replay."""
 
@@ -44,14 +43,15 @@ _TIERS: dict[str | None, CacheTier] = {
     **dict.fromkeys((None, "GPU"), "device"),
     **dict.fromkeys(("CPU", "CPU_PINNED", "CPU_TIER1", "CPU_TIER2", "DISK"), "host"),
 }
-"""``StorageMedium``, also of older releases. ``EXTERNAL`` is no rank's own and is skipped."""
+"""SGLang's ``StorageMedium``, including older releases' values. ``EXTERNAL`` belongs to no rank and
+is skipped."""
 
 ChangeKind = Literal["stored", "removed", "cleared"]
 
 
 @dataclass(slots=True)
 class Change:
-    """``cleared`` has no blocks and means all tiers."""
+    """A change of a rank's cache. ``cleared`` has no blocks and applies to all tiers."""
 
     kind: ChangeKind
     tier: CacheTier = "device"
@@ -60,10 +60,10 @@ class Change:
 
 @dataclass(slots=True, frozen=True)
 class KvBatch:
-    """What one rank published at once, in its order."""
+    """Changes that one rank published together, in order."""
 
     ts_s: float
-    """The engine's wall clock."""
+    """Wall clock of the engine."""
     changes: list[Change]
     dp_rank: int | None = None
 
@@ -124,13 +124,13 @@ _arrays: msgspec.msgpack.Decoder[_AnyEvent] = msgspec.msgpack.Decoder(
 
 
 def live_frames(frames: Sequence[bytes], topic: bytes) -> tuple[int, bytes]:
-    """Sequence number and payload of a published message. Raises: MalformedMessage, wrong topic or
-    frames; nothing is known of the batch, not even its number."""
+    """Return sequence number and payload of a published message. Raises: MalformedMessage, wrong
+    topic or frames; not even the batch's number is known then."""
     return _numbered(frames, 3, topic, 0)
 
 
 def replay_frames(frames: Sequence[bytes]) -> tuple[int, bytes]:
-    """The same of a message of a replay; ``END_OF_REPLAY`` and nothing at last."""
+    """Return the same for a message of a replay; the last has ``END_OF_REPLAY`` and no payload."""
     return _numbered(frames, 4, b"", END_OF_REPLAY)
 
 
@@ -145,14 +145,15 @@ def _numbered(frames: Sequence[bytes], count: int, first: bytes, least: int) -> 
 
 
 def replay_request(start_seq: int) -> list[bytes]:
-    """Ask (DEALER) for every batch the publisher still has from ``start_seq`` on."""
+    """Build the request (DEALER) for every batch from ``start_seq`` on that the publisher still
+    has."""
     return [b"", _SEQ.pack(start_seq)]
 
 
 def decode_in_parts(payload: bytes) -> Generator[None, None, KvBatch]:
-    """Read one batch, with pauses, in which others get their turn; neighbouring changes of one kind
-    and tier become one. Raises: MalformedMessage, not a batch, or an event of a known type that is
-    none."""
+    """Decode one batch in steps, so that others can run in between; neighbouring changes of the
+    same kind and tier are joined. Raises: MalformedMessage, it is not a batch, or an event of a
+    known type is invalid."""
     changes: list[Change] = []
     blocks = 0
     try:
@@ -186,7 +187,7 @@ def _parts(raws: list[msgspec.Raw]) -> Iterator[list[msgspec.Raw]]:
 
 
 def _add(changes: list[Change], event: _AnyEvent) -> int:
-    """Append an event, or add it to the change before it; how many blocks it has."""
+    """Append an event, or join it to the previous change; return its number of blocks."""
     if isinstance(event, _Cleared | _ClearedArray):
         if not changes or changes[-1].kind != "cleared":
             changes.append(Change("cleared"))
@@ -203,19 +204,19 @@ def _add(changes: list[Change], event: _AnyEvent) -> int:
 
 
 def _decode_events(raws: list[msgspec.Raw]) -> Sequence[_AnyEvent]:
-    """Those of known types; at once where all are maps, as of SGLang since 0.5.20."""
+    """Decode events of known types, at once if all are maps (SGLang since 0.5.20)."""
     with suppress(msgspec.ValidationError):
         return _map_lists.decode(b"\xdc%b%b" % (len(raws).to_bytes(2, "big"), b"".join(raws)))
     return [event for raw in raws if (event := _decode_event(raw)) is not None]
 
 
 def _decode_event(raw: msgspec.Raw) -> _AnyEvent | None:
-    """An event of either shape; ``None``: of a type that is not known here."""
+    """Decode an event of either format; ``None`` for unknown types."""
     data = bytes(raw)
     is_map = 0x80 <= data[0] <= 0x8F or data[0] in (0xDE, 0xDF)
     try:
         return _maps.decode(data) if is_map else _arrays.decode(data)
     except msgspec.ValidationError as error:
-        if str(error).startswith("Invalid value"):  # of the tag
+        if str(error).startswith("Invalid value"):  # unknown tag
             return None
         raise

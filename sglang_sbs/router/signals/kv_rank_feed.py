@@ -1,21 +1,18 @@
-"""What one DP rank's cache holds, followed through its KV events: order, gaps, replays, restarts.
+"""Follows one DP rank's cache through its KV events: order, gaps, replays, restarts.
 
-Sans-I/O: batches, connections and timeouts are reported here; whoever does so asks for a replay
-where one is wanted.
+Sans-I/O: batches, connections and timeouts are reported here, and the caller requests a replay when
+one is wanted.
 
-Theory of operation
--------------------
-Batches are numbered from 0 by each publisher. A connection begins with nothing known and a replay
-of all the engine still keeps: of it only what is left at its end is passed on. Live batches wait
-where they come from until a replay is over. Later a missing number starts a replay from there. What
-cannot be had any more (no replay, or the engine has dropped it) ends with ``BlocksCleared``: the
-rank is learned anew from there. That is safe, since a block stored before is then merely not known,
-and removing an unknown one does nothing.
+Theory of operation ------------------- Each publisher numbers its batches from 0. A new connection
+starts with a replay of everything the engine still keeps; only the blocks left at its end are
+passed on. Live batches wait at the caller until a replay is over. Later, a missing number starts a
+replay from there. If a batch is lost for good (no replay, or the engine has dropped it),
+``BlocksCleared`` is sent and the rank is learned anew. That is safe: a block stored earlier is then
+merely unknown, and removing an unknown block does nothing.
 
-A broken connection, or a number that goes back with a later time stamp, is another publisher:
-cleared, and from the beginning. Of a long replay an engine may drop parts, also its end: the rest
-is asked for again, as long as that gets on.
-"""
+A broken connection, or a lower number with a later timestamp, means another publisher: blocks are
+cleared and learned from the beginning. An engine may drop parts of a long replay, even its end; the
+rest is requested again while there is progress."""
 
 from __future__ import annotations
 
@@ -29,15 +26,15 @@ from sglang_sbs.scheduling.events import BlocksCleared, BlocksRemoved, BlocksSto
 BlockEvent = BlocksStored | BlocksRemoved | BlocksCleared
 MAX_BLOCKS_PER_EVENT = 2048
 _LONG_REPLAY = 256
-"""Batches after which the end of a replay is only believed if a further one brings nothing: an
-engine's ROUTER, which holds 1000 messages, may have dropped some before the end."""
+"""Number of batches from which the end of a replay is confirmed by another replay that brings
+nothing: an engine's ROUTER socket holds 1000 messages and may have dropped some before the end."""
 _MAX_FRUITLESS = 3
-"""Replays without progress after which the engine is taken to give none."""
+"""Replays without progress after which the engine is assumed to support none."""
 
 
 class RankFeed:
-    """``submit`` takes scheduler events. A batch is ``None`` where what came under its number is
-    none."""
+    """Follows one rank; ``submit`` takes scheduler events. An invalid batch is passed in as
+    ``None``."""
 
     def __init__(
         self,
@@ -47,34 +44,34 @@ class RankFeed:
         replays: bool,
         counts: Counter[str],
     ) -> None:
-        """``replays``: the engine has an endpoint for them."""
+        """Create a feed; ``replays``: the engine has a replay endpoint."""
         self.instance = instance
         self.dp_rank = dp_rank
         self.counts = counts
-        """``events`` (batches), ``stored``, ``removed`` (blocks), ``gaps``, ``replays``, ``lost``
-        (times that what was known had to be forgotten), ``malformed``, ``foreign``."""
+        """Counts of ``events`` (batches), ``stored``, ``removed`` (blocks), ``gaps``, ``replays``,
+        ``lost`` (times that known blocks had to be dropped), ``malformed``, ``foreign``."""
         self._submit = submit
         self._has_replays = self._can_ask = replays
-        self._told = False
-        """The scheduler was told of blocks since it was last told that there are none."""
+        self._has_reported = False
+        """Blocks were sent to the scheduler since the last ``BlocksCleared``."""
         self._next: int | None = None
-        """Number of the batch to come; ``None``: whichever comes first."""
+        """Number of the next batch; ``None`` accepts any."""
         self._ts_s = -math.inf
         self.replaying = False
-        """A replay from ``asked_from`` on is wanted, or under way."""
+        """A replay from ``asked_from`` on is wanted or running."""
         self.asked_from = 0
         self._broken = False
-        """Something of the replay under way did not arrive."""
+        """Part of the running replay was lost."""
         self._fruitless = 0
         self._survivors: dict[CacheTier, dict[int, None]] | None = None
-        """While everything is learned: blocks that are there so far. ``None``: only what is new."""
+        """Blocks present so far while everything is learned; ``None`` otherwise."""
         self._ahead: tuple[int, KvBatch | None] | None = None
-        """The live batch before which some are missing."""
+        """A live batch that follows missing ones."""
 
     # Connection -------------------------------------------------------------------------------
 
     def connected(self) -> None:
-        """From now on no batch is missed: learn what was before."""
+        """Start to learn: from now on no batch is missed."""
         self.disconnected()
         self._can_ask = self._has_replays
         self._fruitless = 0
@@ -82,7 +79,7 @@ class RankFeed:
             self._learn_all()
 
     def disconnected(self) -> None:
-        """What the rank does from now on is not known."""
+        """Forget everything: the rank's changes are now unknown."""
         self._forget()
         self._next = None
         self._ts_s = -math.inf
@@ -92,7 +89,7 @@ class RankFeed:
     # Live batches -----------------------------------------------------------------------------
 
     def live(self, seq: int, batch: KvBatch | None) -> None:
-        """Not while a replay is under way."""
+        """Handle a live batch; not allowed during a replay."""
         batch = self._own(batch)
         if self._next is not None and seq > self._next:
             self.counts["gaps"] += 1
@@ -104,10 +101,10 @@ class RankFeed:
         self._take(seq, batch)
 
     def _take(self, seq: int, batch: KvBatch | None) -> None:
-        """A batch in its turn, or one from before it."""
+        """Handle a batch in order, or an earlier one."""
         if self._next is not None and seq < self._next:
             if batch is None or not batch.ts_s > self._ts_s:
-                return  # the replay had it
+                return  # it was part of the replay
             self._lose()
             if seq > 0 and self._can_ask:
                 self._learn_all()
@@ -117,7 +114,7 @@ class RankFeed:
             self._lose()
             return
         self._ts_s = batch.ts_s
-        self._tell(batch.changes)
+        self._report(batch.changes)
 
     def _own(self, batch: KvBatch | None) -> KvBatch | None:
         if batch is None:
@@ -132,7 +129,7 @@ class RankFeed:
     # Replays ----------------------------------------------------------------------------------
 
     def replayed(self, seq: int, batch: KvBatch | None) -> None:
-        """One of the replay; the last has the number ``END_OF_REPLAY``."""
+        """Handle one batch of the replay; the last has the number ``END_OF_REPLAY``."""
         if not self.replaying:
             return
         if seq == END_OF_REPLAY:
@@ -143,9 +140,9 @@ class RankFeed:
             return
         if seq > expected:
             if self._next is not None and self._next > self.asked_from:
-                self._broken = True  # dropped on the way: ask for it again
+                self._broken = True  # dropped on the way: request it again
                 return
-            # The engine has forgotten what was before it.
+            # The engine has dropped the batches before it.
             if expected > 0:
                 self._lose()
         self._next = seq + 1
@@ -155,7 +152,7 @@ class RankFeed:
             return
         self._ts_s = batch.ts_s
         if self._survivors is None:
-            self._tell(batch.changes)
+            self._report(batch.changes)
         else:
             _apply(batch.changes, self._survivors)
 
@@ -178,11 +175,11 @@ class RankFeed:
             return
         self.replaying = False
         self._fruitless = 0
-        self._tell_survivors()
+        self._report_survivors()
         ahead, self._ahead = self._ahead, None
         if ahead is not None:
             if self._next is not None and ahead[0] > self._next:
-                # The replay did not have what was missing before it: it cannot be had.
+                # The replay lacked the missing batches: they are lost.
                 self._lose()
                 self._next = ahead[0]
             self._take(*ahead)
@@ -207,25 +204,25 @@ class RankFeed:
         self._forget()
 
     def _forget(self) -> None:
-        if self._told:
-            self._told = False
+        if self._has_reported:
+            self._has_reported = False
             self._submit(BlocksCleared(instance=self.instance, dp_rank=self.dp_rank))
 
-    def _tell_survivors(self) -> None:
+    def _report_survivors(self) -> None:
         survivors, self._survivors = self._survivors, None
         if survivors is not None:
-            self._tell(Change("stored", tier, list(held)) for tier, held in survivors.items())
+            self._report(Change("stored", tier, list(held)) for tier, held in survivors.items())
 
-    def _tell(self, changes: Iterable[Change]) -> None:
+    def _report(self, changes: Iterable[Change]) -> None:
         for change in changes:
             if change.kind == "cleared":
-                self._told = True  # also what it was only expected to hold
+                self._has_reported = True  # clears expected blocks as well
                 self._forget()
                 continue
             self.counts[change.kind] += len(change.blocks)
             kind = BlocksStored if change.kind == "stored" else BlocksRemoved
             for start in range(0, len(change.blocks), MAX_BLOCKS_PER_EVENT):
-                self._told = True
+                self._has_reported = True
                 blocks = change.blocks[start : start + MAX_BLOCKS_PER_EVENT]
                 instance, rank = self.instance, self.dp_rank
                 event = kind(instance=instance, dp_rank=rank, blocks=blocks, tier=change.tier)

@@ -1,7 +1,8 @@
-"""Follows the KV events of engines, from the time the scheduler is told of one until it is gone.
+"""Follows the KV events of engines that are announced to the scheduler.
 
-SGLang publishes without authentication: only the host that the worker's own URL names is connected
-to, and for ranks on other nodes what :mod:`~sglang_sbs.router.workers.kv_addresses` believes."""
+SGLang publishes without authentication, so the router connects only to the host in the worker's own
+URL, and for ranks on other nodes to addresses accepted by
+:mod:`~sglang_sbs.router.workers.kv_addresses`."""
 
 from __future__ import annotations
 
@@ -43,16 +44,16 @@ from sglang_sbs.wire import MalformedMessage
 logger = logging.getLogger(__name__)
 
 _MAX_REPLAYS = 8
-"""At once, of all ranks: one can be hundreds of megabytes."""
-_MOST_UNTOLD = 64
-"""Events for the scheduler that wait for their turn."""
+"""Concurrent replays of all ranks; one can be hundreds of megabytes."""
+_MOST_QUEUED = 64
+"""Limit on events queued for the scheduler."""
 _MAX_SOCKETS = 32_768
 _MOST_HELD_BYTES = 16 << 20
-"""Of a rank's live messages during a replay."""
+"""Limit on a rank's live messages during a replay."""
 _FRAME_BYTES = 64
-"""That a frame of them takes, however small it is."""
+"""Memory that each frame counts as, in addition to its bytes."""
 _LIVE_HWM = 128
-"""Messages, of any size: what is more waits at the engine."""
+"""Messages of any size in the socket; further ones wait at the engine."""
 _REPLAY_HWM = 1_000
 _OF_SOCKETS = {
     zmq.LINGER: 0,
@@ -60,7 +61,7 @@ _OF_SOCKETS = {
     zmq.MAXMSGSIZE: MAX_MESSAGE_BYTES,
     zmq.RECONNECT_IVL: 100,
     zmq.RECONNECT_IVL_MAX: 2_000,
-    # A host that vanished closes no connection.
+    # A vanished host closes no connection.
     zmq.HEARTBEAT_IVL: 5_000,
     zmq.HEARTBEAT_TIMEOUT: 15_000,
 }
@@ -68,7 +69,7 @@ _CONNECTION_EVENTS = zmq.Event.HANDSHAKE_SUCCEEDED | zmq.Event.DISCONNECTED
 
 
 class KvEventSubscriber:
-    """Must be used from one event loop only. Follows instances from ``up`` to ``down``."""
+    """Follows instances from ``up`` to ``down``. Use only from one event loop."""
 
     def __init__(
         self, registry: Registry, submit: Callable[[Event], None], times: KvTimes | None = None
@@ -82,10 +83,10 @@ class KvEventSubscriber:
         self._counts: dict[tuple[InstanceId, int], Counter[str]] = {}
         self._named_elsewhere: set[InstanceId] = set()
         self.replays = asyncio.Semaphore(_MAX_REPLAYS)
-        self._untold: deque[BlockEvent] = deque()
-        self._telling = False
+        self._queued: deque[BlockEvent] = deque()
+        self._submitting = False
         self.room = asyncio.Event()
-        """For more of them."""
+        """Set while the queue accepts more events."""
         self.room.set()
         self._tasks: set[asyncio.Task[None]] = set()
         self.start(self._tick())
@@ -93,7 +94,7 @@ class KvEventSubscriber:
     # Instances --------------------------------------------------------------------------------
 
     def up(self, worker: Worker) -> None:
-        """The scheduler was told of the instance, or of a change."""
+        """Follow an instance that was announced to the scheduler, or changed."""
         source, known = self.registry.kv_events_of(worker), self._instances.get(worker.url)
         if known is not None and (known.source, len(known.ranks)) == (source, worker.dp_size):
             known.resume()
@@ -104,8 +105,9 @@ class KvEventSubscriber:
             self._instances[worker.url] = _Subscription(self, worker, source)
 
     def down(self, worker: Worker) -> None:
-        """It is not used for now. Often not for long, and a replay is costly: listen on a while."""
-        if worker.info is None:  # restarted, though the connections may not know yet
+        """Keep following an unused instance for a while, because it often returns soon and a replay
+        is costly."""
+        if worker.info is None:  # restarted, even if connections still look open
             self._forget(worker.url)
         elif worker.url in self._instances:
             self._instances[worker.url].down_s = time.monotonic()
@@ -116,14 +118,14 @@ class KvEventSubscriber:
                 rank.close()
 
     def removed(self, instance: InstanceId) -> None:
-        """It will not come back: its counts go too."""
+        """Forget an instance for good, with its counts."""
         self._forget(instance)
         self._named_elsewhere.discard(instance)
         for key in [key for key in self._counts if key[0] == instance]:
             del self._counts[key]
 
     async def close(self) -> None:
-        self._untold.clear()
+        self._queued.clear()
         for instance in list(self._instances):
             self._forget(instance)
         for task in self._tasks:
@@ -136,13 +138,13 @@ class KvEventSubscriber:
         if source.host in ("", "*", "0.0.0.0", "::", host) or worker.url in self._named_elsewhere:
             return
         self._named_elsewhere.add(worker.url)
-        told = "worker %s says that it publishes KV events at host %r, which is not followed: its"
-        logger.warning(f"{told} own host is connected to", worker.url, source.host[:256])
+        text = "worker %s reports KV events at host %r, which is ignored: the router connects to"
+        logger.warning(f"{text} the worker's own host", worker.url, source.host[:256])
 
     # For its parts ----------------------------------------------------------------------------
 
     def start(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
-        """In the background; until it ends, or :meth:`close`."""
+        """Run in the background until it ends, or until :meth:`close`."""
         task = asyncio.create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
@@ -159,38 +161,39 @@ class KvEventSubscriber:
         return self._counts.setdefault((instance, rank), Counter())
 
     def submit(self, event: BlockEvent) -> None:
-        """While some rank cannot be heard the scheduler is told nothing of any."""
+        """Queue an event; nothing is sent for an instance while some of its ranks are
+        unreachable."""
         worker = self.registry.get(event.instance)
         if worker is not None and worker.kv_events_missing:
             return
-        if isinstance(event, BlocksCleared):  # what waits of that rank is worth nothing
+        if isinstance(event, BlocksCleared):  # queued changes of that rank are obsolete
             rank = (event.instance, event.dp_rank)
-            self._untold = deque(e for e in self._untold if (e.instance, e.dp_rank) != rank)
+            self._queued = deque(e for e in self._queued if (e.instance, e.dp_rank) != rank)
             self._submit(event)
             return
-        self._untold.append(event)
-        if len(self._untold) >= _MOST_UNTOLD:
+        self._queued.append(event)
+        if len(self._queued) >= _MOST_QUEUED:
             self.room.clear()
-        self._tell_soon()
+        self._submit_soon()
 
-    def _tell_soon(self) -> None:
-        if self._untold and not self._telling:
-            self._telling = True
-            asyncio.get_running_loop().call_soon(self._tell)
+    def _submit_soon(self) -> None:
+        if self._queued and not self._submitting:
+            self._submitting = True
+            asyncio.get_running_loop().call_soon(self._submit_queued)
 
-    def _tell(self) -> None:
-        """As many as there is time for, the others in the next turns of the event loop."""
-        self._telling = False
+    def _submit_queued(self) -> None:
+        """Submit queued events for one turn; continue in later turns of the event loop."""
+        self._submitting = False
         until_s = time.monotonic() + self.times.turn_s
         try:
-            while self._untold:
-                self._submit(self._untold.popleft())
+            while self._queued:
+                self._submit(self._queued.popleft())
                 if time.monotonic() >= until_s:
                     break
         finally:
-            if len(self._untold) < _MOST_UNTOLD:
+            if len(self._queued) < _MOST_QUEUED:
                 self.room.set()
-            self._tell_soon()
+            self._submit_soon()
 
     async def _tick(self) -> None:
         while True:
@@ -203,18 +206,18 @@ class KvEventSubscriber:
                         subscription.tick(now_s)
                     elif now_s - subscription.down_s >= self.times.keep_s:
                         self._forget(instance)
-                except Exception:  # a defect must not leave the others unwatched
+                except Exception:  # an error must not leave the others unwatched
                     logger.exception("watching KV events of a worker failed")
 
     # Metrics ----------------------------------------------------------------------------------
 
     def families(self) -> Iterator[Metric]:
         for kind, name, text in (
-            ("events", "sbs_prefix_events", "Batches of KV events taken"),
+            ("events", "sbs_prefix_events", "Batches of KV events received"),
             ("gaps", "sbs_prefix_event_gaps", "Missing batches noticed"),
-            ("replays", "sbs_prefix_replays", "Replays asked for"),
-            ("lost", "sbs_prefix_losses", "A rank's blocks forgotten for a loss"),
-            ("malformed", "sbs_prefix_events_malformed", "Messages that are none"),
+            ("replays", "sbs_prefix_replays", "Replays requested"),
+            ("lost", "sbs_prefix_losses", "Times that a rank's blocks were dropped after a loss"),
+            ("malformed", "sbs_prefix_events_malformed", "Messages that could not be decoded"),
             ("foreign", "sbs_prefix_events_foreign", "Batches of another rank"),
         ):
             found = {(one, str(rank)): counts[kind] for (one, rank), counts in self._counts.items()}
@@ -224,20 +227,20 @@ class KvEventSubscriber:
             for (instance, rank), counts in self._counts.items()
             for change in ("stored", "removed")
         }
-        about = "Blocks by what became of them"
+        about = "Blocks by kind of change"
         yield total("sbs_prefix_blocks", about, blocks, "worker", "dp_rank", "change")
         sources = {(w.url, self.registry.prefix_source_of(w)): 1 for w in self.registry}
-        about = "1 for how an instance's cache is known"
+        about = "1 for the source of an instance's prefixes"
         yield gauge("sbs_prefix_source", about, sources, "worker", "source")
 
 
 class _Subscription:
-    """All ranks of one instance."""
+    """Connections to all ranks of one instance."""
 
     def __init__(self, owner: KvEventSubscriber, worker: Worker, source: KvEventsBlock) -> None:
         self.source = source
         self.down_s: float | None = None
-        """Since when it is not used."""
+        """Time since which the instance is unused."""
         self._owner = owner
         self._worker = worker
         self._missing = partial(owner.registry.set_kv_events_missing, worker)
@@ -252,13 +255,13 @@ class _Subscription:
         return _Rank(self._owner, worker.url, endpoints, self.source.topic, dp_rank)
 
     def follow(self) -> None:
-        """Connect to ranks on other nodes where they say they are. A connection that was made so is
-        kept while it stands: nodes do not move, and who speaks in a rank's name may be another."""
-        told = self._worker.kv_endpoints
-        if not told:
+        """Connect to ranks on other nodes at their reported addresses. A working connection made
+        that way is kept: nodes do not move, and another host may send in a rank's name."""
+        reported = self._worker.kv_endpoints
+        if not reported:
             return
         for dp_rank, rank in enumerate(self.ranks):
-            endpoints = told.get(dp_rank, rank.endpoints)
+            endpoints = reported.get(dp_rank, rank.endpoints)
             default = default_endpoints(self._worker.url, self.source, dp_rank)
             if endpoints != rank.endpoints and (rank.endpoints == default or not rank.connected):
                 rank.close()
@@ -280,24 +283,24 @@ class _Subscription:
                     rank.learn()
         elif foreign:
             self._missing(
-                f"at {foreign[0].endpoints.live} another DP rank than {foreign[0].feed.dp_rank} "
+                f"at {foreign[0].endpoints.live} a DP rank other than {foreign[0].feed.dp_rank} "
                 "publishes KV events: do the ports of two engines overlap?",
             )
         elif now_s - self._heard_s >= self._owner.times.patience_s:
             shown = ", ".join(f"rank {r.feed.dp_rank} at {r.endpoints.live}" for r in silent[:4])
             more = " …" if len(silent) > 4 else ""
             why = self._why(silent[0].feed.dp_rank)
-            self._missing(f"KV events cannot be had from {shown}{more}: {why}")
+            self._missing(f"no KV events from {shown}{more}: {why}")
 
     def _why(self, dp_rank: int) -> str:
         worker = self._worker
         node = node_of_rank(worker.known, dp_rank)
         refused = worker.kv_refused.get(dp_rank)
         if refused is not None:
-            return f"of rank {dp_rank} on node {node}, {refused}"
+            return f"rank {dp_rank} on node {node}: {refused}"
         if node > 0 and dp_rank not in worker.kv_endpoints:
             return (
-                f"rank {dp_rank} is on node {node}, and no EndForward says where that is: it needs "
+                f"rank {dp_rank} is on node {node}, whose address no EndForward reports: it needs "
                 "the plugin and SGLANG_SBS_ROUTERS as the first node has them"
             )
         return (
@@ -307,9 +310,8 @@ class _Subscription:
 
 
 class _Rank:
-    """The connection to one DP rank's publisher, and one to its replay endpoint while needed.
-    Whatever arrives is bounded, counted and read in turns; its :class:`.RankFeed` knows the order
-    of events."""
+    """Connection to one DP rank's publisher, and to its replay endpoint while needed. Input is
+    bounded, counted and read in turns; its :class:`.RankFeed` handles the order of events."""
 
     def __init__(
         self,
@@ -324,7 +326,7 @@ class _Rank:
         self._owner = owner
         self._read_live = partial(live_frames, topic=topic.encode())
         self._until_s = 0.0
-        """When its turn is over."""
+        """End of its turn."""
         counts = owner.counts_of(instance, dp_rank)
         self.feed = RankFeed(instance, dp_rank, owner.submit, bool(endpoints.replay), counts)
         self._foreign_before = counts["foreign"]
@@ -335,13 +337,13 @@ class _Rank:
         self._dialler = Dialler(live, "KV events", stands=lambda: self.connected)
         self._dialler.dial({endpoints.live})
         self._held: deque[list[bytes]] = deque()
-        """Live messages that came during a replay."""
+        """Live messages received during a replay."""
         self._watching = owner.start(self._watch())
         self._following: asyncio.Task[None] | None = None
 
     @property
     def foreign(self) -> bool:
-        """Another rank publishes there."""
+        """Whether another rank publishes at this address."""
         return self.feed.counts["foreign"] > self._foreign_before
 
     def close(self) -> None:
@@ -350,13 +352,13 @@ class _Rank:
         self._gone()
         self._watching.cancel()
         self._dialler.close()
-        # First: with nobody at the monitor's end libzmq would block over its next event.
+        # Disable first: libzmq would block on its next event without a reader of the monitor.
         self._live.sock.disable_monitor()
         self._monitor.close()
         self._live.close()
 
     async def _watch(self) -> None:
-        """Whether there is a connection. Each may be to another publisher."""
+        """Track the connection. Each new one may lead to another publisher."""
         while True:
             event = parse_monitor_message(await self._monitor.get())["event"]
             self._gone()
@@ -371,7 +373,7 @@ class _Rank:
         self.feed.disconnected()
 
     def learn(self) -> None:
-        """Begin anew, with what was before."""
+        """Start over with a replay."""
         if self._following is not None:
             self._following.cancel()
         self._following = self._owner.start(self._follow())
@@ -392,21 +394,21 @@ class _Rank:
                         finally:
                             holding.cancel()
                     self.feed.live(*await self._take(self._live, self._read_live))
-            except Exception as error:  # a defect must not leave it unheard
-                if repr(error) != last_cause:  # said once: with no descriptor left it goes on
+            except Exception as error:  # an error must not stop it for good
+                if repr(error) != last_cause:  # log each cause once: without descriptors it repeats
                     logger.exception("following KV events of %s failed", self.endpoints.live)
                 last_cause = repr(error)
 
     async def _pass_over(self) -> None:
-        """Over what came before: it may be of another publisher."""
+        """Skip earlier messages, which may be from another publisher."""
         with suppress(zmq.Again):
             while True:
                 self._live.sock.recv_multipart(zmq.NOBLOCK)
                 await self._turn()
 
     async def _hold(self) -> None:
-        """Take live messages. Of too many bytes only the last one stays: what is missing before it
-        is asked for then. The replay has what was here already."""
+        """Hold live messages during a replay. Above the byte limit only the latest is kept, and the
+        missing ones are requested later. Earlier messages are part of the replay."""
         self._held.clear()
         held_bytes = 0
         while not self._live.sock.closed:
@@ -420,7 +422,7 @@ class _Rank:
             await self._turn()
 
     async def _replay(self) -> None:
-        """On a socket of its own, as answers do not say what they answer."""
+        """Run one replay on a separate socket, because responses do not identify their request."""
         async with self._owner.replays:
             inbox = Inbox(self._owner.socket(zmq.DEALER, _REPLAY_HWM))
             try:
@@ -444,7 +446,7 @@ class _Rank:
         read: Callable[[Sequence[bytes]], tuple[int, bytes]],
         limit_s: float | None = None,
     ) -> tuple[int, KvBatch | None]:
-        """The next message: its number, and what it says. Raises: TimeoutError, none came."""
+        """Return number and content of the next message. Raises: TimeoutError, none arrived."""
         while True:
             await self._turn()
             while not self._owner.room.is_set():
@@ -467,7 +469,7 @@ class _Rank:
                 while took_s <= self._owner.times.turn_s:
                     next(parts)
                     took_s = time.monotonic() - began_s
-                # A part can be a whole message that is one event: as long, others are on their own.
+                # A step can be a whole message of one event, so let others run for the same time.
                 await asyncio.sleep(took_s)
         except StopIteration as over:
             batch: KvBatch = over.value
@@ -476,7 +478,7 @@ class _Rank:
             return None
 
     async def _turn(self) -> None:
-        """Let others have theirs when this one's is over."""
+        """Let others run once this rank's turn is over."""
         if time.monotonic() >= self._until_s:
             await asyncio.sleep(0)
             self._until_s = time.monotonic() + self._owner.times.turn_s

@@ -1,5 +1,5 @@
-"""A bound on the connections to a ZeroMQ socket that listens. libzmq has none: a client that opens
-enough of them takes all descriptors of the process, and others are turned away."""
+"""Limits the connections to a listening ZeroMQ socket. libzmq has no limit: a client that opens
+enough of them would use up the process's descriptors and lock others out."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ import zmq
 from zmq.utils.monitor import parse_monitor_message
 
 LEAST_PEERS, MOST_PEERS = 64, 16_384
-"""Connections to a port: a third of the process's descriptors, within these bounds."""
+"""Limit on connections to a port: a third of the process's descriptors, within these bounds."""
 _HANDSHAKE_MS = 3_000
-"""How long a peer may take to say hello; libzmq's default is 30 s."""
+"""Time limit of a peer's handshake; libzmq's default is 30 s."""
 _PROOF_S = 5.0
-"""A new connection has this long to prove itself before it is asked for it only in a crowd."""
+"""Time in which a new connection is checked for proof; later ones are checked only in a crowd."""
 
 
 def most_peers() -> int:
@@ -27,23 +27,23 @@ def most_peers() -> int:
 
 
 class PeerLimit:
-    """Watches a bound TCP socket. With ``most`` connections open, a new one takes the place of the
-    oldest that has not proved itself by a valid message; if all have, the new one is closed. So
-    strangers that hold every place keep nobody out. Must be made before ``bind`` and be closed
-    before the socket."""
+    """Limits connections to a bound TCP socket to ``most``. A further connection replaces the
+    oldest that has not proved itself by a valid message; if all have, the new one is closed.
+    Strangers that hold every place therefore lock nobody out. Create it before ``bind`` and close
+    it before the socket."""
 
     def __init__(self, sock: zmq.Socket[bytes], most: int) -> None:
         sock.setsockopt(zmq.HANDSHAKE_IVL, _HANDSHAKE_MS)
         self.refused = 0
-        """Connections closed as there were too many."""
+        """Connections closed because of their number."""
         self._most = most
         self._unproved: dict[int, None] = {}
-        """Descriptors of libzmq's connections, the oldest first."""
+        """Descriptors of libzmq's unproved connections, oldest first."""
         self._proved: set[int] = set()
         self._accepted_s = 0.0
-        """When the last connection was accepted."""
+        """Time of the last accepted connection."""
         self._socket = sock
-        # A failed handshake is followed by EVENT_DISCONNECTED; its own event has an errno as value.
+        # EVENT_DISCONNECTED follows a failed handshake, whose own event has an errno as value.
         self._events = sock.get_monitor_socket(
             zmq.EVENT_ACCEPTED | zmq.EVENT_DISCONNECTED | zmq.EVENT_CLOSED
         )
@@ -57,7 +57,8 @@ class PeerLimit:
 
     @property
     def asks(self) -> bool:
-        """Whether :meth:`proved` is of use now: to find a message's connection takes time."""
+        """Whether :meth:`proved` is useful now, because finding a message's connection takes
+        time."""
         if not self._unproved:
             return False
         crowded = self.connections > self._most // 2
@@ -67,7 +68,7 @@ class PeerLimit:
         return sock is self._socket
 
     def proved(self, frame: zmq.Frame) -> None:
-        """The connection that this frame of a valid message came from is not a stranger's."""
+        """Mark the connection of this frame as proved: its message was valid."""
         fd = int(frame.get(zmq.SRCFD))
         if fd in self._unproved:
             del self._unproved[fd]
@@ -92,13 +93,13 @@ class PeerLimit:
                         self._end_oldest(event["endpoint"])
 
     def _end_oldest(self, endpoint: bytes) -> None:
-        """Shut a connection down; libzmq notices and closes it."""
+        """Shut down the oldest unproved connection; libzmq notices and closes it."""
         fd = next(iter(self._unproved))
         del self._unproved[fd]
-        with contextlib.suppress(OSError):  # it is gone by itself
+        with contextlib.suppress(OSError):  # already gone
             copy = socket.socket(fileno=os.dup(fd))
             try:
-                # Else the descriptor is another's by now.
+                # Otherwise the descriptor has been reused.
                 if copy.getsockname()[1] == int(endpoint.rpartition(b":")[2]):
                     copy.shutdown(socket.SHUT_RDWR)
                     self.refused += 1

@@ -1,1 +1,1 @@
-"""The workers: what is known of each, how it is, and where it was found."""
+"""Workers: their discovery, limits, health and use."""

@@ -26,8 +26,8 @@ class Breaker:
         return self._failures, self._successes
 
     def failed(self, now_s: float, *, may_open: bool) -> bool:
-        """Count a failure; True if it opened the breaker. ``may_open`` is False for the last usable
-        worker of its role: a doubtful worker beats refusing everything."""
+        """Count a failure; return True if it opened the breaker. ``may_open`` is False for the last
+        usable worker of its role, because a doubtful worker is better than rejecting everything."""
         if now_s - self._failed_s > self._config.window_s:
             self._failures = 0
         self._failed_s = now_s
@@ -49,13 +49,15 @@ class Breaker:
                 self._become("closed")
 
     def try_half_open(self, now_s: float) -> bool:
-        """True if the timeout of an open breaker just ran out: let traffic probe the worker."""
+        """Return True if the timeout of an open breaker just expired: traffic may probe the
+        worker."""
         if self.state != "open" or now_s < self.opened_at_s + self._config.timeout_s:
             return False
         return self.let_in()
 
     def let_in(self) -> bool:
-        """Half-open an open breaker; True if it was one. Before its time if nobody else is left."""
+        """Half-open an open breaker and return True; used early if no other worker of the role is
+        left."""
         if self.state != "open":
             return False
         self._become("half_open")
@@ -63,7 +65,7 @@ class Breaker:
         return True
 
     def follow(self, state: BreakerState, now_s: float) -> None:
-        """Take over the state of a breaker that another process keeps."""
+        """Copy the state of a breaker kept by another process."""
         if state == self.state:
             return
         self.reset()
@@ -81,23 +83,23 @@ class Breaker:
 
 
 class Suspicions:
-    """Whether an answer of 5xx that no second engine was asked about speaks against its engine:
-    while no other of its role is under suspicion. Where several fail, it may be what they were
-    asked."""
+    """Decides whether a 5xx response counts against its engine if no second engine was tried. It
+    does while no other engine of the role is suspected: if several fail, the requests may be the
+    cause."""
 
     def __init__(self, window_s: float = BreakerConfig.window_s) -> None:
         self._window_s = window_s
         self._failed_s: dict[tuple[str, str], float] = {}
-        """By role and engine: when one that has served nothing since last failed."""
+        """Time of the last failure, by role and engine, of engines without a success since."""
 
     def against(self, role: str, engine: str, now_s: float) -> bool:
-        """It failed; whether that counts against it."""
+        """Record a failure and return whether it counts against the engine."""
         oldest_s = now_s - self._window_s
         self._failed_s = {key: at_s for key, at_s in self._failed_s.items() if at_s >= oldest_s}
         self._failed_s[role, engine] = now_s
         return not any(key[0] == role and key[1] != engine for key in self._failed_s)
 
     def served(self, role: str, engine: str) -> None:
-        """It is not under suspicion any more."""
+        """Clear the suspicion."""
         if self._failed_s:
             self._failed_s.pop((role, engine), None)

@@ -1,4 +1,4 @@
-"""What a worker's reports say of it, and what is wrong where none come."""
+"""Judges workers by their reports, and explains missing ones."""
 
 from __future__ import annotations
 
@@ -18,19 +18,19 @@ from sglang_sbs.wire import EndForward
 from sglang_sbs.wire.endforward import GATE_ALONE, GATE_ERRORS, GATE_UNSUPPORTED
 
 AS_REPORTED = "as its EndForward says"
-"""Why a worker has no barrier, where only its reports say so."""
+"""Reason for a missing barrier that is known only from reports."""
 
 GATE_FAULTS = {
-    GATE_ALONE: "the gang gate does not hear other processes of the engine: batches come apart. Is "
-    "the plugin on every node, with the same SGLANG_SBS_GANG_GATE_MS?",
-    GATE_ERRORS: "the gang gate turned itself off after errors: see the engine's log",
+    GATE_ALONE: "the batch gate receives nothing from the engine's other processes, so batches are "
+    "split. Is the plugin on every node, with the same SGLANG_SBS_GANG_GATE_MS?",
+    GATE_ERRORS: "the batch gate turned itself off after errors: see the engine's log",
     GATE_UNSUPPORTED: "no batch gate over several hosts before SGLang 0.5.22: requests of a batch "
     "may start in different passes",
 }
 
 
 NO_KV_EVENTS = (
-    "publishes no KV events, so that nothing is known of its cache: start it with "
+    "publishes no KV events, so its cache is unknown: start it with "
     '--kv-events-config \'{"publisher": "zmq", "endpoint": "tcp://*:5557", '
     '"replay_endpoint": "tcp://*:5657"}\', or use --sbs-prefix-source auto'
 )
@@ -57,8 +57,8 @@ def barrier_of(info: WorkerInfo) -> Barrier:
 
 
 def as_reported(info: WorkerInfo, barrier: bool = False) -> WorkerInfo:
-    """What EndForward says of the barrier is believed where /server_info, which nobody else can
-    answer, does not say."""
+    """Take the barrier from EndForward if ``/server_info``, which only the engine itself can
+    answer, does not include it."""
     told = info.sbs is not None and info.sbs.barrier is not None
     if told or info.no_barrier not in ("", AS_REPORTED) or info.dp_size == 1:
         return info
@@ -66,7 +66,7 @@ def as_reported(info: WorkerInfo, barrier: bool = False) -> WorkerInfo:
 
 
 def why_mute(info: WorkerInfo) -> str:
-    """What to do about an engine that sends no EndForward."""
+    """Explain why an engine sends no EndForward and how to fix it."""
     version = parse_version(info.version)
     if info.sbs is None and version is not None and (0, 0, 0) < version < PLUGIN_VERSION:
         wanted = ".".join(map(str, PLUGIN_VERSION))
@@ -80,9 +80,9 @@ def why_mute(info: WorkerInfo) -> str:
             "the sglang-sbs plugin is not installed or not configured there: pip install . in a "
             "checkout of sglang-sbs, next to SGLang, and set SGLANG_SBS_ROUTERS=tcp://ROUTER:7600"
         )
-    speaks = ", ".join(info.sbs.routers) or info.sbs.bind or "nothing"
+    endpoints = ", ".join(info.sbs.routers) or info.sbs.bind or "nothing"
     return (
-        f"the plugin is there and speaks to {speaks}, but nothing arrives: check that "
+        f"the plugin is installed and sends to {endpoints}, but nothing arrives: check that "
         "SGLANG_SBS_ROUTERS names this router's --sbs-endforward-bind, that the port can be "
         "reached, and that SGLANG_SBS_ENDFORWARD_KEY_FILE there and --sbs-endforward-key-file here "
         "are the same secret, or both unset"
@@ -90,7 +90,8 @@ def why_mute(info: WorkerInfo) -> str:
 
 
 def why_stranger(info: WorkerInfo, report: EndForward) -> str:
-    """Why EndForward in the name of that engine is another's; empty: it may well be its own."""
+    """Explain why a report in the name of that engine is from another engine; empty if it may be
+    its own."""
     if not _are_apart(info.dist_init_addr, report.dist_init_addr):
         return ""
     return (
@@ -102,9 +103,9 @@ def why_stranger(info: WorkerInfo, report: EndForward) -> str:
 
 
 def why_other_size(info: WorkerInfo, report: EndForward, is_known: bool) -> str:
-    """Why EndForward with another DP size than ``/server_info`` shows is not believed; empty: it
-    is. ``is_known``: the boot is the engine's own. A DP rank that was there before others joined
-    or left (elastic EP) goes on reporting the size of then."""
+    """Explain why a report with another DP size than ``/server_info`` is ignored; empty if it is
+    accepted. ``is_known``: the boot id is the engine's. After an elastic EP resize, older DP ranks
+    keep reporting the former size."""
     if report.dp_size == info.dp_size:
         return ""
     if is_known and info.elastic and report.dp_rank < info.dp_size:
@@ -116,25 +117,25 @@ def why_other_size(info: WorkerInfo, report: EndForward, is_known: bool) -> str:
 
 
 def why_silent(ranks: Sequence[int]) -> str:
-    """``ranks``: those that send no EndForward, at least one."""
+    """Describe the DP ranks (at least one) that send no EndForward."""
     shown = ", ".join(map(str, ranks[:16])) + (" …" if len(ranks) > 16 else "")
     return f"no EndForward from rank {shown}"
 
 
 def _are_apart(one: str, other: str) -> bool:
-    """Whether two ``--dist-init-addr`` cannot mean the same engine."""
-    if one == other or not one or not other:  # mostly; reports are many
+    """Return whether two ``--dist-init-addr`` certainly belong to different engines."""
+    if one == other or not one or not other:  # the usual case, and reports are frequent
         return False
     (host, port), (other_host, other_port) = (
         text.lower().rpartition(":")[::2] for text in (one, other)
     )
-    (kind, what), (other_kind, other_what) = _told_by(host), _told_by(other_host)
+    (kind, what), (other_kind, other_what) = _identity_of(host), _identity_of(other_host)
     return port != other_port or (kind == other_kind and what != other_what)
 
 
-def _told_by(host: str) -> tuple[str, str]:
-    """What tells hosts apart: of addresses the address, of names the first part. A name may mean
-    any address, and loopback means another host to everybody."""
+def _identity_of(host: str) -> tuple[str, str]:
+    """Return what distinguishes a host: its address, or the first part of its name. A name may mean
+    any address, and loopback means a different host on each machine."""
     try:
         address = ip_address(host.strip("[]"))
     except ValueError:

@@ -1,5 +1,5 @@
-"""Watches the workers: start-up, health, restarts, and load polls where EndForward is missing. What
-is learned goes to the registry (health, limits) and to the scheduler (``LoadPolled``)."""
+"""Watches workers: start-up, health and restarts, and polls loads where EndForward is missing.
+Results go to the registry (health, limits) and to the scheduler (``LoadPolled``)."""
 
 from __future__ import annotations
 
@@ -42,33 +42,34 @@ from sglang_sbs.scheduling.events import Event, LoadPolled
 logger = logging.getLogger(__name__)
 
 _PROBE_PATHS = ("/ready", "/ping")
-"""Flag checks that run no forward pass. SGLang's /health runs one, on DP rank 0."""
+"""Health checks without a forward pass. SGLang's /health runs one on DP rank 0."""
 _RANK_PROBE_PATHS = ("/model_info",)
-"""Of a DP rank that serves HTTP itself: it has neither of those, and answers this without its
-scheduler."""
+"""Health check of a DP rank with its own HTTP server, which lacks the others. It answers without
+its scheduler."""
 _UNUSED_S = 1.0
-"""How often it is looked whether the policy has a use for load polls, while it has none."""
+"""Interval at which a policy without use for load polls is checked for a change."""
 _LOADS = "/v1/loads?include=core,disagg,queues"
 _NO_ANSWER = (UpstreamError, TimeoutError)
 _DOUBT_TIMEOUT_S = 2.0
-"""For a probe of a worker in doubt, whose answer takes it milliseconds."""
+"""Time limit of a probe in doubt; a healthy worker answers within milliseconds."""
 _NODES_HEARD_S = 2.5
-"""Two heartbeats of the plugin, and less than a scheduler that starts waits for workers."""
+"""Longer than two heartbeats of the plugin, but shorter than a starting scheduler waits for
+workers."""
 _ASKED_AT_ONCE = 32
-"""DP ranks of one engine: one that claims to have thousands does no harm."""
+"""DP ranks of one engine asked at a time, so that a claim of thousands does no harm."""
 _FAST_S = 1.0
-"""Between probes of a worker that is down or in doubt."""
+"""Interval between probes of a worker that is down or in doubt."""
 
 
 @dataclass(frozen=True)
 class _Problem:
     text: str
     silent: bool
-    """It gave no answer at all (stopped, cut off), as opposed to one that says no."""
+    """There was no response at all (stopped, cut off), instead of a negative one."""
 
 
 class Monitor:
-    """One task per worker; ``start`` for each, ``close`` at the end."""
+    """Runs one task per worker: ``start`` each, and ``close`` at the end."""
 
     def __init__(
         self,
@@ -79,8 +80,9 @@ class Monitor:
         described: Callable[[Worker, WorkerInfo], None] | None = None,
         tls: ssl.SSLContext | None = None,
     ) -> None:
-        """``tls``: how engines' certificates are checked; ``None``: as the system does."""
-        # For load polls: with aiohttp's client each of them costs several times as much.
+        """Create the monitor; ``tls`` checks engines' certificates, ``None`` uses the system's
+        defaults."""
+        # Load polls use this pool, because aiohttp's client makes each several times as expensive.
         self._pool = Pool(asyncio.get_running_loop(), ssl_context=tls)
         self._poll_headers = (
             f"authorization: Bearer {config.api_key}\r\n".encode() if config.api_key else b""
@@ -91,15 +93,15 @@ class Monitor:
         self._submit = submit
         self._described = described
         self.polls_loads = True
-        """Whether the policy has any use for load polls."""
+        """Whether the policy uses load polls."""
         self._tasks: dict[str, list[asyncio.Task[None]]] = {}
         self._doubts: dict[str, asyncio.Event] = {}
         self.checks: Counter[tuple[str, str]] = Counter()
-        """Health checks by role and result."""
+        """Number of health checks by role and result."""
         self._ticker = asyncio.create_task(self._tick())
 
     def start(self, worker: Worker) -> None:
-        """Wait for the worker and watch it from then on."""
+        """Wait for the worker to start, then keep watching it."""
         self._doubts[worker.url] = asyncio.Event()
         self._tasks[worker.url] = [_in_background(self._keep(worker, self._watch))]
         if self._config.load_poll_interval_s is not None:
@@ -111,7 +113,7 @@ class Monitor:
         self._doubts.pop(worker.url, None)
 
     def stop_all(self) -> list[asyncio.Task[None]]:
-        """Watch nothing from now on; the tasks that are ending."""
+        """Stop watching and return the tasks that are ending."""
         tasks = [task for group in self._tasks.values() for task in group] + [self._ticker]
         for task in tasks:
             task.cancel()
@@ -133,12 +135,12 @@ class Monitor:
             self._registry.tick()
 
     async def _keep(self, worker: Worker, run: Callable[[Worker], Awaitable[None]]) -> None:
-        """A defect must not leave a worker unwatched: log it and begin anew."""
+        """Restart a watch after an unexpected error, so that no worker stays unwatched."""
         while True:
             try:
                 await run(worker)
             except Exception:
-                logger.exception("watching worker %s failed; beginning anew", worker.url)
+                logger.exception("watching worker %s failed; restarting", worker.url)
                 await asyncio.sleep(_FAST_S)
 
     # Start-up and health ----------------------------------------------------------------------
@@ -152,7 +154,7 @@ class Monitor:
                 text = f"not up after {self._config.startup_timeout_s:g} s"
                 text += " (--worker-startup-timeout-secs); still trying"
                 self._registry.report_problem(worker, "startup", text)
-            # Soon at first, then at a twentieth of the time it already takes.
+            # Retry soon at first, later after a twentieth of the time waited so far.
             pause_s = max(_FAST_S, waited_s / 20)
             await asyncio.sleep(min(pause_s, self._config.startup_check_interval_s))
         worker.problems.pop("startup", None)
@@ -163,13 +165,13 @@ class Monitor:
             await self._check(worker)
 
     def _go_on(self, worker: Worker) -> None:
-        """Raises: CancelledError, if it was stopped. In the moment a probe times out the probe
-        tells of the time-out only, and the task would outlive its end."""
+        """Raise CancelledError if the watch was stopped. A probe that times out at that moment
+        reports only the timeout, and the task would continue."""
         if worker.url not in self._tasks:
             raise asyncio.CancelledError
 
     async def _pause(self, worker: Worker) -> None:
-        """Until the next regular check, or until something casts doubt on the worker."""
+        """Wait until the next regular check or until the worker is in doubt."""
         self._go_on(worker)
         doubt = self._doubts[worker.url]
         doubt.clear()
@@ -179,7 +181,7 @@ class Monitor:
                 await doubt.wait()
 
     async def _check(self, worker: Worker) -> None:
-        """Probe until the verdict is clear; returns when the worker is healthy and described."""
+        """Probe until the result is clear; return once the worker is healthy and described."""
         failures = successes = 0
         while True:
             asked_s = time.monotonic()
@@ -197,11 +199,11 @@ class Monitor:
                     self._registry.set_healthy(worker, False, problem.text)
                     if problem.silent:
                         self._registry.silenced(worker)
-            # A probe that timed out has been pause enough.
+            # A probe that timed out has waited long enough.
             await asyncio.sleep(max(0.0, asked_s + _FAST_S - time.monotonic()))
 
     async def _recover(self, worker: Worker) -> bool:
-        """After a time down the engine may be another one: read its limits again."""
+        """Read the limits again after downtime, because another engine may have started."""
         doubtful = not worker.healthy or worker.info is None or worker.boot.recheck
         doubtful = doubtful or (worker.known.elastic and self._registry.may_ask_again(worker))
         if doubtful and not await self._describe(worker):
@@ -211,7 +213,7 @@ class Monitor:
         return True
 
     async def _probe(self, worker: Worker) -> _Problem | None:
-        """What is wrong with the worker, if anything: one dead HTTP server is enough."""
+        """Return the worker's problem, if any; one failing HTTP server is enough."""
         problems = await asyncio.gather(
             *(self._probe_server(worker, url) for url in worker.server_urls)
         )
@@ -221,8 +223,8 @@ class Monitor:
         configured = self._config.health_endpoint
         usual = _RANK_PROBE_PATHS if worker.known.rust_server else _PROBE_PATHS
         paths = (configured,) if configured else usual
-        # Patience for a check that may cost the engine a forward pass, and for an engine whose
-        # ranks speak: its HTTP server may be busy with a large prompt.
+        # Allow more time for a check that may run a forward pass, and for an engine whose ranks
+        # report: its HTTP server may be busy with a large prompt.
         limit_s = self._config.health_timeout_s
         age_s = worker.report_age_s(time.monotonic())
         patient = configured is not None or (age_s is not None and age_s < _DOUBT_TIMEOUT_S)
@@ -240,21 +242,21 @@ class Monitor:
                 continue
             worker.probe_path = path
             worker.heard_s = time.monotonic()
-            # An engine without any of the cheap checks has at least answered.
+            # An engine without the cheap checks has at least responded.
             if status == 200 or (status == 404 and not configured):
                 return None
             return _Problem(f"GET {path}{place}: {status}", silent=False)
         return None
 
     async def _describe(self, worker: Worker) -> bool:
-        """Read ``/server_info``; False (with a reported problem) while it cannot be used."""
+        """Read ``/server_info``; return False and report a problem if it cannot be used."""
         try:
             info = parse_server_info(await self._server_info(worker.url), worker.role)
             if info.rust_server and info.nodes > 1:
                 info = await self._with_node_hosts(worker, info)
             await self._check_rank_servers(worker, info)
         except (aiohttp.ClientError, OSError, TimeoutError) as error:
-            text = f"waiting for it: /server_info: {plain_error(error)}"
+            text = f"not reachable yet: /server_info: {plain_error(error)}"
             self._registry.report_problem(worker, "unreachable", text)
             return False
         except (UnusableWorker, orjson.JSONDecodeError) as error:
@@ -273,8 +275,9 @@ class Monitor:
         return True
 
     async def _server_info(self, url: str) -> dict[str, Any]:
-        """Raises: UnusableWorker, orjson.JSONDecodeError, or what :func:`ask` raises."""
-        # Answered by the schedulers between two passes: give them time for a long one.
+        """Read ``/server_info``. Raises: UnusableWorker, orjson.JSONDecodeError, or as
+        :func:`ask`."""
+        # The schedulers respond between two passes, and a pass may be long.
         status, data = await self._get(url, "/server_info", timeout_s=30.0)
         if status == 404:
             status, data = await self._get(url, "/get_server_info", timeout_s=30.0)
@@ -286,31 +289,33 @@ class Monitor:
         return value
 
     async def _with_node_hosts(self, worker: Worker, info: WorkerInfo) -> WorkerInfo:
-        """With the addresses of its other nodes, where DP ranks there serve HTTP themselves. Who
-        has just started waits for their EndForward, which comes every second.
-        Raises: RankOutOfReach, nobody says where one of them is."""
-        self._registry.check_boot(worker, info)  # a restart may have moved them
+        """Add the addresses of the other nodes if their DP ranks serve HTTP themselves. After a
+        start, wait for their EndForward, which comes every second.
+        Raises: RankOutOfReach, a node's address is unknown."""
+        self._registry.check_boot(worker, info)  # a restart may change the addresses
         self._registry.asks_peers = True
         known = worker.info.node_hosts if worker.info is not None else ()
-        if len(known) == info.nodes - 1 and not worker.speaks_from:  # a front end hears none
+        if (
+            len(known) == info.nodes - 1 and not worker.reports_from
+        ):  # a front end receives no reports
             return msgspec.structs.replace(info, node_hosts=known)
         far = {rank: node for rank in range(info.dp_size) if (node := node_of_rank(info, rank))}
         for _ in range(0 if worker.info else 50):
-            if far.keys() <= worker.speaks_from.keys():
+            if far.keys() <= worker.reports_from.keys():
                 break
             await asyncio.sleep(_NODES_HEARD_S / 50)
         hosts: dict[int, str] = {}
         for rank, node in far.items():
-            if rank not in worker.speaks_from:
+            if rank not in worker.reports_from:
                 raise RankOutOfReach(not_heard(rank, node, worker.url))
-            hosts.setdefault(node, worker.speaks_from[rank])
-        # A DP rank may have several nodes; only its first one serves.
+            hosts.setdefault(node, worker.reports_from[rank])
+        # A DP rank may span several nodes; only the first one serves HTTP.
         others = tuple(hosts.get(node, "") for node in range(1, info.nodes))
         return msgspec.structs.replace(info, node_hosts=others)
 
     async def _check_rank_servers(self, worker: Worker, info: WorkerInfo) -> None:
-        """Each DP rank that serves HTTP itself must be where requests for it will be sent.
-        Raises: RankOutOfReach, a rank is not."""
+        """Check that each DP rank with its own HTTP server is where its requests will be sent.
+        Raises: RankOutOfReach, a rank is elsewhere."""
 
         async def check(rank: int) -> None:
             url = server_url(worker.url, info, rank)
@@ -321,7 +326,7 @@ class Monitor:
                 check_rank_server(await self._server_info(url), rank, boot_id)
             except (aiohttp.ClientError, OSError, TimeoutError) as error:
                 raise RankOutOfReach(not_a_rank(url, rank, plain_error(error))) from error
-            except (UnusableWorker, ValueError) as error:  # no JSON, or no port that could be
+            except (UnusableWorker, ValueError) as error:  # invalid JSON, or an impossible port
                 raise RankOutOfReach(not_a_rank(url, rank, str(error))) from error
 
         ranks = range(1, info.dp_size if info.rust_server else 1)
@@ -335,7 +340,7 @@ class Monitor:
     # Fallback signal --------------------------------------------------------------------------
 
     async def _poll_loads(self, worker: Worker) -> None:
-        """``/v1/loads`` while the instance works and sends no EndForward."""
+        """Poll ``/v1/loads`` while the instance has work and sends no EndForward."""
         interval_s = self._config.load_poll_interval_s
         assert interval_s is not None
         backoff_s, limit_s = interval_s, self._config.health_timeout_s
@@ -364,7 +369,7 @@ class Monitor:
             event = parse_loads(worker, pages)
             if event is None:
                 status = max(status for status, _ in found)
-                text = f"/v1/loads is of no use (status {status}): timers only"
+                text = f"/v1/loads is not usable (status {status}): using timers only"
                 self._registry.report_problem(worker, "loads", text)
                 continue
             backoff_s = interval_s
@@ -380,12 +385,13 @@ class Monitor:
 
 
 def _in_background(work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
-    """A task of its own, not part of the request that may have asked for it (its log says so)."""
+    """Start a task outside the context of the request that caused it, whose id would appear in its
+    logs."""
     return asyncio.create_task(work, context=contextvars.Context())
 
 
 def _loads_by_rank(worker: Worker, pages: Sequence[bytes]) -> dict[int, Any]:
-    """What the pages say of each rank, in whatever form."""
+    """Collect the entries of the pages by rank, unchecked."""
     rows: dict[int, Any] = {}
     for number, page in enumerate(pages):
         try:
@@ -394,7 +400,7 @@ def _loads_by_rank(worker: Worker, pages: Sequence[bytes]) -> dict[int, Any]:
             continue
         for row in loads if isinstance(loads, list) else ():
             if worker.known.rust_server:
-                # Each rank's server speaks of itself alone, and may call itself 0.
+                # Each rank's server reports only itself, possibly as rank 0.
                 rows.setdefault(number, row)
                 continue
             with contextlib.suppress(LookupError, TypeError, ValueError, ArithmeticError):
@@ -403,20 +409,20 @@ def _loads_by_rank(worker: Worker, pages: Sequence[bytes]) -> dict[int, Any]:
 
 
 def _figures(row: Any) -> tuple[int, int, int]:
-    """Queued tokens, running requests and KV tokens of a rank; -1 each if it gives no numbers."""
+    """Return queued tokens, running requests and KV tokens of a rank; -1 each without numbers."""
     names = ("total_tokens", "used_tokens", "waiting_uncached_tokens", "running_reqs")
     try:
         total, used, waiting, running = (int(row.get(f"num_{name}", 0)) for name in names)
     except (AttributeError, TypeError, ValueError, ArithmeticError):
         return -1, -1, -1
-    # total - used are the tokens that wait or bootstrap; older engines: waiting only.
+    # total - used counts tokens that wait or bootstrap; older engines report waiting ones only.
     queued = max(total - used, waiting)
     return clamped_count(queued), clamped_count(running), clamped_count(used)
 
 
 def parse_loads(worker: Worker, pages: Sequence[bytes]) -> LoadPolled | None:
-    """``/v1/loads`` (SGLang >= 0.5.14) of its HTTP servers as an event, -1 for ranks without a
-    usable entry; ``None`` if no rank has one."""
+    """Turn ``/v1/loads`` pages (SGLang >= 0.5.14) into an event with -1 for ranks without a usable
+    entry; ``None`` if no rank has one."""
     rows = _loads_by_rank(worker, pages)
     ranks = [_figures(rows.get(rank)) for rank in range(worker.dp_size)]
     queued, running, used = map(list, zip(*ranks, strict=True))

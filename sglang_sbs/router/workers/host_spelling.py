@@ -1,9 +1,9 @@
-"""How decode instances are told the host of a prefill instance.
+"""Chooses how a prefill instance's host is spelled for decode instances.
 
-Decode keeps a prefill instance's ports under the host as it is written (SGLang,
-``disaggregation/common/conn.py``: ``prefill_info_table``, ``connection_pool``), and misses a quick
-restart; written otherwise it is asked anew. When engines say they started decides, where they say
-it, so that every router comes to the same spelling."""
+Decode caches a prefill instance's ports under the spelling of its host (SGLang,
+``disaggregation/common/conn.py``: ``prefill_info_table``, ``connection_pool``). After a quick
+restart it would use the old ports; a new spelling makes it ask again. The choice depends on the
+start times that engines report, so that all routers agree on the spelling."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from zlib import crc32
 from sglang_sbs.router.workers.server_info import SbsBlock
 
 OLDER_S = 5
-"""A decode instance that started so long before a prefill instance may have spoken to the process
-that was there before: it takes longer to start."""
+"""Start time difference after which a decode instance may have contacted the prefill process before
+this one; smaller differences are excluded because decode takes longer to start."""
 _SPELLINGS = 1 << 16
 _TRIES = 16
 _MAX_REMEMBERED = 256
@@ -29,17 +29,16 @@ def spelling_for(
     called: dict[str, str],
     now: int = 0,
 ) -> int:
-    """Which spelling of its host goes with that boot, beside these decode instances; 0: as it is.
+    """Return the spelling of the host for that boot and these decode instances; 0 is unchanged.
 
-    ``None``: a decode instance that says nothing of its boot; beside it the host is as it is until
-    this router sees another boot there. ``called``: the boots it saw there, by spelling; the new
-    one is noted. (Short names can be spelled in few ways.) ``now``: how it is spelled, which stays
-    where somebody does not say: the process before this one may have seen more.
-    """
+    A ``None`` in ``decode`` is an instance that does not report its boot; the host then stays
+    unchanged until this router sees another boot there. ``called``: boots seen there by spelling,
+    to which the new one is added. (Short names have few spellings.) ``now``: current spelling, kept
+    if some boot is unknown, because an earlier router process may have seen more."""
     restarted = any(boot != prefill.boot_id for boot in called.values())
     if not any(_may_be_older(one, prefill, restarted) for one in decode):
-        told = prefill.booted_s and all(one is not None and one.booted_s for one in decode)
-        kept = 0 if told else now
+        known = prefill.booted_s and all(one is not None and one.booted_s for one in decode)
+        kept = 0 if known else now
         boot_id = called.setdefault(respelled(host, kept), prefill.boot_id)
         return kept if boot_id == prefill.boot_id else 0
     if len(called) >= _MAX_REMEMBERED:
@@ -58,10 +57,10 @@ def _may_be_older(decode: SbsBlock | None, prefill: SbsBlock, restarted: bool) -
 
 
 def respelled(host: str, spelling: int) -> str:
-    """Another way to write the same host, each ``spelling`` its own; 0: as it is. IPv4: hex with
-    leading zeros (``inet_aton(3)``); IPv6: in full, some groups with leading zeros; a name: some
-    letters in upper case. With n short groups or letters there are 2^n - 1 ways; then they come
-    again."""
+    """Return another spelling of the same host for each ``spelling``; 0 is unchanged. IPv4 is
+    written in hex with leading zeros (``inet_aton(3)``), IPv6 in full with leading zeros in some
+    groups, a name with some capital letters. With n short groups or letters there are 2^n - 1
+    spellings, which then repeat."""
     if not spelling:
         return host
     try:
@@ -82,6 +81,6 @@ def respelled(host: str, spelling: int) -> str:
 
 
 def _chosen(places: list[int], spelling: int) -> set[int]:
-    """Some of them: never none, if there is one."""
+    """Choose some of the places, at least one if there is any."""
     bits = 1 + (spelling - 1) % max(1, (1 << len(places)) - 1)
     return {at for bit, at in enumerate(places) if bits >> bit & 1}

@@ -1,17 +1,15 @@
-"""Which Kubernetes pods are workers, and what follows from a change of them.
+"""Decides which Kubernetes pods are workers, and applies changes.
 
 The rules are those of ``sglang_router`` 0.3.2 (``service_discovery.rs``): label selectors per role,
-one port for all, the bootstrap port in an annotation; and where they leave a worker in use that
-cannot serve, stricter ones:
+one port for all, the bootstrap port in an annotation. Where those would keep an unusable worker,
+the rules here are stricter:
 
-* a pod counts while it is Running, Ready and not being deleted; when that ends its worker is
-  removed as by ``DELETE /workers/{id}`` (what runs there ends normally), and comes back with it;
-* of a LeaderWorkerSet group only the leader counts: the other pods serve no HTTP;
-* an address belongs to a pod, not to its name: a new pod with the address of an old one is a new
-  worker;
-* workers of flags and of ``POST /workers`` are never touched, and a discovered one that somebody
-  removed stays away for as long as its pod stays as it is.
-"""
+* a pod counts while it is Running, Ready and not being deleted; otherwise its worker is removed as
+  by ``DELETE /workers/{id}`` (its requests end normally), and returns with the pod;
+* of a LeaderWorkerSet group only the leader counts, because the other pods serve no HTTP;
+* an address belongs to a pod, not to its name: a new pod with an old pod's address is a new worker;
+* workers from flags and ``POST /workers`` are never touched, and a discovered worker that was
+  removed manually stays away until its pod changes."""
 
 from __future__ import annotations
 
@@ -29,14 +27,14 @@ from sglang_sbs.scheduling.events import InstanceRole
 logger = logging.getLogger(__name__)
 
 DISCOVERED = "discovered-by"
-"""Label of the workers that this module added, in ``GET /workers``."""
+"""Label of workers added by discovery, in ``GET /workers``."""
 _BY = "kubernetes"
 _POD, _UID = "pod", "pod-uid"
 
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """A pod that serves. ``pod`` is ``namespace/name``."""
+    """A pod that can serve. ``pod`` is ``namespace/name``."""
 
     url: str
     role: InstanceRole
@@ -44,11 +42,11 @@ class Found:
     pod: str
     uid: str
     created: str = field(default="", compare=False)
-    """As Kubernetes writes it: sorts by time."""
+    """Kubernetes' timestamp, which sorts by time."""
 
 
 def read_pod(pod: Mapping[str, Any], role: InstanceRole, port: int) -> Found | None:
-    """The worker in a pod object of the API; ``None`` while it has none to use."""
+    """Return the worker in a pod object of the API; ``None`` if it is not usable."""
     metadata, status = pod.get("metadata") or {}, pod.get("status") or {}
     address = status.get("podIP")
     if not address or metadata.get("deletionTimestamp") or status.get("phase") != "Running":
@@ -87,18 +85,18 @@ def is_discovered(worker: Worker) -> bool:
 
 
 class Members(Protocol):
-    """Who may change the set of workers."""
+    """Interface for changing the set of workers."""
 
     registry: Registry
 
     def add_worker(self, url: str, role: InstanceRole, bootstrap_port: int | None) -> Worker:
-        """Raises: ValueError."""
+        """Register a worker. Raises: ValueError."""
 
     def remove_worker(self, worker: Worker) -> None: ...
 
 
 class PodMembership:
-    """Keeps the workers as the pods are; call :meth:`follow` whenever those may have changed."""
+    """Keeps workers equal to the pods; call :meth:`follow` whenever pods may have changed."""
 
     def __init__(self, members: Members) -> None:
         self._members = members
@@ -111,9 +109,9 @@ class PodMembership:
         return sum(map(is_discovered, self._members.registry))
 
     def follow(self, found: Iterable[Found], *, complete: bool) -> None:
-        """``found``: all pods that serve, as far as known. ``complete``: nothing is missing among
-        them, so that a worker without a pod (of a router process before this one) is over."""
-        # Of two that claim an address the younger: the other's end is on its way.
+        """Apply the serving pods. ``complete``: none is missing, so workers without a pod (left by
+        an earlier router process) are removed."""
+        # The youngest pod wins an address, because the other is about to end.
         wanted = {pod.url: pod for pod in sorted(found, key=lambda pod: pod.created)}
         for url, pod in list(self._followed.items()):
             if wanted.get(url) != pod:
@@ -133,12 +131,12 @@ class PodMembership:
         if known is not None and is_discovered(known):
             is_it = (known.labels.get(_UID), known.role, known.configured_bootstrap_port)
             if is_it == (pod.uid, pod.role, pod.bootstrap_port):
-                self._followed[pod.url] = pod  # of the process before this one
+                self._followed[pod.url] = pod  # added by an earlier router process
                 return
             self._remove(known.url)
         elif known is not None:
             self._followed[pod.url] = pod
-            logger.info("pod %s: %s is a worker already, and stays one", pod.pod, known.url)
+            logger.info("pod %s: %s is already a worker and stays one", pod.pod, known.url)
             return
         self._followed[pod.url] = pod
         try:

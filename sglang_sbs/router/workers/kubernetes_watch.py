@@ -1,8 +1,6 @@
-"""Workers found as Kubernetes pods (:mod:`.kubernetes_pods`): listed and watched, one stream per
-role, taken up again after it ends, breaks or is too old (410 Gone). Needs the extra ``kubernetes``.
-
-While the API server is away the workers stay: only a complete list, or a deletion that was seen,
-takes one away."""
+"""Lists and watches Kubernetes pods (:mod:`.kubernetes_pods`), with one stream per role that
+resumes after it ends, breaks or expires (410 Gone). Needs the extra ``kubernetes``. While the API
+server is unreachable the workers stay: only a complete list or a deletion event removes one."""
 
 from __future__ import annotations
 
@@ -28,12 +26,13 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 PAGE_SIZE = 500
-"""Pods per answer of the API server to a list."""
+"""Pods per page of a list."""
 
 
 @dataclass(frozen=True, slots=True)
 class WatchTiming:
-    """Seconds. A stream is asked for ``stream_s`` and given up as dead after ``silent_s`` more."""
+    """Times in seconds. A stream is requested for ``stream_s`` and abandoned after ``silent_s``
+    more."""
 
     stream_s: int = 60
     silent_s: float = 15.0
@@ -43,7 +42,7 @@ class WatchTiming:
 
 
 class PodDiscovery:
-    """``await start()``, then the members follow the pods until ``await close()``."""
+    """Makes the members follow the pods, from ``await start()`` to ``await close()``."""
 
     def __init__(
         self, config: DiscoveryConfig, members: Members, timing: WatchTiming | None = None
@@ -56,7 +55,7 @@ class PodDiscovery:
         self._api: ApiClient | None = None
 
     async def start(self) -> None:
-        """Workers come in the background. Raises: ValueError, no way to any API server."""
+        """Start discovery in the background. Raises: ValueError, no API server is configured."""
         self._api = api = await open_api("--service-discovery")
         logger.info(
             "watching pods in %s at %s: %s",
@@ -74,8 +73,8 @@ class PodDiscovery:
             await self._api.close()
 
     def changed(self) -> None:
-        """The pods of a stream may be others now."""
-        # Matched by both selectors: prefill.
+        """Apply the pods of all streams after a change."""
+        # A pod matched by both selectors is prefill.
         prefill = {uid for s in self._streams if s.role == "prefill" for uid in s.pods}
         found = [
             pod
@@ -86,15 +85,17 @@ class PodDiscovery:
         self._membership.follow(found, complete=all(s.lists for s in self._streams))
 
     def families(self) -> Iterator[Metric]:
-        """For a scrape; the first three as ``sglang_router`` names them."""
+        """Metrics for a scrape; the first three have ``sglang_router``'s names."""
         workers, by = self._membership, "kubernetes"
         about = "Workers that are pods"
         yield gauge("smg_discovery_workers_discovered", about, {by: workers.workers}, "source")
         added = {(by, result): count for result, count in workers.registrations.items()}
-        about = "Pods that became workers"
+        about = "Pods added as workers"
         yield total("smg_discovery_registrations", about, added, "source", "result")
         gone = {by: workers.deregistrations}
-        yield total("smg_discovery_deregistrations", "Workers whose pod went", gone, "source")
+        yield total(
+            "smg_discovery_deregistrations", "Workers removed with their pod", gone, "source"
+        )
         current = {one.role: one.current for one in self._streams}
         about = "Pods of the role are listed and watched"
         yield gauge("sbs_discovery_current", about, current, "role")
@@ -105,19 +106,19 @@ class PodDiscovery:
 
 
 class PodStream:
-    """The pods of one role, kept current."""
+    """Keeps the pods of one role current."""
 
     def __init__(self, discovery: PodDiscovery, role: InstanceRole, selector: str) -> None:
         self.role = role
         self.pods: dict[str, Found | None] = {}
-        """By uid; ``None``: matches, but does not serve."""
+        """Pods by uid; ``None``: matches the selector but does not serve."""
         self.current = False
         self.lists = 0
         self.errors = 0
         self._discovery = discovery
         self._selector = selector
         self._version = ""
-        """Of the collection, up to which it is known; empty: it must be listed."""
+        """Resource version of the collection seen so far; empty forces a new list."""
         self._complaint = ""
 
     async def run(self, api: ApiClient) -> None:
@@ -131,18 +132,19 @@ class PodStream:
                     await self._list(api)
                 await self._watch(api)
                 pause_s = 0.0
-                # Somebody else may have changed the workers meanwhile.
+                # Workers may have been changed manually in the meantime.
                 self._discovery.changed()
             except Exception as error:
                 lived = loop.time() - began_s > 10 * timing.first_pause_s
                 pause_s = self._failed(error, 0.0 if lived else pause_s)
             if loop.time() - began_s < timing.first_pause_s:
-                # Never a busy loop, whatever an API server or a proxy before it does.
+                # Avoid a busy loop, whatever the API server or a proxy returns.
                 pause_s = max(pause_s, timing.first_pause_s)
             await asyncio.sleep(pause_s * random.uniform(0.5, 1.0))
 
     def _failed(self, error: Exception, last_pause_s: float) -> float:
-        """Book it; returns how long to wait. What was missed is found by listing anew."""
+        """Record a failure and return the pause before the next list, which finds missed
+        changes."""
         timing = self._discovery.timing
         self._version = ""
         self.current = False
@@ -188,7 +190,7 @@ class PodStream:
                 resource_version=self._version,
                 allow_watch_bookmarks=True,
                 timeout_seconds=timing.stream_s,
-                # To connect, and without a byte.
+                # Limits on connecting and on the time without a byte.
                 _request_timeout=(timing.silent_s, timing.stream_s + timing.silent_s),
             )
             try:
@@ -198,7 +200,7 @@ class PodStream:
                 raise ApiError(error.status or 0, str(error.reason)) from error
 
     def _seen(self, event: Any) -> None:
-        """Raises: ValueError, an answer that is no watch event."""
+        """Apply one watch event. Raises: ValueError, it is not a watch event."""
         if not isinstance(event, dict):
             raise ValueError(f"not a watch event: {str(event)[:100]!r}")
         kind, pod = event["type"], event["raw_object"]
@@ -214,7 +216,7 @@ class PodStream:
         self._discovery.changed()
 
     def _call(self, api: ApiClient) -> Callable[..., Any]:
-        """Lists the pods, or watches them."""
+        """Return the API call that lists or watches the pods."""
         from kubernetes_asyncio.client import CoreV1Api
 
         core, namespace = CoreV1Api(api), self._discovery.config.namespace

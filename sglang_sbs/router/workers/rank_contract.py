@@ -1,25 +1,22 @@
-"""How an SGLang release is told the DP ranks of a request, and which of them can be chosen.
+"""How each SGLang release receives the DP ranks of a request, and which ranks can be chosen.
 
-From 0.5.10 on each leg names its own rank (``routed_dp_rank``), decode is told prefill's in
-``disagg_prefill_dp_rank``, and the two are independent. Before, ranks are *coupled*: a rank in
-decode's body (``data_parallel_rank``) is taken for prefill's as well (``disaggregation/decode.py``:
-``prefill_dp_rank=req.data_parallel_rank``), so that decode would wait for ever for KV from a rank
-that does not have the request. Without one, decode expects the KV from rank
-``room % prefill_dp_size``, and its own controller (``managers/data_parallel_controller.py``) picks
-decode's rank:
+From 0.5.10 on each leg carries its own rank (``routed_dp_rank``), decode gets prefill's in
+``disagg_prefill_dp_rank``, and the two are independent. Before, ranks are *coupled*: decode takes
+the rank in its body (``data_parallel_rank``) for prefill's as well (``disaggregation/decode.py``:
+``prefill_dp_rank=req.data_parallel_rank``) and would wait forever for KV from a rank without the
+request. Without a rank in its body, decode expects the KV from rank ``room % prefill_dp_size``, and
+its own controller (``managers/data_parallel_controller.py``) selects decode's rank:
 
-| release | ``--load-balance-method`` of decode | decode's rank |
-|---|---|---|
-| 0.5.6 | ``round_robin`` (default), ``minimum_tokens`` | ``room % decode_dp_size`` |
-| 0.5.7 | the same; ``decode_round_robin`` takes turns | |
-| 0.5.8, 0.5.9 | ``follow_bootstrap_room`` | ``room % decode_dp_size`` |
-| 0.5.8, 0.5.9 | ``auto`` (default), ``round_robin`` | in turn |
-| any | ``shortest_queue``, ``total_requests``, ``total_tokens`` | as the engine counts |
+| release | ``--load-balance-method`` of decode | decode's rank | |---|---|---| | 0.5.6 |
+``round_robin`` (default), ``minimum_tokens`` | ``room % decode_dp_size`` | | 0.5.7 | the same;
+``decode_round_robin`` takes turns | | | 0.5.8, 0.5.9 | ``follow_bootstrap_room`` | ``room %
+decode_dp_size`` | | 0.5.8, 0.5.9 | ``auto`` (default), ``round_robin`` | in turn | | any |
+``shortest_queue``, ``total_requests``, ``total_tokens`` | by the engine's counts |
 
-So decode's body never names a rank there. Where the room decides, one room is picked for both
-ranks, which exists if they leave the same remainder by the greatest common divisor of both DP
-sizes; the scheduler is told so and chooses among those. Where the engine decides, it is left to it.
-"""
+So for these releases decode's body never contains a rank. Where the room decides, the router picks
+one room that selects both ranks. It exists if both ranks have the same remainder modulo the
+greatest common divisor of the DP sizes, and the scheduler chooses among such pairs. Where the
+engine decides, the choice is left to it."""
 
 from __future__ import annotations
 
@@ -30,14 +27,14 @@ from sglang_sbs.scheduling.events import RankChoice
 from sglang_sbs.wire.gangs import GangPart, gang_room
 
 UNCOUPLED_VERSION = (0, 5, 10)
-"""First SGLang release whose prefill and decode ranks can be chosen independently."""
+"""First SGLang release with independent prefill and decode ranks."""
 _NAMED_METHODS_VERSION = (0, 5, 8)
-"""First release in which following the bootstrap room is a method with a name."""
+"""First release with a named method that follows the bootstrap room."""
 _BY_ROOM_BEFORE = ("", "round_robin", "minimum_tokens")
 
 
 def is_coupled(version: tuple[int, ...] | None) -> bool:
-    """Whether a release couples both ranks; builds without a number are taken for new ones."""
+    """Return whether a release couples both ranks; builds without a version count as new."""
     return version is not None and (0, 0, 0) < version < UNCOUPLED_VERSION
 
 
@@ -50,7 +47,8 @@ def rank_choice_of(version: tuple[int, ...] | None, load_balance_method: str) ->
 
 
 def prefill_members(prefill_rank: int, *, coupled: bool, hint: bool = False) -> dict[str, int]:
-    """``hint``: prefill chooses the rank itself and registers it for decode, unless it is named."""
+    """Return the body members for prefill. ``hint``: prefill chooses its rank and registers it for
+    decode, so no rank is sent."""
     if hint:
         return {}
     if coupled:
@@ -61,7 +59,7 @@ def prefill_members(prefill_rank: int, *, coupled: bool, hint: bool = False) -> 
 def decode_members(
     prefill_rank: int, decode_rank: int, *, coupled: bool, hint: bool = False
 ) -> dict[str, int]:
-    """``hint``: as in :func:`prefill_members`."""
+    """Return the body members for decode; ``hint`` as in :func:`prefill_members`."""
     if coupled:
         return {}
     if hint:
@@ -76,16 +74,15 @@ def pick_bootstrap_room(
     decode_dp_size: int = 1,
     gang: GangPart | None = None,
 ) -> int:
-    """A fresh room below 2**63 with ``room % prefill_dp_size == prefill_rank``.
+    """Pick a fresh room below 2**63 with ``room % prefill_dp_size == prefill_rank``.
 
-    That is where SGLang's ``follow_bootstrap_room`` puts the request anyway; any other room makes
-    it fail with a conflict (``disaggregation/common/conn.py``).
+    SGLang's ``follow_bootstrap_room`` sends the request to that rank; any other room makes it fail
+    with a conflict (``disaggregation/common/conn.py``).
 
     Args:
-        decode_rank: wanted as ``room % decode_dp_size``, where that decides on it. If no room gives
-            both, prefill's rank counts: with a wrong one the request would fail.
-        gang: what the room is to say of the requests it is sent with.
-    """
+        decode_rank: wanted value of ``room % decode_dp_size``, where that decides. If no room gives
+            both ranks, prefill's counts, because a wrong one makes the request fail.
+        gang: description of the request's batch to encode in the room."""
     step = math.lcm(prefill_dp_size, decode_dp_size)
     firsts = range(prefill_rank, step, prefill_dp_size)
     first = next((room for room in firsts if room % decode_dp_size == decode_rank), prefill_rank)

@@ -1,5 +1,5 @@
-"""The workers: what is known of each, and which of them the scheduler may use. Probes, polls and
-messages are made elsewhere and reported here."""
+"""Keeps the state of all workers and decides which of them the scheduler may use. Probes, polls and
+messages are handled elsewhere and reported here."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from sglang_sbs.router.workers.diagnosis import (
     why_silent,
     why_stranger,
 )
-from sglang_sbs.router.workers.kv_addresses import RefusedAddress, told_endpoints
+from sglang_sbs.router.workers.kv_addresses import RefusedAddress, reported_endpoints
 from sglang_sbs.router.workers.server_info import KvEventsBlock, WorkerInfo, node_of_rank
 from sglang_sbs.router.workers.worker import Worker, WorkerEvents
 from sglang_sbs.scheduling.events import InstanceDown, InstanceRole, InstanceUp, PrefixSource
@@ -32,14 +32,14 @@ from sglang_sbs.wire import EndForward
 logger = logging.getLogger(__name__)
 
 RECHECK_EVERY_S = 5.0
-"""``/server_info`` is read at most this often because of EndForward of an unknown boot."""
+"""Shortest interval between reads of ``/server_info`` caused by reports with an unknown boot id."""
 BARRIER_S = 10.0
-"""What EndForward says of the barrier is taken in at most this often, per worker."""
-_TOLD = set(WorkerInfo.__struct_fields__) & set(InstanceUp.__struct_fields__)
+"""Shortest interval between changes of a worker's barrier caused by reports."""
+_ANNOUNCED = set(WorkerInfo.__struct_fields__) & set(InstanceUp.__struct_fields__)
 _OF_PREFILL = {"captured_tokens", "overlap", "prefill_max_requests"}
 _MAX_PROBLEM_CHARS = 2048
 MUTE_AFTER_DISPATCHES = 3
-"""Dispatches without any EndForward after which the missing signal is reported."""
+"""Dispatches without any EndForward after which its absence is reported."""
 
 
 class Registry:
@@ -53,9 +53,9 @@ class Registry:
         asks_cheaply: bool = True,
         prefix_source: PrefixWish = "off",
     ) -> None:
-        """``expects_endforward``: its absence is a problem worth telling. ``asks_cheaply``: a probe
-        costs an engine nothing, so that silence is reason enough for one. ``prefix_source``: how
-        the scheduler learns what prefill instances have cached."""
+        """Create the registry. ``expects_endforward``: report missing EndForward as a problem.
+        ``asks_cheaply``: probes cost an engine nothing, so silence is enough reason for one.
+        ``prefix_source``: how the scheduler learns what prefill instances have cached."""
         self._emit = events.emit
         self.doubted = events.doubted
         self.silenced = events.silenced
@@ -66,7 +66,7 @@ class Registry:
         self._expects_endforward = expects_endforward
         self._prefix_source = prefix_source
         self.asks_peers = False
-        """Some engine has ranks on several nodes: it matters from where they speak."""
+        """Some engine has ranks on several nodes, so the senders' addresses matter."""
         self._workers: dict[str, Worker] = {}
         self._aliases: dict[tuple[str, int], str] = {}
 
@@ -83,7 +83,8 @@ class Registry:
         return next((w for w in self._workers.values() if w.id == worker_id), None)
 
     def by_alias(self, url: str) -> Worker | None:
-        """The worker meant by a URL that another machine wrote; ``None`` if unknown or no URL."""
+        """Find the worker for a URL written on another machine; ``None`` if unknown or not a
+        URL."""
         try:
             normalised = normalise_worker_url(url)
         except ValueError:
@@ -110,10 +111,10 @@ class Registry:
     # Membership -------------------------------------------------------------------------------
 
     def add(self, url: str, role: InstanceRole, bootstrap_port: int | None = None) -> Worker:
-        """Raises: ValueError for a bad URL or one that is there already."""
+        """Register a worker. Raises: ValueError, the URL is invalid or already registered."""
         url = normalise_worker_url(url)
         if url in self._workers:
-            raise ValueError(f"worker {url} is registered already")
+            raise ValueError(f"worker {url} is already registered")
         worker = Worker(
             url=url,
             role=role,
@@ -125,7 +126,7 @@ class Registry:
         return worker
 
     def remove(self, worker: Worker) -> None:
-        """No new requests from now on; those in flight there run to their end."""
+        """Remove a worker: it gets no new requests, and those in flight run to their end."""
         worker.draining = True
         self._workers.pop(worker.url, None)
         self.refresh(worker)
@@ -134,7 +135,7 @@ class Registry:
         self._removed(worker)
 
     def drain(self, worker: Worker, draining: bool) -> None:
-        """Keep new requests away, or (False) let them in again; those in flight run on."""
+        """Stop new requests to a worker, or (False) allow them again; those in flight continue."""
         if worker.draining != draining:
             worker.draining = draining
             logger.info("worker %s is %s", worker.url, "drained" if draining else "in use again")
@@ -143,7 +144,7 @@ class Registry:
     # Reports ----------------------------------------------------------------------------------
 
     def described(self, worker: Worker, info: WorkerInfo) -> None:
-        """``/server_info`` was read: the limits are known (or changed)."""
+        """Take over a worker's limits from ``/server_info``."""
         self.check_boot(worker, info)
         if worker.info is not None and worker.info.no_barrier == AS_REPORTED:
             info = as_reported(info)
@@ -157,7 +158,7 @@ class Registry:
         for solved in ("unusable", "unreachable", "bootstrap", *gone):
             worker.problems.pop(solved, None)
         if self.kv_events_of(worker) is None:
-            worker.kv_events_missing = False  # of the engine before this one
+            worker.kv_events_missing = False  # the former engine's
         if not worker.kv_events_missing:
             lacking = self._prefix_source == "events" and info.radix_cache and not info.kv_events
             self.report_problem(worker, "kv_events", NO_KV_EVENTS if lacking else "")
@@ -165,7 +166,7 @@ class Registry:
         if info.rust_server and given is not None and given != port:
             text = (
                 f"its KV registry is at port {port}, where it serves HTTP (SGLANG_RUST_SERVER=1), "
-                f"and not at {given}: that port is used. Write it behind --prefill URL, or none"
+                f"and not at {given}: that port is used. Give it after --prefill URL, or none"
             )
             self.report_problem(worker, "bootstrap", text)
         for kind, text in launch.items():
@@ -174,13 +175,13 @@ class Registry:
             self._announce_anew(worker)
 
     def _spell(self) -> None:
-        """Call prefill instances so that decode takes none for the process before it."""
+        """Choose host spellings that keep decode from contacting a former prefill process."""
         decode = [one.info.sbs for one in self.of_role("decode") if one.info is not None]
         for worker in self.of_role("prefill"):
             worker.spell(decode)
 
     def check_boot(self, worker: Worker, info: WorkerInfo) -> None:
-        """``/server_info`` was read again: the same engine as before, or another?"""
+        """Check whether ``/server_info`` is still from the same engine process."""
         is_another, claimant = worker.boot.confirm(worker.known.boot_id, info.boot_id)
         if is_another:
             self._restarted(worker)
@@ -206,7 +207,7 @@ class Registry:
         self.refresh(worker)
 
     def leg_failed(self, failure: LegFailure) -> None:
-        """Blame for one failed leg; client errors blame nobody."""
+        """Count a failed leg against its worker, unless the client caused it."""
         worker = self._workers.get(failure.worker)
         if worker is None or not failure.counts_against_worker:
             return
@@ -223,7 +224,7 @@ class Registry:
             self.doubted(worker)
 
     def room_left(self, url: str) -> None:
-        """A prefill engine refused a request that decode may have announced to it."""
+        """Count a refusal by prefill of a request that decode may have announced to it."""
         if worker := self._workers.get(url):
             worker.rooms_left += 1
 
@@ -233,7 +234,7 @@ class Registry:
             worker.breaker.succeeded()
 
     def tick(self) -> None:
-        """Let time pass: open breakers whose timeout ran out let traffic through again."""
+        """Handle timers: half-open expired breakers, and check for silence."""
         now_s = self._clock()
         for worker in self._workers.values():
             if worker.breaker.try_half_open(now_s):
@@ -243,17 +244,18 @@ class Registry:
             self._check_quiet(worker, now_s)
 
     def reported(self, worker: Worker, report: EndForward) -> bool:
-        """Book an EndForward; False if it must be dropped. Another boot of a rank means that the
-        engine restarted (:class:`~.boot_identity.BootIdentity`): all in flight there is gone."""
+        """Record an EndForward; return False if it must be dropped. A new boot id of a rank means
+        that the engine restarted (:class:`~.boot_identity.BootIdentity`), so everything in flight
+        there is lost."""
         stranger = why_stranger(worker.info, report) if worker.info is not None else ""
         if stranger:
             worker.boot.strange_s = self._clock()
-            if "dist_init_addr" not in worker.problems:  # one of many strangers is enough
+            if "dist_init_addr" not in worker.problems:  # one message is enough
                 self.report_problem(worker, "dist_init_addr", stranger)
             return False
         rank, boot_id = report.dp_rank, report.boot_id
-        told = worker.known.boot_id
-        match worker.boot.judge(rank, boot_id, told, worker.quiet_s(self._clock())):
+        confirmed = worker.known.boot_id
+        match worker.boot.judge(rank, boot_id, confirmed, worker.quiet_s(self._clock())):
             case Verdict.UNCONFIRMED:
                 self._ask_again(worker, claimant=boot_id)
                 return False
@@ -262,7 +264,7 @@ class Registry:
             case Verdict.RESTARTED:
                 self._restarted(worker)
         worker.boot.accept(rank, boot_id)
-        is_own = boot_id in (told, worker.boot.by_rank.get(rank))
+        is_own = boot_id in (confirmed, worker.boot.by_rank.get(rank))
         if report.role != worker.role:
             text = f"EndForward says role {report.role}; its reports are ignored"
             self.report_problem(worker, "role", text)
@@ -272,10 +274,10 @@ class Registry:
                 self._ask_again(worker)
                 self.report_problem(worker, "dp_size", other_size)
                 return False
-            self._hear_of_barrier(worker, worker.info, report.barrier)
-        self._hear_of_gang_gate(worker, rank, report.gang_gate)
+            self._on_barrier(worker, worker.info, report.barrier)
+        self._on_gang_gate(worker, rank, report.gang_gate)
         if worker.role == "prefill":
-            self._hear_of_stalled_work(worker, report)
+            self._on_stalled_work(worker, report)
         worker.boot.by_rank[rank] = boot_id
         worker.last_report_s[rank] = self._clock()
         worker.reports[rank] = worker.reports.get(rank, 0) + 1
@@ -283,7 +285,7 @@ class Registry:
         worker.problems.pop("role", None)
         return True
 
-    def _hear_of_stalled_work(self, worker: Worker, report: EndForward) -> None:
+    def _on_stalled_work(self, worker: Worker, report: EndForward) -> None:
         rank = worker.stalled.setdefault(report.dp_rank, StalledWork())
         rank.observe(report, self._clock())
         if rank.cause or "stalled" in worker.problems:
@@ -297,19 +299,19 @@ class Registry:
             worker.rank_is_a_hint = True
             self.report_problem(worker, "rank-is-a-hint", problem)
 
-    def _hear_of_gang_gate(self, worker: Worker, rank: int, told: str) -> None:
-        if told in GATE_FAULTS:
-            worker.gates_at_fault[rank] = told
+    def _on_gang_gate(self, worker: Worker, rank: int, state: str) -> None:
+        if state in GATE_FAULTS:
+            worker.gates_at_fault[rank] = state
         elif worker.gates_at_fault.pop(rank, None) is None:
             return
         first, fault = min(worker.gates_at_fault.items(), default=(0, ""))
         text = f"DP rank {first}: {GATE_FAULTS[fault]}" if fault else ""
         self.report_problem(worker, "gang_gate", text)
 
-    def _hear_of_barrier(self, worker: Worker, info: WorkerInfo, barrier: bool) -> None:
+    def _on_barrier(self, worker: Worker, info: WorkerInfo, barrier: bool) -> None:
         as_told = as_reported(info, barrier)
         now_s = self._clock()
-        # Who speaks in its name without a key may contradict it all the time.
+        # A sender without a key may contradict the engine at any time.
         if as_told.no_barrier != info.no_barrier and now_s >= worker.barrier_told_s + BARRIER_S:
             worker.barrier_told_s, worker.info = now_s, as_told
             self._announce_anew(worker)
@@ -317,12 +319,12 @@ class Registry:
     # What is cached where ---------------------------------------------------------------------
 
     def kv_events_of(self, worker: Worker) -> KvEventsBlock | None:
-        """What it says of its KV events, if they are wanted and to be had."""
+        """Return a worker's KV event settings if events are wanted and can be received."""
         wanted = worker.known.radix_cache and self._prefix_source in ("auto", "events")
         return worker.known.kv_events if wanted else None
 
     def prefix_source_of(self, worker: Worker) -> PrefixSource:
-        """How the scheduler learns what the worker has cached."""
+        """Return how the scheduler learns what the worker has cached."""
         info = worker.info
         if info is None or not info.radix_cache:
             return "off"
@@ -330,35 +332,35 @@ class Registry:
             return "events"
         return "approximate" if self._prefix_source in ("auto", "approximate") else "off"
 
-    def kv_address_told(
+    def on_kv_address(
         self, worker: Worker, report: EndForward, peer: str, *, has_key: bool
     ) -> None:
-        """A rank's message, which was booked, says where it publishes KV events."""
-        rank, told = report.dp_rank, report.kv_address
-        if told is None or self.kv_events_of(worker) is None:
+        """Handle the KV event address in a recorded report of a rank."""
+        rank, address = report.dp_rank, report.kv_address
+        if address is None or self.kv_events_of(worker) is None:
             return
         if node_of_rank(worker.known, rank) == 0:
             worker.kv_refused[rank] = "it is on the first node, which has the worker's own host"
             return
         try:
-            worker.kv_endpoints[rank] = told_endpoints(told, peer, has_key=has_key)
+            worker.kv_endpoints[rank] = reported_endpoints(address, peer, has_key=has_key)
             worker.kv_refused.pop(rank, None)
         except RefusedAddress as error:
             worker.kv_refused[rank] = str(error)
 
     def set_kv_events_missing(self, worker: Worker, why: str) -> None:
-        """Its KV events do not arrive, or (empty) they do again."""
+        """Record that a worker's KV events do not arrive, or (empty ``why``) arrive again."""
         if why:
             self.report_problem(worker, "kv_events", why)
         else:
-            self._solved(worker, "kv_events", "its KV events arrive")
+            self._solved(worker, "kv_events", "its KV events arrive again")
         if worker.kv_events_missing != bool(why):
             worker.kv_events_missing = bool(why)
             self._announce_anew(worker)
 
     def report_problem(self, worker: Worker, kind: str, text: str) -> None:
-        """Show it in ``GET /workers``; log it once, and again if it is back after a while. Without
-        a text it is solved."""
+        """Show a problem in ``GET /workers`` and log it once, and again if it returns later. An
+        empty text clears it."""
         text = text[:_MAX_PROBLEM_CHARS]
         if worker.problems.get(kind, "") == text:
             return
@@ -369,7 +371,7 @@ class Registry:
         self._log(logging.WARNING, worker, kind, text)
 
     def _solved(self, worker: Worker, kind: str, told: str) -> None:
-        """Log ``told`` if there was such a problem."""
+        """Clear a problem and log ``told`` if it existed."""
         if worker.problems.pop(kind, None) is not None:
             self._log(logging.INFO, worker, kind, told)
 
@@ -380,13 +382,14 @@ class Registry:
     # Inside -----------------------------------------------------------------------------------
 
     def _ask_again(self, worker: Worker, claimant: str = "") -> None:
-        """Have ``/server_info`` read again. ``claimant``: a boot id that claims to be it."""
+        """Request another read of ``/server_info``. ``claimant``: an unconfirmed boot id."""
         if self.may_ask_again(worker):
             worker.boot.ask(claimant)
             self.doubted(worker)
 
     def may_ask_again(self, worker: Worker) -> bool:
-        """Whether ``/server_info`` of a healthy worker may be read now, which then counts."""
+        """Return whether ``/server_info`` of a healthy worker may be read now, and count it if
+        so."""
         now_s = self._clock()
         if now_s - worker.boot.asked_s < RECHECK_EVERY_S:
             return False
@@ -406,7 +409,7 @@ class Registry:
         self.doubted(worker)
 
     def refresh(self, worker: Worker) -> None:
-        """Tell the scheduler if the worker's usability changed."""
+        """Announce a change of the worker's usability to the scheduler."""
         resting = worker.draining and worker.sound and worker.url in self._workers
         if (worker.usable, resting) == (worker.announced, worker.resting):
             return
@@ -417,7 +420,8 @@ class Registry:
             self._emit(InstanceDown(instance=worker.url, drained=resting))
 
     def _let_in(self, role: InstanceRole) -> None:
-        """A doubtful worker beats none: with nobody else left, open breakers do not count."""
+        """Half-open breakers if no other worker of the role is left: a doubtful worker is better
+        than none."""
         if self.usable(role):
             return
         for worker in self._workers.values():
@@ -438,13 +442,16 @@ class Registry:
             role=worker.role,
             prefix_source=self.prefix_source_of(worker),
             barrier=decode or not info.no_barrier,
-            **{name: getattr(info, name) for name in (_TOLD - _OF_PREFILL if decode else _TOLD)},
+            **{
+                name: getattr(info, name)
+                for name in (_ANNOUNCED - _OF_PREFILL if decode else _ANNOUNCED)
+            },
         )
 
     def _check_quiet(self, worker: Worker, now_s: float) -> None:
-        """A stopped process (SIGSTOP, a hung host) breaks no connection: notice its silence. An
-        engine with the plugin reports every second; any other only says something while it has
-        work."""
+        """Notice the silence of a stopped process (SIGSTOP, a hung host), which breaks no
+        connection. An engine with the plugin reports every second; others report only while they
+        have work."""
         expected = worker.load > 0 or bool(worker.last_report_s)
         if not self._asks_cheaply or not worker.healthy or not expected:
             return
@@ -454,7 +461,7 @@ class Registry:
             self.doubted(worker)
 
     def _check_signal(self, worker: Worker, now_s: float) -> None:
-        """Keep the diagnosis of a missing or partial EndForward signal current."""
+        """Keep the diagnosis of missing or partial EndForward current."""
         if now_s - worker.boot.strange_s >= SILENT_AFTER_S:
             worker.problems.pop("dist_init_addr", None)
         if worker.info is None or not worker.healthy:
@@ -472,4 +479,4 @@ class Registry:
             if len(silent) == len(ranks):
                 self.doubted(worker)
         else:
-            self._solved(worker, "signal", "EndForward is back")
+            self._solved(worker, "signal", "EndForward arrives again")

@@ -1,36 +1,35 @@
-"""Whether a prefill worker runs requests on the DP ranks that the router names.
+"""Detects prefill workers that do not run requests on the DP ranks named by the router.
 
-An engine may take the named rank as a hint only and choose by its own load (sglang #35964). No flag
-or answer tells so, but EndForward does: the first rank that accepts a request is another one. A
-request that moves later (sglang #37401) is accepted by the named rank first.
-"""
+An engine may treat the named rank as a hint and choose by its own load (sglang #35964). No flag or
+response reveals this, but EndForward does: the first rank that accepts a request is a different
+one. A request that moves later (sglang #37401) is first accepted by the named rank."""
 
 from __future__ import annotations
 
 # SGLang fault: rank-is-a-hint
 WINDOW = 50
-"""Requests that are looked at, the last ones."""
+"""Number of recent requests considered."""
 MOST_ELSEWHERE = 10
-"""More than this many of them on other ranks: the rank is a hint."""
+"""Requests on other ranks above which the named rank counts as a hint."""
 AS_A_HINT = (
-    "it takes the DP rank that the router names as a hint only: {elsewhere} of the last {window} "
-    "requests were accepted by other ranks. No rank is named to it any more until it restarts"
+    "it treats the DP rank named by the router as a hint: {elsewhere} of the last {window} "
+    "requests were accepted by other ranks. No rank is named until it restarts"
 )
 
 
 class ServedRanks:
-    """The last requests of one worker, by its EndForward."""
+    """Recent requests of one worker, from its EndForward."""
 
     __slots__ = ("_elsewhere",)
 
     def __init__(self) -> None:
         self._elsewhere: dict[str, bool] = {}
-        """Whether another rank than the named one accepted it, by rid; oldest first."""
+        """By rid, oldest first: whether another rank than the named one accepted the request."""
 
     def accepted(self, rid: str, named_rank: int, rank: int) -> None:
-        """A rank says that it accepted a request."""
+        """Record that a rank accepted a request."""
         if rank == named_rank:
-            # Also after another one did: messages of two ranks have no order.
+            # This overrules another rank's message, as messages of two ranks have no order.
             self._elsewhere[rid] = False
         else:
             self._elsewhere.setdefault(rid, True)
@@ -39,7 +38,7 @@ class ServedRanks:
 
     @property
     def problem(self) -> str:
-        """What is wrong, in words; empty: nothing is, as far as can be told."""
+        """Describe the problem; empty if none is detected."""
         elsewhere = sum(self._elsewhere.values())
         if len(self._elsewhere) < WINDOW or elsewhere <= MOST_ELSEWHERE:
             return ""

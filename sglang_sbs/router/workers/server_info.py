@@ -1,6 +1,5 @@
-"""What an engine says about itself in ``GET /server_info``, by any version of SGLang, and whether
-it can be used at all.
-"""
+"""Parses ``GET /server_info`` of any supported SGLang release, and decides whether the engine is
+usable."""
 
 from __future__ import annotations
 
@@ -18,24 +17,25 @@ from sglang_sbs.wire.endforward import MAX_DP_SIZE
 _FIRST_REBOOTSTRAP = (0, 5, 16)
 _FIRST_CONVERTED = (0, 5, 22)
 MIN_VERSION = (0, 5, 6)
-"""First SGLang release this router knows how to speak to."""
+"""First SGLang release that this router supports."""
 
 PLUGIN_VERSION = (0, 5, 11)
 """First SGLang release that loads plugins."""
 CACHED_DETAILS_VERSION = (0, 5, 23)
-"""First SGLang release known to take ``return_cached_tokens_details``."""
+"""First SGLang release known to accept ``return_cached_tokens_details``."""
 DEFERRED_RELEASE = {
     "mooncake": (0, 5, 21),
     "mooncake_tcp": (0, 5, 21),
     "nixl": (0, 5, 21),
     "mori": (0, 5, 22),
 }
-"""First SGLang release that defers the release of KV by default, by transfer back end."""
+"""First SGLang release that defers the release of KV by default, by transfer backend."""
 _FIRST_LORA_REFUSAL = (0, 5, 10)
-"""First SGLang release known to refuse an adapter without ``--enable-lora``, not to ignore it."""
+"""First SGLang release known to refuse an adapter without ``--enable-lora``; earlier ones ignore
+it."""
 _REPLAY_PORT = "replay_endpoint_port_base"
 _RUST_MARK = "rust_mm_transport"
-"""In an internal state: SGLang's Rust server, also where it does not name the DP rank (0.5.22)."""
+"""Key of an internal state that identifies SGLang's Rust server even without a DP rank (0.5.22)."""
 _MAX_TEXT = 256
 _MAX_ROUTERS = 16
 _MAX_COUNT = 1 << 40
@@ -49,76 +49,76 @@ _REPLICAS = (
 
 
 class UnusableWorker(ValueError):
-    """The engine answers, but requests must not be routed to it."""
+    """The engine responds, but requests must not be routed to it."""
 
 
 class RankOutOfReach(UnusableWorker):
-    """Its DP ranks serve HTTP themselves, and requests for some of them would go astray."""
+    """DP ranks have their own HTTP servers, and some of them cannot be reached."""
 
 
 class SbsBlock(msgspec.Struct, frozen=True):
-    """What our engine plugin adds to ``/server_info``."""
+    """Fields that our engine plugin adds to ``/server_info``."""
 
     boot_id: str = ""
     booted_s: int = 0
-    """When it started, by the clock of its host, since 1970; 0: an older plugin does not say."""
+    """Start time by the host's clock, Unix seconds; 0: an older plugin does not report it."""
     bind: str = ""
-    """Where DP rank 0 listens (``tcp://HOST:PORT``; rank d at ``PORT + d``), in bind mode."""
+    """Endpoint of DP rank 0 (``tcp://HOST:PORT``; rank d at ``PORT + d``) in bind mode."""
     routers: tuple[str, ...] = ()
-    """Endpoints the engine's publishers connect to."""
+    """Endpoints that the engine's publishers connect to."""
     barrier: bool | None = None
-    """Whether its DP ranks gather before each pass; None: an older plugin does not say."""
+    """Whether its DP ranks gather before each pass; None: an older plugin does not report it."""
     deferred_release: bool | None = None
-    """SGLang's ``SGLANG_DISAGGREGATION_DEFERRED_DECODE_KV_RELEASE`` there; False also where the
-    release has none. None: an older plugin does not say."""
+    """SGLang's ``SGLANG_DISAGGREGATION_DEFERRED_DECODE_KV_RELEASE``, False if the release lacks it.
+    None: an older plugin does not report it."""
     transfer_timeout_s: int = 0
-    """Mooncake's limit on one transfer there (``MC_TRANSFER_TIMEOUT``); 0: its own, 30 s."""
+    """Mooncake's limit on one transfer (``MC_TRANSFER_TIMEOUT``) in s; 0: its default, 30 s."""
 
 
 class KvEventsBlock(msgspec.Struct, frozen=True, kw_only=True):
-    """What SGLang (>= 0.5.14) says of its KV events: rank d publishes at ``port + d``."""
+    """KV event settings of SGLang (>= 0.5.14): rank d publishes at ``port + d``."""
 
     port: int
     replay_port: int | None = None
-    """Rank d answers at ``replay_port + d``; ``None``: lost events cannot be had again."""
+    """Rank d replays at ``replay_port + d``; ``None``: lost events cannot be requested again."""
     topic: str = ""
     block_tokens: int = 1
     host: str = ""
-    """As the engine names it, for people; the worker's own host is connected to."""
+    """Host named by the engine, for display; the router connects to the worker's own host."""
 
 
 class WorkerInfo(msgspec.Struct, frozen=True, kw_only=True):
-    """Limits are per DP rank, 0 where the engine does not say."""
+    """Facts about an engine. Limits are per DP rank, 0 if unknown."""
 
     dp_size: int = 1
     nodes: int = 1
-    """Hosts that its DP ranks are laid over, in order of rank; the first has the HTTP server."""
+    """Hosts that its DP ranks are spread over, in order of rank; the first has the HTTP server."""
     dist_init_addr: str = ""
-    """``--dist-init-addr``, by which its nodes find each other; empty on one node."""
+    """``--dist-init-addr``, the meeting point of its nodes; empty on one node."""
     chunk_tokens: int = 0
     max_prefill_tokens: int = 0
     kv_capacity_tokens: int = 0
     max_running_requests: int = 0
     prefill_max_requests: int = 0
-    """In one pass; 0: no limit."""
+    """Largest number of requests in one pass; 0: no limit."""
     captured_tokens: tuple[int, ...] = ()
     """Token counts of its prefill CUDA graphs, ascending; empty without graphs."""
     page_size: int = 1
-    """Tokens per KV block; under decode context parallelism several pages make one."""
+    """Tokens per KV block; several pages under decode context parallelism."""
     bigram: bool = False
     """The KV cache is keyed by pairs of tokens (EAGLE)."""
     cached_details: bool = False
-    """OpenAI endpoints say what was cached when asked (``return_cached_tokens_details``)."""
+    """OpenAI endpoints report cached tokens on request (``return_cached_tokens_details``)."""
     completion_template: bool = False
-    """The prompt of ``/v1/completions`` becomes part of another one."""
+    """``/v1/completions`` puts the prompt into a template."""
     max_request_tokens: int = 0
-    """The longest prompt it takes."""
+    """Longest prompt in tokens."""
     cuts_prompts: bool = False
-    """It cuts longer ones instead of refusing them."""
+    """Longer prompts are truncated instead of refused."""
     context_tokens: int = 0
-    """``--context-length``: prompt and output together; 0: the model's, which it does not say."""
+    """``--context-length``, prompt and output together; 0: the model's, which is not reported."""
     refused_fields: tuple[str, ...] = ()
-    """Fields of a request that it answers with 400, by its flags."""
+    """Request fields that its flags make it answer with 400."""
     version: str = ""
     model_id: str = ""
     bootstrap_port: int | None = None
@@ -126,37 +126,37 @@ class WorkerInfo(msgspec.Struct, frozen=True, kw_only=True):
     coupled: bool = False
     """Its release couples prefill and decode ranks (``rank_contract``)."""
     rank_choice: RankChoice = "free"
-    """What can be chosen of its ranks as a decode instance."""
+    """How its ranks can be chosen as a decode instance."""
     defers_release: bool = False
-    """A decode instance that keeps the KV pages of an aborted request until nothing is written to
-    them any more (SGLang's deferred release)."""
+    """A decode instance that keeps an aborted request's KV pages until no more can be written to
+    them (SGLang's deferred release)."""
     acks_release: bool = False
-    """A prefill instance that tells such a decode instance when nothing is written any more;
-    without, decode keeps the pages for 30 s."""
+    """A prefill instance that notifies such a decode instance of the last write; without it decode
+    keeps the pages for 30 s."""
     transfer_backend: str = ""
     allocates_late: bool = False
-    """A decode instance that reserves KV when prefill is done with it, not before."""
+    """A decode instance that reserves KV only after prefill is done."""
     sbs: SbsBlock | None = None
-    """``None``: the plugin is not installed or not configured there."""
+    """``None``: the plugin is not installed or not configured."""
     radix_cache: bool = True
-    """Prompts find what earlier ones left in the KV cache."""
+    """Prompts reuse KV that earlier ones left in the cache."""
     kv_events: KvEventsBlock | None = None
-    """``None``: what the cache holds is not published, or not so that it can be subscribed to."""
+    """``None``: KV events are not published, or not in a form that can be subscribed to."""
     warnings: tuple[str, ...] = ()
     overlap: bool = True
     """Overlap scheduling, SGLang's default."""
     no_barrier: str = ""
-    """Why its DP ranks make passes each for itself; empty: they make them together."""
+    """Why its DP ranks run passes independently; empty: they run them together."""
     elastic: bool = False
-    """DP ranks may join and leave while it runs (``--elastic-ep-backend``)."""
+    """DP ranks may join and leave at runtime (``--elastic-ep-backend``)."""
     rust_server: bool = False
-    """Every DP rank serves HTTP itself, and only for itself (``SGLANG_RUST_SERVER=1``)."""
+    """Every DP rank has its own HTTP server (``SGLANG_RUST_SERVER=1``)."""
     node_hosts: tuple[str, ...] = ()
-    """With the Rust server: where its nodes but the first are; empty: not known."""
+    """Hosts of the nodes after the first, with the Rust server; empty if unknown."""
 
     @property
     def boot_id(self) -> str:
-        """Empty: the engine does not say."""
+        """Boot id; empty if the engine does not report it."""
         return self.sbs.boot_id if self.sbs is not None else ""
 
     @property
@@ -166,7 +166,7 @@ class WorkerInfo(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def node_of_rank(info: WorkerInfo, dp_rank: int) -> int:
-    """``--node-rank`` of the process that speaks for a DP rank (``read_placement``)."""
+    """Return the ``--node-rank`` of the process that reports for a DP rank (``read_placement``)."""
     return dp_rank * info.nodes // info.dp_size
 
 
@@ -179,36 +179,36 @@ def server_url(url: str, info: WorkerInfo, dp_rank: int) -> str:
 
 
 def ranks_in_reach(info: WorkerInfo) -> range:
-    """DP ranks of which the address is known: all, or those of the first node."""
+    """Return the DP ranks with a known address: all, or those of the first node."""
     if not info.rust_server or info.node_hosts:
         return range(info.dp_size)
     return range(sum(node_of_rank(info, rank) == 0 for rank in range(info.dp_size)))
 
 
 def parse_version(text: str) -> tuple[int, ...] | None:
-    """``(0, 5, 23)`` of ``0.5.23rc1``; ``None`` if the text is no release number."""
+    """Return ``(0, 5, 23)`` for ``0.5.23rc1``; ``None`` if the text is not a release number."""
     match = re.match(r"v?(\d+)\.(\d+)(?:\.(\d+))?", text)
     return tuple(int(part or 0) for part in match.groups()) if match else None
 
 
 # SGLang fault: retraction-without-key
 def may_rebootstrap(version: str) -> bool:
-    """Whether a decode engine that retracts a request may have prefill compute its KV again
-    (SGLang's ``submit_prefill_recompute``)."""
+    """Return whether a decode engine may ask prefill to recompute KV after a retraction (SGLang's
+    ``submit_prefill_recompute``)."""
     numbers = parse_version(version) or ()
     return not numbers > (0, 0, 0) or numbers >= _FIRST_REBOOTSTRAP
 
 
 def takes_converted(version: str) -> bool:
-    """Whether ``/v1/messages`` and ``/v1/responses`` work over PD; a development build counts as
-    new. SGLang takes the PD routing fields in ``/v1/messages`` from then on."""
+    """Return whether ``/v1/messages`` and ``/v1/responses`` work under PD: SGLang accepts the PD
+    routing fields there from 0.5.22 on. Development builds count as new."""
     numbers = parse_version(version) or ()
     return not numbers > (0, 0, 0) or numbers >= _FIRST_CONVERTED
 
 
 def parse_server_info(data: dict[str, Any], role: InstanceRole) -> WorkerInfo:
-    """Read ``/server_info``.
-    Raises: UnusableWorker, too old, or launched in another disaggregation mode than ``role``."""
+    """Parse ``/server_info``.
+    Raises: UnusableWorker, it is too old or not launched in the disaggregation mode ``role``."""
     version = _text(data.get("version"))
     numbers = parse_version(version)
     _check_usable(data, role, version, numbers)
@@ -230,7 +230,7 @@ def parse_server_info(data: dict[str, Any], role: InstanceRole) -> WorkerInfo:
         dp_size=dp_size,
         nodes=_nodes(data),
         dist_init_addr=_text(data.get("dist_init_addr")) if _count(data.get("nnodes")) > 1 else "",
-        # Without chunking a rank takes whole prompts up to this per pass.
+        # Without chunking a rank processes whole prompts up to this size per pass.
         chunk_tokens=_count(data.get("chunked_prefill_size")) or most_tokens,
         max_prefill_tokens=most_tokens,
         kv_capacity_tokens=_count(data.get("max_total_num_tokens")),
@@ -239,10 +239,11 @@ def parse_server_info(data: dict[str, Any], role: InstanceRole) -> WorkerInfo:
         captured_tokens=_captured_tokens(data.get("cuda_graph_config")),
         page_size=kv_events.block_tokens if kv_events else max(1, _count(data.get("page_size"))),
         bigram=str(data.get("speculative_algorithm")).upper() in _BIGRAM_ALGORITHMS,
-        # The Rust server passes over the field, and no answer would read as nothing cached.
+        # The Rust server ignores the field, and its silence would read as nothing cached.
         cached_details=(numbers or ()) >= CACHED_DETAILS_VERSION and not rust_server,
         completion_template=bool(data.get("completion_template")),
-        # Refused from ``max_req_input_len`` on, or cut to it (``validate_input_length``).
+        # Prompts from ``max_req_input_len`` on are refused or truncated
+        # (``validate_input_length``).
         max_request_tokens=max(0, _count(data.get("max_req_input_len")) - (not cuts)),
         cuts_prompts=cuts,
         context_tokens=_count(data.get("context_length")),
@@ -271,11 +272,11 @@ def parse_server_info(data: dict[str, Any], role: InstanceRole) -> WorkerInfo:
 def _check_usable(
     data: dict[str, Any], role: InstanceRole, version: str, numbers: tuple[int, ...] | None
 ) -> None:
-    # Builds from source call themselves 0.0.0: they are given the benefit of the doubt.
+    # Builds from source report 0.0.0 and are accepted.
     if numbers is not None and (0, 0, 0) < numbers < MIN_VERSION:
         wanted = ".".join(map(str, MIN_VERSION))
         raise UnusableWorker(
-            f"runs SGLang {version}; this router speaks to SGLang {wanted} and later. Upgrade the "
+            f"runs SGLang {version}; this router supports SGLang {wanted} and later. Upgrade the "
             "engine, to 0.5.10 or later if you can: before, prefill and decode DP ranks cannot be "
             "chosen independently"
         )
@@ -289,11 +290,11 @@ def _check_usable(
 
 
 def dp_ranks(data: dict[str, Any]) -> tuple[int, bool | None]:
-    """How many DP ranks ``/server_info`` tells of, and whether they are by attention; ``None``:
-    it does not say. Up to SGLang 0.5.21 ``dp_size`` counts both kinds and ``enable_dp_attention``
-    tells them apart. From 0.5.22 on ``attn_dp_size`` counts those by attention and ``dp_size``
-    replicas; the other field is there for old clients and will be dropped.
-    Raises: UnusableWorker, nobody has so many."""
+    """Return the number of DP ranks and whether they use DP attention (``None`` if unknown). Up to
+    SGLang 0.5.21 ``dp_size`` counts both kinds and ``enable_dp_attention`` distinguishes them. From
+    0.5.22 on ``attn_dp_size`` counts ranks with DP attention and ``dp_size`` counts replicas; the
+    other field is kept for old clients and will be dropped.
+    Raises: UnusableWorker, the number is impossible."""
     attn_dp_size, old = _count(data.get("attn_dp_size")), data.get("enable_dp_attention")
     dp_size = max(1, attn_dp_size if attn_dp_size > 1 else _count(data.get("dp_size")))
     if dp_size > MAX_DP_SIZE:
@@ -304,10 +305,10 @@ def dp_ranks(data: dict[str, Any]) -> tuple[int, bool | None]:
 
 
 def _refused_fields(data: dict[str, Any], numbers: tuple[int, ...]) -> tuple[str, ...]:
-    """``_tokenize_one_request``, ``_validate_one_request`` and ``_validate_and_resolve_lora`` of
-    SGLang's ``managers/tokenizer_manager.py``."""
+    """Return the fields refused by ``_tokenize_one_request``, ``_validate_one_request`` and
+    ``_validate_and_resolve_lora`` in SGLang's ``managers/tokenizer_manager.py``."""
     lacks = {
-        # Decode engines have no radix cache unless told to, so often only prefill refuses these.
+        # Decode engines have no radix cache by default, so often only prefill refuses these.
         "input_embeds": data.get("disable_radix_cache") is False,
         "custom_logit_processor": data.get("enable_custom_logit_processor") is False,
         "return_hidden_states": data.get("enable_return_hidden_states") is False
@@ -319,14 +320,15 @@ def _refused_fields(data: dict[str, Any], numbers: tuple[int, ...]) -> tuple[str
 
 
 def _has_radix_cache(data: dict[str, Any], role: InstanceRole) -> bool:
-    """SGLang's decode engines keep none unless told to."""
+    """Return whether prefixes are cached; SGLang's decode engines do so only on request."""
     if data.get("disable_radix_cache") is True:
         return False
     return role == "prefill" or data.get("disaggregation_decode_enable_radix_cache") is True
 
 
 def _why_no_barrier(data: dict[str, Any], dp_size: int, sbs: SbsBlock | None) -> str:
-    """SGLang: ``prepare_mlp_sync_batch_raw`` of ``managers/scheduler_components/dp_attn.py``."""
+    """Return why ranks are not synchronized (SGLang's ``prepare_mlp_sync_batch_raw`` in
+    ``managers/scheduler_components/dp_attn.py``); empty if they are."""
     if dp_size == 1:
         return ""
     if _count(data.get("dwdp_size")) > 1:
@@ -337,9 +339,9 @@ def _why_no_barrier(data: dict[str, Any], dp_size: int, sbs: SbsBlock | None) ->
 
 
 def _nodes(data: dict[str, Any]) -> int:
-    """Of the first pipeline stage, which speaks; stages are laid over nodes first
-    (``managers/data_parallel_controller.py``, ``launch_tensor_parallel_group``). Without DP
-    attention the ranks are replicas, and taken to be on one."""
+    """Return the nodes of the first pipeline stage, which reports; stages are spread over nodes
+    first (``managers/data_parallel_controller.py``, ``launch_tensor_parallel_group``). Without DP
+    attention the ranks are replicas, assumed to be on one node."""
     if not dp_ranks(data)[1]:
         return 1
     nodes = _count(data.get("nnodes")) // max(1, _count(data.get("pp_size")))
@@ -355,10 +357,10 @@ def not_a_rank(url: str, rank: int, why: str) -> str:
 
 
 def not_heard(rank: int, node: int, url: str) -> str:
-    """What to tell of a DP rank of the worker at ``url`` that is on an unknown other node."""
+    """Describe a DP rank of the worker at ``url`` on another node with an unknown address."""
     return (
-        f"DP rank {rank} serves HTTP on node {node} (SGLANG_RUST_SERVER=1), and nothing says where "
-        "that is: only EndForward that was sent with a key is believed to, and none is heard. Set "
+        f"DP rank {rank} serves HTTP on node {node} (SGLANG_RUST_SERVER=1), whose address is "
+        "unknown: only EndForward sent with a key can report it, and none arrives. Set "
         f"SGLANG_SBS_ROUTERS, SGLANG_SBS_INSTANCE_ID={url} and SGLANG_SBS_ENDFORWARD_KEY_FILE on "
         "each node, and --sbs-endforward-key-file here, or start the engine without "
         "SGLANG_RUST_SERVER"
@@ -366,33 +368,35 @@ def not_heard(rank: int, node: int, url: str) -> str:
 
 
 def check_rank_server(data: dict[str, Any], rank: int, boot_id: str) -> None:
-    """Whether what answered at the address of ``rank`` is that DP rank, of the engine ``boot_id``.
+    """Check that the server at the address of ``rank`` is that DP rank, of the engine ``boot_id``.
     Raises: RankOutOfReach, it is not."""
     if not _check_rust_server(data, rank):
-        raise RankOutOfReach("what answers is no DP rank of an engine with SGLANG_RUST_SERVER=1")
+        raise RankOutOfReach(
+            "the server there is not a DP rank of an engine with SGLANG_RUST_SERVER=1"
+        )
     sbs = _sbs_block(data.get("sbs"))
     if sbs is not None and boot_id and sbs.boot_id != boot_id:
         raise RankOutOfReach("another engine answers")
 
 
 def _check_rust_server(data: dict[str, Any], rank: int) -> bool:
-    """Whether SGLang's Rust server wrote this ``/server_info``: it alone names the DP rank that
-    answers (``deployment_info``, ``srt/rust_server/config.py``). Raises: RankOutOfReach, it answers
-    for another rank than ``rank``, or does not say of how many."""
-    told = data.get("deployment_info")
-    if not isinstance(told, dict) or "dp_rank" not in told:
+    """Return whether SGLang's Rust server wrote this ``/server_info``: only it includes the DP rank
+    that responds (``deployment_info``, ``srt/rust_server/config.py``). Raises: RankOutOfReach, it
+    is another rank than ``rank``, or the number of ranks is missing."""
+    deployment = data.get("deployment_info")
+    if not isinstance(deployment, dict) or "dp_rank" not in deployment:
         states = data.get("internal_states")
         if isinstance(states, list) and any(_RUST_MARK in s for s in states if isinstance(s, dict)):
             raise RankOutOfReach(
-                "it serves with SGLANG_RUST_SERVER=1 and does not say how many DP ranks it has. "
+                "it serves with SGLANG_RUST_SERVER=1 and does not report its number of DP ranks. "
                 "Upgrade it to SGLang 0.5.23 or later, or start it without SGLANG_RUST_SERVER"
             )
         return False
-    if _count(told["dp_rank"]) != rank:
+    if _count(deployment["dp_rank"]) != rank:
         raise RankOutOfReach(
-            f"DP rank {_count(told['dp_rank'])} of an instance serves here (SGLANG_RUST_SERVER=1), "
-            f"not rank {rank}. Give the router the address of rank 0, which is the engine's "
-            "--port, once: it finds the other ranks at the ports behind it"
+            f"DP rank {_count(deployment['dp_rank'])} of an instance serves here "
+            f"(SGLANG_RUST_SERVER=1), not rank {rank}. Give the router the address of rank 0, "
+            "which is the engine's --port, once: it finds the other ranks at the ports behind it"
         )
     return True
 
@@ -407,7 +411,8 @@ def _why_engine(version: str, method: str, numbers: tuple[int, ...] | None) -> s
 
 
 def _max_running_requests(data: dict[str, Any], dp_size: int) -> int:
-    """Per rank: what the schedulers resolved if they say so, else the launch flag divided."""
+    """Return the limit per rank: the schedulers' value if reported, else the launch flag
+    divided."""
     states = data.get("internal_states")
     if isinstance(states, list) and states and isinstance(states[0], dict):
         for name in ("effective_max_running_requests_per_dp", "max_running_requests_per_dp"):
@@ -417,8 +422,8 @@ def _max_running_requests(data: dict[str, Any], dp_size: int) -> int:
 
 
 def _captured_tokens(config: object) -> tuple[int, ...]:
-    """``cuda_graph_config`` (SGLang's ``model_executor/cuda_graph_config.py``) of the prefill
-    phase, whose ``bs`` are token counts."""
+    """Return the token counts (``bs``) of the prefill phase in ``cuda_graph_config`` (SGLang's
+    ``model_executor/cuda_graph_config.py``)."""
     prefill = config.get("prefill") if isinstance(config, dict) else None
     sizes = prefill.get("bs") if isinstance(prefill, dict) else None
     if not isinstance(sizes, list) or not prefill or prefill.get("backend") in (None, "disabled"):
@@ -455,7 +460,7 @@ def _defers_release(data: dict[str, Any], numbers: tuple[int, ...], sbs: SbsBloc
 
 
 def _kv_events_block(value: object, dp_size: int, warnings: list[str]) -> KvEventsBlock | None:
-    """SGLang's ``describe_kv_events_publisher``; what cannot be used becomes a warning."""
+    """Parse SGLang's ``describe_kv_events_publisher``; add a warning if it cannot be used."""
     if not isinstance(value, dict) or value.get("publisher") != "zmq":
         return None
     port, replay_port = _count(value.get("endpoint_port_base")), value.get(_REPLAY_PORT)
@@ -470,9 +475,9 @@ def _kv_events_block(value: object, dp_size: int, warnings: list[str]) -> KvEven
     apart = _is_port_range(replay, dp_size) and abs(replay - port) >= dp_size
     if replay_port is not None and not apart:
         warnings.append(
-            f"lost KV events cannot be had again: its replay ports from {replay_port} on are "
-            f"those of its KV events or none; let replay_endpoint in --kv-events-config begin at "
-            f"port {port + dp_size} or later"
+            f"lost KV events cannot be requested again: its replay ports from {replay_port} on "
+            "overlap those of its KV events or are invalid; set replay_endpoint in "
+            f"--kv-events-config to port {port + dp_size} or higher"
         )
         replay = 0
     topic, host = _text(value.get("topic")), _text(value.get("endpoint_host"))
@@ -492,8 +497,8 @@ def _count(value: object) -> int:
 
 
 def _text(value: object) -> str:
-    """No longer than anybody writes it, as it goes to every front end once a second, and without
-    secrets, as pages, logs and metrics show it."""
+    """Return a text without secrets, as pages, logs and metrics show it, and bounded, as it goes to
+    every front end once a second."""
     if not isinstance(value, str):
         return ""
     return text_without_secrets(value[: 4 * _MAX_TEXT])[:_MAX_TEXT]

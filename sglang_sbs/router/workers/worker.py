@@ -1,5 +1,5 @@
-"""One worker: what is known of an engine instance, and what follows from it alone. Every change of
-a worker goes through :class:`~.registry.Registry`."""
+"""The state of one worker and what follows from it alone. All changes go through
+:class:`~.registry.Registry`."""
 
 from __future__ import annotations
 
@@ -33,96 +33,95 @@ logger = logging.getLogger(__name__)
 
 _UNKNOWN = WorkerInfo()
 LOG_AGAIN_S = 300.0
-"""What comes and goes is logged at most this often; ``/workers`` always shows it."""
+"""Shortest interval between equal log lines about a worker; ``/workers`` always shows the state."""
 
 
 class WorkerFacts(msgspec.Struct, kw_only=True, omit_defaults=True):
-    """What is known of an engine instance in every process of a router. Between processes it
-    travels as it is (``processes/messages.py``)."""
+    """Facts about an engine instance shared by all processes of a router, and sent between them
+    unchanged (``processes/messages.py``)."""
 
     url: str
-    """Normalised; the scheduler's instance id."""
+    """Normalised URL, which is the scheduler's instance id."""
     role: InstanceRole
     id: str
     configured_bootstrap_port: int | None = field(default=None, name="bootstrap_port")
-    """``None``: as the engine says."""
+    """``None``: the port reported by the engine."""
     info: WorkerInfo | None = None
     """``None``: not read yet."""
     healthy: bool = False
     draining: bool = False
-    """No new requests; what runs there goes on."""
+    """The worker gets no new requests; those running continue."""
     dispatches: int = 0
     failures: int = 0
     # SGLang fault: refused-room-stays
     rooms_left: int = 0
-    """Bootstrap rooms that refused requests may have left in the memory of a prefill engine since
-    it started; it never frees them (sglang #39428)."""
+    """Bootstrap rooms that refused requests may have left in a prefill engine's memory since its
+    start; it never frees them (sglang #39428)."""
     priority: int = 50
     cost: float = 1.0
     labels: dict[str, str] = field(default_factory=dict)
-    """As ``PUT /workers/{id}`` set them, for people and tools: placement does not look at them."""
+    """Labels set with ``PUT /workers/{id}`` for people and tools; placement ignores them."""
     problems: dict[str, str] = field(default_factory=dict)
-    """What is wrong, by kind; for people, in the log and in ``GET /workers``."""
+    """Current problems by kind, for the log and ``GET /workers``."""
     rank_is_a_hint: bool = False
-    """It chooses DP ranks itself, so none is named to it (``served_ranks``); prefill only."""
+    """The engine chooses DP ranks itself, so no rank is sent (``served_ranks``); prefill only."""
     spelled: int = 0
-    """Which way of writing its host engines are told."""
+    """Number of the current spelling of its host (``host_spelling``)."""
 
 
 class Worker(WorkerFacts, kw_only=True, eq=False):
-    """The same in the process that asks it or hears it, and what only that needs."""
+    """A worker in the process that probes it or receives its reports."""
 
     breaker: Breaker
     id: str = field(default_factory=lambda: str(uuid.uuid4()))
     announced: bool = False
-    """The scheduler was told ``InstanceUp`` last."""
+    """The last event sent to the scheduler was ``InstanceUp``."""
     resting: bool = False
-    """It was told last that the worker is drained, and works."""
+    """The last event sent to the scheduler reported it as drained and working."""
     active: int = 0
-    """Legs in flight here."""
+    """Legs in flight from this process."""
     parked: int = 0
-    """Cancelled requests this process keeps until no KV can arrive (``relay/parking.py``)."""
+    """Cancelled requests that this process keeps until no KV can arrive (``relay/parking.py``)."""
     active_everywhere: int | None = None
-    """The same over all front ends, where another process counts them."""
+    """Legs in flight from all front ends, if another process counts them."""
     successes: int = 0
     boot: BootIdentity = field(default_factory=BootIdentity)
     barrier_told_s: float = float("-inf")
     gates_at_fault: dict[int, str] = field(default_factory=dict)
-    """DP ranks whose gang gate does not do what it should."""
+    """Faults of batch gates by DP rank."""
     stalled: dict[int, StalledWork] = field(default_factory=dict)
-    """Whether work waits at its DP ranks while no pass takes it; prefill only."""
+    """Detects work that waits at a DP rank while no pass takes it; prefill only."""
     served: ServedRanks = field(default_factory=ServedRanks)
-    """On which DP ranks its last requests ran, and which were named; prefill only."""
+    """Compares the DP ranks of its recent requests with the named ones; prefill only."""
     called: dict[str, str] = field(default_factory=dict)
-    """The boot that each spelling of its host meant, as far as this router saw (``host_spelling``).
-    """
+    """Boot seen by this router for each spelling of its host (``host_spelling``)."""
     kv_events_missing: bool = False
-    """It publishes KV events, but not so that they arrive."""
+    """It publishes KV events, but they do not arrive."""
     kv_endpoints: dict[int, KvEndpoints] = field(default_factory=dict)
-    """Where its present boot publishes those of DP ranks on other nodes than the first."""
+    """KV event endpoints of DP ranks on nodes other than the first, for the present boot."""
     kv_refused: dict[int, str] = field(default_factory=dict)
-    """Why what such a rank said last about that is not followed."""
-    speaks_from: dict[int, str] = field(default_factory=dict)
-    """The IP addresses that EndForward of its present boot's DP ranks comes from, by rank. Only
-    where engines have the router's key: requests would be sent there."""
+    """Reasons why reported KV event addresses are not used, by rank."""
+    reports_from: dict[int, str] = field(default_factory=dict)
+    """IP addresses that send the EndForward of the present boot, by DP rank. Set only for engines
+    with the router's key, because requests are sent there."""
     logged_s: dict[tuple[str, str], float] = field(default_factory=dict)
     probe_path: str = ""
-    """That it answered last; empty: none yet."""
+    """Path of the last successful probe; empty before the first."""
     heard_s: float = 0.0
-    """When it last answered a probe or a poll, or was asked to."""
+    """Time of the last response to a probe or poll, or of the last request for one."""
     last_report_s: dict[int, float] = field(default_factory=dict)
     reports: dict[int, int] = field(default_factory=dict)
     engine_holds: dict[int, int] = field(default_factory=dict)
-    """Requests on each DP rank that was heard of, as the engine counts them."""
+    """Requests on each reporting DP rank, as counted by the engine."""
 
     @property
     def bootstrap_host(self) -> str:
-        """What decode is told (``host_spelling``)."""
+        """Host sent to decode, in its current spelling (``host_spelling``)."""
         # SGLang fault: stale-prefill-ports
         return bracketed(respelled(split_worker_url(self.url)[1], self.spelled))
 
     def spell(self, decode: Sequence[SbsBlock | None]) -> None:
-        """Choose how its host is called, by what the decode instances say of themselves."""
+        """Choose the spelling of its host from the decode instances' boots."""
         sbs = self.info.sbs if self.info is not None else None
         if sbs is not None and sbs.boot_id:
             host = split_worker_url(self.url)[1]
@@ -130,16 +129,16 @@ class Worker(WorkerFacts, kw_only=True, eq=False):
 
     @property
     def bootstrap_port(self) -> int | None:
-        """As configured, else as the engine says; ``None`` lets SGLang use its default. With
-        SGLang's Rust server the engine knows better: its registry is on its HTTP port."""
-        given, told = self.configured_bootstrap_port, self.known.bootstrap_port
-        if given is None or (self.known.rust_server and told is not None):
-            return told
+        """The configured port, else the engine's; ``None`` uses SGLang's default. With SGLang's
+        Rust server the engine's port wins: its registry is on the HTTP port."""
+        given, reported = self.configured_bootstrap_port, self.known.bootstrap_port
+        if given is None or (self.known.rust_server and reported is not None):
+            return reported
         return given
 
     @property
     def known(self) -> WorkerInfo:
-        """What it says of itself; until it was asked, what most would say."""
+        """Facts from ``/server_info``, or defaults before it was read."""
         return self.info or _UNKNOWN
 
     def url_of(self, rank: int) -> str:
@@ -147,7 +146,7 @@ class Worker(WorkerFacts, kw_only=True, eq=False):
 
     @property
     def server_urls(self) -> list[str]:
-        """Its HTTP servers, that of DP rank 0 first."""
+        """URLs of its HTTP servers, that of DP rank 0 first."""
         ranks = ranks_in_reach(self.known) if self.known.rust_server else range(1)
         return [self.url_of(rank) for rank in ranks]
 
@@ -156,12 +155,12 @@ class Worker(WorkerFacts, kw_only=True, eq=False):
         return self.known.dp_size
 
     def forget_boot(self, now_s: float) -> None:
-        """Another engine process runs there now: what the one before it reported is over."""
+        """Drop all reports of the former engine process."""
         self.boot.restarted(now_s)
         self.served, self.rank_is_a_hint, self.rooms_left = ServedRanks(), False, 0
         of_ranks: tuple[dict[int, Any], ...] = (
             *(self.gates_at_fault, self.stalled, self.last_report_s),
-            *(self.kv_endpoints, self.kv_refused, self.speaks_from),
+            *(self.kv_endpoints, self.kv_refused, self.reports_from),
         )
         for by_rank in of_ranks:
             by_rank.clear()
@@ -169,22 +168,22 @@ class Worker(WorkerFacts, kw_only=True, eq=False):
             self.problems.pop(kind, None)
 
     def resized(self, dp_size: int) -> None:
-        """DP ranks joined or left while it runs: forget the reports of those that left."""
-        said = self.url, self.role, self.dp_size, dp_size
-        logger.warning("worker %s (%s): DP ranks %d -> %d while it runs", *said)
+        """Drop the reports of DP ranks that left at runtime."""
+        change = self.url, self.role, self.dp_size, dp_size
+        logger.warning("worker %s (%s): DP ranks %d -> %d at runtime", *change)
         of_ranks: tuple[dict[int, Any], ...] = (
             *(self.boot.by_rank, self.gates_at_fault, self.stalled),
             *(self.kv_endpoints, self.kv_refused),
-            *(self.speaks_from, self.last_report_s, self.reports, self.engine_holds),
+            *(self.reports_from, self.last_report_s, self.reports, self.engine_holds),
         )
         for by_rank in of_ranks:
             for rank in [rank for rank in by_rank if rank >= dp_size]:
                 del by_rank[rank]
-        for kind in ("gang_gate", "stalled", "dp_size"):  # the ranks that are left say it again
+        for kind in ("gang_gate", "stalled", "dp_size"):  # remaining ranks report them again
             self.problems.pop(kind, None)
 
     def is_news(self, kind: str, text: str, now_s: float) -> bool:
-        """Whether a text about it is to be logged, which then counts."""
+        """Return whether a text about the worker should be logged now, and count it if so."""
         if now_s - self.logged_s.get((kind, text), -math.inf) < LOG_AGAIN_S:
             return False
         if len(self.logged_s) >= MAX_REMEMBERED:
@@ -194,7 +193,7 @@ class Worker(WorkerFacts, kw_only=True, eq=False):
 
     @property
     def load(self) -> int:
-        """Legs in flight there, as far as is known."""
+        """Known legs in flight there."""
         return self.active if self.active_everywhere is None else self.active_everywhere
 
     @property
@@ -203,15 +202,15 @@ class Worker(WorkerFacts, kw_only=True, eq=False):
 
     @property
     def sound(self) -> bool:
-        """It could take requests."""
+        """Whether it could take requests."""
         return self.healthy and self.breaker.state != "open" and self.info is not None
 
     def report_age_s(self, now_s: float) -> float | None:
-        """Since the last EndForward of any rank; ``None`` if there never was one."""
+        """Seconds since the last EndForward of any rank; ``None`` if there was none."""
         return now_s - max(self.last_report_s.values()) if self.last_report_s else None
 
     def quiet_s(self, now_s: float) -> float:
-        """Since the last EndForward of any rank, or since another boot was believed."""
+        """Seconds since the last EndForward of any rank, or since a new boot was accepted."""
         return now_s - max([self.boot.restarted_s, *self.last_report_s.values()])
 
     def reporting(self, now_s: float) -> bool:
@@ -219,27 +218,27 @@ class Worker(WorkerFacts, kw_only=True, eq=False):
         return age_s is not None and age_s < SILENT_AFTER_S
 
 
-def _nobody(_worker: Worker) -> None: ...
+def _ignore(_worker: Worker) -> None: ...
 
 
 @dataclass(frozen=True, slots=True)
 class WorkerEvents:
-    """Who is told what becomes of workers; the registry is made with it."""
+    """Callbacks of the registry."""
 
     emit: Callable[[Event], None] = lambda event: None
-    """``InstanceUp`` and ``InstanceDown``: whether the scheduler may use it."""
-    doubted: Callable[[Worker], None] = _nobody
-    """Something casts doubt on it: probe it now."""
-    silenced: Callable[[Worker], None] = _nobody
-    """It answers nothing any more, or restarted: what it was doing is lost, though the connections
-    may not know yet."""
-    removed: Callable[[Worker], None] = _nobody
-    """What was counted for it may go."""
+    """Receives ``InstanceUp`` and ``InstanceDown`` for the scheduler."""
+    doubted: Callable[[Worker], None] = _ignore
+    """The worker is in doubt: probe it now."""
+    silenced: Callable[[Worker], None] = _ignore
+    """The worker no longer responds, or has restarted: its requests are lost, although connections
+    may still look open."""
+    removed: Callable[[Worker], None] = _ignore
+    """The worker was removed: drop its counters."""
 
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """Where one attempt at a request goes."""
+    """Workers and ranks of one attempt at a request."""
 
     prefill: Worker
     prefill_rank: int
@@ -248,7 +247,7 @@ class Placement:
 
     @property
     def prefill_origin(self) -> str:
-        """Where the leg goes: the worker's URL, or that of its DP rank."""
+        """URL for the leg: the worker's, or that of its DP rank."""
         return self.prefill.url_of(self.prefill_rank)
 
     @property
@@ -256,7 +255,7 @@ class Placement:
         return self.decode.url_of(self.decode_rank)
 
     def pick_room(self, gang: GangPart | None) -> int:
-        """A bootstrap room by which engines know their ranks, and ``gang`` if there is one."""
+        """Pick a bootstrap room that selects the ranks and encodes the batch, if any."""
         ranks = (self.prefill_rank, self.prefill.dp_size)
         if self.decode.known.rank_choice == "by_room":
             return pick_bootstrap_room(*ranks, self.decode_rank, self.decode.dp_size, gang=gang)

@@ -1,4 +1,4 @@
-"""A worker as ``GET /workers`` shows it."""
+"""Describes a worker for ``GET /workers``."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _LIMITS = (
 
 
 def describe_worker(worker: Worker, now_s: float) -> dict[str, Any]:
-    """One entry of ``GET /workers``: sglang_router's fields, then ours."""
+    """Return one entry of ``GET /workers``: sglang_router's fields, then ours."""
     info = worker.info
     age_s = worker.report_age_s(now_s)
     return {
@@ -68,7 +68,7 @@ def _signal(worker: Worker, now_s: float) -> str:
 
 
 def problems_of(registry: Registry) -> list[tuple[str, str]]:
-    """URL and text of each problem; of a worker that takes no requests any more only why."""
+    """Return URL and text of each problem; for a worker that takes no requests only the reason."""
     return [(worker.url, text) for worker in registry for text in _problems_of(worker)]
 
 

@@ -65,7 +65,7 @@ async def test_such_an_engine_is_told_no_rank_until_it_restarts(policy: str) -> 
         await generate(c, MOST_ELSEWHERE + 1, shift=1)
         async with c.client.get(f"{c.url}/workers") as response:
             (shown,) = [w for w in (await response.json())["workers"] if w["url"] == worker.url]
-        assert "as a hint only" in shown["problems"]["rank-is-a-hint"]
+        assert "as a hint" in shown["problems"]["rank-is-a-hint"]
         metrics = c.server.metrics.render().decode()
         assert 'problem="rank-is-a-hint"' in metrics
         for prefill, decode in await generate(c, 3, shift=1):

@@ -254,7 +254,7 @@ def test_a_problem_that_comes_and_goes_is_logged_once(caplog: pytest.LogCaptureF
         ({"version": "0.5.10"}, ["0.5.10 loads no plugins", "sglang-sbs patch apply", "0.5.11"]),
         (
             {"version": "0.5.23", "sbs": SbsBlock(boot_id="b", routers=("tcp://old:7600",))},
-            ["speaks to tcp://old:7600", "--sbs-endforward-bind"],
+            ["sends to tcp://old:7600", "--sbs-endforward-bind"],
         ),
     ],
 )
@@ -276,8 +276,8 @@ def test_a_gang_gate_at_fault_is_a_problem_until_every_rank_has_one_again() -> N
         return worker.problems.get("gang_gate", "")
 
     assert say(0, 1, "") == say(1, 1, "unheard of") == ""
-    assert "DP rank 1: the gang gate does not hear" in say(1, 2, GATE_ALONE)
-    assert "DP rank 0: the gang gate turned itself off" in say(0, 2, GATE_ERRORS)
+    assert "DP rank 1: the batch gate receives nothing" in say(1, 2, GATE_ALONE)
+    assert "DP rank 0: the batch gate turned itself off" in say(0, 2, GATE_ERRORS)
     assert "before SGLang 0.5.22" in say(0, 3, GATE_UNSUPPORTED)
     assert "DP rank 1" in say(0, 4, "")
     assert say(1, 3, "") == ""
@@ -357,8 +357,8 @@ def test_a_missing_signal_is_explained_after_a_few_dispatches(caplog: Any) -> No
         setup.registry.tick()
         setup.now_s += 6
         setup.registry.tick()
-    told = [one.getMessage() for one in caplog.records if "EndForward is back" in one.message]
-    assert told == [f"worker {worker.url} (prefill): EndForward is back"]
+    told = [one.getMessage() for one in caplog.records if "EndForward arrives again" in one.message]
+    assert told == [f"worker {worker.url} (prefill): EndForward arrives again"]
 
 
 def test_removed_workers_are_announced_down_and_forgotten() -> None:
@@ -369,7 +369,7 @@ def test_removed_workers_are_announced_down_and_forgotten() -> None:
     assert setup.events[-1] == InstanceDown(instance=worker.url)
     assert setup.registry.by_alias("http://127.0.0.1:1") is None
     setup.registry.add("http://localhost:1", "prefill")
-    with pytest.raises(ValueError, match="registered already"):
+    with pytest.raises(ValueError, match="already registered"):
         setup.registry.add("http://LOCALHOST:1/", "decode")
 
 
