@@ -1,1 +1,1 @@
-"""From a request to its ranks: the scheduler, driven from asyncio."""
+"""Assigns requests to ranks: the scheduler, driven from asyncio."""

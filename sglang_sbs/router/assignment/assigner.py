@@ -1,8 +1,8 @@
-"""What the relay tells the scheduler of its requests, wherever that is.
+"""Reports the relay's requests to the scheduler, wherever that runs, and returns its decisions.
 
-Owns the requests of this process that the scheduler was told of, until they are refused or ended.
-For a scheduler in this process: :class:`Dispatcher`; in another:
-:mod:`sglang_sbs.router.processes.scheduler_link`."""
+Keeps the requests of this process that were announced to the scheduler until they are refused or
+ended. :class:`Dispatcher` uses a scheduler in this process,
+:mod:`sglang_sbs.router.processes.scheduler_link` one in another."""
 
 from __future__ import annotations
 
@@ -41,16 +41,16 @@ def _undecided() -> asyncio.Future[Dispatch]:
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class Announced:
-    """One request, as the scheduler was told of it and what it said. The relay's record of an
-    attempt (:class:`~sglang_sbs.router.relay.in_flight.Attempt`) is one of these."""
+    """A request announced to the scheduler, and its decision. The relay's record of an attempt
+    (:class:`~sglang_sbs.router.relay.in_flight.Attempt`) is a subclass."""
 
     arrival: RequestArrived
-    """Without the names of its blocks once it was placed."""
+    """The event announced; the names of blocks are dropped once it is placed."""
     decision: asyncio.Future[Dispatch] = field(default_factory=_undecided)
     assignment: Dispatch | None = None
-    """Where it goes; ``None`` while it waits."""
+    """Engines and ranks; ``None`` while it waits."""
     prefilled: bool = False
-    """The scheduler was told that prefill has answered."""
+    """The end of prefill was reported to the scheduler."""
 
     @property
     def rid(self) -> str:
@@ -58,27 +58,26 @@ class Announced:
 
 
 class Assigner:
-    """Must be used from one event loop only."""
+    """Reports requests to the scheduler. Use only from one event loop."""
 
     def __init__(self, give_up_s: float | None) -> None:
-        """``give_up_s``: a request the scheduler neither dispatches nor refuses by then, though it
-        should, is ended here; must be longer than the scheduler's own deadlines."""
+        """Create an assigner. A request without a decision after ``give_up_s`` is ended here; this
+        must be longer than the scheduler's own deadlines."""
         self.pump: SchedulerPump | None = None
-        """Drives the scheduler, while that is in this process."""
+        """Drives the scheduler if it is in this process."""
         self._errors = 0
-        """Of those it had before."""
+        """Errors of former pumps."""
         self._give_up_s = give_up_s
         self._requests: dict[str, Announced] = {}
 
     async def assign(self, request: Announced) -> Dispatch:
-        """Wait for instances and ranks. Whatever comes of it, who asked tells the end of it
-        (:meth:`ended`). Raises: Refused, the scheduler will not take it; RouterError, the scheduler
-        lost track of it."""
+        """Wait for a decision. The caller reports the end (:meth:`ended`) in any case. Raises:
+        Refused, the scheduler refuses it; RouterError, the scheduler lost track of it."""
         rid, decision = request.arrival.rid, request.decision
         self._requests[rid] = request
         watchdog: asyncio.TimerHandle | None = None
         try:
-            self._say(request.arrival)
+            self._report(request.arrival)
             if decision.done():  # most policies decide at once
                 return decision.result()
             if self._give_up_s is not None:
@@ -87,27 +86,27 @@ class Assigner:
             return await decision
         finally:
             if decision.done() and not decision.cancelled():
-                decision.exception()  # retrieved: a refusal nobody waits for is no news
+                decision.exception()  # retrieve it, so that asyncio does not log it
             if watchdog is not None:
                 watchdog.cancel()
 
     def prefill_done(
         self, rid: str, prompt_tokens: int | None = None, cached_tokens: int | None = None
     ) -> None:
-        """The prefill leg answered, with its counts, or decode has begun."""
+        """Report that prefill responded, with its counts, or that decode began."""
         request = self._requests.get(rid)
         if request is not None:
             request.prefilled = True
-            self._say(PrefillDone(rid, prompt_tokens, cached_tokens))
+            self._report(PrefillDone(rid, prompt_tokens, cached_tokens))
 
     def prefill_aborted(self, rid: str) -> None:
-        """The request is over on prefill without an answer; decode still holds its KV. What is kept
-        of it until its end no longer refers to what it was."""
+        """Report a request that ended on prefill without a response while decode still holds its
+        KV. The record kept until its end no longer refers to the attempt."""
         request = self._requests.get(rid)
         if request is None:
             return
         if not request.prefilled:
-            self._say(PrefillDone(rid=rid, aborted=True))
+            self._report(PrefillDone(rid=rid, aborted=True))
         self._requests[rid] = Announced(
             arrival=request.arrival,
             decision=request.decision,
@@ -122,20 +121,20 @@ class Assigner:
         completion_tokens: int | None = None,
         client: ClientSide | None = None,
     ) -> None:
-        """Report the end of a request; only the first report of each is passed on."""
+        """Report the end of a request; only the first report counts."""
         if self._requests.pop(rid, None) is not None:
             ended = RequestEnded(
                 rid=rid, outcome=outcome, completion_tokens=completion_tokens, client=client
             )
-            self._say(ended)
+            self._report(ended)
 
     def cache_flushed(self, instance: InstanceId, dp_size: int) -> None:
-        """An instance answered ``/flush_cache``: its ranks have no prefixes any more."""
+        """Report a successful ``/flush_cache``: the instance's ranks have no prefixes left."""
         for rank in range(dp_size):
-            self._say(BlocksCleared(instance=instance, dp_rank=rank))
+            self._report(BlocksCleared(instance=instance, dp_rank=rank))
 
     def _decided(self, command: Decision) -> None:
-        """What the scheduler says of a request; of one that ended meanwhile it is told so."""
+        """Deliver the scheduler's decision; ignore it for a request that has ended."""
         request = self._requests.get(command.rid)
         if request is None or request.assignment is not None:
             return
@@ -147,19 +146,21 @@ class Assigner:
                 decision.set_exception(refused)
         elif not decision.done():
             request.assignment = command
-            if request.arrival.blocks:  # nobody asks for them again, and there may be thousands
+            if request.arrival.blocks:  # not needed again, and there may be thousands
                 request.arrival = msgspec.structs.replace(request.arrival, blocks=[])
             decision.set_result(command)
 
     def _give_up(self, rid: str) -> None:
         request = self._requests.get(rid)
         if request is None or request.decision.done():
-            return  # it was decided while this process stood still
-        logger.error("request %s got no decision in %s s and is given up", rid, self._give_up_s)
+            return  # decided while this process was blocked
+        logger.error(
+            "request %s got no decision within %s s and is abandoned", rid, self._give_up_s
+        )
         self._fail(rid)
 
     def _fail(self, rid: str) -> None:
-        """End a request the scheduler lost track of; it may still have it in its books."""
+        """End a request that the scheduler lost track of, in its accounting as well."""
         request = self._requests.get(rid)
         if request is not None and not request.decision.done():
             message = "the scheduler failed on this request; the router's log has the cause"
@@ -172,35 +173,35 @@ class Assigner:
 
     @property
     def open(self) -> int:
-        """Requests announced to the scheduler and not ended."""
+        """Number of requests announced to the scheduler and not ended."""
         return len(self._requests)
 
     # Where the scheduler is -------------------------------------------------------------------
 
-    def _say(self, event: RequestArrived | PrefillDone | RequestEnded | BlocksCleared) -> None:
-        """Tell the scheduler, which may decide at once."""
+    def _report(self, event: RequestArrived | PrefillDone | RequestEnded | BlocksCleared) -> None:
+        """Report an event to the scheduler, which may decide at once."""
         self.submit(event)
 
     def submit(self, event: Event) -> None:
-        """What the registry says about instances: for a scheduler in this process."""
+        """Pass the registry's event about instances to a scheduler in this process."""
         if self.pump is not None:
             self.pump.submit(event)
 
     @property
     def scheduler_errors(self) -> int:
-        """Events a scheduler in this process failed on."""
+        """Number of events on which a scheduler in this process failed."""
         return self._errors + (self.pump.errors if self.pump is not None else 0)
 
     def attempts(self, rids: Sequence[str]) -> list[AttemptStory]:
-        """Return what the scheduler in this process knows of these requests."""
+        """Return the scheduler's records of these requests, if it is in this process."""
         return self.pump.attempts(rids) if self.pump is not None else []
 
     def timeline(self, rid: str) -> Timeline | None:
-        """The same without the reasons, which take longer to work out."""
+        """Return one record without the reasons, which take longer to compute."""
         return self.pump.timelines.get(rid) if self.pump is not None else None
 
     def snapshot(self) -> Any:
-        """The scheduler's state for people and metrics (a msgspec struct)."""
+        """The scheduler's state for display and metrics (a msgspec struct)."""
         return self.pump.snapshot() if self.pump is not None else None
 
     def close(self) -> None:
@@ -209,7 +210,7 @@ class Assigner:
 
 
 class Dispatcher(Assigner):
-    """The one whose scheduler is in this process, always."""
+    """An assigner whose scheduler is always in this process."""
 
     pump: SchedulerPump
 

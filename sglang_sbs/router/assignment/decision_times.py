@@ -1,5 +1,5 @@
-"""How long the scheduler takes for an event, always measured, as a Prometheus histogram. Counting
-costs well under a microsecond."""
+"""Histogram of the scheduler's time per event. It is always measured, because counting costs well
+under a microsecond."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _OTHER = "other"
 
 
 class Spread:
-    """Durations counted by :data:`BUCKETS_S`."""
+    """Histogram of durations with the bounds :data:`BUCKETS_S`."""
 
     __slots__ = ("counts", "longest_s", "total_s")
 
@@ -38,7 +38,7 @@ class Spread:
         self.longest_s = max(self.longest_s, seconds)
 
     def add_to(self, spread: HistogramMetricFamily, longest: GaugeMetricFamily, *of: str) -> None:
-        """``of``: the labels' values."""
+        """Add the counts to metric families, under the label values ``of``."""
         counted, buckets = 0, []
         for bound_s, count in zip((*BUCKETS_S, None), self.counts, strict=True):
             counted += count
@@ -52,11 +52,11 @@ class DecisionTimes:
         self._kinds = {kind: Spread() for kind in (*dict.fromkeys(_KINDS.values()), _OTHER)}
         self._of_type = {event: self._kinds[kind] for event, kind in _KINDS.items()}
 
-    def took(self, event: type, seconds: float) -> None:
+    def record(self, event: type, seconds: float) -> None:
         (self._of_type.get(event) or self._kinds[_OTHER]).add(seconds)
 
     def families(self) -> Iterator[Metric]:
-        about = "Time the scheduler took for an event: of a request, a report, its timer"
+        about = "Time the scheduler took for an event, by kind of event"
         spread = HistogramMetricFamily("sbs_decision_seconds", about, labels=["event"])
         longest = gauge("sbs_decision_longest_seconds", "The longest so far", None, "event")
         for kind, times in self._kinds.items():
@@ -65,7 +65,7 @@ class DecisionTimes:
 
 
 def lag_families(lag: Spread) -> Iterator[Metric]:
-    """How late the scheduler process was for what it had to do at a time: its backlog."""
+    """Metrics of the scheduler process's lateness for its timers, which shows its backlog."""
     about = "How late the scheduler process ran, ten times a second"
     spread = HistogramMetricFamily("sbs_scheduler_lag_seconds", about)
     longest = gauge("sbs_scheduler_lag_longest_seconds", "The longest so far")

@@ -1,6 +1,6 @@
-"""Tells each dispatched request which part of which gang it is. A gang is what leaves for one
-prefill instance at one moment; what leaves while it is on its way follows it: the engine starts
-both in the same pass (``engine.gang_hold``)."""
+"""Labels each dispatched request with its part of a batch. A batch is the requests dispatched to
+one prefill instance at one moment. Requests dispatched while it is on its way follow it: the engine
+starts both in the same pass (``engine.gang_hold``)."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ from sglang_sbs.scheduling.events import Command, Dispatch, InstanceId
 from sglang_sbs.wire.gangs import DRAWN_BITS, TAG_BITS, GangPart, is_sized
 
 _MOST_INSTANCES = 4096
-"""Whose newest gangs are remembered; those that left no trace for longest are forgotten."""
+"""Limit on instances whose latest batch is remembered; the least recently used are forgotten."""
 
 _Instance = tuple[InstanceId, int]
-"""What makes passes of its own: a worker, or a rank of one without a barrier."""
+"""Unit that runs its own passes: a worker, or a rank of one without a barrier."""
 
 
 @dataclass(slots=True)
 class _Gang:
     tag: int
     number: int
-    """Of the next request with that tag."""
+    """Number of the next request with that tag."""
     ranks: int
 
     def part(self, members: int) -> GangPart:
@@ -36,15 +36,16 @@ class _Gang:
 class GangParts:
     def __init__(self) -> None:
         self._tag = random.getrandbits(TAG_BITS)
-        """Of the next gang; other routers of the same engines begin elsewhere."""
+        """Tag of the last batch; other routers of the same engines start elsewhere."""
         self._newest: dict[_Instance, _Gang] = {}
-        """Those of more than one request, as nobody is held for one."""
+        """Latest batch of each unit, if it had several requests: engines do not wait for a batch of
+        one."""
 
-    def told(self, commands: Sequence[Command]) -> Sequence[Command]:
-        """The decisions of one moment, each dispatch with its part; where no request has an id that
-        asks for that, they stay as they are."""
+    def labelled(self, commands: Sequence[Command]) -> Sequence[Command]:
+        """Return the decisions of one moment, with a part added to each dispatch. They are returned
+        unchanged if no request has an id that asks for a part."""
         dispatched = [one for one in commands if isinstance(one, Dispatch)]
-        if not any(is_sized(one.rid) for one in dispatched):  # nobody will pass it on
+        if not any(is_sized(one.rid) for one in dispatched):  # no engine reads it
             for one in dispatched if self._newest else ():
                 self._newest.pop(_instance_of(one), None)
             return commands

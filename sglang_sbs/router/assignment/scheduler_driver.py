@@ -1,5 +1,5 @@
-"""Drives one :class:`Scheduler`: events in, its timer, its decisions out, its log. A defect in the
-policy is logged, counted and survived."""
+"""Drives one :class:`Scheduler`: its events, timer, decisions and log. An exception in the policy
+is logged, counted and survived."""
 
 from __future__ import annotations
 
@@ -31,14 +31,14 @@ from sglang_sbs.scheduling.explained.timelines import Timelines
 logger = logging.getLogger(__name__)
 
 _RETRY_S = 0.1
-"""After a failed event the scheduler is asked again then: its own wake-up may be lost."""
+"""Delay of another wake-up after a failed event, whose own may be lost."""
 _TRACEBACK_EVERY_S = 10.0
 _FLUSH_S = 1.0
-"""The log is at most so far behind."""
+"""Longest time between flushes of the event log."""
 
 
 class SchedulerLike(Protocol):
-    """What is needed of :class:`sglang_sbs.scheduling.Scheduler`."""
+    """The parts of :class:`sglang_sbs.scheduling.Scheduler` used here."""
 
     def handle(self, event: Event, now_s: float) -> list[Command]: ...
     def snapshot(self, now_s: float) -> Any: ...
@@ -47,25 +47,25 @@ class SchedulerLike(Protocol):
 Decision = Dispatch | Refuse
 
 Observer = Callable[[Event, Sequence[Command], float], None]
-"""Must neither raise nor block."""
+"""Observes events; must neither raise nor block."""
 
 
 @dataclass(eq=False)
 class SchedulerPump:
-    """Must be used from one event loop only."""
+    """Passes events to a scheduler and delivers its decisions. Use only from one event loop."""
 
     scheduler: SchedulerLike
     decided: Callable[[Decision], None]
     failed: Callable[[str], None]
-    """Gets the rid of a request on whose arrival the scheduler failed."""
+    """Called with the rid of a request on whose arrival the scheduler failed."""
     counts: Callable[[Decision], None] | None = None
     event_log: EventLogWriter | None = None
     observer: Observer | None = None
-    """Told of every event and what was answered, while somebody looks."""
+    """Called with every event and its commands while the dashboard is open."""
     trial: Observer | None = None
-    """Told the same, while a trial runs."""
+    """Called like ``observer`` while a trial runs."""
     errors: int = 0
-    """Events the scheduler failed on."""
+    """Number of events on which the scheduler failed."""
     times: DecisionTimes = field(default_factory=DecisionTimes)
     timelines: Timelines = field(default_factory=Timelines)
     _gangs: GangParts = field(default_factory=GangParts)
@@ -77,8 +77,8 @@ class SchedulerPump:
     _flushing: asyncio.TimerHandle | None = None
 
     def submit(self, event: Event) -> None:
-        """Hand an event to the scheduler and carry out what it answers. Safe to call from within
-        itself: events that arise meanwhile are handled in order after it."""
+        """Pass an event to the scheduler and execute its commands. Reentrant: events caused
+        meanwhile are handled afterwards, in order."""
         self._inbox.append(event)
         if self._handling or self._closed:
             return
@@ -94,10 +94,10 @@ class SchedulerPump:
         try:
             commands = self.scheduler.handle(event, now_s)
         except Exception:
-            # A defect in the policy must not hang the request nor silence the signal sources.
+            # An error in the policy must not hang the request or stop reports from engines.
             self._scheduler_failed(event, now_s)
             return
-        self.times.took(type(event), time.monotonic() - now_s)
+        self.times.record(type(event), time.monotonic() - now_s)
         if self.event_log is not None:
             self._write(lambda log: log.write(now_s, event, commands))
             if self._flushing is None:
@@ -108,7 +108,7 @@ class SchedulerPump:
             self.observer(event, commands, now_s)
         if self.trial is not None:
             self.trial(event, commands, now_s)
-        for command in self._gangs.told(commands):
+        for command in self._gangs.labelled(commands):
             if isinstance(command, WakeAt):
                 self._wake_at(command.time_s, now_s)
                 continue
@@ -127,14 +127,14 @@ class SchedulerPump:
             self._wake_at(now_s + _RETRY_S, now_s)
 
     def _write(self, step: Callable[[EventLogWriter], None]) -> None:
-        """A full disk must not stop the router."""
+        """Write to the event log; errors such as a full disk end the log, not the router."""
         log = self.event_log
         if log is None:
             return
         try:
             step(log)
         except OSError as error:
-            logger.error("the event log ends here: %s", error)
+            logger.error("the event log is closed: %s", error)
             self.event_log = None
             with contextlib.suppress(OSError):
                 log.close()
@@ -142,7 +142,8 @@ class SchedulerPump:
     def _wake_at(self, time_s: float, now_s: float) -> None:
         if self._timer is not None:
             self._timer.cancel()
-        # uvloop's timers tick in milliseconds: round up, or an early one fires again and again.
+        # uvloop's timers have millisecond resolution: round up, because an early one would fire
+        # repeatedly.
         delay_s = math.ceil(max(0.0, time_s - now_s) * 1000) / 1000
         self._timer = asyncio.get_running_loop().call_later(delay_s, self._timer_fired)
 
@@ -151,7 +152,7 @@ class SchedulerPump:
         self.submit(TimerFired())
 
     def attempts(self, rids: Sequence[str]) -> list[AttemptStory]:
-        """What is known of these; those that are forgotten are left out."""
+        """Return the records of these requests; forgotten ones are omitted."""
         now_s = time.monotonic()
         why = getattr(self.scheduler, "why", lambda _rid, _now_s: None)
         known = [self.timelines.get(rid) for rid in rids]
@@ -165,7 +166,7 @@ class SchedulerPump:
         self._write(EventLogWriter.flush)
 
     def close(self) -> None:
-        """Stop the timer and close the log; events after this are dropped."""
+        """Stop the timer and close the log; later events are dropped."""
         self._closed = True
         for timer in (self._timer, self._flushing):
             if timer is not None:

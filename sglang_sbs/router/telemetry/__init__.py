@@ -1,1 +1,1 @@
-"""What the router says of itself: metrics, log, traces."""
+"""The router's metrics, logs and traces."""

@@ -1,5 +1,5 @@
-"""The log: where lines go, and what they look like. A line written while a request is served
-carries its id; JSON lines (``--log-json``) have the fields sglang_router's have."""
+"""Sets up logging. Lines written while a request is served carry its id, and JSON lines
+(``--log-json``) have sglang_router's fields."""
 
 from __future__ import annotations
 
@@ -13,18 +13,19 @@ from pathlib import Path
 from typing import Any
 
 current_request_id: contextvars.ContextVar[str] = contextvars.ContextVar("request_id", default="")
-"""Of the request this task serves: one task, so one context, per request."""
+"""Id of the request that this task serves; each request has its own task and context."""
 
 access_logger = logging.getLogger("sglang_sbs.access")
 
 LEVELS = {"debug": logging.DEBUG, "info": logging.INFO, "warn": logging.WARNING}
 _QUIET_PATHS = frozenset({"/health", "/liveness", "/readiness", "/metrics"})
-"""Asked all the time: their success is no news."""
+"""Paths polled constantly, whose successes are logged at debug level."""
 _FIELDS = "fields"
 
 
 class PlainFormatter(logging.Formatter):
-    """One line per record, whatever engines and clients put into it; a traceback is indented."""
+    """Writes one line per record, whatever engines and clients put into it; tracebacks are
+    indented."""
 
     def formatMessage(self, record: logging.LogRecord) -> str:
         identifier = current_request_id.get()
@@ -36,7 +37,8 @@ class PlainFormatter(logging.Formatter):
 
 
 class JsonFormatter(logging.Formatter):
-    """One JSON object per line: ``timestamp``, ``level``, ``target``, ``message``, then more."""
+    """Writes one JSON object per line: ``timestamp``, ``level``, ``target``, ``message`` and
+    others."""
 
     def __init__(self, process: str = "") -> None:
         super().__init__()
@@ -62,8 +64,8 @@ class JsonFormatter(logging.Formatter):
 def set_up_logging(
     level: str, log_dir: Path | None = None, *, as_json: bool = False, process: str = ""
 ) -> None:
-    """Log to standard error and, with ``log_dir``, also to a file there. ``process``: who speaks,
-    where several processes write to one log. Raises: OSError, no file can be written there."""
+    """Log to standard error and, with ``log_dir``, also to a file there. ``process`` names this
+    process if several write to one log. Raises: OSError, the file cannot be written."""
     handlers: list[logging.Handler] = [logging.StreamHandler()]
     if log_dir is not None:
         log_dir.mkdir(parents=True, exist_ok=True)
@@ -76,7 +78,7 @@ def set_up_logging(
 
 
 def is_logged(path: str, status: int) -> bool:
-    """Whether :func:`log_answer` writes a line at the level of the log."""
+    """Return whether :func:`log_answer` would write a line at the current level."""
     return access_logger.isEnabledFor(_level_of(path, status))
 
 
@@ -96,8 +98,8 @@ def log_answer(
     more: str = "",
     parts: Mapping[str, float] | None = None,
 ) -> None:
-    """The line of an answered request: a warning for a client's error, an error for ours.
-    ``more``: what else is known of it; ``parts``: where the time to its first token went."""
+    """Log an answered request: a warning for a client's error, an error for ours. ``more`` is
+    appended; ``parts`` splits the time to its first token."""
     level = _level_of(path, status)
     if not access_logger.isEnabledFor(level):
         return
@@ -117,17 +119,18 @@ def log_answer(
 
 
 class RefusalLog:
-    """Thins out the lines of refusals (429 and 503), as an outage or overload makes thousands. The
-    first of each kind has its own line; then one line counts the further ones every few seconds."""
+    """Thins out log lines of refusals (429 and 503), of which an outage or overload makes
+    thousands. The first of each kind is logged; then one line every few seconds counts the
+    others."""
 
     def __init__(self, every_s: float = 5.0) -> None:
-        """Must be used from one event loop only."""
+        """Create the log; use it only from one event loop."""
         self._every_s = every_s
         self._more: dict[tuple[int, str], int] = {}
         """Refusals without a line, by status and error code."""
 
     def is_news(self, status: int, error_code: str) -> bool:
-        """Whether an answer gets a line of its own. One that does not is counted."""
+        """Return whether a response gets its own line; otherwise count it."""
         kind = status, error_code
         if status not in (429, 503):
             return True
@@ -139,11 +142,11 @@ class RefusalLog:
 
     def _begin(self, kind: tuple[int, str]) -> None:
         self._more[kind] = 0
-        # In no request's context: the line is about many.
-        later, nobody = asyncio.get_running_loop().call_later, contextvars.Context()
-        later(self._every_s, self._tell, kind, context=nobody)
+        # Use an empty context, because the line is about many requests.
+        later, empty = asyncio.get_running_loop().call_later, contextvars.Context()
+        later(self._every_s, self._report, kind, context=empty)
 
-    def _tell(self, kind: tuple[int, str]) -> None:
+    def _report(self, kind: tuple[int, str]) -> None:
         if self._write(kind, self._more.pop(kind, 0)):
             self._begin(kind)
 
@@ -157,20 +160,20 @@ class RefusalLog:
         return bool(count)
 
     def close(self) -> None:
-        """Write what is counted now."""
+        """Write the pending counts."""
         while self._more:
             self._write(*self._more.popitem())
 
 
 def _printable(text: str) -> str:
-    """Without control characters, not longer than a line should be."""
+    """Replace control characters, and truncate to a line's length."""
     if len(text) <= 256 and text.isprintable():
         return text
     return "".join(c if c.isprintable() else "?" for c in text[:256])
 
 
 def _escaped(text: str) -> str:
-    """Without control characters: they are written as Python would."""
+    """Escape control characters as Python does."""
     if text.isprintable():
         return text
     return "".join(c if c.isprintable() else repr(c)[1:-1] for c in text)

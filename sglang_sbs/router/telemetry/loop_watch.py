@@ -1,9 +1,8 @@
-"""Tells when the event loop stood still, how long, and where.
+"""Reports when the event loop was blocked, for how long, and where.
 
-While it stands, requests wait, streams pause and EndForward is not read. A timer on the loop
-measures how long it stood. A thread logs the loop's stack meanwhile, which is what to mend; it
-cannot run while C code holds the interpreter, then only the length is known.
-"""
+While it is blocked, requests wait, streams pause and EndForward is not read. A timer on the loop
+measures the time. A thread logs the loop's stack meanwhile, which shows the cause. The thread
+cannot run while C code holds the interpreter lock; then only the time is known."""
 
 from __future__ import annotations
 
@@ -23,32 +22,33 @@ from prometheus_client.core import Metric
 from sglang_sbs.router.metric_families import total
 
 STILL_S = 0.25
-"""The loop is said to stand still from here on."""
+"""Shortest time that counts as blocked."""
 BEAT_S = 0.05
 QUIET_S = 10.0
-"""Between two stacks, and two lengths, in the log: a host that is too slow makes many."""
+"""Shortest interval between logged stacks and between logged times, because a slow host causes
+many."""
 _FRAMES = 12
 _BUSY = 0.5
-"""A process with less than this share of the time as CPU time waited, for a processor or a disk."""
+"""A process with less CPU time than this share was waiting for a processor or a disk."""
 
 logger = logging.getLogger(__name__)
 
 
 class LoopWatch:
-    """Watches the event loop that :meth:`run` is a task of."""
+    """Watches the event loop in which :meth:`run` is a task."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self.stalls = 0
         self.stalled_s = 0.0
         self._clock = clock
         self._beat_s = 0.0
-        self._logged_s = self._told_s = -math.inf
-        """When a stack was logged last, and a length."""
+        self._logged_s = self._reported_s = -math.inf
+        """Times of the last logged stack and of the last logged length."""
         self._collected_s = self._collecting_since_s = 0.0
-        """Time in garbage collection since the last beat."""
+        """Seconds of garbage collection since the last beat."""
 
     async def run(self) -> None:
-        """Until it is cancelled."""
+        """Watch until cancelled."""
         self._beat_s, self._thread_id = self._clock(), threading.get_ident()
         ended = threading.Event()
         gc.callbacks.append(self._on_collection)
@@ -63,9 +63,9 @@ class LoopWatch:
             gc.callbacks.remove(self._on_collection)
 
     def families(self) -> Iterator[Metric]:
-        about = f"Times the event loop stood still for {STILL_S} s or longer"
+        about = f"Times the event loop was blocked for {STILL_S} s or longer"
         yield total("sbs_loop_stalls", about, self.stalls)
-        yield total("sbs_loop_stalled_seconds", "Time it stood still in these", self.stalled_s)
+        yield total("sbs_loop_stalled_seconds", "Time it was blocked in these", self.stalled_s)
 
     def _beat(self, cpu_s: float) -> None:
         now_s = self._clock()
@@ -73,11 +73,11 @@ class LoopWatch:
         if still_s >= STILL_S:
             self.stalls += 1
             self.stalled_s += still_s
-            if now_s - self._told_s >= QUIET_S:
-                self._told_s = now_s
+            if now_s - self._reported_s >= QUIET_S:
+                self._reported_s = now_s
                 cause = _cause(still_s, cpu_s, self._collected_s)
-                told = "the event loop stood still for %.2f s (%d times so far): %s"
-                logger.warning(told, still_s, self.stalls, cause)
+                text = "the event loop was blocked for %.2f s (%d times so far): %s"
+                logger.warning(text, still_s, self.stalls, cause)
         self._beat_s, self._collected_s = now_s, 0.0
 
     def _watch(self, ended: threading.Event) -> None:
@@ -89,9 +89,9 @@ class LoopWatch:
                 continue
             told_s, self._logged_s = beat_s, now_s
             frame = sys._current_frames().get(self._thread_id)
-            # Files and lines, never values: those may be a client's.
+            # Log files and lines only: values may be a client's.
             stack = "".join(traceback.format_stack(frame)[-_FRAMES:])
-            logger.warning("the event loop has stood still for %.2f s, in:\n%s", still_s, stack)
+            logger.warning("the event loop has been blocked for %.2f s, in:\n%s", still_s, stack)
 
     def _on_collection(self, phase: str, _info: dict[str, Any]) -> None:
         if threading.get_ident() != self._thread_id:
@@ -103,7 +103,7 @@ class LoopWatch:
 
 
 def _cause(still_s: float, cpu_s: float, collected_s: float) -> str:
-    """In words, from the process's CPU time and its time in garbage collection meanwhile."""
+    """Describe the cause from the process's CPU time and garbage collection in that time."""
     if collected_s > _BUSY * still_s:
         return f"garbage collection took {collected_s:.2f} s of it"
     if cpu_s < _BUSY * still_s:

@@ -1,5 +1,5 @@
-"""Prometheus metrics: ``smg_*`` where sglang_router's dashboards expect them, ``sbs_*`` for ours.
-State that lives elsewhere is read when scraped, so it costs nothing per event."""
+"""Prometheus metrics: ``smg_*`` as sglang_router's dashboards expect them, and our own ``sbs_*``.
+State kept elsewhere is read at scrapes, so it costs nothing per event."""
 
 from __future__ import annotations
 
@@ -38,20 +38,20 @@ _PART_BUCKETS = (
     *(1.0, 2.0, 5.0, 10.0, 30.0),
 )
 _AGE_BOUNDS_S = (30, 60, 180, 300, 600, 1200, 3600, 7200, 14400, 28800, 86400)
-"""As sglang_router counts the ages of requests in flight."""
+"""Age buckets of requests in flight, as in sglang_router."""
 _GANG_BUCKETS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
 _HIT_ERROR_BUCKETS = (
     *(-16384.0, -4096.0, -1024.0, -256.0, -64.0, -1.0),
     *(0.0, 64.0, 256.0, 1024.0, 4096.0, 16384.0),
 )
 _MOST_TOKENS = 10_000_000
-"""Output tokens of one request that an engine is believed."""
+"""Largest plausible number of output tokens of one request."""
 _SHARE_BUCKETS = tuple(step / 10 for step in range(1, 11))
 
 
 _STOCK = {"router_type": "http", "backend_type": "pd", "connection_mode": "http"}
 _STOCK_LABELS = " ".join(_STOCK)
-"""Labels sglang_router puts on its router metrics, with its values for PD over HTTP."""
+"""Labels of sglang_router's metrics, with its values for PD over HTTP."""
 
 _Buckets = tuple[float, ...]
 _K = TypeVar("_K")
@@ -61,8 +61,8 @@ _M = TypeVar("_M", bound=MetricWrapperBase)
 def _declared(
     kind: type[_K], name: str, text: str, labels: str = "", buckets: _Buckets | None = None
 ) -> _K:
-    """Of which every :class:`RouterMetrics` makes one of its own; typed as that. Labels have spaces
-    between; a histogram without ``buckets`` has those of durations."""
+    """Declare a metric, of which every :class:`RouterMetrics` creates its own. ``labels`` are
+    separated by spaces; a histogram without ``buckets`` gets those for durations."""
     more = {"buckets": buckets} if buckets else {}
     return cast(_K, partial(cast(Any, kind), name, text, labels.split(), **more))
 
@@ -81,9 +81,9 @@ class RouterMetrics:
     http_responses = _counter("smg_http_responses_total",
         "Responses by status and error code", "status_code error_code")
     http_seconds = _histogram("smg_http_request_duration_seconds",
-        "Until the response is complete", "method path")
+        "Time until the response is complete", "method path")
     http_active = _gauge("smg_http_connections_active", "Requests being served")
-    malformed = _counter("sbs_http_malformed_total", "Requests that were no HTTP")
+    malformed = _counter("sbs_http_malformed_total", "Requests that were not valid HTTP")
     _rate_limit = _counter("smg_http_rate_limit_total",
         "Decisions of --max-concurrent-requests", "result")
 
@@ -91,13 +91,13 @@ class RouterMetrics:
     _requests = _counter("smg_router_requests_total",
         "Inference requests", f"{_STOCK_LABELS} model endpoint streaming")
     _request_seconds = _histogram("smg_router_request_duration_seconds",
-        "Inference requests, to the end", f"{_STOCK_LABELS} model endpoint")
+        "Duration of inference requests", f"{_STOCK_LABELS} model endpoint")
     _request_errors = _counter("smg_router_request_errors_total",
         "Failed inference requests", f"{_STOCK_LABELS} model endpoint error_type")
     ttft_seconds = _histogram("smg_pd_ttft_seconds",
-        "Announcement to decode's first byte, per attempt")
+        "Time from announcement to decode's first byte, per attempt")
     prefill_seconds = _histogram("smg_pd_prefill_duration_seconds",
-        "Announcement to prefill's reply, per attempt")
+        "Time from announcement to prefill's response, per attempt")
     leg_failures = _counter("smg_worker_errors_total",
         "Failed legs", "worker_type connection_mode worker error_type")
     _retries = _counter("smg_worker_retries_total",
@@ -105,31 +105,31 @@ class RouterMetrics:
     _retries_exhausted = _counter("smg_worker_retries_exhausted_total",
         "Requests that failed on their last attempt", "worker_type endpoint")
     _backoff_seconds = _summary("smg_worker_retry_backoff_seconds",
-        "Waited before an attempt was repeated", "attempt")
+        "Pause before an attempt was repeated", "attempt")
     hold_seconds = _histogram("sbs_hold_seconds",
-        "From arrival at the scheduler to dispatch", buckets=_HOLD_BUCKETS)
+        "Time from arrival at the scheduler to dispatch", buckets=_HOLD_BUCKETS)
     class_ttft_seconds = _histogram("sbs_class_ttft_seconds",
-        "Announcement to decode's first byte, per attempt, by class of priority", "class")
+        "Time to decode's first byte, per attempt, by class of priority", "class")
     _class_hold_seconds = _histogram("sbs_class_hold_seconds",
-        "From arrival at the scheduler to dispatch, by class of priority", "class", _HOLD_BUCKETS)
+        "Time from arrival to dispatch, by class of priority", "class", _HOLD_BUCKETS)
     _part_seconds = _histogram("sbs_ttft_part_seconds",
-        "Where the time to the first byte went, per attempt that had one", "part", _PART_BUCKETS)
+        "Parts of the time to the first byte, per attempt that had one", "part", _PART_BUCKETS)
     slo = _counter("sbs_slo_total", "First bytes of requests with x-sgl-ttft-slo-ms", "result")
 
-    # What the scheduler decided, and what became of it
+    # Decisions of the scheduler and their results
     gang_size = _histogram("sbs_gang_size",
-        "Requests dispatched to one prefill instance together", buckets=_GANG_BUCKETS)
+        "Requests dispatched together to one prefill instance", buckets=_GANG_BUCKETS)
     dispatches = _counter("sbs_dispatches_total", "Dispatched legs", "worker_type worker dp_rank")
     refusals = _counter("sbs_refusals_total",
-        "Refused by the scheduler, or at the front door", "cause")
+        "Requests refused by the scheduler or the admission limit", "cause")
     limited = _counter("sbs_refusals_by_role_total",
-        "Refused for overload, by the role whose capacity was missing", "role")
+        "Requests refused for overload, by the role without capacity", "role")
     attempts = _counter("sbs_attempts_total", "Ended attempts", "outcome")
     aborts = _counter("sbs_aborts_total", "POST /abort_request sent to engines")
     broken_streams = _counter("sbs_broken_streams_total",
         "Streams that ended in an error event", "code")
 
-    # What engines report: passes, lengths of prompts, caches
+    # Reports from engines: passes, prompt lengths, caches
     chunk_utilisation = _histogram("sbs_chunk_utilisation",
         "Extend tokens of a pass over C_chunk, per rank", buckets=_SHARE_BUCKETS)
     active_ranks = _histogram("sbs_active_ranks_share",
@@ -148,13 +148,13 @@ class RouterMetrics:
     prompt_tokens = _counter("sbs_prefix_prompt_tokens_total",
         "Prompt tokens of requests that prefill answered")
     completion_tokens = _counter("sbs_completion_tokens_total",
-        "Output tokens of attempts at requests that are over, as decode said")
+        "Output tokens of ended attempts, as reported by decode")
     predicted_tokens = _counter("sbs_prefix_predicted_tokens_total",
-        "Of those, expected to be cached: L_hit at dispatch")
+        "Prompt tokens expected to be cached: L_hit at dispatch")
     reported_tokens = _counter("sbs_prefix_reported_tokens_total",
-        "Of those, found in the cache as the engine says")
+        "Prompt tokens found in the cache, as reported by prefill")
     hit_error = _histogram("sbs_prefix_hit_error_tokens",
-        "Cached tokens as reported minus as predicted, per request; below 0 is a stale hit",
+        "Reported minus predicted cached tokens, per request; below 0 is a stale hit",
         buckets=_HIT_ERROR_BUCKETS)
     # fmt: on
 
@@ -164,11 +164,11 @@ class RouterMetrics:
         policy: str = "sbs",
         knows: Callable[[str], bool] = lambda worker_url: True,
     ) -> None:
-        """``knows``: whether there is a worker of that URL. No other has series of its own: with
-        service discovery every pod has a URL, and what stayed of each would be exported for ever.
-        """
+        """Create all metrics. ``knows`` returns whether a worker with that URL exists; others get
+        no series, because with service discovery every pod has a URL and its series would be
+        exported forever."""
         self.policy = policy
-        """In force."""
+        """Policy in force."""
         self._knows = knows
         self.registry = CollectorRegistry()
         durations = {"buckets": duration_buckets or _DURATION_BUCKETS}
@@ -180,8 +180,8 @@ class RouterMetrics:
         self.collect_with(self._age_families)
         self._gang = (-1, 0)
         self._of_workers: dict[str, dict[tuple[Any, ...], Any]] = {}
-        """By URL."""
-        # Looking a label set up costs more than counting: keep those of the hot paths.
+        """Series by worker URL."""
+        # Looking up labels costs more than counting, so those of hot paths are kept.
         self._http = cache(self._http_series)
         self._responses = cache(self.http_responses.labels)
         self._served = cache(self._served_series)
@@ -190,7 +190,7 @@ class RouterMetrics:
         self._class_ttft = cache(self.class_ttft_seconds.labels)
         self._class_hold = cache(self._class_hold_seconds.labels)
         self._dispatched: Multiset[str] = Multiset()
-        """By policy."""
+        """Dispatches by policy."""
 
     def render(self) -> bytes:
         return generate_latest(self.registry)
@@ -199,13 +199,13 @@ class RouterMetrics:
         self.registry.register(Made(collect))
 
     def forget(self, worker_url: str) -> None:
-        """Remove the series of a worker. One that is added again begins at 0."""
+        """Remove the series of a worker; if it is added again they begin at 0."""
         for metric, labels in self._of_workers.pop(worker_url, {}):
             metric.remove(*labels)
 
     def _of_worker(self, metric: _M, worker_url: str, *labels: str | int) -> _M | None:
-        """The series of ``metric`` with ``labels`` (all of them, in its order), which is kept:
-        looking it up there costs more than counting. ``None``: the worker is not known."""
+        """Return the series of ``metric`` with ``labels`` (all of them, in its order), cached
+        because a lookup costs more than counting. ``None`` if the worker is unknown."""
         own = self._of_workers.get(worker_url)
         if own is None:
             if not self._knows(worker_url):
@@ -241,7 +241,7 @@ class RouterMetrics:
             self._gang = (command.batch, 1)
 
     def selections(self, model: str) -> CounterMetricFamily:
-        """Worker choices, under sglang_router's name: both roles are chosen at once here."""
+        """Worker choices, under sglang_router's name; both roles are chosen at once here."""
         labels = ("worker_type", "connection_mode", "model", "policy")
         chosen = {
             (role, "http", model, policy): count
@@ -253,7 +253,7 @@ class RouterMetrics:
     # The HTTP surface -------------------------------------------------------------------------
 
     def http_started(self, method: str, path: str, now_s: float) -> Histogram:
-        """Count a request; returns where its duration goes."""
+        """Count a request; return the histogram for its duration."""
         self._began_s[now_s] += 1
         requests, seconds = self._http(method, path)
         requests.inc()
@@ -264,7 +264,7 @@ class RouterMetrics:
         return self.http_requests.labels(method, path), self.http_seconds.labels(method, path)
 
     def http_ended(self, status: int, error_code: str, began_s: float) -> None:
-        """``began_s``: what :meth:`http_started` was told as now."""
+        """Count a response; ``began_s`` is the ``now_s`` given to :meth:`http_started`."""
         self._began_s[began_s] -= 1
         if self._began_s[began_s] <= 0:
             del self._began_s[began_s]
@@ -288,7 +288,7 @@ class RouterMetrics:
 
     # Inference --------------------------------------------------------------------------------
 
-    # ``endpoint``: a RouteKind, which is what sglang_router's label of that name says.
+    # ``endpoint`` is a RouteKind, as in sglang_router's label of that name.
 
     def served(self, endpoint: str, model: str, streaming: bool, seconds: float) -> None:
         requests, durations = self._served(endpoint, model, streaming)
@@ -328,15 +328,14 @@ class RouterMetrics:
         self._class_hold(priority).observe(seconds)
 
     def first_byte(self, priority: PriorityClass, seconds: float, slo_s: float | None) -> None:
-        """Decode's first byte came; ``slo_s``: what the client wanted."""
+        """Count decode's first byte; ``slo_s`` is the client's TTFT target."""
         self.ttft_seconds.observe(seconds)
         self._class_ttft(priority).observe(seconds)
         if slo_s is not None:
             self.slo.labels("met" if seconds <= slo_s else "missed").inc()
 
     def request_over(self, timeline: Timeline) -> dict[str, float] | None:
-        """Count where the time of an attempt went that is over, if it had a first byte; returns the
-        parts."""
+        """Count the parts of an ended attempt's TTFT, if it had a first byte, and return them."""
         self.completion_tokens.inc(min(max(0, timeline.completion_tokens or 0), _MOST_TOKENS))
         if timeline.client is None or timeline.client.first_byte_s is None:
             return None
@@ -346,14 +345,14 @@ class RouterMetrics:
         return parts
 
     def prefix_found(self, prompt_tokens: int, predicted_tokens: int, reported_tokens: int) -> None:
-        """Prefill said how much of a prompt it had cached."""
+        """Count the cached tokens that prefill reported for a prompt."""
         self.prompt_tokens.inc(max(0, prompt_tokens))
         self.predicted_tokens.inc(max(0, predicted_tokens))
         self.reported_tokens.inc(max(0, reported_tokens))
         self.hit_error.observe(reported_tokens - predicted_tokens)
 
     def forward_ended(self, worker_url: str, chunk_tokens: int, report: EndForward) -> None:
-        """One pass of one prefill rank."""
+        """Count one pass of one prefill rank."""
         if report.kind != "forward" or report.role != "prefill":
             return
         if report.extend_tokens > 0 and chunk_tokens > 0:
@@ -372,7 +371,7 @@ class RouterMetrics:
 
 
 def build_info(version: str, policy: str, trigger: str) -> Metric:
-    """What the router runs, so that the two sides of an A/B can be told apart."""
+    """Identify the running version and policy, to tell the sides of an A/B test apart."""
     of = (version, policy, trigger if policy == "sbs" else "immediate")
     about = "1; version of sglang-sbs, and the policy in force"
     return gauge("sbs_build_info", about, {of: 1}, "version", "policy", "trigger")
@@ -383,14 +382,14 @@ _OF_QUEUE = (
     ("sbs_queue_requests", "Requests waiting in the scheduler", "queue_requests"),
     ("sbs_queue_tokens", "Their prompt tokens", "queue_tokens"),
     ("sbs_in_flight_requests", "Dispatched and not ended", "in_flight_requests"),
-    ("sbs_oldest_wait_seconds", "Of the request that waits longest", "oldest_wait_s"),
+    ("sbs_oldest_wait_seconds", "Age of the longest waiting request", "oldest_wait_s"),
     ("sbs_interval_seconds", "I_opt, the dispatch interval", "interval_s"),
     ("sbs_mean_forward_seconds", "Mean T_fwd, outliers left out", "mean_forward_s"),
     ("sbs_latency_seconds", "L_net, dispatch to runnable", "latency_s"),
     ("sbs_throttled", "1 while flow control refuses", "throttled"),
-    ("sbs_holding", "0 while requests leave at once, as batches do not arrive whole", "holding"),
+    ("sbs_holding", "0 while batches arrive split, so requests leave at once", "holding"),
     ("sbs_prefix_index_blocks", "KV blocks in the prefix index", "prefix_blocks"),
-    ("sbs_lead_seconds", "How far ahead of a pass's end is dispatched", "lead_s"),
+    ("sbs_lead_seconds", "How long before a pass's end batches are dispatched", "lead_s"),
     ("sbs_queue_tenants", "Tenants with requests waiting, if several", "queue_tenants"),
 )
 _OF_INSTANCES = (
@@ -405,8 +404,8 @@ _OF_INSTANCES = (
 
 
 def snapshot_families(snapshot: Any, workers: Registry) -> Iterator[Metric]:
-    """The scheduler's :class:`~sglang_sbs.scheduling.Snapshot` as gauges, without instances that
-    are no ``workers`` any more: it knows them for a while yet."""
+    """The scheduler's :class:`~sglang_sbs.scheduling.Snapshot` as gauges. Instances that are not in
+    ``workers`` are skipped: the scheduler keeps them for a while."""
     for name, text, field in _OF_QUEUE:
         value = getattr(snapshot, field)
         if value is not None:
@@ -432,9 +431,9 @@ def _rank_families(prefill: Sequence[Any], decode: Sequence[Any]) -> Iterator[Me
         (prefill, "sbs_rank_c_avail_tokens", "C_avail", "c_avail"),
         (prefill, "sbs_rank_flight_tokens", "U_flight", "flight_tokens"),
         (prefill, "sbs_rank_queued_tokens", "R_queued", "queued_tokens"),
-        ([*prefill, *decode], "sbs_endforward_age_seconds", "Since its last message", "age_s"),
-        (decode, "sbs_rank_running_requests", "B, own dispatches counted", "running"),
-        (decode, "sbs_rank_kv_tokens", "K, own dispatches counted", "kv_tokens"),
+        ([*prefill, *decode], "sbs_endforward_age_seconds", "Time since its last message", "age_s"),
+        (decode, "sbs_rank_running_requests", "B, own dispatches included", "running"),
+        (decode, "sbs_rank_kv_tokens", "K, own dispatches included", "kv_tokens"),
     ):
         values = {
             (one.instance, str(number)): value

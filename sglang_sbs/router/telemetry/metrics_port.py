@@ -1,8 +1,7 @@
-"""The metrics port: ``GET /metrics`` and what else is asked of a process that serves no clients,
-open to whoever reaches it.
+"""The metrics port: ``GET /metrics`` and other pages of a process without clients, without a key.
 
-It shares descriptors with the serving port, so it takes few connections, and none that say nothing.
-"""
+It shares descriptors with the serving port, so it accepts few connections, and closes silent
+ones."""
 
 from __future__ import annotations
 
@@ -27,9 +26,9 @@ logger = logging.getLogger(__name__)
 
 _AGAIN_S = 0.5
 _LAST_ANSWERS_S = 1.0
-"""For answers under way when it closes."""
+"""Time for unfinished responses when the port closes."""
 MAX_CONNECTIONS = 64
-"""Of scrapers; when all are taken the longest silent one has to go, else the new one."""
+"""Limit on connections; above it the longest silent one is closed, else the new one."""
 
 Page = Callable[[web.Request], Awaitable[web.Response]]
 
@@ -40,15 +39,15 @@ def page_of(metrics: bytes) -> web.Response:
 
 
 class MetricsPort:
-    """``open`` once or until it succeeds, then ``close``."""
+    """Serves pages: ``open`` it, or ``open_when_free``, and ``close`` it."""
 
     def __init__(
         self, host: str, port: int, pages: Mapping[str, Page], malformed: Callable[[], None]
     ) -> None:
-        """``malformed`` is told of requests that are no HTTP."""
+        """Create the port; ``malformed`` is called for requests that are not valid HTTP."""
         self._host = host
         self.port = port
-        """0: any; which, once it is open."""
+        """0 selects a free port; the actual one once it is open."""
         self._doorman = Doorman()
         app = web.Application(middlewares=[self._doorman.between_requests])
         app.add_routes([web.get(path, page) for path, page in pages.items()])
@@ -63,7 +62,7 @@ class MetricsPort:
         self._listening: asyncio.Server | None = None
 
     async def open(self) -> None:
-        """Raises: OSError, the port is taken."""
+        """Open the port. Raises: OSError, it is in use."""
         if self._runner.server is None:
             await self._runner.setup()
             assert self._runner.server is not None
@@ -75,8 +74,8 @@ class MetricsPort:
         self.port = int(listening.sockets[0].getsockname()[1])
 
     async def open_when_free(self) -> None:
-        """As :meth:`open`, however long that takes; without a page of metrics if it cannot be."""
-        told = "no metrics at :%d until it is free (--prometheus-port)"
+        """Open the port as soon as it is free; log an error if it can never be opened."""
+        warning = "no metrics at :%d until it is free (--prometheus-port)"
         while self._listening is None:
             try:
                 await self.open()
@@ -85,13 +84,13 @@ class MetricsPort:
                 if error.errno != errno.EADDRINUSE:
                     logger.error("no metrics port: %s", error)
                     return
-                if told:
-                    logger.warning(told, self.port)
-                told = ""
+                if warning:
+                    logger.warning(warning, self.port)
+                warning = ""
                 await asyncio.sleep(_AGAIN_S)
 
     async def close(self) -> None:
-        """Also while it was never open."""
+        """Close the port, even if it was never open."""
         if self._listening is not None:
             self._listening.close()
         await self._runner.cleanup()

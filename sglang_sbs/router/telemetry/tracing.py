@@ -1,7 +1,7 @@
 """OpenTelemetry spans of a request: hold, dispatch, prefill, first byte, end (``--enable-trace``).
 
-``None`` everywhere without the packages of the extra ``trace``. Spans are made when an attempt is
-over, so that nothing of it lies on the way of a request."""
+Without the packages of the extra ``trace`` all of this is ``None``. Spans are created when an
+attempt is over, so that they do not delay the request."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ _PROPAGATED = ("traceparent", "tracestate")
 
 @dataclass(slots=True)
 class AttemptTrace:
-    """When what happened to one attempt, in nanoseconds since the epoch; 0: it did not."""
+    """Times of one attempt's stages, in nanoseconds since the epoch; 0: not reached."""
 
     parent: Context | None = None
-    """``None``: nobody wants spans."""
+    """Parent of its spans; ``None`` without tracing."""
     announced_ns: int = field(default_factory=time.time_ns)
     dispatched_ns: int = 0
     sent_ns: int = 0
@@ -40,7 +40,7 @@ class AttemptTrace:
 
 class Traces:
     def __init__(self, processor: SpanProcessor) -> None:
-        """Raises: ImportError, the packages are not installed."""
+        """Create spans with ``processor``. Raises: ImportError, the packages are not installed."""
         from opentelemetry import context, trace
         from opentelemetry.sdk.resources import Resource
         from opentelemetry.sdk.trace import TracerProvider
@@ -57,8 +57,8 @@ class Traces:
     def request(
         self, path: str, headers: Sequence[tuple[str, str]], request_id: str
     ) -> Iterator[tuple[Span, list[tuple[str, str]]]]:
-        """The span of a client request, a child of the client's own; also the headers to forward:
-        engines' spans become children of this one."""
+        """Open the span of a client request, a child of the client's own, and yield it with the
+        headers to forward: engines' spans become its children."""
         carrier = {name.lower(): value for name, value in headers}
         with self._tracer.start_as_current_span(
             f"POST {path}",
@@ -72,11 +72,11 @@ class Traces:
             yield span, [*own, *passed.items()]
 
     def announced(self, attempt: AttemptTrace) -> None:
-        """It is of the request that this task serves."""
+        """Record the current request's span as the parent."""
         attempt.parent = self._context.get_current()
 
     def ended(self, attempt: AttemptTrace, command: Dispatch | None, outcome: Outcome) -> None:
-        """Make the spans of an attempt that is over; ``command``: where it went, if anywhere."""
+        """Create the spans of an ended attempt; ``command`` is its dispatch, if any."""
         end_ns = time.time_ns()
         ok = outcome == "completed"
         held = attempt.dispatched_ns or end_ns
@@ -114,14 +114,14 @@ class Traces:
         root.end(end_ns)
 
     def close(self) -> None:
-        """Export what is left. Blocks for as long as the exporter needs, 5 s at most."""
+        """Export the remaining spans; blocks for up to 5 s."""
         self._provider.force_flush(5000)
         self._provider.shutdown()
 
 
 def open_traces(endpoint: str) -> Traces | None:
-    """Traces that go to an OTLP collector (gRPC) at ``HOST:PORT``, or a URL for TLS; ``None``, with
-    a warning, without the packages."""
+    """Open traces to an OTLP collector (gRPC) at ``HOST:PORT``, or at a URL for TLS. Returns
+    ``None`` with a warning if the packages are missing."""
     try:
         return Traces(_exporting_to(endpoint))
     except ImportError as error:

@@ -1,4 +1,4 @@
-"""The workers as metrics, read when scraped."""
+"""Metrics of workers, read at scrapes."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ _ROLES: tuple[InstanceRole, InstanceRole] = ("prefill", "decode")
 _OF_WORKERS: tuple[tuple[str, str, Callable[[Worker], float]], ...] = (
     ("smg_worker_cb_state", "Circuit breaker: 0 closed, 1 open, 2 half-open",
         lambda one: _STATES[one.breaker.state]),
-    ("smg_worker_cb_consecutive_failures", "As the breaker counts",
+    ("smg_worker_cb_consecutive_failures", "Consecutive failures counted by the breaker",
         lambda one: one.breaker.consecutive[0]),
-    ("smg_worker_cb_consecutive_successes", "While half-open",
+    ("smg_worker_cb_consecutive_successes", "Consecutive successes while half-open",
         lambda one: one.breaker.consecutive[1]),
     ("smg_worker_requests_active", "Legs in flight", lambda one: one.load),
 )
@@ -28,12 +28,13 @@ _OF_WORKERS: tuple[tuple[str, str, Callable[[Worker], float]], ...] = (
 
 
 def model_name(registry: Registry) -> str:
-    """Of the one model of this router's workers; ``unknown`` before any has told."""
+    """Return the name of the model that the workers serve; ``unknown`` until one reports it."""
     return next((w.info.model_id for w in registry if w.info and w.info.model_id), "unknown")
 
 
 def engine_requests(report: EndForward) -> int:
-    """Requests a rank holds by its own count, in whatever stage this router waits for."""
+    """Return the requests that a rank holds by its own count, in all stages this router waits
+    for."""
     stages = report.waiting_requests + report.bootstrapping_requests + report.inflight_requests
     if report.role == "decode":
         stages += report.kv_transfer_requests + report.running_requests
@@ -41,7 +42,7 @@ def engine_requests(report: EndForward) -> int:
 
 
 def worker_families(registry: Registry, checks: Mapping[tuple[str, str], int]) -> Iterator[Metric]:
-    """``checks``: health checks by role and result."""
+    """Metrics of all workers; ``checks``: health checks by role and result."""
     workers = list(registry)
     for name, text, value in _OF_WORKERS:
         yield gauge(name, text, {one.url: value(one) for one in workers}, "worker")
@@ -64,9 +65,9 @@ def worker_families(registry: Registry, checks: Mapping[tuple[str, str], int]) -
     yield gauge("sbs_rooms_left", about, left, "worker")
     reports = {(one.url, str(r)): count for one in workers for r, count in one.reports.items()}
     yield total("sbs_endforward_messages", "EndForward messages", reports, "worker", "dp_rank")
-    about = "Requests in this router's books minus those the engine reports"
-    heard = [one for one in workers if len(one.engine_holds) >= one.dp_size]
-    drifts = {(one.url, one.role): one.load - sum(one.engine_holds.values()) for one in heard}
+    about = "Requests counted by this router minus those reported by the engine"
+    complete = [one for one in workers if len(one.engine_holds) >= one.dp_size]
+    drifts = {(one.url, one.role): one.load - sum(one.engine_holds.values()) for one in complete}
     yield gauge("sbs_ledger_drift_requests", about, drifts, "worker", "worker_type")
     model, labels = model_name(registry), ("worker_type", "connection_mode", "model")
     sizes = {(role, "http", model): len(registry.of_role(role)) for role in _ROLES}

@@ -27,7 +27,7 @@ def leave(
 
 
 def parts_of(gangs: GangParts, *commands: Dispatch) -> list[GangPart]:
-    told = gangs.told([*commands, WakeAt(time_s=1.0)])
+    told = gangs.labelled([*commands, WakeAt(time_s=1.0)])
     assert told[-1] == WakeAt(time_s=1.0)
     return [one.gang for one in told if isinstance(one, Dispatch) and one.gang is not None]
 
