@@ -380,7 +380,7 @@ class RouterServer:
         return page_of(self.metrics.render())
 
     def _collect(self) -> Iterator[Metric]:
-        about = "Events the scheduler failed on: a defect"
+        about = "Events on which the scheduler failed (a defect)"
         yield total("sbs_scheduler_errors", about, self.dispatcher.scheduler_errors)
         yield from self._schedulers.families()
         about = "Calibrated, for estimated prompt lengths"

@@ -1,4 +1,4 @@
-"""Which of several schedulers schedules: a lock in a Kubernetes Lease or in etcd."""
+"""Elects the active one of several schedulers with a lock: a Kubernetes Lease or a key in etcd."""
 
 from sglang_sbs.router.election.candidate import ElectionTimes
 from sglang_sbs.router.election.election import Election

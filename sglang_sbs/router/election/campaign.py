@@ -1,5 +1,5 @@
-"""A candidate and the store it asks: the election as a running process sees it. Whether it leads is
-never a matter of a timer: :meth:`Campaign.leads` looks at the clock."""
+"""Runs a candidate against its store. :meth:`Campaign.leads` always checks the clock and never
+relies on a timer."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ logger = logging.getLogger(__name__)
 
 _RELEASE_S = 1.0
 _MARK = "#"
-"""Between the address and what tells one process there from the next."""
+"""Separates the address from a suffix that distinguishes successive processes there."""
 
 
 def boot_clock() -> float:
-    """Seconds since the machine started, also those that it slept; nobody can set it."""
+    """Seconds since the machine booted, sleep included; it cannot be set."""
     return time.clock_gettime(time.CLOCK_BOOTTIME)
 
 
 class Campaign(Election):
     def __init__(self, store: LockStore, identity: str, times: ElectionTimes) -> None:
-        """``identity``: the address under which this process is known."""
+        """Create a campaign; ``identity`` is the address of this process."""
         super().__init__()
         self._store = store
         self._times = times
@@ -35,7 +35,7 @@ class Campaign(Election):
         self._candidate = Candidate(f"{identity}{_MARK}{secrets.token_hex(4)}", times)
         self._sooner = asyncio.Event()
         self.complaint = ""
-        """Why the store cannot be asked; empty: it can."""
+        """Why the store is unavailable; empty if it is available."""
 
     async def run(self, lead: Callable[[int], None], follow: Callable[[], None]) -> None:
         self._lead, self._follow = lead, follow
@@ -81,23 +81,23 @@ class Campaign(Election):
         except StoreError as error:
             self._failed(str(error), asked_s)
         except TimeoutError:
-            self._failed(f"no answer within {self._times.ask_s:g} s", asked_s)
+            self._failed(f"no response within {self._times.ask_s:g} s", asked_s)
         else:
             if self.complaint:
-                logger.info("election: the store answers again")
+                logger.info("election: the store responds again")
             self.complaint = ""
 
     def _failed(self, text: str, asked_s: float) -> None:
         self._candidate.unreachable(asked_s, self._clock())
         if text != self.complaint:
             self.complaint = text
-            logger.warning("election: the store cannot be asked: %s", text)
+            logger.warning("election: the store is unavailable: %s", text)
 
     def _term_now(self) -> int | None:
         return self._candidate.term_at(self._clock())
 
     async def _leave(self) -> None:
-        """Follow first, then let somebody else lead at once."""
+        """End the lead first, then release the lock so that another can lead at once."""
         mine = self._candidate.resign()
         self._look()
         try:
@@ -105,6 +105,6 @@ class Campaign(Election):
                 async with asyncio.timeout(_RELEASE_S):
                     await self._store.release(mine)
         except (Refused, StoreError, TimeoutError) as error:
-            logger.info("election: the lock was not released: %s", error or "no answer")
+            logger.info("election: the lock was not released: %s", error or "no response")
         finally:
             await self._store.close()

@@ -1,18 +1,17 @@
-"""Who leads: what one candidate knows of the lock, and what it does next.
+"""Decides who leads, from one candidate's view of the lock, and what it does next.
 
-Sans-I/O: what the store said goes in with the time it was asked and the time it answered, and
-:meth:`Candidate.next_step` says what to ask next. The rules are those of client-go's
+Sans-I/O: the store's responses are passed in with the times of request and response, and
+:meth:`Candidate.next_step` returns the next request. The rules are those of client-go's
 ``leaderelection``:
 
-* A record that has not changed for as long as it lasts, **by this machine's clock since this
-  machine saw it first**, is nobody's any more. Clocks of two machines are never compared.
-* Every write names the version that it replaces, so that of two candidates one is refused.
-* A leader that has renewed nothing for ``renew_s`` leads no more. The time counts from when the
-  last successful renewal was *sent*: others saw it later and wait ``lease_s``, which is longer.
+* A record that has not changed for its lifetime, **by this machine's clock since this machine first
+  saw it**, is free. Clocks of two machines are never compared.
+* Every write names the version that it replaces, so that one of two candidates is rejected.
+* A leader without a renewal for ``renew_s`` stops leading. The time counts from when the last
+  successful renewal was *sent*: others saw it later and wait ``lease_s``, which is longer.
 
-Beyond those, a term is written with every change of hands: it only rises, so that whoever hears
-from two leaders knows the later one.
-"""
+In addition, a term is written with every change of holder. It only rises, so that a receiver of
+messages from two leaders can identify the later one."""
 
 from __future__ import annotations
 
@@ -20,24 +19,24 @@ import math
 from dataclasses import dataclass
 
 MAX_TERM = 2**31 - 1
-"""As large as ``leaseTransitions`` can be (int32)."""
+"""Largest possible ``leaseTransitions`` (int32)."""
 LONGEST_LEASE_S = 60.0
 _UNDISTURBED_S = 60.0
-"""A lead that was longer has been everybody's."""
+"""A lead that lasted longer than this was undisputed."""
 
 
 @dataclass(frozen=True, slots=True)
 class ElectionTimes:
-    """Seconds, with client-go's names: ``LeaseDuration``, ``RenewDeadline``, ``RetryPeriod`` (15,
-    10 and 2 there; here for a takeover below three seconds). Raises: ValueError, they contradict
-    each other."""
+    """Times in seconds, with client-go's names: ``LeaseDuration``, ``RenewDeadline``,
+    ``RetryPeriod`` (15, 10 and 2 there; here for a takeover in under three seconds). Raises:
+    ValueError, they are inconsistent."""
 
     lease_s: float = 2.0
-    """A leader that is not heard of for so long is none. Whole seconds."""
+    """Time without renewal after which a leader loses the lock. Whole seconds."""
     renew_s: float = 1.5
-    """A leader that cannot renew steps down after so long."""
+    """A leader steps down if it cannot renew for this long."""
     retry_s: float = 0.3
-    """Between renewals, and between looks at another's lock."""
+    """Interval of renewals, and of checks of another's lock."""
 
     def __post_init__(self) -> None:
         if not 1 <= self.lease_s <= LONGEST_LEASE_S or self.lease_s != int(self.lease_s):
@@ -50,27 +49,28 @@ class ElectionTimes:
 
     @property
     def ask_s(self) -> float:
-        """How long one answer of the store may take: two fit into the deadline."""
+        """Time limit of one response of the store; two fit into the deadline."""
         return self.renew_s / 2
 
 
 @dataclass(frozen=True, slots=True)
 class Record:
-    """What the store holds."""
+    """Content of the store."""
 
     holder: str = ""
-    """Empty: nobody."""
+    """Empty if the lock is free."""
     term: int = 0
-    """Of the holder, or of the last one."""
+    """Term of the present or last holder."""
     sign: str = ""
-    """Changes with every renewal; means nothing else."""
+    """A value that changes with every renewal."""
     lasts_s: float = math.inf
-    """Without a change; infinite: the store itself removes a holder that is gone."""
+    """Lifetime without a change; infinite if the store itself removes absent holders."""
     version: str = ""
-    """What a write must name."""
+    """Version that a write must name."""
 
     def same_as(self, other: Record) -> bool:
-        """No renewal in between. A write by somebody else (an annotation) is none."""
+        """Return whether there was no renewal in between. Other writes (an annotation) do not
+        count."""
         return (self.holder, self.term, self.sign) == (other.holder, other.term, other.sign)
 
 
@@ -81,12 +81,12 @@ class Sleep:
 
 @dataclass(frozen=True, slots=True)
 class Read:
-    """Look at the lock."""
+    """Read the lock."""
 
 
 @dataclass(frozen=True, slots=True)
 class Take:
-    """Write this candidate into the lock, in a term of its own."""
+    """Write this candidate into the lock, with a new term."""
 
     seen: Record
     term: int
@@ -101,10 +101,11 @@ Step = Sleep | Read | Take | Renew
 
 
 class Candidate:
-    """One process that wants to lead. Times: seconds of a clock that only goes forward."""
+    """One process that wants to lead. Times are seconds of a clock that only moves forward."""
 
     def __init__(self, holder: str, times: ElectionTimes) -> None:
-        """``holder``: nobody else's, not even of an earlier process at the same address."""
+        """Create a candidate; ``holder`` must be unique, even among processes at the same
+        address."""
         self.holder = holder
         self._times = times
         self._lead: Record | None = None
@@ -114,14 +115,14 @@ class Candidate:
         self._look_s = -math.inf
         self._not_before_s = -math.inf
         self._floor = 0
-        """No term of this candidate's is as low as this."""
+        """Terms of this candidate must be higher than this."""
         self._led_since_s = -math.inf
         self._ousted = 0
-        """How often in a row a lead was ended by another in another lock."""
+        """Number of consecutive leads ended by a leader in another lock."""
         self._take_not_before_s = -math.inf
 
     def term_at(self, now_s: float) -> int | None:
-        """The term in which this candidate leads, or ``None``. A lead that has lapsed is over."""
+        """Return the term in which this candidate leads, or ``None``; an expired lead is over."""
         if self._lead is not None and now_s >= self._until_s:
             self._lead = None
         return self._lead.term if self._lead else None
@@ -148,10 +149,10 @@ class Candidate:
             return Read()
         return Sleep(min(self._look_s, self._free_s(seen)) - now_s)
 
-    # What the store said --------------------------------------------------------------------------
+    # Responses of the store -----------------------------------------------------------------------
 
     def observed(self, record: Record, now_s: float) -> None:
-        """The answer to :class:`Read`."""
+        """Handle the response to :class:`Read`."""
         if self._seen is None or not record.same_as(self._seen):
             self._seen_s = now_s
         self._seen = record
@@ -159,8 +160,8 @@ class Candidate:
         self._look_s = now_s + self._times.retry_s
 
     def took(self, record: Record, asked_s: float, now_s: float) -> None:
-        """:class:`Take` succeeded; ``asked_s``: when it was sent. No lead comes of an answer that
-        is too late, nor of a term that somebody has seen since."""
+        """Handle a successful :class:`Take` sent at ``asked_s``. A late response gives no lead, nor
+        does a term that has been seen elsewhere since."""
         wanted = record.term > self._floor
         self.observed(record, now_s)
         if wanted:
@@ -168,28 +169,28 @@ class Candidate:
             self._lead_by(record, asked_s, now_s)
 
     def renewed(self, record: Record, asked_s: float, now_s: float) -> None:
-        """:class:`Renew` succeeded. It does not bring back a lead that is over."""
+        """Handle a successful :class:`Renew`; it cannot restore an expired lead."""
         still = self.term_at(now_s) == record.term
         self.observed(record, now_s)
         if still:
             self._lead_by(record, asked_s, now_s)
 
     def refused(self, now_s: float) -> None:
-        """A write named a version that is no more: somebody else was faster."""
+        """Handle a write rejected because another candidate wrote first."""
         led = self._lead is not None
         self._lead = self._seen = None
-        # Who has lost the lead looks at once; who was too late at it has time.
+        # After losing the lead, look at once; after a lost race there is time.
         self._not_before_s = now_s if led else now_s + self._times.retry_s
 
     def unreachable(self, asked_s: float, now_s: float) -> None:
         self._not_before_s = max(now_s, asked_s + self._times.retry_s)
 
     def exceed(self, term: int, now_s: float) -> None:
-        """Another has led in this term, or may have: lead in a higher one. This lead may end.
+        """Handle a term in which another leads or led: lead only in a higher one. This may end the
+        present lead.
 
-        A term that no store can have given is ignored. The second time in a row that this ends a
-        lead, two candidates have two locks, by mistake: each then waits twice as long as the last
-        time."""
+        Impossible terms are ignored. If this ends a lead twice in a row, two candidates use two
+        locks by mistake: each then waits twice as long as the last time."""
         if not 0 <= term < MAX_TERM:
             return
         self._floor = max(self._floor, term)
@@ -203,8 +204,8 @@ class Candidate:
         self._lead = self._seen = None
 
     def resign(self) -> Record | None:
-        """Lead no more. Returns what to give back: the lock may be this candidate's after the
-        lead."""
+        """Stop leading. Returns the record to release, because the lock may still be this
+        candidate's."""
         self._lead, seen = None, self._seen
         return seen if seen is not None and seen.holder == self.holder else None
 
@@ -214,7 +215,7 @@ class Candidate:
         self._look_s = asked_s + self._times.retry_s
 
     def _free_s(self, seen: Record) -> float:
-        """From when on the lock may be taken."""
+        """Return the time from which the lock may be taken."""
         if seen.holder in ("", self.holder):
             return self._take_not_before_s
         return max(self._take_not_before_s, self._seen_s + seen.lasts_s)

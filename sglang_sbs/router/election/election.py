@@ -1,5 +1,5 @@
-"""What a scheduler process knows of the others, however it is decided who leads, and what an
-election needs of the service that keeps the lock."""
+"""Interfaces of an election: what a scheduler process learns about the leader, and what is needed
+of the service with the lock."""
 
 from __future__ import annotations
 
@@ -12,45 +12,45 @@ from sglang_sbs.router.election.candidate import Record
 
 
 class Election(ABC):
-    """Which of several schedulers leads."""
+    """Decides which of several schedulers leads."""
 
     def __init__(self) -> None:
         self._lead: Callable[[int], None] = lambda _term: None
         self._follow: Callable[[], None] = lambda: None
         self.term: int | None = None
-        """In which this process leads, as was said last."""
+        """Term in which this process leads, as last reported."""
 
     @abstractmethod
     async def run(self, lead: Callable[[int], None], follow: Callable[[], None]) -> None:
-        """Until cancelled, which gives the lead away.
+        """Run until cancelled, which gives up the lead.
 
-        ``lead(term)``: this process schedules from now on; every term is higher than the one
-        before. ``follow()``: it must not any more; where a lead ends by the clock, the first
-        :meth:`leads` after that says it, which is to be asked all the time. Raises: ValueError,
-        there is no way to the store at all (no kubeconfig, no service account)."""
+        ``lead(term)`` is called when this process becomes active; every term is higher than the one
+        before. ``follow()`` is called when it no longer is. If a lead ends by the clock, the next
+        call of :meth:`leads` reports it, so that must be called all the time. Raises: ValueError,
+        no store is configured (no kubeconfig, no service account)."""
 
     @property
     @abstractmethod
     def leader(self) -> str | None:
-        """Who is known to lead: its address."""
+        """Address of the known leader."""
 
     def leads(self) -> bool:
-        """Whether this process leads at this moment, by the clock: ask before every decision. A
-        process that was stopped may run other callbacks before ``follow`` is said; this says it
-        then."""
+        """Return whether this process leads now, by the clock; call it before every decision. A
+        process that was stopped may run other callbacks before ``follow``; this call then reports
+        the end."""
         self._look()
         return self.term is not None
 
     @abstractmethod
     def exceed(self, term: int) -> None:
-        """A front end has followed another leader of this term: a lead in it or below it ends."""
+        """End a lead in this term or below: a front end has followed another leader with it."""
 
     @abstractmethod
     def _term_now(self) -> int | None:
-        """In which this process leads, by the clock."""
+        """Term in which this process leads, by the clock."""
 
     def _look(self) -> None:
-        """Say in which term this process leads, if that is news."""
+        """Report a change of the term in which this process leads."""
         term = self._term_now()
         if term == self.term:
             return
@@ -63,39 +63,39 @@ class Election(ABC):
 
 
 class Refused(Exception):
-    """A write named a version that is no more."""
+    """A write named an outdated version."""
 
 
 class StoreError(Exception):
-    """No answer, or none that can be used. What the words say is shown to the operator."""
+    """The store gave no usable response; the message is shown to the operator."""
 
 
 @contextlib.contextmanager
 def understood(where: str) -> Iterator[None]:
-    """What does not look as it should there is the store's fault. Raises: StoreError."""
+    """Turn errors in unexpected responses into StoreError."""
     try:
         yield
     except (KeyError, TypeError, ValueError, IndexError, AttributeError) as error:
-        raise StoreError(f"not what was expected in {where}: {error!r}") from error
+        raise StoreError(f"unexpected content in {where}: {error!r}") from error
 
 
 class LockStore(Protocol):
-    """One lock. Every method but ``close`` raises :class:`StoreError`."""
+    """One lock. Every method except ``close`` raises :class:`StoreError`."""
 
     async def open(self) -> None:
-        """Raises: ValueError, there is no way to the store at all."""
+        """Connect. Raises: ValueError, no store is configured."""
 
     async def read(self) -> Record:
-        """The lock as it is; a :class:`Record` without a holder if there is none."""
+        """Read the lock; a :class:`Record` without holder if it does not exist."""
 
     async def take(self, seen: Record, holder: str, term: int) -> Record:
-        """Write a new holder over what was seen. Raises: Refused."""
+        """Write a new holder over the record that was read. Raises: Refused."""
 
     async def renew(self, mine: Record) -> Record:
-        """The holder lives. Raises: Refused, it is not the holder any more."""
+        """Renew the lock. Raises: Refused, it has another holder."""
 
     async def release(self, mine: Record) -> None:
-        """Nobody holds it from now on. Raises: Refused."""
+        """Free the lock. Raises: Refused."""
 
     async def close(self) -> None:
-        """Nothing is asked afterwards."""
+        """Close the connection."""

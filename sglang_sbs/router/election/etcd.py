@@ -1,9 +1,8 @@
 """The lock as a key of etcd, through the JSON API that every etcd serves (gRPC gateway, ``/v3``).
 
-The key is bound to a lease of etcd: a holder that does not keep it alive is removed by etcd itself.
-Beside it, ``KEY/term`` keeps the last term and has no lease, so that terms rise over every change.
-Renewals touch the lease only: they leave no history behind that somebody would have to compact.
-"""
+The key is bound to an etcd lease, so etcd removes a holder that does not keep it alive.
+``KEY/term`` keeps the last term without a lease, so that terms always rise. Renewals touch only the
+lease and leave no history to compact."""
 
 from __future__ import annotations
 
@@ -20,14 +19,15 @@ from sglang_sbs.router.election.election import LockStore, Refused, StoreError, 
 
 _MAX_ANSWER_BYTES = 1 << 16
 _ABSENT = "0"
-"""Revision of a key that is not there."""
+"""Revision of a key that does not exist."""
 
 
 class EtcdLock(LockStore):
     def __init__(
         self, endpoints: Sequence[str], key: str, lasts_s: int, tls: ssl.SSLContext | None
     ) -> None:
-        """``endpoints``: members of one etcd cluster, each ``http[s]://HOST:PORT``."""
+        """Create the lock; ``endpoints`` are members of one etcd cluster, each
+        ``http[s]://HOST:PORT``."""
         self._endpoints = list(endpoints)
         self._at = 0
         self._lock_key, self._term_key = _encode(key), _encode(f"{key}/term")
@@ -44,7 +44,7 @@ class EtcdLock(LockStore):
         return _record(*await self._values())
 
     async def take(self, seen: Record, holder: str, term: int) -> Record:
-        # If this comes second the lease expires by itself.
+        # If another candidate is faster, this lease expires by itself.
         with understood("etcd"):
             lease = str((await self._ask("lease/grant", {"TTL": str(self._lasts_s)}))["ID"])
         lock_at, _, term_at = seen.version.partition("/")
@@ -64,7 +64,7 @@ class EtcdLock(LockStore):
             left_s = int(kept["result"].get("TTL", 0))
         if not left_s:
             raise Refused
-        # Somebody may have deleted the key, and somebody else be in it.
+        # The key may have been deleted and written by another candidate.
         now = await self.read()
         if now.version != mine.version:
             raise Refused
@@ -78,7 +78,7 @@ class EtcdLock(LockStore):
             await self._session.close()
 
     async def _values(self) -> tuple[dict[str, Any], dict[str, Any]]:
-        """The lock's key and the term's, at one moment; empty: not there."""
+        """Return the lock's key and the term's, read together; empty if missing."""
         wanted = [{"request_range": {"key": key}} for key in (self._lock_key, self._term_key)]
         answer = await self._ask("kv/txn", {"success": wanted})
         with understood("etcd"):
@@ -86,7 +86,7 @@ class EtcdLock(LockStore):
         return lock, term
 
     async def _ask(self, method: str, body: dict[str, Any]) -> dict[str, Any]:
-        """Raises: StoreError; another member is asked next time."""
+        """Call one member; after a failure the next member is used. Raises: StoreError."""
         assert self._session is not None, "opened first"
         url = f"{self._endpoints[self._at]}/v3/{method}"
         answer: Any = None
@@ -96,16 +96,16 @@ class EtcdLock(LockStore):
                 async for part in response.content.iter_any():
                     raw += part
                     if len(raw) > _MAX_ANSWER_BYTES:
-                        raise StoreError(f"{url}: too long an answer")
+                        raise StoreError(f"{url}: the response is too long")
                 if response.status != 200:
                     raise StoreError(f"{url}: HTTP {response.status} {raw[:200]!r}")
                 answer = json.loads(raw)
                 if not isinstance(answer, dict):
-                    raise StoreError(f"{url}: not what etcd answers: {raw[:200]!r}")
+                    raise StoreError(f"{url}: not a response of etcd: {raw[:200]!r}")
         except (aiohttp.ClientError, OSError, ValueError) as error:
             raise StoreError(f"{url}: {error or type(error).__name__}") from error
         finally:
-            # Also when it took too long, which ends in a cancellation.
+            # Runs also after a timeout, which cancels the call.
             if answer is None:
                 self._at = (self._at + 1) % len(self._endpoints)
         return answer

@@ -1,5 +1,5 @@
-"""The lock as a Lease of Kubernetes (``coordination.k8s.io/v1``), written as client-go does;
-``leaseTransitions`` is the term. Its times are for people: nobody compares them with a clock."""
+"""The lock as a Kubernetes Lease (``coordination.k8s.io/v1``), written as client-go does, with
+``leaseTransitions`` as the term. Its timestamps are informative and never compared with a clock."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ if TYPE_CHECKING:
     from kubernetes_asyncio.client import ApiClient
 
 _CONFLICT = 409
-"""To a write: the Lease is another version by now, or exists by now."""
+"""Response to a write: the Lease has another version, or exists already."""
 _NOT_FOUND = 404
-"""To an update: it was deleted. To a creation: there is no such namespace."""
+"""Response to an update: it was deleted; to a creation: the namespace does not exist."""
 
 
 class KubernetesLease(LockStore):
@@ -27,10 +27,10 @@ class KubernetesLease(LockStore):
         self._lasts_s = lasts_s
         self._api: ApiClient | None = None
         self._seen: dict[str, Any] = {}
-        """The object as it was read: what others wrote into it stays."""
+        """The object as read; other writers' fields are kept."""
 
     async def open(self) -> None:
-        """Raises: ValueError, no way to any API server."""
+        """Connect. Raises: ValueError, no API server is configured."""
         self._api = await open_api("--sbs-election")
 
     async def read(self) -> Record:
@@ -49,12 +49,12 @@ class KubernetesLease(LockStore):
         return await self._write(mine.version, {}, _now())
 
     async def release(self, mine: Record) -> None:
-        # As client-go does it: no holder, and a second for those who do not look at the holder.
+        # As in client-go: no holder, and one second for clients that ignore the holder.
         free = {"holderIdentity": "", "leaseDurationSeconds": 1}
         try:
             await self._write(mine.version, free, _now())
         except Refused:
-            now = await self.read()  # a renewal that was given up may have been taken
+            now = await self.read()  # an abandoned renewal may have succeeded
             if now.holder != mine.holder:
                 raise
             await self._write(now.version, free, _now())
@@ -65,7 +65,7 @@ class KubernetesLease(LockStore):
 
     async def _write(self, version: str, changes: dict[str, Any], now: str) -> Record:
         seen = self._seen
-        # Naming the version is what makes the API server refuse a write that comes second.
+        # With the version named, the API server rejects a write that comes second.
         metadata = {"name": self._name, "namespace": self._namespace, **seen.get("metadata", {})}
         if version:
             metadata["resourceVersion"] = version
@@ -82,7 +82,8 @@ class KubernetesLease(LockStore):
         return self._take_in(written)
 
     async def _call(self, verb: str, *arguments: Any) -> dict[str, Any] | None:
-        """``None``: there is no such Lease, or it is another version. Raises: StoreError."""
+        """Call the API; ``None`` if the Lease does not exist or has another version. Raises:
+        StoreError."""
         import aiohttp
         from kubernetes_asyncio.client import ApiException, CoordinationV1Api
 
@@ -104,7 +105,7 @@ class KubernetesLease(LockStore):
             raise StoreError(str(error) or type(error).__name__) from error
 
     def _take_in(self, lease: dict[str, Any]) -> Record:
-        """Raises: StoreError, it is none."""
+        """Parse and remember a Lease. Raises: StoreError."""
         with understood("the Lease"):
             metadata, spec = lease["metadata"], lease.get("spec") or {}
             term = int(spec.get("leaseTransitions") or 0)
@@ -119,5 +120,5 @@ class KubernetesLease(LockStore):
 
 
 def _now() -> str:
-    """As Kubernetes writes a MicroTime."""
+    """Return the current time as a Kubernetes MicroTime."""
     return datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%S.%fZ")

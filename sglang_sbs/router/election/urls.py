@@ -1,11 +1,10 @@
-"""``--sbs-election``: where the lock is kept.
+"""Parses ``--sbs-election``, the location of the lock.
 
 ``k8s://NAMESPACE/NAME``
-    A Lease of the Kubernetes cluster that this process runs in, or that a kubeconfig names.
+    A Lease of the Kubernetes cluster that this process runs in, or of a kubeconfig.
 ``etcd://HOST:PORT[,HOST2:PORT...]/KEY``
-    A key of etcd (3.4 or later). ``etcds://`` is the same over TLS, checked against the system's
-    authorities or those of ``?cacert=FILE``; ``&cert=FILE&key=FILE`` names a client certificate.
-"""
+    A key of etcd (3.4 or later). ``etcds://`` uses TLS, checked against the system's authorities or
+    those of ``?cacert=FILE``; ``&cert=FILE&key=FILE`` adds a client certificate."""
 
 from __future__ import annotations
 
@@ -25,8 +24,8 @@ _MAX_KEY = 512
 
 
 def parse_election(url: str, identity: str, times: ElectionTimes) -> Campaign:
-    """The election at ``url`` for the process known as ``identity``. Nothing is asked yet.
-    Raises: ValueError, the URL cannot be meant, or a file it names cannot be used."""
+    """Return the election at ``url`` for the process with this ``identity``, without contacting the
+    store. Raises: ValueError, the URL is invalid, or a file in it is unusable."""
     parts = urlsplit(url)
     if parts.scheme == "k8s":
         return Campaign(_lease(parts, times), identity, times)
@@ -47,7 +46,7 @@ def _lease(parts: SplitResult, times: ElectionTimes) -> KubernetesLease:
 def _etcd(parts: SplitResult, times: ElectionTimes) -> EtcdLock:
     key = unquote(parts.path.removeprefix("/"))
     if not key or len(key) > _MAX_KEY:
-        raise ValueError(f"{parts.geturl()!r}: a KEY after the host, e.g. /sglang-sbs")
+        raise ValueError(f"{parts.geturl()!r}: write a KEY after the host, e.g. /sglang-sbs")
     scheme = "https" if parts.scheme == "etcds" else "http"
     hosts = [_endpoint(scheme, one, parts.geturl()) for one in parts.netloc.split(",")]
     return EtcdLock(hosts, key, int(times.lease_s), _tls(parts))
@@ -60,7 +59,7 @@ def _endpoint(scheme: str, text: str, url: str) -> str:
     except ValueError as error:
         raise ValueError(f"{url!r}: {error}") from error
     if not host or "@" in text:
-        raise ValueError(f"{url!r}: {text!r} is no HOST:PORT")
+        raise ValueError(f"{url!r}: {text!r} is not HOST:PORT")
     return f"{scheme}://{f'[{host}]' if ':' in host else host}:{port or 2379}"
 
 
@@ -71,7 +70,7 @@ def _tls(parts: SplitResult) -> ssl.SSLContext | None:
             raise ValueError(f"{url!r}: certificates belong to etcds://")
         return None
     if unknown := files.keys() - {"cacert", "cert", "key"}:
-        raise ValueError(f"{url!r}: {min(unknown)!r} is none of cacert, cert, key")
+        raise ValueError(f"{url!r}: {min(unknown)!r} is not one of cacert, cert, key")
     if ("cert" in files) != ("key" in files):
         raise ValueError(f"{url!r}: cert and key belong together")
     try:
@@ -79,5 +78,5 @@ def _tls(parts: SplitResult) -> ssl.SSLContext | None:
         if "cert" in files:
             context.load_cert_chain(files["cert"], files["key"])
     except OSError as error:
-        raise ValueError(f"{url!r}: a file of it cannot be used: {error}") from error
+        raise ValueError(f"{url!r}: a file in it is unusable: {error}") from error
     return context

@@ -1,1 +1,1 @@
-"""Several processes: front ends, the scheduler's process, and what they say to each other."""
+"""Runs the router as several processes: front ends, the scheduler process, and their messages."""

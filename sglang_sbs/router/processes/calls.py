@@ -1,4 +1,4 @@
-"""Questions with a number, and the answer that brings it back: between front end and scheduler."""
+"""Matches responses to numbered requests between front end and scheduler."""
 
 from __future__ import annotations
 
@@ -16,15 +16,16 @@ _A = TypeVar("_A")
 
 
 class Calls(Generic[_A]):
-    """Those under way. Must be used from one event loop only."""
+    """Pending requests. Use only from one event loop."""
 
     def __init__(self) -> None:
         self._numbers = itertools.count(1)
         self._waiting: dict[int, asyncio.Future[_A]] = {}
 
     async def ask(self, tell: Callable[[_Q], bool], question: _Q, limit_s: float) -> _A | None:
-        """``tell`` sends the question. ``None``: nobody takes it, or no answer came in time.
-        Raises: RouterError, 503, it will not come any more (:meth:`give_up`)."""
+        """Send a question with ``tell`` and return the response; ``None`` if it was not accepted or
+        not answered in time. Raises: RouterError, 503, no response can come any more
+        (:meth:`give_up`)."""
         number = next(self._numbers)
         future: asyncio.Future[_A] = asyncio.get_running_loop().create_future()
         self._waiting[number] = future
@@ -39,7 +40,7 @@ class Calls(Generic[_A]):
             del self._waiting[number]
 
     def answered(self, number: int, answer: _A) -> None:
-        """One that nobody waits for any more is dropped."""
+        """Deliver a response; drop it if its request is over."""
         future = self._waiting.get(number)
         if future is not None and not future.done():
             future.set_result(answer)
@@ -51,6 +52,6 @@ class Calls(Generic[_A]):
 
 
 def no_scheduler() -> RouterError:
-    """Why a front end cannot do what only the scheduler process can."""
+    """Return the error for requests that need the scheduler process."""
     message = "this front end has no connection to the scheduler process; try again"
     return RouterError(503, "scheduler_unavailable", message, retry_after_s=1.0)

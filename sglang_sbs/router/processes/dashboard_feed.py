@@ -1,4 +1,4 @@
-"""Frames of a scheduler in another process, as a front end gets them."""
+"""Dashboard frames that a front end gets from a scheduler in another process."""
 
 from __future__ import annotations
 
@@ -8,18 +8,19 @@ from sglang_sbs.router.processes.scheduler_link import SchedulerLink
 
 
 class RemoteFeed:
-    """While there is no scheduler, of this front end's fallback, and marked as such."""
+    """Passes on the scheduler's frames. Without a scheduler they come from this front end's
+    fallback, and are marked as such."""
 
     def __init__(self, link: SchedulerLink) -> None:
         self._link = link
         self._watchers: dict[Take, bool] = {}
-        """Whether each has its history."""
+        """Whether each watcher has received a history."""
         self._own: LocalFeed | None = None
-        """The fallback's, while that is watched."""
+        """Feed of the fallback, while it is watched."""
         self._stop: Stop = lambda: None
 
     def watch(self, take: Take) -> Stop:
-        """The history comes with the answer."""
+        """Add a watcher; a history follows."""
         self._watchers[take] = False
         self._begin()
 
@@ -34,7 +35,8 @@ class RemoteFeed:
         self.scheduler_changed()
 
     def scheduler_changed(self) -> None:
-        """It was lost or found: the frames of another one do not fit the last ones."""
+        """Start over after the scheduler was lost or found, because another one's frames do not
+        match."""
         own, self._own = self._own, None
         if own is not None:
             own.close()
@@ -43,7 +45,7 @@ class RemoteFeed:
             self._begin()
 
     def _begin(self) -> None:
-        """Have a history sent, and frames from then on."""
+        """Request a history, and frames from then on."""
         pump = self._link.pump
         if pump is None:
             self._link.tell(WatchDashboard(history=True))
@@ -57,7 +59,7 @@ class RemoteFeed:
         self._link.tell(WatchDashboard(ended=True))
 
     def deliver(self, payload: bytes, full: bool) -> None:
-        """A history to those that wait for one, a frame to those that have one."""
+        """Give a history to watchers waiting for one, and frames to all others."""
         for take, follows in list(self._watchers.items()):
             if take in self._watchers and full != follows:
                 self._watchers[take] = True

@@ -1,21 +1,20 @@
-"""The scheduler process's side of its front ends: sessions, their requests, what they are told.
+"""The scheduler process's sessions with its front ends, and their requests.
 
-It knows which front end a request belongs to, so that decisions find their way and a front end that
-dies takes its requests with it.
+The hub knows which front end a request belongs to, so that it can route decisions and end the
+requests of a front end that dies.
 
 Theory of operation
 -------------------
-A session begins with the :class:`Hello` that :class:`Welcome` answers. None is answered before the
-workers have been looked at (``settled``): a scheduler that just started would refuse what its
-front ends can still place by themselves. It ends with :class:`Bye`, with a later session of the
-same front end, or after ``times.silent_s`` without a message; then its requests end as aborted,
-exactly once, like everything else in ``_owners``. A message of an unknown session is answered
-:class:`Unwelcome`.
+A session begins with a :class:`Hello` answered by :class:`Welcome`. No :class:`Welcome` is sent
+before the workers have been checked (``settled``): a scheduler that just started would refuse
+requests that its front ends can still place themselves. A session ends with :class:`Bye`, with a
+later session of the same front end, or after ``times.silent_s`` without a message. Its requests
+then end as aborted, exactly once, like everything else in ``_owners``. A message of an unknown
+session is answered with :class:`Unwelcome`.
 
-Only who leads has sessions. When the lead ends all of them end, and the books are empty until the
-next one: front ends announce what is in flight to whoever leads then. A standby's scheduler hears
-engines all the time, so it knows them.
-"""
+Only the active scheduler has sessions. When its lead ends, all sessions end and the accounting is
+empty until the next lead: front ends announce their requests in flight to the next active
+scheduler. A standby receives all engine reports, so its view of the engines is current."""
 
 from __future__ import annotations
 
@@ -68,11 +67,11 @@ class _Session:
     requests: dict[str, Placed] = field(default_factory=dict)
     outbox: list[Dispatch | Refuse] = field(default_factory=list)
     stop_frames: Stop = lambda: None
-    """Of the dashboard."""
+    """Stops the session's dashboard frames."""
 
 
 class Hub:
-    """Between the sockets and the scheduler. Must be used from one event loop only."""
+    """Connects the sockets and the scheduler. Use only from one event loop."""
 
     def __init__(
         self,
@@ -87,7 +86,7 @@ class Hub:
         frames: Callable[[Take], Stop] = lambda take: lambda: None,
         times: SessionTimes | None = None,
     ) -> None:
-        """``frames``: of the dashboard, to whom they are wanted by."""
+        """Create the hub; ``frames`` starts dashboard frames for a callback."""
         self.boot_id = uuid.uuid4().hex
         self.pump = driver.SchedulerPump(scheduler, self.decided, self.failed, counts, event_log)
         self.policy = policy or PolicyInForce("sbs")
@@ -97,23 +96,25 @@ class Hub:
         self._frames = frames
         self._times = times or SessionTimes()
         self.foreign = 0
-        """Messages about requests of another session: a defect of a front end."""
+        """Messages about requests of another session, caused by a defect in a front end."""
         self.lag = Spread()
-        """How late its tick was."""
+        """Lateness of the ticks."""
         self._registry = members.registry
         self._send = tell
         self._sessions: dict[bytes, _Session] = {}
         self._owners: dict[str, _Session] = {}
         self._pages: dict[str, str] = {}
         self._retired = ""
-        """What front ends that are gone had counted."""
+        """Counts of former front ends."""
         self._asked: Calls[_Answer] = Calls()
         self._tasks: set[asyncio.Task[None]] = set()
         self._flushing = False
         self._loop = asyncio.get_running_loop()
         self._ticked_s = self._loop.time()
-        self._told_s = 0.0
-        self.stands = True  # for the lead; who does not yet is not ready either
+        self._published_s = 0.0
+        self.stands = (
+            True  # standing for election; until then this scheduler also reports not ready
+        )
         self.membership = Membership(members, self._ticked_s)
         self._lead = lead
         self.trials = Trials(
@@ -121,7 +122,7 @@ class Hub:
             self.pump,
             leads=lambda: lead.active,
             term=lambda: lead.term,
-            switched=self._tell_before_the_answer,
+            switched=self._publish_now,
         )
         self._ticker = asyncio.create_task(self._tick())
 
@@ -129,17 +130,17 @@ class Hub:
 
     def lead(self, term: int) -> None:
         self._lead.begin(term, self._loop.time())
-        logger.info("this process schedules from now on: term %d", term)
+        logger.info("this process is now the active scheduler: term %d", term)
 
     def follow(self) -> None:
-        """Not any more: whoever schedules next is told of the requests by their front ends."""
-        logger.warning("this process schedules no more; it is a standby")
+        """End the lead: front ends will announce their requests to the next active scheduler."""
+        logger.warning("this process is no longer active; it is a standby")
         self.trials.close()
         sessions, self._sessions = self._sessions.values(), {}
         for session in sessions:
             self.tell(session.identity, self._lead.turned_away())
         self._abort(*sessions)
-        self._pages.clear()  # the next scheduler asks for them
+        self._pages.clear()  # the next active scheduler requests them
 
     # From outside -----------------------------------------------------------------------------
 
@@ -149,7 +150,7 @@ class Hub:
 
     @property
     def requests(self) -> int:
-        """Announced by front ends and not ended."""
+        """Number of requests announced by front ends and not ended."""
         return len(self._owners)
 
     @property
@@ -157,35 +158,35 @@ class Hub:
         return self.membership.settled(self._loop.time())
 
     def workers_changed(self) -> None:
-        """Tell the front ends in this turn of the event loop."""
-        self._told_s = 0.0
+        """Publish the workers to the front ends in this turn of the event loop."""
+        self._published_s = 0.0
         self._flush_soon()
 
     def find_owner(self, rid: str, role: str) -> str | None:
-        """Where the leg of that role went, for binding EndForward messages."""
+        """Return the URL of the engine that got that role's leg, to bind EndForward messages."""
         session = self._owners.get(rid)
         placed = session.requests[rid] if session is not None else Placed()
         return (placed.prefill if role == "prefill" else placed.decode) or None
 
     async def metrics_pages(self) -> list[str]:
-        """Every front end's page; the last known one of those that do not answer in time, and what
-        those had counted that are gone."""
+        """Return every front end's page, the last known one of those without a response in time,
+        and the counts of former front ends."""
         asked = (self._ask(one, messages.AskMetrics()) for one in self._sessions.values())
         for session, answer in await asyncio.gather(*asked):
             if isinstance(answer, messages.MetricsPage):
                 self._pages[session.front_end] = answer.text
-        # Those that live forget a removed worker themselves.
+        # Connected front ends drop removed workers themselves.
         self._retired = of_workers(self._retired, self._registry.get)
         return [page for page in (*self._pages.values(), self._retired) if page]
 
     async def _ask(
         self, session: _Session, question: messages.AskMetrics | messages.Abort | messages.FindStory
     ) -> tuple[_Session, _Answer | None]:
-        """``None``: no answer in time."""
+        """Ask one front end; ``None`` without a response in time."""
         tell = partial(self.tell, session.identity)
         answer = await self._asked.ask(tell, question, self._times.answer_s)
         if answer is None:
-            logger.warning("front end %s does not answer", session.name)
+            logger.warning("front end %s does not respond", session.name)
         return session, answer
 
     def close(self) -> None:
@@ -205,9 +206,9 @@ class Hub:
             unknown = messages.Unwelcome() if self._lead.active else self._lead.turned_away()
             self.tell(identity, unknown)
         else:
-            self._heard(session, message)
+            self._on_message(session, message)
 
-    def _heard(self, session: _Session, message: messages.ToScheduler) -> None:
+    def _on_message(self, session: _Session, message: messages.ToScheduler) -> None:
         identity = session.identity
         session.heard_s = self._loop.time()
         match message:
@@ -235,7 +236,7 @@ class Hub:
             case messages.AbortElsewhere():
                 self._in_background(self._abort_elsewhere(session, message))
             case messages.AskStory():
-                self._in_background(self._tell_story(session, message))
+                self._in_background(self._send_story(session, message))
             case messages.MetricsPage() | messages.Aborted() | messages.FoundStory():
                 self._asked.answered(message.call, message)
             case events.BlocksCleared():
@@ -243,7 +244,7 @@ class Hub:
             case messages.WatchDashboard() if message.history or message.ended:
                 self._send_frames(session, wanted=message.history)
             case messages.Bye():
-                self._end_session(session, "it said goodbye")
+                self._end_session(session, "it shut down")
 
     def _send_frames(self, session: _Session, *, wanted: bool) -> None:
         def take(payload: bytes, full: bool) -> None:
@@ -255,7 +256,7 @@ class Hub:
     def _hello(self, identity: bytes, hello: Hello) -> None:
         version = spoken(hello)
         if version is None:
-            spoken_here = f"it speaks version {hello.version}, this scheduler {VERSION}"
+            spoken_here = f"it uses version {hello.version}, this scheduler {VERSION}"
             reason = f"{spoken_here}: run the same sglang-sbs on both"
             self.tell(identity, messages.Unwelcome(reason=reason))
             return
@@ -273,7 +274,7 @@ class Hub:
             before, self._sessions[identity] = list(self._sessions.values()), session
             for earlier in before:
                 if earlier.front_end == session.front_end:
-                    self._end_session(earlier, "began anew")
+                    self._end_session(earlier, "started over")
             welcome = messages.Welcome(
                 scheduler=self.boot_id,
                 workers=states_of(self._registry),
@@ -296,9 +297,9 @@ class Hub:
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
-    async def _tell_story(self, session: _Session, message: messages.AskStory) -> None:
-        """Answer with what the scheduler knows of a request, and its front end, if that is another
-        one."""
+    async def _send_story(self, session: _Session, message: messages.AskStory) -> None:
+        """Send what the scheduler knows of a request, and what another front end knows if it is
+        that one's."""
         story = Story(attempts=self.pump.attempts(message.rids or [message.name]))
         if not message.rids:
             question = messages.FindStory(name=message.name)
@@ -318,14 +319,14 @@ class Hub:
             worker = self.membership.change(message, self._lead.term)
         except ValueError as error:
             return messages.Done(call=message.call, error=str(error))
-        self._tell_before_the_answer()
+        self._publish_now()
         return messages.Done(call=message.call, worker_id=worker.id)
 
     def _switch(self, session: _Session, message: messages.SwitchPolicy) -> messages.Done:
         if spec_of(message.policy) is None:
-            return messages.Done(call=message.call, error=f"there is no policy {message.policy}")
+            return messages.Done(call=message.call, error=f"unknown policy {message.policy}")
         self.policy.switch(message.policy, session.name, self._lead.term)
-        self._tell_before_the_answer()
+        self._publish_now()
         return messages.Done(call=message.call)
 
     def _ask_trial(self, message: messages.AskTrial) -> messages.Done:
@@ -335,9 +336,10 @@ class Hub:
             return messages.Done(call=message.call, error=str(error))
         return messages.Done(call=message.call, payload=msgspec.json.encode(shown))
 
-    def _tell_before_the_answer(self) -> None:
-        """The front end knows what it wanted when its client asks again."""
-        self._told_s = 0.0
+    def _publish_now(self) -> None:
+        """Publish a change before its response, so that the front end knows it when the client asks
+        again."""
+        self._published_s = 0.0
         self._flush()
 
     # Requests ---------------------------------------------------------------------------------
@@ -367,7 +369,7 @@ class Hub:
     def _ended(self, session: _Session, event: RequestEnded) -> None:
         placed = session.requests.pop(event.rid, None)
         if placed is None:
-            return  # refused in the same moment
+            return  # refused at the same moment
         del self._owners[event.rid]
         self.membership.count(placed, -1)
         if event.outcome == "completed":
@@ -378,7 +380,7 @@ class Hub:
     def decided(self, command: Dispatch | Refuse) -> None:
         session = self._owners.get(command.rid)
         if session is None:
-            return  # it ended meanwhile, and the scheduler was told
+            return  # it ended meanwhile, which was reported
         if isinstance(command, Dispatch):
             self.membership.dispatched(session.requests[command.rid], command)
         else:
@@ -387,19 +389,19 @@ class Hub:
         self._flush_soon()
 
     def failed(self, rid: str) -> None:
-        """The scheduler failed on its arrival: a defect, but the client is answered."""
+        """Answer a request whose arrival raised an exception in the scheduler."""
         why = "the scheduler failed on this request; its log has the cause"
         self.decided(Refuse(rid=rid, cause="flow_control", retry_after_s=1.0, message=why))
         self.pump.submit(RequestEnded(rid=rid, outcome="failed"))
 
-    # Telling ----------------------------------------------------------------------------------
+    # Sending ----------------------------------------------------------------------------------
 
     def silenced(self, worker: Worker) -> None:
         self._flush()
         self._tell_all(messages.Silenced(worker=worker.url))
 
     def tell(self, identity: bytes, message: messages.FromScheduler) -> bool:
-        """Every message bears the term."""
+        """Send a message with the current term."""
         return self._send(identity, msgspec.structs.replace(message, term=self._lead.term))
 
     def _tell_all(self, message: messages.FromScheduler) -> None:
@@ -422,12 +424,12 @@ class Hub:
         )
 
     def _flush(self) -> None:
-        """News of workers first: a decision may be about a new one."""
+        """Send changes of workers first, because a decision may be about a new one."""
         self._flushing = False
         if not self._lead.active:
-            return  # nothing of it is anybody's business
-        if self._told_s == 0.0:
-            self._told_s = self._loop.time()
+            return  # a standby sends nothing
+        if self._published_s == 0.0:
+            self._published_s = self._loop.time()
             self._tell_all(self._cluster())
         for session in list(self._sessions.values()):
             if session.outbox:
@@ -444,19 +446,19 @@ class Hub:
                 logger.exception("heartbeat failed")
 
     def _beat(self, now_s: float) -> None:
-        if not self._lead.active:  # it may end by being asked, before anything is said
+        if not self._lead.active:  # asking may end the lead
             self._ticked_s = now_s
             return
         self.lag.add(max(0.0, now_s - self._ticked_s - self._times.beat_s))
         late_s = max(0.0, now_s - self._ticked_s - 2 * self._times.beat_s)
         self._ticked_s = now_s
         for session in list(self._sessions.values()):
-            # A process that was stopped has heard nobody: that is not their silence.
+            # Time in which this process was stopped does not count as silence of its front ends.
             session.heard_s += late_s
             if now_s - session.heard_s > self._times.silent_s:
                 self._end_session(session, f"silent for {now_s - session.heard_s:.1f} s")
-        if now_s - self._told_s >= self._times.cluster_s:
-            self._told_s = now_s
+        if now_s - self._published_s >= self._times.cluster_s:
+            self._published_s = now_s
             self._tell_all(self._cluster(self.pump.snapshot()))
         self._tell_all(messages.Alive())
 
@@ -472,13 +474,13 @@ class Hub:
         self._abort(session)
 
     def _retire(self, page: str) -> None:
-        """What it counted still happened."""
+        """Keep the lasting counts of a former front end."""
         known = (of_workers(page, self._registry.get) for page in (self._retired, page))
         self._retired = add_pages(known, lasting_only=True)
 
     def _abort(self, *sessions: _Session) -> None:
-        """End all of theirs, those that wait first: the end of one that runs would be the dispatch
-        of the next."""
+        """End all requests of the sessions, waiting ones first: ending a running one would dispatch
+        the next."""
         owned = [one for session in sessions for one in session.requests.items()]
         for session in sessions:
             session.stop_frames()

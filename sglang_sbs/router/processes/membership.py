@@ -1,4 +1,4 @@
-"""What front ends say of workers: which are to come, to change or to go, and where legs are."""
+"""Applies front ends' changes to the set of workers, and counts legs in flight."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ from sglang_sbs.scheduling.events import Dispatch
 logger = logging.getLogger(__name__)
 
 SETTLE_S = 3.0
-"""Longest time before front ends are served although some workers were not heard of yet."""
+"""Longest wait for workers' first responses before front ends are served."""
 
 
 @dataclass(slots=True)
 class Placed:
-    """Where a request went; empty while it waits."""
+    """Engines of a request; empty while it waits."""
 
     prefill: str = ""
     decode: str = ""
     prefill_open: bool = False
-    """Prefill has not answered yet."""
+    """Prefill has not responded yet."""
 
 
 class Membership:
@@ -37,10 +37,10 @@ class Membership:
         self._registry = members.registry
         self._members = members
         self._known_of = -1
-        """The term whose scheduler had these workers; before the first, only flags are known."""
+        """Term whose scheduler had these workers; before the first, only flags are known."""
         self._new_s = now_s
 
-    # Legs in flight, over all front ends, counted at the workers themselves -------------------
+    # Legs in flight of all front ends, counted in the workers ----------------------------------
 
     def dispatched(self, placed: Placed, command: Dispatch) -> None:
         placed.prefill, placed.decode = command.prefill, command.decode
@@ -51,7 +51,7 @@ class Membership:
                 worker.dispatches += 1
 
     def count(self, placed: Placed, step: int) -> None:
-        """One more of each that is open, or one less."""
+        """Add ``step`` to the count of each open leg."""
         if placed.prefill_open:
             self._add(placed.prefill, step)
         self._add(placed.decode, step)
@@ -69,23 +69,25 @@ class Membership:
 
     @property
     def looked(self) -> bool:
-        """Whether every worker has answered, or is known not to."""
+        """Whether each worker has responded or has a known problem."""
         return all(w.info is not None or w.problems for w in self._registry)
 
     def settled(self, now_s: float) -> bool:
-        """Whether the workers have been looked at, as far as is waited for that."""
+        """Return whether the workers have been checked, or the wait for that is over."""
         return self.looked or now_s > self._new_s + SETTLE_S
 
     def inherit(self, hello: Hello, now_s: float) -> None:
-        """The scheduler before this one had these workers: flags may be out of date."""
+        """Take over the workers of the previous scheduler, because flags may be out of date."""
         if hello.last_term <= self._known_of:
             return
         self._known_of = hello.last_term
         urls = {state.url for state in hello.workers}
         for worker in self._registry:
-            if worker.url not in urls and not is_discovered(worker):  # pods know better
+            if worker.url not in urls and not is_discovered(
+                worker
+            ):  # pods decide for discovered ones
                 logger.warning(
-                    "worker %s of the command line is removed: the scheduler before this one did "
+                    "worker %s of the command line is removed: the previous scheduler did "
                     "not have it. POST /workers adds it",
                     worker.url,
                 )
@@ -105,13 +107,13 @@ class Membership:
             self._registry.drain(known, state.draining)
 
     def change(self, message: Change, term: int) -> Worker:
-        """What a client wants of this scheduler. Raises: ValueError, it cannot be."""
+        """Apply a client's change. Raises: ValueError, it is impossible."""
         self._known_of = max(self._known_of, term)
         if isinstance(message, AddWorker):
             return self._members.add_worker(message.url, message.role, message.bootstrap_port)
         worker = self._registry.by_id(message.worker_id)
         if worker is None:
-            raise ValueError(f"there is no worker {message.worker_id}")
+            raise ValueError(f"unknown worker {message.worker_id}")
         if isinstance(message, RemoveWorker):
             self._members.remove_worker(worker)
         elif isinstance(message, DrainWorker):

@@ -1,17 +1,16 @@
-"""Front end <-> scheduler process, wire v1.
+"""Messages between front end and scheduler process, wire v1.
 
-What is said about requests are the scheduler's own events and commands (``scheduling.events``).
+Events and commands of requests are the scheduler's own (``scheduling.events``).
 
 One message is two ZMQ frames: ``TOPIC`` and a tagged msgpack map. Compatibility rule: fields are
 only ever appended, each with a default; unknown fields are ignored, unknown tags are malformed.
-What cannot be said that way raises ``VERSION``; each side speaks ``OLDEST`` to ``VERSION``, so that
-front ends and schedulers can be brought to another release one by one.
-Nothing here is a difference to an earlier message except the events of requests, and those are
-announced anew (:class:`Hello`, :class:`Adopted`) whenever one may have been lost.
+Other changes raise ``VERSION``. Each side supports ``OLDEST`` to ``VERSION``, so that front ends
+and schedulers can be upgraded one by one. Messages hold absolute values, except for events of
+requests, and those are announced again (:class:`Hello`, :class:`Adopted`) whenever one may have
+been lost.
 
-Whatever a scheduler says bears its **term**. Terms only rise, and each has one scheduler: what is
-said in an earlier term than the latest one heard of is by a scheduler that was replaced.
-"""
+Every message of a scheduler carries its **term**. Terms only rise, and each has one scheduler: a
+message with an earlier term than the latest known one is from a scheduler that was replaced."""
 
 from __future__ import annotations
 
@@ -34,7 +33,7 @@ VERSION = 1
 OLDEST = 1
 MAX_MESSAGE_BYTES = 8 << 20
 MAX_ADOPTED = 512
-"""Requests in one :class:`Adopted`; more go into further ones."""
+"""Limit on requests in one :class:`Adopted`; further ones follow in others."""
 
 
 Term = Annotated[int, msgspec.Meta(ge=0, le=2**31 - 1)]
@@ -45,30 +44,30 @@ class _Message(msgspec.Struct, frozen=True, kw_only=True, tag=True, omit_default
 
 
 class _Said(_Message, frozen=True, kw_only=True):
-    """By a scheduler."""
+    """A message of a scheduler."""
 
     term: Term = 0
-    """0: of a release that knows no terms."""
+    """Term of the sender; 0 from a release without terms."""
 
 
 class _Call(_Message, frozen=True, kw_only=True):
-    """A question."""
+    """A request for a response."""
 
     call: int = 0
-    """Its number, given when it is asked, which the answer bears, too."""
+    """Number given by the sender and repeated in the response."""
 
 
 class WorkerState(WorkerFacts, kw_only=True):
     """One engine instance as the scheduler process sees it."""
 
     info: Any = None
-    """A :class:`WorkerInfo`, which is read when the worker is: what a later release says of one
-    engine makes no whole message malformed."""
+    """A :class:`WorkerInfo`, decoded with the worker, so that a later release's fields about one
+    engine do not make the whole message malformed."""
     breaker: BreakerState = "closed"
     active: int = 0
-    """Legs in flight there, of all front ends."""
+    """Legs in flight from all front ends."""
     report_age_s: float | None = None
-    """Since its last EndForward."""
+    """Seconds since its last EndForward."""
     reports: int = 0
 
 
@@ -76,52 +75,52 @@ class WorkerState(WorkerFacts, kw_only=True):
 
 
 class Hello(_Message, frozen=True):
-    """A front end wants to be served; repeated until :class:`Welcome`."""
+    """Requests a session; repeated until :class:`Welcome`."""
 
     version: int
-    """The latest that it speaks."""
+    """Latest version that it supports."""
     front_end: str
-    """The same for the life of the front end: a later session of it replaces the earlier one."""
+    """Identifies the front end for its lifetime: a later session replaces its earlier one."""
     name: str
-    """For people."""
+    """Name for logs."""
     scheduler: str = ""
-    """Boot id of the scheduler that ``workers`` is from; empty: never heard of one."""
+    """Boot id of the scheduler that ``workers`` is from; empty: none yet."""
     workers: list[WorkerState] = []
     oldest: int = 0
-    """The earliest version that it speaks; 0: only ``version``."""
+    """Earliest version that it supports; 0: only ``version``."""
     release: str = ""
-    """Of sglang-sbs, for people."""
+    """Release of sglang-sbs, for logs."""
     term: Term = 0
-    """The highest it has heard of: a scheduler of an earlier one is deposed by it."""
+    """Highest term it knows, which deposes a scheduler with an earlier one."""
     last_term: Term = 0
-    """In which ``scheduler`` led."""
+    """Term in which ``scheduler`` was active."""
     policy: PolicyState | None = None
-    """In force, as far as it knows: a scheduler that takes over goes on with it."""
+    """Policy in force as far as known; a new scheduler continues with it."""
 
 
 class Look(_Message, frozen=True):
-    """Asks a scheduler how it stands; answered by :class:`Standing`. Takes no session."""
+    """Asks for a scheduler's state; answered by :class:`Standing`. It needs no session."""
 
     who: Annotated[str, msgspec.Meta(max_length=512)]
     """The front end, or the address of another scheduler."""
     term: Term = 0
     """As in :class:`Hello`."""
     served: bool = False
-    """A front end that has a session in that term, with whomever."""
+    """Set by a front end with a session in that term, with any scheduler."""
 
 
 class Alive(_Said, frozen=True):
-    """Heartbeat, both ways."""
+    """Heartbeat in both directions."""
 
 
 class Adopted(_Message, frozen=True):
-    """Requests this front end has in flight already; follows a :class:`Welcome`."""
+    """Requests that this front end has in flight; follows a :class:`Welcome`."""
 
     requests: Annotated[list[events.RequestAdopted], msgspec.Meta(max_length=MAX_ADOPTED)]
 
 
 class LegFailed(_Message, frozen=True):
-    """Passive health: a leg failed, and it was the worker's fault. The fields are those of
+    """A leg failed through the worker's fault. The fields are those of
     :class:`~sglang_sbs.router.errors.LegFailure`."""
 
     worker: str
@@ -132,7 +131,7 @@ class LegFailed(_Message, frozen=True):
     transport: bool = False
     unreachable: bool = False
     left_room: bool = False
-    """Nobody is blamed (status 0): the refusal may have left a bootstrap room at the worker."""
+    """No fault (status 0): the refusal may have left a bootstrap room at the worker."""
 
 
 class AddWorker(_Call, frozen=True, kw_only=True):
@@ -150,7 +149,7 @@ class RemoveWorker(_Call, frozen=True, kw_only=True):
 
 
 class UpdateWorker(_Call, frozen=True, kw_only=True):
-    """``PUT /workers/{id}``: all three as they are now; answered by :class:`Done`."""
+    """``PUT /workers/{id}`` with all three current values; answered by :class:`Done`."""
 
     worker_id: str
     priority: int
@@ -181,10 +180,10 @@ class AskTrial(_Call, frozen=True, kw_only=True):
 
 
 class AbortElsewhere(_Call, frozen=True):
-    """``POST /abort_request``: it may be another front end's; answered by :class:`Done`."""
+    """``POST /abort_request`` for requests of other front ends; answered by :class:`Done`."""
 
     rid: str = ""
-    """As its client gave it; empty: all."""
+    """The client's own id; empty: all."""
 
 
 class AskStory(_Call, frozen=True):
@@ -192,24 +191,24 @@ class AskStory(_Call, frozen=True):
 
     name: Annotated[str, msgspec.Meta(max_length=512)] = ""
     rids: Annotated[list[str], msgspec.Meta(max_length=64)] = []
-    """The attempts that this front end knows of it; empty: the request is not its own."""
+    """Attempts known to this front end; empty: the request is another's."""
 
 
 class FoundStory(_Message, frozen=True):
-    """Answers :class:`FindStory`: what this front end knows of it."""
+    """Answers :class:`FindStory` with this front end's record."""
 
     call: int
     payload: bytes = b""
-    """JSON of a :class:`~sglang_sbs.scheduling.explained.stories.Story`; empty: nothing."""
+    """JSON of a :class:`~sglang_sbs.scheduling.explained.stories.Story`; empty if unknown."""
 
 
 Change = AddWorker | RemoveWorker | UpdateWorker | DrainWorker
-"""Of the workers."""
+"""Changes of workers."""
 Question = Change | SwitchPolicy | AskTrial | AbortElsewhere | AskStory
 
 
 class Aborted(_Message, frozen=True):
-    """Answers :class:`Abort`: so many requests of this front end."""
+    """Answers :class:`Abort` with the number of requests aborted."""
 
     call: int
     count: int
@@ -223,17 +222,17 @@ class MetricsPage(_Message, frozen=True):
 
 
 class WatchDashboard(_Message, frozen=True):
-    """Somebody looks at the dashboard here: wants a :class:`DashboardFrame` now and again. Neither
-    of its fields: it goes on (nothing to do; earlier front ends say so every half second)."""
+    """Starts or ends dashboard frames (:class:`DashboardFrame`). With neither field set they
+    continue (no effect; earlier front ends send this every half second)."""
 
     history: bool = False
-    """Begin (anew) with a frame that has everything: somebody began to look."""
+    """Begin (again) with a complete frame for a new watcher."""
     ended: bool = False
-    """Nobody looks any more."""
+    """The last watcher left."""
 
 
 class Bye(_Message, frozen=True):
-    """The front end ends; nothing of it is in flight any more."""
+    """The front end shuts down and has nothing in flight."""
 
 
 _OfSessions = Hello | Look | Alive | Adopted | Bye
@@ -246,35 +245,35 @@ ToScheduler = _OfSessions | OfRequests | _Others
 
 
 class Welcome(_Said, frozen=True):
-    """The session is open; events of requests may be sent from now on."""
+    """Opens the session; events of requests may follow."""
 
     scheduler: str
-    """Boot id: new for every start of the scheduler process."""
+    """Boot id, new at every start of the scheduler process."""
     workers: list[WorkerState]
     version: int = 1
-    """Spoken from now on, by both."""
+    """Version used by both from now on."""
     release: str = ""
     policy: PolicyState | None = None
-    """In force."""
+    """Policy in force."""
 
 
 class Standing(_Said, frozen=True):
-    """Answers :class:`Look`. The term is the highest it has heard of, unless it is ``active``."""
+    """Answers :class:`Look`. The term is the highest known, unless the scheduler is ``active``."""
 
     active: bool = False
-    """It schedules, in that term."""
+    """It schedules in that term."""
     ready: bool = False
-    """It has looked at the workers."""
+    """It has checked the workers."""
 
 
 class Unwelcome(_Said, frozen=True):
-    """No session: say :class:`Hello` (again), or give up when ``reason`` says so."""
+    """Refuses the session: send :class:`Hello` again, or stop if there is a ``reason``."""
 
     reason: str = ""
     standby: bool = False
-    """It does not schedule: say Hello elsewhere."""
+    """The scheduler is not active: send Hello to another."""
     active: str = ""
-    """The address of who does, as far as a standby knows."""
+    """Address of the active scheduler, as far as a standby knows."""
 
 
 class Cluster(_Said, frozen=True):
@@ -283,34 +282,34 @@ class Cluster(_Said, frozen=True):
     workers: list[WorkerState]
     snapshot: Snapshot | None = None
     lead_s: float = 0.0
-    """For so long this scheduler has scheduled."""
+    """Seconds since this scheduler became active."""
     address: str = ""
-    """Where it says that it can be reached."""
+    """Address at which it can be reached."""
     policy: PolicyState | None = None
-    """In force."""
+    """Policy in force."""
 
 
 class Silenced(_Said, frozen=True):
-    """The worker answers nothing any more, or restarted: what it was doing is lost."""
+    """The worker no longer responds, or has restarted: its requests are lost."""
 
     worker: str
 
 
 class Decisions(_Said, frozen=True):
-    """Requests of one gang stay together and in order."""
+    """Decisions; requests of one batch stay together and in order."""
 
     commands: list[events.Dispatch | events.Refuse]
 
 
 class Abort(_Said, frozen=True):
-    """End requests of clients (see :class:`AbortElsewhere`); answered by :class:`Aborted`."""
+    """Aborts requests of clients (see :class:`AbortElsewhere`); answered by :class:`Aborted`."""
 
     call: int = 0
     rid: str = ""
 
 
 class Done(_Said, frozen=True):
-    """Answers what a front end asked for."""
+    """Answers a front end's request."""
 
     call: int
     worker_id: str = ""
@@ -322,13 +321,13 @@ class Done(_Said, frozen=True):
 
 
 class AskMetrics(_Said, frozen=True):
-    """Wants a :class:`MetricsPage`."""
+    """Requests a :class:`MetricsPage`."""
 
     call: int = 0
 
 
 class FindStory(_Said, frozen=True):
-    """Wants a :class:`FoundStory`: another front end was asked for a request."""
+    """Requests a :class:`FoundStory` for a question that another front end received."""
 
     call: int = 0
     name: str = ""
@@ -338,9 +337,9 @@ class DashboardFrame(_Said, frozen=True):
     """See :class:`WatchDashboard`."""
 
     payload: bytes
-    """JSON, as clients get it."""
+    """JSON as sent to clients."""
     full: bool = False
-    """A history: whoever follows already has it."""
+    """A complete frame, not needed by watchers that already follow."""
 
 
 _Asked = Abort | AskMetrics | FindStory
@@ -355,13 +354,13 @@ _from_scheduler = msgspec.msgpack.Decoder(FromScheduler)
 
 
 def encode(message: ToScheduler | FromScheduler) -> list[bytes]:
-    """The two frames of one message."""
+    """Encode one message as its two frames."""
     return [TOPIC, _encoder.encode(message)]
 
 
 def decode_to_scheduler(frames: Sequence[bytes]) -> ToScheduler:
-    """Parse what a front end sent. Raises: MalformedMessage, wrong topic, frame count or types, or
-    numbers no front end can mean."""
+    """Decode a message of a front end. Raises: MalformedMessage, wrong topic, frame count or types,
+    or implausible numbers."""
     message: ToScheduler = _decode(_to_scheduler, frames)
     if isinstance(message, events.RequestArrived) and message.deadline_s is not None:
         raise MalformedMessage("deadline_s is a time of the sender's clock")
@@ -369,13 +368,13 @@ def decode_to_scheduler(frames: Sequence[bytes]) -> ToScheduler:
 
 
 def decode_from_scheduler(frames: Sequence[bytes]) -> FromScheduler:
-    """Parse what the scheduler sent. Raises: MalformedMessage."""
+    """Decode a message of the scheduler. Raises: MalformedMessage."""
     message: FromScheduler = _decode(_from_scheduler, frames)
     return message
 
 
 def read_story(payload: bytes) -> Story | None:
-    """None: there is none, or it is of a release that writes it differently."""
+    """Decode a record; ``None`` if it is missing or of a release with another format."""
     try:
         return _story.decode(payload) if payload else None
     except (msgspec.DecodeError, RecursionError):
@@ -383,7 +382,7 @@ def read_story(payload: bytes) -> Story | None:
 
 
 def spoken(hello: Hello) -> int | None:
-    """The version to speak with this front end; ``None``: there is none that both do."""
+    """Return the version to use with this front end; ``None`` without a common one."""
     latest = min(hello.version, VERSION)
     return latest if latest >= max(hello.oldest or hello.version, OLDEST) else None
 

@@ -1,6 +1,5 @@
-"""Workers on the wire: what the scheduler process tells of them, and the registry of a front end,
-which follows the scheduler's while there is one and stands on its own while there is none.
-"""
+"""Workers on the wire, and a front end's registry. The registry follows the scheduler's, and is
+independent while there is none."""
 
 from __future__ import annotations
 
@@ -23,9 +22,9 @@ logger = logging.getLogger(__name__)
 
 _FOLLOWED = tuple(name for name in WorkerFacts.__struct_fields__ if name not in ("url", "role"))
 _FOUND_HERE = ("tokenizer",)
-"""Problems that a front end finds out for itself."""
+"""Problems that a front end detects itself."""
 _MAX_PROBLEM_CHARS = 512
-"""All workers go into one message."""
+"""Limit on a problem's text, because all workers go into one message."""
 
 
 def state_of(worker: Worker, now_s: float) -> WorkerState:
@@ -46,7 +45,7 @@ def states_of(workers: Iterable[Worker]) -> list[WorkerState]:
 
 
 class MirroredRegistry(Registry):
-    """A front end's workers. What it emits is heard only while there is no scheduler."""
+    """A front end's workers. Its events are used only while there is no scheduler."""
 
     def __init__(
         self,
@@ -57,7 +56,8 @@ class MirroredRegistry(Registry):
         asks_cheaply: bool = True,
         prefix_source: PrefixWish = "off",
     ) -> None:
-        """``report``: blame is the scheduler's business while it takes such messages (True)."""
+        """Create the registry; ``report`` sends failures to the scheduler, which then counts them,
+        and returns whether that worked."""
         super().__init__(
             events,
             breaker,
@@ -68,7 +68,7 @@ class MirroredRegistry(Registry):
         self._report = report
 
     def announcements(self) -> list[InstanceUp]:
-        """What a scheduler that knows nothing must be told."""
+        """Return the announcements for a new scheduler."""
         return [self._instance_up(worker) for worker in self if worker.usable]
 
     def follow(self, states: Iterable[WorkerState]) -> None:
@@ -83,7 +83,7 @@ class MirroredRegistry(Registry):
                 state.info = msgspec.convert(state.info, WorkerInfo | None, from_attributes=True)
                 worker = worker or self.add(state.url, state.role)
             except ValueError as error:
-                logger.error("the scheduler speaks of an unusable worker %s: %s", state.url, error)
+                logger.error("the scheduler reported an unusable worker %s: %s", state.url, error)
                 continue
             known.add(worker.url)
             own = {kind: worker.problems[kind] for kind in _FOUND_HERE if kind in worker.problems}
@@ -108,13 +108,13 @@ class MirroredRegistry(Registry):
             super().leg_failed(failure)
 
     def room_left(self, url: str) -> None:
-        told = LegFailed(worker=url, leg="prefill", status=0, code="", message="", left_room=True)
-        if not self._report(told):
+        report = LegFailed(worker=url, leg="prefill", status=0, code="", message="", left_room=True)
+        if not self._report(report):
             super().room_left(url)
 
     def prefix_source_of(self, worker: Worker) -> PrefixSource:
-        """Nobody looks for prefixes without the scheduler."""
+        """Return "off": prefixes are matched only by the scheduler process."""
         return "off"
 
     def _check_signal(self, worker: Worker, now_s: float) -> None:
-        """EndForward goes to the scheduler process; its absence here is no news."""
+        """Do nothing: EndForward goes to the scheduler process, so its absence here is normal."""

@@ -1,24 +1,23 @@
-"""A front end's line to the scheduler process, and what it does while that is cut.
+"""A front end's connection to the scheduler process, and its fallback while disconnected.
 
-The fallback is a :class:`Scheduler` of its own with an immediate policy, fed with the workers last
-heard of and with this front end's own requests.
+The fallback is a :class:`Scheduler` with an immediate policy, given the last known workers and this
+front end's own requests.
 
 Theory of operation
 -------------------
-*Connected*: events of requests go to the scheduler, decisions come back. *Alone*: they go to the
-fallback. Nothing is sent while alone but :class:`Hello`, so nothing stale can arrive later.
+*Connected*: events of requests go to the scheduler,
+decisions come back. *Alone*: they go to the fallback. While alone only :class:`Hello` is sent, so
+nothing stale can arrive later.
 
-Connected becomes alone when nothing was heard for ``times.lost_s`` (the scheduler says
-:class:`Alive` every ``times.beat_s``), or when the scheduler does not know this session. What
-waits for a decision then is placed by the fallback at once. Alone becomes connected with
-:class:`Welcome`: everything in flight is announced with its placement (:class:`Adopted`), so that
-a restarted scheduler knows it and one that merely stalled forgets what it believed.
+The link goes from connected to alone when nothing was received for ``times.lost_s`` (the scheduler
+sends :class:`Alive` every ``times.beat_s``), or when the scheduler does not know the session. The
+fallback then places all waiting requests at once. The link goes from alone to connected with
+:class:`Welcome`. Everything in flight is then announced with its placement (:class:`Adopted`), so
+that a restarted scheduler learns it and one that merely stalled corrects its state.
 
-Each session is a socket of its own: what was under way in the old one cannot reach the new one, in
-either direction. Whom it is with is the business of a
-:class:`~.leading.scheduler_choice.SchedulerChoice`. What is said in an earlier term than the latest
-one heard of is dropped, and the session ends.
-"""
+Each session has its own socket: nothing sent in the old one can reach the new one, in either
+direction. A :class:`~.leading.scheduler_choice.SchedulerChoice` decides which scheduler to connect
+to. Messages with an earlier term than the latest known one are dropped, and the session ends."""
 
 from __future__ import annotations
 
@@ -55,30 +54,30 @@ _LAST_WORDS_MS = 200
 
 @dataclass(eq=False)
 class SchedulerLink(Assigner):
-    """The one whose scheduler is elsewhere."""
+    """The assigner whose scheduler is in another process."""
 
     choice: SchedulerChoice
-    """Says whom to connect to, and does."""
+    """Selects the scheduler and connects to it."""
     registry: MirroredRegistry
     _: KW_ONLY
     name: str
     fallback: Callable[[], driver.SchedulerLike]
-    """Makes a scheduler for a time alone."""
+    """Creates the scheduler used while alone."""
     counts: Callable[[driver.Decision], None]
     metrics_page: Callable[[], str]
     abort: Callable[[str], int]
-    """Ends the requests of clients by the id they gave (empty: all); how many."""
+    """Aborts clients' requests by their own id (empty: all) and returns their number."""
     give_up_s: float
     policy: PolicyInForce = field(default_factory=lambda: PolicyInForce("sbs"))
-    """As the scheduler has it, or had it last."""
+    """Policy of the scheduler, now or before it was lost."""
     find: Callable[[str], Story | None] = lambda name: None
-    """One of the last requests of this front end, by any of its ids."""
+    """Finds a recent request of this front end by any of its ids."""
     over: Callable[[Timeline], object] = lambda timeline: None
-    """Told of each request that ends while this process is alone."""
+    """Called with each request that ends while alone."""
     alone_changed: Callable[[bool], None] = lambda alone: None
-    """Told whenever the scheduler is lost or found again."""
+    """Called when the scheduler is lost or found."""
     dashboard_frame: Callable[[bytes, bool], None] = lambda payload, full: None
-    """Gets what a :class:`~.messages.WatchDashboard` brings."""
+    """Receives the dashboard frames requested with :class:`~.messages.WatchDashboard`."""
     times: SessionTimes = field(default_factory=SessionTimes)
 
     def __post_init__(self) -> None:
@@ -89,14 +88,14 @@ class SchedulerLink(Assigner):
         self._refusal = ""
         self._calls: Calls[messages.Done] = Calls()
         self.fenced = 0
-        """Messages of schedulers that were replaced."""
+        """Messages dropped because their scheduler was replaced."""
         self._snapshot: Any = None
         self._line: Line | None = None
         self._line_is_over = False
-        """It is to be replaced."""
-        self._told_alone = False
+        """The line must be replaced."""
+        self._reported_alone = False
         self._failures: set[str] = set()
-        """Of steps of :meth:`_do_without`, logged already."""
+        """Causes of failed steps of :meth:`_do_without` that were logged."""
         self._welcome = asyncio.Event()
         self._ticker: asyncio.Task[None] | None = None
         self._heard_s = 0.0
@@ -105,8 +104,8 @@ class SchedulerLink(Assigner):
         self._loop = asyncio.get_running_loop()
 
     async def start(self, patience_s: float) -> bool:
-        """Find the scheduler; False if it was not there in time (it is looked for ever after).
-        Raises what connecting does, which later is logged and survived."""
+        """Connect to the scheduler; return False if it was not found in time (attempts continue).
+        Raises errors of connecting, which are later logged and survived."""
         self._new_line()
         self._go_alone()
         self._ticker = asyncio.create_task(self._tick())
@@ -114,26 +113,28 @@ class SchedulerLink(Assigner):
             async with asyncio.timeout(patience_s):
                 await self._welcome.wait()
         except TimeoutError:
-            logger.error("no scheduler after %g s; refusing requests until it is there", patience_s)
+            logger.error(
+                "no scheduler after %g s; refusing requests until one is available", patience_s
+            )
             return False
         return True
 
-    # What the relay says (Assigner) -----------------------------------------------------------
+    # Reports of the relay (Assigner) -----------------------------------------------------------
 
-    def _say(self, event: messages.OfRequests) -> None:
+    def _report(self, event: messages.OfRequests) -> None:
         if self.pump is not None:
             self.pump.submit(event)
         elif not self.tell(event):
-            # Not taken: whatever became of it, the announcement of the next session has it all.
-            self._lose("it takes no messages")
+            # It was not accepted, but the announcement of the next session will contain it.
+            self._lose("it accepts no messages")
 
     def tell(self, message: messages.ToScheduler) -> bool:
-        """False if there is no scheduler to tell."""
+        """Send a message; return False if there is no scheduler."""
         return self.connected and self._line is not None and self._line.tell(message)
 
     async def ask(self, question: messages.Question) -> messages.Done:
-        """What only the scheduler can do. Raises: RouterError, 503, there is no scheduler, or no
-        answer of it; ValueError, as the scheduler says, it cannot be."""
+        """Ask the scheduler to do something. Raises: RouterError, 503, there is no scheduler or no
+        response; ValueError, the scheduler's reason for refusing."""
         done = await self._calls.ask(self.tell, question, self.times.call_s)
         if done is None:
             raise no_scheduler()
@@ -146,26 +147,27 @@ class SchedulerLink(Assigner):
     def _lose(self, why: str) -> None:
         if not self.connected:
             return
-        told = "lost the scheduler (%s): placing requests at once, %d wait"
-        logger.warning(told, why, self.waiting)
+        text = "lost the scheduler (%s): placing requests at once, %d waiting"
+        logger.warning(text, why, self.waiting)
         self._line_is_over = True
         self._go_alone()
 
     def _go_alone(self) -> None:
-        """Raises nothing."""
-        self.connected = self._told_alone = False
+        """Switch to the fallback. Never raises."""
+        self.connected = self._reported_alone = False
         self.times_alone += 1
         self._welcome.clear()
         self._calls.give_up()
         self._do_without()
 
     def _do_without(self) -> None:
-        """Take a fallback, a new line, and tell others. Raises nothing: a step that fails (no
-        descriptors are left, say) is taken at the next beat, and the others do not wait for it."""
+        """Create the fallback and a new line, and report the loss. Never raises: a failed step (for
+        example without free descriptors) is repeated at the next beat and does not delay the
+        others."""
         steps = {
             self._place_alone: self.pump is None,
             self._new_line: self._line is None or self._line_is_over,
-            self._tell_alone: not self._told_alone,
+            self._report_alone: not self._reported_alone,
         }
         failed = False
         for step in [step for step, is_left in steps.items() if is_left]:
@@ -174,13 +176,13 @@ class SchedulerLink(Assigner):
             except Exception as error:
                 failed = True
                 if repr(error) not in self._failures:
-                    logger.exception("doing without the scheduler: a step failed, trying again")
+                    logger.exception("switching to the fallback: a step failed, retrying")
                 self._failures.add(repr(error))
         if not failed:
             self._failures.clear()
 
     def _place_alone(self) -> None:
-        """Let the fallback place requests, those that wait first."""
+        """Give all requests to the fallback, including waiting ones."""
         self.pump = pump = driver.SchedulerPump(
             self.fallback(), decided=self._decided, failed=self._fail, counts=self.counts
         )
@@ -190,17 +192,17 @@ class SchedulerLink(Assigner):
             for event in chain[Event](known, self._undecided()):
                 pump.submit(event)
         except BaseException:
-            self._leave_pump()  # the next one gets it all again
+            self._leave_pump()  # the next one gets everything again
             raise
 
     def _undecided(self) -> Iterator[RequestArrived]:
-        """Those that wait; each is looked at when its turn comes, for one may decide others."""
+        """Yield waiting requests, checking each in turn, because placing one may decide others."""
         for request in list(self._requests.values()):
             if not request.decision.done():
                 yield request.arrival
 
     def _placed(self) -> list[RequestAdopted]:
-        """Those in flight, for a scheduler that did not place them."""
+        """Requests in flight, for a scheduler that did not place them."""
         return [
             RequestAdopted(
                 rid=rid,
@@ -222,10 +224,10 @@ class SchedulerLink(Assigner):
             self._errors += pump.errors
             pump.close()
 
-    def _tell_alone(self) -> None:
-        if self.pump is not None:  # whoever is told looks at it
+    def _report_alone(self) -> None:
+        if self.pump is not None:  # listeners read it
             self.alone_changed(True)
-            self._told_alone = True
+            self._reported_alone = True
 
     def _welcomed(self, welcome: messages.Welcome) -> None:
         if self.connected:
@@ -234,15 +236,15 @@ class SchedulerLink(Assigner):
             self._join(welcome)
         except Exception:
             logger.exception("could not answer the scheduler's welcome")
-            self._lose("it was not told everything")
+            self._lose("it did not receive everything")
         if self.connected:
             self._welcome.set()
             self.alone_changed(False)
 
     def _join(self, welcome: messages.Welcome) -> None:
-        """From alone to connected, and alone again if it is lost meanwhile."""
+        """Switch from alone to connected, or back if the scheduler is lost meanwhile."""
         if not OLDEST <= welcome.version <= VERSION:
-            logger.error("the scheduler speaks version %d: run the same release", welcome.version)
+            logger.error("the scheduler uses version %d: run the same release", welcome.version)
             return
         if self.choice.boot_id == welcome.scheduler:
             self._patience_s = min(2 * self._patience_s, self.times.longest_lost_s)
@@ -259,7 +261,7 @@ class SchedulerLink(Assigner):
         for first in range(0, len(placed), MAX_ADOPTED):
             self.tell(messages.Adopted(requests=placed[first : first + MAX_ADOPTED]))
         for arrival in self._undecided():
-            self._say(arrival)
+            self._report(arrival)
         if not self.connected:
             return
         logger.info(
@@ -269,8 +271,8 @@ class SchedulerLink(Assigner):
         )
 
     def _new_line(self) -> None:
-        """A new session. Raises what connecting does: then there is no line."""
-        # The old one first: it has descriptors that the new one needs.
+        """Start a new session. Raises errors of connecting; then there is no line."""
+        # Close the old line first, because the new one needs its descriptors.
         before, self._line, self._line_is_over = self._line, None, False
         if before is not None:
             before.close()
@@ -320,7 +322,7 @@ class SchedulerLink(Assigner):
         elif now_s - self._heard_s > self._patience_s:
             self._lose(f"silent for {now_s - self._heard_s:.1f} s")
         elif not self._line.tell(messages.Alive()):
-            self._lose("it takes no messages")
+            self._lose("it accepts no messages")
         elif now_s - self._found_s > self.times.forgiven_s:
             self._patience_s = self.times.lost_s
 
@@ -341,7 +343,7 @@ class SchedulerLink(Assigner):
             case messages.Unwelcome():
                 if message.reason and message.reason != self._refusal:
                     self._refusal = message.reason
-                    logger.error("the scheduler will not serve this front end: %s", message.reason)
+                    logger.error("the scheduler refuses this front end: %s", message.reason)
                 elif not message.reason:
                     self._lose("it does not know this front end: it was restarted")
             case messages.Done():
@@ -362,7 +364,7 @@ class SchedulerLink(Assigner):
             case messages.Cluster():
                 self.registry.follow(message.workers)
                 self.policy.follow(message.policy)
-                self.choice.said(message)
+                self.choice.on_cluster(message)
                 if message.snapshot is not None:
                     self._snapshot = message.snapshot
             case messages.DashboardFrame():
@@ -374,7 +376,7 @@ class SchedulerLink(Assigner):
     # Views and end ----------------------------------------------------------------------------
 
     def snapshot(self) -> Any:
-        """The scheduler's state as last heard, or the fallback's."""
+        """The scheduler's last known state, or the fallback's."""
         return self._snapshot if self.pump is None else super().snapshot()
 
     def lead(self) -> LeadView:

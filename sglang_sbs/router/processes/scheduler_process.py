@@ -1,5 +1,5 @@
-"""The scheduler process of a router with several front ends: the scheduler, everything that hears
-from engines, the front ends' sockets, and the metrics port with the sum over all processes."""
+"""The scheduler process of a router with several front ends: the scheduler, all inputs from
+engines, the front ends' sockets, and the metrics port with the sum over all processes."""
 
 from __future__ import annotations
 
@@ -43,15 +43,15 @@ logger = logging.getLogger(__name__)
 
 _AGAIN_S = 0.2
 _LOOK_S = 15.0
-"""Longest time before a scheduler stands for election although a worker was not heard of yet."""
+"""Longest wait for workers' first responses before standing for election."""
 _LOOK_AGAIN_S = 0.05
 _LAST_WORDS_MS = 200
 _SCRAPE_TURN_S = 0.005
-"""Of writing metrics, before others of this process get a turn."""
+"""Time spent writing metrics before other work of this process gets a turn."""
 
 
 class SchedulerProcess:
-    """``await start()``, serve, ``await stop()``."""
+    """The scheduler process: ``await start()``, serve, ``await stop()``."""
 
     def __init__(self, options: RouterOptions) -> None:
         self.options = options
@@ -64,9 +64,9 @@ class SchedulerProcess:
         self._metrics_port: MetricsPort | None = None
 
     async def start(self) -> None:
-        """Listen for front ends; workers are waited for in the background.
-        Raises: OSError, an endpoint or the metrics port is taken; ValueError, no way to look for
-        workers (``--service-discovery``)."""
+        """Listen for front ends, and start watching workers in the background.
+        Raises: OSError, an endpoint or the metrics port is in use; ValueError, workers cannot be
+        discovered (``--service-discovery``)."""
         options = self.options
         several = options.several
         assert several.listen is not None, "checked with the command line"
@@ -78,7 +78,7 @@ class SchedulerProcess:
             with naming_file("--sbs-event-log", options.event_log):
                 log = EventLogWriter(options.event_log, options.scheduler)
         self._session = worker_session(options)
-        # What is made later is looked up when it is called.
+        # The lambdas look up objects that are created later.
         self._watch = Watch(
             options,
             self._submit,
@@ -128,14 +128,14 @@ class SchedulerProcess:
         return self._hub.front_ends
 
     def let_go(self) -> None:
-        """This router ends: leave the EndForward endpoint and the metrics port to a successor."""
+        """Free the EndForward endpoint and the metrics port for a successor."""
         self._watch.let_go()
         port, self._metrics_port = self._metrics_port, None
         if port is not None:
             self._tasks.append(asyncio.create_task(port.close()))
 
     async def stop(self) -> None:
-        for task in self._tasks:  # first, so that another one can lead at once
+        for task in self._tasks:  # first, so that another scheduler can take over at once
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
         self._feed.close()
@@ -148,13 +148,13 @@ class SchedulerProcess:
         await self._session.close()
 
     async def _stand(self, election: Election) -> None:
-        """For election, again and again; where there may be others, not before the workers were
-        looked at: who leads and does not know them yet refuses what another would place."""
+        """Stand for election repeatedly. With rivals, wait until the workers were checked: an
+        active scheduler that does not know them yet refuses requests that another could place."""
         if not isinstance(election, Unopposed):
             self._hub.stands = False
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(_LOOK_S):
-                    while not self._has_looked():  # noqa: ASYNC110 - nothing announces it
+                    while not self._has_looked():  # noqa: ASYNC110 - there is no event for it
                         await asyncio.sleep(_LOOK_AGAIN_S)
         self._hub.stands = True
         last_cause = ""
@@ -163,7 +163,7 @@ class SchedulerProcess:
                 await election.run(self._hub.lead, self._hub.follow)
             except Exception as error:
                 if repr(error) != last_cause:
-                    logger.exception("the election failed: this scheduler is a standby")
+                    logger.exception("the election failed: this scheduler is now a standby")
                 last_cause = repr(error)
             await asyncio.sleep(_AGAIN_S)
 
@@ -172,7 +172,7 @@ class SchedulerProcess:
         return found and self._hub.membership.looked
 
     async def _log_gain(self) -> None:
-        """A line per minute in which the gain is known; the rest is in the front ends' lines."""
+        """Log the gain once a minute while it is known; front ends log everything else."""
         while True:
             await asyncio.sleep(MINUTE_S)
             if line := in_words(self._feed.ratios()):
@@ -220,14 +220,14 @@ class SchedulerProcess:
         for part in page_parts(pages, own=self.metrics.registry.collect()):
             parts.append(part)
             if time.monotonic() - since_s > _SCRAPE_TURN_S:
-                await asyncio.sleep(0)  # decisions first
+                await asyncio.sleep(0)  # let decisions go first
                 since_s = time.monotonic()
         return page_of("".join(parts).encode())
 
     async def _readiness(self, _request: web.Request) -> web.Response:
-        """A standby is ready, too: it can take over."""
+        """Report readiness; a standby is ready as well, because it can take over."""
         ready = self._hub.settled
-        return self._standing("ready" if ready else "looking at the workers", good=ready)
+        return self._standing("ready" if ready else "checking the workers", good=ready)
 
     async def _active(self, _request: web.Request) -> web.Response:
         return self._standing("active" if self.lead.active else "standby", good=self.lead.active)
@@ -246,11 +246,11 @@ class SchedulerProcess:
         yield from self._watch.families(self._hub.pump.snapshot())
         yield gain_family(by_bound(self._feed.ratios()))
         yield from self._hub.trials.families()
-        about = "Events the scheduler failed on: a defect"
+        about = "Events on which the scheduler failed (a defect)"
         yield total("sbs_scheduler_errors", about, self._hub.pump.errors)
         yield gauge("sbs_front_ends", "Front ends connected to the scheduler", self.front_ends)
         fates = self._sockets.counts | {"foreign": self._hub.foreign}
-        yield total("sbs_front_end_messages", "Messages of front ends by fate", fates, "fate")
+        yield total("sbs_front_end_messages", "Messages of front ends by result", fates, "fate")
 
 
 def _election_of(several: SeveralProcesses) -> Election:

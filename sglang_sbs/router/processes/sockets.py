@@ -1,5 +1,5 @@
-"""The ZMQ sockets between front ends and the scheduler process. Frames that are no message are
-counted, logged once and dropped. ``ipc`` is protected by its directory, ``tcp`` by CURVE keys."""
+"""ZMQ sockets between front ends and the scheduler process. Invalid frames are counted, logged once
+and dropped. Directory permissions protect ``ipc``, CURVE keys protect ``tcp``."""
 
 from __future__ import annotations
 
@@ -27,23 +27,24 @@ _HWM = 100_000
 _OPTIONS = {zmq.LINGER: 0, zmq.IPV6: 1, zmq.MAXMSGSIZE: messages.MAX_MESSAGE_BYTES}
 _HEARTBEAT_MS = 1000
 _UNHEARD_MS = 4000
-"""A connection on which nothing is heard, or not made, for so long is made anew: a network that
-swallows everything breaks none."""
+"""Silence, or time without a connection, after which a connection is made anew: a network that
+drops everything breaks no connection."""
 
 _HEARD_S = 10.0
-"""A line on which something came within this time is left where it is."""
+"""A line with a message within this time keeps its address."""
 _FOLLOW_S = 2.0
-"""Until the name of a scheduler that is not heard is looked up again: it may have moved."""
+"""Interval of resolving the name of a silent scheduler again, because it may have moved."""
 
 
 class _Socket:
-    """In the event loop, of which it takes messages as they come."""
+    """A socket in the event loop that handles messages as they arrive."""
 
     def __init__(self, kind: int, peer: str, options: dict[zmq.SocketOption, int]) -> None:
-        """``peer``: who speaks, in the log. Raises: zmq.ZMQError, no room for another one."""
+        """Open a socket; ``peer`` names the sender in logs. Raises: zmq.ZMQError, no more sockets
+        are possible."""
         self.malformed = 0
         self.peers: PeerLimit | None = None
-        """Of a socket that listens at a TCP port."""
+        """Limit on connections, if it listens at a TCP port."""
         self._peer = peer
         self._loop = asyncio.get_running_loop()
         self._again = False
@@ -64,19 +65,19 @@ class _Socket:
         self._soon()
 
     def take(self, frames: list[bytes]) -> None:
-        """Raises: MalformedMessage."""
+        """Handle one message. Raises: MalformedMessage."""
         raise NotImplementedError
 
     def send(self, frames: Sequence[bytes]) -> bool:
-        """False: there is nobody to take it (any more)."""
+        """Send frames; return False if there is no receiver."""
         if self._socket.closed:
             return False
         try:
             self._socket.send_multipart(frames, zmq.NOBLOCK)
-        except zmq.ZMQError:  # nobody connected, peer gone, or it does not read
+        except zmq.ZMQError:  # not connected, peer gone, or not reading
             return False
         finally:
-            # ZMQ's descriptor is edge-triggered, and sending may use up the edge.
+            # ZMQ's descriptor is edge-triggered, and sending may consume the edge.
             self._soon()
         return True
 
@@ -107,14 +108,14 @@ class _Socket:
             except MalformedMessage as error:
                 self.malformed += 1
                 if self.malformed == 1:
-                    told = "malformed message from %s (counted from now on): %s"
-                    logger.warning(told, self._peer, error)
-            except Exception:  # a defect must not leave the rest unread
+                    text = "malformed message from %s (counted from now on): %s"
+                    logger.warning(text, self._peer, error)
+            except Exception:  # an error must not leave the rest unread
                 logger.exception("handling a message failed")
         self._soon()
 
     def close(self, linger_ms: int = 0) -> None:
-        """``linger_ms``: how long what was sent last may take to leave."""
+        """Close the socket; ``linger_ms`` is the time for unsent messages."""
         if self.peers is not None:
             self.peers.close()
             self.peers = None
@@ -124,18 +125,19 @@ class _Socket:
 
 
 class FrontEndSocket(_Socket):
-    """The front end's end (DEALER). Each one is a new session for the scheduler."""
+    """The front end's end (DEALER). Each socket is a new session for the scheduler."""
 
     def __init__(
         self, keys: CurveKeys | None, endpoint: str, receive: Callable[[FromScheduler], None]
     ) -> None:
-        """Raises: zmq.ZMQError, there is no room for another one, or no such endpoint."""
-        # Queue nothing for a scheduler that is away: by its return it would be stale.
+        """Connect to a scheduler. Raises: zmq.ZMQError, no more sockets are possible, or the
+        endpoint is invalid."""
+        # Queue nothing for an absent scheduler, because it would be stale later.
         options = {zmq.IMMEDIATE: 1, zmq.RECONNECT_IVL: 50, zmq.RECONNECT_IVL_MAX: 500}
         super().__init__(zmq.DEALER, "the scheduler", options)
         self._receive = receive
         self._heard_s = -math.inf
-        # Behind one name there may be several schedulers: each new line tries any of them.
+        # Several schedulers may share a name: each new line tries any of them.
         self._dialler = Dialler(
             self._socket,
             "scheduler's messages",
@@ -165,14 +167,14 @@ class FrontEndSocket(_Socket):
         self._receive(message)
 
     def close(self, linger_ms: int = 0) -> None:
-        """``linger_ms``: for last words."""
+        """Close the line; ``linger_ms`` is the time for last messages."""
         self._dialler.close()
         super().close(linger_ms)
         self._context.term()
 
 
 class SchedulerSocket(_Socket):
-    """The scheduler's end (ROUTER); peers are told apart by their ZMQ identity."""
+    """The scheduler's end (ROUTER), which identifies peers by their ZMQ identity."""
 
     def __init__(self, receive: Callable[[bytes, ToScheduler], None]) -> None:
         super().__init__(zmq.ROUTER, "a front end", {zmq.ROUTER_MANDATORY: 1})
@@ -181,7 +183,7 @@ class SchedulerSocket(_Socket):
         self._taken = 0
 
     def open(self, endpoint: str, keys: CurveKeys | None) -> str:
-        """Listen; returns the endpoint with a wildcard port resolved. Raises: OSError."""
+        """Listen and return the endpoint, with a wildcard port resolved. Raises: OSError."""
         if endpoint.startswith("tcp:"):
             self.peers = PeerLimit(self._socket, most_peers())
         if keys is not None:
@@ -200,8 +202,8 @@ class SchedulerSocket(_Socket):
 
     @property
     def counts(self) -> dict[str, int]:
-        """Messages by fate (``taken``, ``malformed``), clients ``refused`` by their key, and
-        connections ``crowded_out`` as there were too many."""
+        """Messages by result (``taken``, ``malformed``), clients ``refused`` by their key, and
+        connections ``crowded_out`` because of their number."""
         refused = self._gatekeeper.refused if self._gatekeeper is not None else 0
         crowded = self.peers.refused if self.peers is not None else 0
         taken = {"taken": self._taken, "malformed": self.malformed}

@@ -1,4 +1,4 @@
-"""The Prometheus pages of several processes of one router as one."""
+"""Sums the Prometheus pages of several processes of one router."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from sglang_sbs.router.metric_families import Made
 
 _LASTING = ("counter", "histogram", "summary")
 _MEANS = frozenset({"sbs_prompt_bytes_per_token"})
-"""Gauges of which every process has its own and whose sum would mean nothing."""
+"""Gauges that are averaged over processes, because their sum has no meaning."""
 _WORKER = re.compile(r'[{,]worker="([^"]*)"')
 
 
 def of_workers(page: str, known: Callable[[str], object]) -> str:
-    """The page without the series of workers (label ``worker``) that are not known."""
+    """Return the page without the series of unknown workers (label ``worker``)."""
 
     def stays(line: str) -> bool:
         worker = _WORKER.search(line)
@@ -32,16 +32,16 @@ def of_workers(page: str, known: Callable[[str], object]) -> str:
 def add_pages(
     pages: Iterable[str], *, own: Iterable[Metric] = (), lasting_only: bool = False
 ) -> str:
-    """One page with the sum of every series; an unreadable page is left out. ``own``: families of
-    this process. ``lasting_only``: without gauges, for processes that are gone."""
+    """Return one page with the sum of every series; unreadable pages are skipped. ``own``: families
+    of this process. ``lasting_only``: without gauges, for former processes."""
     return "".join(page_parts(pages, own=own, lasting_only=lasting_only))
 
 
 def page_parts(
     pages: Iterable[str], *, own: Iterable[Metric] = (), lasting_only: bool = False
 ) -> Iterator[str]:
-    """:func:`add_pages` family by family: with a thousand ranks the whole takes a while, and who
-    has other things to do can do them between two parts."""
+    """Yield :func:`add_pages` family by family, because with a thousand ranks the whole takes long
+    and the caller may have other work."""
     by_name: defaultdict[str, list[Metric]] = defaultdict(list)
     for family in own:
         by_name[family.name].append(family)

@@ -3,7 +3,9 @@
 Sans-I/O: batches, connections and timeouts are reported here, and the caller requests a replay when
 one is wanted.
 
-Theory of operation ------------------- Each publisher numbers its batches from 0. A new connection
+Theory of operation
+-------------------
+Each publisher numbers its batches from 0. A new connection
 starts with a replay of everything the engine still keeps; only the blocks left at its end are
 passed on. Live batches wait at the caller until a replay is over. Later, a missing number starts a
 replay from there. If a batch is lost for good (no replay, or the engine has dropped it),

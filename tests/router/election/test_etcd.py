@@ -137,7 +137,7 @@ async def test_a_key_with_something_else_in_it_is_a_complaint(etcd: Etcd) -> Non
     lock = EtcdLock([etcd.url], "x", 2, None)
     await lock.open()
     lock._term_key = other._lock_key
-    with pytest.raises(StoreError, match="not what was expected in etcd"):
+    with pytest.raises(StoreError, match="unexpected content in etcd"):
         await lock.read()
     await other.close()
     await lock.close()
@@ -146,12 +146,12 @@ async def test_a_key_with_something_else_in_it_is_a_complaint(etcd: Etcd) -> Non
 @pytest.mark.parametrize(
     ("status", "text", "message"),
     [
-        (200, "null", "not what etcd answers"),
-        (200, "{}", "not what was expected in etcd"),
-        (200, '{"responses": [{}, {}]}', "not what was expected in etcd"),
+        (200, "null", "not a response of etcd"),
+        (200, "{}", "unexpected content in etcd"),
+        (200, '{"responses": [{}, {}]}', "unexpected content in etcd"),
         (200, "<html>", "Expecting value"),
         (404, "no such page", "HTTP 404 b'no such page'"),
-        (200, " " * 70_000, "too long an answer"),
+        (200, " " * 70_000, "the response is too long"),
     ],
 )
 async def test_what_is_no_etcd_is_a_complaint(status: int, text: str, message: str) -> None:

@@ -112,7 +112,7 @@ async def test_an_api_server_that_hangs_ends_the_lead_and_another_takes_it_then(
         api.leases.deaf = True
         await until(lambda: leader.words == [1, 0])
         assert not first.leads and not second.leads
-        await until(lambda: "no answer within" in leader.campaign.complaint)
+        await until(lambda: "no response within" in leader.campaign.complaint)
         api.leases.deaf = False
         # Terms rise for everybody, also for who has the lock still.
         await until(lambda: first.leads or second.leads)
@@ -154,7 +154,7 @@ async def test_what_the_service_account_lacks_is_said_once(
     async with running(told):
         await until(lambda: "Role in namespace llm to get leases" in told.campaign.complaint)
         await asyncio.sleep(3 * QUICK.retry_s)
-        assert len([r for r in caplog.records if "cannot be asked" in r.message]) == 1
+        assert len([r for r in caplog.records if "is unavailable" in r.message]) == 1
         api.leases.refuse = 0
         await until(lambda: told.words == [1])
         assert told.campaign.complaint == ""

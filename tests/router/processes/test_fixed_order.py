@@ -61,7 +61,7 @@ def test_a_front_end_that_is_served_keeps_the_others_from_leading_until_it_is_si
     now_s = 0.0
     for _ in range(100):
         now_s += TICK_S
-        order.told(Look(who=F, term=4, served=True), now_s)
+        order.on_look(Look(who=F, term=4, served=True), now_s)
         assert order.decide([None, None], now_s) is None
     last_s = now_s
     while order.decide([None, None], now_s) is None:
@@ -75,9 +75,9 @@ def test_a_front_end_that_is_served_no_more_stands_in_nobodys_way() -> None:
     now_s = 0.0
     while now_s < START_S + 1:
         now_s += TICK_S
-        order.told(Look(who=F, term=4, served=True), now_s)
+        order.on_look(Look(who=F, term=4, served=True), now_s)
         order.decide([None, None], now_s)
-    order.told(Look(who=F, term=4), now_s)
+    order.on_look(Look(who=F, term=4), now_s)
     assert order.decide([None, None], now_s) == 5
 
 
@@ -90,7 +90,7 @@ def test_of_two_that_lead_the_one_in_the_earlier_term_steps_down_and_in_the_same
 
     def fresh() -> Order:
         order = Order(own, 0.0)
-        order.told(Look(who=F, term=6), 0.0)
+        order.on_look(Look(who=F, term=6), 0.0)
         standings: list[Standing | None] = [STANDBY, STANDBY]
         standings[own] = None
         now_s = 0.0
@@ -188,7 +188,9 @@ class _Model:
             self.known[one], self.followed[one] = max(leaders)
         served = self.followed[one] is not None
         for i in seen:
-            self.orders[i].told(Look(who=f"{one}", term=self.known[one], served=served), self.now_s)
+            self.orders[i].on_look(
+                Look(who=f"{one}", term=self.known[one], served=served), self.now_s
+            )
             if self.orders[i].term is not None and self.known[one] > self.orders[i].term:
                 self.orders[i].exceed(self.known[one])
 

@@ -38,7 +38,7 @@ WORKERS = ["--prefill", "http://p0:1", "8998", "--decode", "http://d0:1"]
         (["--sbs-role", "scheduler"], "needs --sbs-listen"),
         (
             ["--sbs-role", "scheduler", "--sbs-scheduler", "tcp://127.0.0.1:1,tcp://127.0.0.1:2"],
-            "say which of them this one is",
+            "select this one with",
         ),
         (
             [*("--sbs-role", "scheduler", "--sbs-scheduler-key-file", "none"), *TWO, *ALL],

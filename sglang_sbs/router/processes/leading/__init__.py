@@ -1,1 +1,2 @@
-"""Which scheduler leads, as schedulers and front ends see it, without a store or with one."""
+"""Decides which scheduler is active, as seen by schedulers and front ends, with or without a
+lock."""

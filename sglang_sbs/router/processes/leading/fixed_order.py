@@ -1,29 +1,27 @@
-"""Which of several schedulers leads where no store decides: the first in order that is there.
+"""Selects the active one of several schedulers without a lock: the first available in order.
 
-:class:`Order` decides, with what is known and the time going in; :class:`FixedOrder` asks the
-others.
+:class:`Order` decides from known facts and the time; :class:`FixedOrder` asks the other schedulers.
 
 Theory of operation
 -------------------
-Every scheduler asks all others how they stand, and front ends tell each of them whether they are
-served by anybody. A scheduler leads when
+Every scheduler asks all others for their state, and front
+ends report to each scheduler whether they are being served. A scheduler becomes active when
 
-* nobody before it in the order answers,
-* nobody who answers leads, and
-* no front end says that it is served.
+* no earlier one in the order answers,
+* none that answers is active, and
+* no front end reports an active scheduler.
 
-The last is what keeps two schedulers that do not reach each other from leading both: as long as one
-front end that reaches both is content with the first, the second stays a standby. A front end that
-reaches only the second places its requests by itself meanwhile.
+The last rule keeps two schedulers that cannot reach each other from both becoming active: as long
+as one front end that reaches both is served by the first, the second stays a standby. A front end
+that reaches only the second places its requests itself meanwhile.
 
-Two that lead learn of each other by their answers or by a front end: the later term wins. One that
-is back hands nothing back at once: who leads steps down when one before it has been ready for
-``RETURN_S``.
+Two active schedulers learn of each other by their answers or through a front end, and the later
+term wins. A scheduler that returns does not take over at once: the active one steps down when an
+earlier one has been ready for ``RETURN_S``.
 
-What this cannot do is tell a scheduler that is dead from one that it is cut off from together with
-all front ends that it reaches: then both sides have a scheduler, and a schedule, of their own. Only
-a store with a majority can (:mod:`sglang_sbs.router.election`).
-"""
+This cannot distinguish a dead scheduler from one that is cut off together with all front ends that
+it reaches: each side then has an active scheduler and its own schedule. Only a store with a
+majority can (:mod:`sglang_sbs.router.election`)."""
 
 from __future__ import annotations
 
@@ -39,23 +37,23 @@ logger = logging.getLogger(__name__)
 
 TICK_S = 0.1
 LOST_S = 1.0
-"""Another one that has not answered for so long is not there; a process that did nothing for so
-long knows nothing of the others."""
+"""Silence after which another scheduler counts as absent; a process inactive for this long knows
+nothing about the others."""
 START_S = 2.0
-"""So long whoever knows nothing waits for answers of all."""
+"""Time for which a scheduler without knowledge waits for all answers."""
 SERVED_S = 2.0
-"""What a front end said of its session is forgotten then, unless it says so again."""
+"""Time after which a front end's report of its session expires unless repeated."""
 RETURN_S = 5.0
 _MOST_FRONT_ENDS = 4096
 
 
 class Order:
-    """What one of them concludes. Times: seconds of one clock."""
+    """Conclusions of one scheduler. Times are seconds of one clock."""
 
     def __init__(self, own: int, now_s: float) -> None:
-        """``own``: the position in the order."""
+        """Create the state of the scheduler at position ``own``."""
         self.term: int | None = None
-        """In which it leads."""
+        """Term in which it is active."""
         self._own = own
         self._highest = 0
         self._knows_nothing_since_s = now_s
@@ -63,7 +61,7 @@ class Order:
         self._served: dict[str, float] = {}
         self._ready_since_s: float | None = None
 
-    def told(self, look: Look, now_s: float) -> None:
+    def on_look(self, look: Look, now_s: float) -> None:
         self._highest = max(self._highest, look.term)
         self._served.pop(look.who, None)
         if len(self._served) >= _MOST_FRONT_ENDS:
@@ -72,13 +70,13 @@ class Order:
             self._served[look.who] = now_s
 
     def exceed(self, term: int) -> None:
-        """Somebody leads, or led, in this term."""
+        """Take note of another scheduler that is or was active in this term."""
         self._highest = max(self._highest, term)
         if self.term is not None and term >= self.term:
             self.term = None
 
     def stalled(self, now_s: float) -> bool:
-        """Whether this process did nothing for so long that the others may have done without it."""
+        """Return whether this process was inactive long enough for others to have taken over."""
         if now_s - self._asked_s <= LOST_S:
             return False
         self._asked_s = self._knows_nothing_since_s = now_s
@@ -86,8 +84,8 @@ class Order:
         return True
 
     def decide(self, standings: Sequence[Standing | None], now_s: float) -> int | None:
-        """The term in which it leads. ``standings``: in order, ``None`` for who does not answer and
-        for itself."""
+        """Return the term in which it is active. ``standings`` are in order, with ``None`` for
+        schedulers that do not answer and for itself."""
         self.stalled(now_s)
         self._asked_s = now_s
         others = {i: s for i, s in enumerate(standings) if s is not None and i != self._own}
@@ -125,7 +123,8 @@ class Order:
 
 class FixedOrder(Election):
     def __init__(self, endpoints: Sequence[str], own: int, dial: Dial) -> None:
-        """``endpoints``: of all, in order; ``own``: which of them this process is."""
+        """Stand for election; ``endpoints`` are all schedulers in order, ``own`` is this process's
+        position."""
         super().__init__()
         self._endpoints = tuple(endpoints)
         self._own = own
@@ -156,13 +155,15 @@ class FixedOrder(Election):
     def _term_now(self) -> int | None:
         led = self._order.term is not None
         if self._order.stalled(self._loop.time()) and led:
-            logger.warning("this process did nothing for %g s or more: others may lead", LOST_S)
+            logger.warning(
+                "this process was inactive for %g s or more: another may be active", LOST_S
+            )
         return self._order.term
 
     def exceed(self, term: int) -> None:
         self._order.exceed(term)
         self._look()
 
-    def told(self, look: Look) -> None:
-        """Somebody asks how this process stands, and says how he does."""
-        self._order.told(look, self._loop.time())
+    def on_look(self, look: Look) -> None:
+        """Another process asks for this one's state and reports its own."""
+        self._order.on_look(look, self._loop.time())

@@ -1,4 +1,4 @@
-"""Whether this scheduler process schedules, and the term that every message of it bears."""
+"""Whether this scheduler process is active, and the term that its messages carry."""
 
 from __future__ import annotations
 
@@ -18,33 +18,34 @@ from sglang_sbs.router.processes.messages import Hello, Look, Standing, Unwelcom
 logger = logging.getLogger(__name__)
 
 _MOST_AHEAD = 1_000_000
-"""Terms: nobody leads that often between two words of a peer."""
+"""Largest plausible advance of terms between two messages."""
 
 
 @dataclass(eq=False)
 class Lead:
     election: Election
     address: str = ""
-    """Where front ends reach this process."""
+    """Address at which front ends reach this process."""
     begun: int = 0
-    """Leads of this process so far."""
+    """Number of times this process became active."""
     since_s: float = 0.0
-    """When the present one began."""
+    """Time when it last became active."""
     _highest: int = 0
 
     @property
     def active(self) -> bool:
-        """Asked before whatever only the one that schedules may do."""
+        """Whether this process is active; checked before every action reserved to the active
+        one."""
         return self.election.leads()
 
     @property
     def term(self) -> int:
-        """In which this process leads; else the highest heard of."""
+        """Term in which this process is active; else the highest known."""
         return self.election.term or self._highest
 
     @property
     def leader(self) -> str:
-        """The address of who schedules, as far as it is known."""
+        """Address of the active scheduler, if known."""
         return self.address if self.election.term else self.election.leader or ""
 
     def begin(self, term: int, now_s: float) -> None:
@@ -53,10 +54,10 @@ class Lead:
         self._highest = max(self._highest, term)
 
     def shown(self, term: int) -> None:
-        """Somebody else leads, or led, in this term. One far beyond all that were is nobody's: the
-        terms must last."""
+        """Take note of another active scheduler's term. A term far beyond all known ones is
+        ignored, because terms must last."""
         if term > self._highest + _MOST_AHEAD:
-            logger.warning("term %d is dropped: the latest is %d", term, self._highest)
+            logger.warning("ignoring term %d: the latest is %d", term, self._highest)
             return
         self._highest = max(self._highest, term)
         if term >= self.term:
@@ -66,37 +67,39 @@ class Lead:
         if look.term > self.term:
             self.shown(look.term)
         if isinstance(self.election, FixedOrder):
-            self.election.told(look)
+            self.election.on_look(look)
         return Standing(active=self.active, ready=ready)
 
     def turned_away(self) -> Unwelcome:
-        """What a front end is told by who does not schedule."""
+        """Return a standby's answer to a front end."""
         return Unwelcome(standby=True, active=self.leader)
 
     def deposed_by(self, hello: Hello, boot_id: str) -> None:
-        """A front end may know of a later scheduler than this one."""
+        """End this lead if a front end knows of a later scheduler."""
         if hello.term > self.term:
             self.shown(hello.term)
         elif hello.scheduler not in ("", boot_id) and hello.last_term:
             self.shown(hello.last_term)
 
     def shown_to_people(self) -> dict[str, Any] | None:
-        """On the dashboard; ``None`` where there can only be this one."""
+        """State for the dashboard; ``None`` if there can be no other scheduler."""
         if isinstance(self.election, Unopposed):
             return None
         for_s = round(asyncio.get_running_loop().time() - self.since_s, 1)
         return {"address": self.address, "term": self.term, "for_s": for_s, "begun": self.begun}
 
     def families(self) -> Iterator[Metric]:
-        about = "1 if this process schedules, 0 if it is a standby"
+        about = "1 if this scheduler is active, 0 if it is a standby"
         yield gauge("sbs_scheduler_active", about, self.active)
-        about = "Latest term that this scheduler process knows of"
+        about = "Latest term known to this scheduler process"
         yield gauge("sbs_scheduler_term", about, self.term)
-        yield total("sbs_scheduler_leads", "Times this process has begun to schedule", self.begun)
+        yield total(
+            "sbs_scheduler_leads", "Times this process became the active scheduler", self.begun
+        )
 
 
 class Unopposed(Election):
-    """The election of a scheduler that is the only one."""
+    """The election of a single scheduler."""
 
     leader = None
     _own_term: int | None = None
@@ -111,7 +114,7 @@ class Unopposed(Election):
         self._look()
 
     def exceed(self, term: int) -> None:
-        """The scheduler before this process led in that term."""
+        """Take a higher term than the previous scheduler's."""
         if self._own_term is not None:
             self._own_term = term + 1
             self._look()

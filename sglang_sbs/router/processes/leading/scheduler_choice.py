@@ -1,11 +1,10 @@
-"""Which of several schedulers a front end speaks with.
+"""Chooses the scheduler that a front end connects to.
 
-A front end follows the scheduler that leads in the highest term, and stays with it while nobody
-leads in a higher one: a scheduler that is cut off from the others and believes that it leads keeps
-nobody. Every address is asked all the time, also while there is a session, for that alone tells of
-a later term. The same question carries the highest term this front end knows of, which deposes
-whoever leads in an earlier one.
-"""
+A front end follows the scheduler that is active in the highest term, and stays with it until
+another is active in a higher one, so a scheduler that is cut off but believes itself active keeps
+no front ends. Every address is asked all the time, even during a session, because only that reveals
+a later term. The same message carries the highest term this front end knows, which deposes
+schedulers with an earlier one."""
 
 from __future__ import annotations
 
@@ -19,42 +18,43 @@ from sglang_sbs.router.processes.leading.scouts import Dial, Line, Scouts
 from sglang_sbs.router.processes.messages import Cluster, FromScheduler, Look, Welcome
 
 LOOK_EVERY_S = 0.5
-"""While there is a session; without one at every beat."""
+"""Interval during a session; without one the schedulers are asked at every beat."""
 FRESH_S = 1.5
-"""An older answer tells nothing."""
+"""Age at which an answer expires."""
 AGAIN_S = 1.0
-"""So often an address whose scheduler does not lead is connected to anew."""
+"""Interval of reconnecting to an address whose scheduler is not active."""
 
 
 class LeadView(msgspec.Struct, frozen=True, kw_only=True):
-    """Who schedules, as ``GET /workers`` of a front end shows it."""
+    """The active scheduler, as shown by ``GET /workers`` of a front end."""
 
     address: str
-    """That which it says it has, or the one that is tried."""
+    """Address reported by the scheduler, or the one being tried."""
     connected: bool
-    """Whether this front end is served by it; else it places requests by itself."""
+    """Whether this front end has a session with it; otherwise it places requests itself."""
     term: int
     since: float | None
-    """Seconds since 1970; ``None``: not known."""
+    """Unix time in seconds; ``None`` if unknown."""
     changes: int
-    """How often this front end has found another one, or the same one in another term."""
+    """Number of times that another scheduler, or the same one in another term, was found."""
     losses: int
-    """How often it lost the one it had."""
+    """Number of times that the scheduler was lost."""
 
 
 class SchedulerChoice:
-    """Must be used from one event loop only."""
+    """Chooses among schedulers. Use only from one event loop."""
 
     def __init__(self, endpoints: Sequence[str], dial: Dial, name: str) -> None:
-        """``endpoints``: the one to prefer first; ``name``: of this front end."""
+        """Create the choice among ``endpoints``, preferred one first; ``name`` is this front
+        end's."""
         self.target = endpoints[0]
-        """The address the session is with, or is to be with."""
+        """Address of the session, or of the next one."""
         self.term = 0
-        """The highest heard of."""
+        """Highest term known."""
         self.boot_id = ""
-        """Of the last scheduler that was found; empty: there was none."""
+        """Boot id of the last scheduler found; empty if there was none."""
         self.last_term = 0
-        """In which it led."""
+        """Term in which that scheduler was active."""
         self._found_at = self._address = ""
         self._since_s = 0.0
         self._changes = 0
@@ -68,13 +68,14 @@ class SchedulerChoice:
         self._turned_away = False
 
     def connect(self, receive: Callable[[FromScheduler], None]) -> Line:
-        """A line to ``target``. May raise; then nothing is left open."""
+        """Open a line to ``target``. If it raises, nothing is left open."""
         self._connected_s = self._loop.time()
         self._turned_away = False
         return self._dial(self.target, receive)
 
     def look(self, *, served: bool) -> str:
-        """At every beat: why to connect anew, to ``target``; empty: there is no reason."""
+        """Called at every beat: return a reason to reconnect to ``target``; empty if there is
+        none."""
         now_s = self._loop.time()
         if not served or now_s - self._asked_s >= LOOK_EVERY_S:
             self._asked_s = now_s
@@ -84,21 +85,22 @@ class SchedulerChoice:
             if leader == self.target:
                 return ""
             self.target = leader
-            return f"{leader} leads in term {self.term}"
+            return f"{leader} is active in term {self.term}"
         if not self._turned_away or now_s - self._connected_s < AGAIN_S:
-            return ""  # ZMQ connects again by itself
-        return f"{self.target} does not lead"
+            return ""  # ZMQ reconnects by itself
+        return f"{self.target} is not active"
 
     def turned_away(self) -> None:
-        """``target`` does not lead. Behind one address there may be several, one of which does."""
+        """``target`` is not active. Several schedulers may share the address, one of which is."""
         self._turned_away = True
 
     def found(self, welcome: Welcome) -> str:
-        """A session with ``target``; returns what it is to the last scheduler, for the log."""
+        """Record a session with ``target``; return how it relates to the last scheduler, for the
+        log."""
         before, at = (self.boot_id, self.last_term), self._found_at
         self.boot_id, self.last_term = welcome.scheduler, welcome.term
         self._found_at = self.target
-        if before[0] != self.boot_id:  # it has not said yet where it is
+        if before[0] != self.boot_id:  # its address is not known yet
             self._address, self._since_s = "", 0.0
         if not before[0]:
             return "the"
@@ -107,7 +109,7 @@ class SchedulerChoice:
             return "the other"
         return "the" if before[0] == self.boot_id else "the restarted"
 
-    def said(self, cluster: Cluster) -> None:
+    def on_cluster(self, cluster: Cluster) -> None:
         self._address = cluster.address
         self._since_s = time.time() - cluster.lead_s
 
@@ -126,7 +128,7 @@ class SchedulerChoice:
         self._scouts.close()
 
     def _leader(self) -> str | None:
-        """Who leads in the highest term, which is not below the highest heard of."""
+        """Return the active scheduler with the highest term, unless a higher term is known."""
         terms = self._scouts.leaders(FRESH_S)
         latest = max(terms, key=terms.__getitem__, default=None)
         if latest is None or terms[latest] < self.term:

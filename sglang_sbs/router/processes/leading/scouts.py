@@ -1,4 +1,4 @@
-"""Asks schedulers again and again how they stand, over a line to each."""
+"""Polls schedulers for their state, over one line each."""
 
 from __future__ import annotations
 
@@ -14,36 +14,36 @@ logger = logging.getLogger(__name__)
 
 
 class Line(Protocol):
-    """One session with a scheduler process, as who speaks through it sees it:
+    """One session with a scheduler process, as its user sees it:
     :class:`~sglang_sbs.router.processes.sockets.FrontEndSocket`."""
 
     def tell(self, message: ToScheduler) -> bool:
-        """False if no scheduler takes it."""
+        """Send a message; return False if no scheduler accepts it."""
 
     def drain(self) -> None:
-        """Take what has arrived."""
+        """Handle received messages."""
 
     def close(self, linger_ms: int = 0) -> None:
-        """``linger_ms``: how long what was told last may take to leave."""
+        """Close the line; ``linger_ms`` is the time for unsent messages."""
 
 
 Dial = Callable[[str, Callable[[FromScheduler], None]], Line]
-"""To an endpoint. May raise; then it has left nothing open."""
+"""Opens a line to an endpoint. If it raises, nothing is left open."""
 
 
 @dataclass(eq=False)
 class Scouts:
-    """One line per endpoint, made when it can be. Must be used from one event loop only."""
+    """Keeps one line per endpoint, opened when possible. Use only from one event loop."""
 
     endpoints: Sequence[str]
     dial: Dial
     _lines: dict[str, Line] = field(default_factory=dict)
     _seen: dict[str, tuple[Standing, float]] = field(default_factory=dict)
-    """The last answer of each, and when it came."""
+    """Last answer of each endpoint, and its time."""
     _failed: set[str] = field(default_factory=set)
 
     def ask(self, look: Look) -> None:
-        """Everybody; the answers come in time, or not."""
+        """Ask all endpoints; answers arrive later, if at all."""
         for endpoint in self.endpoints:
             line = self._lines.get(endpoint) or self._new(endpoint)
             if line is not None:
@@ -55,9 +55,9 @@ class Scouts:
         return standing if asyncio.get_running_loop().time() - at_s <= within_s else None
 
     def leaders(self, within_s: float) -> dict[str, int]:
-        """Who says that it leads, and in which term."""
-        said = {endpoint: self.standing(endpoint, within_s) for endpoint in self.endpoints}
-        return {endpoint: one.term for endpoint, one in said.items() if one and one.active}
+        """Return the terms of all schedulers that report to be active."""
+        answers = {endpoint: self.standing(endpoint, within_s) for endpoint in self.endpoints}
+        return {endpoint: one.term for endpoint, one in answers.items() if one and one.active}
 
     def close(self) -> None:
         lines, self._lines = self._lines, {}
@@ -71,10 +71,10 @@ class Scouts:
 
         try:
             line = self._lines[endpoint] = self.dial(endpoint, take)
-        except Exception as error:  # no descriptors are left: tried again with the next question
+        except Exception as error:  # e.g. no free descriptors; retried with the next poll
             if endpoint not in self._failed:
                 self._failed.add(endpoint)
-                logger.warning("cannot ask the scheduler at %s how it stands: %s", endpoint, error)
+                logger.warning("cannot poll the scheduler at %s: %s", endpoint, error)
             return None
         self._failed.discard(endpoint)
         return line
