@@ -27,7 +27,7 @@ from sglang_sbs.router.options.sources import Sourced
 from sglang_sbs.router.processes.scheduler_process import SchedulerProcess
 from sglang_sbs.router.prompts.tokenizer_files import tokenizer_folder
 from sglang_sbs.router.server import RouterServer
-from sglang_sbs.router.supervision.parent_line import tell_parent
+from sglang_sbs.router.supervision.parent_line import report_to_parent
 from sglang_sbs.router.supervision.stop_signals import end_on_signals, one_of
 from sglang_sbs.router.supervision.supervisor import Supervisor
 from sglang_sbs.router.telemetry.logs import set_up_logging
@@ -156,7 +156,7 @@ async def serve(options: RouterOptions) -> int:
     stopping = asyncio.Event()
     end_on_signals(stopping)
     if options.parent_fd is not None:  # the supervisor says so for all
-        tell_parent(options.parent_fd, {}, gone=stopping.set)
+        report_to_parent(options.parent_fd, {}, gone=stopping.set)
     else:
         place = f"policy {options.scheduler.policy} at {options.host}:{server.port}"
         logger.info("sglang-sbs %s: %s, %s", __version__, place, _heard_at(server))
@@ -190,7 +190,7 @@ async def schedule(options: RouterOptions) -> int:
     if options.parent_fd is not None:
         port, endforward = process.prometheus_port, process.endforward_endpoint
         facts = {"prometheus_port": port, "endforward": endforward}
-        tell_parent(options.parent_fd, facts, gone=orphaned.set, let_go=process.let_go)
+        report_to_parent(options.parent_fd, facts, gone=orphaned.set, let_go=process.let_go)
     _settle_memory()
     alone = asyncio.create_task(_outlast_front_ends(process, orphaned, options.shutdown_grace_s))
     await one_of(alone, unless=stopping)

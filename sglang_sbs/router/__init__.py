@@ -1,2 +1,2 @@
-"""The router: HTTP surface, PD relay, worker registry and what they need. How an instance or a rank
-is chosen is :mod:`sglang_sbs.scheduling`'s."""
+"""The router: HTTP surface, PD relay, worker registry and their supporting parts.
+:mod:`sglang_sbs.scheduling` chooses instances and ranks."""

@@ -1,10 +1,9 @@
-"""Hide the secrets in an engine's ``/server_info``: from holders of the inference key, pages, logs,
-metrics and the doctor's report.
+"""Hides secrets in an engine's ``/server_info`` from holders of the inference key, and in pages,
+logs, metrics and the doctor's report.
 
-Launch flags hold passwords and tokens under names that nobody can list. What has a name that speaks
-of a secret is hidden, whatever its type. Inside fields without a schema (``*_config``,
-``*_kwargs``, environment, headers), also where they are JSON in a string, only numbers and switches
-are shown."""
+Launch flags can hold passwords and tokens under any name. A field whose name suggests a secret is
+hidden, whatever its type. In fields without a schema (``*_config``, ``*_kwargs``, environment,
+headers), including JSON in a string, only numbers and booleans are shown."""
 
 from __future__ import annotations
 
@@ -30,17 +29,18 @@ _COUNTS = frozenset({
     "counts", "usage", "id", "ids", "limit", "ratio", "budget", "draft", "speculative", "gen",
     "clip", "batch", "kv",
 })  # fmt: skip
-"""Beside one of those in the name of a number: it says how many there are."""
+"""Words that mark a number as a count, although its name also has a word such as "tokens"."""
 _OPEN = re.compile(
     r"_(?:config|configs|args|kwargs|options|opts|params|env|envs|environ|environment|headers|"
     r"metadata|labels|extra)$|^(?:env|envs|environ|environment|headers|metadata|labels|args|argv)$"
 )
 _SHOWN_OPEN = frozenset({"kv_events_config"})
-"""Read by the doctor: a publisher and its endpoints. Names inside it are still looked at."""
+"""Read by the doctor: a publisher and its endpoints. Names inside are still checked."""
 _NAME_PARTS = re.compile(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+|[0-9]+")
 _IN_URL = re.compile(r"(?<=://)[^/\s@]*@")
 _IN_TEXT = re.compile(
-    # Bounded, with nothing tried twice, and a flag begins where no other does: hostile texts.
+    # Bounded and without backtracking, and flags start only at their own beginning, because texts
+    # may be hostile.
     r"((?:api[_-]?key|token|secret|passw(?:or)?d|passphrase|pwd|credentials?|signature|\bsig|"
     r"authorization)[\w-]{0,64}+[\"']?\s*+[=:]\s*+|"
     r"(?<![\w-])--[\w-]{0,64}(?:key|token|secret|password)s?\s++)"
@@ -48,13 +48,12 @@ _IN_TEXT = re.compile(
     re.IGNORECASE,
 )
 _HOW_MANY = re.compile(r"tokens[\"']?\s*[=:]\s*(?:[0-9][0-9.,]*|value|input|field)", re.IGNORECASE)
-"""A number, or how pydantic begins to say what is wrong with one ("Value error", "Field required").
-"""
+"""A count, or the beginning of pydantic's message about one ("Value error", "Field required")."""
 _BEARER = re.compile(r"\b(bearer|basic)\s++\S+", re.IGNORECASE)
 
 
 def names_secret(name: str, value: Any = "") -> bool:
-    """Whether ``value``, which has that name in any spelling, is to be hidden."""
+    """Return whether ``value`` must be hidden, judged by its name in any spelling."""
     parts = [part.lower() for part in _NAME_PARTS.findall(name.replace("-", "_"))]
     found = _SECRET_WORDS.intersection(parts)
     if not found:
@@ -65,12 +64,12 @@ def names_secret(name: str, value: Any = "") -> bool:
 
 
 def without_secrets(value: Any) -> Any:
-    """A copy of an engine's JSON in which ``None`` stands for what may be a secret."""
+    """Return a copy of an engine's JSON with ``None`` in place of possible secrets."""
     return _shown(value, free=False, depth=0)
 
 
 def _shown(value: Any, *, free: bool, depth: int) -> Any:
-    """``free``: inside a field without a schema."""
+    """Copy a value; ``free``: it is inside a field without a schema."""
     if depth > _MOST_DEPTH:
         return HIDDEN
     if isinstance(value, dict):
@@ -81,7 +80,7 @@ def _shown(value: Any, *, free: bool, depth: int) -> Any:
     if isinstance(value, list):
         shown, after_flag = [], False
         for item in value:
-            # As in a command line: a flag, then its value.
+            # In a command line a flag is followed by its value.
             is_flag = isinstance(item, str) and item.startswith("-")
             shown.append(HIDDEN if after_flag else _shown(item, free=free, depth=depth + 1))
             after_flag = is_flag and "=" not in item and names_secret(item)
@@ -99,7 +98,7 @@ def _field(name: str, value: Any, *, free: bool, depth: int) -> Any:
 
 
 def _string(text: str, *, free: bool, depth: int) -> Any:
-    """JSON in a string is shown as the JSON it is, in a string again."""
+    """Hide secrets in a string; JSON inside it is parsed and written again."""
     if len(text) > _LONGEST_TEXT:
         return HIDDEN
     if text.lstrip()[:1] in ("{", "["):
@@ -112,12 +111,12 @@ def _string(text: str, *, free: bool, depth: int) -> Any:
 
 
 def text_without_secrets(text: str) -> str:
-    """Without passwords in URLs, and values behind words such as ``token=`` or ``--api-key``."""
+    """Hide passwords in URLs, and values after words such as ``token=`` or ``--api-key``."""
     text = _IN_URL.sub("***@", text)
     return _BEARER.sub(r"\1 ***", _IN_TEXT.sub(_hidden, text))
 
 
 def _hidden(found: re.Match[str]) -> str:
-    """Without the value, unless it says how many tokens there are, or why a number is refused."""
+    """Replace a value, unless it is a number of tokens or the reason for refusing one."""
     counts = _HOW_MANY.fullmatch(found[0], found[0].lower().rfind("tokens"))
     return found[0] if counts else f"{found[1]}***"

@@ -1,4 +1,4 @@
-"""Errors a client can see, with the codes of ``sglang_router`` and the bodies of the API that was
+"""Errors returned to clients, with ``sglang_router``'s codes and the body format of the API
 called."""
 
 from __future__ import annotations
@@ -16,15 +16,15 @@ from sglang_sbs.scheduling.events import RefuseCause
 ERROR_CODE_HEADER = "X-SMG-Error-Code"
 
 MAX_ERROR_BYTES = 64 * 1024
-"""Of an engine's error body; the rest is not kept."""
+"""Limit on an engine's error body; the rest is dropped."""
 MAX_MESSAGE_CHARS = 2048
-"""Of an engine's words, in answers and in the log."""
+"""Limit on an engine's message in responses and logs."""
 
 RETRYABLE_STATUSES = frozenset({408, 429, 500, 502, 503, 504})
 
 _MOST_MESSAGE_CHARS = 4096
 _CLIENT_LEFT = 499
-"""What SGLang's Rust server says of an aborted request, whoever aborted it."""
+"""Status of SGLang's Rust server for any aborted request."""
 
 Leg = Literal["prefill", "decode"]
 
@@ -37,11 +37,11 @@ _LEG_CODES = {
 }
 
 TOO_LONG = "context_length_exceeded"
-"""OpenAI's code for a prompt that no engine takes; LangChain looks for it."""
+"""OpenAI's code for a prompt that no engine accepts, which LangChain checks."""
 
 ErrorStyle = Literal["openai", "anthropic", "responses"]
-"""Whose clients read the error: sglang_router's own body is OpenAI's. The Responses API differs in
-streams only."""
+"""Format of an error. sglang_router's own body is OpenAI's; the Responses API differs only in
+streams."""
 
 ANTHROPIC_PATH = "/v1/messages"
 _ANTHROPIC_TYPES = {
@@ -55,8 +55,8 @@ _ANTHROPIC_TYPES = {
     503: "overloaded_error",
     504: "timeout_error",
 }
-"""``error.type`` of Anthropic's API by HTTP status. Unlike SGLang's server it tells a timeout from
-other errors, as clients may try that again."""
+"""``error.type`` of Anthropic's API by HTTP status. Unlike SGLang's server this distinguishes
+timeouts, because clients may retry them."""
 
 _REFUSALS: dict[RefuseCause, tuple[int, str]] = {
     "queue_full": (429, "queue_full"),
@@ -70,7 +70,7 @@ _REFUSALS: dict[RefuseCause, tuple[int, str]] = {
 
 
 def reason_phrase(status: int) -> str:
-    """HTTP's own words for a status, also for one HTTP does not name."""
+    """Return HTTP's phrase for a status, or "Error" for an unknown one."""
     try:
         return HTTPStatus(status).phrase
     except ValueError:
@@ -78,17 +78,17 @@ def reason_phrase(status: int) -> str:
 
 
 def error_style(path: str) -> ErrorStyle:
-    """The style of errors for a request to ``path``."""
+    """Return the error format for a request to ``path``."""
     return "anthropic" if path.startswith(ANTHROPIC_PATH) else "openai"
 
 
 def anthropic_type(status: int) -> str:
-    """Anthropic's name for an error with this HTTP status."""
+    """Return Anthropic's error type for an HTTP status."""
     return _ANTHROPIC_TYPES.get(status, "invalid_request_error" if status < 500 else "api_error")
 
 
 class RouterError(Exception):
-    """Becomes an error response; before the first byte a JSON body, after it an SSE event."""
+    """Becomes an error response: a JSON body before the first byte, an SSE event after it."""
 
     def __init__(
         self,
@@ -99,8 +99,8 @@ class RouterError(Exception):
         retry_after_s: float | None = None,
         param: str | None = None,
     ) -> None:
-        """``param``: the field of the request that is wrong, where OpenAI's API names it."""
-        if len(message) > _MOST_MESSAGE_CHARS:  # engines quote what they were sent
+        """Create an error; ``param`` is the invalid field, for OpenAI's APIs."""
+        if len(message) > _MOST_MESSAGE_CHARS:  # engines quote their input
             message = message[:_MOST_MESSAGE_CHARS] + "..."
         super().__init__(message)
         self.status = status
@@ -124,14 +124,14 @@ class RouterError(Exception):
         return web.Response(status=self.status, body=self._body(style), headers=headers)
 
     def sse_event(self, style: ErrorStyle = "openai") -> bytes:
-        """Inside a stream whose status line has left."""
+        """Return the error as an event for a stream whose status line was sent."""
         body = self._body(style, status=self.status)
         if style == "openai":
             return b"data: %b\n\n" % body
         if style == "responses":
-            # The event of that API, and in it what OpenAI's packages look for and raise.
-            said = {"type": "error", "code": self.code, "message": self.message}
-            body = orjson.dumps(said | {"param": self.param} | orjson.loads(body))
+            # This API's event, extended by the object that OpenAI's packages look for and raise.
+            event = {"type": "error", "code": self.code, "message": self.message}
+            body = orjson.dumps(event | {"param": self.param} | orjson.loads(body))
         return b"event: error\ndata: %b\n\n" % body
 
 
@@ -139,14 +139,14 @@ E = TypeVar("E", bound=BaseException)
 
 
 def without_frames(error: E) -> E:
-    """An error without the frames it came through: where one of them knows it too, the bodies they
-    worked on would wait for the garbage collector."""
+    """Remove the frames of an error. If one of them refers to the error, request bodies would
+    otherwise stay in memory until garbage collection."""
     error.__traceback__ = error.__cause__ = error.__context__ = None
     return error
 
 
 class Refused(RouterError):
-    """The scheduler refused the request: it never reached an engine."""
+    """The scheduler refused the request, which never reached an engine."""
 
     def __init__(self, cause: RefuseCause, message: str, retry_after_s: float) -> None:
         status, code = _REFUSALS[cause]
@@ -156,7 +156,7 @@ class Refused(RouterError):
 
 
 class LegFailure(RouterError):
-    """One leg of a PD pair failed; ``worker`` is the instance to blame."""
+    """One leg of a PD pair failed on the instance ``worker``."""
 
     def __init__(
         self,
@@ -175,17 +175,17 @@ class LegFailure(RouterError):
         self.leg: Leg = leg
         self.worker = worker
         self.transport = transport
-        """The connection failed, as opposed to the engine answering with an error."""
+        """The connection failed; otherwise the engine returned an error."""
         self.unreachable = unreachable
-        """Nothing listens at the worker's address."""
+        """The worker's address refuses connections."""
         self.broke_off = broke_off
-        """The connection went away under the request, as when its engine ends: of the request, for
-        all that is known."""
+        """The connection broke during the request, as when the engine exits; the request may be the
+        cause."""
         self._blameless = blameless
         self.after_s: float | None = None
-        """How long the engine took to answer so; ``None``: it was not the engine's answer."""
+        """Time until the engine's error response; ``None`` if there was none."""
         self.refused = False
-        """The engine answered with an error status."""
+        """The engine returned an error status."""
         self.leaves_room = False
         """Decode may have announced the request to the prefill engine that refused it."""
 
@@ -195,42 +195,46 @@ class LegFailure(RouterError):
 
     @property
     def counts_against_worker(self) -> bool:
-        """Client errors (4xx) and this router's own say nothing about the worker's health."""
+        """False for client errors (4xx) and this router's own, which do not show a problem of the
+        worker."""
         return self.status >= 500 and not self._blameless
 
 
 def transport_failure(
     leg: Leg, worker: str, detail: str, *, unreachable: bool = False, broke_off: bool = False
 ) -> LegFailure:
-    """A leg could not be reached or broke off: 502 ``prefill_server_error`` or ``decode_…``."""
+    """Return the error for a leg that was unreachable or broke: 502 ``prefill_server_error`` or
+    ``decode_…``."""
     code, message = f"{leg}_server_error", f"{leg.capitalize()} server error: {detail} ({worker})"
     how = {"transport": True, "unreachable": unreachable, "broke_off": broke_off}
     return LegFailure(leg, worker, 502, code, message, **how)
 
 
 def answer_too_large(leg: Leg, worker: str, detail: str) -> LegFailure:
-    """What was asked for is more than can be passed on: 413 ``prefill_answer_too_large`` or
-    ``decode_…``. No engine is to blame, and another one would answer the same."""
-    # The engine is still at it, as after a failure of its connection.
+    """Return the error for a response too large to pass on: 413 ``prefill_answer_too_large`` or
+    ``decode_…``. The engine is not at fault, and another would respond the same."""
+    # The engine is still working, as after a broken connection.
     return LegFailure(leg, worker, 413, f"{leg}_answer_too_large", detail, transport=True)
 
 
 class EventTooLarge(ValueError):
-    """An event of a stream is longer than what is edited or merged; the message says what is."""
+    """An event of a stream exceeds the limit for editing or merging; the message names the
+    limit."""
 
 
 def own_failure(leg: Leg, worker: str, detail: str) -> LegFailure:
-    """This router could not even try: out of descriptors or ports."""
+    """Return the error for a leg that this router could not attempt: no descriptors or ports are
+    left."""
     return LegFailure(leg, worker, 503, "router_overloaded", detail, transport=True, blameless=True)
 
 
 def leg_status_failure(leg: Leg, worker: str, status: int, body: bytes) -> LegFailure:
-    """A leg did not answer 200. The client gets an HTTP error's status and message; for a status
-    below 400, behind which a body could be read as the next answer, 502."""
+    """Return the error for a status other than 200. The client gets an HTTP error's status and
+    message, but 502 for a status below 400, whose body could be read as the next response."""
     if status < 400:
-        detail = f"it answers {status}, which is no answer to a request ({worker})"
+        detail = f"it responds {status}, which is not a valid response ({worker})"
         return LegFailure(leg, worker, 502, f"{leg}_bad_gateway", detail)
-    if status == _CLIENT_LEFT:  # a request aborted on an engine; the old mode answers 500
+    if status == _CLIENT_LEFT:  # aborted on an engine; other servers return 500
         status = 500
     code = f"{leg}_{_LEG_CODES.get(status, 'error')}"
     message = engine_message(body) or reason_phrase(status)
@@ -240,15 +244,15 @@ def leg_status_failure(leg: Leg, worker: str, status: int, body: bytes) -> LegFa
 
 
 def leg_aborted(leg: Leg, worker: str, status: int, message: str) -> LegFailure:
-    """The engine finished the request with ``finish_reason`` abort."""
+    """Return the error for a request that the engine ended with ``finish_reason`` abort."""
     code = f"{leg}_{_LEG_CODES.get(status, 'error')}"
     message = _without_secrets(message)
     return LegFailure(leg, worker, status, code, message or f"request aborted by {leg} worker")
 
 
 def engine_message(body: bytes) -> str:
-    """The message inside SGLang's error bodies (several shapes), or the start of the text, without
-    secrets."""
+    """Return the message in SGLang's error bodies (several formats), or the beginning of the text,
+    without secrets."""
     found = _message_in(body) if len(body) <= MAX_ERROR_BYTES else None
     if found is None:
         found = body[: 4 * MAX_MESSAGE_CHARS].decode("utf-8", "replace").strip()
@@ -256,7 +260,8 @@ def engine_message(body: bytes) -> str:
 
 
 def _without_secrets(message: str) -> str:
-    """The beginning of an engine's words. It may name its launch flags or the store of a model."""
+    """Truncate an engine's message and hide secrets, as it may quote launch flags or a model's
+    storage."""
     return text_without_secrets(message[: 4 * MAX_MESSAGE_CHARS])[:MAX_MESSAGE_CHARS]
 
 

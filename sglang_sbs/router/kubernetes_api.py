@@ -1,5 +1,5 @@
-"""The way to the Kubernetes API, for whatever part of the router asks it something. Needs the
-package of the extra ``kubernetes`` and imports it only when asked to."""
+"""Access to the Kubernetes API. Needs the package of the extra ``kubernetes``, imported only when
+used."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ class ApiError(RuntimeError):
 
 
 async def open_api(flag: str) -> ApiClient:
-    """A client for the cluster of the kubeconfig file, or else for the one this process runs in.
-    ``flag``: what it is wanted for. Raises: ValueError, there is neither."""
+    """Open a client for the cluster of the kubeconfig file, or else for the one this process runs
+    in. ``flag`` is named in errors. Raises: ValueError, neither exists."""
     from kubernetes_asyncio import client, config
 
     configuration = client.Configuration()
@@ -33,22 +33,22 @@ async def open_api(flag: str) -> ApiClient:
             config.load_incluster_config(client_configuration=configuration)
     except (config.ConfigException, OSError) as error:
         raise ValueError(
-            f"{flag}: no way to the Kubernetes API ({error}); run this in a pod "
+            f"{flag}: no access to the Kubernetes API ({error}); run this in a pod "
             "with a service account, or name a kubeconfig file in KUBECONFIG"
         ) from error
     return client.ApiClient(configuration)
 
 
 async def read_answer(response: Any) -> dict[str, Any]:
-    """The object in an answer that was asked for with ``_preload_content=False``.
-    Raises: ApiError, the status is none of success; ValueError, it holds no JSON object."""
+    """Return the JSON object of a response requested with ``_preload_content=False``.
+    Raises: ApiError, the status is an error; ValueError, the body is not a JSON object."""
     async with response:
         raw = await response.read()
         if not 200 <= response.status < 300:
             raise ApiError(response.status, _message(raw))
     answer = json.loads(raw)
     if not isinstance(answer, dict):
-        raise ValueError("the API server's answer is no object")
+        raise ValueError("the API server's response is not an object")
     return answer
 
 

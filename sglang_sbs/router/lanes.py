@@ -1,5 +1,5 @@
-"""For what would hold up the event loop: threads, long work apart from short; turns on the loop.
-Who brings a long text waits for other long texts, never the rest for him."""
+"""Thread pools and turn-taking for work that would block the event loop. Long texts queue behind
+other long texts; short requests never wait for them."""
 
 from __future__ import annotations
 
@@ -12,24 +12,24 @@ from functools import partial
 from typing import ParamSpec, TypeVar
 
 LONG_BYTES = 256 << 10
-"""Work on so much text is long."""
+"""Work on this much text counts as long."""
 _SHORT_THREADS = 2
 _PACE_BYTES_PER_S = 250e6
-"""JSON is read four times as fast: most of the time is left to others."""
+"""JSON is read four times as fast, so most of the time remains for others."""
 
 P = ParamSpec("P")
 T = TypeVar("T")
 
 
 class Lanes:
-    """Must be used from one event loop only."""
+    """Runs work in threads, short and long work separately. Use only from one event loop."""
 
     def __init__(self) -> None:
         self._short = ThreadPoolExecutor(_SHORT_THREADS, thread_name_prefix="short")
         self._long = ThreadPoolExecutor(1, thread_name_prefix="long")
         self.long_bytes = 0
-        """Of the long work that is waiting or under way."""
-        # Their threads start now: later, who starts one waits for all work that is under way.
+        """Bytes of long work waiting or running."""
+        # Start the threads now: starting one later would wait for all running work.
         for _ in range(_SHORT_THREADS):
             self._short.submit(time.sleep, 0.01)
         self._long.submit(time.sleep, 0.0)
@@ -37,7 +37,7 @@ class Lanes:
     async def run(
         self, size_bytes: int, work: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs
     ) -> T:
-        """``work(*args)`` in a thread; ``size_bytes``: of what it has to go through."""
+        """Run ``work(*args)`` in a thread; ``size_bytes`` is the amount of input."""
         if size_bytes < LONG_BYTES:
             return await _in(self._short, partial(work, *args, **kwargs))
         self.long_bytes += size_bytes
@@ -47,14 +47,14 @@ class Lanes:
             self.long_bytes -= size_bytes
 
     def close(self) -> None:
-        """What has not begun is dropped."""
+        """Stop; work that has not begun is dropped."""
         for threads in (self._short, self._long):
             threads.shutdown(wait=False, cancel_futures=True)
 
 
 async def _in(threads: ThreadPoolExecutor, work: Callable[[], T]) -> T:
-    """What is cancelled before it began is let go of at once: it stays in the executor's queue, and
-    what it was to go through may be large."""
+    """Run work in a thread. Work cancelled before it begins is dropped at once, because it stays in
+    the executor's queue and its input may be large."""
     jobs = [work]
 
     def run() -> T:
@@ -68,17 +68,18 @@ async def _in(threads: ThreadPoolExecutor, work: Callable[[], T]) -> T:
             jobs.clear()
         raise
     finally:
-        del future  # its error has this frame, which would keep both, and all that was gone through
+        del future  # its error references this frame, which would keep both and the input
 
 
 class Pace:
-    """Long pieces of work on the loop, so far from each other that others get on between them."""
+    """Spaces out long pieces of work on the event loop, so that others run in between."""
 
     def __init__(self) -> None:
         self._free_s = 0.0
 
     def wait_s(self, size_bytes: int) -> float:
-        """How long the next piece has to wait; ``size_bytes``: of what it goes through."""
+        """Return the time until the next piece may run; ``size_bytes`` is the amount of its
+        input."""
         now_s = time.monotonic()
         start_s = max(now_s, self._free_s)
         self._free_s = start_s + size_bytes / _PACE_BYTES_PER_S
@@ -86,16 +87,16 @@ class Pace:
 
 
 class Turns:
-    """Lets a few pieces of work into each turn of the event loop, those of each sender in turn."""
+    """Admits a few pieces of work per turn of the event loop, taking senders in turn."""
 
     def __init__(self, at_once: int) -> None:
         self._at_once = self._left = at_once
         self._lines: dict[Hashable, deque[asyncio.Future[None]]] = {}
-        """Who waits, by sender; the sender whose turn is next comes first."""
+        """Waiting work by sender; the next sender comes first."""
         self._refilling = False
 
     async def take(self, sender: Hashable) -> None:
-        """Wait until a piece of the sender's work may run; it has to run without waiting."""
+        """Wait until a piece of the sender's work may run; it must then run without waiting."""
         loop = asyncio.get_running_loop()
         if not self._refilling:
             self._refilling = True
@@ -115,7 +116,7 @@ class Turns:
             place = line.popleft()
             if line:
                 self._lines[sender] = line
-            if not place.done():  # else it was cancelled
+            if not place.done():  # otherwise it was cancelled
                 place.set_result(None)
                 self._left -= 1
         self._refilling = used or self._left < self._at_once

@@ -1,4 +1,4 @@
-"""The most that clients and engines may say, before it is sent on or kept."""
+"""Limits on values from clients and engines, applied before they are passed on or stored."""
 
 from __future__ import annotations
 
@@ -8,5 +8,5 @@ __all__ = ["MAX_BLOCKS", "MAX_COUNT", "MAX_SESSION_CHARS", "clamped_count"]
 
 
 def clamped_count(value: int) -> int:
-    """A number that an engine or a client gave, as a count that may be sent on."""
+    """Clamp a number from an engine or a client to a valid count."""
     return min(max(0, value), MAX_COUNT)

@@ -1,4 +1,4 @@
-"""Prometheus families that are made when scraped."""
+"""Prometheus families created at scrapes."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.registry import Collector
 
 Values = float | Mapping[Any, float] | None
-"""Of a family without labels one; else by the label, or by a tuple of several. ``None``: they are
-added one by one."""
+"""Values of a family: one number without labels; otherwise by label, or by a tuple of labels.
+``None``: they are added one by one."""
 _F = TypeVar("_F", GaugeMetricFamily, CounterMetricFamily)
 
 
@@ -31,8 +31,8 @@ def total(name: str, text: str, values: Values = None, *labels: str) -> CounterM
 
 
 def gain_family(bounds: Mapping[tuple[str, str], float]) -> GaugeMetricFamily:
-    """By baseline and bound of the 95 % interval."""
-    about = "Mean TTFT of what runs over that of immediate dispatch, an estimate (15 minutes)"
+    """The gain by baseline and bound of the 95 % interval."""
+    about = "Estimated mean TTFT over that of immediate dispatch (last 15 minutes)"
     return gauge("sbs_gain_ratio", about, bounds, "baseline", "bound")
 
 

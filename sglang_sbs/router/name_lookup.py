@@ -1,10 +1,8 @@
-"""Host names, looked up so that a name server that does not answer delays nobody else.
+"""Resolves host names so that an unresponsive name server delays no other connections.
 
-uvloop resolves in libuv's pool of four threads, for every connection that aiohttp opens,
-also to an IP address. Four names whose DNS hangs stop all of that. Here an address is never looked
-up, each name takes one thread of its own at most, and the addresses it had before hold while DNS is
-away.
-"""
+uvloop resolves in libuv's pool of four threads, for every connection that aiohttp opens, even to an
+IP address, so four names with hanging DNS would stop all of them. Here addresses are never
+resolved, each name uses at most one thread, and its former addresses are used while DNS is down."""
 
 from __future__ import annotations
 
@@ -20,19 +18,19 @@ from typing import Any
 import uvloop
 
 LIMIT_S = 5.0
-"""How long a caller waits for DNS. The lookup goes on, and its result is kept for the next one."""
+"""Longest wait of a caller for DNS. The lookup continues, and its result serves the next caller."""
 FRESH_S = 60.0
-"""Addresses younger than this are answered at once, while the name is looked up again."""
+"""Younger addresses are returned at once while the name is resolved again."""
 MOST_LOOKUPS = 64
-"""Names looked up at the same time; further ones fail at once, or get the addresses they had."""
+"""Concurrent lookups; further ones fail at once or use former addresses."""
 _MOST_KNOWN = 4096
 
 Addresses = list[tuple[Any, ...]]
-"""As :func:`socket.getaddrinfo` returns them."""
+"""Addresses in the format of :func:`socket.getaddrinfo`."""
 
 
 def is_address(host: object) -> bool:
-    """Whether ``host`` is a literal IP address, maybe with a scope (``fe80::1%eth0``)."""
+    """Return whether ``host`` is a literal IP address, possibly with a scope (``fe80::1%eth0``)."""
     if not isinstance(host, str):
         return False
     try:
@@ -43,7 +41,7 @@ def is_address(host: object) -> bool:
 
 
 class NameLookup:
-    """One per event loop."""
+    """Resolves names; create one per event loop."""
 
     def __init__(
         self,
@@ -58,12 +56,13 @@ class NameLookup:
         self._limit_s = limit_s
         self._most_lookups = most_lookups
         self._under_way: dict[tuple[Any, ...], tuple[float, asyncio.Future[Addresses]]] = {}
-        """When a lookup began, and its result."""
+        """Start and result of each running lookup."""
         self._known: OrderedDict[tuple[Any, ...], tuple[float, Addresses]] = OrderedDict()
-        """When a name was found, and its addresses."""
+        """Time and addresses of each known name."""
 
     async def getaddrinfo(self, *wanted: Any) -> Addresses:
-        """``wanted``: host, port, family, type, proto, flags. Raises: socket.gaierror."""
+        """Resolve a name; ``wanted`` is host, port, family, type, proto, flags. Raises:
+        socket.gaierror."""
         if wanted[0] is None or is_address(wanted[0]):
             return self._lookup(*wanted[:5], wanted[5] | socket.AI_NUMERICHOST)
         found_s, known = self._known.get(wanted, (0.0, None))
@@ -74,21 +73,23 @@ class NameLookup:
                 now_s = self._clock()
                 if now_s - found_s < FRESH_S:
                     return known
-                limit_s = max(0.0, began_s + limit_s - now_s)  # of the lookup, not of each caller
+                limit_s = max(
+                    0.0, began_s + limit_s - now_s
+                )  # counted from the lookup's start, not per caller
             return await asyncio.wait_for(asyncio.shield(flight), limit_s)
         except (TimeoutError, socket.gaierror) as error:
             if known is not None:
                 return known
             if isinstance(error, socket.gaierror):
                 raise
-            why = f"DNS did not answer within {self._limit_s:g} s"
+            why = f"DNS did not respond within {self._limit_s:g} s"
             raise socket.gaierror(socket.EAI_AGAIN, why) from None
 
     def _flight(self, wanted: tuple[Any, ...]) -> tuple[float, asyncio.Future[Addresses]]:
         if wanted in self._under_way:
             return self._under_way[wanted]
         if len(self._under_way) >= self._most_lookups:
-            why = f"{self._most_lookups} host names are being looked up already"
+            why = f"{self._most_lookups} host names are already being resolved"
             raise socket.gaierror(socket.EAI_AGAIN, why)
         loop = asyncio.get_running_loop()
         flight: asyncio.Future[Addresses] = loop.create_future()
@@ -104,7 +105,7 @@ class NameLookup:
                 flight.set_result(found)
             else:
                 flight.set_exception(error or socket.gaierror(socket.EAI_NONAME, "no address"))
-                flight.exception()  # maybe nobody waits for it any more
+                flight.exception()  # possibly no caller is waiting
 
         def look_up() -> None:
             found, error = None, None
@@ -115,7 +116,7 @@ class NameLookup:
             if not loop.is_closed():
                 loop.call_soon_threadsafe(ended, found, error)
 
-        # A daemon: a name server that never answers must not keep the process from ending.
+        # A daemon thread, because a hanging lookup must not keep the process from exiting.
         threading.Thread(target=look_up, name="name lookup", daemon=True).start()
         return self._under_way[wanted]
 
@@ -139,7 +140,7 @@ class RouterLoop(uvloop.Loop):
         return await self._names.getaddrinfo(host, port, family, type, proto, flags)
 
     async def sock_connect(self, sock: socket.socket, address: Any) -> None:
-        """uvloop's own looks an IP address up, too."""
+        """Connect without uvloop's lookup, which it does even for IP addresses."""
         if sock.family not in (socket.AF_INET, socket.AF_INET6) or not is_address(address[0]):
             await super().sock_connect(sock, address)
             return

@@ -1,4 +1,4 @@
-"""Which policy decides at present, since when, and by whose wish: one of these in each process."""
+"""Tracks the policy in force, with its origin and time; each process has one record."""
 
 from __future__ import annotations
 
@@ -14,32 +14,32 @@ _Number = Annotated[int, msgspec.Meta(ge=0, le=2**31 - 1)]
 
 
 class PolicyState(msgspec.Struct, frozen=True, omit_defaults=True):
-    """Travels between processes (``processes/messages.py``)."""
+    """State of the policy, sent between processes (``processes/messages.py``)."""
 
     policy: Annotated[str, msgspec.Meta(max_length=64)]
     since_s: float = 0.0
-    """Unix time."""
+    """Unix time in seconds."""
     by: Annotated[str, msgspec.Meta(max_length=256)] = ""
-    """Front end that was asked to switch; empty: ``--policy``."""
+    """Front end that received the request to switch; empty: ``--policy``."""
     term: _Number = 0
-    """Of the scheduler that switched."""
+    """Term of the scheduler that switched."""
     switches: _Number = 0
-    """Since the command line's policy."""
+    """Number of switches since the command line's policy."""
     back_to: Annotated[str, msgspec.Meta(max_length=64)] = ""
-    """A trial has switched, and this is the policy that it began with; empty: none runs."""
+    """Policy before a running trial; empty without a trial."""
 
     @property
     def age(self) -> tuple[int, int]:
-        """Larger is newer. Every switch of any scheduler has another."""
+        """Order of states: larger is newer, and each switch of any scheduler has its own."""
         return self.term, self.switches
 
 
 class PolicyInForce:
     def __init__(self, policy: Policy) -> None:
-        """``policy``: of the command line."""
+        """Create the record; ``policy`` is the command line's."""
         self.state = PolicyState(policy, time.time())
         self.listeners: list[Callable[[Policy], None]] = []
-        """Told of each policy that is switched to, in order."""
+        """Called with each new policy, in order."""
 
     @property
     def policy(self) -> Policy:
@@ -47,41 +47,41 @@ class PolicyInForce:
 
     @property
     def lasting(self) -> Policy:
-        """The policy that remains when nobody carries a trial on."""
+        """Policy that remains when a running trial is not continued."""
         back_to = self.state.back_to
         return back_to if spec_of(back_to) else self.policy
 
     def switch(self, policy: Policy, by: str, term: int = 0, back_to: str = "") -> None:
-        """``by``: the front end that was asked. ``back_to``: see :class:`PolicyState`. Nothing
-        happens if all of that is in force."""
+        """Switch the policy. ``by``: front end that was asked; ``back_to``: see
+        :class:`PolicyState`. Does nothing if all of that is in force."""
         if policy != self.policy or back_to != self.state.back_to:
             switches = self.state.switches + 1
             self._become(PolicyState(policy, time.time(), by[:256], term, switches, back_to))
 
     def inherit(self, state: PolicyState | None, term: int = 0) -> bool:
-        """Take over a switch that this scheduler does not know of; whether it was by a trial. A
-        trial ends with its scheduler: its policy is replaced by that it began with, in this
-        scheduler's ``term``."""
+        """Adopt a switch unknown to this scheduler, and return whether a trial made it. A trial
+        ends with its scheduler: the policy before the trial is restored, in this scheduler's
+        ``term``."""
         if state is None or state.age <= self.state.age:
             return False
         if not state.back_to:
             self._become(state)
             return False
         if spec_of(state.back_to) is None:
-            return False  # of another release, or not installed here
+            return False  # from another release, or not installed
         by, term = "the end of a trial whose scheduler is gone", max(term, state.term)
         self._become(PolicyState(state.back_to, time.time(), by, term, state.switches + 1))
         return True
 
     def follow(self, state: PolicyState | None) -> None:
-        """Do as the scheduler does, unless this process knows of a later switch."""
+        """Follow the scheduler, unless this process knows a later switch."""
         if state is not None and state.age >= self.state.age:
             self._become(state)
 
     def _become(self, state: PolicyState) -> None:
         if spec_of(state.policy) is None:
-            return  # of another release, or not installed here
+            return  # from another release, or not installed
         before, self.state = self.state, state
         if state.policy != before.policy:
-            for told in self.listeners:
-                told(self.policy)
+            for listener in self.listeners:
+                listener(self.policy)

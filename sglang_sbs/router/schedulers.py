@@ -1,4 +1,4 @@
-"""The two ways to give a router its scheduler and its workers: in this process, or in another."""
+"""Connects a router to its scheduler and workers, in this process or in another."""
 
 from __future__ import annotations
 
@@ -48,14 +48,15 @@ from sglang_sbs.scheduling.policy_registry import Policy, require
 logger = logging.getLogger(__name__)
 
 OVERDUE_S = 10.0
-"""So long after the scheduler's own deadline a request that got no decision is ended."""
+"""Time after the scheduler's own deadline at which a request without a decision is ended."""
 _REFUSED = "trial_refused"
 _FIND_S = 15.0
-"""A front end that starts waits so long for the scheduler before it takes requests without."""
+"""Longest wait of a starting front end for the scheduler; then it accepts requests without it."""
 
 
 class OwnScheduler:
-    """What the surface asks of it is described in :mod:`.api.served_router`."""
+    """A scheduler in this process; :mod:`.api.served_router` describes the methods used by the
+    surface."""
 
     def __init__(
         self,
@@ -66,8 +67,8 @@ class OwnScheduler:
         session: aiohttp.ClientSession,
         silenced: Callable[[Worker], None],
     ) -> None:
-        """``scheduler`` replaces the real one (tests). ``silenced``: see
-        :class:`~sglang_sbs.router.workers.worker.WorkerEvents`."""
+        """Create the scheduler and its inputs; ``scheduler`` replaces the real one in tests.
+        ``silenced``: see :class:`~sglang_sbs.router.workers.worker.WorkerEvents`."""
         self._options = options
         self.policy = PolicyInForce(options.scheduler.policy)
         self.dispatcher = dispatcher = Dispatcher(
@@ -95,7 +96,8 @@ class OwnScheduler:
         )
 
     async def start(self) -> str | None:
-        """As :meth:`.Watch.start`. Raises also: OSError, the event log cannot be written."""
+        """Start as :meth:`.Watch.start` does. Raises also: OSError, the event log cannot be
+        written."""
         options = self._options
         if options.event_log is not None:  # before any event
             with naming_file("--sbs-event-log", options.event_log):
@@ -113,7 +115,7 @@ class OwnScheduler:
         self._watch.remove_worker(worker)
 
     async def update_worker(self, worker: Worker) -> None:
-        """It is what everybody sees already."""
+        """Do nothing: there is no other process to inform."""
 
     async def drain_worker(self, worker: Worker, draining: bool) -> None:
         self.registry.drain(worker, draining)
@@ -135,11 +137,11 @@ class OwnScheduler:
         return 0
 
     async def story(self, name: str, known: Story | None) -> Story | None:
-        """``known``: what the relay remembers of that request, to be completed."""
+        """Complete ``known``, the relay's record of a request."""
         return with_attempts(name, known, self.dispatcher.attempts)
 
     def lead(self) -> None:
-        """There is no other."""
+        """Return ``None``: there is no other scheduler."""
 
     def families(self) -> Iterator[Metric]:
         yield build_info(__version__, self.policy.policy, self._options.scheduler.trigger)
@@ -149,7 +151,7 @@ class OwnScheduler:
         yield from self.trials.families()
 
     def gain(self) -> str:
-        """For the line of a minute."""
+        """Text about the gain for the log line of each minute."""
         return in_words(self.feed.ratios())
 
     async def close(self) -> None:
@@ -159,7 +161,7 @@ class OwnScheduler:
 
 
 class RemoteScheduler:
-    """The scheduler process decides; this one falls back to itself while that cannot be reached."""
+    """A scheduler in another process, with a fallback in this one while it is unreachable."""
 
     def __init__(
         self,
@@ -170,8 +172,8 @@ class RemoteScheduler:
         silenced: Callable[[Worker], None],
         find: Callable[[str], Story | None],
     ) -> None:
-        """``abort`` ends requests of clients by the id they gave (empty: all); how many. ``find``:
-        one of the last requests of this process.
+        """Create the link to the scheduler. ``abort`` ends clients' requests by their own id
+        (empty: all) and returns their number. ``find`` finds a recent request of this process.
         ``silenced``: see :class:`~sglang_sbs.router.workers.worker.WorkerEvents`."""
         name = _own_name()
         self._options = options
@@ -182,7 +184,7 @@ class RemoteScheduler:
         self._closed = False
 
         dial = partial(FrontEndSocket, options.several.keys)
-        # What is made later is looked up when it is called.
+        # The lambdas look up objects that are created later.
         self.registry = MirroredRegistry(
             WorkerEvents(
                 lambda event: self._link.submit(event),  # noqa: PLW0108
@@ -196,7 +198,7 @@ class RemoteScheduler:
             prefix_source=options.prefix_source,
         )
         self.dispatcher = self._link = SchedulerLink(
-            # Containers may share a host's name, and each has a process 1.
+            # Containers may share a host name, and each has a process 1.
             SchedulerChoice(options.several.schedulers, dial, f"{name}/{uuid.uuid4().hex[:8]}"),
             self.registry,
             name=name,
@@ -221,14 +223,16 @@ class RemoteScheduler:
         wanted = messages.AddWorker(url=url, role=role, bootstrap_port=bootstrap_port)
         worker = self.registry.by_id((await self._link.ask(wanted)).worker_id)
         if worker is None:
-            raise RouterError(503, "scheduler_unavailable", "the scheduler was lost meanwhile")
+            raise RouterError(
+                503, "scheduler_unavailable", "the scheduler was lost in the meantime"
+            )
         return worker
 
     async def remove_worker(self, worker: Worker) -> None:
         await self._change(worker, messages.RemoveWorker(worker_id=worker.id))
 
     def gain(self) -> str:
-        """The scheduler process says it, once for all front ends."""
+        """Return nothing, because the scheduler process logs it for all front ends."""
         return ""
 
     async def update_worker(self, worker: Worker) -> None:
@@ -249,10 +253,10 @@ class RemoteScheduler:
     async def trial(self, do: str, body: Mapping[str, Any]) -> dict[str, Any]:
         question = messages.AskTrial(do=do, body=msgspec.json.encode(body))
         try:
-            told = await self._link.ask(question)
+            answer = await self._link.ask(question)
         except ValueError as error:
             raise RouterError(400, _REFUSED, str(error)) from error
-        found: dict[str, Any] = msgspec.json.decode(told.payload)
+        found: dict[str, Any] = msgspec.json.decode(answer.payload)
         return found
 
     @property
@@ -264,10 +268,11 @@ class RemoteScheduler:
         try:
             await self._link.ask(change)
         except ValueError:
-            logger.info("worker %s was removed by somebody else", worker.url)
+            logger.info("worker %s was already removed", worker.url)
 
     async def abort_elsewhere(self, rid: str) -> int:
-        """End requests of other processes by their client's id (empty: all); how many."""
+        """Abort requests of other processes by the client's id (empty: all) and return their
+        number."""
         try:
             return (await self._link.ask(messages.AbortElsewhere(rid=rid))).count
         except RouterError:
@@ -275,30 +280,30 @@ class RemoteScheduler:
             return 0
 
     async def story(self, name: str, known: Story | None) -> Story | None:
-        """Of any process; without the scheduler what this one knows."""
+        """Find a request of any process; without the scheduler, only of this one."""
         if self._link.pump is not None:
             return with_attempts(name, known, self._link.attempts)
         rids = [] if known is None else [attempt.rid for attempt in known.sent]
         try:
-            told = await self._link.ask(messages.AskStory(name=name, rids=rids))
+            answer = await self._link.ask(messages.AskStory(name=name, rids=rids))
         except RouterError:
             return known
-        found = messages.read_story(told.payload)
+        found = messages.read_story(answer.payload)
         if found is not None and known is not None:
             known.attempts = found.attempts
         return known or found
 
     def families(self) -> Iterator[Metric]:
-        """The scheduler process has the rest."""
+        """Metrics of the link; the scheduler process exports all others."""
         lead = self.lead()
         about = "Front ends without the scheduler now"
         yield gauge("sbs_front_ends_alone", about, not lead.connected)
-        about, served = "Front ends that a scheduler serves", {lead.address: lead.connected}
+        about, served = "Front ends served by a scheduler", {lead.address: lead.connected}
         yield gauge("sbs_front_ends_served", about, served, "scheduler")
         yield total("sbs_scheduler_losses", "Times a front end lost the scheduler", lead.losses)
-        about = "Times a front end found another lead than before"
+        about = "Times a front end found a different active scheduler"
         yield total("sbs_scheduler_changes", about, lead.changes)
-        about = "Of schedulers that were replaced; dropped"
+        about = "Messages of replaced schedulers, dropped"
         yield total("sbs_scheduler_messages_fenced", about, self._link.fenced)
 
     async def close(self) -> None:
@@ -313,7 +318,7 @@ class RemoteScheduler:
             self._monitor.doubt(worker)
 
     def _alone_changed(self, alone: bool) -> None:
-        """While nobody else watches the workers, this process does."""
+        """Watch the workers in this process while there is no scheduler."""
         if self._closed:
             return
         if alone and self._monitor is None:
@@ -324,11 +329,11 @@ class RemoteScheduler:
         elif not alone and self._monitor is not None:
             self._monitor.stop_all()
             self._monitor = None
-        self.feed.scheduler_changed()  # last: a defect of the dashboard is not the workers'
+        self.feed.scheduler_changed()  # last, as it may raise
 
 
 def _alone(options: RouterOptions, policy: Policy) -> SchedulerConfig:
-    """The fallback's configuration: immediate, and by own books only, for nothing else is heard."""
+    """Return the fallback's configuration: an immediate policy that needs no reports of engines."""
     return msgspec.structs.replace(options.scheduler, policy=_unheard(policy))
 
 
@@ -337,5 +342,5 @@ def _unheard(policy: Policy) -> Policy:
 
 
 def _own_name() -> str:
-    """Of this process, for people."""
+    """Return this process's name for logs."""
     return f"{socket.gethostname()}/{os.getpid()}"

@@ -1,4 +1,4 @@
-"""The router process put together: parts, start, graceful end."""
+"""Assembles, starts and gracefully stops the router process."""
 
 from __future__ import annotations
 
@@ -55,23 +55,23 @@ logger = logging.getLogger(__name__)
 _BACKLOG = 4096
 _SOON_S = 0.2
 _LAST_WORDS_S = 5.0
-"""At the end: for aborted requests to say so, and for clients to take it."""
+"""Time at shutdown for aborted requests to send their error to clients."""
 _LAST_CALL_S = 0.05
 _IDLE_S = 3.0
-"""How long a front end that ends leaves connections open on which nothing happens."""
+"""Time for which an exiting front end keeps idle connections open."""
 _SWITCH_S = 0.001
-"""How long the threads of :class:`.lanes.Lanes` may keep the event loop waiting at a time."""
+"""Longest time that the threads of :class:`.lanes.Lanes` may keep the interpreter lock."""
 _MINUTE_S = 60.0
 _SPARE_FILES = 64
 """Descriptors kept for listening sockets, logs, health checks and clients being refused."""
 
 
 class RouterServer:
-    """``await start()``, serve, ``await stop()``; also usable inside tests and other programs. The
-    :class:`~.api.served_router.Router` of its surface."""
+    """The router process: ``await start()``, serve, ``await stop()``; also usable in tests and
+    other programs. It is the :class:`~.api.served_router.Router` of its surface."""
 
     def __init__(self, options: RouterOptions, scheduler: SchedulerLike | None = None) -> None:
-        """``scheduler`` replaces the real one (tests)."""
+        """Create the router; ``scheduler`` replaces the real one in tests."""
         self.options = options
         self.metrics = RouterMetrics(
             options.prometheus_duration_buckets, options.scheduler.policy, self._knows
@@ -90,8 +90,8 @@ class RouterServer:
         self.traces = open_traces(options.otlp_endpoint) if options.otlp_endpoint else None
 
     async def start(self) -> None:
-        """Listen; workers are waited for in the background. Raises: OSError, a port or the
-        EndForward endpoint is taken; ValueError, the tokenizer cannot be loaded."""
+        """Start listening, and watch workers in the background. Raises: OSError, a port or the
+        EndForward endpoint is in use; ValueError, the tokenizer cannot be loaded."""
         self._file_limit = raise_file_limit()
         sys.setswitchinterval(_SWITCH_S)
         give_back_large_blocks()
@@ -110,7 +110,8 @@ class RouterServer:
                 read_bufsize=intake.READ_BYTES,
                 shutdown_timeout=_LAST_WORDS_S,
             )
-            # Before the port opens: a front end takes no requests it has no scheduler for.
+            # Connect to the scheduler before the port opens, so that no request arrives without
+            # one.
             self.endforward_endpoint = await self._schedulers.start()
             self.port = await self._listen(self._runner)
             await self._open_metrics()
@@ -166,7 +167,7 @@ class RouterServer:
         )
         self._attempts = attempts
         self._policy_changed(self.policy.policy)
-        # Before the scheduler, so that what arrives under a policy has what it looks at.
+        # Run before the scheduler's listener, so that requests of a new policy have what it needs.
         self.policy.listeners.insert(0, self._policy_changed)
         self.relay = Relay(
             options.relay,
@@ -198,7 +199,7 @@ class RouterServer:
         )
 
     def _policy_changed(self, policy: Policy) -> None:
-        """Names of blocks and of batches cost something: only where the policy looks at them."""
+        """Name blocks and batches only for policies that use them, because this costs time."""
         names = self.options.names_blocks(policy)
         approximate = self.options.prefix_source in ("auto", "approximate")
         self.tokenizers.names_blocks = names
@@ -214,14 +215,15 @@ class RouterServer:
         return OwnScheduler(options, self._scheduler, owner, metrics, session, silenced)
 
     async def stop(self, grace_s: float | None = None) -> None:
-        """Stop accepting, let requests in flight end, abort those that do not in time."""
+        """Stop accepting, let requests in flight finish, and abort those still running at the
+        limit."""
         self.draining = True
         self.dashboard.close()
         limit_s = self.options.shutdown_grace_s if grace_s is None else grace_s
         if self.options.role == "front-end" and limit_s > 0:
-            await asyncio.sleep(_LAST_CALL_S)  # take in whoever is connected to the port already
+            await asyncio.sleep(_LAST_CALL_S)  # accept connections already waiting at the port
         for listening in self._listening:
-            listening.close()  # what is connected may go on; every answer says it is the last
+            listening.close()  # connections continue; each response closes its own
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(limit_s):
                 await self.in_flight.wait_idle()
@@ -250,12 +252,12 @@ class RouterServer:
         self.dispatcher.close()
 
     async def _wait_for_idle_connections(self) -> None:
-        """Clients keep connections: let them find out by an answer. A request that meets the
-        closing of its connection is lost, so idle ones stay for a while; each ends with its next
-        answer."""
+        """Wait until clients have dropped their kept connections. A request that arrives as its
+        connection closes is lost, so idle ones stay open for a while, and each ends with its next
+        response."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(_IDLE_S):
-                while self._connections():  # noqa: ASYNC110 - aiohttp announces no closed one
+                while self._connections():  # noqa: ASYNC110 - aiohttp has no event for closed ones
                     await asyncio.sleep(_LAST_CALL_S)
         await self.in_flight.wait_idle()
 
@@ -264,7 +266,7 @@ class RouterServer:
         return len(web_server.connections) if web_server is not None else 0
 
     async def _log_minutes(self) -> None:
-        """A line per minute in which requests were answered."""
+        """Log one line for each minute with requests."""
         while True:
             await asyncio.sleep(_MINUTE_S)
             if line := self.in_flight.recent.minute.take(self._schedulers.gain()):
@@ -288,7 +290,7 @@ class RouterServer:
         return story
 
     def _own_story(self, name: str) -> Story | None:
-        """What this process knows itself."""
+        """Return this process's record of a request."""
         one = self.in_flight.recent.find(name)
         return None if one is None else one.story()
 
@@ -308,7 +310,8 @@ class RouterServer:
         return self.in_flight.find_owner(rid, role)
 
     def _has_descriptors(self, units: int) -> bool:
-        """A unit needs two for its legs (its client has one); some stay for other things."""
+        """Return whether descriptors suffice: a unit needs two for its legs (its client has one),
+        and some are reserved."""
         of_legs = max(self.pool.open_connections, 2 * self.admission.running)
         used = self.in_flight.client_requests + of_legs
         return used + 2 * units <= self._file_limit - max(_SPARE_FILES, self._file_limit // 20)
@@ -316,7 +319,7 @@ class RouterServer:
     # Listening --------------------------------------------------------------------------------
 
     async def _listen(self, runner: web.AppRunner) -> int:
-        """Open the serving port; returns the real one (for port 0)."""
+        """Open the serving port and return the actual one (for port 0)."""
         options = self.options
         await runner.setup()
         assert runner.server is not None
@@ -325,7 +328,7 @@ class RouterServer:
 
         async def open_port(*place: Any, sock: socket.socket | None = None) -> None:
             loop = asyncio.get_running_loop()
-            # Over TLS what it would accept is accepted here, so that it can be counted at once.
+            # With TLS, connections are accepted by TlsPort, so that they are counted at once.
             listening = await loop.create_server(
                 *(gate, *place), sock=sock, backlog=_BACKLOG, start_serving=tls is None
             )
@@ -345,7 +348,7 @@ class RouterServer:
             with naming_port("--port", options.host, options.port):
                 await open_port(options.host, options.port)
         for listening in self._listening:
-            for sock in listening.sockets:  # what is accepted inherits it
+            for sock in listening.sockets:  # accepted sockets inherit it
                 sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
         return int(self._listening[0].sockets[0].getsockname()[1])
 
@@ -356,14 +359,14 @@ class RouterServer:
         return self._metrics_port.port if self._metrics_port is not None else 0
 
     async def _open_metrics(self) -> None:
-        """The scheduler process shows those of all; a front end far from it has its own page, too,
-        and serves clients without it."""
+        """Open the metrics port, unless the scheduler process exports this front end's metrics. A
+        front end on another machine has its own page, and serves clients even without it."""
         options, apart = self.options, self.options.several.apart
         if options.role == "front-end" and not apart:
             return
         number, pages = options.prometheus_port, {"/metrics": self._metrics_page}
         if apart and number:
-            # After the scheduler's, which may be on this machine, and asks nobody to make room.
+            # Use the port after the scheduler's, which may be on the same machine.
             number = min(number + 1, 65535)
         malformed = self.metrics.malformed.inc
         port = MetricsPort(options.prometheus_host, number, pages, malformed)
@@ -371,7 +374,7 @@ class RouterServer:
         if apart:
             opening = asyncio.create_task(port.open_when_free())
             self._tasks.append(opening)
-            # It is said at the start where they are.
+            # Wait briefly, so that the start-up log can name the port.
             await asyncio.wait({opening}, timeout=_SOON_S)
         else:
             await port.open()
@@ -383,17 +386,19 @@ class RouterServer:
         about = "Events on which the scheduler failed (a defect)"
         yield total("sbs_scheduler_errors", about, self.dispatcher.scheduler_errors)
         yield from self._schedulers.families()
-        about = "Calibrated, for estimated prompt lengths"
+        about = "Calibrated ratio for estimated prompt lengths"
         yield gauge("sbs_prompt_bytes_per_token", about, self.lengths.bytes_per_token)
-        yield total("sbs_prompts", "By where their length is from", self.prompts.counts, "counted")
-        about = "Of exact length, but engines reported another"
+        yield total(
+            "sbs_prompts", "Prompts by source of their length", self.prompts.counts, "counted"
+        )
+        about = "Prompts of exact length for which engines reported another"
         yield total("sbs_prompts_contradicted", about, self.lengths.contradicted)
-        about = "Their text was not sent, or not needed"
+        about = "Requests sent to engines as token ids"
         yield total("sbs_requests_sent_as_ids", about, self.relay.attempts.sent_as_ids)
         parking = self.in_flight.parking
-        about = "Cancelled decode requests that wait until no KV can arrive for them any more"
+        about = "Cancelled decode requests waiting until no KV can arrive for them"
         yield gauge("sbs_parked_requests", about, parking.by_worker(), "worker")
-        about = "Decode requests that had to wait so"
+        about = "Decode requests that were parked so far"
         yield total("sbs_requests_parked", about, parking.parked_total)
         held = self.in_flight.sessions()
         sessions = {worker.url: held.get(worker.url, 0) for worker in self.registry}
@@ -402,7 +407,7 @@ class RouterServer:
 
 
 def raise_file_limit() -> int:
-    """Take all the descriptors the system allows; returns how many that is."""
+    """Raise the limit on descriptors to the system's maximum and return it."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = hard if hard != resource.RLIM_INFINITY else 1_048_576
     if soft < wanted:

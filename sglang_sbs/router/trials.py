@@ -1,5 +1,5 @@
-"""Runs a trial (:mod:`sglang_sbs.trial`) where the scheduler is: carries its switches out, ends it
-when somebody else switches, and shows it."""
+"""Runs a trial (:mod:`sglang_sbs.trial`) in the scheduler's process: executes its switches, ends it
+if the policy is switched otherwise, and reports it."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ logger = logging.getLogger(__name__)
 
 TICK_S = 1.0
 _BY = "a trial"
-_LOST = "the scheduler that ran the trial does not schedule any more"
+_LOST = "the scheduler that ran the trial is no longer active"
 
 
 def _forever() -> bool:
@@ -35,25 +35,25 @@ def _forever() -> bool:
 
 @dataclass(eq=False)
 class Trials:
-    """At most one trial at a time. Must be used from one event loop only."""
+    """Runs at most one trial at a time. Use only from one event loop."""
 
     policy: PolicyInForce
     pump: SchedulerPump
     leads: Callable[[], bool] = _forever
-    """Whether this process schedules."""
+    """Returns whether this process is the active scheduler."""
     term: Callable[[], int] = int
     switched: Callable[[], None] = lambda: None
     """Called after each switch."""
     _trial: Trial | None = None
-    """The one that runs, or the last one."""
+    """The current or last trial."""
     _wanted: TrialSpec | None = None
-    """Begins with the first request."""
+    """Trial that begins with the first request."""
     _began_at: float = 0.0
     _ended_at: float | None = None
     _note: str = ""
-    """Why there is no trial, where that is not plain."""
+    """Reason for a missing or ended trial, if it is not obvious."""
     _mine: PolicyState | None = None
-    """What the last switch of the trial has put in force."""
+    """State set by the trial's last switch."""
     _timer: asyncio.TimerHandle | None = None
     _pass_s: float = 0.0
     _loop: asyncio.AbstractEventLoop = field(default_factory=asyncio.get_running_loop)
@@ -65,19 +65,19 @@ class Trials:
     # What others want -------------------------------------------------------------------------
 
     def want(self, spec: TrialSpec | None) -> None:
-        """Begin with the first request that comes while this process schedules (``--sbs-trial``).
-        Nothing begins where somebody has switched the policy before."""
+        """Begin with the first request that arrives while this process is active (``--sbs-trial``),
+        unless the policy has been switched before."""
         self._wanted = spec
         if spec is not None:
             self.pump.trial = self._waited_for
 
     def ask(self, do: str, body: Mapping[str, Any]) -> dict[str, Any]:
-        """Carry out ``begin`` (``body`` as in ``POST /trial``), ``end`` or ``show``; returns the
-        report. Raises: ValueError, it cannot be."""
+        """Execute ``begin`` (``body`` as in ``POST /trial``), ``end`` or ``show``, and return the
+        report. Raises: ValueError, it is impossible."""
         if do == "begin":
             spec = read_object(body)
             if self.running:
-                raise ValueError("a trial runs already: DELETE /trial ends it")
+                raise ValueError("a trial is already running: DELETE /trial ends it")
             self.begin(spec)
         elif do == "end":
             self._wanted = None
@@ -98,15 +98,15 @@ class Trials:
         self._tick()
 
     def stop(self, cause: Cause, text: str) -> None:
-        """End the trial that runs, if any, and go back to the policy that it began with."""
+        """End a running trial and restore the policy before it."""
         if self._trial is not None and self.running:
             self._take(self._trial.stop(cause, text))
 
     def inherited(self) -> None:
-        """A trial of another scheduler was found, and ended."""
-        self._note = "the last trial ended early, as the scheduler that ran it is gone"
+        """Report that another scheduler's trial was found and ended."""
+        self._note = "the last trial ended early because its scheduler is gone"
         self._wanted = None
-        logger.warning("%s: %s decides", self._note, self.policy.policy)
+        logger.warning("%s: %s is in force", self._note, self.policy.policy)
 
     def close(self) -> None:
         self.stop("lost", _LOST)
@@ -129,14 +129,14 @@ class Trials:
             self.begin(spec)
 
     def _observe(self, event: Event, commands: Sequence[Command], now_s: float) -> None:
-        """A defect of a trial is not the scheduler's."""
+        """Pass events to the trial; its errors must not affect the scheduler."""
         trial = self._trial
         assert trial is not None
         try:
             trial.observe(event, commands, now_s)
         except Exception:
             logger.exception("the trial failed on %r", type(event).__name__)
-            self.pump.trial = None  # the switch is an event of its own
+            self.pump.trial = None  # the switch is a separate event
             self._loop.call_soon(self.stop, "failed", "a defect; the router's log has the cause")
 
     def _tick(self) -> None:
@@ -161,14 +161,14 @@ class Trials:
             self._timer = self._loop.call_later(wait_s, self._tick)
 
     def _take(self, steps: Sequence[Switch | Ended]) -> None:
-        """Carry out what the trial wants; its last switch is not part of it any more."""
+        """Execute the trial's steps, unless the policy has been switched otherwise."""
         trial = self._trial
         assert trial is not None
         ended = trial.ended
         foreign = self._mine is not None and self.policy.state is not self._mine
         for step in steps:
             if isinstance(step, Switch) and not foreign:
-                # A process that was replaced must not seem to know a later switch than the next.
+                # A replaced process must not claim a later switch than its successor's.
                 term = self.term() if self.leads() else self.policy.state.term
                 back_to = "" if ended is not None else trial.policies[0]
                 self.policy.switch(step.policy, _BY, term, back_to)
@@ -185,7 +185,7 @@ class Trials:
         if self._wanted is not None:
             return f"a trial against {self._wanted.baseline} begins with the first request"
         report = self._report()
-        return self._note or ("there is no trial" if report is None else report.text)
+        return self._note or ("no trial has run" if report is None else report.text)
 
     def _report(self) -> Report | None:
         if self._trial is None:
@@ -196,7 +196,7 @@ class Trials:
         return report_of(self._trial, time.monotonic(), self._pass_s, self._began_at)
 
     def shown(self) -> dict[str, Any] | None:
-        """The trial that runs, or the last one; None: there was none."""
+        """Return the current or last trial; None if there was none."""
         report = self._report()
         if report is None:
             return None
@@ -205,7 +205,7 @@ class Trials:
         return found
 
     def families(self) -> Iterator[Metric]:
-        """Of the trial that runs, or the last one; without values where there was none."""
+        """Metrics of the current or last trial; without values if there was none."""
         report, trial = self._report(), self._trial
         bounds: dict[str, float] = {}
         now: dict[tuple[str, str], float] = {}
@@ -223,8 +223,8 @@ class Trials:
         yield gauge("sbs_trial_ratio", about, bounds, "bound")
         about = "1 for the policy that has the present slot of a trial, else 0"
         yield gauge("sbs_trial_arm", about, now, "arm", "policy")
-        yield gauge("sbs_trial_requests", "Requests of a trial that count", requests, "arm")
-        about = "Mean time from arrival to prefill's answer over those"
+        yield gauge("sbs_trial_requests", "Requests counted in a trial", requests, "arm")
+        about = "Mean time from arrival to prefill's response of these requests"
         yield gauge("sbs_trial_mean_ttft_seconds", about, means_s, "arm")
         done = None if trial is None else trial.done
-        yield gauge("sbs_trial_slots", "Slots of a trial that are over", done)
+        yield gauge("sbs_trial_slots", "Completed slots of a trial", done)

@@ -1,1 +1,1 @@
-"""HTTP to the engines: connections, response parsing, URLs."""
+"""HTTP to engines: connections, response parsing, URLs."""

@@ -1,5 +1,5 @@
-"""One connection to an engine: a request is written, its answer read, one at a time, in slices and
-with back pressure. Knows neither SGLang nor JSON, nor what becomes of the connection."""
+"""One connection to an engine. It writes a request and reads the response, one at a time, in slices
+and with back pressure. Knows neither SGLang nor JSON, and does not manage the connection's life."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _SLICE_BYTES = 256 << 10
-"""Of a large request so much is written before others get their turn."""
+"""Bytes of a large request written before others get a turn."""
 _TAKEN_BYTES = 16 << 10
-"""Of what an engine sent so much is looked at before others get theirs."""
+"""Received bytes handled before others get a turn."""
 
 FailureKind = Literal["refused", "connect", "reset", "protocol", "local"]
 
 
 class UpstreamError(Exception):
-    """The exchange broke off. ``refused``: nothing listens there. ``local``: this machine is out of
-    descriptors or ports."""
+    """The exchange failed. ``refused``: the address refuses connections. ``local``: this machine
+    has no descriptors or ports left."""
 
     def __init__(self, kind: FailureKind, detail: str) -> None:
         super().__init__(detail)
@@ -34,7 +34,7 @@ class UpstreamError(Exception):
 
 
 class Receiver(Protocol):
-    """Where a response goes. After ``message_complete`` or ``failed`` nothing more comes."""
+    """Receives a response. Nothing follows ``message_complete`` or ``failed``."""
 
     def head_received(self, status: int, headers: Mapping[str, str]) -> None: ...
     def body_received(self, data: bytes) -> None: ...
@@ -54,15 +54,15 @@ class Connection(asyncio.Protocol):
     _paused: bool = False
     _writable: bool = True
     _unsent: Iterator[bytes | bytearray] | None = None
-    """What is left of a large request."""
+    """Unsent parts of a large request."""
     _unread: bytes = b""
-    """What came and waits for its turn; nothing is read meanwhile."""
+    """Received bytes waiting for a turn; reading is paused meanwhile."""
     _reader: ResponseReader = field(default_factory=ResponseReader)
     _silent: bool = True
-    """Not a byte of the answer so far."""
+    """No byte of the response has arrived."""
 
     def send(self, payload: Sequence[bytes | bytearray]) -> None:
-        """Write a request: now, or the later parts of a large one as the engine takes it."""
+        """Write a request; the later parts of a large one follow as the engine reads."""
         if sum(map(len, payload)) <= _SLICE_BYTES:
             self.transport.writelines(payload)
             return
@@ -81,7 +81,7 @@ class Connection(asyncio.Protocol):
             self._unsent = None
             return
         self.transport.write(piece)
-        if self._writable:  # else when the engine has taken that
+        if self._writable:  # otherwise once the engine has read it
             self._pool.loop.call_soon(self._send_more)
 
     def pause_writing(self) -> None:
@@ -95,7 +95,7 @@ class Connection(asyncio.Protocol):
         if paused == self._paused or self.transport.is_closing():
             return
         self._paused = paused
-        if self._unread:  # nothing is read until that is through
+        if self._unread:  # reading stays paused until then
             if not paused:
                 self._pool.loop.call_soon(self._go_on)
         elif paused:
@@ -120,7 +120,7 @@ class Connection(asyncio.Protocol):
             self._unread += data
             return
         if len(data) > _TAKEN_BYTES:
-            # A quarter of a megabyte may come at once: a thousand events, each some work.
+            # A quarter of a megabyte may arrive at once: a thousand events that each need work.
             self._unread = data[_TAKEN_BYTES:]
             data = data[:_TAKEN_BYTES]
             self.transport.pause_reading()
@@ -128,7 +128,7 @@ class Connection(asyncio.Protocol):
         self._take(data)
 
     def _go_on(self) -> None:
-        """Take the next part of what came."""
+        """Handle the next part of the received bytes."""
         if not self._unread or self._paused:
             return
         data = self._unread[:_TAKEN_BYTES]
@@ -159,7 +159,7 @@ class Connection(asyncio.Protocol):
         except MalformedResponse as error:
             self._give_up(call, f"malformed response: {error}")
         except Exception as error:
-            logger.exception("an answer of %s could not be used", self.origin)
+            logger.exception("a response of %s is unusable", self.origin)
             self._give_up(call, f"unusable response: {error}")
 
     def _give_up(self, call: Call, detail: str) -> None:
@@ -170,9 +170,9 @@ class Connection(asyncio.Protocol):
         self.call = None
         self._reader.begin()
         self._silent = True
-        # An answer that came before the whole request was written leaves the rest in the way.
+        # If the response came before the whole request was written, the rest blocks the connection.
         if reusable and self._unsent is None and self.transport.get_write_buffer_size() == 0:
-            self.set_paused(False)  # a slow client may have paused the exchange that ended
+            self.set_paused(False)  # a slow client may have paused this exchange
             self._pool.keep(self)
         else:
             self.close()

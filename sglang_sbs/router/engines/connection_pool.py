@@ -1,6 +1,6 @@
-"""A lean HTTP/1.1 client for the two legs. Owns which connection carries a call: kept, made anew,
-or replaced once where it crossed with the engine's idle close. A piece of body reaches the
-:class:`~.connection.Receiver` in the callback that read it: that makes relaying cheap."""
+"""A lean HTTP/1.1 client for the two legs. It decides which connection carries a call: a kept one,
+a new one, or a replacement if a kept one was just closed by the engine. Body pieces reach the
+:class:`~.connection.Receiver` in the callback that read them, which makes relaying cheap."""
 
 from __future__ import annotations
 
@@ -24,18 +24,19 @@ from sglang_sbs.router.engines.urls import bracketed, split_worker_url
 logger = logging.getLogger(__name__)
 
 IDLE_LIMIT_S = 3.0
-"""Idle connections older than this are not reused: SGLang (uvicorn) closes them after 5 s."""
+"""Age at which idle connections are no longer reused: SGLang (uvicorn) closes them after 5 s."""
 REPLAY_WITHIN_S = 1.0
-"""A reused connection that closes without a byte this soon after the request crossed with the
-engine's idle close: the request was not read and is sent once more. Later than that the engine may
-have been at work on it, and only a new attempt (new rid, new room) is safe."""
+"""Time within which a silent close of a reused connection means that the engine closed it as idle:
+the request was not read and is sent once more. After a later close the engine may have worked on
+the request, so only a new attempt (new rid, new room) is safe."""
 _DNS_TTL_S = 10.0
 
 _OUR_OWN_ERRORS = frozenset({errno.EMFILE, errno.ENFILE, errno.EADDRNOTAVAIL, errno.ENOBUFS})
 
 
 def is_our_own(error: BaseException) -> bool:
-    """This machine has no descriptors or ports left: no connection anywhere would work."""
+    """Return whether this machine has no descriptors or ports left, so that no connection is
+    possible."""
     return isinstance(error, OSError) and error.errno in _OUR_OWN_ERRORS
 
 
@@ -43,12 +44,12 @@ def is_our_own(error: BaseException) -> bool:
 class Call:
     _pool: Pool
     origin: str
-    """A worker's URL."""
+    """URL of the worker."""
     payload: Sequence[bytes | bytearray]
     receiver: Receiver | None
-    """``None``: nobody wants the answer any more."""
+    """``None`` once the response is not wanted any longer."""
     sent: bool = False
-    """The request was written to a connection: the engine may know it."""
+    """The request was written to a connection, so the engine may know it."""
     _connection: Connection | None = None
     _task: asyncio.Task[None] | None = None
     _replayable: bool = True
@@ -57,7 +58,7 @@ class Call:
     _held: asyncio.TimerHandle | None = None
 
     def hold(self, for_s: float) -> None:
-        """Start after so long, or upon :meth:`let_go`."""
+        """Start after this time, or at :meth:`let_go`."""
         self._held = self._pool.loop.call_later(for_s, self.let_go)
 
     def let_go(self) -> None:
@@ -72,11 +73,11 @@ class Call:
         if connection is not None:
             self._send(connection)
         else:
-            # A connection outlives the request it was made for: it must not log under its id.
+            # A connection outlives its first request, so it must not log under that request's id.
             self._task = self._pool.loop.create_task(self._connect(), context=contextvars.Context())
 
     def cancel(self) -> None:
-        """Stop now: the connection is closed and the receiver hears nothing more."""
+        """Stop now: the connection is closed and the receiver is not called again."""
         self.receiver = None
         if self._held is not None:
             self._held.cancel()
@@ -88,17 +89,17 @@ class Call:
             self._connection = None
 
     def forget_payload(self) -> None:
-        """It is not sent again, whatever becomes of the connection; it may be large."""
+        """Drop the payload, which may be large; the request cannot be sent again."""
         self.payload = ()
         self._replayable = False
 
     @property
     def over(self) -> bool:
-        """Nothing more will be heard: it was answered, lost or cancelled."""
+        """No further callback will come: it was answered, lost or cancelled."""
         return self.receiver is None
 
     def set_paused(self, paused: bool) -> None:
-        """Read no further while it is; also before there is a connection."""
+        """Pause or resume reading, even before there is a connection."""
         self._paused = paused
         if self._connection is not None:
             self._connection.set_paused(paused)
@@ -112,7 +113,7 @@ class Call:
         except TimeoutError:
             self._fail("connect", f"no connection within {self._pool.connect_timeout_s:g} s")
             return
-        except (OSError, ValueError) as error:  # of a host name that cannot be one (IDNA)
+        except (OSError, ValueError) as error:  # ValueError: an invalid host name (IDNA)
             self._fail("local" if is_our_own(error) else "connect", f"cannot connect ({error})")
             return
         finally:
@@ -130,7 +131,7 @@ class Call:
         connection.call = self
         connection.send(self.payload)
         if not self._replayable:
-            self.payload = ()  # it may be large, and the answer far away
+            self.payload = ()  # it may be large, and the response may take long
         if self._paused:
             connection.set_paused(True)
 
@@ -142,7 +143,7 @@ class Call:
     # Called by the connection.
 
     def completed(self) -> None:
-        """The answer is whole."""
+        """Handle the end of the response."""
         self._connection = None
         receiver, self.receiver = self.receiver, None
         if receiver is None:
@@ -150,12 +151,12 @@ class Call:
         try:
             receiver.message_complete()
         except Exception as error:
-            logger.exception("an answer of %s could not be used", self.origin)
+            logger.exception("a response of %s is unusable", self.origin)
             receiver.failed(UpstreamError("protocol", f"unusable response: {error}"))
 
     def lost(self, kind: FailureKind, detail: str, *, silent: bool) -> None:
-        """The connection is over before that; ``silent``: not a byte of an answer came. An idle one
-        that the engine had just closed is replaced once."""
+        """Handle the loss of the connection. If no byte of the response came (``silent``) and the
+        engine had just closed an idle connection, it is replaced once."""
         self._connection = None
         fresh = time.monotonic() - self._sent_s < REPLAY_WITHIN_S
         if silent and fresh and self._replayable and self.receiver is not None:
@@ -167,7 +168,7 @@ class Call:
 
 @dataclass(eq=False, repr=False)
 class Pool:
-    """Connections to engines: as many as there are calls, the idle ones kept for reuse."""
+    """Connections to engines: one per running call, and idle ones kept for reuse."""
 
     loop: asyncio.AbstractEventLoop
     ssl_context: ssl.SSLContext | None = None
@@ -212,7 +213,7 @@ class Pool:
         return None
 
     def keep(self, connection: Connection) -> None:
-        """An exchange is over, and the connection can carry another."""
+        """Keep a connection for reuse after an exchange."""
         connection.idle_since = time.monotonic()
         idle = self._idle.setdefault(connection.origin, deque())
         idle.append(connection)
@@ -220,14 +221,15 @@ class Pool:
             idle.popleft().close()
 
     def forget(self, connection: Connection) -> None:
-        """It is closed, or lost."""
+        """Drop a closed or lost connection."""
         self._all.discard(connection)
         idle = self._idle.get(connection.origin)
         if idle and connection in idle:
             idle.remove(connection)
 
     async def connect(self, origin: str) -> Connection:
-        """To the first address of the host that takes it. Raises: OSError (also TimeoutError)."""
+        """Connect to the first address of the host that accepts. Raises: OSError (also
+        TimeoutError)."""
         scheme, host, port = split_worker_url(origin)
         tls = (self._tls, host) if scheme == "https" else (None, None)
         async with asyncio.timeout(self.connect_timeout_s):
@@ -243,7 +245,7 @@ class Pool:
                     )
                     break
                 except OSError:
-                    addresses.append(addresses.pop(0))  # the next try begins with another one
+                    addresses.append(addresses.pop(0))  # start with another one next time
                     if left == 0:
                         raise
         self._all.add(connection)
@@ -251,7 +253,7 @@ class Pool:
 
     @cached_property
     def _tls(self) -> ssl.SSLContext:
-        """Made once: loading the system's CAs takes milliseconds of the event loop."""
+        """TLS context, created once because loading the system's CAs takes milliseconds."""
         return self.ssl_context or ssl.create_default_context()
 
     async def _resolve(self, host: str, port: int) -> list[str]:
@@ -267,12 +269,12 @@ class Pool:
 async def fetch(
     pool: Pool, origin: str, path: str, headers: bytes, limit_s: float, *, body: bytes | None = None
 ) -> tuple[int, bytes]:
-    """For whoever wants a small answer as a whole: its status and body. ``POST`` with a ``body``.
-    Raises: UpstreamError, there was none, or it is over ``MAX_ANSWER_BYTES``; TimeoutError, not
-    within ``limit_s``."""
+    """Fetch a small response: status and body. The method is ``POST`` with a ``body``, else
+    ``GET``. Raises: UpstreamError, there was no response, or it exceeds ``MAX_ANSWER_BYTES``;
+    TimeoutError, it took over ``limit_s``."""
     answer = _Whole(pool.loop.create_future())
     head = request_head("POST" if body else "GET", origin, path, headers, len(body or b""))
-    # Without an empty piece: asyncio of Python 3.12 spins over one.
+    # Omit an empty piece: asyncio of Python 3.12 would loop forever on it.
     call = pool.call(origin, (head, body) if body else (head,), answer)
     try:
         async with asyncio.timeout(limit_s):
@@ -305,12 +307,13 @@ class _Whole:
 
 
 def request_head(method: str, origin: str, path: str, headers: bytes, content_length: int) -> bytes:
-    """The request line and headers; ``headers`` are ready-made lines, each ending in CRLF."""
+    """Return the request line and headers; ``headers`` are complete lines, each ending in CRLF."""
     return request_lines(method, origin, path, content_length) + headers + b"\r\n"
 
 
 def request_lines(method: str, origin: str, path: str, content_length: int) -> bytes:
-    """The request line and the headers that every request has; an empty line must end them."""
+    """Return the request line and the headers common to all requests, without the final empty
+    line."""
     _, host, port = split_worker_url(origin)
     return (
         f"{method} {path} HTTP/1.1\r\nhost: {bracketed(host)}:{port}\r\n"

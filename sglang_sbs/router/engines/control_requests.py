@@ -1,5 +1,5 @@
-"""Control requests to engines. An answer must not make the router fetch from elsewhere (redirects)
-or hold more than its own size (compression), and it has an end, whatever the engine sends."""
+"""Sends control requests to engines. Responses cannot redirect the router elsewhere or be
+compressed, and their size and time are limited."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ _SHORT_BYTES = 1 << 20
 
 
 class AnswerTooLong(aiohttp.ClientError):
-    """The engine sends more than anybody asked for."""
+    """The engine's response exceeds the limit."""
 
 
 def engine_session(connector: aiohttp.BaseConnector) -> aiohttp.ClientSession:
-    """For :func:`ask`: inflates nothing, keeps no cookies."""
+    """Open a session for :func:`ask`, without decompression and cookies."""
     return aiohttp.ClientSession(
         connector=connector,
         headers={"Accept-Encoding": "identity"},
@@ -40,10 +40,10 @@ async def ask(
     headers: Mapping[str, str] | None = None,
     most_bytes: int = MAX_ANSWER_BYTES,
 ) -> tuple[int, bytes]:
-    """Status and body; a redirect is an answer like any other. ``key`` is a bearer token, ``data``
-    a body that is not to be made of ``json``. Raises:
-    aiohttp.ClientError, there was no answer, or it has more than ``most_bytes``; OSError, as above;
-    TimeoutError, not all of it came within ``timeout_s``."""
+    """Send a request and return status and body; redirects are returned, not followed. ``key`` is a
+    bearer token, ``data`` a body that replaces ``json``. Raises: aiohttp.ClientError, there was no
+    response, or it exceeds ``most_bytes``; OSError, likewise; TimeoutError, it took over
+    ``timeout_s``."""
     if key:
         headers = {**(headers or {}), "Authorization": f"Bearer {key}"}
     timeout = aiohttp.ClientTimeout(total=timeout_s, sock_connect=connect_s)
@@ -65,5 +65,5 @@ async def ask(
                 raise AnswerTooLong(f"its answer is over {most_bytes >> 20} MiB")
         if size <= _SHORT_BYTES:
             return response.status, b"".join(pieces)
-        # The interpreter's lock is not held while so many bytes are joined.
+        # Joining this much in a thread does not hold the interpreter lock.
         return response.status, await asyncio.to_thread(b"".join, pieces)

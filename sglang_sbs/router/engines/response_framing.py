@@ -1,23 +1,23 @@
-"""HTTP/1.1 responses off the wire, read by llhttp: head, body without its framing, end. What two
-parsers could read in two ways (RFC 9112) is an error: :class:`MalformedResponse`."""
+"""Reads HTTP/1.1 responses with llhttp: head, body without its framing, end. Responses that two
+parsers could read differently (RFC 9112) raise :class:`MalformedResponse`."""
 
 from __future__ import annotations
 
 from httptools import HttpParserError, HttpParserUpgrade, HttpResponseParser
 
 MAX_HEAD_BYTES = 64 * 1024
-"""Of a head, and of whatever else is no body: trailers, extensions of chunks."""
+"""Limit on a head, and on trailers and chunk extensions."""
 _INTERIM = (100, 102, 103)
-"""Another head follows these."""
+"""Interim statuses, which are followed by another head."""
 _NO_BODY = (204, 304)
 
 
 class MalformedResponse(ValueError):
-    """The bytes are no HTTP/1.1 response this client may act on."""
+    """The bytes are not an HTTP/1.1 response that this client accepts."""
 
 
 class ResponseReader:
-    """Reads the answers on one connection, one at a time."""
+    """Reads the responses on one connection, one at a time."""
 
     __slots__ = (
         "_bare_bytes", "_end", "_parser", "_pieces", "headers", "keep_alive", "on_body", "status",
@@ -31,32 +31,34 @@ class ResponseReader:
         self.begin()
 
     def begin(self) -> None:
-        """The next answer is to come."""
+        """Prepare for the next response."""
         self.status = 0
-        """Once the head is here; those of interim answers (1xx) are passed over."""
+        """Status, once the head is complete; interim responses (1xx) are skipped."""
         self.headers: dict[str, str] = {}
-        """Names in lower case; of a repeated header the values joined by commas."""
+        """Headers with names in lower case; values of repeated headers are joined by commas."""
         self.keep_alive = False
         self.until_eof = False
-        """With neither chunks nor a length: the body ends with the connection."""
+        """Without chunks or a length, the body ends with the connection."""
         self.surplus = False
-        """Bytes followed the end of the answer: the connection must not be reused."""
+        """Bytes followed the end of the response, so the connection must not be reused."""
         self._end: int | None = None
-        """How many of the pieces there were at the answer's end."""
+        """Number of pieces at the end of the response."""
         self._bare_bytes = 0
-        """What came since the last piece of body."""
+        """Bytes received since the last piece of body."""
 
     def close(self) -> None:
-        """No answer follows. The parser, which holds this reader, goes without a collector."""
+        """Drop the parser, whose reference to this reader would otherwise need garbage
+        collection."""
         self._parser = None
 
     @property
     def done(self) -> bool:
-        """The answer is whole, unless its end is the connection's."""
+        """The response is complete, unless it ends with the connection."""
         return self._end is not None
 
     def feed(self, data: bytes) -> bytes:
-        """The body in ``data``; an answer may be cut anywhere. Raises: MalformedResponse."""
+        """Return the body in ``data``; a response may be split anywhere. Raises:
+        MalformedResponse."""
         assert self._parser is not None
         try:
             self._parser.feed_data(data)
@@ -84,7 +86,7 @@ class ResponseReader:
             self.surplus = True
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        if not self.status:  # else it is of the trailer
+        if not self.status:  # otherwise it belongs to the trailer
             field, text = name.decode("latin-1").lower(), value.decode("latin-1").rstrip(" \t")
             known = self.headers.get(field)
             self.headers[field] = text if known is None else f"{known}, {text}"
@@ -94,16 +96,16 @@ class ResponseReader:
             return
         status, version = self._parser.get_status_code(), self._parser.get_http_version()
         if version not in ("1.0", "1.1") or not 100 <= status <= 599:
-            raise MalformedResponse(f"HTTP/{version} {status} is no HTTP/1.x status")
+            raise MalformedResponse(f"HTTP/{version} {status} is not an HTTP/1.x status")
         headers = self.headers
         if status in _INTERIM:
             self.headers = {}
             return
         if status < 200:
-            raise MalformedResponse(f"{status} was not asked for")
+            raise MalformedResponse(f"{status} was not requested")
         content = headers.get("content-encoding", "identity").lower()
         if content not in ("", "identity"):
-            raise MalformedResponse(f"content-encoding {content[:40]!r} was not asked for")
+            raise MalformedResponse(f"content-encoding {content[:40]!r} was not requested")
         transfer = headers.get("transfer-encoding", "chunked").lower()
         if transfer != "chunked":
             raise MalformedResponse(f"transfer-encoding {transfer[:40]!r}")

@@ -1,5 +1,4 @@
-"""Worker URLs: one spelling per worker, and which spellings mean the same host. No name is ever
-resolved here."""
+"""Normalises worker URLs, and compares the hosts they mean. Names are never resolved here."""
 
 from __future__ import annotations
 
@@ -13,7 +12,7 @@ _LOOPBACK = frozenset({"localhost", "127.0.0.1", "::1", "0.0.0.0", "::"})
 
 
 def normalise_worker_url(url: str) -> str:
-    """``scheme://host:port`` in lower case; ``http://`` is assumed where no scheme is given.
+    """Return ``scheme://host:port`` in lower case; ``http://`` is assumed without a scheme.
     Raises: ValueError, not an http(s) URL with a host, or a port outside 1..65535."""
     if len(url) > _MAX_URL_CHARS:
         raise ValueError(f"worker URL {url[:40]!r}… has {len(url)} characters")
@@ -34,26 +33,26 @@ def normalise_worker_url(url: str) -> str:
 
 @lru_cache(maxsize=4096)
 def split_worker_url(url: str) -> tuple[str, str, int]:
-    """Scheme, host (no brackets) and port of a normalised URL."""
+    """Return scheme, host (without brackets) and port of a normalised URL."""
     parts = urlsplit(url)
     return parts.scheme, parts.hostname or "", parts.port or _DEFAULT_PORTS[parts.scheme]
 
 
 def rank_url(url: str, number: int, host: str = "") -> str:
-    """Where a DP rank serves HTTP if every rank does, and rank 0 at ``url``. SGLang's Rust server
-    (``srt/rust_server/server.py``): ``--port`` plus the rank's ``number`` on its node. ``host``: of
-    that node; empty: the first, which is the host of ``url``."""
+    """Return the URL of a DP rank with its own HTTP server, given rank 0's ``url``. SGLang's Rust
+    server (``srt/rust_server/server.py``) uses ``--port`` plus the rank's ``number`` on its node.
+    ``host`` is that node's; empty: the first node, with the host of ``url``."""
     scheme, own_host, port = split_worker_url(url)
     return f"{scheme}://{bracketed(host or own_host)}:{port + number}"
 
 
 def bracketed(host: str) -> str:
-    """IPv6 literals in brackets, as URLs and SGLang's ``bootstrap_host`` want them."""
+    """Put IPv6 literals in brackets, as in URLs and SGLang's ``bootstrap_host``."""
     return f"[{host}]" if ":" in host else host
 
 
 def is_loopback(host: str) -> bool:
-    """Whether an address means the machine that uses it."""
+    """Return whether an address means the local machine."""
     try:
         return ip_address(host).is_loopback
     except ValueError:
@@ -61,6 +60,6 @@ def is_loopback(host: str) -> bool:
 
 
 def alias_key(url: str) -> tuple[str, int]:
-    """Host and port with every name of this machine's loopback made equal."""
+    """Return host and port, with all loopback names made equal."""
     _, host, port = split_worker_url(url)
     return ("127.0.0.1" if host in _LOOPBACK else host, port)

@@ -152,7 +152,7 @@ class PrefillLeg(_Leg):
         except JsonError:
             self._broke("the reply is not a JSON object")
         except Exception as error:
-            logger.exception("an answer of %s could not be used", self.worker)
+            logger.exception("a response of %s is unusable", self.worker)
             self._broke(f"unusable response: {error}")
 
     def _opened(self, body: dict[str, Any]) -> None:

@@ -1,1 +1,2 @@
-"""The process above the others: it starts and watches them, and lets a successor take the port."""
+"""The parent of the router's processes: it starts and watches them, and lets a successor take the
+port."""

@@ -1,6 +1,6 @@
-"""The line between a supervisor and a child: a socket pair, one message after another. Upwards
-facts as JSON when the child is ready; downwards ``let go`` (leave ports to a successor), and
-``ping``, which a child whose event loop turns answers."""
+"""The line between supervisor and child, a socket pair with separate messages. The child sends
+facts as JSON when it is ready. The supervisor sends ``let go`` (free ports for a successor) and
+``ping``, which a child with a running event loop answers."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ _PONG = b"pong"
 _MAX_BYTES = 4096
 
 
-def tell_parent(
+def report_to_parent(
     fd: int,
     facts: dict[str, Any],
     *,
     gone: Callable[[], None],
     let_go: Callable[[], None] = lambda: None,
 ) -> None:
-    """The child's end: it is ready. Calls ``let_go`` when asked to, and ``gone`` once when the
-    supervisor has ended."""
+    """Report that the child is ready. Calls ``let_go`` on request, and ``gone`` once if the
+    supervisor ends."""
     loop, line = asyncio.get_running_loop(), socket.socket(fileno=fd)
     line.setblocking(False)
 
@@ -43,24 +43,24 @@ def tell_parent(
         elif data == _LET_GO:
             let_go()
         else:
-            with contextlib.suppress(OSError):  # nobody reads there any more
+            with contextlib.suppress(OSError):  # the parent no longer reads
                 line.send(_PONG)
 
     loop.add_reader(line, readable)
-    with contextlib.suppress(OSError):  # it ended meanwhile, which is read
+    with contextlib.suppress(OSError):  # it ended meanwhile, which readable() notices
         line.send(orjson.dumps(facts))
 
 
 class ChildLine:
-    """The supervisor's end."""
+    """The supervisor's end of the line."""
 
     def __init__(self) -> None:
         self._socket, self.child_socket = socket.socketpair(type=socket.SOCK_SEQPACKET)
-        """``child_socket`` is to be inherited, and closed here once the child runs."""
+        """``child_socket`` is inherited by the child; close it here once the child runs."""
         self._socket.setblocking(False)
 
     async def ready(self) -> dict[str, Any]:
-        """Wait for the child's facts. Raises: EOFError, it ended before."""
+        """Wait for the child's facts. Raises: EOFError, it ended first."""
         data = b""
         with contextlib.suppress(OSError):
             data = await asyncio.get_running_loop().sock_recv(self._socket, _MAX_BYTES)
@@ -70,18 +70,18 @@ class ChildLine:
         return facts
 
     def ping(self) -> bool:
-        """Ask for a sign of life; whether there was one since the last time."""
+        """Send a ping, and return whether the child has answered since the last one."""
         heard = False
         with contextlib.suppress(OSError):
-            while self._socket.recv(_MAX_BYTES):  # all: late ones would speak for it when it hangs
+            while self._socket.recv(_MAX_BYTES):  # read all: late answers would hide a hang
                 heard = True
-        self._say(_PING)
+        self._send(_PING)
         return heard
 
     def let_go(self) -> None:
-        self._say(_LET_GO)
+        self._send(_LET_GO)
 
-    def _say(self, word: bytes) -> None:
+    def _send(self, word: bytes) -> None:
         with contextlib.suppress(OSError):  # it has ended
             self._socket.send(word)
 

@@ -1,5 +1,6 @@
-"""Listening sockets: made, shared by front ends, and handed to the next router on this machine.
-They are handed over open: a connection that waits to be accepted is neither refused nor reset."""
+"""Creates listening sockets, shares them among front ends, and hands them to the next router on
+this machine. They stay open during the handover, so waiting connections are neither refused nor
+reset."""
 
 from __future__ import annotations
 
@@ -23,12 +24,13 @@ logger = logging.getLogger(__name__)
 BACKLOG = 4096
 _DRAIN = b"drain\n"
 _MAX_SOCKETS = 253
-"""Linux takes so many descriptors in one message."""
+"""Limit of Linux on descriptors in one message."""
 _ANSWER_S = 5.0
 
 
 def check_free(host: str, port: int) -> None:
-    """Raises: OSError, it is not. (SO_REUSEPORT would let two routers share it unnoticed.)"""
+    """Check that the port is free, because SO_REUSEPORT would let two routers share it unnoticed.
+    Raises: OSError, it is in use."""
     try:
         with naming_port("--port", host, port):
             for family, address in _addresses(host, port):
@@ -41,7 +43,7 @@ def check_free(host: str, port: int) -> None:
 
 
 def listen(host: str, port: int) -> list[socket.socket]:
-    """One listening socket per address of ``host``, of many that share the port.
+    """Return one listening socket per address of ``host``, able to share the port.
     Raises: OSError, the address cannot be used."""
     sockets: list[socket.socket] = []
     with contextlib.ExitStack() as unless_all:
@@ -59,7 +61,7 @@ def _addresses(host: str, port: int) -> list[tuple[int, tuple[Any, ...]]]:
 
 
 def control_path(host: str, port: int) -> Path:
-    """Where the router at that port takes its successor's call. Raises: OSError."""
+    """Return the path at which the router on that port expects its successor. Raises: OSError."""
     base = Path(os.environ.get("XDG_RUNTIME_DIR") or tempfile.gettempdir())
     folder = base / f"sglang-sbs-{os.geteuid()}"
     folder.mkdir(mode=0o700, exist_ok=True)
@@ -72,14 +74,14 @@ def control_path(host: str, port: int) -> Path:
 
 @dataclass(frozen=True)
 class Predecessor:
-    """The router that serves the port now, seen by the one that takes it over."""
+    """The router that serves the port now, as seen by its successor."""
 
     sockets: list[socket.socket]
     _line: socket.socket
 
     @classmethod
     def call(cls, host: str, port: int) -> Predecessor | None:
-        """Get its listening sockets; ``None``: there is none. Raises: OSError."""
+        """Get its listening sockets; ``None`` if there is no such router. Raises: OSError."""
         line = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         line.settimeout(_ANSWER_S)
         try:
@@ -99,9 +101,9 @@ class Predecessor:
 async def await_successors(
     path: Path, sockets: Callable[[], list[socket.socket]], drain: Callable[[], None]
 ) -> asyncio.Server:
-    """Hand the sockets to whoever calls at ``path``, and call ``drain`` when that one has taken
-    over, unless the server was closed meanwhile. A router that listens there already is called no
-    more. Raises: OSError."""
+    """Hand the sockets to a successor that calls at ``path``, and call ``drain`` when it has taken
+    over, unless the server was closed meanwhile. Replaces a router already listening there. Raises:
+    OSError."""
 
     async def called(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         data, offered = b"", sockets()[:_MAX_SOCKETS]
@@ -111,11 +113,11 @@ async def await_successors(
             logger.info("a successor has the %d listening sockets", len(offered))
             data = await reader.read(64)
         except OSError as error:
-            logger.warning("a successor called and is gone again: %s", error)
+            logger.warning("a successor called and disconnected: %s", error)
         writer.close()
         if data != _DRAIN:
-            logger.warning("the successor went away without taking over")
-        elif server.is_serving():  # else this router ends already, and that would cut it off
+            logger.warning("the successor disconnected without taking over")
+        elif server.is_serving():  # otherwise this router is already stopping
             drain()
 
     server = await asyncio.start_unix_server(called, path)

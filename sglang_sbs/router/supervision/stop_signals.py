@@ -1,4 +1,4 @@
-"""Which signals end a router: gracefully, the first time."""
+"""Signals that stop a router, gracefully the first time."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ logger = logging.getLogger(__name__)
 
 
 def end_on_signals(stopping: asyncio.Event) -> None:
-    """Set ``stopping`` on SIGTERM and SIGINT, and on the first SIGHUP: a terminal that is closed
-    sends several, and a second signal cuts off what is in flight. Under ``nohup`` it is ignored.
-    """
+    """Set ``stopping`` on SIGTERM and SIGINT, and on the first SIGHUP only: a closing terminal
+    sends several, and a second signal would cut off requests in flight. SIGHUP is ignored under
+    ``nohup``."""
     loop = asyncio.get_running_loop()
-    # Log rotation and other tools send these to whatever runs; left alone they end a process.
+    # Log rotation and other tools send these signals, which would end the process by default.
     for number in (signal.SIGUSR1, signal.SIGUSR2):
         loop.add_signal_handler(number, logger.info, "%s does nothing here", number.name)
     for number in (signal.SIGTERM, signal.SIGINT):
@@ -33,7 +33,7 @@ def end_on_signals(stopping: asyncio.Event) -> None:
 async def one_of(
     *work: asyncio.Future[Any], unless: asyncio.Event, limit_s: float | None = None
 ) -> None:
-    """Wait until one of them is done, the event is set, or the time is over."""
+    """Wait until one of the futures is done, the event is set, or the time is over."""
     ending = asyncio.create_task(unless.wait())
     await asyncio.wait({ending, *work}, timeout=limit_s, return_when=asyncio.FIRST_COMPLETED)
     ending.cancel()

@@ -1,5 +1,6 @@
-"""The parent of a router's processes: starts them, restarts the dead, passes the end on. The
-listening sockets are here, too: what waits at a front end that dies waits for its successor."""
+"""The parent of a router's processes: starts them, restarts dead ones and passes signals on. It
+also owns the listening sockets, so that connections waiting at a dead front end reach its
+successor."""
 
 from __future__ import annotations
 
@@ -30,28 +31,28 @@ logger = logging.getLogger(__name__)
 _FIRST_PAUSE_S = 0.1
 _LONGEST_PAUSE_S = 10.0
 _STABLE_S = 30.0
-"""A child that lived so long is restarted without a pause."""
+"""A child that lived this long is restarted without a pause."""
 _PING_EVERY_S = 2.0
 _HUNG_S = 30.0
-"""A child that answers nothing for so long is killed, and restarted: clients wait for it."""
+"""A child silent for this long is killed and restarted, because clients are waiting."""
 _LONGEST_TMPDIR = 70
 _MARGIN_S = 15.0
-"""Beyond --shutdown-grace-period-secs, for a child to end after SIGTERM."""
+"""Time beyond --shutdown-grace-period-secs for a child to end after SIGTERM."""
 
 
 class StartError(RuntimeError):
-    """A child ended before it served for the first time; it has said why."""
+    """A child ended before it first served; it has logged the reason."""
 
 
 @dataclass(eq=False)
 class Child:
-    """One process after another in the same place."""
+    """Runs one process, and replaces it when it ends."""
 
     name: str
     command: Callable[[], Sequence[str]]
     sockets: list[socket.socket]
     renew: Callable[[], list[socket.socket]] | None = None
-    """Makes new listening sockets for those given up after failed starts."""
+    """Creates new listening sockets after failed starts closed the old ones."""
     facts: dict[str, Any] = field(default_factory=dict)
     serving: asyncio.Event = field(default_factory=asyncio.Event)
     _line: ChildLine | None = None
@@ -63,8 +64,8 @@ class Child:
         return self._process.pid if self._process is not None else 0
 
     async def keep(self) -> None:
-        """Run it, and again when it dies or could not be run again, until :meth:`end`. Raises:
-        StartError."""
+        """Run the process, and again whenever it ends or cannot be started, until :meth:`end`.
+        Raises: StartError."""
         pause_s = 0.0
         ever_served = False
         while not self._stopping:
@@ -79,16 +80,16 @@ class Child:
             longer_s = min(_LONGEST_PAUSE_S, 2 * pause_s or _FIRST_PAUSE_S)
             pause_s = 0.0 if lived_s > _STABLE_S else longer_s
             logger.error(
-                "%s ended (%s) after %.1f s; restarting it in %g s",
+                "%s ended (%s) after %.1f s; restarting in %g s",
                 *(self.name, how, lived_s, pause_s),
             )
             if not served:
-                # Twice in a row: what waits for this one is better off with the others.
+                # After two failed starts in a row, its waiting connections go to the others.
                 self._close_sockets()
             await asyncio.sleep(pause_s)
 
     async def _run(self) -> tuple[bool, str]:
-        """One life; whether it came to serve, and how it ended."""
+        """Run one process; return whether it served and how it ended."""
         served = False
         try:
             with contextlib.closing(ChildLine()) as self._line:
@@ -102,19 +103,20 @@ class Child:
                     await self._until_hung(self._line, ended)
                 return served, _describe(await ended)
         except OSError as error:
-            return False, f"could not be run: {error}"
+            return False, f"could not be started: {error}"
         finally:
             self.serving.clear()
 
     async def _spawn(self, line: socket.socket) -> asyncio.subprocess.Process:
-        """Raises: OSError, the system has no process, memory, descriptor or port for it now."""
+        """Start the process. Raises: OSError, the system lacks a process, memory, descriptor or
+        port."""
         if self.renew is not None and not self.sockets:
             self.sockets = self.renew()
         fds = [sock.fileno() for sock in self.sockets]
         arguments = [*self.command(), "--sbs-parent-fd", str(line.fileno())]
         if fds:
             arguments += ["--sbs-listen-fds", ",".join(map(str, fds))]
-        with line:  # the child has its own
+        with line:  # the child has a copy
             return await asyncio.create_subprocess_exec(
                 *(sys.executable, "-m", "sglang_sbs.launch_router", *arguments),
                 stdin=asyncio.subprocess.DEVNULL,
@@ -123,15 +125,15 @@ class Child:
             )
 
     async def _until_hung(self, line: ChildLine, ended: asyncio.Task[int]) -> None:
-        """Until it has ended; it is killed when it is stopped or stuck."""
+        """Wait until the process has ended, and kill it if it hangs."""
         heard_s = last_s = time.monotonic()
         while not (await asyncio.wait({ended}, timeout=_PING_EVERY_S))[0]:
             now_s = time.monotonic()
             late, last_s = now_s - last_s > 2 * _PING_EVERY_S, now_s
-            if line.ping() or late:  # or this process was not running itself
+            if line.ping() or late:  # or this process itself was stopped
                 heard_s = now_s
             elif now_s - heard_s > _HUNG_S:
-                logger.error("%s has not moved for %.0f s: killing it", self.name, _HUNG_S)
+                logger.error("%s has not responded for %.0f s: killing it", self.name, _HUNG_S)
                 self._signal(signal.SIGKILL)
                 return
 
@@ -140,7 +142,7 @@ class Child:
             self._line.let_go()
 
     def end(self, number: signal.Signals = signal.SIGTERM) -> None:
-        """No restart any more; ``number`` to the process if it runs."""
+        """Stop restarting, and send ``number`` to a running process."""
         self._stopping = True
         self._close_sockets()
         self._signal(number)
@@ -151,14 +153,14 @@ class Child:
                 self._process.send_signal(number)
 
     def _close_sockets(self) -> None:
-        """This process's copies; the child has its own."""
+        """Close this process's copies; the child has its own."""
         for sock in self.sockets:
             sock.close()
         self.sockets = []
 
 
 class Supervisor:
-    """``await run()`` from start to end of a router with several processes."""
+    """Runs a router of several processes: ``await run()``."""
 
     def __init__(self, argv: Sequence[str], options: RouterOptions) -> None:
         self._argv = list(argv)
@@ -171,17 +173,19 @@ class Supervisor:
         self._tasks: list[asyncio.Task[None]] = []
 
     async def run(self) -> int:
-        """Serve until a signal or a successor ends it; the exit code.
-        Raises: OSError, the port is taken."""
+        """Serve until a signal or a successor ends it; return the exit code.
+        Raises: OSError, the port is in use."""
         os.environ.setdefault("PYTHONUNBUFFERED", "1")
         end_on_signals(self._stopping)
         place = self._options.host, self._options.port
         predecessor = handover.Predecessor.call(*place) if self._options.take_over else None
         if predecessor is None:
             if self._options.take_over:
-                logger.warning("nobody to take port %d over from: starting anew", place[1])
+                logger.warning(
+                    "no router to take port %d over from: starting without one", place[1]
+                )
             handover.check_free(*place)
-        # Unix sockets have short names: not below a deep TMPDIR.
+        # Unix socket paths are short, so avoid a deep TMPDIR.
         base = "/tmp" if len(tempfile.gettempdir()) > _LONGEST_TMPDIR else None
         with tempfile.TemporaryDirectory(prefix="sglang-sbs-", dir=base) as folder:  # mode 0700
             try:
@@ -211,13 +215,13 @@ class Supervisor:
             except OSError as error:
                 logger.warning("a rolling restart is not possible: %s", error)
             if predecessor is not None:
-                logger.info("taking over: the router before this one may end")
+                logger.info("taking over: the previous router may stop")
                 predecessor.drain()
             await one_of(*self._tasks, unless=self._stopping)
             lost = [task for task in self._tasks if task.done()]
             for task in lost:
-                told = "lost %s by a defect: the router ends"
-                logger.error(told, task.get_name(), exc_info=task.exception())
+                text = "lost %s through a defect: the router stops"
+                logger.error(text, task.get_name(), exc_info=task.exception())
         except StartError as error:
             logger.error("%s", error)
             return 1
@@ -242,7 +246,8 @@ class Supervisor:
             self._front_ends.append(Child(f"front end {number}", command, sockets, renew))
 
     def _scheduler_command(self, endpoint: str) -> list[str]:
-        """A restarted scheduler does not overwrite the event log of the one that died."""
+        """Return the scheduler's command; a restarted one gets a new event log, to keep the
+        former."""
         words = ["--sbs-role", "scheduler", "--sbs-scheduler", endpoint, "--frontends", "1"]
         if self._options.event_log and self._schedulers:
             words += ["--sbs-event-log", f"{self._options.event_log}.{self._schedulers}"]
@@ -250,8 +255,8 @@ class Supervisor:
         return [*self._argv, *words]
 
     def _front_end_command(self, endpoint: str, number: int) -> list[str]:
-        """Limits of the router as a whole, shared out evenly; the shares add up to the whole. Each
-        front end keeps to its own, so no decision at the door costs a message."""
+        """Return a front end's command, with the router's limits divided evenly. Each front end
+        applies its own share, so admission needs no messages."""
         options = self._options
 
         def share(whole: int) -> int:
@@ -271,7 +276,7 @@ class Supervisor:
         return [*self._argv, *words]
 
     async def _start(self, children: list[Child]) -> None:
-        """Start them and wait until all serve, or a signal comes. Raises: StartError."""
+        """Start children and wait until all serve, or a signal arrives. Raises: StartError."""
         tasks = [asyncio.create_task(child.keep(), name=child.name) for child in children]
         self._tasks += tasks
 
@@ -304,7 +309,7 @@ class Supervisor:
     # The end ----------------------------------------------------------------------------------
 
     async def _stop(self) -> int:
-        """Front ends drain first: they need the scheduler to the last."""
+        """Stop front ends first, because they need the scheduler until their end."""
         self._stopping.clear()
         logger.info(
             "stopping: front ends finish what they have, for at most %g s "

@@ -52,7 +52,7 @@ async def test_the_admin_key_is_needed() -> None:
 async def test_it_begins_is_shown_and_is_stopped() -> None:
     async with cluster(real=True) as c:
         told = (await ask(c, "GET"))[1]
-        assert told == {"running": False, "text": "there is no trial"}
+        assert told == {"running": False, "text": "no trial has run"}
         status, told = await ask(c, "POST", LONG)
         assert status == 200
         assert (told["policy"], told["baseline"], told["now"]) == ("sbs", "round_robin", "baseline")
@@ -211,13 +211,13 @@ async def test_the_command_begins_shows_and_stops_it(
     async with cluster(*KEYS, real=True) as c:
         where = ("--router", c.url)
         assert await run(*where) == 0
-        assert capsys.readouterr().out == "there is no trial\n"
+        assert capsys.readouterr().out == "no trial has run\n"
         assert await run("round_robin,slot=1h,seed=0", *where) == 0
         shown = capsys.readouterr().out
         assert "trial of sbs against round_robin: no verdict yet after 0 slots" in shown
         assert "slot 1 of at most 40: round_robin decides for another 3600 s" in shown
         assert await run("eta", *where) == 1
-        assert "a trial runs already" in capsys.readouterr().err
+        assert "a trial is already running" in capsys.readouterr().err
         assert await run("--stop", "--json", *where) == 0
         assert '"cause": "stopped"' in capsys.readouterr().out
         assert c.server.policy.policy == "sbs"

@@ -191,7 +191,7 @@ async def test_a_lease_that_says_that_it_lasts_for_ever_does_not(
 async def test_no_way_to_an_api_server_is_said_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("KUBECONFIG", "/nowhere/kubeconfig")
     told = candidate(URL, 1)
-    with pytest.raises(ValueError, match="--sbs-election: no way to the Kubernetes API"):
+    with pytest.raises(ValueError, match="--sbs-election: no access to the Kubernetes API"):
         await told.campaign.run(told.words.append, lambda: told.words.append(0))
     assert told.words == []
 

@@ -17,7 +17,7 @@ from router_harness import until
 
 from sglang_sbs.router.options.options import parse_flags
 from sglang_sbs.router.supervision import supervisor as supervisor_module
-from sglang_sbs.router.supervision.parent_line import ChildLine, tell_parent
+from sglang_sbs.router.supervision.parent_line import ChildLine, report_to_parent
 from sglang_sbs.router.supervision.socket_handover import (
     Predecessor,
     await_successors,
@@ -155,7 +155,7 @@ async def test_a_first_start_that_fails_ends_the_router_with_its_cause(
 ) -> None:
     system.no_process = [OSError(errno.ENOMEM, "Cannot allocate memory")]
     assert await Supervisor(FLAGS, parse_flags(FLAGS)).run() == 1
-    assert "scheduler did not start (could not be run: [Errno 12] Cannot" in caplog.text
+    assert "scheduler did not start (could not be started: [Errno 12] Cannot" in caplog.text
     assert not system.started
     assert system.open_sockets == 0
 
@@ -215,6 +215,6 @@ async def test_a_child_is_told_that_its_supervisor_ended_while_it_started() -> N
     fd = line.child_socket.detach()
     line.close()
     gone = asyncio.Event()
-    tell_parent(fd, {}, gone=gone.set)
+    report_to_parent(fd, {}, gone=gone.set)
     async with asyncio.timeout(10):
         await gone.wait()

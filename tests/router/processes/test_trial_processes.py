@@ -38,7 +38,7 @@ async def in_a_slot_of_the_baseline(several: Several) -> tuple[SchedulerSide, li
 
 async def test_any_front_end_can_ask_for_it_and_it_is_the_same_for_all(several: Several) -> None:
     one, (first, second) = await in_a_slot_of_the_baseline(several)
-    with pytest.raises(ValueError, match="a trial runs already"):
+    with pytest.raises(ValueError, match="a trial is already running"):
         await second.link.ask(AskTrial(do="begin", body=BODY))
     assert (await ask(second, "show"))["running"]
     assert (await ask(second, "end"))["cause"] == "stopped"

@@ -475,6 +475,6 @@ async def test_without_any_way_to_the_api_the_router_does_not_start(
     for name in ("KUBECONFIG", "KUBERNETES_SERVICE_HOST", "KUBERNETES_SERVICE_PORT"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("HOME", str(tmp_path))
-    with pytest.raises(ValueError, match="--service-discovery: no way to the Kubernetes API"):
+    with pytest.raises(ValueError, match="--service-discovery: no access to the Kubernetes API"):
         async with router(*FLAGS):
             pass
