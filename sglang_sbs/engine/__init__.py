@@ -1,10 +1,10 @@
-"""The plugin inside SGLang: publishes one EndForward per forward pass and DP rank.
+"""The plugin inside SGLang, which publishes one EndForward per forward pass and DP rank.
 
 SGLang (``sglang/srt/plugins/__init__.py``, >= 0.5.11) calls :func:`register` once in every engine
-process. Must stay cheap to import: without configuration nothing here loads ZeroMQ or touches the
-engine.
+process. It must stay cheap to import: without configuration nothing here loads ZeroMQ or touches
+the engine.
 
-``install`` registers the hooks. ``hooks`` says when to send what, ``collect`` reads it from
+``install`` registers the hooks. ``hooks`` decides when to send a message, ``collect`` reads it from
 SGLang's objects, ``publish`` sends it. ``gang_hold`` lets a batch start as a whole: DP ranks agree
 over ``gang_board`` on one host and ``gang_gather`` on several, the processes of a rank over
 ``gang_team``.
@@ -23,14 +23,14 @@ BIND = "SGLANG_SBS_BIND"
 # SGLang fault: messages-without-rid
 HEADER_OVERRIDES = "SGLANG_ENABLE_REQUEST_HEADER_OVERRIDES"
 """SGLang's switch for ``x-override-rid`` (``entrypoints/request_headers.py``, 0.5.20 on). The
-header gives requests of ``/v1/messages`` the router's id: EndForward names them by it, and an abort
-finds them. A value that is set stays. Clients gain nothing: the router drops such headers, and a
-client that reaches an engine can write the same fields into the body of ``/generate``."""
+header gives requests of ``/v1/messages`` the router's id, which EndForward and aborts use. A value
+that is already set is kept. Clients gain nothing: the router drops such headers, and a client that
+reaches an engine can write the same fields into the body of ``/generate``."""
 
 
 def register() -> None:
-    """Hook the engine if ``SGLANG_SBS_ROUTERS`` or ``SGLANG_SBS_BIND`` is set. Never raises. A bad
-    value turns the hook off with one log line; the engine runs on unchanged."""
+    """Hook the engine if ``SGLANG_SBS_ROUTERS`` or ``SGLANG_SBS_BIND`` is set. Never raises: a bad
+    value turns the hook off with one log line, and the engine runs unchanged."""
     if not (os.environ.get(ROUTERS, "").strip() or os.environ.get(BIND, "").strip()):
         return
     try:
@@ -39,7 +39,7 @@ def register() -> None:
         try:
             config = load_config(os.environ)
         except ConfigError as error:
-            # Every process of the engine comes here; the first one says it for all.
+            # Every process of the engine runs this; only the first one logs.
             first = multiprocessing.parent_process() is None
             logger.log(logging.ERROR if first else logging.DEBUG, "EndForward is off: %s", error)
             return

@@ -1,8 +1,8 @@
-"""Reads SGLang's scheduler objects: the fields of EndForward, wherever 0.5.6 to 0.5.23 keep them.
+"""Reads the fields of EndForward from SGLang's scheduler objects, wherever 0.5.6 to 0.5.23 keep
+them.
 
-Changes nothing but marks of its own, ``_sbs_*``. File names are relative to ``sglang/srt``. All
-objects are SGLang's and untyped here (``Any``), so that this package needs no SGLang.
-"""
+Changes nothing except its own marks, ``_sbs_*``. File names are relative to ``sglang/srt``. All
+objects are SGLang's and untyped here (``Any``), so that this package needs no SGLang."""
 
 from __future__ import annotations
 
@@ -16,36 +16,39 @@ from sglang_sbs.engine.config import split_tcp
 from sglang_sbs.wire.endforward import MAX_SPAN_S, Accepted, EndForward, KvAddress, Role, Started
 
 HEALTH_CHECK_RID_PREFIX = "HEALTH_CHECK"
-"""``constants.py``: requests of ``/health``, which no router sent."""
+"""Prefix of ``/health`` requests (``constants.py``), which no router sends."""
 RUST_SERVER_DIGITS = 16
 _MOST_COUNT, _MOST_ROOM = 1 << 40, (1 << 63) - 1
-"""What the message may say."""
+"""Largest values allowed in the message."""
 _LIMITS = {
     "chunk_tokens": ("chunked_prefill_size", "max_prefill_tokens"),
     "max_running_requests": ("max_running_requests",),
     "kv_capacity_tokens": ("max_total_num_tokens",),
 }
-"""Fields of EndForward, and the scheduler's attributes for them; the first that is set counts."""
+"""Fields of EndForward, and the scheduler's attributes for them; the first one that is set is
+used."""
 
 
 class Placement(NamedTuple):
-    """Where a scheduler process is in its engine."""
+    """Position of a scheduler process in its engine."""
 
     dp_rank: int
     dp_size: int
     emits: bool
-    """One process per KV cache speaks: first of its pipeline, attention TP and context group."""
+    """One process per KV cache reports: the first of its pipeline, attention TP and context
+    group."""
     barrier: bool
-    """The DP ranks run their event loops in lockstep: in every turn they gather what each brings to
-    a pass (``managers/scheduler_components/dp_attn.py``)."""
+    """The DP ranks run their event loops in lockstep: in every turn they gather each rank's
+    contribution to a pass (``managers/scheduler_components/dp_attn.py``)."""
     processes: int
-    """Of this DP rank (attention TP x CP), per pipeline stage; 0: this SGLang does not say."""
+    """Processes of this DP rank (attention TP x CP), per pipeline stage; 0: unknown in this
+    SGLang."""
     number: int
-    """Of this one among them; 0 receives the requests and passes them on."""
+    """Number of this process among them; 0 receives the requests and passes them on."""
     stages: int
-    """Of the pipeline."""
+    """Number of pipeline stages."""
     hosts: int
-    """That the engine is on (``--nnodes``); 0: this SGLang does not say."""
+    """Hosts of the engine (``--nnodes``); 0: unknown in this SGLang."""
 
 
 class Pass(NamedTuple):
@@ -68,7 +71,7 @@ class Pass(NamedTuple):
 
 
 class Draft(EndForward, frozen=False):  # type: ignore[misc]
-    """A message in the making; it is frozen for who receives it."""
+    """A mutable EndForward that is being filled in; receivers get it frozen."""
 
 
 def read_placement(scheduler: Any) -> Placement:
@@ -98,7 +101,8 @@ def read_placement(scheduler: Any) -> Placement:
 
 
 def rank_is_on_several_hosts(scheduler: Any, placement: Placement) -> bool:
-    """Whether its processes, which follow each other in order of TP rank, are on more than one."""
+    """Return whether the DP rank's processes, which have consecutive TP ranks, span several
+    hosts."""
     if placement.hosts < 2:
         return False
     processes_here = int(scheduler.server_args.tp_size) // placement.hosts
@@ -106,18 +110,18 @@ def rank_is_on_several_hosts(scheduler: Any, placement: Placement) -> bool:
 
 
 def read_dist_init_addr(scheduler: Any) -> str:
-    """What the nodes of an engine have in common (``--dist-init-addr``); empty on one node."""
+    """Return the address shared by an engine's nodes (``--dist-init-addr``); empty on one node."""
     args = getattr(scheduler, "server_args", None)
     several = int(getattr(args, "nnodes", 0)) > 1
     return str(getattr(args, "dist_init_addr", None) or "")[:256] if several else ""
 
 
 def read_kv_address(scheduler: Any) -> KvAddress | None:
-    """Where this rank publishes its KV events, if that is on another node than the engine's first,
-    which routers know. The host is empty for a wildcard.
+    """Return where this rank publishes its KV events if it is on another node than the first, whose
+    address routers know. The host is empty for a wildcard.
 
-    ``ZmqEventPublisher`` of ``disaggregation/kv_events.py``, on the scheduler itself before 0.5.14.
-    """
+    ``ZmqEventPublisher`` of ``disaggregation/kv_events.py`` has the address; before 0.5.14 it is on
+    the scheduler itself."""
     told = getattr(scheduler, "server_args", None)
     node_rank = getattr(_parallel(scheduler), "node_rank", None)
     node_rank = getattr(told, "node_rank", 0) if node_rank is None else node_rank
@@ -131,7 +135,7 @@ def read_kv_address(scheduler: Any) -> KvAddress | None:
 
 
 def _bound_tcp(publisher: Any, *names: str) -> tuple[str, int] | None:
-    """Host (empty for a wildcard) and port of the first of the attributes that is there."""
+    """Return host (empty for a wildcard) and port from the first attribute that exists."""
     bound = [getattr(publisher, name) for name in names if hasattr(publisher, name)]
     try:
         host, port = split_tcp(bound[0] or "" if bound else "")
@@ -141,14 +145,15 @@ def _bound_tcp(publisher: Any, *names: str) -> tuple[str, int] | None:
 
 
 def skips_gather() -> bool:
-    """Whether DP ranks are told not to gather. DWDP tells them so (``arg_groups/parallel_hook.py``:
-    ``handle_dwdp``), in the server's process before it starts the schedulers."""
+    """Return whether DP ranks are configured not to gather. DWDP sets this
+    (``arg_groups/parallel_hook.py``: ``handle_dwdp``) in the server's process before it starts the
+    schedulers."""
     told = os.environ.get("SGLANG_SCHEDULER_SKIP_ALL_GATHER", "")
     return told.lower() in ("1", "true", "yes", "y")
 
 
 def _parallel(scheduler: Any) -> Any:
-    """The object that has the parallel ranks and sizes (:func:`read_placement`)."""
+    """Return the object with the parallel ranks and sizes (:func:`read_placement`)."""
     ranks = getattr(scheduler, "ps", None)
     if ranks is None and hasattr(scheduler, "attn_tp_rank"):
         return scheduler
@@ -156,7 +161,8 @@ def _parallel(scheduler: Any) -> Any:
 
 
 def read_role(scheduler: Any) -> Role:
-    """``disaggregation_mode``; read for every message, as it can be switched at run time."""
+    """Return ``disaggregation_mode``, which is read for every message because it can change at run
+    time."""
     return cast(Role, scheduler.disaggregation_mode.value)
 
 
@@ -186,7 +192,8 @@ def read_pass(scheduler: Any, batch: Any, entered_s: float, dp_size: int) -> Pas
 
 
 def _finished(reqs: Sequence[Any]) -> list[str]:
-    """Marks them: in a mixed pass they are among those that decode."""
+    """Return the requests whose prefill ends here, and mark them: in a mixed pass they are among
+    those that decode."""
     finished = []
     for req in reqs:
         if _launched_len(req) < len(req.origin_input_ids) or getattr(req, "_sbs_finished", False):
@@ -198,8 +205,8 @@ def _finished(reqs: Sequence[Any]) -> list[str]:
 
 
 def note_pass(result: Any, launched: Pass) -> None:
-    """Leave a pass on SGLang's result of it, which the event loops carry to the end of the pass.
-    Does nothing where the result takes no attributes; :func:`noted_pass` is None then."""
+    """Attach a pass to SGLang's result, which the event loops carry to the end of the pass. Does
+    nothing if the result accepts no attributes; :func:`noted_pass` then returns None."""
     with contextlib.suppress(AttributeError):
         result._sbs_pass = launched
 
@@ -209,7 +216,7 @@ def noted_pass(result: Any) -> Pass | None:
 
 
 def newly_started(batch: Any) -> list[Started]:
-    """Requests that were in no earlier pass; a mark is left on each. Times are SGLang's own
+    """Return requests that were in no earlier pass, and mark them. Times are SGLang's own
     (``observability/req_time_stats.py``): ``time.perf_counter``, the monotonic clock on Linux."""
     started = []
     for req in batch.reqs:
@@ -224,22 +231,22 @@ def newly_started(batch: Any) -> list[Started]:
 
 
 def describe_accepted(req: Any, role: Role, now_s: float) -> Accepted:
-    """Tell what is known of a request that was just taken in.
+    """Describe a request that was just accepted.
 
-    ``created_time`` of the HTTP server comes with it where :func:`keep_created_time` is hooked.
-    Else the scheduler's own time counts: up to a pass later (``observability/req_time_stats.py``).
-    """
+    The HTTP server's ``created_time`` is available if :func:`keep_created_time` is hooked.
+    Otherwise the scheduler's own time is used, which is up to a pass later
+    (``observability/req_time_stats.py``)."""
     stats = getattr(req, "time_stats", None)
     times_s = [getattr(stats, name, 0.0) for name in ("created_time", "scheduler_recv_time")]
     arrived_s = float(next(filter(None, times_s), now_s))
     most = getattr(getattr(req, "sampling_params", None), "max_new_tokens", None) or 0
-    if role == "prefill":  # SGLang has put 1 in place of what the client asked for.
+    if role == "prefill":  # SGLang has replaced the client's value by 1.
         most = 0
     room = getattr(req, "bootstrap_room", None) or 0
     return Accepted(
         sent_rid(req),
         len(req.origin_input_ids),
-        # Where no clock can be right, the time of the message is.
+        # If the clock cannot be right, use the time of the message.
         arrived_s if max(0.0, now_s - MAX_SPAN_S) <= arrived_s <= now_s else now_s,
         min(max(0, int(most)), _MOST_COUNT),
         int(room) if 0 <= int(room) <= _MOST_ROOM else 0,
@@ -247,8 +254,8 @@ def describe_accepted(req: Any, role: Role, now_s: float) -> Accepted:
 
 
 def keep_created_time(state: Any, stats: Any) -> None:
-    """After ``__getstate__`` of the times that the HTTP server and the DP controller send along
-    with a request. SGLang leaves ``created_time`` out of them and converts it on arrival."""
+    """Keep ``created_time`` in the times that the HTTP server and the DP controller send with a
+    request (hooked after ``__getstate__``). SGLang omits it, but converts it on arrival."""
     # SGLang fault: arrival-left-behind
     created_s = getattr(stats, "created_time", 0.0)
     if created_s and isinstance(state, dict):
@@ -256,8 +263,8 @@ def keep_created_time(state: Any, stats: Any) -> None:
 
 
 def sent_rid(req: Any) -> str:
-    """The request's id as it was sent: SGLang's Rust server appends ``#`` and 16 digits of its own
-    (seen in 0.5.23), by which no router would know the request again."""
+    """Return the request's original id: SGLang's Rust server appends ``#`` and 16 digits of its own
+    (seen in 0.5.23), which the router would not recognize."""
     rid = str(req.rid)
     # SGLang fault: rust-rid-suffix
     sent, mark, own = rid.rpartition("#")
@@ -269,8 +276,8 @@ def is_health_check(req: Any) -> bool:
 
 
 class SchedulerReader:
-    """Reads one SGLang scheduler into the next message of its rank; what the version lacks is
-    decided once and stays 0."""
+    """Reads one SGLang scheduler into the next message of its rank. Features missing in the version
+    are detected once, and their fields stay 0."""
 
     def __init__(self, scheduler: Any) -> None:
         self.scheduler = scheduler
@@ -287,12 +294,13 @@ class SchedulerReader:
             known = (getattr(scheduler, name, 0) for name in names)
             setattr(self.said, field, int(next(filter(None, known), 0)))
         self.missing = ["kv_tokens"] if self._used_tokens is None else []
-        """Fields this version cannot give."""
+        """Fields that this version cannot fill."""
         self.missing += [name for name in _LIMITS if not getattr(self.said, name)]
 
     def is_spin(self, one: Pass) -> bool:
-        """Whether it is no pass but a turn of an idle rank: without a barrier (and without DWDP)
-        SGLang gives it an empty batch in each (``dp_attn.py``: ``need_idle_batch``)."""
+        """Return whether this is a turn of an idle rank and not a pass: without a barrier (and
+        without DWDP) SGLang runs an empty batch in each turn (``dp_attn.py``:
+        ``need_idle_batch``)."""
         return one.mode == "idle" and not self.said.barrier
 
     def inflight(self) -> list[Pass]:
@@ -302,8 +310,8 @@ class SchedulerReader:
         return [launched for launched in noted if launched is not None]
 
     def count(self) -> tuple[int, ...]:
-        """Read the role, and what costs a few ``len()``. Returns what is worth a message when it
-        changes; the same attributes from 0.5.6 to 0.5.23."""
+        """Read the role and cheap counts, from attributes that are the same from 0.5.6 to 0.5.23.
+        Returns the values whose change is worth a message."""
         s, said = self.scheduler, self.said
         role = said.role = read_role(s)
         waiting, bootstrapping, transfer = len(s.waiting_queue), 0, 0
@@ -324,14 +332,16 @@ class SchedulerReader:
         return *counts, accepted, aborted
 
     def is_quiescent(self) -> bool:
-        """:meth:`count` found nothing launched, waiting or bootstrapping: ``EndForward.idle``."""
+        """Return whether :meth:`count` found nothing launched, waiting or bootstrapping
+        (``EndForward.idle``)."""
         said = self.said
         ahead = said.inflight_passes or said.waiting_requests or said.bootstrapping_requests
         running = said.role != "prefill" and said.running_requests
         return not (ahead or running) and self.scheduler.chunked_req is None
 
     def backlog(self, role: Role) -> Any:
-        """Read the fields that cost a walk over queues or pools, tokens; the message so far."""
+        """Read the token counts, which need a walk over queues or pools; return the message so
+        far."""
         s, said = self.scheduler, self.said
         inflight, chunked = self.inflight(), s.chunked_req
         queue = s.disagg_prefill_bootstrap_queue.queue if role == "prefill" else ()
@@ -345,8 +355,8 @@ class SchedulerReader:
         return said
 
     def accepted(self, req: Any, role: Role) -> bool:
-        """Whether ``Scheduler._add_request_to_queue`` just took ``req`` for the first time: refused
-        ones are in no queue then, retracted ones carry the mark of their first time."""
+        """Return whether ``Scheduler._add_request_to_queue`` just accepted ``req`` for the first
+        time. Refused requests are in no queue, and retracted ones already have a mark."""
         s = self.scheduler
         if is_health_check(req) or getattr(req, "_sbs_accepted", False):
             return False
@@ -362,8 +372,9 @@ class SchedulerReader:
         return True
 
     def newly_aborted(self, abort: Any, role: Role) -> int:
-        """How many accepted requests an ``AbortReq`` ends, before the scheduler handles it: by rid
-        prefix, or all, as ``Scheduler.abort_request``. A repeated abort counts once."""
+        """Return the number of accepted requests that an ``AbortReq`` will end, before the
+        scheduler handles it: by rid prefix, or all, as in ``Scheduler.abort_request``. A repeated
+        abort counts once."""
         count = 0
         for req in self._requests(role):
             going_on = getattr(req, "_sbs_accepted", False) and not req.finished()
@@ -392,12 +403,12 @@ class SchedulerReader:
             yield from (entry.req for entry in (*prealloc.queue, *transfer.queue))
 
     def _waiting_tokens(self, role: Role) -> int:
-        """Uncached tokens of ``waiting_queue``.
+        """Return the uncached tokens of ``waiting_queue``.
 
         ``SchedulerLoadInquirer.get_num_waiting_uncached_tokens`` (0.5.14+,
-        ``managers/scheduler_components/load_inquirer.py``) adds the chunked request with everything
-        behind its last cached token, also the chunk in flight: that part is taken off again.
-        """
+        ``managers/scheduler_components/load_inquirer.py``) includes the chunked request with
+        everything after its last cached token, even the chunk in flight, which is subtracted
+        here."""
         s = self.scheduler
         if role == "decode" or not s.waiting_queue:
             return 0
@@ -411,12 +422,11 @@ class SchedulerReader:
 
 
 def _used_tokens_reader(scheduler: Any) -> Callable[[], Any] | None:
-    """KV tokens in use, prefix cache excluded.
+    """Return a reader of the KV tokens in use, without the prefix cache.
 
-    ``get_pool_stats`` of the ``pool_stats_observer`` (0.5.14+) or the scheduler (0.5.11, 0.5.12);
-    before, the first of the numbers of ``_get_token_info``, which models with two kinds of layers
-    have under other names (``managers/scheduler_runtime_checker_mixin.py``).
-    """
+    It uses ``get_pool_stats`` of the ``pool_stats_observer`` (0.5.14+) or the scheduler (0.5.11,
+    0.5.12). Earlier releases have it as the first number of ``_get_token_info``, under other names
+    in models with two kinds of layers (``managers/scheduler_runtime_checker_mixin.py``)."""
     if hasattr(scheduler, "pool_stats_observer"):
         return lambda: scheduler.pool_stats_observer.get_pool_stats().get_kv_token_stats()[0]
     if hasattr(scheduler, "get_pool_stats"):
@@ -432,18 +442,18 @@ def _used_tokens_reader(scheduler: Any) -> Callable[[], Any] | None:
 
 
 def _prefix_len(req: Any) -> int:
-    """Tokens of a request that are in its KV row (``prefix_len`` since 0.5.22)."""
+    """Return the tokens of a request that are in its KV row (``prefix_len`` since 0.5.22)."""
     return int(req.prefix_len) if hasattr(req, "prefix_len") else len(req.prefix_indices)
 
 
 def _launched_len(req: Any) -> int:
-    """End of the newest chunk put into a batch: ``extend_end`` since 0.5.22, ``extend_range`` in
-    0.5.16 to 0.5.20, ``fill_len`` in 0.5.14, ``fill_ids`` before."""
+    """Return the end of the newest chunk put into a batch: ``extend_end`` since 0.5.22,
+    ``extend_range`` in 0.5.16 to 0.5.20, ``fill_len`` in 0.5.14, ``fill_ids`` before."""
     if hasattr(req, "extend_end"):
         end = req.extend_end
     elif hasattr(req, "extend_range"):
         end = getattr(req.extend_range, "end", None)
     else:
         end = req.fill_len if hasattr(req, "fill_len") else len(req.fill_ids)
-    # None: taken back before its next chunk was cut.
+    # None: withdrawn before its next chunk was cut.
     return _prefix_len(req) if end is None else int(end)

@@ -1,4 +1,4 @@
-"""Environment variables of the engine hook, checked once per process."""
+"""Reads the environment variables of the engine hook, once per process."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ NODE_HOST = "SGLANG_SBS_NODE_HOST"
 GANG_GATE_MS = "SGLANG_SBS_GANG_GATE_MS"
 _PREFIX = "SGLANG_SBS_"
 DEFAULT_GATE_MS = 40.0
-"""Where nobody chose: the way of the leg at decode, and a pass there."""
+"""Default gate: the time of the leg at decode, and of a pass there."""
 MOST_GATE_MS = 200.0
 
 
 class ConfigError(ValueError):
-    """A variable has a value that cannot be used; the message says what to write instead."""
+    """A variable has an unusable value; the message says what to write instead."""
 
 
 @dataclass(frozen=True)
@@ -45,24 +45,24 @@ class HookConfig:
     instance_id: str
     boot_id: str
     booted_s: int = 0
-    """When the engine started, by this host's clock, since 1970; 0: not known."""
+    """Start of the engine by this host's clock, Unix seconds; 0 if unknown."""
     decode_interval_s: float = 0.05
     heartbeat_s: float = 1.0
     gang_gate_ms: float | None = None
-    """How long a batch waits for its late requests (``gang_hold``); None: what suits the engine."""
+    """How long a batch waits for its late requests (``gang_hold``) in ms; None selects a default
+    for the engine."""
     node_host: str = ""
-    """IP address by which routers reach this node; empty: the one its messages come from."""
+    """IP address by which routers reach this node; empty: the source of its messages."""
     keys: CurveKeys | None = None
-    """Messages are encrypted and only for who has the same secret. None: in the clear."""
+    """Encrypts messages for receivers with the same secret. None: not encrypted."""
 
 
 def load_config(environ: MutableMapping[str, str]) -> HookConfig:
     """Read the configuration, and leave a boot id and its time in ``environ`` for child processes.
 
-    SGLang calls plugins first in the main process, so the id that it writes there is inherited by
-    every rank and new for every start of the engine. Raises: ConfigError, naming the variable and a
-    value that works.
-    """
+    SGLang calls plugins first in the main process, so every rank inherits the id written there, and
+    each start of the engine has a new one. Raises: ConfigError, naming the variable and a value
+    that works."""
     given = {name: value.strip() for name, value in environ.items() if name.startswith(_PREFIX)}
     parts = map(str.strip, given.get(ROUTERS, "").split(","))
     routers = tuple(_router(part) for part in parts if part)
@@ -136,7 +136,7 @@ def _node_host(text: str) -> str:
 
 
 def split_tcp(endpoint: str) -> tuple[str, int]:
-    """Host (without brackets) and port of ``tcp://HOST:PORT``. Raises: ValueError."""
+    """Return host (without brackets) and port of ``tcp://HOST:PORT``. Raises: ValueError."""
     scheme, _, address = endpoint.partition("://")
     host, _, port = address.rpartition(":")
     if scheme != "tcp" or not host or not (port.isascii() and port.isdigit()):
@@ -155,7 +155,7 @@ def join_tcp(host: str, port: int) -> str:
 
 
 def is_hostname(host: str) -> bool:
-    """Whether ``host`` needs name resolution, i.e. is not a literal IP address."""
+    """Return whether ``host`` needs name resolution, i.e. is not a literal IP address."""
     try:
         ipaddress.ip_address(host)
     except ValueError:

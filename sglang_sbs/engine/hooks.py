@@ -1,14 +1,13 @@
-"""When a DP rank says what: the hooks in SGLang's scheduler loop.
+"""The hooks in SGLang's scheduler loop, which decide when a DP rank sends a message.
 
 Order within one pass (``managers/scheduler.py``, ``disaggregation/{prefill,decode}.py``)::
 
-    run_batch(k)                   around: note the pass, send ``launch`` (prefill)
-    process_batch_result(k)        around: wait for the pass as SGLang is about to, send
-                                   ``forward``, then let SGLang process the result
-    on_idle()                      before: send ``idle`` once, then changes and heartbeats
+    run_batch(k)               around: note the pass, send ``launch`` (prefill)
+    process_batch_result(k)    around: wait for the pass as SGLang is about to, send
+                               ``forward``, then let SGLang process the result
+    on_idle()                  before: send ``idle`` once, then changes and heartbeats
 
-Whatever goes wrong in here is counted, never raised; after ``MAX_ERRORS`` the hook is off.
-"""
+Errors in here are counted, never raised; after ``MAX_ERRORS`` the hook is off."""
 
 from __future__ import annotations
 
@@ -41,14 +40,14 @@ CHANGE_SHARE = 0.25
 CHANGE_INTERVAL_S = 0.01
 """A change of state outside of passes is reported at most this often."""
 _OF_PASS = [name for name in Pass._fields if name not in ("is_extend", "finished")]
-"""Fields of a pass that are fields of a message, too."""
+"""Fields of a pass that are also fields of a message."""
 _NO_PASS = Pass(0, "idle", 0.0, 0, 0, 0, None, False)
-"""In messages of a rank that has made none."""
+"""Pass in messages of a rank that has run none."""
 Original = Callable[..., Any]
 
 
 def open_publisher(config: HookConfig, dp_rank: int) -> Publisher:
-    """Raises: BindError."""
+    """Open a rank's publisher. Raises: BindError."""
     bind = None
     if config.bind is not None:
         host, port = split_tcp(config.bind)
@@ -76,12 +75,12 @@ class RankHook:
         self._reader: SchedulerReader | None = None
         self._sink: Publisher | None = None
         self._rids: list[str] = []
-        """Accepted, and not said yet."""
+        """Accepted requests not reported yet."""
         self._accepted: list[Accepted] = []
-        """The same requests."""
+        """The same requests with their details."""
         self._processing: Any = None
-        """The result SGLang is working on."""
-        # The last pass that ended, and the last message.
+        """The result that SGLang is processing."""
+        # The last completed pass, and the last message.
         self._pass = _NO_PASS
         self._end_s = 0.0
         self._forward_s = 0.0
@@ -108,11 +107,12 @@ class RankHook:
     def around_process_batch_result(
         self, original: Original, scheduler: Any, batch: Any, result: Any, *args: Any, **kwargs: Any
     ) -> Any:
-        """Around ``Scheduler.process_batch_result(self, batch, result)``. In 0.5.10 that calls
-        ``process_batch_result_disagg_prefill``, hooked too for releases before: the outer counts.
+        """Hook around ``Scheduler.process_batch_result(self, batch, result)``. In 0.5.10 that calls
+        ``process_batch_result_disagg_prefill``, which is hooked as well for earlier releases: the
+        outer call counts.
 
-        With ``copy_done``, waiting for it here is what the original does first; the message then
-        leaves before the CPU work on the result. Without (overlap disabled), the message follows
+        With ``copy_done``, waiting for it here is what the original does first, so the message
+        leaves before the CPU work on the result. Without it (overlap disabled), the message follows
         the original."""
         if self.off or (result is not None and result is self._processing):
             return original(scheduler, batch, result, *args, **kwargs)
@@ -127,8 +127,8 @@ class RankHook:
         return returned
 
     def before_on_idle(self, scheduler: Any, *_args: Any, **_kwargs: Any) -> None:
-        """Before ``Scheduler.on_idle(self)``: the loop spins through it, or a plugin sleeps in it.
-        Before rather than after, so that ``idle`` leaves before such a sleep."""
+        """Hook before ``Scheduler.on_idle(self)``, through which the loop spins or in which a
+        plugin sleeps. It runs before, so that ``idle`` is sent before such a sleep."""
         self._safely(self._on_idle, scheduler)
 
     def around_add_request(
@@ -146,7 +146,7 @@ class RankHook:
         self._safely(self._on_abort, scheduler, recv_req)
 
     def _safely(self, act: Callable[..., Any], scheduler: Any, *args: Any) -> Any:
-        """``act(reader, *args)``; None: it failed, or nothing is said here."""
+        """Run ``act(reader, *args)``; None if it failed or this process does not report."""
         if self.off:
             return None
         try:
@@ -174,7 +174,7 @@ class RankHook:
             self._send("launch", reader.count(), launched, begun_s, started)
 
     def _on_result(self, reader: SchedulerReader, batch: Any, result: Any) -> bool:
-        """Returns False when the end of the pass is not known yet."""
+        """Report the end of a pass; return False if it is not known yet."""
         if batch.forward_mode.is_prebuilt():
             return True
         done = getattr(result, "copy_done", None)
@@ -186,7 +186,7 @@ class RankHook:
 
     def _on_end(self, reader: SchedulerReader, batch: Any, result: Any) -> None:
         ended, end_s = collect.noted_pass(result), self._clock()
-        if ended is None:  # pipeline stages rebuild the result: the batch itself tells
+        if ended is None:  # pipeline stages rebuild the result, so use the batch
             ended = collect.read_pass(reader.scheduler, batch, self._end_s, reader.said.dp_size)
         if reader.is_spin(ended):
             self._on_idle(reader)
@@ -198,7 +198,7 @@ class RankHook:
         reader.said.computed_tokens += ended.extend_tokens
         counts = reader.count()
         if reader.said.role != "prefill" and not ended.is_extend:
-            # Decode passes are short: at most one message per interval, sooner on a change.
+            # Decode passes are short: send at most one message per interval, sooner on a change.
             share = CHANGE_SHARE if counts != self._sent_counts else 1
             if end_s - self._sent_s < self._config.decode_interval_s * share:
                 return
@@ -231,7 +231,7 @@ class RankHook:
     # Sending ------------------------------------------------------------------------------
 
     def _attached(self, scheduler: Any) -> SchedulerReader | None:
-        """Set up on first use: only now is the rank of this process known."""
+        """Set up on first use, because the rank of this process is known only then."""
         if self._reader is None and not self.off:
             reader = SchedulerReader(scheduler)
             if not reader.placement.emits:
@@ -266,7 +266,7 @@ class RankHook:
         begun_s: float,
         started: Sequence[Started] = (),
     ) -> None:
-        """Make and send one message; ``begun_s`` is when its making began."""
+        """Build and send one message; ``begun_s`` is the time when building it began."""
         assert self._reader is not None and self._sink is not None
         said, now_s = self._reader.backlog(self._reader.said.role), self._clock()
         for name in _OF_PASS:

@@ -1,5 +1,5 @@
-"""Hooks for SGLang releases before 0.5.11, which have no plugin framework. Reached only in an
-SGLang that ``sglang-sbs patch`` has taught to call :func:`sglang_sbs.engine.register`."""
+"""Hooks for SGLang releases before 0.5.11, which have no plugin framework. Used only in an SGLang
+that ``sglang-sbs patch`` has modified to call :func:`sglang_sbs.engine.register`."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ def wrap(target: str, hook: Callable[..., Any], kind: str) -> None:
     """Wrap ``package.module.function`` or ``package.module.Class.method`` of a loaded module at
     once, as SGLang's ``HookRegistry`` (``plugins/hook_registry.py``) does later.
 
-    ``kind``: ``BEFORE``: ``hook(*args, **kwargs)`` before the original; ``AROUND``:
-    ``hook(original, *args, **kwargs)`` in its place. The same hook again changes nothing: a process
-    may come here twice. Raises: AttributeError, it :func:`is_loaded` not.
-    """
+    ``kind``: ``BEFORE`` calls ``hook(*args, **kwargs)`` before the original; ``AROUND`` calls
+    ``hook(original, *args, **kwargs)`` in its place. Adding the same hook again changes nothing,
+    because a process may run this twice. Raises: AttributeError, it is not loaded
+    (:func:`is_loaded`)."""
     owner_name, _, name = target.rpartition(".")
     owner = _find(owner_name)
     original = getattr(owner, name)
@@ -38,13 +38,13 @@ def wrap(target: str, hook: Callable[..., Any], kind: str) -> None:
 
 
 def is_loaded(target: str) -> bool:
-    """Whether :func:`wrap` would find the target."""
+    """Return whether :func:`wrap` would find the target."""
     return _find(target) is not None
 
 
 def _find(path: str) -> Any:
-    """What an imported module has under this name; ``None`` if there is none. Importing it here
-    could be too early, or pull an HTTP server into a scheduler process."""
+    """Return the object with this name in an imported module; ``None`` if there is none. Importing
+    it here could be too early, or load an HTTP server into a scheduler process."""
     names = path.split(".")
     for depth in range(len(names), 0, -1):
         found: Any = sys.modules.get(".".join(names[:depth]))

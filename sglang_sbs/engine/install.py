@@ -1,5 +1,5 @@
-"""Puts the hooks into SGLang: through its plugin framework, or directly where it has none. And the
-``sbs`` block into ``/server_info``."""
+"""Installs the hooks in SGLang, through its plugin framework or directly, and adds the ``sbs``
+block to ``/server_info``."""
 
 from __future__ import annotations
 
@@ -44,17 +44,18 @@ ROOM_STATUS = "sglang.srt.disaggregation.common.conn.CommonKVManager.update_stat
 
 
 class Hook(NamedTuple):
-    """``targets``: the same thing under its names in different releases, newest first."""
+    """A hook; ``targets`` are its names in different releases, newest first."""
 
     targets: tuple[str, ...]
     function: Callable[..., Any]
     kind: str
     optional: bool = False
-    """EndForward is complete without it."""
+    """EndForward is complete without this hook."""
 
 
 def describe(config: HookConfig) -> dict[str, object]:
-    """The ``sbs`` block of ``GET /server_info``: the plugin is there, and where it speaks."""
+    """Return the ``sbs`` block of ``GET /server_info``, which shows that the plugin is active and
+    where it sends."""
     return {
         "wire_version": WIRE_VERSION,
         "boot_id": config.boot_id,
@@ -73,8 +74,8 @@ def describe(config: HookConfig) -> dict[str, object]:
 
 
 def _defers_release() -> bool:
-    """SGLang's switch for keeping KV pages of an aborted request until its transfer has ended
-    (``environ.py``, from 0.5.19). Whether the transfer back end takes part in it is not asked."""
+    """Return SGLang's switch for keeping an aborted request's KV pages until its transfer has ended
+    (``environ.py``, from 0.5.19). Whether the transfer backend supports it is not checked."""
     try:
         envs = importlib.import_module("sglang.srt.environ").envs
         return bool(envs.SGLANG_DISAGGREGATION_DEFERRED_DECODE_KV_RELEASE.get())
@@ -83,13 +84,14 @@ def _defers_release() -> bool:
 
 
 def _transfer_timeout_s() -> int:
-    """Mooncake's own variable, whole seconds; 0 where it is not set, or no number."""
+    """Return Mooncake's own variable in whole seconds; 0 if it is unset or invalid."""
     told = os.environ.get("MC_TRANSFER_TIMEOUT", "")
     return int(told) if told.isdecimal() and len(told) < 10 else 0
 
 
 def _kernel_version() -> str:
-    """Of the package that was called ``sgl-kernel`` at first; empty without (on CPU)."""
+    """Return the version of the package formerly named ``sgl-kernel``; empty without it (on
+    CPU)."""
     for name in ("sglang-kernel", "sgl-kernel"):
         try:
             return metadata.version(name)
@@ -100,8 +102,8 @@ def _kernel_version() -> str:
 
 def install(config: HookConfig) -> None:
     """Register the hooks. SGLang's ``load_plugins`` applies them when all plugins are loaded;
-    without a plugin framework they take effect here, in whatever of SGLang is loaded. Raises:
-    ImportError, no SGLang."""
+    without a plugin framework they take effect at once, in the modules already loaded. Raises:
+    ImportError, SGLang is missing."""
     gather = GatherBoard()
     hold = GangHold(config.gang_gate_ms, config.boot_id, gather=gather)
     hook = RankHook(config, gang_gate=hold.fault)
@@ -110,7 +112,7 @@ def install(config: HookConfig) -> None:
     except ImportError:
         names = [name for name in (SCHEDULER_MODULE, SERVER_MODULE) if name in sys.modules]
         if not names:
-            raise  # called by something else than a patched SGLang
+            raise  # the caller is not a patched SGLang
         loaded = tuple(f"{name}." for name in names)
         hooks = [one for one in _direct_hooks(hook, config) if one.targets[0].startswith(loaded)]
         _register(hooks, is_loaded, wrap)
@@ -157,17 +159,18 @@ def _plugin_hooks(
 
 
 def nap_briefly(_result: None, scheduler: Any) -> None:
-    """An idle rank of SGLang's Rust server sleeps a second at most, on requests of its own alone
-    (``scheduler_components/idle_sleeper.py``). With DP attention its peers wait for it before every
-    pass: their requests would too."""
+    """Shorten the sleep of an idle rank of SGLang's Rust server, which sleeps up to a second and
+    wakes only for its own requests (``scheduler_components/idle_sleeper.py``). With DP attention
+    its peers and their requests would wait for it before every pass."""
     if getattr(scheduler, "rust_server", None) is not None and read_placement(scheduler).barrier:
         # SGLang fault: rust-idle-sleep
         scheduler.idle_sleeper.timeout_ms = NAP_MS
 
 
 def _direct_hooks(hook: RankHook, config: HookConfig) -> list[Hook]:
-    """Before 0.5.11 ``/server_info`` shows the ``scheduler_info`` of the server's global state, and
-    until 0.5.9 the prefill loops hand results to ``process_batch_result_disagg_prefill``."""
+    """Return the hooks for releases without plugins. Before 0.5.11 ``/server_info`` shows the
+    ``scheduler_info`` of the server's global state, and until 0.5.9 the prefill loops pass results
+    to ``process_batch_result_disagg_prefill``."""
 
     def add_sbs_block(state: Any, *_args: Any, **_kwargs: Any) -> None:
         if isinstance(state.scheduler_info, dict):

@@ -22,9 +22,9 @@ logger = logging.getLogger(__name__)
 
 RESOLVE_INTERVAL_S = 30.0
 REVIVE_INTERVAL_S = 5.0
-"""Between looks at whether a router was given up on."""
+"""Interval of checking for routers whose connection was abandoned."""
 SEND_HWM = 64
-"""A stalled router loses messages beyond this; the next one heals it."""
+"""Messages queued for a stalled router; further ones are lost, and the next one heals it."""
 
 _MORE = zmq.NOBLOCK | zmq.SNDMORE
 
@@ -32,12 +32,13 @@ Resolve = Callable[[str, int], frozenset[str]]
 
 
 class BindError(OSError):
-    """No endpoint of this rank can be used; the message says why and what to change."""
+    """This rank has no usable endpoint; the message says why and what to change."""
 
 
 def resolve_endpoints(host: str, port: int) -> frozenset[str]:
-    """All addresses of ``host`` as endpoints; IPv4 only when there is any, as a router that listens
-    on both must not get a message twice. May block. Raises: OSError, the name does not resolve."""
+    """Return all addresses of ``host`` as endpoints. IPv6 is used only without IPv4, because a
+    router that listens on both must not get messages twice. May block. Raises: OSError, the name
+    does not resolve."""
     found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
     v4 = {str(item[4][0]) for item in found if item[0] == socket.AF_INET}
     chosen = v4 or {str(item[4][0]) for item in found if item[0] == socket.AF_INET6}
@@ -55,7 +56,7 @@ def is_own_address(host: str) -> bool:
 
 
 class Publisher:
-    """Sends frames to every router, never blocking; without a listener nothing is queued."""
+    """Sends frames to every router without blocking; nothing is queued for absent routers."""
 
     def __init__(
         self,
@@ -70,8 +71,9 @@ class Publisher:
         """Open the socket; connections are made in the background.
 
         ``bind``: the endpoint of this rank (not of rank 0). ``source``: the IP address to connect
-        from, if it is this machine's. ``keys``: speak only to who has the same secret; then either
-        ``routers`` or ``bind``. Raises: BindError, it cannot be bound and there are no routers."""
+        from, if it is this machine's. ``keys``: accept only routers with the same secret; then
+        either ``routers`` or ``bind``. Raises: BindError, it cannot be bound and there are no
+        routers."""
         named = [e for e in routers if e.startswith("tcp://") and is_hostname(split_tcp(e)[0])]
         self._literal = frozenset(routers) - frozenset(named)
         self._wanted = self._connected = self._literal
@@ -83,8 +85,8 @@ class Publisher:
         self._revive_s = 0.0
         self._source = source
         if source and not is_own_address(source):
-            # Behind address translation it may be right all the same.
-            logger.warning("%s: %s is no address of this machine", NODE_HOST, source)
+            # With address translation it may still be right.
+            logger.warning("%s: %s is not an address of this machine", NODE_HOST, source)
             self._source = ""
         if keys is not None and bind is not None:
             self._gatekeeper = Gatekeeper(self._context, keys)
@@ -93,13 +95,13 @@ class Publisher:
             keys.connect(self._socket)
         self._socket.set_hwm(SEND_HWM)
         self._socket.linger, self._socket.ipv6 = 0, True
-        # Keep no pipe while a router is away: it would get stale messages when it returns.
+        # Keep no pipe while a router is away, because it would get stale messages on return.
         self._socket.immediate = True
-        # A router that is back must not be deaf for long: it sends requests at once.
+        # Reconnect quickly, because a returning router sends requests at once.
         self._socket.reconnect_ivl, self._socket.reconnect_ivl_max = 100, 500
-        # A router host that vanished without closing the connection.
+        # Detect router hosts that vanish without closing the connection.
         self._socket.heartbeat_ivl, self._socket.heartbeat_timeout = 5000, 15000
-        # Where it binds, who connects and says nothing must not keep the engine's descriptors.
+        # In bind mode, silent connections must not use up the engine's descriptors.
         self._socket.handshake_ivl = 2000
         try:
             if bind is not None:
@@ -116,14 +118,14 @@ class Publisher:
             threading.Thread(target=follow, name="sglang-sbs-resolver", daemon=True).start()
 
     def send(self, frames: Sequence[bytes]) -> None:
-        """Queue one message for whoever listens. Raises: zmq.ZMQError."""
+        """Queue one message for all connected routers. Raises: zmq.ZMQError."""
         if self._wanted is not self._connected:
             self._follow(self._wanted)
         now_s = time.monotonic()
         if now_s >= self._revive_s:
             self._revive_s = now_s + REVIVE_INTERVAL_S
             self._revive()
-        # Not send_multipart: it checks and wraps each frame in Python, half the cost of a message.
+        # send_multipart would check and wrap each frame in Python, half the cost of a message.
         send = super(zmq.Socket, self._socket).send
         for frame in frames[:-1]:
             send(frame, _MORE)
@@ -155,8 +157,8 @@ class Publisher:
             logger.warning("%s (still connecting to SGLANG_SBS_ROUTERS)", message)
 
     def _follow_name(self, endpoint: str, resolve: Resolve, interval_s: float) -> None:
-        """The addresses behind one host name; in a thread of its own, as one that no name server
-        answers takes half a minute."""
+        """Follow the addresses of one host name, in a separate thread because an unanswered lookup
+        takes half a minute."""
         warned = known = False
         retry_s = min(1.0, interval_s)
         while True:
@@ -169,7 +171,7 @@ class Publisher:
                     if wanted != self._wanted:
                         self._wanted = wanted
             except OSError as error:
-                # What was known stays: a name server that is away must not silence the engine.
+                # Keep the known addresses: a name server outage must not silence the engine.
                 if not warned:
                     warned = True
                     text = "SGLANG_SBS_ROUTERS: %s does not resolve (%s); trying again"
@@ -179,13 +181,13 @@ class Publisher:
                 return
 
     def _revive(self) -> None:
-        """Connect again where libzmq has given up for good, as it does when only one side has a
-        key: a router that is restarted with the right one must be found."""
+        """Reconnect where libzmq has given up, as it does when only one side has a key: a router
+        restarted with the right key must be found."""
         ports = set()
         with suppress(zmq.Again):
             while True:
                 message = parse_monitor_message(self._monitor.recv_multipart(zmq.NOBLOCK))
-                # The address may be spelled otherwise than it was given (IPv4 within IPv6).
+                # The address may be spelled differently than given (IPv4 within IPv6).
                 ports.add(message["endpoint"].decode().rpartition(":")[2])
         for endpoint in self._connected:
             if endpoint.rpartition(":")[2] in ports:
@@ -193,7 +195,7 @@ class Publisher:
                 self._socket.connect(self._from_source(endpoint))
 
     def _from_source(self, endpoint: str) -> str:
-        """The endpoint as libzmq takes it with the address to connect from (``zmq_tcp(7)``)."""
+        """Return the endpoint in libzmq's form with the source address (``zmq_tcp(7)``)."""
         scheme, _, address = endpoint.partition("://")
         if not self._source or scheme != "tcp" or (":" in self._source) != ("[" in address):
             return endpoint

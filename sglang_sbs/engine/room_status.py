@@ -1,9 +1,9 @@
-"""Keeps a handshake from being lost between two threads of SGLang's prefill.
+"""Prevents a race between two threads of SGLang's prefill from losing a handshake.
 
 ``CommonKVManager.update_status`` (``disaggregation/common/conn.py`` of 0.5.23) reads a request's
-status, then writes; the scheduler and the thread that hears from decode both call it. If the
-interpreter changes threads in between, "handshake" is written over decode's answer, and the request
-waits for its time-out, 300 s. A router that sends both legs at once makes the two meet often."""
+status, then writes; the scheduler and the thread that receives from decode both call it. If the
+interpreter switches threads in between, "handshake" overwrites decode's answer, and the request
+waits for its timeout of 300 s. This is frequent with a router that sends both legs at once."""
 
 from __future__ import annotations
 
@@ -21,8 +21,9 @@ _one_at_a_time = threading.Lock()
 def around_update_status(
     original: Callable[..., Any], manager: Any, bootstrap_room: int, status: int
 ) -> Any:
-    """Around ``CommonKVManager.update_status``. Later statuses send messages from within: no lock
-    may be held then. A failure that a third thread writes in between can be lost, as before."""
+    """Hook around ``CommonKVManager.update_status``. Later statuses send messages inside the call,
+    so they must not hold the lock. A failure that a third thread writes in between can be lost, as
+    without the hook."""
     if status not in OPENING:
         return original(manager, bootstrap_room, status)
     with _one_at_a_time:

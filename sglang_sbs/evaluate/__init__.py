@@ -1,1 +1,1 @@
-"""``sglang-sbs evaluate``: what another policy would have made of recorded traffic."""
+"""``sglang-sbs evaluate``: estimates how another policy would have served recorded traffic."""

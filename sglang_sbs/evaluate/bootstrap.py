@@ -1,4 +1,4 @@
-"""Ratios of two runs of the same arrivals, with intervals by a bootstrap over blocks of time."""
+"""Ratios of two runs of the same arrivals, with intervals from a bootstrap over blocks of time."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ class Ratios(msgspec.Struct, frozen=True):
 
 
 def blocks_of(times_s: Sequence[float], block_s: float) -> list[int]:
-    """Number of the block each time lies in; the first time begins the first block. ``block_s``:
-    seconds; blocks become longer where there would be more than :data:`MOST_BLOCKS`."""
+    """Return the block number of each time; the first time begins block 0. ``block_s``: seconds;
+    blocks are longer if there would be more than :data:`MOST_BLOCKS`."""
     first_s, span_s = times_s[0], times_s[-1] - times_s[0]
     count = max(1, min(MOST_BLOCKS, int(span_s / block_s)))
     return [min(count - 1, int(count * (at_s - first_s) / max(1e-9, span_s))) for at_s in times_s]
@@ -37,13 +37,12 @@ def ratios(
     blocks: Sequence[int],
     seed: int = 0,
 ) -> Ratios:
-    """Mean and p99 of ``other`` over those of ``ran``.
+    """Return mean and p99 of ``other`` over those of ``ran``.
 
     Each is a list of draws (simulations of the same arrivals), a draw one value in seconds per
     request; ``blocks`` has the block of each request. A replicate draws blocks with replacement,
-    the same ones for both sides, and one of the draws of each side: it varies as one real run
-    would. Percentile intervals are expanded for few blocks (Hesterberg 2015, section 4.3).
-    """
+    the same ones for both sides, and one draw of each side, so it varies like one real run.
+    Percentile intervals are expanded for few blocks (Hesterberg 2015, section 4.3)."""
     numbers = sorted(set(blocks))
     ours, theirs = ([_Draw(values, blocks) for values in side] for side in (other, ran))
     rng = random.Random(seed)

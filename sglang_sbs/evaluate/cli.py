@@ -1,4 +1,4 @@
-"""``sglang-sbs evaluate``: what another policy would have made of recorded traffic."""
+"""``sglang-sbs evaluate``: estimates how another policy would have served recorded traffic."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Read, fit, simulate, print. The exit code is described in ``--help``."""
+    """Read, fit, simulate and print. ``--help`` describes the exit code."""
     words = list(sys.argv[1:] if argv is None else argv)
     parser = build_parser()
     args = parser.parse_args(words)
@@ -114,7 +114,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _simulate(
     verdict: Verdict, policies: Sequence[str], args: argparse.Namespace, told: Console
 ) -> None:
-    """What ran first: without a calibration there is nothing to compare with."""
+    """Simulate the recorded placement first, because comparisons need its calibration."""
     work, draws = verdict.work, range(args.draws)
     with progress(told, args.draws * (1 + len(policies))) as step:
 
@@ -128,7 +128,7 @@ def _simulate(
 
 
 def _tasks(work: Workload, policies: Sequence[str], draws: range) -> list[Task]:
-    lean = replace(work, passes=())  # it goes to other processes
+    lean = replace(work, passes=())  # sent to other processes
     return [(run, (lean, policy, draw)) for policy in policies for draw in draws]
 
 

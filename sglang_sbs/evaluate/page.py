@@ -1,4 +1,4 @@
-"""The page of an evaluation: the answer, its tables, and pictures where matplotlib is installed."""
+"""Writes the page of an evaluation: result, tables, and pictures if matplotlib is installed."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from sglang_sbs.simulator.experiments.policy_looks import colours_of
 
 
 def write(path: Path, verdict: Verdict, command: str) -> None:
-    """Write one file that refers to no other."""
+    """Write one self-contained file."""
     parts: list[Part] = [*verdict.sentences(), *verdict.tables()]
     if verdict.calibration is not None:
         lacking = without_matplotlib()

@@ -1,4 +1,4 @@
-"""Simulates a workload: as it was really placed, or under a policy. Rows are plain data."""
+"""Simulates a workload with its recorded placement or under a policy. Rows are plain data."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from sglang_sbs.simulator.experiments.sweep import (
 from sglang_sbs.simulator.parallel import Row
 
 RAN = ""
-"""Stands for a policy: what was really done."""
+"""Stands for the recorded placement in place of a policy."""
 _DRAIN_S = 600.0
 _KEPT = (
     "default_chunk_tokens",
@@ -32,12 +32,12 @@ _KEPT = (
     "tenant_weights",
     "window",
 )
-"""Settings of the router that ran which hold for every policy. Its limits do not: an evaluation
-compares waiting, so no policy may refuse."""
+"""Settings of the recorded router that apply to every policy. Its limits do not: an evaluation
+compares waiting times, so no policy may refuse requests."""
 
 
 class RecordedPlacements:
-    """Takes the place of a scheduler: sends each request when and where it really went."""
+    """Replaces a scheduler: sends each request at its recorded time to its recorded place."""
 
     def __init__(self, placements: list[Placement]) -> None:
         self._placements = placements
@@ -45,7 +45,7 @@ class RecordedPlacements:
         self._woken_for_s = math.nan
 
     def handle(self, event: events.Event, now_s: float) -> list[events.Command]:
-        """Ids of requests are those of the simulation: ``r`` and the index of the arrival."""
+        """Handle an event; request ids are the simulation's, ``r`` and the index of the arrival."""
         if isinstance(event, events.RequestArrived):
             index = int(event.rid[1:].partition(".")[0])
             heapq.heappush(self._due, (self._placements[index].at_s, index, event.rid))
@@ -73,8 +73,8 @@ class RecordedPlacements:
 
 def run(work: Workload, policy: str, draw: int) -> Row:
     """Simulate the workload once; ``draw`` seeds latencies and pass jitter. ``ttft_s``: seconds per
-    request in the order of arrival, NaN where it was not measured either. ``unfinished``: requests
-    that got no first token, counted with the time they waited until the end."""
+    request in order of arrival, NaN where it was not measured. ``unfinished``: requests without a
+    first token, counted with their wait until the end."""
     spec = msgspec.structs.replace(work.spec, seed=draw)
     asked = policy or work.reacting
     if asked and asked not in READS_CACHES:

@@ -1,4 +1,4 @@
-"""What an evaluation found, as numbers, as sentences and as tables. Simulates nothing."""
+"""Results of an evaluation as numbers, sentences and tables. Simulates nothing."""
 
 from __future__ import annotations
 
@@ -16,30 +16,30 @@ from sglang_sbs.simulator.experiments.tables import ResultTable, groups
 from sglang_sbs.simulator.parallel import Row
 
 ACCEPTED = 0.10
-"""Ratios are given if the modelled mean differs from the measured one by no more than this, and so
-does, in the median, the predicted time of a pass that the fit has not seen."""
+"""Largest error for which ratios are given: of the modelled mean against the measured one, and of
+the median prediction for passes that the fit has not seen."""
 _PASSES_PER_BLOCK = 10
-"""Queues forget what was before after some passes."""
+"""Passes per block, after which queues no longer depend on earlier load."""
 _POOR_FIT = 0.15
 _NOT_ONE = 0.03
 
 
 class Calibrated(msgspec.Struct, frozen=True):
-    """What ran, modelled over measured."""
+    """Ratios of modelled to measured values for the recorded placement."""
 
     mean: float
     p99: float
 
 
 class Verdict:
-    """Takes the rows of simulations as they come; everything else follows from those it has."""
+    """Collects rows of simulations as they arrive, and derives all results from them."""
 
     def __init__(self, work: Workload) -> None:
-        """Raises: TooLittle, the log is too short for an interval."""
+        """Create a verdict. Raises: TooLittle, the log is too short for an interval."""
         self.work = work
         self._rows: list[Row] = []
         self._policies: dict[str, Ratios] | None = None
-        """Not calculated since the last row came: None."""
+        """Ratios by policy; None if they must be calculated again."""
         self._counted = work.counted
         self._measured_s = sorted(work.measured_s[i] for i in self._counted)
         ends_s = [one.forward_s + work.calibration.launch_gap_s for one in work.passes]
@@ -54,13 +54,13 @@ class Verdict:
             )
 
     def add(self, row: Row) -> None:
-        """A row of :func:`.replayed.run`."""
+        """Add a row of :func:`.replayed.run`."""
         self._rows.append(row)
         self._policies = None
 
     @property
     def calibration(self) -> Calibrated | None:
-        """None: what ran was not simulated yet."""
+        """Calibration of the model; None before the recorded placement was simulated."""
         draws = self._draws(RAN)
         if not draws:
             return None
@@ -70,7 +70,7 @@ class Verdict:
 
     @property
     def accepted(self) -> bool:
-        """Whether the model is good enough to compare policies with."""
+        """Whether the model is accurate enough to compare policies."""
         found = self.calibration
         return found is not None and abs(found.mean - 1) <= ACCEPTED and self._fit <= ACCEPTED
 
@@ -90,7 +90,7 @@ class Verdict:
 
     @property
     def policies(self) -> dict[str, Ratios]:
-        """Modelled over modelled what ran, for each policy simulated so far; empty if the
+        """Ratios of each simulated policy to the simulated recorded placement; empty if the
         calibration is off."""
         if not self.accepted:
             return {}
@@ -106,7 +106,7 @@ class Verdict:
         return [[ttft_s[i] for i in self._counted] for ttft_s in mine]
 
     def by_block(self) -> tuple[list[float], list[float], list[float]]:
-        """For each block of time: its middle in seconds, measured and modelled mean TTFT."""
+        """Middle in seconds, measured and modelled mean TTFT of each block of time."""
         draws = self._draws(RAN)
         measured_s = [self.work.measured_s[i] for i in self._counted]
         modelled_s = [statistics.fmean(some) for some in zip(*draws, strict=True)]
@@ -123,7 +123,7 @@ class Verdict:
     # In words -----------------------------------------------------------------------------------
 
     def sentences(self) -> list[str]:
-        """The answer first, then what restricts it."""
+        """Return the result, then its restrictions."""
         found = self.calibration
         if found is None:
             return ["What ran was not simulated to its end, so there is no answer."]
@@ -199,7 +199,8 @@ class Verdict:
         return causes
 
     def _halves(self) -> float | None:
-        """Measured over predicted time of the passes in the second half, over that of the first."""
+        """Return the ratio of measured to predicted pass time in the second half over that in the
+        first."""
         cost = self.work.spec.cost
         whole = [one for one in self.work.passes if one.complete and any(one.tokens)]
         middle = len(whole) // 2
@@ -212,7 +213,7 @@ class Verdict:
         return shares[1] / shares[0] if len(shares) == 2 and shares[0] > 0 else None
 
     def notes(self) -> list[str]:
-        """What a reader should know besides the answer; sentences."""
+        """Return sentences that a reader should know in addition to the result."""
         notes = [f"Note: {note}." for note in self.work.notes]
         if not self.work.until_first_byte:
             notes.append(

@@ -1,5 +1,5 @@
-"""Turns a recorded run into what the simulator takes: arrivals, the placement of each request as it
-really was, the fitted cluster, and what was measured. Simulates nothing."""
+"""Turns a recorded run into input for the simulator: arrivals, recorded placements, the fitted
+cluster, and measured times. Simulates nothing."""
 
 from __future__ import annotations
 
@@ -33,20 +33,20 @@ from sglang_sbs.simulator.cluster.spec import (
 from sglang_sbs.simulator.workloads.scenario import NETWORK, full_chunk_tokens_per_s
 
 LEAST_REQUESTS = 100
-"""With fewer that were measured there is no p99, and hardly a mean."""
+"""Smallest number of measured requests; fewer give no p99 and hardly a mean."""
 _WARM_UP_S = 10.0
 _WARM_UP_SHARE = 0.1
-"""Of the log, if that is shorter: engines may have had work before it began."""
+"""Warm-up as a share of the log, if that is shorter: engines may have had work before it began."""
 _NOTED_SHARE = 0.01
 _OUTPUT_TOKENS = 200
 
 
 class TooLittle(ValueError):
-    """The log is too short, or lacks what an evaluation needs; the message says what."""
+    """The log is too short or incomplete for an evaluation; the message says why."""
 
 
 class Placement(msgspec.Struct, frozen=True):
-    """Where a request really went, and when. Seconds from the start of the workload."""
+    """Place and time of a recorded request. Seconds from the start of the workload."""
 
     at_s: float
     instance: str
@@ -57,56 +57,53 @@ class Placement(msgspec.Struct, frozen=True):
 
 @dataclass(slots=True)
 class Workload:
-    """One recorded run; lists are in the order of arrival, one entry per request."""
+    """One recorded run; lists are in order of arrival with one entry per request."""
 
     arrivals: list[Arrival]
     placements: list[Placement]
     measured_s: list[float]
-    """Time to the first token as measured, in seconds; NaN: not measured, or not counted as the
-    request belongs to the warm-up."""
+    """Measured time to the first token in seconds; NaN: not measured, or in the warm-up."""
     after_s: list[float]
-    """From the end of the prompt to the first byte, in seconds: the part that no prefill policy
-    changes. It is added to what is modelled."""
+    """Seconds from the end of the prompt to the first byte, which no prefill policy changes. They
+    are added to modelled times."""
     spec: ClusterSpec
     config: SchedulerConfig
-    """Of the router that ran."""
+    """Settings of the recorded router."""
     policies: list[str]
-    """Policies that ran."""
+    """Policies of the recorded router."""
     observed: bool
-    """Whether ``sglang-sbs observe`` wrote the log, so that another router decided."""
+    """``sglang-sbs observe`` wrote the log, so another router decided."""
     until_first_byte: bool
-    """Whether the first token was seen at the router. False: times end with the prompt."""
+    """The first token was observed at the router. False: times end with the prompt."""
     calibration: Calibration
     errors: FitErrors
     load: float
-    """Share of what full chunks would compute."""
+    """Load as a share of what full chunks would compute."""
     seconds: float
-    """From the first counted arrival to the last."""
+    """Seconds from the first counted arrival to the last."""
     notes: list[str] = field(default_factory=list)
     passes: Sequence[RecordedPass] = ()
 
     @property
     def reacting(self) -> str:
-        """The policy that ran, if it is ours and times dispatches by the engines' reports. Its
-        scheduler decides again in the model, since recorded times would not follow simulated
-        passes. Empty: what was done is repeated."""
+        """The recorded policy, if it is ours and times dispatches by the engines' reports. Its
+        scheduler decides again in the model, because recorded times would not follow simulated
+        passes. Empty: recorded placements are repeated."""
         ran = self.config.policy
         known = not self.observed and len(self.policies) == 1
         return ran if known and reads_reports(ran) else ""
 
     @property
     def counted(self) -> list[int]:
-        """Indices of the requests that were measured after the warm-up."""
+        """Indices of the requests measured after the warm-up."""
         return [i for i, value in enumerate(self.measured_s) if not math.isnan(value)]
 
 
 def workload_of(recording: Recording) -> Workload:
-    """Extract the workload, and fit the cluster that it ran on.
+    """Extract the workload, and fit the cluster it ran on.
 
-    Raises:
-        TooLittle: too few requests or passes, or a part of the record is missing.
-        CostError: the passes tell no cost.
-    """
+    Raises: TooLittle: too few requests or passes, or a part of the record is missing. CostError: a
+    cost cannot be fitted to the passes."""
     every = list(recording.requests.values())
     sent = [r for r in every if r.prefill is not None and r.decode is not None]
     if len(sent) < LEAST_REQUESTS:
@@ -153,16 +150,16 @@ def workload_of(recording: Recording) -> Workload:
 
 @dataclass(slots=True)
 class _Builder:
-    """The parts of a workload; ``requests``: those that were sent to an engine."""
+    """Builds a workload; ``requests`` are those that were sent to an engine."""
 
     recording: Recording
     requests: list[RecordedRequest]
     fitted: Calibration
     to_first_byte: bool
     names: dict[str, str] = field(init=False)
-    """Simulated prefill instances by recorded ones."""
+    """Simulated prefill instance by recorded one."""
     block_tokens: int = field(init=False)
-    """Size of named blocks; 0: prompts have none, and what was cached is left out of them."""
+    """Size of named blocks; 0: prompts have none, and cached tokens are excluded from them."""
     notes: list[str] = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -176,7 +173,7 @@ class _Builder:
         self.block_tokens = sizes.pop() if len(sizes) == 1 else 0
 
     def hit(self, request: RecordedRequest) -> int:
-        """Tokens of the simulated prompt that were found in a cache."""
+        """Return the tokens of the simulated prompt that were cached."""
         return (request.cached_tokens or 0) if self.block_tokens else 0
 
     def arrivals(self) -> list[Arrival]:
@@ -192,7 +189,7 @@ class _Builder:
         if told is None:
             return Arrival(at_s, max(1, tokens), output)
         blocks = tuple(told.blocks) if self.block_tokens else ()
-        # A page too many would be a block of tokens that the prompt does not have.
+        # An additional page would be a block of tokens that the prompt does not have.
         blocks = blocks[: tokens // self.block_tokens] if blocks else ()
         more = told.session, told.priority, told.tenant
         return Arrival(at_s, max(1, tokens), output, blocks, *more)
@@ -269,8 +266,8 @@ class _Builder:
         )
 
     def _factors(self, instance: str) -> tuple[tuple[float, float], ...]:
-        """The instance's passes by start: measured over predicted time. What slows passes down for
-        a while, or one instance more than another, slows the simulated ones down as well."""
+        """Return measured over predicted time of the instance's passes, by start. Simulated passes
+        are slowed down like the recorded ones, over time and per instance."""
         cost, start_s = self.fitted.cost, self.requests[0].arrived_s
         mine = [one for one in usable_passes(self.recording.passes) if one.instance == instance]
         pairs = [(one, cost.pass_s(one.tokens, one.pairs, one.requests)) for one in mine]
@@ -283,7 +280,7 @@ class _Builder:
         )
 
     def _changes(self) -> tuple[TopologyChange, ...]:
-        """Instances that came or went between the first arrival and the last."""
+        """Return the instances added or removed between the first and the last arrival."""
         start_s, last_s = self.requests[0].arrived_s, self.requests[-1].arrived_s
         changes = [
             TopologyChange(at_s - start_s, "up" if up else "drain", self.names[name])
@@ -298,7 +295,7 @@ class _Builder:
 def _notes(
     recording: Recording, every: Sequence[RecordedRequest], sent: Sequence[RecordedRequest]
 ) -> list[str]:
-    """What a reader should know about the log."""
+    """Return remarks about the log for the reader."""
     notes = []
     if len(recording.policies) > 1:
         named = ", ".join(recording.policies)

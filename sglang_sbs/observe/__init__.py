@@ -1,1 +1,2 @@
-"""``sglang-sbs observe``: an event log of engines behind any router, from EndForward alone."""
+"""``sglang-sbs observe``: records an event log of engines behind any router, from EndForward
+alone."""

@@ -1,4 +1,4 @@
-"""``sglang-sbs observe``: listen to engines behind any router and write an event log."""
+"""``sglang-sbs observe``: listens to engines behind any router and writes an event log."""
 
 from __future__ import annotations
 
@@ -32,9 +32,9 @@ _OPEN = (
 )
 _ENDING = (signal.SIGINT, signal.SIGTERM)
 _TURN_S = 1.0
-"""Between two writes of the log, and two progress lines on a terminal."""
+"""Interval of writing the log, and of progress lines on a terminal."""
 _LINE_S = 30.0
-"""Between two progress lines elsewhere."""
+"""Interval of progress lines elsewhere."""
 
 
 def parser() -> argparse.ArgumentParser:
@@ -63,7 +63,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """0; 1 where no request was recorded or the log cannot be written; 2 for bad flags."""
+    """Return 0; 1 if no request was recorded or the log cannot be written; 2 for bad flags."""
     made = parser()
     args = made.parse_args(argv)
     if not 0 < args.minutes <= 7 * 24 * 60:
@@ -95,16 +95,16 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 @dataclass
 class Observation:
-    """One recording. It writes a record once no later message can precede it."""
+    """One recording. A record is written once no later message can precede it."""
 
     out: Path
     traffic: Traffic = field(default_factory=Traffic)
     took_s: float = 0.0
     failed: bool = False
-    """The log was not written to its end."""
+    """The log could not be written to its end."""
 
     stop: asyncio.Event = field(default_factory=asyncio.Event)
-    """Ends it early."""
+    """Ends the recording early."""
 
     def __post_init__(self) -> None:
         self.recorder = Recorder(self.traffic.on_request, self.traffic.on_pass)
@@ -112,16 +112,16 @@ class Observation:
 
     @property
     def lost(self) -> int:
-        """Messages that did not arrive. The receiver itself merges a rank's reports of its state
-        while many messages wait."""
+        """Number of lost messages. The receiver merges a rank's reports while many messages wait,
+        so those do not count."""
         merged = self.receiver.counts["superseded"]
         return max(0, self.recorder.counts["missing"] - merged)
 
     async def run(
         self, bind: str, connect: Sequence[str], keys: CurveKeys | None, duration_s: float
     ) -> None:
-        """Record for that long, or until SIGINT or SIGTERM. Raises: OSError, the endpoint or the
-        file cannot be had, or the file cannot be written any more."""
+        """Record for the given time, or until SIGINT or SIGTERM. Raises: OSError, the endpoint or
+        the file is unavailable."""
         receiver = self.receiver
         loop, stop = asyncio.get_running_loop(), self.stop
         endpoint = receiver.open(bind, keys)
@@ -159,7 +159,7 @@ class Observation:
         log.flush()
 
     def _say(self, said_s: float, now_s: float, duration_s: float) -> float:
-        """A progress line, where it is time for one. Returns when the last one was."""
+        """Print a progress line when one is due, and return the time of the last one."""
         on_terminal = sys.stderr.isatty()
         if not on_terminal and now_s - said_s < _LINE_S:
             return said_s
@@ -177,7 +177,7 @@ class Observation:
         return self.traffic.progress()
 
     def summary(self, endpoint: str) -> list[str]:
-        """The verdict, then what it rests on."""
+        """Return the verdict, then the figures behind it."""
         counts, instances = self.recorder.counts, self.recorder.instances
         if not counts["messages"]:
             return [
@@ -210,7 +210,7 @@ class Observation:
 
 
 def _reachable(endpoint: str) -> str:
-    """The endpoint as engines on other machines would write it."""
+    """Return the endpoint as engines on other machines would write it."""
     for wildcard in ("0.0.0.0", "[::]", "*"):
         endpoint = endpoint.replace(f"//{wildcard}:", f"//{socket.gethostname()}:")
     return endpoint

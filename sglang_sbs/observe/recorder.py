@@ -43,12 +43,12 @@ _K = TypeVar("_K")
 _V = TypeVar("_V")
 _CLOCK_BUCKET_S = 10.0
 _STATE_INTERVAL_S = 1.0
-"""Between two records of a rank's state. Most messages of a large cluster are of decode."""
+"""Interval of records of a rank's state. Most messages of a large cluster are from decode."""
 _MAX_ENGINES = 1024
 _MAX_RANKS = 65_536
 _MAX_REQUESTS = 500_000
 _MAX_RID_CHARS = 100
-"""A rid in an event log has at most 128 characters; engines accept longer ones."""
+"""Limit on a rid here; an event log allows 128 characters, engines accept longer ones."""
 
 
 @dataclass(slots=True)
@@ -60,16 +60,16 @@ class ObservedRequest:
     dp_rank: int
     prompt_tokens: int
     arrived_s: float
-    """By the engine's clock, as both times below are differences on one clock."""
+    """Engine clock, like both times below, which are differences on one clock."""
     cached_tokens: int | None = None
     waited_s: float | None = None
-    """From its arrival until its first pass began to compute."""
+    """Time from its arrival until its first pass began to compute."""
     prefill_s: float | None = None
-    """From its arrival until its last prompt token was computed."""
+    """Time from its arrival until its last prompt token was computed."""
 
 
 class _EngineClock:
-    """Places an engine's clock on the observer's: the least delay of a message seen in the last
+    """Maps an engine's clock to the observer's by the smallest delay of a message in the last
     ``_CLOCK_BUCKET_S`` to twice that, so that slow drift is followed."""
 
     def __init__(self) -> None:
@@ -77,7 +77,7 @@ class _EngineClock:
         self._least_s = self._before_s = math.inf
 
     def offset_s(self, sent_s: float, now_s: float) -> float:
-        """Observer's time less engine's time."""
+        """Return the observer's time minus the engine's time."""
         if now_s - self._since_s > _CLOCK_BUCKET_S:
             self._since_s, self._before_s, self._least_s = now_s, self._least_s, math.inf
         self._least_s = min(self._least_s, now_s - sent_s)
@@ -88,10 +88,10 @@ class _EngineClock:
 class _Rank:
     next_seq: int
     accepted_before: int
-    """Requests that it accepted before its first message."""
+    """Requests that the engine accepted before its first message."""
     accepted: int = 0
     state_s: float = -math.inf
-    """When its state was last recorded."""
+    """Time when its state was last recorded."""
 
 
 @dataclass(slots=True)
@@ -100,23 +100,24 @@ class _Engine:
     clock: _EngineClock = field(default_factory=_EngineClock)
     ranks: dict[int, _Rank] = field(default_factory=dict)
     open: OrderedDict[str, ObservedRequest] = field(default_factory=OrderedDict)
-    """Accepted requests that are not computed yet, by the rid in messages."""
+    """Accepted requests not yet computed, by the rid in messages."""
     starting: OrderedDict[tuple[int, int], list[ObservedRequest]] = field(
         default_factory=OrderedDict
     )
-    """By DP rank and forward id: first passes that are not over."""
+    """Requests in unfinished first passes, by DP rank and forward id."""
 
 
 class Recorder:
-    """Give it every message; take the records that are due."""
+    """Takes every message, and returns the records that are due."""
 
     def __init__(
         self,
         on_request: Callable[[ObservedRequest], None] = lambda request: None,
         on_pass: Callable[[str, EndForward, float], None] = lambda name, report, end_s: None,
     ) -> None:
-        """``on_request`` is called when a request arrived, began and was computed. ``on_pass`` is
-        called with the instance, a rank's message about a prefill pass that ended, and when."""
+        """Create a recorder. ``on_request`` is called when a request arrived, began and was
+        computed; ``on_pass`` with the instance, a rank's message about a completed prefill pass,
+        and its end."""
         self._on_request = on_request
         self._on_pass = on_pass
         self.counts: Counter[str] = Counter()
@@ -129,13 +130,13 @@ class Recorder:
         self._heap: list[tuple[float, int, Event, list[Dispatch]]] = []
         self._number = 0
         self._decode_of_room: OrderedDict[int, tuple[str, int, int]] = OrderedDict()
-        """Instance, DP rank, and the longest answer."""
+        """Instance, DP rank and output limit at decode, by bootstrap room."""
         self._rooms: OrderedDict[int, int] = OrderedDict()
-        """Bootstrap rooms of requests that are not written yet, by the number of their record."""
+        """Bootstrap rooms of requests not written yet, by the number of their record."""
         self._names: OrderedDict[str, None] = OrderedDict()
 
     def receive(self, report: EndForward, now_s: float) -> None:
-        """``now_s``: when the message was received."""
+        """Handle a message received at ``now_s``."""
         engine = self._engine(report)
         if engine is None:
             self.counts["refused"] += 1
@@ -168,7 +169,7 @@ class Recorder:
             self._put(made_s, ForwardEnded(instance=engine.instance, report=report))
 
     def due(self, until_s: float) -> Iterator[LogRecord]:
-        """Records from before ``until_s``, which no later message can precede."""
+        """Yield records from before ``until_s``, which no later message can precede."""
         while self._heap and self._heap[0][0] <= until_s:
             at_s, number, event, dispatches = heapq.heappop(self._heap)
             decode = self._decode_of_room.pop(self._rooms.pop(number, 0), None)
@@ -202,7 +203,7 @@ class Recorder:
             chunk_tokens=report.chunk_tokens,
             kv_capacity_tokens=report.kv_capacity_tokens,
             max_running_requests=report.max_running_requests,
-            # A pass was launched before the one before it ended.
+            # A pass was launched before the previous one ended.
             overlap=report.inflight_passes > 0 or (known is not None and known.overlap),
             barrier=report.barrier,
         )
@@ -285,14 +286,15 @@ class Recorder:
 
 
 def _is_prefill_work(report: EndForward) -> bool:
-    """Whether it is about a pass with prompt tokens, on this rank or another."""
+    """Return whether the report is about a pass with prompt tokens, on this rank or another."""
     if report.kind not in ("launch", "forward"):
         return False
     return report.role == "prefill" or (report.role == "null" and report.mode != "decode")
 
 
 def _bounded(at_s: float, now_s: float) -> float:
-    """A time that an engine reports is neither in the future nor from before the request limit."""
+    """Clamp a time reported by an engine: not in the future, nor older than the limit on
+    requests."""
     return min(max(at_s, now_s - MAX_SPAN_S), now_s)
 
 

@@ -1,5 +1,5 @@
-"""What an observation amounts to so far: how full and how even passes are, and how long requests
-wait for them. Sans-I/O."""
+"""Summarizes an observation: how full and how even passes are, and how long requests wait for them.
+Sans-I/O."""
 
 from __future__ import annotations
 
@@ -17,26 +17,27 @@ from sglang_sbs.wire import EndForward
 _N = TypeVar("_N", int, float)
 _MOST_VALUES = 1_000_000
 _RECENT = 2_000
-"""Waits that a progress line is about."""
+"""Number of waits summarized by a progress line."""
 _MAX_OPEN_PASSES = 4096
 _LEAST_GAP_S = 1e-3
 LEAST_PASSES = 30
-"""With fewer, nothing is said of how even passes are."""
+"""Smallest number of passes for a statement about evenness."""
 EVEN = 1.1
-"""Largest over mean tokens of a rank up to which passes are called even."""
+"""Largest over mean tokens of a rank, up to which passes count as even."""
 
 
 @dataclass(slots=True)
 class _Pass:
     tokens: dict[int, int] = field(default_factory=dict)
-    """By DP rank."""
+    """Tokens by DP rank."""
     start_s: float = 0.0
     end_s: float = 0.0
 
 
 @dataclass(slots=True)
 class _Busy:
-    """Passes of what runs them one after the other: an instance, or a rank of its own."""
+    """Passes of a unit that runs them one after the other: an instance, or an unsynchronized
+    rank."""
 
     first_s: float
     end_s: float
@@ -44,26 +45,26 @@ class _Busy:
 
 
 class Traffic:
-    """Give it what a :class:`~.recorder.Recorder` calls back with."""
+    """Figures of an observation, fed by the callbacks of a :class:`~.recorder.Recorder`."""
 
     def __init__(self) -> None:
         self.prompts: deque[int] = deque(maxlen=_MOST_VALUES)
         self.cached_tokens = 0
         self.waits_s: deque[float] = deque(maxlen=_MOST_VALUES)
-        """From the arrival of each request to the start of its first pass."""
+        """Seconds from each request's arrival to the start of its first pass."""
         self.prefills_s: deque[float] = deque(maxlen=_MOST_VALUES)
-        """From the arrival of each request to the end of its last prefill pass."""
+        """Seconds from each request's arrival to the end of its last prefill pass."""
         self.gaps_s: deque[float] = deque(maxlen=_MOST_VALUES)
-        """Times without a pass between two."""
+        """Seconds between consecutive passes."""
         self.passes = 0
         self.passes_s = 0.0
         self.shared_passes = 0
-        """Those that several DP ranks make together."""
+        """Number of passes run by several DP ranks together."""
         self.active_ranks = 0
         self.ranks = 0
         self.most_tokens = 0.0
         self.mean_tokens = 0.0
-        """Both summed over the shared passes."""
+        """Sum over the shared passes, like the next."""
         self._open: OrderedDict[tuple[str, int], _Pass] = OrderedDict()
         self._busy: dict[tuple[str, int], _Busy] = {}
 
@@ -77,8 +78,8 @@ class Traffic:
             self.prompts.append(request.prompt_tokens)
 
     def on_pass(self, name: str, report: EndForward, end_s: float) -> None:
-        """A rank's part of a pass. The pass counts when all ranks have reported it; where they do
-        not share a barrier, each rank's part is a pass."""
+        """Add a rank's part of a pass. A pass counts once all ranks have reported it; without a
+        barrier each rank's part is a pass."""
         shared = report.barrier and report.dp_size > 1
         rank = -1 if shared else report.dp_rank
         key = (f"{name} {rank}", report.forward_id)
@@ -110,18 +111,18 @@ class Traffic:
 
     @property
     def unevenness(self) -> float:
-        """Tokens of the fullest rank over the mean of all ranks; 1 where ranks share no pass."""
+        """Tokens of the fullest rank over the mean of all ranks; 1 without shared passes."""
         return self.most_tokens / self.mean_tokens if self.mean_tokens else 1.0
 
     @property
     def idle_share(self) -> float:
-        """Share of the time between first and last pass in which an instance computed nothing."""
+        """Share of the time between first and last pass in which an instance was idle."""
         span_s = sum(busy.end_s - busy.first_s for busy in self._busy.values())
         passes_s = sum(busy.passes_s for busy in self._busy.values())
         return max(0.0, 1 - passes_s / span_s) if span_s > 0 else 0.0
 
     def progress(self) -> str:
-        """The numbers so far in one line."""
+        """Return a line with the current figures."""
         parts = [counted(len(self.prompts), "request")]
         if self.shared_passes:
             active, ranks = self._ranks()
@@ -134,7 +135,7 @@ class Traffic:
         return ", ".join(parts)
 
     def verdict(self) -> str:
-        """How well the passes are used, in a sentence or two."""
+        """Return one or two sentences on how well the passes are used."""
         waits = ""
         if self.waits_s:
             waits = f"Requests waited {_both(self.waits_s)} for their first pass, "
@@ -154,7 +155,7 @@ class Traffic:
         )
 
     def lines(self, took_s: float) -> Iterator[str]:
-        """The figures, one topic a line. ``took_s``: how long the observation was."""
+        """Yield the figures, one topic per line; ``took_s`` is the duration of the observation."""
         if self.prompts:
             rate = len(self.prompts) / took_s if took_s > 0 else 0.0
             tokens, p99 = sum(self.prompts), _at(sorted(self.prompts), 0.99)
@@ -182,7 +183,7 @@ class Traffic:
             )
 
     def _ranks(self) -> tuple[float, float]:
-        """Ranks with tokens, and all ranks, of the mean shared pass."""
+        """Return the ranks with tokens, and all ranks, of the mean shared pass."""
         return self.active_ranks / self.shared_passes, self.ranks / self.shared_passes
 
 

@@ -1,5 +1,5 @@
-"""What engines and routers say to each other, versioned and append-only, and the keys of sockets.
-Knows nothing of who sends it."""
+"""Messages between engines and routers, versioned and append-only, and the keys of their sockets.
+Independent of the sender."""
 
 from sglang_sbs.wire.endforward import (
     TOPIC,

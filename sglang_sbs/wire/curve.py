@@ -1,5 +1,5 @@
-"""One shared secret for both ends of a ZMQ socket: CURVE keys derived from it, and their check.
-Whoever has the secret is let in, both ways; the keys of a connection are its own."""
+"""One shared secret for both ends of a ZMQ socket: derives CURVE keys from it and checks them. Each
+side accepts every peer with the secret; session keys are separate per connection."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ _DOMAIN = "sglang-sbs"
 
 
 class SecretError(ValueError):
-    """The secret cannot be used; the message says what to do."""
+    """The secret is unusable; the message says how to fix it."""
 
 
 @dataclass(frozen=True, repr=False)
 class CurveKeys:
-    """Keys in Z85, 40 characters each; not shown by ``repr``, for they are secrets."""
+    """Keys in Z85, 40 characters each. They are secret, so ``repr`` hides them."""
 
     server_public: bytes = field(repr=False)
     server_secret: bytes = field(repr=False)
@@ -30,14 +30,16 @@ class CurveKeys:
     client_secret: bytes = field(repr=False)
 
     def serve(self, sock: zmq.Socket[bytes]) -> None:
-        """Before ``bind``. Only clients that a :class:`Gatekeeper` lets in get through."""
+        """Make a socket a server, before ``bind``. Only clients accepted by a :class:`Gatekeeper`
+        can connect."""
         sock.curve_server = True
         sock.curve_publickey = self.server_public
         sock.curve_secretkey = self.server_secret
         sock.zap_domain = _DOMAIN.encode()
 
     def connect(self, sock: zmq.Socket[bytes]) -> None:
-        """Before ``connect``: only a server with the same secret is spoken to."""
+        """Make a socket a client, before ``connect``. It connects only to servers with the same
+        secret."""
         sock.curve_serverkey = self.server_public
         sock.curve_publickey = self.client_public
         sock.curve_secretkey = self.client_secret
@@ -62,7 +64,7 @@ def keys_of(secret: str) -> CurveKeys:
 
 
 def keys_in(path: Path) -> CurveKeys:
-    """The keys of the secret in a file. Raises: SecretError."""
+    """Derive the keys from the secret in a file. Raises: SecretError."""
     try:
         return keys_of(path.read_text(encoding="utf-8"))
     except OSError as error:
@@ -74,12 +76,12 @@ def keys_in(path: Path) -> CurveKeys:
 
 
 class Gatekeeper:
-    """The ZAP handler of a context: answers libzmq's question whether a client may come in."""
+    """The ZAP handler of a context, which decides for libzmq whether a client is accepted."""
 
     def __init__(self, context: zmq.Context[zmq.Socket[bytes]], keys: CurveKeys) -> None:
         self._public = zmq.utils.z85.decode(keys.client_public)
         self.refused = 0
-        """Clients with another key; those that do not know the server's do not get this far."""
+        """Number of clients with a wrong key; clients without the server's key fail earlier."""
         self._thread = zmq.auth.thread.ThreadAuthenticator(context)
         self._thread.start()
         self._thread.configure_curve_callback(domain=_DOMAIN, credentials_provider=self)

@@ -1,11 +1,10 @@
-"""EndForward, wire v1: what one DP rank says after each forward pass.
+"""EndForward, wire v1: the report of one DP rank after each forward pass.
 
 One message is three ZMQ frames: ``TOPIC``, the sequence number as unsigned 64-bit big-endian, and a
 msgpack array (:class:`EndForward`, positional). Compatibility rule: fields are only ever appended,
 each with a default; a decoder ignores trailing fields it does not know.
 
-Every field is absolute or cumulative, so a lost, duplicated or late message heals with the next.
-"""
+Every field is absolute or cumulative, so a lost, duplicated or late message heals with the next."""
 
 from __future__ import annotations
 
@@ -19,7 +18,7 @@ TOPIC = b"sbs1"
 FRAMES = 3
 MAX_RIDS = 1024
 MAX_DP_SIZE = 4096
-"""More ranks than any engine has: a number above it is garbage, not a cluster."""
+"""Larger than any engine's number of ranks; a higher number is garbage."""
 MAX_SPAN_S = 3600.0
 
 Count = Annotated[int, Meta(ge=0, le=1 << 40)]
@@ -35,43 +34,44 @@ class MalformedMessage(ValueError):
 
 
 class ImplausibleMessage(MalformedMessage):
-    """They have the right types, and no engine can mean what they say."""
+    """The types are right, but the values are impossible for an engine."""
 
 
 class Started(msgspec.Struct, array_like=True, frozen=True):
-    """A request in its first pass. Times as in :class:`EndForward`; 0: SGLang does not say."""
+    """A request in its first pass. Times as in :class:`EndForward`; 0 if SGLang does not report
+    them."""
 
     rid: str
     queued_s: float = 0.0
-    """The rank took it in; on prefill its handshake with decode began."""
+    """Time when the rank accepted it; on prefill its handshake with decode began then."""
     schedulable_s: float = 0.0
-    """A pass could take it from then on; on prefill the handshake was over."""
+    """Time from which a pass could take it; on prefill the handshake was over."""
     cached_tokens: Count = 0
     """Prompt tokens that were in the prefix cache when this pass was formed."""
 
 
 class Accepted(msgspec.Struct, array_like=True, frozen=True):
-    """A request that a rank has taken in. Times as in :class:`EndForward`."""
+    """A request that a rank has accepted. Times as in :class:`EndForward`."""
 
     rid: str
     prompt_tokens: Count = 0
     arrived_s: Clock = 0.0
-    """The engine's HTTP server received the request. Where SGLang does not pass that time on to the
-    scheduler: the scheduler took the request in, which it does between two passes."""
+    """Time when the engine's HTTP server received the request, if SGLang passes it on. Otherwise
+    the time when the scheduler accepted it, which happens between two passes."""
     max_new_tokens: Count = 0
-    """Longest answer that the client allows; 0: unlimited, or unknown as on prefill."""
+    """Client's limit on output tokens; 0: unlimited, or unknown as on prefill."""
     room: Room = 0
-    """Bootstrap room, the same on prefill and decode; 0: there is none."""
+    """Bootstrap room, the same on prefill and decode; 0 without one."""
 
 
 class KvAddress(msgspec.Struct, array_like=True, frozen=True):
-    """Where a rank's KV events can be had (SGLang, ``disaggregation/kv_events.py``)."""
+    """Address of a rank's KV events (SGLang, ``disaggregation/kv_events.py``)."""
 
     host: str
-    """An IP address; empty: the one that this message comes from."""
+    """An IP address; empty: the source of this message."""
     port: int
     replay_port: int = 0
-    """0: lost events cannot be had again."""
+    """Port of replays; 0: lost events cannot be requested again."""
 
 
 class EndForward(msgspec.Struct, array_like=True, frozen=True, kw_only=True):
@@ -111,7 +111,7 @@ class EndForward(msgspec.Struct, array_like=True, frozen=True, kw_only=True):
     cached_tokens: Count = 0
     batch_size: Count = 0
     tokens_per_rank: Annotated[list[Count], Meta(max_length=MAX_DP_SIZE)] | None = None
-    """Tokens of every DP rank in this pass (the barrier's view), when the engine gathers them."""
+    """Tokens of every DP rank in this pass (the barrier's view), if the engine gathers them."""
 
     inflight_passes: Count = 0
     """Passes already launched behind this one (overlap); the first started at ``end_s``."""
@@ -138,7 +138,7 @@ class EndForward(msgspec.Struct, array_like=True, frozen=True, kw_only=True):
     chunk_tokens: Count = 0
     """C_chunk per rank: ``--chunked-prefill-size`` after SGLang divided it by the DP size."""
     max_running_requests: Count = 0
-    """Per rank."""
+    """Limit per rank."""
 
     accepted_requests: Count = 0
     accepted_tokens: Count = 0
@@ -151,23 +151,23 @@ class EndForward(msgspec.Struct, array_like=True, frozen=True, kw_only=True):
     hook_errors: int = 0
     sglang_version: str = ""
     hook_us: int = 0
-    """Engine time spent on making and sending this rank's previous message, microseconds."""
+    """Engine time in microseconds spent on building and sending this rank's previous message."""
     started: Annotated[list[Started], Meta(max_length=MAX_RIDS)] = []
     """``launch``: the requests whose first tokens are in this pass."""
     barrier: bool = True
-    """All DP ranks make each pass together. False: this rank makes passes of its own and counts
-    them for itself."""
+    """All DP ranks run each pass together. False: this rank runs and counts its own passes."""
     kv_address: KvAddress | None = None
-    """Of a rank on another node than the engine's first: ``/server_info`` names no host for it."""
+    """Set by a rank on another node than the engine's first, whose host ``/server_info`` does not
+    name."""
     gang_gate: str = ""
-    """What became of a gang gate that was on: one of the values ``GATE_…``, or empty."""
+    """Fault of a batch gate that was on: one of the values ``GATE_…``, or empty."""
     dist_init_addr: Annotated[str, Meta(max_length=256)] = ""
-    """``--dist-init-addr`` of an engine on several nodes, each of which has a ``boot_id`` of its
-    own; empty on one node."""
+    """``--dist-init-addr`` of an engine on several nodes, each of which has its own ``boot_id``;
+    empty on one node."""
     sent_s: Clock = 0.0
-    """When the message was made; 0: the plugin does not report it."""
+    """Time when the message was built; 0: the plugin does not report it."""
     accepted: Annotated[list[Accepted], Meta(max_length=MAX_RIDS)] = []
-    """The requests of ``rids``, with what is known of each."""
+    """Details of the requests in ``rids``."""
     finished: Annotated[list[str], Meta(max_length=MAX_RIDS)] = []
     """``forward``: ids of the requests whose last prompt tokens were in this pass."""
 
@@ -189,7 +189,8 @@ class EndForward(msgspec.Struct, array_like=True, frozen=True, kw_only=True):
 
 
 GATE_ALONE = "alone"
-"""The rank waits for its own part of a gang only, as others do not tell it of theirs."""
+"""The rank waits only for its own part of a batch, because it receives nothing about the
+others'."""
 GATE_ERRORS = "errors"
 """The rank turned its gate off after errors."""
 GATE_UNSUPPORTED = "unsupported"
@@ -205,8 +206,8 @@ def encode_endforward(message: EndForward) -> list[bytes]:
 
 
 def decode_endforward(frames: Sequence[bytes]) -> EndForward:
-    """Raises: MalformedMessage, wrong topic, frame count or types, or an impossible rank;
-    ImplausibleMessage, a field is out of range."""
+    """Decode one message. Raises: MalformedMessage, wrong topic, frame count or types, or an
+    impossible rank; ImplausibleMessage, a field is out of range."""
     if len(frames) != FRAMES or frames[0] != TOPIC:
         raise MalformedMessage(f"expected {FRAMES} frames starting with {TOPIC!r}")
     try:
@@ -221,8 +222,8 @@ def decode_endforward(frames: Sequence[bytes]) -> EndForward:
 
 
 def _named(error: str) -> MalformedMessage:
-    """With the field's name for its number. What stands before the place, which is last, may be the
-    sender's own words."""
+    """Replace the field's number by its name. The place is last, because the text before it may be
+    the sender's own."""
     said, at, place = error.rpartition(" - at `$[")
     number, _, rest = place.partition("]")
     if at and number.isdecimal() and int(number) < len(EndForward.__struct_fields__):

@@ -1,13 +1,12 @@
-"""What a request tells its prefill instance of the gang it was sent with.
+"""Encodes in a request which batch it was sent with, for its prefill instance.
 
-It travels in the bootstrap room, the one number that reaches SGLang's scheduler process untouched
-through every endpoint of every release. :func:`is_sized` tells such requests by their ids. Owns how
-the number is put together.
+The description is part of the bootstrap room, the one number that reaches SGLang's scheduler
+process unchanged through every endpoint of every release. :func:`is_sized` recognizes such requests
+by their ids.
 
-A room has 63 bits: ``tag`` (20), ``members`` (7), ``ranks`` (7) and 29 that tell the requests of a
-gang apart, so that the room has the remainder by which SGLang finds the DP rank. Two requests with
-one room would get each other's KV cache.
-"""
+A room has 63 bits: ``tag`` (20), ``members`` (7), ``ranks`` (7) and 29 that distinguish the
+requests of a batch, so that the room has the remainder by which SGLang finds the DP rank. Two
+requests with the same room would get each other's KV cache."""
 
 from __future__ import annotations
 
@@ -17,34 +16,34 @@ import msgspec
 
 SIZED_RID_PREFIX = "sbs-g"
 RESPONSE_RID_PREFIX = "resp_"
-"""Ids of ``/v1/responses`` begin with it, sized or not: their clients see them."""
+"""Prefix of ids of ``/v1/responses``, which clients see."""
 TAG_BITS, COUNT_BITS, DRAWN_BITS = 20, 7, 29
 MOST = (1 << COUNT_BITS) - 1
 
 
 class GangPart(msgspec.Struct, array_like=True, frozen=True):
-    """The part of a gang that goes to one DP rank."""
+    """The part of a batch that goes to one DP rank."""
 
     tag: int
-    """Tells gangs apart that are on their way to an instance at the same time."""
+    """Distinguishes batches that are on their way to an instance at the same time."""
     members: int
-    """Requests of the gang for this rank. 0: it is not of the gang, but follows it and is to start
-    in the same pass."""
+    """Requests of the batch for this rank. 0: the request is not in the batch, but follows it and
+    should start in the same pass."""
     ranks: int
-    """DP ranks of the instance that get requests of the gang, this one included if it has any."""
+    """DP ranks of the instance that get requests of the batch, this one included if it has any."""
     number: int | None = None
-    """Of the request among those with its tag, counted from anywhere; it is not in the room as it
-    is. None: drawn, for one that shares its tag with nobody."""
+    """Number of the request among those with its tag, in any order; it is encoded in another form.
+    None: random, for a request whose tag is unique."""
 
 
 def is_sized(rid: str) -> bool:
-    """Whether the bootstrap room of the request with this id has a gang's part in it."""
+    """Return whether the bootstrap room of the request with this id describes a batch."""
     return rid.removeprefix(RESPONSE_RID_PREFIX).startswith(SIZED_RID_PREFIX)
 
 
 def gang_room(part: GangPart, step: int, remainder: int) -> int:
-    """A fresh room that says ``part``, with ``room % step == remainder``. Counts that do not fit
-    are left out: the engine waits for nobody then."""
+    """Return a fresh room that describes ``part``, with ``room % step == remainder``. Counts that
+    do not fit are omitted, and the engine then waits for no other request."""
     members, ranks = part.members, part.ranks
     if members > MOST or ranks > MOST:
         members = ranks = 1
@@ -56,7 +55,7 @@ def gang_room(part: GangPart, step: int, remainder: int) -> int:
 
 
 def part_of_room(room: int) -> GangPart:
-    """What :func:`gang_room` was given."""
+    """Return the part encoded by :func:`gang_room`."""
     head = room >> DRAWN_BITS
     return GangPart(
         tag=head >> 2 * COUNT_BITS & ((1 << TAG_BITS) - 1),

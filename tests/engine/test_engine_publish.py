@@ -338,7 +338,7 @@ def test_an_address_of_another_machine_is_told_and_not_spoken_from(
         assert routers[0].receive_through(publisher, b"x")
     finally:
         publisher.close()
-    assert "SGLANG_SBS_NODE_HOST: 192.0.2.1 is no address of this machine" in caplog.text
+    assert "SGLANG_SBS_NODE_HOST: 192.0.2.1 is not an address of this machine" in caplog.text
 
 
 def test_a_name_without_an_answer_holds_up_no_other(

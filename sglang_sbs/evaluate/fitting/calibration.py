@@ -1,4 +1,4 @@
-"""Fits pass costs and latencies to what real engines reported. Knows no policies."""
+"""Fits pass costs and latencies to reports of real engines. Independent of policies."""
 
 from __future__ import annotations
 
@@ -20,22 +20,22 @@ _LEAST_SHARE = 0.005
 _FOLDS = 5
 _LEAST_PER_FOLD = 6
 LEAST_PASSES = _FOLDS * _LEAST_PER_FOLD
-"""With fewer, nothing can be said of passes that a fit has not seen."""
+"""Smallest number of passes for which held-out errors are computed."""
 MOST_FITTED = 4000
-"""Passes, and requests, that a fit uses: evenly drawn, since more of them change no figure and the
-time grows with them."""
+"""Limit on passes and requests used by a fit, drawn evenly: more would change no figure and take
+longer."""
 _LARGEST_RESIDUAL = 1.0
-"""Logarithm of measured over predicted of a pass that an outlier counts as."""
+"""Largest logarithm of measured over predicted time of a pass that is not an outlier."""
 _IDLE_S = 0.1
-"""A device that was free for longer than this before a launch had nothing to do."""
+"""A device idle for longer than this before a launch had no work."""
 _LATENCIES_S = [0.0005 * 1.07**i for i in range(120)]
 _SIGMAS = (0.05, 0.1, 0.2, 0.35, 0.5, 0.7, 0.9, 1.2)
 _SINGLE_SHARES = (0.05, 0.1, 0.2, 0.3, 0.45, 0.6, 0.8, 1.0)
-"""Of the sigma, what each request of a batch has for itself."""
+"""Candidate shares of the sigma that vary per request within a batch."""
 _SHARPNESS = 0.9
-"""An idle engine's launch tells the latency to this share."""
+"""Relative precision of the latency measured by an idle engine's launch."""
 _FLOOR = 1e-4
-"""Likelihood of what the model cannot explain: an outlier must not outweigh everything else."""
+"""Smallest likelihood of an observation, so that outliers do not outweigh everything else."""
 _NORMAL = [(z / 2, 0.5 * math.exp(-(z**2) / 8) / math.sqrt(2 * math.pi)) for z in range(-6, 7)]
 """Points and weights of the standard normal."""
 
@@ -45,40 +45,42 @@ class FitErrors(msgspec.Struct, frozen=True, kw_only=True):
 
     passes: int
     outliers: int
-    """Of them, those that had no say: another thing than the model's terms made them long."""
+    """Number of outliers, which had no weight because other effects made them long."""
     r2: float
-    """Of those that are no outliers."""
+    """R² of the values that are not outliers."""
     standard_errors: dict[str, float | None]
-    """Of each coefficient; ``None``: it is 0, as the passes show no such term."""
+    """Standard error of each coefficient; ``None``: it is 0, because the passes show no such
+    term."""
     median_share: float
     """Median of |predicted - measured| / measured."""
     p95_share: float
     mean_share: float
-    """Mean of (predicted - measured) / measured: positive if predicted too long."""
+    """Mean of (predicted - measured) / measured; positive if predictions are too long."""
     held_out_median_share: float | None
-    """As ``median_share``, each fifth of the passes predicted with a fit to the others; ``None``:
-    too few passes."""
+    """``median_share`` for passes in a fifth predicted from a fit to the others; ``None``: too few
+    passes."""
     held_out_p95_share: float | None
 
 
 class Calibration(msgspec.Struct, frozen=True, kw_only=True):
-    """What the simulator has to know of a cluster, besides its shape; times in seconds."""
+    """Parameters of a cluster for the simulator, in addition to its shape; times in seconds."""
 
     cost: PassCost
     dispatch_latency_s: float
-    """Median, router until the launch of a pass that could take the request, less ``prepare_s``."""
+    """Median time from the router to the launch of a pass that could take the request, minus
+    ``prepare_s``."""
     gang_jitter: float
-    """Lognormal sigma of it from batch to batch."""
+    """Lognormal sigma of that time from batch to batch."""
     dispatch_jitter: float
-    """And from request to request within a batch."""
+    """Lognormal sigma from request to request within a batch."""
     launch_gap_s: float
-    """Mean pause between a pass and the next if that one was not queued behind it."""
+    """Mean pause between a pass and the next one if that was not queued behind it."""
     prepare_s: float
     """Median time an engine takes to form and launch a batch."""
     first_token_s: float
-    """Mean from the end of the prefill to the first byte of decode at the router."""
+    """Mean time from the end of prefill to decode's first byte at the router."""
     feedback_latency_s: float
-    """Mean of EndForward messages."""
+    """Mean delay of EndForward messages."""
     decode_s: float
     """Mean time between first byte and end."""
     pass_jitter: float = 0.0
@@ -89,16 +91,15 @@ class Calibration(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def fit_cost(passes: Iterable[RecordedPass]) -> tuple[PassCost, FitErrors]:
-    """Robust least squares with all coefficients >= 0 (:mod:`.regression`).
+    """Fit a pass cost with robust least squares and coefficients >= 0 (:mod:`.regression`).
 
-    Which rank is the slowest depends on the coefficients, so the fit is repeated with the ranks the
-    previous one names. A term is left out if it is within two standard errors of 0, or makes less
-    than half a percent of a pass, least significant first: what the passes cannot tell apart (mean
-    and maximum of ranks that are always equal) ends up in one of the two, which predicts the same.
+    Which rank is the slowest depends on the coefficients, so the fit is repeated with the ranks
+    named by the previous one. A term is dropped if it is within two standard errors of 0, or makes
+    less than half a percent of a pass, least significant first. Terms that the passes cannot
+    distinguish (mean and maximum of ranks that are always equal) are merged into one, with the same
+    predictions.
 
-    Raises:
-        CostError: no two different passes.
-    """
+    Raises: CostError: no two different passes."""
     usable = evenly(usable_passes(passes), MOST_FITTED)
     if len({(tuple(one.tokens)) for one in usable}) < 2:
         raise CostError("a cost needs at least two different prefill passes with EndForward")
@@ -121,7 +122,7 @@ def fit_cost(passes: Iterable[RecordedPass]) -> tuple[PassCost, FitErrors]:
 
 
 def usable_passes(passes: Iterable[RecordedPass]) -> list[RecordedPass]:
-    """Those that a cost can be fitted to."""
+    """Return the passes that a cost can be fitted to."""
     return [one for one in passes if one.complete and one.forward_s > 0 and any(one.tokens)]
 
 
@@ -132,9 +133,8 @@ def evenly(values: Sequence[_Value], most: int) -> list[_Value]:
 
 
 def with_jitter(cost: PassCost, passes: Iterable[RecordedPass]) -> tuple[PassCost, float]:
-    """Return the cost scaled so that jittered passes take as long on average as those measured,
-    and the lognormal sigma of that jitter. A robust fit alone ignores long outliers, which queues
-    feel."""
+    """Return the cost scaled so that jittered passes have the measured mean, and the lognormal
+    sigma of that jitter. A robust fit alone ignores long outliers, which do affect queues."""
     usable = [one for one in usable_passes(passes) if one.forward_s > 0]
     pairs = [(one.forward_s, cost.pass_s(one.tokens, one.pairs, one.requests)) for one in usable]
     logs = [math.log(measured / predicted) for measured, predicted in pairs if predicted > 0]
@@ -151,7 +151,8 @@ def _relative_error(cost: PassCost, one: RecordedPass) -> float:
 
 
 def _held_out_shares(passes: Sequence[RecordedPass]) -> list[float]:
-    """Sorted |relative errors| of passes a fit has not seen; empty if there are too few."""
+    """Return sorted |relative errors| of passes that a fit has not seen; empty if there are too
+    few."""
     if len(passes) < LEAST_PASSES:
         return []
     shares = []
@@ -180,7 +181,7 @@ def _fit(passes: Sequence[RecordedPass]) -> Fit:
 
 
 def _weakest(fit: Fit, rows: list[list[float]], pass_s: float) -> int | None:
-    """The term to leave out, if any; never the fixed one, nor the last."""
+    """Return the term to drop, if any; never the fixed one, nor the last."""
     found: list[tuple[float, int]] = []
     active = [i for i, value in enumerate(fit.coefficients) if value > 0 and i > 0]
     for i in active:
@@ -216,18 +217,16 @@ def _cost_of(fit: Fit) -> PassCost:
 
 
 def calibrate(recordings: Sequence[Recording], cost: PassCost | None = None) -> Calibration:
-    """Fit everything to recorded runs; ``cost``: take this one instead of fitting it.
+    """Fit all parameters to recorded runs; ``cost`` replaces fitting one.
 
-    Raises:
-        CostError: too little in the logs.
-    """
+    Raises: CostError: the logs contain too little."""
     passes = [one for recording in recordings for one in recording.passes]
     requests = [r for recording in recordings for r in recording.requests.values()]
     if cost is None:
         cost, _ = fit_cost(passes)
     median_s, gang_sigma, request_sigma = fit_latency(requests)
     late_s = median_s * math.exp(2 * math.hypot(gang_sigma, request_sigma))
-    # The second of two launches right after each other was all the engine had to do in between.
+    # The second of two consecutive launches was all the engine's work in between.
     one_after_other_s = [
         one.launch_s - one.previous.launch_s
         for one in passes
@@ -276,21 +275,19 @@ def calibrate(recordings: Sequence[Recording], cost: PassCost | None = None) -> 
 
 
 def fit_latency(requests: Iterable[RecordedRequest]) -> tuple[float, float, float]:
-    """Median of the time from dispatch to the launch of a pass that could take the request, and its
-    lognormal sigmas: from batch to batch and, within a batch, from request to request.
+    """Return the median time from dispatch to the launch of a pass that could take the request, and
+    its lognormal sigmas: from batch to batch and, within a batch, from request to request.
 
-    A busy engine looks only when it launches, so a request that was too late for one launch and was
-    in the next tells an interval. The most likely parameters are searched over a grid: first the
-    median and the total sigma, then how much of it the requests of a batch share.
+    A busy engine looks for requests only when it launches, so a request that missed one launch and
+    was in the next gives an interval. The most likely parameters are searched over a grid: first
+    the median and the total sigma, then the share of it common to a batch.
 
-    Raises:
-        CostError: no dispatched request is in a recorded pass.
-    """
+    Raises: CostError: no dispatched request is in a recorded pass."""
     batches: dict[tuple[int, int], list[tuple[float, float]]] = {}
     for request in requests:
         interval = _log_interval(request)
         if interval is not None:
-            # Batch numbers start anew in each log, but no two have the same time.
+            # Batch numbers restart in each log, but dispatch times differ.
             key = (request.batch, round(1e6 * request.dispatched_s))
             batches.setdefault(key, []).append(interval)
     drawn = evenly(list(batches.values()), MOST_FITTED)
@@ -325,14 +322,14 @@ def fit_latency(requests: Iterable[RecordedRequest]) -> tuple[float, float, floa
 
 
 def _log_interval(request: RecordedRequest) -> tuple[float, float] | None:
-    """Logarithms of the bounds of the latency of one request; None if it says nothing."""
+    """Return logarithms of the bounds of one request's latency; None if it gives none."""
     one = request.first_pass
     if one is None or request.prefill is None or not request.dispatched_s < one.launch_s:
         return None
     high_s = one.launch_s - request.dispatched_s
     low_s = 0.0
     if one.inflight == 0 and one.pause_s > _IDLE_S:
-        # It went to an idle engine, which launches as soon as it can.
+        # It was sent to an idle engine, which launches as soon as it can.
         low_s = _SHARPNESS * high_s
     elif one.previous is not None and not one.previous.left_over[request.prefill[1]]:
         low_s = one.previous.launch_s - request.dispatched_s
@@ -351,7 +348,7 @@ def _normal_cdf(x: float) -> float:
 
 
 def _first_of_pass(requests: Iterable[RecordedRequest]) -> list[RecordedRequest]:
-    """Of each pass, the request in it that was dispatched first."""
+    """Return the earliest dispatched request of each pass."""
     first: dict[int, RecordedRequest] = {}
     for request in requests:
         if request.first_pass is None:

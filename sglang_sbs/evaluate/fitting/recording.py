@@ -1,5 +1,5 @@
-"""Reconstructs a run on real engines from an event log: arrivals, placements, passes, and which
-requests each pass computed. Knows nothing of what is fitted to it."""
+"""Reconstructs a run on real engines from an event log: arrivals, placements, passes, and the
+requests in each pass. Independent of the fits."""
 
 from __future__ import annotations
 
@@ -33,17 +33,17 @@ class RecordedRequest:
     prompt_tokens: int
     max_new_tokens: int | None
     announced: RequestArrived | None = None
-    """The event, for what else the scheduler was told. ``prompt_tokens`` may differ from it: the
-    engine's count replaces an estimate."""
+    """The announced event. ``prompt_tokens`` may differ from it, because the engine's count
+    replaces an estimate."""
     dispatched_s: float = math.nan
     prefill: tuple[str, int] | None = None
     decode: tuple[str, int] | None = None
     batch: int = -1
     """Number of the batch it was dispatched with."""
     cached_tokens: int | None = None
-    """Found in a cache, as the engine reported; None: it did not say."""
+    """Cached tokens reported by the engine; None if it did not report them."""
     first_token_s: float = math.nan
-    """First byte of decode at the router."""
+    """Time of decode's first byte at the router."""
     ended_s: float = math.nan
     completion_tokens: int | None = None
     first_pass: RecordedPass | None = None
@@ -53,7 +53,7 @@ class RecordedRequest:
 
     @property
     def ttft_s(self) -> float:
-        """Arrival at the scheduler until the first byte of decode."""
+        """Seconds from arrival at the scheduler to the first byte of decode."""
         return self.first_token_s - self.arrived_s
 
 
@@ -67,28 +67,28 @@ class RecordedPass:
     """Extend tokens per rank."""
     launch_s: float
     inflight: int
-    """Passes on the device when this one was launched."""
+    """Number of passes on the device when this one was launched."""
     end_s: float = math.nan
     forward_s: float = math.nan
     pairs: list[float] = field(default_factory=list)
     """Causal attention pairs per rank, as far as its requests are known."""
     requests: list[int] = field(default_factory=list)
-    """In it, per rank."""
+    """Number of requests per rank."""
     left_over: list[bool] = field(default_factory=list)
-    """Per rank: requests that could have run did not fit."""
+    """Per rank: whether runnable requests did not fit."""
     previous: RecordedPass | None = None
-    """The one before it on the instance, if that is in the log."""
+    """The previous pass on the instance, if it is in the log."""
 
     @property
     def pause_s(self) -> float:
-        """From the end of the previous pass to this launch; infinite if there is none."""
+        """Seconds from the end of the previous pass to this launch; infinite if there is none."""
         if self.previous is None or not self.previous.complete:
             return math.inf
         return self.launch_s - self.previous.end_s
 
     @property
     def complete(self) -> bool:
-        """Whether its end is in the log too."""
+        """Whether the log includes its end."""
         return not math.isnan(self.end_s)
 
 
@@ -98,23 +98,23 @@ class Recording:
 
     config: SchedulerConfig
     policies: list[str] = field(default_factory=list)
-    """Policies that decided, in the order of their first turn."""
+    """Policies in force, in order of their first use."""
     observed: bool = False
     """``sglang-sbs observe`` wrote the log: another router decided, and ``PrefillDone`` is the end
     of the prompt."""
     prefill: list[InstanceUp] = field(default_factory=list)
     decode: list[InstanceUp] = field(default_factory=list)
     changes: list[tuple[float, str, bool]] = field(default_factory=list)
-    """(router's time, prefill instance, up or down) whenever one came or went."""
+    """(Router's time, prefill instance, up or down) for each instance added or removed."""
     requests: dict[str, RecordedRequest] = field(default_factory=dict)
-    """In the order of arrival."""
+    """Requests in order of arrival."""
     passes: list[RecordedPass] = field(default_factory=list)
     feedback_s: list[float] = field(default_factory=list)
-    """Age of each prefill report when the scheduler saw it."""
+    """Age of each prefill report when the scheduler received it."""
 
 
 class _Log:
-    """An event log that can be read more than once and is never in memory as a whole."""
+    """An event log that is read repeatedly without loading it into memory."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -178,7 +178,7 @@ class _Reader:
     def __init__(
         self, recording: Recording, offsets_s: dict[str, float], counted: dict[str, int]
     ) -> None:
-        """``counted``: prompt tokens by rid, where the engine reported them."""
+        """Create a builder; ``counted``: prompt tokens by rid, where the engine reported them."""
         self._recording = recording
         self._offsets_s = offsets_s
         self._counted = counted
@@ -230,7 +230,7 @@ class _Reader:
         request.ended_s = now_s
         request.completion_tokens = event.completion_tokens
         if event.client is not None and event.client.first_byte_s is not None:
-            # The relay saw the first byte itself; PrefillDone may be the prefill's answer.
+            # The relay observed the first byte itself; PrefillDone may be prefill's response.
             request.first_token_s = request.arrived_s + event.client.first_byte_s
 
     def _changed(self, name: str, up: bool, now_s: float) -> None:
@@ -282,10 +282,10 @@ def _stamp_s(report: EndForward) -> float:
 
 
 def clock_offsets(records: Iterable[LogRecord]) -> dict[str, float]:
-    """Per instance: router's clock minus engine's clock, with the fastest message taken as instant.
+    """Return per instance the router's clock minus the engine's, assuming that the fastest message
+    took no time.
 
-    The router's own time of a message also has its waiting for the event loop in it.
-    """
+    The router's own receive time also includes its wait for the event loop."""
     offsets_s: dict[str, float] = {}
     for record in records:
         event = record.event
@@ -298,18 +298,17 @@ def clock_offsets(records: Iterable[LogRecord]) -> dict[str, float]:
 
 
 def _attribute(one: RecordedPass, report: EndForward, queue: list[_Queued]) -> None:
-    """Which of the rank's requests the tokens of a pass belong to.
+    """Attribute the tokens of a pass to the rank's requests.
 
-    First come first served; a request still in the handshake is passed over, which shows as one
-    that neither fits into the tokens nor may have been cut.
-    """
+    They are served first come, first served. A request still in the handshake is skipped, which
+    shows as one that neither fits into the tokens nor may have been chunked."""
     left = report.extend_tokens + report.cached_tokens
     may_cut = report.chunk_remainder_tokens > 0
     rank = report.dp_rank
     for queued in list(queue):
         if left <= 0:
             return
-        # A cached prefix may be reported short of its last page.
+        # A cached prefix may be reported without its last page.
         fits = queued.remaining <= left
         if not fits and not may_cut:
             continue
@@ -321,5 +320,5 @@ def _attribute(one: RecordedPass, report: EndForward, queue: list[_Queued]) -> N
         if queued.remaining == 0:
             queued.request.last_pass = one
             queue.remove(queued)
-    # Of requests nobody knows: as if all of the rank's were of one size.
+    # Treat unknown requests as if all of the rank's had equal size.
     one.pairs[rank] += max(0, left) * left / 2 / max(1, report.batch_size)

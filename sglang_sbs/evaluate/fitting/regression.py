@@ -15,27 +15,27 @@ import msgspec
 
 _ROUNDS = 30
 _HUBER_ROUNDS = 10
-"""Before the weights let go of outliers altogether, they must not decide where the middle is."""
+"""Rounds before outliers lose all weight, so that they do not determine the centre."""
 _HUBER = 1.345
 _TUKEY = 4.685
-"""In units of the scale: 95 % efficient on normal residuals."""
+"""Cut-off in units of the scale: 95 % efficient on normal residuals."""
 _MAD_TO_SIGMA = 1.4826
 _SCALE_FLOOR = 1e-6
-"""Of the median value: exact data has no scale."""
+"""Smallest scale as a share of the median value, because exact data has none."""
 _SETTLED = 1e-7
 
 Rows = list[list[float]]
 
 
 class Fit(msgspec.Struct, frozen=True, kw_only=True):
-    """The coefficients; the weights say which values are outliers (0)."""
+    """Coefficients of a fit; a weight of 0 marks an outlier."""
 
     coefficients: list[float]
     standard_errors: list[float | None]
     """``None``: the coefficient is 0, at its bound."""
     weights: list[float]
     r2: float
-    """Of the values that are no outliers."""
+    """R² of the values that are not outliers."""
 
 
 def robust_fit(
@@ -46,9 +46,8 @@ def robust_fit(
     """Fit ``values`` with some of the columns; the others get the coefficient 0.
 
     Iteratively reweighted: Huber's weights, then Tukey's biweight, with the scale from the median
-    absolute residual. ``rows_for`` gives the rows for the coefficients so far (``None``: none yet),
-    since what a row holds may depend on them.
-    """
+    absolute residual. ``rows_for`` gives the rows for the current coefficients (``None`` at first),
+    because rows may depend on them."""
     coefficients: list[float] | None = None
     weights = [1.0] * len(values)
     floor = _SCALE_FLOOR * statistics.median(values)
@@ -126,7 +125,7 @@ def _non_negative(rows: Rows, values: Sequence[float], weights: Sequence[float])
     columns = len(rows[0])
     scale = [max(abs(row[c]) for row in rows) or 1.0 for c in range(columns)]
     scaled = [[x / s for x, s in zip(row, scale, strict=True)] for row in rows]
-    # With the values as a last column, everything any subset needs is in one matrix.
+    # With the values as a last column, one matrix contains everything needed for any subset.
     gram = _gram([[*row, v] for row, v in zip(scaled, values, strict=True)], weights)
     best, best_error = [0.0] * columns, math.inf
     for size in range(1, columns + 1):
@@ -151,7 +150,7 @@ def _non_negative(rows: Rows, values: Sequence[float], weights: Sequence[float])
 
 
 def _inverse(matrix: Rows) -> Rows | None:
-    """Gauss-Jordan; ``None`` if it is singular to working precision."""
+    """Invert by Gauss-Jordan; ``None`` if the matrix is singular to working precision."""
     n = len(matrix)
     size = max(matrix[i][i] for i in range(n))
     work = [[*row, *(float(i == j) for j in range(n))] for i, row in enumerate(matrix)]
@@ -174,8 +173,8 @@ def _standard_errors(
     weights: Sequence[float],
     coefficients: Sequence[float],
 ) -> list[float | None]:
-    """Of the coefficients that are not 0, by the sandwich (HC1): the noise of long passes may be
-    larger than that of short ones."""
+    """Return standard errors of the nonzero coefficients by the sandwich estimator (HC1), because
+    the noise of long passes may be larger."""
     active = [c for c, value in enumerate(coefficients) if value > 0]
     out: list[float | None] = [None] * len(coefficients)
     count = sum(weight > 0 for weight in weights)
