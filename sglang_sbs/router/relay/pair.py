@@ -69,8 +69,7 @@ class Pair:
         self.prefill, self.decode = placement.prefill.url, placement.decode.url
         self.stream = exchange.plan.stream
         self.needs_prefill_reply = exchange.plan.merge_logprobs
-        """Decode's stream is held until prefill has responded, because prefill's logprobs go into
-        it."""
+        """Decode's stream waits for prefill's response, whose logprobs go into it."""
         self.asks_cached = asks_cached
         self.status = 0
         self.content_type = ""

@@ -242,8 +242,7 @@ def parse_server_info(data: dict[str, Any], role: InstanceRole) -> WorkerInfo:
         # The Rust server ignores the field, and its silence would read as nothing cached.
         cached_details=(numbers or ()) >= CACHED_DETAILS_VERSION and not rust_server,
         completion_template=bool(data.get("completion_template")),
-        # Prompts from ``max_req_input_len`` on are refused or truncated
-        # (``validate_input_length``).
+        # ``validate_input_length`` refuses or truncates prompts from ``max_req_input_len`` on.
         max_request_tokens=max(0, _count(data.get("max_req_input_len")) - (not cuts)),
         cuts_prompts=cuts,
         context_tokens=_count(data.get("context_length")),
