@@ -22,9 +22,10 @@ NOTES = {
     "request of a batch or of `n` counts",
     "max-payload-size": "default 32 MiB instead of 512",
     "queue-size": "kept: further requests get 429 at once",
-    "queue-timeout-secs": "for the admission limit; the scheduler's queue has `--sbs-queue-timeout-secs`",
+    "queue-timeout-secs": "for the admission limit; the scheduler's queue has "
+    "`--sbs-queue-timeout-secs`",
     "health-check-endpoint": "by default a check that runs no forward pass (`/ready`, `/ping`)",
-    "tokenizer-path": "a directory or an id on Hugging Face; exact prompt lengths and prefixes by tokens",
+    "tokenizer-path": "a directory or an id on Hugging Face; for exact prompt lengths and prefixes",
     "api-key": "also sent to engines; `/server_info` requires it as well",
     "prometheus-duration-buckets": "for `smg_*` and `sbs_*` histograms",
     "rate-limit-tokens-per-second": "a request takes one token",
