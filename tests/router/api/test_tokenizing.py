@@ -58,7 +58,7 @@ async def test_texts_and_chats_become_ids_and_ids_texts(prefix: str) -> None:
         ("tokenize", {"messages": CHAT, "tools": [{}] * 500_000}, "too many values"),
         ("tokenize", [], "must be a JSON object"),
         ("detokenize", {}, "tokens must be a list"),
-        ("detokenize", {"tokens": [[1], 2]}, "2 is no list"),
+        ("detokenize", {"tokens": [[1], 2]}, "2 is not a list"),
         ("detokenize", {"tokens": [1, True]}, "is not a token id"),
         ("detokenize", {"tokens": [-1]}, "is not a token id"),
         ("detokenize", {"tokens": [1 << 40]}, "is not a token id"),
