@@ -150,7 +150,10 @@ def test_all_of_it_is_off_by_default() -> None:
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        (["--sbs-tenant-header", "a b"], "--sbs-tenant-header 'a b': write a header name"),
+        (
+            ["--sbs-tenant-header", "a b"],
+            "--sbs-tenant-header 'a b': write the name of a separate header",
+        ),
         (["--sbs-tenant-header", "Authorization"], "--sbs-tenant-header"),
         (["--sbs-tenant-weights", "gold"], "--sbs-tenant-weights: 'gold': write NAME=WEIGHT"),
         (["--sbs-tenant-weights", "gold=1000"], "between 0.01 and 100"),
