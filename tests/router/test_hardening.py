@@ -110,7 +110,7 @@ async def test_a_defect_while_watching_a_worker_is_not_the_end_of_watching_it(
         monkeypatch.setattr(c.server.registry, "described", broken)
         worker = await c.server.add_worker(engine.url, "decode", None)
         await until(lambda: worker.usable)
-        assert "beginning anew" in caplog.text
+        assert "failed; restarting" in caplog.text
     await engine.stop()
 
 

@@ -83,13 +83,13 @@ def test_a_rank_on_another_node_is_where_it_speaks_from_or_says_with_a_key(
 @pytest.mark.parametrize(
     ("told", "peer", "has_key", "why"),
     [
-        (KvAddress("10.9.0.2", 5558), "10.0.0.2", False, "speaks from 10.0.0.2"),
+        (KvAddress("10.9.0.2", 5558), "10.0.0.2", False, "sends from 10.0.0.2"),
         (KvAddress("10.9.0.2", 5558), "", False, "a local socket"),
         (KvAddress("", 5558), "", True, "no IP address"),
         (KvAddress("metadata.internal", 5558), "10.0.0.2", True, "no IP address"),
-        (KvAddress("169.254.169.254", 80), "10.0.0.2", True, "another machine"),
-        (KvAddress("127.0.0.1", 5558), "10.0.0.2", True, "another machine"),
-        (KvAddress("::1", 5558), "10.0.0.2", True, "another machine"),
+        (KvAddress("169.254.169.254", 80), "10.0.0.2", True, "a different machine"),
+        (KvAddress("127.0.0.1", 5558), "10.0.0.2", True, "a different machine"),
+        (KvAddress("::1", 5558), "10.0.0.2", True, "a different machine"),
         (KvAddress("0.0.0.0", 5558), "10.0.0.2", True, "impossible to connect"),
         (KvAddress("224.0.0.1", 5558), "10.0.0.2", True, "impossible to connect"),
         (KvAddress("", 0), "10.0.0.2", True, "port 0"),
@@ -357,7 +357,7 @@ async def test_the_listener_sees_where_messages_come_from(
                     seq += 1
                     await asyncio.sleep(0.01)
         if expected is None:
-            assert "speaks from 127.0.0.2" in system.worker.kv_refused[1]
+            assert "sends from 127.0.0.2" in system.worker.kv_refused[1]
         else:
             live = f"tcp://{expected}:{system.source.port + 1}"
             assert system.worker.kv_endpoints[1].live == live

@@ -158,7 +158,7 @@ async def test_what_the_service_account_lacks_is_said_once(
         api.leases.refuse = 0
         await until(lambda: told.words == [1])
         assert told.campaign.complaint == ""
-        assert "answers again" in caplog.text
+        assert "responds again" in caplog.text
 
 
 async def test_a_namespace_that_is_not_there_is_named(api: FakeKubernetes) -> None:

@@ -316,4 +316,4 @@ async def test_who_does_not_lead_has_nothing_to_say_of_being_late(
     assert caplog.text == ""
     election._order.term = 1
     assert not election.leads()
-    assert "others may lead" in caplog.text
+    assert "another may be active" in caplog.text

@@ -309,7 +309,7 @@ async def test_every_front_end_learns_that_a_worker_takes_ranks_as_hints(world: 
     late = (await world.front_end()).registry.get(worker.url)
     assert late is not None
     assert late.rank_is_a_hint
-    assert "as a hint only" in late.problems["rank-is-a-hint"]
+    assert "as a hint" in late.problems["rank-is-a-hint"]
 
 
 async def test_a_lost_worker_and_an_abort_are_told_to_all(world: World) -> None:
@@ -362,7 +362,7 @@ async def test_another_version_is_refused_and_the_front_end_serves_alone(
     front_end = FrontEnd(world.net)
     world.front_ends.append(front_end)
     assert not await front_end.link.start(0.2)
-    assert caplog.text.count("speaks version 99") == 1
+    assert caplog.text.count("uses version 99") == 1
     with pytest.raises(Refused):
         await front_end.ask("no workers known")
 

@@ -136,7 +136,7 @@ async def test_a_restart_that_fails_is_tried_again_and_the_others_go_on(
     system.started[dies].end(signal.SIGKILL)
     await until(lambda: len(system.started) == 4 and all_serve(supervisor))
     assert not any(process.signals for process in system.started)
-    ends = [line for line in caplog.messages if "; restarting it in " in line]
+    ends = [line for line in caplog.messages if "; restarting in " in line]
     assert len(ends) == 1 + len(failures)
     assert "killed by SIGKILL" in ends[0]
     causes = "\n".join(ends)

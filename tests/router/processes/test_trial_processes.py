@@ -66,7 +66,7 @@ async def test_a_standby_that_takes_over_goes_back_to_the_policy_before_it(
     assert two.hub.policy.state.back_to == ""
     told = await ask(first, "show")
     assert told["running"] is False
-    assert "the scheduler that ran it is gone" in told["text"]
+    assert "because its scheduler is gone" in told["text"]
     assert (await ask(second, "begin"))["running"]
 
 

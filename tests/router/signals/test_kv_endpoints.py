@@ -72,7 +72,7 @@ def test_overlapping_replay_ports_are_not_used(replay: Any) -> None:
     info = described(replay_endpoint_port_base=replay)
     assert info.kv_events is not None
     assert info.kv_events.replay_port is None
-    assert "5559 or later" in info.warnings[0]
+    assert "5559 or higher" in info.warnings[0]
 
 
 def test_other_publishers_are_none() -> None:

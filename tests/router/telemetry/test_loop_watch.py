@@ -41,7 +41,7 @@ async def test_the_stack_is_logged_while_the_loop_stands_and_the_time_after(
         loop_watch.logger.removeHandler(handler)
     while_it_stood, after = [record.getMessage() for record in caplog.records[:2]]
     assert "holds_the_loop" in while_it_stood
-    assert after.startswith("the event loop stood still for")
+    assert after.startswith("the event loop was blocked for")
     assert watch.stalled_s >= loop_watch.STILL_S
     values = {metric.name: metric.samples[0].value for metric in watch.families()}
     assert values == {"sbs_loop_stalls": 1.0, "sbs_loop_stalled_seconds": watch.stalled_s}
