@@ -85,8 +85,8 @@ def test_a_rank_on_another_node_is_where_it_speaks_from_or_says_with_a_key(
     [
         (KvAddress("10.9.0.2", 5558), "10.0.0.2", False, "sends from 10.0.0.2"),
         (KvAddress("10.9.0.2", 5558), "", False, "a local socket"),
-        (KvAddress("", 5558), "", True, "no IP address"),
-        (KvAddress("metadata.internal", 5558), "10.0.0.2", True, "no IP address"),
+        (KvAddress("", 5558), "", True, "not an IP address"),
+        (KvAddress("metadata.internal", 5558), "10.0.0.2", True, "not an IP address"),
         (KvAddress("169.254.169.254", 80), "10.0.0.2", True, "a different machine"),
         (KvAddress("127.0.0.1", 5558), "10.0.0.2", True, "a different machine"),
         (KvAddress("::1", 5558), "10.0.0.2", True, "a different machine"),

@@ -213,7 +213,7 @@ def test_both_helps_say_how_long_a_hold_may_really_be():
     (router,) = [option.help for option in of_router if option.flag == "sbs-max-hold-ms"]
     assert TUNING.most_hold_passes == 5
     for words in (simulated.rpartition("--sbs-max-hold-ms ")[2][:300], router):
-        assert "five mean forward times if those are longer" in words
+        assert "five mean forward times if that is longer" in words
 
 
 @pytest.mark.parametrize("more", [["--loads", "0.1,0.2"], ["--max-qps", "--slo-ttft", "0.4"]])

@@ -53,11 +53,11 @@ _FLAGS = (
     Flag("--sbs-max-queue-tokens", "max_queue_tokens", positive, None,
         "most prompt tokens in the queue (unbounded)", "TOKENS"),
     Flag("--sbs-max-hold-ms", "max_hold_s", positive_number, None,
-        "sbs: longest hold, or five mean forward times if those are longer (2000)", "MS", 1e3),
+        "sbs: longest hold, or five mean forward times if that is longer (2000)", "MS", 1e3),
     Flag("--sbs-t-default-ms", "t_default_s", positive_number, None,
         "T_default: forward time before the first (300)", "MS", 1e3),
     Flag("--sbs-priority-step-ms", "priority_step_s", positive_number, None,
-        "sbs: what a level of priority is worth, or five mean forward times if those are longer "
+        "sbs: what a level of priority is worth, or five mean forward times if that is longer "
         "(5000)", "MS", 1e3),
     Flag("--sbs-iqr-k", "iqr_k", not_negative, None,
         "k of Algorithm 3, for sbs_paper (1.5)", "K"),

@@ -107,7 +107,7 @@ async def test_a_policy_that_the_scheduler_does_not_have_is_an_error(several: Se
     several.scheduler("a")
     several.ballots["a"].win(1)
     front_end = await several.front_end()
-    with pytest.raises(ValueError, match="no policy of_a_later_release"):
+    with pytest.raises(ValueError, match="unknown policy of_a_later_release"):
         await front_end.link.ask(SwitchPolicy(policy="of_a_later_release"))
 
 

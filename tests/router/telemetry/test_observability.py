@@ -93,8 +93,8 @@ async def test_watching_a_worker_is_not_about_the_request_that_added_it(lines: A
         body = {"url": "http://127.0.0.1:1", "worker_type": "decode"}
         async with c.post("/workers", body, headers={"X-Request-Id": "adds"}) as response:
             assert response.status == 202
-        await until(lambda: any("waiting for it" in line["message"] for line in lines))
-    assert all("request_id" not in line for line in lines if "waiting for it" in line["message"])
+        await until(lambda: any("not reachable yet" in line["message"] for line in lines))
+    assert all("request_id" not in line for line in lines if "not reachable yet" in line["message"])
 
 
 async def test_a_kept_connection_does_not_log_under_the_request_it_was_made_for(lines: Any) -> None:
