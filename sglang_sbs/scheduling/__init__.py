@@ -1,4 +1,5 @@
-"""The policy: who leaves when, for which DP ranks. Sans-I/O, see ``scheduler``."""
+"""The scheduler: decides when each request leaves and for which DP ranks. Sans-I/O, see
+``scheduler``."""
 
 from sglang_sbs.scheduling.config import DECODE_RULES as DECODE_RULES
 from sglang_sbs.scheduling.config import TRIGGERS as TRIGGERS

@@ -1,4 +1,4 @@
-"""What can be set about the scheduler, with its defaults and their checks."""
+"""Settings of the scheduler, with defaults and checks."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ DecodeRule = Literal["iqr", "potential"]
 TRIGGERS: tuple[str, ...] = get_args(Trigger)
 DECODE_RULES: tuple[str, ...] = get_args(DecodeRule)
 LEAST_WEIGHT, MOST_WEIGHT = 0.01, 100.0
-"""Of a tenant. What is further apart is no share any more."""
+"""Bounds of a tenant's weight; beyond them a share has no meaning."""
 
 
 class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True):
@@ -35,32 +35,31 @@ class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True):
     """k of Algorithm 3."""
 
     default_chunk_tokens: int = 8192
-    """C_chunk per rank where the engine does not say."""
+    """C_chunk per rank if the engine does not report it."""
     max_queue_requests: int = 10_000
     max_queue_tokens: int = 0
-    """Prompt tokens waiting in the scheduler; 0: unbounded."""
+    """Limit on prompt tokens waiting in the scheduler; 0: unlimited."""
     default_timeout_s: float = 60.0
-    """Longest wait in the scheduler of a request that brings no deadline."""
+    """Longest wait in the scheduler of a request without a deadline."""
     outage_hold_s: float = 5.0
-    """After a role lost its last instance requests wait so long for one; 0: they are refused at
-    once."""
+    """Wait for an instance after a role lost its last one; 0: requests are refused at once."""
     default_output_tokens: int = 256
-    """Expected output before the first completion taught better."""
+    """Expected output length before the first completion."""
 
     initial_latency_s: float = 0.02
     """L_net (dispatch until the rank can run the request) before the first measurement."""
     max_hold_s: float = 2.0
-    """Adaptive trigger: no request is held longer than this while an instance could take it."""
+    """Adaptive trigger: longest hold of a request while an instance could take it."""
     priority_step_s: float = 5.0
-    """Adaptive trigger: a level of priority is worth so much waiting, at least."""
+    """Adaptive trigger: least waiting time that a level of priority outweighs."""
     refuse_missed_slo: bool = False
-    """Refuse a request whose SLO for the first token cannot be met as things are."""
+    """Refuse a request whose SLO for the first token cannot be met now."""
     tenant_weights: dict[str, float] = {}
-    """Shares of the passes; 1 for tenants that are not here."""
+    """Shares of the passes by tenant; all others have 1."""
     prefix_index_blocks: int = 2_000_000
-    """Cache-aware mode: KV blocks the prefix index remembers at most, some 200 bytes each."""
+    """Cache-aware mode: limit on KV blocks in the prefix index, about 200 bytes each."""
     seed: int = 0
-    """For the policies that draw at random."""
+    """Seed for policies that draw at random."""
 
     def __post_init__(self) -> None:
         try:

@@ -1,13 +1,12 @@
-"""The event log: what the scheduler was told and what it answered, for replay. The one place of
-this package that touches a file.
+"""The event log: the scheduler's events and commands, for replay. The only module of this package
+that touches a file.
 
 A file is the magic line, then records of ``u32 big-endian length`` + msgpack :class:`LogRecord`,
 the first with the configuration. The events with their ``now_s``, fed to a fresh
 ``Scheduler(config)``, must give the recorded commands again.
 
 ``sglang-sbs observe`` writes the same format about engines behind any router (``observed``). No
-scheduler decided anything there, so such a log cannot be replayed, and its configuration means
-nothing."""
+scheduler decided there, so such a log cannot be replayed, and its configuration has no meaning."""
 
 from __future__ import annotations
 
@@ -34,17 +33,17 @@ class LogRecord(msgspec.Struct, array_like=True, frozen=True):
     commands: list[Command]
     config: SchedulerConfig | None = None
     observed: bool = False
-    """With the configuration: ``sglang-sbs observe`` wrote this log."""
+    """Set with the configuration: ``sglang-sbs observe`` wrote this log."""
 
 
 class EventLogWriter:
-    """Appends records; buffered, so that an event costs microseconds."""
+    """Appends records with buffering, so that an event costs microseconds."""
 
     def __init__(self, path: Path, config: SchedulerConfig, *, observed: bool = False) -> None:
-        # Of nobody else: it tells who asked, when, and what their prompts have in common.
+        # Readable only by its owner: it shows clients, times and common prompt prefixes.
         descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o600)
         if stat.S_ISREG(os.fstat(descriptor).st_mode):
-            os.fchmod(descriptor, 0o600)  # before there is anything in it: it may be an older file
+            os.fchmod(descriptor, 0o600)  # before the first write, as the file may exist
             os.ftruncate(descriptor, 0)
         self._file: BinaryIO = os.fdopen(descriptor, "wb", buffering=_BUFFER_BYTES)
         self._encoder = msgspec.msgpack.Encoder()
@@ -59,7 +58,7 @@ class EventLogWriter:
         self._file.flush()
 
     def close(self) -> None:
-        """Raises: OSError, not all of it was written; it is closed all the same."""
+        """Close the file even after errors. Raises: OSError, it was not written completely."""
         self._file.close()
 
     def _append(self, record: LogRecord) -> None:
@@ -70,8 +69,8 @@ class EventLogWriter:
 def read_event_log(
     path: Path, on_torn: Callable[[int], None] = lambda _bytes: None
 ) -> Iterator[LogRecord]:
-    """The records of a log, a torn last one left out; ``on_torn`` is told how many bytes it has.
-    Raises: ValueError, not an event log, or of an incompatible version."""
+    """Yield the records of a log without an incomplete last one, whose size is passed to
+    ``on_torn``. Raises: ValueError, not an event log, or an incompatible version."""
     decoder = msgspec.msgpack.Decoder(LogRecord)
     with path.open("rb") as file:
         if file.read(len(MAGIC)) != MAGIC:

@@ -1,8 +1,8 @@
-"""What the scheduler is told and what it answers: events in, commands out.
+"""The scheduler's interface: events in, commands out.
 
-The vocabulary between the policy and whoever drives it. Times are seconds of the driver's monotonic
-clock; every event reaches :meth:`Scheduler.handle` with the driver's ``now_s``. All are tagged
-msgspec structs, so an event log is the events themselves."""
+Times are seconds of the driver's monotonic clock; every event reaches :meth:`Scheduler.handle` with
+the driver's ``now_s``. All are tagged msgspec structs, so an event log contains the events
+themselves."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ MAX_BLOCKS = 65_536
 MAX_SESSION_CHARS = 256
 MAX_TENANT_CHARS = 64
 MAX_COUNT = 1 << 40
-"""Of tokens and ranks. What is larger than these nobody can mean; they hold for what is decoded."""
+"""Largest plausible number of tokens or ranks, enforced when decoding."""
 Count = Annotated[int, msgspec.Meta(ge=0, le=MAX_COUNT)]
 MAX_REQUEST_ID_CHARS = 128
 Seconds = Annotated[float, msgspec.Meta(ge=0, le=1e7)]
@@ -26,19 +26,19 @@ Rid = Annotated[str, msgspec.Meta(min_length=1, max_length=128)]
 BlockName = Annotated[int, msgspec.Meta(ge=-(2**63), le=2**63 - 1)]
 
 InstanceId = str
-"""How the driver names an engine instance (the router: its worker URL)."""
+"""The driver's name of an engine instance (the router uses its worker URL)."""
 InstanceRole = Literal["prefill", "decode"]
 Outcome = Literal["completed", "failed", "aborted"]
 CacheTier = Literal["device", "host"]
-"""Where KV is kept: ``host`` (host memory or disk) must be loaded first, which costs something."""
+"""Location of cached KV: ``host`` (host memory or disk) must be loaded first, which takes time."""
 PrefixSource = Literal["events", "approximate", "off"]
-"""How it is known what an instance has cached: its KV events, or only what was sent there."""
+"""Source of an instance's cached prefixes: its KV events, or where prompts were sent."""
 
 
 RankChoice = Literal["free", "by_room", "engine"]
-"""Which DP ranks of a decode instance go with a prefill rank: ``free`` all; ``by_room`` those with
-the same remainder by the greatest common divisor of both DP sizes; ``engine`` it takes none from
-outside, and only its reports tell (SGLang before 0.5.10, ``router/workers/rank_contract.py``)."""
+"""DP ranks of a decode instance that can be combined with a prefill rank: ``free`` all; ``by_room``
+those with the same remainder modulo the greatest common divisor of both DP sizes; ``engine`` none
+can be chosen, only reports show it (SGLang before 0.5.10, ``router/workers/rank_contract.py``)."""
 
 
 class _Message(msgspec.Struct, frozen=True, kw_only=True, tag=True, omit_defaults=True):
@@ -49,72 +49,73 @@ class _Message(msgspec.Struct, frozen=True, kw_only=True, tag=True, omit_default
 
 
 class RequestArrived(_Message, frozen=True):
-    """A request waits for an assignment. ``rid`` is unique and never reused, also by retries."""
+    """A request arrived. ``rid`` is unique and never reused, even for retries."""
 
     rid: Rid
     prompt_tokens: Count
     """L(r)."""
     estimated: bool = False
-    """Nobody has counted ``prompt_tokens``: no reason to refuse the request as too long."""
+    """``prompt_tokens`` is an estimate, which must not be a reason to refuse the request as too
+    long."""
     max_new_tokens: Count | None = None
     deadline_s: float | None = None
     """Absolute time after which it is refused instead of dispatched."""
     exclude: Annotated[tuple[InstanceId, ...], msgspec.Meta(max_length=4096)] = ()
     """Instances a retry should avoid while there are others."""
     blocks: Annotated[list[BlockName], msgspec.Meta(max_length=MAX_BLOCKS)] = []
-    """Names of its full KV pages from the first on, as KV events publish them: equal names mean
-    equal tokens, and equal everything before them, in the same namespace (salt, LoRA). Empty: no
-    prefix of it will be found."""
+    """Names of its full KV pages from the first on, as in KV events: equal names mean equal tokens,
+    and equal preceding tokens, in the same namespace (salt, LoRA). Empty: its prefix cannot be
+    matched."""
     block_tokens: Count = 0
-    """Tokens per block; instances with another page size are taken to hold none of it."""
+    """Tokens per block; instances with another page size are assumed to have none of them."""
     session: Annotated[str, msgspec.Meta(max_length=MAX_SESSION_CHARS)] = ""
-    """What the client calls its conversation, for policies that pin one to an instance."""
+    """Session id, for policies that pin sessions to an instance."""
     priority: int = 0
     """Larger is more urgent."""
     ttft_slo_s: float | None = None
-    """The client wants its first token within this time."""
+    """Client's limit on the time to its first token."""
     tenant: Annotated[str, msgspec.Meta(max_length=MAX_TENANT_CHARS)] = ""
-    """Who shares the cluster with others by weight; empty: nobody in particular."""
+    """Tenant whose weighted share the request uses; empty: the common one."""
 
 
 class PrefillDone(_Message, frozen=True):
-    """The prefill leg answered, or the first token came out of decode: L(r) left the prefill rank.
-    Sent at most once per leg; a second one for the same request changes nothing."""
+    """Prefill responded, or decode sent the first token: L(r) left the prefill rank. Sent at most
+    once per leg; repetitions for a request change nothing."""
 
     rid: Rid
     prompt_tokens: Count | None = None
-    """As the engine counted them."""
+    """Number of prompt tokens counted by the engine."""
     cached_tokens: Count | None = None
     aborted: bool = False
-    """The request was aborted on prefill, which says nothing about a pass."""
+    """The request was aborted on prefill, which does not show the end of a pass."""
 
 
 class ClientSide(msgspec.Struct, frozen=True, omit_defaults=True, gc=False):
-    """What the relay saw of one attempt. Seconds."""
+    """The relay's view of one attempt. Seconds."""
 
     request_id: Annotated[str, msgspec.Meta(max_length=MAX_REQUEST_ID_CHARS)] = ""
-    """The client's ``x-request-id``, cut to that length."""
+    """The client's ``x-request-id``, truncated."""
     admission_s: Seconds | None = None
-    """From the client's request until its first attempt was announced to the scheduler."""
+    """Time from the client's request to the announcement of its first attempt."""
     retries_s: Seconds = 0.0
-    """From then until this attempt was announced."""
+    """Time from then to the announcement of this attempt."""
     first_byte_s: Seconds | None = None
-    """From its announcement until decode's first byte; None: there was none."""
+    """Time from its announcement to decode's first byte; None if there was none."""
 
 
 class RequestEnded(_Message, frozen=True):
-    """The request is over on both legs, whatever state it was in (queued ones are dropped)."""
+    """The request ended on both legs, in whatever state it was (queued ones are dropped)."""
 
     rid: Rid
     outcome: Outcome
     completion_tokens: Count | None = None
     client: ClientSide | None = None
-    """What only the relay knows of it; changes no decision."""
+    """Details known only to the relay; they change no decision."""
 
 
 class RequestAdopted(_Message, frozen=True):
-    """A request that another scheduler dispatched meanwhile: it is in flight, only its end is
-    awaited. An instance need not be up yet."""
+    """A request in flight that another scheduler dispatched; only its end is expected. Its
+    instances need not be up yet."""
 
     rid: Rid
     prompt_tokens: Count
@@ -124,14 +125,14 @@ class RequestAdopted(_Message, frozen=True):
     decode_rank: Count
     max_new_tokens: Count | None = None
     prefilled: bool = False
-    """Prefill has answered already: only decode still works on it."""
+    """Prefill has already responded: only decode still works on it."""
 
 
 # Instances ------------------------------------------------------------------------------------
 
 
 class InstanceUp(_Message, frozen=True):
-    """An instance may be used from now on, or its limits changed."""
+    """An instance can be used, or its limits changed."""
 
     instance: InstanceId
     role: InstanceRole
@@ -145,34 +146,35 @@ class InstanceUp(_Message, frozen=True):
     page_size: int = 1
     prefix_source: PrefixSource = "off"
     rank_choice: RankChoice = "free"
-    """Of a decode instance."""
+    """Choice of ranks as a decode instance."""
     overlap: bool = False
-    """One-batch lookahead (SGLang's overlap scheduling): what is left over of a pass is launched as
-    the next one in the moment it starts, without what arrives while it runs."""
+    """One-batch lookahead (SGLang's overlap scheduling): requests left over from a pass are
+    launched as the next pass when it starts, without requests that arrive while it runs."""
     charged_page: int = 0
-    """Each request is charged whole pages of so many tokens of the chunk; 0: ``page_size``."""
+    """Each request uses whole pages of this many tokens of the chunk; 0: ``page_size``."""
     barrier: bool = True
-    """All DP ranks of a prefill instance make each pass together. False: each rank makes passes of
-    its own (:mod:`.lone_ranks`)."""
+    """All DP ranks of a prefill instance run each pass together. False: each rank runs its own
+    passes (:mod:`.lone_ranks`)."""
     captured_tokens: tuple[int, ...] = ()
-    """Token counts that prefill CUDA graphs are captured for, ascending: smaller passes are padded
-    to one of them. Empty: passes run as they are."""
+    """Token counts of captured prefill CUDA graphs, ascending: smaller passes are padded to one of
+    them. Empty: passes are not padded."""
     allocates_late: bool = False
-    """Of a decode instance: prefill does not wait for room there (SGLang's
+    """Decode reserves room late, so prefill does not wait for it (SGLang's
     ``--disaggregation-decode-allocation-policy prefill_complete``)."""
     prefill_max_requests: int = 0
     """Most requests of a rank in one pass (SGLang's flag of that name); 0: no limit."""
     shares_storage: bool = False
-    """What its ranks compute is written to storage that all instances of which this is true read
-    (SGLang's ``--hicache-storage-backend`` with write-through)."""
+    """Its ranks write KV to storage that all such instances read (SGLang's
+    ``--hicache-storage-backend`` with write-through)."""
 
 
 class InstanceDown(_Message, frozen=True):
-    """No new dispatch to the instance. What runs there is ended by ``RequestEnded``."""
+    """The instance gets no new dispatches. ``RequestEnded`` ends its requests."""
 
     instance: InstanceId
     drained: bool = False
-    """It works, and only takes no new requests: what is known of it stays true."""
+    """The instance works and only takes no new requests, so the state known about it stays
+    valid."""
 
 
 class ForwardEnded(_Message, frozen=True):
@@ -183,8 +185,8 @@ class ForwardEnded(_Message, frozen=True):
 
 
 class LoadPolled(_Message, frozen=True):
-    """A load poll of an instance without (fresh) EndForward: the coarse fallback signal. -1 for a
-    rank of which the poll says nothing."""
+    """A load poll of an instance without (fresh) EndForward, the coarse fallback. -1 for ranks
+    without data."""
 
     instance: InstanceId
     queued_tokens: list[int]
@@ -194,7 +196,7 @@ class LoadPolled(_Message, frozen=True):
 
 
 class BlocksStored(_Message, frozen=True):
-    """A DP rank published that it holds these blocks now."""
+    """A DP rank reported that it has cached these blocks."""
 
     instance: InstanceId
     dp_rank: int
@@ -203,7 +205,7 @@ class BlocksStored(_Message, frozen=True):
 
 
 class BlocksRemoved(_Message, frozen=True):
-    """A DP rank published that it evicted these blocks."""
+    """A DP rank reported that it evicted these blocks."""
 
     instance: InstanceId
     dp_rank: int
@@ -212,21 +214,21 @@ class BlocksRemoved(_Message, frozen=True):
 
 
 class BlocksCleared(_Message, frozen=True):
-    """A DP rank holds nothing any more, or nothing is known of it: events were lost for good."""
+    """A DP rank's cache is empty, or unknown because events were lost for good."""
 
     instance: InstanceId
     dp_rank: int
 
 
 class PolicySwitched(_Message, frozen=True):
-    """Another policy decides from now on. Queue, requests in flight and beliefs about instances
-    stay as they are."""
+    """Another policy is in force. Queue, requests in flight and instance states stay as they
+    are."""
 
     policy: Policy
 
 
 class TimerFired(_Message, frozen=True):
-    """The time of an earlier :class:`WakeAt` has come (early or spurious ones do no harm)."""
+    """The time of an earlier :class:`WakeAt` has come (early or repeated ones are harmless)."""
 
 
 Event = (
@@ -258,21 +260,21 @@ class Dispatch(_Message, frozen=True):
     decode: InstanceId
     decode_rank: int
     batch: int
-    """Number of the gang it leaves with; requests of one gang should be sent back to back."""
+    """Number of its batch; requests of one batch should be sent back to back."""
     held_s: float
     reason: str
-    """Why now and why there, for people."""
+    """Reason for time and place, in words."""
     cached_tokens: int = 0
-    """L_hit it was placed with: prompt tokens the rank is expected to find in its cache."""
+    """L_hit used for placing: prompt tokens expected in the rank's cache."""
     decode_cached_tokens: int = 0
     """Prompt tokens that the decode rank is expected to have, so that they are not transferred."""
     barrier: bool = True
-    """All DP ranks of that prefill instance make each pass together."""
+    """All DP ranks of that prefill instance run each pass together."""
     joins: bool = False
-    """It follows a batch that is on its way to the same instance, to be in the same pass."""
+    """It follows a batch on its way to the same instance, for the same pass."""
     gang: GangPart | None = None
-    """The part of its gang that goes to the same rank; whoever carries the decision out fills it
-    in (:mod:`sglang_sbs.router.assignment.gang_parts`)."""
+    """The part of its batch for the same rank, added by the driver
+    (:mod:`sglang_sbs.router.assignment.gang_parts`)."""
 
 
 RefuseCause = Literal[
@@ -281,14 +283,14 @@ RefuseCause = Literal[
 
 
 class Refuse(_Message, frozen=True):
-    """Answer the client with an overload error; the request is over for the scheduler."""
+    """Answer the client with an overload error; the request is over."""
 
     rid: str
     cause: RefuseCause
     retry_after_s: float
     message: str
     limit: InstanceRole | None = None
-    """The role whose capacity was missing, where the cause is overload."""
+    """Role without capacity, if the cause is overload."""
 
 
 class WakeAt(_Message, frozen=True):

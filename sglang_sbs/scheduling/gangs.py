@@ -1,4 +1,4 @@
-"""From a plan to dispatches: each request of a batch gets its decode rank, and leaves."""
+"""Turns a plan into dispatches: each request of a batch gets its decode rank."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Gangs:
     policy: PrefillPolicy
     decisions: Decisions
     count: int = 0
-    """Dispatched so far."""
+    """Number of batches dispatched so far."""
 
     @property
     def holds(self) -> bool:
@@ -39,7 +39,7 @@ class Gangs:
         return self.policy.holds
 
     def commit(self, plan: Plan, now_s: float, out: list[ev.Command]) -> list[str]:
-        """Choose decode ranks and dispatch; the requests for which there was none."""
+        """Choose decode ranks and dispatch; return the requests without a decode rank."""
         if plan.spends is not None:
             plan.spends.ready = False
         if not plan.placements:
@@ -55,7 +55,7 @@ class Gangs:
             placed = [(rank, request.uncached_tokens) for request, _, rank in plan.placements]
             plan.batch.placed = tuple(placed)
         left = self._send(plan.placements, plan, now_s, out)
-        # Only where ranks are coupled does prefill's matter: another one may have room behind it.
+        # Coupled ranks depend on prefill's, so another prefill rank may lead to room in decode.
         if left and self._coupled:
             left = [p for p in left if not self._send_elsewhere(p, plan, now_s, out)]
         if plan.batch is not None:
@@ -74,7 +74,7 @@ class Gangs:
     def _send(
         self, placements: Sequence[Placement], plan: Plan, now_s: float, out: list[ev.Command]
     ) -> list[Placement]:
-        """Dispatch as one batch what decode has a rank for; returns the others."""
+        """Dispatch the requests with a decode rank as one batch; return the others."""
         assigned = self._assign(placements)
         self.count += bool(assigned)
         left = []
@@ -91,7 +91,7 @@ class Gangs:
     def _send_elsewhere(
         self, placement: Placement, plan: Plan, now_s: float, out: list[ev.Command]
     ) -> bool:
-        """The same on another rank of the prefill worker; whether there was one."""
+        """Dispatch on another rank of the prefill worker; return whether one was found."""
         request, instance, rank = placement
         charged = paged(request.prompt_tokens, instance.page)
         need = first_part(charged, instance.chunk_tokens)
@@ -106,7 +106,8 @@ class Gangs:
         return any(not self._send([other], plan, now_s, out) for _, other in others)
 
     def _assign(self, placements: Sequence[Placement]) -> dict[str, int]:
-        """The decode rank of each request, as an index into all, for which there is one."""
+        """Return the decode rank of each request that gets one, as an index into all decode
+        ranks."""
         members = self.members
         loads = [load for decode in members.up_decode for load in decode.loads()]
         coupled, holds = self._coupled, self.holds

@@ -1,5 +1,5 @@
-"""Workers without a barrier (DWDP, SGLANG_SCHEDULER_SKIP_ALL_GATHER, no DP attention): their ranks
-number and end their passes each for itself, so each is a prefill instance of its own.
+"""Treats each rank of a worker without a barrier (DWDP, SGLANG_SCHEDULER_SKIP_ALL_GATHER, no DP
+attention) as a prefill instance, because such ranks number and end their passes independently.
 
 Only the driver knows the worker; this module translates between its names (worker, rank) and the
 scheduler's (instance, 0)."""
@@ -15,12 +15,12 @@ from sglang_sbs.scheduling import events as ev
 
 
 class WorkerRank(NamedTuple):
-    """A DP rank as the driver names it."""
+    """A DP rank in the driver's terms."""
 
     worker: ev.InstanceId
     rank: int
     dp_size: int
-    """Of the worker."""
+    """DP size of the worker."""
 
 
 class LoneRanks:
@@ -28,21 +28,21 @@ class LoneRanks:
 
     def __init__(self) -> None:
         self._instances: dict[ev.InstanceId, list[ev.InstanceId]] = {}
-        """By worker without a barrier, the instance of each rank."""
+        """Instance of each rank, by worker without a barrier."""
         self._ranks: dict[ev.InstanceId, WorkerRank] = {}
-        """What each of those instances is."""
+        """Worker and rank of each such instance."""
 
     def instances(self, worker: ev.InstanceId) -> list[ev.InstanceId]:
-        """The instances that a worker is: itself, or one for each rank."""
+        """Return the instances of a worker: itself, or one per rank."""
         return self._instances.get(worker) or [worker]
 
     def outside(self, instance: ev.InstanceId, rank: int, dp_size: int) -> WorkerRank:
-        """A rank of an instance with ``dp_size`` ranks, as the driver names it."""
+        """Return a rank of an instance with ``dp_size`` ranks in the driver's terms."""
         return self._ranks.get(instance) or WorkerRank(instance, rank, dp_size)
 
     def place(self, worker: ev.InstanceId, rank: int) -> tuple[ev.InstanceId, int]:
-        """Instance and rank within it. A rank that the worker does not have stays as it is: no
-        instance has that name."""
+        """Return instance and rank for the driver's names. An unknown rank is returned unchanged,
+        which matches no instance."""
         instances = self._instances.get(worker)
         if instances is None or not 0 <= rank < len(instances):
             return worker, rank

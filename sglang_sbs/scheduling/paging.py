@@ -1,11 +1,10 @@
-"""What an engine counts in: whole pages of the chunk, and the sizes of captured graphs.
+"""Units in which an engine counts: whole pages of the chunk, and the sizes of captured graphs.
 
-Capacity (C_avail, what fits into a pass) is counted in charged tokens; forward times, reports and
-the fair share are in true ones. A prompt is only ever cut between two pages, so whatever part of it
-is left costs as many tokens more than it has as the whole of it did.
+Capacity (C_avail, room in a pass) is counted in charged tokens; forward times, reports and the fair
+share in true ones. A prompt is only cut between pages, so any rest of it costs the same number of
+extra tokens as the whole.
 
-Source: ``schedule_policy.py`` of SGLang, ``_update_prefill_budget``.
-"""
+Source: ``schedule_policy.py`` of SGLang, ``_update_prefill_budget``."""
 
 from __future__ import annotations
 
@@ -13,33 +12,32 @@ from bisect import bisect_left
 from collections.abc import Sequence
 
 _MOST_PADDING = 2
-"""Times as many tokens; a rank that would be padded to more makes the pass run without a graph."""
+"""Largest padding as a multiple of a rank's tokens; with more the pass runs without a graph."""
 
 
 def paged(tokens: int, page: int) -> int:
-    """Tokens of the chunk that a request with so many to compute is charged."""
+    """Return the tokens of the chunk that a request with this many tokens is charged."""
     return tokens if page == 1 else -(-tokens // page) * page
 
 
 def whole_pages(chunk_tokens: int, page: int) -> int:
-    """What of a chunk can be used; at least a page."""
+    """Return the usable part of a chunk, at least one page."""
     return max(page, chunk_tokens // page * page)
 
 
 def padded(tokens_per_rank: Sequence[int], captured: Sequence[int]) -> Sequence[int]:
-    """What the ranks compute in a pass, where CUDA graphs are captured for these token counts.
+    """Return the tokens that the ranks compute in a pass, with CUDA graphs captured for these token
+    counts.
 
     A graph is replayed if the fullest rank fits the largest graph and each rank agrees; one without
     tokens always does. All ranks then compute as many tokens as the smallest graph that holds the
-    fullest, the idle ones those of a dummy request, so the cost of a pass has steps. Source:
-    ``dp_attn.py`` (``_local_prefill_cuda_graph_vote``), ``forward_batch_info.py``
-    (``prepare_mlp_sync_batch``) and ``prefill_cuda_graph_runner.py`` (``can_replay_locally``) of
-    SGLang.
+    fullest, idle ones for a dummy request, so the cost of a pass has steps. Source: ``dp_attn.py``
+    (``_local_prefill_cuda_graph_vote``), ``forward_batch_info.py`` (``prepare_mlp_sync_batch``) and
+    ``prefill_cuda_graph_runner.py`` (``can_replay_locally``) of SGLang.
 
     Args:
         tokens_per_rank: extend tokens.
-        captured: ascending; empty for an engine without prefill graphs.
-    """
+        captured: ascending; empty for an engine without prefill graphs."""
     fullest = max(tokens_per_rank)
     if not captured or not 0 < fullest <= captured[-1]:
         return tokens_per_rank

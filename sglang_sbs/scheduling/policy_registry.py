@@ -1,5 +1,5 @@
-"""The policies there are, by name: ours, those of installed packages, and those of modules that an
-environment variable names. ``policies.selection`` makes the policy that a name stands for."""
+"""The registry of policies by name: ours, those of installed packages, and those of modules named
+in an environment variable. ``policies.selection`` creates the policy for a name."""
 
 from __future__ import annotations
 
@@ -15,44 +15,43 @@ from typing import Any, Literal, get_args
 Policy = str
 """Name of a policy."""
 DecodeChoice = Literal["sbs", "fewest_requests", "power_of_two", "round_robin"]
-"""How decode DP ranks are chosen. ``sbs``: as ``--sbs-decode`` says."""
+"""Rule for decode DP ranks. ``sbs``: as set with ``--sbs-decode``."""
 
 GROUP = "sglang_sbs.policies"
 """Entry-point group. The name of an entry point is the name of its policy, the object is its
 :class:`PolicySpec`."""
 MODULES = "SGLANG_SBS_POLICIES"
-"""Environment variable: modules, comma-separated, each with a ``POLICIES`` of specs. For policies
-that are in no package yet."""
+"""Environment variable with modules, comma-separated, each with a ``POLICIES`` of specs, for
+policies that are not packaged yet."""
 _NAME = re.compile(r"[a-z][a-z0-9_]{0,63}")
 
 
 class PolicyError(ValueError):
-    """A policy that cannot be used, and why, in words for whoever installed it."""
+    """A policy is unusable; the message tells its author why."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PolicySpec:
-    """A policy: how it is made, what it looks at, and its page."""
+    """A policy: how to create it, the inputs it uses, and its documentation."""
 
     name: str
-    """Lower case, digits and underscores."""
+    """Lower-case letters, digits and underscores."""
     make: Callable[[Any], Any]
     """Takes a ``PolicyContext`` (``policies.policy``), returns a ``PrefillPolicy``."""
     decode: DecodeChoice = "fewest_requests"
     reads_reports: bool = False
-    """It looks at what engines report of their passes (EndForward)."""
+    """It uses engines' reports of their passes (EndForward)."""
     reads_prefixes: bool = False
-    """It looks at ``request.hits``: what ranks have cached."""
+    """It uses ``request.hits``, the prefixes cached on each rank."""
     unheard: Policy | None = None
-    """What takes its place where nothing is heard of engines; ``None``: it can do without."""
+    """Replacement where engines' reports are unavailable; ``None``: it works without them."""
     summary: str
-    """What it does, in one sentence."""
+    """One sentence on its behavior."""
     choose_when: str
-    """When to choose it."""
     needs: str = "Nothing of the engines."
-    """What it needs to know, and from where."""
+    """Inputs that it needs, and their source."""
     trade_offs: str
-    """What it costs, and where it loses."""
+    """Its costs and weaknesses."""
 
     def __post_init__(self) -> None:
         if not _NAME.fullmatch(self.name):
@@ -68,11 +67,11 @@ class PolicySpec:
 
 _specs: dict[str, PolicySpec] = {}
 _broken: dict[str, str] = {}
-"""Policies of other packages that could not be loaded, and why."""
+"""Policies of other packages that failed to load, and why."""
 
 
 def register(spec: PolicySpec) -> None:
-    """Raises: PolicyError: another policy has the name."""
+    """Add a policy. Raises: PolicyError: another policy has the name."""
     if _specs.setdefault(spec.name, spec) is not spec:
         raise PolicyError(f"policy {spec.name!r}: another policy has this name")
 
@@ -84,13 +83,13 @@ def policy_names() -> tuple[Policy, ...]:
 
 
 def broken() -> dict[Policy, str]:
-    """Installed policies that could not be loaded, and why."""
+    """Return installed policies that failed to load, and why."""
     _look()
     return dict(_broken)
 
 
 def spec_of(name: object) -> PolicySpec | None:
-    """``None``: there is no such policy here."""
+    """Return a policy; ``None`` if it does not exist here."""
     if not isinstance(name, str):
         return None
     if name not in _specs:
@@ -99,7 +98,7 @@ def spec_of(name: object) -> PolicySpec | None:
 
 
 def require(name: str) -> PolicySpec:
-    """Raises: PolicyError: there is no such policy, or it could not be loaded."""
+    """Return a policy. Raises: PolicyError: it does not exist, or failed to load."""
     spec = spec_of(name)
     if spec is None and name in _broken:
         raise PolicyError(f"{name!r} could not be loaded: {_broken[name]}")
@@ -109,27 +108,27 @@ def require(name: str) -> PolicySpec:
 
 
 def reads_reports(name: object) -> bool:
-    """Whether a policy looks at EndForward; one that is not known here is taken not to."""
+    """Return whether a policy uses EndForward; False for unknown ones."""
     spec = spec_of(name)
     return spec is not None and spec.reads_reports
 
 
 def reads_prefixes(name: object) -> bool:
-    """Whether a policy looks at what ranks have cached."""
+    """Return whether a policy uses cached prefixes."""
     spec = spec_of(name)
     return spec is not None and spec.reads_prefixes
 
 
 @cache
 def _look() -> None:
-    """Look for policies of others, once. One that cannot be loaded takes no other with it."""
+    """Load policies of other packages once. One that fails does not affect the others."""
     for name, load in _of_others():
         try:
             for spec in load():
                 if spec.unheard is not None and spec.unheard not in _specs:
                     raise PolicyError(f"unheard={spec.unheard!r} is no policy that is here already")
                 register(spec)
-        except Exception as error:  # code of others
+        except Exception as error:  # third-party code
             _broken[name] = f"{type(error).__name__}: {error}"
 
 

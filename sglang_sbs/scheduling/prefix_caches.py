@@ -1,6 +1,6 @@
-"""The prefix caches of the cluster: one index for prefill ranks, one for decode ranks, where a
-prefix saves KV transfer and space (``--disaggregation-decode-enable-radix-cache``), never prefill
-work. An index ignores instances that are in the other one."""
+"""The prefix caches of the cluster: one index for prefill ranks and one for decode ranks. A prefix
+on decode saves KV transfer and space (``--disaggregation-decode-enable-radix-cache``), never
+prefill work. An index ignores instances of the other one."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ BlockEvent = ev.BlocksStored | ev.BlocksRemoved | ev.BlocksCleared
 
 
 class PrefixCaches:
-    """``prefill`` and ``decode`` are fed and corrected here, and read by whoever places."""
+    """Feeds and corrects the ``prefill`` and ``decode`` indexes, which placement reads."""
 
     def __init__(self, *, max_blocks: int) -> None:
         self.prefill = PrefixIndex(max_blocks=max_blocks)
@@ -23,7 +23,7 @@ class PrefixCaches:
         self._both = self.prefill, self.decode
 
     def on_up(self, event: ev.InstanceUp) -> None:
-        """An instance may be used, in this role; what it had in another is forgotten."""
+        """An instance can be used in this role; forget its cache in another role."""
         mine, other = self._both if event.role == "prefill" else (self.decode, self.prefill)
         other.gone(event.instance)
         mine.up(
@@ -60,21 +60,21 @@ class PrefixCaches:
             index.restarted(instance, rank)
 
     def sent(self, request: Request, visible_s: float) -> None:
-        """A request was dispatched; others find its blocks from ``visible_s`` on."""
+        """A request was dispatched; others can match its blocks from ``visible_s`` on."""
         for index, place in zip(self._both, (request.prefill, request.decode), strict=True):
             if place is not None:
                 index.sent(request.rid, *place, request.blocks, request.block_tokens, visible_s)
 
     def moved(self, request: Request, visible_s: float) -> None:
-        """The engine moved a request to the prefill rank it now has; from ``visible_s`` on others
-        find its blocks there."""
+        """The engine moved a request to another prefill rank; others can match its blocks there
+        from ``visible_s`` on."""
         self.prefill.dropped(request.rid)
         if request.prefill is not None:
             blocks = request.blocks, request.block_tokens
             self.prefill.sent(request.rid, *request.prefill, *blocks, visible_s)
 
     def prefilled(self, request: Request, now_s: float, cached_tokens: int | None) -> None:
-        """Prefill answered, with what it had found if it says so."""
+        """Prefill responded, possibly with the number of cached tokens."""
         self.prefill.prefilled(
             request.rid, now_s, expected_tokens=request.cached_tokens, cached_tokens=cached_tokens
         )
@@ -95,7 +95,7 @@ class PrefixCaches:
     def decode_hits(
         self, request: Request, targets: Sequence[tuple[DecodeInstance, int]]
     ) -> dict[int, int]:
-        """Tokens of the prompt that decode ranks hold, by position in ``targets``."""
+        """Return cached tokens of the prompt on decode ranks, by position in ``targets``."""
         if not len(self.decode):
             return {}
         hits = self.decode.find(request.blocks, request.block_tokens, request.prompt_tokens)

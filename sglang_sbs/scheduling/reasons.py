@@ -1,5 +1,5 @@
-"""The words of an explanation: what kind of opening a batch left for, which term decided where a
-request went, and what a request waits for. :mod:`.explained.decisions` keeps them."""
+"""The vocabulary of explanations: why a batch could leave, what decided a request's place, and what
+a request waits for. :mod:`.explained.decisions` records them."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import msgspec
 from sglang_sbs.scheduling.events import InstanceId
 
 MOST_WAITS = 12
-"""Reasons remembered of one request, the first ones: two that alternate would be a long list."""
+"""Reasons kept per request, the first ones: two that alternate would make a long list."""
 
 
 class Opening(StrEnum):
@@ -20,13 +20,13 @@ class Opening(StrEnum):
     ABOUT_TO_END = "about_to_end"
     """Its running pass ends within the dispatch lead."""
     JOINS = "joins"
-    """A batch is on its way there, and this one still reaches the same pass."""
+    """A batch is on its way there, and this one can still reach the same pass."""
     FULL_AHEAD = "full_ahead"
-    """More waits than all passes that start before can hold: nothing is lost by sending early."""
+    """More requests wait than all earlier passes can hold, so sending early costs nothing."""
     AHEAD = "ahead"
     """The engine launches a pass ahead (overlap scheduling), and the next one would have a gap."""
     FAR_AWAY = "far_away"
-    """The way there takes a pass or more, so holding gains nothing."""
+    """Delivery takes a pass or more, so holding gains nothing."""
     AT_ONCE = "at_once"
     """The policy does not hold requests."""
     INTERVAL = "interval"
@@ -34,7 +34,7 @@ class Opening(StrEnum):
 
 
 class Term(StrEnum):
-    """What decided where a request went."""
+    """The criterion that decided a request's place."""
 
     ONLY_ONE = "only_one"
     """There was one instance to choose from."""
@@ -43,11 +43,11 @@ class Term(StrEnum):
     CACHED = "cached"
     """More of the prompt is in its cache than on instances that start sooner."""
     LEAST_COST = "least_cost"
-    """Its own completion plus the delay of others is smallest there."""
+    """Its own completion time plus the delay of others is smallest there."""
     OVERDUE = "overdue"
-    """It has waited for the longest hold: the first instance that can take it does."""
+    """It has waited for the longest hold, so it goes to the first instance that can take it."""
     FIRST_OPEN = "first_open"
-    """Those that start sooner could not take it at that moment."""
+    """Instances that start sooner could not take it then."""
     RULE = "rule"
     """The rule of a policy without predictions."""
 
@@ -58,7 +58,7 @@ class WaitReason(StrEnum):
     NOT_YET = "not_yet"
     """No instance is about to be ready."""
     NO_DECODE_ROOM = "no_decode_room"
-    """No decode rank has room for the request."""
+    """No decode rank has room for it."""
     BETTER_ELSEWHERE = "better_elsewhere"
     """Another instance is predicted to cost less, though it is not ready yet."""
     PREFIX_COMING = "prefix_coming"
@@ -68,21 +68,21 @@ class WaitReason(StrEnum):
     DOES_NOT_FIT = "does_not_fit"
     """A batch left without it: no rank had room for all of it."""
     EXCLUDED = "excluded"
-    """It failed on the instance that was ready, and others may still take it."""
+    """It failed on the instance that was ready, and others may still become available."""
     NO_PREFILL = "no_prefill"
-    """No prefill instance is up, and one may be back soon."""
+    """No prefill instance is up, but one may return soon."""
     NO_DECODE = "no_decode"
-    """No decode instance is up, and one may be back soon."""
+    """No decode instance is up, but one may return soon."""
 
 
 class Waited(msgspec.Struct, frozen=True, omit_defaults=True, gc=False):
-    """From some time on a request waited for this."""
+    """A reason for waiting and its beginning."""
 
     reason: WaitReason
     at_s: float
     """The scheduler's clock."""
     instance: InstanceId = ""
-    """Where: the instance that was expected to be ready first, or the better one."""
+    """The instance that was expected to be ready first, or the better one."""
     until_s: float | None = None
     """When it was expected to be ready, or the prefix to be cached."""
     gain_s: float | None = None

@@ -1,8 +1,8 @@
-"""Where a DP rank's stream of EndForward messages stands: what is new, restarted or lost.
+"""Tracks a DP rank's stream of EndForward messages: which are new, restarted or lost.
 
-Anybody can send in a rank's name, so a message that does not follow the one before it, or of a boot
-that is over, is not believed while the present stream is heard. After a silence another takes its
-place: the true one after a forged message, or that of an engine nobody heard for long."""
+Any host can send in a rank's name. A message that does not follow the previous one, or is of a
+former boot, is rejected while the present stream is active. After a silence another stream takes
+over: the true one after a forged message, or that of an engine not received for long."""
 
 from __future__ import annotations
 
@@ -11,45 +11,44 @@ from typing import NamedTuple
 from sglang_sbs.wire import EndForward
 
 RESUME_S = 2.0
-"""Silence after which another stream is believed. A rank that does not compute speaks once a
-second."""
+"""Silence after which another stream is accepted. An idle rank reports once a second."""
 SILENT_S = 5.0
-"""What a rank has said that does not compute is no fact any more after so long."""
+"""Discard an idle rank's last report after this long without a new one."""
 MOST_LOST = 1024
-"""A sequence number that is further ahead does not follow."""
+"""Largest gap in sequence numbers that still counts as the same stream."""
 
 
 class Taken(NamedTuple):
-    """What is known of a message before its content is read."""
+    """Result of accepting a message, before its content is read."""
 
     restarted: bool
-    """The engine started anew: what was at the rank is gone."""
+    """The engine restarted: everything at the rank is lost."""
     lost_requests: int
-    """Accepted requests whose ids were in messages that did not arrive (yet)."""
+    """Number of accepted requests whose ids were in messages that did not arrive (yet)."""
 
 
 class ReportCursor:
-    """One per DP rank. Messages may be lost, repeated, forged, and arrive in any order."""
+    """One per DP rank. Messages may be lost, repeated, forged or reordered."""
 
     __slots__ = ("_accepted", "_aside", "_retired", "_seq", "boot_id", "reported_s")
 
     def __init__(self) -> None:
         self.boot_id = ""
         self.reported_s: float | None = None
-        """When the newest message came; None: never."""
+        """Time of the newest message; None if there was none."""
         self._seq = -1
         self._accepted = -1
         self._retired = ""
         self._aside: int | None = None
-        """The last sequence number that did not follow, since the stream fell silent."""
+        """Last sequence number that did not follow, since the stream became silent."""
 
     def age_s(self, now_s: float) -> float | None:
-        """Since the newest message; None: there was none."""
+        """Seconds since the newest message; None if there was none."""
         return None if self.reported_s is None else now_s - self.reported_s
 
     def take(self, report: EndForward, now_s: float) -> Taken | None:
-        """Move on to this message; None if it is not believed (older than what is known, of a past
-        boot, far ahead)."""
+        """Advance to this message; return None if it is rejected (outdated, of a former boot, too
+        far ahead)."""
         restarted = False
         silent = self.reported_s is None or now_s - self.reported_s >= RESUME_S
         if report.boot_id != self.boot_id:
@@ -63,7 +62,7 @@ class ReportCursor:
                 return None
             aside, self._aside = self._aside, report.seq
             if aside is None or not _follows(report.seq, aside):
-                return None  # two in a row make a stream
+                return None  # two consecutive numbers make a stream
             self._seq, self._accepted = report.seq - 1, -1
         self._aside = None
         lost = 0

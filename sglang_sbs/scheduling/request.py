@@ -1,4 +1,4 @@
-"""The scheduler's record of one request, which every part of it reads."""
+"""The scheduler's record of one request, read by all its parts."""
 
 from __future__ import annotations
 
@@ -30,63 +30,65 @@ class Request:
     arrived_s: float
     deadline_s: float
     estimated: bool = False
-    """Nobody has counted the prompt."""
+    """The prompt length is an estimate."""
     told_tokens: int = 0
-    """Its length as announced, until an engine has counted it."""
+    """Announced length, until an engine has counted it."""
     exclude: tuple[InstanceId, ...] = ()
     blocks: Sequence[int] = ()
     """Names of its full KV pages (see :class:`~sglang_sbs.scheduling.events.RequestArrived`)."""
     block_tokens: int = 0
     session: str = ""
     priority: int = 0
-    """Larger is more urgent, as are the next two bounded."""
+    """Larger is more urgent, like the next two bounded."""
     ttft_slo_s: float | None = None
     tenant: str = ""
     hits: Hits = NO_HITS
-    """L_hit per rank, as of when it was last looked up."""
+    """L_hit per rank, at the time of the last lookup."""
     upcoming: Sequence[Upcoming] = ()
-    """Ranks that will have some of it, as of then."""
+    """Ranks that will have part of it cached, at the time of the last lookup."""
     hits_version: int = -1
     upcoming_version: int = -1
     cached_tokens: int = 0
-    """L_hit of the rank it was sent to."""
+    """L_hit on the rank it was sent to."""
     decode_hits: dict[int, int] = field(default_factory=dict)
-    """While decode ranks are chosen: tokens of the prompt in their caches, by position."""
+    """Tokens of the prompt cached on decode ranks, by position; set while decode ranks are
+    chosen."""
     total_tokens: int = 0
-    """Prompt plus expected output: what it will occupy in decode."""
+    """Prompt plus expected output: the space it will use in decode."""
     key: float = 0.0
     """Place in the policy's order, smallest first; fixed at arrival."""
     waited_batches: int = 0
-    """How many left without it that it could have been in. 0 means newly arrived."""
+    """Number of batches that left without it and could have included it. 0 means newly arrived."""
     waited_cycles: float = 0.0
-    """``r.wait`` of Algorithm 2. As many batches as there are instances are a cycle."""
+    """``r.wait`` of Algorithm 2; a cycle is as many batches as there are instances."""
     waits_for: WaitReason | None = None
-    """Why it is still here, as far as a decision looked at it."""
+    """Reason for its waiting in the latest decision about it."""
     waits: tuple[Waited, ...] = ()
-    """Whenever that changed."""
+    """History of those reasons."""
     first_batch: int = 0
-    """The number of the last batch that left before it arrived."""
+    """Number of the last batch that left before it arrived."""
     prefill: tuple[InstanceId, int] | None = None
     decode: tuple[InstanceId, int] | None = None
     prefilled: bool = False
     uncached_tokens: int = field(init=False)
-    """L(r) - L_hit(r, d) on the rank that has most of it."""
+    """L(r) - L_hit(r, d) on the rank with the largest hit."""
 
     def __post_init__(self) -> None:
         self.uncached_tokens = self.prompt_tokens - self.hits.best_tokens
 
     def resize(self, prompt_tokens: int) -> None:
-        """Its prompt is taken to be this long, before anybody looked at its hits."""
+        """Set the prompt length, before any cache lookup."""
         self.prompt_tokens = self.uncached_tokens = prompt_tokens
 
     def allowed_on(self, instances: Sequence[_Instance]) -> Sequence[_Instance]:
-        """A retry avoids the instances it failed on, while there are others."""
+        """Return the usable instances: a retry avoids those it failed on while there are others."""
         if not self.exclude:
             return instances
         return [one for one in instances if one.id not in self.exclude] or instances
 
     def may_use(self, instance: _Instance, instances: Iterable[_Instance]) -> bool:
-        """Whether it is one of those; asked often, so all are looked at only if they must be."""
+        """Return whether one instance is usable; called often, so the others are checked only if
+        necessary."""
         exclude = self.exclude
         return instance.id not in exclude or all(one.id in exclude for one in instances)
 
@@ -96,14 +98,14 @@ class Request:
         return hits[rank] if hits is not None else 0
 
     def fetch_tokens(self, instance: InstanceId, rank: int) -> int:
-        """Of these, what the rank must get from shared storage first."""
+        """Return the part of the hit that the rank must first load from shared storage."""
         fetched = self.hits.to_fetch.get(instance)
         return fetched[rank] if fetched is not None else 0
 
     @property
     def cached_until(self) -> int | None:
-        """The last block of it that some rank has: requests with the same one share a prefix that
-        is worth having."""
+        """Name of its last cached block on any rank; requests with the same one share a useful
+        prefix."""
         if not self.hits.best_tokens:
             return None
         return self.blocks[self.hits.best_tokens // self.block_tokens - 1]

@@ -1,30 +1,27 @@
 """The Staggered Batch Scheduler: events and ``now`` in, commands out.
 
-Everything that changes state is in this file or called from it. It knows no sockets, clocks,
-asyncio or SGLang; the router, the simulator and the tests drive this very object.
+All state changes are in this file or called from it. It knows no sockets, clocks, asyncio or
+SGLang; the router, the simulator and the tests drive this same object.
 
-Theory of operation
--------------------
-A request is *queued* from :class:`RequestArrived` until it is dispatched or refused, *dispatched*
-until :class:`PrefillDone`, *decoding* until :class:`RequestEnded`. RequestEnded may come in any
-state and is the only way out after a dispatch; a refusal is the only way out of the queue besides
-it. Everything else is belief about instances (``prefill.instance``, ``decode.instance``), which the
-reports of the engines replace, never add to.
+Theory of operation ------------------- A request is *queued* from :class:`RequestArrived` until it
+is dispatched or refused, *dispatched* until :class:`PrefillDone`, *decoding* until
+:class:`RequestEnded`. RequestEnded may come in any state and is the only way out after a dispatch;
+from the queue a refusal is the only other one. Everything else is an estimate of instances' states
+(``prefill.instance``, ``decode.instance``), which engines' reports replace and never add to.
 
-After every event the same loop runs: time-outs, then the policy is asked for one batch at a time
-until it has none or the event had its share, each batch gets its decode ranks (Algorithm 3 or the
-potential), and the earliest time at which anything could change by itself becomes :class:`WakeAt`.
-A batch's request that no decode rank can admit is not dispatched: a prefill whose decode has no
-room would hold a bootstrap slot and compute nothing. It waits for room, and the oldest such request
-gets a rank kept for it before smaller ones starve it (``decode.admission``). While a role has no
-instance everything waits, for a bounded time (``outage``).
+After every event the same loop runs. Timeouts come first. Then the policy is asked for one batch at
+a time until it has none or the event's share is used, and each batch gets its decode ranks
+(Algorithm 3 or the potential). The earliest time at which anything could change by itself becomes
+:class:`WakeAt`. A request that no decode rank can admit is not dispatched: its prefill would hold a
+bootstrap slot and compute nothing. It waits for room, and a rank is reserved for the oldest such
+request before smaller ones starve it (``decode.admission``). While a role has no instance all
+requests wait, for a bounded time (``outage``).
 
-Not in the table: a request may also enter as *dispatched* (:class:`RequestAdopted`): somebody else
-placed it. Until the next report of its ranks it counts as in flight; that report includes it, so it
-is taken to echo its id. And an instance that goes down keeps its requests in the books until their
+There are two additions. A request may also enter as *dispatched* (:class:`RequestAdopted`), placed
+by another scheduler. It counts as in flight until the next report of its ranks, which includes it,
+so it is assumed to echo its id. And an instance that goes down keeps its requests until their
 RequestEnded, because only the relay knows whether they survive. An unknown rid is ignored
-everywhere, so a late or repeated event is harmless.
-"""
+everywhere, so a late or repeated event is harmless."""
 
 from __future__ import annotations
 
@@ -69,17 +66,17 @@ from sglang_sbs.wire import EndForward
 _OVERLOAD = ("queue_full", "flow_control")
 _ADOPTED_S = 0.05
 _GIVEN_UP_S = 0.02
-"""Thousands may be given up in one moment: so often is looked for what to do about it."""
+"""Thousands of requests can be abandoned at once. Re-plan at most once per this interval."""
 _REPEATED_S = 0.001
-"""All ranks tell of a pass, and each of its requests is answered: what the first one said was acted
-on, and what the others add to it is looked at once."""
+"""All ranks report a pass, and each of its requests is answered. The first report is acted on at
+once, and the others are considered together after this interval."""
 _GO_ON_S = 0.001
-"""Until the next part of work that is too long to be done at once."""
+"""Delay of the next part of work that is too long for one turn."""
 _MOST_UNPLACED = 64
-"""Planning goes on without those that decode had no rank for, until they are so many."""
+"""Planning continues without requests that found no decode rank, up to this number."""
 _MOST_BATCHES = 8
-"""An event plans so many at most, then the next one is due: in a burst of thousands the first leave
-while the others are planned, and what comes meanwhile is heard."""
+"""Largest number of batches planned per event; the next event is then due. In a burst of thousands
+the first requests leave while others are planned, and reports are still handled."""
 _MOST_ADOPTED = 64
 
 
@@ -87,7 +84,8 @@ class Scheduler:
     """See the module's theory of operation."""
 
     def __init__(self, config: SchedulerConfig | None = None, *, remembers: int = 0) -> None:
-        """``remembers``: for how many of the last requests that left :meth:`why` has an answer."""
+        """Create a scheduler; ``remembers`` is the number of departed requests that :meth:`why` can
+        explain."""
         self.config = config or SchedulerConfig()
         self.interval = IntervalController(
             t_default_s=self.config.t_default_s,
@@ -105,18 +103,18 @@ class Scheduler:
         self.queue = RequestQueue(self.policy.key_of, self.prefix.prefill, turns)
         self._requests: dict[str, Request] = {}
         self._adopted: dict[tuple[ev.InstanceId, int], list[str]] = {}
-        """By rank: adopted since its last report, which therefore does not count them."""
+        """By rank: requests adopted since its last report, which therefore does not count them."""
         self._agenda = Agenda()
         self._outage = Outage(self.config.outage_hold_s)
         self._arrivals = 0
         self._lengths = ToldLengths()
         self._wake_s = math.inf
         self._silent_s = math.inf
-        """No decode rank has been silent for too long before."""
+        """No decode rank becomes silent before this time."""
         self._fresh: Request | None = None
         """The request that has just arrived."""
         self._given_up_s = -math.inf
-        """When a request was given up and that was looked at."""
+        """Time of the last re-planning because of an abandoned request."""
         self._admission = DecodeAdmission(ExpectedOutput(self.config.default_output_tokens))
         self.gangs = Gangs(
             members=self._members,
@@ -130,13 +128,14 @@ class Scheduler:
         )
 
     def handle(self, event: ev.Event, now_s: float) -> list[ev.Command]:
-        """Take in one event and return what to do, in order. ``now_s``, the driver's, must not
-        decrease. The last :class:`WakeAt` stays in force until another one replaces it."""
+        """Handle one event and return the commands in order. ``now_s`` is the driver's and must not
+        decrease. The last :class:`WakeAt` stays in force until another replaces it."""
         out: list[ev.Command] = []
         event = self.lone.inside(event)
         self.prefix.advance(now_s)
-        # What only tells of decode moves nothing while nothing waits for room there, and in a large
-        # cluster it is most of what comes. What could change by itself has its WakeAt.
+        # A decode report can start a dispatch only if a request is waiting for decode room. In a
+        # large cluster most events are decode reports, so skip planning for them. Changes by time
+        # have their WakeAt.
         look_in_s: float | None = 0.0
         match event:
             case ev.RequestArrived():
@@ -173,7 +172,7 @@ class Scheduler:
             case ev.PolicySwitched():
                 self._on_switched(event)
             case ev.TimerFired():
-                # No timer is set now: the same time may be asked for again.
+                # No timer is set now, so the same time may be requested again.
                 if self.prefix.unfinished and now_s < self._wake_s:
                     look_in_s = None
                 else:
@@ -181,11 +180,11 @@ class Scheduler:
         if look_in_s == 0.0 or self._wake_s <= now_s:
             self._drive(now_s, out)
         elif look_in_s is not None and self._wake_s > now_s + look_in_s:
-            # One look for all events like this one until then.
+            # One planning serves all such events until then.
             self._wake_s = now_s + look_in_s
             out.append(ev.WakeAt(time_s=self._wake_s))
         if self.prefix.unfinished:
-            # It takes the place of the other one, which is asked for again when it has come.
+            # It replaces the other timer, which is requested again afterwards.
             out.append(ev.WakeAt(time_s=min(now_s + _GO_ON_S, self._wake_s)))
         return out
 
@@ -193,8 +192,8 @@ class Scheduler:
         return snapshot_of(self, now_s)
 
     def why(self, rid: str, now_s: float) -> Why | None:
-        """Why a request left when and where it did, or what it waits for. None: it is unknown, or
-        among those forgotten since."""
+        """Explain why a request left when and where it did, or what it waits for. None: unknown or
+        forgotten."""
         waiting = self._requests.get(rid)
         if waiting is not None and waiting.prefill is None:
             return why_waiting(waiting, self.gangs.count - waiting.first_batch, now_s)
@@ -202,20 +201,21 @@ class Scheduler:
 
     @property
     def throttled(self) -> bool:
-        """Flow control: a request has waited more than N_limit cycles, new ones are refused."""
+        """Flow control: a request has waited for more than N_limit cycles, so new ones are
+        refused."""
         return self.queue.over_limit
 
     @property
     def in_flight_requests(self) -> int:
-        """Dispatched and not ended."""
+        """Number of requests dispatched and not ended."""
         return len(self._requests) - len(self.queue)
 
     def is_up(self, instance: ev.InstanceId) -> bool:
-        """Whether new requests may go there."""
+        """Return whether new requests may go there."""
         return instance not in self._members.down_s
 
     def is_drained(self, instance: ev.InstanceId) -> bool:
-        """Whether it works, and takes no new requests."""
+        """Return whether it works but takes no new requests."""
         return instance in self._members.drained
 
     # Requests -----------------------------------------------------------------------------
@@ -247,7 +247,8 @@ class Scheduler:
         self._policies.offered.arrived(request.uncached_tokens, now_s)
 
     def _on_prefill_done(self, event: ev.PrefillDone, now_s: float) -> bool:
-        """Whether that is news of the instance: not where it reports its passes."""
+        """Handle the end of prefill; return whether it is news about the instance, which it is not
+        if the instance reports its passes."""
         request = self._requests.get(event.rid)
         if request is None or request.prefill is None or request.prefilled:
             return False
@@ -266,7 +267,7 @@ class Scheduler:
         return instance is None or instance.tier != "endforward"
 
     def _on_ended(self, event: ev.RequestEnded) -> bool:
-        """Whether that means something to anybody but its decode rank."""
+        """Handle the end of a request; return whether it matters beyond its decode rank."""
         request = self._requests.pop(event.rid, None)
         if request is None:
             return False
@@ -284,8 +285,8 @@ class Scheduler:
         return not request.prefilled or (request.decode is not None and self._makes_room(name))
 
     def _makes_room(self, instance: ev.InstanceId) -> bool:
-        """Whether something that waits could leave because of what this instance did: anything of
-        a prefill instance, of a decode one only that it has room for what was refused."""
+        """Return whether a waiting request could leave because of this instance: any change of a
+        prefill instance, but of a decode instance only room for requests that lacked it."""
         decode = self.decode.get(instance)
         return decode is None or self._admission.may_admit_now(decode)
 
@@ -311,7 +312,7 @@ class Scheduler:
         self._count_in(request, now_s)
 
     def _count_in(self, request: Request, now_s: float, only: ev.InstanceId | None = None) -> None:
-        """Enter an adopted request in the books of its instances (of ``only`` one)."""
+        """Count an adopted request at its instances (or only at ``only``)."""
         rid, tokens, total = request.rid, request.prompt_tokens, request.total_tokens
         name, rank = request.prefill or ("", 0)
         prefill = self.prefill.get(name) if only in (None, name) else None
@@ -325,18 +326,18 @@ class Scheduler:
             self._await_report((name, rank), rid)
 
     def _await_report(self, rank: tuple[ev.InstanceId, int], rid: str) -> None:
-        """The next report of the rank contains a request that was adopted."""
+        """Remember an adopted request that the next report of the rank will include."""
         rids = self._adopted.setdefault(rank, [])
         rids.append(rid)
         if len(rids) > _MOST_ADOPTED + 2 * len(self._requests):
-            # It never reports.
+            # The rank never reports.
             self._adopted[rank] = [one for one in rids if one in self._requests]
 
     # Instances ----------------------------------------------------------------------------
 
     def _on_up(self, event: ev.InstanceUp, now_s: float) -> None:
         for name in self._members.up(event):
-            for request in self._requests.values():  # adopted before their instance was up
+            for request in self._requests.values():  # adopted before the instance was up
                 if request.prefill is not None:
                     request.prefill = self.lone.place(*request.prefill)
                 self._count_in(request, now_s, only=name)
@@ -350,7 +351,8 @@ class Scheduler:
         self._outage.on_topology_change(up, self._members.up_decode, self.queue, now_s)
 
     def _on_report(self, event: ev.ForwardEnded, now_s: float) -> bool:
-        """Whether it is news of the instance, not of one more rank in a pass that is known."""
+        """Handle a report; return whether it is news about the instance, not one more rank of a
+        known pass."""
         report = event.report
         here = event.instance, report.dp_rank
         for one in report.accepted:
@@ -383,12 +385,12 @@ class Scheduler:
         return True
 
     def _is_elsewhere(self, rid: str, place: tuple[ev.InstanceId, int]) -> bool:
-        """Whether an adopted request was found on another rank since it was adopted."""
+        """Return whether an adopted request was found on another rank since."""
         request = self._requests.get(rid)
         return request is not None and place not in (request.prefill, request.decode)
 
     def _follow(self, decode: DecodeInstance, report: EndForward) -> None:
-        """Enter requests where the engine put them, which chooses ranks itself."""
+        """Move requests to the decode ranks reported by an engine that chooses ranks itself."""
         if not 0 <= report.dp_rank < decode.dp_size:
             return
         for rid in report.rids:
@@ -422,12 +424,14 @@ class Scheduler:
                 instance.watchdog.on_cluster(interval.mean_forward_s)
 
     def _on_switched(self, event: ev.PolicySwitched) -> None:
-        """Only the rule changes. Whatever waits is placed by the new one in the look that follows;
-        an immediate policy places a part at each look until nothing waits."""
+        """Switch the rule. The new policy places waiting requests in the following planning; an
+        immediate policy places some at each planning until none wait."""
         if event.policy == self.config.policy:
             return
         config = msgspec.structs.replace(self.config, policy=event.policy)
-        self.policy, self.gangs.choose_decode = self._policies.choose(config)  # may be others' code
+        self.policy, self.gangs.choose_decode = self._policies.choose(
+            config
+        )  # may be third-party code
         self.config = config
         self.gangs.policy = self.policy
         self.policy.on_topology_change(self._members.up_prefill)
@@ -459,7 +463,9 @@ class Scheduler:
         for _ in range(_MOST_BATCHES):
             if not (instances and self._members.up_decode and len(self.queue)):
                 break
-            asked = admissible if unplaced or not holds else admits  # often: for all that wait
+            asked = (
+                admissible if unplaced or not holds else admits
+            )  # called often, for all waiting requests
             plan = self.policy.plan(self.queue, instances, asked, now_s)
             left = self.gangs.commit(plan, now_s, out)
             if len(left) < len(plan.placements):
@@ -491,7 +497,7 @@ class Scheduler:
         self._wake_s = wake_s
 
     def _fall_silent(self, now_s: float) -> None:
-        """What decode ranks said long ago is forgotten."""
+        """Discard old reports of silent decode ranks."""
         times_s = [decode.advance(now_s) for decode in self.decode.values()]
         self._silent_s = min(times_s, default=math.inf)
 

@@ -1,4 +1,4 @@
-"""The scheduler's state as plain data, for metrics, dashboards and people."""
+"""The scheduler's state as plain data, for metrics and dashboards."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ if TYPE_CHECKING:
 
 
 class PrefillRankState(msgspec.Struct, frozen=True):
-    """One prefill DP rank; tokens."""
+    """State of one prefill DP rank; tokens."""
 
     c_avail: int
     flight_tokens: int
     queued_tokens: int
     outstanding_requests: int
     age_s: float | None
-    """Since its last EndForward message; None: never."""
+    """Seconds since its last EndForward message; None if there was none."""
 
 
 class PrefillState(msgspec.Struct, frozen=True):
@@ -44,9 +44,9 @@ class PrefillState(msgspec.Struct, frozen=True):
     chunk_tokens: int = 0
     """C_chunk per rank."""
     barrier: bool = True
-    """False: each rank makes passes of its own, so that ``passes`` counts those of all ranks."""
+    """False: each rank runs its own passes, so ``passes`` counts those of all ranks."""
     drained: bool = False
-    """It works, and takes no new requests."""
+    """It works but takes no new requests."""
     stalled: bool = False
     """It has work that no pass takes, so nothing more is sent there."""
     full_pass_s: float = 0.0
@@ -54,7 +54,7 @@ class PrefillState(msgspec.Struct, frozen=True):
 
 
 class DecodeRankState(msgspec.Struct, frozen=True):
-    """One decode DP rank: ⟨B_i, K_i⟩ with own dispatches counted."""
+    """State of one decode DP rank: ⟨B_i, K_i⟩ with own dispatches included."""
 
     running: int
     kv_tokens: int
@@ -67,22 +67,22 @@ class DecodeState(msgspec.Struct, frozen=True):
     up: bool
     ranks: list[DecodeRankState]
     kv_capacity_tokens: int = 0
-    """Per rank; 0: unknown."""
+    """KV tokens per rank; 0: unknown."""
     drained: bool = False
-    """It works, and takes no new requests."""
+    """It works but takes no new requests."""
     max_running: int = 0
-    """Requests per rank; 0: unknown."""
+    """Request limit per rank; 0: unknown."""
 
 
 class Snapshot(msgspec.Struct, frozen=True):
-    """Everything the scheduler would show."""
+    """The scheduler's state."""
 
     policy: str
     trigger: str
     queue_requests: int
     queue_tokens: int
     in_flight_requests: int
-    """Dispatched and not ended."""
+    """Number of requests dispatched and not ended."""
     oldest_wait_s: float
     interval_s: float
     mean_forward_s: float
@@ -94,13 +94,13 @@ class Snapshot(msgspec.Struct, frozen=True):
     prefill: list[PrefillState]
     decode: list[DecodeState]
     prefix_blocks: int = 0
-    """Entries of the prefix index."""
+    """Number of entries in the prefix index."""
     queue_classes: dict[str, int] = {}
-    """Requests waiting, by class of priority."""
+    """Waiting requests by class of priority."""
     holding: bool = True
-    """False while requests leave at once, as batches do not arrive whole (``hold_guard``)."""
+    """False while requests leave at once because batches do not arrive whole (``hold_guard``)."""
     queue_tenants: int = 0
-    """With requests waiting; 0 while no request names one."""
+    """Number of tenants with waiting requests; 0 if no request names one."""
 
 
 def snapshot_of(scheduler: Scheduler, now_s: float) -> Snapshot:
@@ -133,8 +133,8 @@ def snapshot_of(scheduler: Scheduler, now_s: float) -> Snapshot:
 
 
 def _prefill_state(instances: Worker, scheduler: Scheduler, now_s: float) -> PrefillState:
-    """Of one instance; without a barrier of all that the worker is: means of what is learned, sums
-    of what is counted, of times the soonest."""
+    """Return the state of one instance. Without a barrier it combines all ranks of the worker:
+    means of learned values, sums of counts, and the earliest of times."""
     latency_s = scheduler.interval.latency_s
     return PrefillState(
         instance=instances[0].worker,

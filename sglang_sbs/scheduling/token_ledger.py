@@ -1,4 +1,4 @@
-"""Tokens by request with their running totals."""
+"""Tokens by request, with running totals."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from sglang_sbs.scheduling.paging import paged
 
 
 class TokenLedger:
-    """An insertion-ordered map from request id to tokens whose sums cost nothing to read."""
+    """An insertion-ordered map from request id to tokens with totals in constant time."""
 
     __slots__ = ("_page", "_tokens", "charged", "total")
 
@@ -17,7 +17,7 @@ class TokenLedger:
         self._page = page
         self.total = 0
         self.charged = 0
-        """The same in whole pages per request."""
+        """Total in whole pages per request."""
 
     def __len__(self) -> int:
         return len(self._tokens)
@@ -29,7 +29,7 @@ class TokenLedger:
         return self._tokens[rid]
 
     def set_page(self, page: int) -> None:
-        """Pages of so many tokens are charged from now on."""
+        """Charge pages of this many tokens from now on."""
         self._page = page
         self.charged = self._charge(self._tokens)
 
@@ -41,7 +41,7 @@ class TokenLedger:
         self.charged += paged(tokens, self._page)
 
     def add_oldest(self, tokens: dict[str, int]) -> None:
-        """Enter requests that are not there, before all others."""
+        """Insert missing requests before all others."""
         self._tokens = {**tokens, **self._tokens}
         self.total += sum(tokens.values())
         self.charged += self._charge(tokens)
@@ -53,7 +53,7 @@ class TokenLedger:
         self.charged += paged(before - tokens, self._page) - paged(before, self._page)
 
     def pop(self, rid: str) -> int | None:
-        """Remove a request; its tokens, or None if it is not there."""
+        """Remove a request; return its tokens, or None if it is missing."""
         tokens = self._tokens.pop(rid, None)
         if tokens is not None:
             self.total -= tokens
@@ -61,7 +61,7 @@ class TokenLedger:
         return tokens
 
     def oldest(self, count: int | None = None) -> list[str]:
-        """The first ``count`` requests entered (all by default)."""
+        """Return the first ``count`` requests inserted (all by default)."""
         return list(islice(self._tokens, count))
 
     def clear(self) -> None:

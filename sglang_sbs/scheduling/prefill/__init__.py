@@ -1,1 +1,1 @@
-"""What is believed of prefill instances: ranks, passes, and when the next one ends."""
+"""Estimated state of prefill instances: ranks, passes, and when the next one ends."""

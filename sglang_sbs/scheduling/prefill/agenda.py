@@ -1,5 +1,5 @@
-"""When each prefill instance is to be looked after again (:meth:`.PrefillInstance.advance`): when
-it has changed, when its time has come, and at every event while its time depends on others."""
+"""Schedules the updates of prefill instances (:meth:`.PrefillInstance.advance`): after a change, at
+their due time, and at every event while an instance's time depends on others."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ from sglang_sbs.scheduling.prefill.instance import PrefillInstance
 
 
 class Timetable:
-    """Times of numbered things, at most one each, kept in order while single ones change."""
+    """At most one time per number, kept in order as single ones change."""
 
     __slots__ = ("_time_of", "ordered")
 
     def __init__(self) -> None:
         self._time_of: dict[int, float] = {}
         self.ordered: list[tuple[float, int]] = []
-        """Time and number, the earliest first. Not to be changed from outside."""
+        """Time and number, earliest first. Do not change it from outside."""
 
     def set(self, number: int, time_s: float | None) -> None:
-        """Its time is this one now; None: it has none."""
+        """Set the time of a number; None removes it."""
         before_s = self._time_of.get(number)
         if time_s == before_s:
             return
@@ -34,15 +34,15 @@ class Timetable:
 
 
 class Agenda:
-    """Of all instances that are known, up or down."""
+    """Updates of all known instances, up or down."""
 
     def __init__(self) -> None:
         self._instances: list[PrefillInstance] = []
         self._number_of: dict[PrefillInstance, int] = {}
         self._changed: set[PrefillInstance] = set()
-        """Or to be called at every event."""
+        """Instances to update at the next event."""
         self._due = Timetable()
-        """Of all others, by number."""
+        """Due times of all others, by number."""
 
     def on_topology_change(self, instances: Iterable[PrefillInstance]) -> None:
         for instance in self._instances:
@@ -55,8 +55,8 @@ class Agenda:
             instance.subscribe(self._changed)
 
     def advance(self, now_s: float, latency_s: float) -> tuple[float, set[PrefillInstance]]:
-        """Let happen what is due. Returns when to call again even if nothing changes, infinity for
-        never; and who is due again at this very moment."""
+        """Update all due instances. Returns the time of the next call even without changes
+        (infinity for never), and the instances that are due again at this moment."""
         asked = self._changed.copy()
         self._changed.clear()
         for due_s, number in self._due.ordered:

@@ -1,5 +1,5 @@
-"""The books of one prefill instance: its ranks, its passes in flight, and what follows from them,
-as C_avail and when the next pass could start. How a signal changes them says :mod:`.instance`."""
+"""Accounting of one prefill instance: its ranks, its passes in flight, and derived values such as
+C_avail and the next possible start of a pass. :mod:`.instance` updates it from reports."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from sglang_sbs.scheduling.prefill.watchdog import Watchdog
 from sglang_sbs.wire import EndForward
 
 STALLED_S = 60.0
-"""An instance that takes nothing is expected to go on after this long."""
+"""Expected further delay of an instance that takes nothing."""
 Tier = Literal["none", "interval", "http", "load_poll", "endforward"]
-"""Which signal readiness rests on, the weakest first. ``none``: nothing heard yet. ``interval``:
-fell silent, served at fixed intervals (paper section 4.1.2, graceful degradation)."""
+"""Report source behind readiness, weakest first. ``none``: nothing received yet. ``interval``:
+became silent, and is served at fixed intervals (paper section 4.1.2, graceful degradation)."""
 
 
 class PrefillBooks:
-    """What is believed to be at one prefill instance with ``dp_size`` ranks."""
+    """Requests and passes assumed at one prefill instance with ``dp_size`` ranks."""
 
     def __init__(
         self,
@@ -35,7 +35,7 @@ class PrefillBooks:
         default_chunk_tokens: int,
         worker: InstanceId = "",
     ) -> None:
-        """``worker``: whose rank it is, where each rank is an instance
+        """Create the accounting; ``worker`` is the owner if each rank is an instance
         (:mod:`sglang_sbs.scheduling.lone_ranks`)."""
         self.id: InstanceId = up.instance
         self.worker = worker or up.instance
@@ -48,7 +48,7 @@ class PrefillBooks:
         self.passes: list[Pass] = []
         self.tier: Tier = "none"
         self.ready = True
-        """EndForward (or quiescence) since the last dispatch."""
+        """EndForward (or quiescence) was received since the last dispatch."""
         self.watchdog = Watchdog(t_default_s)
         self._device = DeviceTime(t_default_s)
         self.pause = EnginePause()
@@ -56,46 +56,45 @@ class PrefillBooks:
         self.free_since_s = float("-inf")
         self.last_dispatch_s = float("-inf")
         self.left_s = -math.inf
-        """When all have left that were dispatched."""
+        """Time when all dispatched requests have left."""
         self.passes_ended = 0
         self._outstanding = 0
         self._batch: Sent | None = None
-        """The newest one."""
+        """The newest batch."""
         self.backlog_tokens = 0
-        """Dispatched or queued and in no pass yet, all ranks."""
+        """Tokens dispatched or queued and in no pass yet, on all ranks."""
         self.charged_tokens = 0
-        """What that costs of the chunks to come."""
+        """Tokens of future chunks that the backlog costs."""
         self.cached_share = 0.0
-        """Of the prompts that were sent last, smoothed."""
+        """Smoothed cached share of recently sent prompts."""
         self.has_flight = False
         """Whether any request is dispatched and not yet accepted."""
         self._ahead_tokens: list[int] | None = None
-        """Remembered until the ledgers change, as are the next."""
+        """Cached until the ledgers change, like the next ones."""
         self._least_ahead_tokens: int | None = None
         self._next_pass_s: float | None = None
         self._longest_prompt_tokens: int | None = None
         self.version = 0
         """Grows with every change of the ledgers, the model or the limits."""
         self._presumed_id = -1
-        """Newest pass that some rank has told of for all."""
+        """Newest pass reported by one rank for all ranks."""
         self._followers: list[set[Any]] = []
 
     def subscribe(self, changed: set[Any]) -> None:
-        """From now on it enters itself there whenever anything about it may have changed."""
+        """Add this instance to ``changed`` whenever any of its state may have changed."""
         self._followers.append(changed)
 
     def unsubscribe(self, changed: set[Any]) -> None:
         self._followers = [one for one in self._followers if one is not changed]
 
     def set_limits(self, up: InstanceUp) -> None:
-        """Chunk, page, overlap scheduling and graphs as the engine has them."""
+        """Set chunk, page, overlap scheduling and graphs from the engine."""
         self._set_room(up)
         self.model.captured_tokens = up.captured_tokens
         self._recount()
 
     def resize(self, up: InstanceUp) -> None:
-        """DP ranks joined or left while the engine runs (elastic EP); the first ones stay as they
-        are."""
+        """DP ranks joined or left at runtime (elastic EP); the first ones stay as they are."""
         size = self.dp_size = up.dp_size
         del self.ranks[size:]
         self.ranks += [PrefillRank() for _ in range(size - len(self.ranks))]
@@ -109,58 +108,58 @@ class PrefillBooks:
 
     def _set_room(self, up: InstanceUp) -> None:
         self.page = max(1, up.charged_page or up.page_size)
-        """Tokens per page that a request is charged of the chunk."""
+        """Page size by which a request is charged tokens of the chunk."""
         self.chunk_tokens = whole_pages(up.chunk_tokens or self.chunk_tokens, self.page)
         self.capacity_tokens = self.chunk_tokens * self.dp_size
-        """Of a pass with a full chunk on every rank."""
+        """Tokens of a pass with a full chunk on every rank."""
         self.overlap = up.overlap
-        # A limit that no chunk can hold is none.
+        # Ignore a limit that no chunk can reach.
         most = up.prefill_max_requests
         self.prefill_max_requests = most if 0 < most * self.page < self.chunk_tokens else 0
-        """Of a rank in one pass; 0: no limit."""
+        """Limit on requests per rank and pass; 0: no limit."""
         for rank in self.ranks:
             rank.set_limits(self.page, self.chunk_tokens, self.prefill_max_requests)
 
     # Questions ----------------------------------------------------------------------------
 
     def c_avail(self, passes: int = 1) -> list[int]:
-        """C_avail per rank for the next pass to be launched (paper section 4.2.1), tokens; for
-        several, what fits into them together and no more than a chunk. Charged, as all that is
-        weighed against it must be. Nothing where a pass holds as many requests as it may."""
+        """Return C_avail per rank for the next pass to be launched (paper section 4.2.1) in charged
+        tokens, like everything compared with it. For several passes: the room in all of them, at
+        most one chunk. Zero where a pass is full by its number of requests."""
         chunks_tokens = passes * self.chunk_tokens
         room = [chunks_tokens - ahead for ahead in self.ahead_tokens]
         if passes == 1:
-            return room  # what is taken of a KV pool is in ahead_tokens, up to a chunk
+            return room  # ahead_tokens includes a full KV pool, up to a chunk
         pools = [rank.kv_room_tokens for rank in self.ranks]
         most = [self.chunk_tokens if pool is None else pool for pool in pools]
         return [min(self.chunk_tokens, *pair) for pair in zip(room, most, strict=True)]
 
     def places(self, passes: int = 1) -> list[int] | None:
-        """Requests per rank that the same pass still takes; None: any number."""
+        """Return the number of requests per rank that the pass can still take; None: unlimited."""
         most = self.prefill_max_requests
         if not most:
             return None
         return [max(0, min(most, passes * most - rank.backlog_requests)) for rank in self.ranks]
 
     def capacity_of(self, mean_tokens: float) -> float:
-        """Tokens of a pass that takes as many requests of this mean length as it may."""
+        """Return the tokens of a pass with the largest number of requests of this mean length."""
         if not self.prefill_max_requests:
             return self.capacity_tokens
         return min(self.capacity_tokens, self.dp_size * self.prefill_max_requests * mean_tokens)
 
     def full_pass(self, mean_tokens: float) -> tuple[float, float]:
-        """The same, and the predicted forward time of such a pass."""
+        """Return the same and the predicted forward time of such a pass."""
         tokens = self.capacity_of(mean_tokens)
         return tokens, self.model.predict_s([round(tokens / self.dp_size)] * self.dp_size)
 
     @property
     def tokens_per_s(self) -> float:
-        """Without the fixed time of its passes."""
+        """Throughput without the fixed time of passes."""
         return self.dp_size / self.model.slope_s_per_token()
 
     @property
     def longest_prompt_tokens(self) -> int:
-        """Of the prompts that are not computed yet; cached or not."""
+        """Length of the longest prompt not computed yet, cached or not."""
         if self._longest_prompt_tokens is None:
             self._longest_prompt_tokens = max([rank.prompts.longest_tokens for rank in self.ranks])
         return self._longest_prompt_tokens
@@ -171,7 +170,7 @@ class PrefillBooks:
         return self.has_room_in(1)
 
     def has_room_in(self, passes: int) -> bool:
-        """The same of so many passes together."""
+        """Return whether C_avail over this many passes is positive on some rank."""
         if self._least_ahead_tokens is None:
             self._least_ahead_tokens = min(self.ahead_tokens)
         return self._least_ahead_tokens < passes * self.chunk_tokens
@@ -184,7 +183,8 @@ class PrefillBooks:
         return self._ahead_tokens
 
     def has_room_beside(self, report: EndForward) -> bool:
-        """Whether a page would have fitted into the reported pass, whatever its requests were."""
+        """Return whether another page would have fitted into the reported pass, for any sizes of
+        its requests."""
         if 0 < self.prefill_max_requests <= report.batch_size:
             return False
         charged = report.extend_tokens + report.batch_size * (self.page - 1)
@@ -192,41 +192,42 @@ class PrefillBooks:
 
     @property
     def idle(self) -> bool:
-        """Quiescence, and the engine's own pause after the last pass is over."""
+        """Whether the instance is quiescent, and the engine's own pause after the last pass is
+        over."""
         return self.quiescent and not self.pause.on
 
     @property
     def quiescent(self) -> bool:
-        """No pass runs and nothing waits for one (paper section 4.1.2)."""
+        """Whether no pass runs and nothing waits for one (paper section 4.1.2)."""
         return not self.passes and self.backlog_tokens == 0
 
     @property
     def stage(self) -> tuple[Tier, bool, int, int]:
-        """How far it is: what of it rests on whom, whether it is free, and its newest passes."""
+        """A summary of progress: report source, idleness, and newest pass."""
         newest_id = self.passes[-1].forward_id if self.passes else None
         newest_id = -1 if newest_id is None else newest_id
         return self.tier, self.idle, len(self.passes), newest_id
 
     @property
     def takes_nothing(self) -> bool:
-        """Whether no rank would begin what is sent now."""
+        """Whether no rank would begin a request sent now."""
         return all(rank.takes_nothing for rank in self.ranks)
 
     @property
     def launching(self) -> bool:
-        """No pass runs but there is a backlog, so one is about to start without us knowing it."""
+        """Whether a pass is about to start without a report: there is a backlog, but no pass."""
         return not self.passes and self.backlog_tokens > 0
 
     @property
     def rests(self) -> bool:
-        """Whether time does nothing to it before the watchdog fires, unless something is heard."""
+        """Whether time changes nothing before the watchdog fires, unless a report arrives."""
         return not (self.launching or self.pause.on) and (
             self.tier == "endforward" or not self.passes
         )
 
     def free_at_s(self, now_s: float, latency_s: float) -> float:
-        """When it could launch something new: the predicted end of all that is launched, and the
-        pause that usually follows; or the end of what is about to be."""
+        """Return the time when it could launch something new: the predicted end of all launched
+        passes plus the usual pause, or the end of a pass about to start."""
         if self.takes_nothing:
             return now_s + STALLED_S
         if self.passes:
@@ -241,13 +242,13 @@ class PrefillBooks:
 
     @property
     def forms_ahead(self) -> bool:
-        """Whether its next pass is formed when the one before it starts."""
+        """Whether its next pass is formed when the previous one starts."""
         return self.overlap and len(self.passes) > 1 and self.backlog_tokens > 0
 
     def forms_at_s(self, now_s: float, latency_s: float) -> float:
-        """When the batch is formed that what is sent now could still be in: when the instance is
-        free, or, under overlap scheduling with something left over behind a queued pass, when that
-        one starts, at the end of the running one."""
+        """Return the time when the batch is formed that could still include a request sent now.
+        That is when the instance is free. Under overlap scheduling, with requests left over behind
+        a queued pass, it is when that pass starts, at the end of the running one."""
         if self.forms_ahead:
             return self.passes[-1].start_s
         return self.free_at_s(now_s, latency_s)
@@ -265,12 +266,12 @@ class PrefillBooks:
     # Inside -------------------------------------------------------------------------------
 
     def _changes(self) -> None:
-        """To be called by whatever changes anything, before or after it."""
+        """Mark the instance as changed; called by every change, before or after it."""
         for changed in self._followers:
             changed.add(self)
 
     def _recount(self) -> None:
-        """After anything that changed a rank's ledgers."""
+        """Update derived values after a change of a rank's ledgers."""
         self._forget_sums()
         self.backlog_tokens = sum([rank.flight.total + rank.queued_tokens for rank in self.ranks])
         self.charged_tokens = sum([rank.charged_tokens for rank in self.ranks])
@@ -286,7 +287,7 @@ class PrefillBooks:
         self._ahead_tokens = self._least_ahead_tokens = None
 
     def next_pass_s(self) -> float:
-        """Predicted forward time of a pass with what waits for it now."""
+        """Return the predicted forward time of a pass with the requests now waiting for it."""
         if self._next_pass_s is None:
             tokens = [rank.next_tokens(self.chunk_tokens) for rank in self.ranks]
             self._next_pass_s = self.model.predict_s(tokens, self._pairs(tokens))
@@ -294,7 +295,7 @@ class PrefillBooks:
 
     @property
     def known_pass_s(self) -> float | None:
-        """:meth:`next_pass_s`, where it was asked for since something changed."""
+        """:meth:`next_pass_s`, if it was computed since the last change."""
         return self._next_pass_s
 
     def _pairs(self, tokens: list[int]) -> list[float]:
@@ -309,17 +310,19 @@ class PrefillBooks:
         return [rank.prompts.compute(mine) for rank, mine in zip(self.ranks, tokens, strict=True)]
 
     def _is_over(self, forward_id: int) -> bool:
-        """Another rank has said so: the message about its launch is late, nobody knows how much."""
+        """Return whether another rank has reported the end, so that this report of the launch is
+        late by an unknown time."""
         return forward_id <= max([rank.last_forward_id for rank in self.ranks])
 
     def _rechain(self, start_s: float) -> None:
-        """Re-anchor what is behind a pass that just ended."""
+        """Shift passes behind one that just ended."""
         for running in self.passes:
             running.start_s = start_s
             running.end_s = start_s = start_s + self.model.predict_s(running.tokens, running.pairs)
 
     def _drop_presumed(self) -> None:
-        """A report supersedes presumed passes; what no rank acknowledged is in flight again."""
+        """Replace presumed passes by a report; requests not acknowledged by any rank are in flight
+        again."""
         presumed = [p for p in self.passes if p.forward_id is None]
         if not presumed:
             return

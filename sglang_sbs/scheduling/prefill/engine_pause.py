@@ -1,10 +1,10 @@
-"""The engine's own pause between the end of a pass and the launch of the next.
+"""The engine's own pause between the end of a pass and the next launch.
 
-SGLang's scheduler loop works between two passes: it processes results, takes requests in, forms the
-batch. A loop that then finds nothing to launch reports ``idle`` (``engine/hooks.py``, hook on
-``Scheduler.on_idle``). So a launch without such a report since the last end was delayed by the
-engine alone, whenever its requests were sent, and until that report an engine is busy, not idle.
-"""
+Between two passes SGLang's scheduler loop processes results, accepts requests and forms the batch.
+A loop that then finds nothing to launch reports ``idle`` (``engine/hooks.py``, hook on
+``Scheduler.on_idle``). A launch without such a report since the last end was therefore delayed by
+the engine alone, whenever its requests were sent, and until that report an engine is busy, not
+idle."""
 
 from __future__ import annotations
 
@@ -23,20 +23,20 @@ class EnginePause:
         self.learned = 0
         """Number of samples."""
         self.until_s = -math.inf
-        """Predicted end of the pause that the instance is in; minus infinity: in none."""
+        """Predicted end of the present pause; minus infinity without one."""
         self._rested_id = -1
 
     @property
     def on(self) -> bool:
-        """Whether the engine is believed to be between two passes, not idle."""
+        """Whether the engine is between two passes, not idle."""
         return self.until_s > -math.inf
 
     def begin(self, end_s: float) -> None:
-        """A pass ended at ``end_s`` and no other one is queued behind it."""
+        """Begin a pause: a pass ended at ``end_s`` with no other queued behind it."""
         self.until_s = end_s + self.mean_s
 
     def end(self) -> None:
-        """The engine launched, reported that it rests, or the pause has passed."""
+        """End the pause: the engine launched, reported idleness, or the time has passed."""
         self.until_s = -math.inf
 
     def rests(self, forward_id: int) -> None:
@@ -49,12 +49,12 @@ class EnginePause:
         return self._rested_id >= forward_id
 
     def forget_ids(self) -> None:
-        """The engine restarted: forward ids start anew."""
+        """The engine restarted, so forward ids start anew."""
         self._rested_id = -1
         self.end()
 
     def observe(self, pause_s: float) -> None:
-        """A launch followed the last end after ``pause_s``, and nothing else held it up."""
+        """Learn from a launch ``pause_s`` after the last end that nothing else delayed."""
         self.learned += 1
         share = max(_LEAST_SHARE, 1 / self.learned)
         self.mean_s += share * (pause_s - self.mean_s)

@@ -1,19 +1,16 @@
 """Predicts the forward time of a prefill pass from its tokens per DP rank, learning online.
 
 The fit is T = a + b_mean * mean_d(tokens_d) + max_d(b_max * tokens_d + e * pairs_d). ``pairs_d``
-are the attention pairs of a rank, chunk * (context + chunk / 2) summed over its prompts: nothing
-for short prompts, half of the time for the last chunk of a long one. The maximum is of the sum: the
-others wait for one rank, whatever it is busy with. Which one that is follows from the fit so far.
+are the attention pairs of a rank, chunk * (context + chunk / 2) summed over its prompts: negligible
+for short prompts, half of the time for the last chunk of a long one. The maximum is of the sum,
+because the others wait for the slowest rank. Which rank that is follows from the current fit.
 
-Which passes are believed
--------------------------
-An engine compiles kernels and captures graphs in its first passes, which then take a hundred times
-as long. So the first passes are kept, and with each of them the question is asked again which of
-them the others contradict; if the answer changes, the fit begins anew without those. Later a pass
-counts as at most some multiple of the usual error (GC pause, preemption). If nearly all of the last
-ones were far off on the same side, the engine has changed its speed, and the fit begins anew with
-these.
-"""
+Selection of passes ------------------- An engine compiles kernels and captures graphs in its first
+passes, which then take a hundred times as long. So the first passes are kept, and after each of
+them it is decided again which ones the others contradict; if the answer changes, the fit restarts
+without those. Later a pass counts as at most some multiple of the usual error (GC pause,
+preemption). If nearly all of the last ones were far off on the same side, the engine's speed has
+changed, and the fit restarts with these."""
 
 from __future__ import annotations
 
@@ -26,16 +23,17 @@ from sglang_sbs.scheduling.paging import padded
 _FEATURES = 4
 _PRIOR = (0.5, 0.25, 0.25, 0.0)
 _PRIOR_TRUST = (0.5, 0.1, 0.1, 0.1)
-"""In passes."""
+"""Weight of the prior, in passes."""
 _FORGET = 0.98
 _WARM_UP = 10
-"""Passes after a start among which outliers are looked for."""
+"""Number of first passes among which outliers are searched."""
 _GROSS = 4.0
-"""One of the first passes is an outlier if it took this many times what the others make expect."""
+"""One of the first passes is an outlier above this multiple of the time expected from the
+others."""
 _GROSS_FOR_DEFAULT = 10.0
-"""The same for the very first, of which there is only T_default to judge by."""
+"""The same for the very first pass, which can only be compared with T_default."""
 _AGREE = 2.0
-"""Unless there are several and all passes together are explained as well as this."""
+"""Exception: several passes are no outliers if one fit explains all passes this well."""
 _OUTLIER = 4.0
 """A residual is clipped at this many smoothed absolute errors. The error itself grows by the
 clipped residuals."""
@@ -44,8 +42,8 @@ _RELATIVE_ERROR = 0.05
 _LAST = 6
 _LASTING = 5
 _OTHER_SPEED = 1.6
-"""So many of the last that took more (or less) than this many times the prediction are a change of
-speed. With 30 % of jitter it is one pass in 17."""
+"""A change of speed: this many of the last passes took more (or less) than this multiple of the
+prediction. With 30 % of jitter that happens to one pass in 17."""
 _ERROR_STEP = 0.1
 _USUAL_IMBALANCE = 1.1
 """The heaviest rank of a batch, as a multiple of the mean."""
@@ -60,7 +58,7 @@ class _Observed(NamedTuple):
 
 
 class PassCost(NamedTuple):
-    """The fit at one time, which what is learned later does not change."""
+    """The fit at one time, unaffected by later learning."""
 
     weights: Sequence[float]
     token_unit: float
@@ -88,14 +86,14 @@ class ForwardModel:
         self._prior: Sequence[float] = _PRIOR
         self._prior_error_s = 0.1 * t_default_s
         self._first: list[_Observed] = []
-        """Since the fit began, while there are few."""
+        """First passes since the fit began."""
         self._believed: list[int] = []
-        """Of these, by position."""
+        """Positions of those without the outliers."""
         self._last: deque[tuple[int, _Observed]] = deque(maxlen=_LAST)
-        """After the first ones; 1 if it took far longer than predicted, -1 if far less."""
+        """Passes after the first ones; 1 if it took far longer than predicted, -1 if far less."""
         self.captured_tokens: Sequence[int] = ()
-        """Of the engine's prefill graphs, see :func:`padded`. What :meth:`rank_s` and
-        :meth:`pass_s` add up is not padded: it is about chunks, which graphs rarely hold."""
+        """Sizes of the engine's prefill graphs, see :func:`padded`. :meth:`rank_s` and
+        :meth:`pass_s` are not padded, because they are for chunks, which are rarely captured."""
         self.passes = 0
         self._begin()
 
@@ -110,27 +108,28 @@ class ForwardModel:
         return max(1e-9, slope * self._time_unit_s / self._token_unit)
 
     def _learned(self) -> None:
-        """Asked far more often than it changes."""
+        """Update values that are read far more often than they change."""
         self.fixed_s = max(0.0, self._fit.weights[0]) * self._time_unit_s
-        """a: the time of an empty pass."""
+        """Coefficient a, the time of an empty pass."""
         self._usual_slope_s = self._slope_s(_USUAL_IMBALANCE)
-        # Solving makes a new list of weights, so this one stays as it is.
+        # Solving creates a new list of weights, so this one stays unchanged.
         self.cost = PassCost(self._fit.weights, self._token_unit, self._time_unit_s)
 
     def predict_s(self, tokens_per_rank: Sequence[int], pairs: Sequence[float] = ()) -> float:
-        """Forward time of a pass with these extend tokens on each rank; at least 1 ms. ``pairs``:
-        attention pairs of each rank; empty: none."""
+        """Return the forward time of a pass with these extend tokens on each rank, at least 1 ms.
+        ``pairs``: attention pairs of each rank; empty for none."""
         value = self._fit.value(self._features(tokens_per_rank, pairs))
         return max(1e-3, value * self._time_unit_s)
 
     def rank_s(self, tokens: float, pairs: float) -> float:
-        """What a rank with these tokens and attention pairs adds if the others wait for it."""
+        """Return the time added by a rank with these tokens and attention pairs if the others wait
+        for it."""
         unit = self._token_unit
         own = self._fit.weights[1] * tokens + 2 * self._fit.weights[3] * pairs / unit
         return own / unit * self._time_unit_s
 
     def slowest_s(self, ranks: Iterable[tuple[float, float]]) -> float:
-        """The largest :meth:`rank_s` of these tokens and attention pairs."""
+        """Return the largest :meth:`rank_s` of these tokens and attention pairs."""
         unit, time_unit_s = self._token_unit, self._time_unit_s
         _, per_token, _, per_pair = self._fit.weights
         return max(
@@ -165,7 +164,7 @@ class ForwardModel:
             self._on_other_speed()
 
     def _begin(self) -> None:
-        """Forget everything but the prior."""
+        """Reset to the prior."""
         self._fit = _Regression(self._prior)
         self.error_s = self._prior_error_s
         """Smoothed absolute prediction error."""
@@ -180,7 +179,8 @@ class ForwardModel:
         self._learned()
 
     def _sift(self) -> None:
-        """Learn the newest of the first passes, or all of them again if others are believed now."""
+        """Learn from the newest of the first passes, or from all of them again if the outliers
+        changed."""
         believed = self._without_outliers()
         if believed == [*self._believed, len(self._first) - 1]:
             self._learn(self._first[-1])
@@ -191,10 +191,10 @@ class ForwardModel:
         self._believed = believed
 
     def _without_outliers(self) -> list[int]:
-        """Positions of the first passes that do not contradict each other: a forward search from
-        the faster half, as the prior sees it, to all that took no longer than a multiple of what
-        those have taught, until none joins. If several are left over and one fit explains all, it
-        was the load."""
+        """Return positions of the first passes that do not contradict each other. A forward search
+        starts with the faster half by the prior and adds passes within a multiple of the fit until
+        none qualifies. If several remain and one fit explains all, the load caused the
+        difference."""
         data = [
             (self._features(one.tokens_per_rank, one.pairs), one.forward_s / self._time_unit_s)
             for one in self._first
@@ -218,7 +218,7 @@ class ForwardModel:
         return sorted(believed)
 
     def _on_other_speed(self) -> None:
-        """The engine has become faster or slower: the same shape at first, the last passes only."""
+        """Restart after a change of the engine's speed, from the same shape and the last passes."""
         last = [one for _, one in self._last]
         ratios = sorted(
             one.forward_s / self.predict_s(one.tokens_per_rank, one.pairs) for one in last
@@ -249,7 +249,7 @@ class ForwardModel:
 
 
 class _Regression:
-    """Least squares with no negative coefficient, drawn to a prior, that forgets."""
+    """Non-negative least squares with a prior and forgetting."""
 
     def __init__(
         self, prior: Sequence[float], data: Sequence[tuple[_Features, float]] = ()
@@ -268,11 +268,11 @@ class _Regression:
         return sum([w * one for w, one in zip(self.weights, x, strict=True)])
 
     def add(self, x: Sequence[float], y: float) -> None:
-        """One sample. The weights follow with :meth:`solve`."""
+        """Add a sample; :meth:`solve` updates the weights."""
         for i in range(_FEATURES):
             for j in range(_FEATURES):
                 self._moments[i][j] = _FORGET * self._moments[i][j] + x[i] * x[j]
-            # Keeps the solution defined when all passes look alike.
+            # Keeps the solution defined if all passes look alike.
             self._moments[i][i] += 1e-4
             self._targets[i] = _FORGET * self._targets[i] + x[i] * y + 1e-4 * self.weights[i]
 

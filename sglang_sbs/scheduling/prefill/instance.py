@@ -1,17 +1,15 @@
-"""What the scheduler believes about one prefill instance, and how reports correct it.
+"""The estimated state of one prefill instance, and how reports correct it.
 
-How the belief is kept true
----------------------------
-A dispatched request is *in flight* until the rank reports that it accepted it (``rids``), then it
-is part of the rank's reported queue (absolute numbers, never summed up here), and with a launch it
-leaves both and is part of a :class:`Pass`. EndForward ends the pass. So every report replaces
-belief by fact, and a lost one is healed by the next. Until that comes, what another rank says of
-the same pass is believed of this one too. Latency and lead are learned of a rank's own words only.
+How the estimate stays correct ------------------------------ A dispatched request is *in flight*
+until the rank reports that it accepted it (``rids``). Then it is part of the rank's reported queue
+(absolute numbers, never summed here), and with a launch it leaves both and is part of a
+:class:`Pass`. EndForward ends the pass. So every report replaces assumptions by facts, and a lost
+one is healed by the next. Until then, another rank's report of the same pass applies to this one as
+well. Latency and lead are learned only from a rank's own reports.
 
-Without reports (no plugin, or the instance fell silent) the same state is kept by assumption: a
+Without reports (no plugin, or the instance became silent) the same state is kept by assumption. A
 backlog is *presumed* launched after the usual latency, first come first served up to the chunk, and
-the pass is presumed over when one of its requests is answered. A later report overrides that.
-"""
+the pass is presumed over when one of its requests is answered. A later report overrides that."""
 
 from __future__ import annotations
 
@@ -28,24 +26,24 @@ from sglang_sbs.scheduling.report_cursor import SILENT_S
 from sglang_sbs.wire import EndForward
 
 _CACHED_STEP = 0.05
-"""Of a prompt in ``cached_share``."""
+"""Weight of one prompt in ``cached_share``."""
 HEARTBEATS_S = 2.5
-"""An instance that sends reports is silent only after two missed heartbeats."""
+"""Silence after which an instance that sends reports counts as silent: two missed heartbeats."""
 UNANSWERED_S = 30.0
-"""Age from which an unanswered request of a silent instance no longer keeps others away."""
+"""Age from which an unanswered request of a silent instance no longer blocks others."""
 LOST_S = 2.0
-"""What a rank that speaks has not named this long after it was sent, and no less than the watchdog
-waits, does not count any more: a connection hangs, or the engine dropped it."""
+"""Age at which a request not named by a reporting rank no longer counts, at least the watchdog's
+timeout: its connection hangs, or the engine dropped it."""
 
 
 class PrefillInstance(PrefillBooks):
-    """Belief about one prefill instance, corrected by what it says and does not say."""
+    """State of one prefill instance, corrected by its reports and by their absence."""
 
     # Time ---------------------------------------------------------------------------------
 
     def advance(self, now_s: float, latency_s: float) -> float:
-        """Let presumed launches and ends happen, and the watchdog fire, up to ``now_s``. Returns
-        when to call again even if nothing is heard; infinity for never."""
+        """Apply presumed launches and ends, and the watchdog, up to ``now_s``. Returns the time of
+        the next call even without reports; infinity for never."""
         if self.watchdog.due_s <= now_s:
             self._on_silence(now_s)
         if self.rests:
@@ -65,7 +63,7 @@ class PrefillInstance(PrefillBooks):
             self._presume_launch(now_s, launch_s)
             self._recount()
             if sends:
-                # Presuming is not hearing: what others are said to have queued buys no time.
+                # Assumptions are not reports, so others' queued work does not delay the watchdog.
                 self._watch(now_s)
             launch_s = math.inf
         next_s = min(self.watchdog.due_s, launch_s)
@@ -88,11 +86,11 @@ class PrefillInstance(PrefillBooks):
         *,
         fetches: bool = False,
     ) -> None:
-        """A request leaves for a rank; arms the watchdog if none did before it. ``serial_s``: what
-        those that leave after it lose by it. ``fetches``: the rank gets some of it from storage
-        first, so its launch teaches nothing of the network."""
+        """Record a dispatch to a rank, and arm the watchdog if it is not armed. ``serial_s``: delay
+        that it adds to later requests of its batch. ``fetches``: the rank loads part of it from
+        storage first, so its launch gives no latency sample."""
         if self._batch is None or self._batch.at_s != now_s:
-            # One that hangs on its way is followed by nobody.
+            # A batch may hang on its way, so it is not followed for long.
             last_s = self._batch.at_s if self._batch is not None else -math.inf
             joins = self.has_flight and last_s > self.free_since_s
             self._batch = Sent(now_s, self.idle, joins, 0)
@@ -105,7 +103,7 @@ class PrefillInstance(PrefillBooks):
     def adopted(
         self, rid: str, rank: int, prompt_tokens: int, now_s: float, cached_tokens: int = 0
     ) -> None:
-        """A request is on its way or at a rank, sent by somebody else: it teaches no latency."""
+        """Record a request dispatched by another scheduler; it gives no latency sample."""
         self._forget_sums()
         is_first = not self.has_outstanding
         target = self.ranks[rank]
@@ -129,8 +127,8 @@ class PrefillInstance(PrefillBooks):
         self.ready = False
 
     def prefilled(self, rid: str, rank: int, now_s: float) -> Observation:
-        """The engine answered for this request (or it is over): it holds no prefill capacity now.
-        Without EndForward this is also the sign that the pass it was presumed in has ended."""
+        """Record the engine's answer for this request (or its end): it uses no prefill capacity
+        now. Without EndForward this also indicates the end of the pass it was presumed in."""
         ended = next((i for i, running in enumerate(self.passes) if rid in running.rids), None)
         self.dropped(rid, rank)
         self._answered()
@@ -146,9 +144,9 @@ class PrefillInstance(PrefillBooks):
         return self._end_presumed(now_s)
 
     def dropped(self, rid: str, rank: int) -> None:
-        """The request left the rank without telling us anything about a pass."""
+        """Remove a request from the rank without any conclusion about a pass."""
         if rank >= self.dp_size:
-            return  # it went to an instance of another size that had this name
+            return  # it was sent to a former instance of another size
         target = self.ranks[rank]
         backlog, charged = target.backlog_tokens, target.charged_tokens
         requests = len(target.outstanding)
@@ -175,9 +173,9 @@ class PrefillInstance(PrefillBooks):
     def on_report(
         self, report: EndForward, now_s: float, latency_s: float, strays: Sequence[Stray] = ()
     ) -> Observation:
-        """Replace belief by what a rank says. Old and duplicate messages change nothing.
-        ``latency_s``: L_net, which tells what was at the rank when the pass before ended.
-        ``strays``: requests that the rank names and that are believed to be elsewhere."""
+        """Replace assumptions by a rank's report. Old and duplicate messages change nothing.
+        ``latency_s``: L_net, which shows what was at the rank when the previous pass ended.
+        ``strays``: requests named by the rank and assumed elsewhere."""
         if not 0 <= report.dp_rank < self.dp_size:
             return Observation()
         rank = self.ranks[report.dp_rank]
@@ -230,27 +228,27 @@ class PrefillInstance(PrefillBooks):
         return learned
 
     def on_load_poll(self, queued_tokens: list[int], now_s: float) -> None:
-        """Coarse fallback: what a load poll says is queued beyond what we know we sent."""
+        """Apply a load poll, the coarse fallback: queued tokens beyond those sent from here."""
         if self.tier == "endforward" or len(queued_tokens) != self.dp_size:
             return
         self.tier = "load_poll"
         for rank, tokens in zip(self.ranks, queued_tokens, strict=True):
             if tokens < 0:
                 continue
-            # It counts what we sent a moment ago, or does not.
+            # The poll may or may not count requests sent a moment ago.
             queued = max(0, tokens - rank.flight.total)
             rank.queued_tokens = min(queued, MOST_CHUNKS * self.chunk_tokens)
         self._recount()
         if max(queued_tokens) > 0:
             self._watch(now_s)
             if not self.passes:
-                # It waits for something: a pass of which we do not know runs until now at least.
+                # A queue means that an unreported pass runs until now at least.
                 self.free_since_s = now_s
         if not any(queued_tokens) and not self.has_outstanding:
             self._on_quiescent(now_s)
 
     def reset(self) -> None:
-        """Forget everything believed to be queued or running."""
+        """Forget all requests and passes assumed here."""
         for rank in self.ranks:
             rank.forget()
         self.moves.clear()
@@ -262,7 +260,7 @@ class PrefillInstance(PrefillBooks):
         self.left_s = -math.inf
 
     def down(self) -> None:
-        """The instance cannot be reached: nothing sent there counts any more."""
+        """The instance is unreachable: nothing sent there counts any longer."""
         self.reset()
         for rank in self.ranks:
             rank.clean = True
@@ -272,12 +270,12 @@ class PrefillInstance(PrefillBooks):
 
     @property
     def _owes_signal(self) -> bool:
-        """An answer to a request, the end of a pass, or that it is free: also while nothing of ours
-        is there, as it may have said so last and be silent since."""
+        """Whether a report is expected: an answer, the end of a pass, or idleness. This holds even
+        without own requests, because it may have become silent after its last report."""
         return bool(self.has_outstanding or self.passes or self.backlog_tokens or not self.ready)
 
     def _watch(self, now_s: float) -> None:
-        """Something was heard or is believed anew: the watchdog waits for what comes next."""
+        """Restart the watchdog after a report or a new assumption."""
         if not self._owes_signal:
             self.watchdog.due_s = math.inf
         elif not self.passes:
@@ -292,7 +290,7 @@ class PrefillInstance(PrefillBooks):
             self.watchdog.arm(now_s, busy_until_s=first.end_s, launched=launched)
 
     def _on_restart(self, rank: PrefillRank) -> None:
-        """Another boot id: forward ids start anew, and what the rank held is gone."""
+        """Handle another boot id: forward ids start anew, and the rank's requests are lost."""
         if not rank.clean:
             rank.forget()
             rank.prompts.clear()
@@ -301,7 +299,7 @@ class PrefillInstance(PrefillBooks):
         self._forget_ids()
 
     def _forget_ids(self) -> None:
-        """Forward ids start anew."""
+        """Forget passes, because forward ids start anew."""
         self.passes.clear()
         self._presumed_id = -1
         self.pause.forget_ids()
@@ -309,28 +307,28 @@ class PrefillInstance(PrefillBooks):
             rank.new_boot()
 
     def _plausible(self, rank: PrefillRank, report: EndForward) -> EndForward:
-        """What the engine can mean. What it or another said before may have been forged, too."""
+        """Clamp a report to possible values. Earlier reports may have been forged as well."""
         if rank.contradicts(report):
             self._forget_ids()
         most = 2 * self.chunk_tokens
         if report.extend_tokens > most or max(report.tokens_per_rank or [0]) > most:
-            # Without chunking a rank takes whole prompts.
+            # Without chunking a rank computes whole prompts.
             most = max(most, self.longest_prompt_tokens)
         return within_limits(report, most, self.dp_size)
 
     def _forget_silent(self, before_s: float) -> None:
-        """Ranks of which nothing was heard since, while others spoke: what they said is no fact."""
+        """Discard reports of ranks that are silent while others report."""
         silent = [rank for rank in self.ranks if (rank.cursor.reported_s or before_s) < before_s]
         if silent:
             newest = max([rank.newest_id for rank in self.ranks if rank not in silent], default=-1)
             if max([rank.newest_id for rank in silent]) > newest:
-                self._forget_ids()  # the others would be ahead of it
+                self._forget_ids()  # otherwise others would be ahead of it
             for rank in silent:
                 rank.fell_silent()
 
     def _on_silence(self, now_s: float) -> None:
         """Reset predictions after T_timeout of silence (paper section 4.1.2). Unanswered requests
-        stay, and nothing is sent until one is answered, a report comes, or they may be lost."""
+        stay, and nothing is sent until one is answered, a report arrives, or they may be lost."""
         self.watchdog.fires += 1
         lost_s = self.last_dispatch_s + UNANSWERED_S
         open_requests = [
@@ -351,14 +349,14 @@ class PrefillInstance(PrefillBooks):
             self.watchdog.due_s = lost_s
 
     def _answered(self) -> None:
-        """It works: whatever it has not answered yet is on its way."""
+        """The instance works, so its unanswered requests are in progress."""
         for rank in self.ranks:
             if rank.unanswered:
                 rank.unanswered = False
                 self._forget_sums()
 
     def _presume_of_all(self, report: EndForward) -> None:
-        """The barrier: the first to tell of a pass tells of all ranks in it."""
+        """Apply one rank's report of a pass to all ranks that share the barrier."""
         if report.tokens_per_rank is not None:
             self._presumed_id = report.forward_id
             for rank, tokens in zip(self.ranks, report.tokens_per_rank, strict=True):
@@ -368,12 +366,13 @@ class PrefillInstance(PrefillBooks):
         if not self.launching or self.takes_nothing:
             return math.inf
         start_s = self.launches_s(latency_s)
-        # A plugin reports launches: give its message time before believing it lost.
+        # With a plugin, wait a little for the launch report before presuming it lost.
         grace_s = 0.5 * self.model.predict_s([0]) if self.tier == "endforward" else 0.0
         return start_s + grace_s
 
     def _presume_launch(self, now_s: float, start_s: float) -> None:
-        """Believe that the backlog was launched: FCFS per rank, up to the chunk."""
+        """Presume that the backlog was launched: first come, first served per rank, up to the
+        chunk."""
         tokens = []
         rids: dict[str, tuple[int, Sent]] = {}
         queued = []
@@ -399,21 +398,21 @@ class PrefillInstance(PrefillBooks):
         learned = Observation()
         if report.kind == "launch" and not self._is_over(report.forward_id):
             learned = observe_launch(self, rank, sent, report, launch_s)
-        # By the counter, that many of the oldest were accepted as well.
+        # By the rank's counter, this many of the oldest were accepted as well.
         unnamed = accepted(self.passes, report.rids, report.dp_rank, lost_requests)
         for rid in rank.flight.oldest(unnamed):
             rank.land(rid)
         return learned
 
     def _launched_s(self, report: EndForward, now_s: float) -> float:
-        """When the reported pass was launched. The barrier: its first rank to say so knows best,
-        the messages of the others may have taken longer."""
+        """Return the launch time of the reported pass. Under a barrier the first rank's report is
+        the most accurate, because others may have been delayed."""
         heard_s = now_s - report.age_s
         known = with_id(self.passes, report.forward_id)
         return heard_s if known is None else min(heard_s, known.start_s)
 
     def _learn_pause(self, report: EndForward, launch_s: float) -> None:
-        """Learn from a launch that nothing but the engine itself held up."""
+        """Learn from a launch that only the engine itself delayed."""
         if not self.passes_ended or self._is_over(report.forward_id):
             return
         if any(running.forward_id is not None for running in self.passes):
@@ -428,7 +427,7 @@ class PrefillInstance(PrefillBooks):
         if self._is_over(report.forward_id):
             return
         for rank in self.ranks:
-            # The barrier: no rank is idle while a pass runs. Its own next report says otherwise.
+            # Under the barrier no rank is idle while a pass runs; its own next report may differ.
             rank.idle = False
         tokens = self._vector(report)
         known = with_id(self.passes, report.forward_id)
@@ -491,7 +490,8 @@ class PrefillInstance(PrefillBooks):
     def _on_quiescent(self, now_s: float) -> None:
         self.passes.clear()
         self.free_since_s = min(self.free_since_s, now_s)
-        # What was sent a moment ago is not seen yet: the instance is not free for another batch.
+        # Requests sent a moment ago are not visible yet, so the instance is not free for another
+        # batch.
         if self.backlog_tokens == 0:
             self.ready = True
 

@@ -1,8 +1,8 @@
 """Algorithm 1 of the paper: the throughput-adaptive scheduling interval, and L_net in it.
 
-I_opt is Algorithm 1's to the letter: the plain mean of the window. Watchdog and longest hold rest
-on the mean of the passes that are not out of all proportion (a first one compiles kernels for half
-a minute), unless the trigger is the paper's (``literal``)."""
+I_opt follows Algorithm 1 exactly: the plain mean of the window. Watchdog and longest hold use the
+mean without outliers (a first pass compiles kernels for half a minute), unless the trigger is the
+paper's (``literal``)."""
 
 from __future__ import annotations
 
@@ -12,34 +12,34 @@ from collections.abc import Sequence
 from itertools import islice
 
 _GROSS = 10.0
-"""Out of proportion is a pass beyond this many medians of the window."""
+"""A pass beyond this multiple of the window's median is an outlier."""
 _RECENT = 32
-"""But only while there are as few of them among so many last ones as instances that may have had
-their first pass; with a full window, one. More are the nature of the load."""
+"""Number of last passes in which outliers are rare enough to be ignored: at most one per instance
+that may have had its first pass; one with a full window. More are typical of the load."""
 
 _SAMPLES = 64
 _FRESH_S = 30.0
-"""Older samples do not count."""
+"""Age limit of samples."""
 _FALL_BACK_S = 10.0
-"""Time constant of the way back, once there are no fresh ones."""
+"""Time constant of the return to the assumed latency without fresh samples."""
 _MOST_S = 5.0
-"""What is beyond this is no network: a clock that jumped, an engine that lies."""
+"""Largest plausible latency; higher values come from clock jumps or faulty engines."""
 
 
 class NetworkLatency:
-    """L_net, seconds: from the dispatch of a request until an idle rank launches it; ``assumed_s``
-    before the first sample.
+    """L_net in seconds: from the dispatch of a request until an idle rank launches it;
+    ``assumed_s`` before the first sample.
 
-    The median of the last latencies of :mod:`.observation`. It forgets by age, as a busy cluster
-    hardly has idle instances to learn from; without fresh samples it falls back to what is assumed
-    of a network nobody has measured, and the lead, which busy instances do teach, is what counts.
-    """
+    The median of the last latencies of :mod:`.observation`. Samples expire by age, because a busy
+    cluster rarely has idle instances to learn from. Without fresh samples it returns to the assumed
+    value, and the dispatch lead, which is learned on busy instances, takes over."""
 
     def __init__(self, assumed_s: float) -> None:
         self._assumed_s = self.latency_s = self.lone_s = assumed_s
-        """Of the usual batch, and of a request that leaves alone."""
+        """Latency of the usual batch, and of a request sent alone."""
         self.serial_s = 0.0
-        """What each further request of a batch adds: they leave, and are taken in, one by one."""
+        """Delay added by each further request of a batch, because they are sent and accepted one by
+        one."""
         self._samples: deque[tuple[float, float, int]] = deque(maxlen=_SAMPLES)
         """(when, latency, requests), oldest first."""
         self._now_s: float | None = None
@@ -47,8 +47,8 @@ class NetworkLatency:
     def observe(
         self, latencies_s: Sequence[float], now_s: float, requests: Sequence[int] = ()
     ) -> float:
-        """Take samples in, or none, and return the estimate. ``requests``: of the batch of each;
-        empty: all left alone."""
+        """Add samples, if any, and return the estimate. ``requests``: batch size of each sample;
+        empty: all were sent alone."""
         sizes = requests or [1] * len(latencies_s)
         self._samples.extend(
             (now_s, min(max(0.0, one), _MOST_S), size)
@@ -71,7 +71,7 @@ class NetworkLatency:
         return self.latency_s
 
     def _fit(self) -> None:
-        """What size has to do with it: least squares, believed as far as they explain."""
+        """Fit the effect of the batch size by least squares, weighted by how much it explains."""
         latencies_s = [latency_s for _, latency_s, _ in self._samples]
         sizes = [size for _, _, size in self._samples]
         mean_s, mean_size = sum(latencies_s) / len(sizes), sum(sizes) / len(sizes)
@@ -85,8 +85,8 @@ class NetworkLatency:
 
 
 class IntervalController(NetworkLatency):
-    """I_opt = (mean(W) + L_net) / N_active, with what it rests on: forward times are learned here,
-    L_net by the base."""
+    """I_opt = (mean(W) + L_net) / N_active, and its inputs: forward times are learned here, L_net
+    in the base class."""
 
     def __init__(self, *, t_default_s: float, window: int, latency_s: float) -> None:
         super().__init__(latency_s)
@@ -96,24 +96,23 @@ class IntervalController(NetworkLatency):
         self.active = 0
         """N_active."""
         self.literal = False
-        """Whether the usual forward time is the plain mean, too."""
+        """Whether the usual forward time is also the plain mean."""
         self.mean_forward_s = t_default_s
-        """The usual forward time: the smoothed one without outliers; T_default before the first
-        sample."""
+        """The usual forward time: smoothed without outliers; T_default before the first sample."""
 
     @property
     def learned(self) -> bool:
-        """Whether there was a first sample."""
+        """Whether there has been a sample."""
         return bool(self._window)
 
     @property
     def interval_s(self) -> float:
-        """I_opt; with no active instance the interval of a single one."""
+        """I_opt; without active instances the interval of a single one."""
         mean_s = self._sum_s / len(self._window) if self._window else self._t_default_s
         return (mean_s + self.latency_s) / max(1, self.active)
 
     def on_end_forward(self, measured_s: float) -> None:
-        """OnEndForward(t_measured)."""
+        """Algorithm 1's OnEndForward(t_measured)."""
         if len(self._window) == self._window.maxlen:
             self._sum_s -= self._window[0]
         self._window.append(measured_s)
@@ -139,7 +138,7 @@ class IntervalController(NetworkLatency):
         if self.literal:
             return self._sum_s / len(window)
         is_full = len(window) == window.maxlen
-        # T_default has a say as long as there is hardly anything else.
+        # T_default counts as long as there are few other samples.
         ordered = sorted(window if is_full else (*window, self._t_default_s))
         limit_s = _GROSS * ordered[(len(ordered) - 1) // 2]
         if ordered[-1] <= limit_s:

@@ -1,17 +1,15 @@
-"""Requests that the engine put on another DP rank than the one they were dispatched to.
+"""Follows requests that the engine moved to another DP rank than the one they were dispatched to.
 
-SGLang may move a queued prefill to another rank after the router handed it over (DP waiting-queue
-migration, sglang #37401), or treat the router's choice as a hint only (sglang #35964). Then
-EndForward names the request on a rank that the router did not choose. EndForward is believed.
+SGLang may move a queued prefill to another rank after the router dispatched it (DP waiting-queue
+migration, sglang #37401), or treat the router's choice as a hint only (sglang #35964). EndForward
+then names the request on a rank that the router did not choose, and the report is accepted.
 
 The message that names a request is its acceptance by the new rank, so the request is entered there
-as accepted. At the old rank it is taken from wherever it was counted: in flight, in a presumed
+as accepted. At the old rank it is removed from wherever it was counted: in flight, in a presumed
 pass, or in the reported queue (where its last message still counts it, as far as the router's own
-accounting can tell; its next message settles that). Messages of two ranks have no order. If the old
+accounting shows; its next message settles that). Messages of two ranks have no order. If the old
 rank's own acceptance was not received before the move, it is *owed*: when it comes, by name or as a
-lost id, it moves nothing back and accepts no other request. A move teaches nothing about the
-network.
-"""
+lost id, it moves nothing back and accepts no other request. A move gives no latency sample."""
 
 from __future__ import annotations
 
@@ -26,15 +24,16 @@ if TYPE_CHECKING:
 
 # SGLang fault: queued-work-moves, rank-is-a-hint
 _MOST_OWED = 1024
-"""A rank that treats the choice as a hint never accepts what it owes."""
+"""Limit on owed acceptances: a rank that treats the choice as a hint never sends them."""
 
 
 class Stray(NamedTuple):
-    """A request that a DP rank names and that is believed to be at another one."""
+    """A request that a DP rank names while it is assumed at another one."""
 
     rid: str
     source: PrefillInstance
-    """Where it is believed to be; another instance only where each rank is one (``lone_ranks``)."""
+    """Its assumed instance; a different one only where each rank is an instance
+    (``lone_ranks``)."""
     rank: int
     """DP rank of ``source``."""
     prompt_tokens: int
@@ -54,14 +53,14 @@ class Moves:
     def follow(
         self, ranks: Sequence[PrefillRank], index: int, strays: Sequence[Stray]
     ) -> list[str]:
-        """Enter requests at the DP rank ``index``, which names them, and take them from where they
-        were believed to be. Returns the ids of those that moved."""
+        """Enter requests at the DP rank ``index``, which names them, and remove them elsewhere.
+        Returns the ids of moved requests."""
         target = ranks[index]
         moved = [stray for stray in strays if self._owed.get(stray.rid) != index]
         for stray in moved:
             old_tokens = _leave(stray)
             if old_tokens is None:
-                continue  # forgotten meanwhile: no tokens of it are counted anywhere
+                continue  # forgotten meanwhile, so not counted anywhere
             tokens = max(1, stray.prompt_tokens - stray.cached_tokens)
             target.outstanding.add(stray.rid, tokens)
             target.prompts.add(stray.rid, stray.prompt_tokens, stray.prompt_tokens - tokens)
@@ -71,8 +70,8 @@ class Moves:
         return [stray.rid for stray in moved]
 
     def settle(self, report: EndForward, lost: int) -> int:
-        """Book what a DP rank owed. ``lost``: acceptances in messages of the rank that did not
-        arrive. Returns how many of these are of requests that are still believed to be there."""
+        """Apply acceptances that a DP rank owed. ``lost``: acceptances in lost messages of the
+        rank. Returns how many of these belong to requests still assumed there."""
         if not self._owed:
             return lost
         for rid in report.rids:
@@ -96,8 +95,8 @@ class Moves:
 
 
 def _leave(stray: Stray) -> int | None:
-    """Take a request from where it was believed to be. Returns its uncached tokens there; None if
-    they were forgotten."""
+    """Remove a request from its assumed place. Returns its uncached tokens there; None if it was
+    forgotten."""
     rid, books = stray.rid, stray.source
     rank = books.ranks[stray.rank]
     if rid not in rank.outstanding:
@@ -107,16 +106,17 @@ def _leave(stray: Stray) -> int | None:
     unheard = unheard or any(rid in running.rids for running in books.passes)
     books.dropped(rid, stray.rank)
     rank.presumed.pop(rid, None)
-    rank.taken = []  # of these some may have moved, and their launch is another rank's
+    rank.taken = []  # some may have moved to another rank
     if unheard:
         books.moves.owes(rid, stray.rank)
     elif rank.queued_tokens >= _waiting_tokens(rank) + tokens:
-        # The rank's last message is from before the move, or it would report less.
+        # The rank's last message is from before the move; otherwise it would report less.
         rank.queued_tokens -= tokens
     return tokens
 
 
 def _waiting_tokens(rank: PrefillRank) -> int:
-    """Tokens of accepted requests that no pass has computed, by the router's own accounting."""
+    """Return the tokens of accepted requests not computed by any pass, by the router's own
+    accounting."""
     prompts = sum([prompt - computed for prompt, computed, _ in rank.prompts.waiting()])
     return max(0, prompts - rank.flight.total)

@@ -1,4 +1,4 @@
-"""Forward passes that are believed to be running or queued on a prefill instance."""
+"""Forward passes assumed to be running or queued on a prefill instance."""
 
 from __future__ import annotations
 
@@ -9,18 +9,18 @@ from dataclasses import dataclass, field
 
 @dataclass(slots=True)
 class Sent:
-    """How the requests of a batch were dispatched; each refers to it until its rank accepts it."""
+    """Dispatch of a batch; each of its requests refers to it until its rank accepts the request."""
 
     at_s: float
     to_idle: bool = False
-    """Nothing ran or waited at the instance, so its next launch is due to this batch alone."""
+    """The instance was idle, so its next launch is caused by this batch alone."""
     joins: bool = False
-    """Another batch was on its way already."""
+    """Another batch was already on its way."""
     requests: int = 1
     left_s: float = -math.inf
-    """When the last of them has left: they leave one after the other."""
+    """Time when its last request has left, as they leave one after the other."""
     has_told: bool = False
-    """Its latency was taken."""
+    """Its latency was sampled."""
 
     def __post_init__(self) -> None:
         self.left_s = max(self.at_s, self.left_s)
@@ -28,19 +28,19 @@ class Sent:
 
 @dataclass(slots=True)
 class Pass:
-    """A forward pass believed to be running or queued on the device."""
+    """A forward pass assumed to be running or queued on the device."""
 
     start_s: float
     end_s: float
-    """Predicted."""
+    """Predicted end."""
     tokens: list[int]
     """Extend tokens per DP rank."""
     forward_id: int | None
     """None: presumed, not reported."""
     rids: dict[str, tuple[int, Sent]] = field(default_factory=dict)
-    """Requests presumed to complete in it: their rank, and how they were sent."""
+    """Requests presumed to complete in it, with their rank and their batch."""
     queued: list[int] = field(default_factory=list)
-    """What it was presumed to take from the reported queue of each rank, tokens."""
+    """Tokens presumed to be taken from each rank's reported queue."""
     pairs: list[float] = field(default_factory=list)
     """Attention pairs per DP rank."""
 
@@ -50,13 +50,13 @@ def with_id(passes: Sequence[Pass], forward_id: int) -> Pass | None:
 
 
 def sent_of(rid: str, passes: Sequence[Pass]) -> Sent | None:
-    """Of a request that is presumed to be in one of these."""
+    """Return the batch of a request presumed to be in one of these."""
     return next((one.rids[rid][1] for one in passes if rid in one.rids), None)
 
 
 def accepted(passes: Sequence[Pass], rids: Sequence[str], rank: int, lost: int) -> int:
-    """A rank has said that it has these requests, and so many more whose ids were lost: the oldest
-    that are presumed to be there. Returns how many of these are left."""
+    """Record that a rank has accepted these requests, and ``lost`` more with lost ids: the oldest
+    presumed ones. Returns the rest of ``lost``."""
     presumed = [running.rids for running in passes if running.forward_id is None]
     if not presumed:
         return lost

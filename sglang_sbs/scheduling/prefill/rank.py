@@ -1,14 +1,11 @@
-"""What the scheduler believes is at one DP rank of a prefill instance.
+"""The requests assumed at one DP rank of a prefill instance.
 
-Presumed
---------
-The barrier: the message of one rank about a pass says that all ranks launched it, and its
-``tokens_per_rank`` how many tokens each of them computes. So until a rank's own message about that
-pass comes (or for good, if it was lost) this many tokens are presumed to have left its queue and,
-first come first served, its requests in flight. Its next message decides: :meth:`PrefillRank.heard`
-takes all presumptions back, what the message names or counts is acknowledged then, and passes that
-the message does not know of yet are presumed once more.
-"""
+Presumptions ------------ Under the barrier one rank's report of a pass shows that all ranks
+launched it, and its ``tokens_per_rank`` how many tokens each computes. Until a rank's own report of
+that pass arrives (or forever, if it was lost) this many tokens are presumed to have left its queue
+and, first come first served, its requests in flight. Its next report decides:
+:meth:`PrefillRank.heard` reverts all presumptions, requests that the report names or counts are
+acknowledged, and passes unknown to it are presumed again."""
 
 from __future__ import annotations
 
@@ -25,41 +22,40 @@ from sglang_sbs.scheduling.token_ledger import TokenLedger
 from sglang_sbs.wire import EndForward
 
 STALLED_CHUNKS = 1000
-"""A rank that takes nothing counts as if so many chunks were ahead: no policy prefers it."""
+"""Chunks that count as ahead on a rank that takes nothing, so that no policy prefers it."""
 _REMEMBERED_PASSES = 16
-"""Older ones are taken for facts: the rank may never be heard."""
+"""Limit on presumed passes; older ones count as facts, because the rank may never report."""
 
 
 MOST_TAKEN = 64
-"""The newest ones: a rank may never tell of a launch."""
+"""Limit on remembered batches: a rank may never report a launch."""
 
 
 class Presumed(NamedTuple):
-    """A request in flight that is presumed to be accepted."""
+    """A request in flight that is presumed accepted."""
 
     tokens: int
-    """As they were in flight."""
+    """Its tokens while in flight."""
     sent: Sent | None
     forward_id: int
-    """The first pass presumed to contain some of it."""
+    """The first pass presumed to contain part of it."""
 
 
 class PromptProgress:
-    """The prompts of one rank that are not computed yet, oldest first: what attention costs depends
-    on how far each is, as the last chunk of a long one costs far more than its first.
+    """Progress of a rank's prompts, oldest first. The cost of attention depends on it: the last
+    chunk of a long prompt costs far more than its first.
 
-    Ranks report tokens, not contexts; but they compute first come first served, so the tokens of
-    each pass tell where in which prompt it was. Drift ends with the requests it is about."""
+    Ranks report tokens, not contexts; but they compute first come, first served, so the tokens of
+    each pass show its position in the prompts. Errors end with their requests."""
 
     __slots__ = ("_prompts",)
 
     def __init__(self) -> None:
         self._prompts: dict[str, list[int]] = {}
-        """Request id to prompt tokens, how many of them are computed, and how many were cached when
-        it was sent."""
+        """Prompt tokens, computed tokens and tokens cached at dispatch, by request id."""
 
     def add(self, rid: str, prompt_tokens: int, cached_tokens: int = 0) -> None:
-        """A request was dispatched to the rank, which has the beginning of its prompt."""
+        """Add a request dispatched to the rank, which has the beginning of its prompt cached."""
         self._prompts[rid] = [prompt_tokens, cached_tokens, cached_tokens]
 
     def drop(self, rid: str) -> bool:
@@ -69,7 +65,7 @@ class PromptProgress:
         self._prompts.clear()
 
     def waiting(self) -> Iterable[Sequence[int]]:
-        """Prompt tokens of each, how many of them are computed, and how many were cached."""
+        """Return prompt tokens, computed tokens and tokens cached at dispatch of each prompt."""
         return self._prompts.values()
 
     @property
@@ -88,10 +84,10 @@ class PromptProgress:
         return pairs
 
     def compute(self, tokens: int) -> float:
-        """A pass takes so many tokens. Returns their pairs."""
+        """Advance by the tokens of a pass; return their attention pairs."""
         pairs = 0.0
         done = []
-        for rid, prompt in self._prompts.items():  # of thousands only the first few are looked at
+        for rid, prompt in self._prompts.items():  # only the first few of thousands are read
             part = min(tokens, prompt[0] - prompt[1])
             pairs += part * (prompt[1] + part / 2)
             prompt[1] += part
@@ -110,63 +106,64 @@ class PrefillRank:
     """One DP rank. Tokens are uncached prompt tokens."""
 
     flight: TokenLedger = field(default_factory=TokenLedger)
-    """U_flight by request: dispatched, and neither accepted by the rank nor presumed to be."""
+    """U_flight by request: dispatched, and neither accepted by the rank nor presumed accepted."""
     sent: dict[str, Sent] = field(default_factory=dict)
-    """One for each request in flight."""
+    """The batch of each request in flight."""
     taken: list[Sent] = field(default_factory=list)
-    """Of those an idle rank has named and not launched: it waits for the rest of the batch."""
+    """Batches of requests that an idle rank has named and not launched: it waits for the rest of
+    the batch."""
     queued_tokens: int = 0
-    """R_queued as last reported, less what passes since then are presumed to have taken."""
+    """R_queued as last reported, minus tokens presumed taken by later passes."""
     queue_charge: float = 1.0
-    """What a token of the queue costs of the chunk, by the pages of the requests in it."""
+    """Charged tokens of the chunk per token of the queue, by the pages of its requests."""
     queue_density: float = 0.0
-    """Requests per token of the queue; only kept where passes have a limit of requests."""
+    """Requests per token of the queue; only kept if passes have a request limit."""
     page: int = 1
-    """Tokens per page that a request is charged."""
+    """Page size by which a request is charged."""
     chunk_tokens: int = 0
     most_requests: int = 0
-    """Of a pass (``PrefillAdder.add_one_req`` in SGLang's ``schedule_policy.py``: per rank, what is
-    left of a cut request counted); 0: no limit."""
+    """Request limit of a pass (``PrefillAdder.add_one_req`` in SGLang's ``schedule_policy.py``: per
+    rank, including the rest of a cut request); 0: no limit."""
     outstanding: TokenLedger = field(default_factory=TokenLedger)
-    """Everything dispatched here and not yet prefilled, whatever its state."""
+    """Requests dispatched here and not yet prefilled, in any state."""
     prompts: PromptProgress = field(default_factory=PromptProgress)
-    """How far each of them is computed."""
+    """Progress of each of them."""
     cursor: ReportCursor = field(default_factory=ReportCursor)
     clean: bool = False
-    """Forgotten when the instance went down: whatever is here now was sent to the next boot."""
+    """Cleared when the instance went down: all present requests were sent to the next boot."""
     received_tokens: int = 0
-    """Uncached prompt tokens ever sent here, which is what fills its prefix cache."""
+    """Uncached prompt tokens ever sent here, which fill its prefix cache."""
     has_cached: bool = False
-    """Whether any request was sent here because of what the rank has cached."""
+    """Whether any request was sent here because of cached prefixes."""
     stalled: StalledWork = field(default_factory=StalledWork)
-    """Whether it takes what waits there."""
+    """Detects waiting work that no pass takes."""
     unanswered: bool = False
-    """It fell silent with requests that prefill has not answered."""
+    """It became silent with requests that prefill has not answered."""
     kv_free_tokens: int | None = None
-    """Room in its KV pool as last reported; None: unknown."""
+    """Free tokens of its KV pool as last reported; None: unknown."""
     idle: bool = True
     left_waiting: bool = False
-    """The last pass whose end it reported left something that the next one can start with."""
+    """The last pass whose end it reported left requests for the next pass."""
     last_forward_id: int = -1
     """Newest pass whose end the rank reported."""
     launched_id: int = -1
-    """Newest pass whose launch is contained in what the rank said last."""
+    """Newest pass whose launch is included in the rank's last report."""
     presumed: dict[str, Presumed] = field(default_factory=dict)
-    """Oldest first, and all older than those in flight. One that ended meanwhile (it is not in
-    ``outstanding``) stays, as the rank's counter and passes contain it."""
+    """Presumed requests, oldest first, and all older than those in flight. One that ended meanwhile
+    (not in ``outstanding``) stays, because the rank's counter and passes include it."""
     presumed_passes: dict[int, int] = field(default_factory=dict)
     """Tokens of this rank in passes after ``launched_id``, by forward id, ascending."""
 
     def set_limits(self, page: int, chunk_tokens: int, most_requests: int) -> None:
-        """Requests are charged pages of so many tokens from now on, and passes end at these."""
+        """Set the page size, and the limits of a pass."""
         self.page = page
         self.chunk_tokens = chunk_tokens
         self.most_requests = most_requests
         self.flight.set_page(page)
 
     def forget(self) -> None:
-        """Drop everything believed to be at the rank; its report counters stay, and so does how far
-        each prompt is: if the rank was only silent, it goes on with them."""
+        """Forget all requests assumed at the rank, but keep its report counters and the progress of
+        prompts: a rank that was only silent continues with them."""
         self.flight.clear()
         self.sent.clear()
         self.taken.clear()
@@ -182,7 +179,7 @@ class PrefillRank:
         self.idle = True
 
     def fell_silent(self) -> None:
-        """Nothing was received of it for long while others spoke: what it reported is no fact."""
+        """Discard the rank's last report, because it was silent for long while others reported."""
         self.queued_tokens = 0
         self.kv_free_tokens = None
         self.idle = True
@@ -198,12 +195,12 @@ class PrefillRank:
         return max(self.last_forward_id, self.launched_id)
 
     def land(self, rid: str) -> Sent | None:
-        """The request is not in flight any more; how it was sent, if it was."""
+        """Remove a request from those in flight; return its batch, if it was in flight."""
         self.flight.pop(rid)
         return self.sent.pop(rid, None)
 
     def gone(self, rid: str) -> bool:
-        """The request is prefilled or ended otherwise; whether it was here until now."""
+        """Remove a request that is prefilled or has ended; return whether it was still here."""
         known = self.outstanding.pop(rid) is not None
         known |= self.prompts.drop(rid) | (self.flight.pop(rid) is not None)
         known |= self.sent.pop(rid, None) is not None
@@ -212,15 +209,16 @@ class PrefillRank:
         return known
 
     def contradicts(self, report: EndForward) -> bool:
-        """Whether the rank was believed to be further than it says now: that was no true message,
-        as it counts upwards."""
+        """Return whether the rank is further behind than an earlier report claimed; that report was
+        false, because ids only rise."""
         if report.kind == "forward" and report.forward_id < self.last_forward_id:
             return True
         of_pass = report.kind in ("forward", "launch")
         return of_pass and report.forward_id + MOST_PASSES < self.launched_id
 
     def heard(self, launched_id: int) -> None:
-        """The rank speaks, of a state that contains passes up to this one: facts come now."""
+        """Revert presumptions before applying a report whose state includes passes up to
+        ``launched_id``."""
         if self.presumed:
             self.flight.add_oldest({rid: one.tokens for rid, one in self.presumed.items()})
             back = {rid: one.sent for rid, one in self.presumed.items() if one.sent is not None}
@@ -229,7 +227,7 @@ class PrefillRank:
         self.launched_id = max(self.launched_id, launched_id)
 
     def on_queue(self, report: EndForward, chunk_tokens: int) -> None:
-        """R_queued of a report, in tokens and what they cost."""
+        """Apply R_queued of a report, in tokens and charged tokens."""
         most = self.outstanding.total + MOST_CHUNKS * chunk_tokens
         self.queued_tokens = min(self._uncached_queue(report), most)
         free = report.kv_capacity_tokens - report.kv_tokens
@@ -247,13 +245,13 @@ class PrefillRank:
             self.queue_charge = min(self.page, 1.0 + more / self.queued_tokens)
 
     def _youngest(self, requests: int) -> list[str]:
-        """So many at the rank, those that came last; fewer if they are not known."""
+        """Return the newest ``requests`` requests at the rank; fewer if unknown."""
         here = [rid for rid in self.outstanding.oldest() if rid not in self.flight]
         return here[max(0, len(here) - requests) :]
 
     def _uncached_queue(self, report: EndForward) -> int:
-        """R_queued of a report. SGLang looks a prefix up when it schedules a request, so until then
-        it counts the whole prompt; we count what is left of it by our books."""
+        """Return the uncached R_queued of a report. SGLang looks up prefixes when it schedules a
+        request and counts whole prompts until then; our own accounting gives the rest."""
         queued = report.queued_tokens
         requests = report.waiting_requests + report.bootstrapping_requests
         if not self.has_cached or not requests:
@@ -265,17 +263,17 @@ class PrefillRank:
         return min(queued, uncached + report.chunk_remainder_tokens)
 
     def give_up(self, before_s: float) -> None:
-        """What was sent before this time and never heard of is lost on its way; should it come
-        after all, the rank's own queue tells of it."""
+        """Drop requests sent before this time and never reported; if one arrives after all, the
+        rank's queue includes it."""
         for rid in self.flight.oldest():
             sent = self.sent.get(rid)
             if sent is not None and sent.at_s < before_s:
                 self.land(rid)
 
     def take_chunk(self, room: int) -> tuple[int, int, dict[str, Sent | None]]:
-        """A pass of so many charged tokens takes the front of the backlog. Returns tokens of
-        R_queued and of U_flight in it, and the requests of U_flight that it completes, with how
-        they were sent."""
+        """Take the front of the backlog for a pass with this many charged tokens. Returns tokens of
+        R_queued and of U_flight in it, and the requests of U_flight that it completes, with their
+        batch."""
         queued = min(self.queued_tokens, int(room / self.queue_charge))
         places = self.most_requests or room
         if self._requests_of(queued) > places:
@@ -298,20 +296,20 @@ class PrefillRank:
         return queued, tokens, landed
 
     def take_back(self, index: int, passes: Iterable[Pass]) -> None:
-        """They were not launched as presumed. ``index``: of this rank."""
+        """Revert presumed launches; ``index`` is this rank's."""
         for one in passes:
             self.queued_tokens += one.queued[index]
             for rid, (at, sent) in one.rids.items():
                 if at == index and rid in self.outstanding:
                     self.flight.add(rid, 0)
                     self.sent[rid] = sent
-        # Whole again, and the oldest in front: that order is what a lost report is healed by.
+        # Restore whole requests with the oldest first, the order in which a lost report is healed.
         for rid in self.outstanding.oldest():
             if rid in self.flight:
                 self.flight.add(rid, self.outstanding[rid])
 
     def presume_again(self, full_tokens: int) -> None:
-        """After the facts of a message: the passes it does not know of yet."""
+        """Presume passes again that are unknown to a report."""
         passes, self.presumed_passes = self.presumed_passes, {}
         for forward_id, tokens in passes.items():
             self.presume(forward_id, tokens, full_tokens)
@@ -320,16 +318,16 @@ class PrefillRank:
                 self.flight.pop(rid)
 
     def presume(self, forward_id: int, tokens: int, full_tokens: int) -> None:
-        """Another rank says that this one computes ``tokens`` in the pass ``forward_id``. One that
-        the rank's state contains already, or older than one presumed before, changes nothing.
-        ``full_tokens``: charged so many, the chunk is full, so the last request in it may be cut,
-        and what was sent together with it waits behind it."""
+        """Presume another rank's report that this one computes ``tokens`` in the pass
+        ``forward_id``. A pass included in the rank's state, or older than a presumed one, changes
+        nothing. ``full_tokens``: at this many charged tokens the chunk is full, so its last request
+        may be cut, and those sent with it wait behind it."""
         newest = next(reversed(self.presumed_passes), self.launched_id)
         if self.clean or forward_id <= newest:
             return
         self.presumed_passes[forward_id] = tokens
         if len(self.presumed_passes) > _REMEMBERED_PASSES:
-            # Nothing was heard of the rank for long: what is presumed of the oldest stays so.
+            # After a long silence the oldest presumption becomes permanent.
             oldest = next(iter(self.presumed_passes))
             del self.presumed_passes[oldest]
             later = {rid: one for rid, one in self.presumed.items() if one.forward_id > oldest}
@@ -350,8 +348,8 @@ class PrefillRank:
             with_last = sent is not None and sent.at_s == sent_s
             if left <= 0 and not with_last:
                 break
-            # Lengths may be told wrongly, and part of a prompt be cached: what comes nearest, and
-            # of those that were sent together all, unless too much is missing for that.
+            # Lengths may be wrong, and part of a prompt cached: choose the closest number of
+            # requests, but keep a batch whole unless too much is missing for that.
             together = with_last and 2 * new >= taken + size
             if taken and not full and 2 * left < size and not together:
                 break
@@ -364,7 +362,7 @@ class PrefillRank:
             sent_s = None if sent is None else sent.at_s
 
     def _charge_of(self, queued: int, new: int) -> int:
-        """What these tokens of the queue and of the oldest in flight cost."""
+        """Return the charged tokens of these tokens of the queue and of the oldest in flight."""
         charge = round(queued * self.queue_charge)
         if self.page == 1:
             return charge + new
@@ -377,20 +375,20 @@ class PrefillRank:
         return charge + new
 
     def _wait(self, tokens: int) -> None:
-        """A request, or what is left of one, waits at the rank for a pass to come."""
+        """Add a request, or the rest of one, to the queue."""
         requests = self._requests_of(self.queued_tokens) + 1
         self.queued_tokens += tokens
         if self.most_requests:
             self.queue_density = requests / self.queued_tokens
 
     def _requests_of(self, queued_tokens: int) -> int:
-        """In so many tokens of the queue; 0 where nobody counts them."""
+        """Return the requests in this many tokens of the queue; 0 if they are not counted."""
         if not self.most_requests or not queued_tokens:
             return 0
         return max(1, round(queued_tokens * self.queue_density))
 
     def next_tokens(self, chunk_tokens: int) -> int:
-        """What of the backlog fits into a pass."""
+        """Return the tokens of the backlog that fit into a pass."""
         tokens, charged = self.backlog_tokens, self.charged_tokens
         most = tokens if charged <= chunk_tokens else chunk_tokens * tokens // charged
         if self.most_requests and self.backlog_requests > self.most_requests:
@@ -399,18 +397,18 @@ class PrefillRank:
 
     @property
     def backlog_tokens(self) -> int:
-        """U_flight + R_queued: ahead of a new request in the passes to come."""
+        """U_flight + R_queued: tokens ahead of a new request in future passes."""
         return self.flight.total + self.queued_tokens
 
     @property
     def backlog_requests(self) -> int:
-        """The same, where passes have a limit of requests."""
+        """The same in requests, if passes have a request limit."""
         return len(self.flight) + self._requests_of(self.queued_tokens)
 
     @property
     def ahead_tokens(self) -> int:
-        """What a new request finds taken of the chunks to come: what is charged, and whole passes
-        that hold as many requests as they may."""
+        """Charged tokens of future chunks unavailable to a new request, including whole passes that
+        are full by their number of requests."""
         # Asked of every rank at every event, so nothing is asked that is not there.
         queued = self.queued_tokens
         ahead = self.flight.charged + (round(queued * self.queue_charge) if queued else 0)
@@ -425,8 +423,8 @@ class PrefillRank:
 
     @property
     def kv_room_tokens(self) -> int | None:
-        """Room in its KV pool beside what is on its way and what waits there, which has no KV yet.
-        A pass takes no request that the pool has no room for (sglang #38478)."""
+        """Free tokens of its KV pool minus all requests on their way or waiting, which have no KV
+        yet. A pass takes no request without room in the pool (sglang #38478)."""
         if self.kv_free_tokens is None:
             return None
         # SGLang fault: pool-full-looks-idle
@@ -434,11 +432,12 @@ class PrefillRank:
 
     @property
     def takes_nothing(self) -> bool:
-        """Whatever is sent there would wait: for a pass that does not come, or for an answer."""
+        """Whether a request sent there would wait for a pass that does not come, or for an
+        answer."""
         return self.unanswered or bool(self.stalled.cause)
 
     @property
     def charged_tokens(self) -> int:
-        """What the backlog costs of the chunks to come."""
+        """Charged tokens of the backlog in future chunks."""
         queued = self.queued_tokens
         return self.flight.charged + (round(queued * self.queue_charge) if queued else 0)

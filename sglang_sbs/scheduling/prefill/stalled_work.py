@@ -1,9 +1,8 @@
-"""Work that waits at a prefill DP rank while no forward pass takes it.
+"""Detects work at a prefill DP rank that no forward pass takes.
 
-A rank whose KV pool is full, whose KV transfers do not end, or which is paused, looks free: nothing
-runs there. SGLang cannot form a batch (``NO_TOKEN`` in ``schedule_policy.py``; sglang #38478), and
-whatever is sent only adds to its queue.
-"""
+A rank whose KV pool is full, whose KV transfers do not end, or which is paused looks free, because
+nothing runs there. SGLang cannot form a batch (``NO_TOKEN`` in ``schedule_policy.py``; sglang
+#38478), and new requests only lengthen its queue."""
 
 from __future__ import annotations
 
@@ -17,13 +16,13 @@ PASSES = 3.0
 
 
 class StalledWork:
-    """One rank. Feed it every EndForward of the rank."""
+    """State of one rank; pass it every EndForward of the rank."""
 
     __slots__ = ("_since_s", "cause")
 
     def __init__(self) -> None:
         self.cause = ""
-        """Why the rank takes nothing, in words; empty: it does."""
+        """Reason why the rank takes nothing, in words; empty if it does."""
         self._since_s: float | None = None
 
     def clear(self) -> None:
@@ -42,7 +41,7 @@ class StalledWork:
 
 
 def cause_of(report: EndForward) -> str:
-    """What a rank that takes no waiting work lacks, as far as its report says."""
+    """Return what a rank that takes no waiting work lacks, as far as its report shows."""
     used, capacity = report.kv_tokens, report.kv_capacity_tokens
     wanted = report.waiting_tokens / max(1, report.waiting_requests)
     full = capacity > 0 and capacity - used < wanted
