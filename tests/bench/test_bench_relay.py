@@ -99,9 +99,3 @@ def test_the_older_version_runs_from_its_own_checkout(tmp_path: Path):
         assert before.wrapper == ("env", f"--chdir={tmp_path}", f"PYTHONPATH={tmp_path}")
         assert ours.flags == (*before.flags, "--access-log", "all")
         assert before.flags[:2] == ("--policy", policy)
-
-
-def test_an_older_version_must_be_there(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
-    with pytest.raises(SystemExit):
-        parse_arguments(["--against", str(tmp_path)])
-    assert "there is no checkout of sglang_sbs" in capsys.readouterr().err

@@ -15,10 +15,9 @@ from benchmarks.scale.command import (
     Spread,
     _histogram,
     main,
-    markdown,
     parse_arguments,
 )
-from benchmarks.scale.router import Reading, shape_of
+from benchmarks.scale.router import Reading
 
 
 def test_a_small_run_loses_nothing_and_weighs_every_part(tmp_path: Path, capsys):
@@ -41,13 +40,6 @@ def test_a_small_run_loses_nothing_and_weighs_every_part(tmp_path: Path, capsys)
         assert 0 < spread["p50_s"] <= spread["p99_s"]
     assert case["stalls"]["count"] > 0
     assert "| DP ranks (instances) | 24 (2) |" in capsys.readouterr().out
-
-
-def test_all_ranks_are_in_some_instance():
-    for ranks in (16, 24, 256, 1000):
-        shape = shape_of(ranks, "tcp://127.0.0.1:1", 20.0, 1.0)
-        assert shape.ranks == ranks
-        assert max(shape.decode) <= 32
 
 
 def reading(counts: dict[str, float], longest_s: float) -> Reading:
@@ -79,23 +71,6 @@ def test_the_longest_is_of_what_came_between_two_readings(longest_s, max_s):
     spread = _histogram(before, after, "sbs_x", "report")
     assert spread.max_s == max_s
     assert spread.p99_s == min(0.01, max_s)
-
-
-def test_nothing_counted_is_no_percentile():
-    same = reading({"0.001": 5.0, "+Inf": 5.0}, 0.0009)
-    spread = _histogram(same, same, "sbs_x", "report")
-    assert (spread.count, spread.p50_s, spread.max_s) == (0, None, None)
-
-
-def test_quick_is_one_case_and_the_default_three():
-    assert [case.ranks for case in parse_arguments(["--quick"]).cases] == [256]
-    cases: list[Case] = parse_arguments([]).cases
-    assert [(case.ranks, case.streams) for case in cases] == [
-        (256, 2500),
-        (512, 5000),
-        (1000, 10000),
-    ]
-    assert markdown([]).startswith("| DP ranks")
 
 
 @pytest.mark.parametrize(
@@ -175,14 +150,3 @@ def test_a_case_that_fails_leaves_the_earlier_ones(
     written = json.loads(path.read_text())
     assert [one["case"]["ranks"] for one in written["cases"]] == [16]
     assert written["stopped"] == f"32 ranks: {str(failure) or 'interrupted'}"
-
-
-def test_a_file_that_cannot_be_written_is_said_before_anything_starts(
-    tmp_path: Path, monkeypatch, capsys
-):
-    monkeypatch.setattr(command, "measure", None)
-    (tmp_path / "file").write_text("kept")
-    for path in (tmp_path / "file" / "scale.json", tmp_path):
-        assert main(["--quick", "--json", str(path)]) == 2
-        assert f"cannot write {path}" in capsys.readouterr().out.replace("\n", "")
-    assert (tmp_path / "file").read_text() == "kept"

@@ -193,13 +193,6 @@ def test_a_poor_fit_is_written_only_if_forced(how, reason, tmp_path: Path, capsy
     assert any(one.startswith(reason) for one in forced)
 
 
-def test_a_good_fit_says_nothing_of_force(tmp_path: Path, capsys):
-    log, out = logged(tmp_path / "run.events", 60, noise=0.03), tmp_path / "cost.json"
-    assert main([log, "--out", str(out), "--force"]) == 0
-    assert "poor" not in capsys.readouterr().out
-    assert "forced" not in json.loads(out.read_text())["provenance"]
-
-
 def test_too_few_passes_are_refused_with_their_number(tmp_path: Path, capsys):
     log, out = logged(tmp_path / "run.events", 29), tmp_path / "cost.json"
     assert main([log, "--out", str(out), "--force"]) == 2
@@ -208,12 +201,6 @@ def test_too_few_passes_are_refused_with_their_number(tmp_path: Path, capsys):
     assert "longer or more LOG files" in said
     assert not out.exists()
     assert main([logged(tmp_path / "run.events", 30), "--out", str(out)]) == 0
-
-
-def test_a_file_that_cannot_be_written_is_said_first(tmp_path: Path, capsys):
-    (tmp_path / "file").write_text("")
-    assert main(["missing.events", "--out", str(tmp_path / "file" / "cost.json")]) == 2
-    assert "cannot write" in capsys.readouterr().out
 
 
 # From layers ------------------------------------------------------------------------------------

@@ -7,7 +7,6 @@ from typing import Any
 import pytest
 
 from benchmarks.chaos import command
-from benchmarks.chaos.faults import ALL, BY_NAME
 from benchmarks.chaos.run import books
 
 
@@ -30,16 +29,6 @@ def test_says_what_is_wrong_before_anything_starts(
         command.main(words)
     assert ended.value.code == 2
     assert message in capsys.readouterr().err
-
-
-def test_faults_have_names_of_their_own_and_the_help_lists_them(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    assert len(BY_NAME) == len(ALL)
-    with pytest.raises(SystemExit):
-        command.main(["--help"])
-    text = capsys.readouterr().out
-    assert all(name in text for name in BY_NAME)
 
 
 def state(**changed: int) -> dict[str, Any]:

@@ -10,7 +10,7 @@ from aiohttp import web
 from compare_rows import row
 from msgspec.structs import replace
 
-from benchmarks.compare_routers.agents import Agents, Turn, agents_at
+from benchmarks.compare_routers.agents import Agents, Turn
 from benchmarks.compare_routers.prompts import id_prompts
 from benchmarks.compare_routers.results import report
 from benchmarks.compare_routers.results.measure import computed_tokens
@@ -41,16 +41,6 @@ def test_agents_send_mostly_what_they_sent_before() -> None:
     assert sum(new[n] for n in warm) < 0.15 * sum(turns[n].prompt_tokens for n in warm)
     assert new[0] == turns[0].prompt_tokens
     assert max(turn.prompt_tokens for turn in turns) <= 8 * CHUNK
-
-
-def test_pauses_are_as_much_longer_as_passes_are() -> None:
-    one, long = (Agents(4, 1, CHUNK, stretch) for stretch in (1.0, 4.0))
-    assert [4 * turn.at_s for turn in one.first] == [turn.at_s for turn in long.first]
-    (next_one,), (next_long,) = (
-        run.after(run.first[0], answered_s) for run, answered_s in ((one, 10.0), (long, 40.0))
-    )
-    assert 4 * next_one.at_s == pytest.approx(next_long.at_s)
-    assert next_one.prompt_tokens == next_long.prompt_tokens
 
 
 def test_a_context_that_grows_keeps_its_words() -> None:
@@ -122,10 +112,6 @@ async def test_agents_go_on_after_a_failure() -> None:
     found = await played(Engine(status=500), Agents(3, 1, CHUNK, 1e-3), 10)
     assert len(found.samples) == 10 and all("500" in one.error for one in found.samples)
     assert found.warm_up_failed >= 3
-
-
-def test_load_is_a_number_of_agents() -> None:
-    assert [agents_at(load, 6) for load in (0.01, 0.5, 1.0)] == [1, 24, 48]
 
 
 def test_what_prefill_computed_is_what_its_passes_had() -> None:

@@ -67,22 +67,6 @@ def test_attention_pairs_and_requests_are_paid_with_the_tokens(dp_size: int) -> 
     )
 
 
-def test_pairs_alone_are_a_cost() -> None:
-    cost = scaled_cost(PassCost(fixed_s=0.0, pair_s=1e-8), 2, CHUNK)
-    assert cost.prefill_s([1024, 0]) == pytest.approx(PASS_S)
-    assert cost.prefill_s([512, 512]) == pytest.approx(PASS_S / 2)
-
-
-def test_named_costs_hardly_change_by_their_pairs() -> None:
-    """Figures measured without them stand."""
-    mixed = COSTS["mixed"]
-    cost = scaled_cost(mixed, 2, CHUNK)
-    whole_s = mixed.full_chunk_s(CHUNK)
-    one_sided = mixed.pass_s([CHUNK, 0], [0.0, 0.0]) / whole_s
-    assert cost.prefill_s([1024, 0]) / PASS_S == pytest.approx(one_sided, rel=0.005)
-    assert cost.prefill_base_s / PASS_S == pytest.approx(mixed.fixed_s / whole_s, rel=0.02)
-
-
 def test_a_cost_without_a_slope_is_refused(tmp_path: Path) -> None:
     with pytest.raises(CostError, match="needs mean_s, max_s"):
         scaled_cost(PassCost(fixed_s=0.1), 2, CHUNK)

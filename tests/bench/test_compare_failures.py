@@ -58,11 +58,6 @@ def test_sbs_gains_no_ratio_by_failing(ours: list[Row]) -> None:
     assert table.rows[0][-1] == "failed"
 
 
-def test_a_peer_that_fails_a_request_in_a_hundred_is_still_measured_against() -> None:
-    (found,) = ratios.ratio_cells([row("sbs", 50), row("smg", 100, failed=1)])
-    assert (found["failed"], found["mean_ratio"]) == (False, 0.5)
-
-
 def test_what_was_not_tried_after_a_failure_does_not_hide_why() -> None:
     rows = [broken("sbs"), replace(broken("sbs", load=1.0), error=NOT_RUN), row("smg", 100)]
     assert ratios.errors(rows) == {"sbs": "it ended at its start"}
@@ -76,18 +71,6 @@ def test_a_contender_that_fails_is_marked(tmp_path: Path) -> None:
     assert text.count("| smg (fails) |") == text.count("(fails)") == 1
 
 
-def test_a_column_is_of_the_seeds_it_says() -> None:
-    one = row("sbs", 50)
-    assert one.engines is not None
-    known = replace(one.engines, bubble_beyond_share=0.25)
-    rows = [replace(row("sbs", 50, seed=seed), engines=known) for seed in (1, 2)]
-    (table,) = tables.cell_tables(rows)
-    bubble = list(table.columns).index("bubble")
-    assert table.rows[0][bubble] == "25.0%"
-    (table,) = tables.cell_tables([*rows, row("sbs", 50, seed=3)])
-    assert (table.rows[0][1], table.rows[0][bubble]) == ("3", "-")
-
-
 # ---- what is told
 
 
@@ -97,11 +80,6 @@ def test_a_run_that_succeeded_later_is_no_failure() -> None:
     assert ratios.failed_requests(rows, ratios.is_peer) == 0
     rows.append(broken("smg", load=1.0))
     assert ratios.errors(rows) == {"smg": "paper 1 seed 1: it ended at its start"}
-
-
-def test_requests_that_fail_before_the_load_are_counted() -> None:
-    rows = [replace(row("sbs", 50), warm_up_failed=6), broken("sbs", load=1.0, warm_up_failed=24)]
-    assert ratios.failed_requests(rows, ratios.is_sbs) == 30
 
 
 @pytest.mark.parametrize(
@@ -128,12 +106,6 @@ def test_the_exit_code_says_whether_sbs_was_measured(
     out = " ".join(capsys.readouterr().out.split())
     assert says in out
     assert ("not measured" in out) == bool(says)
-
-
-def test_a_contender_of_sbs_that_never_ran_is_named() -> None:
-    assert command._unmeasured([row("sbs", 50)], ["sbs", "sbs_paper", "smg"]) == [
-        "sbs_paper was not measured: no run has figures"
-    ]
 
 
 def test_failures_are_in_the_json(tmp_path: Path) -> None:

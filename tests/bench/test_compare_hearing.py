@@ -11,14 +11,12 @@ from types import SimpleNamespace
 import pytest
 import zmq
 from aiohttp import web
-from compare_rows import HEADER, row
 from msgspec.structs import replace
 
 from benchmarks.compare_routers.command import build_parser
 from benchmarks.compare_routers.contenders import BY_NAME
 from benchmarks.compare_routers.plan import Plan
 from benchmarks.compare_routers.prompts import id_prompts
-from benchmarks.compare_routers.results import report
 from benchmarks.compare_routers.results.rows import Key, RowFile
 from benchmarks.compare_routers.runs import cell, endforward_check
 from benchmarks.compare_routers.runs.engines import Engines
@@ -172,10 +170,3 @@ def test_routers_of_ours_hear_engines_on_other_hosts_and_with_a_key(tmp_path: Pa
     assert f"--sbs-endforward-key-file {key_file}" in flags
     virtual = cell.Setting(id_prompts(), None, 1.0, 0.1, 60.0, tmp_path, "")
     assert cell._own_flags(KEY, 7600, virtual) == ["--sbs-endforward-bind", "tcp://127.0.0.1:7600"]
-
-
-def test_the_report_names_who_was_silent() -> None:
-    rows = [row("sbs", 50), replace(row("smg", 100), silent=["p1/0"])]
-    facts = dict(report.facts_of(HEADER, rows))
-    assert facts["no EndForward"] == "of p1/0 in 1 runs"
-    assert "no EndForward" not in dict(report.facts_of(HEADER, rows[:1]))

@@ -66,11 +66,6 @@ def test_the_nodes_of_an_instance_have_their_passes_together() -> None:
     assert figures.passes.passes == 2
 
 
-def test_messages_of_strangers_are_ignored() -> None:
-    figures = measure.engines(passes_of((1, 2, 0)), {}, begin_s=0.0, load_s=10.0)
-    assert figures.passes.passes == 0
-
-
 def test_the_kv_band_is_the_deviation_over_ranks() -> None:
     heard = [
         Heard(0.0, report_of(rank, 0, "heartbeat", role="decode", kv_tokens=tokens))

@@ -6,13 +6,11 @@ from pathlib import Path
 
 import pytest
 from compare_rows import HEADER, row
-from msgspec.structs import replace
 from rich.console import Console
 
 from benchmarks.compare_routers import command
 from benchmarks.compare_routers.plan import Plan
-from benchmarks.compare_routers.prompts import id_prompts
-from benchmarks.compare_routers.results import ratios, report
+from benchmarks.compare_routers.results import ratios
 from benchmarks.compare_routers.results.rows import RowFile
 
 REAL = ["--real", "--prefill", "http://p0:30000", "8998", "--prefill", "http://p1:30000"]
@@ -64,25 +62,6 @@ def test_given_engines_need_no_cluster(tmp_path: Path) -> None:
     assert plan.model is None
 
 
-def test_a_report_on_given_engines_says_nothing_of_a_cost(tmp_path: Path) -> None:
-    words = [*REAL, "--capacity", "150000", "--report", str(tmp_path)]
-    settings = Plan(command.build_parser().parse_args(words)).settings()
-    assert not {"cost", "chunk_tokens"} & set(settings)
-    report.write_report(replace(HEADER, settings=settings), [row("sbs", 50)], tmp_path)
-    assert "cost" not in (tmp_path / "report.md").read_text(encoding="utf-8").split("##")[0]
-
-
-def test_the_example_with_given_engines_is_complete(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    from benchmarks.compare_routers import plan
-
-    monkeypatch.setattr(plan, "text_prompts", lambda _model: id_prompts())
-    text = command.build_parser().format_help().replace("\\\n", " ")
-    (line,) = [one for one in text.splitlines() if "compare-routers --real" in one]
-    assert Plan(command.build_parser().parse_args(line.split()[1:])).model is not None
-
-
 def test_longer_passes_stretch_the_limits_and_thin_the_arrivals() -> None:
     """So that a load, and a request within its limits, mean what they did."""
     usual, longer = (
@@ -94,19 +73,6 @@ def test_longer_passes_stretch_the_limits_and_thin_the_arrivals() -> None:
     assert longer.capacity_tokens_per_s == pytest.approx(usual.capacity_tokens_per_s / 2)
     said = Plan(command.build_parser().parse_args(["--pass-s", "1.22", "--slo-tpot", "0.3"]))
     assert said.settings()["slo_tpot_s"] == 0.3
-
-
-def test_a_report_says_how_many_processes_an_instance_has_if_it_was_asked() -> None:
-    engines = [
-        Plan(command.build_parser().parse_args(words)).settings()["engines"]
-        for words in ([], ["--tp", "4"])
-    ]
-    assert engines == ["3P1D, dp=2, virtual GPU", "3P1D, tp=4, dp=2, virtual GPU"]
-
-
-def test_seeds_may_begin_elsewhere() -> None:
-    plan = Plan(command.build_parser().parse_args(["--first-seed", "4", "--seeds", "2"]))
-    assert list(plan.scope.all_seeds) == [4, 5]
 
 
 def test_resume_refuses_rows_of_another_setting(

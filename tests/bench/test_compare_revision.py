@@ -5,10 +5,6 @@ from __future__ import annotations
 import subprocess
 from pathlib import Path
 
-from compare_rows import HEADER, row
-from msgspec.structs import replace
-
-from benchmarks.compare_routers.results import report
 from benchmarks.compare_routers.runs.revision import revision
 
 
@@ -34,11 +30,3 @@ def test_the_revision_is_of_the_package_and_tells_changes(tmp_path: Path) -> Non
     (package / "__init__.py").write_text("2")
     assert one.startswith(f"{clean} with changes ")
     assert revision(package) not in (one, clean)
-
-
-def test_the_report_names_all_revisions() -> None:
-    rows = [replace(row("sbs", 50), revision="1234"), replace(row("smg", 90), revision="5678")]
-    header = replace(HEADER, settings=HEADER.settings | {"revision": "1234"})
-    facts = report.facts_of(header, rows)
-    assert [value for name, value in facts if name == "revision"] == ["1234, 5678"]
-    assert report.summary(header, rows)["rows"][0]["revision"] == "1234"

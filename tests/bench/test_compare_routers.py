@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import dataclasses
-import itertools
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -49,12 +48,6 @@ def test_a_command_line_has_every_engine_with_its_bootstrap_port() -> None:
     assert "sglang_router.launch_router --pd-disaggregation" in words
     assert "--prefill http://p0 8998 --prefill http://p1 --decode http://d0" in words
     assert "--policy random" in words
-
-
-def test_an_unknown_contender_is_named() -> None:
-    with pytest.raises(ValueError, match="'nginx' is not one of all, sbs"):
-        chosen("sbs,nginx")
-    assert [c.name for c in chosen("smg,sbs")] == ["sbs", "smg"]
 
 
 # ---- ratios
@@ -104,17 +97,6 @@ def test_ratios_are_taken_seed_by_seed() -> None:
     assert cell["mean_ratio"] == pytest.approx((0.5 + 0.75) / 2)
     assert cell["mean_ratio_spread"] == pytest.approx([0.5, 0.75])
     assert cell["seeds"] == 2
-
-
-def test_of_active_ranks_the_best_peer_has_the_most() -> None:
-    rows = [
-        row("sbs", 50, active_ranks=1.8),
-        row("smg", 80, active_ranks=1.2),
-        row("mini_lb", 90, active_ranks=1.5),
-    ]
-    (cell,) = ratios.ratio_cells(rows)
-    assert cell["active_ranks_peer"] == "mini_lb"
-    assert cell["active_ranks_ratio"] == pytest.approx(1.2)
 
 
 def test_a_cell_with_a_run_on_a_slow_host_has_no_ratio_and_says_whose() -> None:
@@ -185,11 +167,6 @@ def test_the_report_begins_with_the_verdict_and_ends_with_how_it_was_measured(
     assert report.summary(HEADER, rows)["verdict"] == sentences(rows)
 
 
-def test_without_a_peer_among_the_contenders_the_table_judges_nothing() -> None:
-    table = ratio_table([row("sbs", 50), row("eta", 60)])
-    assert table.rows[0][-1] == ""
-
-
 def test_a_peer_that_fails_requests_is_no_best_peer() -> None:
     rows = [row("sbs", 50), row("smg", 10, failed=40), row("mini_lb", 100)]
     (cell,) = ratios.ratio_cells(rows)
@@ -209,11 +186,6 @@ def test_peers_are_ranked_over_all_cells() -> None:
     assert ratios.ranking(rows) == ["mini_lb", "smg"]
 
 
-def test_peers_are_ranked_on_the_same_seeds() -> None:
-    rows = [row("smg", 100), row("smg", 300, seed=2), row("smg", 300, seed=3)]
-    assert ratios.ranking([*rows, row("mini_lb", 110)]) == ["smg", "mini_lb"]
-
-
 # ---- order of runs
 
 
@@ -225,17 +197,6 @@ def test_contenders_take_turns() -> None:
     turns = [[key.policy for key in keys[n : n + 3]] for n in (0, 3, 6)]
     assert all(sorted(turn) == ["mini_lb", "sbs", "smg"] for turn in turns)
     assert len(set(keys)) == 9
-
-
-def test_who_runs_before_a_contender_changes_from_cell_to_cell() -> None:
-    field = chosen("sbs,smg,mini_lb,eta")
-    before: dict[str, set[str]] = {}
-    for seed in range(1, 7):
-        keys = campaign.cell_keys(field, [("paper", 0.4), ("paper", 0.8)], seed)
-        for one, other in itertools.pairwise(keys):
-            before.setdefault(other.policy, set()).add(one.policy)
-    names = {one.name for one in field}
-    assert all(who >= names - {policy} for policy, who in before.items())
 
 
 def test_only_sbs_the_best_peers_and_our_best_immediate_policy_go_on() -> None:
@@ -293,15 +254,6 @@ def small_campaign(
     console = Console(quiet=True)
     made = campaign.Campaign(scope, setting, file, start, lambda *_: 1.0, console, rows)  # type: ignore[arg-type]
     return made, started, ran
-
-
-async def test_all_runs_are_of_the_seeds_asked_for(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    work, _started, ran = small_campaign(tmp_path, monkeypatch, rows=[])
-    work.scope = dataclasses.replace(work.scope, first_seed=7)
-    await work.run()
-    assert {key.seed for key in ran} == {7, 8}
 
 
 async def test_a_campaign_runs_the_field_once_and_the_best_at_everything(
@@ -376,18 +328,6 @@ async def test_what_a_broken_contender_did_not_run_is_no_better_for_it(
     assert (3, "sbs") not in {(key.seed, key.policy) for key in ran}
     assert ratios.errors(work.rows)["sbs"].endswith("seed 2: it hung")
     assert work.file.read()[1] == work.rows
-
-
-async def test_engines_are_warmed_up_by_a_contender_that_works(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    work, _started, _ran = small_campaign(tmp_path, monkeypatch, rows=[])
-    tried = breaking(monkeypatch, lambda tried: [key.seed for key in tried] == [0])
-    field = chosen("sbs,smg,mini_lb")
-    work.scope = dataclasses.replace(work.scope, contenders=field, seeds=1)
-    await work.run()
-    order = [key.policy for key in campaign.cell_keys(field, [("paper", 1.0)], 1)]
-    assert [key.policy for key in tried if key.seed == 0] == order[:2]
 
 
 # ---- files

@@ -72,13 +72,6 @@ def test_every_cell_is_a_scenario(regime: str):
         assert scenario.nominal_qps > 0, cell.name
 
 
-@pytest.mark.parametrize("overlap", [False, True])
-def test_engines_look_ahead_in_every_cell_or_in_none(overlap: bool):
-    cells = [cell for regime in REGIMES.values() for cell in regime]
-    jobs = [job_of(cell, "sbs", 1, "mixed", overlap=overlap) for cell in cells]
-    assert {scenario_of(job).spec.overlap for job in jobs} == {overlap}
-
-
 def test_the_command_judges_a_trace(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(matrix, "_TRACE_S", 21.0)
     monkeypatch.setattr(matrix, "_TRACE_LOADS", (0.2, 0.4))

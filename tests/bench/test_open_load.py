@@ -56,11 +56,6 @@ def test_no_recovery_without_enough_good_ones_at_the_end() -> None:
     assert recovery_s([], 10, LIMIT_S) is None
 
 
-def test_requests_sent_before_the_fault_do_not_count() -> None:
-    before = [outcome(i, ttft_s=9.0) for i in range(10)]
-    assert recovery_s(before + good(*range(10, 30)), 10, LIMIT_S) == 0
-
-
 @pytest.mark.parametrize(
     ("error", "fate", "label"),
     [
@@ -84,12 +79,6 @@ def test_what_counts_as_an_answer(error: str, fate: Fate, label: str | None) -> 
     assert one.fate is fate
     if label is not None:
         assert one.label == label
-
-
-def test_streams_that_run_at_a_moment() -> None:
-    one = outcome(10, ttft_s=0.5)
-    assert [one.running_at(s) for s in (10.4, 10.5, 11.9, 12.0)] == [False, True, True, False]
-    assert not outcome(10, ttft_s=math.nan).running_at(11)
 
 
 def test_first_tokens_that_never_came_are_in_no_figure() -> None:

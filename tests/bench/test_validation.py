@@ -17,7 +17,6 @@ from sglang_sbs.scheduling import Scheduler, SchedulerConfig
 from sglang_sbs.scheduling.eventlog import EventLogWriter
 from sglang_sbs.simulator import ClusterSpec, PassCost, simulate
 from sglang_sbs.simulator.cluster import simulation
-from sglang_sbs.simulator.cluster.cost import CostError, load_cost, save_cost
 from tools.cpu_engine.virtual_gpu import VirtualGpuCost
 
 SPEC = ClusterSpec(
@@ -140,36 +139,3 @@ def test_the_virtual_gpu_cost_is_the_same_in_the_simulator():
     same = virtual_gpu_pass_cost(cost, 2)
     for tokens in ([0, 10], [700, 300], [1024, 1024]):
         assert same.pass_s(tokens, [0.0, 0.0]) == pytest.approx(cost.prefill_s(tokens))
-
-
-def test_a_cost_file_is_read_back(tmp_path):
-    save_cost(SPEC.cost, tmp_path / "cost.json")
-    assert load_cost(tmp_path / "cost.json") == SPEC.cost
-    (tmp_path / "wrapped.json").write_text('{"cost": {"fixed_s": 0.1}, "rows": []}')
-    assert load_cost(tmp_path / "wrapped.json") == PassCost(fixed_s=0.1)
-
-
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        ("{", "not valid JSON"),
-        ("[1]", "must be a JSON object"),
-        ('{"fixed_s": 1, "slope": 2}', "unknown field 'slope'; known: fixed_s, mean_s"),
-        ('{"mean_s": 1e-4}', "missing required field `fixed_s`"),
-        ('{"fixed_s": "fast"}', "fixed_s"),
-        ('{"fixed_s": -1}', "fixed_s must be a finite number of seconds >= 0, not -1"),
-        ('{"fixed_s": 0}', "a pass would take no time"),
-        ('{"fixed_s": 0, "pair_s": 1e-8}', "set fixed_s, mean_s or max_s"),
-    ],
-)
-def test_a_bad_cost_file_is_refused_with_its_name_and_the_field(tmp_path, text, message):
-    path = tmp_path / "cost.json"
-    path.write_text(text)
-    with pytest.raises(CostError, match=r"cost\.json") as error:
-        load_cost(path)
-    assert message in str(error.value)
-
-
-def test_a_cost_needs_passes():
-    with pytest.raises(CostError, match="at least two different prefill passes"):
-        fit_cost([])
