@@ -85,18 +85,16 @@ async def running_rig(
     *,
     attention_tp: int = 1,
     dwdp: bool = False,
-    prefill_nodes: int = 1,
 ) -> AsyncIterator[Rig]:
     """Start the engines, say so on the console, stop them at the end.
 
-    ``dwdp``: SGLang's DWDP on prefill, whose DP ranks wait for nobody. ``prefill_nodes``: of each
-    prefill instance. Raises: ClusterStartError, an engine did not come up.
+    ``dwdp``: SGLang's DWDP on prefill, whose DP ranks wait for nobody. Raises:
+    ClusterStartError, an engine did not come up.
     """
     blocks = free_port_blocks(PORTS_PER_INSTANCE)
     ports = RouterPorts.from_block(next(blocks))
     options = replace(
         rig_options(prefill, decode, dp_size, log_dir, attention_tp=attention_tp, dwdp=dwdp),
-        prefill_nodes=prefill_nodes,
         environment=ports.environment_of_engines(),
         with_router=False,
     )

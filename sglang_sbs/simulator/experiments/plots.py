@@ -74,11 +74,8 @@ def _legend(figure: Figure, axis: Axes) -> None:
     figure.legend(handles, labels, loc="outside right upper")
 
 
-def ttft_by_load(
-    rows: Rows, x: str = "load", x_label: str = "load (share of the nominal rate)"
-) -> Figure:
-    """Mean TTFT above, p99 below, both by load (the field ``x``); a column per scenario, cost and
-    chunk size."""
+def ttft_by_load(rows: Rows) -> Figure:
+    """Mean TTFT above, p99 below, both by load; a column per scenario, cost and chunk size."""
     shapes = list(groups(rows, "scenario", "cost", "chunk_tokens").items())
     colours = colours_of(row["policy"] for row in rows)
     figure, axes = panels(2, len(shapes), 6.5, 3.8, sharey="row")
@@ -86,11 +83,11 @@ def ttft_by_load(
         panel, shown = shapes[index % len(shapes)]
         key, name = (("ttft_mean_s", "mean"), ("ttft_p99_s", "p99"))[index // len(shapes)]
         for (policy,), mine in groups(shown, "policy").items():
-            loads = sorted({r[x] for r in mine})
-            values = [mean_of([r for r in mine if r[x] == load], key) for load in loads]
+            loads = sorted({r["load"] for r in mine})
+            values = [mean_of([r for r in mine if r["load"] == load], key) for load in loads]
             width = 2.5 if policy == "sbs" else 1.3
             axis.plot(loads, values, "o-", label=policy, color=colours[policy], linewidth=width)
-        axis.set_xlabel(x_label)
+        axis.set_xlabel("load (share of the nominal rate)")
         axis.set_ylabel(f"{name} TTFT in s")
         axis.yaxis.set_tick_params(labelleft=True)
         axis.set_yscale("log")
