@@ -1,1 +1,1 @@
-"""What is believed of decode instances, and which DP rank a request gets."""
+"""The scheduler's view of decode instances, and the choice of a decode DP rank."""

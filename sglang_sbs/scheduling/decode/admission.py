@@ -1,5 +1,5 @@
-"""Whether decode has room for a request, asked before its prefill is dispatched; and the
-reservation that keeps small requests from taking the room a large one waits for."""
+"""Decides whether decode has room for a request before its prefill is dispatched, and reserves a
+rank so that small requests do not take the room a large one waits for."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from sglang_sbs.scheduling.events import InstanceId, RequestEnded
 from sglang_sbs.scheduling.request import Request
 
 RESERVE_AFTER_PASSES = 10.0
-"""Who was refused for so many mean forward times is old enough to have a rank kept for it."""
+"""A request refused for this many mean forward times is old enough to reserve a rank."""
 MOST_ASKED = 64
-"""The oldest requests that are looked at for one that is that old."""
+"""Number of the oldest requests searched for one that is old enough."""
 _OUTPUT_STEP = 0.05
-"""Of an answer in the length that is expected of the next."""
+"""Weight of a new answer's length in the smoothed mean."""
 
 
 class ExpectedOutput:
-    """How long answers are expected to be: the smoothed mean, in tokens, of those that ended."""
+    """Expected output length: the smoothed mean of completed answers, in tokens."""
 
     def __init__(self, default_tokens: int) -> None:
         self._tokens = float(default_tokens)
@@ -34,7 +34,8 @@ class ExpectedOutput:
     def answered_tokens(
         self, event: RequestEnded, request: Request, instances: Sequence[DecodeInstance]
     ) -> int:
-        """No answer is longer than was asked for, or than a decode rank holds."""
+        """Return the answer's length, limited to what was requested and to a decode rank's
+        capacity."""
         most = max((one.kv_capacity_tokens for one in instances), default=0)
         if request.max_new_tokens is not None:
             most = min(most, request.max_new_tokens)
@@ -46,7 +47,7 @@ class ExpectedOutput:
 
 
 class Reservation(NamedTuple):
-    """A rank that takes in nobody but one request until that fits."""
+    """A rank that accepts only one request until that fits."""
 
     rid: str
     instance: InstanceId
@@ -54,19 +55,19 @@ class Reservation(NamedTuple):
 
 
 class DecodeAdmission:
-    """The room of all decode ranks, and who it is kept for."""
+    """The room of all decode ranks, and the rank reserved for a request."""
 
     def __init__(self, outputs: ExpectedOutput) -> None:
         self.outputs = outputs
         self._instances: Sequence[DecodeInstance] = ()
         self._room_tokens: int | None = None
-        """Of all ranks that are not reserved; None: to be worked out again."""
+        """Room of the ranks that are not reserved; None: must be computed again."""
         self.reserved: Reservation | None = None
         self.least_refused_tokens = math.inf
-        """The smallest total length that was refused since :meth:`begin`."""
+        """Smallest total length refused since :meth:`begin`."""
 
     def begin(self, instances: Sequence[DecodeInstance], waiting: Container[str]) -> None:
-        """A new look at the room of the instances that are up. ``waiting``: their ids."""
+        """Read the room of the running instances again. ``waiting``: ids of queued requests."""
         self._instances = instances
         self._room_tokens = None
         self.least_refused_tokens = math.inf
@@ -80,7 +81,7 @@ class DecodeAdmission:
         self._room_tokens = None
 
     def admits(self, request: Request) -> bool:
-        """Whether some rank that the request may use has room for all of it."""
+        """Return whether some rank allowed for the request has room for all of it."""
         reserved = self.reserved
         if request.exclude or (reserved is not None and reserved.rid == request.rid):
             allowed = request.allowed_on(self._instances)
@@ -97,21 +98,22 @@ class DecodeAdmission:
         return False
 
     def refused(self, tokens: float) -> None:
-        """A request of this total length found no rank."""
+        """Record that a request of this total length found no rank."""
         self.least_refused_tokens = min(self.least_refused_tokens, tokens)
 
     def may_admit_now(self, decode: DecodeInstance) -> bool:
-        """Whether one that was refused might fit, now that this instance has changed."""
+        """Return whether a refused request might fit, now that this instance has changed."""
         return self.least_refused_tokens <= decode.room_tokens
 
     def is_open(self, request: Request, decode: DecodeInstance, rank: int) -> bool:
-        """Whether the rank is not kept for another request."""
+        """Return whether the rank is not reserved for another request."""
         kept = self.reserved
         return kept is None or kept.rid == request.rid or kept[1:] != (decode.id, rank)
 
     def reserve(self, waiting: Iterable[Request], before_s: float) -> None:
-        """Keep the rank with most room for the oldest request that is refused, if it arrived before
-        this time and no rank is kept: smaller requests would take every bit that becomes free."""
+        """Reserve the rank with the most room for the oldest refused request, if it arrived before
+        ``before_s`` and no rank is reserved. Otherwise smaller requests would take every bit of
+        room that becomes free."""
         if self.reserved is not None or self.least_refused_tokens == math.inf:
             return
         for request in islice(waiting, MOST_ASKED):

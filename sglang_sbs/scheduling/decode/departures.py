@@ -1,43 +1,44 @@
-"""Requests that left a decode DP rank: what the router saw end, matched to what the rank counts.
-Each is taken off the last report exactly once, until a report comes without it, and not at all if
-that report was the faster one."""
+"""Requests that left a decode DP rank: matches the ends seen by the router to the counts in the
+rank's reports. Each request is subtracted from the last report exactly once, until a report comes
+without it. It is not subtracted if a report without it came first."""
 
 from __future__ import annotations
 
 from collections import deque
 
 _FORGET_S = 2.0
-"""Longest time one side waits for the other. What is never matched is not the router's (another
-one's request, a health check) or will not be freed soon: then the report alone is right."""
+"""Longest time to wait for the other side. What stays unmatched is not the router's (another
+router's request, a health check) or is not freed soon; then the report alone counts."""
 _MOST = 1024
-"""More than these at once is not counted: whatever it means, it is not requests that ended."""
+"""Larger differences are ignored: they cannot come from requests that ended."""
 
 
 class Departures:
-    """One per DP rank. Requests leave one by one, so only their number has to agree."""
+    """Departures from one DP rank. Only their number has to match, because requests leave
+    singly."""
 
     __slots__ = ("_early", "_ended", "_left", "_owed", "kv_tokens")
 
     def __init__(self) -> None:
         self._left: int | None = None
-        """Requests that have left the rank since its boot, by its last report."""
+        """Requests that have left the rank since its boot, according to its last report."""
         self._ended: deque[tuple[float, int]] = deque()
-        """Ended and still contained in the last report: since when, and their KV tokens."""
+        """Start time and KV tokens of requests that ended and are still in the last report."""
         self._early: deque[float] = deque(maxlen=_MOST)
-        """Gone from the last report and not known to have ended: since when."""
+        """Times since when requests are missing in the report without a known end."""
         self._owed: deque[float] = deque(maxlen=_MOST)
-        """What the rank counted as gone and came back, or came without being accepted: since when.
-        It will leave once more."""
+        """Times since when requests that the rank counted as gone came back, or came without being
+        accepted. They will leave once more."""
         self.kv_tokens = 0
-        """Of all that ended and are still contained in the last report."""
+        """KV tokens of all requests that ended and are still in the last report."""
 
     def __len__(self) -> int:
-        """How many ended and are still contained in the last report."""
+        """Number of requests that ended and are still in the last report."""
         return len(self._ended)
 
     def ended(self, kv_tokens: int, reported_s: float) -> None:
-        """A request that the rank had accepted is over. ``kv_tokens``: what it occupied.
-        ``reported_s``: when the last report came."""
+        """Record the end of a request that the rank had accepted. ``kv_tokens``: its KV tokens.
+        ``reported_s``: time of the last report."""
         if self._early:
             self._early.popleft()
         else:
@@ -45,8 +46,8 @@ class Departures:
             self.kv_tokens += kv_tokens
 
     def reported(self, accepted: int, present: int, now_s: float) -> None:
-        """A report came. ``accepted``: requests the rank has accepted since its boot; ``present``:
-        those of them that are still there. ``now_s``: the driver's time."""
+        """Record a report. ``accepted``: requests the rank has accepted since its boot;
+        ``present``: how many of them are still there. ``now_s``: the driver's time."""
         left, before = accepted - present, self._left
         self._left = left
         if before is None:

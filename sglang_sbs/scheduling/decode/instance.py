@@ -24,36 +24,38 @@ from sglang_sbs.wire import EndForward
 
 _ENDED_FIRST = 64
 _LOST_S = 5.0
-"""A request dispatched longer ago is in the report, whether an id said so or not: the message that
-would have is lost, and a first one cannot tell how many it missed."""
+"""A request dispatched longer ago is in the report even if its id was never echoed: the message
+with the id was lost, and a first message cannot tell how many were lost before it."""
 
 
 @dataclass(slots=True)
 class DecodeRank:
     flight: TokenLedger = field(default_factory=TokenLedger)
-    """Dispatched and not yet accepted by the rank: prompt tokens."""
+    """Prompt tokens of requests dispatched and not yet accepted by the rank."""
     growth: TokenLedger = field(default_factory=TokenLedger)
-    """Of the same requests: expected output tokens."""
+    """Expected output tokens of the same requests."""
     sent_s: dict[str, float] = field(default_factory=dict)
-    """Of the same requests: when they were dispatched."""
+    """Dispatch times of the same requests."""
     outstanding: TokenLedger = field(default_factory=TokenLedger)
-    """Dispatched and not ended: prompt plus expected output tokens."""
+    """Prompt plus expected output tokens of requests dispatched and not ended."""
     presumed: set[str] = field(default_factory=set)
-    """Outstanding, and taken for accepted because a message was lost: some other may have been."""
+    """Outstanding requests counted as accepted after a lost message, which may have been about
+    others."""
     ended_first: dict[str, int] = field(default_factory=dict)
-    """Ended before a report said that the rank has them: KV tokens. The last few."""
+    """KV tokens of the last few requests that ended before a report contained them."""
     departures: Departures = field(default_factory=Departures)
     cursor: ReportCursor = field(default_factory=ReportCursor)
     speaks: bool = False
-    """What is known of it rests on its reports."""
+    """The rank's state comes from its reports."""
     reported_requests: int = 0
     reported_kv_tokens: int = 0
     doomed: list[str] | None = None
-    """Dispatched before the instance went down, until its next report says whether it restarted."""
+    """Requests dispatched before the instance went down, until the next report shows whether it
+    restarted."""
 
     def forget(self, named: Sequence[str]) -> None:
-        """The engine restarted: what was dispatched to the one before is gone, except for requests
-        that the new one has ``named``."""
+        """Drop requests of the former process after a restart, except those the new one has
+        ``named``."""
         gone = self.outstanding.oldest() if self.doomed is None else self.doomed
         for rid in set(gone).difference(named):
             self.land(rid)
@@ -63,19 +65,19 @@ class DecodeRank:
         self.departures = Departures()
 
     def fall_silent(self) -> None:
-        """Nothing was heard of the rank for long, and no poll says how it is."""
+        """Drop the reported state of a rank that has been silent for long and is not polled."""
         self.speaks = False
         self.reported_requests = self.reported_kv_tokens = 0
         self.departures = Departures()
 
     def land(self, rid: str) -> bool:
-        """The rank has accepted a request, or it ended; whether it was in flight."""
+        """Record that a request was accepted or ended; return whether it was in flight."""
         self.growth.pop(rid)
         self.sent_s.pop(rid, None)
         return self.flight.pop(rid) is not None
 
     def accepted(self, rids: list[str], lost: int, now_s: float) -> None:
-        """The rank has accepted these, and so many more in messages that were lost."""
+        """Record accepted requests, and ``lost`` more from messages that were lost."""
         for rid in rids:
             if not self.land(rid) and rid in self.presumed:
                 self.presumed.remove(rid)
@@ -90,7 +92,7 @@ class DecodeRank:
 
 
 class DecodeInstance:
-    """Belief about one decode instance with ``dp_size`` ranks."""
+    """The scheduler's view of a decode instance with ``dp_size`` ranks."""
 
     def __init__(self, up: InstanceUp) -> None:
         self.id: InstanceId = up.instance
@@ -99,19 +101,18 @@ class DecodeInstance:
         self.max_running = UNLIMITED
         self.ranks = [DecodeRank() for _ in range(up.dp_size)]
         self._loads = [DecodeLoad(0, 0)] * up.dp_size
-        """The state vectors as last worked out."""
+        """State vectors as last computed."""
         self._rooms = [0] * up.dp_size
-        """The room of each of them."""
+        """Room per rank, in tokens."""
         self._stale = set(range(up.dp_size))
-        """Ranks that have changed since."""
+        """Ranks changed since then."""
         self._heard_s: dict[int, float] = {}
-        """Ranks that reported or were polled, and when; the longest ago first."""
+        """Time of the last report or poll per rank, oldest first."""
         self._parked_tokens = 0
         self.set_limits(up)
 
     def set_limits(self, up: InstanceUp) -> None:
-        """Take over the limits per rank; unknown ones are as its ranks report them, or not
-        enforced."""
+        """Set the limits per rank. Unknown limits come from reports, or are not enforced."""
         self._limits = (up.kv_capacity_tokens, up.max_running_requests)
         self._take_limits(0, 0)
         self.rank_choice = up.rank_choice
@@ -119,8 +120,8 @@ class DecodeInstance:
         self._all_changed()
 
     def resize(self, up: InstanceUp) -> None:
-        """DP ranks joined or left while the engine runs (elastic EP); the first ones stay as they
-        are."""
+        """Change the number of DP ranks at runtime (elastic EP); the remaining ranks keep their
+        state."""
         size = self.dp_size = up.dp_size
         del self.ranks[size:]
         self.ranks += [DecodeRank() for _ in range(size - len(self.ranks))]
@@ -131,7 +132,7 @@ class DecodeInstance:
         self.set_limits(up)
 
     def may_park(self, tokens: int) -> None:
-        """Each rank may be sent so many KV tokens more than it has room for, if it allocates late.
+        """Allow each rank this many KV tokens beyond its room, if it allocates late.
 
         With ``--disaggregation-decode-allocation-policy prefill_complete`` prefill computes without
         room in decode and keeps the KV until there is some (SGLang,
@@ -145,23 +146,23 @@ class DecodeInstance:
             self._all_changed()
 
     def goes_with(self, rank: int, prefill_rank: int, prefill_dp_size: int) -> bool:
-        """Whether a request of that prefill rank can be had on this rank (``rank_choice``)."""
+        """Return whether a request on that prefill rank can use this rank (``rank_choice``)."""
         if self.rank_choice != "by_room":
             return True
         return (rank - prefill_rank) % math.gcd(self.dp_size, prefill_dp_size) == 0
 
     def loads(self) -> list[DecodeLoad]:
-        """The state vectors, own dispatches included before any feedback. Not to be changed."""
+        """State vectors that include own dispatches before any report. Do not change them."""
         self._refresh()
         return list(self._loads)
 
     @property
     def room_tokens(self) -> int:
-        """The largest total length one of its ranks can admit."""
+        """Largest total length that one of the ranks can admit."""
         return max(self.rooms())
 
     def rooms(self) -> Sequence[int]:
-        """The largest total length each of its ranks can admit. Not to be changed."""
+        """Largest total length that each rank can admit. Do not change it."""
         self._refresh()
         return self._rooms
 
@@ -172,7 +173,7 @@ class DecodeInstance:
     def dispatched(
         self, rid: str, rank: int, prompt_tokens: int, total_tokens: int, now_s: float
     ) -> None:
-        """A request leaves for a rank; ``total_tokens`` is prompt plus expected output."""
+        """Record a dispatch to a rank; ``total_tokens`` is prompt plus expected output."""
         state = self.ranks[rank]
         state.sent_s[rid] = now_s
         state.flight.add(rid, prompt_tokens)
@@ -181,7 +182,7 @@ class DecodeInstance:
         self._stale.add(rank)
 
     def moved(self, rid: str, source: int, target: int) -> None:
-        """The engine put a request on another rank than the books say."""
+        """Record that the engine put a request on a different rank."""
         old, new = self.ranks[source], self.ranks[target]
         old.presumed.discard(rid)
         for name in ("flight", "growth", "outstanding"):
@@ -193,10 +194,10 @@ class DecodeInstance:
         self._stale |= {source, target}
 
     def ended(self, rid: str, rank: int, kv_tokens: int) -> None:
-        """The request is over, whatever state it was in; ``kv_tokens`` is what it held at its end.
-        A rank that accepted it holds it until a report says otherwise."""
+        """Record the end of a request in any state; ``kv_tokens`` is what it held then. A rank that
+        accepted it counts as holding it until a report no longer does."""
         if rank >= self.dp_size:
-            return  # it went to an instance of another size that had this name
+            return  # it was sent to a former instance of another size
         state = self.ranks[rank]
         known = state.outstanding.pop(rid) is not None
         state.presumed.discard(rid)
@@ -210,12 +211,13 @@ class DecodeInstance:
         self._stale.add(rank)
 
     def down(self) -> None:
-        """No answer from the instance: its next report tells whether what runs there survived."""
+        """Record that the instance does not respond. Its next report shows whether its requests
+        survived."""
         for rank in self.ranks:
             rank.doomed = rank.outstanding.oldest()
 
     def on_report(self, report: EndForward, now_s: float) -> bool:
-        """Replace belief by what a rank says; whether its engine has restarted. Old and duplicate
+        """Apply a rank's report, and return whether its engine has restarted. Old and duplicate
         messages change nothing."""
         if not 0 <= report.dp_rank < self.dp_size:
             return False
@@ -229,7 +231,7 @@ class DecodeInstance:
         rank.speaks = True
         self._hear(report.dp_rank, now_s)
         rank.accepted(report.rids, taken.lost_requests, now_s)
-        # Those that wait have been retracted, or their KV has just arrived: they run again soon.
+        # Waiting requests were retracted, or their KV has just arrived: they will run again soon.
         present = report.running_requests + report.kv_transfer_requests + report.waiting_requests
         rank.departures.reported(report.accepted_requests, present, now_s)
         for rid in report.rids:
@@ -244,7 +246,7 @@ class DecodeInstance:
         return taken.restarted
 
     def on_load_poll(self, running: list[int], kv_tokens: list[int], now_s: float) -> None:
-        """Coarse fallback where the plugin is missing, or silent."""
+        """Apply a load poll, the coarse fallback for a missing or silent plugin."""
         self.advance(now_s)
         if len(running) != self.dp_size or len(kv_tokens) != self.dp_size:
             return
@@ -255,8 +257,8 @@ class DecodeInstance:
         self._all_changed()
 
     def advance(self, now_s: float) -> float:
-        """Forget what was heard too long ago. Returns when to call again even if nothing is heard;
-        infinity for never."""
+        """Drop outdated reports. Returns when to call again even without new ones; infinity:
+        never."""
         while self._heard_s:
             index, heard_s = next(iter(self._heard_s.items()))
             if heard_s + SILENT_S > now_s:
@@ -273,14 +275,14 @@ class DecodeInstance:
         self._heard_s[index] = now_s
 
     def _holds(self, rank: DecodeRank, requests: int, kv_tokens: int) -> None:
-        """What a rank is said to hold. No more counts than it could: what it can run, as many again
-        that wait, and ours."""
+        """Set what a rank is reported to hold, limited to a plausible number: the requests it can
+        run, as many waiting ones, and ours."""
         most = 2 * self.max_running + len(rank.outstanding)
         rank.reported_requests = min(max(0, requests), most)
         rank.reported_kv_tokens = min(max(0, kv_tokens), self.kv_capacity_tokens)
 
     def _take_limits(self, kv_capacity_tokens: int, max_running: int) -> None:
-        """What was told when the instance came up counts, else what a report says; 0: nothing."""
+        """Set the limits from ``InstanceUp``, or from the report where those are 0."""
         told_tokens, told_running = self._limits
         before = self.kv_capacity_tokens, self.max_running
         self.kv_capacity_tokens = told_tokens or kv_capacity_tokens or UNLIMITED
@@ -300,7 +302,7 @@ class DecodeInstance:
     def _load(self, rank: DecodeRank) -> DecodeLoad:
         committed = rank.outstanding.total
         if not rank.speaks:
-            # No report: own books, unless a poll knows of more.
+            # Without a report the own records count, or a poll if it shows more.
             requests = max(len(rank.outstanding), rank.reported_requests)
             kv_tokens = max(committed, rank.reported_kv_tokens)
         else:

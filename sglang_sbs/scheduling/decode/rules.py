@@ -1,5 +1,5 @@
-"""Choosing decode DP ranks: Algorithm 3 of the paper, and the potential, the default. They map
-requests to ranks given ⟨B_i, K_i⟩ and whether a rank has room, and know no instances."""
+"""Rules for choosing decode DP ranks: Algorithm 3 of the paper, and the potential, which is the
+default. They map requests to ranks given ⟨B_i, K_i⟩ and the room of each rank."""
 
 from __future__ import annotations
 
@@ -20,17 +20,19 @@ STEP_PER_TOKEN_MS = 2.7e-5
 """Decode step time per request and per KV token, DeepSeek-V3 kernels on H100 at EP32; only their
 ratio matters here. Source: the decode fit described in ``docs/scheduling.md``."""
 TOKENS_PER_REQUEST = STEP_PER_REQUEST_MS / STEP_PER_TOKEN_MS
-"""So many KV tokens cost a step what one more request does."""
+"""KV tokens that cost a decode step as much as one more request."""
 _B_TEMPERATURE = 0.5
-"""Of the potential, in requests: who is ahead of another by so much counts e times as much. B comes
-in whole requests: with more the largest batch grows, with less the band of K."""
+"""Temperature of the potential, in requests: a rank ahead of another by this much counts e times as
+much. B is a whole number of requests: a higher value lets the largest batch grow, a lower one the
+spread of K."""
 _KV_EMPHASIS = 32.0
-"""Of the potential: what is asked of K compared to B (``docs/lab/decode.md``)."""
+"""Weight of K compared to B in the potential (``docs/lab/decode.md``)."""
 TRANSFER_MS_PER_TOKEN = 70272 / 25e6
-"""From prefill to decode, and spared where decode holds the token: DeepSeek-V3's KV at 25 GB/s."""
+"""KV transfer time from prefill to decode, saved where decode already holds the token:
+DeepSeek-V3's KV at 25 GB/s."""
 MOST_HIT_REQUESTS = 0.5
-"""What the transfer that a hit spares is worth at most: one request more slows down all others, and
-the hit helps one."""
+"""Upper limit on the value of a transfer saved by a hit: one more request slows down all others,
+while the hit helps only one."""
 
 
 @dataclass(slots=True)
@@ -42,11 +44,11 @@ class DecodeLoad:
     kv_tokens: int
     """K_i, tokens."""
     committed_tokens: int = 0
-    """K_i once every own request here has grown to its total length; what admission counts."""
+    """K_i once every own request here has reached its total length; used for admission."""
     kv_capacity_tokens: int = UNLIMITED
     max_running: int = UNLIMITED
     awaited: bool = False
-    """Own requests there have not ended, whatever it reports: the message that would have counted
+    """Own requests have not ended, whatever the rank reports: the message that would have counted
     one of them may be lost."""
 
     def has_room(self, tokens: int) -> bool:
@@ -55,7 +57,7 @@ class DecodeLoad:
 
     @property
     def room_tokens(self) -> int:
-        """The largest total length it can admit."""
+        """Largest total length that the rank can admit."""
         if self.running == 0 and not self.awaited:
             return UNLIMITED
         if self.running >= self.max_running:
@@ -63,8 +65,8 @@ class DecodeLoad:
         return self.kv_capacity_tokens - max(self.kv_tokens, self.committed_tokens)
 
     def plus(self, request: Request) -> DecodeLoad:
-        """With one more request: its prompt now, its total length in the end. What of it is in the
-        prefix cache counts, too: no request used it, so the engine did not report it."""
+        """Return the load with one more request: its prompt now, its total length in the end. The
+        cached part counts as well: no request used it before, so the engine did not report it."""
         return DecodeLoad(
             self.running + 1,
             self.kv_tokens + request.prompt_tokens,
@@ -75,13 +77,13 @@ class DecodeLoad:
 
 
 class DecodeBoard:
-    """The ranks of a batch's assignment, kept in the orders the rules ask for, each made when first
-    asked for. After that a question costs no more than the number of distinct batch sizes."""
+    """The ranks during a batch's assignment, in the orders that the rules need. Each order is built
+    when first needed. Afterwards a lookup costs at most the number of distinct batch sizes."""
 
     def __init__(self, loads: list[DecodeLoad], first: int = 0) -> None:
-        """``loads``: one per rank; the one that is assigned to is replaced. ``first``: the rank
-        that wins among equals, then those after it in turn: else short requests would all go to
-        the first few ranks of many."""
+        """``loads``: one per rank; that of an assigned rank is replaced. ``first``: the rank that
+        wins among equal ones, then the next ones in turn; otherwise short requests would all go to
+        the first few ranks."""
         self.loads = loads
         self._first = first % max(1, len(loads))
         self._kv_sorted: list[int] | None = None
@@ -92,7 +94,7 @@ class DecodeBoard:
             self._by_running[load.running].append((load.kv_tokens, self._turn(index)))
         self._unsorted = set(self._by_running)
         self.sizes = sorted(self._by_running)
-        """B_i that occur, ascending."""
+        """Values of B_i that occur, ascending."""
 
     @property
     def kv_sorted(self) -> list[int]:
@@ -101,17 +103,17 @@ class DecodeBoard:
         return self._kv_sorted
 
     def frontier(self, fits: Fits) -> Iterator[int]:
-        """For each batch size, smallest first: the feasible rank with the smallest K."""
+        """Yield the feasible rank with the smallest K for each batch size, smallest size first."""
         firsts = (self.first(size, fits) for size in self.sizes)
         return (index for index in firsts if index is not None)
 
     def first(self, running: int, fits: Fits) -> int | None:
-        """Of the feasible ranks with this batch size the one with the smallest K."""
+        """Return the feasible rank with the smallest K among those with this batch size."""
         ranks = ((turn + self._first) % len(self.loads) for _, turn in self._sorted(running))
         return next(filter(fits, ranks), None)
 
     def _turn(self, index: int) -> int:
-        """Its place among equals."""
+        """Position of a rank among equal ones."""
         return (index - self._first) % len(self.loads)
 
     def assign(self, index: int, request: Request) -> None:
@@ -132,7 +134,7 @@ class DecodeBoard:
         insort(self._sorted(load.running), (load.kv_tokens, self._turn(index)))
 
     def _sorted(self, running: int) -> list[tuple[int, int]]:
-        """K_i and turn of the ranks with this batch size, ascending."""
+        """K_i and position of the ranks with this batch size, ascending."""
         bucket = self._by_running[running]
         if running in self._unsorted:
             self._unsorted.remove(running)
@@ -141,9 +143,9 @@ class DecodeBoard:
 
 
 Fits = Callable[[int], bool]
-"""Whether the rank with this index may get the request."""
+"""Returns whether the rank with this index may get the request."""
 DecodeRuleFunction = Callable[[Request, DecodeBoard, Fits], int | None]
-"""The rank a request should go to; None if none is feasible."""
+"""Returns the rank for a request; None if none is feasible."""
 
 
 def percentile(ordered: Sequence[int], share: float) -> float:
@@ -161,16 +163,16 @@ def outlier_threshold(kv_sorted: Sequence[int], k: float) -> float:
 
 
 def hit_requests(request: Request, hit_tokens: int) -> float:
-    """Return how many requests a rank may be ahead of another for the transfer that it spares: it
-    takes as long as they would delay the last token of the answer."""
+    """Return the lead in requests that a rank may have over another for the transfer it saves: the
+    lead delays the last token of the answer by as long as the transfer takes."""
     answer_tokens = max(1, request.total_tokens - request.prompt_tokens)
     spared_ms = hit_tokens * TRANSFER_MS_PER_TOKEN
     return min(MOST_HIT_REQUESTS, spared_ms / (answer_tokens * STEP_PER_REQUEST_MS))
 
 
 def iqr_lexicographic(k: float) -> DecodeRuleFunction:
-    """Algorithm 3: mask ranks whose K is an outlier, then the smallest ⟨B, K⟩, K without what the
-    rank has of the prompt."""
+    """Algorithm 3: mask ranks whose K is an outlier, then take the smallest ⟨B, K⟩. K excludes the
+    cached part of the prompt."""
 
     def choose(request: Request, board: DecodeBoard, fits: Fits) -> int | None:
         threshold = outlier_threshold(board.kv_sorted, k)
@@ -225,10 +227,10 @@ def potential(request: Request, board: DecodeBoard, fits: Fits) -> int | None:
             if log_growth < least:
                 chosen, least = index, log_growth
     k_step = k_step_of(request.prompt_tokens)
-    # It grows faster the larger K is, so for each batch size only the smallest K can win.
+    # The increase grows with K, so for each batch size only the smallest K can win.
     for running in board.sizes:
         if (running - mean_b) / _B_TEMPERATURE + b_step >= least:
-            break  # larger batches only grow faster
+            break  # the increase only grows with the batch
         smallest = board.first(running, fits)
         if smallest is not None:
             log_growth = log_growth_of(smallest, k_step)
@@ -247,7 +249,7 @@ def fewest_requests(_request: Request, board: DecodeBoard, fits: Fits) -> int | 
 
 
 class RoundRobinDecode:
-    """Ranks in turn: what SGLang's decode does when nobody chooses (``round_robin``)."""
+    """Ranks in turn, as SGLang's decode chooses by itself (``round_robin``)."""
 
     def __init__(self) -> None:
         self._turns = count()
@@ -258,7 +260,7 @@ class RoundRobinDecode:
 
 
 class PowerOfTwoDecode:
-    """The rank with fewer requests of two random ones (``power_of_two``)."""
+    """The one of two random ranks that has fewer requests (``power_of_two``)."""
 
     def __init__(self, seed: int) -> None:
         self._random = random.Random(seed)

@@ -1,1 +1,1 @@
-"""Why a request left for where it went or waited, kept cheaply while nobody asks for it."""
+"""Reasons for waits and placements, kept cheaply until someone asks for them."""

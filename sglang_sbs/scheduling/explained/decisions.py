@@ -1,4 +1,4 @@
-"""Remembers why requests left when and where they did, and works it out when somebody asks.
+"""Remembers enough of each decision to explain it on request.
 
 A decision must not become slower for it. So a batch notes a few numbers of each candidate
 (:class:`Look`), which do not change afterwards, and :meth:`Decisions.why` predicts from them what
@@ -23,81 +23,82 @@ from sglang_sbs.scheduling.reasons import MOST_WAITS, Opening, Term, Waited, Wai
 from sglang_sbs.scheduling.request import Request
 
 _LATE_S = 0.02
-"""An instance that was expected to be ready so long ago has been."""
+"""An instance expected to be ready this long ago is ready."""
 MOST_LOOKS = 4
-"""Instances noted per batch, those that start first."""
+"""Instances noted per batch, the earliest to start."""
 
 
 class Candidate(msgspec.Struct, frozen=True, omit_defaults=True):
-    """What a request was predicted to meet at a prefill instance. Seconds from the decision on."""
+    """Prediction for a request at one prefill instance, in seconds after the decision."""
 
     instance: InstanceId
     start_s: float
-    """Until the pass starts that the request would be in."""
+    """Time until the start of the pass that would contain the request."""
     finish_s: float
-    """Until its prompt would be computed."""
+    """Time until its prompt would be computed."""
     delay_s: float
-    """How much longer it makes that pass for the other requests in it."""
+    """Delay of that pass for its other requests."""
     cached_tokens: int = 0
     cost_s: float | None = None
-    """How much more it costs there than at the best one, where costs decided (:class:`Term`)."""
+    """Extra cost compared to the best instance, where costs decided (:class:`Term`)."""
     chosen: bool = False
 
 
 class Why(msgspec.Struct, frozen=True, omit_defaults=True):
-    """Why a request is where it is. Times are the scheduler's clock unless they are durations."""
+    """The reasons for a request's waits and placement. Times are on the scheduler's clock unless
+    they are durations."""
 
     rid: str
     prompt_tokens: int
     arrived_s: float
     waits: list[Waited]
-    """What it waited for, in order of time."""
+    """What the request waited for, in chronological order."""
     batches: int = 0
-    """How many left while it waited."""
+    """Number of batches dispatched while it waited."""
     decided_s: float | None = None
-    """None: it still waits."""
+    """Time of the decision; None: still waiting."""
     opening: Opening | None = None
     term: Term | None = None
     candidates: list[Candidate] = []
-    """The first that would have started, the chosen one among them."""
+    """The instances that would have started first, and the chosen one."""
     instances: int = 0
-    """How many were up."""
+    """Number of instances that were up."""
     waiting: int = 0
     """Requests in the queue at the decision."""
     launch_s: float | None = None
-    """When its pass was predicted to start."""
+    """Predicted start of its pass."""
     end_s: float | None = None
-    """When that pass was predicted to end, with the batch."""
+    """Predicted end of that pass, including the batch."""
 
 
 class Look(msgspec.Struct, frozen=True, gc=False):
-    """One prefill instance as a decision saw it."""
+    """State of one prefill instance at a decision."""
 
     instance: InstanceId
     at_s: float
-    """When the pass starts that what is sent now would be in, or the one before it."""
+    """Start of the pass that would contain requests sent now, or of the one before it."""
     ahead_tokens: Sequence[int]
-    """Per rank: charged for what waits there."""
+    """Tokens per rank charged for waiting requests."""
     known_pass_s: float | None
-    """What that pass takes without what is sent now, where somebody had worked it out."""
+    """Duration of that pass without new requests, if it was already computed."""
     chunk_tokens: int
     page: int
     cost: PassCost
     waits: bool = False
-    """It would wait for a pass with what is ahead, which starts first."""
+    """New requests would wait for another pass, which starts first."""
 
     @property
     def start_s(self) -> float:
-        """When the pass starts that what is sent now would be in."""
+        """Start of the pass that would contain requests sent now."""
         return self.at_s + self.next_pass_s if self.waits else self.at_s
 
     @property
     def next_pass_s(self) -> float:
-        """What that pass takes without what is sent now."""
+        """Duration of that pass without new requests."""
         return self.pass_with_s({}) if self.known_pass_s is None else self.known_pass_s
 
     def pass_with_s(self, added: Mapping[int, int]) -> float:
-        """What that pass takes with more tokens. ``added``: by rank."""
+        """Return the duration of that pass with ``added`` tokens by rank."""
         chunk = self.chunk_tokens
         fills = [
             min(chunk, ahead + added.get(rank, 0)) for rank, ahead in enumerate(self.ahead_tokens)
@@ -133,8 +134,8 @@ class Look(msgspec.Struct, frozen=True, gc=False):
         )
 
     def _on(self, rank: int, prompt_tokens: int, cached: int) -> tuple[float, float, int]:
-        """From the start of the pass until the prompt is computed, and how much longer that pass
-        gets, seconds; the cached tokens."""
+        """Return the seconds from the start of the pass until the prompt is computed, the seconds
+        by which that pass gets longer, and the cached tokens."""
         chunk, ranks = self.chunk_tokens, len(self.ahead_tokens)
         ahead, tokens = self.ahead_tokens[rank], max(1, prompt_tokens - cached)
         passes = -(-(ahead + paged(tokens, self.page)) // chunk)
@@ -163,7 +164,7 @@ def look_at(instance: PrefillInstance, at_s: float, *, waits: bool = False) -> L
 
 
 class Batch(msgspec.Struct, gc=False):
-    """What was known when a batch left."""
+    """Facts about a batch when it was dispatched."""
 
     at_s: float
     opening: Opening
@@ -172,16 +173,16 @@ class Batch(msgspec.Struct, gc=False):
     instances: int = 0
     waiting: int = 0
     launch_s: float | None = None
-    """None: as its look says."""
+    """Launch time; None: as in its look."""
     placed: Sequence[tuple[int, int]] = ()
-    """Rank and uncached tokens of each request in it."""
+    """Rank and uncached tokens of each request in the batch."""
     costs_s: Mapping[str, Mapping[InstanceId, float]] = {}
-    """By request id, what it was weighed to cost at each instance, where that decided. Empty once
-    the batch has left: each request keeps its own."""
+    """Computed costs by request id and instance, where they decided. Empty once the batch is
+    dispatched, because each request keeps its own."""
 
 
 class Decided(msgspec.Struct, frozen=True, gc=False):
-    """One request that left."""
+    """A dispatched request."""
 
     batch: Batch
     rid: str
@@ -192,7 +193,7 @@ class Decided(msgspec.Struct, frozen=True, gc=False):
     waits: Sequence[Waited]
     batches: int
     hits: Mapping[InstanceId, Sequence[int]]
-    """What the ranks of the candidates had of its prompt, tokens."""
+    """Cached tokens of its prompt at the ranks of the candidates."""
     costs_s: Mapping[InstanceId, float] | None
 
     @property
@@ -209,19 +210,19 @@ _NO_HITS: dict[InstanceId, Sequence[int]] = {}
 
 
 class Decisions:
-    """The last requests that left."""
+    """The most recent requests that were dispatched or refused."""
 
     def __init__(self, most: int) -> None:
-        """``most``: how many are remembered; 0: none."""
+        """``most``: number of remembered requests; 0: none."""
         self.wanted = most > 0
         self._most = most
         self._kept: dict[str, Decided | Why] = {}
         self._order: deque[str] = deque()
-        """Of those, as they came: the first key of a dict is not found at once."""
+        """Their ids in order: finding the first key of a dict takes time."""
 
     def dispatched(self, request: Request, batch: Batch | None, batches: int) -> None:
-        """A request has left; how many batches did while it waited. The names of its blocks are not
-        kept."""
+        """Record a dispatched request, and the number of batches dispatched while it waited. The
+        names of its blocks are not kept."""
         if batch is None or request.prefill is None or not self._most:
             return
         instance, rank = request.prefill
@@ -245,7 +246,7 @@ class Decisions:
         )
 
     def refused(self, request: Request, batches: int, now_s: float) -> None:
-        """It waited until it was refused."""
+        """Record the refusal of a request that was waiting."""
         if self._most:
             self._make_room(request.rid)
             self._kept[request.rid] = why_waiting(request, batches, now_s)
@@ -257,7 +258,7 @@ class Decisions:
             self._order.append(rid)
 
     def why(self, rid: str) -> Why | None:
-        """None: it is not remembered."""
+        """Explain a request; None if it is not remembered."""
         decided = self._kept.get(rid)
         if decided is None or isinstance(decided, Why):
             return decided
@@ -279,7 +280,7 @@ class Decisions:
 
 
 def _launch_of(batch: Batch, instance: InstanceId) -> dict[str, float | None]:
-    """When the first pass of a batch was predicted to start and to end."""
+    """Return the predicted start and end of a batch's first pass."""
     look = next((one for one in batch.looks if one.instance == instance), None)
     if look is None:
         return {"launch_s": batch.launch_s}
@@ -291,19 +292,19 @@ def _launch_of(batch: Batch, instance: InstanceId) -> dict[str, float | None]:
 
 
 def _waits_of(noted: Sequence[Waited], batches: int, until_s: float) -> list[Waited]:
-    # What was noted at the decision itself did not keep the request waiting.
+    # Reasons noted at the decision itself did not cause waiting.
     waits = [one for one in noted if one.at_s < until_s]
     last = waits[-1] if waits else None
     if last is not None and last.reason is WaitReason.NOT_YET and batches:
         due_s = last.until_s
         if due_s is not None and last.at_s < due_s < until_s - _LATE_S:
-            # Nobody looked as far as this request: the passes were full with those before it.
+            # No decision looked as far as this request, because earlier ones filled the passes.
             waits.append(Waited(WaitReason.SHARE_FULL, due_s, last.instance))
     return waits
 
 
 def why_waiting(request: Request, batches: int, now_s: float) -> Why:
-    """Of a request in the queue; how many batches left since it arrived."""
+    """Explain a request in the queue. ``batches``: number of those dispatched since it arrived."""
     return Why(
         rid=request.rid,
         prompt_tokens=request.prompt_tokens,
@@ -321,11 +322,12 @@ def note(
     until_s: float | None = None,
     gain_s: float | None = None,
 ) -> None:
-    """From now on the request waits for this. To be called where ``request.waits_for`` is another
-    reason, which is looked at more often than it changes."""
+    """Record that the request waits for this reason from now on. Call it only if
+    ``request.waits_for`` is a different reason: the reason is checked more often than it
+    changes."""
     request.waits_for = reason
     if gain_s is not None and gain_s <= 0:
-        # It is the turn of another one that costs no less, or costs have changed since the choice.
+        # Another request that costs no less has its turn, or costs changed after the choice.
         gain_s = None
     if len(request.waits) < MOST_WAITS:
         request.waits = (*request.waits, Waited(reason, now_s, instance, until_s, gain_s))

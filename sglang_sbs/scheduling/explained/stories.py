@@ -1,5 +1,5 @@
-"""A request from its client's side to its engines, as ``GET /requests/{id}`` answers and
-``sglang-sbs why`` shows it."""
+"""A request as seen by its client and its engines, for ``GET /requests/{id}`` and ``sglang-sbs
+why``."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from sglang_sbs.scheduling.explained.timelines import Timeline
 
 
 class AttemptStory(msgspec.Struct, omit_defaults=True):
-    """One attempt, as the scheduler knows it."""
+    """An attempt as seen by the scheduler."""
 
     timeline: Timeline
     why: Why | None = None
-    """None: the reasons are forgotten."""
+    """The reasons; None: no longer remembered."""
     now_s: float = 0.0
-    """The scheduler's clock when this was written."""
+    """The scheduler's time when this was written."""
     parts: dict[str, float] = {}
     """See :meth:`.Timeline.parts`."""
     ttft_s: float | None = None
@@ -29,15 +29,15 @@ class AttemptStory(msgspec.Struct, omit_defaults=True):
 
 
 class ClientAttempt(msgspec.Struct, omit_defaults=True, gc=False):
-    """One attempt, as the front end that serves the client knows it."""
+    """An attempt as seen by the front end that serves the client."""
 
     rid: str
     unit: int = 0
-    """Which of the single requests that a batch or ``n`` was split into."""
+    """Index of the single request within a batch or ``n``."""
     failure: str = ""
-    """Why it failed."""
+    """Reason of its failure."""
     outcome: str = ""
-    """Empty: it is not over."""
+    """Outcome; empty while it runs."""
 
 
 class Story(msgspec.Struct, omit_defaults=True):
@@ -50,22 +50,22 @@ class Story(msgspec.Struct, omit_defaults=True):
     began_unix_s: float | None = None
     units: int = 1
     status: int | None = None
-    """None: it is not answered yet."""
+    """HTTP status; None: not answered yet."""
     seconds: float | None = None
-    """Until the end of its answer."""
+    """Time until the end of its answer."""
     other_ids: list[str] = []
-    """Under which the client knows it as well."""
+    """Other ids known to the client."""
     sent: list[ClientAttempt] = []
-    """All attempts in order, of a batch the first ones."""
+    """Attempts in order; for a batch only the first ones."""
     attempts: list[AttemptStory] = []
-    """What the scheduler knows of them."""
+    """The same attempts as seen by the scheduler."""
 
 
 def with_attempts(
     name: str, known: Story | None, attempts: Callable[[Sequence[str]], list[AttemptStory]]
 ) -> Story | None:
-    """Add what the scheduler knows. ``known``: what the front end remembers of that request; None:
-    nothing, so ``name`` can only be a rid."""
+    """Add the scheduler's attempts. ``known``: the front end's record of the request; None: there
+    is none, so ``name`` can only be a rid."""
     if known is None:
         found = attempts([name])
         return Story(attempts=found) if found else None

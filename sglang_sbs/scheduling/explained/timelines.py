@@ -1,5 +1,4 @@
-"""What happened to each request and when: from the scheduler's events, live or of a log. Sans-I/O;
-what it remembers is bounded.
+"""Timelines of requests, from the scheduler's events, live or from a log. Sans-I/O and bounded.
 
 A prefill rank reports which requests a pass begins with when it launches the pass, and which of
 them are complete when the pass ends. A plugin that does not report the latter yet gets the tokens
@@ -27,7 +26,7 @@ from sglang_sbs.scheduling.events import (
 )
 
 MOST_OVER = 4096
-"""Requests remembered after their end, the newest ones."""
+"""Limit on ended requests that are remembered, the most recent ones."""
 MOST_OPEN = 100_000
 PARTS = ("admission", "retries", "hold", "way", "queue", "pass", "decode")
 """The time to the first token, in order: until the request was announced to the scheduler; failed
@@ -38,8 +37,8 @@ ENGINE = "engine"
 
 
 class Timeline(msgspec.Struct, omit_defaults=True, gc=False):
-    """One attempt at a request. Times are the scheduler's clock, seconds; None: not yet, or not
-    known."""
+    """One attempt at a request. Times are on the scheduler's clock in seconds; None: not yet, or
+    unknown."""
 
     rid: str
     arrived_s: float
@@ -49,13 +48,13 @@ class Timeline(msgspec.Struct, omit_defaults=True, gc=False):
     decided_s: float | None = None
     refusal: Refuse | None = None
     accepted_s: float | None = None
-    """The prefill rank took it in."""
+    """Accepted by the prefill rank."""
     launched_s: float | None = None
-    """Its first pass started."""
+    """Start of its first pass."""
     computed_s: float | None = None
-    """Its last pass ended."""
+    """End of its last pass."""
     prefilled_s: float | None = None
-    """Prefill answered, or decode began."""
+    """Prefill responded, or decode began."""
     ended_s: float | None = None
     outcome: str = ""
     completion_tokens: int | None = None
@@ -63,13 +62,13 @@ class Timeline(msgspec.Struct, omit_defaults=True, gc=False):
 
     @property
     def ttft_s(self) -> float | None:
-        """From the client's request to the first byte of its answer."""
+        """Time from the client's request to the first byte of its answer."""
         parts = self.parts()
         return sum(parts.values()) if "decode" in parts else None
 
     def parts(self, client: ClientSide | None = None) -> dict[str, float]:
-        """Where its time went so far, by :data:`PARTS`; seconds. ``client``: as long as it is not
-        over, what the relay knows."""
+        """Return the time spent in each of :data:`PARTS`, in seconds. ``client``: the relay's times
+        of an attempt that has not ended."""
         parts: dict[str, float] = {}
         client = client or self.client
         first_s = None
@@ -97,39 +96,39 @@ class Timeline(msgspec.Struct, omit_defaults=True, gc=False):
             )
         for name, until_s in steps:
             if until_s is not None:
-                # Engines' times follow from when their messages came, so they may be off a little.
+                # Times of engines depend on message delays, so they may be slightly off.
                 end_s = max(at_s, until_s if first_s is None else min(until_s, first_s))
                 parts[name], at_s = end_s - at_s, end_s
         return parts
 
 
 class _Computing(msgspec.Struct):
-    """A prompt in the passes of a rank."""
+    """A prompt that is being computed by a rank."""
 
     timeline: Timeline
     forward_id: int
-    """Of its first pass."""
+    """Id of its first pass."""
     left_tokens: int
     cut: bool = False
-    """That pass does not contain all of it, however long it was said to be."""
+    """That pass does not contain all of it, whatever length was reported."""
     last_end_s: float | None = None
 
 
 class Timelines:
-    """Give it every event with its commands; ask for the timeline of a request."""
+    """Builds timelines from events and their commands."""
 
     def __init__(self, most_over: int = MOST_OVER) -> None:
         self._most_over = most_over
         self.ended: Callable[[Timeline], object] = lambda timeline: None
-        """Told of each that is over."""
+        """Called with each timeline that ends."""
         self._open: dict[str, Timeline] = {}
         self._over: dict[str, Timeline] = {}
         self._order: deque[str] = deque()
-        """Of those, as they ended: the first key of a dict is not found at once."""
+        """Their ids in the order of their ends: finding the first key of a dict takes time."""
         self._computing: dict[tuple[str, int], dict[str, _Computing]] = {}
-        """By instance and DP rank."""
+        """Prompts being computed, by instance and DP rank."""
         self._names_finished: dict[tuple[str, int], str] = {}
-        """Boot ids of the ranks that report which requests are complete."""
+        """Boot ids of ranks that report completed requests."""
         self._on: dict[type, Callable[[object, float], None]] = {
             RequestArrived: self._arrived,  # type: ignore[dict-item]
             PrefillDone: self._prefilled,  # type: ignore[dict-item]
@@ -150,7 +149,7 @@ class Timelines:
         return (decision.prefill, decision.prefill_rank) if decision is not None else None
 
     def observe(self, event: Event, commands: Sequence[Command], now_s: float) -> None:
-        """One event, and what the scheduler answered."""
+        """Process an event and the scheduler's commands for it."""
         on = self._on.get(type(event))
         if on is not None:
             on(event, now_s)
@@ -259,7 +258,8 @@ class Timelines:
             one.last_end_s = end_s
             if one.cut and one.forward_id == report.forward_id:
                 one.left_tokens, whole = max(1, one.left_tokens), False
-            # Lengths may be estimates: a prompt within a chunk is one pass whatever was counted.
+            # Lengths may be estimates: a prompt within a chunk takes one pass, whatever was
+            # counted.
             if one.left_tokens <= 0 or whole or one.timeline.prefilled_s is not None:
                 one.timeline.computed_s = end_s
                 del here[rid]

@@ -1,1 +1,1 @@
-"""Which DP rank holds which KV blocks."""
+"""Records which DP ranks hold which KV blocks."""

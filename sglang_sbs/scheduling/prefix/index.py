@@ -48,31 +48,32 @@ from sglang_sbs.scheduling.prefix.places import (
 from sglang_sbs.scheduling.prefix.tables import BlockTable, bits_of, slices_of, take_lapsed
 
 CONFIRMED_S = 2.0
-"""With KV events: so long after prefill a claim stands without having been published."""
+"""With KV events: time after prefill for which a claim is kept without being published."""
 APPROXIMATE_TTL_S = 600.0
 DEFAULT_CAPACITY_TOKENS = 262_144
-"""KV capacity of a rank that does not tell."""
+"""Assumed KV capacity of a rank that does not report it."""
 _SWEEP = 2_000
-"""Entries looked at per call."""
+"""Entries swept per call."""
 _STEPS = 4_096
-"""Of claims, per call; a prompt in pages of one token has more blocks than that."""
+"""Steps of claims per call. A prompt in pages of one token has more blocks than this."""
 _MOST_CLAIMS = 8
-"""Unfinished ones from which on more is done per call, so that they cannot pile up."""
+"""Number of unfinished claims above which each call does more, so that they cannot pile up."""
 _STORAGE = 1
-"""The only holder in the table of shared storage."""
+"""Bit of the only holder in the table of shared storage."""
 
 
 class PrefixIndex:
-    """Block names are any integers; times are the driver's seconds and must not decrease."""
+    """Index of cached blocks. Block names are any integers; times are the driver's seconds and must
+    not decrease."""
 
     def __init__(self, *, max_blocks: int = 2_000_000) -> None:
-        """``max_blocks``: bound of the table, some 200 bytes each with hundreds of ranks."""
+        """``max_blocks``: limit on table entries, about 200 bytes each with hundreds of ranks."""
         self.version = 0
-        """Counts changes: what :meth:`find` found before may differ now."""
+        """Change counter: results of :meth:`find` may differ after it changed."""
         self._device, self._host, self._shared = (BlockTable(max_blocks) for _ in range(3))
         self._places: dict[InstanceId, Place] = {}
         self._rank_of: dict[int, Rank] = {}
-        """By bit."""
+        """Ranks by bit."""
         self._live: dict[int, int] = {}
         """Bits of the ranks in use, by block size."""
         self._free_bits: list[int] = []
@@ -82,12 +83,12 @@ class PrefixIndex:
         self._to_sweep: list[int] = []
         self._sent: dict[str, Sent] = {}
         self._due: list[tuple[float, str]] = []
-        """When requests that were sent become visible; a heap."""
+        """Heap of the times when dispatched requests become visible."""
         self._upcoming = UpcomingBlocks()
-        """Of those that are not visible."""
+        """Blocks of requests that are not visible yet."""
         self._lapsing: deque[tuple[float, Rank, Sequence[int]]] = deque()
         self._claiming: deque[Iterator[int]] = deque()
-        """Claims that begin or end, by age; each gives the steps it took since asked last."""
+        """Claims in progress, oldest first; each iteration yields the steps taken."""
         self._watched: dict[int, list[str]] = {}
         self._appeared: list[str] = []
 
@@ -100,12 +101,12 @@ class PrefixIndex:
 
     @property
     def upcoming_version(self) -> int:
-        """As ``version``, for :meth:`upcoming`."""
+        """Change counter for :meth:`upcoming`, like ``version``."""
         return self._upcoming.version
 
     @property
     def unfinished(self) -> bool:
-        """Whether :meth:`advance` has something left to do right now."""
+        """Whether :meth:`advance` has work to do now."""
         return bool(self._claiming)
 
     # Instances ----------------------------------------------------------------------------
@@ -120,7 +121,7 @@ class PrefixIndex:
         capacity_tokens: int = 0,
         shares_storage: bool = False,
     ) -> None:
-        """An instance may be used, or changed. One of another shape starts with nothing."""
+        """Add or update an instance. One whose shape changed starts empty."""
         place = self._places.get(instance)
         if place is None or place.shape != (source, block_tokens, dp_size):
             self.gone(instance)
@@ -135,7 +136,8 @@ class PrefixIndex:
         self._on_ranks_change()
 
     def down(self, instance: InstanceId, *, forget_claims: bool = False) -> None:
-        """Not to be used for now. What it has is not forgotten, or only where it publishes it."""
+        """Stop using an instance for now. Its contents are kept, except claims with
+        ``forget_claims`` if it publishes events."""
         place = self._places.get(instance)
         if place is not None:
             place.is_up = False
@@ -144,7 +146,7 @@ class PrefixIndex:
                 self.restarted(instance, rank)
 
     def gone(self, instance: InstanceId) -> None:
-        """The instance is not part of the cluster any more."""
+        """Remove an instance from the cluster."""
         place = self._places.pop(instance, None)
         if place is not None:
             for rank in place.ranks:
@@ -152,7 +154,7 @@ class PrefixIndex:
             self._on_ranks_change()
 
     def clear(self, instance: InstanceId, rank: int) -> None:
-        """The rank holds nothing (any more), as far as we know."""
+        """Record that the rank holds nothing as far as known."""
         held = self._rank(instance, rank)
         if held is not None:
             self._retire(held)
@@ -160,7 +162,7 @@ class PrefixIndex:
             self._on_ranks_change()
 
     def restarted(self, instance: InstanceId, rank: int) -> None:
-        """Its EndForward has another boot id; without KV events nobody else would say so."""
+        """Record a new boot id in EndForward; only needed without KV events."""
         held = self._rank(instance, rank)
         if held is not None and held.place.source == "approximate":
             self.clear(instance, rank)
@@ -193,7 +195,7 @@ class PrefixIndex:
         block_tokens: int,
         visible_s: float,
     ) -> None:
-        """A request was dispatched; its blocks can be found by others from ``visible_s`` on."""
+        """Record a dispatch. Its blocks can be found by others from ``visible_s`` on."""
         place = self._places.get(instance)
         if place is None or not blocks or not place.takes(block_tokens):
             return
@@ -207,9 +209,9 @@ class PrefixIndex:
     def prefilled(
         self, rid: str, now_s: float, *, expected_tokens: int = 0, cached_tokens: int | None = None
     ) -> None:
-        """Its prefill is done. ``rid``: of a request that was :meth:`sent`; others change nothing.
-        ``expected_tokens``: L_hit it was placed with. ``cached_tokens``: what the engine says it
-        found, if it does."""
+        """Record the end of a prefill; ids that were not :meth:`sent` are ignored.
+        ``expected_tokens``: predicted hit (L_hit). ``cached_tokens``: the hit reported by the
+        engine, if any."""
         sent = self._sent.get(rid)
         if sent is None:
             return
@@ -224,7 +226,8 @@ class PrefixIndex:
             self._lapsing.append((now_s + CONFIRMED_S, held, sent.blocks))
 
     def dropped(self, rid: str) -> None:
-        """It ended otherwise; after :meth:`prefilled` this changes nothing."""
+        """Record that a request ended without prefill; after :meth:`prefilled` this changes
+        nothing."""
         sent = self._sent.pop(rid, None)
         if sent is None:
             return
@@ -235,7 +238,8 @@ class PrefixIndex:
             self._work()
 
     def find(self, blocks: Sequence[int], block_tokens: int, prompt_tokens: int) -> Hits:
-        """What each rank has of a prompt. A rank computes at least its last token."""
+        """Return the cached tokens of a prompt per rank. A rank computes at least the last
+        token."""
         count = min(len(blocks), (prompt_tokens - 1) // block_tokens) if block_tokens else 0
         live = self._live.get(block_tokens, 0)
         if count <= 0 or not live:
@@ -253,7 +257,8 @@ class PrefixIndex:
                 hits[rank.number] = depth * block_tokens
         if len(self._shared):
             stored = self._shared.get
-            # What is before a block was written with it; but the oldest blocks are let go of first.
+            # Earlier blocks of a prompt were written with this one, but the oldest are dropped
+            # first.
             if stored(blocks[0]):
                 depth = bisect_left(range(count), True, key=lambda at: not stored(blocks[at]))
                 return self._with_shared(by_instance, best * block_tokens, depth, block_tokens)
@@ -262,9 +267,9 @@ class PrefixIndex:
     def upcoming(
         self, blocks: Sequence[int], block_tokens: int, prompt_tokens: int
     ) -> list[Upcoming]:
-        """Ranks that are computing some of a prompt right now, for another request."""
+        """Return the ranks that are computing part of the prompt right now for another request."""
         if not self._upcoming.begins_like(blocks):
-            return []  # most of the time, and asked often
+            return []  # the usual case of a frequent call
         count = min(len(blocks), (prompt_tokens - 1) // block_tokens) if block_tokens else 0
         if count <= 0:
             return []
@@ -275,11 +280,12 @@ class PrefixIndex:
         ]
 
     def upcoming_changed(self, blocks: Sequence[int], since: int) -> bool:
-        """Whether :meth:`upcoming` may differ from what it was at that version."""
+        """Return whether :meth:`upcoming` may have changed since that version."""
         return self._upcoming.changed(blocks, since)
 
     def watch(self, block: int, rid: str) -> None:
-        """Tell by :meth:`take_appeared` when some rank holds this block, which none does now."""
+        """Let :meth:`take_appeared` report the request once some rank holds this block; none does
+        now."""
         self._watched.setdefault(block, []).append(rid)
 
     def unwatch(self, block: int, rid: str) -> None:
@@ -290,12 +296,12 @@ class PrefixIndex:
                 del self._watched[block]
 
     def take_appeared(self) -> list[str]:
-        """Who waited for blocks that came since the last call."""
+        """Return the requests whose watched blocks have appeared since the last call."""
         appeared, self._appeared = self._appeared, []
         return appeared
 
     def advance(self, now_s: float) -> None:
-        """Let claims begin and lapse, and sweep a little. Cheap when there is nothing to do."""
+        """Start and expire claims, and sweep a little. Cheap when there is nothing to do."""
         due = self._due
         while due and due[0][0] <= now_s:
             sent = self._sent.get(heappop(due)[1])
@@ -313,7 +319,8 @@ class PrefixIndex:
     # What is held -------------------------------------------------------------------------
 
     def _depths(self, blocks: Sequence[int], count: int, live: int) -> list[tuple[int, int]]:
-        """Leading blocks and the ranks (bits) that hold exactly so many of them."""
+        """Return numbers of leading blocks with the bits of the ranks that hold exactly that
+        many."""
         device = self._device.get
         host = self._host.get if self._host else None
         first = device(blocks[0])
@@ -323,7 +330,8 @@ class PrefixIndex:
         if not first:
             return []
         depths = []
-        # Ranks that hold the block at ``low``, and those of them that hold the one at ``high``.
+        # Bits of the ranks that hold the block at ``low``, and of those that also hold the one at
+        # ``high``.
         parts = [(0, first, count, 0)]
         while parts:
             low, at_low, high, at_high = parts.pop()
@@ -345,7 +353,7 @@ class PrefixIndex:
     def _with_shared(
         self, by_instance: dict[InstanceId, list[int]], best: int, depth: int, block_tokens: int
     ) -> Hits:
-        """What ranks hold, with what those that share storage can get from there."""
+        """Add what ranks with shared storage can load from there."""
         tokens = depth * block_tokens
         to_fetch: dict[InstanceId, list[int]] = {}
         for place in self._places.values():
@@ -373,8 +381,8 @@ class PrefixIndex:
     def _published(
         self, instance: InstanceId, rank: int, blocks: Sequence[int], tier: CacheTier
     ) -> Rank | None:
-        """The rank that published something about these blocks, which settles its claims of them;
-        None if it is none to be listened to."""
+        """Return the rank that published these blocks, whose claims on them are thereby settled;
+        None if its events must be ignored."""
         held = self._rank(instance, rank)
         if held is None or held.place.source != "events":
             return None
@@ -386,7 +394,7 @@ class PrefixIndex:
     # Claims -------------------------------------------------------------------------------
 
     def _held(self, sent: Sent) -> Rank | None:
-        """The rank a request went to, unless the instance is another one now."""
+        """Return the rank a request went to, unless the instance was replaced."""
         held = self._rank(sent.place.id, sent.rank)
         return held if held is not None and held.place is sent.place else None
 
@@ -409,7 +417,7 @@ class PrefixIndex:
                 steps -= took
 
     def _claimed(self, held: Rank, blocks: Sequence[int], now_s: float) -> Iterator[int]:
-        """The rank will publish these blocks."""
+        """Claim blocks that the rank is going to publish."""
         for part in self._parts_of(held, slices_of(blocks)):
             new = [block for block in part if not self._device.get(block) & held.bit]
             self._set(self._device, new, held.bit)
@@ -417,13 +425,14 @@ class PrefixIndex:
             yield len(part)
 
     def _presumed(self, held: Rank, blocks: Sequence[int], now_s: float) -> Iterator[int]:
-        """The rank has these blocks now, and will not publish that."""
+        """Claim blocks that the rank holds now and will not publish."""
         place, claims = held.place, held.claims
         for part in self._parts_of(held, slices_of(blocks)):
             self._set(self._device, part, held.bit)
             self._share(place, part)
             yield len(part)
-        # The root last: of one prompt, what is claimed first lapses first, and leaves must do so.
+        # The root is claimed last: of one prompt, the earliest claims expire first, and leaves must
+        # expire before roots.
         for part in reversed(slices_of(blocks)):
             for block in part:
                 claims.pop(block, None)
@@ -436,9 +445,9 @@ class PrefixIndex:
             yield len(lapsed)
 
     def _unclaimed(self, held: Rank, blocks: Sequence[int]) -> Iterator[int]:
-        """Take back what was claimed of these blocks and never published."""
+        """Withdraw claims on these blocks that were never published."""
         claims = held.claims
-        # The end first: what is left of a prompt is its beginning.
+        # Start at the end, so that the beginning of the prompt is what remains.
         for part in self._parts_of(held, reversed(slices_of(blocks))):
             mine = [block for block in part if block in claims]
             for block in mine:
@@ -447,14 +456,15 @@ class PrefixIndex:
             yield len(part)
 
     def _correct(self, held: Rank, rank: int, cached_tokens: int) -> None:
-        """A rank had less than was claimed; with events they say so themselves."""
+        """Correct the claims of a rank that had fewer blocks than claimed. Ranks with events report
+        it themselves."""
         place = held.place
         if place.source != "approximate":
             return
         if cached_tokens < place.page_tokens:
             self.clear(place.id, rank)  # a restart or a flush
         else:
-            # It evicts earlier than its capacity says: other things take space as well.
+            # It evicts earlier than its capacity suggests, because other data takes space as well.
             place.capacity_blocks = max(1, len(held.claims) * 9 // 10)
 
     # Ranks and their bits -----------------------------------------------------------------
@@ -486,7 +496,7 @@ class PrefixIndex:
                 self._live[place.block_tokens] = self._live.get(place.block_tokens, 0) | bits
 
     def _parts_of(self, held: Rank, parts: Iterable[Sequence[int]]) -> Iterator[Sequence[int]]:
-        """These, as long as that is still the rank: its bit may be another one's now."""
+        """Yield the parts while the rank is still the same: its bit may have been reused."""
         return takewhile(lambda _: self._rank_of.get(held.bit) is held, parts)
 
     def _sweep(self) -> None:

@@ -1,5 +1,5 @@
-"""What the prefix index knows of an instance, its DP ranks, and requests that were sent there, of
-which some share a prefix with others while their ranks compute it."""
+"""The prefix index's records of instances, DP ranks and dispatched requests, of which some share a
+prefix with others that are being computed."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ from typing import NamedTuple
 from sglang_sbs.scheduling.events import InstanceId, PrefixSource
 
 _MOST = 8
-"""So many requests with the same beginning that are on their way are looked at, newest ones."""
+"""Limit on the requests with the same first block that are searched, newest first."""
 
 
 class Hits(NamedTuple):
-    """What the ranks have of one prompt, in tokens."""
+    """Cached tokens of one prompt per rank."""
 
     by_instance: dict[InstanceId, list[int]]
-    """Per DP rank; instances that have nothing of it are not in it."""
+    """Tokens per DP rank; instances without any are omitted."""
     best_tokens: int
     to_fetch: dict[InstanceId, list[int]] = {}  # noqa: RUF012 - nobody changes it
-    """Of these: what the rank must get from shared storage first."""
+    """Part of these tokens that the rank must first load from shared storage."""
 
 
 NO_HITS = Hits({}, 0)
@@ -30,13 +30,13 @@ NO_HITS = Hits({}, 0)
 
 @dataclass(slots=True)
 class Place:
-    """One instance."""
+    """Records of one instance."""
 
     id: InstanceId
     source: PrefixSource
     page_tokens: int
     block_tokens: int = 0
-    """The size of its known blocks: a page, or several pages without KV events."""
+    """Size of its known blocks: one page, or several without KV events."""
     ranks: list[Rank] = field(default_factory=list)
     capacity_tokens: int = 0
     capacity_blocks: int = 1
@@ -45,35 +45,35 @@ class Place:
 
     @property
     def shape(self) -> tuple[PrefixSource, int, int]:
-        """What cannot change while it keeps what it has."""
+        """Properties whose change empties the instance."""
         return self.source, self.page_tokens, len(self.ranks)
 
     def takes(self, block_tokens: int) -> bool:
-        """Whether blocks of that size can be looked for here."""
+        """Return whether blocks of that size can be found here."""
         if self.source == "events":
             return block_tokens == self.page_tokens
         return block_tokens > 0 and block_tokens % self.page_tokens == 0
 
     def cut_into(self, block_tokens: int) -> None:
-        """From now on its blocks have that size."""
+        """Set the size of its blocks from now on."""
         self.block_tokens = block_tokens
         self.capacity_blocks = max(1, self.capacity_tokens // block_tokens)
 
 
 @dataclass(slots=True, eq=False)
 class Rank:
-    """A DP rank, until it loses everything."""
+    """A DP rank, until it loses all its blocks."""
 
     place: Place
     number: int
     bit: int
     claims: OrderedDict[int, float] = field(default_factory=OrderedDict)
-    """Blocks that nobody published, with the time when they lapse; oldest claim first."""
+    """Expiry times of unpublished blocks, oldest claim first."""
 
 
 @dataclass(slots=True)
 class Sent:
-    """A request that was sent, until its prefill is done."""
+    """A dispatched request whose prefill is not done."""
 
     place: Place
     rank: int
@@ -92,14 +92,14 @@ class Upcoming(NamedTuple):
 
 
 class UpcomingBlocks:
-    """The requests that were sent and cannot be found yet, by their first block."""
+    """Dispatched requests that cannot be found yet, by first block."""
 
     def __init__(self) -> None:
         self.version = 0
-        """Counts changes."""
+        """Change counter."""
         self._by_root: dict[int, list[Sent]] = {}
         self._changed: dict[int, int] = {}
-        """Their version when those with the same first block changed last."""
+        """Version of the last change by first block."""
 
     def add(self, sent: Sent) -> None:
         self.version += 1
@@ -121,19 +121,20 @@ class UpcomingBlocks:
         self._changed = dict.fromkeys(self._by_root, self.version)
 
     def changed(self, blocks: Sequence[int], since: int) -> bool:
-        """Whether those that begin like this may be others than at that version."""
+        """Return whether requests with the same first block have changed since that version."""
         return self._changed.get(blocks[0], self.version) > since
 
     def begins_like(self, blocks: Sequence[int]) -> bool:
         return bool(blocks) and blocks[0] in self._by_root
 
     def sharing(self, blocks: Sequence[int], count: int) -> Iterator[tuple[Sent, int]]:
-        """Those that have some of the first ``count`` blocks, and how many."""
+        """Yield requests that share some of the first ``count`` blocks, and the number shared."""
         for sent in self._by_root.get(blocks[0], ())[-_MOST:]:
             yield sent, shared_blocks(blocks, sent.blocks, count)
 
 
 def shared_blocks(one: Sequence[int], other: Sequence[int], most: int) -> int:
-    """How many blocks two prompts have in common. A block names all before it, so by halving."""
+    """Number of leading blocks that two prompts share. A block's name covers all before it, so
+    binary search works."""
     shared = range(min(len(one), len(other), most))
     return bisect_left(shared, True, key=lambda at: one[at] != other[at])

@@ -1,4 +1,4 @@
-"""Tables of many blocks: worked through in parts, and kept within bounds."""
+"""Large tables of blocks, processed in slices and bounded."""
 
 from __future__ import annotations
 
@@ -8,22 +8,23 @@ from collections.abc import Iterator, Sequence
 from itertools import accumulate, chain, islice
 
 SLICE = 2_048
-"""Blocks that are worked on without a pause."""
+"""Blocks processed without a pause."""
 _PARTS = 64
 _SLOTS = 1 << 10
 _DROPPED_SHARE = 64
-"""A full part drops one block in so many."""
+"""A full part drops one of this many blocks."""
 
 
 class BlockTable:
-    """Which ranks hold a block: a mask of bits by block, bounded. Many dicts of different sizes, as
-    one of a million blocks takes a quarter of a second when it grows."""
+    """Maps each block to a bit mask of the ranks that hold it, bounded. It consists of many dicts
+    of different sizes, because a dict of a million blocks takes a quarter of a second to grow."""
 
     def __init__(self, max_blocks: int) -> None:
         self._max_blocks = max_blocks
         parts = 1 if max_blocks < SLICE * _PARTS else _PARTS
         self._parts: list[dict[int, int]] = [{} for _ in range(parts)]
-        # The largest gets three times as many as the smallest: a dict grows by no more than that.
+        # The largest part gets three times as many blocks as the smallest, which is the growth
+        # factor of a dict.
         shares = [3 ** (part / parts) for part in range(parts)]
         ends = [round(end * _SLOTS / sum(shares)) for end in accumulate(shares)]
         self._part_of_slot = bytes(bisect_right(ends, slot) for slot in range(_SLOTS))
@@ -38,11 +39,12 @@ class BlockTable:
         return chain.from_iterable(self._parts)
 
     def get(self, block: int) -> int:
-        """The ranks that hold it; 0: none does."""
+        """Return the bits of the ranks that hold the block; 0: none."""
         return self._parts[self._part_of_slot[block % _SLOTS]].get(block, 0)
 
     def add(self, blocks: Sequence[int], bit: int) -> tuple[list[int], int]:
-        """The rank holds these; which nobody held before, and how many changed."""
+        """Record that the rank holds these blocks. Returns those that were new to the table, and
+        the number of changes."""
         parts, of_slot = self._parts, self._part_of_slot
         new = []
         changed = 0
@@ -61,7 +63,7 @@ class BlockTable:
         return new, changed + len(new)
 
     def take(self, blocks: Sequence[int], bits: int) -> int:
-        """Those ranks do not hold these; how many changed."""
+        """Record that the ranks no longer hold these blocks; return the number of changes."""
         parts, of_slot = self._parts, self._part_of_slot
         changed = 0
         for block in blocks:
@@ -77,8 +79,8 @@ class BlockTable:
         return changed
 
     def _make_room(self) -> None:
-        """Drop the oldest of a part, but of those that several ranks hold only half. Many at once:
-        a dict finds its oldest entry in linear time."""
+        """Drop the oldest blocks of a part, but only half of those that several ranks hold. Drop
+        many at once: a dict finds its oldest entry in linear time."""
         part = self._parts[self._full]
         self._full = (self._full + 1) % len(self._parts)
         before = len(part)
@@ -92,12 +94,12 @@ class BlockTable:
 
 
 def slices_of(blocks: Sequence[int]) -> list[Sequence[int]]:
-    """Parts of at most ``SLICE`` blocks, in order."""
+    """Split into slices of at most ``SLICE`` blocks, in order."""
     return [blocks[at : at + SLICE] for at in range(0, len(blocks), SLICE)]
 
 
 def take_lapsed(claims: OrderedDict[int, float], now_s: float, most: int) -> list[int]:
-    """Some of the oldest claims, taken out: they are over, or there are more than ``most``."""
+    """Remove and return some of the oldest claims: those that expired, and those above ``most``."""
     lapsed: list[int] = []
     for block, until_s in islice(claims.items(), SLICE):
         if until_s > now_s and len(claims) - len(lapsed) <= most:
@@ -109,7 +111,7 @@ def take_lapsed(claims: OrderedDict[int, float], now_s: float, most: int) -> lis
 
 
 def bits_of(mask: int) -> Iterator[int]:
-    """Each bit that is set, lowest first."""
+    """Yield each bit that is set, lowest first."""
     while mask:
         bit = mask & -mask
         mask ^= bit

@@ -1,1 +1,1 @@
-"""Who waits, in which order, and who is refused instead."""
+"""The queue: its requests, their order, and early refusal."""

@@ -28,18 +28,18 @@ if TYPE_CHECKING:
     from sglang_sbs.scheduling.request import Request
 
 QUANTUM_TOKENS = 2048
-"""Tokens of a turn of a tenant with weight 1."""
+"""Tokens per turn of a tenant with weight 1."""
 MOST_TENANTS = 1024
 MOST_TENANT_CHARS = MAX_TENANT_CHARS
 SHARED = ""
-"""The tenant of requests without one, and of all tenants beyond the limit together."""
+"""Tenant of requests without one, and of all tenants beyond the limit."""
 
 Entry = tuple[float, int, "Request"]
-"""A request's key, its arrival number, and itself."""
+"""A request with its key and its arrival number."""
 
 
 def parse_weights(text: str) -> dict[str, float]:
-    """Weights of tenants, written ``gold=3,free=0.5``. Raises: ValueError, with what to write
+    """Parse tenant weights such as ``gold=3,free=0.5``. Raises: ValueError, with what to write
     instead."""
     weights: dict[str, float] = {}
     for word in text.split(","):
@@ -59,23 +59,23 @@ def parse_weights(text: str) -> dict[str, float]:
 
 
 class TenantTurns:
-    """The requests that wait, by tenant, and what each tenant was served."""
+    """Waiting requests by tenant, and the service each tenant has received."""
 
     def __init__(self, weights: Mapping[str, float] = MappingProxyType({})) -> None:
-        """``weights``: of tenants by name; 1 for all others."""
+        """``weights``: by tenant name; all others have 1."""
         self._weights = weights
         self._waiting: dict[str, list[Entry]] = {}
-        """By tenant, in the order of their keys; no empty lists."""
+        """Entries by tenant in key order; no empty lists."""
         self._merged: list[Entry] | None = None
-        """All of them in that order, since a second tenant came until nothing waits: decisions ask
-        for the first few, and to merge as many lists as there are tenants takes long."""
+        """All entries in key order. Kept from the arrival of a second tenant until the queue is
+        empty, because decisions ask for the first few and merging one list per tenant is slow."""
         self._served: dict[str, float] = {}
-        """Tokens over weight, since everything was forgotten."""
+        """Served tokens divided by weight, since the last reset."""
         self._now = 0.0
-        """What the tenant served last had been served before: where newcomers start."""
+        """Service of the most recently served tenant before its turn, where new tenants start."""
 
     def add(self, request: Request) -> None:
-        """A request waits, with its key. May change the name of its tenant, see the module."""
+        """Add a waiting request with its key. May change its tenant, see the module."""
         if request.tenant not in self._served and len(self._served) >= MOST_TENANTS:
             self._forget_idle()
             if len(self._served) >= MOST_TENANTS:
@@ -93,7 +93,7 @@ class TenantTurns:
             self._merged = sorted(chain.from_iterable(self._waiting.values()))
 
     def remove(self, request: Request) -> None:
-        """It waits no longer. To be told with the key it had."""
+        """Remove a request, which must still have the key it was added with."""
         waiting = self._waiting[request.tenant]
         del waiting[bisect_left(waiting, (request.key, request.order))]
         if self._merged is not None:
@@ -106,7 +106,7 @@ class TenantTurns:
             self._now = 0.0
 
     def sort(self) -> None:
-        """Put all that wait in order again, after their keys have changed."""
+        """Sort all waiting requests again after their keys have changed."""
         for tenant, waiting in self._waiting.items():
             self._waiting[tenant] = sorted((one.key, one.order, one) for _, _, one in waiting)
         if self._merged is not None:
@@ -114,11 +114,12 @@ class TenantTurns:
 
     @property
     def active(self) -> bool:
-        """Whether a request with a tenant has come since nothing waited."""
+        """Whether a request with a tenant has come since the queue was last empty."""
         return len(self._served) > (SHARED in self._served)
 
     def charge(self, request: Request) -> None:
-        """It is served now: its tenant has had a turn. Turns count once there are tenants."""
+        """Charge the tenant for a request that is served now. Turns count once there are
+        tenants."""
         if not self.active:
             return
         served = self._served[request.tenant]
@@ -127,23 +128,23 @@ class TenantTurns:
 
     @property
     def tenants(self) -> int:
-        """How many have requests waiting; 0 while it is not active."""
+        """Number of tenants with waiting requests; 0 while inactive."""
         return len(self._waiting) if self.active else 0
 
     @property
     def several(self) -> bool:
-        """Whether requests of more than one tenant wait."""
+        """Whether requests of more than one tenant are waiting."""
         return len(self._waiting) > 1
 
     def by_key(self) -> Iterable[Entry]:
-        """All that wait, whoever's turn it is."""
+        """All entries in key order, regardless of turns."""
         if self._merged is not None:
             return self._merged
         return next(iter(self._waiting.values()), ())
 
     def in_turn(self) -> Iterator[Request]:
-        """All waiting requests in the order in which they take their turns. Not to be changed
-        meanwhile; what was served does not change by it."""
+        """Yield all waiting requests in order of their turns. Do not change the queue meanwhile;
+        nothing is charged."""
         turns = [
             (self._served[tenant] // QUANTUM_TOKENS, *waiting[0][:2], tenant, 0)
             for tenant, waiting in self._waiting.items()
@@ -164,8 +165,8 @@ class TenantTurns:
             heapq.heapreplace(turns, following)
 
     def ahead(self, request: Request) -> float:
-        """How many requests of all tenants have their turn before one that would wait with its
-        key, as if all were of one size."""
+        """Return the number of requests with an earlier turn than one with this key, assuming equal
+        sizes."""
         if not self.several:
             queues = [*self._waiting.values()]
             return bisect_left(queues[0], (request.key, request.order)) if queues else 0
@@ -185,7 +186,7 @@ class TenantTurns:
         return self._weights.get(tenant, 1.0)
 
     def _forget_idle(self) -> None:
-        """Those that would start where newcomers do; if there are none, all that are idle."""
+        """Forget tenants that would start where new ones do, or all idle ones if there are none."""
         idle = [tenant for tenant in self._served if tenant not in self._waiting]
         behind = [tenant for tenant in idle if self._served[tenant] <= self._now]
         for tenant in behind or idle:

@@ -1,4 +1,4 @@
-"""Who is refused instead of being queued, and what it is told."""
+"""Refusal of requests that cannot be queued, and its messages."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from sglang_sbs.scheduling.reasons import WaitReason
 from sglang_sbs.scheduling.request import Request
 
 Refusal = tuple[RefuseCause, str]
-"""Why, for programs and for people."""
+"""Cause for programs, and message for people."""
 
 
 def refusal_of(
@@ -22,8 +22,8 @@ def refusal_of(
     queue: RequestQueue,
     largest_tokens: int,
 ) -> Refusal | None:
-    """Why a new request is refused; None if it may wait. ``largest_tokens``: what a decode DP rank
-    holds at most."""
+    """Return the reason for refusing a new request; None if it may wait. ``largest_tokens``:
+    capacity of the largest decode DP rank."""
     if event.prompt_tokens > largest_tokens:
         return "too_long", (
             f"prompt is too long: it has {event.prompt_tokens} tokens, and a decode DP rank holds "
@@ -49,7 +49,8 @@ _ROOM_IN_WORDS: dict[InstanceRole, str] = {
 
 
 def limiting_role(request: Request | None) -> InstanceRole | None:
-    """The role that a request in the queue waits for; None: there is none, or nothing is known."""
+    """Return the role that a queued request waits for; None if there is no request or no known
+    role."""
     if request is None or request.waits_for is None:
         return None
     decode = WaitReason.NO_DECODE_ROOM, WaitReason.NO_DECODE
@@ -63,7 +64,7 @@ def slo_refusal_of(
     now_s: float,
     latency_s: float,
 ) -> Refusal | None:
-    """Why a request that is not queued yet is refused if its SLO counts; None if it has none or may
+    """Return the reason for refusing a request that cannot meet its SLO; None if it has none or may
     meet it."""
     slo_s = request.ttft_slo_s
     if slo_s is None:
@@ -128,7 +129,8 @@ def first_token_in_s(
 
 
 def _own_passes_s(instance: PrefillInstance, tokens: int, others_tokens: float) -> float:
-    """``others_tokens``: of each other rank in the same pass."""
+    """Duration of the request's own passes. ``others_tokens``: tokens of each other rank in the
+    same pass."""
     chunk = instance.chunk_tokens
     others = [min(chunk, round(others_tokens))] * (instance.dp_size - 1)
     whole, rest = divmod(tokens, chunk)
@@ -144,7 +146,7 @@ def refuse(
     prefill: Instances,
     limit: InstanceRole | None = None,
 ) -> Refuse:
-    """``limit``: the role whose capacity is missing."""
+    """Build a refusal. ``limit``: the role without capacity."""
     cause, message = why
     if limit is not None:
         message += f"; the limit is {limit}: {_ROOM_IN_WORDS[limit]}"
@@ -153,7 +155,7 @@ def refuse(
 
 
 def retry_after_s(queue: RequestQueue, prefill: Instances) -> float:
-    """Time until the prompt tokens that wait now are computed, at full passes; at least 1 s."""
+    """Estimated time until the waiting prompt tokens are computed in full passes; at least 1 s."""
     mean_tokens = queue.tokens / max(1, len(queue)) or math.inf
     rate = sum(tokens / pass_s for tokens, pass_s in (i.full_pass(mean_tokens) for i in prefill))
     return max(1.0, queue.tokens / rate) if rate else 5.0

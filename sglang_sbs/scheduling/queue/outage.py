@@ -1,4 +1,4 @@
-"""Requests outlive a short outage: while a role has no instance they are held for a while."""
+"""Holds requests for a while during short outages, when a role has no instance."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from sglang_sbs.scheduling.request import Request
 
 
 class Outage:
-    """Knows whether a role has no instance that is up, and until when requests wait for one.
+    """Knows whether a role has no running instance, and until when requests wait for one.
 
     An outage begins when a role loses its last instance and ends when both roles have one again.
     The time counts from its beginning, so requests that come after it are refused at once. Before
@@ -24,7 +24,7 @@ class Outage:
         self._hold_s = hold_s
         self._missing: WaitReason | None = WaitReason.NO_PREFILL
         self.until_s = -math.inf
-        """Requests are held until then, and refused from then on; inf: there is no outage."""
+        """Requests are held until this time and refused afterwards; inf: no outage."""
 
     def on_topology_change(
         self,
@@ -33,7 +33,8 @@ class Outage:
         waiting: Iterable[Request],
         now_s: float,
     ) -> None:
-        """``prefill``, ``decode``: that are up. ``waiting``: the queue."""
+        """Record a change. ``prefill``, ``decode``: the running instances. ``waiting``: the
+        queue."""
         before = self._missing
         self._missing = None if decode else WaitReason.NO_DECODE
         if not prefill:
@@ -46,13 +47,14 @@ class Outage:
             self.note(waiting, now_s)
 
     def note(self, waiting: Iterable[Request], now_s: float) -> None:
-        """Say of requests that they wait for its end, if there is an outage."""
+        """Mark requests as waiting for the end of the outage, if there is one."""
         if self._missing is not None:
             for request in waiting:
                 note(request, self._missing, now_s)
 
     def refusal(self, now_s: float) -> Refusal | None:
-        """Why no request can be placed, once it has lasted too long; None: it may still end."""
+        """Return the reason for refusing requests once the outage has lasted too long; None: it may
+        still end."""
         if self._missing is None or now_s < self.until_s:
             return None
         if self._missing is WaitReason.NO_PREFILL:

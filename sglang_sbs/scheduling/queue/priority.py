@@ -1,4 +1,4 @@
-"""Decides who may wait: how much priority and SLO move a request in the queue.
+"""Moves requests in the queue by priority and SLO, by a limited time.
 
 The default policy sorts its queue by arrival time, with short prompts a little earlier. A priority
 or an SLO moves a request by a bounded time in that order, so everything ages: a request never waits
@@ -22,17 +22,18 @@ MOST_PRIORITY = 5
 LEAST_SLO_S = 0.001
 MOST_SLO_S = 3600.0
 STEP_PASSES = 5.0
-"""A level of priority is worth at least so many mean forward times: with passes of seconds the
-configured step would be lost among them."""
+"""Least value of a priority level in mean forward times. With passes of seconds the configured step
+would have no effect."""
 DIFFERENT_STEPS = 0.5
-"""Requests whose places shift by more than so many steps differ in urgency: with one SLO for all of
-them they do not."""
+"""Requests whose shifts differ by more than this many steps differ in urgency. With one SLO for all
+they do not."""
 REMEMBERED_S = 30.0
-"""Requests are taken to differ in urgency for so long after the last that did."""
+"""Requests count as different in urgency for this long after the last that differed."""
 
 
 def class_of(priority: int) -> PriorityClass:
-    """The class a request is counted in: metrics must not have a label value per number."""
+    """Return the metric class of a priority, because metrics must not have a label value per
+    number."""
     return "low" if priority < 0 else "high" if priority > 0 else "normal"
 
 
@@ -41,7 +42,7 @@ def clamped_priority(priority: int) -> int:
 
 
 def clamped_slo_s(slo_s: float | None) -> float | None:
-    """The nearest SLO that a request can mean. NaN means none."""
+    """Clamp an SLO to plausible values. NaN counts as none."""
     if slo_s is None or math.isnan(slo_s):
         return None
     return max(LEAST_SLO_S, min(MOST_SLO_S, slo_s))
@@ -51,26 +52,26 @@ class Urgency:
     """Turns priority and SLO into seconds of waiting."""
 
     def __init__(self, interval: IntervalController, step_s: float) -> None:
-        """``step_s``: what a level of priority is worth, at least."""
+        """``step_s``: least value of a priority level."""
         self._interval = interval
         self._least_step_s = step_s
         self._last_shift_s = 0.0
-        """Of the newest request, as is the next."""
+        """Shift of the newest request; the next field is its tenant."""
         self._last_tenant = ""
         self._differed_s = -math.inf
-        """When the last request came that differed from the one before it."""
+        """Time of the last request that differed from the one before it."""
 
     @property
     def step_s(self) -> float:
         return max(self._least_step_s, STEP_PASSES * self._interval.mean_forward_s)
 
     def matters(self, now_s: float) -> bool:
-        """Whether requests of different urgency, or of different tenants, come at present."""
+        """Return whether requests of different urgency or tenants have arrived recently."""
         return now_s < self._differed_s + REMEMBERED_S
 
     @property
     def most_s(self) -> float:
-        """The most by which two requests change places, besides the ageing by length."""
+        """Largest time by which two requests can change places, apart from ageing by length."""
         return 2 * (MOST_PRIORITY + 1) * self.step_s
 
     def shift_s(self, request: Request, chunks: float) -> float:

@@ -1,4 +1,4 @@
-"""The queue of requests that wait, and how one enters it."""
+"""The queue of waiting requests."""
 
 from __future__ import annotations
 
@@ -16,7 +16,8 @@ from sglang_sbs.scheduling.request import Request
 
 
 def arrived(event: RequestArrived, order: int, now_s: float, timeout_s: float) -> Request:
-    """What was announced, within bounds. ``timeout_s``: if it brings no deadline."""
+    """Build a request from its announcement, within limits. ``timeout_s``: for requests without a
+    deadline."""
     return Request(
         rid=event.rid,
         order=order,
@@ -37,24 +38,25 @@ def arrived(event: RequestArrived, order: int, now_s: float, timeout_s: float) -
 
 @dataclass(slots=True)
 class RequestQueue:
-    """Requests that wait for an assignment; iterates in arrival order. What ranks have of their
-    prompts is looked up again as they are passed; a request's place in the policy's order follows
-    when a longer part of its prompt is cached somewhere (:meth:`reorder`)."""
+    """Requests waiting for an assignment; iterates in arrival order. Cache hits are looked up again
+    when requests are visited. Their place in the policy's order changes when a longer part of their
+    prompt is cached somewhere (:meth:`reorder`)."""
 
     key_of: Callable[[Request], float] = lambda request: request.arrived_s
-    """The policy's order; must not change while a request waits and its hits stay the same."""
+    """Key of the policy's order; must not change while a request waits and its hits are the
+    same."""
     prefix: PrefixIndex = field(default_factory=PrefixIndex)
     turns: TenantTurns = field(default_factory=TenantTurns)
-    """Whose requests come next, where those of several tenants wait."""
+    """Turns of tenants, used while several have waiting requests."""
     tokens: int = 0
     """Uncached prompt tokens waiting."""
     _requests: dict[str, Request] = field(default_factory=dict)
     _deadlines: list[tuple[float, int, Request]] = field(default_factory=list)
     _lengths: list[tuple[int, int]] = field(default_factory=list)
-    """Prompt tokens and order of each."""
+    """Prompt tokens and arrival order of each request."""
     _over_limit: set[str] = field(default_factory=set)
     _watches: dict[str, int] = field(default_factory=dict)
-    """The first block of a prompt that nobody has."""
+    """Watched first blocks that no rank holds."""
 
     def __len__(self) -> int:
         return len(self._requests)
@@ -66,14 +68,14 @@ class RequestQueue:
         return map(self._looked_up, self._requests.values())
 
     def order_by(self, key_of: Callable[[Request], float]) -> None:
-        """Put all that wait in the order of another policy; tenants keep what they were served."""
+        """Sort all waiting requests by another policy's key; tenants keep their service counts."""
         self.key_of = key_of
         for request in self._requests.values():
             request.key = key_of(request)
         self.turns.sort()
 
     def look_at(self, request: Request) -> None:
-        """Give a request that is about to be added its hits and its key."""
+        """Set hits and key of a request that is about to be added."""
         self.look_up(request)
         request.key = self.key_of(request)
 
@@ -89,7 +91,7 @@ class RequestQueue:
             self._watch(request)
 
     def remove(self, rid: str) -> Request | None:
-        """Take out a request, wherever it stands; None if it does not wait here."""
+        """Remove a request at any position; return None if it does not wait here."""
         request = self._requests.pop(rid, None)
         if request is not None:
             self.tokens -= request.uncached_tokens
@@ -103,12 +105,12 @@ class RequestQueue:
         return request
 
     def dispatch(self, request: Request) -> None:
-        """Take out a waiting request that is served now."""
+        """Remove a waiting request that is served now, and charge its tenant."""
         self.turns.charge(request)
         self.remove(request.rid)
 
     def ahead_tokens(self, request: Request) -> float:
-        """About how many of the waiting tokens would be served before a request with its key."""
+        """Estimate the waiting tokens that are served before a request with its key."""
         if not self._requests:
             return 0.0
         return self.tokens * min(1.0, self.turns.ahead(request) / len(self._requests))
@@ -118,14 +120,14 @@ class RequestQueue:
         return next(iter(self), None)
 
     def in_order(self) -> Iterator[Request]:
-        """All waiting requests in the policy's order, in turn where several tenants wait. Not to be
-        changed meanwhile."""
+        """Yield all waiting requests in the policy's order, in turn for several tenants. Do not
+        change the queue meanwhile."""
         if self.turns.several:
             yield from map(self._looked_up, self.turns.in_turn())
             return
         hits_version, upcoming_version = self.prefix.version, self.prefix.upcoming_version
         for _, _, request in self.turns.by_key():
-            # Asked here as well: a call for each would be much of what a decision takes.
+            # Repeated here, because a call per request would dominate the cost of a decision.
             if request.blocks and not (
                 request.hits_version == hits_version
                 and request.upcoming_version == upcoming_version
@@ -134,11 +136,11 @@ class RequestQueue:
             yield request
 
     def first(self, count: int) -> Iterator[Request]:
-        """The first of :meth:`in_order`, with hits as they were looked up last."""
+        """Return the first requests of :meth:`in_order`, with hits from the last lookup."""
         return (request for _, _, request in islice(self.turns.by_key(), count))
 
     def look_up(self, request: Request) -> None:
-        """What ranks have of its prompt now."""
+        """Look up the current cache hits of a request."""
         prefix = self.prefix
         if not request.blocks:
             return
@@ -154,7 +156,7 @@ class RequestQueue:
             request.upcoming_version = prefix.upcoming_version
 
     def reorder(self) -> None:
-        """Give requests their new place of which more is cached than when they got the old one."""
+        """Move requests of which more is cached than when they got their place."""
         for rid in self.prefix.take_appeared():
             request = self._requests.get(rid)
             if request is None:
@@ -184,7 +186,7 @@ class RequestQueue:
 
     @property
     def longest_prompt_tokens(self) -> int:
-        """Prompt tokens of the longest that waits, cached or not."""
+        """Prompt tokens of the longest waiting request, including cached ones."""
         return self._lengths[-1][0] if self._lengths else 0
 
     def next_deadline_s(self) -> float:
@@ -199,9 +201,9 @@ class RequestQueue:
         return over
 
     def count_batch(self, passed_over: Iterable[Request], instances: int, n_limit: int) -> None:
-        """Phase 3 of Algorithm 2, for what could have been in a batch and was not. A cycle is one
-        batch of each of the ``instances``: with 64 of them who only waits for the next pass would
-        else be over ``n_limit``."""
+        """Phase 3 of Algorithm 2, for requests that a batch passed over. A cycle is one batch per
+        instance: with 64 instances, a request that only waits for the next pass would otherwise
+        exceed ``n_limit``."""
         cycle = 1 / instances
         for request in passed_over:
             request.waited_batches += 1
@@ -211,5 +213,5 @@ class RequestQueue:
 
     @property
     def over_limit(self) -> bool:
-        """Whether a request that still waits has waited more than N_limit cycles."""
+        """Return whether a waiting request has waited more than N_limit cycles."""
         return bool(self._over_limit)

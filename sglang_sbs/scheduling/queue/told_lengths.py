@@ -1,4 +1,5 @@
-"""Prompt lengths as announced, corrected by what engines count. Must not know who announced them.
+"""Announced prompt lengths, corrected by the counts of engines. Must not depend on who announced
+them.
 
 Lengths that nobody has counted may all be wrong in the same direction. If they are twice too high,
 DP ranks look full that are half empty. Engines name the true length of each request that a rank
@@ -12,17 +13,17 @@ from __future__ import annotations
 from sglang_sbs.scheduling.request import Request
 
 _KEEP = 0.998
-"""Weight of all earlier requests at each new one: the last 500 count."""
+"""Weight of all earlier requests at each new one, so that the last 500 count."""
 _DOUBT = 5.0
-"""Requests that count as if they had been announced right."""
+"""Number of fictitious requests announced correctly, with which a ratio begins."""
 _MOST = 8.0
-"""Largest factor in either direction, of one request and of the ratio."""
+"""Largest factor in either direction, for one request and for the ratio."""
 _FORGET_S = 600.0
-"""A ratio that no engine has confirmed for so long is forgotten."""
+"""A ratio not confirmed by an engine for this long is dropped."""
 
 
 class _Ratio:
-    """Tokens counted by engines over tokens announced, of one source."""
+    """Ratio of tokens counted by engines to tokens announced, for one source."""
 
     def __init__(self) -> None:
         self._told = self._counted = self._requests = 0.0
@@ -45,21 +46,21 @@ class _Ratio:
 
 
 class ToldLengths:
-    """One ratio per source of the length."""
+    """Ratios by source of the length."""
 
     def __init__(self) -> None:
         self._ratios = {False: _Ratio(), True: _Ratio()}
 
     def correct(self, request: Request, now_s: float, most: int) -> None:
-        """Scale the length of a request that has just arrived, to at most ``most`` tokens, which a
-        decode rank can hold. Where its KV blocks are named, they say how long it is."""
+        """Scale the length of a request that has just arrived, to at most ``most`` tokens (the
+        capacity of a decode rank). If its KV blocks are named, they determine its length."""
         request.told_tokens = request.prompt_tokens
         if not request.blocks:
             ratio = self._ratios[request.estimated].value(now_s)
             request.resize(max(1, min(round(ratio * request.told_tokens), most)))
 
     def learn(self, request: Request | None, counted: int | None, now_s: float) -> None:
-        """An engine has counted the prompt; the first one to do so is believed."""
+        """Record an engine's count of a prompt; only the first one is used."""
         if request is not None and counted and request.told_tokens:
             self._ratios[request.estimated].learn(request.told_tokens, counted, now_s)
             request.told_tokens = 0
