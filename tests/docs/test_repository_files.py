@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -9,6 +10,8 @@ from pathlib import Path
 import pytest
 import yaml
 from doc_commands import ROOT
+
+from sglang_sbs import __version__
 
 WORKFLOW = ROOT / ".github" / "workflows" / "ci.yml"
 
@@ -37,3 +40,17 @@ def test_a_commit_is_checked_as_by_hand() -> None:
     (hook,) = repository["hooks"]
     assert (repository["repo"], hook["entry"]) == ("local", "scripts/check")
     assert (ROOT / hook["entry"]).stat().st_mode & 0o111
+
+
+def test_everything_names_the_version_that_is_built() -> None:
+    citation = yaml.safe_load((ROOT / "CITATION.cff").read_text())
+    assert citation["version"] == __version__
+    released = re.findall(r"^## \[([\d.]+)\] - (\S+)$", (ROOT / "CHANGELOG.md").read_text(), re.M)
+    assert released[0] == (__version__, str(citation["date-released"]))
+    assert f"Status: alpha ({__version__})." in (ROOT / "README.md").read_text()
+    compose = (ROOT / "examples" / "compose" / ".env").read_text()
+    assert f"SBS_VERSION={__version__}\n" in compose
+    tags = re.findall(
+        r"newTag: (\S+)", (ROOT / "examples" / "kubernetes" / "kustomization.yaml").read_text()
+    )
+    assert tags and {tag.rpartition("-")[2] for tag in tags} == {__version__}

@@ -10,6 +10,7 @@ from __future__ import annotations
 import pytest
 from harness.sglang_process import ask
 
+from sglang_sbs import __version__
 from sglang_sbs.engine.collect import HEALTH_CHECK_RID_PREFIX
 from sglang_sbs.engine.room_status import OPENING
 
@@ -93,7 +94,7 @@ def test_server_info_has_the_sbs_block(hooked: dict[str, object]) -> None:
         "barrier": True,
         "deferred_release": True,
         "transfer_timeout_s": 0,
-        "sglang_sbs_version": "0.1.0",
+        "sglang_sbs_version": __version__,
         "sgl_kernel_version": "",
     }
 

@@ -11,13 +11,13 @@ import sys
 from collections.abc import Callable, Sequence
 from functools import partial
 
-from tools.reference import commands, engines, errors, findings, flag_mapping, http_api, metrics
+from tools.reference import commands, environment, errors, findings, flag_mapping, http_api, metrics
 from tools.reference.pages import DOCS, between
 
 PAGES: dict[str, Callable[[], str]] = {
     "reference/router-flags.md": commands.router_page,
     "reference/commands.md": commands.verbs_page,
-    "reference/environment.md": engines.page,
+    "reference/environment.md": environment.page,
     "reference/http-api.md": http_api.page,
     "reference/openapi.json": http_api.document,
     "reference/errors.md": errors.page,
