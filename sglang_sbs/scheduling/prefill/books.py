@@ -211,6 +211,9 @@ class PrefillBooks:
     @property
     def takes_nothing(self) -> bool:
         """Whether no rank would begin a request sent now."""
+        first = self.ranks[0]  # nearly always the answer, and asked very often
+        if not (first.unanswered or first.stalled.cause):
+            return False
         return all(rank.takes_nothing for rank in self.ranks)
 
     @property
@@ -275,7 +278,7 @@ class PrefillBooks:
         self._forget_sums()
         self.backlog_tokens = sum([rank.flight.total + rank.queued_tokens for rank in self.ranks])
         self.charged_tokens = sum([rank.charged_tokens for rank in self.ranks])
-        self._outstanding = sum([len(rank.outstanding) for rank in self.ranks])
+        self._outstanding = sum([len(rank.outstanding.tokens) for rank in self.ranks])
         self.has_flight = any(rank.sent for rank in self.ranks)
 
     def _forget_sums(self) -> None:

@@ -236,9 +236,14 @@ class ForwardModel:
             tokens_per_rank = padded(tokens_per_rank, self.captured_tokens)
         heaviest, most = max(tokens_per_rank), 0.0
         if pairs:
+            # As :meth:`rank_s`.
+            (_, w_rank, _, w_pair), unit, time_unit_s = self.cost
+            w_pair *= 2
             _, most, heaviest = max(
-                (self.rank_s(mine, of_mine), of_mine, mine)
-                for mine, of_mine in zip(tokens_per_rank, pairs, strict=True)
+                [
+                    ((w_rank * mine + w_pair * of_mine / unit) / unit * time_unit_s, of_mine, mine)
+                    for mine, of_mine in zip(tokens_per_rank, pairs, strict=True)
+                ]
             )
         return (
             1.0,
