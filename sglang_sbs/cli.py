@@ -1,5 +1,5 @@
-"""``sglang-sbs``: one command with a verb for each thing to do. Each verb's own module parses its
-flags; nothing heavy is imported for one that was not asked for."""
+"""``sglang-sbs``: one command with a verb per task. Each verb's module parses its own flags, and
+only the requested verb's modules are imported."""
 
 from __future__ import annotations
 
@@ -65,10 +65,10 @@ example:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Entry point of the console command; the exit code of the verb."""
+    """Run the console command; returns the verb's exit code."""
     words = list(sys.argv[1:] if argv is None else argv)
     if isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(errors="replace")  # what the terminal's encoding does not have
+        sys.stdout.reconfigure(errors="replace")  # characters that the terminal's encoding lacks
     if argv is None and ASKED in os.environ:
         complete(list(VERBS), _main_of)
         return 1
@@ -98,7 +98,7 @@ def _main_of(verb: str) -> Callable[[Sequence[str]], int | None]:
 
 
 def _refuse(verb: str, words: Sequence[str]) -> int:
-    """Say where a verb works that does not work here; asking for help is no mistake."""
+    """Explain where a verb works that is unavailable here. Asking for its help is no error."""
     asked = "-h" in words or "--help" in words
     text = f"usage: sglang-sbs {verb} [flags]\n\nsglang-sbs {verb}: {only_in_a_checkout(verb)}"
     print(text, file=sys.stdout if asked else sys.stderr)

@@ -55,20 +55,20 @@ def main(argv: Sequence[str] | None = None, prog: str | None = None) -> int:
     except FlagError as error:
         print(f"{prog or 'launch_router'}: {error}", file=sys.stderr)
         return 2
-    # Who speaks, where several processes write to one log.
+    # Name the process in the log, because several may share it.
     who, as_json = options.role if options.parent_fd is not None else "", options.log_json
     set_up_logging(options.log_level, as_json=as_json, process=who)
     try:
         if options.log_dir is not None:
             with naming_file("--log-dir", options.log_dir):
                 set_up_logging(options.log_level, options.log_dir, as_json=as_json, process=who)
-        if options.parent_fd is None:  # its children say nothing that it has said
+        if options.parent_fd is None:  # child processes do not repeat these messages
             for warning in options.warnings:
                 logger.warning("%s", warning)
         if options.tokenizer_path is not None and options.role != "scheduler":
             folder = tokenizer_folder(options.tokenizer_path)
             options = replace(options, tokenizer_path=folder)
-            arguments += ["--tokenizer-path", str(folder)]  # its children need not look again
+            arguments += ["--tokenizer-path", str(folder)]  # child processes need not search again
         several = options.workers > 1 or (options.take_over and options.role != "scheduler")
         if several and options.parent_fd is None:
             return _run(Supervisor(arguments, options).run())
@@ -91,11 +91,11 @@ def _print_config(options: RouterOptions, given: Sourced) -> int:
 
 
 def _check(options: RouterOptions, arguments: Sequence[str]) -> int:
-    """Examine the engines of a command line that can be used. Returns the doctor's exit code."""
+    """Examine the engines of a valid command line. Returns the doctor's exit code."""
     for warning in options.warnings:
         print(f"warning: {warning}", file=sys.stderr)
     if options.prefill and options.decode:
-        from sglang_sbs.doctor.cli import main as examine  # not needed to serve
+        from sglang_sbs.doctor.cli import main as examine  # not needed for serving
 
         return examine(arguments)
     print("the flags can be used; they name no pair of engines that could be examined")
@@ -103,7 +103,7 @@ def _check(options: RouterOptions, arguments: Sequence[str]) -> int:
 
 
 class Router:
-    """A router that is started from Python, as ``sglang_router.Router``."""
+    """A router started from Python, like ``sglang_router.Router``."""
 
     def __init__(self, args: RouterArgs) -> None:
         """Raises: FlagError."""
@@ -112,12 +112,12 @@ class Router:
 
     @classmethod
     def from_args(cls, args: RouterArgs) -> Router:
-        """The same under the name it has there."""
+        """Create a router under ``sglang_router``'s name for this."""
         return cls(args)
 
     def start(self) -> None:
         """Run until SIGTERM or SIGINT, in the main thread of a process. Raises: RuntimeError, it
-        could not start, or a second signal cut it off. Its log says more."""
+        could not start, or a second signal ended it. The log has the details."""
         code = main(self._arguments)
         if code:
             raise RuntimeError(f"the router ended with exit code {code}: see what it logged")
@@ -131,15 +131,15 @@ def launch_router(args: RouterArgs | argparse.Namespace) -> None:
 
 
 def parse_router_args(argv: Sequence[str]) -> RouterArgs:
-    """What a command line (without the program name) says. Raises: FlagError, SystemExit."""
+    """Parse a command line without the program name. Raises: FlagError, SystemExit."""
     parser = argparse.ArgumentParser(prog="launch_router", allow_abbrev=False)
     RouterArgs.add_cli_args(parser)
     return RouterArgs.from_cli_args(parser.parse_args(argv))
 
 
 def _run(work: Coroutine[Any, Any, int]) -> int:
-    """Run it on a loop of its own. Ctrl-C waits until it can end it: in the moment before, asyncio
-    would lose the task and leave it running."""
+    """Run a coroutine on its own event loop. Ctrl-C is delayed until it can end the task: just
+    before, asyncio would lose the task and leave it running."""
 
     async def interruptible() -> int:
         signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
@@ -155,7 +155,7 @@ async def serve(options: RouterOptions) -> int:
     await server.start()
     stopping = asyncio.Event()
     end_on_signals(stopping)
-    if options.parent_fd is not None:  # the supervisor says so for all
+    if options.parent_fd is not None:  # the supervisor reports it for all
         report_to_parent(options.parent_fd, {}, gone=stopping.set)
     else:
         place = f"policy {options.scheduler.policy} at {options.host}:{server.port}"
@@ -180,7 +180,7 @@ async def serve(options: RouterOptions) -> int:
 
 
 async def schedule(options: RouterOptions) -> int:
-    """Be the scheduler process until a signal. Raises: OSError."""
+    """Run the scheduler process until a signal. Raises: OSError."""
     process = SchedulerProcess(options)
     await process.start()
     place = f"policy {options.scheduler.policy} at {process.endpoint}{_elected_by(options)}"
@@ -202,7 +202,7 @@ async def schedule(options: RouterOptions) -> int:
 async def _outlast_front_ends(
     process: SchedulerProcess, orphaned: asyncio.Event, grace_s: float
 ) -> None:
-    """Without a supervisor front ends drain and end; then this process is of no use."""
+    """Wait until the front ends have drained and ended after the loss of the supervisor."""
     await orphaned.wait()
     logger.error("the supervisor is gone: ending with the last front end")
     with contextlib.suppress(TimeoutError):
@@ -226,7 +226,8 @@ def _elected_by(options: RouterOptions) -> str:
 
 
 def _settle_memory() -> None:
-    """What start-up made lives for ever: out of the collector's way, and passes less often."""
+    """Exclude start-up objects, which live forever, from garbage collection, and collect less
+    often."""
     gc.collect()
     gc.freeze()
     gc.set_threshold(20_000, 20, 50)

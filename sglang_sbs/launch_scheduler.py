@@ -1,5 +1,5 @@
 """``sglang-sbs scheduler``: the scheduler alone, for front ends on other machines. It is
-:mod:`sglang_sbs.launch_router` in the role of a scheduler, with the flags of that."""
+:mod:`sglang_sbs.launch_router` in the role of a scheduler, with the same flags."""
 
 from __future__ import annotations
 

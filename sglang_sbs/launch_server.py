@@ -37,7 +37,7 @@ from sglang_sbs.router.prompts.tokenizer_files import tokenizer_folder
 
 PROG = "python -m sglang_sbs.launch_server"
 ROUTER_PREFIX = "--router-"
-# Router flags that need no prefix: no SGLang engine flag is called so.
+# Router flags that need no prefix, because no SGLang engine flag has the name.
 UNPREFIXED_ROUTER_FLAGS = ("--policy", "--prefill-policy", "--decode-policy")
 UNPREFIXED_ROUTER_PREFIX = "--sbs-"
 
@@ -165,8 +165,8 @@ def plan_from_command_line(
 
 
 def _router_tokenizer(model: str, engine_flags: Sequence[str], router: RouterOptions) -> str:
-    """What the router can count tokens with; empty, and said, if the model has no such thing.
-    Raises: PlanError, the user named a tokenizer or template for the router that it cannot use."""
+    """Return a tokenizer path for the router. If the model has none that works, report it and
+    return an empty string. Raises: PlanError, the user named an unusable tokenizer or template."""
     named = str(router.tokenizer_path or text_flag(engine_flags, "--tokenizer-path") or model)
     try:
         ChatTokenizer.load(tokenizer_folder(Path(named)), router.chat_template)

@@ -10,12 +10,12 @@ if TYPE_CHECKING:
     from sglang.cli.serve_backends import ServeBackend, ServeRequest
 
 API_VERSION = 1
-"""What is implemented here; SGLang refuses a backend of another version and says so."""
+"""Version implemented here; SGLang refuses a backend of another version with a message."""
 COMMAND = "sglang serve --model-type sbs"
 
 
 def backend() -> ServeBackend:
-    """The factory that the entry point names. It has no detector: only who asks for SBS gets it."""
+    """The factory named by the entry point. It has no detector, so SBS is used only on request."""
     from sglang.cli.serve_backends import ServeBackend
 
     return ServeBackend(api_version=API_VERSION, run=run)
@@ -26,7 +26,7 @@ def run(request: ServeRequest) -> None:
     from sglang_sbs.launch_server import build_parser, main
 
     if {"-h", "--help"} & set(request.argv):
-        # SGLang goes on after the help, with a line of its own.
+        # SGLang continues after the help with its own line.
         build_parser(COMMAND).print_help()
         return
     main(request.argv, prog=COMMAND)

@@ -1,1 +1,1 @@
-"""Explains requests to people: ``sglang-sbs why`` and ``sglang-sbs log``."""
+"""Explains single requests: ``sglang-sbs why`` and ``sglang-sbs log``."""

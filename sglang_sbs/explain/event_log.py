@@ -1,4 +1,4 @@
-"""Reads an event log into timelines, and replays it for the reasons."""
+"""Reads an event log into timelines, and replays it to find the reasons."""
 
 from __future__ import annotations
 
@@ -23,25 +23,25 @@ MOST_REQUESTS = 1_000_000
 
 @dataclass
 class ReadLog:
-    """An event log as a whole."""
+    """The content of an event log."""
 
     config: SchedulerConfig
     observed: bool = False
-    """Of ``sglang-sbs observe``: no scheduler of ours decided anything."""
+    """The log is from ``sglang-sbs observe``, so no scheduler of ours made the decisions."""
     began_s: float = 0.0
     ended_s: float = 0.0
     events: int = 0
     torn_bytes: int = 0
     differs_at: int = 0
-    """The number of the first event that this release answers differently; 0: none, or it was not
+    """Number of the first event for which this release decides differently; 0: none, or not
     replayed."""
     instances: dict[str, InstanceUp] = field(default_factory=dict)
     timelines: Timelines = field(default_factory=lambda: Timelines(MOST_REQUESTS))
     order: list[str] = field(default_factory=list)
-    """Ids of all requests as they arrived."""
+    """Request ids in order of arrival."""
     scheduler: Scheduler | None = None
     switches: list[tuple[float, str]] = field(default_factory=list)
-    """When the policy was switched, and to which one."""
+    """Times of policy switches, and the new policies."""
 
     def requests(self) -> list[Timeline]:
         return [one for rid in self.order if (one := self.timelines.get(rid)) is not None]
@@ -79,8 +79,9 @@ class ReadLog:
 
 
 def read(path: Path, *, replay: bool) -> ReadLog:
-    """``replay``: for the reasons, which a log does not hold. Where this release decides
-    differently, they end. Raises: OSError, ValueError, the log cannot be read."""
+    """Read a log. ``replay``: also compute the reasons, which a log does not contain, up to the
+    first event for which this release decides differently. Raises: OSError, ValueError, the log
+    cannot be read."""
     log: ReadLog | None = None
     scheduler: Scheduler | None = None
     torn: list[int] = []

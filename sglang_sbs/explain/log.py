@@ -1,4 +1,4 @@
-"""``sglang-sbs log``: an event log for people."""
+"""``sglang-sbs log``: shows an event log."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """0; 1 where the log cannot be read; 2 for bad flags."""
+    """Return 0; 1 if the log cannot be read; 2 for bad flags."""
     made = parser()
     args = made.parse_args(argv)
     if args.slowest < 0:

@@ -15,12 +15,12 @@ from sglang_sbs.scheduling.explained.stories import AttemptStory, Story
 _AT_ONCE_S = 1e-4
 _BAR = 30
 _MOST_SHOWN = 8
-"""Attempts with a section each."""
+"""Limit on attempts with their own section."""
 
 
 def page(story: Story, log_began_s: float | None = None) -> str:
-    """Returns text without control characters of others. ``log_began_s``: the scheduler's clock at
-    the beginning of an event log."""
+    """Format a request. Control characters from other parties are removed. ``log_began_s``: the
+    scheduler's time at the beginning of an event log."""
     return plain("\n".join(_lines(story, log_began_s)) + "\n")
 
 
@@ -160,7 +160,7 @@ def _choice(attempt: AttemptStory) -> Iterator[str]:
 
 
 def table(rows: Sequence[tuple[str, ...]], left: Collection[int] = (0,)) -> Iterator[str]:
-    """Lines of cells below each other. ``left``: columns that begin at the left."""
+    """Align cells in columns. ``left``: indices of left-aligned columns."""
     widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
     for row in rows:
         cells = [

@@ -37,7 +37,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """0; 1 where the request is unknown or nobody can be asked; 2 for bad flags."""
+    """Return 0; 1 if the request is unknown or no router can be asked; 2 for bad flags."""
     args = ask_router.parse(parser(), argv)
     began_s: float | None = None
     try:
@@ -56,7 +56,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _from_log(path: Path, name: str) -> tuple[Story, float]:
-    """And when the log begins. Raises: NotToldError, OSError, ValueError."""
+    """Return the request, and the time when the log begins. Raises: NotToldError, OSError,
+    ValueError."""
     log = read(path, replay=True)
     story = log.story(name)
     if story is None:
@@ -71,7 +72,7 @@ def _from_log(path: Path, name: str) -> tuple[Story, float]:
 
 
 def _from_router(args: argparse.Namespace) -> Story:
-    """Raises: NotToldError."""
+    """Ask the router about a request. Raises: NotToldError."""
     path = f"/requests/{urllib.parse.quote(args.id, safe='')}"
     absent = (
         f"the router remembers no request {args.id}: it keeps the last few thousand; with "

@@ -1,4 +1,4 @@
-"""Times, parts and reasons in words."""
+"""Texts for times, parts and reasons."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ _REASONS = {
     "queue": "the pass before it, or the handshake with decode",
     "decode": "a slow transfer, or a busy decode instance",
 }
-"""The usual reason why a part is long, where nothing is known of this request."""
+"""Usual reason why a part takes long, used if nothing is known about this request."""
 
 _LEAST_GAIN_S = 0.001
-"""Another instance may be as good, and keep the request for another reason."""
+"""Below this gain another instance may be equally good, and another reason holds the request."""
 
 
 def ms(seconds: float) -> str:
@@ -45,7 +45,7 @@ def after(seconds: float) -> str:
 
 
 def opening(why: Why) -> str:
-    """Why the request could leave at that moment."""
+    """Return why the request could leave at that moment."""
     match why.opening:
         case Opening.IDLE:
             return "the instance was idle"
@@ -75,7 +75,7 @@ def opening(why: Why) -> str:
 
 
 def term(why: Why) -> str:
-    """The term that decided where the request went."""
+    """Return the term that decided the placement."""
     chosen = next((one for one in why.candidates if one.chosen), None)
     where = chosen.instance if chosen is not None else "this instance"
     match why.term:
@@ -111,7 +111,7 @@ def _of_them(why: Why) -> str:
 
 
 def wait(one: Waited, arrived_s: float) -> str:
-    """One reason to wait, as a sentence. Times count from the request's arrival."""
+    """Describe a reason for waiting in a sentence. Times count from the request's arrival."""
     match one.reason:
         case WaitReason.NOT_YET if one.instance and one.until_s is not None:
             return (
@@ -147,7 +147,7 @@ def wait(one: Waited, arrived_s: float) -> str:
 
 
 def candidate(one: Candidate) -> tuple[str, ...]:
-    """Cells of a table."""
+    """Table cells for a candidate."""
     return (
         f"{'->' if one.chosen else '  '} {one.instance}",
         after(one.start_s),
@@ -159,8 +159,8 @@ def candidate(one: Candidate) -> tuple[str, ...]:
 
 
 def in_a_line(parts: Mapping[str, float], why: Why | None, computed: int = 0) -> str:
-    """The part of the time to the first token that took longest, and why. ``computed``: prompt
-    tokens that were not cached."""
+    """Return the longest part of the time to the first token, with its reason. ``computed``:
+    uncached prompt tokens."""
     name = max(parts, key=parts.__getitem__, default="")
     if not name:
         return ""
@@ -176,6 +176,6 @@ def in_a_line(parts: Mapping[str, float], why: Why | None, computed: int = 0) ->
 
 
 def longest(parts: Mapping[str, float]) -> str:
-    """The part that took longest, by name; empty without parts."""
+    """Name of the longest part; empty without parts."""
     name = max(parts, key=parts.__getitem__, default="")
     return PART_NAMES.get(name, name)

@@ -41,7 +41,7 @@ Restart engines and routers afterwards. Exit code: 0 all is as asked (status: no
 
 @dataclass
 class Report:
-    """What was found, done or refused for one package."""
+    """Result for one package: found, done or refused."""
 
     package: str
     version: str
@@ -100,7 +100,7 @@ def _parser() -> argparse.ArgumentParser:
 def run(
     action: str, package: str | None = None, version: str | None = None, site: Path | None = None
 ) -> list[Report]:
-    """One report for each package concerned. Raises: PatchError, there is nothing to work on."""
+    """Return one report per package concerned. Raises: PatchError, nothing to work on."""
     where = str(site) if site is not None else f"this environment ({sys.prefix})"
     if site is not None and not site.is_dir():
         raise PatchError(f"--site {site}: no such folder; name a site-packages folder")
@@ -108,7 +108,7 @@ def run(
     wanted = PACKAGES if package is None else (package,)
     found = [item for item in find_installed(site) if item.package in wanted]
     if version is not None and package is None:
-        # A release number belongs to one of the packages; the others are not meant.
+        # A release number belongs to one package, so the others are ignored.
         meant = {p.package for p in patches if version in p.versions}
         meant |= {item.package for item in found if item.version == version}
         found = [item for item in found if item.package in meant] if meant else found
@@ -143,7 +143,7 @@ def _one(action: str, item: Installed, patches: list[Patch], version: str | None
 
 
 def _work_on(report: Report, action: str, root: Path, patch: Patch) -> None:
-    """Do it, and tell how the files are now."""
+    """Perform the action, and report the resulting state of the files."""
     report.patch, report.what = patch.name, patch.what
     try:
         if action != "status":

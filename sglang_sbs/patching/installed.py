@@ -1,5 +1,5 @@
-"""Which SGLang and ``sglang_router`` an environment has, read from its metadata. Nothing that is
-found is imported."""
+"""Finds SGLang and ``sglang_router`` in an environment by their metadata, without importing
+them."""
 
 from __future__ import annotations
 
@@ -17,34 +17,34 @@ _PLUGIN_FRAMEWORK = "sglang/srt/plugins/hook_registry.py"
 
 @dataclass(frozen=True)
 class Installed:
-    """One distribution of an environment."""
+    """A distribution installed in an environment."""
 
     package: str
     version: str
     root: Path
-    """The folder that has its import package."""
+    """The folder that contains its import package."""
     editable: Path | None
-    """Of an editable install: the checkout it stands for."""
+    """The checkout of an editable install."""
 
     @property
     def has_plugins(self) -> bool:
-        """SGLang loads plugins by itself (0.5.11 and later)."""
+        """Whether SGLang loads plugins itself (0.5.11 and later)."""
         return self.package == "sglang" and (self.root / _PLUGIN_FRAMEWORK).is_file()
 
     @property
     def is_source_build(self) -> bool:
-        """Builds from a checkout without tags call themselves 0.0.0."""
+        """Whether it was built from a checkout without tags, which has version 0.0.0."""
         return self.version.startswith("0.0.0")
 
 
 def find_installed(site: Path | None = None) -> list[Installed]:
-    """What is there of :data:`PACKAGES`, in ``site`` or where this interpreter imports from."""
+    """Return the installed :data:`PACKAGES` in ``site``, or where this interpreter imports from."""
     found: dict[str, Installed] = {}
     for distribution in importlib.metadata.distributions(
         path=sys.path if site is None else [str(site)]
     ):
-        # Broken metadata, as an interrupted installation leaves it, has no name. The finder of the
-        # importlib_metadata package, which others bring along, raises where there is none.
+        # Broken metadata (e.g. of an interrupted installation) has no name. The finder of the
+        # importlib_metadata package, which other packages install, raises in this case.
         try:
             name = re.sub(r"[-_.]+", "-", str(distribution.metadata["Name"] or "")).lower()
         except FileNotFoundError:

@@ -1,5 +1,5 @@
-"""One patch: what it is for, the checksums of what it touches, and its hunks. A header like that of
-a mail, then a unified diff that ``git apply`` and ``patch -p1`` take as well."""
+"""A patch file: its purpose, the checksums of the files it changes, and its hunks. It has a
+mail-like header, then a unified diff that ``git apply`` and ``patch -p1`` accept as well."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from email.parser import HeaderParser
 from pathlib import Path
 
 _HUNK = re.compile(rb"^@@ -(\d+)\S* \+(\d+)\S* @@.*\n((?:[ +-].*\n?)*)", re.MULTILINE)
-"""First line in the old file and in the new one; the lines."""
+"""First line in the old and the new file; the lines."""
 
 
 class PatchError(Exception):
-    """Something stands in the way; the message says what, and what to do about it."""
+    """The operation is impossible; the message explains why, and what to do."""
 
 
 def sha256(data: bytes) -> str:
@@ -23,7 +23,7 @@ def sha256(data: bytes) -> str:
 
 @dataclass(frozen=True)
 class Hunk:
-    """Lines ``old_start`` and following become those of ``new``."""
+    """Replaces lines from ``old_start`` on with those of ``new``."""
 
     old_start: int
     new_start: int
@@ -34,19 +34,20 @@ class Hunk:
 @dataclass(frozen=True)
 class FilePatch:
     path: str
-    """Relative to the folder the package is installed in, with slashes."""
+    """Path relative to the package's installation folder, with slashes."""
     before: str
-    """SHA-256 of the file as released."""
+    """SHA-256 of the released file."""
     after: str
     hunks: tuple[Hunk, ...]
 
     def apply(self, data: bytes, *, revert: bool = False) -> bytes:
-        """The file's other version. Raises: PatchError, ``data`` or the result is not that."""
+        """Return the other version of a file. Raises: PatchError, ``data`` or the result does not
+        match its checksum."""
         wanted, result = (self.after, self.before) if revert else (self.before, self.after)
         if sha256(data) != wanted:
             raise PatchError(f"{self.path} is not the file this patch is for")
         lines = data.split(b"\n")
-        # From the end on, so that earlier line numbers stay true.
+        # Start at the end, so that earlier line numbers stay valid.
         for hunk in reversed(self.hunks):
             start, old, new = hunk.old_start, hunk.old, hunk.new
             if revert:
@@ -60,21 +61,22 @@ class FilePatch:
 
 @dataclass(frozen=True)
 class Patch:
-    """Everything one patch file says."""
+    """The content of a patch file."""
 
     name: str
     package: str
     """Name of the distribution: ``sglang`` or ``sglang-router``."""
     versions: tuple[str, ...]
-    """Releases whose touched files are the same."""
+    """Releases in which the changed files are identical."""
     what: str
     files: tuple[FilePatch, ...] = field(repr=False)
-    """In the order to change them in; each step leaves something that works."""
+    """Files in the order of changing them; each intermediate state works."""
 
 
 def parse_patch(name: str, data: bytes) -> Patch:
-    """Patch files are ours, and checked before a release (``tools/check_patches``). A damaged one
-    cannot do harm: :meth:`FilePatch.apply` gives the file promised, or nothing."""
+    """Parse a patch file. The files are ours, and checked before a release
+    (``tools/check_patches``). A damaged one does no harm: :meth:`FilePatch.apply` returns the
+    expected file or raises."""
     head, _, diff = data.partition(b"\n--- a/")
     header = HeaderParser().parsestr(head.decode("utf-8"))
     sums = [value.split() for value in header.get_all("Sha256", ())]
@@ -91,7 +93,7 @@ def parse_patch(name: str, data: bytes) -> Patch:
 
 
 def _hunks_of(part: bytes) -> tuple[str, tuple[Hunk, ...]]:
-    """Path and hunks of one file of a unified diff."""
+    """Return path and hunks of one file of a unified diff."""
     hunks = []
     for match in _HUNK.finditer(part):
         lines = match[3].removesuffix(b"\n").split(b"\n")
@@ -102,7 +104,7 @@ def _hunks_of(part: bytes) -> tuple[str, tuple[Hunk, ...]]:
 
 
 def patch_directory() -> Path:
-    """Where the patch files are: in the installed package, else at the top of the checkout. Raises:
+    """Find the patch files in the installed package, or at the top of the checkout. Raises:
     PatchError, in neither."""
     here = Path(__file__).resolve().parent
     for folder in (here / "patches", here.parent.parent / "patches"):
@@ -112,7 +114,7 @@ def patch_directory() -> Path:
 
 
 def load_patches() -> list[Patch]:
-    """All patches, newest release first. Raises: PatchError."""
+    """Load all patches, newest release first. Raises: PatchError."""
     paths = sorted(patch_directory().glob("*.patch"))
     patches = [parse_patch(path.stem, path.read_bytes()) for path in paths]
     patches.sort(key=lambda p: version_key(p.versions[0]), reverse=True)

@@ -1,4 +1,4 @@
-"""The files a patch touches: which version of each is there, and exchanging them.
+"""Finds which version of each patched file is present, and exchanges them.
 
 The other version is written next to a file and renamed over it: a file is always the old or the new
 one, each step leaves something that works, and environments that share it by hard link (uv's cache)
@@ -22,22 +22,22 @@ TreeState = Literal["original", "patched", "partly", "unknown"]
 
 @dataclass(frozen=True)
 class TouchedFile:
-    """One file of an installed package, as found."""
+    """A file of an installed package as found."""
 
     path: Path
     patch: FilePatch
     state: FileState
     sha256: str
-    """Empty if it is missing."""
+    """Checksum; empty if the file is missing."""
 
 
 def look(root: Path, patch: Patch) -> list[TouchedFile]:
-    """The files of a patch below ``root``. Raises: PatchError, one cannot be read."""
+    """Read the files of a patch below ``root``. Raises: PatchError, one cannot be read."""
     return [_look(root, file) for file in patch.files]
 
 
 def state_of(files: list[TouchedFile]) -> TreeState:
-    """``partly``: an earlier change of the files was interrupted."""
+    """Return the common state of the files; ``partly``: an earlier change was interrupted."""
     states = {file.state for file in files}
     if states & {"unknown", "missing"}:
         return "unknown"
@@ -45,14 +45,14 @@ def state_of(files: list[TouchedFile]) -> TreeState:
 
 
 def change(root: Path, patch: Patch, *, revert: bool = False) -> list[str]:
-    """Apply or revert; what is done already stays. Returns the paths that changed. Everything is
-    checked before anything is written. Raises: PatchError, a file is neither the released nor the
-    patched one, or cannot be replaced."""
+    """Apply or revert a patch, skipping steps already done. Returns the changed paths. All checks
+    precede the first write. Raises: PatchError, a file is neither the released nor the patched one,
+    or cannot be replaced."""
     done: FileState = "original" if revert else "patched"
     files = look(root, patch)
     if state_of(files) == "unknown":
         raise PatchError(explain_unknown(files))
-    # Reverting takes the steps of applying backwards.
+    # Reverting performs the steps of applying in reverse order.
     todo = [file for file in (reversed(files) if revert else files) if file.state != done]
     contents = [file.patch.apply(_read(file.path), revert=revert) for file in todo]
     for file, data in zip(todo, contents, strict=True):
@@ -61,7 +61,7 @@ def change(root: Path, patch: Patch, *, revert: bool = False) -> list[str]:
 
 
 def explain_unknown(files: list[TouchedFile]) -> str:
-    """Why files are not touched, and what would help."""
+    """Explain why the files are left alone, and what would help."""
     names = ", ".join(
         f"{file.path} " + ("is missing" if file.state == "missing" else f"({file.sha256[:12]}…)")
         for file in files
@@ -90,7 +90,7 @@ def _read(path: Path) -> bytes:
 
 
 def _replace(path: Path, data: bytes) -> None:
-    """Put new content in the place of a file, with its mode (and owner, where allowed)."""
+    """Replace a file's content, keeping its mode (and its owner, if permitted)."""
     temporary = None
     try:
         old = path.stat()
@@ -114,8 +114,8 @@ def _replace(path: Path, data: bytes) -> None:
 
 
 def _forget_bytecode(path: Path) -> None:
-    """Remove compiled versions of a file that is about to change: bytecode compiled to be trusted
-    unseen (``compileall --invalidation-mode unchecked-hash``) would be used on."""
+    """Remove compiled versions of a file that is about to change. Otherwise bytecode compiled
+    without a check (``compileall --invalidation-mode unchecked-hash``) would still be used."""
     cached = set(path.parent.glob(f"__pycache__/{path.stem}.*.pyc"))
     for bytecode in cached | {Path(importlib.util.cache_from_source(str(path)))}:
         try:

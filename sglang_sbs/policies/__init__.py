@@ -1,5 +1,4 @@
-"""What a policy of your own is written with (docs/own-policy.md). Everything here keeps its meaning
-within a minor release."""
+"""The interface for writing policies (docs/own-policy.md). It is stable within a minor release."""
 
 from sglang_sbs.scheduling.policies.immediate import ImmediatePolicy as ImmediatePolicy
 from sglang_sbs.scheduling.policies.immediate import Place as Place

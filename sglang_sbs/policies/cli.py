@@ -1,5 +1,5 @@
-"""``sglang-sbs policies``: which policies there are, when to choose which, and whether one of your
-own does what every policy must."""
+"""``sglang-sbs policies``: lists the policies, explains when to choose which, and checks whether
+your own meets the requirements."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """0; 1 if a check fails; 2 if there is no such policy."""
+    """Return 0; 1 if a check fails; 2 if there is no such policy."""
     args = parser().parse_args(argv)
     try:
         specs = [require(name.replace("-", "_")) for name in args.names or policy_names()]
@@ -78,7 +78,7 @@ def _page(spec: PolicySpec) -> str:
 
 
 def markdown(spec: PolicySpec) -> str:
-    """Its section of docs/policies.md."""
+    """Format the policy's section of docs/policies.md."""
     rows = [f"- **{word}**: {getattr(spec, key)}" for key, word in _PAGE.items()]
     return "\n".join([f"## {spec.name}", "", spec.summary, "", *rows, ""])
 

@@ -1,5 +1,5 @@
-"""What every policy must do, ours and others': run on the simulated cluster, with every command of
-the scheduler checked.
+"""Requirements for all policies, built-in or not: each runs on the simulated cluster, with every
+command of the scheduler checked.
 
 ``sglang-sbs policies --check NAME`` prints one line for each. In tests of your own::
 
@@ -40,29 +40,29 @@ _BLOCK = 64
 
 
 class NonconformityError(AssertionError):
-    """A policy does what none may do; the message says what and when."""
+    """A policy violates a requirement; the message says which and when."""
 
 
 @dataclass(frozen=True)
 class Check:
-    """One run that a policy has to pass."""
+    """A run that every policy must pass."""
 
     name: str
-    """What it shows."""
+    """The requirement that it checks."""
     spec: dict[str, Any] = field(default_factory=dict)
-    """Differences from the cluster of three prefill instances with four DP ranks."""
+    """Deviations from the cluster of three prefill instances with four DP ranks each."""
     config: dict[str, Any] = field(default_factory=dict)
     switches: bool = False
-    """To ``least_tokens`` and back all the time."""
+    """Switch to ``least_tokens`` and back repeatedly."""
     twice: bool = False
-    """The same events twice must give the same commands."""
+    """The same events must give the same commands when repeated."""
     may_refuse: bool = False
 
     def __str__(self) -> str:
         return self.name
 
     def run(self, policy: Policy, requests: int = 300) -> None:
-        """Raises: NonconformityError; whatever the policy itself raises."""
+        """Run the check. Raises: NonconformityError, and any exception of the policy."""
         first = self._commands(policy, requests)
         if self.twice and self._commands(policy, requests) != first:
             raise NonconformityError("the same events gave other commands: seed what is random")
@@ -113,8 +113,8 @@ CHECKS = (
 
 
 def _arrivals(requests: int) -> list[Arrival]:
-    """Some short, a few of many chunks; conversations share their beginnings; each fifth moment
-    several at once."""
+    """Arrivals with some short prompts and a few of many chunks. Conversations share their
+    beginnings, and at every fifth time several requests arrive together."""
     rng = random.Random("conformance")
     arrivals, now_s = [], 0.0
     for number in range(requests):
@@ -127,13 +127,13 @@ def _arrivals(requests: int) -> list[Arrival]:
 
 
 class _Checked:
-    """A scheduler whose commands are looked at."""
+    """A scheduler whose commands are checked."""
 
     def __init__(self, config: SchedulerConfig, switched: Policy | None) -> None:
         self._scheduler = Scheduler(config)
         self._switched = switched
         self._sizes: dict[str, int] = {}
-        """DP ranks of the instances that are up."""
+        """DP ranks of running instances."""
         self._waiting: set[str] = set()
         self._dispatched: set[str] = set()
         self.commands: list[list[Command]] = []
@@ -175,7 +175,7 @@ class _Checked:
                 raise NonconformityError(f"{where}: rank {rank} of {name}, which is not up")
 
     def end(self) -> None:
-        """Nothing comes any more."""
+        """Check that nothing is left at the end."""
         for left, what in ((self._waiting, "still waits"), (self._dispatched, "never ended")):
             if left:
                 raise NonconformityError(f"{min(left)} {what} at the end, of {len(left)} like it")
@@ -185,13 +185,14 @@ class _Checked:
 
 def failures(policy: Policy, checks: Sequence[Check] = CHECKS,
     told: Callable[[Check, str], None] = lambda _check, _why: None) -> int:  # fmt: skip
-    """How many checks it fails. ``told``: of each and why, the empty text if it passed."""
+    """Return the number of failed checks. ``told``: called with each check and its failure, empty
+    if it passed."""
     failed = 0
     for check in checks:
         try:
             check.run(policy)
             why = ""
-        except Exception as error:  # code of others
+        except Exception as error:  # third-party code
             why = f"{type(error).__name__}: {error}"
             failed += 1
         told(check, why)

@@ -1,4 +1,4 @@
-"""``sglang-sbs policy``: which policy a router uses, and the switch to another one."""
+"""``sglang-sbs policy``: shows the policy of a router, and switches it."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _ABSENT = "this router cannot switch its policy: upgrade sglang-sbs there"
 
 
 class _Told(msgspec.Struct):
-    """Answer of ``/policy``."""
+    """Response of ``/policy``."""
 
     policy: str
     since: float
@@ -47,7 +47,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """0; 1 if the router cannot be asked or will not switch; 2 for bad flags."""
+    """Return 0; 1 if the router cannot be reached or refuses the switch; 2 for bad flags."""
     args = ask_router.parse(parser(), argv)
     try:
         before = told = _ask(args)

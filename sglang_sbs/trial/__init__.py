@@ -1,4 +1,4 @@
-"""A trial: the policy in force against a baseline, in turns on live traffic, with a verdict.
+"""Trials compare the policy in force with a baseline on live traffic, in alternating slots.
 
 :mod:`.spec` says what is compared, :mod:`.trial` which policy decides now (sans-I/O: events and
 ``now`` in, commands out), :mod:`.slots` what is counted, :mod:`.sequential` how sure the verdict

@@ -1,4 +1,4 @@
-"""``sglang-sbs trial``: begin, watch and end a trial of two policies on a running router."""
+"""``sglang-sbs trial``: start, watch and stop a trial of two policies on a running router."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _LOOK_S = 2.0
 
 
 class _None(msgspec.Struct):
-    """The router's answer where there was no trial."""
+    """The router's response when there was no trial."""
 
     text: str
 
@@ -52,7 +52,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """0; 1 if the router cannot be asked or will not begin; 2 for bad flags; 130 if interrupted,
+    """Return 0; 1 if the router cannot be reached or refuses; 2 for bad flags; 130 if interrupted,
     which leaves the trial running."""
     made = parser()
     args = ask_router.parse(made, argv)
@@ -63,7 +63,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if args.baseline is not None:
             try:
                 asked = fields_of(args.baseline)
-                read_object(asked | {"baseline": "sbs"})  # the router knows its policies
+                read_object(asked | {"baseline": "sbs"})  # the router checks the policy names
             except ValueError as error:
                 made.error(str(error))
         told = _ask(args, asked)
@@ -102,7 +102,7 @@ def _ask(args: argparse.Namespace, asked: dict[str, str] | None) -> Report | _No
 
 
 def page_of(told: Report | _None) -> str:
-    """The report for a person."""
+    """Format the report as text."""
     if isinstance(told, _None):
         return told.text + "\n"
     times = "".join(f"{name:>9}" for name in ("mean", "p50", "p99", "refused"))

@@ -1,4 +1,5 @@
-"""Ratios of mean TTFT with intervals of 95 %, in numbers and words, and why SBS may gain nothing.
+"""Ratios of mean TTFT with 95 % intervals, as numbers and text, and reasons why SBS may gain
+nothing.
 
 Every command and page that compares policies uses these, so that they all mean the same."""
 
@@ -10,7 +11,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 NO_GAIN = 0.98
-"""A ratio above this is no gain worth the name."""
+"""A ratio above this counts as no gain."""
 NO_LOSS = 1.02
 LOW_LOAD = 0.3
 FULL_LOAD = 1.0
@@ -18,18 +19,18 @@ _T_975 = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228)
 """Student's t by degrees of freedom, from one on."""
 
 Part = tuple[float, int]
-"""Sum in seconds and number of some requests: those of one minute, or of one part of a run."""
+"""Sum in seconds and number of some requests, e.g. of one minute or one part of a run."""
 
 
 class Ratio(NamedTuple):
-    """Mean of one side over that of the other, and the bounds of its 95 % interval."""
+    """Mean of one side divided by that of the other, with the bounds of its 95 % interval."""
 
     ratio: float
     low: float
     high: float
 
     def words(self) -> str:
-        """``0.78x (0.74 to 0.83)``; without bounds that are not known."""
+        """Format as ``0.78x (0.74 to 0.83)``, without unknown bounds."""
         if math.isinf(self.high):
             return f"{self.ratio:.2f}x"
         return f"{self.ratio:.2f}x ({self.low:.2f} to {self.high:.2f})"
@@ -74,15 +75,15 @@ class Circumstances:
     policy: str
     holding: bool
     load: float
-    """Share of what full chunks would compute."""
+    """Load as a share of the throughput with full chunks."""
     ranks: int
     """DP ranks of the widest barrier."""
     overtaxed: bool = False
-    """There are too many requests for the estimate."""
+    """There are too many requests for an estimate."""
 
 
 def why_no_gain(about: Circumstances) -> str:
-    """The likeliest cause why holding gains nothing over immediate dispatch."""
+    """Return the likeliest reason why holding gains nothing over immediate dispatch."""
     if about.policy != "sbs":
         return f"the policy is {about.policy}, which is not sbs"
     if not about.holding:

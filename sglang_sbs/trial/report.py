@@ -1,4 +1,4 @@
-"""A trial for people and programs: what ``GET /trial``, the dashboard and the metrics show."""
+"""Report of a trial, for ``GET /trial``, the dashboard and the metrics."""
 
 from __future__ import annotations
 
@@ -12,16 +12,17 @@ from sglang_sbs.trial.slots import Arm
 from sglang_sbs.trial.trial import ALPHA, ARMS, Cause, Trial, Verdict
 
 FEW_PASSES = 300
-"""Shorter slots flatter a baseline that has two states: it needs long to reach the worse one."""
+"""Shorter slots flatter a baseline with two states, because it takes long to reach the worse
+one."""
 
 
 class ArmReport(msgspec.Struct, kw_only=True):
-    """One of the two policies. Seconds; null: not known."""
+    """Figures of one of the two policies, in seconds; null: unknown."""
 
     policy: str
     slots: int
     requests: int
-    """Counted and answered."""
+    """Number of counted requests that were answered."""
     mean_ttft_s: float | None
     p50_ttft_s: float | None
     p99_ttft_s: float | None
@@ -30,41 +31,42 @@ class ArmReport(msgspec.Struct, kw_only=True):
 
 
 class Report(msgspec.Struct, kw_only=True):
-    """A trial that runs, or the last one."""
+    """A running trial, or the last one."""
 
     running: bool
     text: str
-    """The verdict so far, in a sentence."""
+    """The verdict so far, as a sentence."""
     policy: str
     baseline: str
     now: str | None
-    """Which of the two has the present slot: ``policy`` or ``baseline``."""
+    """The side that has the present slot: ``policy`` or ``baseline``."""
     slot: int
-    """Slots that are over."""
+    """Completed slots."""
     slots: int
-    """At most."""
+    """Limit on slots."""
     slot_s: float
     slot_left_s: float | None
     passes_per_slot: int | None
     warning: str
     ratio: float | None
-    """Mean TTFT of the policy over that of the baseline, adjusted for tokens."""
+    """Mean TTFT of the policy divided by that of the baseline, adjusted for tokens."""
     low: float | None
     high: float | None
     confidence: float
-    """Of the interval, at all looks together."""
+    """Confidence of the interval, valid over all looks."""
     pairs: int
     arms: dict[str, ArmReport]
-    """By ``policy`` and ``baseline``."""
+    """Figures by ``policy`` and ``baseline``."""
     ratio_by_third: list[float | None]
-    """By the third of a slot in which requests arrived, not adjusted. The first is not counted."""
+    """Ratio by the third of a slot in which requests arrived, not adjusted. The first third is not
+    counted in the verdict."""
     seed: int
     cause: Cause | None
-    """Why it ended."""
+    """Cause of the end."""
     ended: str
-    """The same in words."""
+    """The same as text."""
     began_at: float
-    """Unix time, as the next."""
+    """Unix time of the start; the next field is that of the end."""
     ended_at: float | None = None
 
 
@@ -131,13 +133,13 @@ def _warning(passes: int | None) -> str:
 
 
 def interval_in_words(verdict: Verdict) -> str:
-    """``0.78x (0.71 to 0.86)``; before the interval is finite only the ratio."""
+    """Format as ``0.78x (0.71 to 0.86)``; only the ratio while the interval is infinite."""
     words = Ratio(verdict.ratio, verdict.low, verdict.high).words()
     return words if math.isfinite(verdict.high) else f"{words} (no interval yet)"
 
 
 def in_words(trial: Trial) -> str:
-    """The verdict in a sentence without its full stop."""
+    """The verdict as a sentence without a full stop."""
     policy, baseline = trial.policies
     verdict, ended = trial.verdict, trial.ended
     slots = f"after {counted(trial.done, 'slot')}"

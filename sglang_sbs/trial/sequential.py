@@ -15,15 +15,15 @@ from collections.abc import Sequence
 from statistics import fmean, variance
 
 EFFECT = 3.0
-"""Standard deviation of the prior of the effect size (mean over standard deviation). It decides
-after how many differences the interval is narrowest, never whether it holds. With this one three
+"""Standard deviation of the prior of the effect size (mean over standard deviation). It determines
+after how many differences the interval is narrowest, but not its validity. With this value three
 differences can be enough, and the interval of 20 is 11 % wider than the narrowest."""
 
 
 def half_width(values: Sequence[float], alpha: float, least_sd: float = 0.0) -> float:
-    """Half the width of the interval around the mean of ``values`` that holds with a probability of
-    ``1 - alpha`` at all times together; infinite while there are too few. Their standard deviation
-    is taken to be at least ``least_sd``."""
+    """Half width of an interval around the mean of ``values`` that is valid at all times together
+    with probability ``1 - alpha``; infinite for too few values. Their standard deviation is assumed
+    to be at least ``least_sd``."""
     n = len(values)
     if n < 2:
         return math.inf

@@ -1,4 +1,5 @@
-"""What is counted in the slots of a trial, and the difference between the two slots of a pair.
+"""Counts the requests in the slots of a trial, and computes the difference between the two slots of
+a pair.
 
 A request belongs to the slot in which it arrived, and counts if it arrived after the slot's first
 third: until then the queues that the other policy left behind still weigh. TTFT depends on
@@ -16,10 +17,10 @@ from dataclasses import dataclass, field
 
 BLOCKS = 8
 LEAST_REQUESTS = 10
-"""Counted requests that a slot needs to be one of a pair."""
+"""Counted requests that a slot needs to form a pair."""
 _LEAST_IN_BLOCK = 3
 _PER_E = 50
-"""Buckets of the histogram of TTFTs per factor of e: a percentile is exact to 1 %."""
+"""Buckets of the TTFT histogram per factor of e, so that percentiles are exact to 1 %."""
 
 
 @dataclass(slots=True)
@@ -28,43 +29,43 @@ class Block:
 
     requests: int = 0
     tokens: int = 0
-    """Of their prompts."""
+    """Prompt tokens."""
     answered: int = 0
     ttft_s: float = 0.0
-    """Sum."""
+    """Sum of TTFTs."""
 
 
 def covariates(requests: int, tokens: int) -> tuple[float, float]:
-    """Logs of the tokens and of the mean prompt length."""
+    """Logarithms of the tokens and of the mean prompt length."""
     tokens = max(1, tokens)
     return math.log(tokens), math.log(tokens / requests)
 
 
 @dataclass(slots=True)
 class Slot:
-    """Requests that arrived while one of the two policies decided."""
+    """Requests that arrived while one of the two policies was in force."""
 
     arm: int
-    """0: the policy that the trial began with; 1: the baseline."""
+    """0: the policy that the trial started with; 1: the baseline."""
     begin_s: float
     length_s: float
     arrived: int = 0
-    """In all of it, as the next three."""
+    """Requests in the whole slot, as are the next three."""
     refused: int = 0
     exceeded: int = 0
-    """Waited longer than the limit for their first token."""
+    """Requests whose first token took longer than the limit."""
     unanswered: int = 0
-    """Failed or given up by their clients before the first token."""
+    """Requests that failed or were cancelled before the first token."""
     open: int = 0
-    """Counted requests that wait for their first token."""
+    """Counted requests still waiting for their first token."""
     blocks: list[Block] = field(default_factory=lambda: [Block() for _ in range(BLOCKS)])
 
     def place_of(self, at_s: float) -> float:
-        """Where in the slot that is: 0 its beginning, 1 its end."""
+        """Position of a time within the slot: 0 is the start, 1 the end."""
         return (at_s - self.begin_s) / self.length_s
 
     def block_of(self, place: float) -> Block | None:
-        """None: what arrives there does not count."""
+        """Return the block for arrivals at that position; None: they do not count."""
         if not 1 / 3 <= place < 1:
             return None
         return self.blocks[min(BLOCKS - 1, int((place - 1 / 3) * 1.5 * BLOCKS))]
@@ -86,7 +87,7 @@ class Slot:
 
 @dataclass(slots=True)
 class Adjustment:
-    """The regression within slots, as its normal equations of two coefficients."""
+    """Regression within slots, as normal equations with two coefficients."""
 
     xx: list[float] = field(default_factory=lambda: [0.0] * 3)
     xy: list[float] = field(default_factory=lambda: [0.0] * 2)
@@ -109,7 +110,8 @@ class Adjustment:
 
     @property
     def coefficients(self) -> tuple[float, float]:
-        """Of the two covariates; 0 where nothing varies (all prompts have one length, say)."""
+        """Coefficients of the two covariates; 0 if nothing varies (e.g. all prompts have the same
+        length)."""
         a, b, c = self.xx
         p, q = self.xy
         determinant = a * c - b * b
@@ -120,12 +122,12 @@ class Adjustment:
 
 @dataclass(frozen=True, slots=True)
 class Pair:
-    """Two slots one after the other, one of each policy."""
+    """Two consecutive slots, one of each policy."""
 
     difference: float
-    """Log of the mean TTFT of the policy over that of the baseline."""
+    """Logarithm of the policy's mean TTFT divided by the baseline's."""
     covariates: tuple[float, float]
-    """Those of the policy's slot minus those of the baseline's."""
+    """Covariates of the policy's slot minus those of the baseline's."""
 
     def adjusted(self, by: Sequence[float]) -> float:
         moved = sum(b * x for b, x in zip(by, self.covariates, strict=True))
@@ -133,7 +135,7 @@ class Pair:
 
 
 def pair_of(one: Slot, other: Slot) -> Pair | None:
-    """None: too few requests were answered in one of them."""
+    """Build a pair; None if too few requests were answered in one of the slots."""
     policy, baseline = (one, other) if one.arm == 0 else (other, one)
     if min(policy.answered, baseline.answered) < LEAST_REQUESTS:
         return None
@@ -146,21 +148,21 @@ def pair_of(one: Slot, other: Slot) -> Pair | None:
 
 @dataclass(slots=True)
 class Arm:
-    """All slots of one of the two policies together."""
+    """All slots of one of the two policies."""
 
     slots: int = 0
     requests: int = 0
-    """Counted and answered."""
+    """Number of counted requests that were answered."""
     ttft_s: float = 0.0
-    """Sum over them."""
+    """Sum of their TTFTs."""
     refused: int = 0
     unanswered: int = 0
     thirds: list[list[float]] = field(default_factory=lambda: [[0, 0.0] for _ in range(3)])
-    """Answered requests, and the sum of their TTFTs, by the third of the slot they arrived in."""
+    """Answered requests and the sum of their TTFTs, by the third of the slot they arrived in."""
     _buckets: Counter[int] = field(default_factory=Counter)
 
     def waited(self, ttft_s: float) -> None:
-        """One counted request."""
+        """Record a counted request."""
         self.requests += 1
         self.ttft_s += ttft_s
         self._buckets[round(_PER_E * math.log(max(1e-4, min(ttft_s, 1e6))))] += 1

@@ -1,4 +1,4 @@
-"""What is compared in a trial, and when it ends; from a flag or from JSON."""
+"""Settings of a trial, from a flag or from JSON."""
 
 from __future__ import annotations
 
@@ -13,28 +13,29 @@ from sglang_sbs.scheduling.policy_registry import Policy, policy_names, spec_of
 
 SLOT_S = 180.0
 LEAST_SLOTS = 6
-"""Three pairs: with fewer no interval is finite."""
+"""Three pairs: with fewer, no interval is finite."""
 MOST_SLOTS = 1000
 MOST_SLOT_S = 86_400.0
 
 
 class TrialSpec(msgspec.Struct, frozen=True):
-    """Times in seconds."""
+    """Settings of a trial; times in seconds."""
 
     baseline: Policy
     slot_s: float = SLOT_S
     slots: int = 40
-    """It ends after so many at the latest; even."""
+    """Largest number of slots; even."""
     width: float = 0.1
-    """It ends when the interval of the ratio is narrower than this."""
+    """The trial ends when the interval of the ratio is narrower than this."""
     p99_s: float | None = None
-    """It ends when more than 1 % of the requests of a slot wait longer for their first token."""
+    """The trial ends when the first token of more than 1 % of a slot's requests takes longer."""
     refused: float | None = None
-    """It ends when the scheduler refuses a larger share of the requests of a slot."""
+    """The trial ends when the scheduler refuses a larger share of a slot's requests."""
     winner: bool = False
-    """Once the difference is certain, go on with the faster policy, not with the first one."""
+    """Continue with the faster policy once the difference is certain, otherwise with the first
+    one."""
     seed: int | None = None
-    """Of the order of slots; None: a random one."""
+    """Seed for the order of slots; None: random."""
 
 
 def parse_text(text: str) -> TrialSpec:
@@ -43,7 +44,8 @@ def parse_text(text: str) -> TrialSpec:
 
 
 def fields_of(text: str) -> dict[str, str]:
-    """What ``text`` says, unchecked, as in the body of ``POST /trial``. Raises: ValueError."""
+    """Split ``text`` into unchecked fields, as in the body of ``POST /trial``. Raises:
+    ValueError."""
     baseline, *others = text.split(",")
     fields = {"baseline": baseline}
     for other in others:
@@ -55,7 +57,7 @@ def fields_of(text: str) -> dict[str, str]:
 
 
 def read_object(body: Mapping[str, Any]) -> TrialSpec:
-    """From a JSON object with the same keys; values may be numbers. Raises: ValueError, which names
+    """Read a JSON object with the same keys; values may be numbers. Raises: ValueError, which names
     the key and says what to write."""
     found: dict[str, Any] = {}
     for key, value in body.items():
@@ -86,7 +88,7 @@ def _policy(text: str) -> Policy:
 
 def _number(text: str, low: float, high: float) -> float:
     value = float(text)
-    if not low <= value <= high:  # not a number either
+    if not low <= value <= high:  # this also excludes NaN
         raise ValueError
     return value
 
@@ -135,7 +137,7 @@ _FIELDS: dict[str, tuple[str, Callable[[str], Any]]] = {
     "then": ("winner", _then),
     "seed": ("seed", _seed),
 }
-"""By key: the field, and what reads it."""
+"""Field and parser by key."""
 _KEYS = ", ".join(_FIELDS)
 _WANTED = {
     "slot": "a time from 1s to a day, as in slot=180s or slot=5m",

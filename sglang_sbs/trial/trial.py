@@ -1,4 +1,5 @@
-"""Which policy decides when, and when a trial ends. Sans-I/O: events and ``now`` in, commands out.
+"""Decides which policy is in force when, and when a trial ends. Sans-I/O: events and ``now`` in,
+commands out.
 
 Theory of operation
 -------------------
@@ -39,14 +40,14 @@ from sglang_sbs.trial.spec import TrialSpec
 ALPHA = 0.05
 LEAST_PAIRS = 3
 LEAST_SD = 0.01
-"""Of the differences of pairs: the adjustment for tokens is not exact, so that what seems to vary
-less is not known better."""
+"""Least standard deviation of the pairs' differences: the adjustment for tokens is not exact, so a
+smaller one is not credible."""
 LIMIT_SHARE = 0.01
-"""Of the requests of a slot, those that may wait longer than ``p99_s``."""
+"""Share of a slot's requests that may exceed ``p99_s``."""
 LIMIT_LEAST = 5
-"""Fewer requests than this do not break a limit, whatever their share."""
+"""Fewer requests than this never break a limit."""
 MOST_OPEN = 100_000
-"""Further requests are not observed."""
+"""Limit on observed requests."""
 ARMS = ("policy", "baseline")
 
 Cause = Literal["certain", "narrow", "slots", "limit", "stopped", "switched", "lost", "failed"]
@@ -54,23 +55,23 @@ Cause = Literal["certain", "narrow", "slots", "limit", "stopped", "switched", "l
 
 @dataclass(frozen=True, slots=True)
 class Switch:
-    """This policy decides from now on."""
+    """A command to put this policy in force."""
 
     policy: Policy
 
 
 @dataclass(frozen=True, slots=True)
 class Ended:
-    """The trial is over: nothing follows."""
+    """The trial has ended; no further commands follow."""
 
     cause: Cause
     text: str
-    """For people."""
+    """The reason for people."""
 
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """Mean TTFT of the policy over that of the baseline."""
+    """Mean TTFT of the policy divided by that of the baseline."""
 
     ratio: float
     low: float
@@ -88,7 +89,7 @@ class _Request:
     arrived_s: float
     third: int
     block: Block | None
-    """None: it does not count."""
+    """None: the request does not count."""
     exceeded: bool = False
 
 
@@ -97,8 +98,8 @@ class Trial:
     and at least once a second."""
 
     def __init__(self, spec: TrialSpec, policy: Policy, seed: int) -> None:
-        """``policy``: in force, to be compared with ``spec.baseline``. ``seed``: of the order of
-        the slots."""
+        """``policy``: the one in force, compared with ``spec.baseline``. ``seed``: for the order of
+        slots."""
         self.spec = spec
         self.policies: tuple[Policy, Policy] = (policy, spec.baseline)
         self.seed = seed
@@ -106,23 +107,23 @@ class Trial:
         self.verdict: Verdict | None = None
         self.ended: Ended | None = None
         self.done = 0
-        """Slots that are over."""
+        """Completed slots."""
         self.current: Slot | None = None
-        """None: before the first slot and after the last one."""
+        """None before the first slot and after the last one."""
         self._random = random.Random(f"trial {seed}")
         self._next: list[int] = []
-        """Arms of the slots that are drawn already, the next one last."""
+        """Arms of the slots already drawn, the next one last."""
         self._unsettled: deque[Slot] = deque()
         self._first: Slot | None = None
-        """The settled slot of a pair of which the other one is not."""
+        """The settled slot of a pair whose other slot is not settled."""
         self._requests: dict[str, _Request] = {}
-        """Those that wait for their first token, in the order of arrival."""
+        """Requests waiting for their first token, in order of arrival."""
         self._adjustment = Adjustment()
         self._pairs: list[Pair] = []
 
     @property
     def wake_s(self) -> float:
-        """When the slot ends."""
+        """End of the present slot."""
         slot = self.current
         return math.inf if slot is None else slot.begin_s + slot.length_s
 
@@ -130,7 +131,7 @@ class Trial:
         return self._begin_slot(now_s)
 
     def advance(self, now_s: float) -> list[Switch | Ended]:
-        """What is due at ``now_s``, which must not decrease."""
+        """Return the commands due at ``now_s``, which must not decrease."""
         if self.ended is not None:
             return []
         if broken := self._broken(now_s):
@@ -146,7 +147,7 @@ class Trial:
         return steps
 
     def stop(self, cause: Cause, text: str) -> list[Switch | Ended]:
-        """End it at once. Nothing follows if it has ended already."""
+        """End the trial at once; returns nothing if it has already ended."""
         return [] if self.ended is not None else self._end(cause, text)
 
     # Slots ------------------------------------------------------------------------------------
@@ -174,7 +175,7 @@ class Trial:
         return slot.open == 0
 
     def _settle(self, slot: Slot) -> list[Switch | Ended]:
-        """Returns the ending that follows, if any."""
+        """Settle a slot; returns the end of the trial if it follows."""
         self.arms[slot.arm].over(slot)
         self._adjustment.add(slot)
         if sum(block.requests for block in slot.blocks) >= LEAST_REQUESTS and not slot.answered:
@@ -222,7 +223,7 @@ class Trial:
     # Limits -----------------------------------------------------------------------------------
 
     def _broken(self, now_s: float) -> str:
-        """Which limit the present slot breaks; empty: none."""
+        """Return the limit that the present slot breaks; empty: none."""
         limit_s, slot = self.spec.p99_s, self.current
         if limit_s is not None:
             for one in self._requests.values():
@@ -250,7 +251,7 @@ class Trial:
     # Requests ---------------------------------------------------------------------------------
 
     def observe(self, event: Event, commands: Sequence[Command], now_s: float) -> None:
-        """One event of the scheduler, and what it answered."""
+        """Process an event of the scheduler and its commands."""
         match event:
             case RequestArrived() if self.current is not None:
                 self._arrived(self.current, event, now_s)
@@ -295,6 +296,6 @@ class Trial:
 
     @staticmethod
     def _leave(one: _Request) -> None:
-        """It waits for its first token no more."""
+        """Record that a request no longer waits for its first token."""
         if one.block is not None:
             one.slot.open -= 1
