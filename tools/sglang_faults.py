@@ -101,11 +101,7 @@ FAULTS = (
         "0.5.6",
         None,
         (36029, 34289),
-        (
-            "router/workers/host_spelling.py",
-            "router/workers/worker.py",
-            "router/workers/registry.py",
-        ),
+        ("router/workers/host_spelling.py",),
         "decode compares an id of the prefill process before it uses the ports. From 0.5.20 on it "
         "asks anew after a failed request, so the first requests still fail",
     ),

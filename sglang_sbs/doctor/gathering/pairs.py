@@ -20,6 +20,7 @@ from sglang_sbs.doctor.options import DoctorOptions
 from sglang_sbs.router.engine_secrets import text_without_secrets
 from sglang_sbs.router.engines.control_requests import ask
 from sglang_sbs.router.workers import rank_contract
+from sglang_sbs.router.workers.host_spelling import respell_all
 from sglang_sbs.router.workers.server_info import ranks_in_reach
 from sglang_sbs.router.workers.worker import Worker
 from sglang_sbs.scheduling.events import InstanceRole
@@ -46,8 +47,7 @@ async def probe_pairs(
     keys = options.router_flags.api_key, options.router_flags.worker_key
     post, abort = (partial(ask, session, "POST", key=key) for key in keys)
     sides = [[worker_of(one, one.known) for one in side] for side in (prefill, decode)]
-    for worker in sides[0]:
-        worker.spell([one.sbs for one in decode])
+    respell_all(*sides)
 
     async def probe(number: int, p: Worker, d: Worker) -> ProbeResult:
         async with gate:

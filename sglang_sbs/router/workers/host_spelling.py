@@ -7,11 +7,13 @@ start times that engines report, so that all routers agree on the spelling."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from ipaddress import IPv4Address, ip_address
+from typing import Protocol
 from zlib import crc32
 
-from sglang_sbs.router.workers.server_info import SbsBlock
+from sglang_sbs.router.engines.urls import bracketed, split_worker_url
+from sglang_sbs.router.workers.server_info import SbsBlock, WorkerInfo
 
 OLDER_S = 5
 """Start time difference after which a decode instance may have contacted the prefill process before
@@ -21,7 +23,33 @@ _TRIES = 16
 _MAX_REMEMBERED = 256
 
 
+class Spelled(Protocol):
+    """The fields of a worker that are needed here."""
+
+    url: str
+    info: WorkerInfo | None
+    spelled: int
+    """Which way of writing its host engines are told; 0: as it is."""
+    called: dict[str, str]
+    """The boot that each spelling of its host meant, as far as this router saw."""
+
+
 # SGLang fault: stale-prefill-ports
+def told_host(url: str, spelled: int) -> str:
+    """Host sent to decode."""
+    return bracketed(respelled(split_worker_url(url)[1], spelled))
+
+
+def respell_all(prefill: Iterable[Spelled], decode: Iterable[Spelled]) -> None:
+    """Choose host spellings that keep decode from contacting a former prefill process."""
+    blocks = [one.info.sbs for one in decode if one.info is not None]
+    for worker in prefill:
+        sbs = worker.info.sbs if worker.info is not None else None
+        if sbs is not None and sbs.boot_id:
+            host = split_worker_url(worker.url)[1]
+            worker.spelled = spelling_for(host, sbs, blocks, worker.called, worker.spelled)
+
+
 def spelling_for(
     host: str,
     prefill: SbsBlock,

@@ -22,6 +22,7 @@ from sglang_sbs.router.workers.diagnosis import (
     why_silent,
     why_stranger,
 )
+from sglang_sbs.router.workers.host_spelling import respell_all
 from sglang_sbs.router.workers.kv_addresses import RefusedAddress, reported_endpoints
 from sglang_sbs.router.workers.server_info import KvEventsBlock, WorkerInfo, node_of_rank
 from sglang_sbs.router.workers.worker import Worker, WorkerEvents
@@ -152,7 +153,7 @@ class Registry:
         if worker.info is not None and worker.info.dp_size != info.dp_size:
             worker.resized(info.dp_size)
         worker.info = info
-        self._spell()
+        respell_all(self.of_role("prefill"), self.of_role("decode"))
         launch = {f"launch{number}": text for number, text in enumerate(info.warnings)}
         gone = {kind for kind in worker.problems if kind.startswith("launch")} - launch.keys()
         for solved in ("unusable", "unreachable", "bootstrap", *gone):
@@ -173,12 +174,6 @@ class Registry:
             self.report_problem(worker, kind, text)
         if changed:
             self._announce_anew(worker)
-
-    def _spell(self) -> None:
-        """Choose host spellings that keep decode from contacting a former prefill process."""
-        decode = [one.info.sbs for one in self.of_role("decode") if one.info is not None]
-        for worker in self.of_role("prefill"):
-            worker.spell(decode)
 
     def check_boot(self, worker: Worker, info: WorkerInfo) -> None:
         """Check whether ``/server_info`` is still from the same engine process."""
@@ -399,8 +394,7 @@ class Registry:
     def _restarted(self, worker: Worker) -> None:
         logger.warning("worker %s (%s) restarted", worker.url, worker.role)
         if worker.role == "prefill":
-            # SGLang fault: stale-prefill-ports. A boot id in /server_info decides otherwise.
-            worker.spelled += 1
+            worker.spelled += 1  # a boot id in /server_info decides otherwise
         worker.forget_boot(self._clock())
         worker.info = None
         worker.breaker.reset()

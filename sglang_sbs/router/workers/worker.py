@@ -6,25 +6,24 @@ from __future__ import annotations
 import logging
 import math
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import msgspec
 from msgspec import field
 
-from sglang_sbs.router.engines.urls import bracketed, split_worker_url
 from sglang_sbs.router.workers.boot_identity import (
     MAX_REMEMBERED,
     SILENT_AFTER_S,
     BootIdentity,
 )
 from sglang_sbs.router.workers.breaker import Breaker
-from sglang_sbs.router.workers.host_spelling import respelled, spelling_for
+from sglang_sbs.router.workers.host_spelling import told_host
 from sglang_sbs.router.workers.kv_addresses import KvEndpoints
 from sglang_sbs.router.workers.rank_contract import pick_bootstrap_room
 from sglang_sbs.router.workers.served_ranks import ServedRanks
-from sglang_sbs.router.workers.server_info import SbsBlock, WorkerInfo, ranks_in_reach, server_url
+from sglang_sbs.router.workers.server_info import WorkerInfo, ranks_in_reach, server_url
 from sglang_sbs.scheduling.events import Event, InstanceRole
 from sglang_sbs.scheduling.prefill.stalled_work import StalledWork
 from sglang_sbs.wire.gangs import GangPart
@@ -117,15 +116,7 @@ class Worker(WorkerFacts, kw_only=True, eq=False):
     @property
     def bootstrap_host(self) -> str:
         """Host sent to decode, in its current spelling (``host_spelling``)."""
-        # SGLang fault: stale-prefill-ports
-        return bracketed(respelled(split_worker_url(self.url)[1], self.spelled))
-
-    def spell(self, decode: Sequence[SbsBlock | None]) -> None:
-        """Choose the spelling of its host from the decode instances' boots."""
-        sbs = self.info.sbs if self.info is not None else None
-        if sbs is not None and sbs.boot_id:
-            host = split_worker_url(self.url)[1]
-            self.spelled = spelling_for(host, sbs, decode, self.called, self.spelled)
+        return told_host(self.url, self.spelled)
 
     @property
     def bootstrap_port(self) -> int | None:
