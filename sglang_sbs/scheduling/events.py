@@ -35,12 +35,6 @@ PrefixSource = Literal["events", "approximate", "off"]
 """Source of an instance's cached prefixes: its KV events, or where prompts were sent."""
 
 
-RankChoice = Literal["free", "by_room", "engine"]
-"""DP ranks of a decode instance that can be combined with a prefill rank: ``free`` all; ``by_room``
-those with the same remainder modulo the greatest common divisor of both DP sizes; ``engine`` none
-can be chosen, only reports show it (SGLang before 0.5.10, ``router/workers/rank_contract.py``)."""
-
-
 class _Message(msgspec.Struct, frozen=True, kw_only=True, tag=True, omit_defaults=True):
     pass
 
@@ -145,8 +139,6 @@ class InstanceUp(_Message, frozen=True):
     """Per DP rank; 0: unknown, not enforced."""
     page_size: int = 1
     prefix_source: PrefixSource = "off"
-    rank_choice: RankChoice = "free"
-    """Choice of ranks as a decode instance."""
     overlap: bool = False
     """One-batch lookahead (SGLang's overlap scheduling): requests left over from a pass are
     launched as the next pass when it starts, without requests that arrive while it runs."""

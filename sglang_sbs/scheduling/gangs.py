@@ -10,8 +10,6 @@ from sglang_sbs.scheduling.decode.admission import DecodeAdmission
 from sglang_sbs.scheduling.decode.rules import DecodeRuleFunction, schedule_decode
 from sglang_sbs.scheduling.explained.decisions import Decisions, note
 from sglang_sbs.scheduling.membership import Membership
-from sglang_sbs.scheduling.paging import paged
-from sglang_sbs.scheduling.policies.pbaa import first_part
 from sglang_sbs.scheduling.policies.policy import Placement, Plan, PrefillPolicy
 from sglang_sbs.scheduling.prefill.interval import IntervalController
 from sglang_sbs.scheduling.prefix_caches import PrefixCaches
@@ -55,9 +53,6 @@ class Gangs:
             placed = [(rank, request.uncached_tokens) for request, _, rank in plan.placements]
             plan.batch.placed = tuple(placed)
         left = self._send(plan.placements, plan, now_s, out)
-        # Coupled ranks depend on prefill's, so another prefill rank may lead to room in decode.
-        if left and self._coupled:
-            left = [p for p in left if not self._send_elsewhere(p, plan, now_s, out)]
         if plan.batch is not None:
             plan.batch.costs_s = {}
         for placement in left:
@@ -66,10 +61,6 @@ class Gangs:
                 note(placement.request, WaitReason.NO_DECODE_ROOM, now_s)
         self.admission.changed()
         return [placement.request.rid for placement in left]
-
-    @property
-    def _coupled(self) -> bool:
-        return any(decode.rank_choice == "by_room" for decode in self.members.up_decode)
 
     def _send(
         self, placements: Sequence[Placement], plan: Plan, now_s: float, out: list[ev.Command]
@@ -88,38 +79,15 @@ class Gangs:
                 self.decisions.dispatched(placement.request, plan.batch, batches)
         return left
 
-    def _send_elsewhere(
-        self, placement: Placement, plan: Plan, now_s: float, out: list[ev.Command]
-    ) -> bool:
-        """Dispatch on another rank of the prefill worker; return whether one was found."""
-        request, instance, rank = placement
-        charged = paged(request.prompt_tokens, instance.page)
-        need = first_part(charged, instance.chunk_tokens)
-        others = [
-            (tokens, Placement(request, one, d))
-            for one in self.members.up_prefill
-            if one.worker == instance.worker
-            for d, tokens in enumerate(one.c_avail())
-            if tokens >= need and (one, d) != (instance, rank)
-        ]
-        others.sort(key=lambda one: -one[0])
-        return any(not self._send([other], plan, now_s, out) for _, other in others)
-
     def _assign(self, placements: Sequence[Placement]) -> dict[str, int]:
         """Return the decode rank of each request that gets one, as an index into all decode
         ranks."""
         members = self.members
         loads = [load for decode in members.up_decode for load in decode.loads()]
-        coupled, holds = self._coupled, self.holds
-        placed = {placement.request.rid: placement for placement in placements}
+        holds = self.holds
 
         def allowed(request: Request, index: int) -> bool:
             decode, rank = members.decode_targets[index]
-            if coupled:
-                _, prefill, prefill_rank = placed[request.rid]
-                place = members.lone.outside(prefill.id, prefill_rank, prefill.dp_size)
-                if not decode.goes_with(rank, place.rank, place.dp_size):
-                    return False
             if holds and not self.admission.is_open(request, decode, rank):
                 return False
             return request.may_use(decode, members.up_decode)

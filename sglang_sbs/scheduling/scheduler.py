@@ -36,7 +36,6 @@ from sglang_sbs.scheduling.decode.admission import (
     DecodeAdmission,
     ExpectedOutput,
 )
-from sglang_sbs.scheduling.decode.instance import DecodeInstance
 from sglang_sbs.scheduling.decode.rules import UNLIMITED
 from sglang_sbs.scheduling.explained.decisions import Decisions, Why, why_waiting
 from sglang_sbs.scheduling.gangs import Gangs
@@ -61,7 +60,6 @@ from sglang_sbs.scheduling.queue.told_lengths import ToldLengths
 from sglang_sbs.scheduling.report_cursor import SILENT_S
 from sglang_sbs.scheduling.request import Request
 from sglang_sbs.scheduling.snapshot import Snapshot, snapshot_of
-from sglang_sbs.wire import EndForward
 
 _OVERLOAD = ("queue_full", "flow_control")
 _ADOPTED_S = 0.05
@@ -377,8 +375,6 @@ class Scheduler:
             return prefill.stage != before
         decode = self.decode.get(event.instance)
         if decode is not None:
-            if decode.rank_choice != "free":
-                self._follow(decode, report)
             if decode.on_report(report, now_s):
                 self.prefix.on_restart(*here)
             self._silent_s = min(self._silent_s, now_s + SILENT_S)
@@ -388,19 +384,6 @@ class Scheduler:
         """Return whether an adopted request was found on another rank since."""
         request = self._requests.get(rid)
         return request is not None and place not in (request.prefill, request.decode)
-
-    def _follow(self, decode: DecodeInstance, report: EndForward) -> None:
-        """Move requests to the decode ranks reported by an engine that chooses ranks itself."""
-        if not 0 <= report.dp_rank < decode.dp_size:
-            return
-        for rid in report.rids:
-            request = self._requests.get(rid)
-            if request is None or request.decode is None:
-                continue
-            instance, rank = request.decode
-            if instance == decode.id and 0 <= rank < decode.dp_size and rank != report.dp_rank:
-                decode.moved(rid, rank, report.dp_rank)
-                request.decode = (instance, report.dp_rank)
 
     def _on_load_polled(self, event: ev.LoadPolled, now_s: float) -> None:
         prefill = self.prefill.get(event.instance)

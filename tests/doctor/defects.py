@@ -254,10 +254,6 @@ BROKEN: dict[str, tuple[str, Break]] = {
     "limits.few-running": (P0, says(internal_states=ONE_SLOT)),
     "limits.uneven": (CLUSTER, says(chunked_prefill_size=2048)),
     "flags.load-balance": (P0, says(load_balance_method="round_robin")),
-    "flags.decode-ranks": (
-        D0,
-        decode_says(version="0.5.8", load_balance_method="total_tokens"),
-    ),
     "flags.prefill-delayer": (P0, says(enable_prefill_delayer=True)),
     "flags.prefill-delayer-queue": (P0, says(prefill_delayer_queue_min_ratio=0.3)),
     "flags.min-free-slots-delay": (P0, says(min_free_slots_delay=4)),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import msgspec
@@ -325,15 +324,6 @@ def test_cached_prefixes_are_found_at_the_rank_that_published_them() -> None:
     scheduler.handle(BlocksStored(instance="p", dp_rank=2, blocks=list(range(1, 31))), 1.0)
     made = arrive(scheduler, "r", 2.0, 500, blocks=list(range(1, 31)), block_tokens=16)
     assert (made.prefill, made.prefill_rank, made.cached_tokens) == ("p", 2, 480)
-
-
-def test_decode_ranks_that_go_by_the_room_go_by_the_rank_of_the_worker() -> None:
-    scheduler = scheduler_with(up(), policy="random", seed=3)
-    decode = msgspec.structs.replace(DECODE, dp_size=6, rank_choice="by_room")
-    scheduler.handle(decode, 0.0)
-    made = [arrive(scheduler, f"r{i}", 1.0 + i, max_new_tokens=5) for i in range(48)]
-    assert all((one.decode_rank - one.prefill_rank) % math.gcd(4, 6) == 0 for one in made)
-    assert {one.decode_rank for one in made} == set(range(6))
 
 
 def test_one_batch_goes_to_one_rank() -> None:

@@ -70,8 +70,6 @@ warning limits.max-prefill-tokens -> raise --max-prefill-tokens to the chunk per
 warning limits.few-running -> raise --max-running-requests; SGLang divides it by the DP size
 ok flags.ok
 warning flags.load-balance -> leave --load-balance-method out (auto), or write follow_bootstrap_room
-warning flags.decode-ranks -> --load-balance-method follow_bootstrap_room (before 0.5.8:
-    round_robin) on decode
 warning flags.prefill-delayer -> start prefill engines without --enable-prefill-delayer
 note flags.prefill-delayer-queue -> start prefill engines without --prefill-delayer-queue-min-ratio
     and --prefill-delayer-max-delay-ms
@@ -236,8 +234,6 @@ def _conflicts(facts: EngineFacts, info: WorkerInfo) -> Iterator[_Said]:
     data, several = facts.data, info.dp_size > 1
     if facts.role == "prefill":
         yield from _conflicts_of_prefill(data, info)
-    if info.rank_choice == "engine" and several:
-        yield "flags.decode-ranks", f"--load-balance-method {info.load_balance_method}"
     if data.get("sleep_on_idle") is True and several:
         yield "flags.sleep-on-idle", "--sleep-on-idle is set"
     if info.rust_server and several and info.sbs is None:

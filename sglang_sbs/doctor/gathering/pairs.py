@@ -65,14 +65,13 @@ async def _probe(
     prefill_rank = number % len(ranks_in_reach(p))
     decode_rank = number % len(ranks_in_reach(d))
     rid = uuid.uuid4().hex
-    by_room = (decode_rank, d.dp_size) if d.rank_choice == "by_room" else ()
     body: dict[str, object] = {
         "rid": rid,
         "input_ids": _PROMPT,
         "sampling_params": {"max_new_tokens": 1, "temperature": 0},
         "bootstrap_host": prefill.bootstrap_host,
         "bootstrap_port": prefill.bootstrap_port,
-        "bootstrap_room": rank_contract.pick_bootstrap_room(prefill_rank, p.dp_size, *by_room),
+        "bootstrap_room": rank_contract.pick_bootstrap_room(prefill_rank, p.dp_size),
     }
     started_s = time.monotonic()
     urls = (prefill.url_of(prefill_rank), decode.url_of(decode_rank))

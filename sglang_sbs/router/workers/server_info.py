@@ -10,8 +10,8 @@ import msgspec
 
 from sglang_sbs.router.engine_secrets import text_without_secrets
 from sglang_sbs.router.engines.urls import rank_url
-from sglang_sbs.router.workers.rank_contract import is_coupled, rank_choice_of
-from sglang_sbs.scheduling.events import InstanceRole, RankChoice
+from sglang_sbs.router.workers.rank_contract import is_coupled
+from sglang_sbs.scheduling.events import InstanceRole
 from sglang_sbs.wire.endforward import MAX_DP_SIZE
 
 _FIRST_REBOOTSTRAP = (0, 5, 16)
@@ -46,6 +46,7 @@ NO_DP_ATTENTION, SKIPS_GATHER = "no DP attention", "SGLANG_SCHEDULER_SKIP_ALL_GA
 _REPLICAS = (
     "its DP ranks are independent replicas, so batching them into one forward pass gains nothing"
 )
+_CHOOSES_RANKS = "chooses decode DP ranks itself; from 0.5.10 on the router does"
 
 
 class UnusableWorker(ValueError):
@@ -125,8 +126,6 @@ class WorkerInfo(msgspec.Struct, frozen=True, kw_only=True):
     load_balance_method: str = ""
     coupled: bool = False
     """Its release couples prefill and decode ranks (``rank_contract``)."""
-    rank_choice: RankChoice = "free"
-    """How its ranks can be chosen as a decode instance."""
     defers_release: bool = False
     """A decode instance that keeps an aborted request's KV pages until no more can be written to
     them (SGLang's deferred release)."""
@@ -219,10 +218,8 @@ def parse_server_info(data: dict[str, Any], role: InstanceRole) -> WorkerInfo:
     most_tokens, warnings = _count(data.get("max_prefill_tokens")), list[str]()
     if no_barrier == NO_DP_ATTENTION:
         warnings.append(f"dp_size is {dp_size} without DP attention: {_REPLICAS}")
-    method = _text(data.get("load_balance_method"))
-    choice = rank_choice_of(numbers, method) if role == "decode" else "free"
-    if choice == "engine" and dp_size > 1:
-        warnings.append(_why_engine(version, method, numbers))
+    if is_coupled(numbers) and role == "decode" and dp_size > 1:
+        warnings.append(f"SGLang {version} {_CHOOSES_RANKS}")
     allocation = data.get("disaggregation_decode_allocation_policy")
     kv_events = _kv_events_block(data.get("kv_events"), dp_size, warnings)
     cuts = data.get("allow_auto_truncate") is True
@@ -250,9 +247,8 @@ def parse_server_info(data: dict[str, Any], role: InstanceRole) -> WorkerInfo:
         version=version,
         model_id=_text(data.get("served_model_name") or data.get("model_path")),
         bootstrap_port=_count(data.get("disaggregation_bootstrap_port")) or None,
-        load_balance_method=method,
+        load_balance_method=_text(data.get("load_balance_method")),
         coupled=is_coupled(numbers),
-        rank_choice=choice,
         defers_release=role == "decode" and _defers_release(data, numbers or (), sbs),
         acks_release=role == "prefill" and _defers_release(data, numbers or (), sbs),
         transfer_backend=_text(data.get("disaggregation_transfer_backend")),
@@ -398,15 +394,6 @@ def _check_rust_server(data: dict[str, Any], rank: int) -> bool:
             "which is the engine's --port, once: it finds the other ranks at the ports behind it"
         )
     return True
-
-
-def _why_engine(version: str, method: str, numbers: tuple[int, ...] | None) -> str:
-    wanted = "follow_bootstrap_room" if numbers and numbers >= (0, 5, 8) else "round_robin"
-    return (
-        f"SGLang {version} with --load-balance-method {method} chooses decode DP ranks itself. "
-        f"Relaunch it with --load-balance-method {wanted}, and the router chooses among those that "
-        "go with the prefill rank; from SGLang 0.5.10 on, among all"
-    )
 
 
 def _max_running_requests(data: dict[str, Any], dp_size: int) -> int:

@@ -246,8 +246,5 @@ class Placement:
         return self.decode.url_of(self.decode_rank)
 
     def pick_room(self, gang: GangPart | None) -> int:
-        """Pick a bootstrap room that selects the ranks and encodes the batch, if any."""
-        ranks = (self.prefill_rank, self.prefill.dp_size)
-        if self.decode.known.rank_choice == "by_room":
-            return pick_bootstrap_room(*ranks, self.decode_rank, self.decode.dp_size, gang=gang)
-        return pick_bootstrap_room(*ranks, gang=gang)
+        """Pick a bootstrap room that selects prefill's rank and encodes the batch, if any."""
+        return pick_bootstrap_room(self.prefill_rank, self.prefill.dp_size, gang)

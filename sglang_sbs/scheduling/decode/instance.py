@@ -115,7 +115,6 @@ class DecodeInstance:
         """Set the limits per rank. Unknown limits come from reports, or are not enforced."""
         self._limits = (up.kv_capacity_tokens, up.max_running_requests)
         self._take_limits(0, 0)
-        self.rank_choice = up.rank_choice
         self._allocates_late = up.allocates_late
         self._all_changed()
 
@@ -144,12 +143,6 @@ class DecodeInstance:
         if tokens != self._parked_tokens:
             self._parked_tokens = tokens
             self._all_changed()
-
-    def goes_with(self, rank: int, prefill_rank: int, prefill_dp_size: int) -> bool:
-        """Return whether a request on that prefill rank can use this rank (``rank_choice``)."""
-        if self.rank_choice != "by_room":
-            return True
-        return (rank - prefill_rank) % math.gcd(self.dp_size, prefill_dp_size) == 0
 
     def loads(self) -> list[DecodeLoad]:
         """State vectors that include own dispatches before any report. Do not change them."""
@@ -180,18 +173,6 @@ class DecodeInstance:
         state.growth.add(rid, total_tokens - prompt_tokens)
         state.outstanding.add(rid, total_tokens)
         self._stale.add(rank)
-
-    def moved(self, rid: str, source: int, target: int) -> None:
-        """Record that the engine put a request on a different rank."""
-        old, new = self.ranks[source], self.ranks[target]
-        old.presumed.discard(rid)
-        for name in ("flight", "growth", "outstanding"):
-            tokens = getattr(old, name).pop(rid)
-            if tokens is not None:
-                getattr(new, name).add(rid, tokens)
-        if rid in old.sent_s:
-            new.sent_s[rid] = old.sent_s.pop(rid)
-        self._stale |= {source, target}
 
     def ended(self, rid: str, rank: int, kv_tokens: int) -> None:
         """Record the end of a request in any state; ``kv_tokens`` is what it held then. A rank that

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import math
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -18,9 +17,9 @@ from versioned_engine import RankedRooms, VersionedEngine
 from sglang_sbs.router.server import RouterServer
 from sglang_sbs.router.workers.rank_contract import (
     decode_members,
+    is_coupled,
     pick_bootstrap_room,
     prefill_members,
-    rank_choice_of,
 )
 from sglang_sbs.router.workers.server_info import parse_server_info
 from sglang_sbs.scheduling import Scheduler
@@ -121,14 +120,11 @@ async def test_a_single_rank_on_one_side_is_no_special_case(
         assert (c.prefill.faults, c.decode.faults) == ([], [])
 
 
-@pytest.mark.parametrize(
-    ("version", "method"),
-    [("0.5.6.post2", None), ("0.5.9", "follow_bootstrap_room"), ("0.5.10", None), ("0.5.23", None)],
-)
+@pytest.mark.parametrize("version", ["0.5.10", "0.5.23"])
 async def test_where_ranks_can_be_chosen_requests_run_where_the_scheduler_put_them(
-    version: str, method: str | None
+    version: str,
 ) -> None:
-    async with old_cluster(version, method=method) as c:
+    async with old_cluster(version) as c:
         c.decode.gate.close()
         work = [asyncio.create_task(c.generate()) for _ in range(REQUESTS)]
         await c.decode.gate.arrived(REQUESTS)
@@ -144,31 +140,24 @@ async def test_where_ranks_can_be_chosen_requests_run_where_the_scheduler_put_th
         assert set(await asyncio.gather(*work)) == {200}
 
 
-async def test_an_engine_that_chooses_is_told_of_and_followed() -> None:
+async def test_an_engine_that_chooses_is_told_of_and_its_requests_leave_the_books() -> None:
     async with old_cluster("0.5.9") as c:
-        assert "--load-balance-method follow_bootstrap_room" in c.warnings()
+        assert "chooses decode DP ranks itself" in c.warnings()
         c.decode.gate.close()
         work = [asyncio.create_task(c.generate()) for _ in range(8)]
         await c.decode.gate.arrived(8)
         books = c.scheduler.decode[c.decode.url]
-        requests = {r.body["rid"]: number for number, r in enumerate(c.decode.requests)}
-        where = {rid: (number + 1) % 4 for rid, number in requests.items()}
+        assert sum(len(state.outstanding) for state in books.ranks) == 8
         c.decode.connect_publisher(c.server.endforward_endpoint)
         for rank in range(4):
-            rids = [rid for rid, chosen in where.items() if chosen == rank]
+            rids = [r.body["rid"] for r in c.decode.requests[rank::4]]
             report = c.decode.report(rank, kind="heartbeat", rids=rids, instance_id=c.decode.url)
 
-            def heard(rank: int = rank, rids: list[str] = rids, report=report) -> bool:
+            def heard(rank: int = rank, report=report) -> bool:
                 c.decode.publish(report)
-                return set(rids) <= set(books.ranks[rank].outstanding.oldest())
+                return books.ranks[rank].speaks
 
             await until(heard)
-        believed = {
-            rid: rank
-            for rank, state in enumerate(books.ranks)
-            for rid in state.outstanding.oldest()
-        }
-        assert believed == where
         c.decode.gate.open()
         assert set(await asyncio.gather(*work)) == {200}
         assert all(len(state.outstanding) == 0 for state in books.ranks)
@@ -193,37 +182,22 @@ def test_a_named_decode_rank_would_break_a_coupled_pair() -> None:
     assert "rank 3; rank 0 has the request" in decode._take(record)  # type: ignore[arg-type]
 
 
-@given(st.integers(1, 64), st.integers(1, 64), st.data())
-def test_one_room_serves_both_ranks_where_there_is_one(p: int, d: int, data: st.DataObject) -> None:
-    prefill_rank = data.draw(st.integers(0, p - 1))
-    decode_rank = data.draw(st.integers(0, d - 1))
-    room = pick_bootstrap_room(prefill_rank, p, decode_rank, d)
-    assert 0 <= room < 2**63
-    assert room % p == prefill_rank
-    if (prefill_rank - decode_rank) % math.gcd(p, d) == 0:
-        assert room % d == decode_rank
-
-
-@given(st.integers(1, 64), st.integers(1, 64), st.data())
-def test_a_room_says_its_gang_beside_the_ranks(p: int, d: int, data: st.DataObject) -> None:
+@given(st.integers(1, 64), st.data())
+def test_a_room_says_prefills_rank_and_the_gang_beside_it(p: int, data: st.DataObject) -> None:
     prefill_rank = data.draw(st.integers(0, p - 1))
     part = GangPart(tag=77, members=data.draw(st.integers(1, 100)), ranks=3)
-    room = pick_bootstrap_room(prefill_rank, p, prefill_rank % d, d, gang=part)
-    assert 0 <= room < 2**63
-    assert room % p == prefill_rank
+    for gang in (None, part):
+        room = pick_bootstrap_room(prefill_rank, p, gang)
+        assert 0 <= room < 2**63
+        assert room % p == prefill_rank
     assert part_of_room(room) == part
 
 
 def test_what_can_be_chosen_follows_from_release_and_method() -> None:
-    assert rank_choice_of(None, "round_robin") == "free"
-    assert rank_choice_of((0, 0, 0), "round_robin") == "free"
-    assert rank_choice_of((0, 5, 10), "round_robin") == "free"
-    assert rank_choice_of((0, 5, 9), "round_robin") == "engine"
-    assert rank_choice_of((0, 5, 8), "follow_bootstrap_room") == "by_room"
-    assert rank_choice_of((0, 5, 7), "round_robin") == "by_room"
-    assert rank_choice_of((0, 5, 7), "decode_round_robin") == "engine"
+    assert not any(map(is_coupled, (None, (0, 0, 0), (0, 5, 10))))
+    assert is_coupled((0, 5, 9))
     info = parse_server_info({"version": "0.5.9", "load_balance_method": "round_robin"}, "prefill")
-    assert (info.coupled, info.rank_choice, info.warnings) == (True, "free", ())
+    assert (info.coupled, info.warnings) == (True, ())
 
 
 def test_rank_fields() -> None:

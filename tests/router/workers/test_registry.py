@@ -420,7 +420,7 @@ def test_a_worker_told_of_in_words_of_a_later_release_costs_no_other() -> None:
     told = [state_of(setup.up(f"http://p:{number}"), 0.0) for number in (1, 2)]
     raw = msgspec.msgpack.encode(told)
     states = msgspec.msgpack.decode(raw, type=list[WorkerState])
-    states[0].info["rank_choice"] = "by_a_way_of_tomorrow"
+    states[0].info["page_size"] = "as_of_tomorrow"
     again = msgspec.msgpack.decode(msgspec.msgpack.encode(states), type=list[WorkerState])
     mirror = MirroredRegistry(WorkerEvents(), BreakerConfig())
     mirror.follow(again)

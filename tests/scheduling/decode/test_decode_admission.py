@@ -78,22 +78,6 @@ class TestExcluded:
                 assert request.may_use(one, some) == (one in request.allowed_on(some))
 
 
-class TestCoupledRanks:
-    def test_the_prefill_rank_is_one_whose_decode_rank_has_room(self):
-        it = driver()
-        prefill(it)
-        decode(it, "d0", [0, 10_000], rank_choice="by_room")
-        sent = it.arrive("r", 500)
-        assert [(one.prefill_rank, one.decode_rank) for one in sent] == [(1, 1)]
-
-    def test_what_fits_no_rank_lets_others_through(self):
-        it = driver(default_output_tokens=10)
-        prefill(it)
-        decode(it, "d0", [300, 0], rank_choice="by_room")
-        assert it.arrive("large", 600) == []
-        assert [one.rid for one in it.arrive("small", 200)] == ["small"]
-
-
 class TestReservation:
     def crowded(self) -> Driver:
         """One decode rank of 10,000 tokens with ten requests of 1,000, and a large one waits."""
