@@ -1,4 +1,4 @@
-"""What the scheduler does, live, for people: the page at ``/dashboard`` and ``sglang-sbs top``.
+"""The live view of the scheduler: the page at ``/dashboard`` and ``sglang-sbs top``.
 
 :mod:`.recorder` watches the scheduler's events (sans-I/O), :mod:`.feed` makes frames of it while
 somebody looks, :mod:`.pages` serves them, :mod:`.client` and :mod:`.top` are the terminal's side.

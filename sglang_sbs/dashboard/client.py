@@ -17,11 +17,11 @@ _MAX_EVENT_BYTES = 64 << 20
 
 
 class DashboardError(Exception):
-    """The stream cannot be had; the text says why and what to do."""
+    """The stream is unavailable; the text explains why and what to do."""
 
 
 async def frames(router: str, key: str | None) -> AsyncIterator[dict[str, Any]]:
-    """The frames of one connection, a history first. Raises: DashboardError."""
+    """Yield the frames of one connection, a history first. Raises: DashboardError."""
     url = router.rstrip("/") + EVENTS_PATH
     headers = {"Authorization": f"Bearer {key}"} if key else {}
     timeout = aiohttp.ClientTimeout(total=None, sock_connect=_CONNECT_S, sock_read=SILENT_S)
@@ -33,7 +33,7 @@ async def frames(router: str, key: str | None) -> AsyncIterator[dict[str, Any]]:
             if answer.status != 200:
                 raise DashboardError(await _refusal(answer, url, key))
             while line := await answer.content.readuntil(b"\n", max_size=_MAX_EVENT_BYTES):
-                if line.startswith(b"data: ") and line.endswith(b"\n"):  # else it was cut off
+                if line.startswith(b"data: ") and line.endswith(b"\n"):  # otherwise it was cut off
                     yield orjson.loads(line[6:])
     except LineTooLong as error:
         raise DashboardError("an event of the stream is too long to be one") from error

@@ -1,4 +1,4 @@
-"""Frames for whoever looks: made five times a second while somebody does, once for all of them.
+"""Frames for watchers, built five times a second while there are any, once for all of them.
 
 The recorder of the router's own scheduler is attached for good (:meth:`LocalFeed.stay`), at a
 bounded cost. Any other is attached with the first watcher and detached ``LINGER_S`` after the last
@@ -27,18 +27,18 @@ FRAME_S = 0.2
 LINGER_S = 15.0
 
 Take = Callable[[bytes, bool], None]
-"""Gets one frame as JSON, and whether it is a history."""
+"""Receives a frame as JSON, and whether it is a history."""
 Stop = Callable[[], None]
 Observer = Callable[[Event, Sequence[Command], float], None]
-"""Told of every event, what was answered, and when. Must neither raise nor block."""
+"""Called with every event, its commands and the time. Must neither raise nor block."""
 
 
 class Observable(Protocol):
-    """Who drives the scheduler and lets others look on."""
+    """Drives the scheduler and can be observed."""
 
     observer: Observer | None
     errors: int
-    """Events the scheduler failed on."""
+    """Number of events that failed in the scheduler."""
 
     @property
     def scheduler(self) -> Any:
@@ -46,17 +46,17 @@ class Observable(Protocol):
 
 
 class Feed(Protocol):
-    """Where frames come from."""
+    """A source of frames."""
 
     def watch(self, take: Take) -> Stop:
         """Call ``take`` with a history and then with every frame, until the result is called."""
 
     def close(self) -> None:
-        """No more frames."""
+        """Stop sending frames."""
 
 
 class LocalFeed:
-    """Of a scheduler in this process. Must be used from one event loop only."""
+    """Feed of a scheduler in this process. Use only from one event loop."""
 
     def __init__(
         self,
@@ -83,24 +83,25 @@ class LocalFeed:
         self._stays = False
 
     def stay(self) -> None:
-        """Watch the scheduler from now on, whether or not anybody looks."""
+        """Watch the scheduler from now on, even without watchers."""
         self._stays = True
         self._attach()
 
     def ratios(self) -> dict[str, Ratio]:
-        """The gain by baseline (:mod:`.gain`); empty while there is none to tell."""
+        """Gain by baseline (:mod:`.gain`); empty until known."""
         recorder = self.recorder
         return recorder.ttft.gain.ratios(time.monotonic()) if recorder is not None else {}
 
     def request_over(self, timeline: Timeline, parts_s: Mapping[str, float] | None) -> None:
-        """``parts_s``: where the time to its first token went; None: the request had none."""
+        """Record an ended request. ``parts_s``: parts of the time to its first token; None if it
+        had none."""
         if self.recorder is not None:
             self.recorder.request_over(timeline, parts_s, time.monotonic())
 
     def watch(self, take: Take) -> Stop:
         recorder = self._attach()
         if not self.watchers:
-            recorder.frame(time.monotonic())  # up to date
+            recorder.frame(time.monotonic())  # bring it up to date
         take(self._encode(recorder.history(time.monotonic())), True)
 
         def stop() -> None:
@@ -125,7 +126,7 @@ class LocalFeed:
         self._ticker = None
 
     def _observe(self, event: Event, commands: Sequence[Command], now_s: float) -> None:
-        """A defect of the dashboard is not the scheduler's."""
+        """Isolate the scheduler from errors of the dashboard."""
         try:
             if self.recorder is not None:
                 self.recorder.observe(event, commands, now_s)

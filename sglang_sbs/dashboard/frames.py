@@ -1,4 +1,4 @@
-"""Pieces of the dashboard's frames: passes, gangs and instances as plain data."""
+"""Parts of the dashboard's frames: passes, gangs and instances as plain data."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from sglang_sbs.wire.balance import active_ranks, max_over_mean
 
 
 class Gang(msgspec.Struct):
-    """Requests dispatched to one prefill instance together."""
+    """Requests dispatched together to one prefill instance."""
 
     batch: int
     at_s: float
@@ -28,13 +28,14 @@ class Gang(msgspec.Struct):
     ranks: dict[int, int] = {}
     """Requests by prefill DP rank."""
     rids: list[str] = []
-    """The first few."""
+    """Ids of the first few."""
 
 
 def prefill_shown(
     state: PrefillState, running: Iterable[tuple[float, list[int | None]]], stale_s: float
 ) -> dict[str, Any]:
-    """``running``: passes that run, as :meth:`.PassHistory.running`."""
+    """Describe a prefill instance. ``running``: its running passes, from
+    :meth:`.PassHistory.running`."""
     return {
         "instance": state.instance,
         "up": state.up,
@@ -57,14 +58,14 @@ def prefill_shown(
 
 
 def pass_shown(one: PassRecord) -> list[Any]:
-    """Instance, start, end, gap before it, wasted part of the gap, tokens per rank."""
+    """Instance, start, end, preceding gap, wasted part of the gap, tokens per rank."""
     times_s = round(one.start_s, 3), round(one.end_s, 3)
     return [one.instance, *times_s, round(one.gap_s, 4), round(one.waste_s, 4), one.tokens]
 
 
 def balance_of(passes: Iterable[PassRecord]) -> dict[str, float] | None:
-    """Mean number of ranks with tokens in a pass, of how many, and their heaviest over their mean;
-    ``None``: there was no pass."""
+    """Mean number of ranks with tokens per pass, number of ranks, and ratio of the heaviest rank to
+    the mean; ``None`` without passes."""
     known = [[one for one in a_pass.tokens if one is not None] for a_pass in passes]
     if not known:
         return None

@@ -1,4 +1,4 @@
-"""The gain of the policy that runs over immediate dispatch, with an interval. Sans-I/O; bounded.
+"""Gain of the policy in force over immediate dispatch, with an interval. Sans-I/O and bounded.
 
 The gain is a ratio of mean TTFTs over the same requests: the shadow of what was really done over
 the shadow of a baseline (:mod:`.ttft`). Both are modelled, so that an error of the model largely
@@ -16,15 +16,15 @@ from sglang_sbs.trial.ratios import NO_GAIN, Circumstances, Part, Ratio, ratio_o
 
 MINUTE_S = 60.0
 KEPT_MINUTES = 60
-"""Minutes of the trend."""
+"""Length of the trend in minutes."""
 WINDOW_MINUTES = 15
-"""Minutes that the ratio and its interval are of."""
+"""Minutes used for the ratio and its interval."""
 LEAST_MINUTES = 3
-"""Whole minutes with requests before there is a ratio."""
+"""Number of whole minutes with requests needed for a ratio."""
 MOST_OFF = 0.25
-"""Relative error of the model from which on there is no ratio, and the page shows no bars."""
+"""Relative model error from which no ratio is computed and the page shows no bars."""
 HEADLINE = "round_robin"
-"""The baseline of the one number: the default of sglang_router."""
+"""Baseline of the headline figure: the default of sglang_router."""
 MODELLED, MEASURED = "modelled", "measured"
 
 
@@ -37,20 +37,20 @@ class _Minute:
 
 
 class Gain:
-    """Feed it every request that is compared; ask for a ``summary``."""
+    """Add every compared request, then read ``summary``."""
 
     def __init__(self) -> None:
         self._minutes: deque[_Minute] = deque(maxlen=KEPT_MINUTES + 1)
-        """The last one is not over."""
+        """Minutes; the last one is in progress."""
         self._first = 0
-        """The first whole minute under the policy that runs now."""
+        """First whole minute under the policy in force."""
 
     def policy_changed(self, now_s: float) -> None:
-        """Begin the ratio anew with the next minute: the old requests had another policy."""
+        """Restart the ratio with the next minute, because earlier requests had another policy."""
         self._first = int(now_s // MINUTE_S) + 1
 
     def add(self, now_s: float, figures_s: Mapping[str, float]) -> None:
-        """TTFTs of one request, by figure: measured, modelled and every baseline."""
+        """Add the TTFTs of a request by figure: measured, modelled and every baseline."""
         number = int(now_s // MINUTE_S)
         if not self._minutes or self._minutes[-1].number != number:
             self._minutes.append(_Minute(number))
@@ -60,7 +60,7 @@ class Gain:
             minute.sums_s[name] = minute.sums_s.get(name, 0.0) + seconds
 
     def drop_minute(self, now_s: float) -> None:
-        """The requests of this minute do not count: the shadows lost touch."""
+        """Discard this minute, because the shadows are out of step."""
         if self._minutes and self._minutes[-1].number == int(now_s // MINUTE_S):
             self._minutes.pop()
 
@@ -69,11 +69,11 @@ class Gain:
         return [one for one in self._minutes if number - most <= one.number < number]
 
     def _window(self, now_s: float) -> list[_Minute]:
-        """The minutes that the ratio is of."""
+        """Return the minutes used for the ratio."""
         return [one for one in self._whole(now_s, WINDOW_MINUTES) if one.number >= self._first]
 
     def off(self, now_s: float) -> float | None:
-        """Relative error of the model for what was really done; None: no whole minute."""
+        """Relative error of the model for the real placements; None: no whole minute."""
         minutes = self._window(now_s)
         measured_s = sum(one.sums_s[MEASURED] for one in minutes)
         if not measured_s > 0:
@@ -81,7 +81,7 @@ class Gain:
         return sum(one.sums_s[MODELLED] for one in minutes) / measured_s - 1
 
     def ratios(self, now_s: float) -> dict[str, Ratio]:
-        """Return the ratio to each baseline; none with too few minutes or a model that is off."""
+        """Return the ratio to each baseline; none with too few minutes or an inaccurate model."""
         minutes = self._window(now_s)
         off = self.off(now_s)
         if len(minutes) < LEAST_MINUTES or off is None or abs(off) > MOST_OFF:
@@ -89,7 +89,7 @@ class Gain:
         return {name: _ratio(minutes, name) for name in _baselines(minutes)}
 
     def summary(self, now_s: float, circumstances: Circumstances) -> dict[str, Any]:
-        """For people and programs; ``why`` says why there is no ratio, or no gain."""
+        """Summary for people and programs; ``why`` explains a missing ratio or gain."""
         minutes, ratios = self._window(now_s), self.ratios(now_s)
         off = self.off(now_s)
         whole = self._whole(now_s, KEPT_MINUTES)
@@ -129,7 +129,7 @@ class Gain:
 
 
 def in_words(ratios: Mapping[str, Ratio]) -> str:
-    """For the line of a minute; empty: nothing is known."""
+    """Text for the log line of a minute; empty: nothing is known."""
     shown = [
         f"{one.ratio:.2f}x of {name} ({one.low:.2f} to {one.high:.2f})"
         for name in (HEADLINE, "eta")
@@ -139,7 +139,7 @@ def in_words(ratios: Mapping[str, Ratio]) -> str:
 
 
 def by_bound(ratios: Mapping[str, Ratio]) -> dict[tuple[str, str], float]:
-    """Values of ``sbs_gain_ratio{baseline,bound}``."""
+    """Return values of ``sbs_gain_ratio{baseline,bound}``."""
     return {
         (name, bound): value
         for name, one in ratios.items()
@@ -160,7 +160,7 @@ def _parts(minutes: list[_Minute], figure: str) -> list[Part]:
 
 
 def _trend(minutes: list[_Minute]) -> str:
-    """The last third against the rest, each with its interval; ``steady`` where these overlap."""
+    """Compare the last third with the rest, each with its interval; ``steady`` if these overlap."""
     size = len(minutes) // 3
     if size < LEAST_MINUTES:
         return "steady"

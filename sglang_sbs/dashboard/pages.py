@@ -1,4 +1,4 @@
-"""The dashboard over HTTP: the page's files, and the stream of frames behind it.
+"""The dashboard over HTTP: the page's files, and the stream of frames.
 
 The files are open to everybody and tell nothing of the cluster; ``/dashboard/events`` wants the key
 of the control plane, in a header, so it is in no URL and no log. A watcher that does not keep up is
@@ -28,9 +28,9 @@ EVENTS_PATH = "/dashboard/events"
 WELL_PATH = "/well"
 MAX_WATCHERS = 32
 PENDING_FRAMES = 10
-"""A watcher that is so many frames behind (two seconds) is dropped."""
+"""A watcher this many frames behind (two seconds) is dropped."""
 SILENT_S = 10.0
-"""Without a frame for so long the stream ends, and who looks connects anew."""
+"""The stream ends after this long without a frame, and clients reconnect."""
 
 _SCRIPTS = (
     *("app.js", "page.js", "tip.js", "alerts.js", "slowest.js", "policy.js", "stream.js"),
@@ -60,22 +60,22 @@ _EVENT_HEADERS = {
 
 
 class NoRoom(RuntimeError):
-    """Too many look already, or the router stops; the message says what to do."""
+    """There are too many watchers, or the router is stopping; the message says what to do."""
 
 
 class Dashboard:
-    """``routes`` for the serving port; ``close`` when it ends."""
+    """HTTP handlers of the dashboard: ``routes`` for the serving port, ``close`` at its end."""
 
     def __init__(self, feed: Feed) -> None:
         self._feed = feed
         self.watchers: dict[_Watcher, None] = {}
-        """The longest open first."""
+        """Watchers, the longest open first."""
         self._closed = False
         self.dropped = 0
-        """Watchers that did not keep up."""
+        """Number of watchers dropped because they were too slow."""
 
     def routes(self) -> list[tuple[str, str, Handler]]:
-        """Method, path and handler of everything here."""
+        """Method, path and handler of each endpoint."""
         pages = [("GET", path, _asset(*asset)) for path, asset in _ASSETS.items()]
         return [*pages, ("GET", EVENTS_PATH, self.events), ("GET", WELL_PATH, self.well)]
 
@@ -85,7 +85,8 @@ class Dashboard:
             watcher.end()
 
     async def events(self, request: web.Request) -> web.StreamResponse:
-        """Server-sent events: ``history`` first, then ``frame`` five times a second; or NoRoom."""
+        """Send server-sent events: ``history`` first, then ``frame`` five times a second. Raises:
+        NoRoom."""
         watcher = _Watcher(request.transport)
         if self._closed or not self._has_room(watcher):
             open_ones = f"{len(self.watchers)} dashboards are open"
@@ -104,7 +105,7 @@ class Dashboard:
         except (ConnectionError, TimeoutError):
             pass
         except asyncio.CancelledError:
-            # The watcher left. That is how such streams end, and no failure for the log.
+            # Such streams end when the watcher leaves, so this is no error for the log.
             if not response.prepared:
                 raise
         finally:
@@ -116,8 +117,9 @@ class Dashboard:
         return response
 
     async def well(self, request: web.Request) -> web.StreamResponse:
-        """Is all well? As JSON: ``level``, ``cause`` and ``todo``, all alerts, those of the last
-        hour that are over, and the gain. Raises: NoRoom, the scheduler does not answer."""
+        """Return the cluster's state as JSON: ``level``, ``cause`` and ``todo``, all alerts, those
+        of the last hour that are over, and the gain. Raises: NoRoom, the scheduler does not
+        respond."""
         first: asyncio.Future[bytes] = asyncio.get_running_loop().create_future()
 
         def take(payload: bytes, full: bool) -> None:
@@ -143,7 +145,8 @@ class Dashboard:
         return web.Response(body=orjson.dumps(answer), content_type="application/json")
 
     def _has_room(self, new: _Watcher) -> bool:
-        """When all places are taken, who has most of them gives one to who has far fewer."""
+        """Return whether there is a place. When all are taken, the client with most of them gives
+        one to a client with far fewer."""
         if len(self.watchers) < MAX_WATCHERS:
             return True
         places = Counter(watcher.address for watcher in self.watchers)
@@ -157,13 +160,13 @@ class Dashboard:
 
 
 class _Watcher:
-    """Between the feed, which does not wait, and one connection."""
+    """Connects the feed, which does not wait, with one connection."""
 
     def __init__(self, transport: asyncio.Transport | None) -> None:
         self.lost = False
-        """It did not keep up."""
+        """Dropped because it was too slow."""
         self.events: asyncio.Queue[bytes | None] = asyncio.Queue()
-        """``None`` is the end."""
+        """Queued frames; ``None`` is the end."""
         self._transport = transport
         peer = transport.get_extra_info("peername") if transport is not None else None
         self.address = peer[0] if isinstance(peer, tuple) else ""
@@ -177,7 +180,7 @@ class _Watcher:
         self.events.put_nowait(b"event: " + kind + b"\ndata: " + payload + b"\n\n")
 
     def drop(self) -> None:
-        """End it now: the writer may be waiting for the connection to take more."""
+        """End the watcher now: its writer may be waiting for the connection."""
         while not self.events.empty():
             self.events.get_nowait()
         self.end()
@@ -189,8 +192,8 @@ class _Watcher:
 
 
 def _dated(alert: dict[str, Any], zero_s: float, **names: str) -> dict[str, Any]:
-    """With dates (UTC) in place of times of the router's clock. ``zero_s``: Unix time of its zero;
-    ``names``: old and new ones."""
+    """Replace times of the router's clock with dates (UTC). ``zero_s``: Unix time of its zero;
+    ``names``: old and new field names."""
     dates = {
         new: f"{datetime.fromtimestamp(zero_s + alert[old], UTC):%Y-%m-%dT%H:%M:%SZ}"
         for old, new in names.items()
@@ -200,7 +203,7 @@ def _dated(alert: dict[str, Any], zero_s: float, **names: str) -> dict[str, Any]
 
 
 def _asset(name: str, kind: str) -> Handler:
-    """A file of the package, read once."""
+    """Serve a file of the package, read once."""
     body = files("sglang_sbs.dashboard").joinpath("static", name).read_bytes()
     tag = f'"{hashlib.sha256(body).hexdigest()[:16]}"'
 

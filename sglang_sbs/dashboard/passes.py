@@ -1,4 +1,4 @@
-"""Prefill passes as the engines report them, and the bubbles between them.
+"""Prefill passes as reported by the engines, and the bubbles between them.
 
 Without a barrier each rank makes passes of its own. Times are seconds of the scheduler's clock.
 
@@ -13,7 +13,8 @@ from dataclasses import dataclass, field
 from sglang_sbs.wire import EndForward
 
 _SETTLE_S = 0.1
-"""Engines that do not gather the tokens of all ranks tell them one by one: wait so long for all."""
+"""Engines that do not gather the tokens of all ranks report them separately: wait this long for
+all."""
 
 
 @dataclass(slots=True)
@@ -22,11 +23,11 @@ class PassRecord:
     start_s: float
     end_s: float
     tokens: list[int | None]
-    """Extend tokens per DP rank; None: the rank had no part in it (there is no barrier)."""
+    """Extend tokens per DP rank; None: the rank took no part (without a barrier)."""
     gap_s: float = 0.0
-    """Between the end of the pass before and this start; 0 for the first one seen."""
+    """Time between the end of the previous pass and this start; 0 for the first pass seen."""
     waste_s: float = 0.0
-    """Of the gap: requests waited in the router meanwhile."""
+    """Part of the gap in which requests waited in the router."""
     whole: bool = False
     """The tokens of all ranks are known."""
     heard_s: float = 0.0
@@ -47,7 +48,8 @@ class _Instance:
     def ended(
         self, name: str, tokens: list[int | None], report: EndForward, now_s: float, waited_s: float
     ) -> PassRecord | None:
-        """The pass that has ended; none if it was idle, or another rank has told of it."""
+        """Record the end of a pass; returns None if it was idle or already reported by another
+        rank."""
         if report.forward_id == self.last_id:
             last = self.last
             if last is not None and not last.whole and report.dp_rank < len(last.tokens):
@@ -55,7 +57,7 @@ class _Instance:
             return None
         self.last_id = report.forward_id
         if report.forward_s <= 0 or not any(tokens):
-            return None  # the ranks only kept each other company
+            return None  # all ranks were idle
         end_s = now_s - report.age_s
         start_s = end_s - report.forward_s
         gathered = report.tokens_per_rank
@@ -71,11 +73,11 @@ class _Instance:
 
 
 class PassHistory:
-    """Feed it every EndForward of prefill ranks; take finished passes from it."""
+    """Pass every EndForward of prefill ranks to it, and take the finished passes."""
 
     def __init__(self) -> None:
         self._instances: dict[tuple[str, int | None], _Instance] = {}
-        """By name; without a barrier by name and DP rank."""
+        """State by instance name; without a barrier by name and DP rank."""
         self._unsettled: list[PassRecord] = []
 
     def on_report(
@@ -88,7 +90,8 @@ class PassHistory:
         *,
         barrier: bool = True,
     ) -> None:
-        """``waited_s``: for how long in all requests have waited in the router until now."""
+        """Record a report. ``waited_s``: total time for which requests have waited in the
+        router."""
         key = instance, None if barrier else report.dp_rank
         known = self._instances.get(key)
         if known is None or report.boot_id != known.boot_id:
@@ -106,8 +109,8 @@ class PassHistory:
                 self._unsettled.append(record)
 
     def running(self, instance: str) -> list[tuple[float, list[int | None]]]:
-        """Start and tokens per rank of the passes that run, as reported; with a barrier there is
-        one at most."""
+        """Start and tokens per rank of the running passes as reported; at most one with a
+        barrier."""
         return [
             (known.launched_s, known.launch_tokens)
             for (name, _), known in self._instances.items()
@@ -119,7 +122,7 @@ class PassHistory:
         return known.ended_s if known is not None else None
 
     def take(self, now_s: float) -> list[PassRecord]:
-        """Passes that ended since the last call and are known in full, oldest first."""
+        """Return the complete passes that ended since the last call, oldest first."""
         ready = [p for p in self._unsettled if p.whole or now_s - p.heard_s >= _SETTLE_S]
         if ready:
             self._unsettled = [p for p in self._unsettled if p not in ready]
@@ -127,7 +130,7 @@ class PassHistory:
 
 
 def _tokens(report: EndForward, dp_size: int, barrier: bool) -> list[int | None]:
-    """Of every rank if the engine gathers them, else of this one."""
+    """Tokens of all ranks if the engine gathers them, otherwise of this one."""
     gathered = report.tokens_per_rank
     if barrier and gathered is not None and len(gathered) == dp_size:
         return list(gathered)

@@ -1,5 +1,4 @@
-"""Watches a scheduler's events and makes the frames of the dashboard of them. Sans-I/O; what it
-remembers is bounded.
+"""Turns a scheduler's events into the frames of the dashboard. Sans-I/O and bounded.
 
 A *frame* has the state as it is now and what is new since the frame before; a *history* has the
 state and all that is remembered. Whoever misses a frame begins anew with a history."""
@@ -67,15 +66,15 @@ _PASSES_PER_FRAME = 2_000
 _GANG_RIDS = 3
 _MAX_PASSES = 20_000
 _BALANCE_PASSES = 500
-"""The balance of ranks is shown of so many of the newest passes: it is worked out per frame."""
+"""Number of recent passes used for the balance of ranks, which is computed per frame."""
 _MAX_HOLDS = 2_000
 _MAX_WAITING = 20_000
 _SHOWN_WAITING = 8
 _QUEUE_SAMPLES = 300
 _BUBBLES_FROM_S = 10.0
-"""Instance-seconds watched before a share of bubbles says something."""
+"""Instance-seconds needed before a share of bubbles is meaningful."""
 _JUDGE_S = 1.0
-"""Between two looks at what is wrong, for the history of alerts."""
+"""Interval between checks for the history of alerts."""
 _TIMING = ("interval_s", "mean_forward_s", "latency_s", "lead_s")
 
 Problems = Callable[[], Sequence[tuple[str, str]]]
@@ -84,7 +83,7 @@ _State = TypeVar("_State", PrefillState, DecodeState)
 
 
 class Recorder:
-    """``observe`` what the scheduler does; ask for a ``frame`` at regular times."""
+    """Pass it every event with ``observe``, and read a ``frame`` at regular intervals."""
 
     def __init__(
         self,
@@ -96,8 +95,8 @@ class Recorder:
         errors: Callable[[], int] = lambda: 0,
         alone: bool = False,
     ) -> None:
-        """``problems`` are those of workers, ``order`` their URLs in the order to show them in,
-        ``errors`` the events the scheduler failed on."""
+        """``problems``: those of workers; ``order``: their URLs in display order; ``errors``:
+        number of events that failed in the scheduler."""
         self._scheduler = scheduler
         self._problems = problems
         self._order = order
@@ -107,7 +106,7 @@ class Recorder:
         self._gangs: deque[Gang] = deque(maxlen=_GANGS)
         self._new_gangs: list[Gang] = []
         self._left: deque[tuple[float, int, Dispatch]] = deque(maxlen=_MAX_WAITING)
-        """When, with how many prompt tokens and where requests left since the last tick."""
+        """Time, prompt tokens and dispatch of the requests that left since the last tick."""
         self._new_passes: deque[PassRecord] = deque(maxlen=_PASSES_PER_FRAME)
         self._holds: deque[tuple[float, float]] = deque(maxlen=_MAX_HOLDS)
         self._dispatched = 0
@@ -116,10 +115,10 @@ class Recorder:
         self._waited_s = 0.0
         self._waiting_since_s: float | None = None
         self._work: deque[tuple[int, int]] = deque([(int(now_s), 0)], maxlen=int(RECENT_S))
-        """Second, and prompt tokens to compute of the requests dispatched in it."""
+        """Second, and uncached prompt tokens of the requests dispatched in it."""
         self._began_s = now_s
         self._trail: deque[tuple[float, int, int]] = deque(maxlen=_QUEUE_SAMPLES)
-        """When, requests that waited then, and those dispatched until then."""
+        """Time, number of requests waiting then, and number dispatched until then."""
         self.ttft = TtftComparison()
         self.split = TimeSplit()
         self._slowest = Slowest(scheduler.why)
@@ -140,7 +139,7 @@ class Recorder:
         self._follow(now_s, begin=True)
 
     def observe(self, event: Event, commands: Sequence[Command], now_s: float) -> None:
-        """One event and what the scheduler answered. Cheap: it is called for every event."""
+        """Process an event and its commands. Cheap, because it runs for every event."""
         on = self._on.get(type(event))
         if on is not None:
             on(event, now_s)
@@ -168,7 +167,8 @@ class Recorder:
     def request_over(
         self, timeline: Timeline, parts_s: Mapping[str, float] | None, now_s: float
     ) -> None:
-        """``parts_s``: where the time to its first token went; None: it had none."""
+        """Record an ended request. ``parts_s``: parts of the time to its first token; None if it
+        had none."""
         decision = timeline.decision
         if decision is not None and timeline.outcome != "aborted":
             failed = timeline.outcome == "failed"
@@ -180,7 +180,7 @@ class Recorder:
             self._slowest.add(now_s, timeline, ttft_s, parts_s)
 
     def _clock(self, now_s: float) -> None:
-        """The time for which something waited."""
+        """Add the time in which requests waited."""
         if self._waiting_since_s is not None:
             self._waited_s += now_s - self._waiting_since_s
         self._waiting_since_s = now_s if self._waiting else None
@@ -208,7 +208,8 @@ class Recorder:
         self.ttft.dispatched(command.rid, *place, command.cached_tokens, now_s)
 
     def _take_left(self) -> None:
-        """Count those that left. Of the gangs only the last ones are made, as no more are shown."""
+        """Count the dispatched requests. Only the last gangs are built, because no more are
+        shown."""
         left, self._left = self._left, deque(maxlen=_MAX_WAITING)
         self._dispatched += len(left)
         self._holds.extend((now_s, command.held_s) for now_s, _, command in left)
@@ -242,8 +243,8 @@ class Recorder:
             last.rids.append(command.rid)
 
     def tick(self, now_s: float) -> None:
-        """Take in what happened: to be called every ``SLICE_S``, by itself while nobody looks. Its
-        cost is bounded."""
+        """Process recent events. Call it every ``SLICE_S`` while frames are not requested. Its cost
+        is bounded."""
         self._clock(now_s)
         self._take_left()
         self._new_passes.extend(self._pass_history.take(now_s))
@@ -263,7 +264,7 @@ class Recorder:
             self._past.update(now_s, self._alerts(snapshot, now_s)[0])
 
     def take_new(self, now_s: float) -> tuple[list[PassRecord], list[Gang]]:
-        """Passes and gangs since the last call, which become part of what is remembered."""
+        """Passes and gangs since the last call, which are added to the history."""
         passes, self._new_passes = list(self._new_passes), deque(maxlen=_PASSES_PER_FRAME)
         gangs, self._new_gangs = self._new_gangs, []
         self._passes.extend(passes)
@@ -273,7 +274,7 @@ class Recorder:
         return passes, gangs
 
     def frame(self, now_s: float) -> dict[str, Any]:
-        """The state, and what is new since the last call; with a :meth:`tick`."""
+        """Return the state and the news since the last call, after a :meth:`tick`."""
         self.tick(now_s)
         passes, gangs = self.take_new(now_s)
         frame = self._state(self._scheduler.snapshot(now_s), now_s) | {
@@ -287,7 +288,7 @@ class Recorder:
         return frame
 
     def history(self, now_s: float) -> dict[str, Any]:
-        """The state, and everything remembered up to the last frame."""
+        """Return the state and everything remembered up to the last frame."""
         self._clock(now_s)
         self._take_left()
         snapshot = self._scheduler.snapshot(now_s)
@@ -354,7 +355,7 @@ class Recorder:
         }
 
     def _ordered(self, instances: Sequence[_State]) -> list[_State]:
-        """In the order of the command line, whatever came up first."""
+        """Sort instances in the order of the command line."""
         places = {url: place for place, url in enumerate(self._order())}
         return sorted(instances, key=lambda one: places.get(one.instance, len(places)))
 
@@ -382,12 +383,12 @@ class Recorder:
         return find_alerts(snapshot, scheduler.config, recent), recent
 
     def _oldest(self, now_s: float) -> list[list[Any]]:
-        """The requests that wait longest, of those that arrived while somebody looked."""
+        """The longest waiting requests among those that arrived while being watched."""
         first = islice(self._waiting.items(), _SHOWN_WAITING)
         return [[rid, tokens, round(now_s - at_s, 3)] for rid, (tokens, at_s) in first]
 
     def _dispatch_rate(self) -> float:
-        """Over the last ten seconds or less."""
+        """Dispatch rate over the last ten seconds or less."""
         if not self._trail:
             return 0.0
         last_s, _, last = self._trail[-1]
@@ -407,7 +408,7 @@ class Recorder:
         return shown
 
     def _follow(self, now_s: float, *, begin: bool = False) -> None:
-        """Tell the shadows which instances are up, and at first what they are busy with."""
+        """Pass the running instances to the shadows, at first with their backlog."""
         scheduler = self._scheduler
         up = [one for one in scheduler.prefill.values() if scheduler.is_up(one.id)]
         shapes = {

@@ -34,20 +34,20 @@ _MAX_SAMPLES = 2_000
 _MAX_PENDING = 20_000
 _TAILS = 64
 _UNDECIDED_S = 10.0
-"""A request that waits longer enters the shadows without its fate being known."""
+"""A request that waits longer enters the shadows before its outcome is known."""
 SLICE_S = 0.2
-"""Time between two calls of :meth:`TtftComparison.advance`."""
+"""Interval between calls of :meth:`TtftComparison.advance`."""
 _SLICE_US = 4_000.0
-"""Bound of the CPU time of one slice, in the terms of the next two: 2 % of a core."""
+"""Limit on the CPU time of one slice, 2 % of a core, in terms of the next two constants."""
 _REQUEST_US = 40.0
-"""CPU time that one request costs the shadows, measured on a slow core; and for each instance more:
-the rules look at all of them."""
+"""CPU time per request in the shadows, measured on a slow core; the next constant is added per
+instance, because the rules look at all of them."""
 _INSTANCE_US = 2.5
 _MOST_BEHIND = 2_000
-"""Requests that wait to enter the shadows and could."""
+"""Limit on requests that could enter the shadows but have not."""
 _REST_S = 60.0
 _WARM_UP_S = 10.0
-"""After a beginning the shadows do not have the queues of the engines yet."""
+"""Time after a start in which the shadows do not have the queues of the engines yet."""
 RULES: dict[str, str] = {
     "eta": "immediate, to the DP rank with the earliest predicted finish",
     "least_tokens": "immediate, to the DP rank with the fewest unfinished tokens",
@@ -62,10 +62,10 @@ class _Pending:
     tokens: int
     latency_s: float
     place: tuple[str, int] | None = None
-    """Where it was really sent: instance and DP rank; None: it is not known yet."""
+    """Real instance and DP rank; None: not known yet."""
     gone: bool = False
     passes: int = 1
-    """How many its prompt needs by itself."""
+    """Number of passes that its prompt needs."""
     cached_tokens: int = 0
     measured_s: float | None = None
     tail_s: float = 0.0
@@ -73,7 +73,7 @@ class _Pending:
 
 
 class TtftComparison:
-    """Feed it the life of every request; ask for percentiles."""
+    """Pass it the events of every request, and read percentiles."""
 
     def __init__(self) -> None:
         self._rules: dict[str, Rule] = {
@@ -86,29 +86,29 @@ class TtftComparison:
         self._undecided: deque[_Pending] = deque()
         self._samples: deque[tuple[float, dict[str, float]]] = deque(maxlen=_MAX_SAMPLES)
         self._waits: deque[tuple[float, float, int]] = deque(maxlen=_MAX_SAMPLES)
-        """When prefill answered, TTFT, and the passes that the prompt needs."""
+        """Time of prefill's response, TTFT, and number of passes that the prompt needs."""
         self._tails_s: deque[float] = deque([0.0])
         self._ordered_tails_s = [0.0]
         self.gain = Gain()
         self.rests_until_s = -math.inf
-        """There were too many requests: the shadows are empty until then."""
+        """There were too many requests, so the shadows are empty until this time."""
         self._counts_from_s = -math.inf
-        """Requests that arrived earlier are not part of the gain."""
+        """Requests that arrived earlier do not count for the gain."""
         self.begins = True
-        """The shadows do not know what the engines are busy with."""
+        """The shadows do not know the engines' backlog yet."""
 
     def follow(self, shapes: dict[str, Shape], now_s: float) -> None:
         for cluster in self._clusters.values():
             cluster.follow(shapes, now_s)
 
     def preload(self, name: str, backlog_tokens: list[int], free_s: float) -> None:
-        """What an instance is busy with when watching begins, under every rule alike."""
+        """Set an instance's backlog at the start, equal for all rules."""
         self.begins = False
         for cluster in self._clusters.values():
             cluster.preload(name, backlog_tokens, free_s)
 
     def arrived(self, rid: str, tokens: int, now_s: float, latency_s: float) -> None:
-        """The scheduler took a request; ``latency_s`` is L_net."""
+        """Record an arrival; ``latency_s`` is L_net."""
         if now_s < self.rests_until_s:
             return
         if len(self._pending) >= _MAX_PENDING:
@@ -118,7 +118,7 @@ class TtftComparison:
         self._undecided.append(pending)
 
     def dispatched(self, rid: str, instance: str, rank: int, cached: int, now_s: float) -> None:
-        """It was really placed, held or not; ``cached`` tokens are expected there."""
+        """Record the real placement; ``cached`` tokens are expected there."""
         pending = self._pending.get(rid)
         if pending is None:
             return
@@ -131,7 +131,7 @@ class TtftComparison:
         self._clusters[MODELLED].place(rid, (instance, rank), tokens, ready_s, cached)
 
     def prefilled(self, rid: str, now_s: float, pass_ended_s: float | None) -> None:
-        """Prefill answered; the newest pass of its instance ended at ``pass_ended_s``."""
+        """Record prefill's response; the newest pass of its instance ended at ``pass_ended_s``."""
         pending = self._pending.get(rid)
         if pending is None or pending.measured_s is not None:
             return
@@ -152,20 +152,20 @@ class TtftComparison:
             del self._ordered_tails_s[bisect_left(self._ordered_tails_s, oldest_s)]
 
     def place_of(self, rid: str) -> tuple[str, int] | None:
-        """Instance and DP rank of a request that is compared and whose prefill is awaited."""
+        """Instance and DP rank of a compared request whose prefill is not done."""
         pending = self._pending.get(rid)
         return None if pending is None or pending.measured_s is not None else pending.place
 
     def ended(self, rid: str) -> None:
-        """The request is over; without an answer of prefill it is not compared."""
+        """Record the end of a request; without a response from prefill it is not compared."""
         pending = self._pending.get(rid)
         if pending is not None and pending.measured_s is None:
             del self._pending[rid]
             pending.gone = pending.place is None
 
     def advance(self, now_s: float, *, whole: bool = False) -> None:
-        """Let the shadows run as far as is known, at most a slice of the work (unless ``whole``).
-        To be called every ``SLICE_S``."""
+        """Advance the shadows as far as events are known, by at most one slice of work (unless
+        ``whole``). Call it every ``SLICE_S``."""
         instances = len(self._clusters[MODELLED].instances)
         left = math.inf if whole else _SLICE_US / (_REQUEST_US + _INSTANCE_US * instances)
         while self._undecided and left > 0:
@@ -183,7 +183,7 @@ class TtftComparison:
             self._finished(name, cluster.advance(now_s if name == MODELLED else until_s), now_s)
 
     def _rest(self, now_s: float) -> None:
-        """Too many requests: forget all of them, and compare none for a while."""
+        """Drop all requests when there are too many, and compare none for a while."""
         self._undecided.clear()
         self._pending.clear()
         for cluster in self._clusters.values():
@@ -225,8 +225,8 @@ class TtftComparison:
             self.gain.add(now_s, sample)
 
     def slowness(self, now_s: float) -> tuple[int, float, float]:
-        """Requests that prefill answered in the last minute, p95 of their TTFT, and p95 of their
-        TTFT per pass that the prompt needs, in seconds."""
+        """Number of requests that prefill answered in the last minute, p95 of their TTFT, and p95
+        of their TTFT per pass of their prompt, in seconds."""
         recent = [(ttft_s, n) for at_s, ttft_s, n in self._waits if now_s - at_s <= WINDOW_S]
         if not recent:
             return 0, 0.0, 0.0
@@ -235,8 +235,8 @@ class TtftComparison:
         return len(recent), percentile(ttfts_s, 0.95), percentile(per_pass_s, 0.95)
 
     def summary(self, now_s: float) -> dict[str, Any]:
-        """Percentiles over the last minute, seconds; empty figures where nothing is known yet. As
-        of the last :meth:`advance`."""
+        """Percentiles over the last minute in seconds, as of the last :meth:`advance`; empty if
+        unknown."""
         recent = [sample for at_s, sample in self._samples if now_s - at_s <= WINDOW_S]
         figures: dict[str, dict[str, float]] = {}
         for name in (MEASURED, MODELLED, *self._rules) if recent else ():
@@ -252,5 +252,5 @@ class TtftComparison:
 
 
 def percentile(ordered: list[float], share: float) -> float:
-    """Nearest rank, of a sorted list that is not empty."""
+    """Nearest-rank percentile of a sorted, nonempty list."""
     return ordered[min(len(ordered) - 1, int(share * len(ordered)))]

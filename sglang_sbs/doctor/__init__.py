@@ -1,2 +1,2 @@
-"""``sglang-sbs doctor``: what is wrong with a cluster, and which flag puts it right. It changes
-nothing there. Gathering is apart from judging (``checks/``), which only reads what was gathered."""
+"""``sglang-sbs doctor``: finds faults of a cluster and the flags that fix them. It changes nothing
+there. Gathering is separate from judging (``checks/``), which only reads the gathered facts."""

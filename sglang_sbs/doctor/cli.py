@@ -28,16 +28,17 @@ from sglang_sbs.router.options.tls import worker_ssl
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """0: nothing worse than notes; 1: something is wrong; 2: unusable command line."""
+    """Return 0 if nothing is worse than notes, 1 if something is wrong, 2 for an unusable command
+    line."""
     try:
         options = parse_options(sys.argv[1:] if argv is None else argv)
-        worker_ssl(options.router_flags)  # names the file that cannot be used
+        worker_ssl(options.router_flags)  # the error names the unusable file
     except (FlagError, ValueError) as error:
         print(f"sglang-sbs doctor: {error}", file=sys.stderr)
         return 2
     try:
         return asyncio.run(_examine(options))
-    except OSError as error:  # the report's file
+    except OSError as error:  # writing the report failed
         print(f"sglang-sbs doctor: {plain_error(error)}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:

@@ -1,4 +1,4 @@
-"""One examination: gather everything, then judge it."""
+"""One examination: gathers all facts, then judges them."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ from sglang_sbs.doctor.options import DoctorOptions
 from sglang_sbs.router.options.tls import worker_session
 
 Progress = Callable[[str], None]
-"""Told what is being done, in a few words."""
+"""Called with short descriptions of the current step."""
 
 _CHECKS = engine, cluster, endforward, prefill, security, router
 CATALOGUE: Mapping[str, Wording] = {
     name: wording for module in _CHECKS for name, wording in module.finding.items()
 }
-"""Every finding the doctor can make."""
+"""Every possible finding of the doctor."""
 
 
 async def gather(options: DoctorOptions, progress: Progress = lambda _doing: None) -> ClusterFacts:
-    """Ask everybody everything. Never raises for what engines or a router do."""
+    """Ask all engines and the router. Never raises because of their responses."""
     async with worker_session(options.router_flags) as session:
         asker = Asker(session, options)
         given = options.router_flags
@@ -53,14 +53,15 @@ async def gather(options: DoctorOptions, progress: Progress = lambda _doing: Non
 
 
 def judge(facts: ClusterFacts) -> list[Finding]:
-    """Every finding, by group and the worst first within it."""
+    """Return all findings by group, the most severe first within each."""
     severities = list(Severity)
     found = dict.fromkeys(one for module in _CHECKS for one in module.check(facts))
     return sorted(found, key=lambda one: (GROUPS.index(one.group), -severities.index(one.severity)))
 
 
 def _worth_listening(facts: ClusterFacts) -> bool:
-    """A router that answers knows better what arrives at it, and has the port."""
+    """Return whether the doctor should listen for EndForward itself. A responding router knows
+    better which reports arrive, and occupies the port."""
     options, told = facts.options, facts.router
     if told is not None and told.failure is None and options.given_bind is None:
         return False

@@ -1,4 +1,4 @@
-"""What was gathered, before anybody judges it. All times in seconds."""
+"""The gathered facts, before they are judged. All times in seconds."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ from sglang_sbs.wire import EndForward
 
 @dataclass(eq=False)
 class Failure(Exception):
-    """Why a question had no answer. ``kind``: that of the finding ``reach.KIND``, or ``refused``:
-    the key (401, 403)."""
+    """Reason for a missing response. ``kind``: the finding ``reach.KIND``, or ``refused`` for a
+    wrong key (401, 403)."""
 
     kind: str
     text: str
@@ -34,15 +34,15 @@ class Failure(Exception):
 
 @dataclass(slots=True)
 class Bootstrap:
-    """What a prefill engine's bootstrap server said."""
+    """Response of a prefill engine's bootstrap server."""
 
     host: str
-    """As decode engines are told it, like the port."""
+    """Host as sent to decode engines; the port likewise."""
     port: int
     failure: str = ""
-    """No connection."""
+    """Connection error."""
     status: int = 0
-    """Of ``GET /route`` for the whole engine; 503 while ranks are missing."""
+    """Status of ``GET /route`` for the whole engine; 503 while ranks are missing."""
     text: str = ""
     layout: dict[str, Any] = field(default_factory=dict)
     """``PrefillServerInfo`` of SGLang's ``disaggregation/common/conn.py``."""
@@ -54,83 +54,83 @@ class Bootstrap:
 
 @dataclass(slots=True)
 class EngineFacts:
-    """One engine, and what it said. Fields that could not be had keep their defaults."""
+    """One engine and its responses. Fields without a response keep their defaults."""
 
     url: str
-    """Normalised."""
+    """Normalized URL."""
     role: InstanceRole
-    """As given, like the bootstrap port."""
+    """Role as given; the bootstrap port likewise."""
     given_port: int | None = None
     failure: Failure | None = None
     data: dict[str, Any] = field(default_factory=dict)
     """``/server_info`` without secrets."""
     admin_api_key: str = field(default="", repr=False)
-    """As the engine shows it, for comparison only: it is never written anywhere."""
+    """Key as shown by the engine, only for comparison: it is never written anywhere."""
     info: WorkerInfo | None = None
-    """The same, understood; ``None``: the router could not use it."""
+    """The parsed data; ``None``: the router could not use it."""
     unusable: UnusableWorker | None = None
-    """Why not."""
+    """Reason why it is unusable."""
     ready_status: int = 0
-    """Of ``GET /ready``; 404 before SGLang 0.5.20."""
+    """Status of ``GET /ready``; 404 before SGLang 0.5.20."""
     rtts_s: list[float] = field(default_factory=list)
-    """Round trips of that."""
+    """Round trip times of ``/ready``."""
     loads: LoadPolled | None = None
     clock_offset_s: float | None = None
-    """Engine's wall clock minus ours, give or take half a round trip."""
+    """Engine's wall clock minus ours, accurate to half a round trip."""
     open_without_key: bool | None = None
-    """It answers without a key; ``None``: not asked, or it was never asked with one."""
+    """The engine responds without a key; ``None``: not tested."""
     bootstrap: Bootstrap | None = None
     closed_kv_ports: list[str] = field(default_factory=list)
-    """Those that refuse connections from here, each with its rank."""
+    """KV event ports that refuse connections from here, each with its rank."""
     hidden_kv_ranks: list[int] = field(default_factory=list)
-    """DP ranks on other nodes that report without saying where their KV events are."""
+    """DP ranks on other nodes that report no address for their KV events."""
 
     @property
     def known(self) -> WorkerInfo:
-        """``info`` of an engine that can be used."""
+        """``info`` of a usable engine."""
         assert self.info is not None
         return self.info
 
     @property
     def sbs(self) -> SbsBlock | None:
-        """What its plugin says of itself, understood."""
+        """The plugin's parsed block of ``/server_info``."""
         return self.info.sbs if self.info is not None else None
 
     @property
     def plugin(self) -> dict[str, Any]:
-        """The same as it came; empty: it says nothing."""
+        """The same block unparsed; empty if absent."""
         block = self.data.get("sbs")
         return block if isinstance(block, dict) else {}
 
 
 @dataclass(slots=True)
 class RankHeard:
-    """EndForward of one rank of one boot."""
+    """EndForward from one rank of one boot."""
 
     messages: int
     last: EndForward
     peer: str
-    """IP address it came from; empty for a Unix socket."""
+    """IP address of the sender; empty for a Unix socket."""
 
 
 @dataclass(slots=True)
 class Heard:
-    """What came while listening."""
+    """Messages received while listening."""
 
     listened_s: float = 0.0
     bound: list[str] = field(default_factory=list)
     dialled: list[str] = field(default_factory=list)
-    """Engines that listen themselves (``SGLANG_SBS_BIND``)."""
+    """Engines to which the doctor connects (``SGLANG_SBS_BIND``)."""
     busy: list[str] = field(default_factory=list)
-    """Endpoints of this machine that somebody else has."""
+    """Endpoints of this machine that another process uses."""
     elsewhere: list[str] = field(default_factory=list)
-    """Endpoints of other machines."""
+    """Endpoints on other machines."""
     failed: dict[str, str] = field(default_factory=dict)
-    """Endpoint -> why it could not be bound."""
+    """Errors by endpoint that could not be bound."""
     ranks: dict[str, dict[int, RankHeard]] = field(default_factory=dict)
-    """By boot id, then DP rank."""
+    """Reports by boot id and DP rank."""
     malformed: Counter[str] = field(default_factory=Counter)
-    """What was wrong, how often."""
+    """Counts of malformed messages by error."""
     handshakes_failed: int = 0
 
 
@@ -143,15 +143,15 @@ class RouterFacts:
     state: dict[str, Any] = field(default_factory=dict)
     """The scheduler's snapshot (``sbs`` of ``/server_info``)."""
     options: dict[str, Any] = field(default_factory=dict)
-    """What its flags turn on (``sbs_options`` of the same)."""
+    """Effects of the router's flags (``sbs_options`` of ``/server_info``)."""
 
     def entry(self, url: str) -> dict[str, Any]:
-        """Of an engine in ``/workers``; empty if the router does not have it."""
+        """The engine's entry in ``/workers``; empty if the router does not have it."""
         alias = alias_of(url)
         return next((one for one in self.workers if alias_of(text(one, "url")) == alias), {})
 
     def problems(self, url: str) -> dict[str, Any]:
-        """What it has against an engine, by kind."""
+        """The router's problems with an engine, by kind."""
         told = self.entry(url).get("problems")
         return told if isinstance(told, dict) else {}
 
@@ -160,8 +160,8 @@ class RouterFacts:
         return objects(self.state.get(role))
 
     def ages_s(self, url: str) -> dict[int, float | None]:
-        """Since the last report of each DP rank of an engine, as the scheduler has it; ``None``:
-        none ever came."""
+        """Seconds since the last report of each DP rank, as seen by the scheduler; ``None``: no
+        report yet."""
         instances = (*self.instances("prefill"), *self.instances("decode"))
         told = next((one for one in instances if one.get("instance") == url), {})
         ages_s = [rank.get("age_s") for rank in objects(told.get("ranks"))]
@@ -173,13 +173,13 @@ class RouterFacts:
 
 @dataclass(frozen=True, slots=True)
 class ProbeResult:
-    """One request through one pair."""
+    """Result of one request through one pair."""
 
     pair: str
     """``PREFILL -> DECODE``"""
     ranks: str
     failure: str
-    """Empty: it generated its token."""
+    """Error; empty if it generated its token."""
     took_s: float
 
 
@@ -188,7 +188,7 @@ class ClusterFacts:
     options: DoctorOptions
     engines: list[EngineFacts]
     heard: Heard | None = None
-    """``None``: nobody listened, since there was nothing to listen for."""
+    """``None``: the doctor did not listen, because no report could come."""
     router: RouterFacts | None = None
     probes: list[ProbeResult] = field(default_factory=list)
 
@@ -197,7 +197,7 @@ class ClusterFacts:
         return [e for e in self.engines if e.info is not None]
 
     def of_role(self, role: InstanceRole) -> list[EngineFacts]:
-        """Engines given as ``role`` that can be used."""
+        """Usable engines given as ``role``."""
         return [e for e in self.usable if e.role == role]
 
 
@@ -206,7 +206,7 @@ SHOWN_VERSION = (0, 5, 22)
 
 
 def may_speak_unseen(facts: EngineFacts) -> bool:
-    """Whether only EndForward itself can tell if this engine has the plugin."""
+    """Whether only an EndForward message can show that this engine has the plugin."""
     if facts.info is None or facts.info.sbs is not None:
         return False
     version = parse_version(facts.info.version)
@@ -214,13 +214,13 @@ def may_speak_unseen(facts: EngineFacts) -> bool:
 
 
 def key_differs(options: DoctorOptions, facts: EngineFacts) -> bool:
-    """Whether only one of plugin and doctor has a key, as far as the plugin says."""
+    """Whether only one of plugin and doctor has a key, as far as the plugin reports it."""
     encrypted = facts.plugin.get("encrypted")
     return isinstance(encrypted, bool) and encrypted != (options.key_file is not None)
 
 
 def alias_of(url: str) -> tuple[str, int] | None:
-    """What URLs of one engine have in common; ``None``: it is no URL."""
+    """Return the host and port that URLs of one engine share; ``None``: not a URL."""
     try:
         return alias_key(normalise_worker_url(url))
     except ValueError:
@@ -231,18 +231,18 @@ def alias_of(url: str) -> tuple[str, int] | None:
 
 
 def objects(value: object) -> list[dict[str, Any]]:
-    """The objects of a list."""
+    """Return the objects in a list."""
     return [one for one in value if isinstance(one, dict)] if isinstance(value, list) else []
 
 
 def number(data: Mapping[str, Any], name: str) -> int:
-    """A whole number; 0 if there is none."""
+    """Return a whole number; 0 if absent."""
     value = data.get(name)
     return value if isinstance(value, int) and not isinstance(value, bool) else 0
 
 
 def text(data: Mapping[str, Any], name: str) -> str:
-    """A string; empty if there is none."""
+    """Return a string; empty if absent."""
     value = data.get(name)
     return value if isinstance(value, str) else ""
 
@@ -252,6 +252,6 @@ def in_ms(seconds: object) -> str:
 
 
 def listed(items: Iterable[object], most: int = 8) -> str:
-    """``a, b, …``"""
+    """Format as ``a, b, …``."""
     words = list(map(str, items))
     return ", ".join(words[:most]) + (" …" if len(words) > most else "")

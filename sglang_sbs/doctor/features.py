@@ -1,5 +1,5 @@
-"""Which features are on in a deployment, why, and what to change: ``doctor --features``. One
-function per row, in order. What each feature is: ``docs/features.md``."""
+"""The features of a deployment: which are on, why, and what to change (``doctor --features``).
+There is one function per row, in order. ``docs/features.md`` explains each feature."""
 
 from __future__ import annotations
 
@@ -25,16 +25,16 @@ from sglang_sbs.router.workers.diagnosis import barrier_of
 from sglang_sbs.router.workers.server_info import parse_version
 
 _GATHERING_VERSION = (0, 5, 22)
-"""The first whose DP ranks gather numbers with room for the words of ``engine/gang_gather.py``."""
+"""First release whose DP ranks gather enough numbers for the words of ``engine/gang_gather.py``."""
 _GATE_VERSION = (0, 5, 11)
-"""The first with a gate: before it the hook is patched in, and has none."""
+"""First release with a gate: the patch for earlier ones has none."""
 _CHATS_DIFFER = "other token ids for chat than"
-"""What ``router/prompts/tokenizer_check.py`` has against an engine that takes texts as the router
-does."""
+"""The problem reported by ``router/prompts/tokenizer_check.py`` for an engine that tokenizes texts
+like the router, but not chats."""
 
 
 class State(StrEnum):
-    """``partly``: on some engines or ranks, or not as well as it could be."""
+    """State of a feature. ``partly``: on some engines or ranks, or with limitations."""
 
     ON = "on"
     PARTLY = "partly"
@@ -43,8 +43,8 @@ class State(StrEnum):
 
 
 class Seen(NamedTuple):
-    """What a feature's function found. ``change``: ``None`` stands for the feature's own advice
-    where it is not on; empty: there is nothing to change."""
+    """Result of a feature's function. ``change``: ``None`` means the feature's own advice if it is
+    not on; empty: nothing to change."""
 
     state: State
     why: str
@@ -52,11 +52,11 @@ class Seen(NamedTuple):
 
 
 class _Untold(Exception):
-    """No router said what its flags turn on."""
+    """No router reported the effects of its flags."""
 
 
 class FeatureView:
-    """What was gathered, as the functions below ask for it; answers may be anything.
+    """The gathered facts as the functions below need them; responses may contain anything.
 
     ``options`` are those of the router that was asked, else of the command line given."""
 
@@ -67,7 +67,7 @@ class FeatureView:
         self.engines = [*self.prefill, *self.decode]
         self.router = router = facts.router or RouterFacts("")
         self.asked = router.failure is None and bool(router.state)
-        """A router of ours answered."""
+        """One of our routers responded."""
         self.state = router.state
         self.options: dict[str, Any] = (
             facts.options.router_flags.shown() if facts.router is None else router.options
@@ -75,25 +75,25 @@ class FeatureView:
 
     @property
     def told(self) -> dict[str, Any]:
-        """``options``, where a row needs them. Raises: _Untold."""
+        """``options``, if a row needs them. Raises: _Untold."""
         if not self.options:
             raise _Untold
         return self.options
 
     @property
     def policy(self) -> str:
-        """Raises: _Untold."""
+        """The router's policy. Raises: _Untold."""
         policy = text(self.state, "policy") or text(self.told, "policy")
         if not policy:
             raise _Untold
         return policy
 
     def problem(self, engine: EngineFacts, kind: str) -> str:
-        """What the router has against an engine; empty: nothing of that kind."""
+        """The router's problem with an engine; empty: none of that kind."""
         return text(self.router.problems(engine.url), kind)
 
     def silent_ranks(self, engine: EngineFacts) -> list[int] | None:
-        """DP ranks without EndForward, at the router or here; ``None``: nobody listened."""
+        """DP ranks without EndForward, at the router or here; ``None``: not known."""
         heard: set[int]
         if self.asked:
             ages_s = self.router.ages_s(engine.url)
@@ -114,13 +114,13 @@ class Feature(NamedTuple):
     id: str
     title: str
     turn_on: str
-    """Which flag or variable, on which side."""
+    """The flag or variable, and its side."""
     decide: Decide
 
 
 @dataclass(frozen=True, slots=True)
 class FeatureRow:
-    """A feature in one deployment."""
+    """The state of a feature in this deployment."""
 
     id: str
     title: str
@@ -133,7 +133,7 @@ FEATURES: list[Feature] = []
 
 
 def feature_rows(facts: ClusterFacts) -> list[FeatureRow]:
-    """Every feature, in the order of :data:`FEATURES`."""
+    """Return all features in the order of :data:`FEATURES`."""
     view = FeatureView(facts)
     rows = []
     for one in FEATURES:
@@ -147,7 +147,7 @@ def feature_rows(facts: ClusterFacts) -> list[FeatureRow]:
 
 
 def _feature(title: str, turn_on: str) -> Callable[[Decide], Decide]:
-    """Makes a function a row of the table."""
+    """Decorator that makes a function a row of the table."""
 
     def add(decide: Decide) -> Decide:
         FEATURES.append(Feature(decide.__name__.replace("_", "-"), title, turn_on, decide))
@@ -162,7 +162,7 @@ _NOBODY = Seen(State.UNKNOWN, "no such engine could be asked", "see sglang-sbs d
 
 
 def _over(engines: Sequence[EngineFacts], fault: Callable[[EngineFacts], str], on: str) -> Seen:
-    """On if no engine has a fault, off if all have one."""
+    """Return on if no engine has a fault, off if all have one."""
     if not engines:
         return _NOBODY
     faults = {engine.url: said for engine in engines if (said := fault(engine))}
@@ -247,7 +247,7 @@ def _half_a_gate(engine: EngineFacts) -> str:
 
 
 def _gate_fault(engine: EngineFacts) -> str:
-    """Why this engine's gate is shut off, as ``engine/gang_hold.py`` decides it."""
+    """Reason why this engine's gate is off, by the rules of ``engine/gang_hold.py``."""
     if not engine.plugin:
         return "no plugin"
     if engine.plugin.get("gang_gate_ms") == 0:
@@ -257,7 +257,7 @@ def _gate_fault(engine: EngineFacts) -> str:
     info = engine.known
     alone = number(engine.data, "nnodes") < 2 or info.dp_size == 1 or info.no_barrier
     version = parse_version(info.version)
-    if version is None or version == (0, 0, 0):  # builds from source call themselves so
+    if version is None or version == (0, 0, 0):  # source builds report this version
         return ""
     if version < _GATE_VERSION:
         return f"SGLang {info.version}; 0.5.11 is the first with a gate"

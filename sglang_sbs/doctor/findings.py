@@ -1,4 +1,4 @@
-"""A finding: what was seen, how bad that is, and what to change."""
+"""Findings: what was seen, its severity, and what to change."""
 
 from __future__ import annotations
 
@@ -8,19 +8,19 @@ from enum import StrEnum
 from typing import NamedTuple
 
 CLUSTER = "cluster"
-"""Subject of what concerns several engines."""
+"""Subject of findings about several engines."""
 ROUTER = "router"
 
 GROUPS = (
     *("reach", "version", "plugin", "endforward", "limits", "flags", "pair", "latency"),
     *("bootstrap", "cache", "room", "security", "router", "probe"),
 )
-"""What findings are about, in the order of reports: the first word of an id."""
+"""Topics of findings in the order of reports: the first word of an id."""
 
 
 class Severity(StrEnum):
-    """``ok``: looked at and fine. ``note``: worth knowing. ``warning``: it works, worse than it
-    could. ``error``: requests fail, or SBS cannot do its work."""
+    """``ok``: checked and fine. ``note``: worth knowing. ``warning``: works, but not as well as
+    possible. ``error``: requests fail, or SBS cannot work."""
 
     OK = "ok"
     NOTE = "note"
@@ -43,7 +43,7 @@ class Finding:
     subject: str
     seen: str
     change: str
-    """Which flag or variable to set to what; empty for ``ok``."""
+    """The flag or variable, and its new value; empty for ``ok``."""
 
     @property
     def group(self) -> str:
@@ -53,15 +53,15 @@ class Finding:
 class Wording(NamedTuple):
     severity: Severity
     change: str
-    """What to do about it."""
+    """What to do."""
 
 
 class Findings(dict[str, Wording]):
-    """What a module can find, by id. Calling it makes one."""
+    """The possible findings of a module, by id. Calling it creates one."""
 
     def __init__(self, text: str) -> None:
-        """``SEVERITY ID -> CHANGE`` each; indented lines go on with the one before. Ids are stable:
-        tools may rely on them. What each means: ``docs/doctor.md``."""
+        """Parse a text of ``SEVERITY ID -> CHANGE`` entries; indented lines continue the previous
+        one. Ids are stable, so tools may rely on them. ``docs/doctor.md`` explains each."""
         for paragraph in re.split(r"\n(?=\S)", text.strip()):
             head, _, change = " ".join(paragraph.split()).partition(" -> ")
             severity, name = head.split()
@@ -70,7 +70,8 @@ class Findings(dict[str, Wording]):
     def __call__(
         self, finding_id: str, subject: str, seen: str, change: str | None = None
     ) -> Finding:
-        """``change``: where the advice can be more exact. Raises: KeyError, no such id."""
+        """Create a finding. ``change``: more specific advice, if known. Raises: KeyError, unknown
+        id."""
         severity, advice = self[finding_id]
         return Finding(finding_id, severity, subject, seen, advice if change is None else change)
 
@@ -80,7 +81,7 @@ def count(findings: list[Finding]) -> dict[Severity, int]:
 
 
 def verdict(findings: list[Finding]) -> Verdict:
-    """The worst of them decides."""
+    """Return the verdict given by the worst finding."""
     counts = count(findings)
     if counts[Severity.ERROR]:
         return Verdict.BROKEN

@@ -1,5 +1,5 @@
-"""The doctor's command line. All flags but its own are the router's, so that a router's command
-line can be pasted."""
+"""The doctor's command line. All flags other than its own are the router's, so that a router's
+command line can be pasted."""
 
 from __future__ import annotations
 
@@ -43,24 +43,24 @@ examples:
 
 @dataclass(frozen=True)
 class DoctorOptions:
-    """The command line, checked. Times in seconds."""
+    """The parsed command line. Times in seconds."""
 
     router_flags: RouterOptions
     router: str | None = None
     """URL of a running router."""
     features: bool = False
-    """Tell which features are on, in place of what is wrong."""
+    """Show which features are on instead of findings."""
     probe: bool = False
     strict: bool = False
     quiet: bool = False
     json: Path | None = None
-    """Where to write the report as JSON; ``-``: to standard output, instead of text."""
+    """File for the report as JSON; ``-``: standard output, instead of text."""
     timeout_s: float = 10.0
-    """For one answer."""
+    """Time limit per response."""
     wait_s: float = 6.0
-    """For EndForward of every rank."""
+    """Time limit for EndForward from every rank."""
     given_bind: str | None = None
-    """``--sbs-endforward-bind`` if it was given."""
+    """``--sbs-endforward-bind`` if given."""
     key_file: Path | None = None
 
 

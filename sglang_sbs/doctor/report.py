@@ -1,4 +1,4 @@
-"""The report, or the table of features: for people and for programs. The JSON has ``"schema": 1``;
+"""Output of the report or the table of features, as text and JSON. The JSON has ``"schema": 1``;
 fields and rows are only ever added."""
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _TOLD = (
     *("version", "dp_size", "chunk_tokens", "kv_capacity_tokens"),
     *("max_running_requests", "page_size"),
 )
-"""Of what an engine says of itself."""
+"""Fields shown from an engine's own information."""
 _MARK_CHARS = 9
 _MIN_TEXT_CHARS = 40
 _MARKS = {
@@ -36,12 +36,12 @@ _STYLES = {State.ON: "green", State.PARTLY: "yellow", State.OFF: "cyan", State.U
 
 
 def exit_code(findings: list[Finding], *, strict: bool) -> int:
-    """0: nothing worse than notes (warnings too unless ``strict``); 1: something is wrong."""
+    """Return 0 if nothing is worse than notes (or warnings, unless ``strict``), otherwise 1."""
     return int(verdict(findings) in ({"broken", "warnings"} if strict else {"broken"}))
 
 
 def as_json(facts: ClusterFacts, findings: list[Finding]) -> dict[str, Any]:
-    """The report of schema 1."""
+    """The report in schema 1."""
     return {
         "schema": 1,
         "sglang_sbs_version": __version__,
@@ -69,7 +69,7 @@ def _engine(engine: EngineFacts) -> dict[str, Any]:
 def print_report(
     console: Console, facts: ClusterFacts, findings: list[Finding], *, quiet: bool
 ) -> None:
-    """The verdict in one line, then engine by engine, pairs, router and cluster."""
+    """Print the verdict in one line, then engines, pairs, router and cluster."""
     console.print(verdict_line(facts, findings), soft_wrap=True)
     console.print()
     by_subject: dict[str, list[Finding]] = {}
@@ -92,7 +92,7 @@ def _print_block(console: Console, title: str, findings: list[Finding], quiet: b
     ids = max(len(one.id) for one in shown)
     indent = " " * (_MARK_CHARS + ids + 4)
     room = max(_MIN_TEXT_CHARS, console.width - len(indent))
-    # Lines without trailing blanks; what cannot be broken (URLs, JSON) stays whole.
+    # Lines have no trailing blanks, and unbreakable words (URLs, JSON) stay whole.
     wrap = partial(textwrap.wrap, width=room, break_long_words=False, break_on_hyphens=False)
     for one in shown:
         mark, style = _MARKS[one.severity]
@@ -115,8 +115,8 @@ _VERDICTS = {
 
 
 def verdict_line(facts: ClusterFacts, findings: list[Finding]) -> Text:
-    """How many findings there are, and the error or warning to start with: the first of the worst
-    in ``findings``, which are in the order of :func:`~sglang_sbs.doctor.examine.judge`."""
+    """Return the number of findings, and the first of the most severe ones. ``findings`` is in the
+    order of :func:`~sglang_sbs.doctor.examine.judge`."""
     counts = count(findings)
     worst_first = (Severity.ERROR, Severity.WARNING, Severity.NOTE)
     parts = [counted(counts[one], one) for one in worst_first if counts[one]]
@@ -130,13 +130,13 @@ def verdict_line(facts: ClusterFacts, findings: list[Finding]) -> Text:
 
 
 def features_exit_code(facts: ClusterFacts) -> int:
-    """0: there is something to tell of; 1: no engine could be asked, or not the router given."""
+    """Return 0 if the table has content; 1 if no engine, or not the given router, responded."""
     unusable = all(engine.info is None for engine in facts.engines)
     return int(unusable or (facts.router is not None and facts.router.failure is not None))
 
 
 def features_json(facts: ClusterFacts, rows: Sequence[FeatureRow]) -> dict[str, Any]:
-    """The table of schema 1."""
+    """The table in schema 1."""
     return {
         "schema": 1,
         "sglang_sbs_version": __version__,
@@ -150,7 +150,8 @@ def features_json(facts: ClusterFacts, rows: Sequence[FeatureRow]) -> dict[str, 
 def print_features(
     console: Console, facts: ClusterFacts, rows: Sequence[FeatureRow], *, quiet: bool
 ) -> None:
-    """One line per feature, and whose word the table is. ``quiet``: only what could be better."""
+    """Print one line per feature, and the source of the information. ``quiet``: only features that
+    could be improved."""
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
     for title in ("feature", "state", "why", "what to change"):
         table.add_column(title, overflow="fold", no_wrap=title == "state")

@@ -1,1 +1,1 @@
-"""Is all well, and what was wrong: alerts with cause and advice. Sans-I/O."""
+"""Health of the cluster: present and past alerts with cause and advice. Sans-I/O."""

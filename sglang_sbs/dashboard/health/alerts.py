@@ -1,6 +1,5 @@
-"""What somebody on call should look at, from one snapshot and what happened in the last minute.
-Every alert has the cause in words and what to do about it. Whether all is well follows from them
-(:mod:`.well`)."""
+"""Alerts for operators, computed from one snapshot and the events of the last minute. Every alert
+has a cause and advice. :mod:`.well` derives the overall state from them."""
 
 from __future__ import annotations
 
@@ -19,34 +18,34 @@ from sglang_sbs.scheduling.snapshot import DecodeState, PrefillState, Snapshot
 STALE_S = 3.0
 """EndForward is sent with every pass, and every second while idle."""
 STALE_PASSES = 5.0
-"""Where passes are long: so many mean forward times."""
+"""The limit for long passes, in mean forward times."""
 OWN_PASSES = 2.0
-"""And so many of the instance's own passes with full chunks."""
+"""The limit in the instance's own passes with full chunks."""
 NEAR_LIMIT = 0.8
 SLOW_WAY = 0.25
-"""L_net as a share of a mean pass from which on batches are decided too early to be good."""
+"""L_net as a share of a mean pass from which batches are decided too early."""
 SLOW_WAY_S = 0.03
-"""A way shorter than this is no alert, however short passes are."""
+"""A shorter L_net is never an alert, however short passes are."""
 BUBBLES = 0.1
-"""Share of the time in which instances ran no pass though requests waited in the router."""
+"""Share of the time in which instances were idle while requests waited in the router."""
 MODEL_OFF = 0.25
 """Mean error of predicted forward times, as a share of a mean pass."""
 MODEL_PASSES = 20
-"""Passes after which a forward model has learned."""
+"""Number of passes after which a forward model has learned."""
 SLOW_TTFT = 6.0
-"""p95 of the TTFT over the passes that the prompt itself needs."""
+"""p95 of TTFT divided by the time of the passes that the prompt itself needs."""
 VERY_SLOW_TTFT = 20.0
 TTFT_REQUESTS = 20
-"""Requests of the last minute that a percentile needs."""
+"""Number of requests in the last minute that a percentile needs."""
 DECODE_FULL = 0.9
-"""Share of decode's KV memory, or of its request slots, that is in use or spoken for."""
+"""Share of decode's KV memory, or of its request slots, that is used or reserved."""
 FAILING = 0.05
-"""Share of the attempts at requests that failed in the last minute."""
+"""Share of attempts that failed in the last minute."""
 VERY_FAILING = 0.5
 FAILED_ATTEMPTS = 3
-"""A share needs so many."""
+"""Number of failed attempts that a share needs."""
 _MOST_CHARS = 400
-"""Length of the shown text of a worker's problem, which may quote the engine."""
+"""Limit on the shown text of a worker's problem, which may quote the engine."""
 _CPU = "give the hosts of the router and of the engines more CPU"
 _FALLBACK = {
     "load_poll": "load polls",
@@ -74,7 +73,7 @@ _REFUSED = {
         "add prefill capacity, or let clients allow more time (x-sgl-ttft-slo-ms)",
     ),
 }
-"""Words and advice for each cause of a refusal."""
+"""Text and advice for each cause of a refusal."""
 
 Severity = Literal["critical", "warning"]
 
@@ -88,43 +87,43 @@ class Alert(msgspec.Struct, frozen=True):
     text: str
     """The cause."""
     todo: str = ""
-    """The action that is advised."""
+    """The recommended action."""
 
 
 @dataclass(frozen=True, slots=True)
 class Recent:
-    """What the snapshot does not tell."""
+    """Facts that are not in the snapshot."""
 
     refusals: Mapping[str, int] = field(default_factory=dict)
-    """Within the last minute, by cause."""
+    """Refusals in the last minute, by cause."""
     watchdog_fires: Mapping[str, int] = field(default_factory=dict)
-    """Within the last minute, by instance."""
+    """Watchdog resets in the last minute, by instance."""
     problems: Sequence[tuple[str, str]] = ()
-    """Of workers, as ``GET /workers`` shows them."""
+    """Problems of workers, as shown by ``GET /workers``."""
     scheduler_errors: int = 0
-    """Events within the last minute."""
+    """Failed events in the last minute."""
     alone: bool = False
-    """This front end is without the scheduler process."""
+    """This front end has lost the scheduler process."""
     bubbles: float = 0.0
-    """Share of the last half minute in which instances ran no pass though requests waited."""
+    """Share of the last half minute in which instances were idle while requests waited."""
     attempts: tuple[int, int, str] = (0, 0, "")
-    """Attempts at requests that ended within the last minute, those that failed, and the instance
-    that most of these have in common."""
+    """Attempts that ended in the last minute, those that failed, and the instance that most of
+    these share."""
     slower: Mapping[str, float] = field(default_factory=dict)
-    """Times as long as usual that passes take (:mod:`.paces`), by instance."""
+    """Slowdown of passes (:mod:`.paces`) as a factor, by instance."""
     ttft_split_s: Mapping[str, float] = field(default_factory=dict)
     """Parts of the TTFT of the slowest requests."""
     ttft_requests: int = 0
-    """Within the last minute, as the next two."""
+    """Requests in the last minute, as are the next two."""
     ttft_p95_s: float = 0.0
     ttft_p95_passes: float = 0.0
-    """p95 of the TTFT over the time of the passes that the prompt itself needs."""
+    """p95 of TTFT divided by the time of the passes that the prompt itself needs."""
     load: float = 0.0
-    """Prompt tokens to compute over what full chunks would compute."""
+    """Uncached prompt tokens divided by the throughput with full chunks."""
 
 
 def find_alerts(snapshot: Snapshot, config: SchedulerConfig, recent: Recent) -> list[Alert]:
-    """Most severe first."""
+    """Return the alerts, most severe first."""
     return sorted(_alerts(snapshot, config, recent), key=lambda alert: alert.severity != "critical")
 
 
@@ -155,7 +154,7 @@ def _alerts(snapshot: Snapshot, config: SchedulerConfig, recent: Recent) -> Iter
     down |= {one.instance for one in snapshot.decode if not one.up}
     for subject, text in recent.problems:
         if subject in down:
-            continue  # the reason why it is down, or of no interest meanwhile
+            continue  # it is the reason why the worker is down, or irrelevant meanwhile
         todo = "GET /workers has all of its problems; sglang-sbs doctor says more"
         yield Alert("warning", "problem", subject, text[:_MOST_CHARS], todo)
     if recent.scheduler_errors:
@@ -166,8 +165,8 @@ def _alerts(snapshot: Snapshot, config: SchedulerConfig, recent: Recent) -> Iter
 
 
 def stale_after_s(snapshot: Snapshot, prefill: PrefillState | None = None) -> float:
-    """Seconds without EndForward from which on a DP rank is silent. A prefill rank sends nothing
-    while a pass runs, however slow its instance is."""
+    """Seconds without EndForward after which a DP rank is silent. A prefill rank sends nothing
+    during a pass, however slow its instance is."""
     own_s = 0.0 if prefill is None else OWN_PASSES * prefill.full_pass_s
     return max(STALE_S, STALE_PASSES * snapshot.mean_forward_s, own_s)
 
@@ -212,7 +211,7 @@ def _queue(snapshot: Snapshot, config: SchedulerConfig) -> Iterator[Alert]:
 
 
 def _refused(refusals: Mapping[str, int]) -> Iterator[Alert]:
-    """One alert for all causes, the most frequent one first."""
+    """One alert for all causes, the most frequent first."""
     ordered = sorted(refusals.items(), key=lambda one: (-one[1], one[0]))
     if not ordered:
         return
@@ -259,7 +258,7 @@ def _model(prefill: PrefillState, mean_forward_s: float) -> Iterator[Alert]:
 
 
 def _decode(instances: Sequence[DecodeState]) -> Iterator[Alert]:
-    """Whether decode as a whole is full: a single full rank is avoided by placement."""
+    """Check whether decode as a whole is full: placement avoids a single full rank."""
     up = [one for one in instances if one.up]
     for what, used, most in (
         (

@@ -1,14 +1,14 @@
-"""Notices prefill instances whose forward passes have become slower. Sans-I/O; bounded."""
+"""Detects prefill instances whose forward passes have become slower. Sans-I/O and bounded."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 
 SLOWER = 2.0
-"""Times as long as usual from which on an instance has become slow."""
+"""Factor from which an instance counts as slow."""
 _UP_S = 3600.0
 _DOWN_S = 60.0
-"""What is usual follows slower passes within an hour, and faster ones within a minute."""
+"""The usual pace follows slower passes within an hour, and faster ones within a minute."""
 
 
 class Paces:
@@ -19,8 +19,8 @@ class Paces:
         self._looked_s = 0.0
 
     def look(self, full_pass_s: Mapping[str, float], now_s: float) -> dict[str, float]:
-        """Return times as long as usual, of the instances that have become slow. ``full_pass_s``:
-        what a pass with full chunks takes, of each instance of which it is known."""
+        """Return the slowdown factor of the instances that have become slow. ``full_pass_s``:
+        duration of a pass with full chunks, by instance."""
         elapsed_s, self._looked_s = now_s - self._looked_s, now_s
         usual_s = {}
         for name, pass_s in full_pass_s.items():

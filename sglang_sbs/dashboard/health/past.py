@@ -1,4 +1,4 @@
-"""Alerts of the last hour: what was wrong, from when to when. Sans-I/O; bounded."""
+"""Alerts of the last hour with their start and end. Sans-I/O and bounded."""
 
 from __future__ import annotations
 
@@ -11,33 +11,33 @@ from sglang_sbs.dashboard.health.alerts import Alert
 
 KEPT_S = 3600.0
 AGAIN_S = 60.0
-"""An alert that comes back within this time goes on, so that a flicker is one entry."""
+"""An alert that returns within this time continues, so that flickering is one entry."""
 MOST_KEPT = 200
 
 _Key = tuple[str, str, str]
 
 
 class PastAlert(msgspec.Struct):
-    """One alert from its beginning to its end. Times are the scheduler's clock."""
+    """One alert with start and end. Times are on the scheduler's clock."""
 
     alert: Alert
     began_s: float
     seen_s: float
-    """When it was true last."""
+    """Last time when it was active."""
     times: int = 1
-    """How often it began."""
+    """Number of its starts."""
     over: bool = False
 
 
 class AlertHistory:
-    """Call :meth:`update` about once a second with what is wrong then."""
+    """Call :meth:`update` about once a second with the active alerts."""
 
     def __init__(self) -> None:
         self._kept: list[PastAlert] = []
-        """In order of their beginning."""
+        """Alerts in order of their starts."""
         self._last: dict[_Key, PastAlert] = {}
         self.changes = 0
-        """How often :meth:`over` changed."""
+        """Number of changes of :meth:`over`."""
 
     def update(self, now_s: float, alerts: Sequence[Alert]) -> None:
         present = {_key(one): one for one in alerts}
@@ -54,12 +54,12 @@ class AlertHistory:
         self._forget(now_s)
 
     def since_s(self, alert: Alert, now_s: float) -> float:
-        """When an alert that is true at ``now_s`` began."""
+        """Return the start of an alert that is active at ``now_s``."""
         known = self._last.get(_key(alert))
         return now_s if known is None or known.over else known.began_s
 
     def over(self) -> list[dict[str, Any]]:
-        """Alerts that are over, the last to end first."""
+        """Return the alerts that have ended, the latest end first."""
         ended = sorted((one for one in self._kept if one.over), key=lambda one: -one.seen_s)
         return [
             msgspec.structs.asdict(one.alert)
@@ -83,7 +83,7 @@ class AlertHistory:
             known.over = False
             known.times += 1
             self.changes += 1
-        # The text has figures: those of the gravest time are kept.
+        # The text contains figures: those of the most severe moment are kept.
         if known.alert.severity == "warning" or alert.severity == "critical":
             known.alert = alert
 
@@ -92,7 +92,7 @@ class AlertHistory:
             self._drop(one)
 
     def _drop_oldest(self) -> bool:
-        """Make room; False: everything kept goes on."""
+        """Drop the oldest ended alert; returns False if all kept alerts are active."""
         oldest = next((one for one in self._kept if one.over), None)
         if oldest is not None:
             self._drop(oldest)
@@ -107,5 +107,6 @@ class AlertHistory:
 
 
 def _key(alert: Alert) -> _Key:
-    """Tells alerts apart. The text does not, as its figures change; a worker has many problems."""
+    """Key of an alert. It excludes the text, whose figures change, except for problems, of which a
+    worker may have many."""
     return alert.kind, alert.subject, alert.text if alert.kind == "problem" else ""

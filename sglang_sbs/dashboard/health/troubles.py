@@ -13,10 +13,10 @@ _MOSTLY = 0.8
 
 
 class Troubles:
-    """Each kind is forgotten a minute after it happened last."""
+    """Counts recent troubles; each kind is dropped a minute after its last occurrence."""
 
     def __init__(self, errors: Callable[[], int]) -> None:
-        """``errors``: events that the scheduler failed on so far."""
+        """``errors``: returns the number of events that have failed in the scheduler."""
         self._errors = errors
         self._known_errors = errors()
         self._known_fires: dict[str, int] = {}
@@ -24,18 +24,19 @@ class Troubles:
         self._fires: deque[tuple[float, str]] = deque(maxlen=_MOST)
         self._failed: deque[tuple[float, str]] = deque(maxlen=_MOST)
         self._attempts: deque[tuple[float, tuple[str, str] | None]] = deque(maxlen=_MOST)
-        """When each ended; the prefill and the decode instance of those that failed."""
+        """Time of each end, with the prefill and decode instance of failed attempts."""
 
     def refused(self, cause: str, now_s: float) -> None:
         self._refusals.append((now_s, cause))
 
     def attempt_ended(self, failed_on: tuple[str, str] | None, now_s: float) -> None:
-        """``failed_on``: the prefill and the decode instance; None: it was completed."""
+        """Record the end of an attempt. ``failed_on``: the prefill and decode instance; None: it
+        succeeded."""
         self._attempts.append((now_s, failed_on))
 
     def attempts(self, now_s: float) -> tuple[int, int, str]:
-        """Attempts that ended, those that failed, and the instance that most of these have in
-        common; empty: none."""
+        """Number of attempts that ended, number that failed, and the instance that most of these
+        share; empty: none."""
         recent = [failed_on for at_s, failed_on in self._attempts if now_s - at_s <= RECENT_S]
         failed = [one for one in recent if one is not None]
         named = Counter(name for pair in failed for name in pair)
@@ -43,8 +44,8 @@ class Troubles:
         return len(recent), len(failed), suspects[0] if len(suspects) == 1 else ""
 
     def look(self, fires: Iterable[tuple[str, str, int]], now_s: float) -> None:
-        """Count what happened since the last call. ``fires``: id and worker of each prefill
-        instance, and how often its watchdog fired so far."""
+        """Count the troubles since the last call. ``fires``: id and worker of each prefill
+        instance, and the number of its watchdog resets so far."""
         errors = self._errors()
         _add(self._failed, "", errors - self._known_errors, now_s)
         self._known_errors = errors
@@ -53,11 +54,11 @@ class Troubles:
             self._known_fires[name] = count
 
     def refusals(self, now_s: float) -> Counter[str]:
-        """By cause."""
+        """Refusals by cause."""
         return _recent(self._refusals, now_s)
 
     def fires(self, now_s: float) -> Counter[str]:
-        """By worker."""
+        """Watchdog resets by worker."""
         return _recent(self._fires, now_s)
 
     def failed(self, now_s: float) -> int:

@@ -1,4 +1,4 @@
-"""Is all well? One answer from a snapshot: green, amber or red, the cause, and what to do."""
+"""The overall state from a snapshot: green, amber or red, its cause, and what to do."""
 
 from __future__ import annotations
 
@@ -21,22 +21,23 @@ _ORDER = (
 
 
 class Wellness(msgspec.Struct, frozen=True):
-    """The line at the head of the dashboard and of ``sglang-sbs top``."""
+    """The first line of the dashboard and of ``sglang-sbs top``."""
 
     level: Level
     cause: str
-    """In words; with green, what runs."""
+    """The cause; with green, what is running."""
     todo: str
-    """What to do about it; empty with green."""
+    """The recommended action; empty with green."""
     kind: str = ""
-    """The alert that it is about, with its ``subject``."""
+    """Kind of the alert that it is about, with its ``subject``."""
     subject: str = ""
     more: int = 0
-    """Further alerts."""
+    """Number of further alerts."""
 
 
 def is_all_well(snapshot: Snapshot, alerts: Sequence[Alert]) -> Wellness:
-    """``alerts``: what :func:`.find_alerts` made of the same snapshot."""
+    """Return the state. ``alerts``: those that :func:`.find_alerts` returned for the same
+    snapshot."""
     if not alerts:
         return Wellness("green", _running(snapshot), "")
     first = min(alerts, key=lambda one: (one.severity != "critical", _place(one.kind)))
@@ -55,7 +56,7 @@ def _place(kind: str) -> int:
 
 
 def _running(snapshot: Snapshot) -> str:
-    """Changes rarely, so that the line is calm."""
+    """Summary of running instances. It changes rarely, so that the line is calm."""
     up = sum(one.up for one in snapshot.prefill), sum(one.up for one in snapshot.decode)
     busy = snapshot.in_flight_requests or snapshot.queue_requests
     return f"{up[0]} prefill and {up[1]} decode instances are up, {'busy' if busy else 'idle'}"

@@ -1,1 +1,1 @@
-"""Judging what was gathered; nothing is asked here."""
+"""Judges the gathered facts; sends no requests."""

@@ -1,4 +1,4 @@
-"""What several engines must have in common: versions, limits of a role, prefill with decode."""
+"""Compares engines: versions, limits within a role, prefill with decode."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ error probe.failed -> look at the first error in the logs of both engines; the m
 
 
 def check(facts: ClusterFacts) -> Iterator[Finding]:
-    """Everything that needs more than one engine."""
+    """Check everything that involves several engines."""
     sides = {"prefill": facts.of_role("prefill"), "decode": facts.of_role("decode")}
     missing = [role for role, engines in sides.items() if not engines]
     if missing:
@@ -107,7 +107,8 @@ def _versions(engines: Sequence[EngineFacts]) -> Iterator[Finding]:
 
 
 def _transfer_backend(facts: EngineFacts) -> str:
-    """As on the engine's command line, where that is shown: mooncake_tcp resolves to mooncake."""
+    """Return the backend on the engine's command line if shown: mooncake_tcp resolves to
+    mooncake."""
     try:
         words = shlex.split(text(facts.data, "launch_command"))
     except ValueError:
@@ -117,7 +118,7 @@ def _transfer_backend(facts: EngineFacts) -> str:
 
 
 def _kv_dtype(facts: EngineFacts) -> str:
-    """Empty for ``auto``: it depends on the model and is not shown."""
+    """Return the KV dtype; empty for ``auto``, which depends on the model and is not shown."""
     dtype = text(facts.data, "kv_cache_dtype")
     return "" if dtype == "auto" else dtype
 
@@ -133,7 +134,7 @@ _SHARED: tuple[tuple[str, str, Callable[[EngineFacts], str]], ...] = (
         lambda e: text(e.data, "disaggregation_decode_allocation_policy"),
     ),
 )
-"""What prefill and decode must have in common, where both say it."""
+"""Properties that prefill and decode must share, if both report them."""
 
 
 _FITS = ("pair.tp-differs", "pair.retraction-key", "pair.cache-report")
@@ -192,7 +193,7 @@ def _cache_report(
 
 
 def attention_tp(facts: EngineFacts) -> int:
-    """TP size within one DP rank; 0 if it is not said."""
+    """TP size within one DP rank; 0 if not reported."""
     ranks, by_attention = dp_ranks(facts.data)
     context_parallel = max(1, number(facts.data, "attn_cp_size"))
     return number(facts.data, "tp_size") // ((ranks if by_attention else 1) * context_parallel)
@@ -201,7 +202,7 @@ def attention_tp(facts: EngineFacts) -> int:
 def grouped(
     engines: Sequence[EngineFacts], value: Callable[[EngineFacts], str]
 ) -> dict[str, list[str]]:
-    """URLs by value, in the order of the engines."""
+    """Group URLs by value, in the order of the engines."""
     groups: dict[str, list[str]] = {}
     for facts in engines:
         groups.setdefault(value(facts), []).append(facts.url)
@@ -209,6 +210,6 @@ def grouped(
 
 
 def told(groups: dict[str, list[str]]) -> str:
-    """``A (url, url) and B (url)``; the value of most engines first."""
+    """Format as ``A (url, url) and B (url)``, the most frequent value first."""
     ordered = sorted(groups.items(), key=lambda group: -len(group[1]))
     return "; ".join(f"{value or '?'} ({listed(urls, most=6)})" for value, urls in ordered)

@@ -1,5 +1,5 @@
-"""Is the plugin there, and does every DP rank report? What a router says of its reports is judged
-in :mod:`.router`."""
+"""Checks whether the plugin is present and every DP rank reports. The router's view of reports is
+judged in :mod:`.router`."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ warning endforward.cannot-listen -> give another --sbs-endforward-bind
 
 
 def check(facts: ClusterFacts) -> Iterator[Finding]:
-    """Plugin and reports of every engine."""
+    """Check plugin and reports of every engine."""
     usable = facts.usable
     heard = facts.heard or Heard()
     mine = Attribution(usable, heard)
@@ -85,16 +85,16 @@ def check(facts: ClusterFacts) -> Iterator[Finding]:
 
 
 class Attribution:
-    """Whose reports are whose: by boot id, by instance id, and where only one engine is left."""
+    """Assigns reports to engines: by boot id, by instance id, or if only one engine is left."""
 
     def __init__(self, engines: list[EngineFacts], heard: Heard) -> None:
         self._ranks: dict[str, dict[int, RankHeard]] = {}
         self.mismatched: dict[str, EndForward] = {}
-        """A report of each engine whose ranks say something else than the engine."""
+        """A report by engine whose ranks contradict the engine."""
         self.misnamed: dict[str, EndForward] = {}
-        """A report in the name of each engine that another one sent."""
+        """A report by engine in its name, sent by another one."""
         self.leftover: list[RankHeard] = []
-        """Reports whose engine is not known."""
+        """Reports from an unknown engine."""
         by_boot = {e.sbs.boot_id: e for e in engines if e.sbs and e.sbs.boot_id}
         by_alias = {alias_key(e.url): e for e in engines}
         rest: list[dict[int, RankHeard]] = []
@@ -119,11 +119,11 @@ class Attribution:
                 self.leftover += ranks.values()
 
     def of(self, engine: EngineFacts) -> dict[int, RankHeard]:
-        """What was heard of an engine, by rank."""
+        """Return the reports of an engine by rank."""
         return self._ranks.get(engine.url, {})
 
     def may_be_among_leftover(self, engine: EngineFacts) -> bool:
-        """Whether reports of nobody known could be this engine's."""
+        """Return whether unassigned reports could be from this engine."""
         return _may_speak(engine) and any(_says(engine, heard.last) for heard in self.leftover)
 
     def _give(self, engine: EngineFacts, ranks: dict[int, RankHeard]) -> None:
@@ -134,7 +134,8 @@ class Attribution:
                 self.mismatched[engine.url] = heard.last
 
     def _fits(self, engine: EngineFacts, ranks: dict[int, RankHeard]) -> bool:
-        """An engine that lacks these very ranks (a boot id of another node, or one not shown)."""
+        """Return whether an engine lacks exactly these ranks (their boot id may be of another node,
+        or not shown)."""
         return (
             _may_speak(engine)
             and not any(_is_strange(engine, heard.last) for heard in ranks.values())
@@ -173,7 +174,7 @@ def _plugin(facts: ClusterFacts, engine: EngineFacts, mine: Attribution) -> Iter
         return
     version = parse_version(info.version)
     if version is not None and (0, 0, 0) < version < PLUGIN_VERSION:
-        return  # version.needs-patch says it
+        return  # reported by version.needs-patch
     if not may_speak_unseen(engine):
         shown_from = ".".join(map(str, SHOWN_VERSION))
         seen = f"no sbs block in /server_info (shown from SGLang {shown_from} on)"
@@ -209,13 +210,13 @@ def _routers(engines: list[EngineFacts]) -> Iterator[Finding]:
 
 
 def _router_hears(facts: ClusterFacts, url: str) -> bool:
-    """Whether a router says that it gets reports of this engine."""
+    """Return whether a router receives reports of this engine."""
     router = facts.router
     return router is not None and router.entry(url).get("signal") == "endforward"
 
 
 def _reports(facts: ClusterFacts, engine: EngineFacts, mine: Attribution) -> Iterator[Finding]:
-    """Only what was listened to; a router's word is another matter."""
+    """Judge only messages received here, not the router's information."""
     info, heard, url, sbs = engine.known, facts.heard, engine.url, engine.sbs
     if facts.router is None and key_differs(facts.options, engine):
         has, lacks = "has a key", "has none"
@@ -238,13 +239,13 @@ def _reports(facts: ClusterFacts, engine: EngineFacts, mine: Attribution) -> Ite
         seen += f"message costs the engine {slowest_us} µs"
         yield finding("endforward.ok", url, seen)
     elif sbs is None and not ranks:
-        pass  # plugin.absent says it, or nothing can be said
+        pass  # reported by plugin.absent, or unknown
     elif sbs is not None and not _listened_to(sbs, heard):
         elsewhere = [e for e in sbs.routers if e in heard.elsewhere]
         if elsewhere and facts.router is None:
             yield finding("endforward.elsewhere", url, f"reports to {', '.join(elsewhere)}")
     elif mine.may_be_among_leftover(engine):
-        pass  # endforward.unattributed says it
+        pass  # reported by endforward.unattributed
     elif not ranks:
         where = ", ".join([*heard.bound, *heard.dialled])
         seen = f"nothing in {heard.listened_s:.0f} s of listening at {where}"
@@ -258,7 +259,7 @@ def _reports(facts: ClusterFacts, engine: EngineFacts, mine: Attribution) -> Ite
 
 
 def _what_to_open(info: WorkerInfo, missing: list[int]) -> str | None:
-    """For ranks on other nodes; ``None``: the catalogue's advice."""
+    """Advice about ports for ranks on other nodes; ``None``: the default advice."""
     nodes = sorted({node_of_rank(info, rank) for rank in missing} - {0})
     if not nodes or info.sbs is None:
         return None
@@ -276,7 +277,8 @@ def _what_to_open(info: WorkerInfo, missing: list[int]) -> str | None:
 
 
 def _listened_to(sbs: SbsBlock, heard: Heard) -> bool:
-    """Whether this engine would have been heard: one of its endpoints was ours."""
+    """Return whether reports of this engine would have arrived, i.e. one of its endpoints was
+    ours."""
     if sbs.bind and heard.dialled:
         return True
     unheard = {*heard.elsewhere, *heard.busy, *heard.failed}
@@ -299,7 +301,7 @@ def _listening(facts: ClusterFacts, heard: Heard, mine: Attribution) -> Iterator
     for role in ("prefill", "decode"):
         some = [one.last for one in mine.leftover if one.last.role == role]
         mates = [e for e in facts.engines if e.role == role]
-        if some and not any(e.info is None for e in mates):  # else they may be its reports
+        if some and not any(e.info is None for e in mates):  # otherwise these may be its reports
             seen = f"{len(some)} {role} ranks of {len({one.boot_id for one in some})} boots"
             kind = "unattributed" if any(map(may_speak_unseen, mates)) else "stranger"
             yield finding(f"endforward.{kind}", CLUSTER, seen)

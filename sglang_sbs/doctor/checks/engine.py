@@ -1,4 +1,4 @@
-"""What one engine says of itself, judged: reach, version, limits, flags, latency, room."""
+"""Judges single engines: reach, version, limits, flags, latency, room."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from sglang_sbs.router.workers import server_info
 from sglang_sbs.router.workers.server_info import WorkerInfo
 
 MIN_CHUNK_TOKENS = 512
-"""Per rank; passes below it are mostly fixed cost (the paper: 3K and 5K)."""
+"""Tokens per rank; passes below this are mostly fixed cost (the paper: 3K and 5K)."""
 MIN_RUNNING_REQUESTS = 8
 HIGH_RTT_S = 0.05
-"""Of the fastest round trip: a quarter of a short forward pass."""
+"""Threshold for the fastest round trip: a quarter of a short forward pass."""
 JITTER_S = 0.1
 CLOCK_S = 1.0
 _REORDERING = {
@@ -24,10 +24,11 @@ _REORDERING = {
     "shortest-prefill-first": "the shortest first, and a cut prompt gets what they leave of the "
     "chunk",
 }
-"""What SGLang's ``schedule_policy.py`` does under the policies that people set for speed. All of
-them take one of several new prompts that begin alike, and leave the others for the next pass."""
+"""Effect of SGLang's ``schedule_policy.py`` under the policies that users choose for speed. Of
+several new prompts with the same beginning, all of them take one and leave the others for the next
+pass."""
 FULL = 0.9
-"""Share of KV tokens or slots in use from which a rank counts as full."""
+"""Share of KV tokens or slots in use above which a rank counts as full."""
 
 finding = Findings("""
 ok reach.ok
@@ -95,14 +96,14 @@ note room.unknown -> nothing; SGLang 0.5.14 and later do
 
 
 def check(facts: ClusterFacts) -> Iterator[Finding]:
-    """Everything about each engine that needs no other one."""
+    """Check everything about each engine that involves no other one."""
     for engine in facts.engines:
         for name, *said in _checks(engine):
             yield finding(name, engine.url, *said)
 
 
 _Said = tuple[str, str] | tuple[str, str, str]
-"""Id, what was seen, and maybe what to change."""
+"""Id, observation, and optionally what to change."""
 
 
 def _checks(facts: EngineFacts) -> Iterator[_Said]:
@@ -122,7 +123,7 @@ def _checks(facts: EngineFacts) -> Iterator[_Said]:
 def _reach(facts: EngineFacts) -> Iterator[_Said]:
     url, role, info = facts.url, facts.role, facts.info
     if facts.failure is not None:
-        if facts.failure.kind != "refused":  # the keys are a matter of their own
+        if facts.failure.kind != "refused":  # a wrong key has its own findings
             yield f"reach.{facts.failure.kind}", facts.failure.text
     elif info is None:
         mode = text(facts.data, "disaggregation_mode")
@@ -198,7 +199,7 @@ def _limits(facts: EngineFacts, info: WorkerInfo) -> Iterator[_Said]:
 
 
 def describe_limits(info: WorkerInfo, role: str) -> str:
-    """The numbers SBS goes by, in a line."""
+    """Describe the limits that SBS uses, in a line."""
     parts = [f"{info.dp_size} DP rank{'s' if info.dp_size > 1 else ''}"]
     if role == "prefill":
         parts.append(f"{info.chunk_tokens} tokens per rank and pass")

@@ -1,4 +1,4 @@
-"""What hangs on each prefill engine: its bootstrap server, and what is known of its cache."""
+"""Checks each prefill engine's bootstrap server and the source of its cache contents."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ warning cache.mixed -> the same --kv-events-config on all prefill engines
 
 
 def check(facts: ClusterFacts) -> Iterator[Finding]:
-    """Every prefill engine, and how they differ."""
+    """Check every prefill engine, and their differences."""
     prefill, decode = facts.of_role("prefill"), facts.of_role("decode")
     for engine in prefill:
         yield from _bootstrap(engine, decode)
@@ -82,7 +82,7 @@ def _bootstrap_problems(engine: EngineFacts, bootstrap: Bootstrap) -> Iterator[F
     elif bootstrap.status != 200 or number(bootstrap.layout, "dp_size") < 1:
         yield finding("bootstrap.not-one", url, f"{bootstrap.address} answers {bootstrap.status}")
     else:
-        # What the bootstrap server says of its engine, against what this engine says.
+        # Compare the bootstrap server's information with the engine's.
         for what, field, ours in (
             ("HTTP port", "prefill_http_port", number(engine.data, "port")),
             ("DP size", "dp_size", engine.known.dp_size),

@@ -1,4 +1,4 @@
-"""What a running router says of itself and of its engines, against what the engines say."""
+"""Compares a running router's information with that of the engines."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ warning router.throttled -> add prefill instances; sglang-sbs simulate plan says
 
 
 def check(facts: ClusterFacts) -> Iterator[Finding]:
-    """The router, and its view of every engine."""
+    """Check the router and its view of every engine."""
     router = facts.router
     if router is None:
         return
@@ -106,10 +106,10 @@ def _worker(router: RouterFacts, engine: EngineFacts, entry: dict[str, Any]) -> 
 
 
 def _signal(router: RouterFacts, url: str, entry: dict[str, Any]) -> Iterator[Finding]:
-    """EndForward as it arrives at the router."""
+    """Check whether EndForward arrives at the router."""
     if entry.get("signal") != "endforward":
         if not reads_reports(router.state.get("policy")):
-            return  # it has no use for reports
+            return  # this policy uses no reports
         age_s = entry.get("endforward_age_s")
         never = f"the last came {age_s} s ago" if age_s is not None else "none ever came"
         yield finding("router.polls", url, f"no EndForward lately: {never}")

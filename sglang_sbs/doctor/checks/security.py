@@ -1,4 +1,4 @@
-"""Keys and TLS. No key is ever part of a finding."""
+"""Checks keys and TLS. Findings never contain a key."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ warning security.key-file-mode -> chmod 600 the file
 
 
 def check(facts: ClusterFacts) -> Iterator[Finding]:
-    """Every engine's keys, and the secret of EndForward."""
+    """Check every engine's keys, and the secret of EndForward."""
     found = [one for engine in facts.engines for one in _keys(facts, engine)]
     yield from found
     flags = facts.options.router_flags

@@ -1,1 +1,1 @@
-"""Asking engines and a router; nothing is judged here."""
+"""Queries engines and a router; judges nothing."""

@@ -1,4 +1,4 @@
-"""Listens for EndForward where a router would, for a few seconds.
+"""Listens for EndForward for a few seconds, at the addresses where a router would.
 
 Engines connect to whoever listens at the addresses in ``SGLANG_SBS_ROUTERS``. Left alone are a port
 that somebody has, and one whose engines have a key where the doctor has none, or the other way
@@ -34,7 +34,8 @@ _TURN_MS = 100
 
 
 def endpoints_to_hear(options: DoctorOptions, engines: Iterable[EngineFacts]) -> list[str]:
-    """Where the engines report to, or where the user says; nothing if nobody could report."""
+    """Return the endpoints that engines report to, or that the user gave; empty if no report could
+    come."""
     named: dict[str, bool] = {}
     for facts in engines:
         for endpoint in facts.sbs.routers if facts.sbs is not None else ():
@@ -48,7 +49,7 @@ def endpoints_to_hear(options: DoctorOptions, engines: Iterable[EngineFacts]) ->
 
 
 class Ear:
-    """One listening; ``listen`` blocks, so it belongs into a thread."""
+    """Listens once; ``listen`` blocks, so call it in a thread."""
 
     def __init__(self, options: DoctorOptions, engines: Sequence[EngineFacts]) -> None:
         self._options = options
@@ -56,14 +57,14 @@ class Ear:
         self._keys = keys = options.router_flags.endforward_keys
         self._heard = Heard()
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context(io_threads=1)
-        # Two, since with keys one socket cannot be CURVE's server and its client.
+        # Two sockets: with keys one cannot be both CURVE server and client.
         self._listening, self._dialling = self._subscriber(), self._subscriber()
         if keys is not None:
             keys.serve(self._listening)
             keys.connect(self._dialling)
 
     def listen(self) -> Heard:
-        """Until every rank that is known to speak was heard, or ``wait_s`` is over."""
+        """Listen until every rank known to report was heard, or ``wait_s`` is over."""
         gatekeeper = Gatekeeper(self._context, self._keys) if self._keys is not None else None
         started_s = time.monotonic()
         sockets = self._listening, self._dialling
@@ -76,7 +77,7 @@ class Ear:
             if self._heard.bound or self._heard.dialled:
                 self._receive(started_s + self._options.wait_s, monitors)
         finally:
-            # First: with nobody at the monitor's end libzmq would block over its next event.
+            # Close monitors first: without a reader libzmq would block at its next event.
             for sock in sockets:
                 sock.disable_monitor()
             for sock in (*monitors, *sockets):
@@ -94,7 +95,7 @@ class Ear:
         return sock
 
     def _bind(self, endpoint: str) -> None:
-        """Listen at an endpoint if it is this machine's and free."""
+        """Listen at an endpoint that is free and on this machine."""
         try:
             fates = [self._bind_one(candidate) for candidate in _addresses(endpoint)]
         except (OSError, ValueError) as error:
@@ -108,7 +109,7 @@ class Ear:
             self._heard.failed[endpoint] = zmq.strerror(fates[0]) if fates else "no address"
 
     def _bind_one(self, endpoint: str) -> int:
-        """0, or the number of the error."""
+        """Return 0, or the number of the error."""
         if endpoint.startswith("ipc://") and _ipc_taken(endpoint.removeprefix("ipc://")):
             return errno.EADDRINUSE
         try:
@@ -126,7 +127,7 @@ class Ear:
         for endpoint in publisher_endpoints(facts.url, facts.sbs.bind, facts.known.dp_size):
             host, port = split_tcp(endpoint)
             try:
-                # Looked up here: libzmq would do it in the thread that receives everything.
+                # Look the name up here: libzmq would do it in the thread that receives everything.
                 address = address or split_tcp(min(resolve_endpoints(host, port)))[0]
             except OSError as error:
                 self._heard.failed[endpoint] = str(error)
@@ -143,7 +144,7 @@ class Ear:
             for facts in self._engines
             if facts.sbs is not None and not key_differs(self._options, facts)
         ]
-        # Each node has a boot id of its own; that of the first is told.
+        # Each node has its own boot id; only the first node's is reported.
         expected = {
             boot: sum(node_of_rank(info, rank) == 0 for rank in range(info.dp_size))
             for info, boot in speaking
@@ -178,13 +179,13 @@ class Ear:
 
 
 def _received(sock: zmq.Socket[bytes]) -> Iterator[list[zmq.Frame]]:
-    """What has come."""
+    """Yield the messages that have arrived."""
     while sock.poll(0):
         yield sock.recv_multipart(zmq.NOBLOCK, copy=False)
 
 
 def _addresses(endpoint: str) -> list[str]:
-    """The endpoints to bind for one that engines connect to. Raises: OSError, ValueError."""
+    """Return the endpoints to bind for one that engines connect to. Raises: OSError, ValueError."""
     if endpoint.startswith("ipc://"):
         return [endpoint]
     host, port = split_tcp(endpoint)
@@ -194,7 +195,7 @@ def _addresses(endpoint: str) -> list[str]:
 
 
 def _ipc_taken(path: str) -> bool:
-    """Whether somebody listens there: binding would take it away from them."""
+    """Return whether another process listens there; binding would take it over."""
     if not Path(path).exists():
         return False
     with socket.socket(socket.AF_UNIX) as sock:

@@ -1,5 +1,5 @@
-"""Asks engines over HTTP, all at once, each question with a time limit. Asks only what changes
-nothing: GETs that run no forward pass."""
+"""Queries engines over HTTP concurrently, each query with a time limit. Uses only GETs that run no
+forward pass."""
 
 from __future__ import annotations
 
@@ -37,9 +37,9 @@ from sglang_sbs.router.workers.worker import Worker
 
 ROUND_TRIPS = 8
 _AT_ONCE = 64
-"""Engines asked at a time."""
+"""Limit on engines queried concurrently."""
 _ROUTE = "/route?prefill_dp_rank=-1&prefill_cp_rank=-1&target_tp_rank=-1&target_pp_rank=-1"
-"""What a decode engine asks first: the layout of the whole prefill engine."""
+"""First query of a decode engine: the layout of the whole prefill engine."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,14 +48,14 @@ class Answer:
     body: bytes
     took_s: float
     ended_s: float
-    """Wall clock."""
+    """Wall clock time of the end."""
 
     def beginning(self, most: int) -> str:
-        """The first ``most`` bytes of its body, for a message about it."""
+        """Return the first ``most`` bytes of the body for a message."""
         return text_without_secrets(self.body[:most].decode("utf-8", "replace").strip())
 
     def json_object(self) -> dict[str, Any]:
-        """Empty if it is none."""
+        """Parse the body as an object; empty if it is not one."""
         try:
             value = orjson.loads(self.body)
         except orjson.JSONDecodeError:
@@ -64,7 +64,7 @@ class Answer:
 
 
 class Asker:
-    """Questions to engines and routers, with their keys and certificates."""
+    """Sends queries to engines and routers with their keys and certificates."""
 
     def __init__(self, session: aiohttp.ClientSession, options: DoctorOptions) -> None:
         self._session = session
@@ -106,7 +106,7 @@ class Asker:
     # An engine --------------------------------------------------------------------------------
 
     async def examine(self, facts: EngineFacts) -> None:
-        """Everything one engine says. Never raises for what it does."""
+        """Query everything about one engine. Never raises because of its responses."""
         try:
             shown = await self._server_info(facts.url)
             facts.admin_api_key = text(shown, "admin_api_key")
@@ -126,8 +126,8 @@ class Asker:
         await asyncio.gather(*questions)
 
     async def _rank_servers(self, info: WorkerInfo, url: str) -> None:
-        """Of the first node: only EndForward says where the others are. Raises: RankOutOfReach, a
-        DP rank does not serve where requests for it would go."""
+        """Check the servers of the first node's ranks; only EndForward shows where the others are.
+        Raises: RankOutOfReach, a DP rank does not serve where requests for it would go."""
         boot_id = info.sbs.boot_id if info.sbs is not None else ""
         for rank in server_info.ranks_in_reach(info)[1:] if info.rust_server else ():
             place = server_info.server_url(url, info, rank)
@@ -162,7 +162,8 @@ class Asker:
                     facts.rtts_s.append(answer.took_s)
 
     async def _without_key(self, facts: EngineFacts) -> None:
-        """Whether it can be used without a key; a path that SGLang protects like inference."""
+        """Test whether the engine can be used without a key, on a path that SGLang protects like
+        inference."""
         with suppress(Failure):
             answer = await self.get(facts.url, "/model_info")
             facts.open_without_key = answer.status not in (401, 403)
@@ -179,7 +180,7 @@ class Asker:
                 facts.clock_offset_s = stamp.timestamp() - asked_s
 
     async def kv_ports(self, facts: EngineFacts, heard: Mapping[int, RankHeard]) -> None:
-        """Which ports of its KV events are shut. ``heard``: its EndForward, by DP rank."""
+        """Find closed KV event ports. ``heard``: the engine's EndForward by DP rank."""
         info = facts.info
         if info is None or info.kv_events is None:
             return
@@ -188,7 +189,7 @@ class Asker:
             node, report = server_info.node_of_rank(info, rank), heard.get(rank)
             endpoints = default_endpoints(facts.url, info.kv_events, rank)
             if node > 0 and report is None:
-                continue  # endforward.rank-missing says it, or nobody listened
+                continue  # reported by endforward.rank-missing, or not known
             if node > 0 and report is not None:
                 address, has_key = report.last.kv_address, self._options.key_file is not None
                 try:
@@ -218,7 +219,7 @@ class Asker:
         if port is None:
             return
         bootstrap = facts.bootstrap = Bootstrap(worker.bootstrap_host, port)
-        # Decode engines speak plain HTTP to it, whatever the engine itself speaks.
+        # Decode engines use plain HTTP for it, regardless of the engine's own protocol.
         try:
             answer = await self.get(f"http://{bootstrap.host}:{port}", _ROUTE)
         except Failure as failure:
@@ -230,7 +231,7 @@ class Asker:
 
 
 def worker_of(facts: EngineFacts, info: WorkerInfo) -> Worker:
-    """The engine as a router would have it."""
+    """Build the engine's worker as a router would."""
     return Worker(
         url=facts.url,
         role=facts.role,

@@ -1,5 +1,5 @@
-"""``--probe``: one request for one token through every pair of prefill and decode, sent as the
-router sends them. Over all pairs every DP rank gets its turn."""
+"""``--probe``: sends a request for one token through every pair of prefill and decode, as the
+router would. Together the probes use every DP rank."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ from sglang_sbs.router.workers.worker import Worker
 from sglang_sbs.scheduling.events import InstanceRole
 
 PROBE_TIMEOUT_S = 30.0
-"""The first request between two engines sets up their connection."""
+"""Time limit: the first request between two engines sets up their connection."""
 _AT_ONCE = 8
 _PROMPT = [5, 6, 7, 8]
-"""Token ids: also engines without a tokenizer take them."""
+"""Token ids, which engines without a tokenizer accept as well."""
 _MAX_REPLY_CHARS = 300
 _SIDES: tuple[InstanceRole, InstanceRole] = ("prefill", "decode")
 _Post = Callable[..., Awaitable[tuple[int, bytes]]]
-"""To a URL, with the key that it needs."""
+"""Posts to a URL with the key it needs."""
 
 
 async def probe_pairs(
@@ -42,7 +42,7 @@ async def probe_pairs(
     prefill: Sequence[EngineFacts],
     decode: Sequence[EngineFacts],
 ) -> list[ProbeResult]:
-    """Requests through all pairs, a few at a time."""
+    """Send requests through all pairs, a few concurrently."""
     gate = asyncio.Semaphore(_AT_ONCE)
     keys = options.router_flags.api_key, options.router_flags.worker_key
     post, abort = (partial(ask, session, "POST", key=key) for key in keys)
@@ -82,7 +82,7 @@ async def _probe(
     legs: list[asyncio.Task[None]] = []
     failure = ""
     try:
-        # The first failure is the cause; the other leg would wait for its partner in vain.
+        # The first failure is the cause; the other leg would only wait for its partner.
         async with asyncio.timeout(PROBE_TIMEOUT_S), asyncio.TaskGroup() as group:
             for url, side, body in zip(urls, _SIDES, bodies, strict=True):
                 legs.append(group.create_task(_leg(post, url, side, body)))
@@ -103,8 +103,11 @@ class _LegFailed(Exception):
 
 
 async def _leg(post: _Post, url: str, side: InstanceRole, body: dict[str, object]) -> None:
-    """Raises: _LegFailed, naming the side."""
-    limits = {"timeout_s": 2 * PROBE_TIMEOUT_S, "connect_s": 5.0}  # the pair's own limit is first
+    """Send one leg. Raises: _LegFailed, naming the side."""
+    limits = {
+        "timeout_s": 2 * PROBE_TIMEOUT_S,
+        "connect_s": 5.0,
+    }  # the pair's own limit ends it first
     try:
         status, raw = await post(f"{url}/generate", json=body, **limits)
     except (aiohttp.ClientError, OSError) as error:

@@ -1,4 +1,4 @@
-"""Asks a running router what it knows of its engines."""
+"""Queries a running router about its engines."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ _ASK_AGAIN_S = 0.5
 
 
 async def ask_router(asker: Asker, options: DoctorOptions, url: str) -> RouterFacts:
-    """What it knows, once every rank was heard there or ``options.wait_s`` is over. Never raises
-    for what the router does."""
+    """Query the router once it has heard every rank, or when ``options.wait_s`` is over. Never
+    raises because of its responses."""
     until_s = time.monotonic() + options.wait_s
     facts = await _ask(asker, options, url)
     while _unheard(facts) and time.monotonic() < until_s:
@@ -26,7 +26,8 @@ async def ask_router(asker: Asker, options: DoctorOptions, url: str) -> RouterFa
 
 
 def _unheard(facts: RouterFacts) -> bool:
-    """It would use reports, and some rank of an engine that answers has sent none yet."""
+    """Return whether the router uses reports, and some rank of a responding engine has sent none
+    yet."""
     if not reads_reports(facts.state.get("policy")):
         return False
     answering = [str(entry.get("url")) for entry in facts.workers if entry.get("usable") is True]
@@ -59,7 +60,7 @@ async def _ask(asker: Asker, options: DoctorOptions, url: str) -> RouterFacts:
 
 
 def engines_of(facts: RouterFacts) -> list[EngineFacts]:
-    """The engines a router has, as it has them."""
+    """Return the engines of a router as it describes them."""
     engines = []
     for entry in facts.workers:
         role = entry.get("worker_type")
