@@ -105,12 +105,13 @@ class Source:
         return made in self.holders or self.is_holder(returns)
 
     def _is_given(self, call: ast.Call, held: set[str]) -> bool:
-        """Whether an argument is the queue or an object that holds it, or it is a method of one."""
+        """Whether an argument, or the object of a method, is the queue, holds it or comes of it."""
         given = [*call.args, *[keyword.value for keyword in call.keywords]]
         if isinstance(call.func, ast.Attribute):
             given.append(call.func.value)
-        names = {node.id for node in given if isinstance(node, ast.Name)}
-        attributes = {node.attr for node in given if isinstance(node, ast.Attribute)}
+        nodes = [node for one in given for node in ast.walk(one)]
+        names = {node.id for node in nodes if isinstance(node, ast.Name)}
+        attributes = {node.attr for node in nodes if isinstance(node, ast.Attribute)}
         return bool(names & held or attributes & _HELD)
 
     def _called(self, call: ast.Call, caller: str) -> str | None:
@@ -119,6 +120,8 @@ class Source:
             name = call.func.id
             return next((one for one in (name, f"{name}.__init__") if one in self.functions), None)
         if isinstance(call.func, ast.Attribute):
+            if ast.unparse(call.func.value).endswith("queue"):
+                return None  # the queue is outside the policies
             method, own = call.func.attr, f"{caller.partition('.')[0]}.{call.func.attr}"
             if isinstance(call.func.value, ast.Name) and call.func.value.id == "self":
                 return own if own in self.functions else None

@@ -20,7 +20,7 @@ from sglang_sbs.scheduling.request import Request
 Place = tuple[PrefillInstance, int]
 """A DP rank."""
 Worker = list[PrefillInstance]
-"""What a gateway chooses among: one instance, or where there is no barrier all that it is."""
+"""What a gateway chooses among: an instance, or without a barrier the instances of its ranks."""
 
 
 def workers_of(instances: Instances) -> list[Worker]:
@@ -35,24 +35,24 @@ def ranks_of(worker: Worker) -> int:
 
 
 def rank_of(worker: Worker, number: int) -> Place:
-    """One of them."""
+    """The place of a DP rank by its number in the worker."""
     return (worker[0], number) if len(worker) == 1 else (worker[number], 0)
 
 
 def requests_of(worker: Worker) -> int:
-    """Unfinished ones."""
+    """Unfinished requests of a worker."""
     return sum([len(rank.outstanding) for instance in worker for rank in instance.ranks])
 
 
 def requests_at(worker: Worker, number: int) -> int:
-    """Unfinished ones of one of its DP ranks."""
+    """Unfinished requests of a DP rank of a worker."""
     instance, rank = rank_of(worker, number)
     return len(instance.ranks[rank].outstanding)
 
 
 class ImmediatePolicy(PrefillPolicy):
-    """Places every request when it arrives. Subclasses choose the worker, by default each in turn,
-    and the DP rank in it; or the place at once."""
+    """Places every request when it arrives. Subclasses choose the worker (unless overridden, each
+    in turn) and the DP rank in it, or both at once."""
 
     holds = False
 
@@ -146,7 +146,7 @@ class Eta(ImmediatePolicy):
     strongest policy that does not wait."""
 
     def __init__(self, interval: IntervalController, *, knows_caches: bool = False) -> None:
-        """``knows_caches``: what a rank has in its prefix cache is not computed there."""
+        """``knows_caches``: subtract what a rank has in its prefix cache."""
         super().__init__()
         self._interval = interval
         self._knows_caches = knows_caches
@@ -155,7 +155,7 @@ class Eta(ImmediatePolicy):
         places = [(self._best_rank(request, one, now_s), one) for one in instances]
         best = min(places, key=lambda place: place[0][:2])
         if best[1].idle:
-            # Nowhere is more of its prompt cached than on the best one.
+            # Take turns among idle ones with no less of the prompt cached than the best one.
             equal = [place for place in places if place[1].idle and place[0][1] <= best[0][1]]
             turn = whose_turn([one for _, one in equal], best[0][1], request.session)
             best = next(place for place in equal if place[1] is turn)
