@@ -175,11 +175,9 @@ class CacheAffinity:
         best = self._best.get(request.rid)
         if best is None:
             hits = request.hits.by_instance
-            best = self.best_on(request, self.view(self._first))
-            for name in hits:
-                if name != self._first.id and name in self._by_id:
-                    best = min(best, self.best_on(request, self.view(self._by_id[name])))
-            self._best[request.rid] = best
+            others = (hits.keys() & self._by_id.keys()) - {self._first.id}
+            views = map(self.view, [self._first, *[self._by_id[name] for name in others]])
+            best = self._best[request.rid] = min([self.best_on(request, view) for view in views])
             if best.instance in hits:
                 self._wanted.add(best.instance)
                 left = request.prompt_tokens - hits[best.instance][best.rank]

@@ -53,11 +53,11 @@ def _kind(view: View, opening: OpenPass) -> Opening:
     return Opening.ABOUT_TO_END if is_full_ahead and is_near else opening.kind
 
 
-def note_opening(request: Request, view: View, openings: Openings, now_s: float) -> None:
-    """Note which instance was expected to be ready first when a request arrived that none could
-    take."""
-    soonest = openings.soonest
-    if soonest is None:
+def note_opening(request: Request, view: View, now_s: float) -> None:
+    """Note which instance was expected to be ready first when a request arrived that no instance
+    could take."""
+    if view.passes_away > 1:
         note(request, WaitReason.NOT_YET, now_s)
     else:
+        soonest = next(view.in_order())
         note(request, WaitReason.NOT_YET, now_s, soonest.id, view.at.free_at_s(soonest))

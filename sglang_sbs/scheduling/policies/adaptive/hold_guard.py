@@ -60,8 +60,8 @@ def place_at_once(
     nothing. Until the queued pass starts, waiting in the router costs nothing.
     """
     for request in islice(queue, TUNING.most_refused):
-        if admissible(request) and (allowed := request.allowed_on(instances)):
-            ready_s = [(_ready_s(one, now_s), one) for one in allowed]
+        if admissible(request):
+            ready_s = [(_ready_s(one, now_s), one) for one in request.allowed_on(instances)]
             ready = [one for at_s, one in ready_s if at_s <= now_s]
             if not ready:
                 return Plan(wake_s=min(at_s for at_s, _ in ready_s))

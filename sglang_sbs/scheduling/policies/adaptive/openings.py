@@ -28,8 +28,6 @@ class Openings(NamedTuple):
     """When the next one opens."""
     begins: Begins
     """When passes begin that a batch could be in."""
-    soonest: PrefillInstance | None
-    """The instance where a batch would start first; None if all are far away."""
     early: bool
     """Caches settle where requests go, and some engine forms its next pass ahead: requests for it
     may leave before a batch could."""
@@ -40,18 +38,17 @@ class Openings(NamedTuple):
 def open_passes(view: View) -> Openings:
     """Step 2: when a batch may leave, and for which passes."""
     wake_s = math.inf if view.overdue else view.hold_until_s
-    soonest: PrefillInstance | None = None
     if view.passes_away > 1:
         found = _far_away(view)
     else:
-        found, wake_s, soonest = _near(view, wake_s)
+        found, wake_s = _near(view, wake_s)
     joins = {one.instance.id: one.joins_left for one in found if one.kind is Opening.JOINS}
     begins = Begins(view.starts, joins)
     ahead, due_s = _ahead(view)
     wake_s = min(wake_s, due_s)
     early = view.by_forecast and view.learned.long.leave_early(view.instances)
     if not (found or ahead or early):
-        return Openings([], wake_s, begins, soonest, early, any=False)
+        return Openings([], wake_s, begins, early, any=False)
     found = _idle_in_turn(found, next(iter(view.queue)))
     if view.by_forecast:
         ahead = []  # prompts of several chunks keep every pass full
@@ -61,7 +58,7 @@ def open_passes(view: View) -> Openings:
     looking = [*_looking_ahead(view, ahead, joins)]
     # An instance may be in both lists. It keeps its place of the first, and looks ahead.
     passes = {one.instance: one for one in (*looking, *found, *looking)}
-    return Openings([*passes.values()], wake_s, begins, soonest, early, any=True)
+    return Openings([*passes.values()], wake_s, begins, early, any=True)
 
 
 def _far_away(view: View) -> list[OpenPass]:
@@ -71,13 +68,12 @@ def _far_away(view: View) -> list[OpenPass]:
     return [OpenPass(one, Opening.FAR_AWAY, passes=passes) for one in far]
 
 
-def _near(view: View, wake_s: float) -> tuple[list[OpenPass], float, PrefillInstance | None]:
-    """The open passes, when the next one opens, and the instance where a batch would start first.
-    ``wake_s``: the next decision is no later than this."""
+def _near(view: View, wake_s: float) -> tuple[list[OpenPass], float]:
+    """The open passes, and when the next one opens. ``wake_s``: the next decision is no later than
+    this."""
     now_s, capacity_of = view.at.now_s, view.learned.offered.capacity_of
     patience_tokens = 0.0 if view.urgent else TUNING.slack * view.queue.tokens
     found: list[OpenPass] = []
-    soonest: PrefillInstance | None = None
     ahead_tokens = 0.0
     is_long = True
 
@@ -87,7 +83,6 @@ def _near(view: View, wake_s: float) -> tuple[list[OpenPass], float, PrefillInst
 
     for start_s, _, number in view.starts.until(limit_s):
         instance = view.instances[number]
-        soonest = soonest or instance
         ahead_tokens += capacity_of(instance)
         is_long = patience_tokens >= ahead_tokens
         opens_s, kind, joins_left = _opening(view, instance, start_s, is_long)
@@ -95,7 +90,7 @@ def _near(view: View, wake_s: float) -> tuple[list[OpenPass], float, PrefillInst
             found.append(OpenPass(instance, kind, joins_left))
         else:
             wake_s = min(wake_s, opens_s)
-    return found, wake_s, soonest
+    return found, wake_s
 
 
 def _opening(

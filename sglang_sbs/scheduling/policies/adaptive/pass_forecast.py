@@ -315,6 +315,5 @@ def _in_turn(
         fetches = name in request.hits.to_fetch
         return one.idle and not fetches and request.uncached_tokens_on(name) <= tokens
 
-    equal = [one for one in allowed if one is cheapest or is_equal(one)]
-    turn = whose_turn([one.instance for one in equal], tokens)
-    return next(one for one in equal if one.instance is turn)
+    equal = {one.instance: one for one in allowed if one is cheapest or is_equal(one)}
+    return equal[whose_turn([*equal], tokens)]

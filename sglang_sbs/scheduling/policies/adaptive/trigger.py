@@ -80,7 +80,8 @@ class AdaptiveTrigger(PrefillPolicy):
         self.guard = HoldGuard()
         self._retry_s = float("-inf")
         self._moment: CacheAffinity | None = None
-        self._last: tuple[View, Openings] | None = None
+        self._view: View | None = None
+        """What the last decision knew."""
         self._learned = Learned(
             *(interval, load, self._lineup, self._lead, self._long, urgency, self.starts),
             max_hold_s,
@@ -109,14 +110,15 @@ class AdaptiveTrigger(PrefillPolicy):
         self._offered.forget_speed(instance)
 
     def key_of(self, request: Request) -> float:
-        """Short first with ageing: a chunk of length is worth ``_ageing_s`` of waiting. What is
-        longer takes several passes as it is, and would be the tail if it started last."""
+        """Short first with ageing: a chunk of length is worth ``_ageing_s`` of waiting. A longer
+        prompt counts as one chunk: it takes several passes as it is, and would be the tail if it
+        started last."""
         chunks = request.uncached_tokens / self._long.chunk_tokens
         shift_s = self._urgency.shift_s(request, chunks)
         return request.arrived_s + self._ageing_s() * min(1.0, chunks) + shift_s
 
     def _ageing_s(self) -> float:
-        """With many instances a batch leaves often, and being passed over must count for more."""
+        """With many instances a batch leaves often, so being passed over counts for more."""
         batches_s = self._interval.mean_forward_s / max(1, self._interval.active)
         return TUNING.ageing * batches_s
 
@@ -136,9 +138,8 @@ class AdaptiveTrigger(PrefillPolicy):
         if self._sends_at_once(queue, now_s):
             self._planned_s = None
             return place_at_once(queue, instances, admissible, self._eta, now_s)
-        view = observe(self._learned, queue, instances, admissible, now_s)
+        self._view = view = observe(self._learned, queue, instances, admissible, now_s)
         openings = open_passes(view)
-        self._last = view, openings
         division = divide(view, openings)
         if not division.passes and (self._moment is None or self._moment.at.now_s != now_s):
             return self._later(view, openings.wake_s, division)
@@ -165,8 +166,8 @@ class AdaptiveTrigger(PrefillPolicy):
         moment.dispatched(instance)
 
     def note_waiting(self, request: Request, now_s: float) -> None:
-        if self._last is not None:
-            note_opening(request, *self._last, now_s)
+        if self._view is not None:
+            note_opening(request, self._view, now_s)
 
     @property
     def holding(self) -> bool:
