@@ -54,3 +54,14 @@ def test_everything_names_the_version_that_is_built() -> None:
         r"newTag: (\S+)", (ROOT / "examples" / "kubernetes" / "kustomization.yaml").read_text()
     )
     assert tags and {tag.rpartition("-")[2] for tag in tags} == {__version__}
+
+
+def test_the_changelog_says_everything_once() -> None:
+    """Its lines are merged by union, which doubles a part that moved meanwhile."""
+    text = (ROOT / "CHANGELOG.md").read_text()
+    entries = re.findall(r"^- .*$", text, re.M)
+    assert len(entries) > 200
+    assert {one for one in entries if entries.count(one) > 1} == set()
+    for release in text.split("\n## ")[1:]:
+        sections = re.findall(r"^### .*$", release, re.M)
+        assert len(sections) == len(set(sections)), release.partition("\n")[0]
