@@ -302,6 +302,7 @@ WITHOUT_EFFECT = (
     ("sessions --kv-tokens 0 --prefix-source off", "--prefix-source: no effect, as there are no"),
     ("paper-3k --kv-tokens 9999", "--kv-tokens: no effect, as there are no prefix caches"),
     ("paper-3k --host-kv-tokens 9", "--host-kv-tokens: no effect, as there are no prefix caches"),
+    ("paper-3k --decode-cache seen", "--decode-cache: no effect, as there are no prefix caches"),
     ("paper-3k --storage", "--storage: no effect, as there are no prefix caches"),
     ("paper-3k --instance chunk=512 --chunks 9", "--chunks: no effect, as every --instance has"),
     ("paper-3k --instance dp=2 --dp 4", "--dp: no effect, as every --instance has its own"),

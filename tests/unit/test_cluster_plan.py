@@ -155,6 +155,14 @@ def test_no_kv_events_that_nobody_wants_or_that_cost_too_much(options: dict[str,
         assert "--kv-events-config" not in instance.argv
 
 
+def test_decode_publishes_its_kv_events_where_it_has_a_radix_cache() -> None:
+    flags = ("--disaggregation-decode-enable-radix-cache",)
+    prefill, decode = plan(engine_flags=("--page-size", "64"), decode_flags=flags).instances
+    assert kv_events(prefill)["endpoint"] != kv_events(decode)["endpoint"]
+    _, decode = plan(decode_flags=flags).instances
+    assert "--kv-events-config" not in decode.argv
+
+
 def test_a_users_own_kv_events_are_left_alone() -> None:
     given = '{"publisher": "zmq"}'
     planned = plan(engine_flags=("--page-size", "64"), prefill_flags=("--kv-events-config", given))

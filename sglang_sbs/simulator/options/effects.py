@@ -26,7 +26,7 @@ _OF_HOLDING = (
     *("--sbs-tenant-weights",),
 )
 """An immediate policy has no queue: it refuses nothing, and holds nothing."""
-_OF_CACHES = ("--prefix-source", "--kv-tokens", "--host-kv-tokens", "--storage")
+_OF_CACHES = ("--prefix-source", "--kv-tokens", "--host-kv-tokens", "--storage", "--decode-cache")
 
 
 class Simulated(NamedTuple):

@@ -127,8 +127,9 @@ class TestBalance:
         assert schedule_decode([request({6: 3900})], loads, rule)["r"] != 6
 
     def test_nor_one_that_is_full(self, rule) -> None:
-        loads = [DecodeLoad(4, 40_000, kv_capacity_tokens=44_500) for _ in range(8)]
-        loads[6] = DecodeLoad(4, 40_500, kv_capacity_tokens=44_500)
+        loads = [DecodeLoad(4, 40_000 + 500 * rank) for rank in range(8)]
+        assert schedule_decode([request({6: 3900})], [*loads], rule) == {"r": 6}
+        loads[6] = DecodeLoad(4, 43_000, kv_capacity_tokens=47_000)
         assert schedule_decode([request({6: 3900})], loads, rule)["r"] != 6
 
     def test_what_a_batch_sends_there_counts_whole(self, rule) -> None:
@@ -136,6 +137,13 @@ class TestBalance:
         loads = [DecodeLoad(4, 40_000) for _ in range(8)]
         schedule_decode([request({6: 3900})], loads, rule)
         assert (loads[6].kv_tokens, loads[6].committed_tokens) == (44_000, 4_400)
+
+
+def test_an_outlier_stays_masked_however_much_of_the_prompt_it_has() -> None:
+    loads = [DecodeLoad(4, 40_000) for _ in range(8)]
+    loads[6] = DecodeLoad(4, 90_000)
+    one = request({6: 120_000}, prompt=130_000)
+    assert schedule_decode([one], loads, iqr_lexicographic(1.5))["r"] != 6
 
 
 def test_a_spared_transfer_is_worth_less_than_a_request() -> None:
