@@ -1,2 +1,2 @@
-"""A PD cluster on this machine: planned, started, watched, stopped. All of it: ``local``. Knows
-SGLang's command line and HTTP interface only; imports neither torch nor SGLang."""
+"""A PD cluster on this machine: planning, start, supervision and stop. ``local`` combines these.
+Uses only SGLang's command line and HTTP interface; imports neither torch nor SGLang."""

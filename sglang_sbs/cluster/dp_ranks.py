@@ -1,4 +1,4 @@
-"""How many DP ranks an engine has, as SGLang reads it from the flags of any release."""
+"""Reads the number of DP ranks of an engine from its flags, as SGLang of any release does."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ there is ``--attn-dp-size N`` too, and SGLang announces to remove the old one af
 
 
 class FlagError(ValueError):
-    """A flag has no value that SGLang would take."""
+    """A flag has a value that SGLang would refuse."""
 
 
 @dataclass(frozen=True)
@@ -21,11 +21,11 @@ class DpRanks:
 
     count: int
     attention: bool
-    """They share one TP group and its GPUs. Otherwise each rank is an engine of its own."""
+    """The ranks share one TP group and its GPUs. Otherwise each rank is a separate engine."""
 
     @property
     def replicas(self) -> int:
-        """How many times the engine takes the GPUs of its TP and PP size."""
+        """Number of times that the engine uses the GPUs of its TP and PP size."""
         return 1 if self.attention else self.count
 
 
@@ -50,8 +50,8 @@ def dp_ranks(flags: Sequence[str]) -> DpRanks:
 
 
 def int_flag(flags: Sequence[str], *names: str, default: int = 1) -> int:
-    """Value of the last of `names` in `flags`, as SGLang lets a later one win.
-    Raises: FlagError, it is no whole number."""
+    """Value of the last of `names` in `flags`, as in SGLang. Raises: FlagError, not a whole
+    number."""
     value = default
     for word, following in zip_longest(flags, flags[1:], fillvalue=""):
         name, equals, text = word.partition("=")

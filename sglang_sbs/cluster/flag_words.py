@@ -1,4 +1,4 @@
-"""The words of a command line that is passed on: what flags say, and lists without some of them."""
+"""Reads and filters the words of a command line that is passed on."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 
 def text_flag(flags: Sequence[str], name: str) -> str:
-    """Value of the last `name` in `flags`, in either spelling of router flags; empty without."""
+    """Value of the last `name` in `flags`, in either spelling of router flags; empty if absent."""
     names = (name, name.replace("--", "--router-", 1))
     value = ""
     for index, word in enumerate(flags):
@@ -17,7 +17,7 @@ def text_flag(flags: Sequence[str], name: str) -> str:
 
 
 def without_given(defaults: Sequence[str], given: Sequence[str]) -> list[str]:
-    """`defaults`, a list of flags with at most one value each, less those that `given` has too."""
+    """Return `defaults`, a list of flags with at most one value each, without those in `given`."""
     given_names = {word.partition("=")[0] for word in given}
     kept: list[str] = []
     keep = True

@@ -1,4 +1,4 @@
-"""The API keys of engines, and what their router must be told to be let in."""
+"""The API keys of engines, and the keys that their router needs."""
 
 from __future__ import annotations
 
@@ -11,13 +11,14 @@ from sglang_sbs.cluster.flag_words import text_flag
 
 API_FLAG, ADMIN_FLAG = "--api-key", "--admin-api-key"
 VARIABLES = {API_FLAG: "SGLANG_SBS_API_KEY", ADMIN_FLAG: "SGLANG_SBS_ADMIN_API_KEY"}
-"""Where the router takes its keys from. Other users of a machine see command lines, not these."""
+"""Variables from which the router reads its keys. Unlike command lines, other users of the machine
+cannot see them."""
 _SECRETS = {API_FLAG, ADMIN_FLAG, "--control-plane-api-keys"}
 
 
 @dataclass(frozen=True)
 class Keys:
-    """The keys of one server; empty: it has none."""
+    """The keys of one server; empty: none."""
 
     api: str = field(default="", repr=False)
     admin: str = field(default="", repr=False)
@@ -30,7 +31,7 @@ class Keys:
 
     @classmethod
     def of_flags(cls, flags: Sequence[str]) -> Self:
-        """The keys that `flags` give. Raises: FlagError, the router cannot be given one of them."""
+        """Read the keys from `flags`. Raises: FlagError, a key cannot be passed to the router."""
         for word in flags:
             name = word.partition("=")[0]
             if any(len(name) > 4 and f.startswith(name) and f != name for f in VARIABLES):
@@ -42,8 +43,8 @@ class Keys:
 
 
 def keys_of_router(engines: Iterable[Keys], given: Keys) -> Keys:
-    """The keys of a router of these engines that was `given` some: the engines' where it has none.
-    Raises: FlagError, an engine would refuse them."""
+    """Return the keys for a router of these engines: those `given`, otherwise the engines'. Raises:
+    FlagError, an engine would refuse them."""
     engines = list(engines)
     api = given.api or next((one.api for one in engines if one.api), "")
     admin = given.admin or next((one.admin for one in engines if one.admin), "")
@@ -63,7 +64,7 @@ def keys_of_router(engines: Iterable[Keys], given: Keys) -> Keys:
 
 
 def without_keys(words: Iterable[str]) -> list[str]:
-    """A command line to be shown, with ``***`` in place of each key."""
+    """Return a command line for display, with ``***`` in place of each key."""
     shown: list[str] = []
     secret = False
     for word in words:

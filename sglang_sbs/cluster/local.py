@@ -1,4 +1,4 @@
-"""`LocalCluster`: the planned processes as one async context manager."""
+"""`LocalCluster`: the planned processes as an async context manager."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class Progress:
 
 
 class ClusterStartError(RuntimeError):
-    """The cluster did not come up; nothing of it is left running."""
+    """The cluster did not start; all its processes have been stopped."""
 
 
 class LocalCluster(Supervisor):
@@ -74,7 +74,8 @@ class LocalCluster(Supervisor):
         await self._stop()
 
     async def serve(self, meanwhile: Coroutine[Any, Any, object]) -> None:
-        """Run ``meanwhile``, and go on after its end. Raises: what it raises; ProcessDiedError."""
+        """Run ``meanwhile``, and continue after its end. Raises: its exceptions;
+        ProcessDiedError."""
         await self.unless_one_dies(meanwhile, asyncio.Event().wait())
 
     async def _open_nursery(self, cpu: CpuEngines) -> None:
@@ -86,8 +87,8 @@ class LocalCluster(Supervisor):
         self._report("nursery", "ready")
 
     async def _start(self, *servers: ServerPlan) -> None:
-        """Start servers, instances on all their nodes; returns when they are ready. Raises:
-        ClusterStartError, one is not, or a process of the cluster died."""
+        """Start servers, and instances on all their nodes; returns when they are ready. Raises:
+        ClusterStartError, one is not ready, or a process of the cluster died."""
         for server in servers:
             spawn: Spawn = spawn_child
             nodes: list[ProcessPlan] = [server]
@@ -115,7 +116,7 @@ class LocalCluster(Supervisor):
             except NotReadyError as error:
                 text = f"{server.name}: {error}. {last_words(server.log_path)}"
                 raise ClusterStartError(text) from error
-        # Where ranks serve HTTP themselves there is no Python server, and nothing to freeze.
+        # If ranks serve HTTP themselves, there is no Python server to freeze.
         if engine and self.plan.cpu is not None and engine.rank_servers == 1:
             await freeze_gc(session, server.url, engine.keys.operator)
         self._report(server.name, "ready")

@@ -1,5 +1,5 @@
-"""From options to the exact processes of a PD cluster on one machine. Pure: starts nothing, opens
-no socket, reads no environment."""
+"""Plans the exact processes of a PD cluster on one machine. Pure: starts nothing, opens no socket,
+reads no environment."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ PORTS_PER_INSTANCE = 32
 KV_EVENTS_OFFSET = 18
 _KV_EVENTS_RANKS = 7
 MIN_KV_EVENTS_PAGE_SIZE = 8
-"""Of smaller pages an engine would spend more on naming and publishing them than is saved."""
+"""With smaller pages, naming and publishing them would cost an engine more than is saved."""
 _KV_EVENTS_BUFFER_STEPS = 2000
 
 RUST_SERVER_ENV = "SGLANG_RUST_SERVER"
@@ -67,11 +67,11 @@ _MODEL_FLAGS = ("--model-path", "--model")
 
 
 class PlanError(ValueError):
-    """Options that no cluster can be planned from."""
+    """The options do not allow a cluster."""
 
 
 class Role(StrEnum):
-    """What an instance does; a unified one does both and needs no router."""
+    """Role of an instance; a unified one has both and needs no router."""
 
     PREFILL = "prefill"
     DECODE = "decode"
@@ -79,22 +79,22 @@ class Role(StrEnum):
 
 
 class CpuEngines(Protocol):
-    """Engines on CPU, which only a checkout has (`tools.cpu_engine.engines`)."""
+    """Engines on CPU, available only in a checkout (`tools.cpu_engine.engines`)."""
 
     def environment(self, processes: int, inherited: Mapping[str, str]) -> dict[str, str]:
-        """Variables to add to the inherited ones for an engine of so many scheduler processes."""
+        """Return additional variables for an engine with this many scheduler processes."""
 
     def flags(self, role: Role, ranks: int) -> list[str]:
-        """What an engine of so many DP ranks gets unless the user gives it."""
+        """Return default flags for an engine with this many DP ranks."""
 
     async def forker(self, environment: Mapping[str, str], log_path: Path) -> Any:
-        """Start what engines are forked from (`spawn.Forker`)."""
+        """Start the process from which engines are forked (`spawn.Forker`)."""
 
 
 @dataclass(frozen=True)
 class ClusterOptions:
-    """What a user asks for. Flags are SGLang's, passed verbatim to every engine or to one role's.
-    `environment` is the environment the engines start from."""
+    """The user's options. Flags are SGLang's, passed verbatim to every engine or to those of one
+    role. `environment` is the environment in which engines start."""
 
     model_path: str
     prefill_instances: int = 1
@@ -111,9 +111,10 @@ class ClusterOptions:
     with_router: bool = True
     router_flags: Sequence[str] = ()
     router_tokenizer: str | None = None
-    """What the router counts tokens with; ``None``: the model's; empty: it estimates."""
+    """Tokenizer of the router; ``None``: the model's; empty: it estimates lengths."""
     router_keys: Keys | None = None
-    """The keys that the router takes from its flags, files or environment; ``None``: its flags."""
+    """Keys that the router reads from its flags, files or environment; ``None``: only from
+    flags."""
     router_host: str = "127.0.0.1"
     router_port: int | None = None
 
@@ -151,11 +152,12 @@ class InstancePlan(ServerPlan):
     rank_servers: int = 1
     keys: Keys = field(default_factory=Keys)
     followers: tuple[ProcessPlan, ...] = ()
-    """Its processes on the other nodes, in order. They serve requests only where each rank does."""
+    """The instance's processes on other nodes, in order. They serve requests only if each rank
+    does."""
 
     @property
     def server_urls(self) -> tuple[str, ...]:
-        """The address of every HTTP server of the instance: one, or one of each DP rank."""
+        """URL of every HTTP server of the instance: one, or one per DP rank."""
         port = int(self.url.rpartition(":")[2])
         here = self.rank_servers // (1 + len(self.followers)) or 1
         return tuple(
@@ -172,7 +174,7 @@ class ClusterPlan:
     router: ServerPlan | None
     cpu: CpuEngines | None
     environment: Mapping[str, str]
-    """Of what engines on CPU are forked from."""
+    """Environment of the process from which CPU engines are forked."""
     log_dir: Path
 
     @property
@@ -203,7 +205,7 @@ class _Planner:
         pipeline_parallel = int_flag(flags, "--pp", "--pp-size", "--pipeline-parallel-size")
         replicas = max(ranks.replicas for ranks in self._ranks.values())
         self._gpus = tensor_parallel * pipeline_parallel * replicas
-        """Of one instance."""
+        """GPUs of one instance."""
         self._options = options
         self._port_blocks = port_blocks
         self._environment = dict(options.environment)
@@ -233,7 +235,7 @@ class _Planner:
 
     def _instance(self, role: Role, name: str, first_gpu: int) -> InstancePlan:
         options, first = self._options, next(self._port_blocks)
-        # A unified one is asked directly.
+        # A unified instance is queried directly.
         rust_server = uses_rust_server(self._environment) and role is not Role.UNIFIED
         # Its listeners take a port per rank, and the bootstrap registry is on the first of them.
         http = next(self._port_blocks) if rust_server else first + HTTP_OFFSET
@@ -244,7 +246,7 @@ class _Planner:
         for node in range(self._nodes(role)):
             called = f"{name}-node-{node}" if node else name
             environment = self._environment_of(role, url)
-            if node:  # all are this machine: without it they would look like the first
+            if node:  # all nodes are this machine, so without it they would look like the first
                 environment["SGLANG_SBS_NODE_HOST"] = _node_host(node)
             argv = self._argv(role, ports, node, first_gpu)
             nodes.append(ProcessPlan(called, argv, environment, options.log_dir / f"{called}.log"))
@@ -260,7 +262,7 @@ class _Planner:
         )
 
     def _environment_of(self, role: Role, url: str) -> dict[str, str]:
-        """Of the processes of the instance at ``url``."""
+        """Environment of the processes of the instance at ``url``."""
         environment = dict(self._environment)
         if role is Role.UNIFIED:
             environment.pop(RUST_SERVER_ENV, None)
@@ -283,7 +285,7 @@ class _Planner:
         planned = ["--model-path", options.model_path, "--host", host, "--port", str(ports.http)]
         if nodes > 1:
             planned += ["--nnodes", str(nodes), "--node-rank", str(node)]
-        # Without DP attention each rank is an engine of its own, for which SGLang finds ports.
+        # Without DP attention each rank is a separate engine, for which SGLang finds ports.
         if ranks.replicas == 1:
             planned += ["--nccl-port", str(ports.first + NCCL_OFFSET)]
             planned += ["--dist-init-addr", f"127.0.0.1:{ports.first + DIST_INIT_OFFSET}"]
@@ -347,8 +349,8 @@ def _check(options: ClusterOptions, processes: int, ranks_of: Mapping[Role, DpRa
 
 
 class _Ports(NamedTuple):
-    """Of one instance: its block's first, its HTTP server's (rank 0's), its KV registry's,
-    and the first of its KV events' and of their replays'."""
+    """Ports of one instance: the first of its block, the HTTP server's (rank 0's), the KV
+    registry's, and the first of the KV events' and of their replays'."""
 
     first: int
     http: int
@@ -362,7 +364,7 @@ def uses_rust_server(environment: Mapping[str, str]) -> bool:
 
 
 def _wants_kv_events(options: ClusterOptions, role: Role) -> bool:
-    """Whether a router of this cluster would use KV events of the role, and its engines can well
+    """Return whether a router of this cluster would use KV events of the role, and its engines can
     publish them."""
     given = options.flags_of(role)
     names = {word.partition("=")[0] for word in given}
@@ -382,7 +384,7 @@ def _kv_events_flags(host: str, ports: tuple[int, int] | None) -> tuple[str, ...
     config = {
         "publisher": "zmq",
         "endpoint": f"tcp://{host}:{events}",
-        # SGLang takes an address that is no wildcard for one to connect to.
+        # SGLang treats an address without a wildcard as one to connect to.
         "bind": True,
         "replay_endpoint": f"tcp://{host}:{replay}",
         "buffer_steps": _KV_EVENTS_BUFFER_STEPS,
@@ -391,12 +393,13 @@ def _kv_events_flags(host: str, ports: tuple[int, int] | None) -> tuple[str, ...
 
 
 def _node_host(node: int) -> str:
-    """All of 127/8 is this machine: an address of its own for each node."""
+    """Address of a node: all of 127/8 is this machine, so each node gets a separate one."""
     return f"127.0.0.{1 + node}"
 
 
 def pd_urls(instances: Sequence[InstancePlan]) -> tuple[list[tuple[str, int | None]], list[str]]:
-    """What a router is told of: prefill instances with their bootstrap ports, decode instances."""
+    """Return the URLs for a router: prefill instances with bootstrap ports, and decode
+    instances."""
     prefill = [(one.url, one.bootstrap_port) for one in instances if one.role is Role.PREFILL]
     return prefill, [one.url for one in instances if one.role is Role.DECODE]
 
@@ -435,7 +438,7 @@ def _plan_router(
     if keys.admin and not given.admin:
         environment[VARIABLES[ADMIN_FLAG]] = keys.admin
     scheme = "https" if text_flag(options.router_flags, "--tls-cert-path") else "http"
-    # A wildcard address is where to listen, not where to connect to.
+    # A wildcard address can be listened on, but not connected to.
     host = {"0.0.0.0": "127.0.0.1", "::": "[::1]"}.get(options.router_host, options.router_host)
     return ServerPlan(
         name="router",

@@ -13,7 +13,7 @@ LAST_PORT = 31999
 
 _CLAIM_PORTS = 16
 _claims: list[socket.socket] = []
-"""Held until this process ends."""
+"""Sockets held until this process ends."""
 
 
 def is_port_free(port: int) -> bool:
@@ -48,8 +48,9 @@ def claim_ports(ports: range) -> bool:
 
 
 def free_port_blocks(size: int) -> Iterator[int]:
-    """First ports of disjoint blocks of `size` ports that are all free now and then claimed. Each
-    process searches from a place of its own. Raises: RuntimeError, no such block is left."""
+    """Yield the first ports of disjoint blocks of `size` ports, which are free now and then
+    claimed. Each process starts its search elsewhere. Raises: RuntimeError, no free block is
+    left."""
     blocks = (LAST_PORT + 1 - FIRST_PORT) // size
     start = os.getpid() * 7 % blocks
     for index in range(blocks):

@@ -1,4 +1,4 @@
-"""What a terminal shows while a cluster starts."""
+"""The terminal output while a cluster starts."""
 
 from __future__ import annotations
 
@@ -18,7 +18,8 @@ from sglang_sbs.cluster.plan import ClusterPlan
 
 @contextmanager
 def show_progress(plan: ClusterPlan) -> Iterator[Callable[[Progress], None]]:
-    """A live table on a terminal, one line a step elsewhere; yields the callback to report to."""
+    """Show a live table on a terminal, or one line per step elsewhere; yields the callback for
+    progress."""
     console = Console(file=sys.stderr)
     if not console.is_terminal:
         yield lambda step: console.print(
@@ -31,7 +32,7 @@ def show_progress(plan: ClusterPlan) -> Iterator[Callable[[Progress], None]]:
 
 
 class _LiveTable:
-    """One row a process: its state, and the seconds it took or is taking."""
+    """One row per process: its state, and the seconds it took or has taken so far."""
 
     def __init__(self, plan: ClusterPlan) -> None:
         self._rows = {server.name: server.url for server in plan.servers}

@@ -1,4 +1,4 @@
-"""When a started server serves requests."""
+"""Waits until a started server serves requests."""
 
 from __future__ import annotations
 
@@ -56,8 +56,8 @@ async def wait_until_ready(
 
 
 async def freeze_gc(session: aiohttp.ClientSession, url: str, key: str = "") -> None:
-    """POST /freeze_gc: keep the collector off objects of the start-up. SGLang does so after a
-    warm-up request; without one, full collections stop the HTTP process for about 0.5 s."""
+    """POST /freeze_gc, which excludes start-up objects from garbage collection. SGLang does so
+    after a warm-up request; without one, full collections stop the HTTP process for about 0.5 s."""
     # SGLang fault: collector-after-start
     async with session.post(
         url + "/freeze_gc", timeout=_REQUEST_TIMEOUT, headers=_bearer(key)

@@ -1,4 +1,4 @@
-"""A local cluster in the foreground: up, something done with it until a signal, down again."""
+"""Runs a local cluster in the foreground, together with a task, until a signal."""
 
 from __future__ import annotations
 
@@ -34,7 +34,10 @@ async def serve_until_stopped(
     stop = asyncio.Event()
     for handled in (signal.SIGINT, signal.SIGTERM):
         asyncio.get_running_loop().add_signal_handler(handled, stop.set)
-    for ignored in (signal.SIGUSR1, signal.SIGUSR2):  # left alone they end it and leave engines
+    for ignored in (
+        signal.SIGUSR1,
+        signal.SIGUSR2,
+    ):  # otherwise they would end it and leave the engines running
         asyncio.get_running_loop().add_signal_handler(ignored, lambda: None)
     stopped = asyncio.create_task(stop.wait())
     with show_progress(plan) as on_progress:
@@ -57,7 +60,8 @@ async def serve_until_stopped(
 
 
 async def _finished(work: Coroutine[Any, Any, object], stopped: asyncio.Task[Any]) -> bool:
-    """Run it to its end; False: stopped before, it was cancelled. Raises: what it raises."""
+    """Run a task to its end; False: it was cancelled, because ``stopped`` came first. Raises: its
+    exceptions."""
     task = asyncio.create_task(work)
     try:
         await asyncio.wait({stopped, task}, return_when=asyncio.FIRST_COMPLETED)

@@ -1,4 +1,4 @@
-"""Starting one process. It leads its own process group (pgid == pid), and the kernel ends it if its
+"""Starts a process. It leads its own process group (pgid == pid), and the kernel ends it if its
 parent dies."""
 
 from __future__ import annotations
@@ -50,14 +50,14 @@ async def spawn_child(plan: ProcessPlan) -> SpawnedProcess:
 
 
 def die_with_parent(signal_number: int) -> None:
-    """Have the kernel send this process `signal_number` when its parent ends (Linux)."""
+    """Let the kernel send this process `signal_number` when its parent ends (Linux)."""
     ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal_number)
 
 
 async def execute(
     argv: Sequence[str], environment: Mapping[str, str], log_path: Path, *, speaks: bool = False
 ) -> Process:
-    """Its output goes to the log; of one that ``speaks``, only its errors."""
+    """Start a process. Its output goes to the log; with ``speaks`` only its errors."""
     with log_path.open("ab") as log:
         return await create_subprocess_exec(
             *argv,
@@ -71,20 +71,20 @@ async def execute(
 
 
 class Forker(Protocol):
-    """A process that has imported SGLang already and forks engines."""
+    """A process that has already imported SGLang and forks engines."""
 
     itself: SpawnedProcess
     ready: asyncio.Future[None]
-    """It has imported SGLang. Raises: SpawnError, it ended before."""
+    """Done once it has imported SGLang. Raises: SpawnError, it ended first."""
 
     async def spawn(self, plan: ProcessPlan) -> SpawnedProcess: ...
 
     async def close(self) -> None:
-        """End it, and with it every engine still running."""
+        """End it, together with all its engines."""
 
 
 def last_log_lines(log_path: Path, count: int = LAST_LOG_LINES) -> str:
-    """The last `count` lines of a log, indented; says so when there are none."""
+    """Return the last `count` lines of a log, indented, or a remark if there are none."""
     try:
         with log_path.open("rb") as log:
             log.seek(0, os.SEEK_END)
@@ -96,5 +96,5 @@ def last_log_lines(log_path: Path, count: int = LAST_LOG_LINES) -> str:
 
 
 def last_words(log_path: Path) -> str:
-    """The end of an error message about a process: its last lines, and where they are from."""
+    """Return the end of an error message about a process: its last log lines and their source."""
     return f"Last lines of {log_path}:\n{last_log_lines(log_path)}"

@@ -1,5 +1,5 @@
-"""The set of processes of one cluster: started, watched, stopped. Exactly those that were started
-are stopped, by the ids recorded at their start."""
+"""Supervises the processes of one cluster. Exactly those that were started are stopped, by the ids
+recorded at their start."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from sglang_sbs.cluster.spawn import Spawn, SpawnedProcess, last_words, spawn_ch
 
 
 class ProcessDiedError(RuntimeError):
-    """A process of the cluster ended by itself."""
+    """A process of the cluster ended unexpectedly."""
 
     def __init__(self, process: SpawnedProcess) -> None:
         self.name, self.returncode = process.name, process.exited.result()
@@ -24,7 +24,7 @@ class ProcessDiedError(RuntimeError):
 
 
 def describe_exit(returncode: int) -> str:
-    """A return code in words: `exit code 3` or `killed by SIGKILL`."""
+    """Describe a return code: `exit code 3` or `killed by SIGKILL`."""
     if returncode >= 0:
         return f"exit code {returncode}"
     try:
@@ -36,22 +36,22 @@ def describe_exit(returncode: int) -> str:
 class Supervisor:
     def __init__(self) -> None:
         self.processes: tuple[SpawnedProcess, ...] = ()
-        """Everything started and not yet stopped."""
+        """Processes that were started and not yet stopped."""
         self._watched: list[SpawnedProcess] = []
 
     async def start(self, plan: ProcessPlan, spawn: Spawn = spawn_child) -> SpawnedProcess:
-        """Start `plan` and take charge of it. Raises: SpawnError, it could not be started."""
+        """Start and supervise `plan`. Raises: SpawnError, it could not be started."""
         process = await spawn(plan)
         self.processes += (process,)
         return process
 
     def watch(self, process: SpawnedProcess) -> None:
-        """Notice the death of `process`, which someone else stops."""
+        """Detect the death of `process`, which another object stops."""
         self._watched.append(process)
 
     async def unless_one_dies(self, *waits: Coroutine[Any, Any, object]) -> None:
-        """Run `waits` to their ends. Raises: what the first of them raised, or ProcessDiedError, a
-        process that was started before has ended by itself."""
+        """Run `waits` to their ends. Raises: the first exception of theirs, or ProcessDiedError, a
+        process started before has ended unexpectedly."""
         exits = {process.exited: process for process in (*self._watched, *self.processes)}
         pending: set[asyncio.Task[Any]] = {asyncio.create_task(wait) for wait in waits}
         try:
@@ -83,7 +83,7 @@ class Supervisor:
         for process in self.processes:
             if not process.exited.done():
                 killed.append(process.name)
-            # Also when the leader has ended: its children may be left, in the group it led.
+            # Repeat it after the leader has ended: its children may be left in the group.
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
         if waiting:

@@ -21,18 +21,18 @@ MAX_REQUESTS = 20_000
 
 @dataclass(slots=True)
 class Shape:
-    """What must be known of an instance."""
+    """Properties of an instance that the model needs."""
 
     dp_size: int
     chunk_tokens: int
     predict_s: Callable[[Sequence[int], Sequence[float]], float]
     """Forward time of a pass, from tokens and attention pairs per rank (``ForwardModel``)."""
     worker: str = ""
-    """What a gateway knows the instance by, where that is not the instance itself."""
+    """Id of the instance in a gateway, if different."""
     overlap: bool = False
     """The engine has overlap scheduling: it forms a batch while the pass before runs."""
     pause_s: float = 0.0
-    """From the end of a pass until the engine looks for the next batch."""
+    """Time from the end of a pass until the engine looks for the next batch."""
     fixed_s: float = 0.0
     """Forward time of an empty pass, for :func:`eta`."""
     slope_s: float = 0.0
@@ -59,23 +59,23 @@ class _Pass:
 class ShadowInstance:
     shape: Shape
     free_s: float
-    """When the device is free for a new pass."""
+    """Time when the device is free for a new pass."""
     prompts: list[deque[_Prompt]] = field(init=False)
     queued: list[int] = field(init=False)
-    """Tokens per rank that are in no pass yet."""
+    """Tokens per rank that are not in a pass yet."""
     outstanding: list[int] = field(init=False)
     """Tokens per rank that are not computed yet."""
     passes: deque[_Pass] = field(default_factory=deque)
-    """On the device: two at most with overlap scheduling, else one."""
+    """Passes on the device: at most two with overlap scheduling, otherwise one."""
     due_s: float = math.inf
-    """When something happens next: an iteration of the engine's event loop, or the end of the pass
-    it waits for. Infinity: the loop sleeps and nothing is queued."""
+    """Time of the next event: an iteration of the engine's event loop, or the end of the pass it
+    waits for. Infinity: the loop sleeps and nothing is queued."""
     waits: bool = False
-    """What happens next is the end of a pass."""
+    """The next event is the end of a pass."""
     _launched: bool = False
-    """The iteration before launched a pass."""
+    """The previous iteration launched a pass."""
     _asleep: bool = True
-    """The event loop has nothing to do until a prompt is ready."""
+    """The event loop sleeps until a prompt is ready."""
 
     def __post_init__(self) -> None:
         ranks = range(self.shape.dp_size)
@@ -109,7 +109,7 @@ class ShadowInstance:
 
     def _iterate(self) -> None:
         """Form a batch and hand it to the device, then wait for a pass, as SGLang's event loops do:
-        with overlap scheduling for the pass before, otherwise for this one."""
+        for the previous pass with overlap scheduling, otherwise for this one."""
         now_s = self.due_s
         launched = self._launch(now_s)
         self.waits = bool(self.passes) and (self._launched or not self.shape.overlap)
@@ -122,7 +122,7 @@ class ShadowInstance:
             self.due_s = min(heads, default=math.inf)
 
     def _launch(self, start_s: float) -> bool:
-        """Whether there was anything to compute."""
+        """Launch a pass; return whether there was anything to compute."""
         finishing: list[str] = []
         chunk = self.shape.chunk_tokens
         taken, pairs = [0] * len(self.prompts), [0.0] * len(self.prompts)
@@ -145,10 +145,10 @@ Place = tuple[str, int]
 
 @dataclass(slots=True, frozen=True)
 class Asked:
-    """A request that a rule has to place."""
+    """A request to be placed by a rule."""
 
     tokens: int
-    """To compute: without what is cached."""
+    """Uncached tokens."""
     now_s: float
     latency_s: float
     """L_net."""
@@ -163,7 +163,7 @@ class RoundRobin:
     def __init__(self) -> None:
         self._turn = 0
         self._next: dict[str, int] = {}
-        """Rank by worker."""
+        """Next rank by worker."""
         self._known: list[str] = []
         self._workers: list[tuple[str, list[Place]]] = []
 
@@ -213,15 +213,15 @@ def eta(instances: dict[str, ShadowInstance], asked: Asked) -> Place:
 
 
 class ShadowCluster:
-    """Place requests, then :meth:`advance`; times must not go back."""
+    """Shadow of a cluster: place requests, then :meth:`advance`; times must not decrease."""
 
     def __init__(self) -> None:
         self.instances: dict[str, ShadowInstance] = {}
         self.requests = 0
-        """Placed and not finished."""
+        """Number of requests placed and not finished."""
 
     def follow(self, shapes: dict[str, Shape], now_s: float) -> None:
-        """These instances are up now; what one that went had is dropped."""
+        """Set the running instances; requests of removed ones are dropped."""
         for name, known in list(self.instances.items()):
             shape = shapes.get(name)
             if shape is None or shape.dp_size != known.shape.dp_size:
@@ -236,7 +236,7 @@ class ShadowCluster:
                 self.instances[name] = ShadowInstance(shape, free_s=now_s)
 
     def preload(self, name: str, backlog_tokens: Sequence[int], free_s: float) -> None:
-        """What an instance is busy with when watching begins."""
+        """Set the backlog of an instance at the start of watching."""
         instance = self.instances[name]
         instance.free_s = free_s
         for rank, tokens in enumerate(backlog_tokens):
@@ -244,7 +244,8 @@ class ShadowCluster:
                 instance.place(rank, _Prompt("", tokens, 0, free_s))
 
     def place(self, rid: str, where: Place, tokens: int, ready_s: float, cached: int = 0) -> None:
-        """A request becomes runnable at ``ready_s``; ``tokens`` without the ``cached`` ones."""
+        """Place a request that can run from ``ready_s`` on; ``tokens`` excludes the ``cached``
+        ones."""
         instance = self.instances.get(where[0])
         if instance is None or where[1] >= instance.shape.dp_size:
             return
@@ -255,14 +256,14 @@ class ShadowCluster:
         self.requests += 1
 
     def empty(self, now_s: float) -> None:
-        """Forget all requests."""
+        """Drop all requests."""
         shapes = {name: one.shape for name, one in self.instances.items()}
         self.instances.clear()
         self.requests = 0
         self.follow(shapes, now_s)
 
     def advance(self, now_s: float) -> list[tuple[str, float]]:
-        """Let passes happen until now; the requests that finished, and when."""
+        """Advance the passes to ``now_s``; return the finished requests and their times."""
         finished: list[tuple[str, float]] = []
         for instance in self.instances.values():
             if instance.due_s <= now_s:
@@ -274,7 +275,7 @@ class ShadowCluster:
 def _compute(
     prompts: deque[_Prompt], room_tokens: int, start_s: float, finishing: list[str]
 ) -> tuple[int, float]:
-    """Take a chunk's worth from the queue of a rank: tokens and attention pairs."""
+    """Take a chunk from the queue of a rank; return its tokens and attention pairs."""
     taken, pairs = 0, 0.0
     while prompts and taken < room_tokens and prompts[0].ready_s <= start_s:
         prompt = prompts[0]

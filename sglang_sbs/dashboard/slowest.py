@@ -1,4 +1,5 @@
-"""The slowest requests of the last minutes, each with its cause in one line. Sans-I/O; bounded."""
+"""The slowest requests of the last minutes, each with its cause in one line. Sans-I/O and
+bounded."""
 
 from __future__ import annotations
 
@@ -16,7 +17,7 @@ from sglang_sbs.scheduling.explained.timelines import Timeline
 WINDOW_S = 300.0
 SHOWN = 8
 _SLOT_S = 10.0
-"""The slowest are kept per slot of time, so that old ones make room in good order."""
+"""The slowest requests are kept per time slot, so that old ones expire in order."""
 _AGAIN_S = 1.0
 
 
@@ -33,14 +34,14 @@ class _Slow:
 
 
 class Slowest:
-    """Feed it every request that had a first token; ask for the ``summary``."""
+    """Add every request that had a first token, then read ``summary``."""
 
     def __init__(self, why: Callable[[str, float], Why | None]) -> None:
-        """``why`` gives the reasons of a request, as :meth:`.Scheduler.why`. It is asked about a
-        few requests per second only."""
+        """``why`` returns the reasons of a request, like :meth:`.Scheduler.why`. It is called for
+        only a few requests per second."""
         self._why = why
         self._slots: deque[tuple[int, list[_Slow]]] = deque(maxlen=int(WINDOW_S / _SLOT_S) + 1)
-        """Each a heap with its least slow request first."""
+        """Heaps by slot, with the least slow request first."""
         self._made_s = -math.inf
         self._summary: list[dict[str, Any]] = []
 
@@ -60,7 +61,8 @@ class Slowest:
             heapreplace(slot, one)
 
     def summary(self, now_s: float) -> list[dict[str, Any]]:
-        """The slowest first. To be called at least once a second: reasons are forgotten."""
+        """Return the slowest requests in order. Call it at least once a second, because reasons are
+        forgotten."""
         if now_s >= self._made_s + _AGAIN_S:
             self._made_s = now_s
             recent = [

@@ -14,17 +14,17 @@ from typing import Any
 WINDOW_S = 300.0
 _MAX_SAMPLES = 2_000
 _AGAIN_S = 1.0
-"""Between two looks at the samples: frames are made more often."""
+"""Interval between evaluations of the samples, because frames are more frequent."""
 _BANDS = {"p50": (0.4, 0.6), "p99": (0.98, 1.0)}
-"""Ranks of the requests, by TTFT, that stand for a percentile."""
+"""Ranges of requests by TTFT that represent a percentile."""
 
 
 class TimeSplit:
-    """Feed it the parts of each request that had a first token; ask for a ``summary``."""
+    """Add the parts of each request that had a first token, then read ``summary``."""
 
     def __init__(self) -> None:
         self._samples: deque[tuple[float, float, Mapping[str, float]]] = deque(maxlen=_MAX_SAMPLES)
-        """When it ended, TTFT, parts in order."""
+        """Time of the end, TTFT, and parts in order."""
         self._made_s = -math.inf
         self._summary: dict[str, Any] = {}
 

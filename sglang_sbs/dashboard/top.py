@@ -23,7 +23,7 @@ from sglang_sbs.dashboard.top_view import TopView, plain
 _GANGS = 40
 _AGAIN_S = 1.0
 _DRAW_EVERY = 2
-"""Frames come five times a second: more than a terminal needs."""
+"""Draw every second frame: five per second are more than a terminal needs."""
 
 
 def parser() -> argparse.ArgumentParser:
@@ -53,7 +53,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """0; 1 where the router cannot be watched; 2 for bad flags."""
+    """Return 0; 1 if the router cannot be watched; 2 for bad flags."""
     made = parser()
     args = ask_router.parse(made, argv)
     if not 0 <= args.seconds <= 600:
@@ -96,8 +96,8 @@ async def _once(router: str, key: str | None, seconds: float, *, as_json: bool) 
 async def _live(router: str, key: str | None) -> None:
     watching = asyncio.ensure_future(_watch(router, key))
     loop = asyncio.get_running_loop()
-    # Also where SIGINT is ignored, as in what a script starts in the background; and either way the
-    # terminal gets its own screen back.
+    # Handle SIGINT even where it is ignored, as in background jobs of scripts; either way the
+    # terminal's own screen is restored.
     for number in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(number, watching.cancel)
     with suppress(asyncio.CancelledError):

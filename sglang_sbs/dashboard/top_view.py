@@ -1,5 +1,5 @@
-"""One frame as lines of a terminal. Text of others (worker URLs, reasons, ids) is shown without
-control characters."""
+"""Renders a frame as terminal lines. Text from other parties (worker URLs, reasons, ids) is shown
+without control characters."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ Line = Text | Rule
 
 _NAME_CHARS = 24
 _BEFORE_CELLS = 56
-"""Of a line of ranks: name, state and figures."""
+"""Cells before the ranks in a line: name, state and figures."""
 _LEAST_KV = 128 * 1024
 _STEPS = " ▁▂▃▄▅▆▇█"
 _COLOURS = ("blue", "cyan", "green", "yellow", "red")
@@ -35,7 +35,7 @@ _TTFT = (
 
 @dataclass(frozen=True, slots=True)
 class TopView:
-    """A rich renderable: as much of the last frame as fits."""
+    """A rich renderable that shows as much of the last frame as fits."""
 
     frame: dict[str, Any]
     note: str
@@ -61,7 +61,7 @@ class TopView:
         room = height - len(head) - len(alerts) - len(past) - len(ttft) - 4  # rules
         slowest = frame["slowest"][: max(2, room // 3)]
         prefill, decode = frame["prefill"], frame["decode"]
-        # As on the page: little is little, though no rank has more.
+        # As on the page: a low load is shown as low, even if no rank has more.
         fullest = max([kv for one in decode for kv in one["kv"]], default=0)
         fullest = max(_LEAST_KV, fullest)
         shares = _share(max(4, room - max(1, len(slowest))), len(prefill), len(decode))
@@ -81,12 +81,12 @@ class TopView:
 
 
 def plain(text: object) -> str:
-    """Without anything a terminal would obey."""
+    """Replace all characters that a terminal would interpret."""
     return "".join(c if c.isprintable() else "·" for c in str(text))
 
 
 def seconds(value: float | None) -> str:
-    """Short, for people."""
+    """Format a duration briefly for people."""
     if value is None:
         return "-"
     return f"{1e3 * value:.0f}ms" if abs(value) < 1 else f"{value:.1f}s"
@@ -102,7 +102,7 @@ def _name(one: dict[str, Any]) -> Text:
 
 
 def _grouped(instances: Sequence[dict[str, Any]], per_rank: str, width: int) -> str:
-    """What the line above says where a character stands for several ranks."""
+    """Describe what a character above stands for, if it represents several ranks."""
     room = width - _BEFORE_CELLS
     most = max((len(one[per_rank]) for one in instances), default=0)
     if room <= 0 and most:
@@ -147,7 +147,7 @@ def _header(frame: dict[str, Any], note: str) -> list[Line]:
 
 
 def _well(well: dict[str, Any]) -> Text:
-    """Is all well?"""
+    """The line about the overall state."""
     mark, style = _LEVELS[well["level"]]
     if well["level"] == "green":
         return Text.assemble((f"{mark} all is well: ", style), plain(well["cause"]))
@@ -157,8 +157,8 @@ def _well(well: dict[str, Any]) -> Text:
 
 
 def _gain(gain: dict[str, Any], trial: dict[str, Any] | None) -> list[Line]:
-    """What SBS does for its user: a line, and one of a trial that runs. A trial's verdict is
-    measured, so it stands in place of the estimate."""
+    """The gain of SBS in a line, and the state of a running trial. A trial's verdict is measured,
+    so it replaces the estimate."""
     lines: list[Line] = []
     if trial is not None and (trial["running"] or trial["high"] is not None):
         now, left = trial["now"], seconds(trial["slot_left_s"])
@@ -181,8 +181,8 @@ def _estimate(gain: dict[str, Any]) -> list[Line]:
 
 
 def _split(split: dict[str, Any]) -> list[Line]:
-    """Where the time to the first token goes: a line for typical requests, and one for slow ones.
-    The longest parts come first."""
+    """Parts of the time to the first token in a line for typical and one for slow requests, the
+    longest first."""
     lines: list[Line] = []
     for name in ("p50", "p99"):
         if name in split:
@@ -193,7 +193,7 @@ def _split(split: dict[str, Any]) -> list[Line]:
 
 
 def _balance(balance: dict[str, float] | None) -> str:
-    """How evenly passes were spread over DP ranks."""
+    """Describe how evenly passes were spread over DP ranks."""
     if not balance:
         return ""
     return (
@@ -209,7 +209,7 @@ def _lead(lead: dict[str, Any] | None) -> str:
 
 
 def _classes(queue: dict[str, Any]) -> str:
-    """What waits by class and tenants, where requests differ."""
+    """Waiting requests by class and tenant, if requests differ."""
     classes, tenants = queue.get("classes", {}), queue.get("tenants", 0)
     high, low = classes.get("high", 0), classes.get("low", 0)
     shown = f"; {high:,} high, {low:,} low" if high or low else ""
@@ -231,7 +231,8 @@ def _alerts(alerts: list[dict[str, Any]], most: int) -> list[Line]:
 
 
 def _cells(line: Text, shares: list[float], one: dict[str, Any], room: int) -> None:
-    """A character per rank; where there are more ranks than room, one per group, the fullest."""
+    """Draw one character per rank or, if there are more ranks than cells, per group (its fullest
+    rank)."""
     if room <= 0 or not shares:
         return
     ages: list[float | None] = one["age"]
@@ -255,7 +256,7 @@ def _oldest(ages: list[float | None]) -> str:
 
 
 def _prefill(one: dict[str, Any]) -> tuple[str, list[float]]:
-    """What is said of an instance, and how full its ranks are."""
+    """Text about a prefill instance, and the load of its ranks."""
     free = sum(max(0, tokens) for tokens in one["c_avail"])
     said = f"{free:>7,} free, heard {_oldest(one['age']):>5} "
     if not one.get("barrier", True):
@@ -289,7 +290,7 @@ def _ranks(
 
 
 def _share(room: int, first: int, second: int) -> tuple[int, int]:
-    """Divide lines between two lists, as each needs."""
+    """Divide lines between two lists according to their needs."""
     given = min(first, max(room // 2, room - second))
     return max(1, given), max(1, min(second, room - given))
 
@@ -322,7 +323,7 @@ def _slowest(slowest: list[dict[str, Any]], now_s: float) -> list[Line]:
 
 
 def _past(past: list[dict[str, Any]], frame: dict[str, Any], most: int) -> list[Line]:
-    """Alerts of the last hour that are over."""
+    """Ended alerts of the last hour."""
     if not past:
         return []
     lines: list[Line] = [_rule(f"wrong in the last hour, and over: {len(past)}")]

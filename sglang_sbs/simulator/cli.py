@@ -1,4 +1,4 @@
-"""``sglang-sbs simulate``: policies against each other in simulated time."""
+"""``sglang-sbs simulate``: compares policies in simulated time."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ DEFAULT_POLICIES = "sbs,sbs_paper,eta,least_tokens,round_robin,random_rank"
 
 _COMMANDS = {"plan": plan.main, "trial": trials.main}
 AGENTIC_S = 200.0
-"""Simulated seconds of agents, unless told otherwise: a turn with its answer takes 20."""
+"""Default simulated seconds of agents: a turn with its answer takes 20."""
 
 _EXAMPLE = f"""\
 scenarios: {", ".join(SCENARIOS)}
@@ -88,8 +88,8 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run; exit code 2 for bad arguments, 1 if a replay differs or has nothing to replay, 130 if
-    interrupted."""
+    """Run the command. Exit code 2 for bad arguments, 1 if a replay differs or contains nothing to
+    replay, 130 if interrupted."""
     try:
         return _main(list(sys.argv[1:] if argv is None else argv))
     except KeyboardInterrupt:
@@ -145,7 +145,7 @@ def _main(words: list[str]) -> int:
 def _tasks(
     args: argparse.Namespace, parser: argparse.ArgumentParser, flags: set[str]
 ) -> tuple[list[Task], float]:
-    """What to simulate, and roughly for how many CPU seconds."""
+    """Return the runs to simulate, and their approximate CPU seconds."""
     policies = names(args.policies or DEFAULT_POLICIES, sweep.POLICY_CONFIGS, "--policies", parser)
     costs = common.cost_words(args.cost, parser)
     spec = {

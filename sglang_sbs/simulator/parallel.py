@@ -1,4 +1,4 @@
-"""Independent runs on all cores; what each gives is a row."""
+"""Independent runs on all cores; the result of each is a row."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from typing import Any
 
 Row = dict[str, Any]
 Task = tuple[Callable[..., Row], tuple[Any, ...]]
-"""A function of the simulator and its arguments, to be called in some process."""
+"""A function of the simulator and its arguments, to be called in any process."""
 
 
 class Interrupted(KeyboardInterrupt):
-    """Ctrl-C while runs were made. ``rows`` are those of the runs that had ended, in order."""
+    """Ctrl-C during the runs. ``rows``: results of the completed runs, in order."""
 
     def __init__(self, rows: list[Row]) -> None:
         super().__init__()
@@ -40,7 +40,7 @@ def run_all(
             raise Interrupted(rows) from error
         return rows
     others = set(active_children())
-    # A terminal interrupts the workers, too: they leave the word to this process.
+    # A terminal interrupts the workers as well; they leave the message to this process.
     pool = ProcessPoolExecutor(
         workers or len(os.sched_getaffinity(0)),
         initializer=signal.signal,
@@ -55,7 +55,7 @@ def run_all(
         mine = set(active_children()) - others
         pool.shutdown(wait=False, cancel_futures=True)
         for process in mine:
-            process.kill()  # a forked one may have inherited what becomes of SIGTERM
+            process.kill()  # a forked worker may have inherited the handler of SIGTERM
         if isinstance(error, KeyboardInterrupt):
             ended = [one for one in futures if one.done() and not one.cancelled()]
             raise Interrupted([one.result() for one in ended if one.exception() is None]) from error

@@ -12,14 +12,14 @@ from sglang_sbs.scheduling.eventlog import read_event_log
 
 @dataclass(slots=True)
 class ReplayResult:
-    """How far the replay agreed."""
+    """Result of a replay."""
 
     events: int = 0
     commands: int = 0
     difference: str = ""
-    """The first disagreement; empty if there is none."""
+    """The first difference; empty if there is none."""
     torn_bytes: int = 0
-    """What is left of a last record that was not written to its end."""
+    """Size of an incomplete last record."""
 
 
 def replay(path: Path) -> ReplayResult:

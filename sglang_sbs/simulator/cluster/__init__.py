@@ -1,1 +1,1 @@
-"""The simulated cluster: engines, their caches, and the time their passes take."""
+"""The simulated cluster: engines, their caches, and the duration of their passes."""

@@ -25,9 +25,9 @@ from sglang_sbs.simulator.cluster.simulation import Simulation, simulate
 from sglang_sbs.simulator.cluster.spec import ClusterSpec, InstanceSpec
 
 DEFLECT_CHUNK_TOKENS = 256
-"""Per decode rank and step: more would hold up decode for long."""
+"""Tokens per decode rank and step: more would delay decode for long."""
 Choose = Callable[[Arrival, Sequence[int]], int]
-"""The pool of a request, by what is in flight in each."""
+"""Returns the pool for a request, given the number in flight in each pool."""
 
 
 def simulate_arranged(
@@ -64,8 +64,9 @@ def _by_length(arrivals: Sequence[Arrival], spec: ClusterSpec) -> tuple[list[Clu
 
 
 def fair_threshold(lengths: Sequence[int], pool: int, instances: Sequence[InstanceSpec]) -> int:
-    """The longest prompt of the short pool, its first ``pool`` of ``instances``: so that both pools
-    have as much to compute per instance, as an operator would who knew all lengths in advance."""
+    """Return the longest prompt of the short pool (the first ``pool`` of ``instances``), such that
+    both pools have equal work per instance. An operator could choose it only with knowledge of all
+    lengths."""
     worth = [one.capacity_tokens * one.speed for one in instances]
     wanted = sum(lengths) * sum(worth[:pool]) / sum(worth)
     taken = 0
@@ -93,7 +94,7 @@ def _equal_parts(spec: ClusterSpec) -> list[ClusterSpec]:
 
 
 def _balancer(spec: ClusterSpec) -> Choose:
-    """What is before the pools of ``spec``."""
+    """Return the load balancer in front of the pools of ``spec``."""
     rng = random.Random(f"pools {spec.seed}")
 
     def fewest(_arrival: Arrival, in_flight: Sequence[int]) -> int:
@@ -111,15 +112,15 @@ def _balancer(spec: ClusterSpec) -> Choose:
 
 
 def _with_deflection(spec: ClusterSpec) -> ClusterSpec:
-    """The decode ranks as one more prefill instance, for short prompts only. Its steps take what a
-    prefill pass with as few tokens takes, decode's own work and all."""
+    """Add the decode ranks as one more prefill instance, for short prompts only. Its steps take as
+    long as a prefill pass with equally few tokens, including decode's own work."""
     listed = [one for _, one in spec.prefill]
     decode = InstanceSpec(dp_size=spec.decode_dp_size, chunk_tokens=DEFLECT_CHUNK_TOKENS)
     return msgspec.structs.replace(spec, instances=(*listed, decode))
 
 
 class _TimedScheduler(Scheduler):
-    """The scheduler, with the CPU time that each event took."""
+    """The scheduler, recording the CPU time of each event."""
 
     def __init__(self, config: SchedulerConfig) -> None:
         super().__init__(config)
@@ -139,7 +140,7 @@ def _simulate_pools(
     choose: Choose,
     drain_s: float,
 ) -> Outcome:
-    """Clusters with one clock and one outcome."""
+    """Simulate clusters with a common clock and outcome."""
     whole = Outcome()
     schedulers = [_TimedScheduler(config) for _ in parts]
     pairs = zip(schedulers, parts, strict=True)

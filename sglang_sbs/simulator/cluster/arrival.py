@@ -1,4 +1,4 @@
-"""A request of a workload, as the simulated cluster takes it, and who sends it after an answer."""
+"""A request of a workload for the simulated cluster, and the clients of a closed loop."""
 
 from __future__ import annotations
 
@@ -13,25 +13,25 @@ class Arrival(NamedTuple):
     prompt_tokens: int
     output_tokens: int
     blocks: tuple[int, ...] = ()
-    """Names of the prompt's full blocks from the first on: equal names, equal tokens up to there.
+    """Names of the prompt's full blocks in order: equal names mean equal tokens up to that block.
     Empty: it shares nothing."""
     session: str = ""
-    """The conversation it is a turn of."""
+    """The conversation to which this turn belongs."""
     priority: int = 0
     tenant: str = ""
     answer_blocks: tuple[int, ...] = ()
-    """Names of the blocks that its answer fills, after those of the prompt."""
+    """Names of the blocks filled by its answer, after those of the prompt."""
     thread: int = -1
-    """Who sends it, in a closed loop (:class:`ClosedLoop`)."""
+    """The client in a closed loop (:class:`ClosedLoop`)."""
 
 
 class ClosedLoop(Protocol):
-    """Clients of whom each waits for an answer before it sends again."""
+    """Clients that wait for an answer before they send again."""
 
     first: list[Arrival]
-    """In time order; those that follow are not in it."""
+    """Initial requests in time order; those that follow are not included."""
     history: list[int]
-    """Blocks that are in storage, where there is any, before the first one comes."""
+    """Blocks that are in storage, if any, before the first request."""
 
     def after(self, arrival: Arrival, now_s: float) -> Sequence[Arrival]:
-        """Its answer has ended, or it was given up: what follows, no earlier than ``now_s``."""
+        """Return the requests that follow the end of this one, no earlier than ``now_s``."""

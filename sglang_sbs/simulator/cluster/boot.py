@@ -1,4 +1,4 @@
-"""How simulated instances start, and what a prefill cluster sees of decode: who has to wait."""
+"""Starts simulated instances, and models decode as seen by a prefill cluster."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ DECODE = "decode"
 
 
 class Asking(NamedTuple):
-    """A request that wants a place in decode."""
+    """A request for room in decode."""
 
     rid: str
     record: RequestRecord
     blocks: Blocks
-    """Of prompt and answer; only where decode has a cache."""
+    """Blocks of prompt and answer; only if decode has a cache."""
     total_tokens: int
-    """Prompt and answer."""
+    """Tokens of prompt and answer."""
 
 
 @dataclass(slots=True)
@@ -36,17 +36,17 @@ class DecodeRank:
     """KV and slots of one decode DP rank; admits first come first served."""
 
     free_tokens: float
-    """Without a cache."""
+    """Free tokens without a cache."""
     free_slots: float
     output_tokens: int
-    """Reserved for each request beside its prompt; with a cache it is the answer itself."""
+    """Tokens reserved per request in addition to its prompt; with a cache, the answer itself."""
     cache: BlockCache | None = None
     waiting: deque[Asking] = field(default_factory=deque)
     holds: dict[str, Hold] = field(default_factory=dict)
-    """Of the cache, by request."""
+    """Cache references by request."""
 
     def admit(self) -> list[str]:
-        """Reserve for those at the head of the queue that fit now."""
+        """Reserve room for the requests at the head of the queue that fit now."""
         admitted = []
         while self.waiting and self.free_slots >= 1 and self._reserve(self.waiting[0]):
             rid, record, _, _ = self.waiting.popleft()
@@ -71,12 +71,12 @@ class DecodeRank:
         return True
 
     def has(self, rid: str, tokens: int) -> None:
-        """So much KV of the request is here: others can use it."""
+        """Record that this much KV of the request has arrived, so that others can use it."""
         if self.cache is not None:
             self.cache.publish(self.holds[rid], tokens)
 
     def release(self, rid: str, record: RequestRecord) -> None:
-        """The attempt is over, whether it was admitted, waits, or is still on its way."""
+        """Record the end of an attempt, whether it was admitted, waits, or is still on its way."""
         if not record.reserved:
             self.waiting = deque(entry for entry in self.waiting if entry.rid != rid)
             return
@@ -88,7 +88,7 @@ class DecodeRank:
             self.cache.end(self.holds.pop(rid))
 
     def take_block_events(self, rank: int) -> list[BlocksRemoved | BlocksStored]:
-        """What it would publish since the last call. ``rank``: its number."""
+        """Return the block events since the last call. ``rank``: its number."""
         events = self.cache.take_events() if self.cache is not None else None
         if events is None:
             return []
@@ -99,7 +99,7 @@ class DecodeRank:
 
 
 def prefill_up(name: str, one: InstanceSpec, spec: ClusterSpec) -> InstanceUp:
-    """What the scheduler is told of an instance."""
+    """Return the announcement of an instance to the scheduler."""
     return InstanceUp(
         instance=name,
         role="prefill",
@@ -154,8 +154,8 @@ def boot_engines(
     boot: int,
     storage: SharedStorage | None,
 ) -> list[SimulatedPrefill]:
-    """The engine of an instance; without a barrier one for each DP rank. ``index``: of the
-    instance. ``boot``: how often it was started before."""
+    """Return the engine of an instance; without a barrier one per DP rank. ``index``: of the
+    instance. ``boot``: number of earlier starts."""
     engines = spec.engines(one)
     shape = msgspec.structs.replace(one, dp_size=one.dp_size // engines)
     return [

@@ -12,7 +12,7 @@ import msgspec
 
 
 class CostError(ValueError):
-    """A cost file or a log that no cost can be had from; the message says what to change."""
+    """A cost file or log is unusable; the message says what to change."""
 
 
 class PassCost(msgspec.Struct, frozen=True, kw_only=True):
@@ -24,13 +24,13 @@ class PassCost(msgspec.Struct, frozen=True, kw_only=True):
 
     fixed_s: float
     mean_s: float = 0.0
-    """Per token of the mean over ranks."""
+    """Seconds per token of the mean over ranks."""
     max_s: float = 0.0
-    """Per token of the heaviest rank."""
+    """Seconds per token of the heaviest rank."""
     pair_s: float = 0.0
-    """Per attention pair of the heaviest rank."""
+    """Seconds per attention pair of the heaviest rank."""
     request_s: float = 0.0
-    """Per request of the heaviest rank."""
+    """Seconds per request of the heaviest rank."""
 
     def pass_s(
         self,
@@ -39,15 +39,15 @@ class PassCost(msgspec.Struct, frozen=True, kw_only=True):
         requests: Sequence[int] = (),
         loads_s: Sequence[float] = (),
     ) -> float:
-        """Forward time of a pass; ``requests`` may be left out where nothing is paid for them.
-        ``loads_s``: what loading cached KV takes each rank on top."""
+        """Return the forward time of a pass; ``requests`` may be omitted if they cost nothing.
+        ``loads_s``: additional time per rank for loading cached KV."""
         counts = requests or (0,) * len(tokens)
         ranks_s = map(self.rank_s, tokens, pairs, counts)
         slowest = max(map(add, ranks_s, loads_s) if loads_s else ranks_s)
         return self.fixed_s + self.mean_s * sum(tokens) / len(tokens) + slowest
 
     def rank_s(self, tokens: int, pairs: float, requests: int) -> float:
-        """What one rank brings to the barrier."""
+        """Return one rank's contribution to the barrier."""
         return self.max_s * tokens + self.pair_s * pairs + self.request_s * requests
 
     def full_chunk_s(self, chunk_tokens: int) -> float:
@@ -55,8 +55,8 @@ class PassCost(msgspec.Struct, frozen=True, kw_only=True):
         return self.fixed_s + (self.mean_s + self.max_s) * chunk_tokens
 
     def of_tokens_only(self, pairs_per_token: float, requests_per_token: float) -> PassCost:
-        """The same where only tokens are known: what pairs and requests cost is in ``max_s``, at
-        this mix of the slowest rank."""
+        """Return a cost that needs only tokens: pairs and requests are included in ``max_s``, for
+        this mix on the slowest rank."""
         extra_s = self.pair_s * pairs_per_token + self.request_s * requests_per_token
         return PassCost(fixed_s=self.fixed_s, mean_s=self.mean_s, max_s=self.max_s + extra_s)
 
@@ -83,8 +83,8 @@ _FIELDS = ", ".join(PassCost.__struct_fields__)
 
 
 def find_cost(word: str) -> PassCost:
-    """A cost model by its name in :data:`COSTS`, or from a JSON file. Raises: CostError: neither;
-    the message lists the names, or says what is wrong in the file."""
+    """Find a cost model by its name in :data:`COSTS`, or load it from a JSON file. Raises:
+    CostError, neither; the message lists the names, or describes the error in the file."""
     if word in COSTS:
         return COSTS[word]
     if not word.endswith(".json"):
@@ -93,7 +93,7 @@ def find_cost(word: str) -> PassCost:
 
 
 def cost_name(word: str) -> str:
-    """What rows and titles call the cost that :func:`find_cost` finds: a file goes by its stem."""
+    """Name of a cost in rows and titles: a file is named by its stem."""
     return word if word in COSTS else Path(word).stem
 
 

@@ -47,7 +47,7 @@ from sglang_sbs.wire.endforward import Accepted, Kind
 _DEVICE: CacheTier = "device"
 _HOST: CacheTier = "host"
 _MOST_FETCHES = 3
-"""For one request; after that what is missing is computed."""
+"""Limit per request; after that the missing blocks are computed."""
 
 
 @dataclass(slots=True, eq=False)
@@ -58,23 +58,23 @@ class Waiting:
     remaining: int
     blocks: Blocks = ()
     cached_tokens: int = 0
-    """What it found in the cache when it was first scheduled."""
+    """Tokens found in the cache when it was first scheduled."""
     hold: Hold | None = None
-    """Of the rank's cache, from then on."""
+    """Reference to the rank's cache, from then on."""
     loaded_tokens: int = 0
-    """Of what it found: in host memory."""
+    """Part of the found tokens that was in host memory."""
     fetching: Blocks = ()
-    """What is on its way from storage: those behind it go first."""
+    """Blocks on their way from storage; requests behind this one go first."""
     fetched: Blocks = ()
-    """What came from storage, until it is scheduled."""
+    """Blocks that came from storage, until it is scheduled."""
     fetched_tokens: int = 0
     fetches: int = 0
     sent_tokens: int = 0
-    """Whose KV has been handed to the transfer, or decode has."""
+    """Tokens whose KV has been handed to the transfer, or is in decode."""
 
     @property
     def computed_tokens(self) -> int:
-        """Tokens it has KV of once the passes it is in are over."""
+        """Tokens whose KV exists after the passes in progress."""
         return self.prompt_tokens - self.remaining
 
 
@@ -83,22 +83,22 @@ Parts = list[tuple[Waiting, int]]
 
 @dataclass(slots=True)
 class DevicePass:
-    """A pass on the device, running or queued behind the one before."""
+    """A pass on the device, running or queued behind another."""
 
     forward_id: int
     launch_s: float
-    """When it was handed to the device."""
+    """Time when it was handed to the device."""
     start_s: float
     end_s: float
     tokens: list[int]
     requests: list[int]
-    """Per rank, as the extend tokens above."""
+    """Requests per rank."""
     completed: list[Waiting]
-    """Requests whose prompt ends in it."""
+    """Requests whose prompts end in it."""
     cached_tokens: list[int]
-    """Per rank: found in the cache by the requests that are first scheduled in it."""
+    """Cached tokens per rank of the requests first scheduled in it."""
     parts: Parts
-    """The requests in it, and how much of their prompts is computed at its end."""
+    """The requests in it, and the computed part of their prompts at its end."""
 
 
 @dataclass(slots=True)
@@ -106,7 +106,7 @@ class Rank:
     cache: BlockCache
     waiting: deque[Waiting] = field(default_factory=deque)
     waiting_tokens: int = 0
-    """Of ``waiting``, with what is left of the chunked request."""
+    """Tokens of ``waiting``, including the rest of the chunked request."""
     bootstrapping: dict[str, Waiting] = field(default_factory=dict)
     bootstrapping_tokens: int = 0
     unreported: list[Accepted] = field(default_factory=list)
@@ -115,7 +115,7 @@ class Rank:
     accepted_tokens: int = 0
     computed_tokens: int = 0
     transfer_free_s: float = 0.0
-    """When what was handed to the transfer is at decode."""
+    """Time when everything handed to the transfer is at decode."""
 
     def enqueue(self, request: Waiting) -> None:
         self.waiting.append(request)
@@ -124,17 +124,18 @@ class Rank:
 
 @dataclass(eq=False)
 class SimulatedPrefill:
-    """Driven by its owner: :meth:`deliver`, :meth:`handshaken`, :meth:`step`, :meth:`finish`."""
+    """A simulated instance. Its owner calls :meth:`deliver`, :meth:`handshaken`, :meth:`step` and
+    :meth:`finish`."""
 
     name: str
     one: InstanceSpec
     spec: ClusterSpec
     _: KW_ONLY
     rng: random.Random
-    """What ``pass_jitter`` draws from."""
+    """Random numbers for ``pass_jitter``."""
     boot_id: str = ""
     caches: Sequence[BlockCache] = ()
-    """One per rank; empty for an engine without a radix cache, whose KV has no end."""
+    """One cache per rank; empty for an engine without a radix cache, whose KV is unlimited."""
     lone_rank: tuple[int, int] | None = None
     """Rank and DP size in its messages, if it is one rank of an instance without a barrier."""
 
@@ -144,31 +145,31 @@ class SimulatedPrefill:
         caches = self.caches or [BlockCache(sys.maxsize, 1) for _ in range(one.dp_size)]
         self.ranks = [Rank(cache) for cache in caches]
         self.device: deque[DevicePass] = deque()
-        """At most two with overlap, one without; the first one runs."""
+        """At most two passes with overlap, one without; the first one runs."""
         self.asleep = True
-        """The loop has nothing to do until a request comes."""
+        """The loop sleeps until a request comes."""
         self._inbox: list[Waiting] = []
         self._early: set[str] = set()
-        """Handshake done before the rank read the request from its socket."""
+        """Requests whose handshake ended before the rank read them from its socket."""
         self._last_launched = False
         self._forward_id = 0
         self._free_s = -math.inf
         self.fetches: list[Waiting] = []
-        """For whom ranks began to get blocks from storage in the last step; :meth:`fetched` ends
-        it."""
+        """Requests for which ranks began to load blocks from storage in the last step;
+        :meth:`fetched` ends it."""
 
     def deliver(
         self, rid: str, rank: int, tokens: int, blocks: Blocks = (), *, handshaken: bool = True
     ) -> None:
-        """A request reached the socket of the rank (of its instance); it is ingested by the next
-        iteration."""
+        """Deliver a request to the socket of a rank (of its instance); the next iteration reads
+        it."""
         at = 0 if self.lone_rank else rank
         self._inbox.append(Waiting(rid, at, tokens, tokens, blocks))
         if handshaken:
             self._early.add(rid)
 
     def handshaken(self, rid: str, rank: int) -> None:
-        """Decode has room for the request and has said so: it may be scheduled."""
+        """Record that decode has room for the request, so that it may be scheduled."""
         at = self.ranks[0 if self.lone_rank else rank]
         request = at.bootstrapping.pop(rid, None)
         if request is None:
@@ -202,7 +203,7 @@ class SimulatedPrefill:
         return self.device[0] if wait else None
 
     def finish(self) -> tuple[DevicePass, list[EndForward]]:
-        """The device is done with the running pass."""
+        """End the running pass."""
         ended = self.device.popleft()
         for rank, tokens in zip(self.ranks, ended.tokens, strict=True):
             rank.computed_tokens += tokens
@@ -212,8 +213,8 @@ class SimulatedPrefill:
         return ended, self.messages("forward", ended)
 
     def transfer(self, request: Waiting, tokens: int, now_s: float) -> float:
-        """Send the KV of so much of a prompt to decode, as far as it has not been; when it is
-        there."""
+        """Send this part of a prompt's KV to decode, unless already sent; return its arrival
+        time."""
         rank = self.ranks[request.rank]
         new = max(0, tokens - request.sent_tokens)
         request.sent_tokens += new
@@ -221,12 +222,13 @@ class SimulatedPrefill:
         return rank.transfer_free_s
 
     def sent(self, request: Waiting) -> None:
-        """The KV of a completed request has reached decode: its blocks may be evicted."""
+        """Record that the KV of a completed request has reached decode, so that its blocks may be
+        evicted."""
         assert request.hold is not None
         self.ranks[request.rank].cache.end(request.hold)
 
     def take_block_events(self) -> list[BlocksRemoved | BlocksStored]:
-        """What the ranks publish of their caches, once per pass; removals first in each tier."""
+        """Return the cache events of all ranks, once per pass; removals first in each tier."""
         first = self.lone_rank[0] if self.lone_rank else 0
         return [
             kind(instance=self.name, dp_rank=rank, blocks=blocks, tier=tier)
@@ -243,7 +245,7 @@ class SimulatedPrefill:
 
     @staticmethod
     def fetched(request: Waiting) -> None:
-        """The blocks are here: it may be scheduled."""
+        """Record that the blocks have arrived, so that the request may be scheduled."""
         request.fetched, request.fetching = [*request.fetched, *request.fetching], ()
 
     def _ingest(self) -> None:
@@ -262,7 +264,7 @@ class SimulatedPrefill:
         self._inbox.clear()
 
     def _fetch(self, rank: Rank, request: Waiting) -> bool:
-        """Begin to get what only storage has; whether there is any."""
+        """Start loading blocks that only storage has; return whether there are any."""
         if request.fetches == _MOST_FETCHES:
             return False
         request.fetching = rank.cache.to_fetch(request.blocks, request.prompt_tokens)

@@ -46,7 +46,7 @@ class InstanceSpec(msgspec.Struct, frozen=True, kw_only=True):
     chunk_tokens: int = 3072
     """C_chunk per DP rank."""
     speed: float = 1.0
-    """Its passes take the cost model's time divided by this."""
+    """Speed factor: its passes take the cost model's time divided by this."""
     recorded: tuple[tuple[float, float], ...] = ()
     """Passes of a real instance, by their start in ascending seconds: each with its time over that
     of the cost model. A simulated pass takes the cost model's time multiplied by this, of the
@@ -62,14 +62,14 @@ class TierSpec(msgspec.Struct, frozen=True, kw_only=True):
     """Sizes and speeds of what is below the radix caches (:mod:`.kv_cache`)."""
 
     host_kv_tokens: int = 1_000_000
-    """Of each prefill rank: twice its device memory (``--hicache-ratio 2``). 0: no such tier, and
-    none below it."""
+    """Tokens per prefill rank: twice its device memory (``--hicache-ratio 2``). 0: neither this
+    tier nor storage."""
     host_load_s: float = 1.5e-6
-    """Per token, from host memory to the device: 70272 bytes at 50 GB/s."""
+    """Seconds per token from host memory to the device: 70272 bytes at 50 GB/s."""
     storage: bool = True
-    """Of all prefill ranks together, and as large as it takes."""
+    """Storage shared by all prefill ranks, unlimited in size."""
     storage_load_s: float = 7e-6
-    """Per token, from storage to host memory: 70272 bytes at 10 GB/s."""
+    """Seconds per token from storage to host memory: 70272 bytes at 10 GB/s."""
 
     @property
     def has_storage(self) -> bool:
@@ -81,7 +81,8 @@ NO_TIERS = TierSpec(host_kv_tokens=0)
 
 
 class TopologyChange(msgspec.Struct, frozen=True):
-    """An instance whose first change is ``up`` joins then, all others are there from the start."""
+    """A change of an instance. If its first change is ``up``, it joins then; all other instances
+    exist from the start."""
 
     at_s: float
     action: Action
@@ -96,115 +97,118 @@ class ClusterSpec(msgspec.Struct, frozen=True, kw_only=True):
     dp_size: int = 8
     chunk_tokens: int = 3072
     instances: tuple[InstanceSpec, ...] = ()
-    """Prefill instances that differ; instead of the three fields above."""
+    """Different prefill instances, instead of the three fields above."""
     changes: tuple[TopologyChange, ...] = ()
-    """In the order of time; instances are called p0, p1, ..."""
+    """Changes in order of time; instances are called p0, p1, ..."""
     first_instance: int = 0
-    """The number in the name of the first."""
+    """Number in the name of the first instance."""
     detection_s: float = 0.2
-    """From the death of an instance until the scheduler hears of it."""
+    """Time from the death of an instance until the scheduler learns of it."""
     decode_dp_size: int = 32
     dispatch_latency_s: float = 0.005
-    """Router to the rank's socket: HTTP, tokenization, handshake."""
+    """Time from the router to the rank's socket: HTTP, tokenization, handshake."""
     dispatch_jitter: float = 0.0
     """Lognormal sigma of the dispatch latency, per request."""
     feedback_latency_s: float = 0.002
-    """EndForward to the router."""
+    """Time from EndForward's sending to the router."""
     gang_jitter: float = 0.0
-    """As ``dispatch_jitter``, shared by the requests of a batch, which leave back to back."""
+    """Like ``dispatch_jitter``, but shared by the requests of a batch, which are sent back to
+    back."""
     dispatch_serial_s: float = 0.0
-    """Part of the dispatch that an instance spends on one request after the other."""
+    """Part of the dispatch that an instance performs for one request after another."""
     intake_s: float = 0.0
-    """Time that the one intake of all instances spends on each request, one after the other: a
-    tokenizer, a router or host short of CPU."""
+    """Time per request of a single intake for all instances: a tokenizer, or a router or host short
+    of CPU."""
     intake_until_s: float = math.inf
-    """When the intake stops being slow."""
+    """Time when the intake stops being slow."""
     gang_gate_s: float = 0.0
-    """What arrives of a batch waits so long at most for the rest of it: the plugin's gang gate."""
+    """Longest time that the arrived part of a batch waits for the rest, as with the plugin's batch
+    gate."""
     launch_gap_s: float = 0.0
-    """Engine work between the end of a pass and the launch of the next."""
+    """Engine's work between the end of a pass and the launch of the next."""
     rank_pause_s: float = 0.0
-    """Mean of an exponential pause of each DP rank on top of it; the barrier waits for the longest
+    """Mean of an additional exponential pause of each DP rank; the barrier waits for the longest
     (garbage collection, a host short of CPU)."""
     prepare_s: float = 0.0
-    """Part of it after requests were taken in: what comes later has to wait. An idle instance
-    spends it too, on top of the dispatch latency."""
+    """Part of the gap after requests were read; later ones have to wait. An idle instance spends it
+    as well, in addition to the dispatch latency."""
     overlap: bool = False
     """One-batch lookahead of SGLang's overlap scheduling."""
     barrier: bool = True
-    """All DP ranks of an instance make each pass together. False: each makes passes of its own (as
-    under DWDP), which take as long as one in which all ranks have as much."""
+    """All DP ranks of an instance run each pass together. False: each runs its own passes (as with
+    DWDP), which take as long as one in which all ranks have the same load."""
     page_size: int = 1
-    """Tokens per KV page; a request is charged whole pages of the chunk. The scheduler is told."""
+    """Tokens per KV page; a request is charged whole pages of the chunk. The scheduler knows it."""
     captured_tokens: tuple[int, ...] = ()
-    """Token counts of the engines' prefill CUDA graphs, ascending. The scheduler is told."""
+    """Token counts of the engines' prefill CUDA graphs, ascending. The scheduler knows them."""
     prefill_max_requests: int = 0
-    """Most requests of a rank in one pass; 0: no limit. The scheduler is told."""
+    """Limit on requests of a rank in one pass; 0: none. The scheduler knows it."""
     block_tokens: int = 0
-    """Tokens per block of the radix caches, which the scheduler is told as the page size of KV
-    events. 0: no radix cache (``--disable-radix-cache``), and unbounded KV."""
+    """Tokens per block of the radix caches, which the scheduler gets as the page size of KV events.
+    0: no radix cache (``--disable-radix-cache``), and unlimited KV."""
     kv_capacity_tokens: int = KV_CAPACITY_TOKENS
-    """Per prefill DP rank, cached or in use; only with a radix cache."""
+    """KV tokens per prefill DP rank, cached or in use; only with a radix cache."""
     prefix_source: PrefixSource = "events"
-    """How the scheduler knows what the ranks have cached."""
+    """The scheduler's source for cached prefixes."""
     tiers: TierSpec = NO_TIERS
     """Host memory and storage below the radix caches."""
     handshake_s: float = 0.0
-    """From a request's arrival at the rank, or from when decode has room, until it may run."""
+    """Time from a request's arrival at the rank, or from when decode has room, until it may run."""
     first_token_s: float = 0.0
-    """From the end of the prefill to the first token at the router: KV transfer, admission."""
+    """Time from the end of the prefill to the first token at the router: KV transfer, admission."""
     transfer_token_s: float = 0.0
-    """KV transfer of a token to decode. A prefill rank sends one part after the other: what it
-    found in its cache when it schedules the request, the rest when its pass has ended."""
+    """KV transfer time per token. A prefill rank sends one part after another: the cached part when
+    it schedules the request, the rest after the pass."""
     decode_cache: DecodeCache = "off"
-    """``--disaggregation-decode-enable-radix-cache``: what a decode rank has of a prompt is not
-    sent. Only with a radix cache in prefill."""
+    """``--disaggregation-decode-enable-radix-cache``: the part of a prompt cached in decode is not
+    sent. Needs a radix cache in prefill."""
     pass_jitter: float = 0.0
     """Lognormal sigma of the forward time."""
     first_pass_s: float = 0.0
-    """What the first pass of an engine that starts takes on top: kernels, graphs."""
+    """Additional time of the first pass after an engine's start: kernels, graphs."""
     length_error: float = 0.0
-    """The scheduler is told each prompt length times a uniform factor in 1 -/+ this."""
+    """The scheduler gets each prompt length times a uniform factor in 1 -/+ this."""
     length_factor: float = 1.0
-    """The scheduler is told each prompt length times this."""
+    """The scheduler gets each prompt length times this."""
     endforward_loss: float = 0.0
-    """Share of EndForward messages that never arrive; 1: the scheduler hears HTTP answers only."""
+    """Share of EndForward messages that are lost; with 1 the scheduler has only HTTP responses."""
     endforward_delay_s: float = 0.0
-    """Mean of an exponential delay on top of ``feedback_latency_s``, unknown to the scheduler.
+    """Mean of an exponential delay in addition to ``feedback_latency_s``, unknown to the scheduler.
     Messages of one rank stay in order, those of different ranks do not."""
     endforward_duplicates: float = 0.0
-    """Share of EndForward messages that arrive once more, later and in any order."""
+    """Share of EndForward messages that arrive a second time, later and in any order."""
     decode_s: float = 1.0
-    """How long a request stays in decode."""
+    """Time that a request spends in decode."""
     decode_token_s: float = 0.0
-    """How much longer for each token that it generates."""
+    """Additional time per generated token."""
     decode_kv_capacity_tokens: int = 0
-    """Per decode rank; 0: unbounded. A request that does not fit waits in the prefill's bootstrap
-    queue, as decode reserves its KV before the prefill."""
+    """KV tokens per decode rank; 0: unlimited. A request that does not fit waits in the prefill's
+    bootstrap queue, because decode reserves its KV before the prefill."""
     output_tokens: int = 200
-    """What every request generates. Decode reserves room for it beside the prompt."""
+    """Tokens generated per request. Decode reserves room for them in addition to the prompt."""
     decode_max_running_requests: int = 0
-    """Per decode rank; 0: unbounded."""
+    """Requests per decode rank; 0: unlimited."""
     max_new_tokens: int | None = None
-    """What requests ask for; None: they do not say."""
+    """``max_new_tokens`` of requests; None: not given."""
     ttft_slo_s: float | None = None
-    """The SLO that every request brings; None: none does."""
+    """SLO of every request; None: none."""
     short_pool: int = 0
-    """So many of the instances take short prompts only, the others long ones
-    (:mod:`.arrangements`). 0: all take all."""
+    """This many instances take only short prompts, and the others long ones (:mod:`.arrangements`).
+    0: all take all."""
     pools: int = 0
-    """So many pools of equally many instances, each with a scheduler of its own; decode is divided,
-    too. 0: one scheduler, of which no time is taken."""
+    """This many pools of equally many instances, each with its own scheduler; decode is divided as
+    well. 0: one scheduler, whose CPU time is not measured."""
     pool_balance: PoolBalance = "least"
     deflect_tokens: int = 0
-    """Decode computes prompts of at most so many tokens, too: the last instance. 0: none."""
+    """Decode computes prompts of at most this many tokens as well, as the last instance. 0:
+    none."""
     seed: int = 0
 
     def __post_init__(self) -> None:
         _check_changes(self.changes, [name for name, _ in self.prefill])
 
     def engines(self, one: InstanceSpec) -> int:
-        """How many passes an instance makes at a time."""
+        """Number of concurrent passes of an instance."""
         return 1 if self.barrier else one.dp_size
 
     @property
@@ -213,12 +217,12 @@ class ClusterSpec(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def publishes_blocks(self) -> bool:
-        """Whether the ranks publish KV events, and somebody listens."""
+        """Whether the ranks publish KV events to the scheduler."""
         return self.block_tokens > 0 and self.prefix_source == "events"
 
     @property
     def cluster_kv_tokens(self) -> int:
-        """KV capacity of all prefill ranks, host memory included; storage has no end."""
+        """KV capacity of all prefill ranks, including host memory; storage is unlimited."""
         if self.tiers.has_storage:
             return sys.maxsize
         ranks = sum(one.dp_size for _, one in self.prefill)
@@ -231,7 +235,7 @@ class ClusterSpec(msgspec.Struct, frozen=True, kw_only=True):
         return tuple((f"p{index}", one) for index, one in enumerate(listed, self.first_instance))
 
     def up_s(self, instance: str, from_s: float, to_s: float) -> float:
-        """Within a window, for how long new requests may go to an instance."""
+        """Return the time within a window in which an instance accepts new requests."""
         mine = [change for change in self.changes if change.instance == instance]
         up = not joins_late(mine)
         total_s, since_s = 0.0, from_s
@@ -243,7 +247,7 @@ class ClusterSpec(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def joins_late(changes: Sequence[TopologyChange]) -> bool:
-    """Whether an instance with these changes is absent at the start."""
+    """Return whether an instance with these changes is absent at the start."""
     return bool(changes) and changes[0].action == "up"
 
 

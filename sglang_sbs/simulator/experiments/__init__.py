@@ -1,1 +1,1 @@
-"""What is simulated to answer a question, and how the answer is shown."""
+"""The simulated experiments and the presentation of their results."""

@@ -27,7 +27,7 @@ img { max-width: 100%; background: #fff }
 }
 """
 _WORDS = 24
-"""A cell of so many characters is text, not a figure."""
+"""Cells of this many characters count as text."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +37,7 @@ class Picture:
 
 
 Part = ResultTable | Picture | str
-"""What a page is made of; a string is a paragraph."""
+"""A part of a page; a string is a paragraph."""
 
 
 def write_page(path: Path, title: str, parts: Sequence[Part]) -> None:

@@ -1,4 +1,5 @@
-"""``sglang-sbs simulate plan``: how many prefill instances, with what chunk, a workload needs."""
+"""``sglang-sbs simulate plan``: finds the number of prefill instances and the chunk for a
+workload."""
 
 from __future__ import annotations
 
@@ -28,7 +29,7 @@ from sglang_sbs.simulator.parallel import Interrupted, Row, Task
 from sglang_sbs.simulator.workloads.scenario import SCENARIOS, Scenario
 
 TRACE_SEEDS = 5
-"""Windows of a trace that are simulated unless told otherwise."""
+"""Default number of simulated windows of a trace."""
 DEFAULT_POLICIES = "sbs,sbs_paper,eta,least_tokens,random_rank"
 _CELL = ("policy", "prefill_instances", "chunk_tokens")
 _SPREAD = ("max_qps_least", "max_qps_most")
@@ -142,7 +143,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _jobs(
     args: argparse.Namespace, name: str, scenario: Scenario, policies: Sequence[str]
 ) -> list[Job]:
-    """The fewest instances first, so that an interrupt leaves whole answers for those."""
+    """Return the jobs, fewest instances first, so that an interrupt leaves complete results for
+    those."""
     chunks = args.chunks or [scenario.spec.chunk_tokens]
     each = product(args.prefill, chunks, common.seeds(args), policies)
     return [
@@ -159,8 +161,8 @@ def _cell(row: Row) -> tuple[Any, ...]:
 
 
 def over_seeds(rows: Sequence[Row]) -> list[Row]:
-    """One row per policy, instances and chunk: the mean capacity over seeds, least and most. A cell
-    that lacks seeds of others, as after an interrupt, is left out."""
+    """Combine rows over seeds: mean, lowest and highest capacity per policy, instances and chunk. A
+    cell without the seeds of others, e.g. after an interrupt, is omitted."""
     whole = max(len(mine) for mine in groups(rows, *_CELL).values())
     return [
         {
@@ -176,15 +178,15 @@ def over_seeds(rows: Sequence[Row]) -> list[Row]:
 
 
 def best_chunk(cells: Sequence[Row], policy: str, instances: int, capacity: str = "max_qps") -> Row:
-    """The cell with the largest ``capacity`` (its mean over seeds, the least, or the most); the
-    smaller chunk if two are equal."""
+    """Return the cell with the largest ``capacity`` (mean, lowest or highest over seeds); of equal
+    ones the smaller chunk."""
     mine = [c for c in cells if (c["policy"], c["prefill_instances"]) == (policy, instances)]
     return max(mine, key=lambda c: (c[capacity], -c["chunk_tokens"]))
 
 
 def capacity_table(cells: Sequence[Row], slo_ttft_s: float) -> ResultTable:
-    """Max QPS by policy and instances, at the best chunk; with several seeds the least and the most
-    of them, too."""
+    """Maximum QPS by policy and instances, at the best chunk; with several seeds also the lowest
+    and highest."""
     best = {at: best_chunk(cells, *at) for at in groups(cells, "policy", "prefill_instances")}
     title = f"max QPS of the cluster at mean TTFT {slo_ttft_s:g} s (at the best chunk)"
     title += _over(cells, "least-most")
@@ -205,7 +207,8 @@ def _over(cells: Sequence[Row], spread: str) -> str:
 def needed(
     cells: Sequence[Row], policy: str, rate_qps: float, capacity: str = "max_qps"
 ) -> Row | None:
-    """The fewest instances (at their best chunk) that carry the rate; None if none tried does."""
+    """Return the fewest instances (at their best chunk) that handle the rate; None if none of those
+    tried does."""
     for instances in _counts(cells, policy):
         best = best_chunk(cells, policy, instances, capacity)
         if best[capacity] >= rate_qps:
@@ -220,7 +223,7 @@ def _counts(cells: Sequence[Row], policy: str) -> list[int]:
 def verdict(
     cells: Sequence[Row], rates: Sequence[tuple[str, float]], slo_ttft_s: float
 ) -> list[str]:
-    """A sentence per rate: how many instances SBS needs, and how many each other policy does."""
+    """A sentence per rate about the instances that SBS and each other policy need."""
     subject = subject_of(cells)
     others = [name for name in dict.fromkeys(c["policy"] for c in cells) if name != subject]
     sentences = []
@@ -244,7 +247,7 @@ def verdict(
 
 
 def needs_table(cells: Sequence[Row], rates: Sequence[tuple[str, float]]) -> ResultTable:
-    """Instances and chunk per policy and rate; where seeds differ, the fewest and the most, too."""
+    """Instances and chunk per policy and rate; if seeds differ, the fewest and the most as well."""
     table = ResultTable(
         f"prefill instances needed (chunk){_over(cells, 'fewest-most of a seed')}",
         ["policy", *(f"{label}: {rate:.4g} QPS" for label, rate in rates)],

@@ -25,7 +25,7 @@ _DPI = 110
 
 
 def save(figure: Figure, to: Path | io.BytesIO, kind: str | None = None) -> None:
-    """Write a picture, in the format of the suffix or of this kind; forget the figure."""
+    """Write a figure in the format of the suffix or of ``kind``, and release it."""
     if isinstance(to, Path):
         to.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(to, dpi=_DPI, format=kind)
@@ -33,7 +33,7 @@ def save(figure: Figure, to: Path | io.BytesIO, kind: str | None = None) -> None
 
 
 def png_of(figure: Figure) -> bytes:
-    """The picture as PNG; forgets the figure."""
+    """Return the figure as PNG, and release it."""
     buffer = io.BytesIO()
     save(figure, buffer, "png")
     return buffer.getvalue()
@@ -48,8 +48,8 @@ def write(
     parts: Sequence[ResultTable | str],
     *last: str,
 ) -> None:
-    """A picture; or, where the name ends in html, a page with ``parts``, the picture, a word on
-    each policy of ``rows``, and ``last``."""
+    """Write a figure, or an HTML page with ``parts``, the figure, a remark on each policy of
+    ``rows``, and ``last``."""
     if path.suffix != ".html":
         save(figure, path)
         return
@@ -60,7 +60,7 @@ def write(
 def panels(
     rows: int, columns: int, width: float, height: float, **more: Any
 ) -> tuple[Figure, list[Axes]]:
-    """A figure of equal panels, ``width`` and ``height`` in inches each; row by row."""
+    """Create a figure of equal panels, ``width`` and ``height`` in inches each, row by row."""
     size = (width * columns, height * rows)
     figure, axes = pyplot.subplots(
         rows, columns, figsize=size, squeeze=False, constrained_layout=True, **more
@@ -69,13 +69,13 @@ def panels(
 
 
 def _legend(figure: Figure, axis: Axes) -> None:
-    """Beside the panels, where it covers no data."""
+    """Draw the legend beside the panels, where it covers no data."""
     handles, labels = axis.get_legend_handles_labels()
     figure.legend(handles, labels, loc="outside right upper")
 
 
 def ttft_by_load(rows: Rows) -> Figure:
-    """Mean TTFT above, p99 below, both by load; a column per scenario, cost and chunk size."""
+    """Plot mean TTFT above and p99 below by load; a column per scenario, cost and chunk size."""
     shapes = list(groups(rows, "scenario", "cost", "chunk_tokens").items())
     colours = colours_of(row["policy"] for row in rows)
     figure, axes = panels(2, len(shapes), 6.5, 3.8, sharey="row")
@@ -91,7 +91,7 @@ def ttft_by_load(rows: Rows) -> Figure:
         axis.set_ylabel(f"{name} TTFT in s")
         axis.yaxis.set_tick_params(labelleft=True)
         axis.set_yscale("log")
-        # Powers of ten alone would leave most of these axes with one label or none.
+        # Powers of ten alone would leave most of these axes almost without labels.
         axis.yaxis.set_major_locator(LogLocator(subs=(1.0, 1.5, 2.0, 3.0, 5.0, 7.0)))
         axis.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
         axis.yaxis.set_minor_formatter(NullFormatter())
@@ -102,7 +102,7 @@ def ttft_by_load(rows: Rows) -> Figure:
 
 
 def capacity_by_chunk(rows: Rows) -> Figure:
-    """Max QPS at the SLO per policy, grouped by chunk size; a panel per cost model."""
+    """Plot maximum QPS at the SLO per policy, grouped by chunk size; a panel per cost model."""
     costs = groups(rows, "cost")
     figure, axes = panels(1, len(costs), 7, 5, sharey="row")
     policies = list(dict.fromkeys(row["policy"] for row in rows))

@@ -1,5 +1,5 @@
-"""How policies look in every picture, and what they are in a few words. One table, so
-that a colour means the same wherever it is drawn. Needs nothing to draw with."""
+"""Colors, line styles and short descriptions of policies in every figure. One table, so that a
+color always means the same. Needs no plotting library."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ _SPARE = ("#ce6dbd", "#3182bd", "#e6550d", "#31a354", "#756bb1", "#bd9e39", "#52
 
 
 def colours_of(names: Iterable[str]) -> dict[str, str]:
-    """A colour for each; those that the table lacks take what it does not use, in their order."""
+    """Return a color per name; unknown names get unused colors in order."""
     found: dict[str, str] = {}
     unknown: list[str] = []
     for name in dict.fromkeys(names):
@@ -46,5 +46,5 @@ def colours_of(names: Iterable[str]) -> dict[str, str]:
 
 
 def words_of(names: Iterable[str]) -> list[tuple[str, str]]:
-    """What each of them is, as far as the table knows it."""
+    """Return descriptions of the known names."""
     return [(name, LOOKS[name].words) for name in dict.fromkeys(names) if name in LOOKS]

@@ -1,4 +1,4 @@
-"""Runs scenarios under policies: one row per run, and the search for the capacity at an SLO."""
+"""Runs scenarios under policies, with one row per run, and searches the capacity at an SLO."""
 
 from __future__ import annotations
 
@@ -28,25 +28,25 @@ from sglang_sbs.simulator.workloads.scenario import (
 from sglang_sbs.trial.ratios import Part
 
 _MOST_LOAD = 100.0
-"""No capacity is searched above it: an engine this fast would never break the SLO."""
+"""Upper limit of the capacity search: an engine this fast would never break the SLO."""
 SEARCHED_LOADS = (0.2, 1.1, 1.5, 1.3, 1.2, 1.2, 1.2, 1.2, 1.2)
-"""About what :func:`max_load` simulates."""
+"""Loads that :func:`max_load` typically simulates."""
 _REQUEST_S, _CACHED_REQUEST_S = 2.2e-4, 8e-4
-"""CPU time of a simulated request, without and with prefix caches (2.5 GHz, 2026)."""
+"""CPU time per simulated request, without and with prefix caches (2.5 GHz, 2026)."""
 _AGENT_TURN_S = 20.0
 LOOP_DRAIN_S = 600.0
-"""Answers of agents are long."""
+"""Drain time for agents, whose answers are long."""
 NO_FLOW_CONTROL: dict[str, Any] = {
     "n_limit": 1_000_000,
     "default_timeout_s": 1e9,
     "max_queue_requests": 10_000_000,
 }
-"""A simulation measures waiting, not refusing."""
+"""Settings without refusals, because a simulation measures waiting."""
 
 PARTS = 8
-"""Of the time of ``day``, that TTFT is told of one by one."""
+"""Parts of a ``day`` for which TTFT is reported separately."""
 INTERVAL_PARTS = 8
-"""Of the time after the warm-up: the units of intervals. Each is long enough that it shares few
+"""Parts of the time after the warm-up, used as units of intervals. Each is long enough to share few
 passes and little of its queue with the next."""
 POLICY_CONFIGS: dict[str, dict[str, Any]] = {
     "sbs": {"policy": "sbs", "trigger": "adaptive"},
@@ -55,20 +55,20 @@ POLICY_CONFIGS: dict[str, dict[str, Any]] = {
     "sbs_paper": {"policy": "sbs", "trigger": "paper", "decode_rule": "iqr"},
     **{name: {"policy": name} for name in policy_names() if name != "sbs"},
 }
-"""Policies by the name they have here."""
+"""Configurations by policy name."""
 SEES_ALL_EQUAL = "sbs_equal"
-"""``sbs`` that is told of no priorities and no tenants."""
+"""``sbs`` without knowledge of priorities and tenants."""
 READS_CACHES = (
     *("sbs_equal", "sbs_paper"),
     *(name for name in policy_names() if reads_prefixes(name)),
 )
-"""Policies that are told what the ranks have cached. ``sbs_basic`` is ``sbs`` without that; the
-others know nothing of caches, or only what they sent where."""
+"""Policies that get the ranks' cache contents. ``sbs_basic`` is ``sbs`` without them; the others
+know nothing of caches, or only what they dispatched."""
 
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """One run; plain data, so that it can go to another process."""
+    """One run; plain data that can be sent to another process."""
 
     scenario: str
     policy: str
@@ -76,7 +76,7 @@ class Job:
     seed: int
     duration_s: float = 80.0
     cost: str = "mixed"
-    """As :func:`~sglang_sbs.simulator.cluster.cost.find_cost` takes it."""
+    """A name or file for :func:`~sglang_sbs.simulator.cluster.cost.find_cost`."""
     spec: Mapping[str, Any] = field(default_factory=dict)
     config: Mapping[str, Any] = field(default_factory=dict)
     classes: Classes = field(default_factory=Classes)
@@ -86,7 +86,7 @@ class Job:
 
 
 def scheduler_config(policy: str, seed: int = 0, **more: Any) -> SchedulerConfig:
-    """The configuration of a policy as named in :data:`POLICY_CONFIGS`."""
+    """Return the configuration of a policy in :data:`POLICY_CONFIGS`."""
     return SchedulerConfig(**{**NO_FLOW_CONTROL, **POLICY_CONFIGS[policy], "seed": seed, **more})
 
 
@@ -99,8 +99,8 @@ def scenario_of(job: Job) -> Scenario:
 
 
 def expected_s(scenario: Scenario, job: Job) -> float:
-    """CPU seconds of a run, within a factor of two or three: by its requests, which take a cluster
-    with prefix caches longer, and so do policies that hold them."""
+    """Estimate the CPU seconds of a run within a factor of two or three, from its requests. They
+    take longer in a cluster with prefix caches, and under policies that hold them."""
     qps = job.load * scenario.nominal_qps
     if scenario.agents:
         qps = job.load * scenario.agents / _AGENT_TURN_S
@@ -124,10 +124,10 @@ def row_head(job: Job, scenario: Scenario) -> Row:
 
 
 def run(scenario: Scenario, job: Job) -> Row:
-    """As :func:`run_job`, with the scenario at hand."""
+    """Run a job like :func:`run_job`, with its scenario given."""
     outcome = run_outcome(scenario, job)
     slo_s = scenario.spec.ttft_slo_s or scenario.slo_ttft_s
-    # Of ``sbs_equal`` the outcome's own are without classes.
+    # With ``sbs_equal`` the arrivals in the outcome have no classes.
     arrivals = outcome.arrivals if scenario.agents else job.classes.of(outcome.arrivals, job.seed)
     classes = class_summary(_counted(outcome, scenario), arrivals, slo_s)
     return {
@@ -143,7 +143,7 @@ def run(scenario: Scenario, job: Job) -> Row:
 
 
 def _by_part(outcome: Outcome, duration_s: float) -> list[float]:
-    """Mean TTFT of what arrived in each eighth of the run; NaN: nothing that was prefilled."""
+    """Mean TTFT by arrival in each eighth of the run; NaN: nothing was prefilled."""
     parts: list[list[float]] = [[] for _ in range(PARTS)]
     for request in outcome.requests:
         if not math.isnan(request.ttft_s):
@@ -164,14 +164,15 @@ def run_outcome(scenario: Scenario, job: Job) -> Outcome:
 
 
 def summary(outcome: Outcome, scenario: Scenario) -> Row:
-    """Latency of what arrived after the warm-up; passes from then until the last arrival."""
+    """Summarize the latency of requests after the warm-up, and passes from then until the last
+    arrival."""
     counted = _counted(outcome, scenario)
     ttft_s = sorted(r.ttft_s for r in counted if not math.isnan(r.ttft_s))
     spec, warm_s = scenario.spec, scenario.warm_up_s
     last_s = outcome.requests[-1].arrived_s if outcome.requests else 0.0
     engines = {name: spec.engines(one) for name, one in spec.prefill}
     capacity = {name: one.capacity_tokens / engines[name] for name, one in spec.prefill}
-    own = [p for p in outcome.passes if p.instance in engines]  # decode's are not prefill's
+    own = [p for p in outcome.passes if p.instance in engines]  # exclude decode's
     passes = [p for p in own if p.start_s >= warm_s and p.end_s <= last_s]
     offered = sum(capacity[p.instance] for p in passes)
     busy_s = sum(p.end_s - p.start_s for p in passes)
@@ -194,7 +195,7 @@ def summary(outcome: Outcome, scenario: Scenario) -> Row:
 
 
 def _parts(counted: Sequence[RequestRecord], first_s: float, last_s: float) -> list[Part]:
-    """Sum and number of the TTFTs of what arrived in each part of the time."""
+    """Sum and number of TTFTs by arrival in each part of the time."""
     sums, numbers = [0.0] * INTERVAL_PARTS, [0] * INTERVAL_PARTS
     for request in counted:
         if not math.isnan(request.ttft_s):
@@ -206,9 +207,8 @@ def _parts(counted: Sequence[RequestRecord], first_s: float, last_s: float) -> l
 
 
 def pool_summary(outcome: Outcome) -> Row:
-    """How evenly requests were spread over pools, and what deciding took: CPU seconds of a
-    scheduler for one event, and the busiest scheduler's share of a core, as if simulated time were
-    real."""
+    """Summarize how evenly requests were spread over pools, and the cost of decisions: CPU seconds
+    per event, and the busiest scheduler's share of a core if simulated time were real."""
     decisions_s = sorted(one for pool in outcome.pools for one in pool.decisions_s)
     requests = [pool.requests for pool in outcome.pools]
     shares = [sum(one.decisions_s) / one.duration_s for one in outcome.pools if one.duration_s]
@@ -226,9 +226,9 @@ def _counted(outcome: Outcome, scenario: Scenario) -> list[RequestRecord]:
 
 
 def loop_summary(outcome: Outcome, scenario: Scenario, job: Job) -> Row:
-    """What a closed loop is judged by, of requests sent after the warm-up. ``e2e_mean_s``: until
-    the last token. ``tokens_per_s_instance``: prompt (also cached) and answer tokens of what ended.
-    """
+    """Figures of a closed loop, for requests sent after the warm-up. ``e2e_mean_s``: time until the
+    last token. ``tokens_per_s_instance``: prompt tokens (including cached) and answer tokens of
+    completed requests."""
     counted = _counted(outcome, scenario)
     e2e_s = [r.ended_s - r.arrived_s for r in counted if not math.isnan(r.prefilled_s + r.ended_s)]
     window_s = job.duration_s - scenario.warm_up_s
@@ -276,8 +276,9 @@ def cache_summary(outcome: Outcome, scenario: Scenario) -> Row:
 
 
 def decode_summary(outcome: Outcome, scenario: Scenario) -> Row:
-    """Of requests after the warm-up. ``sent_tokens``: of a prompt, transferred to decode. The other
-    two: the most requests and KV tokens of a decode rank over the mean, in the mean over time."""
+    """Figures of decode, for requests after the warm-up. ``sent_tokens``: prompt tokens transferred
+    to decode. The other two: time average of the largest number of requests and KV tokens of a rank
+    divided by the mean."""
     counted = [r for r in _counted(outcome, scenario) if not math.isnan(r.prefilled_s)]
     batch, kv_tokens = outcome.decode_balance(counted, scenario.spec.decode_dp_size)
     return {
@@ -294,14 +295,14 @@ def refuse_idle_flags(
     scenario: Scenario,
     parser: argparse.ArgumentParser,
 ) -> None:
-    """Ends the program with code 2 if one of ``flags`` has no effect here."""
+    """End the program with code 2 if one of ``flags`` has no effect here."""
     holding = [one for one in policies if Scheduler(scheduler_config(one)).policy.holds]
     what = Simulated(policies, holding, READS_CACHES, scenario.spec.block_tokens > 0)
     refuse_without_effect(args, flags, what, parser)
 
 
 class EmptyWindowError(ValueError):
-    """There is nothing to measure; the message names the run and what to change."""
+    """Nothing can be measured; the message names the run and what to change."""
 
 
 def max_load(
@@ -325,7 +326,7 @@ def max_load(
         return bool(served and row["ttft_mean_s"] <= slo_ttft_s)
 
     def bisect(low: float, high: float) -> tuple[float, bool]:
-        """The largest load found, and whether a larger one was seen to break the SLO."""
+        """Return the largest load found, and whether a larger one broke the SLO."""
         broken = False
         while high - low > tolerance * max(high, 0.1):
             middle = (low + high) / 2
@@ -348,7 +349,8 @@ def max_load(
             f"{scenario.warm_up_s:g} s and the end at {job.duration_s:g} s, at whatever load; "
             "simulate more seconds, or other seeds"
         )
-    # No load meets the SLO: the row says what the lightest one tried gives, and a capacity of 0.
+    # No load meets the SLO: the row has the results of the lightest load tried, and a capacity of
+    # 0.
     within = low if low in rows else 0.0
     at_limit = rows[within or min(rows)]
     max_qps = within * scenario.nominal_qps

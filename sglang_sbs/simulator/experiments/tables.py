@@ -1,4 +1,4 @@
-"""Results as tables: one form for the terminal and the page."""
+"""Result tables for the terminal and for pages."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _Cell = TypeVar("_Cell")
 
 @dataclass(slots=True)
 class ResultTable:
-    """Text in rows; the first column is a name."""
+    """A table of text; the first column is a name."""
 
     title: str
     columns: list[str]
@@ -52,13 +52,14 @@ def crossed(
 
 
 def mean_of(rows: Sequence[Row], key: str) -> float:
-    """Mean over the rows that have the value; NaN if none does."""
+    """Mean over the rows that have a value; NaN if none has."""
     values = [row[key] for row in rows if row[key] is not None and not math.isnan(row[key])]
     return statistics.fmean(values) if values else math.nan
 
 
 def groups(rows: Iterable[Row], *keys: str) -> dict[tuple[Any, ...], list[Row]]:
-    """The rows by their values of some fields, as they come; none of what no row has."""
+    """Group rows by the values of some fields in order of appearance, omitting fields that no row
+    has."""
     found: dict[tuple[Any, ...], list[Row]] = defaultdict(list)
     for row in rows:
         found[tuple(row[key] for key in keys)].append(row)
@@ -101,7 +102,7 @@ def result_tables(rows: Sequence[Row]) -> list[ResultTable]:
 
 
 def load_tables(rows: Sequence[Row]) -> list[ResultTable]:
-    """Mean and p99 TTFT, chunk utilisation and what was refused."""
+    """Mean and p99 TTFT, chunk utilization and refusals."""
     return _by_load(rows, "mean / p99 TTFT in s, chunk use", _load_cell)
 
 
@@ -114,7 +115,8 @@ def _by_load(
     column: str = "load {load:g}",
     of: str = "{scenario}",
 ) -> list[ResultTable]:
-    """A row per policy, a column per load; a table per cost model and chunk size."""
+    """Build tables with a row per policy and a column per load; one per cost model and chunk
+    size."""
     return [
         crossed(
             f"{title}; {of.format(**shown[0])}, cost {cost}, chunk {chunk}",
@@ -128,7 +130,7 @@ def _by_load(
 
 
 def means(mine: Sequence[Row], form: str, *keys: str) -> str:
-    """Means of these fields, in this form; nothing where the first has no value."""
+    """Format the means of these fields; empty if the first has no value."""
     found = [mean_of(mine, key) for key in keys]
     return "" if math.isnan(found[0]) else form.format(*found)
 
@@ -186,8 +188,8 @@ def _class_tables(rows: Sequence[Row]) -> list[ResultTable]:
 
 
 def _day_tables(rows: Sequence[Row]) -> list[ResultTable]:
-    """How each policy follows a load that rises and falls: a row per policy and mean load, a column
-    per part of the day; a table per cost model and chunk size."""
+    """Show how each policy follows a load that rises and falls: a row per policy and mean load, a
+    column per part of the day; one table per cost model and chunk size."""
     tables = []
     of_days = [row for row in rows if "ttft_by_part_s" in row]
     for (cost, chunk), shown in groups(of_days, "cost", "chunk_tokens").items():
@@ -204,7 +206,8 @@ def _day_tables(rows: Sequence[Row]) -> list[ResultTable]:
 
 
 def capacity_tables(rows: Sequence[Row]) -> list[ResultTable]:
-    """Max QPS at the SLO: a row per policy, a column per chunk size; a table per cost model."""
+    """Maximum QPS at the SLO: a row per policy, a column per chunk size; one table per cost
+    model."""
     slo_s, scenario = rows[0]["slo_ttft_s"], rows[0]["scenario"]
     title = f"max QPS of the cluster at mean TTFT {slo_s:g} s, chunk use there; {scenario}, cost"
     return [

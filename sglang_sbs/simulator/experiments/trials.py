@@ -106,8 +106,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def run_trial(job: Job, spec: TrialSpec, difference: float) -> Row:
-    """One trial of ``job.policy`` on the job's cluster; one rank of eight gets an eighth of the
-    load, as nominal rates are those of eight."""
+    """Run one trial of ``job.policy`` on the job's cluster. One rank of eight gets an eighth of the
+    load, because nominal rates are for eight."""
     scenario = scenario_of(job)
     load = job.load * scenario.spec.dp_size / 8
     arrivals = scenario.at_load(load, job.duration_s, job.seed)
@@ -140,13 +140,13 @@ def run_trial(job: Job, spec: TrialSpec, difference: float) -> Row:
 
 
 class TriedScheduler:
-    """The scheduler of a simulated cluster, in the hands of a trial."""
+    """A simulated cluster's scheduler under the control of a trial."""
 
     def __init__(self, scheduler: Scheduler, trial: Trial, difference: float) -> None:
         self._scheduler = scheduler
         self._trial = trial
         self._late = difference / (1 - difference)
-        """How much later an answer of the baseline is observed, over its TTFT."""
+        """Delay after which an answer of the baseline is observed, relative to its TTFT."""
         self._arrived_s: dict[str, float] = {}
         """Requests of the baseline's slots that wait for their answer."""
         self._switches: list[Switch] = []
@@ -172,7 +172,7 @@ class TriedScheduler:
         return commands
 
     def advance(self, now_s: float) -> None:
-        """A switch takes effect with the next event."""
+        """Advance the trial. A switch takes effect with the next event."""
         self._take(self._trial.advance(now_s))
 
     def _take(self, steps: Sequence[object]) -> None:

@@ -1,4 +1,4 @@
-"""What simulated runs amount to: the sentences that ``simulate`` begins with."""
+"""The summary sentences at the beginning of ``simulate``'s output."""
 
 from __future__ import annotations
 
@@ -19,23 +19,23 @@ from sglang_sbs.trial.ratios import (
 )
 
 _SHOWN_LOADS = 3
-"""Ratios in one sentence; of more only the smallest and the largest are named."""
+"""Limit on ratios in one sentence; of more, only the smallest and the largest are given."""
 _P99_LOSS = 1.05
 
 
 class _Cell(NamedTuple):
-    """The subject against the best other policy at one load."""
+    """The subject compared with the best other policy at one load."""
 
     load: float
     rival: str
     mean: Ratio
     p99: float
     why: str
-    """Why there is no gain."""
+    """Reason for a missing gain."""
 
 
 def of_loads(rows: Sequence[Row]) -> list[str]:
-    """For rows of :func:`~.sweep.run_job`: a paragraph per cost model and chunk size."""
+    """Verdict on rows of :func:`~.sweep.run_job`: a paragraph per cost model and chunk size."""
     panels = list(groups(rows, "cost", "chunk_tokens").items())
     several = len(panels) > 1
     return [
@@ -65,13 +65,13 @@ def _of_panel(rows: Sequence[Row]) -> str:
 
 
 def subject_of(rows: Sequence[Row]) -> str:
-    """The policy that a verdict is about: ``sbs``, or another of that name, or else the first."""
+    """The policy that a verdict is about: ``sbs``, another of that name, or the first."""
     names = list(dict.fromkeys(row["policy"] for row in rows))
     return "sbs" if "sbs" in names else next(filter(_is_sbs, names), names[0])
 
 
 def rivals_of(subject: str, names: Sequence[str] | dict[str, list[Row]]) -> list[str]:
-    """The policies to compare with: variants of SBS only if there are no others."""
+    """The policies to compare with; variants of SBS only if there are no others."""
     others = [name for name in names if name != subject]
     return [name for name in others if not _is_sbs(name)] or others
 
@@ -81,7 +81,7 @@ def _is_sbs(policy: str) -> bool:
 
 
 def _served(rows: Sequence[Row]) -> bool:
-    """Whether every request got its first token, so that means can be compared."""
+    """Return whether every request got its first token, so that means are comparable."""
     done = rows and all(row["completed"] for row in rows)
     return bool(done) and not any(row["unfinished"] or row["rejected"] for row in rows)
 
@@ -143,7 +143,8 @@ def _compared(subject: str, cells: Sequence[_Cell]) -> list[str]:
 
 
 def _at_loads(cells: Sequence[_Cell]) -> str:
-    """``0.67x (0.61 to 0.74) the mean TTFT of eta, the best other policy, at load 0.6 and ...``"""
+    """Format ``0.67x (0.61 to 0.74) the mean TTFT of eta, the best other policy, at load 0.6 and
+    ...``"""
     words: list[str] = []
     for one in _shown(cells):
         of = f"that of {one.rival}" if words else f"the mean TTFT of {one.rival}"
@@ -174,8 +175,8 @@ def _more(cells: Sequence[_Cell], words: Sequence[str]) -> str:
 
 
 def of_capacity(rows: Sequence[Row]) -> list[str]:
-    """For rows of :func:`~.sweep.max_load`: a sentence per cost model, each policy at its best
-    chunk size."""
+    """Verdict on rows of :func:`~.sweep.max_load`: a sentence per cost model, each policy at its
+    best chunk size."""
     panels = list(groups(rows, "cost").items())
     several = len(panels) > 1
     return [(f"Cost {cost}: " if several else "") + _of_capacity(mine) for (cost,), mine in panels]

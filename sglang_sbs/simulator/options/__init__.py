@@ -1,1 +1,1 @@
-"""Flags that the ``simulate`` commands share."""
+"""Flags shared by the ``simulate`` commands."""

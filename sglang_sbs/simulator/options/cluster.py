@@ -1,4 +1,4 @@
-"""The flags that describe a simulated prefill cluster (see :mod:`..cluster.spec`)."""
+"""Flags that describe a simulated prefill cluster (see :mod:`..cluster.spec`)."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ _graphs = checked(
 
 
 def _instances(text: str) -> list[dict[str, float]]:
-    """``count=2,dp=8,chunk=3072,speed=0.5``: that many times the fields of an InstanceSpec."""
+    """Parse ``count=2,dp=8,chunk=3072,speed=0.5`` into the fields of that many InstanceSpecs."""
     fields: dict[str, float] = {"count": 1}
     for word in text.split(","):
         key, equals, value = word.partition("=")
@@ -58,7 +58,7 @@ def _instances(text: str) -> list[dict[str, float]]:
 
 
 def _changes(text: str) -> tuple[spec.TopologyChange, ...]:
-    """``30:drain:p1,50:down:p1``, in the order of time."""
+    """Parse ``30:drain:p1,50:down:p1``, in order of time."""
     changes = []
     for word in text.split(","):
         second, _, rest = word.partition(":")
@@ -193,7 +193,8 @@ _INSTANCES = (
 
 
 def add_cluster(parser: argparse.ArgumentParser) -> None:
-    """Flags for latencies, faults and decode room; equal instances of ``--dp`` ranks."""
+    """Add the flags for latencies, faults and decode room of equal instances with ``--dp``
+    ranks."""
     group = parser.add_argument_group("cluster")
     add_all(group, _CLUSTER)
     add_overlap(group)
@@ -205,13 +206,13 @@ def add_cluster(parser: argparse.ArgumentParser) -> None:
 
 
 def add_topology(parser: argparse.ArgumentParser) -> None:
-    """Flags for how many instances there are, which differ, and what happens to them."""
+    """Add the flags for number, differences and changes of instances."""
     what = "they are called p0, p1, ... in the order of the flags"
     add_all(parser.add_argument_group("instances", what), _INSTANCES)
 
 
 def cluster_fields(args: argparse.Namespace) -> dict[str, Any]:
-    """What :func:`add_cluster` was given, as keywords of ``make_scenario``."""
+    """Return the values of :func:`add_cluster`'s flags as keywords of ``make_scenario``."""
     fields = fields_of(args, (*_CLUSTER, *_DECODE, *_CACHES, *_ROBUSTNESS))
     fields |= {"overlap": args.overlap, "barrier": not args.no_barrier}
     if args.block_tokens and args.kv_tokens:
@@ -220,7 +221,7 @@ def cluster_fields(args: argparse.Namespace) -> dict[str, Any]:
         fields["kv_capacity_tokens"] = args.kv_tokens
     else:
         fields["block_tokens"] = 0
-    # Agents have tiers without being told; others if anything is said of them.
+    # Agents have tiers by default; other workloads only if a flag for them is given.
     without = args.storage is False and _is_agentic(args)
     if args.host_kv_tokens is not None or args.storage or without:
         host = {} if args.host_kv_tokens is None else {"host_kv_tokens": args.host_kv_tokens}
@@ -233,7 +234,7 @@ def _is_agentic(args: argparse.Namespace) -> bool:
 
 
 def topology_fields(args: argparse.Namespace, parser: argparse.ArgumentParser) -> dict[str, Any]:
-    """What :func:`add_topology` was given, as keywords of ``make_scenario``."""
+    """Return the values of :func:`add_topology`'s flags as keywords of ``make_scenario``."""
     if args.instance and args.prefill:
         parser.error("--prefill: --instance lists the instances (count=N for several equal ones)")
     instances = len(args.instance or ()) or args.prefill or 3

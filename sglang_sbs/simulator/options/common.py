@@ -1,4 +1,4 @@
-"""What the ``simulate`` commands share on the command line, and the progress bar."""
+"""Command-line helpers of the ``simulate`` commands, and the progress bar."""
 
 from __future__ import annotations
 
@@ -35,18 +35,18 @@ _MOST_INSTANCES = 64
 _PLOT_SUFFIXES = (".png", ".svg", ".html")
 DURATION_S = 80.0
 _FILE_WIDTH = 130
-"""Columns where the output is no terminal: wide enough for every table."""
+"""Columns if the output is not a terminal: wide enough for every table."""
 _LINES = 20
-"""Progress lines of one command."""
+"""Limit on progress lines of one command."""
 _ANNOUNCED_S = 5.0
-"""Runs that are expected to be shorter are not announced."""
+"""Runs expected to be shorter are not announced."""
 _Value = TypeVar("_Value")
 
 
 def checked(
     parse: Callable[[str], _Value], fits: Callable[[_Value], bool], wanted: str
 ) -> Callable[[str], _Value]:
-    """A type for argparse; what is none of it is told to write ``wanted``."""
+    """A type for argparse; unsuitable values cause an error that asks for ``wanted``."""
 
     def value_of(text: str) -> _Value:
         with suppress(ValueError):
@@ -81,22 +81,22 @@ instance_counts = checked(
     lambda some: bool(some) and all(1 <= n <= _MOST_INSTANCES for n in some),
     f"a range or a list between 1 and {_MOST_INSTANCES}, as in 2..6 or 2,4",
 )
-"""``2..6`` or ``2,4,6``."""
+"""Parses ``2..6`` or ``2,4,6``."""
 
 
 class Flag(NamedTuple):
-    """A flag, and the keyword of what is simulated that its value becomes."""
+    """A flag, and the keyword of the simulation that its value becomes."""
 
     name: str
     field: str
-    """Empty: more than its value decides."""
+    """Empty if the keyword depends on other values as well."""
     type: Callable[[str], Any] | type[argparse.Action] | tuple[str, ...]
-    """What reads its value, or what it may be; ``bool``: it has none."""
+    """Parser of its value, or its choices; ``bool``: no value."""
     default: Any
     help: str
     metavar: str | None = None
     per: float = 1
-    """So many parts of what the field is in."""
+    """Units of the flag per unit of the field."""
     repeated: bool = False
 
     @property
@@ -122,8 +122,8 @@ def add_all(group: argparse._ActionsContainer, flags: Iterable[Flag]) -> None:
 
 
 def given(parser: argparse.ArgumentParser, words: Sequence[str]) -> set[str]:
-    """Names of the flags and positional arguments in ``words``, also those that repeat a default.
-    The parser has no defaults afterwards."""
+    """Names of the flags and positional arguments in ``words``, including those that repeat a
+    default. The parser has no defaults afterwards."""
     for action in parser._actions:
         action.default = argparse.SUPPRESS
     dests = vars(parser.parse_args(words))
@@ -135,7 +135,7 @@ def given(parser: argparse.ArgumentParser, words: Sequence[str]) -> set[str]:
 
 
 def fields_of(args: argparse.Namespace, flags: Iterable[Flag]) -> dict[str, Any]:
-    """What those say that become a field."""
+    """Return the values of flags that become fields."""
     values = [(flag, getattr(args, flag.dest)) for flag in flags if flag.field]
     return {
         flag.field: value if flag.per == 1 or value is None else value / flag.per
@@ -146,7 +146,8 @@ def fields_of(args: argparse.Namespace, flags: Iterable[Flag]) -> dict[str, Any]
 def names(
     text: str, allowed: Collection[str], flag: str, parser: argparse.ArgumentParser
 ) -> list[str]:
-    """Comma-separated names, each one of ``allowed``; ends the program with code 2 otherwise."""
+    """Split comma-separated names, each one of ``allowed``; ends the program with code 2
+    otherwise."""
     words = text.split(",")
     for word in words:
         if word not in allowed:
@@ -157,7 +158,8 @@ def names(
 
 
 def cost_words(text: str, parser: argparse.ArgumentParser) -> list[str]:
-    """Comma-separated costs that can be found; ends the program with code 2 otherwise."""
+    """Split comma-separated costs, all of which must exist; ends the program with code 2
+    otherwise."""
     words = text.split(",")
     for word in words:
         try:
@@ -174,7 +176,7 @@ def cost_words(text: str, parser: argparse.ArgumentParser) -> list[str]:
 def checked_scenario(
     args: argparse.Namespace, parser: argparse.ArgumentParser, name: str, spec: Mapping[str, Any]
 ) -> Scenario:
-    """Ends the program with code 2 if it cannot be, or ends with its warm-up."""
+    """Build a scenario; ends the program with code 2 if it is invalid or ends with its warm-up."""
     try:
         scenario = make_scenario(name, **spec)
     except TopologyError as error:
@@ -234,25 +236,25 @@ def add_runs(
     default_seeds: int | None = 1,
     seeds_help: str = "seeds per cell (default 1)",
 ) -> None:
-    """Flags of whatever runs in parallel for some seeds, and gives rows."""
+    """Add the flags of commands that run in parallel for some seeds and return rows."""
     add_all(parser, [Flag("--seeds", "", positive, default_seeds, seeds_help), *_RUNS])
 
 
 def add_common(parser: argparse.ArgumentParser, **seeds: Any) -> None:
-    """The same, and the cost of passes."""
+    """Add the same flags, and the cost of passes."""
     add_runs(parser, **seeds)
     add_all(parser, [_COST])
 
 
 def add_prefill_runs(parser: argparse.ArgumentParser, policies: str) -> None:
-    """Flags of the commands that run prefill scenarios under policies."""
+    """Add the flags of commands that run prefill scenarios under policies."""
     parser.add_argument("--policies", help=f"comma-separated (default {policies})")
     add_all(parser, _PREFILL_RUNS)
 
 
 def check_outputs(args: argparse.Namespace, parser: argparse.ArgumentParser) -> None:
-    """Ends the program with code 2 if ``--json``, ``--plot`` or ``--out`` cannot be written or
-    drawn: before anything is simulated for it."""
+    """Check the output flags before the simulation; ends the program with code 2 if ``--json``,
+    ``--plot`` or ``--out`` cannot be written or drawn."""
     for name in ("json", "plot", "out"):
         path: Path | None = getattr(args, name, None)
         if path is None:
@@ -298,8 +300,8 @@ def run_with_progress(
 
 
 def kept(error: Interrupted, runs: int, command: str) -> list[Row]:
-    """The rows of an interrupted command, after a line that says so. Raises: ``error``, there are
-    none."""
+    """Return the rows of an interrupted command after a message about it. Raises: ``error``, there
+    are none."""
     if not error.rows:
         raise error
     ended = f"interrupted after {len(error.rows)} of {counted(runs, 'run')}"
@@ -309,8 +311,8 @@ def kept(error: Interrupted, runs: int, command: str) -> list[Row]:
 
 @contextmanager
 def progress(told: Console, total: int) -> Iterator[Callable[..., None]]:
-    """A bar on a terminal, at most :data:`_LINES` lines elsewhere, with the time that is left. Call
-    what it yields after each run, with the name of what was simulated if there is one."""
+    """Show a bar on a terminal, at most :data:`_LINES` lines elsewhere, with the remaining time.
+    Call the yielded function after each run, optionally with the name of the simulated case."""
     columns = (
         TextColumn("{task.description}"),
         BarColumn(),
@@ -336,14 +338,14 @@ def progress(told: Console, total: int) -> Iterator[Callable[..., None]]:
 
 
 def clock(seconds: float) -> str:
-    """``40 s``, ``4 min``, ``1.5 h``."""
+    """Format as ``40 s``, ``4 min``, ``1.5 h``."""
     if seconds < 90:
         return f"{seconds:.0f} s"
     return f"{seconds / 60:.0f} min" if seconds < 5400 else f"{seconds / 3600:.1f} h"
 
 
 def write_json(content: Sequence[Row] | Row, path: Path | None, console: Console) -> None:
-    """The rows as a JSON list, or an object, if they are wanted; what has no value is null."""
+    """Write rows or an object as JSON if requested; missing values are null."""
     if path is None:
         return
     path.parent.mkdir(parents=True, exist_ok=True)

@@ -1,5 +1,5 @@
-"""Flags that have no effect beside others. They are refused, so that nobody takes a result for what
-it is not. What ``make_scenario`` and the flags' own checks refuse is not here again."""
+"""Refuses flags that have no effect in combination with others, so that results are not misread.
+Errors found by ``make_scenario`` and by the flags' own checks are not repeated here."""
 
 from __future__ import annotations
 
@@ -19,24 +19,25 @@ _NEEDS_ONE: _Needs = {
     "--sbs-refuse-missed-slo": (("ttft_slo_ms",), "--ttft-slo-ms"),
     "--sbs-priority-step-ms": (("priority_share", "low_share"), "--priority-share or --low-share"),
 }
-"""Flags that say more about what another one turns on: the values one of which must be there."""
+"""Flags that modify what another flag turns on, and the values of which one must be given."""
 _OF_HOLDING = (
     *("--sbs-n-limit", "--sbs-queue-timeout-secs", "--sbs-max-queue-requests"),
     *("--sbs-max-queue-tokens", "--sbs-max-hold-ms", "--sbs-priority-step-ms"),
     *("--sbs-tenant-weights",),
 )
-"""An immediate policy has no queue: it refuses nothing, and holds nothing."""
+"""Flags without effect under immediate policies, which have no queue: they refuse and hold
+nothing."""
 _OF_CACHES = ("--prefix-source", "--kv-tokens", "--host-kv-tokens", "--storage", "--decode-cache")
 
 
 class Simulated(NamedTuple):
-    """What decides whether flags have an effect."""
+    """Properties of a simulation that decide whether flags have an effect."""
 
     policies: Collection[str]
     holding: Collection[str]
-    """Of these, those that hold requests."""
+    """Those of the policies that hold requests."""
     readers: Collection[str]
-    """Policies that are told what ranks have cached."""
+    """Policies that get the cache contents of ranks."""
     caches: bool
     """The scenario has prefix caches."""
 
@@ -44,8 +45,8 @@ class Simulated(NamedTuple):
 def refuse_without_effect(
     args: argparse.Namespace, flags: Set[str], what: Simulated, parser: argparse.ArgumentParser
 ) -> None:
-    """``flags``: those that were given (:func:`.common.given`). Ends the program with code 2 for
-    the first without effect."""
+    """Refuse flags without effect. ``flags``: those given (:func:`.common.given`). Ends the program
+    with code 2 at the first."""
     for flag, (fields, wanted) in _NEEDS_ONE.items():
         if flag in flags and not any(getattr(args, field, None) for field in fields):
             parser.error(f"{flag}: without {wanted} it has no effect")

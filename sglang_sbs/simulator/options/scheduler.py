@@ -1,5 +1,5 @@
-"""The router's scheduling flags, for a simulated router, and who sends it requests. Names, units
-and meaning are the router's; by default nothing is refused
+"""The router's scheduling flags for a simulated router, and the classes of its requests. Names,
+units and meaning are the router's; by default nothing is refused
 (:data:`~sglang_sbs.simulator.experiments.sweep.NO_FLOW_CONTROL`)."""
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ def add_scheduler(parser: argparse.ArgumentParser) -> None:
 
 
 def scheduler_fields(args: argparse.Namespace) -> dict[str, Any]:
-    """What :func:`add_scheduler` was given, as keywords of a ``SchedulerConfig``."""
+    """Return the values of :func:`add_scheduler`'s flags as keywords of a ``SchedulerConfig``."""
     return {name: value for name, value in fields_of(args, _FLAGS).items() if value is not None}
 
 
@@ -97,7 +97,8 @@ def add_classes(parser: argparse.ArgumentParser) -> None:
 
 
 def classes_of(args: argparse.Namespace, parser: argparse.ArgumentParser) -> Classes:
-    """What :func:`add_classes` was given; ends the program with code 2 if it is too much."""
+    """Return the classes of :func:`add_classes`'s flags; ends the program with code 2 if the shares
+    exceed 1."""
     if args.priority_share + args.low_share > 1:
         parser.error("--priority-share and --low-share: write shares that are at most 1 together")
     return Classes(args.priority_share, args.low_share, args.tenants)

@@ -1,1 +1,1 @@
-"""Who sends what, when: arrivals, conversations, classes, named scenarios."""
+"""Workloads: arrivals, conversations, classes, named scenarios."""

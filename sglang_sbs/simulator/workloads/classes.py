@@ -1,4 +1,5 @@
-"""Gives simulated requests priorities, tenants and SLOs, and says how each of them fared."""
+"""Assigns priorities, tenants and SLOs to simulated requests, and summarizes the results by
+class."""
 
 from __future__ import annotations
 
@@ -15,15 +16,15 @@ from sglang_sbs.simulator.parallel import Row
 
 @dataclass(frozen=True, slots=True)
 class Classes:
-    """Who sends the requests of a workload; shares are of their number."""
+    """Classes of a workload's requests, as shares of their number."""
 
     high_share: float = 0.0
     low_share: float = 0.0
     tenants: Mapping[str, float] = field(default_factory=dict)
-    """How much each sends, as parts of their sum; empty: nobody is told apart."""
+    """Relative number of requests per tenant; empty: no tenants."""
 
     def of(self, arrivals: Sequence[Arrival], seed: int) -> list[Arrival]:
-        """The same requests, with what is drawn for each; the rest of them does not change."""
+        """Return the same requests with their drawn classes; everything else stays the same."""
         if not (self.high_share or self.low_share or self.tenants):
             return list(arrivals)
         rng = random.Random(f"classes {seed}")

@@ -15,9 +15,9 @@ _MEAN_OUTPUT_TOKENS = 400
 _SYSTEM_PROMPTS = 20
 _SYSTEM_TOKENS = (200, 4000)
 _MESSAGE_TOKENS = (5.5, 1.2)
-"""Lognormal: median 245, mean 500."""
+"""Parameters of a lognormal distribution: median 245, mean 500."""
 LONGEST_TOKENS = 65_536
-"""A conversation ends before a prompt would be longer."""
+"""A conversation ends before its prompt would exceed this."""
 _NAMES_PER_CONVERSATION = 1 << 20
 
 

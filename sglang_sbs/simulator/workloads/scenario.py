@@ -1,4 +1,5 @@
-"""The named scenarios: a cluster shape, a workload, and what load 1.0 is. They know no policies."""
+"""Named scenarios: cluster shape, workload, and the meaning of load 1.0. They are independent of
+policies."""
 
 from __future__ import annotations
 
@@ -33,11 +34,11 @@ from sglang_sbs.simulator.workloads.conversations import LONGEST_TOKENS, PAGE_TO
 from sglang_sbs.simulator.workloads.optimum import optimal_cached_tokens
 
 AGENTIC = "agentic"
-"""The closed loop: load is a number of agents."""
+"""The closed loop, in which load is a number of agents."""
 WARM_UP_S = 20.0
-"""Of a run, in which nothing is counted yet."""
+"""Initial part of a run that is not counted."""
 _PAPER_3K_QPS = 57.0
-"""Of the baseline, per instance (Table 1)."""
+"""Rate of the baseline per instance (Table 1)."""
 LoadCounts = Literal["prompt", "uncached"]
 LOAD_COUNTS: tuple[str, ...] = get_args(LoadCounts)
 _SHORT = uniform_like(3000)
@@ -49,18 +50,18 @@ _LONG_TOKENS = 65536
 _FEW_LONG_TOKENS = 100, 100_000
 _FEW_LONG_SHARE = 0.004
 _LONG_EVERY_S = 15.0
-"""``one-long``: 2.5 % of what load 1.0 computes."""
+"""Interval of long prompts in ``one-long``: 2.5 % of the work of load 1.0."""
 _PHASE_S = 0.5
-"""``onoff``: on for so long, then off."""
+"""Length of the phases of ``onoff``."""
 DECODE_TOKEN_S = 0.02
-"""``agentic``: 50 tokens per second and user."""
+"""Time per token in ``agentic``: 50 tokens per second and user."""
 AGENTS_PER_INSTANCE = 28.0
 """``agentic``, load 1.0: with so many the best policy that does not wait has a mean TTFT of the
 scenario's SLO (docs/lab/agentic.md). The chunk is SGLang's 16384 over 8 DP ranks."""
 AGENT_WARM_UP_S = 60.0
-"""Longer than the others': what the device holds of contexts comes with their next turns."""
+"""Longer than that of others, because the device holds contexts only after their next turns."""
 _SAMPLE = 20.0, 500.0, 0
-"""Conversations that load 1.0 is calculated of: rate, seconds, seed."""
+"""Sample of conversations used to calculate load 1.0: rate, seconds, seed."""
 
 
 NETWORK = {"dispatch_serial_s": 5e-4, "dispatch_jitter": 0.15, "gang_gate_s": 0.04}
@@ -71,7 +72,7 @@ or two milliseconds."""
 
 
 Workload = list[Arrival] | AgentLoop
-"""Requests that come when they come, or each after an answer."""
+"""Requests with fixed times, or each after an answer."""
 Arrivals = Callable[[float, float, int], Workload]
 """(qps, duration_s, seed) -> requests."""
 
@@ -89,15 +90,15 @@ class Scenario:
     """Requests per second of the whole cluster at load 1.0."""
     arrivals: Arrivals
     slo_ttft_s: float
-    """Mean time to first token of the capacity search."""
+    """SLO for the mean time to first token in the capacity search."""
     trace_qps: float = 0.0
-    """The mean rate of a trace, which others do not have."""
+    """Mean rate of a trace; 0 for other workloads."""
     agents: float = 0.0
-    """In a closed loop: how many there are at load 1.0, and ``arrivals`` takes their number."""
+    """Number of agents at load 1.0 in a closed loop, where ``arrivals`` takes their number."""
     warm_up_s: float = WARM_UP_S
 
     def at_load(self, load: float, duration_s: float, seed: int) -> Workload:
-        """The workload at a share of the nominal rate, or of so many agents."""
+        """Return the workload at a share of the nominal rate, or of the number of agents."""
         return self.arrivals(load * (self.agents or self.nominal_qps), duration_s, seed)
 
 
@@ -153,7 +154,7 @@ def make_scenario(
 
 @dataclass(frozen=True, slots=True)
 class _Wanted:
-    """What :func:`make_scenario` is given."""
+    """Arguments of :func:`make_scenario`."""
 
     cost: PassCost
     instances: Sequence[Mapping[str, Any]]
@@ -164,7 +165,8 @@ class _Wanted:
     def cluster(
         self, chunk_tokens: int, longest_tokens: int = 0, block_tokens: int = 0
     ) -> ClusterSpec:
-        """Raises: ScenarioError: a rank has no KV for the longest prompt."""
+        """Build the cluster. Raises: ScenarioError, a rank has not enough KV for the longest
+        prompt."""
         shape = {"chunk_tokens": chunk_tokens, "block_tokens": block_tokens, **NETWORK, **self.spec}
         equal = {name: shape[name] for name in ("dp_size", "chunk_tokens") if name in shape}
         spec = ClusterSpec(
@@ -178,7 +180,7 @@ class _Wanted:
         return spec
 
     def worth(self, shape: ClusterSpec) -> float:
-        """How many equal instances its instances count as."""
+        """Number of equal instances to which its instances are equivalent."""
         if not self.instances:
             return shape.prefill_instances
         one = msgspec.structs.replace(shape, prefill_instances=1, instances=(), changes=())
@@ -191,7 +193,7 @@ class _Wanted:
         )
 
     def nominal_qps(self, shape: ClusterSpec, some: Sequence[Arrival]) -> float:
-        """The rate of these arrivals that is load 1.0."""
+        """Return the rate of these arrivals that is load 1.0."""
         if self.load_counts == "uncached":
             return uncached_qps(shape, some)
         return full_chunk_tokens_per_s(shape) * len(some) / sum(a.prompt_tokens for a in some)
@@ -309,7 +311,7 @@ _BUILDERS: dict[str, Callable[[_Wanted, str], Scenario]] = {
     AGENTIC: _agentic,
     "trace:FILE": _trace,
 }
-"""By name and what stands after the colon, which a builder is given."""
+"""Builders by scenario name; each gets the text after the colon."""
 SCENARIOS = tuple(_BUILDERS)
 
 
@@ -336,7 +338,7 @@ def _lengths(text: str) -> tuple[int, int]:
 
 
 def full_passes_per_s(spec: ClusterSpec, mean_tokens: float) -> float:
-    """Requests of this mean length per second when every pass is as full as the engine lets it."""
+    """Requests of this mean length per second if every pass is as full as the engine allows."""
     rate = 0.0
     for _, one in spec.prefill:
         most = one.chunk_tokens / mean_tokens
@@ -347,7 +349,7 @@ def full_passes_per_s(spec: ClusterSpec, mean_tokens: float) -> float:
 
 
 def full_chunk_tokens_per_s(spec: ClusterSpec) -> float:
-    """What the cluster computes when every pass has a full chunk on every rank."""
+    """Tokens per second if every pass has a full chunk on every rank."""
     full_s = spec.cost.full_chunk_s
     each = (one for _, one in spec.prefill)
     return sum(one.capacity_tokens * one.speed / full_s(one.chunk_tokens) for one in each)
