@@ -19,6 +19,7 @@ from typing import Any
 
 from rich.console import Console
 
+from benchmarks.burners import check_busy
 from benchmarks.compare_routers.agents import AGENTIC, agents_at, expected_s
 from benchmarks.compare_routers.campaign import Campaign, Scope
 from benchmarks.compare_routers.contenders import BY_NAME, chosen
@@ -135,6 +136,10 @@ class Plan:
             if getattr(args, name) < 1:
                 raise ValueError(f"--{name.replace('_', '-')} must be at least 1")
         self._attention_tp = attention_tp_of(args)
+        check_busy(args.busy)
+        if args.most_host_lag is None:
+            # A host that is busy on purpose lags.
+            args.most_host_lag = 0.0 if args.busy else MOST_HOST_LAG
         if args.most_host_lag < 0:
             raise ValueError("--most-host-lag must not be negative")
         for name in ("slo_ttft", "slo_tpot", "timeout", "cost_chunk", "pass_s", "capacity"):
@@ -241,6 +246,7 @@ class Plan:
         return {
             **({"revision": of_code} if of_code else {}),
             **engines,
+            **({"busy_processes_beside": args.busy} if args.busy else {}),
             "prompts": args.prompts,
             "timeout_s": self._timeout_s,
             "requests": args.requests,
