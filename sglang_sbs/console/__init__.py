@@ -1,1 +1,1 @@
-"""What the commands share: words for people, files they write, and what they need installed."""
+"""Helpers shared by the commands: texts, output files, and required packages."""

@@ -1,5 +1,5 @@
-"""One question to a running router, for ``why``, ``policy`` and ``trial``, and the flags that name
-the router, for ``top`` as well."""
+"""Sends a request to a running router for ``why``, ``policy`` and ``trial``, and defines the flags
+that name the router, for ``top`` as well."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _MOST_ERROR_BYTES = 4096
 
 
 class NotToldError(Exception):
-    """There is no answer; the text says why and what to do."""
+    """There is no answer; the text explains why and what to do."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -33,7 +33,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def key_of(args: argparse.Namespace) -> str | None:
-    """The key of the command line, else of the environment."""
+    """Return the key from the command line, otherwise from the environment."""
     found = args.admin_api_key or os.environ.get(KEY_VARIABLE) or os.environ.get(_FORMER_VARIABLE)
     return found or None
 
@@ -53,8 +53,8 @@ def ask(
     absent: str,
     method: str | None = None,
 ) -> bytes:
-    """Return the answer to ``GET path``, or with a ``body`` (JSON) to ``PUT path``, unless another
-    ``method`` is named. ``absent``: what a 404 means. Raises: NotToldError."""
+    """Return the response to ``GET path``, or with a ``body`` (JSON) to ``PUT path``, unless
+    another ``method`` is given. ``absent``: meaning of a 404. Raises: NotToldError."""
     key = key_of(args)
     url = args.router.rstrip("/") + path
     headers = {"Authorization": f"Bearer {key}"} if key else {}
@@ -88,5 +88,5 @@ def _refusal(error: urllib.error.HTTPError, url: str, key: str | None, absent: s
 
 
 def plain(text: str) -> str:
-    """Clients and engines name things: no control characters of theirs reach the terminal."""
+    """Replace control characters, which names given by clients and engines may contain."""
     return "".join(c if c.isprintable() or c == "\n" else "?" for c in text)

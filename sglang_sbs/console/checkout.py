@@ -1,4 +1,4 @@
-"""What only a checkout has: ``benchmarks/`` and ``tools/``, beside the package."""
+"""Modules that only a checkout has: ``benchmarks/`` and ``tools/``, next to the package."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ CHECKOUT = Path(__file__).resolve().parents[2]
 
 
 class NotACheckoutError(Exception):
-    """This is an installed wheel."""
+    """The package is an installed wheel."""
 
 
 def checkout_module(name: str) -> ModuleType:

@@ -12,13 +12,13 @@ from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
 ASKED = "_ARGCOMPLETE"
-"""Set by the shell's hook, which takes nothing but completions from this process."""
+"""Set by the shell's hook, which accepts only completions from this process."""
 
 
 def complete(
     verbs: Sequence[str], main_of: Callable[[str], Callable[[Sequence[str]], Any]]
 ) -> None:
-    """Answer the shell and end the process; returns where nothing can be completed."""
+    """Answer the shell and end the process; returns if nothing can be completed."""
     try:
         import argcomplete
         from argcomplete.lexers import split_line

@@ -1,4 +1,4 @@
-"""What a verb or a flag needs beyond a plain install, looked for before its work begins."""
+"""Checks for requirements of a verb or flag that a plain install lacks, before its work begins."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ _CPU = (
 
 
 def only_in_a_checkout(verb: str) -> str:
-    """Where ``sglang-sbs VERB`` can be had, for those that a wheel does not have."""
+    """Explain where ``sglang-sbs VERB`` is available, for verbs missing in a wheel."""
     return f"not in an installed wheel; {_CPU.format(verb=verb)}"
 
 
 def without_matplotlib() -> str | None:
-    """What to install to draw pictures; ``None``: it is there."""
+    """What to install for drawing figures; ``None``: installed."""
     if find_spec("matplotlib") is not None:
         return None
     return "matplotlib is not installed: pip install matplotlib, or pip install 'sglang-sbs[sim]'"
 
 
 def without_sglang(verb: str, *, on_cpu: bool) -> str | None:
-    """How to get the engines that ``sglang-sbs VERB`` starts; ``None``: they are there."""
+    """How to get the engines that ``sglang-sbs VERB`` starts; ``None``: available."""
     if find_spec("sglang") is not None:
         return None
     how = _CPU.format(verb=verb) if on_cpu else "pip install 'sglang>=0.5.11'"
@@ -31,12 +31,12 @@ def without_sglang(verb: str, *, on_cpu: bool) -> str | None:
 
 
 def without_jwt() -> str | None:
-    """What to install to judge an identity provider's tokens; ``None``: it is there."""
+    """What to install for checking an identity provider's tokens; ``None``: installed."""
     if all(find_spec(name) is not None for name in ("jwt", "cryptography")):  # for signatures
         return None
     return "pip install 'sglang-sbs[jwt]'"
 
 
 def without_kubernetes() -> str | None:
-    """What to install to find workers as pods; ``None``: it is there."""
+    """What to install for finding workers as pods; ``None``: installed."""
     return None if find_spec("kubernetes_asyncio") else "pip install 'sglang-sbs[kubernetes]'"

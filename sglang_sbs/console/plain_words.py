@@ -1,4 +1,4 @@
-"""Errors and numbers as people read them, in the log, in alerts and on the dashboard."""
+"""Readable errors and numbers for the log, alerts and the dashboard."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ import aiohttp
 
 
 def counted(number: int, noun: str) -> str:
-    """``1 request``, ``2 requests``."""
+    """Format as ``1 request``, ``2 requests``."""
     return f"{number:,} {noun}{'' if number == 1 else 's'}"
 
 
 def plain_error(error: BaseException) -> str:
-    """Why a worker did not answer, or a router did not start, without the words of the HTTP client
-    and the system's numbers."""
+    """Describe why a worker did not respond or a router did not start, without the HTTP client's
+    wording and error numbers."""
     match error:
         case TimeoutError():
             return "no answer in time"
@@ -38,7 +38,7 @@ def plain_error(error: BaseException) -> str:
 
 @contextmanager
 def naming_file(flag: str, path: Path) -> Iterator[None]:
-    """An error of opening it inside names the flag. Raises: OSError."""
+    """Name the flag in errors of opening its file. Raises: OSError."""
     try:
         yield
     except OSError as error:
@@ -47,7 +47,7 @@ def naming_file(flag: str, path: Path) -> Iterator[None]:
 
 @contextmanager
 def naming_port(flag: str, host: str, port: int) -> Iterator[None]:
-    """An error of listening inside names the flag, or that of the host. Raises: OSError."""
+    """Name the flag, or that of the host, in errors of listening. Raises: OSError."""
     try:
         yield
     except OSError as error:
@@ -61,8 +61,9 @@ def naming_port(flag: str, host: str, port: int) -> Iterator[None]:
 
 
 def system_error(error: OSError) -> str:
-    """asyncio puts words and addresses of its own where the system's are."""
+    """Return the system's text for an error: asyncio replaces it with its own text and
+    addresses."""
     number = error.errno or 0
-    if number <= 0 or isinstance(error, ssl.SSLError):  # numbers of the resolver's and OpenSSL's
+    if number <= 0 or isinstance(error, ssl.SSLError):  # numbers of the resolver and OpenSSL
         return error.strerror or str(error)
     return os.strerror(number)

@@ -49,7 +49,7 @@ class LoneRanks:
         return instances[rank], 0
 
     def up(self, event: ev.InstanceUp) -> tuple[list[ev.InstanceUp], list[ev.InstanceId]]:
-        """The instances that are up now, and those that the worker is not any more."""
+        """Return the instances that are up now, and those that no longer belong to the worker."""
         worker = event.instance
         before = self.instances(worker)
         for name in before:
@@ -82,7 +82,7 @@ class LoneRanks:
         ]
 
     def inside(self, event: ev.Event) -> ev.Event:
-        """An event of one rank or request in the names of instances; others are left alone."""
+        """Translate an event of one rank or request to instance names; others stay unchanged."""
         if not self._instances:
             return event
         match event:
@@ -90,7 +90,7 @@ class LoneRanks:
                 name, rank = self.place(event.instance, event.report.dp_rank)
                 if name == event.instance:
                     return event
-                # What it says of other ranks, if anything, is not of this pass.
+                # Its information about other ranks, if any, does not concern this pass.
                 report = msgspec.structs.replace(
                     event.report, dp_rank=rank, dp_size=1, tokens_per_rank=None
                 )

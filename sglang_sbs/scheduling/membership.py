@@ -1,5 +1,4 @@
-"""Which instances there are, and which of them may be used: they come, change, go down and are
-forgotten."""
+"""Keeps the set of instances and their availability: they come, change, go down and are dropped."""
 
 from __future__ import annotations
 
@@ -16,11 +15,11 @@ from sglang_sbs.scheduling.request import Request
 from sglang_sbs.wire import EndForward
 
 _FORGET_DOWN_S = 600.0
-"""A longer outage of an instance with nothing outstanding is taken for its removal."""
+"""An instance without outstanding requests that is down for longer counts as removed."""
 
 
 class Membership:
-    """Names are those inside the scheduler, but for what :meth:`up` and :meth:`down` are told."""
+    """The instances. Names are the scheduler's own, except in :meth:`up` and :meth:`down`."""
 
     def __init__(self, config: SchedulerConfig, prefix: PrefixCaches) -> None:
         self._config = config
@@ -28,19 +27,18 @@ class Membership:
         self.prefill: dict[InstanceId, PrefillInstance] = {}
         self.decode: dict[InstanceId, DecodeInstance] = {}
         self.lone = LoneRanks()
-        """Prefill workers without a barrier; only they have other names here than outside."""
+        """Prefill workers without a barrier; only they have different names outside."""
         self.down_s: dict[InstanceId, float] = {}
-        """Since when."""
+        """Time since when each instance has been down."""
         self.drained: set[InstanceId] = set()
-        """Those among them that work."""
+        """Those of them that are drained but work."""
         self.up_prefill: list[PrefillInstance] = []
         self.up_decode: list[DecodeInstance] = []
         self.decode_targets: list[tuple[DecodeInstance, int]] = []
-        """The ranks of those that are up."""
+        """Ranks of the decode instances that are up."""
 
     def up(self, event: InstanceUp) -> Iterator[InstanceId]:
-        """A worker may be used, or has other limits; yields each instance of it that is new, once
-        it is entered."""
+        """Add or update a worker; yields each new instance after it was entered."""
         instances, gone = self.lone.up(event)
         for name in gone:
             self._forget(name)
@@ -51,7 +49,8 @@ class Membership:
                 yield one.instance
 
     def down(self, event: InstanceDown, now_s: float) -> bool:
-        """It cannot be reached, or is drained; whether that changes who may get requests."""
+        """Record that a worker is unreachable or drained; return whether that changes which
+        instances may get requests."""
         changes = False
         for name in self.lone.instances(event.instance):
             instance = self.prefill.get(name) or self.decode.get(name)
@@ -70,10 +69,10 @@ class Membership:
         return changes
 
     def refresh(self, now_s: float) -> list[PrefillInstance]:
-        """After any change; the prefill instances that are up."""
+        """Update after any change; return the prefill instances that are up."""
         lost = [i for i in self.down_s if i not in self.drained]
         for gone in [i for i in lost if self.down_s[i] + _FORGET_DOWN_S <= now_s]:
-            # Removed for good, as far as anybody can tell; under churn the books would only grow.
+            # Probably removed for good; otherwise the records would grow with churn.
             decode = self.decode.get(gone)
             if decode is None or not decode.has_outstanding:
                 self._forget(gone)
@@ -118,8 +117,8 @@ class Membership:
     def strays(
         self, report: EndForward, prefill: PrefillInstance, requests: Mapping[str, Request]
     ) -> list[Stray]:
-        """Return the requests that a rank of ``prefill`` names and that are believed to be at
-        another rank of the same worker."""
+        """Return the requests named by a rank of ``prefill`` that the records have at another rank
+        of the same worker."""
         here = prefill.id, report.dp_rank
         strays = []
         for rid in report.rids if 0 <= report.dp_rank < prefill.dp_size else ():

@@ -155,7 +155,7 @@ async def test_what_comes_during_a_replay_is_bounded_by_its_bytes(
 async def test_while_the_scheduler_is_behind_nothing_is_taken(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(kv_subscriber, "_MOST_UNTOLD", 1)
+    monkeypatch.setattr(kv_subscriber, "_MOST_QUEUED", 1)
     async with system() as here:
         here.up()
         await here.publishers[0].subscribed()
@@ -163,12 +163,12 @@ async def test_while_the_scheduler_is_behind_nothing_is_taken(
         await here.believes({9})
         before = here.count("events")
         with monkeypatch.context() as busy:
-            busy.setattr(here.subscriber, "_tell_soon", lambda: None)
+            busy.setattr(here.subscriber, "_submit_soon", lambda: None)
             for block in range(5):
                 here.publishers[0].publish(stored(block))
             await asyncio.sleep(0.2)
             assert here.count("events") <= before + 1
-        here.subscriber._tell_soon()
+        here.subscriber._submit_soon()
         await here.believes({*range(5), 9})
 
 

@@ -179,9 +179,9 @@ class SimulatedPrefill:
         at.enqueue(request)
 
     def step(self, launch_s: float) -> tuple[DevicePass | None, list[EndForward]]:
-        """The first half of an iteration: ingest, form a batch and hand it to the device, which
-        gets it at ``launch_s``: now plus the time preparing it takes. The pass if one was launched,
-        and what the ranks say. Afterwards the owner asks :meth:`waits_for`."""
+        """Run the first half of an iteration: ingest, form a batch and hand it to the device, which
+        gets it at ``launch_s`` (now plus the preparation time). Returns the launched pass, if any,
+        and the ranks' reports. The owner must call :meth:`waits_for` next."""
         self._ingest()
         launched = self._launch(launch_s) if any(rank.waiting for rank in self.ranks) else None
         messages: list[EndForward] = []
@@ -195,8 +195,8 @@ class SimulatedPrefill:
         return launched, messages
 
     def waits_for(self, launched: DevicePass | None) -> DevicePass | None:
-        """The second half of the iteration: the pass at whose end the next one begins. None: it
-        begins at once if something was launched; else the loop sleeps."""
+        """Run the second half of the iteration: return the pass whose end starts the next
+        iteration. None: it starts at once if something was launched; otherwise the loop sleeps."""
         wait = self._last_launched or (launched is not None and not self.spec.overlap)
         self._last_launched = launched is not None and self.spec.overlap
         self.asleep = launched is None and not wait
@@ -275,7 +275,7 @@ class SimulatedPrefill:
         return bool(request.fetching)
 
     def _launch(self, launch_s: float) -> DevicePass | None:
-        """None if no rank has room in its cache for anything that waits."""
+        """Launch a pass; None if no rank has cache room for a waiting request."""
         parts: Parts = []
         filled = zip(*(self._fill(rank, parts) for rank in self.ranks), strict=True)
         tokens, requests, pairs, cached, loads_s = map(list, filled)
@@ -299,8 +299,8 @@ class SimulatedPrefill:
         )
 
     def _fill(self, rank: Rank, parts: Parts) -> tuple[int, int, float, int, float]:
-        """Tokens, requests, attention pairs and cached tokens of the rank's batch, and the seconds
-        that loading takes."""
+        """Form the rank's batch; return its tokens, requests, attention pairs and cached tokens,
+        and the seconds of loading."""
         page, cache, room = self.spec.page_size, rank.cache, self.one.chunk_tokens
         most = self.spec.prefill_max_requests or room
         tokens, count, pairs, cached, loaded = 0, 0, 0.0, 0, 0
@@ -313,7 +313,7 @@ class SimulatedPrefill:
                 if request.fetched:
                     cache.fetched(request.blocks, request.fetched)
                 if self._fetch(rank, request):
-                    continue  # it lost what it would have found while it waited
+                    continue  # it has lost blocks that it would have found while waiting
             hit, load = _look_up(cache, request)
             part = request.remaining - hit
             if part > room:
@@ -348,8 +348,8 @@ class SimulatedPrefill:
         return tokens, count, pairs, cached, loaded * self.spec.tiers.host_load_s
 
     def messages(self, kind: Kind, about: DevicePass | None = None) -> list[EndForward]:
-        """What every rank says; ``about``: the pass that was launched or has ended, which is not in
-        ``device``."""
+        """Return a report from every rank. ``about``: the pass that was launched or has ended,
+        which is not in ``device``."""
         return [self._message(index, kind, about) for index in range(self.one.dp_size)]
 
     def _message(self, index: int, kind: Kind, about: DevicePass | None) -> EndForward:
@@ -395,15 +395,16 @@ class SimulatedPrefill:
 
 
 def _nearest(recorded: Sequence[tuple[float, float]], start_s: float) -> float:
-    """The factor of the recorded pass that began nearest to this time."""
+    """Factor of the recorded pass that began nearest to this time."""
     at = bisect_left(recorded, (start_s, 0.0))
     near = recorded[max(0, at - 1) : at + 1]
     return min(near, key=lambda one: abs(one[0] - start_s))[1]
 
 
 def _look_up(cache: BlockCache, request: Waiting) -> tuple[int, int]:
-    """Tokens the caches have of a request that is about to be scheduled for the first time, and how
-    many of them must be loaded. What is computed of one that is cut becomes part of the cache."""
+    """Match a request that is about to be scheduled for the first time; return the tokens found,
+    and the part that must be loaded. The computed part of a cut request becomes part of the
+    cache."""
     if request.hold is not None:
         cache.publish(request.hold, request.computed_tokens)
         return 0, 0

@@ -22,14 +22,14 @@ from collections.abc import Container, Sequence
 from dataclasses import dataclass, field
 
 Blocks = Sequence[int]
-"""Names of a prompt's full blocks from the first on; equal names: equal tokens up to there."""
+"""Names of a prompt's full blocks in order; equal names mean equal tokens up to that block."""
 SharedStorage = set[int]
-"""Blocks that any rank can have."""
+"""Blocks available to every rank."""
 
 
 @dataclass(slots=True)
 class BlockEvents:
-    """What became of the blocks of a rank since they were last asked for, removals first."""
+    """Block changes of a rank since the last call, removals first."""
 
     removed: list[int] = field(default_factory=list)
     stored: list[int] = field(default_factory=list)
@@ -39,13 +39,13 @@ class BlockEvents:
 
 @dataclass(slots=True)
 class Hold:
-    """What one request has of the cache."""
+    """Cache resources of one request."""
 
     blocks: Blocks
     locked: int
-    """Leading blocks that are in the cache and stay there for it."""
+    """Number of leading blocks in the cache that are locked for it."""
     room: int
-    """Blocks taken and not computed yet, with the last one, which is not full."""
+    """Number of blocks reserved and not computed yet, including the last one, which is not full."""
 
 
 class BlockCache:
@@ -57,15 +57,15 @@ class BlockCache:
         host_tokens: int = 0,
         storage: SharedStorage | None = None,
     ) -> None:
-        """``host_tokens``: with less than a block there is neither host memory nor ``storage``."""
+        """``host_tokens``: if less than a block, there is neither host memory nor ``storage``."""
         self.block_tokens = block_tokens
         self.capacity = capacity_tokens // block_tokens
-        """Blocks."""
+        """Capacity in blocks."""
         self.room = 0
-        """Blocks that requests have taken and not computed yet."""
+        """Blocks reserved by requests and not computed yet."""
         self._locks: dict[int, int] = {}
         self._evictable: OrderedDict[int, None] = OrderedDict()
-        """Least recently used first; so is ``_host``."""
+        """Unlocked blocks, least recently used first; ``_host`` has the same order."""
         self._host: OrderedDict[int, None] = OrderedDict()
         self._host_capacity = host_tokens // block_tokens
         self._storage = storage if self._host_capacity else None
@@ -75,28 +75,29 @@ class BlockCache:
         return block in self._locks or block in self._evictable
 
     def __len__(self) -> int:
-        """Blocks it holds, locked or not."""
+        """Number of blocks, locked or not."""
         return len(self._locks) + len(self._evictable)
 
     def match(self, blocks: Blocks, prompt_tokens: int) -> int:
-        """Leading blocks it holds."""
+        """Return the number of leading blocks in the cache."""
         return self._end_of(self, blocks, 0, prompt_tokens)
 
     def _limit(self, blocks: Blocks, prompt_tokens: int) -> int:
-        """At most (L - 1) // block can be found, as the last token must be computed."""
+        """At most (L - 1) // block can be found, because the last token must be computed."""
         return min(len(blocks), (prompt_tokens - 1) // self.block_tokens)
 
     def _end_of(self, tier: Container[int], blocks: Blocks, start: int, prompt_tokens: int) -> int:
-        """Up to where blocks from ``start`` on are in a tier."""
+        """Return the end of the blocks from ``start`` on that are in a tier."""
         limit = self._limit(blocks, prompt_tokens)
         return next((at for at in range(start, limit) if blocks[at] not in tier), limit)
 
     def loadable(self, blocks: Blocks, hit: int, prompt_tokens: int) -> int:
-        """How many more can be loaded from host memory, after the ``hit`` first ones."""
+        """Return the number of blocks after the first ``hit`` that can be loaded from host
+        memory."""
         return self._end_of(self._host, blocks, hit, prompt_tokens) - hit
 
     def to_fetch(self, blocks: Blocks, prompt_tokens: int) -> list[int]:
-        """Those that have to come from storage first, up to the first that nobody has."""
+        """Return the blocks that must come from storage first, up to the first that is nowhere."""
         fetched: list[int] = []
         if self._storage is not None:
             hit = self.match(blocks, prompt_tokens)
@@ -108,17 +109,16 @@ class BlockCache:
         return fetched
 
     def fetched(self, blocks: Blocks, new: Blocks) -> None:
-        """The ``new`` ones of a prompt come to host memory, and take the place of none of the
-        others."""
+        """Store the ``new`` blocks of a prompt in host memory without displacing its others."""
         fetched = set(new)
         self._write([block for block in blocks if block in fetched or block in self._host])
 
     def _write(self, blocks: Sequence[int]) -> None:
-        """The device has them, or they were fetched."""
+        """Write blocks through to the lower tiers."""
         if not self._host_capacity:
             return
         host = self._host
-        # The end first: it is what must go first.
+        # Write the end first, because it must be evicted first.
         for block in reversed(blocks):
             if block not in host:
                 self._events.host_stored.append(block)
@@ -131,8 +131,8 @@ class BlockCache:
             self._storage.update(blocks)
 
     def start(self, blocks: Blocks, hit: int, prompt_tokens: int) -> Hold | None:
-        """Lock the ``hit`` first blocks and take room for the rest, by evicting what is needed;
-        None if that is not enough."""
+        """Lock the first ``hit`` blocks and reserve room for the rest, evicting others; None if
+        that is not enough."""
         room = -(-prompt_tokens // self.block_tokens) - hit
         hold = Hold(blocks, hit, room)
         self._lock(blocks[:hit])
@@ -146,8 +146,8 @@ class BlockCache:
         return hold
 
     def publish(self, hold: Hold, computed_tokens: int) -> None:
-        """The prompt is computed so far: others have its full blocks (``checkpoint``). What
-        another request of the rank has computed at the same time is kept once."""
+        """Make the computed full blocks of a prompt available to others (``checkpoint``). Blocks
+        computed concurrently by another request of the rank are kept once."""
         full = min(len(hold.blocks), computed_tokens // self.block_tokens)
         new = hold.blocks[hold.locked : full]
         self._events.stored += [block for block in new if block not in self]
@@ -158,13 +158,13 @@ class BlockCache:
         hold.locked += len(new)
 
     def end(self, hold: Hold) -> None:
-        """The request needs its KV no longer (``release_kv_cache``)."""
+        """Release the KV of a request (``release_kv_cache``)."""
         self.room -= hold.room
         hold.room = 0
         self._unlock(hold)
 
     def take_events(self) -> BlockEvents | None:
-        """What happened since the last call; None if nothing did."""
+        """Return the block changes since the last call; None if there are none."""
         events, self._events = self._events, BlockEvents()
         return None if events == BlockEvents() else events
 

@@ -1,5 +1,5 @@
-"""The way of requests to the ranks of an instance (latency, jitter, one after the other, the
-plugin's gang gate), and that of EndForward messages back (late, lost, twice)."""
+"""Delays of requests to the ranks of an instance (latency, jitter, serial sending, the plugin's
+batch gate), and delays, losses and duplicates of EndForward."""
 
 from __future__ import annotations
 
@@ -12,20 +12,20 @@ from sglang_sbs.simulator.cluster.spec import ClusterSpec
 
 
 class DispatchNetwork:
-    """Driven by the simulation, which asks once for each batch, in order of time."""
+    """Network for dispatches. The simulation calls it once per batch, in order of time."""
 
     def __init__(self, spec: ClusterSpec) -> None:
         self._spec = spec
         self._rng = random.Random(spec.seed)
         self._front_free_s = dict.fromkeys(dict(spec.prefill), 0.0)
-        """When the last request for an instance has left."""
+        """Time when the last request for each instance has left."""
         self._intake_free_s = 0.0
-        """When the intake that all instances share has taken the last request in."""
+        """Time when the shared intake has read the last request."""
         self._gang = (-1, 1.0)
         """Number of the batch and its latency factor."""
 
     def arrive_s(self, batch: Sequence[Dispatch], now_s: float) -> list[float]:
-        """When each request of what leaves for one instance is schedulable there."""
+        """Return the times at which the requests of a batch for one instance become schedulable."""
         reach_s = [self._reach_s(command, now_s) for command in batch]
         gate_s = min(max(reach_s), min(reach_s) + self._spec.gang_gate_s)
         return [max(at_s, gate_s) for at_s in reach_s]
@@ -50,22 +50,23 @@ class DispatchNetwork:
 
 
 def pause_before_retry_s(attempts: int) -> float | None:
-    """After so many that failed; ``None``: it is given up. The router's defaults
-    (``--retry-max-retries`` and its neighbours)."""
+    """Return the pause after this many failed attempts; ``None``: give up. These are the router's
+    defaults (``--retry-max-retries`` and related flags)."""
     return None if attempts >= 5 else 0.05 * 1.5 ** (attempts - 1)
 
 
 class FeedbackChannel:
-    """One connection per DP rank, as the plugin has: messages of a rank do not overtake."""
+    """One connection per DP rank, as in the plugin: messages of a rank stay in order."""
 
     def __init__(self, spec: ClusterSpec) -> None:
         self._spec = spec
         self._rng = random.Random(f"feedback {spec.seed}")
         self._last_s: dict[tuple[str, int], float] = {}
-        """Arrival of the newest message by instance and rank."""
+        """Arrival time of the newest message by instance and rank."""
 
     def arrivals_s(self, instance: str, rank: int, sent_s: float) -> list[float]:
-        """When a message reaches the scheduler: once, twice, or never."""
+        """Return the arrival times of a message at the scheduler: one, two (a duplicate) or
+        none."""
         spec, rng = self._spec, self._rng
         if spec.endforward_loss and rng.random() < spec.endforward_loss:
             return []

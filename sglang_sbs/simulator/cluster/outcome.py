@@ -1,4 +1,4 @@
-"""What a simulation leaves: its requests and its passes."""
+"""Results of a simulation: its requests and its passes."""
 
 from __future__ import annotations
 
@@ -13,45 +13,46 @@ from sglang_sbs.wire.balance import active_ranks, max_over_mean
 
 @dataclass(slots=True)
 class RequestRecord:
-    """What became of one request; times in seconds, NaN: never."""
+    """Result of one request; times in seconds, NaN: never."""
 
     rid: str
     prompt_tokens: int
     arrived_s: float
     index: int = -1
-    """Of its arrival."""
+    """Index of its arrival."""
     told_tokens: int = 0
-    """Its length as the scheduler was told."""
+    """Prompt length announced to the scheduler."""
     dispatched_s: float = math.nan
-    """Of the last attempt, as the next six."""
+    """Dispatch time of the last attempt, as are the next six fields."""
     prefilled_s: float = math.nan
     prefill: tuple[str, int] | None = None
     decode: tuple[str, int] | None = None
     predicted_tokens: int = 0
     cached_tokens: int = 0
-    """Found in the cache of its rank, whatever the tier."""
+    """Tokens found in the cache of its rank, in any tier."""
     loaded_tokens: int = 0
-    """Of these: in host memory."""
+    """Part of these tokens that was in host memory."""
     fetched_tokens: int = 0
-    """Of these: they came from storage for it."""
+    """Part of these tokens that came from storage for it."""
     decode_cached_tokens: int = 0
-    """Found in the cache of its decode rank, and not sent there."""
+    """Tokens found in the cache of its decode rank, and not sent there."""
     ended_s: float = math.nan
-    """The last token of the answer, or given up."""
+    """Time of the last token of the answer, or of giving up."""
     recomputed_tokens: int = 0
-    """Of full blocks that it had to compute although some rank of the cluster had done so before
-    it; the rest of what it computed is new."""
+    """Tokens in full blocks that it had to compute although some rank of the cluster had done so
+    before; its other computed tokens are new."""
     refused: str | None = None
     attempts: int = 0
     excluded: tuple[str, ...] = ()
-    """Instances it failed on."""
+    """Instances on which it failed."""
     reserved: bool = False
-    """Decode holds KV for it."""
+    """Decode has reserved KV for it."""
     ends: int = 0
 
     @property
     def ttft_s(self) -> float:
-        """Arrival until the first token (the end of the prefill plus ``first_token_s``)."""
+        """Time from arrival until the first token (the end of the prefill plus
+        ``first_token_s``)."""
         return self.prefilled_s - self.arrived_s
 
 
@@ -60,7 +61,7 @@ class PassRecord(NamedTuple):
     start_s: float
     end_s: float
     rank_tokens: tuple[int, ...]
-    """Of each DP rank that takes part in it."""
+    """Tokens of each participating DP rank."""
 
     @property
     def tokens(self) -> int:
@@ -77,11 +78,11 @@ class PassRecord(NamedTuple):
 
 @dataclass(slots=True)
 class PoolRecord:
-    """One of several clusters side by side, and its scheduler."""
+    """One of several parallel clusters, and its scheduler."""
 
     requests: int
     decisions_s: Sequence[float]
-    """CPU time of each event that its scheduler took: measured, not simulated."""
+    """CPU time of each event in its scheduler: measured, not simulated."""
     duration_s: float
 
 
@@ -89,24 +90,24 @@ class PoolRecord:
 class Outcome:
     requests: list[RequestRecord] = field(default_factory=list)
     passes: list[PassRecord] = field(default_factory=list)
-    """In the order of their ends."""
+    """Passes in order of their ends."""
     queued_passes: int = 0
-    """Passes that were handed to the device while another ran (overlap)."""
+    """Number of passes handed to the device while another ran (overlap)."""
     bootstrap_waits: int = 0
-    """Dispatches that reached their ranks before decode had room for them."""
+    """Number of dispatches that reached their ranks before decode had room for them."""
     retries: int = 0
-    """Attempts after the first, of all requests."""
+    """Attempts after the first, over all requests."""
     duration_s: float = 0.0
     arrivals: list[Arrival] = field(default_factory=list)
-    """By the index of their requests."""
+    """Arrivals by the index of their requests."""
     history: Sequence[int] = ()
-    """Blocks that were in storage before the first of them."""
+    """Blocks that were in storage before the first arrival."""
     pools: list[PoolRecord] = field(default_factory=list)
-    """With ``--pools`` only."""
+    """Results by pool; only with ``--pools``."""
 
     def decode_balance(self, requests: Sequence[RequestRecord], ranks: int) -> tuple[float, float]:
-        """Return the largest batch and the most KV tokens (prompts and answers) of the decode ranks
-        over their means, in the mean over the time in which ``requests`` arrive and run."""
+        """Return the largest batch and KV load (prompts and answers) of a decode rank divided by
+        the means, averaged over the time in which ``requests`` arrive and run."""
         changes: list[tuple[float, int, int, int]] = []
         for one in requests:
             if one.decode is not None and not math.isnan(one.ended_s):
@@ -128,10 +129,10 @@ class Outcome:
 
 
 def mean(values: Sequence[float]) -> float:
-    """NaN: there are none."""
+    """Mean; NaN without values."""
     return sum(values) / len(values) if values else math.nan
 
 
 def quantile(ordered: Sequence[float], share: float) -> float:
-    """Of sorted values; NaN: there are none."""
+    """Quantile of sorted values; NaN without values."""
     return ordered[int(share * len(ordered))] if ordered else math.nan

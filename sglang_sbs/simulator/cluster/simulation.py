@@ -1,5 +1,5 @@
 """The discrete-event cluster: arrivals, network, prefill instances and the router's own scheduler.
-Everything the router would do around it happens here with a latency."""
+The router's surroundings are simulated with latencies."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _MOST_WAKES = 1000
 
 
 class Decides(Protocol):
-    """Whatever places requests: a :class:`Scheduler`, or a record of what one did."""
+    """Places requests: a :class:`Scheduler`, or a recording of one."""
 
     def handle(self, event: events.Event, now_s: float) -> list[events.Command]:
         """As :meth:`Scheduler.handle`."""
@@ -63,8 +63,8 @@ def simulate(
 
 
 class Simulation:
-    """One cluster with its scheduler, from :meth:`start` to :meth:`end`; beside others with the
-    same clock and outcome :meth:`go_on` and :meth:`come` in turn."""
+    """One cluster with its scheduler, from :meth:`start` to :meth:`end`. With other clusters that
+    share the clock and outcome, :meth:`go_on` and :meth:`come` alternate."""
 
     def __init__(
         self,
@@ -86,21 +86,21 @@ class Simulation:
         self._instances = dict(spec.prefill)
         self._boots = dict.fromkeys(self._instances, 0)
         self._engines: dict[str, list[SimulatedPrefill]] = {}
-        """Those that are alive; without a barrier one for each DP rank."""
+        """Running engines; without a barrier one per DP rank."""
         self._feedback = FeedbackChannel(spec)
         self._decode = boot.decode_ranks(spec)
         self._outcome = outcome
         self._computed: set[int] = set()
         """Blocks that some rank has computed."""
         self._attempts: dict[str, RequestRecord] = {}
-        """Attempts under way, by the request id that the scheduler and the engines know."""
+        """Attempts in progress, by the request id known to the scheduler and the engines."""
         self._heap: list[tuple[float, int, Callable[..., None], tuple[Any, ...]]] = []
         self._pushed = 0
         self._now_s = 0.0
         self._wake_s: float | None = None
         self._woken_s = -math.inf
         self._wakes = 0
-        """At that very time: the timers of a sound scheduler come to an end."""
+        """Wake-ups at this very time: a correct scheduler's timers must end."""
         self._loop = loop
         self._storage: SharedStorage | None = None
         if spec.tiers.has_storage:
@@ -120,7 +120,7 @@ class Simulation:
             self._at(change.at_s, self._change, change)
 
     def go_on(self, until_s: float) -> None:
-        """All that happens until then; what is long after the last arrival is left."""
+        """Run all events until then; events long after the last arrival are dropped."""
         while self._heap and self._heap[0][0] <= min(until_s, self._end_s):
             self._now_s, _, action, args = heapq.heappop(self._heap)
             action(*args)
@@ -130,7 +130,7 @@ class Simulation:
         return len(self._attempts)
 
     def end(self) -> float:
-        """The rest of it; returns how long it took in all, in simulated seconds."""
+        """Run the remaining events; returns the total simulated seconds."""
         self.go_on(math.inf)
         self._outcome.duration_s = max(self._outcome.duration_s, self._now_s)
         return self._now_s
@@ -147,7 +147,8 @@ class Simulation:
         one, spec, before = self._instances[name], self._spec, self._boots[name]
         if name not in self._engines:
             if before and spec.publishes_blocks:
-                # Its publisher counts anew, which the subscriber takes for an empty cache.
+                # Its publisher restarts the numbering, which the subscriber interprets as an empty
+                # cache.
                 for rank in range(one.dp_size):
                     self._tell(events.BlocksCleared(instance=name, dp_rank=rank))
             self._boots[name] += 1
@@ -159,18 +160,18 @@ class Simulation:
         self._tell(boot.prefill_up(name, one, spec))
 
     def _engine_of(self, name: str, rank: int) -> SimulatedPrefill | None:
-        """The living engine of a DP rank."""
+        """Return the running engine of a DP rank."""
         engines = self._engines.get(name)
         return None if engines is None else engines[rank % len(engines)]
 
     def _for(self, engine: SimulatedPrefill, action: Callable[..., None], *args: Any) -> None:
-        """What happens at an engine, unless it has died meanwhile."""
+        """Perform an action at an engine unless it has died meanwhile."""
         if engine in self._engines.get(engine.name, ()):
             action(*args)
 
     def _die(self, name: str) -> None:
-        """Every connection to the instance breaks, so its requests fail at once; that it is gone
-        is noticed later."""
+        """Kill an instance: its connections break, so its requests fail at once. Its loss is
+        detected later."""
         del self._engines[name]
         there = {rid: r for rid, r in self._attempts.items() if r.prefill and r.prefill[0] == name}
         for rid in [rid for rid, r in there.items() if not r.prefilled_s <= self._now_s]:
@@ -182,7 +183,7 @@ class Simulation:
             self._tell(events.InstanceDown(instance=name))
 
     def _fail(self, rid: str) -> None:
-        """An attempt broke on its prefill instance: again, as the router does, or give up."""
+        """Handle a failed attempt on a prefill instance: retry as the router does, or give up."""
         record = self._attempts.pop(rid)
         assert record.prefill is not None
         record.excluded = tuple(dict.fromkeys((*record.excluded, record.prefill[0])))
@@ -236,13 +237,13 @@ class Simulation:
         self._tell(events.TimerFired())
 
     def come(self, arrivals: Sequence[Arrival | tuple[float, int]], at: int = 0) -> None:
-        """One after the other, from the ``at``-th on."""
+        """Schedule arrivals one after another, starting at index ``at``."""
         if at < len(arrivals):
             self._at(arrivals[at][0], self._arrive, arrivals, at)
             self._end_s = max(self._end_s, arrivals[-1][0] + self._drain_s)
 
     def _follow(self, record: RequestRecord) -> None:
-        """The request is over, as far as who sent it is concerned."""
+        """Record the end of a request for its client."""
         record.ends += 1
         record.ended_s = self._now_s
         if self._loop is not None:
@@ -292,7 +293,7 @@ class Simulation:
         return self._outcome.arrivals[record.index].blocks if self._spec.block_tokens else ()
 
     def _send(self, batch: Sequence[events.Dispatch]) -> None:
-        """What leaves for one instance at the same time."""
+        """Send the requests dispatched to one instance at the same time."""
         for command in batch:
             record = self._attempts[command.rid]
             record.dispatched_s = self._now_s
@@ -303,7 +304,7 @@ class Simulation:
             self._at(at_s, self._deliver, command.rid)
 
     def _deliver(self, rid: str) -> None:
-        """Both legs have reached their ranks."""
+        """Record that both legs have reached their ranks."""
         if (record := self._attempts.get(rid)) is None:
             return  # it failed on the way
         assert record.prefill is not None and record.decode is not None
@@ -345,7 +346,7 @@ class Simulation:
             self._at(self._now_s, self._for, engine, self._step, engine)
 
     def _step(self, engine: SimulatedPrefill) -> None:
-        """One iteration of the engine's event loop."""
+        """Run one iteration of the engine's event loop."""
         prepare_s = self._spec.prepare_s
         while True:
             launch_s = self._now_s + prepare_s
@@ -371,7 +372,7 @@ class Simulation:
                 return
 
     def _fetch(self, engine: SimulatedPrefill, request: Waiting) -> None:
-        """What a rank gets from storage takes its time."""
+        """Simulate the time for loading blocks from storage."""
         tokens = len(request.fetching) * self._spec.block_tokens
         at_s = self._now_s + tokens * self._spec.tiers.storage_load_s
         self._at(at_s, self._for, engine, self._go_on_with, engine, engine.fetched, request)
@@ -379,7 +380,7 @@ class Simulation:
     def _go_on_with(
         self, engine: SimulatedPrefill, done: Callable[[Waiting], None], request: Waiting
     ) -> None:
-        """Something is done for a request, upon which others may be scheduled, too."""
+        """Complete an operation for a request, after which other requests may be schedulable."""
         done(request)
         self._step_if_asleep(engine)
 
@@ -400,7 +401,7 @@ class Simulation:
         self._at(self._now_s + pause_s, self._for, engine, self._step, engine)
 
     def _complete(self, engine: SimulatedPrefill, request: Waiting, first_s: float) -> None:
-        """A prompt is computed; ``first_s``: when its KV is at decode."""
+        """Record that a prompt is computed; ``first_s``: time when its KV is at decode."""
         cached_tokens, record = None, self._attempts[request.rid]
         record.prefilled_s = first_s
         record.cached_tokens = request.cached_tokens
@@ -421,7 +422,7 @@ class Simulation:
 
     def _prefilled(self, rid: str, cached_tokens: int | None) -> None:
         if rid not in self._attempts:
-            return  # its instance died before the KV was over
+            return  # its instance died before the KV transfer ended
         self._decode_has(rid, self._attempts[rid].prompt_tokens)
         self._tell(events.PrefillDone(rid=rid, cached_tokens=cached_tokens))
         output_tokens = self._output_tokens(self._attempts[rid])
@@ -435,7 +436,7 @@ class Simulation:
 
     def _end(self, rid: str) -> None:
         tokens = self._output_tokens(self._attempts[rid])
-        # The last token is sampled, and its KV never computed.
+        # The last token is sampled, but its KV is never computed.
         self._decode_has(rid, self._attempts[rid].prompt_tokens + tokens - 1)
         record = self._attempts.pop(rid)
         self._follow(record)
@@ -446,7 +447,8 @@ class Simulation:
         for message in messages:
             sent_s = self._now_s + delay_s
             for at_s in self._feedback.arrivals_s(instance, message.dp_rank, sent_s):
-                # A delay beyond the usual latency is not part of the age: nobody can see it.
+                # A delay beyond the usual latency is not part of the age, because it is unknown to
+                # the router.
                 aged = msgspec.structs.replace(message, age_s=self._spec.feedback_latency_s)
                 self._at(at_s, self._tell, events.ForwardEnded(instance=instance, report=aged))
 
@@ -463,8 +465,11 @@ class Simulation:
                 self._at(heard_s, self._tell, event)
 
     def _publish(self, engine: SimulatedPrefill) -> None:
-        """KV events: once per pass, and none is lost, as they can be asked for again."""
+        """Publish KV events, once per pass and without loss, because they can be requested
+        again."""
         heard_s = self._now_s + self._spec.feedback_latency_s
-        for event in engine.take_block_events():  # taken in any case, or they would pile up
+        for (
+            event
+        ) in engine.take_block_events():  # take them in any case, otherwise they would pile up
             if self._spec.publishes_blocks:
                 self._at(heard_s, self._for, engine, self._tell, event)

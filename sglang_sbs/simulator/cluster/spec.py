@@ -38,7 +38,8 @@ _ALLOWED: dict[str, tuple[str, ...]] = {
 
 
 class TopologyError(ValueError):
-    """Changes that cannot follow one another, or of no instance; the message names the change."""
+    """Changes are in an impossible order, or of an unknown instance; the message names the
+    change."""
 
 
 class InstanceSpec(msgspec.Struct, frozen=True, kw_only=True):

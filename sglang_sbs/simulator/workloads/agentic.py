@@ -18,25 +18,26 @@ from dataclasses import dataclass, field
 from sglang_sbs.simulator.cluster.arrival import Arrival
 
 PAGE_TOKENS = 512
-"""As Mooncake's traces have it; smaller ones take longer to simulate."""
+"""Page size of Mooncake's traces; smaller pages take longer to simulate."""
 LONGEST_TOKENS = 262_144
-"""A task ends before its prompt would be longer."""
+"""A task ends before its prompt would exceed this."""
 _FIRST_TOKENS = (10.5, 0.4)
-"""Lognormal: median 36K, mean 39K. Instructions, tools and the first files."""
+"""Parameters of a lognormal distribution: median 36K, mean 39K. Instructions, tools and the first
+files."""
 _TOOL_TOKENS = (8.05, 1.1)
-"""Lognormal: median 3.1K, mean 5.7K."""
+"""Parameters of a lognormal distribution: median 3.1K, mean 5.7K."""
 _MEAN_OUTPUT_TOKENS = 850
 _TURNS = (22, 44)
 _MEAN_PAUSE_S = 2.5
 _MOST_PAUSE_S = 10.0
 _BRANCH_SHARE = 0.03
-"""Of an agent's turns: sub-agents instead of a tool."""
+"""Share of an agent's turns that start sub-agents instead of a tool."""
 _SUB_AGENTS = (2, 4)
 _SUB_TURNS = (2, 6)
 _TASK_TOKENS = 1_000
-"""What a sub-agent is told on top."""
+"""Tokens of a sub-agent's additional instructions."""
 _SPREAD_S = 20.0
-"""Agents that are under way at the start send their next turn within this time."""
+"""Agents in progress at the start send their next turn within this time."""
 _NAMES_PER_THREAD = 1 << 16
 
 
@@ -46,30 +47,30 @@ class _Thread:
     session: str
     rng: random.Random
     tokens: int
-    """Of its context, answers included."""
+    """Tokens of its context, including answers."""
     turns: int
-    """Still to come."""
+    """Remaining turns."""
     pages: list[int] = field(default_factory=list)
-    """Names of the full pages of its context, as far as they were sent."""
+    """Names of the full pages of its context, as far as sent."""
     parent: _Thread | None = None
     children: int = 0
 
 
 class AgentLoop:
-    """One run: who sends first, and what follows an answer."""
+    """One run: the initial requests, and the request that follows each answer."""
 
     def __init__(self, agents: int, duration_s: float, seed: int) -> None:
-        """``duration_s``: nothing is sent later."""
+        """``duration_s``: time after which nothing is sent."""
         self._duration_s = duration_s
         self._seed = seed
         self._threads: dict[int, _Thread] = {}
         self._started = 0
         self.history: list[int] = []
-        """Pages that were computed before the run, as agents are met in the middle of their tasks:
-        or it would begin with computing all contexts at once."""
+        """Pages computed before the run, because agents are in the middle of their tasks. Otherwise
+        it would begin with computing all contexts at once."""
         rng = random.Random(f"agents {seed}")
         self.first: list[Arrival] = []
-        """What is sent without an answer before it, in time order."""
+        """Initial requests in time order."""
         for _ in range(agents):
             thread = self._begin()
             self._skip(thread, rng.randrange(thread.turns))
@@ -77,7 +78,7 @@ class AgentLoop:
         self.first.sort()
 
     def after(self, arrival: Arrival, now_s: float) -> list[Arrival]:
-        """An answer has ended, or will never come: what its reader sends next, in time order."""
+        """Return the requests that follow the end of this one, in time order."""
         thread = self._threads[arrival.thread]
         thread.tokens += arrival.output_tokens
         thread.turns -= 1
@@ -96,7 +97,7 @@ class AgentLoop:
         del self._threads[thread.number]
         if (parent := thread.parent) is not None:
             parent.children -= 1
-            parent.tokens += _MEAN_OUTPUT_TOKENS  # what it is told of the work
+            parent.tokens += _MEAN_OUTPUT_TOKENS  # summary of the sub-agent's work
             if parent.children:
                 return []
             if parent.tokens <= LONGEST_TOKENS:
@@ -105,8 +106,8 @@ class AgentLoop:
         return [self._turn(self._begin(), now_s + pause_s)]
 
     def _begin(self, parent: _Thread | None = None) -> _Thread:
-        """An agent; or a sub-agent, which begins with its parent's context and is told what to
-        do."""
+        """Start an agent, or a sub-agent, which begins with its parent's context and
+        instructions."""
         number = self._started
         rng = random.Random(f"agent {self._seed} {number}")
         if parent is None:
@@ -121,7 +122,7 @@ class AgentLoop:
         return thread
 
     def _skip(self, thread: _Thread, turns: int) -> None:
-        """It has sent so many turns before the run."""
+        """Skip turns sent before the run."""
         for _ in range(turns):
             grown = thread.tokens + _output_tokens(thread.rng)
             grown += _lognormal(thread.rng, _TOOL_TOKENS)
@@ -152,7 +153,7 @@ class AgentLoop:
 
 
 def _pages_of(thread: _Thread, tokens: int) -> list[int]:
-    """Names of the full pages of its first ``tokens`` after those that are named."""
+    """Return names for the full pages of its first ``tokens`` that have none yet."""
     full = range(len(thread.pages), tokens // PAGE_TOKENS)
     return [thread.number * _NAMES_PER_THREAD + page for page in full]
 

@@ -22,19 +22,19 @@ MOONCAKE_BLOCK_TOKENS = 512
 """Tokens per ``hash_id`` of a Mooncake trace."""
 _OUTPUT_TOKENS = 200
 MOST_PROMPT_TOKENS = 10_000_000
-"""Longer prompts are taken for a mistake in what was written."""
+"""Longer prompts count as errors in a trace."""
 DAY_LOW, DAY_HIGH = 0.2, 1.1
-"""A day's load at night and at noon where its mean, half way between, is 0.65."""
+"""A day's load at night and at noon if the mean is 0.65."""
 LengthOf = Callable[[random.Random], int]
 """Draws a prompt length in tokens."""
 
 
 class TraceError(ValueError):
-    """A trace that cannot be read; the message names file, line and what was expected."""
+    """A trace is unreadable; the message names file, line and what was expected."""
 
 
 def uniform_like(longest: int) -> LengthOf:
-    """``longest`` x Beta(1, 2): mean a third of it (the paper's 0-3K, mean 1K)."""
+    """``longest`` x Beta(1, 2), with a mean of a third of it (the paper's 0-3K, mean 1K)."""
     return lambda rng: int(rng.betavariate(1, 2) * longest) + 1
 
 
@@ -72,7 +72,7 @@ def on_off(
     qps: float, duration_s: float, length_of: LengthOf, seed: int, *, phase_s: float
 ) -> list[Arrival]:
     """Poisson arrivals at twice the rate for a phase, then none for another, and so on."""
-    # Time of the steady arrivals runs only while the source is on, at twice the speed.
+    # The time of the steady arrivals advances only while the source is on, at twice the speed.
     steady = [(a, a.at_s / 2) for a in synthetic(qps, duration_s, length_of, seed)]
     return [a._replace(at_s=on_s + phase_s * (on_s // phase_s)) for a, on_s in steady]
 
@@ -84,7 +84,7 @@ def day(qps: float, duration_s: float, length_of: LengthOf, seed: int) -> list[A
 
 
 def time_of_day(share: float) -> float:
-    """When in a day this share of its requests has come; both between 0 and 1."""
+    """Time of day by which this share of the requests has come; both between 0 and 1."""
     mean, swing = (DAY_LOW + DAY_HIGH) / 2, (DAY_HIGH - DAY_LOW) / 2
     low, high = 0.0, 1.0
     for _ in range(40):
@@ -103,7 +103,7 @@ def with_long(
 
 
 def with_own_blocks(arrivals: Sequence[Arrival], block_tokens: int) -> list[Arrival]:
-    """Prompts of which no two share anything, with names for their blocks (0: without)."""
+    """Give prompts block names of which no two prompts share any (0: without names)."""
     if not block_tokens:
         return list(arrivals)
     named, first = [], 0
