@@ -1,4 +1,4 @@
-"""How the DP ranks of an engine tell each other how far their parts of a batch are.
+"""How the DP ranks of an engine exchange the state of their parts of a batch.
 
 There is one strategy for each place where ranks can be: :class:`Board` for a rank that waits for
 its own part only, :class:`SocketBoard` for ranks on one host, and
@@ -22,64 +22,64 @@ from sglang_sbs.wire.gangs import GangPart
 logger = logging.getLogger(__name__)
 
 MAX_SILENCES = 5
-"""Gangs in a row that waited for others while nothing at all was heard of them, of any gang: they
-cannot be heard here."""
+"""Consecutive gangs that waited for other ranks while nothing was received from them. After this
+many the others count as unreachable."""
 MOST_RANKS = 16
-"""An engine of one host has no more; the sockets grow with the square."""
+"""Largest number of ranks of an engine on one host; the number of sockets grows with its square."""
 _MOST_GANGS = 64
-"""Whose messages are remembered."""
+"""Number of gangs whose messages are remembered."""
 _MESSAGE = struct.Struct("<IQ?QQ")
 
 
 @dataclass(slots=True)
 class Word:
-    """The newest that a rank said of a gang. Turns are those of its event loop, times those of the
-    host's monotonic clock."""
+    """The latest state that a rank reported for a gang. Turns are those of its event loop, times
+    those of the host's monotonic clock."""
 
     ready_turn: int = 0
-    """In which its part became ready to start, all of it. 0: it is not."""
+    """Turn in which all of its part became ready to start. 0: not yet."""
     arrived: bool = False
-    """All of its part is there, ready or not."""
+    """All of its part has arrived, ready or not."""
     gave_up_turn: int = 0
-    """In which it had waited long enough for the rest. 0: it waits."""
+    """Turn in which it stopped waiting for the rest. 0: still waiting."""
     taken_turn: int = 0
-    """From which on all of its handshakes are over, known while a pass ran. 0: not known."""
+    """Turn from which all of its handshakes are over, known while a pass ran. 0: not known."""
 
 
 class Board:
-    """What a process says to the others of its engine, and the newest word it heard of each, of the
-    gangs that were spoken of last. This one leads to nobody."""
+    """Messages of a process to the others of its engine, and the latest word received from each,
+    for the most recent gangs. This base class reaches no other process."""
 
     def __init__(self, whom: str = "", rank: int = 0) -> None:
-        """``whom``: it leads to, for the log. ``rank``: of this process on it."""
+        """``whom``: the processes it reaches, for the log. ``rank``: this process's rank on it."""
         self._whom, self._rank = whom, rank
         self._words: dict[int, dict[int, Word]] = {}
         self._silences = 0
         self.is_open = False
         self.failed = False
-        """It was open, and the others were not to be heard."""
+        """It was open, but the others could not be reached."""
 
     def say(self, tag: int, word: Word) -> None: ...
 
     def tell(self, tag: int, word: Word) -> None:
-        """As ``say``, from another thread; who listens here hears it, too. May do nothing."""
+        """Report a word from any thread, to the own listener as well. May do nothing."""
 
     def listen(self) -> None:
-        """Take in what was said; to be called in every turn, as little of it can wait."""
+        """Read the messages. Call it in every turn, because the sockets hold few of them."""
         if self._take_in():
             self._silences = 0
 
     def _take_in(self) -> bool:
-        """Whether anything was said."""
+        """Read the messages; return whether there were any."""
         return False
 
     def heard(self, tag: int) -> Mapping[int, Word]:
-        """By rank, this one included."""
+        """Return the words on a gang by rank, including this one."""
         return self._words.get(tag, {})
 
     def all_arrived(self, part: GangPart) -> bool:
-        """Whether every rank with a part of the batch has all of its requests. A rank that hears of
-        nobody asks only for its own, which it counts itself."""
+        """Return whether every rank with a part of the batch has all of its requests. A rank
+        without contact to others checks only its own."""
         if part.ranks == 1 or not self.is_open:
             return True
         return sum(word.arrived for word in self.heard(part.tag).values()) >= part.ranks
@@ -97,14 +97,15 @@ class Board:
         return sum(0 < word.ready_turn < turn for word in words) >= part.ranks
 
     def taken_in(self, part: GangPart, turn: int) -> bool:
-        """Whether decode had taken in all of the batch, on all ranks, before a pass ended whose
-        result is processed in ``turn``. Each rank has heard it of all since then, unless it is late
-        by all that is done in between. Requests on their way to prefill do not count."""
+        """Return whether decode had taken in all of the batch, on all ranks, before the end of a
+        pass whose result is processed in ``turn``. Every rank has received this since then, unless
+        it is very late. Requests still on their way to prefill do not count."""
         turns = [word.taken_turn for word in self.heard(part.tag).values()]
         return sum(0 < taken <= turn for taken in turns) >= part.ranks
 
     def waited(self, tag: int) -> None:
-        """A gang waited for the others; after ``MAX_SILENCES`` in vain the board is closed."""
+        """Record that a gang waited for the others; after ``MAX_SILENCES`` without a message the
+        board is closed."""
         others = self.heard(tag).keys() - {self._rank}
         self._silences = 0 if others else self._silences + 1
         if self.is_open and self._silences >= MAX_SILENCES:
@@ -120,7 +121,8 @@ class Board:
         self._words.clear()
 
     def _note(self, tag: int, rank: int, word: Word) -> None:
-        """Nothing that was said is taken back: two threads say what they know."""
+        """Merge a word. Nothing reported is withdrawn, because two threads report what they
+        know."""
         words = self._words.setdefault(tag, {})
         before = astuple(words.get(rank, Word()))
         words[rank] = Word(*[new or old for new, old in zip(astuple(word), before, strict=True)])
@@ -129,11 +131,11 @@ class Board:
 
 
 class SocketBoard(Board):
-    """Over Linux's abstract Unix sockets, which leave nothing behind."""
+    """A board over Linux's abstract Unix sockets, which leave no files behind."""
 
     def __init__(self, name: str, rank: int, ranks: int, whom: str = "other DP ranks") -> None:
-        """``name``: the same on all ranks of the engine, and of no other engine. Raises: OSError,
-        an address is taken, or this is no Linux."""
+        """``name``: equal on all ranks of the engine, and different from any other engine's.
+        Raises: OSError, an address is taken, or the system is not Linux."""
         super().__init__(whom, rank)
         peers = [peer for peer in range(ranks) if peer != rank]
         self._addresses = [f"\0{name}.{rank}.{peer}" for peer in peers]
@@ -176,11 +178,11 @@ class SocketBoard(Board):
         super().close()
         for one in (self._out, *self._inboxes.values()):
             one.close()
-        self._inboxes.clear()  # or each turn of the event loop would go on asking all of them
+        self._inboxes.clear()  # otherwise every turn would keep polling all of them
         self._addresses.clear()
 
     def _read(self, peer: int, inbox: socket.socket) -> bool:
-        """Whether there was anything."""
+        """Read a peer's messages; return whether there were any."""
         read = False
         while True:
             try:

@@ -1,4 +1,5 @@
-"""What DP ranks on different hosts tell each other of gangs: it rides on what SGLang gathers.
+"""Exchange of gang states between DP ranks on different hosts, as part of the numbers that SGLang
+gathers.
 
 Before each pass, and in each turn of an idle loop, the ranks gather what each brings to it
 (``MLPSyncBatchInfo``, ``managers/scheduler_components/dp_attn.py``). One of the gathered numbers is
@@ -26,29 +27,29 @@ SYNC_MODULE = "sglang.srt.managers.scheduler_components.dp_attn"
 SYNC_CLASS = "MLPSyncBatchInfo"
 
 PAIRS_BITS = 38
-"""Of ``attention_pairs``: a chunk of 64K tokens over a context of 4M."""
+"""Bits of ``attention_pairs``: enough for a chunk of 64K tokens over a context of 4M."""
 _FLAG_BITS = 3
 _FLAGS = (1 << _FLAG_BITS) - 1
 _WORD_BITS = TAG_BITS + _FLAG_BITS
 _PRESENT = 1 << (PAIRS_BITS + _WORD_BITS)
 _VOTE_WORDS = 2
-"""That fit above the lowest bit of a vote which is yes, as it has to stay zero where it is no."""
+"""Words that fit above the lowest bit of a yes vote; a no vote must stay zero."""
 _MOST_UNSAID = 64
 MOST_TURNS_ALONE = 50
-"""So long a rank waits for the others to open their boards, as they may after a switch of role."""
+"""Turns for which a rank waits for the others to open their boards, e.g. after a switch of role."""
 _EARLIER = 1
-"""The turn of whatever was gathered: one before this."""
+"""Offset of the turn in which gathered words were sent: one before this."""
 
 
 class Columns(NamedTuple):
-    """Where the two numbers are in the row of a rank."""
+    """Positions of the two numbers in the row of a rank."""
 
     pairs: int
     vote: int
 
 
 class GatherBoard(Board):
-    """Of one scheduler process; does nothing before :meth:`open`."""
+    """The board of one scheduler process; does nothing before :meth:`open`."""
 
     def __init__(self, find_columns: Callable[[], Columns | None] | None = None) -> None:
         super().__init__("other DP ranks")
@@ -57,15 +58,15 @@ class GatherBoard(Board):
         self._unsaid: dict[int, Word] = {}
         self._turns_alone = 0
         self._complete = False
-        """All have taken part."""
+        """All ranks have taken part."""
 
     def is_possible(self) -> bool:
-        """SGLang gathers these numbers since 0.5.22."""
+        """Return whether SGLang gathers these numbers, as it does since 0.5.22."""
         self._columns = self._columns or self._find_columns()
         return self._columns is not None
 
     def open(self) -> None:
-        """From the next gathering on this rank takes part."""
+        """Take part from the next gathering on."""
         self.is_open = self.is_possible()
 
     def say(self, tag: int, word: Word) -> None:
@@ -85,7 +86,7 @@ class GatherBoard(Board):
     def around_local_row(
         self, original: Callable[..., Any], info: Any, *args: Any, **kwargs: Any
     ) -> Any:
-        """Around ``MLPSyncBatchInfo._get_local_tensor``: the row of this rank."""
+        """Hook around ``MLPSyncBatchInfo._get_local_tensor``, which returns this rank's row."""
         if not self.is_open:
             return original(info, *args, **kwargs)
         pairs, vote = info.attention_pairs, info.can_run_draft_cuda_graph
@@ -99,7 +100,7 @@ class GatherBoard(Board):
             info.attention_pairs, info.can_run_draft_cuda_graph = pairs, vote
 
     def after_gather(self, _result: None, info: Any, *_args: Any, **_kwargs: Any) -> None:
-        """After ``MLPSyncBatchInfo.all_gather``: the rows of all ranks."""
+        """Hook after ``MLPSyncBatchInfo.all_gather``, which returns the rows of all ranks."""
         if self._columns is None:
             return
         try:
@@ -153,7 +154,7 @@ def _decode(code: int) -> tuple[int, Word]:
 
 
 def columns_of_sglang() -> Columns | None:
-    """By a row that has these two numbers and nothing else."""
+    """Find the columns by means of a row that contains only these two numbers."""
     try:
         sync = getattr(importlib.import_module(SYNC_MODULE), SYNC_CLASS)
         info = sync(**{one.name: 0 for one in fields(sync) if one.default is MISSING})

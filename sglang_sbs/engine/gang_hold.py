@@ -52,20 +52,22 @@ logger = logging.getLogger(__name__)
 
 ARRIVAL_SHARE = 5
 _PATIENCE = 4
-"""Requests on their way are waited for so many times as long as they took of late at most ..."""
+"""Requests on their way are waited for at most this many times as long as recent ones took ..."""
 _FORGETTING = 0.9
-"""... where each gang makes what was before count for less."""
+"""... where the weight of earlier gangs is reduced by this factor with each new one."""
 MOST_TURN_S = 0.005
-"""A turn counts no longer: it may have been a forward pass, during which nothing could start."""
+"""Upper limit on the counted time of a turn, which may have been a forward pass during which
+nothing could start."""
 MOST_MISSED = 1
-"""So many passes may start without a gang; then it goes with what it has. Turns are rare while
-passes run, and its time would take long to pass."""
+"""Passes that may start without a gang before it starts incomplete. Turns are rare while passes
+run, so its time limit would take long to expire."""
 FIRST_TURN = 1
 MAX_ERRORS = 3
 MOST_UNHEARD_TURNS = 3
-"""Who gave up goes after so many, whether or not the others could be told in the meantime."""
+"""A rank that stopped waiting starts after this many turns, even if the others could not be
+told."""
 _MOST_GANGS = 64
-"""Remembered beside those in the handshake queue, of which there may be more."""
+"""Limit on remembered gangs, in addition to those in the handshake queue."""
 _MOST_INCOMPLETE = 8
 Original = Callable[..., Any]
 
@@ -73,26 +75,26 @@ Original = Callable[..., Any]
 @dataclass(slots=True)
 class _Gang:
     part: GangPart
-    """``members`` 0: this rank has no part of it so far, only requests that follow it."""
+    """This rank's part; with ``members`` 0 there are only requests that follow it so far."""
     first_pass: int = 0
-    """Passes that were started before it was seen."""
+    """Passes started before it was seen."""
     seen: set[str] = field(default_factory=set)
     word: Word = field(default_factory=Word)
-    """What the other ranks were told."""
+    """The state reported to the other ranks."""
     handshake_s: float = 0.0
-    """Waited since all had come, on all ranks."""
+    """Seconds waited since all of it had arrived, on all ranks."""
     arrival_s: float = 0.0
-    """Waited before."""
+    """Seconds waited before that."""
     span_s: float = 0.0
-    """Since its first request was seen here, until all had come."""
+    """Seconds from its first request seen here until all had arrived."""
     came: bool = False
-    """All of it is there, on all ranks."""
+    """All of it has arrived, on all ranks."""
     free: bool = False
-    """Not held any more, whatever is still to come of it."""
+    """No longer held, even if parts of it are still to come."""
 
 
 class GangHold:
-    """Of one scheduler process."""
+    """The batch gate of one scheduler process."""
 
     def __init__(
         self,
@@ -110,18 +112,18 @@ class GangHold:
         self._open_board = open_board
         self._gather = gather
         self._ranks = Board()
-        """Open where this rank shares a barrier with other DP ranks."""
+        """The board to other DP ranks; open if this rank shares a barrier with them."""
         self._team = OnlyProcess()
         self._attached = False
         self._off = self._limit_s == 0
         self._is_supported = True
         self._errors = 0
         self._turn = self._result_turn = FIRST_TURN
-        """``_result_turn``: in which a pass had its result before the look at the queue."""
+        """``_result_turn``: turn in which a pass had its result before the look at the queue."""
         self._taken_turn = FIRST_TURN
-        """The first whose look counts on what decode takes in now."""
+        """First turn whose look takes into account what decode takes in now."""
         self._taken: dict[int, set[int]] = {}
-        """Rooms of each gang here that decode has taken in. Of the thread that hears of it."""
+        """Rooms by gang that decode has taken in. Used only by the thread that receives this."""
         self._looks = 0  # at the queue
         self._turn_s = clock()
         self._last_turn_s = 0.0  # how long the turn before this one counts
@@ -129,10 +131,10 @@ class GangHold:
         self._passes = 0  # that were started so far
         self._usual_span_s = 0.0
         self._incomplete: list[_Gang] = []
-        """Those that started without requests that had not come."""
+        """Gangs that started without some requests that had not arrived."""
 
     def fault(self) -> str:
-        """``EndForward.gang_gate``."""
+        """Value for ``EndForward.gang_gate``."""
         if self._errors >= MAX_ERRORS:
             return GATE_ERRORS
         if not self._is_supported:
@@ -140,15 +142,15 @@ class GangHold:
         return GATE_ALONE if self._ranks.failed or self._team.board.failed else ""
 
     def before_next_batch(self, _scheduler: Any, *_args: Any, **_kwargs: Any) -> None:
-        """Before ``Scheduler.get_next_disagg_prefill_batch_to_run``: once in every turn."""
+        """Hook before ``Scheduler.get_next_disagg_prefill_batch_to_run``: once in every turn."""
         self._turn += 1
         self._taken_turn = self._turn
 
     def around_process_batch_result(
         self, original: Original, scheduler: Any, batch: Any, result: Any, *args: Any, **kwargs: Any
     ) -> Any:
-        """Around ``Scheduler.process_batch_result``: with ``copy_done`` all ranks are through the
-        pass, and on the CPU, which computes before it gets here."""
+        """Hook around ``Scheduler.process_batch_result``. With ``copy_done`` all ranks have
+        completed the pass; on CPU this holds as well, because it computes before this call."""
         done = getattr(result, "copy_done", None)
         if done is not None and not self._off:
             done.synchronize()
@@ -157,11 +159,11 @@ class GangHold:
         return original(scheduler, batch, result, *args, **kwargs)
 
     def after_update_status(self, _result: Any, _manager: Any, room: Any, status: Any) -> None:
-        """After ``CommonKVManager.update_status``, in the thread that hears from decode."""
+        """Hook after ``CommonKVManager.update_status``, in the thread that receives from decode."""
         heeds = self._team.is_alone and self._ranks.is_open and not self._off
         if not heeds or status != TAKEN_IN:
             return
-        with suppress(Exception):  # it would end SGLang's thread
+        with suppress(Exception):  # an exception would end SGLang's thread
             part = part_of_room(room)
             if part.members == 0 or part.ranks < 2:
                 return
@@ -175,7 +177,7 @@ class GangHold:
     def around_pop_bootstrapped(
         self, original: Original, queue: Any, *args: Any, **kwargs: Any
     ) -> Any:
-        """Around ``PrefillBootstrapQueue.pop_bootstrapped``."""
+        """Hook around ``PrefillBootstrapQueue.pop_bootstrapped``."""
         held: list[Any] = []
         if not self._off:
             try:
@@ -188,10 +190,10 @@ class GangHold:
             return original(queue, *args, **kwargs)
 
     def _held(self, queue: Any) -> list[Any]:
-        """The requests of the queue that SGLang is not to start in this turn."""
+        """Return the requests in the queue that SGLang must not start in this turn."""
         self._begin_look(queue)
         if self._turn == FIRST_TURN and self._looks > 1:
-            return []  # nothing counts turns here: what is held would be held for ever
+            return []  # turns are not counted here, so requests would be held forever
         held = []
         for tag, reqs in self._in_queue(queue).items():
             gang = self._gangs[tag]
@@ -218,7 +220,7 @@ class GangHold:
         self._team.board.listen()
 
     def _in_queue(self, queue: Any) -> dict[int, list[Any]]:
-        """Requests of each gang, by tag; all of these gangs are known from here on."""
+        """Return the requests of each gang by tag, and register new gangs."""
         here: dict[int, list[Any]] = {}
         for req in () if self._off else queue.queue:
             part = part_of_room(req.bootstrap_room) if was_told(req) else None
@@ -229,7 +231,7 @@ class GangHold:
             here.setdefault(part.tag, []).append(req)
             gang = self._gangs.get(part.tag)
             if gang is None or (part.members and not gang.part.members):
-                # A part of the gang decides for those that follow it, too.
+                # A part of the gang decides for the requests that follow it as well.
                 gang = self._gangs[part.tag] = _Gang(part, first_pass=self._passes)
             if part.members > 0:
                 gang.seen.add(req.rid)
@@ -241,10 +243,10 @@ class GangHold:
         return here
 
     def _may_follow(self, gang: _Gang) -> bool:
-        """Whether those may start that follow a gang of which this rank has no part: in the turn in
-        which it starts. They wait as long as a handshake at most, and for one pass."""
+        """Return whether requests may start that follow a gang of which this rank has no part: in
+        the turn in which the gang starts. They wait at most for a handshake and one pass."""
         if gang.free or gang.part.ranks == 1 or not self._ranks.is_open:
-            return True  # a gang of one rank tells the others nothing
+            return True  # a gang on one rank reports nothing to others
         gang.arrival_s += self._last_turn_s
         gang.free = self._agreed(gang) or gang.arrival_s >= self._limit_s or self._missed(gang)
         return gang.free
@@ -253,7 +255,8 @@ class GangHold:
         return self._passes - gang.first_pass > MOST_MISSED
 
     def _report(self, team: OtherProcess, queue: Any, gang: _Gang, reqs: Sequence[Any]) -> None:
-        """Tell the process that decides when all of a gang is there, and when it is ready here."""
+        """Report to the deciding process when all of a gang has arrived, and when it is ready
+        here."""
         if not gang.word.ready_turn and len(gang.seen) >= gang.part.members:
             ready = not any(in_handshake(queue, req) for req in reqs)
             team.report(gang.part.tag, gang.word, ready, self._turn)
@@ -286,7 +289,7 @@ class GangHold:
         return gang.free
 
     def _agreed(self, gang: _Gang) -> bool:
-        """Whether all ranks start it in this turn."""
+        """Return whether all ranks start the gang in this turn."""
         after_pass = self._result_turn == self._turn
         return self._ranks.agreed(gang.part, self._turn, gang.word) or (
             after_pass and self._ranks.taken_in(gang.part, self._turn)
@@ -316,13 +319,15 @@ class GangHold:
         self._usual_span_s = max(span_s, _FORGETTING * self._usual_span_s)
 
     def _learn_of_late_ones(self) -> None:
-        """What came after its gang had started was late, not lost: wait longer from now on."""
+        """Increase the waiting time if requests arrive after their gang has started: they were
+        late, not lost."""
         for gang in [gang for gang in self._incomplete if self._has_come(gang)]:
             self._incomplete.remove(gang)
             self._took(ARRIVAL_SHARE * self._limit_s)
 
     def _attach(self, scheduler: Any) -> None:
-        """Choose the strategies on first use: only now is the rank of this process known."""
+        """Choose the strategies on first use, because the rank of this process is not known
+        earlier."""
         self._attached = True
         place = collect.read_placement(scheduler)
         if place.processes < 1 or place.stages != 1 or place.hosts < 1:
@@ -356,7 +361,7 @@ class GangHold:
         return FirstProcess(board, place.processes) if place.number == 0 else OtherProcess(board)
 
     def _failed(self) -> None:
-        """Called while handling an exception of ours: SGLang goes on as if nothing was held."""
+        """Handle an exception of the gate: SGLang continues as if nothing was held."""
         self._errors += 1
         if self._errors == 1:
             logger.warning("gangs are not held together: first error", exc_info=True)
@@ -367,5 +372,5 @@ class GangHold:
 
 
 def was_told(req: Any) -> bool:
-    """Whether its router told what it was sent with."""
+    """Return whether the router said which requests belong together."""
     return is_sized(str(req.rid)) and isinstance(req.bootstrap_room, int)

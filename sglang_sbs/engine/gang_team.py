@@ -21,25 +21,27 @@ _IN_HANDSHAKE = 1
 
 
 class OnlyProcess:
-    """A DP rank that is one process: SGLang does not get to see what it holds."""
+    """The only process of a DP rank: SGLang does not see the requests that it holds."""
 
     is_alone = True
 
     def __init__(self, board: Board | None = None) -> None:
-        """``board``: of the processes of this DP rank; closed where they cannot be heard."""
+        """``board``: connects the processes of this DP rank; closed if they are unreachable."""
         self.board = board or Board()
 
     def may_hold(self, queue: Any, req: Any) -> bool:
-        """Not what SGLang starts without its handshake, where held requests are kept by it."""
+        """Return whether the request may be held; not if SGLang starts it without its handshake and
+        keeps held requests itself."""
         return self.is_alone or not starts_in_handshake(queue, req)
 
     def is_ready(self, _tag: int) -> bool:
-        """Whether a batch's handshakes are over with the other processes of this DP rank."""
+        """Return whether the handshakes of a batch are over in the other processes of this DP
+        rank."""
         return True
 
     @contextmanager
     def keep_back(self, queue: Any, held: list[Any]) -> Iterator[None]:
-        """While SGLang takes what is ready out of ``queue``."""
+        """Hide held requests while SGLang takes ready ones out of ``queue``."""
         rids = {req.rid for req in held}
         queue.queue = [req for req in queue.queue if req.rid not in rids]
         try:
@@ -49,7 +51,7 @@ class OnlyProcess:
 
 
 class FirstProcess(OnlyProcess):
-    """It decides for all processes of its DP rank."""
+    """The process that decides for all processes of its DP rank."""
 
     is_alone = False
 
@@ -67,7 +69,8 @@ class FirstProcess(OnlyProcess):
 
     @contextmanager
     def keep_back(self, _queue: Any, held: list[Any]) -> Iterator[None]:
-        """In the handshake still: in all processes of the DP rank, unless they failed in one."""
+        """Make requests appear to be in the handshake in all processes of the DP rank, unless they
+        failed in one."""
         senders = [req.disagg_kv_sender for req in held]
         try:
             for sender in senders:
@@ -79,24 +82,26 @@ class FirstProcess(OnlyProcess):
 
 
 class OtherProcess(OnlyProcess):
-    """It reports to the first process of its DP rank, and holds nothing."""
+    """A process that reports to the first one of its DP rank, and holds nothing itself."""
 
     is_alone = False
 
     def report(self, tag: int, word: Word, is_ready: bool, turn: int) -> None:
-        """All of a batch is there, and whether its handshakes are over with this process."""
+        """Report that all of a batch has arrived, and whether its handshakes are over in this
+        process."""
         if is_ready or not word.arrived:
             word.arrived, word.ready_turn = True, turn if is_ready else 0
             self.board.say(tag, word)
 
 
 def in_handshake(queue: Any, req: Any) -> bool:
-    """Decode has not taken it in; a failed one is out of it, for SGLang to deal with."""
+    """Return whether decode has not taken in the request; a failed one does not count, so that
+    SGLang can handle it."""
     waits = int(req.disagg_kv_sender.poll()) == _IN_HANDSHAKE
     return waits and not starts_in_handshake(queue, req)
 
 
 def starts_in_handshake(queue: Any, req: Any) -> bool:
-    """Whether SGLang would not wait for the handshake (``--optimistic-prefill-attempts``)."""
+    """Return whether SGLang does not wait for the handshake (``--optimistic-prefill-attempts``)."""
     optimistic = getattr(queue, "can_prefill_before_bootstrap", None)
     return optimistic is not None and bool(optimistic(req))
