@@ -111,11 +111,12 @@ class _Filters:
     """Which requests of the queue may be in a batch."""
 
     def __init__(self, view: View, affinity: BatchAffinity, opening: OpenPass) -> None:
-        self._view = view
+        # In attributes of its own, as each waiting request is looked at.
+        self._instances, self._admissible = view.instances, view.admissible
         self._affinity = affinity
         self._instance = opening.instance
-        long = view.learned.long
-        self._all_suit = view.overdue or not long.uneven_chunks
+        self._long = view.learned.long
+        self._all_suit = view.overdue or not self._long.uneven_chunks
         # Whatever was predicted, no request is left for another instance longer than this.
         self._patient_s = view.at.now_s + TUNING.epsilon_s - view.learned.hold_s
         self._refused = 0
@@ -131,14 +132,13 @@ class _Filters:
 
     def skip(self, request: Request) -> WaitReason | None:
         """Why a request cannot be in the batch; None: it can."""
-        view, instance = self._view, self._instance
-        if not request.may_use(instance, view.instances):
+        if request.exclude and not request.may_use(self._instance, self._instances):
             self.forbidden += 1
             return WaitReason.EXCLUDED
-        if not view.admissible(request):
+        if not self._admissible(request):
             self._refused += 1
             return WaitReason.NO_DECODE_ROOM
-        if not (self._all_suit or view.learned.long.suits(request, instance, view.instances)):
+        if not (self._all_suit or self._long.suits(request, self._instance, self._instances)):
             return WaitReason.DOES_NOT_FIT
         if request.arrived_s <= self._patient_s:
             return None
