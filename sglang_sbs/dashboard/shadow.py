@@ -1,4 +1,4 @@
-"""What prefill would do if requests were placed by another rule: an estimate, sans-I/O.
+"""Estimates what prefill would do if another rule placed the requests. Sans-I/O.
 
 A model of queues and passes per DP rank: first come first served up to the chunk, all ranks of an
 instance in step, a pass as long as the scheduler's own forward model predicts. With overlap
@@ -151,7 +151,7 @@ class Asked:
     """Uncached tokens."""
     now_s: float
     latency_s: float
-    """L_net."""
+    """Time on the way to the rank (L_net)."""
 
 
 Rule = Callable[[dict[str, ShadowInstance], Asked], Place]

@@ -1,4 +1,4 @@
-"""Where the time to the first token goes: the parts of typical and of slow requests. Sans-I/O;
+"""Splits the time to the first token into parts, for typical and for slow requests. Sans-I/O and
 bounded.
 
 Percentiles of parts do not add up to the percentile of the whole. So the split at p50 is the mean

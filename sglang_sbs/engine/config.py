@@ -49,8 +49,8 @@ class HookConfig:
     decode_interval_s: float = 0.05
     heartbeat_s: float = 1.0
     gang_gate_ms: float | None = None
-    """How long a batch waits for its late requests (``gang_hold``) in ms; None selects a default
-    for the engine."""
+    """Longest time that a batch waits for its late requests (``gang_hold``) in ms; None selects a
+    default for the engine."""
     node_host: str = ""
     """IP address by which routers reach this node; empty: the source of its messages."""
     keys: CurveKeys | None = None

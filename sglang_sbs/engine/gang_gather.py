@@ -75,7 +75,7 @@ class GatherBoard(Board):
             del self._unsaid[next(iter(self._unsaid))]
 
     def waited(self, tag: int) -> None:
-        """Who is not on it is known without waiting for a word."""
+        """Do nothing: ranks that are missing on this board are known without waiting for a word."""
 
     def close(self) -> None:
         super().close()

@@ -53,7 +53,7 @@ class Term(StrEnum):
 
 
 class WaitReason(StrEnum):
-    """What a request waits for."""
+    """The reason why a request waits."""
 
     NOT_YET = "not_yet"
     """No instance is about to be ready."""
@@ -84,6 +84,6 @@ class Waited(msgspec.Struct, frozen=True, omit_defaults=True, gc=False):
     instance: InstanceId = ""
     """The instance that was expected to be ready first, or the better one."""
     until_s: float | None = None
-    """When it was expected to be ready, or the prefix to be cached."""
+    """Time when the instance was expected to be ready, or the prefix to be cached."""
     gain_s: float | None = None
-    """How much less the better instance was predicted to cost; None: no less, or unknown."""
+    """Predicted saving at the better instance; None: none, or unknown."""

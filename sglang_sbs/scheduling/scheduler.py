@@ -101,7 +101,7 @@ class Scheduler:
         self.queue = RequestQueue(self.policy.key_of, self.prefix.prefill, turns)
         self._requests: dict[str, Request] = {}
         self._adopted: dict[tuple[ev.InstanceId, int], list[str]] = {}
-        """By rank: requests adopted since its last report, which therefore does not count them."""
+        """Requests adopted since a rank's last report, which therefore does not count them."""
         self._agenda = Agenda()
         self._outage = Outage(self.config.outage_hold_s)
         self._arrivals = 0

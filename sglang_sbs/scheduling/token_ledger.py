@@ -14,7 +14,7 @@ class TokenLedger:
 
     def __init__(self, page: int = 1) -> None:
         self.tokens: dict[str, int] = {}
-        """By request id; not to be changed from outside."""
+        """Tokens by request id; do not change them from outside."""
         self._page = page
         self.total = 0
         self.charged = 0

@@ -41,7 +41,7 @@ _NORMAL = [(z / 2, 0.5 * math.exp(-(z**2) / 8) / math.sqrt(2 * math.pi)) for z i
 
 
 class FitErrors(msgspec.Struct, frozen=True, kw_only=True):
-    """How well a fitted cost explains the forward times it was fitted to, and others."""
+    """Errors of a fitted cost on the forward times it was fitted to, and on others."""
 
     passes: int
     outliers: int

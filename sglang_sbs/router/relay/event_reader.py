@@ -32,7 +32,7 @@ Payload = bytes | memoryview
 
 
 class Sign(enum.Enum):
-    """What one event means for its stream."""
+    """The meaning of an event for its stream."""
 
     PREAMBLE = "preamble"
     """Held back until the stream opens: if a failure follows, the request can still be retried."""

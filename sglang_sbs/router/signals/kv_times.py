@@ -10,7 +10,8 @@ class KvTimes:
     turn_s: float = 0.002
     """Messages of one rank, and what they say, take the event loop for this long at a time."""
     subscribed_s: float = 0.2
-    """From a connection to the first replay: by then the publisher knows of the subscription."""
+    """Delay from a connection to the first replay; by then the publisher knows of the
+    subscription."""
     replay_silence_s: float = 3.0
     """Longest pause between two messages of a replay, and before the first."""
     patience_s: float = 10.0

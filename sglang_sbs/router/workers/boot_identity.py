@@ -34,7 +34,7 @@ class Verdict(Enum):
 
 @dataclass(slots=True, eq=False)
 class BootIdentity:
-    """Of one worker."""
+    """Boot ids of one worker."""
 
     by_rank: dict[int, str] = field(default_factory=dict)
     """The boot id of each DP rank that was heard of."""
@@ -45,11 +45,11 @@ class BootIdentity:
     recheck: bool = False
     """``/server_info`` must be read again before the worker is trusted."""
     asked_s: float = -math.inf
-    """When it was read for such a reason last."""
+    """Time of the last read for such a reason."""
     restarted_s: float = -math.inf
-    """When another boot was believed last."""
+    """Time when a new boot was last accepted."""
     strange_s: float = -math.inf
-    """When another engine spoke in its name last (``diagnosis.why_stranger``)."""
+    """Time of the last report from another engine in its name (``diagnosis.why_stranger``)."""
 
     def judge(self, rank: int, boot_id: str, told: str, quiet_s: float) -> Verdict:
         """``told``: the boot id in ``/server_info``, empty where it shows none. ``quiet_s``: since

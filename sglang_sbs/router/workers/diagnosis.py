@@ -41,7 +41,7 @@ class Barrier(NamedTuple):
 
     is_there: bool
     source: str
-    """Where that is known from."""
+    """Source of that knowledge."""
 
 
 def barrier_of(info: WorkerInfo) -> Barrier:

@@ -29,7 +29,7 @@ class Spelled(Protocol):
     url: str
     info: WorkerInfo | None
     spelled: int
-    """Which way of writing its host engines are told; 0: as it is."""
+    """Number of the spelling of its host that engines get; 0: as given."""
     called: dict[str, str]
     """The boot that each spelling of its host meant, as far as this router saw."""
 

@@ -24,7 +24,7 @@ class ServedRanks:
 
     def __init__(self) -> None:
         self._elsewhere: dict[str, bool] = {}
-        """By rid, oldest first: whether another rank than the named one accepted the request."""
+        """Whether a rank other than the named one accepted each request, by rid, oldest first."""
 
     def accepted(self, rid: str, named_rank: int, rank: int) -> None:
         """Record that a rank accepted a request."""

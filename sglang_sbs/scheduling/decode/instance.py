@@ -1,4 +1,4 @@
-"""What the scheduler believes about one decode instance: ⟨B_i, K_i⟩ per DP rank.
+"""The scheduler's view of one decode instance: ⟨B_i, K_i⟩ per DP rank.
 
 A rank's state is its last report, plus what was dispatched and is not in it, minus what ended and
 still is. A dispatch is in the report that echoes its id (or counts an id that was in a lost one);

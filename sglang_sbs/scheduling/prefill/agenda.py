@@ -11,7 +11,7 @@ from sglang_sbs.scheduling.prefill.instance import PrefillInstance
 
 
 class Timetable:
-    """At most one time per number, kept in order as single ones change."""
+    """Holds at most one time per number, and stays sorted as single times change."""
 
     __slots__ = ("_time_of", "ordered")
 

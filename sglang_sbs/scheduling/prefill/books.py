@@ -177,7 +177,8 @@ class PrefillBooks:
 
     @property
     def ahead_tokens(self) -> list[int]:
-        """Of each rank, see :attr:`.PrefillRank.ahead_tokens`. Not to be changed."""
+        """Tokens ahead of a new request on each rank, see :attr:`.PrefillRank.ahead_tokens`. Do not
+        change them."""
         if self._ahead_tokens is None:
             self._ahead_tokens = [rank.ahead_tokens for rank in self.ranks]
         return self._ahead_tokens
@@ -240,7 +241,7 @@ class PrefillBooks:
         return max(now_s, self.pause.until_s)
 
     def launches_s(self, latency_s: float) -> float:
-        """When it launches what is on its way to it, where it computes nothing."""
+        """Return when an idle instance launches the requests on their way to it."""
         return max(self.free_since_s + self.pause.mean_s, self.last_dispatch_s + latency_s)
 
     @property

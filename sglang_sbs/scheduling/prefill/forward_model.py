@@ -65,13 +65,13 @@ class PassCost(NamedTuple):
     time_unit_s: float
 
     def rank_s(self, tokens: float, pairs: float) -> float:
-        """As :meth:`ForwardModel.rank_s`."""
+        """Return the same as :meth:`ForwardModel.rank_s`."""
         unit = self.token_unit
         own = self.weights[1] * tokens + 2 * self.weights[3] * pairs / unit
         return own / unit * self.time_unit_s
 
     def pass_s(self, mean_tokens: float, slowest_s: float) -> float:
-        """As :meth:`ForwardModel.pass_s`."""
+        """Return the same as :meth:`ForwardModel.pass_s`."""
         common = self.weights[0] + self.weights[2] * mean_tokens / self.token_unit
         return max(1e-3, common * self.time_unit_s + slowest_s)
 

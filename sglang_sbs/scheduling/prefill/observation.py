@@ -40,15 +40,15 @@ class Observation:
     requests: list[int] = field(default_factory=list)
     """Size of the batch each latency sample belongs to."""
     landed_s: list[float] = field(default_factory=list)
-    """How long before a launch the requests in it were sent (other than those of
+    """Times from dispatch to launch of the requests in the pass (other than those of
     ``latencies_s``)."""
     idled_s: list[float] = field(default_factory=list)
-    """How long before the end of the last pass the requests were sent that arrived after it, when
-    nothing ran."""
+    """Times from dispatch to the end of the last pass, for requests that arrived after it while the
+    instance was idle."""
     left_behind_s: list[float] = field(default_factory=list)
-    """As ``landed_s``, for requests that wait for the next pass although this one had room."""
+    """Like ``landed_s``, for requests that wait for the next pass although this one had room."""
     soonest_s: float = math.inf
-    """How long before the launch the last request in it was sent, an upper bound of L_net."""
+    """Time from the last dispatch in the pass to its launch, an upper bound of L_net."""
     torn: float | None = None
     """Share of a batch sent to the idle instance, among its requests for this rank, that its launch
     left behind."""

@@ -36,7 +36,7 @@ class Pass:
     tokens: list[int]
     """Extend tokens per DP rank."""
     forward_id: int | None
-    """None: presumed, not reported."""
+    """Number of the pass; None: presumed, not reported."""
     rids: dict[str, tuple[int, Sent]] = field(default_factory=dict)
     """Requests presumed to complete in it, with their rank and their batch."""
     queued: list[int] = field(default_factory=list)

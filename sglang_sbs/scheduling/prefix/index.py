@@ -1,4 +1,4 @@
-"""Which prefill DP rank holds which KV blocks: L_hit(r, d) for the cache-aware mode.
+"""Records which prefill DP rank holds which KV blocks: L_hit(r, d) for the cache-aware mode.
 
 How it works
 ------------

@@ -37,8 +37,8 @@ def simulate_arranged(
     *,
     drain_s: float,
 ) -> Outcome:
-    """As :func:`simulate`, in the arrangement that ``spec`` asks for. Pools are not for a closed
-    loop, where nobody knows the lengths in advance."""
+    """Run :func:`simulate` in the arrangement that ``spec`` asks for. Pools are not available for a
+    closed loop, whose lengths are unknown in advance."""
     if spec.short_pool or spec.pools:
         assert isinstance(arrivals, Sequence)
         if spec.short_pool:

@@ -26,15 +26,15 @@ DecodeCache = Literal["off", "unseen", "seen"]
 """Whether decode ranks keep the KV of requests that ended, and whether the scheduler knows."""
 DECODE_CACHES: tuple[str, ...] = get_args(DecodeCache)
 PoolBalance = Literal["least", "random", "session"]
-"""Which pool a request goes to: the one with the fewest in flight, any, or that of its conversation
-(any where it has none)."""
+"""Choice of the pool for a request: the one with the fewest in flight, a random one, or that of its
+conversation (random without one)."""
 POOL_BALANCES: tuple[str, ...] = get_args(PoolBalance)
 _ALLOWED: dict[str, tuple[str, ...]] = {
     "up": ("drain", "down"),
     "drain": ("up", "down"),
     "down": ("up",),
 }
-"""What may come after what."""
+"""Changes that may follow each change."""
 
 
 class TopologyError(ValueError):

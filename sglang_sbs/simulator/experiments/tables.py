@@ -41,8 +41,9 @@ def crossed(
     cells: Mapping[tuple[Any, ...], _Cell],
     words: Callable[[_Cell], str],
 ) -> ResultTable:
-    """A row per name, in their order in ``cells``, which is by (name, column); ``columns``: their
-    heads. A cell that is missing, as after an interrupt, is empty."""
+    """Build a table with a row per name, in their order in ``cells``, which has the keys (name,
+    column). ``columns``: headings by column. Cells that are missing, e.g. after an interrupt, are
+    empty."""
     names = dict.fromkeys(name for name, _ in cells)
     rows = [
         [name, *(words(cells[name, one]) if (name, one) in cells else "" for one in columns)]

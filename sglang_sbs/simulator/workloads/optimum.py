@@ -19,12 +19,10 @@ def optimal_cached_tokens(
     capacity_tokens: int,
     history: Sequence[int] = (),
 ) -> list[int]:
-    """Tokens of each prompt that need not be computed, in the order of the arrivals (by time).
-
-    As in the engine (:mod:`sglang_sbs.simulator.cluster.kv_cache`), full blocks only, and the last
-    token is always computed. ``block_tokens``: 0: no cache. ``capacity_tokens``: of all ranks.
-    ``history``: blocks that are there at the beginning.
-    """
+    """Return the tokens of each prompt that need not be computed, in order of arrival. As in the
+    engine (:mod:`sglang_sbs.simulator.cluster.kv_cache`), only full blocks count, and the last
+    token is always computed. ``block_tokens``: 0 disables the cache. ``capacity_tokens``: capacity
+    of all ranks together. ``history``: blocks present at the beginning."""
     if not block_tokens:
         return [0] * len(arrivals)
     usable = [arrival.blocks[: (arrival.prompt_tokens - 1) // block_tokens] for arrival in arrivals]
