@@ -64,13 +64,13 @@ QUOTED = {
         "results.md",
         r"\| 0\.634 \| `smg:round_robin` \| ([\d.]+)x",
         "../README.md",
-        r"Mean TTFT is \*\*([\d.]+)x\*\*",
+        r"mean TTFT is\s\*\*([\d.]+)x\*\*",
     ),
     "the README's eight ranks": (
         "results.md",
         r"\| 8, as in the paper \| 5 s \| 0\.634 \| ([\d.]+)x, ([\d.]+)x \|",
         "../README.md",
-        r"([\d.]+)x and ([\d.]+)x with eight",
+        r"([\d.]+)x to ([\d.]+)x with 8",
     ),
     "the README's CPU per short request": (
         "results.md",
