@@ -9,6 +9,7 @@ tools.hook_contract`` downloads every release since 0.5.11 and prints the table;
 
 from __future__ import annotations
 
+import argparse
 import ast
 import re
 import subprocess
@@ -249,4 +250,5 @@ def _line(cells: Iterable[str]) -> str:
 
 
 if __name__ == "__main__":
+    argparse.ArgumentParser(description=__doc__).parse_args()
     print("\n".join([*header(), *map(row_of, releases())]))

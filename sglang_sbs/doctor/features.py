@@ -192,7 +192,7 @@ def endforward(view: FeatureView) -> Seen:
     if not ranks:
         return _NOBODY
     if any(silent is None for silent in ranks.values()):
-        return Seen(State.UNKNOWN, "nobody listened here", "give --router URL")
+        return Seen(State.UNKNOWN, "this doctor did not listen", "give --router URL")
     every = sum(engine.known.dp_size for engine in view.engines)
     silent = {url: some for url, some in ranks.items() if some}
     missing = sum(map(len, silent.values()))
@@ -406,7 +406,7 @@ def nodes(view: FeatureView) -> Seen:
     if not several:
         return Seen(State.OFF, "every engine is on one node", "")
     if any(view.silent_ranks(engine) is None for engine in several):
-        return Seen(State.UNKNOWN, "nobody listened to their ranks", "give --router URL")
+        return Seen(State.UNKNOWN, "this doctor did not listen to their ranks", "give --router URL")
 
     def fault(engine: EngineFacts) -> str:
         silent = view.silent_ranks(engine) or []

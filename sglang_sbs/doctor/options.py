@@ -27,7 +27,7 @@ flags of the router (all are accepted, these are looked at):
   --sbs-endforward-key-file FILE   the secret that engines name in SGLANG_SBS_ENDFORWARD_KEY_FILE
 
 exit code: 0 nothing worse than notes (and without --strict, warnings), 1 something is wrong,
-2 the command line cannot be used; with --features 1 if nobody could be asked
+2 the command line cannot be used; with --features 1 if nothing answered
 
 examples:
   # before the router starts, on its machine: EndForward is listened to where it will be

@@ -129,8 +129,8 @@ def _node_host(text: str) -> str:
         ) from None
     if address is not None and (address.is_unspecified or address.is_multicast):
         raise ConfigError(
-            f"{NODE_HOST}: nobody can connect to {text}; write the address by which routers reach "
-            "this node, e.g. 10.0.0.2, or unset it"
+            f"{NODE_HOST}: no router can connect to {text}; write the address routers reach "
+            "this node by, e.g. 10.0.0.2, or unset it"
         )
     return text
 

@@ -206,5 +206,5 @@ class Publisher:
             self._socket.disconnect(self._from_source(gone))
         for new in endpoints - self._connected:
             self._socket.connect(self._from_source(new))
-        logger.info("EndForward goes to %s", ", ".join(sorted(endpoints)) or "nobody")
+        logger.info("EndForward goes to %s", ", ".join(sorted(endpoints)) or "no endpoint")
         self._connected = endpoints

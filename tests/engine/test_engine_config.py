@@ -75,7 +75,7 @@ def test_a_boot_whose_time_is_not_known(told: str) -> None:
         ("SGLANG_SBS_GANG_GATE_MS", "-1", "write e.g. 40, or unset it for that default"),
         ("SGLANG_SBS_GANG_GATE_MS", "500", "more than 200"),
         ("SGLANG_SBS_NODE_HOST", "p1", "e.g. 10.0.0.2"),
-        ("SGLANG_SBS_NODE_HOST", "0.0.0.0", "nobody can connect"),
+        ("SGLANG_SBS_NODE_HOST", "0.0.0.0", "no router can connect"),
     ],
 )
 def test_a_bad_value_names_the_variable_and_what_to_write(
