@@ -65,6 +65,7 @@ class AnswerKind(StreamKind, Protocol):
 class _Plain:
     repeats_request = False
     telling_end = False
+    error_mark = re.compile(rb'"error": ?\{')
 
     def status_failure(self, leg: Leg, worker: str, status: int, body: bytes) -> LegFailure:
         return leg_status_failure(leg, worker, status, body)
@@ -210,6 +211,7 @@ class ResponseAnswers:
     needle = b'"output_tokens"'
     mark = re.compile(rb'"output_tokens": ?(\d{1,18})')
     """The first match is the engine's: tools and metadata written by the client come later."""
+    error_mark = re.compile(rb'"error": ?\{"code": ?"\w{1,20}", ?"message": ?"')
     _signs = {  # noqa: RUF012 - never changed
         b"response.created": Sign.PREAMBLE,
         b"response.in_progress": Sign.PREAMBLE,
@@ -220,6 +222,8 @@ class ResponseAnswers:
     }
     _type = re.compile(rb'\{"type": ?"([\w.]+)"')
     _failed = re.compile(rb'"status": ?"failed", ?"usage":')
+    _without_usage = re.compile(rb'"status": ?"failed", ?"usage": ?null')
+    _text = re.compile(rb'(?:[^"\\]|\\.)*')
     _status = re.compile(rb'"status": ?"(\w+)", ?"usage":')
     _http_status = re.compile(r"(408|429|5\d\d): ")
 
@@ -234,8 +238,8 @@ class ResponseAnswers:
         the engine's HTTP process, usually for a request that prefill rejects with 400."""
         try:
             event = orjson.loads(data)
-        except orjson.JSONDecodeError:  # an excerpt
-            event = None
+        except orjson.JSONDecodeError:
+            event = self._excerpted(data)
         event = event if isinstance(event, dict) else {}
         response = event.get("response")
         response = response if isinstance(response, dict) else {"usage": {}} | event
@@ -244,6 +248,19 @@ class ResponseAnswers:
             return leg_aborted("decode", worker, status, message)
         error = orjson.dumps({"error": response.get("error")})
         return self.status_failure("decode", worker, 400, error)
+
+    def _excerpted(self, data: bytes) -> Any:
+        """Return the members that :meth:`failure` needs, from an excerpt."""
+        head, error, *_ = *data.split(b"\0"), b""
+        begun = self.error_mark.match(error)
+        found = None if begun is None else self._text.match(error, begun.end())
+        text = b"" if found is None else found[0]
+        try:
+            message = orjson.loads(b'"%b"' % text.decode(errors="ignore").encode())
+        except orjson.JSONDecodeError:
+            message = ""
+        usage = {} if self._without_usage.search(head) is None else {"usage": None}
+        return {"response": {"usage": {}, "error": {"message": message}} | usage}
 
     def status_failure(self, leg: Leg, worker: str, status: int, body: bytes) -> LegFailure:
         """In SGLang this API turns an engine abort (a ``fastapi.HTTPException``) into a 400 whose

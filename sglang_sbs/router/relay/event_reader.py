@@ -58,6 +58,11 @@ class StreamKind(Protocol):
         bytes."""
 
     @property
+    def error_mark(self) -> re.Pattern[bytes]:
+        """Beginning of the error in a long event that fails an unopened stream; matches at most 64
+        bytes. A client that can write one as well only hides the engine's."""
+
+    @property
     def telling_end(self) -> bool:
         """The last event of a stream also has its counts, or is the failure that ended it."""
 
@@ -68,19 +73,21 @@ class StreamKind(Protocol):
 
     def sign(self, data: bytes, name: bytes) -> Sign:
         """Judge an event by its ``data`` and ``event`` fields. Long data is passed as an excerpt:
-        the beginning, the first match of :attr:`mark` and the end, separated by zero bytes."""
+        the beginning, the first match of :attr:`mark` and the end, separated by zero bytes. A
+        preamble is recognized without the mark."""
 
     def failure(self, worker: str, data: bytes) -> LegFailure | None:
         """Return the failure reported by a ``Sign.FAILURE`` event; ``None`` if it is content after
-        all."""
+        all. In the excerpt of an unopened stream, the middle begins with the only match of
+        :attr:`error_mark`."""
 
 
 class EventReader:
     """State of one stream, and the part of it that can be passed on."""
 
     __slots__ = (
-        *("_begun", "_cut", "_held", "_last", "_marked", "_most_held", "_partial", "_read"),
-        *("_searched", "_seen", "_simple", "_whole", "_worker"),
+        *("_begun", "_cut", "_errors", "_held", "_last", "_marked", "_most_held", "_partial"),
+        *("_read", "_searched", "_seen", "_simple", "_whole", "_worker"),
         *("broken", "done", "events", "failed", "failure", "kind", "opened"),
     )
 
@@ -115,7 +122,7 @@ class EventReader:
         self._partial = bytearray()
         """The incomplete event, with line ends as ``\\n``."""
         self._read = 0
-        """Bytes before ``_partial``, counted until the stream opens."""
+        """Bytes that are not in ``_partial`` any more, counted until the stream opens."""
         self._seen = 0
         """No event ends in ``_partial`` before this position."""
         self._begun = False
@@ -126,6 +133,13 @@ class EventReader:
         """Position at which the search of a long event for the mark resumes."""
         self._marked = b""
         """Match of the mark in a long event."""
+        self._errors: list[int] = []
+        """Where an error may begin in a long event of an unopened stream; two are enough."""
+
+    @property
+    def unopened_bytes(self) -> int:
+        """Number of bytes received, as long as the stream is not open."""
+        return 0 if self.opened else self._read + len(self._partial)
 
     @property
     def last(self) -> bytes:
@@ -216,7 +230,7 @@ class EventReader:
         self._read += start
         del buffer[:start]
         self._seen = max(0, len(buffer) - len(_EVENT_END))  # a \r\n may be split here
-        if len(buffer) > LONG_BYTES and self.opened:
+        if len(buffer) > LONG_BYTES and self.broken is None:
             self._long_so_far(buffer)
 
     def _is_event(self, event: bytes) -> bool:
@@ -280,22 +294,37 @@ class EventReader:
         if self._whole and len(buffer) > MAX_EVENT_BYTES + len(_EVENT_END):
             self._too_large()
             return
-        self._search(buffer, 0, len(buffer))
-        if not self._whole and len(buffer) > 4 * LONG_BYTES:
+        sign = self._search(buffer, 0, len(buffer))
+        droppable = not self._whole and (self.opened or sign is Sign.PREAMBLE)
+        if droppable and len(buffer) > 4 * LONG_BYTES:
+            self._read += len(buffer) - _HEAD_BYTES - LONG_BYTES
             del buffer[_HEAD_BYTES:-LONG_BYTES]
             self._cut = True
             self._searched = len(buffer)
             self._seen = len(buffer) - len(_EVENT_END)
 
-    def _search(self, buffer: bytearray, start: int, end: int) -> None:
-        needle = self.kind.needle
+    def _search(self, buffer: bytearray, start: int, end: int) -> Sign | None:
+        """Search the part of a long event that is new. Clients can fill events with what almost
+        matches, so there must be no Python work per needle. Returns the event's sign if the stream
+        is not open, judged by its beginning."""
         at = max(start, self._searched - _MARK_BYTES)
-        while not self._marked and (at := buffer.find(needle, at, end)) >= 0:
-            at += len(needle)
-            around = max(start, at - _MARK_BYTES), min(end, at + _MARK_BYTES)
-            found = self.kind.mark.search(buffer, *around)
-            self._marked = b"" if found is None else found[0]
         self._searched = end
+        sign = None
+        if not self.opened:
+            data, name = _fields(self._without_bom(bytes(buffer[start : start + _HEAD_BYTES])))
+            sign = None if data is None else self.kind.sign(data, name)
+        if sign is Sign.FAILURE:
+            errors, mark = self._errors, self.kind.error_mark
+            while len(errors) < 2 and (found := mark.search(buffer, at, end)) is not None:
+                at = found.end()
+                if found.start() not in errors:
+                    errors.append(found.start())
+        elif sign is not Sign.PREAMBLE and not self._marked:
+            at = buffer.find(self.kind.needle, at, end)
+            if at >= 0:
+                found = self.kind.mark.search(buffer, max(start, at - _MARK_BYTES), end)
+                self._marked = b"" if found is None else found[0]
+        return sign
 
     def _long_event(self, start: int, end: int) -> None:
         buffer = self._partial
@@ -311,11 +340,14 @@ class EventReader:
             if self._whole:
                 payload = _long_payload(buffer, event, start, end)
             sign = self.kind.sign(excerpt, name)
-            if sign is Sign.FAILURE and not self.opened:  # in this case nothing was dropped
-                excerpt = _fields(bytes(event))[0] or b""
+            if len(self._errors) == 1:  # in this case nothing was dropped
+                at = self._errors[0]
+                error = bytes(buffer[at : min(at + _TAIL_BYTES, end)])
+                excerpt = b"\0".join((data, error, bytes(event[-_TAIL_BYTES:])))
             self._judge(sign, payload, excerpt)
         self._begun = True
         self._marked, self._searched, self._cut = b"", 0, False
+        self._errors.clear()
 
     def _too_large(self) -> None:
         most = f"{MAX_EVENT_BYTES >> 20} MiB"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
 import re
 import time
@@ -228,6 +229,84 @@ def test_a_response_that_fails_before_its_first_output(
     assert later.feed(DELTA)
     assert b"".join(later.feed(event)) == event
     assert (later.failed, later.done, later.failure) == (True, True, None)
+
+
+class CountedMark:
+    """Counts the searches for the mark of a kind."""
+
+    def __init__(self, mark: re.Pattern[bytes]) -> None:
+        self._mark = mark
+        self.searches = 0
+
+    def search(self, *where: Any) -> re.Match[bytes] | None:
+        self.searches += 1
+        return self._mark.search(*where)
+
+
+@pytest.mark.parametrize("opened", [False, True], ids=["preamble", "content"])
+@pytest.mark.parametrize("api", ["chat", "messages", "responses"])
+def test_what_almost_matches_costs_one_search_per_piece(api: Any, opened: bool) -> None:
+    """Clients can fill tools with it, and engines repeat those."""
+    kind = copy.copy(ANSWER_KINDS[api])
+    mark = CountedMark(kind.mark)
+    kind.mark = mark  # type: ignore[misc, assignment]
+    reader = EventReader(kind, "decode:1", most_held=None if api == "chat" else 16 << 20)
+    name = "response.created" if api == "responses" else "message_start"
+    event = b'event: %b\ndata: {"l":[%b1]}\n\n' % (name.encode(), (kind.needle + b",") * 50_000)
+    if opened:
+        reader.feed(DELTA)
+    for at in range(0, len(event), 16 << 10):
+        reader.feed(event[at : at + (16 << 10)])
+    assert reader.events == 1 + opened
+    assert mark.searches <= len(event) / (16 << 10) + 3
+    if not opened and api != "chat":
+        assert not mark.searches
+
+
+def test_a_long_failure_is_not_copied_or_parsed() -> None:
+    """A client decides how long the tools are that the engine repeats with the error."""
+    tools = b'"tools":["error","\\"error\\":{\\"code\\":",%b1],' % (b'"x",' * (1 << 20))
+    event = failed_event(None, 'no "room" for \u20ac').replace(b'"error"', tools + b'"error"')
+    reader = EventReader(ANSWER_KINDS["responses"], "decode:1", most_held=16 << 20)
+    reader.feed(event[:-2])
+    reader.feed(event[-2:-1])  # its buffer has room for more from now on
+    tracemalloc.start()
+    try:
+        reader.feed(event[-1:])
+        taken = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert reader.failure is not None
+    assert (reader.failure.status, reader.failure.message) == (400, 'no "room" for \u20ac')
+    assert taken < 1 << 20
+
+
+def test_a_client_cannot_write_the_error_of_a_long_failure() -> None:
+    forged = b'"tools":[{"error":{"code":"x","message":"503: forged"}},"%b"],' % (b"x" * 100_000)
+    event = failed_event(None, "no room").replace(b'"error"', forged + b'"error"', 1)
+    for size in (len(event), 16 << 10, 4099):
+        reader = EventReader(ANSWER_KINDS["responses"], "decode:1", most_held=1 << 20)
+        for at in range(0, len(event), size):
+            reader.feed(event[at : at + size])
+        assert reader.failure is not None
+        assert (reader.failure.status, reader.failure.message) == (400, "Bad Request")
+
+
+def test_a_preamble_is_kept_once() -> None:
+    """It waits for prefill in full, and is not kept in the incomplete event as well."""
+    reader = EventReader(ANSWER_KINDS["responses"], "decode:1", most_held=16 << 20)
+    event = response_event("response.created", response={"instructions": "i" * (8 << 20)})
+    tracemalloc.start()
+    try:
+        for at in range(0, len(event) - 1, 16 << 10):
+            reader.feed(event[at : min(at + (16 << 10), len(event) - 1)])
+        taken = tracemalloc.get_traced_memory()[0]
+    finally:
+        tracemalloc.stop()
+    assert reader.unopened_bytes == len(event) - 1
+    assert taken < len(event) * 1.2
+    assert b"".join(reader.feed(event[-1:] + DELTA)) == event + DELTA
+    assert reader.unopened_bytes == 0
 
 
 def test_a_parked_stream_is_watched_and_not_kept() -> None:
