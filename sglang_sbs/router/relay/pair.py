@@ -35,6 +35,9 @@ _SETTLE_S = 10.0
 _MOST_REPEATED = 16
 """Limit on the events before the first output, as a multiple of the request's size. Both events
 repeat instructions and tools, and include every field that a tool leaves out."""
+_MOST_WAITING = 3
+"""The same limit while prefill is at work, which may take long. Decode's connection is not read
+beyond it until prefill has responded."""
 # SGLang fault: retraction-without-key
 _WHY_RETRACTION_FAILS = (
     "decode ended the stream early. If it had retracted the request, it asked prefill over plain "
@@ -95,12 +98,12 @@ class Pair:
         self._waits_for_prefill = self.needs_prefill_reply
         self._held = b""
         """Part of decode's stream that arrived before prefill's response."""
+        self._most_waiting = LONG_BYTES + _MOST_WAITING * len(exchange.plan.common)
         self._paused = False
         self._done = False
         self._failure: LegFailure | None = None
         self._changed = asyncio.Event()
-        self._prefill_over = False
-        self._decode_over = False
+        self._prefill_over = self._decode_over = False
         self._all_sent = False
         """Prefill responded with 200: decode has the whole KV."""
         self._never_taken = False
@@ -225,8 +228,15 @@ class Pair:
 
     def resume(self) -> None:
         self._paused = False
-        if not self._held:
+        self._read_on()
+
+    def _read_on(self) -> None:
+        if not (self._paused or self._held or self._waits_unopened):
             self.decode_call.set_paused(False)
+
+    @property
+    def _waits_unopened(self) -> bool:
+        return not self._all_sent and self._reader.unopened_bytes > self._most_waiting
 
     @property
     def engine_failed(self) -> bool:
@@ -310,8 +320,7 @@ class Pair:
         held, self._held = self._held, b""
         if held:
             self.decode_data(held)
-            if not self._paused:
-                self.decode_call.set_paused(False)
+        self._read_on()
         if self._decode_over:
             self._complete()
 
@@ -324,6 +333,8 @@ class Pair:
         pieces = self._reader.feed(data)
         self.decode_spoke = self.decode_spoke or self._reader.opened
         self._pass_on(pieces)
+        if not (self.opened or self.closed) and self._waits_unopened:
+            self.decode_call.set_paused(True)
 
     def _pass_on(self, pieces: Sequence[Payload]) -> None:
         reader = self._reader

@@ -13,10 +13,13 @@ from harness.sse import events_of
 from router_harness import cluster
 
 from sglang_sbs.engine.gang_hold import was_told
+from sglang_sbs.router.engines.connection_pool import Call
 from sglang_sbs.router.prompts.reader import too_long
 from sglang_sbs.router.requests.splitting import MOST_REPEATED_BYTES
 from sglang_sbs.scheduling.events import PrefillDone, RequestArrived, RequestEnded
 from sglang_sbs.wire.gangs import RESPONSE_RID_PREFIX, is_sized, part_of_room
+from tools.stand_ins import mock_http
+from tools.stand_ins.mock_answers import response_preamble
 from tools.stand_ins.mock_engine import Behaviour
 
 PATH = "/v1/responses"
@@ -166,6 +169,43 @@ async def test_a_prefill_that_dies_after_response_created_is_tried_again() -> No
         assert events[-1][0] == "response.completed"
         await c.settled()
         assert sorted(c.scheduler.ended()) == ["completed", "failed"]
+
+
+async def test_a_long_preamble_is_left_to_the_engine_while_prefill_is_at_work(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Engines write every field that a tool leaves out, so it may be many times the request."""
+    paused = asyncio.Event()
+    set_paused = Call.set_paused
+
+    def noted(call: Call, pause: bool) -> None:
+        set_paused(call, pause)
+        if pause:
+            paused.set()
+
+    def sevenfold(*args: Any) -> list[dict[str, Any]]:
+        more = {"more": args[0].body["tools"] * 6}
+        return [event | more for event in response_preamble(*args)]
+
+    monkeypatch.setattr(Call, "set_paused", noted)
+    monkeypatch.setattr(mock_http, "response_preamble", sevenfold)
+    body = STREAM | {"tools": [TOOL | {"description": "d" * 500_000}]}
+    async with cluster() as c:
+        c.prefill[0].gate.close()
+        asked = asyncio.create_task(stream_of(c, body))
+        async with asyncio.timeout(20):
+            await paused.wait()
+        (attempt,) = c.server.in_flight._attempts.values()
+        assert attempt.pair is not None
+        assert attempt.pair._reader.unopened_bytes < 3 * 500_000 + (128 << 10)
+        c.prefill[0].gate.open()
+        status, events = await asked
+        assert status == 200
+        assert [name for name, _ in events[:2]] == PREAMBLE
+        assert all(len(event["more"]) == 6 for _, event in events[:2])
+        assert events[-1][0] == "response.completed"
+        await c.settled()
+        c.check_books()
 
 
 async def test_a_failure_before_the_first_output_is_a_status() -> None:
