@@ -11,11 +11,11 @@ import asyncio
 import orjson
 import uvloop
 
-from benchmarks.raw_engine import STREAM_HEAD, Connection, reply, serve
+from benchmarks.raw_engine import COMPLETE, STREAM_HEAD, Connection, reply, serve
 
 _MB = 1_000_000
 _AT_ONCE = 8
-_PATHS = (b"/v1/chat/completions", b"/v1/completions", b"/generate")
+_PATHS = (b"/v1/chat/completions", b"/v1/completions", b"/v1/responses", b"/generate")
 
 
 def _chunk(data: bytes) -> bytes:
@@ -25,6 +25,18 @@ def _chunk(data: bytes) -> bytes:
 def _event(size: int) -> bytes:
     choice = {"index": 0, "delta": {"content": "x" * size}, "finish_reason": None}
     return b"data: " + orjson.dumps({"id": "0", "choices": [choice]}) + b"\n\n"
+
+
+def _needles() -> list[bytes]:
+    """A stream of ``/v1/responses`` that repeats 4 MB of what the router looks for."""
+    tools = [{"type": "function", "name": "f", "parameters": {"enum": ["output_tokens"] * 250_000}}]
+    names = ("response.created", "response.in_progress", "response.completed")
+    return [
+        _chunk(event[at : at + 1024])
+        for name in names
+        for event in [b"data: %b\n\n" % orjson.dumps({"type": name, "response": {"tools": tools}})]
+        for at in range(0, len(event), 1024)
+    ]
 
 
 def _answers() -> dict[str, list[bytes]]:
@@ -37,6 +49,7 @@ def _answers() -> dict[str, list[bytes]]:
     end = _chunk(b"data: [DONE]\n\n") + b"0\r\n\r\n"
     return {
         "large event": [STREAM_HEAD, *pieces, end],
+        "needles": [STREAM_HEAD, *_needles(), b"0\r\n\r\n"],
         "many events": [STREAM_HEAD, *[small] * 500, end],
         "deep": [reply(deep)],
         "wide": [reply(wide)],
@@ -50,6 +63,7 @@ def _prefill_answers() -> dict[str, list[bytes]]:
     logprobs = [[-0.123456, token, None] for token in range(20 * _MB // 24)]
     meta = {"prompt_tokens": 5, "cached_tokens": 0, "input_token_logprobs": logprobs}
     return {
+        "needles": [COMPLETE],
         "logprobs": [reply(orjson.dumps({"text": "x", "meta_info": meta}))],
         "prefill large": [reply(orjson.dumps({"choices": [], "text": "x" * 30 * _MB}))],
     }

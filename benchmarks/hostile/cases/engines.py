@@ -73,6 +73,17 @@ async def logprobs(target: Target) -> None:
     target.sent_bytes += 2 * 20_000_000
 
 
+@case(
+    "answer-needles", "800 KB of tools full of what streams are searched for; decode repeats 4 MB"
+)
+async def needles(target: Target) -> None:
+    parameters = {"enum": ["output_tokens"] * 50_000}
+    tools = [{"type": "function", "name": "f", "parameters": parameters}]
+    body = {"model": "raw", "input": "x", "stream": True, "tools": tools, "hostile": "needles"}
+    await target.post(orjson.dumps(body), "/v1/responses")
+    target.sent_bytes += 3 * 4_000_000
+
+
 @case("engine-metrics", "pages of 10 MB of two engines, asked for three times")
 async def engine_metrics(target: Target) -> None:
     await asyncio.gather(*(target.get("/engine_metrics") for _ in range(3)))
