@@ -251,7 +251,7 @@ class Scheduler:
         if request is None or request.prefill is None or request.prefilled:
             return False
         request.prefilled = True
-        self._lengths.learn(request, event.prompt_tokens, now_s)
+        self._lengths.learn(request, request.prefill[0], event.prompt_tokens, now_s)
         instance = self.prefill.get(request.prefill[0])
         if event.aborted:
             self.prefix.dropped(event.rid)
@@ -354,7 +354,8 @@ class Scheduler:
         report = event.report
         here = event.instance, report.dp_rank
         for one in report.accepted:
-            self._lengths.learn(self._requests.get(one.rid), one.prompt_tokens, now_s)
+            counted = self._requests.get(one.rid)
+            self._lengths.learn(counted, event.instance, one.prompt_tokens, now_s)
         adopted = self._adopted.pop(here, None)
         if adopted is not None:
             adopted = [rid for rid in adopted if not self._is_elsewhere(rid, here)]

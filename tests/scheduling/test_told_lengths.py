@@ -5,31 +5,43 @@ from __future__ import annotations
 import pytest
 from driver import Driver
 
-from sglang_sbs.scheduling import PrefillDone
+from sglang_sbs.scheduling import PrefillDone, RequestEnded
 from sglang_sbs.wire.endforward import Accepted
 
 
 class Told:
-    """One prefill instance whose engine counts ``factor`` times what was announced."""
+    """Prefill instances; an engine counts ``factor`` times what was announced."""
 
-    def __init__(self) -> None:
-        self.it = Driver().up(prefill=1, dp=1, chunk=100_000, decode_dp=1)
+    def __init__(self, prefill: int = 1, policy: str = "sbs") -> None:
+        self.it = Driver(policy=policy).up(prefill=prefill, dp=1, chunk=100_000, decode_dp=1)
         self._number = 0
 
-    def send(self, tokens: int = 1000, count: int = 1, factor: float = 1.0, **more) -> None:
+    def send(self, tokens: int = 1000, count: int = 1, factor: float = 1.0, liar="", **more):
+        """``liar``: the only engine that counts so."""
         for _ in range(count):
-            rid = f"r{self._number}"
-            self._number += 1
-            self.it.arrive(rid, tokens, **more)
-            accepted = [Accepted(rid, round(factor * tokens))]
-            self.it.report("p0", dp=1, kind="heartbeat", rids=[rid], accepted=accepted)
+            rid, sent = self._arrive(tokens, **more)
+            engine = sent.prefill
+            counted = round((factor if liar in ("", engine) else 1.0) * tokens)
+            accepted = [Accepted(rid, counted)]
+            self.it.report(engine, dp=1, kind="heartbeat", rids=[rid], accepted=accepted)
+            self._end(rid)
 
     def believed(self, tokens: int = 1000, **more) -> int:
         """What the scheduler takes a new request to be."""
-        rid = f"r{self._number}"
+        rid, _ = self._arrive(tokens, **more)
+        found = self.it.scheduler._requests[rid].prompt_tokens
+        self._end(rid)
+        return found
+
+    def _arrive(self, tokens: int, **more):
         self._number += 1
-        self.it.arrive(rid, tokens, **more)
-        return self.it.scheduler._requests[rid].prompt_tokens
+        rid = f"r{self._number}"
+        sent = self.it.arrive(rid, tokens, **more) or self.it.wait(1.0)
+        return rid, sent[0]
+
+    def _end(self, rid: str) -> None:
+        self.it.tell(PrefillDone(rid=rid))
+        self.it.tell(RequestEnded(rid=rid, outcome="completed"))
 
 
 def test_where_engines_count_the_same_nothing_changes():
@@ -97,3 +109,30 @@ def test_no_length_is_scaled_beyond_what_a_decode_rank_holds():
     told.it.up(prefill=0, decode_dp=1, kv_capacity_tokens=1500)
     told.send(count=100, factor=2.0, estimated=True)
     assert told.believed(estimated=True) == 1500
+
+
+def test_of_several_engines_one_that_counts_wrongly_changes_nothing():
+    for engines in 2, 3, 4:
+        told = Told(engines, "round_robin")
+        told.send(count=200, factor=1e6, liar="p0")
+        assert told.believed() == 1000
+        told.send(count=400, factor=2.0)  # and where all of them agree, it is believed
+        assert told.believed() > 1500
+
+
+def test_a_long_prompt_weighs_no_more_than_a_short_one():
+    told = Told()
+    told.send(20_000, count=20, factor=4.0, estimated=True)
+    told.send(500, count=180, estimated=True)
+    assert told.believed(500, estimated=True) < 600
+
+
+def test_only_the_engine_that_has_a_request_counts_it():
+    told = Told(2)
+    for _ in range(100):
+        rid, sent = told._arrive(1000)
+        other = "p1" if sent.prefill == "p0" else "p0"
+        for engine in other, "d0":
+            told.it.report(engine, dp=1, kind="heartbeat", accepted=[Accepted(rid, 1 << 40)])
+        told._end(rid)
+    assert told.believed() == 1000

@@ -1,15 +1,23 @@
 """Announced prompt lengths, corrected by the counts of engines. Must not depend on who announced
 them.
 
-Lengths that nobody has counted may all be wrong in the same direction. If they are twice too high,
-DP ranks look full that are half empty. Engines name the true length of each request that a rank
-takes in (EndForward, ``accepted``) or answers. Announced lengths are scaled by the ratio of both
-over the last requests, which is kept apart for counted and for estimated lengths. Where engines
-count what was announced, the ratio is exactly one.
+Lengths without a count may all be wrong in the same direction. If they are twice too high, DP ranks
+look full that are half empty. Prefill engines report the true length of each request that a rank
+takes in (EndForward, ``accepted``) or answers. Announced lengths are scaled by the ratio of both,
+learned apart for counted and for estimated lengths. Where engines count what was announced, the
+ratio is exactly one.
+
+Reports come from strangers, and one odd client sends odd prompts. So a ratio is the geometric mean
+over requests, each of the same weight whatever its length, and the median over engines: one engine
+that counts wrongly changes no length of a request that others may get.
 """
 
 from __future__ import annotations
 
+import math
+from bisect import bisect_left, insort
+
+from sglang_sbs.scheduling.events import InstanceId
 from sglang_sbs.scheduling.request import Request
 
 _KEEP = 0.998
@@ -17,39 +25,79 @@ _KEEP = 0.998
 _DOUBT = 5.0
 """Number of fictitious requests announced correctly, with which a ratio begins."""
 _MOST = 8.0
-"""Largest factor in either direction, for one request and for the ratio."""
+"""Largest factor in either direction, for one request and so for the ratio."""
+_LEAST = 10.0
+"""The ratio of an engine is used from this many requests on."""
 _FORGET_S = 600.0
-"""A ratio not confirmed by an engine for this long is dropped."""
+"""The ratio of an engine that has counted nothing for this long is dropped."""
 
 
 class _Ratio:
-    """Ratio of tokens counted by engines to tokens announced, for one source."""
+    """Log of tokens counted by one engine over tokens announced."""
 
     def __init__(self) -> None:
-        self._told = self._counted = self._requests = 0.0
-        self._heard_s = 0.0
+        self._logs = self._requests = 0.0
+        self.heard_s = 0.0
+        self.log = 0.0
+
+    @property
+    def counts(self) -> bool:
+        """Whether it has seen enough requests."""
+        return self._requests >= _LEAST
 
     def learn(self, told: int, counted: int, now_s: float) -> None:
-        if now_s - self._heard_s > _FORGET_S:
-            self._told = self._counted = self._requests = 0.0
-        self._heard_s = now_s
-        counted_tokens = min(max(float(counted), told / _MOST), told * _MOST)
-        self._told = _KEEP * self._told + told
-        self._counted = _KEEP * self._counted + counted_tokens
+        self.heard_s = now_s
+        sample = 0.0 if counted == told else math.log(min(max(counted / told, 1 / _MOST), _MOST))
+        self._logs = _KEEP * self._logs + sample
         self._requests = _KEEP * self._requests + 1
+        self.log = self._logs / (self._requests + _DOUBT)
+
+
+class _Ratios:
+    """The ratios of all engines for one source of lengths."""
+
+    def __init__(self) -> None:
+        self._engines: dict[InstanceId, _Ratio] = {}
+        """The engine that counted last comes last."""
+        self._logs: list[float] = []
+        """Sorted logs of the engines that count."""
+
+    def learn(self, engine: InstanceId, told: int, counted: int, now_s: float) -> None:
+        self._forget(now_s)
+        ratio = self._engines.pop(engine, None)
+        if ratio is None:
+            ratio = _Ratio()
+        else:
+            self._drop(ratio)
+        ratio.learn(told, counted, now_s)
+        self._engines[engine] = ratio
+        if ratio.counts:
+            insort(self._logs, ratio.log)
 
     def value(self, now_s: float) -> float:
-        if not self._requests or now_s - self._heard_s > _FORGET_S:
-            return 1.0
-        trust = self._requests / (self._requests + _DOUBT)
-        return 1.0 + trust * (self._counted / self._told - 1.0)
+        """The median of the engines; of two in the middle the one nearer to 1."""
+        self._forget(now_s)
+        count = len(self._logs)
+        middle = self._logs[(count - 1) // 2 : count // 2 + 1]
+        return math.exp(min(middle, key=abs, default=0.0))
+
+    def _forget(self, now_s: float) -> None:
+        while self._engines:
+            oldest = next(iter(self._engines))
+            if now_s - self._engines[oldest].heard_s <= _FORGET_S:
+                return
+            self._drop(self._engines.pop(oldest))
+
+    def _drop(self, ratio: _Ratio) -> None:
+        if ratio.counts:
+            del self._logs[bisect_left(self._logs, ratio.log)]
 
 
 class ToldLengths:
     """Ratios by source of the length."""
 
     def __init__(self) -> None:
-        self._ratios = {False: _Ratio(), True: _Ratio()}
+        self._ratios = {False: _Ratios(), True: _Ratios()}
 
     def correct(self, request: Request, now_s: float, most: int) -> None:
         """Scale the length of a request that has just arrived, to at most ``most`` tokens (the
@@ -59,8 +107,12 @@ class ToldLengths:
             ratio = self._ratios[request.estimated].value(now_s)
             request.resize(max(1, min(round(ratio * request.told_tokens), most)))
 
-    def learn(self, request: Request | None, counted: int | None, now_s: float) -> None:
-        """Record an engine's count of a prompt; only the first one is used."""
-        if request is not None and counted and request.told_tokens:
-            self._ratios[request.estimated].learn(request.told_tokens, counted, now_s)
+    def learn(
+        self, request: Request | None, engine: InstanceId, counted: int | None, now_s: float
+    ) -> None:
+        """Record a count by the prefill engine that has the request; only the first one is used."""
+        if request is None or request.prefill is None or request.prefill[0] != engine:
+            return
+        if counted and request.told_tokens:
+            self._ratios[request.estimated].learn(engine, request.told_tokens, counted, now_s)
             request.told_tokens = 0
