@@ -87,8 +87,11 @@ def _policy(text: str) -> Policy:
 
 
 def _number(text: str, low: float, high: float) -> float:
+    # Python also reads "1_0", "inf" and "nan".
+    if re.fullmatch(r"[0-9.eE+-]{1,24}", text) is None:
+        raise ValueError
     value = float(text)
-    if not low <= value <= high:  # this also excludes NaN
+    if not low <= value <= high:
         raise ValueError
     return value
 
@@ -105,7 +108,7 @@ def _seconds(low: float) -> Callable[[str], float]:
 
 
 def _slots(text: str) -> int:
-    value = int(text)
+    value = int(text) if text.isdecimal() else 0
     if value % 2 or not LEAST_SLOTS <= value <= MOST_SLOTS:
         raise ValueError
     return value
@@ -124,7 +127,7 @@ def _then(text: str) -> bool:
 
 
 def _seed(text: str) -> int:
-    return int(_number(str(int(text)), 0, 2**53))
+    return int(_number(text if text.isdecimal() else "", 0, 2**53))
 
 
 _FIELDS: dict[str, tuple[str, Callable[[str], Any]]] = {

@@ -312,6 +312,18 @@ def test_nor_is_it_when_everybody_waits_and_each_token_counts(tokens: int, waits
         assert bool(here.skip(request)) is waits
 
 
+def test_a_prefix_that_is_overdue_wakes_the_scheduler_later_than_now():
+    """At the same moment the same would be decided again, for as long as a clock stands still."""
+    it = cluster()
+    p0, p1 = it.scheduler.prefill.values()
+    by_id = {"p0": p0, "p1": p1}
+    decision = CacheAffinity(moment({"p0": 0.0, "p1": 5.0}), by_id, p1, load=0.95)
+    overdue = Upcoming("p0", 0, 800, visible_s=-1.0)
+    request = Request("r", 1, 900, None, 100.0, 200.0, blocks=PREFIX, upcoming=[overdue])
+    assert BatchAffinity(decision, p1).skip(request) is WaitReason.PREFIX_COMING
+    assert 0.0 < decision.wake_s < 0.001
+
+
 def test_who_was_left_for_a_home_is_taken_once_nothing_is_cached_there():
     """Also in the same decision, which remembers who was left."""
     it = cluster(prefill=3)

@@ -166,7 +166,9 @@ class CacheAffinity:
             view = self.view(at)
             start_s = max(one.visible_s, view.start_s)
             if start_s + self.done_s(request, view, one.tokens, 0) < least_s:
-                self.wake_s = min(self.wake_s, one.visible_s)
+                # Not now: at the same moment nothing would be decided anew.
+                later_s = max(one.visible_s, self.at.now_s + TUNING.beyond_s)
+                self.wake_s = min(self.wake_s, later_s)
                 return True
         return False
 
