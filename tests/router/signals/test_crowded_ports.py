@@ -39,7 +39,7 @@ def keys(request: pytest.FixtureRequest) -> CurveKeys | None:
 
 @contextmanager
 def strangers(endpoint: str, kind: int, keys: CurveKeys | None) -> Iterator[None]:
-    """As many as there are places: silent TCP connections, and where there is no key half of them
+    """More than there are places: silent TCP connections, and where there is no key half of them
     ZeroMQ's, which are made again when they are closed."""
     context, port = zmq.Context(), int(endpoint.rpartition(":")[2])
     sock = context.socket(kind)
@@ -47,7 +47,7 @@ def strangers(endpoint: str, kind: int, keys: CurveKeys | None) -> Iterator[None
     with ExitStack() as stack:
         stack.callback(context.term)
         stack.callback(sock.close, 0)
-        for number in range(PLACES):
+        for number in range(PLACES + 20):
             if keys is None and number % 2:
                 sock.connect(endpoint)
             else:
