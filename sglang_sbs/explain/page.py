@@ -132,9 +132,9 @@ def _waits(attempt: AttemptStory) -> Iterator[str]:
     for one in why.waits:
         since_s = one.at_s - why.arrived_s
         since = f"from {after(since_s)} on" if since_s > _AT_ONCE_S else "at first"
-        yield f"  {since} {words.wait(one, why.arrived_s)};"
+        yield f"  {since} {words.wait(one, why.arrived_s)}."
     if not why.waits:
-        yield "  no decision has looked at it yet;"
+        yield "  no decision has looked at it yet."
     if why.batches:
         batches = "1 batch" if why.batches == 1 else f"{why.batches:,} batches"
         yield f"  meanwhile {batches} of other requests left."
@@ -155,7 +155,7 @@ def _choice(attempt: AttemptStory) -> Iterator[str]:
     rows = [head, *(words.candidate(one) for one in why.candidates)]
     if not any(row[-1] for row in rows[1:]):
         rows = [row[:-1] for row in rows]
-    yield "  What was predicted at that moment, from then on (-> is the one it went to):"
+    yield "  Predicted when it was sent, from then on, without the rest of its batch (-> its place):"
     yield from table(rows)
 
 
@@ -180,7 +180,7 @@ def _predicted(attempt: AttemptStory) -> Iterator[str]:
     known = [(name, said, real) for name, said, real in steps if real is not None]
     if not known:
         return
-    yield "  Predicted and real, from its arrival:"
+    yield "  Predicted with its batch, and real, in times from its arrival at the scheduler:"
     for name, said_s, real_s in known:
         off_s = real_s - said_s
         how = f"{ms(abs(off_s))} {'later' if off_s > 0 else 'earlier'}"

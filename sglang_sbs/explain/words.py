@@ -82,7 +82,7 @@ def term(why: Why) -> str:
         case Term.ONLY_ONE:
             return f"{where} was the only prefill instance"
         case Term.SOONEST:
-            return f"of {_of_them(why)}, the next forward pass of {where} started first"
+            return f"of {_of_them(why)}, the next forward pass of {where} starts first"
         case Term.CACHED:
             cached = 0 if chosen is None else chosen.cached_tokens
             prompt = counted(why.prompt_tokens, "prompt token")

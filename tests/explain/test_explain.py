@@ -96,20 +96,20 @@ Where the time to its first token went
   KV transfer, first decode step      24 ms  #
 
 It was held 412 ms by the scheduler, because
-  at first every prefill instance was busy; http://p1:1 was expected to be ready first, at +430 ms;
-  from +120 ms on a batch left without it, because that forward pass had its share of the queue;
+  at first every prefill instance was busy; http://p1:1 was expected to be ready first, at +430 ms.
+  from +120 ms on a batch left without it, because that forward pass had its share of the queue.
   meanwhile 1 batch of other requests left.
 
 It was sent to http://p1:1 DP rank 3
   It is decoded on http://d0:1 DP rank 1, which has 1,600 tokens of its prompt.
   Why then: the running forward pass of the instance was about to end, and a batch must be \
 there by then to be in the next one.
-  Why there: of 2 prefill instances, the next forward pass of http://p1:1 started first.
-  What was predicted at that moment, from then on (-> is the one it went to):
+  Why there: of 2 prefill instances, the next forward pass of http://p1:1 starts first.
+  Predicted when it was sent, from then on, without the rest of its batch (-> its place):
      instance     pass starts  prompt done  delays others  cached
   -> http://p1:1       +18 ms      +205 ms          35 ms       0
      http://p0:1      +120 ms      +300 ms         0.0 ms     512
-  Predicted and real, from its arrival:
+  Predicted with its batch, and real, in times from its arrival at the scheduler:
     forward pass started: predicted +430 ms, real +436 ms (6.0 ms later)
     prompt was computed: predicted +610 ms, real +616 ms (6.0 ms later)
 """
