@@ -155,7 +155,7 @@ def _choice(attempt: AttemptStory) -> Iterator[str]:
     rows = [head, *(words.candidate(one) for one in why.candidates)]
     if not any(row[-1] for row in rows[1:]):
         rows = [row[:-1] for row in rows]
-    yield "  Predicted when it was sent, from then on, without the rest of its batch (-> its place):"
+    yield "  Predicted when it was sent, from then on, without the rest of its batch (-> chosen):"
     yield from table(rows)
 
 

@@ -105,7 +105,7 @@ It was sent to http://p1:1 DP rank 3
   Why then: the running forward pass of the instance was about to end, and a batch must be \
 there by then to be in the next one.
   Why there: of 2 prefill instances, the next forward pass of http://p1:1 starts first.
-  Predicted when it was sent, from then on, without the rest of its batch (-> its place):
+  Predicted when it was sent, from then on, without the rest of its batch (-> chosen):
      instance     pass starts  prompt done  delays others  cached
   -> http://p1:1       +18 ms      +205 ms          35 ms       0
      http://p0:1      +120 ms      +300 ms         0.0 ms     512
