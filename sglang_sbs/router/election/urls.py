@@ -4,13 +4,17 @@
     A Lease of the Kubernetes cluster that this process runs in, or of a kubeconfig.
 ``etcd://HOST:PORT[,HOST2:PORT...]/KEY``
     A key of etcd (3.4 or later). ``etcds://`` uses TLS, checked against the system's authorities or
-    those of ``?cacert=FILE``; ``&cert=FILE&key=FILE`` adds a client certificate."""
+    those of ``?cacert=FILE``; ``&cert=FILE&key=FILE`` adds a client certificate.
+
+Both take ``lease``, ``renew`` and ``retry``, the fields of :class:`ElectionTimes` in seconds, as in
+``?lease=6s&renew=5s``."""
 
 from __future__ import annotations
 
 import re
 import ssl
-from urllib.parse import SplitResult, parse_qsl, unquote, urlsplit
+from dataclasses import replace
+from urllib.parse import SplitResult, parse_qsl, unquote, urlencode, urlsplit
 
 from sglang_sbs.router.election.campaign import Campaign
 from sglang_sbs.router.election.candidate import ElectionTimes
@@ -21,17 +25,31 @@ _DNS_LABEL = re.compile(r"[a-z0-9]([-a-z0-9]{0,61}[a-z0-9])?")
 _DNS_NAME = re.compile(r"[a-z0-9]([-a-z0-9.]{0,251}[a-z0-9])?")
 _FORMS = "k8s://NAMESPACE/NAME or etcd://HOST:2379/KEY"
 _MAX_KEY = 512
+_TIMES = {"lease": "lease_s", "renew": "renew_s", "retry": "retry_s"}
+_SECONDS = re.compile(r"([0-9]{1,6}(?:\.[0-9]{1,6})?)s?")
 
 
 def parse_election(url: str, identity: str, times: ElectionTimes) -> Campaign:
     """Return the election at ``url`` for the process with this ``identity``, without contacting the
     store. Raises: ValueError, the URL is invalid, or a file in it is unusable."""
-    parts = urlsplit(url)
+    parts, times = _times_of(urlsplit(url), times)
     if parts.scheme == "k8s":
         return Campaign(_lease(parts, times), identity, times)
     if parts.scheme in ("etcd", "etcds"):
         return Campaign(_etcd(parts, times), identity, times)
     raise ValueError(f"{url!r}: write {_FORMS}")
+
+
+def _times_of(parts: SplitResult, times: ElectionTimes) -> tuple[SplitResult, ElectionTimes]:
+    """Return the URL without its times, and ``times`` with them."""
+    query = dict(parse_qsl(parts.query, keep_blank_values=True))
+    given = {}
+    for name in _TIMES.keys() & query:
+        found = _SECONDS.fullmatch(text := query.pop(name))
+        if found is None:
+            raise ValueError(f"{parts.geturl()!r}: {name}={text} is not a time, such as {name}=2s")
+        given[_TIMES[name]] = float(found[1])
+    return parts._replace(query=urlencode(query)) if given else parts, replace(times, **given)
 
 
 def _lease(parts: SplitResult, times: ElectionTimes) -> KubernetesLease:
@@ -70,7 +88,9 @@ def _tls(parts: SplitResult) -> ssl.SSLContext | None:
             raise ValueError(f"{url!r}: certificates belong to etcds://")
         return None
     if unknown := files.keys() - {"cacert", "cert", "key"}:
-        raise ValueError(f"{url!r}: {min(unknown)!r} is not one of cacert, cert, key")
+        raise ValueError(
+            f"{url!r}: {min(unknown)!r} is not one of cacert, cert, key, lease, renew, retry"
+        )
     if ("cert" in files) != ("key" in files):
         raise ValueError(f"{url!r}: cert and key belong together")
     try:

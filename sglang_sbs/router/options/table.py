@@ -340,13 +340,17 @@ GROUPS: dict[str, tuple[Option, ...]] = {
             metavar="tcp://HOST:PORT"),
         Option("sbs-election", "", str,
             "lock that selects the active scheduler: a Kubernetes Lease (k8s://NAMESPACE/NAME) "
-            "or a key in etcd (etcd://HOST:2379/KEY)", metavar="URL"),
+            "or a key in etcd (etcd://HOST:2379/KEY). ?lease=6s&renew=5s&retry=0.5s changes its "
+            "times", metavar="URL"),
         Option("sbs-election-lease-secs", "", seconds,
-            "a scheduler loses the lock if it does not renew it for this long", default=2),
+            "a scheduler loses the lock if it does not renew it for this long", default=2,
+            hidden=True),
         Option("sbs-election-renew-secs", "", seconds,
-            "a scheduler steps down if it cannot renew the lock for this long", default=1.5),
+            "a scheduler steps down if it cannot renew the lock for this long", default=1.5,
+            hidden=True),
         Option("sbs-election-retry-secs", "", seconds,
-            "time between renewals, and between checks of another scheduler's lock", default=0.3),
+            "time between renewals, and between checks of another scheduler's lock", default=0.3,
+            hidden=True),
         Option("sbs-scheduler-key-file", "", Path,
             "file with the secret that front ends and schedulers share (openssl rand -hex 32); "
             "required unless all addresses are local; none: any host that reaches them is "

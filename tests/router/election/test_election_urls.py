@@ -26,8 +26,21 @@ def test_urls_that_are_understood(url: str) -> None:
 
 
 @pytest.mark.parametrize(
+    "url",
+    ["k8s://deepseek/sglang-sbs", "etcd://127.0.0.1:2379/x", "etcds://127.0.0.1:2379/x"],
+)
+def test_its_times_stand_in_the_url(url: str) -> None:
+    election = parse_election(f"{url}?lease=6s&retry=0.5", IDENTITY, ElectionTimes(renew_s=1.9))
+    assert election._times == ElectionTimes(lease_s=6, renew_s=1.9, retry_s=0.5)
+
+
+@pytest.mark.parametrize(
     ("url", "message"),
     [
+        ("k8s://deepseek/a?lease=soon", "lease=soon is not a time, such as lease=2s"),
+        ("k8s://deepseek/a?lease=1s", "the renew deadline must be shorter than the lease"),
+        ("etcd://host/key?retry=1e9", "retry=1e9 is not a time"),
+        ("etcd://host/key?lease=6&cacert=/etc/ca.pem", "certificates belong to etcds://"),
         ("", "write k8s://NAMESPACE/NAME or etcd://HOST:2379/KEY"),
         ("redis://localhost/x", "write k8s://NAMESPACE/NAME or etcd://HOST:2379/KEY"),
         ("k8s://deepseek", "write k8s://NAMESPACE/NAME, with names as Kubernetes allows them"),
@@ -42,7 +55,10 @@ def test_urls_that_are_understood(url: str) -> None:
         ("etcd://host:99999/key", "Port out of range"),
         ("etcd://user:secret@host/key", "is not HOST:PORT"),
         ("etcd://host/key?cacert=/etc/ca.pem", "certificates belong to etcds://"),
-        ("etcds://host/key?ca=/etc/ca.pem", "'ca' is not one of cacert, cert, key"),
+        (
+            "etcds://host/key?ca=/etc/ca.pem",
+            "'ca' is not one of cacert, cert, key, lease, renew, retry",
+        ),
         ("etcds://host/key?cert=/etc/cert.pem", "cert and key belong together"),
         ("etcds://host/key?cacert=/nowhere/ca.pem", "a file in it is unusable"),
     ],
