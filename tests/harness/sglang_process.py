@@ -6,7 +6,9 @@ import json
 import os
 import subprocess
 import sys
+import tempfile
 import textwrap
+from pathlib import Path
 
 from tools.cpu_engine.environment import cpu_engine_environment
 
@@ -19,11 +21,13 @@ def ask(program: str, **extra: str) -> dict[str, object]:
     environ = inherited | cpu_engine_environment(1, inherited=inherited) | extra
     # Only the plugins a test names: not the CPU engine's.
     environ.setdefault("SGLANG_PLUGINS", "none")
-    # Something SGLang loads leaves the pipe non-blocking, which cuts a long line.
-    end = "\nimport os\nos.set_blocking(1, True)\nprint(json.dumps(answer))"
-    source = "import json\nanswer = {}\n" + textwrap.dedent(program) + end
-    command = [sys.executable, "-W", "ignore", "-c", source]
-    done = subprocess.run(command, env=environ, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    answer: dict[str, object] = json.loads(done.stdout.splitlines()[-1])
+    with tempfile.TemporaryDirectory() as folder:
+        # A file, as something that SGLang loads leaves standard output non-blocking.
+        path = Path(folder, "answer.json")
+        end = f"\nfrom pathlib import Path\nPath({str(path)!r}).write_text(json.dumps(answer))"
+        source = "import json\nanswer = {}\n" + textwrap.dedent(program) + end
+        command = [sys.executable, "-W", "ignore", "-c", source]
+        done = subprocess.run(command, env=environ, capture_output=True, text=True, check=False)
+        assert done.returncode == 0, done.stderr
+        answer: dict[str, object] = json.loads(path.read_text())
     return answer | {"log": done.stderr}
