@@ -1,4 +1,4 @@
-"""Who is compared: names and command lines.
+"""The routers that are compared: names and command lines.
 
 Owns the list of contenders. Must not know how they are run or measured.
 """

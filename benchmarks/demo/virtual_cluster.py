@@ -88,7 +88,7 @@ async def running_rig(
 ) -> AsyncIterator[Rig]:
     """Start the engines, say so on the console, stop them at the end.
 
-    ``dwdp``: SGLang's DWDP on prefill, whose DP ranks wait for nobody. Raises:
+    ``dwdp``: SGLang's DWDP on prefill, whose DP ranks do not wait for each other. Raises:
     ClusterStartError, an engine did not come up.
     """
     blocks = free_port_blocks(PORTS_PER_INSTANCE)

@@ -26,7 +26,7 @@ PORTS_PER_INSTANCE = 32
 KV_EVENTS_OFFSET = 18
 _KV_EVENTS_RANKS = 7
 MIN_KV_EVENTS_PAGE_SIZE = 8
-"""With smaller pages, naming and publishing them would cost an engine more than is saved."""
+"""Smallest page size used. Naming and publishing smaller pages costs engines more than it saves."""
 _KV_EVENTS_BUFFER_STEPS = 2000
 
 RUST_SERVER_ENV = "SGLANG_RUST_SERVER"

@@ -16,14 +16,14 @@ def only_in_a_checkout(verb: str) -> str:
 
 
 def without_matplotlib() -> str | None:
-    """What to install for drawing figures; ``None``: installed."""
+    """Explain how to install what drawing figures needs; ``None``: installed."""
     if find_spec("matplotlib") is not None:
         return None
     return "matplotlib is not installed: pip install matplotlib, or pip install 'sglang-sbs[sim]'"
 
 
 def without_sglang(verb: str, *, on_cpu: bool) -> str | None:
-    """How to get the engines that ``sglang-sbs VERB`` starts; ``None``: available."""
+    """Explain how to get the engines that ``sglang-sbs VERB`` starts; ``None``: available."""
     if find_spec("sglang") is not None:
         return None
     how = _CPU.format(verb=verb) if on_cpu else "pip install 'sglang>=0.5.11'"
@@ -31,12 +31,12 @@ def without_sglang(verb: str, *, on_cpu: bool) -> str | None:
 
 
 def without_jwt() -> str | None:
-    """What to install for checking an identity provider's tokens; ``None``: installed."""
+    """Explain how to install what checking OIDC tokens needs; ``None``: installed."""
     if all(find_spec(name) is not None for name in ("jwt", "cryptography")):  # for signatures
         return None
     return "pip install 'sglang-sbs[jwt]'"
 
 
 def without_kubernetes() -> str | None:
-    """What to install for finding workers as pods; ``None``: installed."""
+    """Explain how to install what finding workers as pods needs; ``None``: installed."""
     return None if find_spec("kubernetes_asyncio") else "pip install 'sglang-sbs[kubernetes]'"

@@ -53,7 +53,7 @@ class Finding:
 class Wording(NamedTuple):
     severity: Severity
     change: str
-    """What to do."""
+    """Remedy, as an instruction."""
 
 
 class Findings(dict[str, Wording]):

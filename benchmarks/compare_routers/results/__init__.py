@@ -1,1 +1,1 @@
-"""What is made of runs: rows, figures, ratios, tables, the report."""
+"""Results of runs: rows, figures, ratios, tables, the report."""

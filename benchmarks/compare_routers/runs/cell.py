@@ -179,7 +179,7 @@ async def _measured(
 def _load(
     key: Key, requests: int, engines: Engines, setting: Setting
 ) -> Callable[[str], Awaitable[Played]]:
-    """What is sent in the run, drawn; the result sends it to a URL."""
+    """Draw the arrivals of a run; the result sends them to a URL."""
     if key.workload == AGENTIC:
         number = agents_at(key.load, len(engines.prefill) * engines.dp_size)
         agents = Agents(number, key.seed, engines.chunk_tokens, setting.stretch)

@@ -45,7 +45,13 @@ from sglang_sbs.scheduling.prefix.places import (
     Upcoming,
     UpcomingBlocks,
 )
-from sglang_sbs.scheduling.prefix.tables import BlockTable, bits_of, slices_of, take_lapsed
+from sglang_sbs.scheduling.prefix.tables import (
+    BlockTable,
+    bits_of,
+    depths,
+    slices_of,
+    take_lapsed,
+)
 
 CONFIRMED_S = 2.0
 """With KV events: time after prefill for which a claim is kept without being published."""
@@ -246,7 +252,7 @@ class PrefixIndex:
             return NO_HITS
         by_instance: dict[InstanceId, list[int]] = {}
         best = 0
-        for depth, ranks in self._depths(blocks, count, live):
+        for depth, ranks in depths((self._device, self._host), blocks, count, live):
             best = max(best, depth)
             for bit in bits_of(ranks):
                 rank = self._rank_of[bit]
@@ -317,38 +323,6 @@ class PrefixIndex:
             self._sweep()
 
     # What is held -------------------------------------------------------------------------
-
-    def _depths(self, blocks: Sequence[int], count: int, live: int) -> list[tuple[int, int]]:
-        """Return numbers of leading blocks with the bits of the ranks that hold exactly that
-        many."""
-        device = self._device.get
-        host = self._host.get if self._host else None
-        first = device(blocks[0])
-        if host is not None:
-            first |= host(blocks[0])
-        first &= live
-        if not first:
-            return []
-        depths = []
-        # Bits of the ranks that hold the block at ``low``, and of those that also hold the one at
-        # ``high``.
-        parts = [(0, first, count, 0)]
-        while parts:
-            low, at_low, high, at_high = parts.pop()
-            ends = at_low & ~at_high
-            if not ends:
-                continue
-            if high == low + 1:
-                depths.append((high, ends))
-                continue
-            middle = (low + high) // 2
-            mask = device(blocks[middle])
-            if host is not None:
-                mask |= host(blocks[middle])
-            mask &= at_low
-            parts.append((low, at_low, middle, mask))
-            parts.append((middle, mask, high, at_high & mask))
-        return depths
 
     def _with_shared(
         self, by_instance: dict[InstanceId, list[int]], best: int, depth: int, block_tokens: int

@@ -116,3 +116,38 @@ def bits_of(mask: int) -> Iterator[int]:
         bit = mask & -mask
         mask ^= bit
         yield bit
+
+
+def depths(
+    tables: tuple[BlockTable, BlockTable], blocks: Sequence[int], count: int, live: int
+) -> list[tuple[int, int]]:
+    """Return numbers of leading blocks with the bits of the ranks that hold exactly that many, in
+    either of the two tables. Only the first ``count`` blocks and ``live`` ranks are looked at."""
+    device = tables[0].get
+    host = tables[1].get if tables[1] else None
+    first = device(blocks[0])
+    if host is not None:
+        first |= host(blocks[0])
+    first &= live
+    if not first:
+        return []
+    found = []
+    # Bits of the ranks that hold the block at ``low``, and of those that also hold the one at
+    # ``high``.
+    parts = [(0, first, count, 0)]
+    while parts:
+        low, at_low, high, at_high = parts.pop()
+        ends = at_low & ~at_high
+        if not ends:
+            continue
+        if high == low + 1:
+            found.append((high, ends))
+            continue
+        middle = (low + high) // 2
+        mask = device(blocks[middle])
+        if host is not None:
+            mask |= host(blocks[middle])
+        mask &= at_low
+        parts.append((low, at_low, middle, mask))
+        parts.append((middle, mask, high, at_high & mask))
+    return found

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from registry_setup import Setup
 
 from sglang_sbs.router.options.config import BreakerConfig
@@ -12,20 +10,6 @@ from sglang_sbs.router.workers.server_info import (
     KvEventsBlock,
 )
 from sglang_sbs.router.workers.worker import WorkerEvents
-from sglang_sbs.wire import EndForward
-
-
-def report(rank: int = 0, boot: str = "b1", **fields: Any) -> EndForward:
-    values: dict[str, Any] = {
-        "instance_id": "",
-        "boot_id": boot,
-        "role": "prefill",
-        "dp_rank": rank,
-        "dp_size": 2,
-        "seq": 0,
-        "kind": "forward",
-    }
-    return EndForward(**values | fields)
 
 
 def test_a_front_end_knows_that_kv_events_name_pages_but_looks_for_no_prefixes_alone() -> None:
