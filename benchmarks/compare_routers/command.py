@@ -177,7 +177,8 @@ def build_parser() -> argparse.ArgumentParser:
     out.add_argument(
         "--event-logs",
         action="store_true",
-        help="one of the scheduler per run of ours, in DIR (sglang-sbs simulate --replay reads it)",
+        help="one per run, in DIR, for sglang-sbs evaluate: the scheduler's of ours, what "
+        "sglang-sbs observe would write of the others",
     )
     real = parser.add_argument_group("engines that run already")
     real.add_argument("--real", action="store_true", help="start routers only, no engines")

@@ -37,6 +37,9 @@ from benchmarks.demo.runs import RouterStartError, router_process
 from benchmarks.listener import Heard
 from benchmarks.router_processes import Contender, Processes
 from sglang_sbs.cluster.plan import ProcessPlan
+from sglang_sbs.observe.recorder import Recorder
+from sglang_sbs.scheduling import SchedulerConfig
+from sglang_sbs.scheduling.eventlog import EventLogWriter
 from sglang_sbs.scheduling.policy_registry import MODULES
 
 WARM_UP_REQUESTS = 24
@@ -76,7 +79,8 @@ class Setting:
     most_host_lag: float = 0.0
     """Share of a full pass beyond which the host lag keeps a run out of ratios; 0: no limit."""
     event_logs: bool = False
-    """Whether ours write one per run, for ``sglang-sbs simulate --replay`` and the like."""
+    """Whether each run leaves one: the scheduler's of ours, what ``sglang-sbs observe`` would write
+    of the others."""
     stretch: float = 1.0
     """Of agents' pauses, as of everything that takes time here."""
 
@@ -154,6 +158,8 @@ async def _measured(
         cpu_s = processes.cpu_s() - cpu_s
         stalled_s = await _stalled_s(contender, engines) - stalled_s
     begin_s, load_s = played.begin_s, played.load_s
+    if setting.event_logs and not contender.ours:
+        _observe(heard, _event_log(key, setting))
     names = _names(engines, heard)
     figures = measure.engines(heard, names, begin_s, load_s)
     tokens = sum(one.prompt_tokens + one.output_tokens for one in played.samples)
@@ -313,9 +319,27 @@ def _own_flags(key: Key, endforward_port: int, setting: Setting) -> list[str]:
     if setting.key_file is not None:
         argv += ["--sbs-endforward-key-file", str(setting.key_file)]
     if setting.event_logs:
-        name = f"{key.workload}-{key.load:g}-{key.seed}-{key.policy}.events"
-        argv += ["--sbs-event-log", str(setting.log_dir / name)]
+        argv += ["--sbs-event-log", str(_event_log(key, setting))]
     return argv
+
+
+def _event_log(key: Key, setting: Setting) -> Path:
+    name = f"{key.workload}-{key.load:g}-{key.seed}-{_file_name(key.policy)}.events"
+    return setting.log_dir / name
+
+
+def _observe(heard: Sequence[Heard], path: Path) -> None:
+    """Write the log that ``sglang-sbs observe`` would have written of these messages."""
+    recorder = Recorder()
+    for one in heard:
+        recorder.receive(one.report, one.at_s)
+    log = EventLogWriter(path, SchedulerConfig(), observed=True)
+    try:
+        for record in recorder.due(float("inf")):
+            assert record.event is not None
+            log.write(record.now_s, record.event, record.commands)
+    finally:
+        log.close()
 
 
 def _file_name(name: str) -> str:
