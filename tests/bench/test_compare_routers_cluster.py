@@ -15,6 +15,8 @@ from benchmarks.demo.virtual_cluster import CHUNK_TOKENS, parallel_flags
 from sglang_sbs.cluster.local import LocalCluster
 from sglang_sbs.cluster.plan import PORTS_PER_INSTANCE, ClusterOptions, Role, plan_cluster
 from sglang_sbs.cluster.ports import free_port_blocks
+from sglang_sbs.scheduling import RequestArrived
+from sglang_sbs.scheduling.eventlog import read_event_log
 from tools.cpu_engine.engines import CpuEngines
 from tools.cpu_engine.tiny_model import cached_tiny_model
 from tools.cpu_engine.virtual_gpu import VirtualGpuCost
@@ -23,7 +25,7 @@ pytestmark = pytest.mark.cluster
 
 SMALL = ["--contenders", "sbs,sglang_router:round_robin", "--loads", "0.5", "--seeds", "1"]
 SMALL += ["--requests", "20", "--best-peers", "1"]
-SMALL += ["--most-host-lag", "0"]
+SMALL += ["--most-host-lag", "0", "--event-logs"]
 
 
 def test_two_routers_on_the_same_engines(tmp_path: Path) -> None:
@@ -41,11 +43,17 @@ def test_two_routers_on_the_same_engines(tmp_path: Path) -> None:
         assert row["engines"]["passes"]["passes"] > 0
         assert row["engines"]["kv"]["mean_tokens"] > 0
     assert (report / "report.html").stat().st_size > 10_000
+    assert _arrived(report / "paper-0.5-1-sbs.events") >= 20
+    assert _arrived(report / "paper-0.5-1-sglang_router-round_robin.events") == 20
 
     # Nothing is left to run, so nothing is started.
     before = RowFile(report / "rows.jsonl").read()
     assert command.main([*words, "--resume"]) == 0
     assert RowFile(report / "rows.jsonl").read() == before
+
+
+def _arrived(log: Path) -> int:
+    return sum(isinstance(record.event, RequestArrived) for record in read_event_log(log))
 
 
 def test_engines_that_run_already(tmp_path: Path) -> None:
