@@ -221,8 +221,8 @@ def endforward_key(view: FeatureView) -> Seen:
 
 @_feature(
     "Gang gate",
-    "the plugin on every node of the prefill engines named, with SGLANG_SBS_GANG_GATE_MS the same "
-    "or unset, and SGLang 0.5.22 or newer where there are several",
+    "the plugin on every node of the prefill engines named; SGLANG_SBS_GANG_GATE_MS unset, or the "
+    "same on all nodes; SGLang 0.5.22 or newer where there are several",
 )
 def gang_gate(view: FeatureView) -> Seen:
     if view.policy != "sbs":
