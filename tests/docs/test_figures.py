@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 from doc_commands import ROOT
 
+from sglang_sbs.scheduling.decode import rules
 from tools.site import plots
 
 DOCS = ROOT / "docs"
@@ -129,6 +130,12 @@ def test_the_simulator_s_fidelity_covers_every_run() -> None:
     assert told is not None
     ends = [min(at_06), max(at_06), min(at_09), max(at_09)]
     assert [float(x) for x in told.groups()] == ends
+
+
+def test_the_potential_has_the_weights_of_the_code() -> None:
+    page = (DOCS / "scheduling.md").read_text()
+    ((of_b, of_k),) = re.findall(r"exp\((\d+) \(B - mean\)\) \+ (\d+) exp\(K - mean\)", page)
+    assert (float(of_b), float(of_k)) == (1 / rules._B_TEMPERATURE, rules._KV_EMPHASIS)
 
 
 def test_ratios_have_one_notation() -> None:

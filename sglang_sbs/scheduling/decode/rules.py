@@ -18,7 +18,7 @@ UNLIMITED = 1 << 62
 STEP_PER_REQUEST_MS = 0.195
 STEP_PER_TOKEN_MS = 2.7e-5
 """Decode step time per request and per KV token, DeepSeek-V3 kernels on H100 at EP32; only their
-ratio matters here. Source: the decode fit described in ``docs/scheduling.md``."""
+ratio matters here. Source: the decode fit described in ``docs/simulator.md``."""
 TOKENS_PER_REQUEST = STEP_PER_REQUEST_MS / STEP_PER_TOKEN_MS
 """KV tokens that cost a decode step as much as one more request."""
 _B_TEMPERATURE = 0.5
