@@ -49,8 +49,8 @@ FAULTS = (
     ),
     Fault(
         "rust-idle-sleep",
-        "An idle DP rank of the Rust server sleeps until a request of its own comes, for up to 1 s. "
-        "The other ranks under DP attention wait for it.",
+        "An idle DP rank of the Rust server sleeps until a request of its own comes, for up to "
+        "1 s. The other ranks under DP attention wait for it.",
         "0.5.17",
         None,
         (),
