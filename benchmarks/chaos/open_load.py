@@ -10,12 +10,14 @@ import asyncio
 import math
 import re
 import time
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Self
 
 import aiohttp
+import msgspec
 
 from benchmarks.demo.load import Arrival, Sample, send_one
 
@@ -23,6 +25,8 @@ WINDOW = 20
 """Requests in a row that tell whether service is back: one of them may be out of line."""
 LEAST_SETTLED = 8
 """Requests after the recovery without which it is not believed."""
+STEP_S = 2.0
+"""Length of a :class:`Step`."""
 
 _CODE = re.compile(r"""["']code["']: ?["']?(\w+)""")
 
@@ -78,6 +82,17 @@ class Outcome:
     def running_at(self, time_s: float) -> bool:
         """Whether its stream had begun and not ended then."""
         return self.first_token_s <= time_s < self.ended_s
+
+
+class Step(msgspec.Struct, frozen=True):
+    """The requests that were sent in :data:`STEP_S` seconds."""
+
+    from_s: float
+    """Seconds since the fault; negative before it."""
+    longest_ttft_s: float
+    """NaN, which is null in JSON, if no request got a token."""
+    failed: int
+    """Requests without a complete answer."""
 
 
 class OpenLoad:
@@ -162,6 +177,17 @@ def recovery_s(outcomes: Sequence[Outcome], fault_s: float, limit_s: float) -> f
     if len(after) - begin < LEAST_SETTLED:
         return None
     return after[begin].sent_s - fault_s if begin else 0.0
+
+
+def steps(outcomes: Sequence[Outcome], fault_s: float) -> list[Step]:
+    """What clients saw over time, by when requests were sent."""
+    by_start = defaultdict[float, list[Outcome]](list)
+    for one in outcomes:
+        by_start[STEP_S * math.floor((one.sent_s - fault_s) / STEP_S)].append(one)
+    return [
+        Step(start_s, first_token_worst_s(sent), sum(o.fate is not Fate.ANSWERED for o in sent))
+        for start_s, sent in sorted(by_start.items())
+    ]
 
 
 def first_token_median_s(outcomes: Sequence[Outcome]) -> float:

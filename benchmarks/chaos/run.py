@@ -25,9 +25,11 @@ from benchmarks.chaos.open_load import (
     Fate,
     OpenLoad,
     Outcome,
+    Step,
     first_token_median_s,
     first_token_worst_s,
     recovery_s,
+    steps,
 )
 from benchmarks.demo.load import Workload, run_load
 from benchmarks.demo.runs import RouterPorts, running_router
@@ -125,6 +127,7 @@ class FaultResult(msgspec.Struct, frozen=True):
     ttft_during_s: float
     """Median of those sent between the fault and its end."""
     ttft_worst_s: float
+    steps: list[Step]
     left_over: dict[str, int]
     """What the router's books still held when all clients had gone."""
     notes: list[str]
@@ -206,6 +209,7 @@ async def _under_load(
         ttft_worst_before_s=first_token_worst_s(before),
         ttft_during_s=first_token_median_s(during),
         ttft_worst_s=first_token_worst_s([o for o in outcomes if o.ended_s >= begin_s]),
+        steps=steps(outcomes, begin_s),
         left_over=left,
         notes=[*scene.notes, *_examples(outcomes)],
         passed=(

@@ -17,6 +17,7 @@ from benchmarks.chaos.open_load import (
     first_token_median_s,
     first_token_worst_s,
     recovery_s,
+    steps,
 )
 from benchmarks.demo.load import Arrival, Sample
 
@@ -54,6 +55,15 @@ def test_no_recovery_without_enough_good_ones_at_the_end() -> None:
     assert recovery_s(bad + few, 10, LIMIT_S) is None
     assert recovery_s([*bad, *few, outcome(40)], 10, LIMIT_S) == 10
     assert recovery_s([], 10, LIMIT_S) is None
+
+
+def test_steps_are_counted_from_the_fault_by_when_requests_were_sent() -> None:
+    before = [outcome(8.5, ttft_s=0.2), outcome(9.9, ttft_s=0.7)]
+    failed = [outcome(10.0, ttft_s=math.nan, error="HTTP 503: no") for _ in range(3)]
+    seen = steps([*failed, outcome(13.9, ttft_s=4.0), outcome(12.0, ttft_s=5.0), *before], 10.0)
+    assert [(one.from_s, one.failed) for one in seen] == [(-2.0, 0), (0.0, 3), (2.0, 0)]
+    assert [one.longest_ttft_s for one in seen[::2]] == [0.7, 5.0]
+    assert math.isnan(seen[1].longest_ttft_s)
 
 
 @pytest.mark.parametrize(
