@@ -133,21 +133,21 @@ def read_recording(path: Path) -> Recording:
     if first is None or first.config is None:
         raise ValueError(f"{path} does not start with a configuration")
     try:
-        recording = recording_of(_Log(path), first.config)
-        recording.observed = first.observed
-        return recording
+        return recording_of(_Log(path), first.config, first.observed)
     except ValueError as error:
         raise ValueError(f"{path} {error}") from error
 
 
-def recording_of(records: Iterable[LogRecord], config: SchedulerConfig) -> Recording:
+def recording_of(
+    records: Iterable[LogRecord], config: SchedulerConfig, observed: bool = False
+) -> Recording:
     """Reconstruct the run from its records, which must be iterable more than once.
 
     Raises:
         ValueError: there is no EndForward of a prefill pass among them, or there are passes of one
             rank, which cannot be told apart.
     """
-    recording = Recording(config, [config.policy])
+    recording = Recording(config, [config.policy], observed=observed)
     offsets_s = clock_offsets(records)
     if not offsets_s:
         raise ValueError("has no EndForward message of a prefill engine (no plugin?)")
@@ -235,7 +235,9 @@ class _Reader:
 
     def _changed(self, name: str, up: bool, now_s: float) -> None:
         changes = self._recording.changes
-        before = next((was_up for _, one, was_up in reversed(changes) if one == name), False)
+        # An observer that starts late learns of an instance long after it came up.
+        unknown = self._recording.observed
+        before = next((was_up for _, one, was_up in reversed(changes) if one == name), unknown)
         if up != before and any(one.instance == name for one in self._recording.prefill):
             changes.append((now_s, name, up))
 
