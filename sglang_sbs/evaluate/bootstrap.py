@@ -13,7 +13,7 @@ from sglang_sbs.trial.ratios import Ratio, student_975
 
 REPLICATES = 1000
 MOST_BLOCKS = 60
-LEAST_BLOCKS = 10
+LEAST_BLOCKS = 8
 _ALPHA = 0.05
 _Z_975 = 1.960
 

@@ -134,19 +134,19 @@ def _tasks(work: Workload, policies: Sequence[str], draws: range) -> list[Task]:
 
 def _show(verdict: Verdict, args: argparse.Namespace, words: Sequence[str]) -> None:
     console = open_console()
-    sentences, tables = verdict.sentences(), verdict.tables()
-    for sentence in sentences:
-        console.print(sentence, highlight=False, soft_wrap=True)
-    for table in tables:
-        table.print(console)
+    # Files first: what reads the text may close the pipe early.
     if args.html is not None:
         from sglang_sbs.evaluate.page import write
 
         write(args.html, verdict, f"Command: sglang-sbs evaluate {' '.join(words)}")
-        console.print(f"written: {args.html}", soft_wrap=True)
     if args.json is not None:
         args.json.write_bytes(msgspec.json.format(msgspec.json.encode(verdict.json())) + b"\n")
-        console.print(f"written: {args.json}", soft_wrap=True)
+    for sentence in verdict.sentences():
+        console.print(sentence, highlight=False, soft_wrap=True)
+    for table in verdict.tables():
+        table.print(console)
+    for path in filter(None, (args.html, args.json)):
+        console.print(f"written: {path}", soft_wrap=True)
 
 
 if __name__ == "__main__":

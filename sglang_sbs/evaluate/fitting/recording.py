@@ -159,6 +159,10 @@ def recording_of(
     reader = _Reader(recording, offsets_s, counted)
     for record in records:
         reader.read(record)
+    if reader.finished:  # The plugin reports it, so what order suggests of others is wrong.
+        for rid, request in recording.requests.items():
+            if rid not in reader.finished:
+                request.last_pass = None
     return recording
 
 
@@ -185,6 +189,8 @@ class _Reader:
         self._passes: dict[tuple[str, int], RecordedPass] = {}
         self._newest: dict[str, RecordedPass] = {}
         self._queues: dict[tuple[str, int], list[_Queued]] = defaultdict(list)
+        self.finished: set[str] = set()
+        """Ids that engines reported as finished."""
 
     def read(self, record: LogRecord) -> None:
         recording, requests = self._recording, self._recording.requests
@@ -261,6 +267,17 @@ class _Reader:
             one = self._passes[key]
             one.end_s = stamp_s if math.isnan(one.end_s) else max(one.end_s, stamp_s)
             one.forward_s = report.forward_s
+            self._finished(one, report.finished, queue)
+
+    def _finished(self, one: RecordedPass, rids: Iterable[str], queue: list[_Queued]) -> None:
+        """Correct the attribution by the ids that the engine itself reports as finished."""
+        for rid in rids:
+            request = self._recording.requests.get(rid)
+            if request is not None:
+                self.finished.add(rid)
+                request.first_pass = request.first_pass or one
+                request.last_pass = one
+                queue[:] = [queued for queued in queue if queued.request is not request]
 
     def _open(self, name: str, report: EndForward, launch_s: float) -> RecordedPass:
         one = RecordedPass(

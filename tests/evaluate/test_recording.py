@@ -1,0 +1,65 @@
+"""What a recorded run says of its requests."""
+
+from __future__ import annotations
+
+from sglang_sbs.evaluate.fitting.recording import recording_of
+from sglang_sbs.scheduling import (
+    Dispatch,
+    ForwardEnded,
+    InstanceUp,
+    RequestArrived,
+    SchedulerConfig,
+)
+from sglang_sbs.scheduling.eventlog import LogRecord
+from sglang_sbs.wire import EndForward
+
+
+def report(kind: str, at_s: float, **more) -> LogRecord:
+    times = {"launch_s": at_s} if kind == "launch" else {"launch_s": 0.0, "end_s": at_s}
+    made = EndForward(
+        instance_id="p0",
+        boot_id="boot",
+        role="prefill",
+        dp_rank=0,
+        dp_size=1,
+        seq=0,
+        kind=kind,
+        forward_id=1,
+        **times,
+        **more,
+    )
+    return LogRecord(at_s, ForwardEnded(instance="p0", report=made), [])
+
+
+def arrived(rid: str, at_s: float) -> LogRecord:
+    sent = Dispatch(
+        rid=rid,
+        prefill="p0",
+        prefill_rank=0,
+        decode="",
+        decode_rank=0,
+        batch=1,
+        held_s=0.0,
+        reason="",
+        barrier=True,
+    )
+    return LogRecord(at_s, RequestArrived(rid=rid, prompt_tokens=500), [sent])
+
+
+def test_the_engine_says_which_requests_a_pass_finished() -> None:
+    """``aborted`` leaves the engine unannounced; by order alone it would get the tokens."""
+    up = InstanceUp(instance="p0", role="prefill", dp_size=1, chunk_tokens=1024)
+    recording = recording_of(
+        [
+            LogRecord(0.0, up, []),
+            arrived("aborted", 1.0),
+            arrived("answered", 1.1),
+            report("launch", 2.0, rids=["aborted", "answered"], extend_tokens=500, batch_size=1),
+            report("forward", 2.5, forward_s=0.5, extend_tokens=500, finished=["answered"]),
+        ],
+        SchedulerConfig(),
+    )
+    (only,) = recording.passes
+    assert recording.requests["answered"].first_pass is only
+    assert recording.requests["answered"].last_pass is only
+    assert recording.requests["aborted"].last_pass is None
