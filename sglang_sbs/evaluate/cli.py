@@ -134,7 +134,7 @@ def _tasks(work: Workload, policies: Sequence[str], draws: range) -> list[Task]:
 
 def _show(verdict: Verdict, args: argparse.Namespace, words: Sequence[str]) -> None:
     console = open_console()
-    # Files first: what reads the text may close the pipe early.
+    # Files first: a reader of the text may close the pipe early.
     if args.html is not None:
         from sglang_sbs.evaluate.page import write
 

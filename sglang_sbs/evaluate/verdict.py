@@ -225,8 +225,8 @@ class Verdict:
         if not self.work.until_first_byte:
             notes.append(
                 "Note: the log has no first bytes, so TTFT is counted until the end of the prompt. "
-                "What a router adds is not in it: one that waits for prefill's response, as "
-                "sglang_router does, adds up to a pass."
+                "Delays of the router itself are not in it. A router that waits for prefill's "
+                "response, as sglang_router does, adds up to a pass."
             )
         for (policy,), mine in groups(self._rows, "policy").items():
             if left := max(row["unfinished"] for row in mine):
