@@ -104,13 +104,22 @@ def with_links_of_site(markdown: str, src_uri: str, repository: str | None) -> s
             return words
         return f"{picture}[{words}]({repository.rstrip('/')}/blob/main/{there})"
 
-    lines, fence = [], ""
-    for line in markdown.split("\n"):
+    # Text and fenced code by turns. A link may go on in the next line.
+    parts, fence = [""], ""
+    for line in markdown.splitlines(keepends=True):
         mark = _FENCE.match(line)
         if mark is not None and (not fence or mark[1].startswith(fence)):
-            fence = "" if fence else mark[1]
-        lines.append(line if fence or mark is not None else _LINK.sub(rewritten, line))
-    return "\n".join(lines)
+            opens = not fence
+            fence = mark[1] if opens else ""
+            if opens:
+                parts.append(line)
+            else:
+                parts[-1] += line
+                parts.append("")
+        else:
+            parts[-1] += line
+    parts[::2] = [_LINK.sub(rewritten, text) for text in parts[::2]]
+    return "".join(parts)
 
 
 def with_lists_of_site(markdown: str) -> str:
