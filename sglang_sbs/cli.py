@@ -31,20 +31,18 @@ VERBS = {
         "sglang_sbs.launch_scheduler", "schedule for routers on other machines (--sbs-scheduler)"
     ),
     "server": Verb("sglang_sbs.launch_server", "start instances and a router on this machine"),
-    "demo": Verb("benchmarks.demo.cli", "in a checkout: see SBS work on a real tiny cluster"),
-    "why": Verb("sglang_sbs.explain.why", "why a request was held, sent where it was, and slow"),
-    "log": Verb("sglang_sbs.explain.log", "show an event log (--sbs-event-log) to a person"),
-    "policy": Verb(
-        "sglang_sbs.policies.switch", "which policy a router uses; switch to another one"
-    ),
-    "policies": Verb("sglang_sbs.policies.cli", "which policies there are; check one of your own"),
+    "demo": Verb("benchmarks.demo.cli", "in a checkout: run SBS on a small real cluster"),
+    "why": Verb("sglang_sbs.explain.why", "explain where a request went, and why it was slow"),
+    "log": Verb("sglang_sbs.explain.log", "summarize an event log (--sbs-event-log)"),
+    "policy": Verb("sglang_sbs.policies.switch", "show or switch the policy of a router"),
+    "policies": Verb("sglang_sbs.policies.cli", "list policies, or check one of your own"),
     "trial": Verb("sglang_sbs.trial.cli", "compare two policies in turns on a router's traffic"),
     "top": Verb("sglang_sbs.dashboard.top", "watch a router in the terminal"),
     "observe": Verb("sglang_sbs.observe.cli", "record engines behind any router; routing stays"),
     "simulate": Verb("sglang_sbs.simulator.cli", "compare policies in simulated time"),
-    "evaluate": Verb("sglang_sbs.evaluate.cli", "what another policy would make of your traffic"),
-    "doctor": Verb("sglang_sbs.doctor.cli", "examine running engines: what is wrong, what to do"),
-    "patch": Verb("sglang_sbs.patching.cli", "let SBS into SGLang < 0.5.11 and sglang_router"),
+    "evaluate": Verb("sglang_sbs.evaluate.cli", "estimate another policy on recorded traffic"),
+    "doctor": Verb("sglang_sbs.doctor.cli", "check running engines and a router"),
+    "patch": Verb("sglang_sbs.patching.cli", "add SBS to SGLang before 0.5.11 and sglang_router"),
 }
 
 

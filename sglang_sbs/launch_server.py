@@ -77,8 +77,8 @@ def build_parser(prog: str = PROG) -> argparse.ArgumentParser:
     )
     add = parser.add_argument
     add("--model-path", "--model", required=True, help="as for SGLang")
-    add("--prefill-instances", type=int, default=1, metavar="N")
-    add("--decode-instances", type=int, default=1, metavar="N")
+    add("--prefill-instances", type=int, default=1, metavar="N", help="how many (%(default)s)")
+    add("--decode-instances", type=int, default=1, metavar="N", help="how many (%(default)s)")
     add("--host", default="127.0.0.1", help="address of the router (%(default)s)")
     add("--port", type=port, default=30000, metavar="PORT", help="port of the router (%(default)s)")
     add(
@@ -87,7 +87,7 @@ def build_parser(prog: str = PROG) -> argparse.ArgumentParser:
         metavar="FLAGS",
         help='flags of prefill engines only: --prefill-args="--max-running-requests 64"',
     )
-    add("--decode-args", default="", metavar="FLAGS", help="the same for decode")
+    add("--decode-args", default="", metavar="FLAGS", help="flags of decode engines only")
     add("--log-dir", type=Path, help="where each process writes its log (a new temporary folder)")
     add(
         "--startup-timeout",

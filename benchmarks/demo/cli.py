@@ -76,12 +76,12 @@ def build_parser() -> argparse.ArgumentParser:
     add("--requests", type=int, default=240, help="requests per policy (default 240)")
     defaults = f"(default {LOAD}; {KEPT_LOAD} with --keep)"
     add("--load", type=float, help=f"arrival rate as a share of the prefill capacity {defaults}")
-    add("--policy", choices=policy_names(), default="sbs", help="default sbs")
-    add("--trigger", choices=TRIGGERS, default="adaptive", help="of sbs (default adaptive)")
+    add("--policy", choices=policy_names(), default="sbs", help="policy to show (default sbs)")
+    add("--trigger", choices=TRIGGERS, default="adaptive", help="trigger of sbs (default adaptive)")
     immediate = [policy for policy in policy_names() if policy != "sbs"]
     says = "the immediate policy to compare with (default round_robin)"
     add("--baseline", choices=immediate, default="round_robin", help=says)
-    add("--seed", type=int, default=1, help="of the arrivals (default 1)")
+    add("--seed", type=int, default=1, help="seed of the arrivals (default 1)")
     add("--json", type=Path, metavar="FILE", help="write the result here")
     add("--out", type=Path, default=Path("out/demo"), help="logs and pictures (default out/demo)")
     switch("--skip-token-match", help="leave the real-compute check out")
@@ -91,8 +91,8 @@ def build_parser() -> argparse.ArgumentParser:
         "no comparison: cluster, router and dashboard under load until Ctrl-C, though engines die"
     )
     add("--keep", action="store_true", help=says)
-    add("--port", type=int, default=30000, help="of the router, with --keep (default 30000)")
-    add("--prometheus-port", type=int, default=29000, help="of its metrics (default 29000)")
+    add("--port", type=int, default=30000, help="port of the router, with --keep (default 30000)")
+    add("--prometheus-port", type=int, default=29000, help="port of its metrics (default 29000)")
     return parser
 
 

@@ -43,8 +43,8 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--once", action="store_true", help="print one frame and end")
     made.add_argument("--json", action="store_true", help="print one frame as JSON and end")
     long = (
-        "with --once and --json: watch so long first (default: %(default)s); passes, "
-        "decisions and TTFT are known only from when somebody looks"
+        "with --once and --json: time to watch first (default: %(default)s), because passes, "
+        "decisions and TTFT from before are not recorded"
     )
     made.add_argument(
         "--for", dest="seconds", type=float, default=1.0, metavar="SECONDS", help=long

@@ -79,3 +79,12 @@ def test_every_verb_and_its_flags_are_in_the_reference() -> None:
             if not flag.startswith("--router-") and flag not in ("-h", "--help")
         ]
         assert [flag for flag in flags if f"`{flag}" not in section] == [], verb
+
+
+@pytest.mark.parametrize("page", ["commands.md", "router-flags.md"])
+def test_every_flag_has_a_meaning_and_no_mark_of_argparse(page: str) -> None:
+    text = (pages.DOCS / "reference" / page).read_text()
+    meanings = re.findall(r"^\| `-.*\| (.*?) ?\|$", text, re.MULTILINE)
+    assert len(meanings) > 50
+    assert [one for one in meanings if not one or one[0] in ";(|"] == []
+    assert "%%" not in text

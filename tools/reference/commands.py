@@ -83,7 +83,7 @@ def _verb(words: list[str]) -> Iterator[str]:
     example = re.split(r"^examples?:\s*$", parser.epilog or "", maxsplit=1, flags=re.MULTILINE)
     if len(example) == 2:
         indented, after = _indented(example[1].strip("\n").splitlines())
-        yield from ("```text", *indented, "```", "", *after, "")
+        yield from ("```text", *indented, "```", "", *([*after, ""] if after else []))
     yield from _sections(parser, "###")
 
 
@@ -125,13 +125,13 @@ def _rows(actions: list[argparse.Action]) -> str:
 
 def _split(action: argparse.Action) -> tuple[str, str]:
     """Help without its default, and the default."""
-    text, default = action.help or "", action.default
+    default = action.default
+    text = (action.help or "") % {"default": default}
     if default in (None, False, (), [], "", argparse.SUPPRESS):
         return text, ""
-    words = text % {"default": default}
     shown = f"{default:g}" if isinstance(default, float) else str(default)
-    told = rf"\s*\((?:default:? )?{re.escape(shown)}\)|^default:? {re.escape(shown)}$"
-    return re.sub(told, "", words), f"`{shown}`"
+    forms = "|".join(map(re.escape, (shown, str(default))))
+    return re.sub(rf"\s*\((?:default:? )?(?:{forms})\)", "", text), f"`{shown}`"
 
 
 def _has_many_choices(action: argparse.Action) -> bool:

@@ -217,7 +217,7 @@ _COST = Flag("--cost", "", str, "mixed",
     f"cost models of a pass, comma-separated: {', '.join(COSTS)}, or FILE.json with one "
     "fitted to an engine's EndForward reports, called by its stem (default mixed)")
 _RUNS = (
-    Flag("--first-seed", "", int, 1, "(default 1)"),
+    Flag("--first-seed", "", int, 1, "number of the first seed (default 1)"),
     Flag("--json", "", Path, None, "write the rows here", "FILE"),
     Flag("--workers", "", positive, None, "processes (default: cores)", "N"),
 )
