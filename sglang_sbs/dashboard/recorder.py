@@ -419,8 +419,7 @@ class Recorder:
                 one.worker,
                 overlap=one.overlap,
                 pause_s=one.pause.mean_s if one.pause.learned else 0.0,
-                fixed_s=one.model.fixed_s,
-                slope_s=one.model.slope_s_per_token(1.0),
+                formula=one.model.formula,
             )
             for one in up
         }
@@ -449,10 +448,7 @@ class Recorder:
     def _load(self, up: Sequence[Any], now_s: float) -> float:
         """Tokens to compute over what full chunks would compute, in the last minute."""
         capacity = sum(
-            one.dp_size
-            * one.chunk_tokens
-            / (one.model.fixed_s + one.model.slope_s_per_token(1.0) * one.chunk_tokens)
-            for one in up
+            one.capacity_tokens / one.model.formula.balanced_s(one.chunk_tokens) for one in up
         )
         tokens = sum(tokens for second, tokens in self._work if now_s - second <= RECENT_S)
         return tokens / capacity / min(RECENT_S, max(1.0, now_s - self._began_s)) if up else 0.0

@@ -14,9 +14,14 @@ import math
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from itertools import takewhile
+
+from sglang_sbs.scheduling.prefill.completion import Chunk, PassFormula, Prompt
 
 MAX_REQUESTS = 20_000
 """A shadow with more unfinished requests has lost touch: it is emptied and starts again."""
+
+_UNKNOWN = PassFormula(0.0, 0.0, 0.0, 0.0)
 
 
 @dataclass(slots=True)
@@ -33,18 +38,13 @@ class Shape:
     """The engine has overlap scheduling: it forms a batch while the pass before runs."""
     pause_s: float = 0.0
     """Time from the end of a pass until the engine looks for the next batch."""
-    fixed_s: float = 0.0
-    """Forward time of an empty pass, for :func:`eta`."""
-    slope_s: float = 0.0
-    """Forward time per token of every rank, for :func:`eta`."""
+    formula: PassFormula = _UNKNOWN
+    """For :func:`eta`."""
 
 
-@dataclass(slots=True)
-class _Prompt:
-    rid: str
-    left_tokens: int
-    context_tokens: int
-    ready_s: float
+@dataclass(slots=True, eq=False)
+class _Prompt(Prompt):
+    ready_s: float = 0.0
 
 
 @dataclass(slots=True)
@@ -124,13 +124,17 @@ class ShadowInstance:
     def _launch(self, start_s: float) -> bool:
         """Launch a pass; return whether there was anything to compute."""
         finishing: list[str] = []
-        chunk = self.shape.chunk_tokens
         taken, pairs = [0] * len(self.prompts), [0.0] * len(self.prompts)
         for rank, prompts in enumerate(self.prompts):
-            if prompts:
-                tokens, pairs[rank] = _compute(prompts, chunk, start_s, finishing)
-                taken[rank] = tokens
-                self.queued[rank] -= tokens
+            chunk = Chunk(self.shape.chunk_tokens)
+            ready = takewhile(lambda prompt: prompt.ready_s <= start_s, prompts)
+            for prompt, part in chunk.fill(ready):
+                prompt.advance(part)
+                if not prompt.left_tokens:
+                    prompts.popleft()
+                    finishing.append(prompt.rid)
+            taken[rank], pairs[rank] = chunk.tokens, chunk.pairs
+            self.queued[rank] -= chunk.tokens
         if not any(taken):
             return False
         forward_s = self.shape.predict_s(taken, pairs)
@@ -202,7 +206,7 @@ def eta(instances: dict[str, ShadowInstance], asked: Asked) -> Place:
         queued = sum(one.queued)
         free_s = max(0.0, one.free_s - asked.now_s) if passes else 0.0
         mean_fill = (queued + asked.tokens) / shape.dp_size
-        pass_s = shape.fixed_s + shape.slope_s * min(shape.chunk_tokens, mean_fill)
+        pass_s = shape.formula.balanced_s(min(shape.chunk_tokens, mean_fill))
         start_s = free_s + pass_s if passes and free_s < asked.latency_s else free_s
         total = min(one.queued) + asked.tokens
         key = (start_s + ((total - 1) // shape.chunk_tokens + 1) * pass_s, total)
@@ -270,22 +274,3 @@ class ShadowCluster:
                 instance.advance(now_s, finished)
         self.requests -= len(finished)
         return finished
-
-
-def _compute(
-    prompts: deque[_Prompt], room_tokens: int, start_s: float, finishing: list[str]
-) -> tuple[int, float]:
-    """Take a chunk from the queue of a rank; return its tokens and attention pairs."""
-    taken, pairs = 0, 0.0
-    while prompts and taken < room_tokens and prompts[0].ready_s <= start_s:
-        prompt = prompts[0]
-        part = min(room_tokens - taken, prompt.left_tokens)
-        pairs += part * (prompt.context_tokens + part / 2)
-        taken += part
-        prompt.left_tokens -= part
-        prompt.context_tokens += part
-        if prompt.left_tokens:
-            break
-        prompts.popleft()
-        finishing.append(prompt.rid)
-    return taken, pairs

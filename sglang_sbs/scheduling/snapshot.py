@@ -142,7 +142,7 @@ def _prefill_state(instances: Worker, scheduler: Scheduler, now_s: float) -> Pre
         tier=min([i.tier for i in instances], key=get_args(Tier).index),
         ready=any(i.ready for i in instances),
         predicted_free_in_s=max(0.0, min(i.free_at_s(now_s, latency_s) for i in instances) - now_s),
-        forward_fixed_s=fmean(i.model.fixed_s for i in instances),
+        forward_fixed_s=fmean(i.model.formula.fixed_s for i in instances),
         prediction_error_s=fmean(i.model.error_s for i in instances),
         gap_s=fmean(i.pause.mean_s for i in instances),
         watchdog_fires=sum(i.watchdog.fires for i in instances),
@@ -162,9 +162,7 @@ def _prefill_state(instances: Worker, scheduler: Scheduler, now_s: float) -> Pre
         barrier=instances[0].id == instances[0].worker,
         drained=scheduler.is_drained(instances[0].id),
         stalled=any(i.takes_nothing for i in instances),
-        full_pass_s=fmean(
-            i.model.fixed_s + i.model.slope_s_per_token(1.0) * i.chunk_tokens for i in instances
-        ),
+        full_pass_s=fmean(i.model.formula.balanced_s(i.chunk_tokens) for i in instances),
     )
 
 

@@ -17,7 +17,7 @@ import msgspec
 
 from sglang_sbs.scheduling.events import InstanceId
 from sglang_sbs.scheduling.paging import paged
-from sglang_sbs.scheduling.prefill.forward_model import PassCost
+from sglang_sbs.scheduling.prefill.completion import PassFormula
 from sglang_sbs.scheduling.prefill.instance import PrefillInstance
 from sglang_sbs.scheduling.reasons import MOST_WAITS, Opening, Term, Waited, WaitReason
 from sglang_sbs.scheduling.request import Request
@@ -83,7 +83,7 @@ class Look(msgspec.Struct, frozen=True, gc=False):
     """Duration of that pass without new requests, if it was already computed."""
     chunk_tokens: int
     page: int
-    cost: PassCost
+    formula: PassFormula
     waits: bool = False
     """New requests would wait for another pass, which starts first."""
 
@@ -103,7 +103,7 @@ class Look(msgspec.Struct, frozen=True, gc=False):
         fills = [
             min(chunk, ahead + added.get(rank, 0)) for rank, ahead in enumerate(self.ahead_tokens)
         ]
-        pass_s = self.cost.pass_s(sum(fills) / len(fills), self.cost.rank_s(max(fills), 0.0))
+        pass_s = self.formula.pass_s(sum(fills) / len(fills), self.formula.rank_s(max(fills), 0.0))
         return max(self.known_pass_s or 0.0, pass_s)
 
     def candidate(self, decided: Decided) -> Candidate:
@@ -142,8 +142,8 @@ class Look(msgspec.Struct, frozen=True, gc=False):
         own = min(chunk, tokens)
         fill = min(chunk, ahead + tokens)
         held = sum([min(chunk, one) for one in self.ahead_tokens])
-        slowest_s = self.cost.rank_s(fill, own * (prompt_tokens - own / 2))
-        pass_s = self.cost.pass_s((held + fill - min(chunk, ahead)) / ranks, slowest_s)
+        slowest_s = self.formula.rank_s(fill, own * (prompt_tokens - own / 2))
+        pass_s = self.formula.pass_s((held + fill - min(chunk, ahead)) / ranks, slowest_s)
         before_s = self.next_pass_s
         pass_s = max(before_s, pass_s)
         delay_s = pass_s - before_s if held else 0.0
@@ -158,7 +158,7 @@ def look_at(instance: PrefillInstance, at_s: float, *, waits: bool = False) -> L
         instance.known_pass_s,
         instance.chunk_tokens,
         instance.page,
-        instance.model.cost,
+        instance.model.formula,
         waits,
     )
 

@@ -18,8 +18,7 @@ def pass_with_s(instance: PrefillInstance, tokens: int) -> float:
     """Predicted length of the next pass with a request of this many uncached tokens, spread evenly
     over the DP ranks, seconds."""
     mean_fill = (instance.backlog_tokens + tokens) / instance.dp_size
-    slope = instance.model.slope_s_per_token(1.0)
-    return instance.model.fixed_s + slope * min(instance.chunk_tokens, mean_fill)
+    return instance.model.formula.balanced_s(min(instance.chunk_tokens, mean_fill))
 
 
 def whose_turn(idle: Sequence[PrefillInstance], tokens: int, session: str = "") -> PrefillInstance:

@@ -75,7 +75,7 @@ class OfferedLoad:
         for instance in instances:
             number, speed = self._number_of[instance], instance.tokens_per_s
             full_s = instance.capacity_of(self.mean_tokens) / speed
-            fixed_s = instance.model.fixed_s
+            fixed_s = instance.model.formula.fixed_s
             self._speeds[number] = speed
             self._pass_times_s[number] = fixed_s, fixed_s + full_s
         self._learned.clear()

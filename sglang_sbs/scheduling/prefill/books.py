@@ -8,6 +8,7 @@ from typing import Any, Literal
 
 from sglang_sbs.scheduling.events import InstanceId, InstanceUp
 from sglang_sbs.scheduling.paging import whole_pages
+from sglang_sbs.scheduling.prefill.completion import NextPass
 from sglang_sbs.scheduling.prefill.engine_pause import EnginePause
 from sglang_sbs.scheduling.prefill.forward_model import ForwardModel
 from sglang_sbs.scheduling.prefill.moves import Moves
@@ -155,7 +156,7 @@ class PrefillBooks:
     @property
     def tokens_per_s(self) -> float:
         """Throughput without the fixed time of passes."""
-        return self.dp_size / self.model.slope_s_per_token()
+        return self.dp_size / self.model.formula.slope_s()
 
     @property
     def longest_prompt_tokens(self) -> int:
@@ -296,6 +297,17 @@ class PrefillBooks:
             tokens = [rank.next_tokens(self.chunk_tokens) for rank in self.ranks]
             self._next_pass_s = self.model.predict_s(tokens, self._pairs(tokens))
         return self._next_pass_s
+
+    def next_pass(self, start_s: float = 0.0) -> NextPass:
+        """Return the next pass that starts, with the requests that wait for it."""
+        return NextPass(
+            self.model.formula,
+            self.chunk_tokens,
+            self.ahead_tokens,
+            page=self.page,
+            length_s=self.next_pass_s(),
+            start_s=start_s,
+        )
 
     @property
     def known_pass_s(self) -> float | None:

@@ -1,24 +1,25 @@
-"""Predicts the forward time of a prefill pass from its tokens per DP rank, learning online.
+"""Learns the length of prefill passes (:class:`.PassFormula`) online, from the tokens and attention
+pairs of each DP rank.
 
-The fit is T = a + b_mean * mean_d(tokens_d) + max_d(b_max * tokens_d + e * pairs_d). ``pairs_d``
-are the attention pairs of a rank, chunk * (context + chunk / 2) summed over its prompts: negligible
-for short prompts, half of the time for the last chunk of a long one. The maximum is of the sum,
-because the others wait for the slowest rank. Which rank that is follows from the current fit.
+Which rank the others wait for follows from the current fit.
 
-Selection of passes ------------------- An engine compiles kernels and captures graphs in its first
-passes, which then take a hundred times as long. So the first passes are kept, and after each of
-them it is decided again which ones the others contradict; if the answer changes, the fit restarts
-without those. Later a pass counts as at most some multiple of the usual error (GC pause,
-preemption). If nearly all of the last ones were far off on the same side, the engine's speed has
-changed, and the fit restarts with these."""
+Selection of passes
+-------------------
+An engine compiles kernels and captures graphs in its first passes, which then take a hundred times
+as long. So the first passes are kept, and after each of them it is decided again which ones the
+others contradict; if the answer changes, the fit restarts without those. Later a pass counts as at
+most some multiple of the usual error (GC pause, preemption). If nearly all of the last ones were
+far off on the same side, the engine's speed has changed, and the fit restarts with these.
+"""
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from sglang_sbs.scheduling.paging import padded
+from sglang_sbs.scheduling.prefill.completion import PassFormula
 
 _FEATURES = 4
 _PRIOR = (0.5, 0.25, 0.25, 0.0)
@@ -45,8 +46,6 @@ _OTHER_SPEED = 1.6
 """A change of speed: this many of the last passes took more (or less) than this multiple of the
 prediction. With 30 % of jitter that happens to one pass in 17."""
 _ERROR_STEP = 0.1
-_USUAL_IMBALANCE = 1.1
-"""The heaviest rank of a batch, as a multiple of the mean."""
 
 _Features = tuple[float, float, float, float]
 
@@ -55,25 +54,6 @@ class _Observed(NamedTuple):
     tokens_per_rank: tuple[int, ...]
     forward_s: float
     pairs: tuple[float, ...]
-
-
-class PassCost(NamedTuple):
-    """The fit at one time, unaffected by later learning."""
-
-    weights: Sequence[float]
-    token_unit: float
-    time_unit_s: float
-
-    def rank_s(self, tokens: float, pairs: float) -> float:
-        """Return the same as :meth:`ForwardModel.rank_s`."""
-        unit = self.token_unit
-        own = self.weights[1] * tokens + 2 * self.weights[3] * pairs / unit
-        return own / unit * self.time_unit_s
-
-    def pass_s(self, mean_tokens: float, slowest_s: float) -> float:
-        """Return the same as :meth:`ForwardModel.pass_s`."""
-        common = self.weights[0] + self.weights[2] * mean_tokens / self.token_unit
-        return max(1e-3, common * self.time_unit_s + slowest_s)
 
 
 class ForwardModel:
@@ -92,57 +72,28 @@ class ForwardModel:
         self._last: deque[tuple[int, _Observed]] = deque(maxlen=_LAST)
         """Passes after the first ones; 1 if it took far longer than predicted, -1 if far less."""
         self.captured_tokens: Sequence[int] = ()
-        """Sizes of the engine's prefill graphs, see :func:`padded`. :meth:`rank_s` and
-        :meth:`pass_s` are not padded, because they are for chunks, which are rarely captured."""
+        """Sizes of the engine's prefill graphs, see :func:`padded`. :attr:`formula` is for chunks,
+        which are rarely captured, so only :meth:`predict_s` pads."""
         self.passes = 0
         self._begin()
 
-    def slope_s_per_token(self, imbalance: float = _USUAL_IMBALANCE) -> float:
-        """Time per mean token of a pass whose heaviest rank has ``imbalance`` times the mean."""
-        if imbalance == _USUAL_IMBALANCE:
-            return self._usual_slope_s
-        return self._slope_s(imbalance)
-
-    def _slope_s(self, imbalance: float) -> float:
-        slope = self._fit.weights[1] * imbalance + self._fit.weights[2]
-        return max(1e-9, slope * self._time_unit_s / self._token_unit)
-
-    def _learned(self) -> None:
-        """Update values that are read far more often than they change."""
-        self.fixed_s = max(0.0, self._fit.weights[0]) * self._time_unit_s
-        """Coefficient a, the time of an empty pass."""
-        self._usual_slope_s = self._slope_s(_USUAL_IMBALANCE)
-        # Solving creates a new list of weights, so this one stays unchanged.
-        self.cost = PassCost(self._fit.weights, self._token_unit, self._time_unit_s)
+    def _update_formula(self) -> None:
+        fixed, per_rank, per_mean, per_pair = self._fit.weights
+        time_s, unit = self._time_unit_s, self._token_unit
+        self.formula = PassFormula(
+            fixed_s=fixed * time_s,
+            mean_s=per_mean * time_s / unit,
+            token_s=per_rank * time_s / unit,
+            pair_s=2 * per_pair * time_s / unit**2,
+        )
+        """The fit at one time, unaffected by later learning."""
 
     def predict_s(self, tokens_per_rank: Sequence[int], pairs: Sequence[float] = ()) -> float:
         """Return the forward time of a pass with these extend tokens on each rank, at least 1 ms.
         ``pairs``: attention pairs of each rank; empty for none."""
-        value = self._fit.value(self._features(tokens_per_rank, pairs))
-        return max(1e-3, value * self._time_unit_s)
-
-    def rank_s(self, tokens: float, pairs: float) -> float:
-        """Return the time added by a rank with these tokens and attention pairs if the others wait
-        for it."""
-        unit = self._token_unit
-        own = self._fit.weights[1] * tokens + 2 * self._fit.weights[3] * pairs / unit
-        return own / unit * self._time_unit_s
-
-    def slowest_s(self, ranks: Iterable[tuple[float, float]]) -> float:
-        """Return the largest :meth:`rank_s` of these tokens and attention pairs."""
-        unit, time_unit_s = self._token_unit, self._time_unit_s
-        _, per_token, _, per_pair = self._fit.weights
-        return max(
-            [
-                (per_token * tokens + 2 * per_pair * pairs / unit) / unit * time_unit_s
-                for tokens, pairs in ranks
-            ]
-        )
-
-    def pass_s(self, mean_tokens: float, slowest_s: float) -> float:
-        """:meth:`predict_s` from the mean over ranks and the largest :meth:`rank_s`."""
-        common = self._fit.weights[0] + self._fit.weights[2] * mean_tokens / self._token_unit
-        return max(1e-3, common * self._time_unit_s + slowest_s)
+        if self.captured_tokens:
+            tokens_per_rank = padded(tokens_per_rank, self.captured_tokens)
+        return self.formula.of_ranks_s(tokens_per_rank, pairs)
 
     def observe(
         self, tokens_per_rank: Sequence[int], forward_s: float, pairs: Sequence[float] = ()
@@ -168,7 +119,7 @@ class ForwardModel:
         self._fit = _Regression(self._prior)
         self.error_s = self._prior_error_s
         """Smoothed absolute prediction error."""
-        self._learned()
+        self._update_formula()
 
     def _learn(self, one: _Observed) -> None:
         predicted_s = self.predict_s(one.tokens_per_rank, one.pairs)
@@ -176,7 +127,7 @@ class ForwardModel:
         features = self._features(one.tokens_per_rank, one.pairs)
         self._fit.add(features, one.forward_s / self._time_unit_s)
         self._fit.solve()
-        self._learned()
+        self._update_formula()
 
     def _sift(self) -> None:
         """Learn from the newest of the first passes, or from all of them again if the outliers
@@ -236,15 +187,8 @@ class ForwardModel:
             tokens_per_rank = padded(tokens_per_rank, self.captured_tokens)
         heaviest, most = max(tokens_per_rank), 0.0
         if pairs:
-            # As :meth:`rank_s`.
-            (_, w_rank, _, w_pair), unit, time_unit_s = self.cost
-            w_pair *= 2
-            _, most, heaviest = max(
-                [
-                    ((w_rank * mine + w_pair * of_mine / unit) / unit * time_unit_s, of_mine, mine)
-                    for mine, of_mine in zip(tokens_per_rank, pairs, strict=True)
-                ]
-            )
+            own_s = map(self.formula.rank_s, tokens_per_rank, pairs)
+            _, most, heaviest = max(zip(own_s, pairs, tokens_per_rank, strict=True))
         return (
             1.0,
             heaviest / self._token_unit,

@@ -118,5 +118,5 @@ def _leave(stray: Stray) -> int | None:
 def _waiting_tokens(rank: PrefillRank) -> int:
     """Return the tokens of accepted requests not computed by any pass, by the router's own
     accounting."""
-    prompts = sum([prompt - computed for prompt, computed, _ in rank.prompts.waiting()])
+    prompts = sum([prompt.left_tokens for prompt in rank.prompts.waiting()])
     return max(0, prompts - rank.flight.total)

@@ -9,11 +9,12 @@ acknowledged, and passes unknown to it are presumed again."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from sglang_sbs.scheduling.paging import paged
+from sglang_sbs.scheduling.prefill.completion import Chunk, Prompt
 from sglang_sbs.scheduling.prefill.passes import Pass, Sent
 from sglang_sbs.scheduling.prefill.report_limits import MOST_CHUNKS, MOST_PASSES
 from sglang_sbs.scheduling.prefill.stalled_work import StalledWork
@@ -41,6 +42,13 @@ class Presumed(NamedTuple):
     """The first pass presumed to contain part of it."""
 
 
+@dataclass(slots=True, eq=False)
+class SentPrompt(Prompt):
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    """Tokens cached at dispatch."""
+
+
 class PromptProgress:
     """Progress of a rank's prompts, oldest first. The cost of attention depends on it: the last
     chunk of a long prompt costs far more than its first.
@@ -51,12 +59,13 @@ class PromptProgress:
     __slots__ = ("_prompts",)
 
     def __init__(self) -> None:
-        self._prompts: dict[str, list[int]] = {}
-        """Prompt tokens, computed tokens and tokens cached at dispatch, by request id."""
+        self._prompts: dict[str, SentPrompt] = {}
 
     def add(self, rid: str, prompt_tokens: int, cached_tokens: int = 0) -> None:
         """Add a request dispatched to the rank, which has the beginning of its prompt cached."""
-        self._prompts[rid] = [prompt_tokens, cached_tokens, cached_tokens]
+        tokens = prompt_tokens - cached_tokens
+        prompt = SentPrompt(rid, tokens, cached_tokens, prompt_tokens, cached_tokens)
+        self._prompts[rid] = prompt
 
     def drop(self, rid: str) -> bool:
         return self._prompts.pop(rid, None) is not None
@@ -64,41 +73,27 @@ class PromptProgress:
     def clear(self) -> None:
         self._prompts.clear()
 
-    def waiting(self) -> Iterable[Sequence[int]]:
-        """Return prompt tokens, computed tokens and tokens cached at dispatch of each prompt."""
+    def waiting(self) -> Iterable[SentPrompt]:
         return self._prompts.values()
 
     @property
     def longest_tokens(self) -> int:
-        return max([prompt[0] for prompt in self._prompts.values()], default=0)
+        return max([prompt.prompt_tokens for prompt in self._prompts.values()], default=0)
 
     def pairs(self, tokens: int) -> float:
-        """Attention pairs of the next ``tokens`` tokens: chunk * (context + chunk / 2) summed."""
-        pairs = 0.0
-        for prompt_tokens, computed, _ in self._prompts.values():
-            part = min(tokens, prompt_tokens - computed)
-            pairs += part * (computed + part / 2)
-            tokens -= part
-            if tokens <= 0:
-                break
-        return pairs
+        """Attention pairs of the next ``tokens`` tokens."""
+        chunk = Chunk(tokens)
+        chunk.fill(self._prompts.values())
+        return chunk.pairs
 
     def compute(self, tokens: int) -> float:
         """Advance by the tokens of a pass; return their attention pairs."""
-        pairs = 0.0
-        done = []
-        for rid, prompt in self._prompts.items():  # only the first few of thousands are read
-            part = min(tokens, prompt[0] - prompt[1])
-            pairs += part * (prompt[1] + part / 2)
-            prompt[1] += part
-            tokens -= part
-            if prompt[1] == prompt[0]:
-                done.append(rid)
-            if tokens <= 0:
-                break
-        for rid in done:
-            del self._prompts[rid]
-        return pairs
+        chunk = Chunk(tokens)
+        for prompt, part in chunk.fill(self._prompts.values()):
+            prompt.advance(part)
+            if not prompt.left_tokens:
+                del self._prompts[prompt.rid]
+        return chunk.pairs
 
 
 @dataclass(slots=True)
@@ -281,19 +276,15 @@ class PrefillRank:
         self.queued_tokens -= queued
         room -= round(queued * self.queue_charge)
         places -= self._requests_of(queued)
-        tokens = 0
         landed: dict[str, Sent | None] = {}
-        for rid in self.flight.oldest(max(0, places)):
-            if room <= 0:
-                break
-            part = min(room, self.flight[rid])
-            room -= paged(part, self.page)
-            tokens += part
-            if part == self.flight[rid]:
-                landed[rid] = self.land(rid)
+        oldest = self.flight.oldest(max(0, places))
+        chunk = Chunk(room, self.page)
+        for prompt, part in chunk.fill(Prompt(rid, self.flight[rid]) for rid in oldest):
+            if part == prompt.left_tokens:
+                landed[prompt.rid] = self.land(prompt.rid)
             else:
-                self.flight.reduce(rid, part)
-        return queued, tokens, landed
+                self.flight.reduce(prompt.rid, part)
+        return queued, chunk.tokens, landed
 
     def take_back(self, index: int, passes: Iterable[Pass]) -> None:
         """Revert presumed launches; ``index`` is this rank's."""

@@ -39,6 +39,7 @@ from dataclasses import KW_ONLY, dataclass, field
 
 from sglang_sbs.scheduling.events import BlocksRemoved, BlocksStored, CacheTier
 from sglang_sbs.scheduling.paging import padded
+from sglang_sbs.scheduling.prefill.completion import Chunk, Prompt
 from sglang_sbs.simulator.cluster.kv_cache import BlockCache, Blocks, Hold
 from sglang_sbs.simulator.cluster.spec import ClusterSpec, InstanceSpec
 from sglang_sbs.wire import EndForward
@@ -51,11 +52,10 @@ _MOST_FETCHES = 3
 
 
 @dataclass(slots=True, eq=False)
-class Waiting:
-    rid: str
-    rank: int
-    prompt_tokens: int
-    remaining: int
+class Waiting(Prompt):
+    """``context_tokens``: tokens whose KV exists after the passes in progress."""
+
+    rank: int = 0
     blocks: Blocks = ()
     cached_tokens: int = 0
     """Tokens found in the cache when it was first scheduled."""
@@ -73,9 +73,8 @@ class Waiting:
     """Tokens whose KV has been handed to the transfer, or is in decode."""
 
     @property
-    def computed_tokens(self) -> int:
-        """Tokens whose KV exists after the passes in progress."""
-        return self.prompt_tokens - self.remaining
+    def prompt_tokens(self) -> int:
+        return self.left_tokens + self.context_tokens
 
 
 Parts = list[tuple[Waiting, int]]
@@ -119,7 +118,7 @@ class Rank:
 
     def enqueue(self, request: Waiting) -> None:
         self.waiting.append(request)
-        self.waiting_tokens += request.remaining
+        self.waiting_tokens += request.left_tokens
 
 
 @dataclass(eq=False)
@@ -164,7 +163,7 @@ class SimulatedPrefill:
         """Deliver a request to the socket of a rank (of its instance); the next iteration reads
         it."""
         at = 0 if self.lone_rank else rank
-        self._inbox.append(Waiting(rid, at, tokens, tokens, blocks))
+        self._inbox.append(Waiting(rid, tokens, rank=at, blocks=blocks))
         if handshaken:
             self._early.add(rid)
 
@@ -175,7 +174,7 @@ class SimulatedPrefill:
         if request is None:
             self._early.add(rid)
             return
-        at.bootstrapping_tokens -= request.remaining
+        at.bootstrapping_tokens -= request.left_tokens
         at.enqueue(request)
 
     def step(self, launch_s: float) -> tuple[DevicePass | None, list[EndForward]]:
@@ -260,7 +259,7 @@ class SimulatedPrefill:
                 rank.enqueue(request)
             else:
                 rank.bootstrapping[request.rid] = request
-                rank.bootstrapping_tokens += request.remaining
+                rank.bootstrapping_tokens += request.left_tokens
         self._inbox.clear()
 
     def _fetch(self, rank: Rank, request: Waiting) -> bool:
@@ -293,7 +292,7 @@ class SimulatedPrefill:
         self._forward_id += 1
         self._free_s = start_s + forward_s
         end_s = self._free_s
-        completed = [request for request, _ in parts if not request.remaining]
+        completed = [request for request, _ in parts if not request.left_tokens]
         return DevicePass(
             self._forward_id, launch_s, start_s, end_s, tokens, requests, completed, cached, parts
         )
@@ -301,11 +300,11 @@ class SimulatedPrefill:
     def _fill(self, rank: Rank, parts: Parts) -> tuple[int, int, float, int, float]:
         """Form the rank's batch; return its tokens, requests, attention pairs and cached tokens,
         and the seconds of loading."""
-        page, cache, room = self.spec.page_size, rank.cache, self.one.chunk_tokens
-        most = self.spec.prefill_max_requests or room
-        tokens, count, pairs, cached, loaded = 0, 0, 0.0, 0, 0
+        cache, spec = rank.cache, self.spec
+        chunk = Chunk(self.one.chunk_tokens, spec.page_size, spec.prefill_max_requests)
+        cached, loaded = 0, 0
         for request in list(rank.waiting):
-            if not room > 0 or count >= most:
+            if chunk.full:
                 break
             if request.fetching:
                 continue
@@ -315,10 +314,7 @@ class SimulatedPrefill:
                 if self._fetch(rank, request):
                     continue  # it has lost blocks that it would have found while waiting
             hit, load = _look_up(cache, request)
-            part = request.remaining - hit
-            if part > room:
-                part = room // page * page
-            if part == 0:
+            if not chunk.takes(request.left_tokens - hit):
                 break
             if request.hold is None:
                 request.hold = cache.start(
@@ -331,21 +327,18 @@ class SimulatedPrefill:
                 request.cached_tokens = hit
                 request.loaded_tokens = load
                 loaded += load
-                request.remaining -= hit
+                request.advance(hit)
                 rank.waiting_tokens -= hit
                 cached += hit
-            pairs += part * (request.computed_tokens + part / 2)
-            request.remaining -= part
-            tokens += part
-            count += 1
-            room -= -(-part // page) * page
+            [(_, part)] = chunk.fill([request])
+            request.advance(part)
             rank.waiting.remove(request)
-            parts.append((request, request.computed_tokens))
-            if request.remaining:
+            parts.append((request, request.context_tokens))
+            if request.left_tokens:
                 rank.waiting.appendleft(request)
                 break
-        rank.waiting_tokens -= tokens
-        return tokens, count, pairs, cached, loaded * self.spec.tiers.host_load_s
+        rank.waiting_tokens -= chunk.tokens
+        return chunk.tokens, chunk.requests, chunk.pairs, cached, loaded * spec.tiers.host_load_s
 
     def messages(self, kind: Kind, about: DevicePass | None = None) -> list[EndForward]:
         """Return a report from every rank. ``about``: the pass that was launched or has ended,
@@ -355,7 +348,7 @@ class SimulatedPrefill:
     def _message(self, index: int, kind: Kind, about: DevicePass | None) -> EndForward:
         rank = self.ranks[index]
         first = rank.waiting[0] if rank.waiting else None
-        remainder = first.remaining if first and first.remaining < first.prompt_tokens else 0
+        remainder = first.left_tokens if first and first.left_tokens < first.prompt_tokens else 0
         ended = about is not None and kind == "forward"
         message = EndForward(
             instance_id=self.name,
@@ -406,7 +399,7 @@ def _look_up(cache: BlockCache, request: Waiting) -> tuple[int, int]:
     and the part that must be loaded. The computed part of a cut request becomes part of the
     cache."""
     if request.hold is not None:
-        cache.publish(request.hold, request.computed_tokens)
+        cache.publish(request.hold, request.context_tokens)
         return 0, 0
     hit = cache.match(request.blocks, request.prompt_tokens)
     load = cache.loadable(request.blocks, hit, request.prompt_tokens)

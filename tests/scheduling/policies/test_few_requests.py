@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 from harness.learned_instance import CHUNK, instance
 from harness.learned_instance import request as request_of
+from msgspec.structs import replace
 
 from sglang_sbs.scheduling.policies.adaptive import few_requests
 from sglang_sbs.scheduling.policies.adaptive.few_requests import (
@@ -97,7 +98,7 @@ def test_a_prompt_of_several_chunks_is_left_to_the_fluid():
 def test_passes_without_a_fixed_time_are_no_division_by_zero():
     now, later = instance("p0", 4), instance("p1", 4)
     for one in (now, later):
-        one.model.fixed_s = 0.0  # the fit has dropped it
+        one.model.formula = replace(one.model.formula, fixed_s=0.0)  # the fit has dropped it
     offered = OfferedLoad()
     offered.on_topology_change([now, later])
     offered.measure([now, later], 0.0)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 from harness.learned_instance import instance
+from msgspec.structs import replace
 
 from sglang_sbs.scheduling.policies.offered_load import OfferedLoad
 from sglang_sbs.scheduling.policies.tuning import TUNING
@@ -14,7 +15,7 @@ def test_slow_passes_are_given_time_to_tell_a_rate(fixed_s: float, passes: bool)
     """One request a second for a minute, then a pause: after a pass of a second little is forgotten
     of what comes in one; where passes are short, three seconds are a long time."""
     one = instance("p0", 4)
-    one.model.fixed_s = fixed_s
+    one.model.formula = replace(one.model.formula, fixed_s=fixed_s)
     offered = OfferedLoad()
     offered.on_topology_change([one])
     for second in range(60):

@@ -139,8 +139,8 @@ def test_it_learns_what_the_context_of_long_prompts_costs():
         ([1000] + [16000] * 7, [1e9] + [0.0] * 7),
     ):
         assert model.predict_s(tokens, pairs) == pytest.approx(truth(tokens, pairs), rel=0.05)
-        slowest_s = max(map(model.rank_s, tokens, pairs))
-        assert model.pass_s(sum(tokens) / 8, slowest_s) == pytest.approx(
+        slowest_s = max(map(model.formula.rank_s, tokens, pairs))
+        assert model.formula.pass_s(sum(tokens) / 8, slowest_s) == pytest.approx(
             model.predict_s(tokens, pairs)
         )
 

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sglang_sbs.scheduling.prefill.rank import PromptProgress
+from sglang_sbs.scheduling.prefill.rank import PromptProgress, SentPrompt
 
 
 def progress(*prompts: int) -> PromptProgress:
@@ -28,13 +28,13 @@ def test_many_short_prompts_cost_less_than_a_long_one():
     assert progress(1000).pairs(1000) == 1000 * 500
 
 
-class LookedAt(dict[str, list[int]]):
+class LookedAt(dict[str, SentPrompt]):
     """How many prompts were looked at."""
 
     count = 0
 
-    def items(self):
-        for one in super().items():
+    def values(self):
+        for one in super().values():
             self.count += 1
             yield one
 

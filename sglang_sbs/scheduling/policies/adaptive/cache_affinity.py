@@ -22,8 +22,8 @@ from typing import NamedTuple
 
 from sglang_sbs.scheduling.events import InstanceId
 from sglang_sbs.scheduling.paging import paged
-from sglang_sbs.scheduling.policies.adaptive.lineup import Moment
 from sglang_sbs.scheduling.policies.adaptive.pass_forecast import Home
+from sglang_sbs.scheduling.policies.moment import Moment
 from sglang_sbs.scheduling.policies.pbaa import first_part
 from sglang_sbs.scheduling.policies.tuning import TUNING
 from sglang_sbs.scheduling.prefill.instance import PrefillInstance
@@ -208,8 +208,8 @@ class CacheAffinity:
             return alone_s
         instance = view.instance
         model = instance.model
-        attention_s = model.rank_s(0, again * (cached + again / 2))
-        again_s = (model.slope_s_per_token() * again + attention_s) / instance.dp_size
+        attention_s = model.formula.rank_s(0, again * (cached + again / 2))
+        again_s = (model.formula.slope_s() * again + attention_s) / instance.dp_size
         payers = max(1, self._sharing[request.cached_until])
         return alone_s + self._weight * again_s / payers
 
@@ -217,18 +217,18 @@ class CacheAffinity:
     def alone_s(request: Request, view: _View, cached: int, backlog: int) -> float:
         """Seconds from the start of the next pass until a request is done, behind a backlog."""
         instance = view.instance
-        model = instance.model
+        formula = instance.model.formula
         chunk = instance.chunk_tokens
         uncached = request.prompt_tokens - cached
-        attention_s = model.rank_s(0, uncached * (cached + uncached / 2))
+        attention_s = formula.rank_s(0, uncached * (cached + uncached / 2))
         passes = -(-(backlog + paged(uncached, instance.page)) // chunk)
         fill = backlog + uncached
         fill = fill if fill < chunk else chunk
-        slope_s = model.slope_s_per_token() / instance.dp_size
+        slope_s = formula.slope_s() / instance.dp_size
         pass_s = max(
             view.next_pass_s,
-            model.fixed_s
-            + model.rank_s(fill, 0)
+            formula.fixed_s
+            + formula.rank_s(fill, 0)
             + slope_s * fill
             + attention_s / -(-uncached // chunk),
         )

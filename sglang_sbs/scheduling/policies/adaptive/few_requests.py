@@ -15,6 +15,7 @@ from typing import NamedTuple
 from sglang_sbs.scheduling.policies.adaptive.lineup import Begins, Marginals
 from sglang_sbs.scheduling.policies.offered_load import OfferedLoad
 from sglang_sbs.scheduling.policies.tuning import TUNING
+from sglang_sbs.scheduling.prefill.completion import attention_pairs
 from sglang_sbs.scheduling.prefill.instance import PrefillInstance
 from sglang_sbs.scheduling.request import Request, uncached_tokens_of
 
@@ -183,10 +184,9 @@ def best_cut(
 
 def _pass_s(instance: PrefillInstance, tokens: Sequence[int]) -> float:
     """Length of the next pass with these requests, each in the rank that is emptiest then."""
-    ranks = [(float(rank.backlog_tokens), 0.0) for rank in instance.ranks]
+    ranks = [(rank.backlog_tokens, 0.0) for rank in instance.ranks]
     heapify(ranks)
     for one in tokens:
         held, pairs = ranks[0]
-        heapreplace(ranks, (held + one, pairs + one * one / 2))
-    model = instance.model
-    return model.pass_s(sum([held for held, _ in ranks]) / len(ranks), model.slowest_s(ranks))
+        heapreplace(ranks, (held + one, pairs + attention_pairs(one, 0)))
+    return instance.model.formula.of_ranks_s(*zip(*ranks, strict=True))

@@ -22,6 +22,7 @@ from sglang_sbs.scheduling.events import InstanceId
 from sglang_sbs.scheduling.paging import paged
 from sglang_sbs.scheduling.policies.idle_turns import whose_turn
 from sglang_sbs.scheduling.policies.tuning import TUNING
+from sglang_sbs.scheduling.prefill.completion import PassFormula, cut, likely_ranks
 from sglang_sbs.scheduling.prefill.instance import PrefillInstance
 from sglang_sbs.scheduling.request import Request
 
@@ -57,7 +58,7 @@ class _Pass:
         self.tokens = 0
         """Tokens of all ranks."""
         self.slowest_s = 0.0
-        """Time of the rank that the others wait for, see ``ForwardModel.rank_s``."""
+        """Time of the rank that the others wait for, see :meth:`.PassFormula.rank_s`."""
         self.ends = 0.0
         """Sum of the weights of the prompts that end in it."""
         self.length_s = 0.0
@@ -70,6 +71,26 @@ class _Pass:
         one.ends, one.length_s = self.ends, self.length_s
         return one
 
+    def with_s(
+        self, formula: PassFormula, rank: int, tokens: int, pairs: float, load_s: float
+    ) -> tuple[float, float]:
+        """Its length with more on a rank, and the time of its slowest rank. ``load_s``: time to
+        load what was fetched."""
+        own_s = load_s + formula.rank_s(
+            self.tokens_per_rank[rank] + tokens, self.pairs[rank] + pairs
+        )
+        slowest_s = own_s if own_s > self.slowest_s else self.slowest_s
+        mean_tokens = (self.tokens + tokens) / len(self.pairs)
+        return formula.pass_s(mean_tokens, slowest_s), slowest_s
+
+    def add(
+        self, formula: PassFormula, rank: int, tokens: int, pairs: float, load_s: float
+    ) -> None:
+        self.length_s, self.slowest_s = self.with_s(formula, rank, tokens, pairs, load_s)
+        self.tokens_per_rank[rank] += tokens
+        self.pairs[rank] += pairs
+        self.tokens += tokens
+
 
 class PassForecast:
     """The passes of one instance, from the next one that starts."""
@@ -80,6 +101,7 @@ class PassForecast:
         self.version = instance.version
         self._start_s = 0.0
         self._passes: list[_Pass] = []
+        self._empty = _Pass(instance.dp_size, None)
         self._ahead: list[int] = []
         """Tokens per rank before the next request, with what a pass leaves empty that has as many
         requests as the engine allows."""
@@ -88,10 +110,11 @@ class PassForecast:
         for index, rank in enumerate(instance.ranks):
             left = rank.backlog_tokens
             self._ahead.append(0)
-            for prompt_tokens, computed, cached in rank.prompts.waiting():
-                part = min(left, prompt_tokens - computed)
+            for prompt in rank.prompts.waiting():
+                part = min(left, prompt.left_tokens)
                 if part > 0:
-                    self._lay(index, part, computed, self._weight_of(prompt_tokens - cached))
+                    weight = self._weight_of(prompt.prompt_tokens - prompt.cached_tokens)
+                    self._lay(index, part, prompt.context_tokens, weight)
                     left -= part
             if left > 0:
                 self._lay(index, left, 0, 1.0)
@@ -102,6 +125,7 @@ class PassForecast:
         one = PassForecast.__new__(PassForecast)
         one.instance, one.version, one._start_s = self.instance, self.version, start_s
         one._passes, one._requests = self._passes.copy(), self._requests.copy()
+        one._empty = self._empty
         one._ahead = self._ahead.copy()
         if closed and one._passes:
             one._ahead = [max(ahead, self.instance.chunk_tokens) for ahead in one._ahead]
@@ -123,20 +147,8 @@ class PassForecast:
         return min([self._cost_on_s(request, rank, terms) for rank in self._ranks_for(request)])
 
     def _ranks_for(self, request: Request) -> set[int]:
-        """The emptiest rank, and the emptiest of those with most of the prompt cached."""
-        name = self.instance.id
-        hits = request.hits.by_instance.get(name)
-        if hits is None:
-            return {self._ahead.index(min(self._ahead))}
-        ahead, fetched = self._ahead, request.hits.to_fetch.get(name)
-        if fetched is None:
-            held, emptiest = hits, ahead.index(min(ahead))
-        else:
-            held = [mine - theirs for mine, theirs in zip(hits, fetched, strict=True)]
-            emptiest = min(range(len(held)), key=lambda d: (ahead[d], fetched[d]))
-        most = max(held)
-        holders = [d for d, mine in enumerate(held) if mine == most]
-        return {emptiest, min(holders, key=ahead.__getitem__)}
+        name, hits = self.instance.id, request.hits
+        return likely_ranks(self._ahead, hits.by_instance.get(name), hits.to_fetch.get(name))
 
     def _begins_at(self, rank: int, fetched: int) -> tuple[int, float]:
         """Tokens ahead of a request on a rank that fetches some of it from storage first, and how
@@ -153,46 +165,27 @@ class PassForecast:
 
     def _cost_on_s(self, request: Request, rank: int, terms: Terms) -> float:
         instance, passes = self.instance, self._passes
-        model, chunk = instance.model, instance.chunk_tokens
+        formula, chunk = instance.model.formula, instance.chunk_tokens
         fetched = request.fetch_tokens(instance.id, rank)
         at, fetch_s = self._begins_at(rank, fetched) if fetched else (self._ahead[rank], 0.0)
-        tokens = request.prompt_tokens
-        first = at // chunk
+        first, known = at // chunk, len(passes)
         done_s = self._start_s + fetch_s + sum([one.length_s for one in passes[:first]])
         ends = sum([one.ends for one in passes[first:]])
         delays_s = 0.0
         load_s = fetched * TUNING.load_token_s
-        cached = context = request.hit_tokens(instance.id, rank)
-        # ``ForwardModel.rank_s`` and ``pass_s`` in line, as this is the hottest loop of a decision.
-        (w_fixed, w_rank, w_mean, w_pair), unit, time_unit_s = model.cost
-        w_pair, dp_size, waiting_per_s = 2 * w_pair, instance.dp_size, terms.waiting_per_s
-        mean_pass_s = terms.pass_s
-        for index in range(first, (at + tokens - context - 1) // chunk + 1):
-            room, left = chunk - at % chunk, tokens - context
-            part = left if left < room else room
-            pairs = part * (context + part / 2)
-            if index < len(passes):
-                one = passes[index]
-                mine, pairs = one.tokens_per_rank[rank] + part, one.pairs[rank] + pairs
-                own_s = (w_rank * mine + w_pair * pairs / unit) / unit * time_unit_s + load_s
-                slowest_s = own_s if own_s > one.slowest_s else one.slowest_s
-                common = w_fixed + w_mean * ((one.tokens + part) / dp_size) / unit
-                length_s = max(TUNING.least_pass_s, common * time_unit_s + slowest_s)
-                longest_s = length_s if length_s > mean_pass_s else mean_pass_s
-                delays_s += (length_s - one.length_s) * (ends + waiting_per_s * longest_s)
-                ends -= one.ends
-            else:
-                slowest_s = (w_rank * part + w_pair * pairs / unit) / unit * time_unit_s + load_s
-                common = w_fixed + w_mean * (part / dp_size) / unit
-                length_s = max(TUNING.least_pass_s, common * time_unit_s + slowest_s)
-                longest_s = length_s if length_s > mean_pass_s else mean_pass_s
-                delays_s += length_s * waiting_per_s * longest_s
+        cached = request.hit_tokens(instance.id, rank)
+        uncached = request.prompt_tokens - cached
+        waiting_per_s, mean_pass_s = terms.waiting_per_s, terms.pass_s
+        for index, part, pairs in cut(at, uncached, cached, chunk):
+            one = passes[index] if index < known else self._empty
+            length_s, _ = one.with_s(formula, rank, part, pairs, load_s)
+            longest_s = length_s if length_s > mean_pass_s else mean_pass_s
+            delays_s += (length_s - one.length_s) * (ends + waiting_per_s * longest_s)
+            ends -= one.ends
             done_s += length_s
             load_s = 0.0
-            context += part
-            at += part
-        again = tokens - cached - request.uncached_tokens
-        again_s = terms.again_weight * again * model.slope_s_per_token() / instance.dp_size
+        again = uncached - request.uncached_tokens
+        again_s = terms.again_weight * again / instance.tokens_per_s
         weight = terms.impatience * self._weight_of(request.uncached_tokens)
         return done_s * weight + delays_s + again_s
 
@@ -214,8 +207,7 @@ class PassForecast:
     def _lay(
         self, rank: int, tokens: int, context: int, weight: float, load_s: float = 0.0
     ) -> None:
-        instance, passes = self.instance, self._passes
-        model, chunk = instance.model, instance.chunk_tokens
+        instance, chunk = self.instance, self.instance.chunk_tokens
         at = self._ahead[rank]
         ahead = at + paged(tokens, instance.page)
         if instance.prefill_max_requests:
@@ -226,32 +218,20 @@ class PassForecast:
                 ahead, own = (ahead // chunk + 1) * chunk, 0
             self._requests[rank] = own
         self._ahead[rank] = ahead
-        (w_fixed, w_rank, w_mean, w_pair), unit, time_unit_s = model.cost
-        w_pair, dp_size = 2 * w_pair, instance.dp_size
-        while tokens > 0:
-            index = at // chunk
-            while len(passes) <= index:
-                passes.append(_Pass(dp_size, self))
-            one = passes[index]
-            if one.owner is not self:
-                one = passes[index] = one.copy(self)
-            room = chunk - at % chunk
-            part = tokens if tokens < room else room
-            one.tokens_per_rank[rank] = mine = one.tokens_per_rank[rank] + part
-            one.pairs[rank] = pairs = one.pairs[rank] + part * (context + part / 2)
-            one.tokens += part
-            own_s = (w_rank * mine + w_pair * pairs / unit) / unit * time_unit_s + load_s
-            one.slowest_s = own_s if own_s > one.slowest_s else one.slowest_s
+        for index, part, pairs in cut(at, tokens, context, chunk):
+            self._own(index).add(instance.model.formula, rank, part, pairs, load_s)
             load_s = 0.0
-            common = w_fixed + w_mean * (one.tokens / dp_size) / unit
-            one.length_s = max(TUNING.least_pass_s, common * time_unit_s + one.slowest_s)
-            at += part
-            context += part
-            tokens -= part
-        last = passes[(at - 1) // chunk]
-        if last.owner is not self:
-            last = passes[(at - 1) // chunk] = last.copy(self)
+        last = self._own((at + tokens - 1) // chunk)
         last.ends += weight
+
+    def _own(self, index: int) -> _Pass:
+        """The pass at this position, which this forecast may change."""
+        passes = self._passes
+        while len(passes) <= index:
+            passes.append(_Pass(self.instance.dp_size, self))
+        if passes[index].owner is not self:
+            passes[index] = passes[index].copy(self)
+        return passes[index]
 
 
 def homes(
