@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 import errno
 import logging
+import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -147,7 +148,7 @@ class Watch:
         if self._discovery is not None:
             yield from self._discovery.families()
         yield from self._kv_events.families()
-        yield from worker_families(self.registry, self._monitor.checks)
+        yield from worker_families(self.registry, self._monitor.checks, time.monotonic())
 
     async def close(self) -> None:
         self.let_go()

@@ -41,7 +41,9 @@ def engine_requests(report: EndForward) -> int:
     return stages
 
 
-def worker_families(registry: Registry, checks: Mapping[tuple[str, str], int]) -> Iterator[Metric]:
+def worker_families(
+    registry: Registry, checks: Mapping[tuple[str, str], int], now_s: float
+) -> Iterator[Metric]:
     """Metrics of all workers; ``checks``: health checks by role and result."""
     workers = list(registry)
     for name, text, value in _OF_WORKERS:
@@ -66,8 +68,11 @@ def worker_families(registry: Registry, checks: Mapping[tuple[str, str], int]) -
     reports = {(one.url, str(r)): count for one in workers for r, count in one.reports.items()}
     yield total("sbs_endforward_messages", "EndForward messages", reports, "worker", "dp_rank")
     about = "Requests counted by this router minus those reported by the engine"
-    complete = [one for one in workers if len(one.engine_holds) >= one.dp_size]
-    drifts = {(one.url, one.role): one.load - sum(one.engine_holds.values()) for one in complete}
+    drifts = {
+        (worker.url, worker.role): worker.load - there
+        for worker in workers
+        if (there := worker.engine_requests(now_s)) is not None
+    }
     yield gauge("sbs_ledger_drift_requests", about, drifts, "worker", "worker_type")
     model, labels = model_name(registry), ("worker_type", "connection_mode", "model")
     sizes = {(role, "http", model): len(registry.of_role(role)) for role in _ROLES}

@@ -200,6 +200,13 @@ class Worker(WorkerFacts, kw_only=True, eq=False):
         """Seconds since the last EndForward of any rank; ``None`` if there was none."""
         return now_s - max(self.last_report_s.values()) if self.last_report_s else None
 
+    def engine_requests(self, now_s: float) -> int | None:
+        """Requests there by the engine's own count; ``None`` unless every DP rank reports."""
+        last_s = self.last_report_s
+        if not all(now_s - last_s.get(n, -math.inf) < SILENT_AFTER_S for n in range(self.dp_size)):
+            return None
+        return sum(self.engine_holds.values())
+
     def quiet_s(self, now_s: float) -> float:
         """Seconds since the last EndForward of any rank, or since a new boot was accepted."""
         return now_s - max([self.boot.restarted_s, *self.last_report_s.values()])

@@ -141,7 +141,9 @@ async def test_a_leg_that_fails_after_its_worker_was_removed() -> None:
 
         def report() -> None:
             for rank in range(engine.dp_size):
-                watch._reported(registered(), engine.report(rank, running_requests=1))
+                message = engine.report(rank, running_requests=1)
+                assert c.server.registry.reported(registered(), message)
+                watch._reported(registered(), message)
 
         assert (await c.generate(text="x"))[0] == 200
         report()
