@@ -13,10 +13,10 @@ from dataclasses import replace
 
 from sglang_sbs.cluster.local import LocalCluster
 from sglang_sbs.cluster.spawn import SpawnedProcess
-from sglang_sbs.cluster.supervise import Supervisor
+from sglang_sbs.cluster.supervise import ClusterSupervisor
 
 
-class BreakableProcesses(Supervisor):
+class BreakableProcesses(ClusterSupervisor):
     def pid(self, name: str) -> int:
         """Process id of the process called `name`. Raises: KeyError."""
         return self._called(name).pid

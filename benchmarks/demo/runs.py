@@ -17,7 +17,7 @@ from benchmarks.demo.passes import EngineRecord, PassStatistics, pass_statistics
 from sglang_sbs.cluster.plan import InstancePlan, ProcessPlan, Role, pd_urls, router_argv
 from sglang_sbs.cluster.readiness import ROUTER_READINESS_PATHS, NotReadyError, wait_until_ready
 from sglang_sbs.cluster.spawn import SpawnedProcess, last_words
-from sglang_sbs.cluster.supervise import ProcessDiedError, Supervisor
+from sglang_sbs.cluster.supervise import ClusterSupervisor, ProcessDiedError
 from sglang_sbs.scheduling import policy_names
 
 POLICY_NAMES = ("sbs", "sbs_paper", *(p for p in policy_names() if p != "sbs"))
@@ -114,7 +114,7 @@ async def router_process(
 ) -> AsyncIterator[SpawnedProcess]:
     """Start a router of any make, and stop it at the end; its process once it is ready at ``url``.
     Raises: RouterStartError, it ended at its start, or did not become ready in time."""
-    supervisor = Supervisor()
+    supervisor = ClusterSupervisor()
     try:
         process = await supervisor.start(plan)
         async with aiohttp.ClientSession() as session:

@@ -11,7 +11,7 @@ OLD_FLAG = "--enable-dp-attention"
 there is ``--attn-dp-size N`` too, and SGLang announces to remove the old one after 2026-12-31."""
 
 
-class FlagError(ValueError):
+class EngineFlagError(ValueError):
     """A flag has a value that SGLang would refuse."""
 
 
@@ -32,17 +32,17 @@ class DpRanks:
 def dp_ranks(flags: Sequence[str]) -> DpRanks:
     """Read `flags` as SGLang does (``handle_deprecated_dp_attention``, ``handle_dwdp`` and
     ``handle_data_parallelism`` of ``arg_groups/parallel_hook.py``).
-    Raises: FlagError, SGLang would refuse them."""
+    Raises: EngineFlagError, SGLang would refuse them."""
     replicas = int_flag(flags, "--dp", "--dp-size", "--data-parallel-size")
     attention = int_flag(flags, "--attn-dp", "--attn-dp-size", "--attention-data-parallel-size")
     if attention < 1:
-        raise FlagError(f"--attn-dp-size must be positive, got {attention}")
+        raise EngineFlagError(f"--attn-dp-size must be positive, got {attention}")
     if OLD_FLAG in flags and attention == 1:
         attention, replicas = replicas, 1
     if (dwdp := int_flag(flags, "--dwdp-size")) > 1:
         attention, replicas = dwdp, 1
     if attention > 1 and replicas > 1:
-        raise FlagError(
+        raise EngineFlagError(
             f"--dp-size {replicas} with --attn-dp-size {attention}: SGLang does not support "
             "data-parallel replicas combined with attention data parallelism. Leave --dp-size out"
         )
@@ -50,7 +50,7 @@ def dp_ranks(flags: Sequence[str]) -> DpRanks:
 
 
 def int_flag(flags: Sequence[str], *names: str, default: int = 1) -> int:
-    """Value of the last of `names` in `flags`, as in SGLang. Raises: FlagError, not a whole
+    """Value of the last of `names` in `flags`, as in SGLang. Raises: EngineFlagError, not a whole
     number."""
     value = default
     for word, following in zip_longest(flags, flags[1:], fillvalue=""):
@@ -60,5 +60,5 @@ def int_flag(flags: Sequence[str], *names: str, default: int = 1) -> int:
             try:
                 value = int(text)
             except ValueError:
-                raise FlagError(f"{name} must be a whole number, got {text!r}") from None
+                raise EngineFlagError(f"{name} must be a whole number, got {text!r}") from None
     return value

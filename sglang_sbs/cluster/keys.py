@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Self
 
-from sglang_sbs.cluster.dp_ranks import FlagError
+from sglang_sbs.cluster.dp_ranks import EngineFlagError
 from sglang_sbs.cluster.flag_words import text_flag
 
 API_FLAG, ADMIN_FLAG = "--api-key", "--admin-api-key"
@@ -31,32 +31,34 @@ class Keys:
 
     @classmethod
     def of_flags(cls, flags: Sequence[str]) -> Self:
-        """Read the keys from `flags`. Raises: FlagError, a key cannot be passed to the router."""
+        """Read the keys from `flags`. Raises: EngineFlagError, the router cannot take a key."""
         for word in flags:
             name = word.partition("=")[0]
             if any(len(name) > 4 and f.startswith(name) and f != name for f in VARIABLES):
-                raise FlagError(f"{name}: write {API_FLAG} or {ADMIN_FLAG} in full")
+                raise EngineFlagError(f"{name}: write {API_FLAG} or {ADMIN_FLAG} in full")
         for flag in VARIABLES:
             if len(text_flag(flags, flag).split()) > 1:
-                raise FlagError(f"{flag}: a key with spaces in it cannot be given to the router")
+                raise EngineFlagError(
+                    f"{flag}: a key with spaces in it cannot be given to the router"
+                )
         return cls(text_flag(flags, API_FLAG), text_flag(flags, ADMIN_FLAG))
 
 
 def keys_of_router(engines: Iterable[Keys], given: Keys) -> Keys:
     """Return the keys for a router of these engines: those `given`, otherwise the engines'. Raises:
-    FlagError, an engine would refuse them."""
+    EngineFlagError, an engine would refuse them."""
     engines = list(engines)
     api = given.api or next((one.api for one in engines if one.api), "")
     admin = given.admin or next((one.admin for one in engines if one.admin), "")
     keys = Keys(api, admin)
     for one in engines:
         if one.api not in ("", keys.api):
-            raise FlagError(
+            raise EngineFlagError(
                 f"{API_FLAG}: the router has one key for clients and all engines. Give prefill, "
                 "decode and the router the same, or the router none"
             )
         if one.operator not in ("", keys.operator):
-            raise FlagError(
+            raise EngineFlagError(
                 f"{ADMIN_FLAG}: the router aborts requests with one key on all engines. Give "
                 "prefill, decode and the router the same"
             )

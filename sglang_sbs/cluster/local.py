@@ -20,7 +20,7 @@ from sglang_sbs.cluster.readiness import (
     wait_until_ready,
 )
 from sglang_sbs.cluster.spawn import Forker, Spawn, last_words, spawn_child
-from sglang_sbs.cluster.supervise import ProcessDiedError, Supervisor
+from sglang_sbs.cluster.supervise import ClusterSupervisor, ProcessDiedError
 
 ENGINE_STOP_GRACE_S = 20.0
 DEFAULT_STARTUP_TIMEOUT_S = 1800.0
@@ -39,7 +39,7 @@ class ClusterStartError(RuntimeError):
     """The cluster did not start; all its processes have been stopped."""
 
 
-class LocalCluster(Supervisor):
+class LocalCluster(ClusterSupervisor):
     """A running cluster. Entering returns when every server is ready and raises `ClusterStartError`
     if one is not. Leaving stops everything that was started, and only that."""
 

@@ -11,7 +11,7 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
-from sglang_sbs.cluster.dp_ranks import DpRanks, FlagError, dp_ranks, int_flag
+from sglang_sbs.cluster.dp_ranks import DpRanks, EngineFlagError, dp_ranks, int_flag
 from sglang_sbs.cluster.flag_words import text_flag, without_given
 from sglang_sbs.cluster.keys import ADMIN_FLAG, API_FLAG, VARIABLES, Keys, keys_of_router
 
@@ -191,7 +191,7 @@ def plan_cluster(options: ClusterOptions, port_blocks: Iterator[int]) -> Cluster
     `PORTS_PER_INSTANCE`. Raises: PlanError, which names the flag and what to write instead."""
     try:
         return _Planner(options, port_blocks).plan()
-    except FlagError as error:
+    except EngineFlagError as error:
         raise PlanError(str(error)) from None
 
 

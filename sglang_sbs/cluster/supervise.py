@@ -33,7 +33,7 @@ def describe_exit(returncode: int) -> str:
         return f"killed by signal {-returncode}"
 
 
-class Supervisor:
+class ClusterSupervisor:
     def __init__(self) -> None:
         self.processes: tuple[SpawnedProcess, ...] = ()
         """Processes that were started and not yet stopped."""

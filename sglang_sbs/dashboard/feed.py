@@ -16,7 +16,7 @@ from typing import Any, Protocol
 
 import orjson
 
-from sglang_sbs.dashboard.recorder import Order, Problems, Recorder
+from sglang_sbs.dashboard.recorder import DashboardRecorder, Order, Problems
 from sglang_sbs.scheduling.events import Command, Event
 from sglang_sbs.scheduling.explained.timelines import Timeline
 from sglang_sbs.trial.ratios import Ratio
@@ -68,16 +68,20 @@ class LocalFeed:
         lead: Callable[[], dict[str, Any] | None] = lambda: None,
         trial: Callable[[], dict[str, Any] | None] = lambda: None,
     ) -> None:
-        """``problems`` and ``order``: see :class:`.Recorder`; ``alone`` marks a front end's own;
-        ``lead`` says who of several schedulers this is, for people; ``trial`` how a trial of two
-        policies stands."""
+        """``problems`` and ``order``: see :class:`.DashboardRecorder`; ``alone`` marks a front
+        end's own; ``lead`` says who of several schedulers this is, for people; ``trial`` how a
+        trial of two policies stands."""
         self._pump = pump
         self._record = partial(
-            Recorder, problems=problems, order=order, errors=lambda: pump.errors, alone=alone
+            DashboardRecorder,
+            problems=problems,
+            order=order,
+            errors=lambda: pump.errors,
+            alone=alone,
         )
         self._lead = lead
         self._trial = trial
-        self.recorder: Recorder | None = None
+        self.recorder: DashboardRecorder | None = None
         self.watchers: dict[Stop, Take] = {}
         self._ticker: asyncio.Task[None] | None = None
         self._stays = False
@@ -110,7 +114,7 @@ class LocalFeed:
         self.watchers[stop] = take
         return stop
 
-    def _attach(self) -> Recorder:
+    def _attach(self) -> DashboardRecorder:
         if self.recorder is None:
             self.recorder = self._record(self._pump.scheduler, time.monotonic())
             self._pump.observer = self._observe

@@ -8,7 +8,7 @@ from typing import Any
 
 import msgspec
 
-from sglang_sbs.dashboard.passes import PassRecord
+from sglang_sbs.dashboard.passes import ShownPass
 from sglang_sbs.scheduling.snapshot import DecodeState, PrefillState
 from sglang_sbs.wire.balance import active_ranks, max_over_mean
 
@@ -57,13 +57,13 @@ def prefill_shown(
     }
 
 
-def pass_shown(one: PassRecord) -> list[Any]:
+def pass_shown(one: ShownPass) -> list[Any]:
     """Instance, start, end, preceding gap, wasted part of the gap, tokens per rank."""
     times_s = round(one.start_s, 3), round(one.end_s, 3)
     return [one.instance, *times_s, round(one.gap_s, 4), round(one.waste_s, 4), one.tokens]
 
 
-def balance_of(passes: Iterable[PassRecord]) -> dict[str, float] | None:
+def balance_of(passes: Iterable[ShownPass]) -> dict[str, float] | None:
     """Mean number of ranks with tokens per pass, number of ranks, and ratio of the heaviest rank to
     the mean; ``None`` without passes."""
     known = [[one for one in a_pass.tokens if one is not None] for a_pass in passes]

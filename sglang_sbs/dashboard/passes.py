@@ -18,7 +18,7 @@ all."""
 
 
 @dataclass(slots=True)
-class PassRecord:
+class ShownPass:
     instance: str
     start_s: float
     end_s: float
@@ -43,11 +43,11 @@ class _Instance:
     launched_s: float = 0.0
     waited_at_launch_s: float = 0.0
     launch_tokens: list[int | None] = field(default_factory=list)
-    last: PassRecord | None = None
+    last: ShownPass | None = None
 
     def ended(
         self, name: str, tokens: list[int | None], report: EndForward, now_s: float, waited_s: float
-    ) -> PassRecord | None:
+    ) -> ShownPass | None:
         """Record the end of a pass; returns None if it was idle or already reported by another
         rank."""
         if report.forward_id == self.last_id:
@@ -62,7 +62,7 @@ class _Instance:
         start_s = end_s - report.forward_s
         gathered = report.tokens_per_rank
         whole = None in tokens or (gathered is not None and len(gathered) == len(tokens))
-        record = PassRecord(name, start_s, end_s, tokens, whole=whole, heard_s=now_s)
+        record = ShownPass(name, start_s, end_s, tokens, whole=whole, heard_s=now_s)
         if self.ended_s is not None:
             record.gap_s = max(0.0, start_s - self.ended_s)
             if self.launch_id == report.forward_id:
@@ -78,7 +78,7 @@ class PassHistory:
     def __init__(self) -> None:
         self._instances: dict[tuple[str, int | None], _Instance] = {}
         """State by instance name; without a barrier by name and DP rank."""
-        self._unsettled: list[PassRecord] = []
+        self._unsettled: list[ShownPass] = []
 
     def on_report(
         self,
@@ -121,7 +121,7 @@ class PassHistory:
         known = self._instances.get((instance, None)) or self._instances.get((instance, rank))
         return known.ended_s if known is not None else None
 
-    def take(self, now_s: float) -> list[PassRecord]:
+    def take(self, now_s: float) -> list[ShownPass]:
         """Return the complete passes that ended since the last call, oldest first."""
         ready = [p for p in self._unsettled if p.whole or now_s - p.heard_s >= _SETTLE_S]
         if ready:

@@ -34,7 +34,7 @@ from sglang_sbs.dashboard.health.paces import Paces
 from sglang_sbs.dashboard.health.past import AlertHistory
 from sglang_sbs.dashboard.health.troubles import RECENT_S, Troubles
 from sglang_sbs.dashboard.health.well import is_all_well
-from sglang_sbs.dashboard.passes import PassHistory, PassRecord
+from sglang_sbs.dashboard.passes import PassHistory, ShownPass
 from sglang_sbs.dashboard.shadow import Shape
 from sglang_sbs.dashboard.slowest import Slowest
 from sglang_sbs.dashboard.split import TimeSplit
@@ -82,7 +82,7 @@ Order = Callable[[], Sequence[str]]
 _State = TypeVar("_State", PrefillState, DecodeState)
 
 
-class Recorder:
+class DashboardRecorder:
     """Pass it every event with ``observe``, and read a ``frame`` at regular intervals."""
 
     def __init__(
@@ -102,12 +102,12 @@ class Recorder:
         self._order = order
         self._alone = alone
         self._pass_history = PassHistory()
-        self._passes: deque[PassRecord] = deque(maxlen=_MAX_PASSES)
+        self._passes: deque[ShownPass] = deque(maxlen=_MAX_PASSES)
         self._gangs: deque[Gang] = deque(maxlen=_GANGS)
         self._new_gangs: list[Gang] = []
         self._left: deque[tuple[float, int, Dispatch]] = deque(maxlen=_MAX_WAITING)
         """Time, prompt tokens and dispatch of the requests that left since the last tick."""
-        self._new_passes: deque[PassRecord] = deque(maxlen=_PASSES_PER_FRAME)
+        self._new_passes: deque[ShownPass] = deque(maxlen=_PASSES_PER_FRAME)
         self._holds: deque[tuple[float, float]] = deque(maxlen=_MAX_HOLDS)
         self._dispatched = 0
         self._troubles = Troubles(errors)
@@ -263,7 +263,7 @@ class Recorder:
             self._slower = self._paces.look(paces_s, now_s)
             self._past.update(now_s, self._alerts(snapshot, now_s)[0])
 
-    def take_new(self, now_s: float) -> tuple[list[PassRecord], list[Gang]]:
+    def take_new(self, now_s: float) -> tuple[list[ShownPass], list[Gang]]:
         """Passes and gangs since the last call, which are added to the history."""
         passes, self._new_passes = list(self._new_passes), deque(maxlen=_PASSES_PER_FRAME)
         gangs, self._new_gangs = self._new_gangs, []

@@ -29,7 +29,7 @@ _LIMITS = {
 used."""
 
 
-class Placement(NamedTuple):
+class ProcessPosition(NamedTuple):
     """Position of a scheduler process in its engine."""
 
     dp_rank: int
@@ -51,7 +51,7 @@ class Placement(NamedTuple):
     """Hosts of the engine (``--nnodes``); 0: unknown in this SGLang."""
 
 
-class Pass(NamedTuple):
+class LaunchedPass(NamedTuple):
     """One forward pass as it was launched."""
 
     forward_id: int
@@ -74,7 +74,7 @@ class Draft(EndForward, frozen=False):  # type: ignore[misc]
     """A mutable EndForward that is being filled in; receivers get it frozen."""
 
 
-def read_placement(scheduler: Any) -> Placement:
+def read_placement(scheduler: Any) -> ProcessPosition:
     """Rank of this process, by the rule of ``disaggregation/kv_events.py`` (0.5.16+).
 
     The numbers live in ``runtime_context.get_parallel()`` (0.5.22+), ``scheduler.ps`` (0.5.14 to
@@ -88,7 +88,7 @@ def read_placement(scheduler: Any) -> Placement:
     by_attention = int(attn_dp_size) > 1
     tp_rank, cp_rank = int(ranks.attn_tp_rank), int(getattr(ranks, "attn_cp_rank", 0))
     attn_tp_size = int(getattr(ranks, "attn_tp_size", 0))
-    return Placement(
+    return ProcessPosition(
         dp_rank=int((ranks.attn_dp_rank if by_attention else ranks.dp_rank) or 0),
         dp_size=int(attn_dp_size) if by_attention else max(1, int(ranks.dp_size)),
         emits=ranks.pp_rank == 0 and tp_rank == 0 and cp_rank == 0,
@@ -100,7 +100,7 @@ def read_placement(scheduler: Any) -> Placement:
     )
 
 
-def rank_is_on_several_hosts(scheduler: Any, placement: Placement) -> bool:
+def rank_is_on_several_hosts(scheduler: Any, placement: ProcessPosition) -> bool:
     """Return whether the DP rank's processes, which have consecutive TP ranks, span several
     hosts."""
     if placement.hosts < 2:
@@ -166,7 +166,7 @@ def read_role(scheduler: Any) -> Role:
     return cast(Role, scheduler.disaggregation_mode.value)
 
 
-def read_pass(scheduler: Any, batch: Any, entered_s: float, dp_size: int) -> Pass:
+def read_pass(scheduler: Any, batch: Any, entered_s: float, dp_size: int) -> LaunchedPass:
     """Describe a batch right after ``Scheduler.run_batch`` (``managers/schedule_batch.py``).
 
     Its number is ``batch.forward_iter`` (0.5.12+), before ``scheduler.forward_ct``. Decode batches
@@ -177,7 +177,7 @@ def read_pass(scheduler: Any, batch: Any, entered_s: float, dp_size: int) -> Pas
     is_extend = mode.is_extend() and not mode.is_target_verify()
     stats = getattr(batch, "prefill_stats", None) if is_extend else None
     per_rank = getattr(batch, "global_num_tokens", None)
-    return Pass(
+    return LaunchedPass(
         forward_id=int(getattr(batch, "forward_iter", None) or scheduler.forward_ct),
         mode=mode.name.lower(),
         launch_s=getattr(batch, "launch_ts", None) or entered_s,
@@ -204,14 +204,14 @@ def _finished(reqs: Sequence[Any]) -> list[str]:
     return finished
 
 
-def note_pass(result: Any, launched: Pass) -> None:
+def note_pass(result: Any, launched: LaunchedPass) -> None:
     """Attach a pass to SGLang's result, which the event loops carry to the end of the pass. Does
     nothing if the result accepts no attributes; :func:`noted_pass` then returns None."""
     with contextlib.suppress(AttributeError):
         result._sbs_pass = launched
 
 
-def noted_pass(result: Any) -> Pass | None:
+def noted_pass(result: Any) -> LaunchedPass | None:
     return getattr(result, "_sbs_pass", None)
 
 
@@ -297,13 +297,13 @@ class SchedulerReader:
         """Fields that this version cannot fill."""
         self.missing += [name for name in _LIMITS if not getattr(self.said, name)]
 
-    def is_spin(self, one: Pass) -> bool:
+    def is_spin(self, one: LaunchedPass) -> bool:
         """Return whether this is a turn of an idle rank and not a pass: without a barrier (and
         without DWDP) SGLang runs an empty batch in each turn (``dp_attn.py``:
         ``need_idle_batch``)."""
         return one.mode == "idle" and not self.said.barrier
 
-    def inflight(self) -> list[Pass]:
+    def inflight(self) -> list[LaunchedPass]:
         """Passes launched and not yet processed, oldest first (overlap scheduling only)."""
         queue = getattr(self.scheduler, "result_queue", None) or ()
         noted = (noted_pass(result) for _, result in queue)

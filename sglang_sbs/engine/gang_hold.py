@@ -73,7 +73,7 @@ Original = Callable[..., Any]
 
 
 @dataclass(slots=True)
-class _Gang:
+class _HeldBatch:
     part: GangPart
     """This rank's part; with ``members`` 0 there are only requests that follow it so far."""
     first_pass: int = 0
@@ -127,10 +127,10 @@ class GangHold:
         self._looks = 0  # at the queue
         self._turn_s = clock()
         self._last_turn_s = 0.0  # how long the turn before this one counts
-        self._gangs: dict[int, _Gang] = {}  # by tag
+        self._gangs: dict[int, _HeldBatch] = {}  # by tag
         self._passes = 0  # that were started so far
         self._usual_span_s = 0.0
-        self._incomplete: list[_Gang] = []
+        self._incomplete: list[_HeldBatch] = []
         """Gangs that started without some requests that had not arrived."""
 
     def fault(self) -> str:
@@ -232,7 +232,7 @@ class GangHold:
             gang = self._gangs.get(part.tag)
             if gang is None or (part.members and not gang.part.members):
                 # A part of the gang decides for the requests that follow it as well.
-                gang = self._gangs[part.tag] = _Gang(part, first_pass=self._passes)
+                gang = self._gangs[part.tag] = _HeldBatch(part, first_pass=self._passes)
             if part.members > 0:
                 gang.seen.add(req.rid)
         if len(self._gangs) > _MOST_GANGS:
@@ -242,7 +242,7 @@ class GangHold:
         self._learn_of_late_ones()
         return here
 
-    def _may_follow(self, gang: _Gang) -> bool:
+    def _may_follow(self, gang: _HeldBatch) -> bool:
         """Return whether requests may start that follow a gang of which this rank has no part: in
         the turn in which the gang starts. They wait at most for a handshake and one pass."""
         if gang.free or gang.part.ranks == 1 or not self._ranks.is_open:
@@ -251,17 +251,19 @@ class GangHold:
         gang.free = self._agreed(gang) or gang.arrival_s >= self._limit_s or self._missed(gang)
         return gang.free
 
-    def _missed(self, gang: _Gang) -> bool:
+    def _missed(self, gang: _HeldBatch) -> bool:
         return self._passes - gang.first_pass > MOST_MISSED
 
-    def _report(self, team: OtherProcess, queue: Any, gang: _Gang, reqs: Sequence[Any]) -> None:
+    def _report(
+        self, team: OtherProcess, queue: Any, gang: _HeldBatch, reqs: Sequence[Any]
+    ) -> None:
         """Report to the deciding process when all of a gang has arrived, and when it is ready
         here."""
         if not gang.word.ready_turn and len(gang.seen) >= gang.part.members:
             ready = not any(in_handshake(queue, req) for req in reqs)
             team.report(gang.part.tag, gang.word, ready, self._turn)
 
-    def _may_start(self, queue: Any, gang: _Gang, reqs: Sequence[Any]) -> bool:
+    def _may_start(self, queue: Any, gang: _HeldBatch, reqs: Sequence[Any]) -> bool:
         word = gang.word
         says = not word.arrived and len(gang.seen) >= gang.part.members
         word.arrived |= says
@@ -288,14 +290,14 @@ class GangHold:
             self._ranks.waited(gang.part.tag)
         return gang.free
 
-    def _agreed(self, gang: _Gang) -> bool:
+    def _agreed(self, gang: _HeldBatch) -> bool:
         """Return whether all ranks start the gang in this turn."""
         after_pass = self._result_turn == self._turn
         return self._ranks.agreed(gang.part, self._turn, gang.word) or (
             after_pass and self._ranks.taken_in(gang.part, self._turn)
         )
 
-    def _waited_enough(self, gang: _Gang) -> bool:
+    def _waited_enough(self, gang: _HeldBatch) -> bool:
         if gang.came:
             gang.handshake_s += self._last_turn_s
         else:
@@ -312,7 +314,7 @@ class GangHold:
                 self._team.board.waited(gang.part.tag)
         return enough
 
-    def _has_come(self, gang: _Gang) -> bool:
+    def _has_come(self, gang: _HeldBatch) -> bool:
         return len(gang.seen) >= gang.part.members and self._ranks.all_arrived(gang.part)
 
     def _took(self, span_s: float) -> None:
@@ -349,7 +351,7 @@ class GangHold:
         elif place.dp_size <= MOST_RANKS:
             self._ranks = self._open_board(name, place.dp_rank, place.dp_size)
 
-    def _open_team(self, scheduler: Any, place: collect.Placement, name: str) -> OnlyProcess:
+    def _open_team(self, scheduler: Any, place: collect.ProcessPosition, name: str) -> OnlyProcess:
         if place.processes == 1:
             return OnlyProcess()
         board = Board()

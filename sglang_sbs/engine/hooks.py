@@ -20,7 +20,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from sglang_sbs.engine import collect
-from sglang_sbs.engine.collect import Pass, SchedulerReader
+from sglang_sbs.engine.collect import LaunchedPass, SchedulerReader
 from sglang_sbs.engine.config import HookConfig, join_tcp, split_tcp
 from sglang_sbs.engine.publish import BindError, Publisher
 from sglang_sbs.wire.endforward import (
@@ -39,9 +39,9 @@ CHANGE_SHARE = 0.25
 """A change of the running set shortens the interval between decode messages to this share."""
 CHANGE_INTERVAL_S = 0.01
 """A change of state outside of passes is reported at most this often."""
-_OF_PASS = [name for name in Pass._fields if name not in ("is_extend", "finished")]
+_OF_PASS = [name for name in LaunchedPass._fields if name not in ("is_extend", "finished")]
 """Fields of a pass that are also fields of a message."""
-_NO_PASS = Pass(0, "idle", 0.0, 0, 0, 0, None, False)
+_NO_PASS = LaunchedPass(0, "idle", 0.0, 0, 0, 0, None, False)
 """Pass in messages of a rank that has run none."""
 Original = Callable[..., Any]
 
@@ -262,7 +262,7 @@ class RankHook:
         self,
         kind: Kind,
         counts: tuple[int, ...],
-        reported: Pass,
+        reported: LaunchedPass,
         begun_s: float,
         started: Sequence[Started] = (),
     ) -> None:

@@ -7,7 +7,7 @@ import math
 
 import msgspec
 
-from sglang_sbs.evaluate.workload import Placement, Workload
+from sglang_sbs.evaluate.workload import RecordedPlacement, Workload
 from sglang_sbs.scheduling import Scheduler, events
 from sglang_sbs.simulator.cluster.boot import DECODE
 from sglang_sbs.simulator.cluster.outcome import Outcome
@@ -39,7 +39,7 @@ compares waiting times, so no policy may refuse requests."""
 class RecordedPlacements:
     """Replaces a scheduler: sends each request at its recorded time to its recorded place."""
 
-    def __init__(self, placements: list[Placement]) -> None:
+    def __init__(self, placements: list[RecordedPlacement]) -> None:
         self._placements = placements
         self._due: list[tuple[float, int, str]] = []
         self._woken_for_s = math.nan

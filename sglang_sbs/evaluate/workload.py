@@ -45,7 +45,7 @@ class TooLittle(ValueError):
     """The log is too short or incomplete for an evaluation; the message says why."""
 
 
-class Placement(msgspec.Struct, frozen=True):
+class RecordedPlacement(msgspec.Struct, frozen=True):
     """Place and time of a recorded request. Seconds from the start of the workload."""
 
     at_s: float
@@ -60,7 +60,7 @@ class Workload:
     """One recorded run; lists are in order of arrival with one entry per request."""
 
     arrivals: list[Arrival]
-    placements: list[Placement]
+    placements: list[RecordedPlacement]
     measured_s: list[float]
     """Measured time to the first token in seconds; NaN: not measured, or in the warm-up."""
     after_s: list[float]
@@ -194,7 +194,7 @@ class _Builder:
         more = told.session, told.priority, told.tenant
         return Arrival(at_s, max(1, tokens), output, blocks, *more)
 
-    def placements(self) -> list[Placement]:
+    def placements(self) -> list[RecordedPlacement]:
         first, offsets = 0, {}
         for up in self.recording.decode:
             offsets[up.instance], first = first, first + up.dp_size
@@ -204,7 +204,9 @@ class _Builder:
             assert r.prefill is not None and r.decode is not None
             (name, rank), (decode, decode_rank) = r.prefill, r.decode
             at = (offsets.get(decode, 0) + max(0, decode_rank)) % max(1, first)
-            out.append(Placement(r.dispatched_s - start_s, self.names[name], rank, at, r.batch))
+            out.append(
+                RecordedPlacement(r.dispatched_s - start_s, self.names[name], rank, at, r.batch)
+            )
         return out
 
     def measured_s(self, request: RecordedRequest) -> float:

@@ -16,7 +16,7 @@ from pathlib import Path
 
 from sglang_sbs import __version__
 from sglang_sbs.console.plain_words import counted, plain_error
-from sglang_sbs.observe.recorder import WINDOW_S, Recorder
+from sglang_sbs.observe.recorder import WINDOW_S, TrafficRecorder
 from sglang_sbs.observe.traffic import Traffic
 from sglang_sbs.router.options.several import is_local
 from sglang_sbs.router.signals.endforward_socket import EndForwardSocket
@@ -78,7 +78,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         made.error(f"--key-file: {error}")
     if keys is None and not is_local(args.endforward):
         print(_OPEN.format(args.endforward), file=sys.stderr)
-    observation = Observation(args.out)
+    observation = Observer(args.out)
     try:
         asyncio.run(observation.run(args.endforward, args.connect, keys, 60 * args.minutes))
     except OSError as error:
@@ -94,7 +94,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 @dataclass
-class Observation:
+class Observer:
     """One recording. A record is written once no later message can precede it."""
 
     out: Path
@@ -107,7 +107,7 @@ class Observation:
     """Ends the recording early."""
 
     def __post_init__(self) -> None:
-        self.recorder = Recorder(self.traffic.on_request, self.traffic.on_pass)
+        self.recorder = TrafficRecorder(self.traffic.on_request, self.traffic.on_pass)
         self.receiver = EndForwardSocket(self._receive, "--endforward")
 
     @property

@@ -85,7 +85,7 @@ class _EngineClock:
 
 
 @dataclass(slots=True)
-class _Rank:
+class _ReportedRank:
     next_seq: int
     accepted_before: int
     """Requests that the engine accepted before its first message."""
@@ -98,7 +98,7 @@ class _Rank:
 class _Engine:
     instance: str
     clock: _EngineClock = field(default_factory=_EngineClock)
-    ranks: dict[int, _Rank] = field(default_factory=dict)
+    ranks: dict[int, _ReportedRank] = field(default_factory=dict)
     open: OrderedDict[str, ObservedRequest] = field(default_factory=OrderedDict)
     """Accepted requests not yet computed, by the rid in messages."""
     starting: OrderedDict[tuple[int, int], list[ObservedRequest]] = field(
@@ -107,7 +107,7 @@ class _Engine:
     """Requests in unfinished first passes, by DP rank and forward id."""
 
 
-class Recorder:
+class TrafficRecorder:
     """Takes every message, and returns the records that are due."""
 
     def __init__(
@@ -144,7 +144,7 @@ class Recorder:
         rank = engine.ranks.get(report.dp_rank)
         if rank is None:
             before = max(0, report.accepted_requests - len(report.rids))
-            rank = engine.ranks[report.dp_rank] = _Rank(report.seq, before)
+            rank = engine.ranks[report.dp_rank] = _ReportedRank(report.seq, before)
         if report.seq < rank.next_seq:
             self.counts["repeated"] += 1
             return

@@ -27,7 +27,7 @@ EVEN = 1.1
 
 
 @dataclass(slots=True)
-class _Pass:
+class _SeenPass:
     tokens: dict[int, int] = field(default_factory=dict)
     """Tokens by DP rank."""
     start_s: float = 0.0
@@ -65,7 +65,7 @@ class Traffic:
         self.most_tokens = 0.0
         self.mean_tokens = 0.0
         """Sum over the shared passes, like the next."""
-        self._open: OrderedDict[tuple[str, int], _Pass] = OrderedDict()
+        self._open: OrderedDict[tuple[str, int], _SeenPass] = OrderedDict()
         self._busy: dict[tuple[str, int], _Busy] = {}
 
     def on_request(self, request: ObservedRequest) -> None:
@@ -83,7 +83,7 @@ class Traffic:
         shared = report.barrier and report.dp_size > 1
         rank = -1 if shared else report.dp_rank
         key = (f"{name} {rank}", report.forward_id)
-        one = self._open.pop(key, None) or _Pass()
+        one = self._open.pop(key, None) or _SeenPass()
         one.tokens[report.dp_rank] = report.extend_tokens
         one.start_s, one.end_s = end_s - report.forward_s, end_s
         if shared and len(one.tokens) < report.dp_size:
@@ -93,7 +93,7 @@ class Traffic:
         elif any(one.tokens.values()):
             self._count((name, rank), one, report.dp_size if shared else 1)
 
-    def _count(self, place: tuple[str, int], one: _Pass, ranks: int) -> None:
+    def _count(self, place: tuple[str, int], one: _SeenPass, ranks: int) -> None:
         self.passes += 1
         self.passes_s += one.end_s - one.start_s
         busy = self._busy.setdefault(place, _Busy(one.start_s, one.start_s))

@@ -86,7 +86,7 @@ class Pace:
         return start_s - now_s
 
 
-class Turns:
+class LoopTurns:
     """Admits a few pieces of work per turn of the event loop, taking senders in turn."""
 
     def __init__(self, at_once: int) -> None:

@@ -21,7 +21,7 @@ from benchmarks.demo.runs import router_process
 from benchmarks.router_processes import Contender
 from sglang_sbs.cluster.plan import PORTS_PER_INSTANCE, ProcessPlan, Role, pd_urls
 from sglang_sbs.cluster.ports import free_port_blocks
-from sglang_sbs.observe.cli import Observation
+from sglang_sbs.observe.cli import Observer
 from sglang_sbs.scheduling import Dispatch, ForwardEnded, PrefillDone, RequestArrived
 from sglang_sbs.scheduling.eventlog import read_event_log
 from sglang_sbs.simulator.workloads.arrivals import read_trace
@@ -51,7 +51,7 @@ async def test_arrivals_lengths_and_placement_are_what_was_sent(
         environment={**os.environ, "SGLANG_SBS_ROUTERS": endpoint},
     )
     stock = Contender("rust", "sglang_router.launch_router", ("--policy", "round_robin"))
-    observation = Observation(out)
+    observation = Observer(out)
     sent: dict[int, tuple[float, float]] = {}
     async with start(options) as cluster, aiohttp.ClientSession() as http:
         observing = asyncio.create_task(observation.run(endpoint, [], None, 3600))

@@ -10,7 +10,7 @@ from router_harness import cluster, until
 
 from sglang_sbs.dashboard.health.alerts import Alert
 from sglang_sbs.dashboard.health.past import AGAIN_S, KEPT_S, MOST_KEPT, AlertHistory
-from sglang_sbs.dashboard.recorder import Recorder
+from sglang_sbs.dashboard.recorder import DashboardRecorder
 from sglang_sbs.scheduling import InstanceDown, InstanceUp, Scheduler, SchedulerConfig
 
 SLOW = Alert("warning", "slow_ttft", "", "TTFT is slow: p95 3 s", "add capacity")
@@ -66,13 +66,13 @@ def test_memory_is_bounded_and_what_goes_on_is_kept() -> None:
     assert len(history.over()) + MOST_KEPT <= 2 * MOST_KEPT
 
 
-def frames_of(recorder: Recorder, times_s: list[float]) -> list[dict[str, Any]]:
+def frames_of(recorder: DashboardRecorder, times_s: list[float]) -> list[dict[str, Any]]:
     return [recorder.frame(now_s) for now_s in times_s]
 
 
 def test_frames_tell_of_the_past_when_it_changes_and_histories_always() -> None:
     scheduler = Scheduler(SchedulerConfig())
-    recorder = Recorder(scheduler, 0.0)
+    recorder = DashboardRecorder(scheduler, 0.0)
     for name, role in (("http://p0:1", "prefill"), ("http://d0:1", "decode")):
         scheduler.handle(InstanceUp(instance=name, role=role, dp_size=1, chunk_tokens=100), 0.0)
     scheduler.handle(InstanceDown(instance="http://d0:1"), 1.0)
@@ -90,14 +90,14 @@ def test_frames_tell_of_the_past_when_it_changes_and_histories_always() -> None:
 
 
 def test_nobody_has_to_look() -> None:
-    recorder = Recorder(Scheduler(SchedulerConfig()), 0.0)
+    recorder = DashboardRecorder(Scheduler(SchedulerConfig()), 0.0)
     recorder.tick(1.0)
     assert {one["since_s"] for one in recorder.frame(5.0)["alerts"]} == {1.0}
 
 
 def test_failed_events_are_forgotten_and_remembered_as_past() -> None:
     failed = [0]
-    recorder = Recorder(Scheduler(SchedulerConfig()), 0.0, errors=lambda: failed[0])
+    recorder = DashboardRecorder(Scheduler(SchedulerConfig()), 0.0, errors=lambda: failed[0])
     recorder.tick(1.0)
     failed[0] = 3
     kinds = [[one["kind"] for one in frame["alerts"]] for frame in frames_of(recorder, [2.0, 70.0])]

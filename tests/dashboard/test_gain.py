@@ -18,7 +18,7 @@ from sglang_sbs.dashboard.gain import (
     by_bound,
     in_words,
 )
-from sglang_sbs.dashboard.recorder import Recorder
+from sglang_sbs.dashboard.recorder import DashboardRecorder
 from sglang_sbs.dashboard.shadow import ShadowCluster, Shape
 from sglang_sbs.dashboard.ttft import SLICE_S, TtftComparison
 from sglang_sbs.scheduling import Command, Event, PolicySwitched, Scheduler, SchedulerConfig
@@ -40,7 +40,7 @@ class Watched(Scheduler):
 
     def __init__(self, policy: str) -> None:
         super().__init__(SchedulerConfig(policy=policy))
-        self.recorder: Recorder | None = None
+        self.recorder: DashboardRecorder | None = None
         self.figures: list[dict[str, float]] = []
         self._next_s = 0.0
 
@@ -48,7 +48,7 @@ class Watched(Scheduler):
         """See :class:`~sglang_sbs.scheduling.Scheduler`."""
         commands = super().handle(event, now_s)
         if self.recorder is None:
-            self.recorder = Recorder(self, now_s)
+            self.recorder = DashboardRecorder(self, now_s)
             self.recorder.ttft.gain.add = self._take  # type: ignore[method-assign]
         self.recorder.observe(event, commands, now_s)
         if now_s >= self._next_s:
@@ -231,7 +231,7 @@ def test_a_slice_is_bounded_and_too_many_requests_end_the_estimate_for_a_minute(
 
 def test_after_a_switch_of_the_policy_only_what_runs_now_counts() -> None:
     scheduler = Scheduler(SchedulerConfig(policy="eta"))
-    recorder = Recorder(scheduler, 0.0)
+    recorder = DashboardRecorder(scheduler, 0.0)
     recorder.ttft.gain = gain = filled(8, 1.0)
     assert gain.ratios(8 * MINUTE_S)["eta"].ratio == pytest.approx(1.0)
     switch, now_s = PolicySwitched(policy="sbs"), 8 * MINUTE_S + 20

@@ -17,7 +17,7 @@ from sglang_sbs.dashboard.health import alerts, well
 from sglang_sbs.dashboard.health.alerts import Recent, find_alerts
 from sglang_sbs.dashboard.health.paces import Paces
 from sglang_sbs.dashboard.health.well import Wellness, is_all_well
-from sglang_sbs.dashboard.recorder import Recorder
+from sglang_sbs.dashboard.recorder import DashboardRecorder
 from sglang_sbs.dashboard.shadow import Shape
 from sglang_sbs.dashboard.ttft import TtftComparison
 from sglang_sbs.scheduling import ForwardEnded, InstanceUp, RequestArrived, Scheduler
@@ -280,7 +280,7 @@ def test_bubbles_are_the_time_without_a_pass_while_requests_waited() -> None:
     scheduler = Scheduler(SchedulerConfig())
     for name, role in ((P0, "prefill"), (D0, "decode")):
         scheduler.handle(InstanceUp(instance=name, role=role, dp_size=1, chunk_tokens=100), 0.0)
-    recorder = Recorder(scheduler, 0.0)
+    recorder = DashboardRecorder(scheduler, 0.0)
     recorder.observe(RequestArrived(rid="a", prompt_tokens=9), [], 1.0)  # it waits for ever
     for number in range(1, 21):
         for kind, at_s in (("launch", 1.0 * number), ("forward", number + 0.5)):

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from sglang_sbs.observe.recorder import Recorder
+from sglang_sbs.observe.recorder import TrafficRecorder
 from sglang_sbs.scheduling import SchedulerConfig
 from sglang_sbs.scheduling.eventlog import EventLogWriter
 from sglang_sbs.wire import EndForward
@@ -23,7 +23,9 @@ DECODE = "http://d0:30000"
 class Rank:
     """Makes one rank's messages and gives them to a recorder. Times are the engine's clock."""
 
-    def __init__(self, recorder: Recorder, dp_rank: int, *, role: str = "prefill", **fixed) -> None:
+    def __init__(
+        self, recorder: TrafficRecorder, dp_rank: int, *, role: str = "prefill", **fixed
+    ) -> None:
         self.recorder = recorder
         self.seq = 0
         name = DECODE if role == "decode" else PREFILL
@@ -51,7 +53,7 @@ class Rank:
         self.say(end_s, "forward", **common, **times, **fields)
 
 
-def hear_three_requests(recorder: Recorder) -> None:
+def hear_three_requests(recorder: TrafficRecorder) -> None:
     """``a`` (1,500 tokens, 100 of them cached, so two passes) and ``c`` go to rank 0, ``b`` (300
     tokens) to rank 1. Passes take 0.2 s; ``c`` arrives during the first and waits for it."""
     ranks = [Rank(recorder, 0), Rank(recorder, 1)]
@@ -70,7 +72,7 @@ def hear_three_requests(recorder: Recorder) -> None:
 
 def write_sample(path: Path) -> None:
     """The event log that ``observe`` writes of :func:`hear_three_requests`."""
-    recorder = Recorder()
+    recorder = TrafficRecorder()
     hear_three_requests(recorder)
     log = EventLogWriter(path, SchedulerConfig(), observed=True)
     for record in recorder.due(float("inf")):

@@ -13,8 +13,8 @@ import pytest
 import zmq
 from observed import Rank, hear_three_requests
 
-from sglang_sbs.observe.cli import Observation, main
-from sglang_sbs.observe.recorder import Recorder
+from sglang_sbs.observe.cli import Observer, main
+from sglang_sbs.observe.recorder import TrafficRecorder
 from sglang_sbs.scheduling import PrefillDone, RequestArrived
 from sglang_sbs.scheduling.eventlog import read_event_log
 from sglang_sbs.wire import EndForward, encode_endforward
@@ -96,13 +96,13 @@ def test_without_an_engine_it_says_what_to_do(tmp_path: Path) -> None:
 
 
 def test_an_older_plugin_and_lost_messages_are_named(tmp_path: Path) -> None:
-    old = Observation(tmp_path / "out")
+    old = Observer(tmp_path / "out")
     Rank(old.recorder, 0).say(1.0, sent_s=0.0, rids=["r"], accepted_requests=1)
     assert "too old to report their lengths" in old.summary("tcp://127.0.0.1:1")[0]
-    quiet = Observation(tmp_path / "out")
+    quiet = Observer(tmp_path / "out")
     Rank(quiet.recorder, 0).say(1.0)
     assert "no request came in" in quiet.summary("tcp://127.0.0.1:1")[0]
-    torn = Observation(tmp_path / "out")
+    torn = Observer(tmp_path / "out")
     hear_three_requests(torn.recorder)
     rank = Rank(torn.recorder, 0, boot_id="another")
     rank.say(1.0)
@@ -141,4 +141,4 @@ def test_a_flag_that_cannot_be_meant_is_named(flags, named, tmp_path, capsys) ->
         main(["--out", str(tmp_path / "out"), *flags])
     assert raised.value.code == 2
     assert named in capsys.readouterr().err
-    assert Recorder().counts == {}
+    assert TrafficRecorder().counts == {}

@@ -12,7 +12,7 @@ from observed import BEHIND_S, DECODE, PREFILL, TRANSIT_S, Rank, hear_three_requ
 
 from sglang_sbs.explain.log import main as log_main
 from sglang_sbs.explain.why import main as why_main
-from sglang_sbs.observe.recorder import MAX_SPAN_S, Recorder
+from sglang_sbs.observe.recorder import MAX_SPAN_S, TrafficRecorder
 from sglang_sbs.observe.traffic import Traffic
 from sglang_sbs.scheduling import Dispatch, ForwardEnded, InstanceUp, PrefillDone, RequestArrived
 from sglang_sbs.scheduling.eventlog import LogRecord, read_event_log
@@ -24,7 +24,7 @@ from sglang_sbs.wire.endforward import Accepted, Started
 CLOCK_S = BEHIND_S + TRANSIT_S
 
 
-def records_of(recorder: Recorder, event: type) -> list:
+def records_of(recorder: TrafficRecorder, event: type) -> list:
     return [one for one in recorder.due(float("inf")) if isinstance(one.event, event)]
 
 
@@ -93,7 +93,7 @@ def test_an_observed_log_is_a_trace_and_for_people_and_no_replay(tmp_path, capsy
 
 
 def test_a_message_that_was_delayed_does_not_move_the_clock() -> None:
-    recorder = Recorder()
+    recorder = TrafficRecorder()
     rank = Rank(recorder, 0)
     rank.say(1.0)
     rank.say(2.0, transit_s=0.3, accepted=[Accepted("late", 10, 1.9)])
@@ -103,7 +103,7 @@ def test_a_message_that_was_delayed_does_not_move_the_clock() -> None:
 
 @pytest.mark.parametrize("arrived_s", [0.0, 1e11, 1e-9])
 def test_an_impossible_arrival_is_bounded(arrived_s: float) -> None:
-    recorder = Recorder()
+    recorder = TrafficRecorder()
     Rank(recorder, 0).say(9000.0, accepted=[Accepted("r", 10, arrived_s)])
     (arrived,) = records_of(recorder, RequestArrived)
     now_s = 9000.0 + CLOCK_S
@@ -111,7 +111,7 @@ def test_an_impossible_arrival_is_bounded(arrived_s: float) -> None:
 
 
 def test_an_id_used_again_and_one_that_is_too_long_are_readable_in_the_log(tmp_path: Path) -> None:
-    recorder = Recorder()
+    recorder = TrafficRecorder()
     rank = Rank(recorder, 0)
     long = "r" * 5000
     for number, rid in enumerate([long, "again", "again"], 1):
@@ -129,7 +129,7 @@ def test_an_id_used_again_and_one_that_is_too_long_are_readable_in_the_log(tmp_p
 
 
 def test_messages_twice_lost_or_of_an_older_plugin_are_counted() -> None:
-    recorder = Recorder()
+    recorder = TrafficRecorder()
     rank = Rank(recorder, 0)
     rank.say(1.0)
     rank.seq = 0
@@ -143,7 +143,7 @@ def test_messages_twice_lost_or_of_an_older_plugin_are_counted() -> None:
 
 
 def test_requests_of_an_engine_that_restarted_are_not_mixed_with_those_before() -> None:
-    recorder = Recorder()
+    recorder = TrafficRecorder()
     before = Rank(recorder, 0)
     before.say(1.0, accepted=[Accepted("r", 10, 1.0)])
     after = Rank(recorder, 0, boot_id="another boot")
@@ -156,14 +156,14 @@ def test_requests_of_an_engine_that_restarted_are_not_mixed_with_those_before() 
 
 
 def test_an_engine_without_a_configured_name_has_one_of_its_role() -> None:
-    recorder = Recorder()
+    recorder = TrafficRecorder()
     Rank(recorder, 0, instance_id="", boot_id="0123456789abcdef").say(1.0)
     Rank(recorder, 0, instance_id="", boot_id="b", dist_init_addr="10.0.0.1:5000").say(1.0)
     assert list(recorder.instances) == ["prefill-01234567", "10.0.0.1:5000"]
 
 
 def test_passes_launched_ahead_are_known_as_overlap() -> None:
-    recorder = Recorder()
+    recorder = TrafficRecorder()
     rank = Rank(recorder, 0)
     rank.say(1.0)
     rank.pass_(1, 1.0, 1.1, 10, inflight_passes=1)
@@ -172,7 +172,7 @@ def test_passes_launched_ahead_are_known_as_overlap() -> None:
 
 def test_requests_of_a_first_pass_began_when_the_pass_before_it_ended() -> None:
     seen = {}
-    recorder = Recorder(on_request=lambda request: seen.update({request.rid: request}))
+    recorder = TrafficRecorder(on_request=lambda request: seen.update({request.rid: request}))
     hear_three_requests(recorder)
     began = {rid: round(one.arrived_s + one.waited_s, 4) for rid, one in seen.items()}
     assert began == {"a": 10.01, "b": 10.01, "c": 10.22}
@@ -211,7 +211,7 @@ def test_whatever_engines_say_the_log_can_be_read_and_each_request_ends_at_most_
     messages: list[EndForward],
 ) -> None:
     traffic = Traffic()
-    recorder = Recorder(traffic.on_request, traffic.on_pass)
+    recorder = TrafficRecorder(traffic.on_request, traffic.on_pass)
     for number, message in enumerate(messages):
         recorder.receive(decode_endforward(encode_endforward(message)), 5000.0 + number)
     records = list(recorder.due(float("inf")))

@@ -5,14 +5,14 @@ from __future__ import annotations
 import pytest
 from observed import Rank, hear_three_requests
 
-from sglang_sbs.observe.recorder import Recorder
+from sglang_sbs.observe.recorder import TrafficRecorder
 from sglang_sbs.observe.traffic import LEAST_PASSES, Traffic
 from sglang_sbs.wire.endforward import Accepted, Started
 
 
-def observing() -> tuple[Recorder, Traffic]:
+def observing() -> tuple[TrafficRecorder, Traffic]:
     traffic = Traffic()
-    return Recorder(traffic.on_request, traffic.on_pass), traffic
+    return TrafficRecorder(traffic.on_request, traffic.on_pass), traffic
 
 
 def test_three_requests_in_numbers() -> None:

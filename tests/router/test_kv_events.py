@@ -99,14 +99,14 @@ async def test_what_comes_during_a_replay_waits_for_its_end(
 ) -> None:
     """In its socket, and nobody looks there all the time."""
     looks = 0
-    turn = kv_subscriber._Rank._turn
+    turn = kv_subscriber._RankConnection._turn
 
     async def counted(rank: Any) -> None:
         nonlocal looks
         looks += 1
         await turn(rank)
 
-    monkeypatch.setattr(kv_subscriber._Rank, "_turn", counted)
+    monkeypatch.setattr(kv_subscriber._RankConnection, "_turn", counted)
     async with system() as here:
         first, loop = here.publishers[0], asyncio.get_running_loop()
         first.publish(stored(1))

@@ -14,7 +14,7 @@ from harness.until import until
 from benchmarks.breakable import BreakableProcesses
 from sglang_sbs.cluster.plan import ProcessPlan
 from sglang_sbs.cluster.spawn import SpawnedProcess, SpawnError, last_log_lines
-from sglang_sbs.cluster.supervise import ProcessDiedError, Supervisor, describe_exit
+from sglang_sbs.cluster.supervise import ClusterSupervisor, ProcessDiedError, describe_exit
 
 SLEEP = "import time; print('up', flush=True); time.sleep(600)"
 IGNORES_SIGTERM = (
@@ -38,7 +38,7 @@ def plan(tmp_path: Path, name: str, program: str, **environment: str) -> Process
     )
 
 
-async def start(supervisor: Supervisor, process: ProcessPlan) -> SpawnedProcess:
+async def start(supervisor: ClusterSupervisor, process: ProcessPlan) -> SpawnedProcess:
     """Start and wait for the program's first line."""
     started = await supervisor.start(process)
     await until(lambda: "up" in process.log_path.read_text())
@@ -55,7 +55,7 @@ def is_alive(pid: int) -> bool:
 
 async def test_output_and_environment_reach_the_process(tmp_path: Path) -> None:
     program = "import os, sys; print(os.environ['X']); print('err', file=sys.stderr)"
-    supervisor = Supervisor()
+    supervisor = ClusterSupervisor()
     process = await supervisor.start(plan(tmp_path, "a", program, X="value"))
     assert await process.exited == 0
     assert set((tmp_path / "a.log").read_text().split()) == {"value", "err"}
@@ -64,11 +64,11 @@ async def test_output_and_environment_reach_the_process(tmp_path: Path) -> None:
 async def test_a_program_that_is_not_there_is_named(tmp_path: Path) -> None:
     missing = ProcessPlan("a", ("/nonexistent/python",), {}, tmp_path / "a.log")
     with pytest.raises(SpawnError, match=r"cannot start a .*/nonexistent/python"):
-        await Supervisor().start(missing)
+        await ClusterSupervisor().start(missing)
 
 
 async def test_stop_ends_what_was_started_and_nothing_else(tmp_path: Path) -> None:
-    ours, theirs = Supervisor(), Supervisor()
+    ours, theirs = ClusterSupervisor(), ClusterSupervisor()
     stopped = [await start(ours, plan(tmp_path, name, SLEEP)) for name in ("a", "b")]
     other = await start(theirs, plan(tmp_path, "c", SLEEP))
     assert await ours.stop(grace_s=30) == []
@@ -80,14 +80,14 @@ async def test_stop_ends_what_was_started_and_nothing_else(tmp_path: Path) -> No
 
 
 async def test_a_process_that_ignores_sigterm_is_killed(tmp_path: Path) -> None:
-    supervisor = Supervisor()
+    supervisor = ClusterSupervisor()
     process = await start(supervisor, plan(tmp_path, "stubborn", IGNORES_SIGTERM))
     assert await supervisor.stop(grace_s=0.2) == ["stubborn"]
     assert process.exited.result() == -signal.SIGKILL
 
 
 async def test_children_that_outlive_their_parent_are_killed(tmp_path: Path) -> None:
-    supervisor = Supervisor()
+    supervisor = ClusterSupervisor()
     parent = await start(supervisor, plan(tmp_path, "parent", LEAVES_A_CHILD))
     child = int(parent.log_path.read_text().split()[1])
     os.kill(parent.pid, signal.SIGKILL)
@@ -98,7 +98,7 @@ async def test_children_that_outlive_their_parent_are_killed(tmp_path: Path) -> 
 
 
 async def test_a_death_is_reported_with_exit_code_and_last_words(tmp_path: Path) -> None:
-    supervisor = Supervisor()
+    supervisor = ClusterSupervisor()
     await start(supervisor, plan(tmp_path, "healthy", SLEEP))
     await supervisor.start(plan(tmp_path, "sick", "print('my last words'); raise SystemExit(3)"))
     async with asyncio.timeout(30):
@@ -112,7 +112,7 @@ async def test_a_death_is_reported_with_exit_code_and_last_words(tmp_path: Path)
 
 
 async def test_a_watched_process_is_reported_but_not_stopped(tmp_path: Path) -> None:
-    owner, watcher = Supervisor(), Supervisor()
+    owner, watcher = ClusterSupervisor(), ClusterSupervisor()
     process = await start(owner, plan(tmp_path, "theirs", SLEEP))
     watcher.watch(process)
     await watcher.stop(grace_s=30)
@@ -138,7 +138,7 @@ async def main():
 
 asyncio.run(main())
 """
-    supervisor = Supervisor()
+    supervisor = ClusterSupervisor()
     parent = await start(supervisor, plan(tmp_path, "parent", program))
     child = int(parent.log_path.read_text().split()[1])
     assert is_alive(child)

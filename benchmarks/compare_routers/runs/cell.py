@@ -37,7 +37,7 @@ from benchmarks.demo.runs import RouterStartError, router_process
 from benchmarks.listener import Heard
 from benchmarks.router_processes import Contender, Processes
 from sglang_sbs.cluster.plan import ProcessPlan
-from sglang_sbs.observe.recorder import Recorder
+from sglang_sbs.observe.recorder import TrafficRecorder
 from sglang_sbs.scheduling import SchedulerConfig
 from sglang_sbs.scheduling.eventlog import EventLogWriter
 from sglang_sbs.scheduling.policy_registry import MODULES
@@ -330,7 +330,7 @@ def _event_log(key: Key, setting: Setting) -> Path:
 
 def _observe(heard: Sequence[Heard], path: Path) -> None:
     """Write the log that ``sglang-sbs observe`` would have written of these messages."""
-    recorder = Recorder()
+    recorder = TrafficRecorder()
     for one in heard:
         recorder.receive(one.report, one.at_s)
     log = EventLogWriter(path, SchedulerConfig(), observed=True)

@@ -22,7 +22,7 @@ _Instance = tuple[InstanceId, int]
 
 
 @dataclass(slots=True)
-class _Gang:
+class _LabelledBatch:
     tag: int
     number: int
     """Number of the next request with that tag."""
@@ -37,7 +37,7 @@ class GangParts:
     def __init__(self) -> None:
         self._tag = random.getrandbits(TAG_BITS)
         """Tag of the last batch; other routers of the same engines start elsewhere."""
-        self._newest: dict[_Instance, _Gang] = {}
+        self._newest: dict[_Instance, _LabelledBatch] = {}
         """Latest batch of each unit, if it had several requests: engines do not wait for a batch of
         one."""
 
@@ -52,7 +52,7 @@ class GangParts:
         members: dict[_Instance, dict[int, int]] = defaultdict(lambda: defaultdict(int))
         for one in dispatched:
             members[_instance_of(one)][one.prefill_rank] += 1
-        gangs: dict[_Instance, _Gang] = {}
+        gangs: dict[_Instance, _LabelledBatch] = {}
         parts: dict[str, GangPart] = {}
         for one in dispatched:
             instance = _instance_of(one)
@@ -63,7 +63,7 @@ class GangParts:
             if instance not in gangs:
                 self._tag = (self._tag + 1) % (1 << TAG_BITS)
                 drawn = random.getrandbits(DRAWN_BITS)
-                gangs[instance] = _Gang(self._tag, drawn, len(members[instance]))
+                gangs[instance] = _LabelledBatch(self._tag, drawn, len(members[instance]))
             parts[one.rid] = gangs[instance].part(members[instance][one.prefill_rank])
         for instance, gang in gangs.items():
             self._newest.pop(instance, None)

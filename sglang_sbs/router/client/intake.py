@@ -16,7 +16,7 @@ from aiohttp.http_exceptions import HttpProcessingError
 
 from sglang_sbs.router.client.dense_input import DenseInput, Slices
 from sglang_sbs.router.errors import RouterError
-from sglang_sbs.router.lanes import Turns
+from sglang_sbs.router.lanes import LoopTurns
 from sglang_sbs.router.options.config import MAX_BODIES_BYTES
 
 GRACE_S = 30.0
@@ -46,7 +46,7 @@ class Bodies:
     held_bytes: int = 0
     coming: dict[BodyShare, asyncio.Timeout] = field(default_factory=dict)
     """Incomplete bodies, with the timeout that can end each early."""
-    turns: Turns = field(default_factory=lambda: Turns(_LARGE_AT_ONCE))
+    turns: LoopTurns = field(default_factory=lambda: LoopTurns(_LARGE_AT_ONCE))
 
     @contextmanager
     def share(self) -> Iterator[BodyShare]:

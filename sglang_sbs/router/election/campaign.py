@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable
 
 from sglang_sbs.router.election.candidate import Candidate, ElectionTimes, Read, Renew, Sleep, Take
-from sglang_sbs.router.election.election import Election, LockStore, Refused, StoreError
+from sglang_sbs.router.election.election import Election, LockStore, OutdatedWrite, StoreError
 
 logger = logging.getLogger(__name__)
 
@@ -76,7 +76,7 @@ class Campaign(Election):
                     case Renew():
                         record = await store.renew(step.mine)
                         candidate.renewed(record, asked_s, self._clock())
-        except Refused:
+        except OutdatedWrite:
             candidate.refused(self._clock())
         except StoreError as error:
             self._failed(str(error), asked_s)
@@ -104,7 +104,7 @@ class Campaign(Election):
             if mine is not None:
                 async with asyncio.timeout(_RELEASE_S):
                     await self._store.release(mine)
-        except (Refused, StoreError, TimeoutError) as error:
+        except (OutdatedWrite, StoreError, TimeoutError) as error:
             logger.info("election: the lock was not released: %s", error or "no response")
         finally:
             await self._store.close()

@@ -62,7 +62,7 @@ class Election(ABC):
             self._lead(term)
 
 
-class Refused(Exception):
+class OutdatedWrite(Exception):
     """A write named an outdated version."""
 
 
@@ -89,13 +89,13 @@ class LockStore(Protocol):
         """Read the lock; a :class:`Record` without holder if it does not exist."""
 
     async def take(self, seen: Record, holder: str, term: int) -> Record:
-        """Write a new holder over the record that was read. Raises: Refused."""
+        """Write a new holder over the record that was read. Raises: OutdatedWrite."""
 
     async def renew(self, mine: Record) -> Record:
-        """Renew the lock. Raises: Refused, it has another holder."""
+        """Renew the lock. Raises: OutdatedWrite, it has another holder."""
 
     async def release(self, mine: Record) -> None:
-        """Free the lock. Raises: Refused."""
+        """Free the lock. Raises: OutdatedWrite."""
 
     async def close(self) -> None:
         """Close the connection."""

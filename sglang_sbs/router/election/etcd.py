@@ -15,7 +15,7 @@ from typing import Any
 import aiohttp
 
 from sglang_sbs.router.election.candidate import MAX_TERM, Record
-from sglang_sbs.router.election.election import LockStore, Refused, StoreError, understood
+from sglang_sbs.router.election.election import LockStore, OutdatedWrite, StoreError, understood
 
 _MAX_ANSWER_BYTES = 1 << 16
 _ABSENT = "0"
@@ -52,7 +52,7 @@ class EtcdLock(LockStore):
         writes = [_put(self._lock_key, holder, lease), _put(self._term_key, str(term))]
         answer = await self._ask("kv/txn", {"compare": unchanged, "success": writes})
         if not answer.get("succeeded"):
-            raise Refused
+            raise OutdatedWrite
         self._lease = lease
         with understood("etcd"):
             revision = str(answer["header"]["revision"])
@@ -63,11 +63,11 @@ class EtcdLock(LockStore):
         with understood("etcd"):
             left_s = int(kept["result"].get("TTL", 0))
         if not left_s:
-            raise Refused
+            raise OutdatedWrite
         # The key may have been deleted and written by another candidate.
         now = await self.read()
         if now.version != mine.version:
-            raise Refused
+            raise OutdatedWrite
         return now
 
     async def release(self, mine: Record) -> None:

@@ -8,7 +8,7 @@ from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any
 
 from sglang_sbs.router.election.candidate import LONGEST_LEASE_S, MAX_TERM, Record
-from sglang_sbs.router.election.election import LockStore, Refused, StoreError, understood
+from sglang_sbs.router.election.election import LockStore, OutdatedWrite, StoreError, understood
 from sglang_sbs.router.kubernetes_api import ApiError, open_api, read_answer
 
 if TYPE_CHECKING:
@@ -53,7 +53,7 @@ class KubernetesLease(LockStore):
         free = {"holderIdentity": "", "leaseDurationSeconds": 1}
         try:
             await self._write(mine.version, free, _now())
-        except Refused:
+        except OutdatedWrite:
             now = await self.read()  # an abandoned renewal may have succeeded
             if now.holder != mine.holder:
                 raise
@@ -78,7 +78,7 @@ class KubernetesLease(LockStore):
         else:
             written = await self._call("create", self._namespace, body)
         if written is None:
-            raise Refused
+            raise OutdatedWrite
         return self._take_in(written)
 
     async def _call(self, verb: str, *arguments: Any) -> dict[str, Any] | None:

@@ -38,7 +38,7 @@ from sglang_sbs.router.policy_in_force import PolicyInForce
 from sglang_sbs.router.processes import messages
 from sglang_sbs.router.processes.calls import Calls
 from sglang_sbs.router.processes.leading.lead import Lead
-from sglang_sbs.router.processes.membership import Membership, Placed
+from sglang_sbs.router.processes.membership import Placed, SessionMembership
 from sglang_sbs.router.processes.messages import VERSION, Hello, spoken
 from sglang_sbs.router.processes.mirrored_registry import states_of
 from sglang_sbs.router.processes.session_times import SessionTimes
@@ -115,7 +115,7 @@ class Hub:
         self.stands = (
             True  # standing for election; until then this scheduler also reports not ready
         )
-        self.membership = Membership(members, self._ticked_s)
+        self.membership = SessionMembership(members, self._ticked_s)
         self._lead = lead
         self.trials = Trials(
             self.policy,

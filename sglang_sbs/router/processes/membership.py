@@ -32,7 +32,7 @@ class Placed:
     """Prefill has not responded yet."""
 
 
-class Membership:
+class SessionMembership:
     def __init__(self, members: Members, now_s: float) -> None:
         self._registry = members.registry
         self._members = members

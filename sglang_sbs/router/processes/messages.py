@@ -39,18 +39,18 @@ MAX_ADOPTED = 512
 Term = Annotated[int, msgspec.Meta(ge=0, le=2**31 - 1)]
 
 
-class _Message(msgspec.Struct, frozen=True, kw_only=True, tag=True, omit_defaults=True):
+class _WireMessage(msgspec.Struct, frozen=True, kw_only=True, tag=True, omit_defaults=True):
     pass
 
 
-class _Said(_Message, frozen=True, kw_only=True):
+class _Said(_WireMessage, frozen=True, kw_only=True):
     """A message of a scheduler."""
 
     term: Term = 0
     """Term of the sender; 0 from a release without terms."""
 
 
-class _Call(_Message, frozen=True, kw_only=True):
+class _Call(_WireMessage, frozen=True, kw_only=True):
     """A request for a response."""
 
     call: int = 0
@@ -74,7 +74,7 @@ class WorkerState(WorkerFacts, kw_only=True):
 # Front end to scheduler -----------------------------------------------------------------------
 
 
-class Hello(_Message, frozen=True):
+class Hello(_WireMessage, frozen=True):
     """Requests a session; repeated until :class:`Welcome`."""
 
     version: int
@@ -98,7 +98,7 @@ class Hello(_Message, frozen=True):
     """Policy in force as far as known; a new scheduler continues with it."""
 
 
-class Look(_Message, frozen=True):
+class Look(_WireMessage, frozen=True):
     """Asks for a scheduler's state; answered by :class:`Standing`. It needs no session."""
 
     who: Annotated[str, msgspec.Meta(max_length=512)]
@@ -113,13 +113,13 @@ class Alive(_Said, frozen=True):
     """Heartbeat in both directions."""
 
 
-class Adopted(_Message, frozen=True):
+class Adopted(_WireMessage, frozen=True):
     """Requests that this front end has in flight; follows a :class:`Welcome`."""
 
     requests: Annotated[list[events.RequestAdopted], msgspec.Meta(max_length=MAX_ADOPTED)]
 
 
-class LegFailed(_Message, frozen=True):
+class LegFailed(_WireMessage, frozen=True):
     """A leg failed through the worker's fault. The fields are those of
     :class:`~sglang_sbs.router.errors.LegFailure`."""
 
@@ -194,7 +194,7 @@ class AskStory(_Call, frozen=True):
     """Attempts known to this front end; empty: the request is another's."""
 
 
-class FoundStory(_Message, frozen=True):
+class FoundStory(_WireMessage, frozen=True):
     """Answers :class:`FindStory` with this front end's record."""
 
     call: int
@@ -207,21 +207,21 @@ Change = AddWorker | RemoveWorker | UpdateWorker | DrainWorker
 Question = Change | SwitchPolicy | AskTrial | AbortElsewhere | AskStory
 
 
-class Aborted(_Message, frozen=True):
+class Aborted(_WireMessage, frozen=True):
     """Answers :class:`Abort` with the number of requests aborted."""
 
     call: int
     count: int
 
 
-class MetricsPage(_Message, frozen=True):
+class MetricsPage(_WireMessage, frozen=True):
     """This front end's metrics in the text format; answers :class:`AskMetrics`."""
 
     call: int
     text: str
 
 
-class WatchDashboard(_Message, frozen=True):
+class WatchDashboard(_WireMessage, frozen=True):
     """Starts or ends dashboard frames (:class:`DashboardFrame`). With neither field set they
     continue (no effect; earlier front ends send this every half second)."""
 
@@ -231,7 +231,7 @@ class WatchDashboard(_Message, frozen=True):
     """The last watcher left."""
 
 
-class Bye(_Message, frozen=True):
+class Bye(_WireMessage, frozen=True):
     """The front end shuts down and has nothing in flight."""
 
 

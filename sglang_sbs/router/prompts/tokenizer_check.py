@@ -80,7 +80,7 @@ _CHATS: tuple[dict[str, Any], ...] = (
 
 
 @dataclass(frozen=True, slots=True)
-class Verdict:
+class TokenizerResult:
     """Result for an engine with this ``info``. ``None``: unknown."""
 
     info: WorkerInfo | None = None
@@ -97,7 +97,7 @@ class Verdict:
         return [kind for kind, agrees in judged if agrees is False]
 
 
-_UNKNOWN = Verdict()
+_UNKNOWN = TokenizerResult()
 
 
 class _Probes(NamedTuple):
@@ -118,7 +118,7 @@ class EngineTokenizers:
     api_key: str | None
     names_blocks: bool = False
     """Prefix matching is on, so block names are needed."""
-    _verdicts: dict[str, Verdict] = field(default_factory=dict)
+    _verdicts: dict[str, TokenizerResult] = field(default_factory=dict)
     _disagreeing: frozenset[PromptKind] = frozenset()
     _known: Known = field(default_factory=Known)
     _looked_s: float = -_EVERY_S
@@ -156,7 +156,7 @@ class EngineTokenizers:
             kind == "completions" and any(w.info and w.info.completion_template for w in workers)
         )
 
-    def verdict(self, worker: Worker) -> Verdict:
+    def verdict(self, worker: Worker) -> TokenizerResult:
         verdict = self._verdicts.get(worker.url, _UNKNOWN)
         return verdict if verdict.info == worker.info else _UNKNOWN
 
@@ -209,13 +209,13 @@ class EngineTokenizers:
                     verdict = await self._ask(worker.url, info, probes)
                 self._tell(worker, verdict)
             except (aiohttp.ClientError, TimeoutError, OSError, ValueError) as error:
-                verdict = Verdict(info, again_s=now_s + _AGAIN_S)
+                verdict = TokenizerResult(info, again_s=now_s + _AGAIN_S)
                 logger.debug("worker %s: its tokenizer is not known: %s", worker.url, error)
             self._verdicts[worker.url] = verdict
         verdicts = self._verdicts.values()
         self._disagreeing = frozenset(kind for one in verdicts for kind in one.wrong)
 
-    async def _ask(self, url: str, info: WorkerInfo, probes: _Probes) -> Verdict:
+    async def _ask(self, url: str, info: WorkerInfo, probes: _Probes) -> TokenizerResult:
         answer = await self._post(url, {"prompt": probes.texts, "add_special_tokens": True})
         text = None if answer is None else answer.get("tokens") == probes.text_ids
         answers = [await self._post(url, body) for body in _CHATS]
@@ -227,7 +227,7 @@ class EngineTokenizers:
         numbers = parse_version(info.version)
         new = numbers is not None and (numbers >= CHAT_IDS_VERSION or numbers == (0, 0, 0))
         takes = bool(chat) and new and not await self._sees(url)
-        return Verdict(info, text, chat, takes)
+        return TokenizerResult(info, text, chat, takes)
 
     async def _sees(self, url: str) -> bool:
         """Return whether the model accepts images or sound; its processor may then need a chat's
@@ -251,7 +251,7 @@ class EngineTokenizers:
         answer = orjson.loads(data)
         return answer if isinstance(answer, dict) else None
 
-    def _tell(self, worker: Worker, verdict: Verdict) -> None:
+    def _tell(self, worker: Worker, verdict: TokenizerResult) -> None:
         if not verdict.wrong:
             worker.problems.pop("tokenizer", None)
             text = "is tokenized the same" if verdict.text else "could not be compared"
@@ -310,7 +310,7 @@ def refused_fields(workers: Iterable[Worker]) -> frozenset[str]:
     return frozenset().union(*of_role.values())
 
 
-def _may_get_ids(verdict: Verdict, kind: PromptKind) -> bool:
+def _may_get_ids(verdict: TokenizerResult, kind: PromptKind) -> bool:
     return verdict.text is True if kind == "text" else bool(verdict.chat) and verdict.takes_chat_ids
 
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 from sglang_sbs.router.assignment.assigner import Assigner
 from sglang_sbs.router.errors import Leg, LegFailure, RouterError, without_frames
-from sglang_sbs.router.lanes import Turns
+from sglang_sbs.router.lanes import LoopTurns
 from sglang_sbs.router.options.config import RelayConfig
 from sglang_sbs.router.prompts.tokenizer_check import EngineTokenizers
 from sglang_sbs.router.relay.in_flight import Attempt, Exchange, InFlight, UnitRun
@@ -75,7 +75,7 @@ class Attempts:
     """Engines learn which requests form a batch."""
     sent_as_ids: int = 0
     """Attempts whose engines received token ids instead of text."""
-    turns: Turns = field(default_factory=lambda: Turns(_AT_ONCE))
+    turns: LoopTurns = field(default_factory=lambda: LoopTurns(_AT_ONCE))
     """Turns of batches, whose units begin, are sent and end a few at a time."""
     _suspicions: Suspicions = field(default_factory=Suspicions)
 

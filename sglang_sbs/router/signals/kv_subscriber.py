@@ -247,12 +247,12 @@ class _Subscription:
         self._heard_s = time.monotonic()
         self.ranks = [self._open(dp_rank) for dp_rank in range(worker.dp_size)]
 
-    def _open(self, dp_rank: int) -> _Rank:
+    def _open(self, dp_rank: int) -> _RankConnection:
         worker = self._worker
         endpoints = worker.kv_endpoints.get(dp_rank)
         if endpoints is None:
             endpoints = default_endpoints(worker.url, self.source, dp_rank)
-        return _Rank(self._owner, worker.url, endpoints, self.source.topic, dp_rank)
+        return _RankConnection(self._owner, worker.url, endpoints, self.source.topic, dp_rank)
 
     def follow(self) -> None:
         """Connect to ranks on other nodes at their reported addresses. A working connection made
@@ -309,7 +309,7 @@ class _Subscription:
         )
 
 
-class _Rank:
+class _RankConnection:
     """Connection to one DP rank's publisher, and to its replay endpoint while needed. Input is
     bounded, counted and read in turns; its :class:`.RankFeed` handles the order of events."""
 

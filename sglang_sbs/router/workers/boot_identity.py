@@ -19,7 +19,7 @@ QUIET_S = 2.0
 MAX_REMEMBERED = 256
 
 
-class Verdict(Enum):
+class BootVerdict(Enum):
     """On a boot id that a rank's EndForward bears."""
 
     BELIEVED = "believed"
@@ -51,22 +51,22 @@ class BootIdentity:
     strange_s: float = -math.inf
     """Time of the last report from another engine in its name (``diagnosis.why_stranger``)."""
 
-    def judge(self, rank: int, boot_id: str, told: str, quiet_s: float) -> Verdict:
+    def judge(self, rank: int, boot_id: str, told: str, quiet_s: float) -> BootVerdict:
         """``told``: the boot id in ``/server_info``, empty where it shows none. ``quiet_s``: since
         the last EndForward that was believed.
 
         Without ``told`` no other boot is believed while the present one speaks. A boot that was
         taken to be over is believed again when no other speaks."""
         if boot_id in self.retired and boot_id != told and quiet_s < SILENT_AFTER_S:
-            return Verdict.DROPPED
+            return BootVerdict.DROPPED
         known = self.by_rank.get(rank)
         if known in (None, boot_id):
-            return Verdict.BELIEVED
+            return BootVerdict.BELIEVED
         if known == told:
-            return Verdict.UNCONFIRMED
+            return BootVerdict.UNCONFIRMED
         if boot_id != told and quiet_s < QUIET_S:
-            return Verdict.DROPPED
-        return Verdict.RESTARTED
+            return BootVerdict.DROPPED
+        return BootVerdict.RESTARTED
 
     def accept(self, rank: int, boot_id: str) -> None:
         """It was judged to be this worker: it is not over."""

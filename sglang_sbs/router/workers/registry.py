@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from sglang_sbs.router.engines.urls import alias_key, normalise_worker_url
 from sglang_sbs.router.errors import LegFailure
 from sglang_sbs.router.options.config import BreakerConfig, PrefixWish
-from sglang_sbs.router.workers.boot_identity import QUIET_S, SILENT_AFTER_S, Verdict
+from sglang_sbs.router.workers.boot_identity import QUIET_S, SILENT_AFTER_S, BootVerdict
 from sglang_sbs.router.workers.breaker import Breaker
 from sglang_sbs.router.workers.diagnosis import (
     AS_REPORTED,
@@ -251,12 +251,12 @@ class Registry:
         rank, boot_id = report.dp_rank, report.boot_id
         confirmed = worker.known.boot_id
         match worker.boot.judge(rank, boot_id, confirmed, worker.quiet_s(self._clock())):
-            case Verdict.UNCONFIRMED:
+            case BootVerdict.UNCONFIRMED:
                 self._ask_again(worker, claimant=boot_id)
                 return False
-            case Verdict.DROPPED:
+            case BootVerdict.DROPPED:
                 return False
-            case Verdict.RESTARTED:
+            case BootVerdict.RESTARTED:
                 self._restarted(worker)
         worker.boot.accept(rank, boot_id)
         is_own = boot_id in (confirmed, worker.boot.by_rank.get(rank))

@@ -56,7 +56,7 @@ class RequestRecord:
         return self.prefilled_s - self.arrived_s
 
 
-class PassRecord(NamedTuple):
+class SimulatedPass(NamedTuple):
     instance: str
     start_s: float
     end_s: float
@@ -89,7 +89,7 @@ class PoolRecord:
 @dataclass(slots=True)
 class Outcome:
     requests: list[RequestRecord] = field(default_factory=list)
-    passes: list[PassRecord] = field(default_factory=list)
+    passes: list[SimulatedPass] = field(default_factory=list)
     """Passes in order of their ends."""
     queued_passes: int = 0
     """Number of passes handed to the device while another ran (overlap)."""

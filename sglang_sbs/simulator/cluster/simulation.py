@@ -21,7 +21,7 @@ from sglang_sbs.simulator.cluster.network import (
     FeedbackChannel,
     pause_before_retry_s,
 )
-from sglang_sbs.simulator.cluster.outcome import Outcome, PassRecord, RequestRecord
+from sglang_sbs.simulator.cluster.outcome import Outcome, RequestRecord, SimulatedPass
 from sglang_sbs.simulator.cluster.spec import ClusterSpec, TopologyChange, joins_late
 from sglang_sbs.wire import EndForward
 
@@ -386,7 +386,7 @@ class Simulation:
 
     def _finish(self, engine: SimulatedPrefill) -> None:
         ended, messages = engine.finish()
-        record = PassRecord(engine.name, ended.start_s, ended.end_s, tuple(ended.tokens))
+        record = SimulatedPass(engine.name, ended.start_s, ended.end_s, tuple(ended.tokens))
         self._outcome.passes.append(record)
         self._report(engine.name, messages)
         self._publish(engine)

@@ -7,28 +7,34 @@ from collections.abc import Iterable
 from typing import NamedTuple
 
 
-class Look(NamedTuple):
+class PolicyLook(NamedTuple):
     colour: str
     words: str
 
 
-LOOKS: dict[str, Look] = {
-    "sbs": Look("#2ca02c", "staggered batches, sent ahead of the predicted end of a pass"),
-    "sbs_paper": Look("#1f77b4", "the paper's Algorithms 1 and 3 to the letter"),
-    "sbs_basic": Look("#98df8a", "sbs that is not told what is cached"),
-    "sbs_equal": Look("#17becf", "sbs that is told of no priorities and no tenants"),
-    "eta": Look("#ff7f0e", "at once, to the earliest predicted finish"),
-    "least_tokens": Look("#9467bd", "at once, to the DP rank with the fewest unfinished tokens"),
-    "stale_tokens": Look("#c5b0d5", "least_tokens by loads a second old, as gateways that poll"),
-    "least_requests": Look("#bcbd22", "at once, to the DP rank with the fewest requests"),
-    "power_of_two": Look("#e377c2", "at once, to the better of two random DP ranks"),
-    "round_robin": Look("#8c564b", "at once, to the DP ranks in turn"),
-    "random": Look("#ff9896", "at once, to a random DP rank"),
-    "random_rank": Look("#d62728", "instances in turn, the DP rank at random: SGLang's own"),
-    "cache_aware": Look("#393b79", "the stock gateway's approximate trees, DP ranks at random"),
-    "session": Look("#aec7e8", "a conversation stays on one DP rank"),
-    "sgl_router": Look("#ad494a", "as SGLang's new router chooses"),
-    "llm_d": Look("#e7ba52", "by llm-d's scores"),
+LOOKS: dict[str, PolicyLook] = {
+    "sbs": PolicyLook("#2ca02c", "staggered batches, sent ahead of the predicted end of a pass"),
+    "sbs_paper": PolicyLook("#1f77b4", "the paper's Algorithms 1 and 3 to the letter"),
+    "sbs_basic": PolicyLook("#98df8a", "sbs that is not told what is cached"),
+    "sbs_equal": PolicyLook("#17becf", "sbs that is told of no priorities and no tenants"),
+    "eta": PolicyLook("#ff7f0e", "at once, to the earliest predicted finish"),
+    "least_tokens": PolicyLook(
+        "#9467bd", "at once, to the DP rank with the fewest unfinished tokens"
+    ),
+    "stale_tokens": PolicyLook(
+        "#c5b0d5", "least_tokens by loads a second old, as gateways that poll"
+    ),
+    "least_requests": PolicyLook("#bcbd22", "at once, to the DP rank with the fewest requests"),
+    "power_of_two": PolicyLook("#e377c2", "at once, to the better of two random DP ranks"),
+    "round_robin": PolicyLook("#8c564b", "at once, to the DP ranks in turn"),
+    "random": PolicyLook("#ff9896", "at once, to a random DP rank"),
+    "random_rank": PolicyLook("#d62728", "instances in turn, the DP rank at random: SGLang's own"),
+    "cache_aware": PolicyLook(
+        "#393b79", "the stock gateway's approximate trees, DP ranks at random"
+    ),
+    "session": PolicyLook("#aec7e8", "a conversation stays on one DP rank"),
+    "sgl_router": PolicyLook("#ad494a", "as SGLang's new router chooses"),
+    "llm_d": PolicyLook("#e7ba52", "by llm-d's scores"),
 }
 _SPARE = ("#ce6dbd", "#3182bd", "#e6550d", "#31a354", "#756bb1", "#bd9e39", "#5254a3", "#a55194")
 

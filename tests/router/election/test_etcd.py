@@ -14,7 +14,7 @@ from harness.until import until
 from benchmarks.chaos.etcd_process import Etcd, etcd_binary, running_etcd
 from sglang_sbs.router.election import ElectionTimes
 from sglang_sbs.router.election.candidate import Record
-from sglang_sbs.router.election.election import Refused, StoreError
+from sglang_sbs.router.election.election import OutdatedWrite, StoreError
 from sglang_sbs.router.election.etcd import EtcdLock
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
@@ -49,18 +49,18 @@ async def test_who_comes_second_is_refused(etcd: Etcd, store: EtcdLock) -> None:
     mine = await store.take(nothing, "me#1", 1)
     assert mine == await store.renew(mine) == await other.read()
     assert (mine.holder, mine.term) == ("me#1", 1)
-    with pytest.raises(Refused):
+    with pytest.raises(OutdatedWrite):
         await other.take(nothing, "other#1", 1)
     # Its own lock, in a later term.
     again = await store.take(mine, "me#1", 2)
-    with pytest.raises(Refused):
+    with pytest.raises(OutdatedWrite):
         await store.renew(mine)
     assert await store.renew(again) == again
     await store.release(again)
     free = await other.read()
     assert (free.holder, free.term) == ("", 2)
     await other.take(free, "other#1", 3)
-    with pytest.raises(Refused):
+    with pytest.raises(OutdatedWrite):
         await store.renew(again)
     await other.close()
 

@@ -13,7 +13,7 @@ from campaigns import QUICK, Told, candidate, running
 from harness.until import until
 
 from sglang_sbs.router.election.candidate import Record
-from sglang_sbs.router.election.election import Refused, StoreError
+from sglang_sbs.router.election.election import OutdatedWrite, StoreError
 from sglang_sbs.router.election.lease import KubernetesLease
 from tools.stand_ins.kubernetes_server import FakeKubernetes
 
@@ -54,7 +54,7 @@ async def test_a_lease_is_written_as_client_go_writes_it(
         "renewTime": acquired,
     }
     api.leases.annotate(*KEY, owner="ops")
-    with pytest.raises(Refused):
+    with pytest.raises(OutdatedWrite):
         await store.renew(taken)
     seen = await store.read()
     assert seen.same_as(taken) and seen.version != taken.version
@@ -75,11 +75,11 @@ async def test_who_comes_second_is_refused(api: FakeKubernetes, store: Kubernete
         # Both saw the same: first no lease at all, then the first one's.
         seen, also_seen = await store.read(), await other.read()
         await store.take(seen, "me#1", seen.term + 1)
-        with pytest.raises(Refused):
+        with pytest.raises(OutdatedWrite):
             await other.take(also_seen, "other#1", seen.term + 1)
     mine = await store.read()
     del api.leases.kept[KEY]
-    with pytest.raises(Refused):
+    with pytest.raises(OutdatedWrite):
         await store.renew(mine)
     await other.close()
 

@@ -10,7 +10,7 @@ from typing import Any
 
 from router_harness import Cluster, cluster, until
 
-from sglang_sbs.router.lanes import Turns
+from sglang_sbs.router.lanes import LoopTurns
 from sglang_sbs.router.relay import attempts, relay
 from sglang_sbs.router.relay.pair import Pair
 from sglang_sbs.scheduling.events import RequestArrived, RequestEnded
@@ -59,7 +59,7 @@ async def test_batches_that_are_let_go_at_once_are_sent_a_few_units_at_a_time() 
 
 
 async def test_senders_take_turns_a_few_in_each_turn_of_the_loop() -> None:
-    turns = Turns(2)
+    turns = LoopTurns(2)
     order: list[str] = []
 
     async def piece(sender: str) -> None:

@@ -9,7 +9,7 @@ from sglang_sbs.router.workers.boot_identity import (
     QUIET_S,
     SILENT_AFTER_S,
     BootIdentity,
-    Verdict,
+    BootVerdict,
 )
 
 SOON, LATE, SILENT = 0.0, QUIET_S, SILENT_AFTER_S
@@ -19,30 +19,30 @@ SOON, LATE, SILENT = 0.0, QUIET_S, SILENT_AFTER_S
     ("known", "boot_id", "told", "quiet_s", "retired", "verdict"),
     [
         # The first word of a rank is believed, whatever /server_info shows: there are other nodes.
-        (None, "b1", "", SOON, False, Verdict.BELIEVED),
-        (None, "node-1", "node-0", SOON, False, Verdict.BELIEVED),
+        (None, "b1", "", SOON, False, BootVerdict.BELIEVED),
+        (None, "node-1", "node-0", SOON, False, BootVerdict.BELIEVED),
         # The process that is known.
-        ("b1", "b1", "", SOON, False, Verdict.BELIEVED),
-        ("b1", "b1", "b1", SILENT, False, Verdict.BELIEVED),
+        ("b1", "b1", "", SOON, False, BootVerdict.BELIEVED),
+        ("b1", "b1", "b1", SILENT, False, BootVerdict.BELIEVED),
         # Another one, where /server_info shows the known one, or that one.
-        ("b1", "b2", "b1", SOON, False, Verdict.UNCONFIRMED),
-        ("b1", "b2", "b1", SILENT, False, Verdict.UNCONFIRMED),
-        ("b1", "b2", "b2", SOON, False, Verdict.RESTARTED),
+        ("b1", "b2", "b1", SOON, False, BootVerdict.UNCONFIRMED),
+        ("b1", "b2", "b1", SILENT, False, BootVerdict.UNCONFIRMED),
+        ("b1", "b2", "b2", SOON, False, BootVerdict.RESTARTED),
         # Where it shows none, or another node's, the known one has to be quiet.
-        ("b1", "b2", "", SOON, False, Verdict.DROPPED),
-        ("b1", "b2", "", LATE, False, Verdict.RESTARTED),
-        ("b1", "b2", "node-0", SOON, False, Verdict.DROPPED),
-        ("b1", "b2", "node-0", LATE, False, Verdict.RESTARTED),
+        ("b1", "b2", "", SOON, False, BootVerdict.DROPPED),
+        ("b1", "b2", "", LATE, False, BootVerdict.RESTARTED),
+        ("b1", "b2", "node-0", SOON, False, BootVerdict.DROPPED),
+        ("b1", "b2", "node-0", LATE, False, BootVerdict.RESTARTED),
         # What was taken to be over.
-        (None, "b2", "", SOON, True, Verdict.DROPPED),
-        ("b1", "b2", "", LATE, True, Verdict.DROPPED),
-        ("b1", "b2", "", SILENT, True, Verdict.RESTARTED),
-        ("b1", "b2", "b2", SOON, True, Verdict.RESTARTED),
-        ("b1", "b2", "b1", SILENT, True, Verdict.UNCONFIRMED),
+        (None, "b2", "", SOON, True, BootVerdict.DROPPED),
+        ("b1", "b2", "", LATE, True, BootVerdict.DROPPED),
+        ("b1", "b2", "", SILENT, True, BootVerdict.RESTARTED),
+        ("b1", "b2", "b2", SOON, True, BootVerdict.RESTARTED),
+        ("b1", "b2", "b1", SILENT, True, BootVerdict.UNCONFIRMED),
     ],
 )
 def test_the_verdict_on_a_boot_id(
-    known: str | None, boot_id: str, told: str, quiet_s: float, retired: bool, verdict: Verdict
+    known: str | None, boot_id: str, told: str, quiet_s: float, retired: bool, verdict: BootVerdict
 ) -> None:
     boot = BootIdentity()
     if known is not None:

@@ -9,8 +9,8 @@ from msgspec.structs import replace
 
 from sglang_sbs.scheduling.policies.adaptive import few_requests
 from sglang_sbs.scheduling.policies.adaptive.few_requests import (
-    Turns,
-    Waiting,
+    NextPasses,
+    WaitingWork,
     best_cut,
     cut_of,
     fair_share,
@@ -29,12 +29,12 @@ def begins_at(instances, begin_of) -> Begins:
 
 def waiting_of(
     now_s: float, tokens: int, begins: Begins, offered: OfferedLoad, whole=1.0
-) -> Waiting:
-    return Waiting(now_s, tokens, begins, offered, Marginals(), whole)
+) -> WaitingWork:
+    return WaitingWork(now_s, tokens, begins, offered, Marginals(), whole)
 
 
 def cut(tokens, *, delay_s, coming=(), cycle=2.0, least=0, usual=0, waited_s=0.0, dp_size=4) -> int:
-    turns = Turns(instance("p0", dp_size), instance("p1", dp_size), delay_s, coming, cycle)
+    turns = NextPasses(instance("p0", dp_size), instance("p1", dp_size), delay_s, coming, cycle)
     return best_cut(
         [request_of(f"r{i}", n) for i, n in enumerate(tokens)],
         turns,

@@ -13,7 +13,7 @@ from simulator_fixtures import CACHE_FIELDS, ROW_FIELDS, write_turns
 from sglang_sbs.simulator import COSTS, ClusterSpec, InstanceSpec, PassCost, TopologyChange
 from sglang_sbs.simulator.cluster.arrival import Arrival
 from sglang_sbs.simulator.cluster.cost import save_cost
-from sglang_sbs.simulator.cluster.outcome import Outcome, PassRecord, RequestRecord
+from sglang_sbs.simulator.cluster.outcome import Outcome, RequestRecord, SimulatedPass
 from sglang_sbs.simulator.experiments import sweep
 from sglang_sbs.simulator.experiments.sweep import (
     EmptyWindowError,
@@ -136,11 +136,11 @@ def test_utilisation_and_bubbles_are_of_what_each_instance_offers():
     scenario = replace(make_scenario("paper-3k"), spec=spec)
     requests = [RequestRecord("r0", 100, 21.0, prefilled_s=22.0), RequestRecord("r1", 1, 40.0)]
     passes = [
-        PassRecord("p0", 19.0, 20.5, (100, 100)),
-        PassRecord("p0", 21.0, 22.0, (80, 20)),
-        PassRecord("p0", 22.0, 30.0, (50, 0)),
-        PassRecord("p1", 23.0, 26.0, (3072,)),
-        PassRecord("p0", 39.0, 41.0, (100, 100)),
+        SimulatedPass("p0", 19.0, 20.5, (100, 100)),
+        SimulatedPass("p0", 21.0, 22.0, (80, 20)),
+        SimulatedPass("p0", 22.0, 30.0, (50, 0)),
+        SimulatedPass("p1", 23.0, 26.0, (3072,)),
+        SimulatedPass("p0", 39.0, 41.0, (100, 100)),
     ]
     row = summary(Outcome(requests, passes), scenario)
     assert row["chunk_utilization"] == pytest.approx((100 + 50 + 3072) / (2 * 200 + 3072))

@@ -15,7 +15,7 @@ from sglang_sbs.scheduling.policies.adaptive.cache_affinity import (
     CacheAffinity,
     ForecastAffinity,
 )
-from sglang_sbs.scheduling.policies.adaptive.few_requests import Waiting, cut_of
+from sglang_sbs.scheduling.policies.adaptive.few_requests import WaitingWork, cut_of
 from sglang_sbs.scheduling.policies.adaptive.long_prompts import may_take
 from sglang_sbs.scheduling.policies.adaptive.openings import Openings
 from sglang_sbs.scheduling.policies.adaptive.pass_forecast import Home, PassForecast, Terms, homes
@@ -50,7 +50,7 @@ class Share(NamedTuple):
         view, learned = self.view, self.view.learned
         if len(view.instances) == 1 or opening.passes > 1 or view.overdue:
             return head, rest
-        waiting = Waiting(
+        waiting = WaitingWork(
             view.at.now_s,
             view.queue.tokens,
             self.openings.begins,

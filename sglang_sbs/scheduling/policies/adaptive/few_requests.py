@@ -20,7 +20,7 @@ from sglang_sbs.scheduling.prefill.instance import PrefillInstance
 from sglang_sbs.scheduling.request import Request, uncached_tokens_of
 
 
-class Waiting(NamedTuple):
+class WaitingWork(NamedTuple):
     """What waits at a moment, and the passes that it waits for."""
 
     now_s: float
@@ -38,7 +38,7 @@ def fair_share(
     others: Iterable[tuple[float, PrefillInstance]],
     waiting_tokens: int,
     start_s: float,
-    waiting: Waiting,
+    waiting: WaitingWork,
 ) -> float:
     """Prompt tokens this pass should take of what waits; the rest is for later passes.
 
@@ -90,7 +90,7 @@ def prefix(requests: Sequence[Request], tokens: float) -> int:
     return len(requests)
 
 
-def cut_of(instance: PrefillInstance, head: Sequence[Request], waiting: Waiting) -> int:
+def cut_of(instance: PrefillInstance, head: Sequence[Request], waiting: WaitingWork) -> int:
     """How many of the first requests leave now for this instance. ``head``: the requests that fit
     into its pass, in the order of the queue."""
     now_s, tokens, begins, offered, _, whole = waiting
@@ -116,7 +116,9 @@ def cut_of(instance: PrefillInstance, head: Sequence[Request], waiting: Waiting)
     coming = round(TUNING.arriving_share * offered.request_rate * (later_s - now_s))
     return best_cut(
         head,
-        Turns(instance, later, later_s - start_s, [round(offered.mean_tokens)] * coming, cycle),
+        NextPasses(
+            instance, later, later_s - start_s, [round(offered.mean_tokens)] * coming, cycle
+        ),
         least=least,
         usual=min(len(head), cut),
         now_s=now_s,
@@ -124,7 +126,7 @@ def cut_of(instance: PrefillInstance, head: Sequence[Request], waiting: Waiting)
     )
 
 
-class Turns(NamedTuple):
+class NextPasses(NamedTuple):
     """The next two passes."""
 
     first: PrefillInstance
@@ -139,7 +141,7 @@ class Turns(NamedTuple):
 
 def best_cut(
     requests: Sequence[Request],
-    turns: Turns,
+    turns: NextPasses,
     *,
     least: int,
     usual: int,
