@@ -1,12 +1,13 @@
 """The scheduler's view of one decode instance: ⟨B_i, K_i⟩ per DP rank.
 
-A rank's state is its last report, plus what was dispatched and is not in it, minus what ended and
-still is. A dispatch is in the report that echoes its id (or counts an id that was in a lost one);
-an end is matched by :class:`~sglang_sbs.scheduling.decode.departures.Departures`. K_i of a request
-on its way is its prompt, which is what the engine allocates; admission counts what it may grow to.
+A rank's state is its last report, plus the requests dispatched and not in it, minus those that
+ended and still are in it. A dispatch is in the report that echoes its id (or counts an id from a
+lost report). :class:`~sglang_sbs.scheduling.decode.departures.Departures` matches the ends. K_i of
+a request on its way is its prompt, which is what the engine allocates; admission counts its
+expected total length.
 
-A rank that has fallen silent is known by load polls, and without any by what was dispatched to it
-and has not ended. What it said last is no reason to leave it alone for good.
+A silent rank's last report is discarded, so that it does not keep requests away for good. Then load
+polls count, or, without any, the requests dispatched there and not ended.
 """
 
 from __future__ import annotations
@@ -14,12 +15,12 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import islice, takewhile
 
 from sglang_sbs.scheduling.decode.departures import Departures
 from sglang_sbs.scheduling.decode.rules import UNLIMITED, DecodeLoad
 from sglang_sbs.scheduling.events import InstanceId, InstanceUp
 from sglang_sbs.scheduling.report_cursor import SILENT_S, ReportCursor
-from sglang_sbs.scheduling.token_ledger import TokenLedger
 from sglang_sbs.wire import EndForward
 
 _ENDED_FIRST = 64
@@ -29,18 +30,29 @@ with the id was lost, and a first message cannot tell how many were lost before 
 
 
 @dataclass(slots=True)
+class DecodeRequest:
+    """A request dispatched to a decode rank and not ended."""
+
+    prompt_tokens: int
+    total_tokens: int
+    """Prompt plus expected output."""
+    sent_s: float
+    is_presumed: bool = False
+    """Its acceptance was assumed after a lost message, which may have been about another one."""
+    is_doomed: bool = False
+    """Dispatched before the instance last went down."""
+
+
+@dataclass(slots=True, repr=False)
 class DecodeRank:
-    flight: TokenLedger = field(default_factory=TokenLedger)
-    """Prompt tokens of requests dispatched and not yet accepted by the rank."""
-    growth: TokenLedger = field(default_factory=TokenLedger)
-    """Expected output tokens of the same requests."""
-    sent_s: dict[str, float] = field(default_factory=dict)
-    """Dispatch times of the same requests."""
-    outstanding: TokenLedger = field(default_factory=TokenLedger)
-    """Prompt plus expected output tokens of requests dispatched and not ended."""
-    presumed: set[str] = field(default_factory=set)
-    """Outstanding requests counted as accepted after a lost message, which may have been about
-    others."""
+    """Requests at one decode DP rank, and what the rank last reported."""
+
+    requests: dict[str, DecodeRequest] = field(default_factory=dict)
+    """Requests dispatched and not ended, oldest first."""
+    flight: dict[str, DecodeRequest] = field(default_factory=dict)
+    """Requests that the rank has not accepted yet, oldest first."""
+    committed_tokens: int = 0
+    """Total length of ``requests``."""
     ended_first: dict[str, int] = field(default_factory=dict)
     """KV tokens of the last few requests that ended before a report contained them."""
     departures: Departures = field(default_factory=Departures)
@@ -49,18 +61,48 @@ class DecodeRank:
     """The rank's state comes from its reports."""
     reported_requests: int = 0
     reported_kv_tokens: int = 0
-    doomed: list[str] | None = None
-    """Requests dispatched before the instance went down, until the next report shows whether it
-    restarted."""
+    was_down: bool = False
+    """The instance went down after the last report, and the next one shows whether it restarted."""
+
+    def __repr__(self) -> str:
+        source = "reports" if self.speaks else "no reports"
+        return (
+            f"<DecodeRank {len(self.requests)} requests, {len(self.flight)} in flight, "
+            f"{self.committed_tokens} tokens committed, {source}>"
+        )
+
+    def add(self, rid: str, request: DecodeRequest) -> None:
+        self.drop(rid)
+        self.requests[rid] = self.flight[rid] = request
+        self.committed_tokens += request.total_tokens
+
+    def drop(self, rid: str) -> DecodeRequest | None:
+        """Remove a request in any state, and return it."""
+        self.flight.pop(rid, None)
+        request = self.requests.pop(rid, None)
+        if request is not None:
+            self.committed_tokens -= request.total_tokens
+        return request
+
+    def ended(self, rid: str, kv_tokens: int) -> None:
+        """Record the end of a request, which held ``kv_tokens`` then."""
+        on_its_way = rid in self.flight
+        if self.drop(rid) is None:
+            return
+        if on_its_way:
+            self.ended_first[rid] = kv_tokens
+            if len(self.ended_first) > _ENDED_FIRST:
+                del self.ended_first[next(iter(self.ended_first))]
+        elif self.speaks and self.cursor.reported_s is not None:
+            self.departures.ended(kv_tokens, self.cursor.reported_s)
 
     def forget(self, named: Sequence[str]) -> None:
         """Drop requests of the former process after a restart, except those the new one has
         ``named``."""
-        gone = self.outstanding.oldest() if self.doomed is None else self.doomed
-        for rid in set(gone).difference(named):
-            self.land(rid)
-            self.presumed.discard(rid)
-            self.outstanding.pop(rid)
+        for rid in self.requests.keys() - named:
+            # Requests sent since the instance went down were sent to the new process.
+            if self.requests[rid].is_doomed or not self.was_down:
+                self.drop(rid)
         self.ended_first.clear()
         self.departures = Departures()
 
@@ -70,25 +112,19 @@ class DecodeRank:
         self.reported_requests = self.reported_kv_tokens = 0
         self.departures = Departures()
 
-    def land(self, rid: str) -> bool:
-        """Record that a request was accepted or ended; return whether it was in flight."""
-        self.growth.pop(rid)
-        self.sent_s.pop(rid, None)
-        return self.flight.pop(rid) is not None
-
     def accepted(self, rids: list[str], lost: int, now_s: float) -> None:
         """Record accepted requests, and ``lost`` more from messages that were lost."""
         for rid in rids:
-            if not self.land(rid) and rid in self.presumed:
-                self.presumed.remove(rid)
-                lost += 1
-        for rid in self.flight.oldest(lost):
-            self.land(rid)
-            self.presumed.add(rid)
-        for rid in self.flight.oldest():
-            if self.sent_s[rid] >= now_s - _LOST_S:
-                break
-            self.land(rid)
+            if self.flight.pop(rid, None) is None:
+                request = self.requests.get(rid)
+                if request is not None and request.is_presumed:
+                    request.is_presumed = False
+                    lost += 1
+        for rid in list(islice(self.flight, lost)):
+            self.flight.pop(rid).is_presumed = True
+        given_up_s = now_s - _LOST_S
+        for rid in list(takewhile(lambda rid: self.flight[rid].sent_s < given_up_s, self.flight)):
+            del self.flight[rid]
 
 
 class DecodeInstance:
@@ -110,6 +146,9 @@ class DecodeInstance:
         """Time of the last report or poll per rank, oldest first."""
         self._parked_tokens = 0
         self.set_limits(up)
+
+    def __repr__(self) -> str:
+        return f"<DecodeInstance {self.id} {self.ranks}>"
 
     def set_limits(self, up: InstanceUp) -> None:
         """Set the limits per rank. Unknown limits come from reports, or are not enforced."""
@@ -161,17 +200,13 @@ class DecodeInstance:
 
     @property
     def has_outstanding(self) -> bool:
-        return any(len(rank.outstanding) for rank in self.ranks)
+        return any(rank.requests for rank in self.ranks)
 
     def dispatched(
         self, rid: str, rank: int, prompt_tokens: int, total_tokens: int, now_s: float
     ) -> None:
         """Record a dispatch to a rank; ``total_tokens`` is prompt plus expected output."""
-        state = self.ranks[rank]
-        state.sent_s[rid] = now_s
-        state.flight.add(rid, prompt_tokens)
-        state.growth.add(rid, total_tokens - prompt_tokens)
-        state.outstanding.add(rid, total_tokens)
+        self.ranks[rank].add(rid, DecodeRequest(prompt_tokens, total_tokens, now_s))
         self._stale.add(rank)
 
     def ended(self, rid: str, rank: int, kv_tokens: int) -> None:
@@ -179,23 +214,16 @@ class DecodeInstance:
         accepted it counts as holding it until a report no longer does."""
         if rank >= self.dp_size:
             return  # it was sent to a former instance of another size
-        state = self.ranks[rank]
-        known = state.outstanding.pop(rid) is not None
-        state.presumed.discard(rid)
-        on_its_way = state.land(rid)
-        if known and on_its_way:
-            state.ended_first[rid] = kv_tokens
-            if len(state.ended_first) > _ENDED_FIRST:
-                del state.ended_first[next(iter(state.ended_first))]
-        elif known and state.speaks and state.cursor.reported_s is not None:
-            state.departures.ended(kv_tokens, state.cursor.reported_s)
+        self.ranks[rank].ended(rid, kv_tokens)
         self._stale.add(rank)
 
     def down(self) -> None:
         """Record that the instance does not respond. Its next report shows whether its requests
         survived."""
         for rank in self.ranks:
-            rank.doomed = rank.outstanding.oldest()
+            rank.was_down = True
+            for request in rank.requests.values():
+                request.is_doomed = True
 
     def on_report(self, report: EndForward, now_s: float) -> bool:
         """Apply a rank's report, and return whether its engine has restarted. Old and duplicate
@@ -207,17 +235,21 @@ class DecodeInstance:
         if taken is None:
             return False
         if taken.restarted:
+            # First, so that the requests of the former process are not counted as accepted.
             rank.forget(report.rids)
-        rank.doomed = None
+        rank.was_down = False
         rank.speaks = True
         self._hear(report.dp_rank, now_s)
         rank.accepted(report.rids, taken.lost_requests, now_s)
         # Waiting requests were retracted, or their KV has just arrived: they will run again soon.
         present = report.running_requests + report.kv_transfer_requests + report.waiting_requests
         rank.departures.reported(report.accepted_requests, present, now_s)
+        # Afterwards, because this report still counts a request that ended before it was accepted:
+        # only a later report can come without it.
         for rid in report.rids:
             if rid in rank.ended_first:
                 rank.departures.ended(rank.ended_first.pop(rid), now_s)
+        # Before the reported load, which is clamped to the limits.
         self._take_limits(
             report.kv_capacity_tokens or self.kv_capacity_tokens,
             report.max_running_requests or self.max_running,
@@ -258,7 +290,7 @@ class DecodeInstance:
     def _holds(self, rank: DecodeRank, requests: int, kv_tokens: int) -> None:
         """Set what a rank is reported to hold, limited to a plausible number: the requests it can
         run, as many waiting ones, and ours."""
-        most = 2 * self.max_running + len(rank.outstanding)
+        most = 2 * self.max_running + len(rank.requests)
         rank.reported_requests = min(max(0, requests), most)
         rank.reported_kv_tokens = min(max(0, kv_tokens), self.kv_capacity_tokens)
 
@@ -281,20 +313,22 @@ class DecodeInstance:
         self._stale.clear()
 
     def _load(self, rank: DecodeRank) -> DecodeLoad:
-        committed = rank.outstanding.total
+        flight = rank.flight.values()
+        growth_tokens = sum([request.total_tokens - request.prompt_tokens for request in flight])
         if not rank.speaks:
             # Without a report the own records count, or a poll if it shows more.
-            requests = max(len(rank.outstanding), rank.reported_requests)
-            kv_tokens = max(committed, rank.reported_kv_tokens)
+            requests = max(len(rank.requests), rank.reported_requests)
+            kv_tokens = max(rank.committed_tokens, rank.reported_kv_tokens)
         else:
             gone = rank.departures
             requests = max(0, rank.reported_requests - len(gone)) + len(rank.flight)
-            kv_tokens = max(0, rank.reported_kv_tokens - gone.kv_tokens) + rank.flight.total
+            kv_tokens = max(0, rank.reported_kv_tokens - gone.kv_tokens)
+            kv_tokens += sum([request.prompt_tokens for request in flight])
         return DecodeLoad(
             running=requests,
             kv_tokens=kv_tokens,
-            committed_tokens=max(kv_tokens + rank.growth.total, committed),
+            committed_tokens=max(kv_tokens + growth_tokens, rank.committed_tokens),
             kv_capacity_tokens=self.kv_capacity_tokens + self._parked_tokens,
             max_running=self.max_running,
-            awaited=len(rank.outstanding) > 0,
+            awaited=bool(rank.requests),
         )

@@ -129,11 +129,7 @@ async def test_where_ranks_can_be_chosen_requests_run_where_the_scheduler_put_th
         work = [asyncio.create_task(c.generate()) for _ in range(REQUESTS)]
         await c.decode.gate.arrived(REQUESTS)
         books = c.scheduler.decode[c.decode.url]
-        believed = {
-            rid: rank
-            for rank, state in enumerate(books.ranks)
-            for rid in state.outstanding.oldest()
-        }
+        believed = {rid: rank for rank, state in enumerate(books.ranks) for rid in state.requests}
         assert believed == c.decode.rank_of
         assert len(believed) == REQUESTS
         c.decode.gate.open()
@@ -147,7 +143,7 @@ async def test_an_engine_that_chooses_is_told_of_and_its_requests_leave_the_book
         work = [asyncio.create_task(c.generate()) for _ in range(8)]
         await c.decode.gate.arrived(8)
         books = c.scheduler.decode[c.decode.url]
-        assert sum(len(state.outstanding) for state in books.ranks) == 8
+        assert sum(len(state.requests) for state in books.ranks) == 8
         c.decode.connect_publisher(c.server.endforward_endpoint)
         for rank in range(4):
             rids = [r.body["rid"] for r in c.decode.requests[rank::4]]
@@ -160,7 +156,7 @@ async def test_an_engine_that_chooses_is_told_of_and_its_requests_leave_the_book
             await until(heard)
         c.decode.gate.open()
         assert set(await asyncio.gather(*work)) == {200}
-        assert all(len(state.outstanding) == 0 for state in books.ranks)
+        assert all(not state.requests for state in books.ranks)
 
 
 async def test_bodies_have_the_fields_of_their_release() -> None:

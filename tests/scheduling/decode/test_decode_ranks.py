@@ -291,7 +291,8 @@ class TestBooks:
         world.accept()
         world.say()
         world.hear()
-        assert world.books.ranks[0].outstanding.oldest() == ["r0"]
+        assert list(world.books.ranks[0].requests) == ["r0"]
+        assert "1 requests, 0 in flight, 140 tokens committed" in repr(world.books)
         assert world.load.committed_tokens == 100 + OUTPUT
 
     def test_a_rank_is_not_empty_while_a_request_there_has_not_ended(self):
