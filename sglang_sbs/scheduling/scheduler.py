@@ -60,16 +60,9 @@ from sglang_sbs.scheduling.queue.told_lengths import ToldLengths
 from sglang_sbs.scheduling.report_cursor import SILENT_S
 from sglang_sbs.scheduling.request import Request
 from sglang_sbs.scheduling.snapshot import Snapshot, snapshot_of
+from sglang_sbs.scheduling.timers import Replan, Timers
 
 _OVERLOAD = ("queue_full", "flow_control")
-_ADOPTED_S = 0.05
-_GIVEN_UP_S = 0.02
-"""Thousands of requests can be abandoned at once. Re-plan at most once per this interval."""
-_REPEATED_S = 0.001
-"""All ranks report a pass, and each of its requests is answered. The first report is acted on at
-once, and the others are considered together after this interval."""
-_GO_ON_S = 0.001
-"""Delay of the next part of work that is too long for one turn."""
 _MOST_UNPLACED = 64
 """Planning continues without requests that found no decode rank, up to this number."""
 _MOST_BATCHES = 8
@@ -106,13 +99,13 @@ class Scheduler:
         self._outage = Outage(self.config.outage_hold_s)
         self._arrivals = 0
         self._lengths = ToldLengths()
-        self._wake_s = math.inf
+        self._timers = Timers()
         self._silent_s = math.inf
         """No decode rank becomes silent before this time."""
         self._fresh: Request | None = None
         """The request that has just arrived."""
-        self._given_up_s = -math.inf
-        """Time of the last re-planning because of an abandoned request."""
+        self._abandoned_s = -math.inf
+        """Time of the last planning because of an abandoned request."""
         self._admission = DecodeAdmission(ExpectedOutput(self.config.default_output_tokens))
         self.gangs = Gangs(
             members=self._members,
@@ -131,32 +124,19 @@ class Scheduler:
         out: list[ev.Command] = []
         event = self.lone.inside(event)
         self.prefix.advance(now_s)
-        # A decode report can start a dispatch only if a request is waiting for decode room. In a
-        # large cluster most events are decode reports, so skip planning for them. Changes by time
-        # have their WakeAt.
-        look_in_s: float | None = 0.0
+        replan = Replan.NOW
         match event:
             case ev.RequestArrived():
                 self._on_arrived(event, now_s, out)
             case ev.PrefillDone():
-                if not self._on_prefill_done(event, now_s):
-                    look_in_s = _REPEATED_S
+                replan = self._on_prefill_done(event, now_s)
             case ev.RequestEnded():
-                if not self._on_ended(event):
-                    look_in_s = None
-                elif event.outcome != "completed":
-                    if now_s < self._given_up_s + _GIVEN_UP_S:
-                        look_in_s = _GIVEN_UP_S
-                    else:
-                        self._given_up_s = now_s
+                replan = self._on_ended(event, now_s)
             case ev.RequestAdopted():
                 self._on_adopted(event, now_s)
-                look_in_s = _ADOPTED_S
+                replan = Replan.ADOPTED
             case ev.ForwardEnded():
-                if not self._on_report(event, now_s):
-                    look_in_s = _REPEATED_S
-                elif not self._makes_room(event.instance):
-                    look_in_s = None
+                replan = self._on_report(event, now_s)
             case ev.LoadPolled():
                 for poll in self.lone.polls(event):
                     self._on_load_polled(poll, now_s)
@@ -170,20 +150,13 @@ class Scheduler:
             case ev.PolicySwitched():
                 self._on_switched(event)
             case ev.TimerFired():
-                # No timer is set now, so the same time may be requested again.
-                if self.prefix.unfinished and now_s < self._wake_s:
-                    look_in_s = None
-                else:
-                    self._wake_s = math.inf
-        if look_in_s == 0.0 or self._wake_s <= now_s:
+                replan = self._timers.fired(now_s, unfinished=self.prefix.unfinished)
+        if replan is Replan.NOW or self._timers.plan_s <= now_s:
             self._drive(now_s, out)
-        elif look_in_s is not None and self._wake_s > now_s + look_in_s:
-            # One planning serves all such events until then.
-            self._wake_s = now_s + look_in_s
-            out.append(ev.WakeAt(time_s=self._wake_s))
+        else:
+            self._timers.plan_by(now_s + replan.value, out)
         if self.prefix.unfinished:
-            # It replaces the other timer, which is requested again afterwards.
-            out.append(ev.WakeAt(time_s=min(now_s + _GO_ON_S, self._wake_s)))
+            self._timers.go_on(now_s, out)
         return out
 
     def snapshot(self, now_s: float) -> Snapshot:
@@ -244,12 +217,10 @@ class Scheduler:
         self._outage.note([request], now_s)
         self._policies.offered.arrived(request.uncached_tokens, now_s)
 
-    def _on_prefill_done(self, event: ev.PrefillDone, now_s: float) -> bool:
-        """Handle the end of prefill; return whether it is news about the instance, which it is not
-        if the instance reports its passes."""
+    def _on_prefill_done(self, event: ev.PrefillDone, now_s: float) -> Replan:
         request = self._requests.get(event.rid)
         if request is None or request.prefill is None or request.prefilled:
-            return False
+            return Replan.REPEATED
         request.prefilled = True
         self._lengths.learn(request, request.prefill[0], event.prompt_tokens, now_s)
         instance = self.prefill.get(request.prefill[0])
@@ -257,18 +228,19 @@ class Scheduler:
             self.prefix.dropped(event.rid)
             if instance is not None:
                 instance.dropped(request.rid, request.prefill[1])
-            return True
+            return Replan.NOW
         self.prefix.prefilled(request, now_s, event.cached_tokens)
-        if instance is not None:
-            seen = instance.prefilled(request.rid, request.prefill[1], now_s)
-            self._learn(seen, now_s, instance)
-        return instance is None or instance.tier != "endforward"
+        if instance is None:
+            return Replan.NOW
+        seen = instance.prefilled(request.rid, request.prefill[1], now_s)
+        self._learn(seen, now_s, instance)
+        # An answer is no news about an instance that reports its passes.
+        return Replan.REPEATED if instance.tier == "endforward" else Replan.NOW
 
-    def _on_ended(self, event: ev.RequestEnded) -> bool:
-        """Handle the end of a request; return whether it matters beyond its decode rank."""
+    def _on_ended(self, event: ev.RequestEnded, now_s: float) -> Replan:
         request = self._requests.pop(event.rid, None)
         if request is None:
-            return False
+            return Replan.NO
         self.queue.remove(event.rid)
         self.prefix.dropped(event.rid)
         name, rank = request.prefill or ("", 0)
@@ -280,11 +252,18 @@ class Scheduler:
             decode.ended(request.rid, rank, request.prompt_tokens + tokens)
         if event.outcome == "completed" and event.completion_tokens is not None:
             self._admission.outputs.learn(tokens)
-        return not request.prefilled or (request.decode is not None and self._makes_room(name))
+        if request.prefilled and (request.decode is None or not self._makes_room(name)):
+            return Replan.NO
+        if event.outcome != "completed":
+            if now_s < self._abandoned_s + Replan.ABANDONED.value:
+                return Replan.ABANDONED
+            self._abandoned_s = now_s
+        return Replan.NOW
 
     def _makes_room(self, instance: ev.InstanceId) -> bool:
-        """Return whether a waiting request could leave because of this instance: any change of a
-        prefill instance, but of a decode instance only room for requests that lacked it."""
+        """Return whether a waiting request could leave because of a change of this instance. For a
+        decode instance that takes room for a request that lacked it. In a large cluster most events
+        are decode reports, so planning is skipped for the others."""
         decode = self.decode.get(instance)
         return decode is None or self._admission.may_admit_now(decode)
 
@@ -348,9 +327,7 @@ class Scheduler:
         self.policy.on_topology_change(up)
         self._outage.on_topology_change(up, self._members.up_decode, self.queue, now_s)
 
-    def _on_report(self, event: ev.ForwardEnded, now_s: float) -> bool:
-        """Handle a report; return whether it is news about the instance, not one more rank of a
-        known pass."""
+    def _on_report(self, event: ev.ForwardEnded, now_s: float) -> Replan:
         report = event.report
         here = event.instance, report.dp_rank
         for one in report.accepted:
@@ -373,13 +350,14 @@ class Scheduler:
                 free_s = prefill.free_at_s(now_s, self.interval.latency_s)
                 self.prefix.moved(request, visible_s=free_s + prefill.next_pass_s())
             self._learn(observation, now_s, prefill)
-            return prefill.stage != before
+            # Without progress it is one more rank of a known pass.
+            return Replan.NOW if prefill.stage != before else Replan.REPEATED
         decode = self.decode.get(event.instance)
         if decode is not None:
             if decode.on_report(report, now_s):
                 self.prefix.on_restart(*here)
             self._silent_s = min(self._silent_s, now_s + SILENT_S)
-        return True
+        return Replan.NOW if self._makes_room(event.instance) else Replan.NO
 
     def _is_elsewhere(self, rid: str, place: tuple[ev.InstanceId, int]) -> bool:
         """Return whether an adopted request was found on another rank since."""
@@ -476,9 +454,7 @@ class Scheduler:
         wake_s = min(wake_s, self.queue.next_deadline_s())
         if len(self.queue):
             wake_s = min(wake_s, self._outage.until_s)
-        if self._wake_s != wake_s < math.inf:
-            out.append(ev.WakeAt(time_s=wake_s))
-        self._wake_s = wake_s
+        self._timers.plan_at(wake_s, out)
 
     def _fall_silent(self, now_s: float) -> None:
         """Discard old reports of silent decode ranks."""
