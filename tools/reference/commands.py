@@ -27,8 +27,7 @@ the [flag mapping](flag-mapping.md).
 ## The flags that most people need
 """
 _VERBS = """
-`sglang-sbs VERB`. The flags of `router` and `scheduler` are
-[on a page of their own](router-flags.md). Verbs marked *in a checkout* are not in the wheel.
+`sglang-sbs VERB`. Verbs marked *in a checkout* are not in the wheel.
 """
 
 
@@ -65,7 +64,8 @@ def verbs_page() -> str:
     """``docs/reference/commands.md``."""
     parts = [head("Commands"), _VERBS.lstrip("\n")]
     others = [name for name in VERBS if name not in _LIKE_THE_ROUTER]
-    rows = [(f"[`{name}`](#{name})", VERBS[name].help) for name in others]
+    places = {name: "router-flags.md" if name in _LIKE_THE_ROUTER else f"#{name}" for name in VERBS}
+    rows = [(f"[`{name}`]({place})", VERBS[name].help) for name, place in places.items()]
     parts += [table(("verb", "what for"), rows), ""]
     for name in others:
         parts += _verb([name])
