@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -162,7 +163,7 @@ def _draw_losses(axes: Any, data: Data) -> None:
                 axes.plot(ends, [row + shift] * 2, line, color=colour, label=label, markersize=5)
     axes.set_yticks(range(len(data["label"])), data["label"], fontsize=8.5)
     axes.invert_yaxis()
-    axes.set_xlabel("TTFT of sbs / eta; right of 1 is slower. Load in parentheses")
+    axes.set_xlabel("TTFT of sbs / eta (load in parentheses)")
     axes.legend(loc="lower right", fontsize=9, frameon=False)
 
 
@@ -274,6 +275,68 @@ def _draw_chunk(axes: Any, data: Data) -> None:
     axes.legend(fontsize=9, frameon=False)
 
 
+# Queue limits -------------------------------------------------------------------------------------
+
+
+def _limits() -> Data:
+    data: Data = {"limit": [], "ttft": [], "refused": []}
+    for limit, ttft, refused in rows_below("tuning.md", "Queue limits"):
+        data["limit"].append(limit)
+        data["ttft"].append([float(part) for part in ttft.split("/")])
+        data["refused"].append(int(refused.removesuffix(" %")))
+    return data
+
+
+def _draw_limits(axes: Any, data: Data) -> None:
+    for row, (mean, p99) in enumerate(data["ttft"]):
+        axes.plot([mean, p99], [row, row], ":", color=_SBS)
+        axes.plot(mean, row, "o", color=_SBS, label=None if row else "mean")
+        axes.plot(p99, row, "s", color=_SBS, mfc="none", label=None if row else "p99")
+        axes.text(p99 + 0.15, row, f"{data['refused'][row]} % refused", va="center", fontsize=9)
+    axes.set_yticks(range(len(data["limit"])), data["limit"], fontsize=9)
+    axes.invert_yaxis()
+    axes.set_xlim(0, max(p99 for _, p99 in data["ttft"]) * 1.2)
+    axes.set_xlabel("TTFT of sbs in seconds at load 1.4, simulated")
+    axes.legend(loc="upper right", fontsize=9, frameon=False)
+
+
+# Faults -------------------------------------------------------------------------------------------
+
+_FAULTS = {
+    "a prefill instance is killed": LOOKS["sbs"].colour,
+    "the decode instance is killed": LOOKS["random_rank"].colour,
+    "the decode instance stops for 5 s": LOOKS["eta"].colour,
+    "the scheduler is killed": LOOKS["sbs_paper"].colour,
+}
+"""Columns of the table, and a colour for each."""
+
+
+def _faults() -> Data:
+    data: Data = {name: [] for name in ("from", *_FAULTS)}
+    for from_s, *cells in rows_below("lab/faults.md", "TTFT around a fault"):
+        data["from"].append(float(from_s))
+        for name, cell in zip(_FAULTS, cells, strict=True):
+            seconds, failed = re.match(r"\d+\.\d+", cell), re.search(r"(\d+) failed", cell)
+            ttft_s = float(seconds[0]) if seconds else None
+            data[name].append([ttft_s, int(failed[1]) if failed else 0])
+    return data
+
+
+def _draw_faults(axes: Any, data: Data) -> None:
+    middles = [from_s + 1 for from_s in data["from"]]
+    for name, colour in _FAULTS.items():
+        ttfts = [math.nan if ttft_s is None else ttft_s for ttft_s, _ in data[name]]
+        axes.plot(middles, ttfts, "o-", color=colour, markersize=4, label=name)
+        lost = [at for at, (_, failed) in zip(middles, data[name], strict=True) if failed]
+        axes.plot(lost, [0.1] * len(lost), "x", color=colour)
+    axes.axvline(0, color=_GREY, linewidth=1)
+    axes.plot([], [], "x", color=_GREY, label="some requests failed")
+    axes.set_ylim(0)
+    axes.set_xlabel("seconds since the fault, when the request was sent")
+    axes.set_ylabel("longest TTFT in seconds")
+    axes.legend(fontsize=9, frameon=False)
+
+
 # Decode -------------------------------------------------------------------------------------------
 
 
@@ -306,6 +369,8 @@ PLOTS: dict[str, Plot] = {
     "gain-parts": Plot(_gain, _draw_gain, (7.2, 3.0)),
     "paper-claims": Plot(_claims, _draw_claims, (7.2, 3.0)),
     "chunk": Plot(_chunk, _draw_chunk, (7.2, 3.0)),
+    "queue-limits": Plot(_limits, _draw_limits, (7.2, 3.0)),
+    "faults": Plot(_faults, _draw_faults, (7.2, 3.2)),
     "decode-band": Plot(_decode, _draw_decode, (7.2, 1.8)),
 }
 
