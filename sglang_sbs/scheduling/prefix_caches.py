@@ -90,7 +90,7 @@ class PrefixCaches:
 
     @property
     def unfinished(self) -> bool:
-        return self.prefill.unfinished or self.decode.unfinished
+        return bool(self.prefill.claiming or self.decode.claiming)
 
     def decode_hits(
         self, request: Request, targets: Sequence[tuple[DecodeInstance, int]]

@@ -10,8 +10,8 @@ from sglang_sbs.scheduling.policies.policy import Plan
 
 
 class Forgetful(Scheduler):
-    """Looks after every instance at every event. Under the default policy it asks all of them at
-    every decision, whose order and speed it works out anew."""
+    """Looks after every instance and looks up every prefix at every event. Under the default policy
+    it asks all instances at every decision, whose order and speed it works out anew."""
 
     def __init__(self, config: SchedulerConfig) -> None:
         super().__init__(config)
@@ -20,7 +20,9 @@ class Forgetful(Scheduler):
 
     def handle(self, event: Event, now_s: float) -> list[Command]:
         for instance in self.prefill.values():
-            instance._changes()
+            instance._forget_sums()
+        for request in self._requests.values():
+            request.hits_version = -1
         self._silent_s = -math.inf
         return super().handle(event, now_s)
 

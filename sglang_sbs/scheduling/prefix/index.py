@@ -22,9 +22,9 @@ What a rank holds comes from
   table is full. If it drops blocks sooner, the engine's answer says what was found.
 
 Claims are entered and taken back in order, and a long one some blocks at a time: the rest follows
-with the next calls of :meth:`PrefixIndex.advance`, for which ``unfinished`` asks. A rank that lost
-everything (restart, flush) gets another bit, and the old one is swept out of the table some entries
-at a time.
+with the next calls of :meth:`PrefixIndex.advance`, while there are any in ``claiming``. A rank that
+lost everything (restart, flush) gets another bit, and the old one is swept out of the table some
+entries at a time.
 """
 
 from __future__ import annotations
@@ -38,6 +38,7 @@ from itertools import takewhile
 from sglang_sbs.scheduling.events import CacheTier, InstanceId, PrefixSource
 from sglang_sbs.scheduling.prefix.places import (
     NO_HITS,
+    Changes,
     Hits,
     Place,
     Rank,
@@ -56,6 +57,9 @@ from sglang_sbs.scheduling.prefix.tables import (
 CONFIRMED_S = 2.0
 """With KV events: time after prefill for which a claim is kept without being published."""
 APPROXIMATE_TTL_S = 600.0
+_SAME_CLAIM_S = 1.0
+"""Without KV events blocks are claimed at the predicted end of their pass, and again at prefill's
+answer if that comes later than this. Claims take most of the time that the index costs."""
 DEFAULT_CAPACITY_TOKENS = 262_144
 """Assumed KV capacity of a rank that does not report it."""
 _SWEEP = 2_000
@@ -74,8 +78,8 @@ class PrefixIndex:
 
     def __init__(self, *, max_blocks: int = 2_000_000) -> None:
         """``max_blocks``: limit on table entries, about 200 bytes each with hundreds of ranks."""
-        self.version = 0
-        """Change counter: results of :meth:`find` may differ after it changed."""
+        self.changes = Changes()
+        """Changes after which results of :meth:`find` may differ."""
         self._device, self._host, self._shared = (BlockTable(max_blocks) for _ in range(3))
         self._places: dict[InstanceId, Place] = {}
         self._rank_of: dict[int, Rank] = {}
@@ -90,11 +94,13 @@ class PrefixIndex:
         self._sent: dict[str, Sent] = {}
         self._due: list[tuple[float, str]] = []
         """Heap of the times when dispatched requests become visible."""
-        self._upcoming = UpcomingBlocks()
-        """Blocks of requests that are not visible yet."""
+        self.coming = UpcomingBlocks()
+        """Blocks of requests that are not visible yet, with the changes after which results of
+        :meth:`upcoming` may differ."""
         self._lapsing: deque[tuple[float, Rank, Sequence[int]]] = deque()
-        self._claiming: deque[Iterator[int]] = deque()
-        """Claims in progress, oldest first; each iteration yields the steps taken."""
+        self.claiming: deque[Iterator[int]] = deque()
+        """Claims in progress, oldest first, for which :meth:`advance` has work to do now. Each
+        iteration yields the steps taken."""
         self._watched: dict[int, list[str]] = {}
         self._appeared: list[str] = []
 
@@ -104,16 +110,6 @@ class PrefixIndex:
     @property
     def pending_requests(self) -> int:
         return len(self._sent)
-
-    @property
-    def upcoming_version(self) -> int:
-        """Change counter for :meth:`upcoming`, like ``version``."""
-        return self._upcoming.version
-
-    @property
-    def unfinished(self) -> bool:
-        """Whether :meth:`advance` has work to do now."""
-        return bool(self._claiming)
 
     # Instances ----------------------------------------------------------------------------
 
@@ -188,7 +184,7 @@ class PrefixIndex:
     ) -> None:
         held = self._published(instance, rank, blocks, tier)
         if held is not None:
-            self.version += self._table(tier).take(blocks, held.bit)
+            self.changes.add(self._table(tier).take(blocks, held.bit))
 
     # Requests -----------------------------------------------------------------------------
 
@@ -210,7 +206,7 @@ class PrefixIndex:
             self._on_ranks_change()
         sent = self._sent[rid] = Sent(place, rank, blocks, visible_s)
         heappush(self._due, (visible_s, rid))
-        self._upcoming.add(sent)
+        self.coming.add(sent)
 
     def prefilled(
         self, rid: str, now_s: float, *, expected_tokens: int = 0, cached_tokens: int | None = None
@@ -225,6 +221,7 @@ class PrefixIndex:
         found_tokens = expected_tokens if cached_tokens is None else cached_tokens
         if held is not None and found_tokens < expected_tokens:
             self._correct(held, sent.rank, found_tokens)
+            sent.claimed_on = None  # with less capacity, others must go
         self._show(sent, now_s)
         self._work()
         del self._sent[rid]
@@ -238,9 +235,9 @@ class PrefixIndex:
         if sent is None:
             return
         if not sent.visible:
-            self._upcoming.remove(sent)
+            self.coming.remove(sent)
         elif (held := self._held(sent)) is not None:
-            self._claiming.append(self._unclaimed(held, sent.blocks))
+            self.claiming.append(self._unclaimed(held, sent.blocks))
             self._work()
 
     def find(self, blocks: Sequence[int], block_tokens: int, prompt_tokens: int) -> Hits:
@@ -274,20 +271,16 @@ class PrefixIndex:
         self, blocks: Sequence[int], block_tokens: int, prompt_tokens: int
     ) -> list[Upcoming]:
         """Return the ranks that are computing part of the prompt right now for another request."""
-        if not self._upcoming.begins_like(blocks):
-            return []  # the usual case of a frequent call
+        if not self.coming.begins_like(blocks):
+            return []
         count = min(len(blocks), (prompt_tokens - 1) // block_tokens) if block_tokens else 0
         if count <= 0:
             return []
         return [
             Upcoming(sent.place.id, sent.rank, shared * block_tokens, sent.visible_s)
-            for sent, shared in self._upcoming.sharing(blocks, count)
+            for sent, shared in self.coming.sharing(blocks, count)
             if sent.place.is_up and self._places.get(sent.place.id) is sent.place
         ]
-
-    def upcoming_changed(self, blocks: Sequence[int], since: int) -> bool:
-        """Return whether :meth:`upcoming` may have changed since that version."""
-        return self._upcoming.changed(blocks, since)
 
     def watch(self, block: int, rid: str) -> None:
         """Let :meth:`take_appeared` report the request once some rank holds this block; none does
@@ -316,8 +309,8 @@ class PrefixIndex:
         lapsing = self._lapsing
         while lapsing and lapsing[0][0] <= now_s:
             _, held, blocks = lapsing.popleft()
-            self._claiming.append(self._unclaimed(held, blocks))
-        if self._claiming:
+            self.claiming.append(self._unclaimed(held, blocks))
+        if self.claiming:
             self._work()
         if self._retired or self._sweeping:
             self._sweep()
@@ -341,16 +334,20 @@ class PrefixIndex:
     def _table(self, tier: CacheTier) -> BlockTable:
         return self._device if tier == "device" else self._host
 
-    def _set(self, table: BlockTable, blocks: Sequence[int], bit: int) -> None:
+    def _set(
+        self, table: BlockTable, blocks: Sequence[int], bit: int, root: int | None = None
+    ) -> None:
+        """Record that a rank holds these blocks, of a prompt that begins with ``root``."""
+        rooms_made = table.rooms_made
         new, changed = table.add(blocks, bit)
-        self.version += changed
-        if self._watched:
+        self.changes.add(changed, root if table.rooms_made == rooms_made else None)
+        if not self._watched.keys().isdisjoint(new):
             for block in new:
                 self._appeared += self._watched.pop(block, ())
 
     def _share(self, place: Place, blocks: Sequence[int]) -> None:
         if place.shares_storage:
-            self.version += self._shared.add(blocks, _STORAGE)[1] > 0
+            self.changes.add(self._shared.add(blocks, _STORAGE)[1])
 
     def _published(
         self, instance: InstanceId, rank: int, blocks: Sequence[int], tier: CacheTier
@@ -375,47 +372,55 @@ class PrefixIndex:
     def _show(self, sent: Sent, now_s: float) -> None:
         if not sent.visible:
             sent.visible = True
-            self._upcoming.remove(sent)
+            self.coming.remove(sent)
         held = self._held(sent)
-        if held is not None:
-            claim = self._claimed if held.place.source == "events" else self._presumed
-            self._claiming.append(claim(held, sent.blocks, now_s))
+        if held is None:
+            return
+        if held.place.source == "events":
+            self.claiming.append(self._claimed(held, sent.blocks, now_s))
+        elif sent.claimed_on is not held or now_s - sent.claimed_s > _SAME_CLAIM_S:
+            sent.claimed_on, sent.claimed_s = held, now_s
+            self.claiming.append(self._presumed(held, sent.blocks, now_s))
 
     def _work(self) -> None:
-        steps = _STEPS * (1 + len(self._claiming) // _MOST_CLAIMS)
-        while self._claiming and steps > 0:
-            took = next(self._claiming[0], None)
-            if took is None:
-                self._claiming.popleft()
-            else:
+        steps = _STEPS * (1 + len(self.claiming) // _MOST_CLAIMS)
+        while self.claiming and steps > 0:
+            for took in self.claiming[0]:
                 steps -= took
+                if steps <= 0:
+                    break
+            else:
+                self.claiming.popleft()
 
     def _claimed(self, held: Rank, blocks: Sequence[int], now_s: float) -> Iterator[int]:
         """Claim blocks that the rank is going to publish."""
         for part in self._parts_of(held, slices_of(blocks)):
             new = [block for block in part if not self._device.get(block) & held.bit]
-            self._set(self._device, new, held.bit)
+            self._set(self._device, new, held.bit, blocks[0])
             held.claims.update(dict.fromkeys(new, now_s))
             yield len(part)
 
     def _presumed(self, held: Rank, blocks: Sequence[int], now_s: float) -> Iterator[int]:
         """Claim blocks that the rank holds now and will not publish."""
-        place, claims = held.place, held.claims
-        for part in self._parts_of(held, slices_of(blocks)):
-            self._set(self._device, part, held.bit)
+        place, claims, until_s = held.place, held.claims, now_s + APPROXIMATE_TTL_S
+        for part in slices_of(blocks):
+            if self._rank_of.get(held.bit) is not held:
+                break
+            self._set(self._device, part, held.bit, blocks[0])
             self._share(place, part)
             yield len(part)
         # The root is claimed last: of one prompt, the earliest claims expire first, and leaves must
         # expire before roots.
         for part in reversed(slices_of(blocks)):
-            for block in part:
-                claims.pop(block, None)
-            claims.update(dict.fromkeys(reversed(part), now_s + APPROXIMATE_TTL_S))
+            for block in reversed(part):
+                if block in claims:
+                    claims.move_to_end(block)
+                claims[block] = until_s
             yield len(part)
         while lapsed := take_lapsed(claims, now_s, place.capacity_blocks):
             if self._rank_of.get(held.bit) is not held:
                 return
-            self.version += self._device.take(lapsed, held.bit)
+            self.changes.add(self._device.take(lapsed, held.bit))
             yield len(lapsed)
 
     def _unclaimed(self, held: Rank, blocks: Sequence[int]) -> Iterator[int]:
@@ -426,7 +431,7 @@ class PrefixIndex:
             mine = [block for block in part if block in claims]
             for block in mine:
                 del claims[block]
-            self.version += self._device.take(mine, held.bit)
+            self.changes.add(self._device.take(mine, held.bit), blocks[0])
             yield len(part)
 
     def _correct(self, held: Rank, rank: int, cached_tokens: int) -> None:
@@ -461,8 +466,8 @@ class PrefixIndex:
         self._retired |= rank.bit
 
     def _on_ranks_change(self) -> None:
-        self.version += 1
-        self._upcoming.all_changed()
+        self.changes.add(1)
+        self.coming.all_changed()
         self._live = {}
         for place in self._places.values():
             if place.is_up:
@@ -480,7 +485,7 @@ class PrefixIndex:
         some = self._to_sweep[-_SWEEP:]
         del self._to_sweep[-_SWEEP:]
         for table in (self._device, self._host):
-            self.version += table.take(some, self._sweeping)
+            self.changes.add(table.take(some, self._sweeping))
         if not self._to_sweep:
             self._free_bits += bits_of(self._sweeping)
             self._sweeping = 0

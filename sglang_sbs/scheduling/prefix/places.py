@@ -13,6 +13,8 @@ from sglang_sbs.scheduling.events import InstanceId, PrefixSource
 
 _MOST = 8
 """Limit on the requests with the same first block that are searched, newest first."""
+_MOST_ROOTS = 1024
+"""Limit on the first blocks of which :class:`Changes` knows the last change."""
 
 
 class Hits(NamedTuple):
@@ -80,6 +82,9 @@ class Sent:
     blocks: Sequence[int]
     visible_s: float
     visible: bool = False
+    claimed_on: Rank | None = None
+    """The rank on which its blocks were claimed last, without KV events."""
+    claimed_s: float = 0.0
 
 
 class Upcoming(NamedTuple):
@@ -89,6 +94,36 @@ class Upcoming(NamedTuple):
     rank: int
     tokens: int
     visible_s: float
+
+
+class Changes:
+    """Counts changes of the cached blocks. A block's name covers all before it, so a change of one
+    prompt's blocks concerns only prompts with the same first block."""
+
+    def __init__(self) -> None:
+        self.version = 0
+        """Change counter."""
+        self._of_all = 0
+        """Version of the last change that may concern any prompt."""
+        self._of_root: OrderedDict[int, int] = OrderedDict()
+        """Version of the last change by first block, for the most recent ones."""
+
+    def add(self, count: int, root: int | None = None) -> None:
+        """Count changes of blocks in prompts that begin with ``root``; None: in any prompt."""
+        if not count:
+            return
+        self.version += count
+        if root is None:
+            self._of_all = self.version
+            return
+        self._of_root[root] = self.version
+        self._of_root.move_to_end(root)
+        if len(self._of_root) > _MOST_ROOTS:
+            self._of_all = max(self._of_all, self._of_root.popitem(last=False)[1])
+
+    def concern(self, blocks: Sequence[int], since: int) -> bool:
+        """Return whether a change since that version may concern a prompt."""
+        return self._of_all > since or self._of_root.get(blocks[0], 0) > since
 
 
 class UpcomingBlocks:

@@ -31,6 +31,8 @@ class BlockTable:
         self._blocks = 0
         self._full = 0
         """The part in which room is made next."""
+        self.rooms_made = 0
+        """Number of times that blocks were dropped to make room."""
 
     def __len__(self) -> int:
         return self._blocks
@@ -48,18 +50,23 @@ class BlockTable:
         parts, of_slot = self._parts, self._part_of_slot
         new = []
         changed = 0
+        room = self._max_blocks - self._blocks
         for block in blocks:
             part = parts[of_slot[block % _SLOTS]]
-            mask = part.get(block, 0)
-            if not mask:
-                while self._blocks >= self._max_blocks:
-                    self._make_room()
+            mask = part.get(block)
+            if mask is None:
+                if room <= 0:
+                    self._blocks = self._max_blocks - room
+                    while self._blocks >= self._max_blocks:
+                        self._make_room()
+                    room = self._max_blocks - self._blocks
                 part[block] = bit
-                self._blocks += 1
+                room -= 1
                 new.append(block)
             elif not mask & bit:
                 part[block] = mask | bit
                 changed += 1
+        self._blocks = self._max_blocks - room
         return new, changed + len(new)
 
     def take(self, blocks: Sequence[int], bits: int) -> int:
@@ -81,6 +88,7 @@ class BlockTable:
     def _make_room(self) -> None:
         """Drop the oldest blocks of a part, but only half of those that several ranks hold. Drop
         many at once: a dict finds its oldest entry in linear time."""
+        self.rooms_made += 1
         part = self._parts[self._full]
         self._full = (self._full + 1) % len(self._parts)
         before = len(part)
@@ -95,6 +103,8 @@ class BlockTable:
 
 def slices_of(blocks: Sequence[int]) -> list[Sequence[int]]:
     """Split into slices of at most ``SLICE`` blocks, in order."""
+    if 0 < len(blocks) <= SLICE:
+        return [blocks]
     return [blocks[at : at + SLICE] for at in range(0, len(blocks), SLICE)]
 
 

@@ -125,7 +125,8 @@ class RequestQueue:
         if self.turns.several:
             yield from map(self._looked_up, self.turns.in_turn())
             return
-        hits_version, upcoming_version = self.prefix.version, self.prefix.upcoming_version
+        hits_version = self.prefix.changes.version
+        upcoming_version = self.prefix.coming.version
         for _, _, request in self.turns.by_key():
             # Repeated here, because a call per request would dominate the cost of a decision.
             if request.blocks and not (
@@ -144,16 +145,23 @@ class RequestQueue:
         prefix = self.prefix
         if not request.blocks:
             return
-        if request.hits_version != prefix.version:
-            request.hits_version = prefix.version
-            request.hits = prefix.find(request.blocks, request.block_tokens, request.prompt_tokens)
-            request.uncached_tokens = request.prompt_tokens - request.hits.best_tokens
-        if request.upcoming_version != prefix.upcoming_version:
-            if prefix.upcoming_changed(request.blocks, request.upcoming_version):
+        changes = prefix.changes
+        if request.hits_version != changes.version:
+            if changes.concern(request.blocks, request.hits_version):
+                request.hits = prefix.find(
+                    request.blocks, request.block_tokens, request.prompt_tokens
+                )
+                request.uncached_tokens = request.prompt_tokens - request.hits.best_tokens
+            request.hits_version = changes.version
+        coming = prefix.coming
+        if request.upcoming_version != coming.version:
+            # Most prompts begin like no other, so this is asked first.
+            begins_like = request.upcoming or coming.begins_like(request.blocks)
+            if begins_like and coming.changed(request.blocks, request.upcoming_version):
                 request.upcoming = prefix.upcoming(
                     request.blocks, request.block_tokens, request.prompt_tokens
                 )
-            request.upcoming_version = prefix.upcoming_version
+            request.upcoming_version = coming.version
 
     def reorder(self) -> None:
         """Move requests of which more is cached than when they got their place."""

@@ -32,7 +32,7 @@ class TestIndex:
         prefix.sent("a", "p", 0, blocks, 1, visible_s=1.0)
         prefix.prefilled("a", 2.0)
         found = [depth(prefix, blocks)]
-        while prefix.unfinished:
+        while prefix.claiming:
             prefix.advance(2.0)
             found.append(depth(prefix, blocks))
         steps = [after - before for before, after in zip([0, *found], found, strict=False)]
@@ -45,7 +45,7 @@ class TestIndex:
         prefix.advance(1.0)
         prefix.dropped("a")  # before it was claimed as a whole
         left = []
-        while prefix.unfinished:
+        while prefix.claiming:
             left.append(len(prefix))
             prefix.advance(1.0)
         assert len(prefix) == 0
@@ -55,11 +55,11 @@ class TestIndex:
         prefix, blocks = index(source), list(range(LONG))
         prefix.sent("a", "p", 0, blocks, 1, visible_s=1.0)
         prefix.prefilled("a", 2.0)
-        assert prefix.unfinished
+        assert prefix.claiming
         prefix.clear("p", 0)
         for _ in range(200):
             prefix.advance(2.0)
-        assert not prefix.unfinished
+        assert not prefix.claiming
         assert len(prefix) == 0
 
     def test_what_waits_is_worked_off_faster_than_it_comes(self, source: str) -> None:
@@ -69,7 +69,7 @@ class TestIndex:
             blocks = list(range(number * LONG, number * LONG + LONG // 3))
             prefix.sent(str(number), "p", 0, blocks, 1, visible_s=1.0)
             prefix.prefilled(str(number), 2.0)
-            waiting.append(len(prefix._claiming))
+            waiting.append(len(prefix.claiming))
         assert max(waiting) < 70
 
 
@@ -77,11 +77,11 @@ def test_with_events_a_long_claim_lapses_in_parts() -> None:
     prefix, blocks = index("events"), list(range(LONG))
     prefix.sent("a", "p", 0, blocks, 1, visible_s=1.0)
     prefix.prefilled("a", 2.0)
-    while prefix.unfinished:
+    while prefix.claiming:
         prefix.advance(2.0)
     prefix.advance(2.0 + CONFIRMED_S)
     assert 0 < len(prefix) < LONG
-    while prefix.unfinished:
+    while prefix.claiming:
         prefix.advance(2.0 + CONFIRMED_S)
     assert len(prefix) == 0
 

@@ -8,6 +8,9 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from sglang_sbs.scheduling.prefix.index import APPROXIMATE_TTL_S, CONFIRMED_S, PrefixIndex
+from sglang_sbs.scheduling.prefix.places import Hits
+from sglang_sbs.scheduling.queue.request import RequestQueue
+from sglang_sbs.scheduling.request import Request
 
 PAGE = 16
 
@@ -164,7 +167,7 @@ class TestUpcoming:
     def test_until_it_is_there_or_never_will_be(self, how: str) -> None:
         prefix = index()
         prefix.sent("r", "p0", 1, [1, 2, 3], PAGE, visible_s=5.0)
-        before = prefix.upcoming_version
+        before = prefix.coming.version
         match how:
             case "visible":
                 prefix.advance(5.0)
@@ -177,16 +180,76 @@ class TestUpcoming:
             case _:
                 prefix.gone("p0")
         assert prefix.upcoming([1, 2], PAGE, 1000) == []
-        assert prefix.upcoming_changed([1, 2], before)
+        assert prefix.coming.changed([1, 2], before)
 
     def test_it_changes_only_with_those_that_begin_like_it(self) -> None:
         prefix = index()
         prefix.sent("r", "p0", 1, [1, 2], PAGE, visible_s=5.0)
-        before = prefix.upcoming_version
+        before = prefix.coming.version
         prefix.sent("other", "p0", 0, [7, 8], PAGE, visible_s=6.0)
-        assert not prefix.upcoming_changed([1, 3], before)
+        assert not prefix.coming.changed([1, 3], before)
         prefix.sent("twin", "p1", 0, [1], PAGE, visible_s=6.0)
-        assert prefix.upcoming_changed([1, 3], before)
+        assert prefix.coming.changed([1, 3], before)
+
+
+class TestChanges:
+    def claim(self, prefix: PrefixIndex, rid: str, blocks: list[int]) -> int:
+        """Claim blocks on a rank; return the version before."""
+        before = prefix.changes.version
+        prefix.sent(rid, "p0", 0, blocks, PAGE, visible_s=0.0)
+        prefix.advance(0.0)
+        return before
+
+    def test_a_claim_concerns_only_prompts_that_begin_alike(self) -> None:
+        prefix = index("approximate")
+        before = self.claim(prefix, "a", [1, 2])
+        assert prefix.changes.concern([1, 9], before)
+        assert not prefix.changes.concern([7, 8], before)
+        assert not prefix.changes.concern([1, 9], prefix.changes.version)
+
+    def test_events_and_instances_concern_every_prompt(self) -> None:
+        prefix = index()
+        before = prefix.changes.version
+        prefix.stored("p0", 0, [2])
+        assert prefix.changes.concern([7, 8], before)
+        before = prefix.changes.version
+        prefix.down("p0")
+        assert prefix.changes.concern([7, 8], before)
+
+    def test_blocks_dropped_from_a_full_table_concern_every_prompt(self) -> None:
+        prefix = index("approximate", max_blocks=4)
+        self.claim(prefix, "a", [1, 2, 3, 4])
+        before = self.claim(prefix, "b", [8, 9])
+        assert found(prefix, [1, 2, 3, 4]) == {}
+        assert prefix.changes.concern([1, 2], before)
+
+    def test_first_blocks_that_were_forgotten_count_as_changed(self) -> None:
+        prefix = index("approximate", max_blocks=10_000)
+        before = self.claim(prefix, "first", [1])
+        for number in range(2_000):
+            self.claim(prefix, f"{number}", [100 + number])
+        assert prefix.changes.concern([1], before)
+        assert len(prefix.changes._of_root) <= 1024
+
+    def test_a_waiting_request_is_looked_up_again_when_its_beginning_changes(self) -> None:
+        prefix = index("approximate")
+        queue, asked, find = RequestQueue(prefix=prefix), [], prefix.find
+
+        def counted(blocks: list[int], *more: int) -> Hits:
+            asked.append(blocks[0])
+            return find(blocks, *more)
+
+        prefix.find = counted  # type: ignore[method-assign]
+        more = {"blocks": [1, 2], "block_tokens": PAGE}
+        request = Request("w", 0, 100, None, 0.0, 1e9, **more)  # type: ignore[arg-type]
+        queue.add(request)
+        self.claim(prefix, "other", [7, 8])
+        assert list(queue.in_order()) == [request]
+        assert asked == [1]
+        self.claim(prefix, "twin", [1, 2, 3])
+        assert list(queue.in_order()) == [request]
+        assert asked == [1, 1]
+        assert request.hits.best_tokens == 2 * PAGE
 
 
 class TestApproximate:
@@ -210,6 +273,26 @@ class TestApproximate:
         self.sent(prefix, "c", [8], 2.0)
         assert found(prefix, [1, 2, 3]) == {"p0": [2 * PAGE, 0]}
         assert found(prefix, [1, 7]) == {"p0": [2 * PAGE, 0]}
+
+    @pytest.mark.parametrize(("answered_s", "evicted"), [(0.5, [1, 2]), (2.0, [5, 6])])
+    def test_a_late_answer_claims_again(self, answered_s: float, evicted: list[int]) -> None:
+        prefix = index("approximate", capacity_tokens=4 * PAGE)
+        prefix.sent("a", "p0", 0, [1, 2], PAGE, visible_s=0.0)
+        prefix.sent("b", "p0", 0, [5, 6], PAGE, visible_s=0.1)
+        prefix.advance(0.1)
+        prefix.prefilled("a", answered_s)
+        self.sent(prefix, "c", [8], answered_s)
+        for blocks in ([1, 2], [5, 6]):
+            left = PAGE if blocks == evicted else 2 * PAGE
+            assert found(prefix, blocks) == {"p0": [left, 0]}
+
+    def test_a_rank_that_lost_its_blocks_before_the_answer_holds_them_again(self) -> None:
+        prefix = index("approximate")
+        prefix.sent("a", "p0", 0, [1, 2], PAGE, visible_s=0.0)
+        prefix.advance(0.0)
+        prefix.clear("p0", 0)
+        prefix.prefilled("a", 0.5)
+        assert found(prefix, [1, 2]) == {"p0": [2 * PAGE, 0]}
 
     def test_prompts_may_come_in_blocks_of_several_pages(self) -> None:
         prefix = index("approximate", capacity_tokens=6 * PAGE)

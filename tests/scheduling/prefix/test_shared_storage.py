@@ -56,9 +56,9 @@ def test_pages_of_another_size_are_not_found() -> None:
 def test_who_waits_is_told_that_more_is_cached() -> None:
     prefix = index(p0=True)
     prefix.stored("p0", 0, BLOCKS[:2])
-    version = prefix.version
+    version = prefix.changes.version
     prefix.stored("p0", 0, BLOCKS)
-    assert prefix.version > version
+    assert prefix.changes.version > version
 
 
 def test_instances_without_kv_events_write_what_was_sent_there() -> None:
