@@ -74,6 +74,9 @@ class PrefillBooks:
         """Cached until the ledgers change, like the next ones."""
         self._least_ahead_tokens: int | None = None
         self._next_pass_s: float | None = None
+        self._next: tuple[list[int], list[float]] | None = None
+        """Tokens and attention pairs per rank of the next pass, except for ``_stale`` ranks."""
+        self._stale: set[int] = set()
         self._longest_prompt_tokens: int | None = None
         self.version = 0
         """Grows with every change of the ledgers, the model or the limits."""
@@ -283,19 +286,31 @@ class PrefillBooks:
         self._outstanding = sum([len(rank.outstanding.tokens) for rank in self.ranks])
         self.has_flight = any(rank.sent for rank in self.ranks)
 
-    def _forget_sums(self) -> None:
-        """After anything that changed a rank's ledgers: the sums that cost nothing to keep are kept
-        by who calls this."""
+    def _forget_sums(self, rank: int | None = None) -> None:
+        """Drop the cached sums after a change of a rank's ledgers (None: of any rank). Callers keep
+        the sums that are cheap to update."""
         self._changes()
         self.version += 1
         self._next_pass_s = self._longest_prompt_tokens = None
         self._ahead_tokens = self._least_ahead_tokens = None
+        if rank is None:
+            self._next = None
+        else:
+            self._stale.add(rank)
 
     def next_pass_s(self) -> float:
         """Return the predicted forward time of a pass with the requests now waiting for it."""
         if self._next_pass_s is None:
-            tokens = [rank.next_tokens(self.chunk_tokens) for rank in self.ranks]
-            self._next_pass_s = self.model.predict_s(tokens, self._pairs(tokens))
+            if self._next is None:
+                self._next = [0] * self.dp_size, [0.0] * self.dp_size
+                self._stale = set(range(self.dp_size))
+            tokens, pairs = self._next
+            for number in self._stale:
+                rank = self.ranks[number]
+                tokens[number] = rank.next_tokens(self.chunk_tokens)
+                pairs[number] = rank.prompts.pairs(tokens[number])
+            self._stale.clear()
+            self._next_pass_s = self.model.predict_s(tokens, pairs)
         return self._next_pass_s
 
     def next_pass(self, start_s: float = 0.0) -> NextPass:

@@ -104,7 +104,7 @@ class PrefillInstance(PrefillBooks):
         self, rid: str, rank: int, prompt_tokens: int, now_s: float, cached_tokens: int = 0
     ) -> None:
         """Record a request dispatched by another scheduler; it gives no latency sample."""
-        self._forget_sums()
+        self._forget_sums(rank)
         is_first = not self.has_outstanding
         target = self.ranks[rank]
         flight, requests = target.flight, len(target.outstanding)
@@ -151,7 +151,7 @@ class PrefillInstance(PrefillBooks):
         backlog, charged = target.backlog_tokens, target.charged_tokens
         requests = len(target.outstanding)
         if target.gone(rid):
-            self._forget_sums()
+            self._forget_sums(rank)
             self.backlog_tokens += target.backlog_tokens - backlog
             self.charged_tokens += target.charged_tokens - charged
             self._outstanding += len(target.outstanding) - requests

@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
+import random
+
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from sglang_sbs.scheduling import InstanceUp
+from sglang_sbs.scheduling.prefill.instance import PrefillInstance
 from sglang_sbs.scheduling.prefill.rank import PromptProgress, SentPrompt
+
+CHUNK = 1000
 
 
 def progress(*prompts: int) -> PromptProgress:
@@ -70,3 +77,26 @@ def test_however_it_is_cut_the_pairs_of_all_prompts_are_the_same(prompts, chunks
         total += expected
     total += rank.compute(sum(prompts))
     assert total == pytest.approx(sum(tokens**2 / 2 for tokens in prompts))
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_the_next_pass_is_predicted_from_every_rank_whatever_was_kept_of_it(seed: int) -> None:
+    rng = random.Random(seed)
+    up = InstanceUp(instance="p0", role="prefill", dp_size=4, chunk_tokens=CHUNK)
+    instance = PrefillInstance(up, t_default_s=0.1, default_chunk_tokens=CHUNK)
+    sent: list[tuple[str, int]] = []
+    for number in range(200):
+        if sent and rng.random() < 0.4:
+            instance.dropped(*sent.pop(rng.randrange(len(sent))))
+        elif rng.random() < 0.03:
+            size = rng.randint(1, 6)
+            instance.resize(msgspec.structs.replace(up, dp_size=size))
+            sent = [(rid, rank) for rid, rank in sent if rank < size]
+        else:
+            sent.append((f"{number}", rng.randrange(instance.dp_size)))
+            instance.dispatched(*sent[-1], rng.randint(1, 3 * CHUNK), 0.01 * number)
+        tokens = [rank.next_tokens(CHUNK) for rank in instance.ranks]
+        pairs = [
+            rank.prompts.pairs(mine) for rank, mine in zip(instance.ranks, tokens, strict=True)
+        ]
+        assert instance.next_pass_s() == instance.model.predict_s(tokens, pairs)
