@@ -391,9 +391,8 @@ class Scheduler:
         if event.policy == self.config.policy:
             return
         config = msgspec.structs.replace(self.config, policy=event.policy)
-        self.policy, self.gangs.choose_decode = self._policies.choose(
-            config
-        )  # may be third-party code
+        # May be third-party code.
+        self.policy, self.gangs.choose_decode = self._policies.choose(config)
         self.config = config
         self.gangs.policy = self.policy
         self.policy.on_topology_change(self._members.up_prefill)
@@ -402,22 +401,29 @@ class Scheduler:
     # The loop -----------------------------------------------------------------------------
 
     def _drive(self, now_s: float, out: list[ev.Command]) -> None:
-        for request in self.queue.expired(now_s):
-            late = f"not scheduled within {now_s - request.arrived_s:.1f} s"
-            self._give_up(request, ("deadline", late), now_s, out)
-        if (missing := self._outage.refusal(now_s)) is not None:
-            for request in list(self.queue):
-                self._give_up(request, missing, now_s, out)
-        instances = self._members.up_prefill
+        if len(self.queue):
+            self._end_waits(now_s, out)
         latency_s = self.interval.latency_s
         wake_s, again = self._agenda.advance(now_s, latency_s)
         if now_s >= self._silent_s:
             self._fall_silent(now_s)
         self.queue.reorder()
         self._admission.begin(self._members.up_decode, self.queue)
-        unplaced: set[str] = set()
+        if len(self.queue):
+            wake_s = min(wake_s, self._plan(again, now_s, out))
+        for instance in again:
+            wake_s = min(wake_s, instance.advance(now_s, latency_s))
+        fresh, self._fresh = self._fresh, None
+        if fresh is not None and fresh.prefill is None and not fresh.waits:
+            self.policy.note_waiting(fresh, now_s)
+        if len(self.queue):
+            wake_s = min(wake_s, self.queue.next_deadline_s(), self._outage.until_s)
+        self._timers.plan_at(wake_s, out)
 
-        holds, admits = self.policy.holds, self._admission.admits
+    def _plan(self, again: set[PrefillInstance], now_s: float, out: list[ev.Command]) -> float:
+        """Dispatch what can leave, and add its instances to ``again``; return the next time."""
+        instances, wake_s = self._members.up_prefill, math.inf
+        unplaced, holds, admits = set[str](), self.policy.holds, self._admission.admits
 
         def admissible(request: Request) -> bool:
             return not holds or (request.rid not in unplaced and admits(request))
@@ -425,9 +431,8 @@ class Scheduler:
         for _ in range(_MOST_BATCHES):
             if not (instances and self._members.up_decode and len(self.queue)):
                 break
-            asked = (
-                admissible if unplaced or not holds else admits
-            )  # called often, for all waiting requests
+            # Called often, for all waiting requests.
+            asked = admissible if unplaced or not holds else admits
             plan = self.policy.plan(self.queue, instances, asked, now_s)
             left = self.gangs.commit(plan, now_s, out)
             if len(left) < len(plan.placements):
@@ -437,7 +442,7 @@ class Scheduler:
             unplaced.update(left)
             nothing_left = len(left) == len(plan.placements)
             if nothing_left and not (left and holds and len(unplaced) < _MOST_UNPLACED):
-                wake_s = min(wake_s, plan.wake_s)
+                wake_s = plan.wake_s
                 break
         else:
             wake_s = now_s
@@ -446,15 +451,16 @@ class Scheduler:
         if self._admission.least_refused_tokens < math.inf:
             self._fall_silent(now_s)
             wake_s = min(wake_s, self._silent_s)
-        for instance in again:
-            wake_s = min(wake_s, instance.advance(now_s, latency_s))
-        fresh, self._fresh = self._fresh, None
-        if fresh is not None and fresh.prefill is None and not fresh.waits:
-            self.policy.note_waiting(fresh, now_s)
-        wake_s = min(wake_s, self.queue.next_deadline_s())
-        if len(self.queue):
-            wake_s = min(wake_s, self._outage.until_s)
-        self._timers.plan_at(wake_s, out)
+        return wake_s
+
+    def _end_waits(self, now_s: float, out: list[ev.Command]) -> None:
+        """Refuse requests that are past their deadline, or all of them in an outage."""
+        for request in self.queue.expired(now_s):
+            late = f"not scheduled within {now_s - request.arrived_s:.1f} s"
+            self._give_up(request, ("deadline", late), now_s, out)
+        if (missing := self._outage.refusal(now_s)) is not None:
+            for request in list(self.queue):
+                self._give_up(request, missing, now_s, out)
 
     def _fall_silent(self, now_s: float) -> None:
         """Discard old reports of silent decode ranks."""

@@ -87,14 +87,28 @@ class DecodeBoard:
         self.loads = loads
         self._first = first % max(1, len(loads))
         self._kv_sorted: list[int] | None = None
-        self.running_total = sum([load.running for load in loads])
-        self.kv_total = sum([load.kv_tokens for load in loads])
+        self._totals: tuple[int, int] | None = None
+        self._sizes: list[int] | None = None
         self._by_running: dict[int, list[tuple[int, int]]] = defaultdict(list)
-        for index, load in enumerate(loads):
-            self._by_running[load.running].append((load.kv_tokens, self._turn(index)))
-        self._unsorted = set(self._by_running)
-        self.sizes = sorted(self._by_running)
+        self._unsorted: set[int] = set()
+
+    @property
+    def sizes(self) -> list[int]:
         """Values of B_i that occur, ascending."""
+        if self._sizes is None:
+            for index, load in enumerate(self.loads):
+                self._by_running[load.running].append((load.kv_tokens, self._turn(index)))
+            self._unsorted.update(self._by_running)
+            self._sizes = sorted(self._by_running)
+        return self._sizes
+
+    def means(self) -> tuple[float, float]:
+        """Return the means of B_i and K_i."""
+        if self._totals is None:
+            kv_tokens = sum([load.kv_tokens for load in self.loads])
+            self._totals = sum([load.running for load in self.loads]), kv_tokens
+        running, kv_tokens = self._totals
+        return running / len(self.loads), kv_tokens / len(self.loads)
 
     @property
     def kv_sorted(self) -> list[int]:
@@ -118,19 +132,22 @@ class DecodeBoard:
 
     def assign(self, index: int, request: Request) -> None:
         before = self.loads[index]
+        load = self.loads[index] = before.plus(request)
+        if self._kv_sorted is not None:
+            del self._kv_sorted[bisect_left(self._kv_sorted, before.kv_tokens)]
+            insort(self._kv_sorted, load.kv_tokens)
+        if self._totals is not None:
+            running, kv_tokens = self._totals
+            self._totals = running + 1, kv_tokens + load.kv_tokens - before.kv_tokens
+        if self._sizes is None:
+            return
         bucket = self._sorted(before.running)
         del bucket[bisect_left(bucket, (before.kv_tokens, self._turn(index)))]
         if not bucket:
             del self._by_running[before.running]
-            del self.sizes[bisect_left(self.sizes, before.running)]
-        load = self.loads[index] = before.plus(request)
-        self.running_total += 1
-        self.kv_total += load.kv_tokens - before.kv_tokens
-        if self._kv_sorted is not None:
-            del self._kv_sorted[bisect_left(self._kv_sorted, before.kv_tokens)]
-            insort(self._kv_sorted, load.kv_tokens)
+            del self._sizes[bisect_left(self._sizes, before.running)]
         if load.running not in self._by_running:
-            insort(self.sizes, load.running)
+            insort(self._sizes, load.running)
         insort(self._sorted(load.running), (load.kv_tokens, self._turn(index)))
 
     def _sorted(self, running: int) -> list[tuple[int, int]]:
@@ -205,17 +222,15 @@ def potential(request: Request, board: DecodeBoard, fits: Fits) -> int | None:
     Where a part of the prompt is in the rank's prefix cache, K grows by the rest only, and the
     transfer that this spares counts as requests less in both (:func:`hit_requests`).
     """
-    n = len(board.loads)
-    mean_b, mean_k = board.running_total / n, board.kv_total / n
+    mean_b, mean_k = board.means()
     per_token = 1 / TOKENS_PER_REQUEST
-    b_step = _log_expm1(1 / _B_TEMPERATURE)
 
     def k_step_of(tokens: int) -> float:
-        return _log_expm1(max(1, tokens) * per_token) + math.log(_KV_EMPHASIS)
+        return _log_expm1(max(1, tokens) * per_token) + _LOG_KV_EMPHASIS
 
     def log_growth_of(index: int, k_step: float, worth: float = 0.0) -> float:
         load = board.loads[index]
-        by_b = (load.running - worth - mean_b) / _B_TEMPERATURE + b_step
+        by_b = (load.running - worth - mean_b) / _B_TEMPERATURE + _B_STEP
         by_k = (load.kv_tokens - mean_k) * per_token - worth + k_step
         return max(by_b, by_k) + math.log1p(math.exp(-abs(by_b - by_k)))
 
@@ -229,7 +244,7 @@ def potential(request: Request, board: DecodeBoard, fits: Fits) -> int | None:
     k_step = k_step_of(request.prompt_tokens)
     # The increase grows with K, so for each batch size only the smallest K can win.
     for running in board.sizes:
-        if (running - mean_b) / _B_TEMPERATURE + b_step >= least:
+        if (running - mean_b) / _B_TEMPERATURE + _B_STEP >= least:
             break  # the increase only grows with the batch
         smallest = board.first(running, fits)
         if smallest is not None:
@@ -242,6 +257,10 @@ def potential(request: Request, board: DecodeBoard, fits: Fits) -> int | None:
 def _log_expm1(x: float) -> float:
     """log(exp(x) - 1) for x > 0, also where exp(x) overflows."""
     return x + math.log(-math.expm1(-x))
+
+
+_B_STEP = _log_expm1(1 / _B_TEMPERATURE)
+_LOG_KV_EMPHASIS = math.log(_KV_EMPHASIS)
 
 
 def fewest_requests(_request: Request, board: DecodeBoard, fits: Fits) -> int | None:

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_left, insort
+from dataclasses import dataclass
 
 from sglang_sbs.scheduling.events import InstanceId
 from sglang_sbs.scheduling.request import Request
@@ -32,25 +33,16 @@ _FORGET_S = 600.0
 """The ratio of an engine that has counted nothing for this long is dropped."""
 
 
+@dataclass(slots=True)
 class _Ratio:
     """Log of tokens counted by one engine over tokens announced."""
 
-    def __init__(self) -> None:
-        self._logs = self._requests = 0.0
-        self.heard_s = 0.0
-        self.log = 0.0
-
-    @property
-    def counts(self) -> bool:
-        """Whether it has seen enough requests."""
-        return self._requests >= _LEAST
-
-    def learn(self, told: int, counted: int, now_s: float) -> None:
-        self.heard_s = now_s
-        sample = 0.0 if counted == told else math.log(min(max(counted / told, 1 / _MOST), _MOST))
-        self._logs = _KEEP * self._logs + sample
-        self._requests = _KEEP * self._requests + 1
-        self.log = self._logs / (self._requests + _DOUBT)
+    logs: float = 0.0
+    requests: float = 0.0
+    heard_s: float = 0.0
+    log: float = 0.0
+    counts: bool = False
+    """It has seen enough requests."""
 
 
 class _Ratios:
@@ -61,15 +53,23 @@ class _Ratios:
         """The engine that counted last comes last."""
         self._logs: list[float] = []
         """Sorted logs of the engines that count."""
+        self._due_s = math.inf
+        """No engine is forgotten before this time."""
 
     def learn(self, engine: InstanceId, told: int, counted: int, now_s: float) -> None:
         self._forget(now_s)
         ratio = self._engines.pop(engine, None)
         if ratio is None:
             ratio = _Ratio()
-        else:
-            self._drop(ratio)
-        ratio.learn(told, counted, now_s)
+            self._due_s = min(self._due_s, now_s + _FORGET_S)
+        elif ratio.counts:
+            del self._logs[bisect_left(self._logs, ratio.log)]
+        sample = 0.0 if counted == told else math.log(min(max(counted / told, 1 / _MOST), _MOST))
+        ratio.heard_s = now_s
+        ratio.logs = _KEEP * ratio.logs + sample
+        ratio.requests = _KEEP * ratio.requests + 1
+        ratio.log = ratio.logs / (ratio.requests + _DOUBT)
+        ratio.counts = ratio.requests >= _LEAST
         self._engines[engine] = ratio
         if ratio.counts:
             insort(self._logs, ratio.log)
@@ -82,15 +82,18 @@ class _Ratios:
         return math.exp(min(middle, key=abs, default=0.0))
 
     def _forget(self, now_s: float) -> None:
+        if now_s <= self._due_s:
+            return
+        self._due_s = math.inf
         while self._engines:
             oldest = next(iter(self._engines))
-            if now_s - self._engines[oldest].heard_s <= _FORGET_S:
+            heard_s = self._engines[oldest].heard_s
+            if now_s - heard_s <= _FORGET_S:
+                self._due_s = heard_s + _FORGET_S
                 return
-            self._drop(self._engines.pop(oldest))
-
-    def _drop(self, ratio: _Ratio) -> None:
-        if ratio.counts:
-            del self._logs[bisect_left(self._logs, ratio.log)]
+            ratio = self._engines.pop(oldest)
+            if ratio.counts:
+                del self._logs[bisect_left(self._logs, ratio.log)]
 
 
 class ToldLengths:

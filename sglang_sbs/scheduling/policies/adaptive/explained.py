@@ -59,5 +59,5 @@ def note_opening(request: Request, view: View, now_s: float) -> None:
     if view.passes_away > 1:
         note(request, WaitReason.NOT_YET, now_s)
     else:
-        soonest = next(view.in_order())
+        soonest = view.instances[view.starts.soonest(1)[0][2]]
         note(request, WaitReason.NOT_YET, now_s, soonest.id, view.at.free_at_s(soonest))

@@ -10,8 +10,6 @@ from __future__ import annotations
 import math
 from bisect import bisect_left, bisect_right, insort
 from collections.abc import Callable, Collection, Container, Iterator, Sequence
-from heapq import merge
-from itertools import islice
 
 from sglang_sbs.scheduling.events import InstanceId
 from sglang_sbs.scheduling.policies.moment import Moment
@@ -53,13 +51,19 @@ class Starts:
     def until(self, limit_s: Callable[[], float]) -> Iterator[tuple[float, float, int]]:
         """The same without computing instances that are free after ``limit_s()``, which is asked
         anew for each."""
-        return merge(self.near, self._computing(limit_s))
-
-    def _computing(self, limit_s: Callable[[], float]) -> Iterator[tuple[float, float, int]]:
-        for free_s, number in islice(self.far, self.first, None):
-            if free_s > limit_s():
-                return
-            yield free_s, free_s, number
+        far, position = self.far, self.first
+        for start in (*self.near, None):
+            while position < len(far):
+                free_s, number = far[position]
+                if start is not None and start < (free_s, free_s, number):
+                    break
+                if free_s > limit_s():
+                    position = len(far)
+                    break
+                yield free_s, free_s, number
+                position += 1
+            if start is not None:
+                yield start
 
     def soonest(self, count: int) -> list[tuple[float, float, int]]:
         """The first ``count`` of all."""
