@@ -18,7 +18,7 @@ import orjson
 
 from sglang_sbs.dashboard.recorder import DashboardRecorder, Order, Problems
 from sglang_sbs.scheduling.events import Command, Event
-from sglang_sbs.scheduling.explained.timelines import Timeline
+from sglang_sbs.scheduling.explained.timelines import Timeline, Timelines
 from sglang_sbs.trial.ratios import Ratio
 
 logger = logging.getLogger(__name__)
@@ -39,6 +39,8 @@ class Observable(Protocol):
     observer: Observer | None
     errors: int
     """Number of events that failed in the scheduler."""
+    timelines: Timelines
+    """Observe each event before ``observer`` does."""
 
     @property
     def scheduler(self) -> Any:
@@ -116,7 +118,10 @@ class LocalFeed:
 
     def _attach(self) -> DashboardRecorder:
         if self.recorder is None:
-            self.recorder = self._record(self._pump.scheduler, time.monotonic())
+            timelines = self._pump.timelines
+            self.recorder = self._record(
+                self._pump.scheduler, time.monotonic(), timelines=timelines
+            )
             self._pump.observer = self._observe
             self._ticker = asyncio.create_task(self._tick())
         return self.recorder

@@ -53,7 +53,7 @@ from sglang_sbs.scheduling.events import (
     RequestArrived,
     RequestEnded,
 )
-from sglang_sbs.scheduling.explained.timelines import Timeline
+from sglang_sbs.scheduling.explained.timelines import Timeline, Timelines
 from sglang_sbs.scheduling.snapshot import DecodeState, PrefillState, Snapshot
 from sglang_sbs.trial.ratios import Circumstances
 
@@ -94,10 +94,14 @@ class DashboardRecorder:
         order: Order = lambda: (),
         errors: Callable[[], int] = lambda: 0,
         alone: bool = False,
+        timelines: Timelines | None = None,
     ) -> None:
         """``problems``: those of workers; ``order``: their URLs in display order; ``errors``:
-        number of events that failed in the scheduler."""
+        number of events that failed in the scheduler. ``timelines``: those of the driver, which
+        have observed each event before; None: the recorder keeps its own."""
         self._scheduler = scheduler
+        self._timelines = Timelines() if timelines is None else timelines
+        self._keeps_timelines = timelines is None
         self._problems = problems
         self._order = order
         self._alone = alone
@@ -140,13 +144,15 @@ class DashboardRecorder:
 
     def observe(self, event: Event, commands: Sequence[Command], now_s: float) -> None:
         """Process an event and its commands. Cheap, because it runs for every event."""
+        if self._keeps_timelines:
+            self._timelines.observe(event, commands, now_s)
         on = self._on.get(type(event))
         if on is not None:
             on(event, now_s)
         for command in commands:
-            if isinstance(command, Dispatch):
+            if type(command) is Dispatch:  # faster than isinstance, and most are of neither
                 self._on_dispatch(command, now_s)
-            elif isinstance(command, Refuse):
+            elif type(command) is Refuse:
                 self._waiting.pop(command.rid, None)
                 self._troubles.refused(command.cause, now_s)
                 self.ttft.ended(command.rid)
@@ -156,13 +162,25 @@ class DashboardRecorder:
     def _on_prefilled(self, event: PrefillDone, now_s: float) -> None:
         if event.aborted:
             self.ttft.ended(event.rid)
-        elif (place := self.ttft.place_of(event.rid)) is not None:
-            worker, rank, _ = self._scheduler.lone.outside(*place, 0)
-            self.ttft.prefilled(event.rid, now_s, self._pass_history.last_end_s(worker, rank))
+            return
+        timeline = self._timelines.get(event.rid)
+        decision = timeline.decision if timeline is not None else None
+        if timeline is None or decision is None or timeline.prefilled_s != now_s:
+            return  # unknown, or answered before
+        place = self._scheduler.lone.place(decision.prefill, decision.prefill_rank)
+        instance = self._scheduler.prefill.get(place[0])
+        if instance is not None:
+            tokens = max(1, timeline.prompt_tokens - decision.cached_tokens)
+            passes = -(-tokens // max(1, instance.chunk_tokens))
+            self.ttft.answered(now_s - timeline.arrived_s, passes, now_s)
+        if self.ttft.follows(event.rid):
+            ended_s = self._pass_history.last_end_s(decision.prefill, decision.prefill_rank)
+            self.ttft.prefilled(event.rid, now_s, ended_s)
 
     def _on_ended(self, event: RequestEnded, _now_s: float) -> None:
         self._waiting.pop(event.rid, None)
-        self.ttft.ended(event.rid)
+        if self.ttft.follows(event.rid):
+            self.ttft.ended(event.rid)
 
     def request_over(
         self, timeline: Timeline, parts_s: Mapping[str, float] | None, now_s: float
@@ -204,8 +222,9 @@ class DashboardRecorder:
     def _on_dispatch(self, command: Dispatch, now_s: float) -> None:
         tokens, _ = self._waiting.pop(command.rid, (0, now_s))
         self._left.append((now_s, tokens, command))
-        place = self._scheduler.lone.place(command.prefill, command.prefill_rank)
-        self.ttft.dispatched(command.rid, *place, command.cached_tokens, now_s)
+        if self.ttft.follows(command.rid):
+            place = self._scheduler.lone.place(command.prefill, command.prefill_rank)
+            self.ttft.dispatched(command.rid, *place, command.cached_tokens, now_s)
 
     def _take_left(self) -> None:
         """Count the dispatched requests. Only the last gangs are built, because no more are
@@ -441,7 +460,7 @@ class DashboardRecorder:
             holding=getattr(scheduler.policy, "holding", scheduler.policy.holds),
             load=self._load(up, now_s),
             ranks=max([one.dp_size for one in up], default=1),
-            overtaxed=now_s < self.ttft.rests_until_s,
+            overtaxed=self.ttft.overtaxed and now_s < self.ttft.rests_until_s,
         )
         return self.ttft.gain.summary(now_s, about)
 

@@ -7,8 +7,11 @@ leaves out (the way of prefill's answer) is added to each of them. Immediate dis
 the same cached prefix, and refused requests are in no figure. A request enters the shadows once it
 is known what became of it, in the order of arrival.
 
-The cost is bounded: :meth:`TtftComparison.advance` takes a slice of the work at a time. Where more
-requests arrive than that, the comparison rests for a minute and begins anew."""
+The cost is bounded. With many requests the shadows follow one minute in three, which is what a
+ratio with an interval needs; the estimates shown in between are those of that minute. *Measured*
+TTFTs for alerts are of every request (:meth:`TtftComparison.slowness`).
+:meth:`TtftComparison.advance` takes a slice of the work at a time. Where more requests arrive than
+that, the shadows rest for a minute and begin anew."""
 
 from __future__ import annotations
 
@@ -18,7 +21,7 @@ from collections import deque
 from dataclasses import dataclass, field
 from typing import Any
 
-from sglang_sbs.dashboard.gain import MEASURED, MODELLED, Gain
+from sglang_sbs.dashboard.gain import MEASURED, MINUTE_S, MODELLED, Gain
 from sglang_sbs.dashboard.shadow import (
     Asked,
     RoundRobin,
@@ -46,6 +49,10 @@ _INSTANCE_US = 2.5
 _MOST_BEHIND = 2_000
 """Limit on requests that could enter the shadows but have not."""
 _REST_S = 60.0
+MOST_EACH_MINUTE = 1_500
+"""Number of requests in a minute up to which the shadows follow the next minute as well."""
+PAUSED_MINUTES = 2
+"""Minutes without shadows after one with more requests."""
 _WARM_UP_S = 10.0
 """Time after a start in which the shadows do not have the queues of the engines yet."""
 RULES: dict[str, str] = {
@@ -64,8 +71,6 @@ class _Pending:
     place: tuple[str, int] | None = None
     """Real instance and DP rank; None: not known yet."""
     gone: bool = False
-    passes: int = 1
-    """Number of passes that its prompt needs."""
     cached_tokens: int = 0
     measured_s: float | None = None
     tail_s: float = 0.0
@@ -86,14 +91,21 @@ class TtftComparison:
         self._undecided: deque[_Pending] = deque()
         self._samples: deque[tuple[float, dict[str, float]]] = deque(maxlen=_MAX_SAMPLES)
         self._waits: deque[tuple[float, float, int]] = deque(maxlen=_MAX_SAMPLES)
-        """Time of prefill's response, TTFT, and number of passes that the prompt needs."""
+        """See :meth:`answered`; time first."""
         self._tails_s: deque[float] = deque([0.0])
         self._ordered_tails_s = [0.0]
         self.gain = Gain()
         self.rests_until_s = -math.inf
-        """There were too many requests, so the shadows are empty until this time."""
+        """The shadows are empty until this time."""
+        self.overtaxed = False
+        """They rest because there were more requests than they could follow."""
         self._counts_from_s = -math.inf
         """Requests that arrived earlier do not count for the gain."""
+        self._minute = 0
+        self._in_minute = 0
+        """Number of requests that arrived in that minute."""
+        self._stopped_s = 0.0
+        """End of the last minute before a pause."""
         self.begins = True
         """The shadows do not know the engines' backlog yet."""
 
@@ -115,7 +127,12 @@ class TtftComparison:
             self._pending.pop(next(iter(self._pending))).gone = True
         pending = _Pending(rid, now_s, tokens, latency_s)
         self._pending[rid] = pending
+        self._in_minute += 1
         self._undecided.append(pending)
+
+    def follows(self, rid: str) -> bool:
+        """Return whether the request is in the shadows, or is about to enter them."""
+        return rid in self._pending
 
     def dispatched(self, rid: str, instance: str, rank: int, cached: int, now_s: float) -> None:
         """Record the real placement; ``cached`` tokens are expected there."""
@@ -125,10 +142,12 @@ class TtftComparison:
         pending.place = instance, rank
         pending.cached_tokens = cached
         tokens, ready_s = max(1, pending.tokens - cached), now_s + pending.latency_s
-        placed_on = self._clusters[MODELLED].instances.get(instance)
-        if placed_on is not None:
-            pending.passes = -(-tokens // max(1, placed_on.shape.chunk_tokens))
         self._clusters[MODELLED].place(rid, (instance, rank), tokens, ready_s, cached)
+
+    def answered(self, waited_s: float, passes: int, now_s: float) -> None:
+        """Record prefill's first response to any request: its TTFT until then, and the number of
+        passes that its prompt needs."""
+        self._waits.append((now_s, waited_s, passes))
 
     def prefilled(self, rid: str, now_s: float, pass_ended_s: float | None) -> None:
         """Record prefill's response; the newest pass of its instance ended at ``pass_ended_s``."""
@@ -136,7 +155,6 @@ class TtftComparison:
         if pending is None or pending.measured_s is not None:
             return
         pending.measured_s = now_s - pending.arrived_s
-        self._waits.append((now_s, pending.measured_s, pending.passes))
         if pass_ended_s is not None:
             self._learn_tail(max(0.0, now_s - pass_ended_s))
         ordered_s = self._ordered_tails_s
@@ -151,11 +169,6 @@ class TtftComparison:
             oldest_s = self._tails_s.popleft()
             del self._ordered_tails_s[bisect_left(self._ordered_tails_s, oldest_s)]
 
-    def place_of(self, rid: str) -> tuple[str, int] | None:
-        """Instance and DP rank of a compared request whose prefill is not done."""
-        pending = self._pending.get(rid)
-        return None if pending is None or pending.measured_s is not None else pending.place
-
     def ended(self, rid: str) -> None:
         """Record the end of a request; without a response from prefill it is not compared."""
         pending = self._pending.get(rid)
@@ -166,6 +179,7 @@ class TtftComparison:
     def advance(self, now_s: float, *, whole: bool = False) -> None:
         """Advance the shadows as far as events are known, by at most one slice of work (unless
         ``whole``). Call it every ``SLICE_S``."""
+        self._turn(now_s)
         instances = len(self._clusters[MODELLED].instances)
         left = math.inf if whole else _SLICE_US / (_REQUEST_US + _INSTANCE_US * instances)
         while self._undecided and left > 0:
@@ -177,20 +191,38 @@ class TtftComparison:
                 self._enter(head, now_s)
                 left -= 1
         if left <= 0 and len(self._undecided) > _MOST_BEHIND:
-            self._rest(now_s)
+            self.gain.drop_minute(now_s)
+            self._rest(now_s, now_s + _REST_S, now_s + _REST_S + _WARM_UP_S, overtaxed=True)
         until_s = self._undecided[0].arrived_s if self._undecided else now_s
         for name, cluster in self._clusters.items():
             self._finished(name, cluster.advance(now_s if name == MODELLED else until_s), now_s)
 
-    def _rest(self, now_s: float) -> None:
-        """Drop all requests when there are too many, and compare none for a while."""
+    def _turn(self, now_s: float) -> None:
+        """After a whole minute with many requests, pause until shortly before the next one to
+        follow."""
+        minute = int(now_s // MINUTE_S)
+        if minute == self._minute:
+            return
+        was_whole = self._counts_from_s <= self._minute * MINUTE_S
+        many = self._in_minute > MOST_EACH_MINUTE
+        self._minute, self._in_minute = minute, 0
+        if many and was_whole:
+            self._stopped_s = now_s
+            self.gain.drop_minute(now_s)  # the first moments of this one
+            from_s = (minute + PAUSED_MINUTES) * MINUTE_S
+            self._rest(now_s, from_s - _WARM_UP_S, from_s)
+
+    def _rest(
+        self, now_s: float, until_s: float, counts_from_s: float, *, overtaxed: bool = False
+    ) -> None:
+        """Empty the shadows. Requests that arrive from ``until_s`` on enter them again, and those
+        from ``counts_from_s`` on count."""
         self._undecided.clear()
         self._pending.clear()
         for cluster in self._clusters.values():
             cluster.empty(now_s)
-        self.gain.drop_minute(now_s)
-        self.rests_until_s = now_s + _REST_S
-        self._counts_from_s = self.rests_until_s + _WARM_UP_S
+        self.rests_until_s, self._counts_from_s = until_s, counts_from_s
+        self.overtaxed = overtaxed
         self.begins = True
 
     def _enter(self, pending: _Pending, now_s: float) -> None:
@@ -236,8 +268,10 @@ class TtftComparison:
 
     def summary(self, now_s: float) -> dict[str, Any]:
         """Percentiles over the last minute in seconds, as of the last :meth:`advance`; empty if
-        unknown."""
-        recent = [sample for at_s, sample in self._samples if now_s - at_s <= WINDOW_S]
+        unknown. In a pause they are of the minute that ended ``stopped_s`` ago."""
+        is_paused = now_s < self.rests_until_s and not self.overtaxed
+        end_s = self._stopped_s if is_paused else now_s
+        recent = [sample for at_s, sample in self._samples if end_s - at_s <= WINDOW_S]
         figures: dict[str, dict[str, float]] = {}
         for name in (MEASURED, MODELLED, *self._rules) if recent else ():
             ordered = sorted(sample[name] for sample in recent)
@@ -247,7 +281,11 @@ class TtftComparison:
                 "p95": round(percentile(ordered, 0.95), 4),
             }
         behind = {name: self._clusters[name].requests for name in self._rules}
-        told = {"requests": len(recent), "window_s": WINDOW_S}
+        told = {
+            "requests": len(recent),
+            "window_s": WINDOW_S,
+            "stopped_s": round(now_s - end_s, 1),
+        }
         return {**told, "figures": figures, "unfinished": behind}
 
 

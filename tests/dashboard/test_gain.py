@@ -20,7 +20,7 @@ from sglang_sbs.dashboard.gain import (
 )
 from sglang_sbs.dashboard.recorder import DashboardRecorder
 from sglang_sbs.dashboard.shadow import ShadowCluster, Shape
-from sglang_sbs.dashboard.ttft import SLICE_S, TtftComparison
+from sglang_sbs.dashboard.ttft import MOST_EACH_MINUTE, SLICE_S, TtftComparison
 from sglang_sbs.scheduling import Command, Event, PolicySwitched, Scheduler, SchedulerConfig
 from sglang_sbs.simulator.cluster.cost import PassCost
 from sglang_sbs.simulator.cluster.outcome import Outcome
@@ -222,11 +222,12 @@ def test_a_slice_is_bounded_and_too_many_requests_end_the_estimate_for_a_minute(
     assert ttft.rests_until_s == pytest.approx(61.2)
     assert not ttft._undecided
     come(10, 30.0)
-    assert not ttft._pending
+    assert not ttft._undecided
+    assert ttft.overtaxed
     assert ttft.begins, "what the engines are busy with then is asked for"
     ttft.preload("p", [0, 0], 62.0)
     come(10, 62.0)
-    assert len(ttft._pending) == 10
+    assert len(ttft._undecided) == 10
 
 
 def test_after_a_switch_of_the_policy_only_what_runs_now_counts() -> None:
@@ -263,3 +264,27 @@ async def test_a_router_estimates_while_nobody_looks_and_exports_the_ratio() -> 
         assert 'sbs_gain_ratio{baseline="eta",bound="ratio"} 0.8' in page
         assert 'sbs_gain_ratio{baseline="round_robin",bound="high"} 0.5' in page
         assert running.server._schedulers.gain().startswith("gain: mean TTFT 0.50x of round_robin")
+
+
+def test_with_many_requests_one_minute_in_three_is_followed_and_all_are_measured() -> None:
+    ttft = TtftComparison()
+    ttft.follow({"p": Shape(2, 1000, lambda tokens, pairs: 0.05)}, 0.0)
+    shown: list[tuple[int, float]] = []
+    per_minute = MOST_EACH_MINUTE + 100
+    for number in range(5 * per_minute):
+        now_s = number * MINUTE_S / per_minute
+        ttft.arrived(f"{number}", 10, now_s, 0.0)
+        ttft.dispatched(f"{number}", "p", 0, 0, now_s)
+        ttft.prefilled(f"{number}", now_s + 0.05, now_s + 0.05)
+        ttft.answered(0.05, 1, now_s + 0.05)
+        if number % 5 == 0:
+            ttft.advance(now_s + 0.05)
+        if number % per_minute == per_minute // 2:  # in the middle of each minute
+            summary = ttft.summary(now_s)
+            shown.append((summary["requests"], summary["stopped_s"]))
+            assert ttft.slowness(now_s)[0] > 700
+    minutes = [one.number for one in ttft.gain._minutes]
+    assert minutes == [0, 3]
+    assert [round(stopped_s) for _, stopped_s in shown] == [0, 30, 90, 0, 30]
+    assert all(requests > 700 for requests, _ in shown)
+    assert len(ttft._pending) < 100

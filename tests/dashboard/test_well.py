@@ -18,9 +18,14 @@ from sglang_sbs.dashboard.health.alerts import Recent, find_alerts
 from sglang_sbs.dashboard.health.paces import Paces
 from sglang_sbs.dashboard.health.well import Wellness, is_all_well
 from sglang_sbs.dashboard.recorder import DashboardRecorder
-from sglang_sbs.dashboard.shadow import Shape
-from sglang_sbs.dashboard.ttft import TtftComparison
-from sglang_sbs.scheduling import ForwardEnded, InstanceUp, RequestArrived, Scheduler
+from sglang_sbs.scheduling import (
+    Event,
+    ForwardEnded,
+    InstanceUp,
+    PrefillDone,
+    RequestArrived,
+    Scheduler,
+)
 from sglang_sbs.scheduling.config import SchedulerConfig
 from sglang_sbs.scheduling.events import RefuseCause
 from sglang_sbs.scheduling.snapshot import (
@@ -264,16 +269,23 @@ def test_top_has_it_at_the_head() -> None:
 # What the recorder adds to a snapshot ---------------------------------------------------------
 
 
-def test_slowness_is_measured_in_the_passes_that_a_prompt_needs() -> None:
-    ttft = TtftComparison()
-    ttft.follow({P0: Shape(1, 100, lambda tokens, pairs: 1.0)}, 0.0)
-    for number, tokens in enumerate([50] * 30 + [1000] * 10):
-        rid = str(number)
-        ttft.arrived(rid, tokens, 1.0, 0.0)
-        ttft.dispatched(rid, P0, 0, 0, 1.0)
-        ttft.prefilled(rid, 1.0 + tokens / 50, None)
-    assert ttft.slowness(30.0) == (40, 20.0, 2.0)
-    assert ttft.slowness(90.0) == (0, 0.0, 0.0)
+@pytest.mark.parametrize("rests_until_s", [0.0, 1e9])
+def test_slowness_is_measured_in_the_passes_that_a_prompt_needs(rests_until_s: float) -> None:
+    scheduler = Scheduler(SchedulerConfig(policy="round_robin"))
+    for name, role in ((P0, "prefill"), (D0, "decode")):
+        scheduler.handle(InstanceUp(instance=name, role=role, dp_size=1, chunk_tokens=100), 0.0)
+    recorder = DashboardRecorder(scheduler, 0.0)
+    recorder.ttft.rests_until_s = rests_until_s
+    requests = {str(number): tokens for number, tokens in enumerate([50] * 30 + [1000] * 10)}
+    events: list[tuple[float, Event]] = [
+        *((1.0, RequestArrived(rid=rid, prompt_tokens=n)) for rid, n in requests.items()),
+        *((1.0 + n / 50, PrefillDone(rid=rid)) for rid, n in requests.items()),
+        *((25.0, PrefillDone(rid=rid)) for rid in requests),  # decode's answer
+    ]
+    for now_s, event in events:
+        recorder.observe(event, scheduler.handle(event, now_s), now_s)
+    assert recorder.ttft.slowness(30.0) == (40, 20.0, 2.0)
+    assert recorder.ttft.slowness(90.0) == (0, 0.0, 0.0)
 
 
 def test_bubbles_are_the_time_without_a_pass_while_requests_waited() -> None:

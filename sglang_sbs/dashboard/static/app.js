@@ -350,7 +350,7 @@ function drawTtft(ttft) {
       : { name, kind, fill: 0, value: "–" };
   }));
   const behind = Object.entries(ttft.unfinished).filter(([, value]) => value > 0).map(([key, value]) => key.replace("_", " ") + " " + count(value));
-  text("ttft-note", (figures.measured ? "Until prefill's answer, " : "Nothing to compare: ") + (figures.measured ? several(ttft.requests, "request") + " of" : "no request was answered in") + " the last minute. " + "The figures for immediate dispatch are an estimate: the same requests in a model of these instances with the forward times learned here"
+  text("ttft-note", (figures.measured ? "Until prefill's answer, " : "Nothing to compare: ") + (figures.measured ? several(ttft.requests, "request") + " of" : "no request was answered in") + (ttft.stopped_s ? " the minute that ended " + seconds(ttft.stopped_s) + " ago. With this many requests one minute in three is followed. " : " the last minute. ") + "The figures for immediate dispatch are an estimate: the same requests in a model of these instances with the forward times learned here"
     + (figures.measured ? "; for what was really done that model is " + deviation(figures) : "") + "."
     + (behind.length ? " Unfinished in the model: " + behind.join(", ") + "." : ""));
 }
