@@ -6,10 +6,9 @@ from __future__ import annotations
 import asyncio
 import logging
 import sys
-from collections.abc import Awaitable, Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 from aiohttp import web
 from aiohttp.http_exceptions import HttpProcessingError
@@ -48,13 +47,9 @@ class Bodies:
     """Incomplete bodies, with the timeout that can end each early."""
     turns: LoopTurns = field(default_factory=lambda: LoopTurns(_LARGE_AT_ONCE))
 
-    @contextmanager
-    def share(self) -> Iterator[BodyShare]:
-        share = BodyShare(self)
-        try:
-            yield share
-        finally:
-            self.held_bytes -= share.held_bytes
+    def share(self) -> BodyShare:
+        """Return a context manager that counts one request's body until its end."""
+        return BodyShare(self)
 
     def took(self, share: BodyShare, more_bytes: int) -> None:
         """Count received bytes. Raises: RouterError (503), this body must be rejected."""
@@ -85,6 +80,12 @@ class BodyShare:
     held_bytes: int = 0
     lost: bool = False
     """Its memory was given to another body."""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.bodies.held_bytes -= self.held_bytes
 
     async def read(
         self, request: web.Request, limit_bytes: int, whose: str = ", the limit of this endpoint"

@@ -10,6 +10,11 @@ MAX_HEAD_BYTES = 64 * 1024
 _INTERIM = (100, 102, 103)
 """Interim statuses, which are followed by another head."""
 _NO_BODY = (204, 304)
+_READ = {
+    name.encode(): name
+    for name in ("content-type", "content-length", "content-encoding", "transfer-encoding")
+}
+"""Headers that are kept, by their bytes; all others are skipped unread."""
 
 
 class MalformedResponse(ValueError):
@@ -35,7 +40,7 @@ class ResponseReader:
         self.status = 0
         """Status, once the head is complete; interim responses (1xx) are skipped."""
         self.headers: dict[str, str] = {}
-        """Headers with names in lower case; values of repeated headers are joined by commas."""
+        """Values of the headers in ``_READ``; those of repeated headers are joined by commas."""
         self.keep_alive = False
         self.until_eof = False
         """Without chunks or a length, the body ends with the connection."""
@@ -87,7 +92,10 @@ class ResponseReader:
 
     def on_header(self, name: bytes, value: bytes) -> None:
         if not self.status:  # otherwise it belongs to the trailer
-            field, text = name.decode("latin-1").lower(), value.decode("latin-1").rstrip(" \t")
+            field = _READ.get(name) or _READ.get(name.lower())
+            if field is None:
+                return
+            text = value.decode("latin-1").rstrip(" \t")
             known = self.headers.get(field)
             self.headers[field] = text if known is None else f"{known}, {text}"
 

@@ -7,8 +7,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from sglang_sbs.console.plain_words import counted
@@ -39,10 +38,14 @@ class Admission:
     def queued(self) -> int:
         return len(self._queue)
 
-    @asynccontextmanager
-    async def slot(self, units: int = 1) -> AsyncIterator[None]:
-        """Hold a token for each unit, at most all tokens. Raises: RouterError (429), the queue is
-        full; (503), no token became free in time, or no descriptors are left."""
+    def slot(self, units: int = 1) -> _Slot:
+        """Return a context manager that holds a token for each unit, at most all tokens.
+        Raises on entry: RouterError (429), the queue is full; (503), no token became free in time,
+        or no descriptors are left."""
+        return _Slot(self, units)
+
+    async def take(self, units: int) -> None:
+        """See :meth:`slot`."""
         if not self.has_room(units):
             why = "this router has no file descriptors left; raise its limit (ulimit -n)"
             raise RouterError(503, "router_overloaded", why, retry_after_s=1.0)
@@ -55,12 +58,13 @@ class Admission:
                 raise
             self.observe(True)
         self.running += units
-        try:
-            yield
-        finally:
-            self.running -= units
-            if tokens >= 1:
-                self._give_back(tokens)
+
+    def give_back(self, units: int) -> None:
+        """End a slot."""
+        self.running -= units
+        tokens = min(units, self._size)
+        if tokens >= 1:
+            self._give_back(tokens)
 
     async def _acquire(self, tokens: int) -> None:
         self._refill()
@@ -125,3 +129,18 @@ class Admission:
     def _refilled(self) -> None:
         self._timer = None
         self._hand_out()
+
+
+class _Slot:
+    """See :meth:`Admission.slot`. A generator would take several times as long."""
+
+    __slots__ = ("_admission", "_units")
+
+    def __init__(self, admission: Admission, units: int) -> None:
+        self._admission, self._units = admission, units
+
+    async def __aenter__(self) -> None:
+        await self._admission.take(self._units)
+
+    async def __aexit__(self, *exc: object) -> None:
+        self._admission.give_back(self._units)

@@ -101,6 +101,8 @@ class Attempts:
         request, the request may be the cause, and a few such requests must not take out every
         engine. If only one was tried (no retries, or the client left), its other failures
         decide."""
+        if not run.suspects:
+            return
         suspects, run.suspects = run.suspects, []
         alone = len({failure.worker for failure in suspects}) == 1
         now_s = time.monotonic()

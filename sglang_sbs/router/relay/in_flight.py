@@ -29,7 +29,7 @@ from sglang_sbs.router.telemetry.metrics import RouterMetrics
 from sglang_sbs.router.telemetry.tracing import AttemptTrace, Traces
 from sglang_sbs.router.workers.server_info import may_rebootstrap
 from sglang_sbs.router.workers.worker import Placement, Worker
-from sglang_sbs.scheduling.events import Dispatch, Outcome
+from sglang_sbs.scheduling.events import ClientSide, Dispatch, Outcome
 from sglang_sbs.scheduling.queue.priority import class_of
 
 _LAST_CHANCE_S = 5.0
@@ -213,22 +213,27 @@ class InFlight:
         del self._attempts[attempt.rid]
         self._prefill_over(attempt)
         # Reference no attempt here: it may hold large bodies, and parking can last minutes.
-        report = partial(self.dispatcher.ended, attempt.rid, outcome, completion_tokens, seen)
-        left = partial(self._left, report, attempt.placement)
+        left = attempt.rid, outcome, completion_tokens, seen, attempt.placement
         if attempt.pair is not None and attempt.pair.must_park:
             self.dispatcher.prefill_aborted(attempt.rid)
-            self.parking.park(attempt.pair, left)
+            self.parking.park(attempt.pair, partial(self._left, *left))
         else:
-            left()
+            self._left(*left)
         self.metrics.attempt_ended(outcome)
         self.recent.attempt_ended(attempt.run.exchange.recent, attempt.rid, outcome)
         if self.traces is not None:
             self.traces.ended(attempt.trace, attempt.assignment, outcome)
 
-    @staticmethod
-    def _left(report: Callable[[], None], placement: Placement | None) -> None:
+    def _left(
+        self,
+        rid: str,
+        outcome: Outcome,
+        completion_tokens: int | None,
+        seen: ClientSide,
+        placement: Placement | None,
+    ) -> None:
         """Finish decode's part of an attempt."""
-        report()
+        self.dispatcher.ended(rid, outcome, completion_tokens, seen)
         if placement is not None:
             placement.decode.active -= 1
 

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from sglang_sbs.router.errors import RouterError
 from sglang_sbs.router.requests.body_fields import bad_request
-from sglang_sbs.router.requests.sessions import session_in_headers
+from sglang_sbs.router.requests.sessions import ALL_HEADERS, session_in_headers
 from sglang_sbs.scheduling.queue.fairness import MOST_TENANT_CHARS
 
 SLO_HEADER = "x-sgl-ttft-slo-ms"
@@ -23,6 +23,7 @@ _HEADER_VALUE = re.compile(r"[^\x00-\x08\x0a-\x1f\x7f]*")
 well."""
 
 _ID_HEADER = "x-request-id"
+_ID_PREFIX = "x-request-id-"
 _FORWARDED_HEADERS = frozenset(
     {"authorization", "x-correlation-id", "traceparent", "tracestate", "x-smg-routing-key"}
 )
@@ -40,7 +41,7 @@ def forwarded_headers(headers: Sequence[tuple[str, str]], request_id: str) -> by
         lines.append(f"{_ID_HEADER}: {request_id}\r\n")
     for name, value in headers:
         lower = name.lower()
-        passes = lower in _FORWARDED_HEADERS or lower.startswith(f"{_ID_HEADER}-")
+        passes = lower in _FORWARDED_HEADERS or lower.startswith(_ID_PREFIX)
         if passes and _HEADER_VALUE.fullmatch(value):
             lines.append(f"{lower}: {value}\r\n")
     size = sum(map(len, lines))
@@ -86,6 +87,8 @@ def asked_in(headers: Sequence[tuple[str, str]], tenant_header: str | None) -> A
         name.lower() == TIMING_HEADER and value.strip() == "1" for name, value in headers
     )
     slo_s = None if slo is None else float(slo) / 1e3
+    if ALL_HEADERS.isdisjoint(names):
+        return Asked(slo_s, tenant or "", timing)
     return Asked(slo_s, tenant or "", timing, *session_in_headers(headers))
 
 

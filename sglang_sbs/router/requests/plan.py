@@ -52,6 +52,7 @@ _INTERNAL_FIELDS = (
 them. SGLang 0.5.23 accepts the later ones from anyone (``managers/io_struct.py``). A number for
 ``positional_embed_overrides`` crashes an engine on CPU (``managers/scheduler.py``; elsewhere with
 several nodes or pipeline parallelism), an unknown ``lora_id`` one with ``--enable-lora``."""
+_INTERNAL = frozenset(_INTERNAL_FIELDS)
 
 _ASK_CACHED = "return_cached_tokens_details"
 _ASKS_CACHED = ("completions", "chat")
@@ -148,8 +149,8 @@ def _plan(
         check_responses(body)
     elif kind != "messages":  # SGLang ignores such fields in both
         check_flags(kind, body, refused)
-    for name in _INTERNAL_FIELDS:
-        body.pop(name, None)
+    for name in _INTERNAL.intersection(body):
+        del body[name]
     stream = body_fields.stream_of(body)
     options = body_fields.given(body, "stream_options")
     if options is not None and len(memoryview(options)) > _MOST_OPTIONS_BYTES:

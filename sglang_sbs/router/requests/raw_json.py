@@ -139,6 +139,8 @@ def first_byte(raw: Raw | bytes | bytearray, position: int = 0) -> bytes:
     """Return the first byte of a value: ``{``, ``[``, ``"``, or the start of a number or word.
     ``position`` 1 selects the first entry of a list, 2 the first entry of that."""
     view = memoryview(raw)
+    if not position and (first := bytes(view[:1])) > b" ":
+        return first
     for size in (_HEAD_BYTES, _SMALL_BYTES):  # more white space than the head is rare
         head = bytes(view[:size])
         for _ in range(position):

@@ -34,6 +34,7 @@ HEADERS = (
 )
 LAST_HEADER = "x-correlation-id"
 """Used only if nothing else names a session, because most senders mean a single request."""
+ALL_HEADERS = frozenset({*HEADERS, LAST_HEADER})
 _FIELDS = ("session_id", "prompt_cache_key")
 _MOST_METADATA_BYTES = 4096
 _CLAUDE_CODE = re.compile(r".*_session_([0-9a-fA-F-]{36})", re.DOTALL)
