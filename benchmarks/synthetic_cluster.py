@@ -319,7 +319,7 @@ def _with_started(
     if launched is None:
         return list(messages)
     begun = [request for rank in one.engine.ranks for request in list(rank.waiting)[:1]]
-    begun = [request for request in begun if request.remaining < request.prompt_tokens]
+    begun = [request for request in begun if request.left_tokens < request.prompt_tokens]
     started: dict[int, list[Started]] = {}
     for request in (*launched.completed, *begun):
         taken_s = one.taken_s.pop(request.rid, None)
