@@ -120,11 +120,11 @@ class Tuning(Memories):
     guard_enter_passes: float = 0.25
     """Holding stops when the dispatch lead exceeds the latency of a lone request by this much, in
     mean pass times."""
-    guard_trial_passes: float = 0.12
+    guard_trial_passes: float = 0.06
     """The same while holding is on trial."""
     guard_most_load: float = 0.75
     """Near capacity batches fill passes, which is worth more than arriving whole."""
-    guard_first_s: float = 20.0
+    guard_first_s: float = 40.0
     """How long holding stays off at first."""
     guard_most_s: float = 160.0
     """How long it stays off at most, after trials that failed."""

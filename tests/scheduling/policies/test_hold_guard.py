@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import msgspec
 import pytest
 
@@ -34,16 +36,16 @@ def test_holding_stops_with_a_long_lead_and_is_tried_again_ever_more_rarely() ->
             now_s += 1.0
         assert not guard.on
         off_s.append(now_s - began_s)
-    assert off_s == [20.0, 40.0, 80.0, 160.0, 160.0]
+    assert off_s == [40.0, 80.0, 160.0, 160.0, 160.0]
 
 
 def test_a_trial_that_goes_well_is_forgotten() -> None:
     guard = HoldGuard()
     guard.update(0.3, 0.0)
-    assert guard.update(0.0, 20.0)
-    assert not guard.update(0.05, 60.0)
-    guard.update(0.3, 61.0)
-    assert guard.update(0.0, 81.0)
+    assert guard.update(0.0, 40.0)
+    assert not guard.update(0.05, 80.0)
+    guard.update(0.3, 81.0)
+    assert guard.update(0.0, 121.0)
 
 
 @pytest.mark.parametrize(("intake_s", "on"), [(0.0, False), (0.0083, True)])
@@ -60,38 +62,58 @@ def test_one_busy_intake_for_all_ends_the_holding(intake_s: float, on: bool) -> 
     assert (not all(states)) == on
 
 
-def test_nothing_is_sent_where_a_pass_is_queued_behind_the_running_one() -> None:
-    """The engine would form every batch a pass ahead from then on (overlap scheduling)."""
-    up = InstanceUp(instance="p0", role="prefill", dp_size=1, chunk_tokens=1000, overlap=True)
+def waiting(overlap: bool = True) -> tuple[PrefillInstance, Callable[[float], Plan]]:
+    """An instance, and what is placed on it at a time while a request of 100 tokens waits."""
+    up = InstanceUp(instance="p0", role="prefill", dp_size=1, chunk_tokens=1000, overlap=overlap)
     instance = PrefillInstance(up, t_default_s=0.3, default_chunk_tokens=1000)
     queue = RequestQueue()
     event = RequestArrived(rid="r", prompt_tokens=100)
     queue.add(arrived(event, 0, 100.0, 60.0))
     eta = Eta(IntervalController(t_default_s=0.3, window=8, latency_s=0.01))
-
-    def plan(now_s: float) -> Plan:
-        return place_at_once(queue, [instance], lambda _request: True, eta, now_s)
-
-    assert len(plan(100.0).placements) == 1
-    launch = EndForward(
-        instance_id="p0",
-        boot_id="b",
-        role="prefill",
-        dp_rank=0,
-        dp_size=1,
-        seq=0,
-        kind="launch",
-        forward_id=1,
-        extend_tokens=500,
-        tokens_per_rank=[500],
+    return instance, lambda now_s: place_at_once(
+        queue, [instance], lambda _request: True, eta, now_s
     )
-    instance.on_report(launch, 100.0, 0.01)
+
+
+LAUNCH = EndForward(
+    instance_id="p0",
+    boot_id="b",
+    role="prefill",
+    dp_rank=0,
+    dp_size=1,
+    seq=0,
+    kind="launch",
+    forward_id=1,
+    extend_tokens=500,
+    tokens_per_rank=[500],
+)
+
+
+def test_nothing_is_sent_where_a_pass_is_queued_behind_the_running_one() -> None:
+    """The engine would form every batch a pass ahead from then on (overlap scheduling)."""
+    instance, plan = waiting()
+    assert len(plan(100.0).placements) == 1
+    instance.on_report(LAUNCH, 100.0, 0.01)
     assert len(plan(100.01).placements) == 1
-    instance.on_report(msgspec.structs.replace(launch, seq=1, forward_id=2), 100.02, 0.01)
+    instance.on_report(msgspec.structs.replace(LAUNCH, seq=1, forward_id=2), 100.02, 0.01)
     waits = plan(100.03)
     assert not waits.placements
     assert waits.wake_s == pytest.approx(instance.passes[-1].start_s + 0.05)
     assert len(plan(waits.wake_s).placements) == 1
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_nothing_is_sent_that_does_not_fit_into_the_next_pass(overlap: bool) -> None:
+    """What a full chunk leaves over is a pass ahead of the running one (overlap scheduling)."""
+    instance, plan = waiting(overlap)
+    instance.on_report(LAUNCH, 100.0, 0.01)
+    instance.dispatched("first", 0, 900, 100.01)
+    assert len(plan(100.02).placements) == 1
+    instance.dispatched("second", 0, 1, 100.03)
+    sent = plan(100.04)
+    assert len(sent.placements) == (not overlap)
+    if overlap:
+        assert sent.wake_s > instance.passes[-1].end_s
 
 
 def test_what_is_sent_at_once_goes_where_its_prefix_is() -> None:

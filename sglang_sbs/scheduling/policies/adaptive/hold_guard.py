@@ -15,11 +15,14 @@ from __future__ import annotations
 import math
 from itertools import islice
 
+from sglang_sbs.scheduling.paging import paged
 from sglang_sbs.scheduling.policies.immediate import Eta
+from sglang_sbs.scheduling.policies.pbaa import first_part
 from sglang_sbs.scheduling.policies.policy import Admissible, Placement, Plan
 from sglang_sbs.scheduling.policies.tuning import TUNING
 from sglang_sbs.scheduling.prefill.instance import Instances, PrefillInstance
 from sglang_sbs.scheduling.queue.request import RequestQueue
+from sglang_sbs.scheduling.request import Request
 
 
 class HoldGuard:
@@ -54,14 +57,17 @@ def place_at_once(
 ) -> Plan:
     """Send the oldest request that decode has room for to where it is predicted to finish first.
 
-    An instance gets none while overlap scheduling has a pass queued behind the running one. There
-    the request would wait for both passes, and the engine would go on forming each batch a pass
-    ahead: SGLang's ``event_loop_overlap_disagg_prefill`` stops doing so when an iteration finds
-    nothing. Until the queued pass starts, waiting in the router costs nothing.
+    An instance gets none while overlap scheduling has a pass queued behind the running one, and
+    none that its next pass has no room for. There the request would wait for two passes, and the
+    engine would form each batch a pass ahead from then on: SGLang's
+    ``event_loop_overlap_disagg_prefill`` stops doing so when an iteration finds nothing. Until the
+    queued pass starts, waiting in the router costs nothing.
     """
     for request in islice(queue, TUNING.most_refused):
         if admissible(request):
-            ready_s = [(_ready_s(one, now_s), one) for one in request.allowed_on(instances)]
+            ready_s = [
+                (_ready_s(one, request, now_s), one) for one in request.allowed_on(instances)
+            ]
             ready = [one for at_s, one in ready_s if at_s <= now_s]
             if not ready:
                 return Plan(wake_s=min(at_s for at_s, _ in ready_s))
@@ -71,9 +77,14 @@ def place_at_once(
     return Plan()
 
 
-def _ready_s(instance: PrefillInstance, now_s: float) -> float:
+def _ready_s(instance: PrefillInstance, request: Request, now_s: float) -> float:
     """When to send to an instance at the latest. Its report that the running pass has ended usually
     comes first."""
-    if not instance.overlap or len(instance.passes) < 2:
+    if not instance.overlap:
         return now_s
-    return instance.passes[-1].start_s + TUNING.late_report_s
+    need = paged(request.uncached_tokens_on(instance.id), instance.page)
+    passes = instance.passes
+    if len(passes) < 2 and max(instance.c_avail()) >= first_part(need, instance.chunk_tokens):
+        return now_s
+    forms_s = passes[0].end_s if passes else instance.last_dispatch_s
+    return forms_s + TUNING.late_report_s
