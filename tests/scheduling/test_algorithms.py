@@ -16,7 +16,7 @@ from sglang_sbs.scheduling.decode.rules import (
     potential,
     schedule_decode,
 )
-from sglang_sbs.scheduling.policies.pbaa import pbaa, place_fitting, top_up
+from sglang_sbs.scheduling.policies.pbaa import first_part, pbaa, place_fitting, top_up
 from sglang_sbs.scheduling.policies.tuning import TUNING
 from sglang_sbs.scheduling.prefill.interval import IntervalController
 from sglang_sbs.scheduling.request import Request
@@ -149,28 +149,20 @@ class TestPbaa:
                 assert full_chunks >= 1
                 assert free >= (first_part or 1000)
 
-    def test_who_was_left_out_takes_the_place_of_the_shortest_newer_one_that_makes_room(self):
+    def test_a_request_that_was_left_out_of_several_batches_is_placed_first(self):
         old, long, short = batch = [
             request("old", 300, order=0),
-            request("long", 600, order=1),
-            request("short", 400, order=2),
+            request("long", 800, order=1),
+            request("short", 200, order=2),
         ]
-        assert place_fitting(batch, [1000], 1000).placed == [(long, 0), (short, 0)]
         old.waited_batches = TUNING.left_out_batches - 1
         assert place_fitting(batch, [1000], 1000).placed == [(long, 0), (short, 0)]
         old.waited_batches = TUNING.left_out_batches
-        fitted = place_fitting(batch, [1000], 1000)
-        assert fitted.placed == [(long, 0), (old, 0)]
-        assert fitted.left == [short]
-        # It finds another place if there is one.
-        assert place_fitting([*batch, request("r", 90, order=3)], [1000, 95], 1000).left == [short]
-        assert place_fitting(batch, [1000, 299], 1000).left == [short]
-        assert place_fitting(batch, [1000, 300], 1000).left == []
-
-    def test_nobody_gives_way_to_one_that_came_later(self):
-        batch = [request("a", 900, order=0), request("b", 300, order=1)]
-        batch[1].waited_batches = TUNING.left_out_batches
-        assert place_fitting(batch, [1000], 1000).placed == [(batch[0], 0)]
+        assert place_fitting(batch, [1000], 1000) == ([(old, 0), (short, 0)], [long])
+        long.priority = 1
+        assert place_fitting(batch, [1000], 1000).placed == [(old, 0), (short, 0)]
+        long.waited_batches = TUNING.left_out_batches
+        assert place_fitting(batch, [1000], 1000).placed == [(long, 0), (short, 0)]
 
     @given(
         tokens=st.lists(
@@ -179,7 +171,7 @@ class TestPbaa:
         ),
         capacity=st.lists(st.integers(0, 1000), min_size=1, max_size=8),
     )
-    def test_turns_lose_nobody_and_overfill_no_rank(self, tokens, capacity):
+    def test_requests_left_out_before_lose_no_request_and_overfill_no_rank(self, tokens, capacity):
         batch = [request(str(i), t, order=i) for i, (t, _) in enumerate(tokens)]
         for one, (_, waited) in zip(batch, tokens, strict=True):
             one.waited_batches = waited
@@ -188,7 +180,7 @@ class TestPbaa:
         assert sorted(rids) == sorted(r.rid for r in batch)
         for rank, free in enumerate(capacity):
             mine = [r.prompt_tokens for r, d in placed if d == rank]
-            assert sum(mine) <= free or len(mine) == 1
+            assert sum(first_part(tokens, 1000) for tokens in mine) <= free
 
     def test_top_up_splits_the_oldest_leftover_only_under_backlog(self):
         batch = [request("a", 600, order=0), request("b", 600, order=1), request("c", 900, order=2)]

@@ -74,15 +74,6 @@ class Room:
         self._places[rank] -= 1
         self._limit(rank)
 
-    def holds_instead(self, rank: int, request: Request, instead_of: Request) -> bool:
-        """Whether a request fits on a rank in the place of another one."""
-        return self._tokens[rank] + self.need(instead_of, rank) >= self.need(request, rank)
-
-    def swap(self, rank: int, request: Request, instead_of: Request) -> None:
-        """Put a request on a rank in the place of another one."""
-        self._tokens[rank] += self.need(instead_of, rank) - self.need(request, rank)
-        self._limit(rank)
-
     def _limit(self, rank: int) -> None:
         tokens = self._tokens[rank]
         self.free[rank] = tokens if self._places[rank] > 0 else min(0, tokens)
@@ -147,9 +138,9 @@ def place_fitting(
 
     A prompt longer than a chunk is cut anyway: it goes where it takes no more passes than it has
     chunks. This removes the overshoot of Algorithm 2 (its leftovers cost the next batch a pass).
-    A request that was left out of several batches takes the place of a new one
-    (:func:`_take_turns`). If a request is left out and one of lower priority is placed, all are
-    placed anew in the order of priority, which packs less well.
+    A request that was left out of several batches is placed before the others: short ones come
+    last, so with full passes it would be luck. If a request is left out and one of lower priority
+    is placed, all are placed anew in the order of priority, which packs less well.
 
     Args:
         requests: in any order. The longest is the one with most uncached tokens.
@@ -163,18 +154,20 @@ def place_fitting(
         page: tokens per page. A request is charged whole pages, as C_avail and C_chunk are.
         places: how many requests each rank still takes; None: any number.
     """
-    longest_first = sorted(requests, key=lambda r: -r.uncached_tokens)
+    order = sorted(requests, key=lambda r: (not _is_left_out(r), -r.uncached_tokens))
     more = chunk_tokens, rank_of, received_tokens
     room = Room(c_avail, places, page, hits_of)
-    placed, left = _place(longest_first, room, *more)
+    placed, left = _place(order, room, *more)
     highest = max([request.priority for request in left], default=-math.inf)
     if highest > min([request.priority for request, _ in placed], default=math.inf):
-        longest_first.sort(key=lambda r: -r.priority)
+        order.sort(key=lambda r: (not _is_left_out(r), -r.priority))
         room = Room(c_avail, places, page, hits_of)
-        placed, left = _place(longest_first, room, *more)
-    if any(request.waited_batches >= TUNING.left_out_batches for request in left):
-        left = _take_turns(placed, left, room, chunk_tokens)
+        placed, left = _place(order, room, *more)
     return Allocation(placed, left)
+
+
+def _is_left_out(request: Request) -> bool:
+    return request.waited_batches >= TUNING.left_out_batches
 
 
 def _place(
@@ -204,58 +197,6 @@ def _place(
             placed.append((request, rank))
             room.take(rank, need)
     return placed, left
-
-
-def _take_turns(
-    placed: list[tuple[Request, int]],
-    left: list[Request],
-    room: Room,
-    chunk_tokens: int,
-) -> list[Request]:
-    """Give each request that was left out of several batches the place of the shortest new one that
-    makes room. Short requests are placed last, so with full passes it would be luck. Only requests
-    of up to a chunk with next to nothing cached take part. Changes ``placed`` and ``room``, and
-    returns the requests that are left out now."""
-    least_hit = TUNING.least_hit_share * chunk_tokens
-
-    def may_move(request: Request) -> bool:
-        return request.prompt_tokens <= chunk_tokens and request.hits.best_tokens < least_hit
-
-    still: list[Request] = []
-    turns = 0
-    for old in sorted(left, key=lambda r: r.order):
-        at = None
-        if (
-            old.waited_batches >= TUNING.left_out_batches
-            and turns < TUNING.most_turns
-            and may_move(old)
-        ):
-            turns += 1
-            newer = [
-                index
-                for index, (one, rank) in enumerate(placed)
-                if one.order > old.order
-                and one.waited_batches == 0
-                and room.holds_instead(rank, old, one)
-                and may_move(one)
-            ]
-            at = min(newer, key=lambda index: placed[index][0].prompt_tokens, default=None)
-        if at is None:
-            still.append(old)
-        else:
-            one, rank = placed[at]
-            placed[at] = (old, rank)
-            room.swap(rank, old, one)
-            still.append(one)
-    left = []
-    for request in sorted(still, key=lambda r: -r.uncached_tokens):
-        rank = _emptiest(room.free, None)
-        if may_move(request) and room.need(request, rank) <= room.free[rank]:
-            placed.append((request, rank))
-            room.take(rank, room.need(request, rank))
-        else:
-            left.append(request)
-    return left
 
 
 def _emptiest(capacity: Sequence[int], received_tokens: Sequence[int] | None) -> int:

@@ -108,11 +108,8 @@ class Tuning(Memories):
 
     # Placement on the DP ranks.
     left_out_batches: int = 3
-    """A request that was left out of this many batches takes the place of a new one. Its price near
-    saturation: docs/lab/constants.md."""
-    most_turns: int = 8
-    """Requests that are let in by that rule, the oldest first. Looking for a place costs as much as
-    there are requests in the batch."""
+    """A request that was left out of this many batches is placed before the others. Its price near
+    saturation: docs/lab/simulations.md."""
     least_hole_share: float = 0.02
     """A prompt is split only to fill a hole of at least this share of a chunk."""
 
