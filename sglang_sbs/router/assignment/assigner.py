@@ -52,9 +52,21 @@ class Announced:
     prefilled: bool = False
     """The end of prefill was reported to the scheduler."""
 
+    def __repr__(self) -> str:
+        return f"<{type(self).__name__} {self.rid}: {self.state()}>"
+
     @property
     def rid(self) -> str:
         return self.arrival.rid
+
+    def state(self) -> str:
+        """Return its state in a few words, for debuggers."""
+        placed = self.assignment
+        if placed is None:
+            return "refused or abandoned" if self.decision.done() else "waits for a decision"
+        to = f"{placed.prefill} rank {placed.prefill_rank} and "
+        to += f"{placed.decode} rank {placed.decode_rank}"
+        return f"placed on {to}{', prefilled' * self.prefilled}"
 
 
 class Assigner:

@@ -57,6 +57,12 @@ class Call:
     _paused: bool = False
     _held: asyncio.TimerHandle | None = None
 
+    def __repr__(self) -> str:
+        """Show no payload, which contains the client's key."""
+        states = {"over": self.over, "held": self._held is not None, "sent": self.sent}
+        state = next((name for name, holds in states.items() if holds), "connecting")
+        return f"<Call to {self.origin}: {state}{', paused' * self._paused}>"
+
     def hold(self, for_s: float) -> None:
         """Start after this time, or at :meth:`let_go`."""
         self._held = self._pool.loop.call_later(for_s, self.let_go)

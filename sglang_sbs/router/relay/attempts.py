@@ -244,9 +244,9 @@ class Attempts:
             ids_json=ids_json,
             asks_cached=asks,
         )
-        attempt.pair = pair = Pair(
-            attempt, placement, bodies, self.in_flight, asks, run.decode_after_s
-        )
+        pair = Pair(attempt, placement, self.in_flight, asks)
+        pair.start(plan.kind, run.exchange.headers, bodies, run.decode_after_s)
+        attempt.pair = pair
         run.exchange.pairs[run.unit] = pair
         self.in_flight.started(attempt, placement)
         if logger.isEnabledFor(logging.DEBUG):

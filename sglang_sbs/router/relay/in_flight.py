@@ -62,6 +62,11 @@ class Exchange:
     ending: bool = False
     """A unit failed or the client left: no further unit is sent."""
 
+    def __repr__(self) -> str:
+        """Show no headers, which contain the client's key, and no prompts."""
+        units = len(self.plan.units)
+        return f"<Exchange {self.request_id}: {self.plan.kind}, {units=}{', ending' * self.ending}>"
+
 
 @dataclass(slots=True, eq=False)
 class UnitRun:
@@ -79,6 +84,9 @@ class UnitRun:
 
     ahead: bool = True
     """The unit occupies a place in the window of its batch."""
+
+    def __repr__(self) -> str:
+        return f"<UnitRun {self.unit} of {self.exchange!r}: attempts={self.attempts}>"
 
     def prefilled(self) -> None:
         """Free the unit's place in the window: it is past prefill, or over. Repeated calls do
@@ -98,7 +106,7 @@ class UnitRun:
         return pair is not None and pair.opened
 
 
-@dataclass(slots=True, eq=False, kw_only=True)
+@dataclass(slots=True, eq=False, kw_only=True, repr=False)
 class Attempt(Announced):
     """One attempt at a unit; both legs use its rid."""
 
@@ -110,6 +118,10 @@ class Attempt(Announced):
     prefill_open: bool = False
     """The legs were sent, and prefill has not responded."""
     trace: AttemptTrace = field(default_factory=AttemptTrace)
+
+    def state(self) -> str:
+        of = f"attempt {self.run.attempts} at unit {self.run.unit}"
+        return f"{of}, {self.pair or Announced.state(self)}"
 
     @property
     def placement(self) -> Placement | None:

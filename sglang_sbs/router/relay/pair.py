@@ -22,11 +22,11 @@ from sglang_sbs.router.errors import (
 from sglang_sbs.router.relay.answer_kinds import ANSWER_KINDS, AnswerKind
 from sglang_sbs.router.relay.event_reader import LONG_BYTES, EventReader, Payload
 from sglang_sbs.router.relay.leg_answers import Body, DecodeLeg, PrefillLeg, PrefillReply
-from sglang_sbs.router.requests.plan import PATHS, Pieces, Plan, leg_headers
+from sglang_sbs.router.requests.plan import PATHS, Pieces, Plan, RouteKind, leg_headers
 from sglang_sbs.router.workers.worker import Placement
 
 if TYPE_CHECKING:
-    from sglang_sbs.router.relay.in_flight import Attempt, Exchange, InFlight
+    from sglang_sbs.router.relay.in_flight import Attempt, InFlight
 
 logger = logging.getLogger(__name__)
 
@@ -50,21 +50,18 @@ _ABORT_AGAIN_S = 1.0
 
 
 class Pair:
-    """Both legs of an attempt. It must not keep the attempt or the bodies that it sends: prefill
-    may outlive its client, and thousands of pairs wait for responses."""
+    """Both legs of an attempt: build it, then :meth:`start` it. It must not keep the attempt or
+    the bodies that it sends: prefill may outlive its client, and thousands of pairs wait for
+    responses."""
+
+    prefill_call: Call
+    decode_call: Call
 
     def __init__(
-        self,
-        attempt: Attempt,
-        placement: Placement,
-        bodies: tuple[Pieces, Pieces],
-        in_flight: InFlight,
-        asks_cached: bool,
-        decode_after_s: float = 0.0,
+        self, attempt: Attempt, placement: Placement, in_flight: InFlight, asks_cached: bool
     ) -> None:
-        """Send both legs; ``bodies`` are those of prefill and decode. ``asks_cached``: prefill was
-        asked for ``cached_tokens_details``, which it omits if there are none. ``decode_after_s``:
-        time for prefill to refuse the request before decode gets it."""
+        """Prepare both legs. ``asks_cached``: prefill was asked for ``cached_tokens_details``,
+        which it omits if there are none."""
         exchange = attempt.run.exchange
         self.rid = attempt.rid
         self.unit = attempt.run.unit
@@ -108,20 +105,39 @@ class Pair:
         """Prefill responded with 200: decode has the whole KV."""
         self._never_taken = False
         """Prefill refused the request, so no KV will be sent."""
-        self._started_s = time.monotonic()
-        # Send prefill first, because it queues. Both writes leave in this callback.
-        to = placement.prefill_origin, placement.decode_origin
-        self.prefill_call = self._send(exchange, to[0], bodies[0], PrefillLeg(self))
-        self.decode_call = self._send(exchange, to[1], bodies[1], DecodeLeg(self), decode_after_s)
+        self._started_s = 0.0
 
-    def _send(
-        self, exchange: Exchange, origin: str, body: Pieces, leg: Receiver, after_s: float = 0.0
-    ) -> Call:
-        kind = exchange.plan.kind
-        lines = request_lines("POST", origin, PATHS[kind], sum(map(len, body)))
-        # Send the client's headers as a separate piece: a batch may send them a thousand times.
-        headers = leg_headers(kind, exchange.headers, self.rid)
-        return self._pool.call(origin, (lines, *headers, b"\r\n", *body), leg, after_s=after_s)
+    def __repr__(self) -> str:
+        flags = ("opened", "closed", "must_park", "_paused", "_done", "_prefill_over")
+        names = [flag for flag in (*flags, "_decode_over") if getattr(self, flag)]
+        state = ["sent" if self._started_s else "not sent", *names]
+        if self._failure is not None:
+            state.append(f"{self._failure.leg} failed with {self._failure.status}")
+        shown = ", ".join(state).replace("_", " ").replace("  ", " ")
+        return f"<Pair {self.rid} to {self.prefill} and {self.decode}: {shown}>"
+
+    def start(
+        self,
+        kind: RouteKind,
+        headers: bytes,
+        bodies: tuple[Pieces, Pieces],
+        decode_after_s: float = 0.0,
+    ) -> None:
+        """Send both legs. ``bodies`` are those of prefill and decode, and ``headers`` the header
+        lines of both. ``decode_after_s``: time for prefill to refuse the request before decode gets
+        it."""
+        self._started_s = time.monotonic()
+        # Keep the client's headers a separate piece: a batch may send them a thousand times.
+        lines = (*leg_headers(kind, headers, self.rid), b"\r\n")
+
+        def send(origin: str, body: Pieces, leg: Receiver, after_s: float) -> Call:
+            head = request_lines("POST", origin, PATHS[kind], sum(map(len, body)))
+            return self._pool.call(origin, (head, *lines, *body), leg, after_s=after_s)
+
+        # Send prefill first, because it queues. Both writes leave in this callback.
+        prefill, decode = self.placement.prefill_origin, self.placement.decode_origin
+        self.prefill_call = send(prefill, bodies[0], PrefillLeg(self), 0.0)
+        self.decode_call = send(decode, bodies[1], DecodeLeg(self), decode_after_s)
 
     # For the relay ----------------------------------------------------------------------------
 

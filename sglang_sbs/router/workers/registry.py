@@ -71,6 +71,9 @@ class Registry:
         self._workers: dict[str, Worker] = {}
         self._aliases: dict[tuple[str, int], str] = {}
 
+    def __repr__(self) -> str:
+        return f"<{type(self).__name__} {list(self)}>"
+
     def __iter__(self) -> Iterator[Worker]:
         return iter(list(self._workers.values()))
 

@@ -113,6 +113,14 @@ class Worker(WorkerFacts, kw_only=True, eq=False):
     engine_holds: dict[int, int] = field(default_factory=dict)
     """Requests on each reporting DP rank, as counted by the engine."""
 
+    def __repr__(self) -> str:
+        """Show no labels or texts of problems, which others write."""
+        flags = ("healthy", "draining", "announced", "resting")
+        state = [name for name in flags if getattr(self, name)] or ["not healthy"]
+        state += [f"breaker {self.breaker.state}"] * (self.breaker.state != "closed")
+        state += ["not read"] * (self.info is None) + sorted(self.problems)
+        return f"<Worker {self.url} ({self.role}): {', '.join(state)}; load={self.load}>"
+
     @property
     def bootstrap_host(self) -> str:
         """Host sent to decode, in its current spelling (``host_spelling``)."""
