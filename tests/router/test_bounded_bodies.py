@@ -23,8 +23,9 @@ from sglang_sbs.router.errors import LegFailure, RouterError
 from sglang_sbs.router.lanes import LONG_BYTES, Lanes, Pace
 from sglang_sbs.router.options.config import BreakerConfig, RelayConfig
 from sglang_sbs.router.prompts.block_names import BlockFormat, BlockNamer
+from sglang_sbs.router.prompts.engine_limits import Known
 from sglang_sbs.router.prompts.length_estimate import PromptLengths
-from sglang_sbs.router.prompts.reader import Known, PromptReader
+from sglang_sbs.router.prompts.reader import PromptReader
 from sglang_sbs.router.relay import relay
 from sglang_sbs.router.relay.answer_kinds import TOKEN_ANSWERS
 from sglang_sbs.router.relay.leg_answers import DecodeLeg

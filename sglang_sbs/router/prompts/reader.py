@@ -9,26 +9,23 @@ from array import array
 from collections import Counter
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import Any
 
-from sglang_sbs.console.plain_words import counted
-from sglang_sbs.router.errors import TOO_LONG, RouterError
 from sglang_sbs.router.lanes import LONG_BYTES, Lanes
 from sglang_sbs.router.prompts.block_names import TEXT_BYTES_PER_TOKEN, BlockFormat, BlockNamer
 from sglang_sbs.router.prompts.chat_tokenizer import ChatTokenizer, PromptIds
+from sglang_sbs.router.prompts.engine_limits import Known, LongestPrompt, PromptKind
 from sglang_sbs.router.prompts.known_text import TooLong, TooManyTokens
 from sglang_sbs.router.prompts.length_estimate import PromptLength, PromptLengths, chat_bytes
 from sglang_sbs.router.prompts.message_chat import EngineChat, message_chat
 from sglang_sbs.router.prompts.response_chat import response_chat
+from sglang_sbs.router.prompts.tokenizer_check import EngineTokenizers
 from sglang_sbs.router.prompts.written_size import TemplateError
 from sglang_sbs.router.requests.body_fields import Namespace
 from sglang_sbs.router.requests.engine_refusals import check_counted
 from sglang_sbs.router.requests.plan import CONVERTED, Plan, RouteKind
 from sglang_sbs.router.requests.raw_json import json_of_ids
 from sglang_sbs.router.requests.splitting import Prompt
-
-if TYPE_CHECKING:
-    from sglang_sbs.router.prompts.tokenizer_check import EngineTokenizers
 
 logger = logging.getLogger(__name__)
 
@@ -52,35 +49,6 @@ _COUNTS_OF: dict[RouteKind, tuple[str, ...]] = {
 _NO_BLOCKS = array("q")
 """Shared by all prompts without blocks: a batch may have a thousand."""
 
-PromptKind = Literal["text", "chat"]
-
-
-def too_long(found: str, most: str) -> RouterError:
-    """Return the error for a prompt that no engine accepts.
-
-    Clients recognize it by its words and continue with a shorter conversation. "longer than the
-    model's context length" is SGLang's text (``TokenizerManager._validate_one_request``), which
-    LiteLLM matches; "prompt is too long" is Anthropic's, which LangChain and Claude Code match."""
-    why = f"prompt is too long: the input ({found}) is longer than the model's context length"
-    return RouterError(400, TOO_LONG, f"{why} ({most})")
-
-
-class LongestPrompt(NamedTuple):
-    """The longest prompt that any engine accepts (``WorkerInfo.max_request_tokens``)."""
-
-    tokens: float = math.inf
-    """Limit in tokens; infinite if some engine's limit is unknown."""
-    cuts: bool = False
-    """Longer prompts are truncated (``--allow-auto-truncate``), not refused."""
-    context_tokens: float = math.inf
-    """Longest context, generated tokens included; infinite if some engine's is unknown."""
-
-    def check(self, tokens: int, *, at_least: bool = False) -> None:
-        """Raise RouterError (400) if every engine would refuse a prompt of this length."""
-        if tokens > self.tokens and not self.cuts:
-            found = f"{'at least ' if at_least else ''}{counted(tokens, 'token')}"
-            raise too_long(found, f"{self.tokens:,} tokens")
-
 
 @dataclass(frozen=True, slots=True)
 class ReadPrompt:
@@ -90,20 +58,6 @@ class ReadPrompt:
     block_tokens: int = 0
     ids_json: bytes | None = None
     """Token ids as JSON, if engines may get them instead of the text."""
-
-
-class Known(NamedTuple):
-    """Facts about all engines."""
-
-    blocks: BlockFormat | None = None
-    """Block format of most prefill instances, as a prompt gets one list of names; ``None`` if names
-    are not needed."""
-    longest: LongestPrompt = LongestPrompt()
-    models: frozenset[str] = frozenset()
-    """Full names of the served models, some of which may look like ``model:adapter``."""
-    tokenizes: bool = True
-    refused: frozenset[str] = frozenset()
-    """Fields of a request that all engines of a role refuse."""
 
 
 @dataclass(eq=False, repr=False)

@@ -29,7 +29,7 @@ import orjson
 from sglang_sbs.router.engines.control_requests import ask
 from sglang_sbs.router.prompts.block_names import COARSE_TOKENS, BlockFormat
 from sglang_sbs.router.prompts.chat_tokenizer import ChatTokenizer
-from sglang_sbs.router.prompts.reader import Known, LongestPrompt, PromptKind
+from sglang_sbs.router.prompts.engine_limits import Known, LongestPrompt, PromptKind
 from sglang_sbs.router.prompts.written_size import TemplateError
 from sglang_sbs.router.requests.plan import RouteKind
 from sglang_sbs.router.workers.registry import Registry

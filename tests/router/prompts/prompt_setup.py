@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from sglang_sbs.router.prompts import reader
+from sglang_sbs.router.prompts import engine_limits
 from sglang_sbs.router.prompts.block_names import BlockFormat
-from sglang_sbs.router.prompts.reader import LongestPrompt, PromptKind
+from sglang_sbs.router.prompts.engine_limits import LongestPrompt, PromptKind
 
 USER = {"role": "user", "content": "What is the weather in Köln? " * 8}
 TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
@@ -21,8 +21,9 @@ class Known:
         self.models = {"org:model"}
         self.longest: LongestPrompt | None = None
 
-    def known(self) -> reader.Known:
-        return reader.Known(self.format, self.longest or LongestPrompt(), frozenset(self.models))
+    def known(self) -> engine_limits.Known:
+        longest = self.longest or LongestPrompt()
+        return engine_limits.Known(self.format, longest, frozenset(self.models))
 
     def agrees(self, kind: PromptKind) -> bool:
         return kind not in self.wrong

@@ -15,8 +15,9 @@ from router_harness import cluster
 from sglang_sbs.router.errors import RouterError
 from sglang_sbs.router.prompts.block_names import BlockFormat, BlockNamer
 from sglang_sbs.router.prompts.chat_tokenizer import ChatTokenizer
+from sglang_sbs.router.prompts.engine_limits import LongestPrompt
 from sglang_sbs.router.prompts.length_estimate import PromptLengths, chat_bytes
-from sglang_sbs.router.prompts.reader import LongestPrompt, PromptReader, ReadPrompt
+from sglang_sbs.router.prompts.reader import PromptReader, ReadPrompt
 from sglang_sbs.router.prompts.tokenizer_check import longest_prompt
 from sglang_sbs.router.requests.body_fields import Namespace
 from sglang_sbs.router.requests.plan import plan_request

@@ -14,7 +14,7 @@ from router_harness import cluster
 
 from sglang_sbs.engine.gang_hold import was_told
 from sglang_sbs.router.engines.connection_pool import Call
-from sglang_sbs.router.prompts.reader import too_long
+from sglang_sbs.router.prompts.engine_limits import too_long
 from sglang_sbs.router.requests.splitting import MOST_REPEATED_BYTES
 from sglang_sbs.scheduling.events import PrefillDone, RequestArrived, RequestEnded
 from sglang_sbs.wire.gangs import RESPONSE_RID_PREFIX, is_sized, part_of_room

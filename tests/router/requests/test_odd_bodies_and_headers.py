@@ -21,8 +21,9 @@ from sglang_sbs.router.errors import RouterError
 from sglang_sbs.router.options.config import BreakerConfig
 from sglang_sbs.router.processes.messages import decode_to_scheduler, encode
 from sglang_sbs.router.prompts.block_names import BlockNamer
+from sglang_sbs.router.prompts.engine_limits import Known
 from sglang_sbs.router.prompts.length_estimate import PromptLengths
-from sglang_sbs.router.prompts.reader import Known, PromptReader
+from sglang_sbs.router.prompts.reader import PromptReader
 from sglang_sbs.router.requests.headers import forwarded_headers
 from sglang_sbs.router.requests.plan import _INTERNAL_FIELDS, leg_bodies, plan_request
 from sglang_sbs.router.workers.breaker import Breaker
