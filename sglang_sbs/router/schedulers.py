@@ -6,7 +6,7 @@ import logging
 import os
 import socket
 import uuid
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -31,7 +31,7 @@ from sglang_sbs.router.processes.leading.scheduler_choice import SchedulerChoice
 from sglang_sbs.router.processes.mirrored_registry import MirroredRegistry
 from sglang_sbs.router.processes.scheduler_link import SchedulerLink
 from sglang_sbs.router.processes.sockets import FrontEndSocket
-from sglang_sbs.router.signals.endforward_listener import FindOwner
+from sglang_sbs.router.relay.in_flight import InFlight
 from sglang_sbs.router.signals.engine_signals import Watch
 from sglang_sbs.router.telemetry.metrics import RouterMetrics, build_info
 from sglang_sbs.router.trials import Trials
@@ -42,7 +42,7 @@ from sglang_sbs.scheduling import Scheduler, SchedulerConfig
 from sglang_sbs.scheduling.eventlog import EventLogWriter
 from sglang_sbs.scheduling.events import InstanceRole, PolicySwitched
 from sglang_sbs.scheduling.explained.stories import Story, with_attempts
-from sglang_sbs.scheduling.explained.timelines import MOST_OVER
+from sglang_sbs.scheduling.explained.timelines import MOST_OVER, Timeline
 from sglang_sbs.scheduling.policy_registry import Policy, require
 
 logger = logging.getLogger(__name__)
@@ -55,32 +55,25 @@ _FIND_S = 15.0
 
 
 class OwnScheduler:
-    """A scheduler in this process; :mod:`.api.served_router` describes the methods used by the
-    surface."""
+    """A scheduler in this process."""
 
     def __init__(
         self,
         options: RouterOptions,
         scheduler: SchedulerLike | None,
-        find_owner: FindOwner,
         metrics: RouterMetrics,
         session: aiohttp.ClientSession,
-        silenced: Callable[[Worker], None],
     ) -> None:
-        """Create the scheduler and its inputs; ``scheduler`` replaces the real one in tests.
-        ``silenced``: see :class:`~sglang_sbs.router.workers.worker.WorkerEvents`."""
+        """Create the scheduler and its inputs; ``scheduler`` replaces the real one in tests."""
         self._options = options
+        self._metrics = metrics
         self.policy = PolicyInForce(options.scheduler.policy)
         self.dispatcher = dispatcher = Dispatcher(
             scheduler or Scheduler(options.scheduler, remembers=MOST_OVER),
             counts=metrics.decided,
             give_up_s=options.scheduler.default_timeout_s + OVERDUE_S,
         )
-        dispatcher.pump.timelines.ended = lambda timeline: self.feed.request_over(
-            timeline, metrics.request_over(timeline)
-        )
-        self._watch = Watch(options, dispatcher.submit, find_owner, metrics, session, silenced)
-        self._watch.sent_to = dispatcher.pump.timelines.sent_to
+        self._watch = Watch(options, metrics, session)
         self.policy.listeners += [
             self._watch.policy_changed,
             partial(setattr, metrics, "policy"),
@@ -94,6 +87,16 @@ class OwnScheduler:
             order=lambda: [worker.url for worker in self.registry],
             trial=self.trials.shown,
         )
+
+    def connect(self, in_flight: InFlight) -> None:
+        """Connect the inputs to the scheduler, and to the requests of this process."""
+        submit, timelines = self.dispatcher.submit, self.dispatcher.pump.timelines
+        timelines.ended = self._request_over
+        owner, silenced = in_flight.find_owner, in_flight.fail_worker
+        self._watch.connect(submit, timelines.sent_to, owner, silenced)
+
+    def _request_over(self, timeline: Timeline) -> None:
+        self.feed.request_over(timeline, self._metrics.request_over(timeline))
 
     async def start(self) -> str | None:
         """Start as :meth:`.Watch.start` does. Raises also: OSError, the event log cannot be
@@ -137,11 +140,10 @@ class OwnScheduler:
         return 0
 
     async def story(self, name: str, known: Story | None) -> Story | None:
-        """Complete ``known``, the relay's record of a request."""
         return with_attempts(name, known, self.dispatcher.attempts)
 
-    def lead(self) -> None:
-        """Return ``None``: there is no other scheduler."""
+    def scheduled_by(self) -> dict[str, Any]:
+        return {}
 
     def families(self) -> Iterator[Metric]:
         yield build_info(__version__, self.policy.policy, self._options.scheduler.trigger)
@@ -164,19 +166,11 @@ class RemoteScheduler:
     """A scheduler in another process, with a fallback in this one while it is unreachable."""
 
     def __init__(
-        self,
-        options: RouterOptions,
-        metrics: RouterMetrics,
-        session: aiohttp.ClientSession,
-        abort: Callable[[str], int],
-        silenced: Callable[[Worker], None],
-        find: Callable[[str], Story | None],
+        self, options: RouterOptions, metrics: RouterMetrics, session: aiohttp.ClientSession
     ) -> None:
-        """Create the link to the scheduler. ``abort`` ends clients' requests by their own id
-        (empty: all) and returns their number. ``find`` finds a recent request of this process.
-        ``silenced``: see :class:`~sglang_sbs.router.workers.worker.WorkerEvents`."""
         name = _own_name()
         self._options = options
+        self._metrics = metrics
         self.policy = policy = PolicyInForce(options.scheduler.policy)
         policy.listeners.append(partial(setattr, metrics, "policy"))
         self._session = session
@@ -184,16 +178,8 @@ class RemoteScheduler:
         self._closed = False
 
         dial = partial(FrontEndSocket, options.several.keys)
-        # The lambdas look up objects that are created later.
         self.registry = MirroredRegistry(
-            WorkerEvents(
-                lambda event: self._link.submit(event),  # noqa: PLW0108
-                self._doubted,
-                silenced,
-                removed=lambda worker: metrics.forget(worker.url),
-            ),
-            options.breaker,
-            report=lambda failed: self._link.tell(failed),  # noqa: PLW0108
+            breaker=options.breaker,
             asks_cheaply=options.monitor.health_endpoint is None,
             prefix_source=options.prefix_source,
         )
@@ -206,15 +192,26 @@ class RemoteScheduler:
             fallback=lambda: Scheduler(_alone(options, policy.lasting), remembers=MOST_OVER),
             counts=metrics.decided,
             metrics_page=lambda: metrics.render().decode(),
-            abort=abort,
-            find=find,
             over=metrics.request_over,
             alone_changed=self._alone_changed,
-            dashboard_frame=lambda payload, full: feed.deliver(payload, full),  # noqa: PLW0108
             give_up_s=options.scheduler.default_timeout_s + OVERDUE_S,
         )
-        self.lead = self._link.lead
-        self.feed = feed = RemoteFeed(self._link)
+        self.feed = RemoteFeed(self._link)
+
+    def connect(self, in_flight: InFlight) -> None:
+        """Connect the workers and the link to each other, and to the requests of this process."""
+        link, metrics = self._link, self._metrics
+        self.registry.connect(
+            WorkerEvents(
+                link.submit,
+                self._doubted,
+                in_flight.fail_worker,
+                removed=lambda worker: metrics.forget(worker.url),
+            )
+        )
+        self.registry.report = link.tell
+        link.abort, link.find = in_flight.abort, in_flight.recent.story
+        link.dashboard_frame = self.feed.deliver
 
     async def start(self) -> None:
         await self._link.start(_FIND_S)
@@ -271,8 +268,6 @@ class RemoteScheduler:
             logger.info("worker %s was already removed", worker.url)
 
     async def abort_elsewhere(self, rid: str) -> int:
-        """Abort requests of other processes by the client's id (empty: all) and return their
-        number."""
         try:
             return (await self._link.ask(messages.AbortElsewhere(rid=rid))).count
         except RouterError:
@@ -280,7 +275,6 @@ class RemoteScheduler:
             return 0
 
     async def story(self, name: str, known: Story | None) -> Story | None:
-        """Find a request of any process; without the scheduler, only of this one."""
         if self._link.pump is not None:
             return with_attempts(name, known, self._link.attempts)
         rids = [] if known is None else [attempt.rid for attempt in known.sent]
@@ -293,9 +287,12 @@ class RemoteScheduler:
             known.attempts = found.attempts
         return known or found
 
+    def scheduled_by(self) -> dict[str, Any]:
+        return {"scheduler": msgspec.to_builtins(self._link.lead())}
+
     def families(self) -> Iterator[Metric]:
         """Metrics of the link; the scheduler process exports all others."""
-        lead = self.lead()
+        lead = self._link.lead()
         about = "Front ends without the scheduler now"
         yield gauge("sbs_front_ends_alone", about, not lead.connected)
         about, served = "Front ends served by a scheduler", {lead.address: lead.connected}

@@ -9,12 +9,10 @@ import os
 import resource
 import socket
 import sys
-import time
 from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
-import msgspec
 from aiohttp import web
 from prometheus_client.core import Metric
 
@@ -40,14 +38,11 @@ from sglang_sbs.router.relay.admission import Admission
 from sglang_sbs.router.relay.attempts import Attempts
 from sglang_sbs.router.relay.in_flight import InFlight
 from sglang_sbs.router.relay.relay import Relay
-from sglang_sbs.router.relay.time_split import complete
 from sglang_sbs.router.schedulers import OwnScheduler, RemoteScheduler
 from sglang_sbs.router.telemetry.loop_watch import LoopWatch
 from sglang_sbs.router.telemetry.metrics import RouterMetrics
 from sglang_sbs.router.telemetry.metrics_port import MetricsPort, page_of
 from sglang_sbs.router.telemetry.tracing import open_traces
-from sglang_sbs.router.workers.worker import Worker
-from sglang_sbs.scheduling.explained.stories import Story
 from sglang_sbs.scheduling.policy_registry import Policy
 
 logger = logging.getLogger(__name__)
@@ -68,7 +63,7 @@ _SPARE_FILES = 64
 
 class RouterServer:
     """The router process: ``await start()``, serve, ``await stop()``; also usable in tests and
-    other programs. It is the :class:`~.api.served_router.Router` of its surface."""
+    other programs."""
 
     def __init__(self, options: RouterOptions, scheduler: SchedulerLike | None = None) -> None:
         """Create the router; ``scheduler`` replaces the real one in tests."""
@@ -76,11 +71,9 @@ class RouterServer:
         self.metrics = RouterMetrics(
             options.prometheus_duration_buckets, options.scheduler.policy, self._knows
         )
-        self.draining = False
-        self.started_at = int(time.time())
         self.port = options.port
         self.endforward_endpoint: str | None = None
-        self._scheduler = scheduler
+        self._replacement = scheduler
         self._file_limit = 0
         self._runner: web.AppRunner | None = None
         self._metrics_port: MetricsPort | None = None
@@ -98,8 +91,9 @@ class RouterServer:
         self.doorman = intake.Doorman(most=self._file_limit // 2)
         self._build()
         try:
+            surface = Surface(self.options, self.relay, self.scheduler, self.session)
             self._runner = web.AppRunner(
-                Surface(self).application(),
+                surface.application(self.doorman, self.dashboard),
                 handler_cancellation=True,
                 access_log=None,
                 logger=intake.ParserLog(self.metrics.malformed.inc),
@@ -112,7 +106,7 @@ class RouterServer:
             )
             # Connect to the scheduler before the port opens, so that no request arrives without
             # one.
-            self.endforward_endpoint = await self._schedulers.start()
+            self.endforward_endpoint = await self.scheduler.start()
             self.port = await self._listen(self._runner)
             await self._open_metrics()
         except BaseException:
@@ -128,14 +122,10 @@ class RouterServer:
         self.tokenizer = ChatTokenizer.load(path, template) if path else None
         self.session = worker_session(options)
         self.pool = Pool(asyncio.get_running_loop(), ssl_context=worker_ssl(options))
-        self._schedulers = schedulers = self._make_schedulers()
-        self.add_worker, self.remove_worker = schedulers.add_worker, schedulers.remove_worker
-        self.update_worker, self.drain_worker = schedulers.update_worker, schedulers.drain_worker
-        self.policy, self.switch_policy = schedulers.policy, schedulers.switch_policy
-        self.trial = schedulers.trial
-        self.registry = schedulers.registry
-        self.dispatcher: Assigner = schedulers.dispatcher
-        self.dashboard = Dashboard(schedulers.feed)
+        self.scheduler = scheduler = self._make_scheduler()
+        self.registry = scheduler.registry
+        self.dispatcher: Assigner = scheduler.dispatcher
+        self.dashboard = Dashboard(scheduler.feed)
         missed = self.metrics.length_error
         self.lengths = PromptLengths(lambda relative: missed.observe(abs(relative)))
         self.lanes = Lanes()
@@ -149,6 +139,7 @@ class RouterServer:
             traces=self.traces,
             transfer_timeout_s=options.relay.transfer_timeout_s,
         )
+        scheduler.connect(self.in_flight)
         self.admission = Admission(
             options.max_concurrent_requests,
             options.queue_size,
@@ -166,9 +157,9 @@ class RouterServer:
             in_flight=self.in_flight,
         )
         self._attempts = attempts
-        self._policy_changed(self.policy.policy)
+        self._policy_changed(scheduler.policy.policy)
         # Run before the scheduler's listener, so that requests of a new policy have what it needs.
-        self.policy.listeners.insert(0, self._policy_changed)
+        scheduler.policy.listeners.insert(0, self._policy_changed)
         self.relay = Relay(
             options.relay,
             attempts=attempts,
@@ -206,18 +197,16 @@ class RouterServer:
         self.prompts.names_text = names and approximate
         self._attempts.sends_gangs = self.options.sends_gangs(policy)
 
-    def _make_schedulers(self) -> OwnScheduler | RemoteScheduler:
+    def _make_scheduler(self) -> OwnScheduler | RemoteScheduler:
         options, metrics, session = self.options, self.metrics, self.session
         if options.role == "front-end":
-            find, silenced = self._own_story, self._silenced
-            return RemoteScheduler(options, metrics, session, self._abort, silenced, find)
-        owner, silenced = self._find_owner, self._silenced
-        return OwnScheduler(options, self._scheduler, owner, metrics, session, silenced)
+            return RemoteScheduler(options, metrics, session)
+        return OwnScheduler(options, self._replacement, metrics, session)
 
     async def stop(self, grace_s: float | None = None) -> None:
         """Stop accepting, let requests in flight finish, and abort those still running at the
         limit."""
-        self.draining = True
+        self.in_flight.draining = True
         self.dashboard.close()
         limit_s = self.options.shutdown_grace_s if grace_s is None else grace_s
         if self.options.role == "front-end" and limit_s > 0:
@@ -239,7 +228,7 @@ class RouterServer:
         await self.in_flight.parking.drain()
         for task in self._tasks:
             task.cancel()
-        await self._schedulers.close()
+        await self.scheduler.close()
         if self._runner is not None:
             await self._runner.cleanup()
         if self._metrics_port is not None:
@@ -269,45 +258,11 @@ class RouterServer:
         """Log one line for each minute with requests."""
         while True:
             await asyncio.sleep(_MINUTE_S)
-            if line := self.in_flight.recent.minute.take(self._schedulers.gain()):
+            if line := self.in_flight.recent.minute.take(self.scheduler.gain()):
                 logger.info("%s", line)
-
-    # Workers ----------------------------------------------------------------------------------
-
-    @property
-    def placing_policy(self) -> str:
-        return self._schedulers.placing_policy
-
-    def scheduled_by(self) -> dict[str, Any]:
-        lead = self._schedulers.lead()
-        return {} if lead is None else {"scheduler": msgspec.to_builtins(lead)}
-
-    async def story(self, name: str) -> Story | None:
-        one = self.in_flight.recent.find(name)
-        story = await self._schedulers.story(name, None if one is None else one.story())
-        if one is not None and story is not None:
-            complete(story, one)
-        return story
-
-    def _own_story(self, name: str) -> Story | None:
-        """Return this process's record of a request."""
-        one = self.in_flight.recent.find(name)
-        return None if one is None else one.story()
-
-    async def abort(self, rid: str) -> int:
-        return self._abort(rid) + await self._schedulers.abort_elsewhere(rid)
-
-    def _abort(self, rid: str) -> int:
-        return self.in_flight.abort(rid)
 
     def _knows(self, worker_url: str) -> bool:
         return self.registry.get(worker_url) is not None
-
-    def _silenced(self, worker: Worker) -> None:
-        self.in_flight.fail_worker(worker)
-
-    def _find_owner(self, rid: str, role: str) -> str | None:
-        return self.in_flight.find_owner(rid, role)
 
     def _has_descriptors(self, units: int) -> bool:
         """Return whether descriptors suffice: a unit needs two for its legs (its client has one),
@@ -385,7 +340,7 @@ class RouterServer:
     def _collect(self) -> Iterator[Metric]:
         about = "Events on which the scheduler failed (a defect)"
         yield total("sbs_scheduler_errors", about, self.dispatcher.scheduler_errors)
-        yield from self._schedulers.families()
+        yield from self.scheduler.families()
         about = "Calibrated ratio for estimated prompt lengths"
         yield gauge("sbs_prompt_bytes_per_token", about, self.lengths.bytes_per_token)
         yield total(

@@ -255,7 +255,7 @@ class EndForwardStage(Stage):
 
     async def open(self, stack: AsyncExitStack) -> None:
         server: Any = self.here.server
-        self._listener = server._schedulers._watch._listener
+        self._listener = server.scheduler._watch._listener
         self._liar, self._witness = self.here.prefill
         self._decode_liar = self.here.decode[0]
         endpoint = str(server.endforward_endpoint)
@@ -318,7 +318,7 @@ class KvEventsStage(Stage):
             assert response.status < 300, await response.text()
         await self._publishers[0].subscribed()
         server: Any = self.here.server
-        self._counts = server._schedulers._watch._kv_events.counts_of(engine.url, 0)
+        self._counts = server.scheduler._watch._kv_events.counts_of(engine.url, 0)
         self._publishers[0].publish()
         await until(lambda: self._counts["events"])
 

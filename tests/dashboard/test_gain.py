@@ -248,7 +248,7 @@ def test_after_a_switch_of_the_policy_only_what_runs_now_counts() -> None:
 
 async def test_a_router_estimates_while_nobody_looks_and_exports_the_ratio() -> None:
     async with router_harness.cluster(scheduler=Scheduler(SchedulerConfig())) as running:
-        recorder = running.server._schedulers.feed.recorder
+        recorder = running.server.scheduler.feed.recorder
         assert recorder is not None
         status, _ = await running.generate(text="hello", sampling_params={"max_new_tokens": 2})
         assert status == 200
@@ -263,7 +263,7 @@ async def test_a_router_estimates_while_nobody_looks_and_exports_the_ratio() -> 
             page = await answer.text()
         assert 'sbs_gain_ratio{baseline="eta",bound="ratio"} 0.8' in page
         assert 'sbs_gain_ratio{baseline="round_robin",bound="high"} 0.5' in page
-        assert running.server._schedulers.gain().startswith("gain: mean TTFT 0.50x of round_robin")
+        assert running.server.scheduler.gain().startswith("gain: mean TTFT 0.50x of round_robin")
 
 
 def test_with_many_requests_one_minute_in_three_is_followed_and_all_are_measured() -> None:

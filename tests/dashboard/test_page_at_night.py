@@ -83,7 +83,7 @@ async def test_a_pause_keeps_the_page_as_it_is(browser: Browser) -> None:
         await another_frame(page)
         await page.click("#pause")
         await expect(page.locator("#connection")).to_contain_text("paused at")
-        await until(lambda: not server._schedulers.feed.watchers)  # type: ignore[attr-defined]
+        await until(lambda: not server.scheduler.feed.watchers)  # type: ignore[attr-defined]
         kept = await page.locator("#board").get_attribute("data-frame")
         await page.click("#theme")  # drawn again
         assert await page.locator("#board").get_attribute("data-frame") == kept

@@ -16,12 +16,12 @@ async def test_it_switches_only_after_it_asked(browser: Browser) -> None:
         await expect(page.locator("#switch-asked")).to_contain_text("Switch from sbs to eta?")
         await page.click("#switch-no")
         await expect(page.locator("#switching")).to_be_hidden()
-        assert server.policy.policy == "sbs"
+        assert server.scheduler.policy.policy == "sbs"
         await page.click("#switch")
         await page.select_option("#switch-to", "eta")
         await page.click("#switch-yes")
         await expect(page.locator("#switching")).to_be_hidden()
-        assert server.policy.policy == "eta"
+        assert server.scheduler.policy.policy == "eta"
         await expect(page.locator("#policy")).to_have_text("eta")
         await page.click("#switch")
         await page.select_option("#switch-to", "sbs")
@@ -44,10 +44,10 @@ async def test_it_takes_the_key_that_was_given_and_shows_what_the_router_refuses
         await page.select_option("#switch-to", "round_robin")
         await page.click("#switch-yes")
         await expect(page.locator("#switching")).to_be_hidden()
-        assert running.server.policy.policy == "round_robin"
+        assert running.server.scheduler.policy.policy == "round_robin"
         await page.click("#switch")
         await page.select_option("#switch-to", "sbs")
         await page.evaluate("sessionStorage.clear()")
         await page.click("#switch-yes")
         await expect(page.locator("#switch-failed")).to_contain_text("the router answers 401")
-        assert running.server.policy.policy == "round_robin"
+        assert running.server.scheduler.policy.policy == "round_robin"

@@ -16,7 +16,7 @@ from sglang_sbs.dashboard.pages import Dashboard
 
 
 def local_feed(running: Cluster) -> LocalFeed:
-    feed = running.server._schedulers.feed
+    feed = running.server.scheduler.feed
     assert isinstance(feed, LocalFeed)
     return feed
 

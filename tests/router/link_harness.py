@@ -17,7 +17,6 @@ from sglang_sbs.router.processes.leading.lead import Lead, Unopposed
 from sglang_sbs.router.processes.leading.scheduler_choice import SchedulerChoice
 from sglang_sbs.router.processes.messages import (
     FromScheduler,
-    LegFailed,
     ToScheduler,
     decode_from_scheduler,
     decode_to_scheduler,
@@ -236,7 +235,6 @@ class FrontEnd:
         self.registry = MirroredRegistry(
             WorkerEvents(self._found_out, silenced=lambda worker: self.silenced.append(worker.url)),
             BreakerConfig(),
-            report=self._report,
         )
         self.link = SchedulerLink(
             SchedulerChoice(
@@ -249,17 +247,14 @@ class FrontEnd:
             fallback=lambda: Scheduler(SchedulerConfig(policy="least_tokens")),
             counts=self.alone,
             metrics_page=lambda: f"# {name}\n",
-            abort=self._abort,
             give_up_s=30.0,
             alone_changed=self.alone_told.append,
             times=times,
         )
+        self.registry.report, self.link.abort = self.link.tell, self._abort
 
     def _found_out(self, event: Event) -> None:
         self.link.submit(event)
-
-    def _report(self, failed: LegFailed) -> bool:
-        return self.link.tell(failed)
 
     def _abort(self, rid: str) -> int:
         self.aborted.append(rid)

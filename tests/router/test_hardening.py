@@ -108,7 +108,7 @@ async def test_a_defect_while_watching_a_worker_is_not_the_end_of_watching_it(
             described(worker, info)
 
         monkeypatch.setattr(c.server.registry, "described", broken)
-        worker = await c.server.add_worker(engine.url, "decode", None)
+        worker = await c.server.scheduler.add_worker(engine.url, "decode", None)
         await until(lambda: worker.usable)
         assert "failed; restarting" in caplog.text
     await engine.stop()
@@ -272,7 +272,7 @@ async def test_while_draining_every_answer_closes_its_connection_and_uploads_are
     writer.write(b"POST /generate HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n" % len(body))
     await until(lambda: server.in_flight.client_requests == 1)
     stop = asyncio.create_task(server.stop(grace_s=20))
-    await until(lambda: server.draining)
+    await until(lambda: server.in_flight.draining)
     writer.write(body)
     head = await reader.readuntil(b"\r\n\r\n")
     assert head.startswith(b"HTTP/1.1 200")

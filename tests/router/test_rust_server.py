@@ -131,7 +131,7 @@ def heartbeat(worker: Worker, boot_id: str, rank: int = 1) -> list[bytes]:
 
 
 def listener(system: Cluster) -> EndForwardListener:
-    schedulers = system.server._schedulers
+    schedulers = system.server.scheduler
     assert isinstance(schedulers, OwnScheduler)
     return schedulers._watch._listener
 
@@ -251,7 +251,7 @@ async def test_an_old_engine_and_one_with_the_rust_server_serve_together() -> No
         old = MockEngine("decode", rooms=system.prefill[0]._rooms)
         await old.start()
         try:
-            await system.server.add_worker(old.url, "decode", None)
+            await system.server.scheduler.add_worker(old.url, "decode", None)
             await until(lambda: sum(w.usable for w in system.server.registry) == 2)
             answers = await asyncio.gather(*(system.generate(text="x") for _ in range(4)))
             assert [status for status, _ in answers] == [200] * 4

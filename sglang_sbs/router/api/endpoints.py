@@ -19,12 +19,14 @@ from sglang_sbs.console.plain_words import counted, plain_error
 from sglang_sbs.dashboard.pages import Handler
 from sglang_sbs.router.api.bodies import json_answer, read_object
 from sglang_sbs.router.api.engine_metrics import merge_pages
-from sglang_sbs.router.api.served_router import Router
+from sglang_sbs.router.api.scheduler_access import SchedulerAccess
 from sglang_sbs.router.client.answer_stream import send
 from sglang_sbs.router.client.intake import Bodies
 from sglang_sbs.router.engine_secrets import text_without_secrets, without_secrets
 from sglang_sbs.router.engines.control_requests import ask
 from sglang_sbs.router.errors import ErrorStyle, RouterError
+from sglang_sbs.router.options.router_options import RouterOptions
+from sglang_sbs.router.relay.in_flight import InFlight
 from sglang_sbs.router.requests.body_fields import bad_request
 from sglang_sbs.router.workers.worker import Worker
 from sglang_sbs.router.workers.worker_view import describe_worker
@@ -39,9 +41,20 @@ _MAX_LABEL_CHARS = 4096
 
 
 class Control:
-    def __init__(self, server: Router) -> None:
-        self._server = server
-        self._registry = server.registry
+    def __init__(
+        self,
+        options: RouterOptions,
+        scheduler: SchedulerAccess,
+        in_flight: InFlight,
+        session: aiohttp.ClientSession,
+    ) -> None:
+        self._options = options
+        self._scheduler = scheduler
+        self._registry = scheduler.registry
+        self._in_flight = in_flight
+        self._session = session
+        """Session for control requests to engines."""
+        self._started_at = int(time.time())
         self._bodies = Bodies(_BODIES_BYTES)
         self._generating: asyncio.Task[str] | None = None
         self._metrics: asyncio.Task[bytes] | None = None
@@ -80,8 +93,8 @@ class Control:
 
     async def readiness(self, _request: web.Request) -> web.StreamResponse:
         """Ready means that a healthy prefill and decode pair can take a request now."""
-        if self._server.draining or not self._registry.ready:
-            reason = "draining" if self._server.draining else "insufficient healthy workers"
+        if self._in_flight.draining or not self._registry.ready:
+            reason = "draining" if self._in_flight.draining else "insufficient healthy workers"
             return json_answer({"status": "not ready", "reason": reason}, 503)
         healthy = sum(worker.usable for worker in self._registry)
         total = len(self._registry)
@@ -136,7 +149,7 @@ class Control:
             info.model_id: {
                 "id": info.model_id,
                 "object": "model",
-                "created": self._server.started_at,
+                "created": self._started_at,
                 "owned_by": "local",
                 "root": info.model_id,
                 "max_model_len": _length(reported.get(info.model_id))
@@ -168,12 +181,12 @@ class Control:
             if worker.role == "decode" and isinstance(value.get("internal_states"), list):
                 states += value["internal_states"]
         first = infos["prefill"][0] if infos["prefill"] else {}
-        snapshot = msgspec.to_builtins(self._server.dispatcher.snapshot())
+        snapshot = msgspec.to_builtins(self._scheduler.dispatcher.snapshot())
         count = len(self._registry)
         stock = {"router_manager": True, "routers_count": 1, "workers_count": count}
         ours = {
             "sbs": snapshot,
-            "sbs_options": self._server.options.shown(self._server.policy.policy),
+            "sbs_options": self._options.shown(self._scheduler.policy.policy),
         }
         return json_answer(first | stock | {"internal_states": states} | infos | ours)
 
@@ -188,7 +201,7 @@ class Control:
             "regular_count": 0,
         }
         answer = {"workers": workers, "total": len(workers)}
-        return json_answer(answer | self._server.scheduled_by() | {"stats": stats})
+        return json_answer(answer | self._scheduler.scheduled_by() | {"stats": stats})
 
     async def add_worker(self, request: web.Request) -> web.StreamResponse:
         body = await read_object(request, self._bodies)
@@ -203,7 +216,7 @@ class Control:
         # Repeated requests are accepted, because deployment tools retry.
         if worker is None or worker.role != role:
             try:
-                worker = await self._server.add_worker(url, role, port)
+                worker = await self._scheduler.add_worker(url, role, port)
             except ValueError as error:
                 raise bad_request(str(error), "invalid_worker") from error
         location = f"/workers/{worker.id}"
@@ -234,19 +247,19 @@ class Control:
         if cost is not None:
             worker.cost = float(cost)
         worker.labels = labels
-        await self._server.update_worker(worker)
+        await self._scheduler.update_worker(worker)
         return _accepted(worker, "update")
 
     async def remove_worker(self, request: web.Request) -> web.StreamResponse:
         """Remove a worker by id, or by URL (``DELETE /workers?url=...``), and report what
         remains."""
         worker = self._worker(request)
-        await self._server.remove_worker(worker)
+        await self._scheduler.remove_worker(worker)
         message = f"{worker.url} ({worker.role}) is removed and gets no new requests"
         if worker.load:
             message += f"; {counted(worker.load, 'request')} in flight there may run to their end"
         if not self._registry.usable(worker.role):
-            hold_s = self._server.options.scheduler.outage_hold_s
+            hold_s = self._options.scheduler.outage_hold_s
             message += f"; no other {worker.role} worker is usable: new requests wait {hold_s:g} s"
             message += " for one and are then refused"
         more = {"url": worker.url, "worker_type": worker.role, "load": worker.load}
@@ -254,11 +267,11 @@ class Control:
 
     async def drain_worker(self, request: web.Request) -> web.StreamResponse:
         """Respond as ``GET /workers/{id}``; ``load`` counts requests still running there."""
-        await self._server.drain_worker(self._worker(request), True)
+        await self._scheduler.drain_worker(self._worker(request), True)
         return await self.get_worker(request)
 
     async def undrain_worker(self, request: web.Request) -> web.StreamResponse:
-        await self._server.drain_worker(self._worker(request), False)
+        await self._scheduler.drain_worker(self._worker(request), False)
         return await self.get_worker(request)
 
     def _worker(self, request: web.Request) -> Worker:
@@ -293,7 +306,7 @@ class Control:
         failing = {one["url"] for one in failed}
         flushed = [worker for worker in workers if worker.url not in failing]
         for worker in flushed:
-            self._server.dispatcher.cache_flushed(worker.url, worker.dp_size)
+            self._scheduler.dispatcher.cache_flushed(worker.url, worker.dp_size)
         message = f"Successfully flushed cache on all {len(flushed)} HTTP workers"
         if failed:
             message = f"Cache flush: {len(flushed)} succeeded, {len(failed)} failed"
@@ -349,7 +362,8 @@ class Control:
         rid = "" if body.get("abort_all") else body.get("rid")
         if not isinstance(rid, str) or not (rid or body.get("abort_all")):
             raise bad_request("rid is required (or abort_all: true)")
-        return json_answer({"aborted": await self._server.abort(rid)})
+        here = self._in_flight.abort(rid)
+        return json_answer({"aborted": here + await self._scheduler.abort_elsewhere(rid)})
 
     def _first(self, role: str) -> Worker:
         for worker in self._registry:
@@ -362,7 +376,7 @@ class Control:
     ) -> list[tuple[Worker, int, bytes]]:
         """Ask several workers at once; status 0 and a reason for those that cannot be reached.
         ``every_rank`` returns a response per DP rank where each rank serves HTTP itself."""
-        session, key = self._server.session, self._server.options.worker_key
+        session, key = self._session, self._options.worker_key
 
         async def of(worker: Worker, url: str) -> tuple[Worker, int, bytes]:
             try:

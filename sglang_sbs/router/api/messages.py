@@ -7,11 +7,12 @@ import aiohttp
 from aiohttp import web
 
 from sglang_sbs.dashboard.pages import Handler
-from sglang_sbs.router.api.served_router import Router
 from sglang_sbs.router.engines.control_requests import ask
 from sglang_sbs.router.errors import ANTHROPIC_PATH, RouterError, engine_message
+from sglang_sbs.router.relay.relay import Relay
 from sglang_sbs.router.requests.headers import forwarded_headers, with_bearer
 from sglang_sbs.router.telemetry.logs import current_request_id
+from sglang_sbs.router.workers.registry import Registry
 
 _ANSWER_S = 30.0
 _MOST_BYTES = 64 << 10
@@ -20,8 +21,10 @@ _MOST_ENGINES = 2
 
 
 class Messages:
-    def __init__(self, server: Router) -> None:
-        self._server = server
+    def __init__(self, relay: Relay, registry: Registry, session: aiohttp.ClientSession) -> None:
+        self._relay = relay
+        self._registry = registry
+        self._session = session
 
     def routes(self) -> list[tuple[str, str, Handler]]:
         return [("POST", f"{ANTHROPIC_PATH}/count_tokens", self.count_tokens)]
@@ -31,20 +34,19 @@ class Messages:
         below 500; 502 if no engine answers; 504 if one does not answer within 30 s. No other engine
         is tried then: counting a long text blocks an engine's HTTP process for all its clients, and
         would block the next one's as well."""
-        server = self._server
-        limit_bytes = server.options.relay.max_payload_bytes
+        relay = self._relay
+        limit_bytes = relay.config.max_payload_bytes
         lines = forwarded_headers(
             with_bearer(list(request.headers.items())), current_request_id.get()
         )
         headers = dict(line.split(": ", 1) for line in lines.decode("latin-1").splitlines())
-        with server.relay.bodies.share() as share:
+        with relay.bodies.share() as share:
             body = await share.read(request, limit_bytes, " (--max-payload-size)")
-            async with server.relay.admission.slot(1):
+            async with relay.admission.slot(1):
                 return await self._ask(body, headers)
 
     async def _ask(self, body: bytes | bytearray, headers: dict[str, str]) -> web.Response:
-        server = self._server
-        usable = sorted((w for w in server.registry if w.usable), key=lambda worker: worker.load)
+        usable = sorted((w for w in self._registry if w.usable), key=lambda worker: worker.load)
         if not usable:
             raise RouterError(
                 503, "no_workers", "no engine is available to count tokens", retry_after_s=1.0
@@ -53,7 +55,7 @@ class Messages:
         for worker in usable[:_MOST_ENGINES]:
             try:
                 status, answer = await ask(
-                    server.session,
+                    self._session,
                     "POST",
                     f"{worker.url}{ANTHROPIC_PATH}/count_tokens",
                     timeout_s=_ANSWER_S,

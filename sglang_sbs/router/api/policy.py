@@ -8,7 +8,7 @@ from aiohttp import web
 
 from sglang_sbs.dashboard.pages import Handler
 from sglang_sbs.router.api.bodies import json_answer, read_object
-from sglang_sbs.router.api.served_router import Router
+from sglang_sbs.router.api.scheduler_access import SchedulerAccess
 from sglang_sbs.router.client.intake import Bodies
 from sglang_sbs.router.errors import RouterError
 from sglang_sbs.scheduling.policy_registry import policy_names
@@ -18,22 +18,22 @@ _BODIES_BYTES = 1 << 20
 
 
 class PolicyControl:
-    def __init__(self, server: Router) -> None:
-        self._server = server
+    def __init__(self, scheduler: SchedulerAccess) -> None:
+        self._scheduler = scheduler
         self._bodies = Bodies(_BODIES_BYTES)
 
     def routes(self) -> list[tuple[str, str, Handler]]:
         return [("GET", PATH, self.show), ("PUT", PATH, self.switch)]
 
     async def show(self, _request: web.Request) -> web.StreamResponse:
-        state = self._server.policy.state
+        state = self._scheduler.policy.state
         return json_answer(
             {
                 "policy": state.policy,
                 "since": state.since_s,
                 "set_by": state.by or "command line",
                 "switches": state.switches,
-                "in_force": self._server.placing_policy,
+                "in_force": self._scheduler.placing_policy,
                 "policies": list(policy_names()),
             }
         )
@@ -46,5 +46,5 @@ class PolicyControl:
             choice = ", ".join(policy_names())
             message = f"policy must be one of {choice}, not {reprlib.repr(name)}"
             raise RouterError(400, "unknown_policy", message)
-        await self._server.switch_policy(wanted)
+        await self._scheduler.switch_policy(wanted)
         return await self.show(request)

@@ -11,22 +11,26 @@ from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import TYPE_CHECKING
 
+import aiohttp
 import orjson
 from aiohttp import web
 
-from sglang_sbs.dashboard.pages import Handler, NoRoom
+from sglang_sbs.dashboard.pages import Dashboard, Handler, NoRoom
 from sglang_sbs.router.api.access import CONTROL_PLANE, Access, is_own_host
 from sglang_sbs.router.api.endpoints import Control
 from sglang_sbs.router.api.identity import TokenCheck
 from sglang_sbs.router.api.messages import Messages
 from sglang_sbs.router.api.policy import PolicyControl
 from sglang_sbs.router.api.requests import Requests
-from sglang_sbs.router.api.served_router import Router
+from sglang_sbs.router.api.scheduler_access import SchedulerAccess
 from sglang_sbs.router.api.tokenizing import Tokenizing
 from sglang_sbs.router.api.trial import TrialControl
 from sglang_sbs.router.client.answer_stream import send
+from sglang_sbs.router.client.intake import Doorman
 from sglang_sbs.router.errors import RouterError, error_style
 from sglang_sbs.router.options.keys import ControlKey
+from sglang_sbs.router.options.router_options import RouterOptions
+from sglang_sbs.router.relay.relay import Relay
 from sglang_sbs.router.relay.time_split import HEADER, in_one_line, server_timing, split_of
 from sglang_sbs.router.requests.body_fields import bad_request
 from sglang_sbs.router.requests.engine_refusals import store_disabled
@@ -98,10 +102,20 @@ async def _not_implemented(name: str, _request: web.Request) -> web.StreamRespon
 class Surface:
     """The application on the serving port, with the handling common to all requests."""
 
-    def __init__(self, server: Router) -> None:
-        self._server = server
-        self._options = options = server.options
-        self._metrics = server.metrics
+    def __init__(
+        self,
+        options: RouterOptions,
+        relay: Relay,
+        scheduler: SchedulerAccess,
+        session: aiohttp.ClientSession,
+    ) -> None:
+        """Create the surface; ``session`` sends control requests to engines."""
+        self._options = options
+        self._relay = relay
+        self._in_flight = relay.in_flight
+        self._scheduler = scheduler
+        self._session = session
+        self._metrics = relay.metrics
         self._origins = frozenset(options.cors_allowed_origins)
         self._id_names = tuple(name.lower() for name in options.request_id_headers)
         keys = options.control_plane_keys
@@ -111,15 +125,24 @@ class Surface:
         tokens = TokenCheck(options.jwt) if options.jwt is not None else None
         self._access = Access(options.api_key, keys, options.control_plane_audit, tokens)
 
-    def application(self) -> web.Application:
-        server = self._server
-        app = web.Application(middlewares=[server.doorman.between_requests, self.middleware])
+    def application(self, doorman: Doorman, dashboard: Dashboard) -> web.Application:
+        options, relay, scheduler = self._options, self._relay, self._scheduler
+        registry, session = scheduler.registry, self._session
+        app = web.Application(middlewares=[doorman.between_requests, self.middleware])
         app.on_response_prepare.append(self.on_prepare)
         app.on_cleanup.append(self._close)
         for path in KINDS:
             app.router.add_post(path, self._inference)
-        control = (Control(server), PolicyControl(server), TrialControl(server), Requests(server))
-        for part in (*control, Tokenizing(server), Messages(server), server.dashboard):
+        tokenizer, path = relay.prompts.tokenizer, str(options.tokenizer_path)
+        for part in (
+            Control(options, scheduler, self._in_flight, session),
+            PolicyControl(scheduler),
+            TrialControl(scheduler),
+            Requests(self._in_flight.recent, scheduler),
+            Tokenizing(relay, registry, tokenizer, path),
+            Messages(relay, registry, session),
+            dashboard,
+        ):
             for method, path, handler in part.routes():
                 app.router.add_route(method, path, handler)
         app.router.add_get(f"{PATHS['responses']}/{{id}}", _not_stored)
@@ -129,41 +152,42 @@ class Surface:
         return app
 
     async def _inference(self, request: web.Request) -> web.StreamResponse:
-        server, metrics, path = self._server, self._metrics, request.path
+        metrics, recent, path = self._metrics, self._in_flight.recent, request.path
         kind = KINDS[path]
         received = list(request.headers.items())
         if kind == "messages":
             received = with_bearer(received)
         identifier = current_request_id.get()
-        model = model_name(server.registry)
+        model = model_name(self._scheduler.registry)
         started_s = time.monotonic()
         answer: web.StreamResponse | None = None
         try:
             asked = asked_in(received, self._options.tenant_header)
-            traces = server.traces
+            traces = self._in_flight.traces
             traced: AbstractContextManager[tuple[Span | None, list[tuple[str, str]]]]
             traced = nullcontext((None, received))
             if traces is not None:
                 traced = traces.request(path, received, identifier)
             with traced as (span, passed):
                 headers = forwarded_headers(passed, identifier)
-                handle = server.relay.handle
+                handle = self._relay.handle
                 answer = await handle(request, kind, headers, identifier, asked)
                 if span is not None:
                     span.set_attribute("http.response.status_code", answer.status)
         except RouterError as error:
             metrics.request_failed(kind, model, error.code)
-            server.relay.in_flight.recent.minute.refused[error.code] += 1
+            recent.minute.refused[error.code] += 1
             raise
         finally:
-            server.relay.in_flight.recent.minute.requests += 1
+            recent.minute.requests += 1
             streaming = answer is not None and not isinstance(answer, web.Response)
             metrics.served(kind, model, streaming, time.monotonic() - started_s)
         if not isinstance(answer, web.Response):
             return answer
-        recent = server.relay.in_flight.recent.find(identifier) if asked.timing else None
-        if recent is not None and (value := server_timing(split_of(recent, server.dispatcher))):
-            answer.headers[HEADER] = value
+        one = recent.find(identifier) if asked.timing else None
+        parts = {} if one is None else split_of(one, self._scheduler.dispatcher)
+        if parts:
+            answer.headers[HEADER] = server_timing(parts)
         return await send(request, answer)
 
     @web.middleware
@@ -187,10 +211,10 @@ class Surface:
         return response
 
     def _log(self, method: str, path: str, status: int, error_code: str, seconds: float) -> None:
-        server, wanted = self._server, self._options.access_log
+        wanted = self._options.access_log
         recent = parts = None
         if path in KINDS:
-            recent = server.relay.in_flight.recent.find(current_request_id.get())
+            recent = self._in_flight.recent.find(current_request_id.get())
         waited_s = seconds
         if recent is not None:
             recent.status, recent.seconds = status, seconds
@@ -202,7 +226,7 @@ class Surface:
             return
         more = ""
         if recent is not None:
-            parts = split_of(recent, server.dispatcher)
+            parts = split_of(recent, self._scheduler.dispatcher)
             more = in_one_line(recent, parts)
         log_answer(method, path, status, error_code, seconds, more=more, parts=parts)
 
@@ -278,7 +302,7 @@ class Surface:
         if identifier := current_request_id.get():  # not for responses by aiohttp itself
             response.headers.setdefault("x-request-id", identifier)
         response.headers.popall("Server", None)  # hide the version from attackers
-        if self._server.draining:
+        if self._in_flight.draining:
             response.force_close()
             response.headers["Connection"] = "close"
         response.headers.update(self._cross_origin(request.method, request.headers.get("Origin")))

@@ -16,11 +16,11 @@ from tokenizers import Tokenizer
 
 from sglang_sbs.dashboard.pages import Handler
 from sglang_sbs.router.api.bodies import json_answer
-from sglang_sbs.router.api.served_router import Router
 from sglang_sbs.router.client.answer_stream import send
 from sglang_sbs.router.errors import RouterError
 from sglang_sbs.router.lanes import LONG_BYTES
 from sglang_sbs.router.prompts.chat_tokenizer import ChatTokenizer
+from sglang_sbs.router.relay.relay import Relay
 from sglang_sbs.router.requests import body_fields
 from sglang_sbs.router.requests.body_fields import bad_request
 from sglang_sbs.router.requests.raw_json import (
@@ -33,6 +33,7 @@ from sglang_sbs.router.requests.raw_json import (
     token_ids_of,
     value_of,
 )
+from sglang_sbs.router.workers.registry import Registry
 
 _MAX_BODY_BYTES = 4 << 20
 """Limit on a JSON body: reading a larger one would block the event loop."""
@@ -47,8 +48,14 @@ _MOST_IDS = 1 << 18
 
 
 class Tokenizing:
-    def __init__(self, server: Router) -> None:
-        self._server = server
+    def __init__(
+        self, relay: Relay, registry: Registry, tokenizer: ChatTokenizer | None, path: str
+    ) -> None:
+        """Serve with ``tokenizer``, which was loaded from ``path``."""
+        self._relay = relay
+        self._registry = registry
+        self._tokenizer = tokenizer
+        self._path = path
 
     def routes(self) -> list[tuple[str, str, Handler]]:
         return [
@@ -61,7 +68,7 @@ class Tokenizing:
 
     async def tokenizers(self, _request: web.Request) -> web.StreamResponse:
         """List the router's tokenizer in sglang_router's format."""
-        tokenizer, path = self._server.tokenizer, str(self._server.options.tokenizer_path)
+        tokenizer, path = self._tokenizer, self._path
         if tokenizer is None:
             return json_answer({"tokenizers": []})
         known = {
@@ -76,18 +83,17 @@ class Tokenizing:
         self, work: Callable[[ChatTokenizer, bytes | bytearray], Any], request: web.Request
     ) -> web.StreamResponse:
         """Run ``work`` in a thread, as prompts are tokenized. Raises: RouterError."""
-        server = self._server
-        tokenizer = server.tokenizer
+        relay, tokenizer = self._relay, self._tokenizer
         if tokenizer is None:
             why = "this router has no tokenizer: start it with --tokenizer-path"
             raise RouterError(400, "tokenizer_not_found", why)
-        with server.relay.bodies.share() as share:
+        with relay.bodies.share() as share:
             raw = await share.read(request, _MAX_BODY_BYTES)
-            if server.lanes.long_bytes > _MOST_BACKLOG_BYTES:
+            if relay.lanes.long_bytes > _MOST_BACKLOG_BYTES:
                 detail = "too much text is waiting for the tokenizer"
                 raise RouterError(503, "busy", detail, retry_after_s=1.0)
             # Always use the threads for long texts, so that prompts of requests do not wait.
-            body = await server.lanes.run(
+            body = await relay.lanes.run(
                 max(len(raw), LONG_BYTES), lambda: orjson.dumps(work(tokenizer, raw))
             )
             return await send(request, web.Response(body=body, content_type="application/json"))
@@ -120,7 +126,7 @@ class Tokenizing:
         """Return the limit in the model's files, else the engines'; -1 if unknown."""
         if tokenizer.max_length is not None:
             return tokenizer.max_length
-        known = (w.info.max_request_tokens for w in self._server.registry if w.info)
+        known = (w.info.max_request_tokens for w in self._registry if w.info)
         return max(known, default=0) or -1
 
 

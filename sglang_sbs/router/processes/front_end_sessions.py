@@ -83,17 +83,16 @@ class Hub:
         policy: PolicyInForce | None = None,
         counts: Callable[[driver.Decision], None] | None = None,
         event_log: EventLogWriter | None = None,
-        frames: Callable[[Take], Stop] = lambda take: lambda: None,
         times: SessionTimes | None = None,
     ) -> None:
-        """Create the hub; ``frames`` starts dashboard frames for a callback."""
         self.boot_id = uuid.uuid4().hex
         self.pump = driver.SchedulerPump(scheduler, self.decided, self.failed, counts, event_log)
         self.policy = policy or PolicyInForce("sbs")
         self.policy.listeners.append(
             lambda policy: self.pump.submit(events.PolicySwitched(policy=policy))
         )
-        self._frames = frames
+        self.frames: Callable[[Take], Stop] = lambda take: lambda: None
+        """Starts dashboard frames for a callback."""
         self._times = times or SessionTimes()
         self.foreign = 0
         """Messages about requests of another session, caused by a defect in a front end."""
@@ -251,7 +250,7 @@ class Hub:
             self.tell(session.identity, messages.DashboardFrame(payload=payload, full=full))
 
         session.stop_frames()
-        session.stop_frames = self._frames(take) if wanted else lambda: None
+        session.stop_frames = self.frames(take) if wanted else lambda: None
 
     def _hello(self, identity: bytes, hello: Hello) -> None:
         version = spoken(hello)

@@ -49,15 +49,12 @@ class MirroredRegistry(Registry):
 
     def __init__(
         self,
-        events: WorkerEvents,
-        breaker: BreakerConfig,
+        events: WorkerEvents = WorkerEvents(),  # noqa: B008 - it is frozen
+        breaker: BreakerConfig | None = None,
         *,
-        report: Callable[[LegFailed], bool] = lambda failed: False,
         asks_cheaply: bool = True,
         prefix_source: PrefixWish = "off",
     ) -> None:
-        """Create the registry; ``report`` sends failures to the scheduler, which then counts them,
-        and returns whether that worked."""
         super().__init__(
             events,
             breaker,
@@ -65,7 +62,8 @@ class MirroredRegistry(Registry):
             asks_cheaply=asks_cheaply,
             prefix_source=prefix_source,
         )
-        self._report = report
+        self.report: Callable[[LegFailed], bool] = lambda failed: False
+        """Sends a failure to the scheduler, which then counts it; returns whether that worked."""
 
     def announcements(self) -> list[InstanceUp]:
         """Return the announcements for a new scheduler."""
@@ -102,14 +100,14 @@ class MirroredRegistry(Registry):
                 self.remove(worker)
 
     def leg_failed(self, failure: LegFailure) -> None:
-        if failure.counts_against_worker and not self._report(
+        if failure.counts_against_worker and not self.report(
             msgspec.convert(failure, LegFailed, from_attributes=True)
         ):
             super().leg_failed(failure)
 
     def room_left(self, url: str) -> None:
         report = LegFailed(worker=url, leg="prefill", status=0, code="", message="", left_room=True)
-        if not self._report(report):
+        if not self.report(report):
             super().room_left(url)
 
     def prefix_source_of(self, worker: Worker) -> PrefixSource:

@@ -65,11 +65,11 @@ class SchedulerLink(Assigner):
     """Creates the scheduler used while alone."""
     counts: Callable[[driver.Decision], None]
     metrics_page: Callable[[], str]
-    abort: Callable[[str], int]
-    """Aborts clients' requests by their own id (empty: all) and returns their number."""
     give_up_s: float
     policy: PolicyInForce = field(default_factory=lambda: PolicyInForce("sbs"))
     """Policy of the scheduler, now or before it was lost."""
+    abort: Callable[[str], int] = lambda rid: 0
+    """Aborts clients' requests by their own id (empty: all) and returns their number."""
     find: Callable[[str], Story | None] = lambda name: None
     """Finds a recent request of this front end by any of its ids."""
     over: Callable[[Timeline], object] = lambda timeline: None

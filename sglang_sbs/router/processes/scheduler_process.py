@@ -78,21 +78,11 @@ class SchedulerProcess:
             with naming_file("--sbs-event-log", options.event_log):
                 log = EventLogWriter(options.event_log, options.scheduler)
         self._session = worker_session(options)
-        # The lambdas look up objects that are created later.
-        self._watch = Watch(
-            options,
-            self._submit,
-            lambda rid, role: self._hub.find_owner(rid, role),  # noqa: PLW0108
-            self.metrics,
-            self._session,
-            silenced=lambda worker: self._hub.silenced(worker),  # noqa: PLW0108
-        )
-        self._sockets = SchedulerSocket(
-            lambda who, message: self._hub.receive(who, message)  # noqa: PLW0108
-        )
+        self._watch = Watch(options, self.metrics, self._session)
+        self._sockets = SchedulerSocket()
         self._policy = policy = PolicyInForce(options.scheduler.policy)
         policy.listeners += [self._watch.policy_changed, partial(setattr, self.metrics, "policy")]
-        self._hub = Hub(
+        self._hub = hub = Hub(
             self._watch,
             self._sockets.tell,
             Scheduler(options.scheduler, remembers=MOST_OVER),
@@ -100,17 +90,18 @@ class SchedulerProcess:
             policy=policy,
             counts=self.metrics.decided,
             event_log=log,
-            frames=lambda take: self._feed.watch(take),  # noqa: PLW0108
         )
-        self._hub.pump.timelines.ended = self._request_over
-        self._watch.sent_to = self._hub.pump.timelines.sent_to
         self._feed = self._new_feed()
+        hub.frames = self._feed.watch
+        timelines = hub.pump.timelines
+        timelines.ended = self._request_over
+        self._watch.connect(self._submit, timelines.sent_to, hub.find_owner, hub.silenced)
         self.metrics.collect_with(self._collect)
         self.metrics.collect_with(loop_watch.families)
         try:
             await self._listen_for_metrics()
             self.endforward_endpoint = await self._watch.start()
-            self.endpoint = self._sockets.open(several.listen, several.keys)
+            self.endpoint = self._sockets.open(several.listen, several.keys, hub.receive)
         except BaseException:
             await self.stop()
             raise

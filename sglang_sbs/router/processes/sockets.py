@@ -176,14 +176,22 @@ class FrontEndSocket(_Socket):
 class SchedulerSocket(_Socket):
     """The scheduler's end (ROUTER), which identifies peers by their ZMQ identity."""
 
-    def __init__(self, receive: Callable[[bytes, ToScheduler], None]) -> None:
+    _receive: Callable[[bytes, ToScheduler], None]
+
+    def __init__(self) -> None:
         super().__init__(zmq.ROUTER, "a front end", {zmq.ROUTER_MANDATORY: 1})
-        self._receive = receive
         self._gatekeeper: Gatekeeper | None = None
         self._taken = 0
 
-    def open(self, endpoint: str, keys: CurveKeys | None) -> str:
-        """Listen and return the endpoint, with a wildcard port resolved. Raises: OSError."""
+    def open(
+        self,
+        endpoint: str,
+        keys: CurveKeys | None,
+        receive: Callable[[bytes, ToScheduler], None],
+    ) -> str:
+        """Listen, and call ``receive`` with each message and its sender's identity. Returns the
+        endpoint, with a wildcard port resolved. Raises: OSError."""
+        self._receive = receive
         if endpoint.startswith("tcp:"):
             self.peers = PeerLimit(self._socket, most_peers())
         if keys is not None:

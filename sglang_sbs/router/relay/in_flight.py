@@ -139,6 +139,8 @@ class InFlight:
     recent: RecentRequests = field(default_factory=RecentRequests)
     pace: Pace = field(default_factory=Pace)
     """Spaces out work on long responses."""
+    draining: bool = False
+    """Shutdown has begun: each response closes its connection."""
     transfer_timeout_s: float = TRANSFER_TIMEOUT_S
     _attempts: dict[str, Attempt] = field(default_factory=dict)
     _tasks: dict[asyncio.Task[object], Sequence[str]] = field(default_factory=dict)

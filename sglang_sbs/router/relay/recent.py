@@ -122,6 +122,10 @@ class RecentRequests:
     def find(self, name: str) -> RecentRequest | None:
         return self._by_id.get(name)
 
+    def story(self, name: str) -> Story | None:
+        one = self.find(name)
+        return None if one is None else one.story()
+
     def _forget(self, one: RecentRequest) -> None:
         for name in (one.request_id, *one.ids, *(attempt.rid for attempt in one.sent)):
             if self._by_id.get(name) is one:

@@ -34,43 +34,51 @@ _TAKEN_AGAIN_S = 0.2
 
 
 class Watch:
-    """All inputs from engines; workers can be added after ``start``."""
+    """All inputs from engines: build them, :meth:`connect` them to a scheduler, then :meth:`start`.
+    Workers can be added afterwards."""
 
     def __init__(
-        self,
-        options: RouterOptions,
-        submit: Callable[[Event], None],
-        find_owner: FindOwner,
-        metrics: RouterMetrics,
-        session: aiohttp.ClientSession,
-        silenced: Callable[[Worker], None],
+        self, options: RouterOptions, metrics: RouterMetrics, session: aiohttp.ClientSession
     ) -> None:
         self._options = options
         self._metrics = metrics
-        self._submit = submit
-        self.sent_to: Callable[[str], tuple[str, int] | None] = lambda rid: None
-        """Returns the prefill worker and DP rank that a request was sent to, if known."""
+        self._session = session
         self.registry = Registry(
-            WorkerEvents(
-                self._emit,
-                lambda worker: self._monitor.doubt(worker),  # noqa: PLW0108 - it is made later
-                silenced,
-                removed=lambda worker: metrics.forget(worker.url),
-            ),
-            options.breaker,
+            breaker=options.breaker,
             asks_cheaply=options.monitor.health_endpoint is None,
             prefix_source=options.prefix_source,
         )
-        self._kv_events = KvEventSubscriber(self.registry, submit)
-        self._listener = EndForwardListener(self.registry, submit, find_owner, self._reported)
-        self._monitor = Monitor(
-            *(self.registry, session, options.monitor, submit, self._listener.described),
-            tls=worker_ssl(options),
-        )
-        self.policy_changed(options.scheduler.policy)
         found = options.discovery
         self._discovery = PodDiscovery(found, self) if found is not None else None
         self._waiting: asyncio.Task[None] | None = None
+
+    def connect(
+        self,
+        submit: Callable[[Event], None],
+        sent_to: Callable[[str], tuple[str, int] | None],
+        find_owner: FindOwner,
+        silenced: Callable[[Worker], None],
+    ) -> None:
+        """Connect the inputs to a scheduler, which gets events with ``submit``. ``sent_to`` returns
+        the prefill worker and DP rank that a request was sent to, if known. ``silenced``: see
+        :class:`~sglang_sbs.router.workers.worker.WorkerEvents`."""
+        options, registry, metrics = self._options, self.registry, self._metrics
+        self._submit, self._sent_to = submit, sent_to
+        self._kv_events = KvEventSubscriber(registry, submit)
+        self._listener = EndForwardListener(registry, submit, find_owner, self._reported)
+        self._monitor = Monitor(
+            *(registry, self._session, options.monitor, submit, self._listener.described),
+            tls=worker_ssl(options),
+        )
+        registry.connect(
+            WorkerEvents(
+                self._emit,
+                self._monitor.doubt,
+                silenced,
+                removed=lambda worker: metrics.forget(worker.url),
+            )
+        )
+        self.policy_changed(options.scheduler.policy)
 
     def policy_changed(self, policy: Policy) -> None:
         """Enable reports only for policies that use them."""
@@ -179,6 +187,6 @@ class Watch:
     def _compare_ranks(self, worker: Worker, report: EndForward) -> None:
         """Compare the DP rank a request was sent to with the rank that accepted it."""
         for rid in report.rids:
-            sent_to = self.sent_to(rid)
+            sent_to = self._sent_to(rid)
             if sent_to is not None and sent_to[0] == worker.url:
                 self.registry.accepted(worker, rid, sent_to[1], report.dp_rank)

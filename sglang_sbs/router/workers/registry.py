@@ -57,10 +57,7 @@ class Registry:
         """Create the registry. ``expects_endforward``: report missing EndForward as a problem.
         ``asks_cheaply``: probes cost an engine nothing, so silence is enough reason for one.
         ``prefix_source``: how the scheduler learns what prefill instances have cached."""
-        self._emit = events.emit
-        self.doubted = events.doubted
-        self.silenced = events.silenced
-        self._removed = events.removed
+        self.connect(events)
         self._asks_cheaply = asks_cheaply
         self._breaker = breaker or BreakerConfig()
         self._clock = clock
@@ -70,6 +67,11 @@ class Registry:
         """Some engine has ranks on several nodes, so the senders' addresses matter."""
         self._workers: dict[str, Worker] = {}
         self._aliases: dict[tuple[str, int], str] = {}
+
+    def connect(self, events: WorkerEvents) -> None:
+        """Send events there from now on."""
+        self._emit, self._removed = events.emit, events.removed
+        self.doubted, self.silenced = events.doubted, events.silenced
 
     def __repr__(self) -> str:
         return f"<{type(self).__name__} {list(self)}>"

@@ -305,7 +305,7 @@ async def test_unusable_workers_are_named_with_the_reason(
     await engine.start()
     try:
         async with cluster() as c:
-            worker = await c.server.add_worker(engine.url, "decode", None)
+            worker = await c.server.scheduler.add_worker(engine.url, "decode", None)
             await until(lambda: kind in worker.problems)
             assert word in worker.problems[kind]
             assert not worker.usable
@@ -331,7 +331,7 @@ async def test_shutdown_lets_requests_end_and_aborts_the_rest() -> None:
         stays = asyncio.create_task(client.post(url + "/generate", json={"text": "b"}))
         await decode.gate.arrived(2)
         stop = asyncio.create_task(server.stop(grace_s=0.5))
-        await until(lambda: server.draining)
+        await until(lambda: server.in_flight.draining)
         decode.gate.release(1)
         done, _ = await asyncio.wait({ends, stays}, return_when=asyncio.FIRST_COMPLETED)
         assert done.pop().result().status == 200

@@ -57,9 +57,9 @@ async def test_the_admin_key_is_needed() -> None:
             body = {"policy": "eta"}
             async with c.client.put(c.url + "/policy", json=body, headers=headers) as response:
                 assert response.status == 401
-        assert c.server.policy.policy == "sbs"
+        assert c.server.scheduler.policy.policy == "sbs"
         assert (await put(c, "eta", headers=ADMIN))[0] == 200
-        assert c.server.policy.policy == "eta"
+        assert c.server.scheduler.policy.policy == "eta"
 
 
 @pytest.mark.parametrize("name", ["etta", "", 7, None, ["eta"], "x" * 100_000])
@@ -142,7 +142,7 @@ async def test_what_a_policy_looks_at_is_there_once_it_decides() -> None:
     """A router that starts with a simple policy has what the default one needs."""
     async with cluster("--policy", "round_robin", real=True, sbs_block=True) as c:
         server = c.server
-        monitor = server._schedulers._watch._monitor
+        monitor = server.scheduler._watch._monitor
         parts = (
             lambda: server.tokenizers.names_blocks,
             lambda: server._attempts.sends_gangs,

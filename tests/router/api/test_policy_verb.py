@@ -26,12 +26,12 @@ async def test_it_shows_switches_and_says_how_to_go_back(capfd) -> None:
         assert "others: sbs, random" in shown
         assert await command("policy", "sbs", "--router", c.url) == 0
         switched = capfd.readouterr().out
-        assert c.server.policy.policy == "sbs"
+        assert c.server.scheduler.policy.policy == "sbs"
         found = re.search(r"to go back: (sglang-sbs .*)", switched)
         assert found is not None
         back = shlex.split(found[1])
         assert await command(*back[1:]) == 0
-        assert c.server.policy.policy == "round_robin"
+        assert c.server.scheduler.policy.policy == "round_robin"
         assert "it was sbs" in capfd.readouterr().out
         assert await command(*back[1:]) == 0
         assert "nothing has changed" in capfd.readouterr().out
@@ -51,9 +51,9 @@ async def test_a_name_that_there_is_not_and_a_key_that_is_missing(
         told = capfd.readouterr().err
         assert "400 policy must be one of sbs, round_robin" in told
         assert "not 'etta'" in told
-        assert c.server.policy.policy == "sbs"
+        assert c.server.scheduler.policy.policy == "sbs"
         assert await command("policy", "eta", "--router", c.url) == 0
-        assert c.server.policy.policy == "eta"
+        assert c.server.scheduler.policy.policy == "eta"
 
 
 async def test_no_router_there(capfd) -> None:

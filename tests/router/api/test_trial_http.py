@@ -31,7 +31,7 @@ async def put(c: Cluster, policy: str) -> int:
 
 
 def trials(c: Cluster) -> Trials:
-    found: Trials = c.server._schedulers.trials
+    found: Trials = c.server.scheduler.trials
     return found
 
 
@@ -57,15 +57,16 @@ async def test_it_begins_is_shown_and_is_stopped() -> None:
         assert status == 200
         assert (told["policy"], told["baseline"], told["now"]) == ("sbs", "round_robin", "baseline")
         assert (told["slot"], told["slots"], told["seed"]) == (0, 40, 0)
-        assert c.server.policy.policy == "round_robin"
-        assert c.server.policy.lasting == "sbs"
+        assert c.server.scheduler.policy.policy == "round_robin"
+        assert c.server.scheduler.policy.lasting == "sbs"
         status, refused = await ask(c, "POST", LONG)
         assert status == 400
         assert refused["error"]["code"] == "trial_refused"
         assert "DELETE /trial" in refused["error"]["message"]
         status, told = await ask(c, "DELETE")
         assert (status, told["running"], told["cause"]) == (200, False, "stopped")
-        assert (c.server.policy.policy, c.server.policy.state.back_to) == ("sbs", "")
+        state = c.server.scheduler.policy.state
+        assert (state.policy, state.back_to) == ("sbs", "")
         again = (await ask(c, "DELETE"))[1]
         assert (again["cause"], again["ended_at"]) == ("stopped", told["ended_at"])
 
@@ -78,7 +79,7 @@ async def test_a_body_that_is_no_trial_begins_none(body: Any) -> None:
         status, told = await ask(c, "POST", body)
         assert status == 400
         assert "must be" in told["error"]["message"] or "write" in told["error"]["message"]
-        assert c.server.policy.state.switches == 0
+        assert c.server.scheduler.policy.state.switches == 0
 
 
 async def test_slots_alternate_under_load_and_every_request_ends_once() -> None:
@@ -118,7 +119,7 @@ async def test_slots_alternate_under_load_and_every_request_ends_once() -> None:
         assert arrived == ended
         assert set(ended.values()) == {1}
         assert len(switches) >= 3
-        assert c.server.policy.policy == "sbs"
+        assert c.server.scheduler.policy.policy == "sbs"
         assert c.server.dispatcher.snapshot().policy == "sbs"
         assert all(one["slots"] >= 3 for one in told["arms"].values())
         assert sum(one["requests"] for one in told["arms"].values()) <= answered
@@ -135,7 +136,8 @@ async def test_a_switch_by_hand_ends_it_and_holds(policy: str) -> None:
         told = (await ask(c, "GET"))[1]
         assert told["cause"] == "switched"
         assert f"the policy was switched to {policy} by " in told["ended"]
-        assert (c.server.policy.policy, c.server.policy.lasting) == (policy, policy)
+        in_force = c.server.scheduler.policy
+        assert (in_force.policy, in_force.lasting) == (policy, policy)
 
 
 async def test_a_limit_ends_it_while_requests_wait() -> None:
@@ -147,7 +149,7 @@ async def test_a_limit_ends_it_while_requests_wait() -> None:
         told = (await ask(c, "GET"))[1]
         assert told["cause"] == "limit"
         assert "waited longer than 0.01 s" in told["ended"]
-        assert c.server.policy.policy == "sbs"
+        assert c.server.scheduler.policy.policy == "sbs"
         c.prefill[0].gate.open()
         assert [status for status, _ in await asyncio.gather(*waiting)] == [200] * 8
 
@@ -156,10 +158,10 @@ async def test_the_flag_begins_it_with_the_first_request() -> None:
     async with cluster("--sbs-trial", "round_robin,slot=1h,seed=0", real=True) as c:
         told = (await ask(c, "GET"))[1]
         assert told["text"] == "a trial against round_robin begins with the first request"
-        assert c.server.policy.policy == "sbs"
+        assert c.server.scheduler.policy.policy == "sbs"
         assert (await c.generate(text="hello"))[0] == 200
         await until(lambda: trials(c).running)
-        assert c.server.policy.policy == "round_robin"
+        assert c.server.scheduler.policy.policy == "round_robin"
 
 
 async def test_the_flag_begins_none_where_somebody_has_switched_before() -> None:
@@ -167,7 +169,7 @@ async def test_the_flag_begins_none_where_somebody_has_switched_before() -> None
         await put(c, "eta")
         await c.generate(text="hello")
         await until(lambda: "did not begin" in trials(c)._text())
-        assert c.server.policy.policy == "eta"
+        assert c.server.scheduler.policy.policy == "eta"
 
 
 async def test_a_defect_of_the_trial_is_not_the_schedulers(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -178,13 +180,13 @@ async def test_a_defect_of_the_trial_is_not_the_schedulers(monkeypatch: pytest.M
         assert (await c.generate(text="hello"))[0] == 200
         await until(lambda: not trials(c).running)
         assert (await ask(c, "GET"))[1]["cause"] == "failed"
-        assert c.server.policy.policy == "sbs"
+        assert c.server.scheduler.policy.policy == "sbs"
         assert c.server.dispatcher.scheduler_errors == 0
 
 
 async def test_metrics_and_the_dashboard_show_it() -> None:
     async with cluster(real=True) as c:
-        frame = c.server._schedulers.feed
+        frame = c.server.scheduler.feed
         takes: list[bytes] = []
         frame.watch(lambda payload, full: takes.append(payload))()
         assert b'"trial":null' in takes[-1]
@@ -220,7 +222,7 @@ async def test_the_command_begins_shows_and_stops_it(
         assert "a trial is already running" in capsys.readouterr().err
         assert await run("--stop", "--json", *where) == 0
         assert '"cause": "stopped"' in capsys.readouterr().out
-        assert c.server.policy.policy == "sbs"
+        assert c.server.scheduler.policy.policy == "sbs"
 
 
 def test_bad_words_for_the_command_are_told_before_anybody_is_asked(

@@ -222,14 +222,7 @@ async def test_a_dashboard_that_fails_keeps_no_front_end_from_watching_the_worke
         [*role, "--prefill", "http://127.0.0.1:1", "--decode", "http://127.0.0.1:2"]
     )
     async with aiohttp.ClientSession() as session:
-        scheduler = RemoteScheduler(
-            options,
-            RouterMetrics(),
-            session,
-            lambda rid: 0,
-            lambda worker: None,
-            lambda name: None,
-        )
+        scheduler = RemoteScheduler(options, RouterMetrics(), session)
         monkeypatch.setattr(scheduler.feed, "scheduler_changed", lambda: 1 / 0)
         for alone in (True, False):
             with pytest.raises(ZeroDivisionError):

@@ -328,7 +328,7 @@ async def test_frames_of_the_dashboard_come_while_somebody_looks_and_the_session
 ) -> None:
     side = await world.boot()
     feed = LocalFeed(side.hub.pump)
-    side.hub._frames = feed.watch
+    side.hub.frames = feed.watch
     one, other = [await world.front_end() for _ in range(2)]
     frames: list[bool] = []
     one.link.dashboard_frame = lambda payload, full: frames.append(full)

@@ -43,8 +43,8 @@ class Door:
 
     def __init__(self, keys: CurveKeys | None) -> None:
         self.taken: list[ToScheduler] = []
-        self.socket = SchedulerSocket(self._take)
-        self.endpoint = self.socket.open("tcp://127.0.0.1:*", keys)
+        self.socket = SchedulerSocket()
+        self.endpoint = self.socket.open("tcp://127.0.0.1:*", keys, self._take)
 
     def _take(self, identity: bytes, message: ToScheduler) -> None:
         self.taken.append(message)

@@ -128,8 +128,8 @@ async def test_a_new_front_end_is_answered(keys: CurveKeys | None) -> None:
         taken.append(message)
         scheduler.tell(identity, Alive())
 
-    scheduler = SchedulerSocket(take)
-    endpoint = scheduler.open("tcp://127.0.0.1:*", keys)
+    scheduler = SchedulerSocket()
+    endpoint = scheduler.open("tcp://127.0.0.1:*", keys, take)
     peers = scheduler.peers
     assert peers is not None
     with ExitStack() as stack:

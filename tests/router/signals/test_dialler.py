@@ -180,8 +180,11 @@ def test_a_scheduler_is_dialled_by_address_and_followed_when_it_moves(
 
     async def main(dns: Dns) -> None:
         heard: list[FromScheduler] = []
-        scheduler = SchedulerSocket(lambda identity, _: scheduler.tell(identity, Alive()))
-        port = scheduler.open("tcp://127.0.0.1:*", None).rpartition(":")[2]
+        scheduler = SchedulerSocket()
+        endpoint = scheduler.open(
+            "tcp://127.0.0.1:*", None, lambda identity, _: scheduler.tell(identity, Alive())
+        )
+        port = endpoint.rpartition(":")[2]
         hanging = FrontEndSocket(None, f"tcp://{HANGS}:{port}", heard.append)
         line = FrontEndSocket(None, f"tcp://{NAME}:{port}", heard.append)
 

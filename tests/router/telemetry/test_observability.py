@@ -338,7 +338,7 @@ async def test_dashboards_of_the_stock_router_find_their_series() -> None:
                 fields |= {"forward_s": 0.1, "tokens_per_rank": [512] * engine.dp_size}
                 report: EndForward = engine.report(rank, instance_id=engine.url, **fields)
                 c.server.registry.reported(worker, report)
-                c.server._schedulers._watch._reported(worker, report)
+                c.server.scheduler._watch._reported(worker, report)
         text = c.server.metrics.render().decode()
     found = series(text)
     for wanted in STOCK_SERIES.split():

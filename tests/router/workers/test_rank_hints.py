@@ -40,7 +40,7 @@ async def generate(c: Cluster, times: int, shift: int) -> list[tuple[dict, dict]
     bodies of both legs."""
     (engine,), before = c.prefill, len(c.prefill[0].requests)
     (worker,) = c.server.registry.of_role("prefill")
-    schedulers = c.server._schedulers
+    schedulers = c.server.scheduler
     assert isinstance(schedulers, OwnScheduler)
     out = []
     for number in range(times):

@@ -129,7 +129,7 @@ async def test_a_leg_that_fails_after_its_worker_was_removed() -> None:
     real = Scheduler(SchedulerConfig())
     async with cluster("--disable-retries", scheduler=real) as c:
         engine = c.decode[0]
-        watch = c.server._schedulers._watch
+        watch = c.server.scheduler._watch
 
         def registered() -> Worker:
             worker = c.server.registry.get(engine.url)

@@ -1,23 +1,13 @@
-"""The interface of the router that the HTTP surface uses.
-:class:`sglang_sbs.router.server.RouterServer` implements it."""
+"""The scheduler and its workers, as the HTTP surface uses them.
+:mod:`sglang_sbs.router.schedulers` implements it for a scheduler in this process and in another."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from typing import Any, Protocol
 
-import aiohttp
-
-from sglang_sbs.dashboard.pages import Dashboard
 from sglang_sbs.router.assignment.assigner import Assigner
-from sglang_sbs.router.client.intake import Doorman
-from sglang_sbs.router.lanes import Lanes
-from sglang_sbs.router.options.router_options import RouterOptions
 from sglang_sbs.router.policy_in_force import PolicyInForce
-from sglang_sbs.router.prompts.chat_tokenizer import ChatTokenizer
-from sglang_sbs.router.relay.relay import Relay
-from sglang_sbs.router.telemetry.metrics import RouterMetrics
-from sglang_sbs.router.telemetry.tracing import Traces
 from sglang_sbs.router.workers.registry import Registry
 from sglang_sbs.router.workers.worker import Worker
 from sglang_sbs.scheduling.events import InstanceRole
@@ -25,25 +15,14 @@ from sglang_sbs.scheduling.explained.stories import Story
 from sglang_sbs.scheduling.policy_registry import Policy
 
 
-class Router(Protocol):
-    options: RouterOptions
-    metrics: RouterMetrics
-    registry: Registry
-    dispatcher: Assigner
-    relay: Relay
-    dashboard: Dashboard
-    doorman: Doorman
-    session: aiohttp.ClientSession
-    """Session for control requests to engines."""
-    tokenizer: ChatTokenizer | None
-    """Tokenizer of ``--tokenizer-path``."""
-    lanes: Lanes
-    traces: Traces | None
-    draining: bool
-    """Shutdown has begun: each response closes its connection."""
-    started_at: int
-    """Unix time in seconds."""
+class SchedulerAccess(Protocol):
     policy: PolicyInForce
+
+    @property
+    def registry(self) -> Registry: ...
+
+    @property
+    def dispatcher(self) -> Assigner: ...
 
     async def add_worker(self, url: str, role: InstanceRole, bootstrap_port: int | None) -> Worker:
         """Register a worker and wait for it in the background. Raises: ValueError, the URL is bad
@@ -72,11 +51,12 @@ class Router(Protocol):
         """Policy that now places this process's requests; without the scheduler, the fallback's."""
 
     def scheduled_by(self) -> dict[str, Any]:
-        """``{"scheduler": …}`` if another process schedules; else empty."""
+        """Return ``{"scheduler": …}`` if another process schedules; else empty."""
 
-    async def story(self, name: str) -> Story | None:
-        """Find a recent request of any process by any of its ids; ``None`` if unknown."""
+    async def story(self, name: str, known: Story | None) -> Story | None:
+        """Complete ``known``, this process's record of a request, or find a recent request of any
+        process by any of its ids; ``None`` if unknown."""
 
-    async def abort(self, rid: str) -> int:
-        """Abort requests by their clients' id in every process (empty: all) and return their
+    async def abort_elsewhere(self, rid: str) -> int:
+        """Abort requests of other processes by their clients' id (empty: all) and return their
         number."""
