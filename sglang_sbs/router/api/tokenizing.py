@@ -21,8 +21,7 @@ from sglang_sbs.router.errors import RouterError
 from sglang_sbs.router.lanes import LONG_BYTES
 from sglang_sbs.router.prompts.chat_tokenizer import ChatTokenizer
 from sglang_sbs.router.relay.relay import Relay
-from sglang_sbs.router.requests import body_fields
-from sglang_sbs.router.requests.body_fields import bad_request
+from sglang_sbs.router.requests.body_fields import Body, bad_request
 from sglang_sbs.router.requests.raw_json import (
     JsonError,
     Raw,
@@ -163,9 +162,8 @@ def _check_count(name: str, of: list[Any]) -> None:
 
 def _text(tokenizer: ChatTokenizer, raw: bytes | bytearray) -> dict[str, Any]:
     try:
-        body = members_of(raw)
-        skip = body_fields.scalar(body, "skip_special_tokens")
-        tokens = body_fields.given(body, "tokens")
+        body = Body(members_of(raw))
+        skip, tokens = body.typed.get("skip_special_tokens"), body.get("tokens")
         if not isinstance(skip, bool | None):
             raise bad_request("skip_special_tokens must be true or false")
         if tokens is None or first_byte(tokens) != b"[":

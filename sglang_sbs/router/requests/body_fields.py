@@ -1,10 +1,13 @@
-"""Reads and checks single fields of a request body."""
+"""Types the fields of a request body once, and checks those that have rules of their own."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
+
+import msgspec
 
 from sglang_sbs.router.errors import RouterError
 from sglang_sbs.router.limits import MAX_SESSION_CHARS, clamped_count
@@ -21,7 +24,35 @@ BESIDES_PROMPT = frozenset(
 NAMESPACE_FIELDS = ("cache_salt", "extra_key", "lora_path")
 _TEXT_MEMBERS = ("content", "arguments", "output", "summary")
 
-Fields = Mapping[str, Raw | bytes]
+Value = bool | int | float | str | Raw | bytes | None
+"""A typed field: lists, objects and texts over 64 bytes stay JSON."""
+Fields = Mapping[str, Value]
+_value_of: Callable[[Raw | bytes], Any] = msgspec.json.Decoder().decode
+
+
+def typed(raw: Raw | bytes) -> Value:
+    if len(memoryview(raw)) > _SCALAR_BYTES:
+        return raw
+    try:
+        value = _value_of(raw)
+    except ValueError:  # half a surrogate pair, or a number beyond any float
+        with suppress(ValueError):
+            return float(bytes(raw))
+        return raw
+    return raw if isinstance(value, list | dict) else value
+
+
+def typed_fields(members: Mapping[str, Raw | bytes]) -> dict[str, Value]:
+    return {name: typed(raw) for name, raw in members.items()}
+
+
+class Body(dict[str, Raw]):
+    """The members of a JSON object as pieces of its text, and their values in :attr:`typed`.
+    Members may be removed or replaced; the values stay those of the client."""
+
+    def __init__(self, members: Mapping[str, Raw]) -> None:
+        super().__init__(members)
+        self.typed = typed_fields(members)
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,39 +71,49 @@ def bad_request(message: str, code: str = "invalid_request") -> RouterError:
     return RouterError(400, code, message)
 
 
-def given(body: Mapping[str, Raw], name: str) -> Raw | None:
-    """Return a field; ``None`` if it is missing or null."""
-    raw = body.get(name)
-    return None if raw is None or raw_json.is_null(raw) else raw
+def is_true(value: Value) -> bool:
+    """Return the value's truth as in Python; a list or object containing spaces counts as not
+    empty."""
+    if isinstance(value, Raw | bytes):
+        return bytes(memoryview(value)[:3]) not in (b"[]", b"{}")
+    return bool(value)
 
 
-def scalar(body: Mapping[str, Raw], name: str) -> Any:
-    """Return a number or word; of a longer value only its beginning, for an error message."""
-    raw = given(body, name)
-    if raw is None:
-        return None
-    return raw_json.value_of(raw) if len(memoryview(raw)) <= _SCALAR_BYTES else raw_json.shown(raw)
+def is_text(value: Value) -> bool:
+    return isinstance(value, str) or _begins(value, b'"')
 
 
-def stream_of(body: Mapping[str, Raw]) -> bool:
-    raw = given(body, "stream")
-    if raw is None or not raw_json.is_true(raw):
-        return False
-    if bytes(memoryview(raw)[:5]) != b"true":
-        raise bad_request(f"stream must be true or false, not {raw_json.shown(raw)}")
-    return True
+def is_list(value: Value) -> bool:
+    return _begins(value, b"[")
 
 
-def rids_of(raw: Raw | None, units: int) -> tuple[str, ...]:
-    if raw is None:
+def _begins(value: Value, first: bytes) -> bool:
+    return isinstance(value, Raw | bytes) and raw_json.first_byte(value) == first
+
+
+def shown(value: Value) -> str:
+    """Return the beginning of a value as JSON, for an error message."""
+    if isinstance(value, Raw | bytes):
+        return raw_json.shown(value)
+    return str(value) if isinstance(value, float) else msgspec.json.encode(value).decode()
+
+
+def stream_of(fields: Fields) -> bool:
+    stream = fields.get("stream")
+    if is_true(stream) and stream is not True:
+        raise bad_request(f"stream must be true or false, not {shown(stream)}")
+    return stream is True
+
+
+def rids_of(rid: Value, units: int) -> tuple[str, ...]:
+    if rid is None:
         return ()
-    if raw_json.first_byte(raw) == b"[":
-        entries = raw_json.count_outside_strings(memoryview(raw), b'",')[ord(",")] + 1
+    if isinstance(rid, Raw) and is_list(rid):
+        entries = raw_json.count_outside_strings(memoryview(rid), b'",')[ord(",")] + 1
         if entries > units:
             raise bad_request(f"rid has {entries} entries for {units} requests")
-        rids = raw_json.value_of(raw)
-    else:
-        rids = [raw_json.value_of(raw)]
+    value: Any = raw_json.value_of(rid) if isinstance(rid, Raw) else rid
+    rids = value if isinstance(value, list) else [value]
     if not all(isinstance(item, str) for item in rids):
         raise bad_request("rid must be a string or a list of strings")
     if any(len(item) > _MOST_RID_CHARS for item in rids):
@@ -80,49 +121,45 @@ def rids_of(raw: Raw | None, units: int) -> tuple[str, ...]:
     return tuple(rids)
 
 
-def any_true(body: Mapping[str, Raw], name: str) -> bool:
-    raw = body.get(name)
-    if raw is not None and raw_json.first_byte(raw) == b"[":
-        return any(map(raw_json.is_true, raw_json.entries_of(raw)))
-    return raw_json.is_true(raw)
+def any_true(value: Value) -> bool:
+    """Return the truth of a field, or of any entry of a list."""
+    if isinstance(value, Raw) and is_list(value):
+        return any(is_true(typed(entry)) for entry in raw_json.entries_of(value))
+    return is_true(value)
 
 
 def is_alone(fields: Fields) -> bool:
-    return not any(raw_json.is_true(fields[name]) for name in BESIDES_PROMPT if name in fields)
+    return not any(is_true(fields.get(name)) for name in BESIDES_PROMPT)
 
 
 def namespace_of(fields: Fields) -> Namespace | None:
     """Return the cache namespace; ``None`` if it is unclear (lists, unexpected types)."""
-    parts: list[str | None] = []
-    for name in NAMESPACE_FIELDS:
-        raw = fields.get(name)
-        if raw is None or not raw_json.is_true(raw):
-            parts.append(None)
-            continue
-        if raw_json.first_byte(raw) != b'"' or len(memoryview(raw)) > _NAME_BYTES:
-            return None
-        parts.append(raw_json.value_of(raw))
-    return PLAIN if parts == [None, None, None] else Namespace(*parts)
+    given = [name for name in NAMESPACE_FIELDS if is_true(fields.get(name))]
+    parts = {name: whole_text_of(fields, name) for name in given}
+    if not all(parts.values()):
+        return None
+    return Namespace(*map(parts.get, NAMESPACE_FIELDS)) if given else PLAIN
 
 
-def priority_of(body: Mapping[str, Raw]) -> int:
-    raw = given(body, "priority")
-    value = 0 if raw is None else scalar(body, "priority")
-    if raw is not None and type(value) is not int:
-        raise bad_request(f"priority must be a whole number, as in 1, not {raw_json.shown(raw)}")
-    return int(value)
+def priority_of(fields: Fields) -> int:
+    value = fields.get("priority")
+    if value is None:
+        return 0
+    if type(value) is not int or value.bit_length() > 64:
+        raise bad_request(f"priority must be a whole number, as in 1, not {shown(value)}")
+    return value
 
 
-def text_of(body: Mapping[str, Raw], name: str) -> str:
-    return whole_text_of(body, name)[:MAX_SESSION_CHARS]
+def text_of(fields: Fields, name: str) -> str:
+    return whole_text_of(fields, name)[:MAX_SESSION_CHARS]
 
 
-def whole_text_of(body: Mapping[str, Raw], name: str) -> str:
+def whole_text_of(fields: Fields, name: str) -> str:
     """Return a text; empty if it is not a text or is longer than any name."""
-    raw = body.get(name)
-    if raw is None or raw_json.first_byte(raw) != b'"' or len(memoryview(raw)) > _NAME_BYTES:
-        return ""
-    return str(raw_json.value_of(raw))
+    value = fields.get(name)
+    if isinstance(value, Raw) and is_text(value) and len(memoryview(value)) <= _NAME_BYTES:
+        value = raw_json.value_of(value)
+    return value if isinstance(value, str) else ""
 
 
 def text_bytes_of(messages: Raw) -> int:
@@ -148,16 +185,14 @@ def _content_bytes(content: Raw | None, depth: int = 0) -> int:
     return size
 
 
-def output_limit(value: Any) -> int | None:
+def output_limit(value: Value) -> int | None:
     """Return a limit on output tokens for the scheduler; invalid values are left to the engine."""
     return clamped_count(value) if type(value) is int else None
 
 
-def positive(name: str, value: Any) -> int:
+def positive(name: str, value: Value) -> int:
     if value is None:
         return 1
     if type(value) is not int or value < 1:
-        scalar = isinstance(value, str | int | float)
-        shown = str(value)[: raw_json.MOST_SHOWN] if scalar else f"a {type(value).__name__}"
-        raise bad_request(f"{name} must be a whole number >= 1, not {shown}")
+        raise bad_request(f"{name} must be a whole number >= 1, not {shown(value)}")
     return value

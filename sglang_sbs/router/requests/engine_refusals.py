@@ -12,18 +12,21 @@ implied by an engine's flags are here. The texts are those of 0.5.23. Sources in
 
 from __future__ import annotations
 
-import re
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection
 from typing import Literal
 
 from sglang_sbs.router.errors import RouterError
-from sglang_sbs.router.requests.body_fields import bad_request, given
-from sglang_sbs.router.requests.raw_json import Raw, first_byte, is_true, shown, value_of
+from sglang_sbs.router.requests.body_fields import (
+    Fields,
+    bad_request,
+    is_list,
+    is_text,
+    is_true,
+    shown,
+)
+from sglang_sbs.router.requests.raw_json import Raw, value_of
 
 _Kind = Literal["generate", "completions", "chat"]
-_Fields = Mapping[str, Raw | bytes]
-_INT = re.compile(rb"-?[0-9]{1,64}")
-_FLOAT = re.compile(rb"-?[0-9]{1,32}(\.[0-9]{1,32})?([eE][+-]?[0-9]{1,8})?")
 _GREEDY_BELOW = 1e-6
 """SGLang sets ``top_k`` to 1 for temperatures below this."""
 
@@ -66,7 +69,7 @@ _BY_FLAGS = {
 }
 
 
-def check_sampling(kind: _Kind, fields: _Fields) -> int | None:
+def check_sampling(kind: _Kind, fields: Fields) -> int | None:
     """Check the sampling parameters of ``/generate`` or the body of an OpenAI request. Values that
     are neither numbers nor text are left to the engine. Returns what :func:`asked_tokens` does.
     Raises: RouterError (400)."""
@@ -80,7 +83,7 @@ def check_sampling(kind: _Kind, fields: _Fields) -> int | None:
             raise bad_request(f"{name} must be {wanted} {shown_as}.")
     _check_top_k(kind, fields)
     asked = _check_limits(kind, fields)
-    if sum(_is_text(fields.get(name)) for name in _GRAMMARS[kind]) > 1:
+    if sum(is_true(fields.get(name)) and is_text(fields.get(name)) for name in _GRAMMARS[kind]) > 1:
         raise bad_request("Only one of json_schema, regex, ebnf, or structural_tag can be set.")
     return asked
 
@@ -91,48 +94,46 @@ def store_disabled(param: str) -> RouterError:
     return RouterError(400, "invalid_request", _NO_STORE, param=param)
 
 
-def check_responses(body: Mapping[str, Raw]) -> None:
+def check_responses(fields: Fields) -> None:
     """Check a body of ``/v1/responses`` for options that no engine supports under PD, or that only
     decode would refuse (prefill is not asked to stream). Raises: RouterError (400)."""
-    if given(body, "previous_response_id") is not None:
+    if fields.get("previous_response_id") is not None:
         raise store_disabled("previous_response_id")
-    if is_true(body.get("background")):
+    if is_true(fields.get("background")):
         raise store_disabled("background")
-    include = given(body, "include")
-    if include is not None and len(memoryview(include)) > _MOST_INCLUDE_BYTES:
+    include = fields.get("include")
+    if isinstance(include, Raw) and len(memoryview(include)) > _MOST_INCLUDE_BYTES:
         raise bad_request(f"include is over {_MOST_INCLUDE_BYTES} bytes")
-    names = None if include is None else value_of(include)
-    if is_true(body.get("stream")) and isinstance(names, list) and _OUTPUT_LOGPROBS in names:
+    names = value_of(include) if isinstance(include, Raw) else None
+    if is_true(fields.get("stream")) and isinstance(names, list) and _OUTPUT_LOGPROBS in names:
         why = "logprobs are not supported in streaming mode"
         raise RouterError(400, "invalid_request", why, param="logprobs")
-    params = {name: body[name] for name in _RESPONSE_SAMPLING if name in body}
-    limit = response_tokens(body)
-    check_sampling("chat", params if limit is None else params | {"max_tokens": b"%d" % limit})
+    params = {name: fields[name] for name in _RESPONSE_SAMPLING if name in fields}
+    check_sampling("chat", params | {"max_tokens": response_tokens(fields)})
 
 
-def response_tokens(body: Mapping[str, Raw]) -> int | None:
+def response_tokens(fields: Fields) -> int | None:
     """Return SGLang's limit on output tokens of ``/v1/responses``: two fewer than the client's
     (``ResponsesRequest.to_sampling_params``). ``None`` without a client limit."""
-    asked = _whole(body, "max_output_tokens")
+    asked = _whole(fields, "max_output_tokens")
     return None if asked is None else asked - 2
 
 
-def check_flags(kind: _Kind, fields: Mapping[str, Raw], refused: Collection[str]) -> None:
+def check_flags(kind: _Kind, fields: Fields, refused: Collection[str]) -> None:
     """Reject fields of a body that all engines of a role refuse (``refused``, from
     ``WorkerInfo.refused_fields``). Raises: RouterError (400)."""
     for name in refused:
-        raw = fields.get(name)
+        value = fields.get(name)
         if name == "input_embeds":
             # Engines ignore it next to text or ids, and OpenAI's endpoints always do.
-            alone = all(given(fields, other) is None for other in ("text", "input_ids"))
-            is_used = kind == "generate" and alone
-            is_asked = is_used and raw is not None and first_byte(raw) == b"["
+            alone = all(fields.get(other) is None for other in ("text", "input_ids"))
+            is_asked = kind == "generate" and alone and is_list(value)
         elif name == "return_hidden_states":
-            is_asked = raw is not None and bytes(memoryview(raw)[:5]) == b"true"
+            is_asked = value is True
         else:
-            is_asked = _is_text(raw)
-        if is_asked and raw is not None:
-            raise bad_request(_BY_FLAGS[name].format(shown(raw).strip('"')))
+            is_asked = is_true(value) and is_text(value)
+        if is_asked:
+            raise bad_request(_BY_FLAGS[name].format(shown(value).strip('"')))
 
 
 def check_counted(
@@ -157,7 +158,7 @@ def check_counted(
         )
 
 
-def asked_tokens(kind: _Kind, fields: _Fields) -> int | None:
+def asked_tokens(kind: _Kind, fields: Fields) -> int | None:
     """Return the client's limit on output tokens; ``None`` if it is missing or SGLang's releases
     disagree on its meaning."""
     if kind == "generate":
@@ -170,7 +171,7 @@ def asked_tokens(kind: _Kind, fields: _Fields) -> int | None:
     return limits[0]
 
 
-def logprobs_from(params: _Fields, fields: _Fields) -> int | None:
+def logprobs_from(params: Fields, fields: Fields) -> int | None:
     """Return the first prompt token with logprobs of a ``/generate`` request; ``None`` if SGLang
     ignores it. Old releases also ignore it if nothing is generated."""
     wants, start = LOGPROB_FIELDS
@@ -179,7 +180,7 @@ def logprobs_from(params: _Fields, fields: _Fields) -> int | None:
     return _whole(fields, start)
 
 
-def _check_top_k(kind: _Kind, fields: _Fields) -> None:
+def _check_top_k(kind: _Kind, fields: Fields) -> None:
     top_k, temperature = _number(fields, "top_k"), _number(fields, "temperature")
     if temperature is None:  # engines may override the default, except for completions
         temperature = 1.0 if kind == "completions" else 0.0
@@ -187,7 +188,7 @@ def _check_top_k(kind: _Kind, fields: _Fields) -> None:
         raise bad_request(f"top_k must be -1 (disable) or at least 1, got {top_k}.")
 
 
-def _check_limits(kind: _Kind, fields: _Fields) -> int | None:
+def _check_limits(kind: _Kind, fields: Fields) -> int | None:
     most = asked_tokens(kind, fields)
     least = _whole(fields, "min_new_tokens" if kind == "generate" else "min_tokens")
     if kind == "completions" and most is not None and most <= 0:
@@ -201,21 +202,12 @@ def _check_limits(kind: _Kind, fields: _Fields) -> int | None:
     return most
 
 
-def _number(fields: _Fields, name: str) -> int | float | None:
+def _number(fields: Fields, name: str) -> int | float | None:
     """Return a number; ``None`` if it is missing or is something else."""
-    raw = fields.get(name)
-    if raw is None:
-        return None
-    text = bytes(memoryview(raw)[:128])
-    if _INT.fullmatch(text):
-        return int(text)
-    return float(text) if _FLOAT.fullmatch(text) else None
+    value = fields.get(name)
+    return value if isinstance(value, int | float) and not isinstance(value, bool) else None
 
 
-def _whole(fields: _Fields, name: str) -> int | None:
-    value = _number(fields, name)
-    return value if isinstance(value, int) else None
-
-
-def _is_text(raw: Raw | bytes | None) -> bool:
-    return raw is not None and first_byte(raw) == b'"' and is_true(raw)
+def _whole(fields: Fields, name: str) -> int | None:
+    value = fields.get(name)
+    return value if type(value) is int else None

@@ -12,8 +12,9 @@ import orjson
 from sglang_sbs.router.errors import ANTHROPIC_PATH
 from sglang_sbs.router.options.config import RelayConfig
 from sglang_sbs.router.requests import body_fields
+from sglang_sbs.router.requests.body_fields import Body, is_true
 from sglang_sbs.router.requests.engine_refusals import check_flags, check_responses
-from sglang_sbs.router.requests.raw_json import JsonError, is_true, joined, members_of
+from sglang_sbs.router.requests.raw_json import JsonError, joined, members_of
 from sglang_sbs.router.requests.sessions import session_in_body
 from sglang_sbs.router.requests.splitting import (
     Prompt,
@@ -144,24 +145,25 @@ def plan_request(
 def _plan(
     kind: RouteKind, raw: bytes | bytearray, limits: RelayConfig, refused: Collection[str]
 ) -> Plan:
-    body = members_of(raw)
+    body = Body(members_of(raw))
+    fields = body.typed
     if kind == "responses":
-        check_responses(body)
+        check_responses(fields)
     elif kind != "messages":  # SGLang ignores such fields in both
-        check_flags(kind, body, refused)
+        check_flags(kind, fields, refused)
     for name in _INTERNAL.intersection(body):
         del body[name]
-    stream = body_fields.stream_of(body)
-    options = body_fields.given(body, "stream_options")
+    stream = body_fields.stream_of(fields)
+    options = body.get("stream_options") if fields.get("stream_options") is not None else None
     if options is not None and len(memoryview(options)) > _MOST_OPTIONS_BYTES:
         raise body_fields.bad_request(f"stream_options is over {_MOST_OPTIONS_BYTES} bytes")
     # Responses of the other kinds have no place for it, or have the engine's id there.
-    rid = None if kind in CONVERTED else body_fields.given(body, "rid")
+    rid = None if kind in CONVERTED else fields.get("rid")
     for name in ("stream", "stream_options", "rid", _RID_FIELD.get(kind, "rid")):
         body.pop(name, None)
     merge = False
     if kind == "generate":
-        merge = body_fields.any_true(body, "return_logprob")
+        merge = body_fields.any_true(fields.get("return_logprob"))
         split = split_generate(body, limits)
     elif kind == "messages":
         split = split_messages(raw, body)
@@ -169,8 +171,8 @@ def _plan(
         split = split_responses(raw, body)
     else:
         split = split_openai(kind, raw, body, limits)
-        echoes = kind == "completions" and is_true(body.get("echo"))
-        merge = echoes and is_true(body.get("logprobs"))
+        echoes = kind == "completions" and is_true(fields.get("echo"))
+        merge = echoes and is_true(fields.get("logprobs"))
     prompts, samples, as_list = split
     common = joined(body.items())
     units = len(prompts) * samples
@@ -190,9 +192,9 @@ def _plan(
         may_ask_cached=kind in _ASKS_CACHED and _ASK_CACHED not in body,
         stream_options=None if options is None or kind in CONVERTED else bytes(options),
         client_rids=body_fields.rids_of(rid, units),
-        model=body_fields.text_of(body, "model") if kind != "generate" else "",
+        model=body_fields.text_of(fields, "model") if kind != "generate" else "",
         session=session_in_body(body, has_user=kind == "messages"),
-        priority=body_fields.priority_of(body),
+        priority=body_fields.priority_of(fields),
     )
 
 

@@ -40,7 +40,6 @@ OBJECTS = msgspec.json.Decoder(list[dict[str, Raw]])
 _STRING = msgspec.json.Decoder(str)
 _valid = msgspec.json.Decoder(Raw)
 _BETWEEN = {1: re.compile(rb"\]\s*,\s*\["), 2: re.compile(rb"\]\s*\]\s*,\s*\[\s*\[")}
-_FALSE = frozenset({b"null", b"false", b"0", b'""', b"[]", b"{}"})
 
 
 class JsonError(ValueError):
@@ -152,13 +151,6 @@ def first_byte(raw: Raw | bytes | bytearray, position: int = 0) -> bytes:
 
 def is_null(raw: Raw) -> bool:
     return len(memoryview(raw)) == 4 and bytes(raw) == b"null"
-
-
-def is_true(raw: Raw | bytes | None) -> bool:
-    """Return the value's truth as in Python; a list or object containing spaces counts as not
-    empty."""
-    view = memoryview(raw) if raw is not None else memoryview(b"")
-    return bool(view) and (len(view) > 5 or bytes(view) not in _FALSE)
 
 
 Members = Iterable[tuple[str, Raw]] | Iterable[tuple[str, Raw | bytes]]

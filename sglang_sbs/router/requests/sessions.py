@@ -16,12 +16,13 @@ from __future__ import annotations
 
 import hashlib
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 import orjson
 
-from sglang_sbs.router.requests import body_fields, raw_json
-from sglang_sbs.router.requests.raw_json import Raw
+from sglang_sbs.router.requests import body_fields
+from sglang_sbs.router.requests.body_fields import Body
+from sglang_sbs.router.requests.raw_json import members_of_entry
 
 HEADERS = (
     "x-smg-routing-key",
@@ -49,21 +50,19 @@ def session_in_headers(headers: Sequence[tuple[str, str]]) -> tuple[str, str]:
     return next(found, ""), given.get(LAST_HEADER, "")
 
 
-def session_in_body(body: Mapping[str, Raw], *, has_user: bool) -> str:
+def session_in_body(body: Body, *, has_user: bool) -> str:
     """Return the session id in a body. ``has_user``: the body is for ``/v1/messages``."""
-    found = (body_fields.whole_text_of(body, name) for name in _FIELDS)
+    found = (body_fields.whole_text_of(body.typed, name) for name in _FIELDS)
     return next(filter(None, found), "") or (_session_of_user(body) if has_user else "")
 
 
-def _session_of_user(body: Mapping[str, Raw]) -> str:
+def _session_of_user(body: Body) -> str:
     """Return the session in ``metadata.user_id``, in both of Claude Code's formats. The rest of
     that field names a person or a device, which have many conversations."""
     metadata = body.get("metadata")
-    if metadata is None or raw_json.first_byte(metadata) != b"{":
+    if metadata is None or len(memoryview(metadata)) > _MOST_METADATA_BYTES:
         return ""
-    if len(memoryview(metadata)) > _MOST_METADATA_BYTES:
-        return ""
-    user = body_fields.whole_text_of(raw_json.members_of_entry(metadata), "user_id")
+    user = body_fields.whole_text_of(Body(members_of_entry(metadata)).typed, "user_id")
     if found := _CLAUDE_CODE.fullmatch(user):
         return found[1]
     try:

@@ -10,17 +10,17 @@ from typing import Any, Literal
 
 from sglang_sbs.router.options.config import RelayConfig
 from sglang_sbs.router.requests.body_fields import (
-    NAMESPACE_FIELDS,
     PLAIN,
+    Body,
     Namespace,
     bad_request,
-    given,
     is_alone,
+    is_true,
     namespace_of,
     output_limit,
     positive,
-    scalar,
     text_bytes_of,
+    typed_fields,
 )
 from sglang_sbs.router.requests.engine_refusals import (
     LOGPROB_FIELDS,
@@ -35,7 +35,6 @@ from sglang_sbs.router.requests.raw_json import (
     entries_of,
     first_byte,
     is_null,
-    is_true,
     joined,
     list_of,
     members_of_entry,
@@ -114,25 +113,24 @@ class Prompt:
     """First prompt token with logprobs."""
 
 
-_Body = dict[str, Raw]
 _Own = dict[str, Raw | bytes]
 
 _Split = tuple[list[Prompt], int, bool]
 """Prompts, samples, and whether the response is a list. Shared members stay in the body."""
 
 
-def split_generate(body: _Body, limits: RelayConfig) -> _Split:
-    key = next((k for k in _PROMPT_FIELDS if given(body, k) is not None), None)
+def split_generate(body: Body, limits: RelayConfig) -> _Split:
+    key = next((k for k in _PROMPT_FIELDS if body.typed.get(k) is not None), None)
     if key is None:
         raise bad_request("one of text, input_ids or input_embeds is required")
     prompt = body.pop(key)
     for name in _PROMPT_FIELDS:
-        if name in body and is_null(body[name]):
+        if name in body and body.typed[name] is None:
             del body[name]
     values = _batch_of(key, prompt, limits)
     batch = None if values is None else len(values)
     params = _params_of(body, batch)
-    asked = [check_sampling("generate", one) for one in params]
+    asked = [check_sampling("generate", one.typed) for one in params]
     samples = _samples_of(params)
     _check_units(batch or 1, samples, limits)
     if samples > 1:
@@ -146,12 +144,11 @@ def split_generate(body: _Body, limits: RelayConfig) -> _Split:
     prompts = _prompts(key, values or [prompt], body, own, takes_ids=takes_ids)
     of_each = cycle(zip(params, asked, strict=True))
     for each, (one, limit), fields in zip(prompts, of_each, own, strict=False):
-        each.max_new_tokens = _first_limit("generate", [scalar(one, "max_new_tokens")])
+        each.max_new_tokens = _first_limit("generate", [one.typed.get("max_new_tokens")])
         each.asked_tokens = limit
-        if "return_logprob" in body or "return_logprob" in fields:
-            both = ((name, fields.get(name, body.get(name))) for name in LOGPROB_FIELDS)
-            given_fields = {name: raw for name, raw in both if raw is not None}
-            each.logprobs_from = logprobs_from(one, given_fields)
+        if "return_logprob" in body.typed:
+            given = {name: body.typed[name] for name in LOGPROB_FIELDS if name in body}
+            each.logprobs_from = logprobs_from(one.typed, given | typed_fields(fields))
     return prompts, samples, batch is not None or samples > 1
 
 
@@ -183,12 +180,12 @@ def _check_count(raw: Raw, limits: RelayConfig) -> None:
         _check_units(count_outside_strings(view, b'",')[ord(",")] + 1, 1, limits)
 
 
-def _params_of(body: _Body, batch: int | None) -> list[_Body]:
+def _params_of(body: Body, batch: int | None) -> list[Body]:
     """Return the sampling parameters: one object for all prompts, or one each. Their values stay
     JSON: a ``logit_bias`` of megabytes would be many times as large as objects."""
-    raw = given(body, "sampling_params")
-    if raw is None:
-        return [{}]
+    raw = body.get("sampling_params")
+    if raw is None or is_null(raw):
+        return [Body({})]
     entries = [raw]
     if first_byte(raw) == b"[":
         if batch is None:
@@ -197,10 +194,10 @@ def _params_of(body: _Body, batch: int | None) -> list[_Body]:
         _check_entries("sampling_params", entries, batch)
     if not all(first_byte(entry) == b"{" or is_null(entry) for entry in entries):
         raise bad_request("sampling_params must be an object or a list of objects")
-    return [members_of_entry(entry) for entry in entries]
+    return [Body(members_of_entry(entry)) for entry in entries]
 
 
-def _move_own(body: _Body, own: list[_Own], batch: int) -> None:
+def _move_own(body: Body, own: list[_Own], batch: int) -> None:
     """Move lists with an entry per prompt to the prompts."""
     for name in _PER_PROMPT_FIELDS:
         raw = body.get(name)
@@ -220,66 +217,70 @@ def _check_entries(name: str, entries: list[Any], batch: int) -> None:
         raise bad_request(f"{name} has {len(entries)} entries for a batch of {batch}")
 
 
-def _samples_of(params: list[_Body]) -> int:
+def _samples_of(params: list[Body]) -> int:
     """Return ``n`` of native sampling parameters; 1 for beam search, where it counts beams."""
-    values = {positive("n", scalar(item, "n")) for item in params}
+    values = {positive("n", item.typed.get("n")) for item in params}
     if len(values) > 1:
         raise bad_request("sampling_params.n must be the same for all prompts of a batch")
-    if any((output_limit(scalar(item, "beam_width")) or 1) > 1 for item in params):
+    if any((output_limit(item.typed.get("beam_width")) or 1) > 1 for item in params):
         return 1
     return values.pop()
 
 
 # SGLang fault: samples-share-a-room
 def split_openai(
-    kind: Literal["completions", "chat"], raw: bytes | bytearray, body: _Body, limits: RelayConfig
+    kind: Literal["completions", "chat"], raw: bytes | bytearray, body: Body, limits: RelayConfig
 ) -> _Split:
-    samples = positive("n", scalar(body, "n"))
+    fields = body.typed
+    samples = positive("n", fields.get("n"))
     _check_units(1, samples, limits)
-    asked = check_sampling(kind, body)
+    asked = check_sampling(kind, fields)
     if samples > 1:
         body["n"] = Raw(b"1")
     if kind == "chat":
-        messages = given(body, "messages")
-        if messages is None or first_byte(messages) != b"[" or first_byte(messages, 1) == b"]":
-            raise bad_request("messages must be a non-empty list")
+        _messages_of(body)
         prompts = [_chat_prompt(raw, body)]
     else:
         values = _completion_prompts(body.pop("prompt", None), limits)
         _check_units(len(values), samples, limits)
         # The echo must be the text that was sent, not its decoded tokens.
-        plain = not is_true(body.get("echo"))
+        plain = not is_true(fields.get("echo"))
         own: list[_Own] = [{} for _ in values]
         prompts = _prompts("prompt", values, body, own, takes_ids=plain)
-    given_limits = (scalar(body, name) for name in ("max_completion_tokens", "max_tokens"))
-    limit = _first_limit(kind, given_limits)
+    limits_given = (fields.get(name) for name in ("max_completion_tokens", "max_tokens"))
+    limit = _first_limit(kind, limits_given)
     for prompt in prompts:
         prompt.max_new_tokens, prompt.asked_tokens = limit, asked
     return prompts, samples, False
 
 
-def split_messages(raw: bytes | bytearray, body: _Body) -> _Split:
-    """Return the prompt of a ``/v1/messages`` body. SGLang gives such requests no cache
-    namespace."""
-    messages = given(body, "messages")
+def _messages_of(body: Body) -> Raw:
+    """Return the messages of a chat. Raises: RouterError, there are none."""
+    messages = body.get("messages")
     if messages is None or first_byte(messages) != b"[" or first_byte(messages, 1) == b"]":
         raise bad_request("messages must be a non-empty list")
-    check_sampling("chat", {name: body[name] for name in _MESSAGE_SAMPLING if name in body})
+    return messages
+
+
+def split_messages(raw: bytes | bytearray, body: Body) -> _Split:
+    """Return the prompt of a ``/v1/messages`` body. SGLang gives such requests no cache
+    namespace."""
+    messages, fields = _messages_of(body), body.typed
+    check_sampling("chat", {name: fields[name] for name in _MESSAGE_SAMPLING if name in fields})
     if len(raw) <= MOST_READ_BYTES:
         read = (value_of(raw), 0, 0)
     else:
-        system = given(body, "system")
-        rest = 0 if system is None else len(memoryview(system))
+        rest = len(memoryview(body["system"])) if fields.get("system") is not None else 0
         read = (None, 0, 1 + rest + text_bytes_of(messages))
     prompt = Prompt(*read, b"", b"", PLAIN, alone=True, takes_ids=False)
-    prompt.max_new_tokens = output_limit(scalar(body, "max_tokens"))
-    prompt.asked_tokens = asked_tokens("chat", {"max_tokens": body.get("max_tokens", b"null")})
+    prompt.max_new_tokens = output_limit(fields.get("max_tokens"))
+    prompt.asked_tokens = asked_tokens("chat", {"max_tokens": fields.get("max_tokens")})
     return [prompt], 1, False
 
 
-def split_responses(raw: bytes | bytearray, body: _Body) -> _Split:
+def split_responses(raw: bytes | bytearray, body: Body) -> _Split:
     """Return the prompt of a ``/v1/responses`` body. SGLang supports no LoRA adapter for it."""
-    texts = given(body, "input")
+    texts = body.get("input")
     if texts is None or first_byte(texts) not in (b'"', b"["):
         raise bad_request("input must be a string or a list of items")
     echoed = sum(
@@ -294,12 +295,10 @@ def split_responses(raw: bytes | bytearray, body: _Body) -> _Split:
         is_text = first_byte(texts) == b'"'
         size = len(memoryview(texts)) if is_text else text_bytes_of(texts)
         read = None, 0, 1 + size + len(memoryview(body.get("instructions", b"")))
-    names: dict[str, Raw | bytes] = {
-        name: body[name] for name in NAMESPACE_FIELDS if name in body and name != "lora_path"
-    }
-    prompt = Prompt(*read, b"", b"", namespace_of(names), alone=True, takes_ids=False)
-    prompt.max_new_tokens = output_limit(response_tokens(body))
-    prompt.asked_tokens = response_tokens(body)
+    namespace = namespace_of(body.typed | {"lora_path": None})
+    prompt = Prompt(*read, b"", b"", namespace, alone=True, takes_ids=False)
+    prompt.asked_tokens = response_tokens(body.typed)
+    prompt.max_new_tokens = output_limit(prompt.asked_tokens)
     return [prompt], 1, False
 
 
@@ -327,20 +326,20 @@ def _completion_prompts(raw: Raw | None, limits: RelayConfig) -> list[Raw] | lis
 
 
 def _prompts(
-    key: str, values: list[Raw] | list[bytes], rest: _Body, own: list[_Own], *, takes_ids: bool
+    key: str, values: list[Raw] | list[bytes], rest: Body, own: list[_Own], *, takes_ids: bool
 ) -> list[Prompt]:
     """Build prompts; ``rest`` has the fields shared by all, ``own`` those of each."""
-    alone, namespace = is_alone(rest), namespace_of(rest)
+    shared = {name: value for name, value in rest.typed.items() if name in rest}
+    alone, namespace = is_alone(shared), namespace_of(shared)
     prompts = []
-    for raw, fields in zip(values, own, strict=True):
-        read, its_namespace = _read(key, raw), namespace
-        if any(name in fields for name in NAMESPACE_FIELDS):
-            here = {name: rest[name] for name in NAMESPACE_FIELDS if name in rest}
-            its_namespace = namespace_of(here | fields)
-        just_it = alone and (not fields or is_alone(fields))
+    for raw, members in zip(values, own, strict=True):
+        read, its_namespace, just_it = _read(key, raw), namespace, alone
+        if members:
+            fields = shared | typed_fields(members)
+            its_namespace, just_it = namespace_of(fields), is_alone(fields)
         may_be_ids = takes_ids and just_it and isinstance(read[0], str)
-        members = joined([(key, raw)]), joined(fields.items())
-        prompts.append(Prompt(*read, *members, its_namespace, just_it, may_be_ids))
+        both = joined([(key, raw)]), joined(members.items())
+        prompts.append(Prompt(*read, *both, its_namespace, just_it, may_be_ids))
     return prompts
 
 
@@ -360,10 +359,9 @@ def _read(key: str, raw: Raw | bytes) -> tuple[Any, int, int]:
     return None, 1, 0
 
 
-def _chat_prompt(raw: bytes | bytearray, body: _Body) -> Prompt:
-    ids = given(body, "input_ids")  # replaces the tokenized messages
-    if ids is not None:
-        read = _read("input_ids", ids)
+def _chat_prompt(raw: bytes | bytearray, body: Body) -> Prompt:
+    if has_ids := body.typed.get("input_ids") is not None:  # they replace the tokenized messages
+        read = _read("input_ids", body["input_ids"])
     else:
         body.pop("input_ids", None)  # null
         if len(raw) <= MOST_READ_BYTES:
@@ -371,8 +369,8 @@ def _chat_prompt(raw: bytes | bytearray, body: _Body) -> Prompt:
             read = value_of(b"".join((b"{", joined(of_prompt), b"}"))), 0, 0
         else:
             read = None, 0, 1 + text_bytes_of(body["messages"])
-    alone = is_alone(body)
-    return Prompt(*read, b"", b"", namespace_of(body), alone, takes_ids=alone and ids is None)
+    alone, namespace = is_alone(body.typed), namespace_of(body.typed)
+    return Prompt(*read, b"", b"", namespace, alone, takes_ids=alone and not has_ids)
 
 
 def _check_units(prompts: int, samples: int, limits: RelayConfig) -> None:

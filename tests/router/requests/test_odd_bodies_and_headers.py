@@ -6,6 +6,7 @@ import ast
 import asyncio
 import contextlib
 import json
+import math
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -15,15 +16,18 @@ import orjson
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec import Raw
 from router_harness import cluster, until
 
 from sglang_sbs.router.errors import RouterError
+from sglang_sbs.router.limits import MAX_COUNT
 from sglang_sbs.router.options.config import BreakerConfig
 from sglang_sbs.router.processes.messages import decode_to_scheduler, encode
 from sglang_sbs.router.prompts.block_names import BlockNamer
 from sglang_sbs.router.prompts.engine_limits import Known
 from sglang_sbs.router.prompts.length_estimate import PromptLengths
 from sglang_sbs.router.prompts.reader import PromptReader
+from sglang_sbs.router.requests.body_fields import typed
 from sglang_sbs.router.requests.headers import forwarded_headers
 from sglang_sbs.router.requests.plan import _INTERNAL_FIELDS, leg_bodies, plan_request
 from sglang_sbs.router.workers.breaker import Breaker
@@ -74,6 +78,32 @@ def with_names(raw: bytes) -> tuple[dict[str, Any], list[str]]:
         return dict(pairs)
 
     return json.loads(raw, object_pairs_hook=note), names
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [
+        *[("null", None), ("true", True), (" 7 ", 7), ("-0.5", -0.5), ('"\\u00fc"', "ü")],
+        *[(str(10**40), 10**40), ("1e400", math.inf), ("-1e400", -math.inf)],
+    ],
+)
+def test_short_scalars_are_typed(text: str, value: Any) -> None:
+    assert typed(Raw(text.encode())) == value
+
+
+@pytest.mark.parametrize(
+    "text", ["[]", '{"a": 1}', "[1e400]", '"\\ud800"', '"' + "x" * 64 + '"', "1" * 65]
+)
+def test_lists_objects_and_long_or_unreadable_texts_stay_json(text: str) -> None:
+    raw = Raw(text.encode())
+    assert typed(raw) is raw
+
+
+def test_a_limit_beyond_64_bits_is_the_longest_and_such_a_priority_is_refused() -> None:
+    raw = b'{"prompt": "x", "max_tokens": %d}' % 10**30
+    assert plan_request("completions", raw).prompts[0].max_new_tokens == MAX_COUNT
+    with pytest.raises(RouterError, match="priority must be a whole number"):
+        plan_request("completions", b'{"prompt": "x", "priority": %d}' % 10**30)
 
 
 @given(

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 from router_harness import cluster
 
+from sglang_sbs.router.requests.body_fields import Body
 from sglang_sbs.router.requests.raw_json import members_of
 from sglang_sbs.router.requests.sessions import (
     HEADERS,
@@ -23,7 +24,7 @@ ACCOUNT = "user_0a1b2c_account_11111111-2222-3333-4444-555555555555"
 
 
 def in_body(*, messages: bool = True, **body: Any) -> str:
-    return session_in_body(members_of(json.dumps(body).encode()), has_user=messages)
+    return session_in_body(Body(members_of(json.dumps(body).encode())), has_user=messages)
 
 
 def test_the_first_header_of_the_table_names_the_session() -> None:
