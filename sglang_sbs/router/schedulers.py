@@ -15,14 +15,10 @@ import aiohttp
 import msgspec
 from prometheus_client.core import Metric
 
-from sglang_sbs import __version__
-from sglang_sbs.console.plain_words import naming_file
-from sglang_sbs.dashboard.feed import LocalFeed
-from sglang_sbs.dashboard.gain import by_bound, in_words
 from sglang_sbs.router.assignment.assigner import Dispatcher
 from sglang_sbs.router.assignment.scheduler_driver import SchedulerLike
 from sglang_sbs.router.errors import RouterError
-from sglang_sbs.router.metric_families import gain_family, gauge, total
+from sglang_sbs.router.metric_families import gauge, total
 from sglang_sbs.router.options.router_options import RouterOptions
 from sglang_sbs.router.policy_in_force import PolicyInForce
 from sglang_sbs.router.processes import messages
@@ -30,19 +26,18 @@ from sglang_sbs.router.processes.dashboard_feed import RemoteFeed
 from sglang_sbs.router.processes.leading.scheduler_choice import SchedulerChoice
 from sglang_sbs.router.processes.mirrored_registry import MirroredRegistry
 from sglang_sbs.router.processes.scheduler_link import SchedulerLink
+from sglang_sbs.router.processes.scheduler_process import LocalScheduler
 from sglang_sbs.router.processes.sockets import FrontEndSocket
 from sglang_sbs.router.relay.in_flight import InFlight
 from sglang_sbs.router.signals.engine_signals import Watch
-from sglang_sbs.router.telemetry.metrics import RouterMetrics, build_info
+from sglang_sbs.router.telemetry.metrics import RouterMetrics
 from sglang_sbs.router.trials import Trials
 from sglang_sbs.router.workers.health import Monitor
 from sglang_sbs.router.workers.worker import Worker, WorkerEvents
-from sglang_sbs.router.workers.worker_view import problems_of
 from sglang_sbs.scheduling import Scheduler, SchedulerConfig
-from sglang_sbs.scheduling.eventlog import EventLogWriter
 from sglang_sbs.scheduling.events import InstanceRole, PolicySwitched
 from sglang_sbs.scheduling.explained.stories import Story, with_attempts
-from sglang_sbs.scheduling.explained.timelines import MOST_OVER, Timeline
+from sglang_sbs.scheduling.explained.timelines import MOST_OVER
 from sglang_sbs.scheduling.policy_registry import Policy, require
 
 logger = logging.getLogger(__name__)
@@ -54,7 +49,7 @@ _FIND_S = 15.0
 """Longest wait of a starting front end for the scheduler; then it accepts requests without it."""
 
 
-class OwnScheduler:
+class OwnScheduler(LocalScheduler):
     """A scheduler in this process."""
 
     def __init__(
@@ -65,51 +60,19 @@ class OwnScheduler:
         session: aiohttp.ClientSession,
     ) -> None:
         """Create the scheduler and its inputs; ``scheduler`` replaces the real one in tests."""
-        self._options = options
-        self._metrics = metrics
-        self.policy = PolicyInForce(options.scheduler.policy)
         self.dispatcher = dispatcher = Dispatcher(
             scheduler or Scheduler(options.scheduler, remembers=MOST_OVER),
             counts=metrics.decided,
             give_up_s=options.scheduler.default_timeout_s + OVERDUE_S,
         )
-        self._watch = Watch(options, metrics, session)
-        self.policy.listeners += [
-            self._watch.policy_changed,
-            partial(setattr, metrics, "policy"),
-            lambda policy: dispatcher.submit(PolicySwitched(policy=policy)),
-        ]
-        self.registry = self._watch.registry
-        self.trials = Trials(self.policy, dispatcher.pump)
-        self.feed = LocalFeed(
-            dispatcher.pump,
-            problems=lambda: problems_of(self.registry),
-            order=lambda: [worker.url for worker in self.registry],
-            trial=self.trials.shown,
-        )
+        policy, pump = PolicyInForce(options.scheduler.policy), dispatcher.pump
+        policy.listeners.append(lambda policy: pump.submit(PolicySwitched(policy=policy)))
+        super().__init__(options, metrics, Watch(options, metrics, session), Trials(policy, pump))
 
     def connect(self, in_flight: InFlight) -> None:
         """Connect the inputs to the scheduler, and to the requests of this process."""
-        submit, timelines = self.dispatcher.submit, self.dispatcher.pump.timelines
-        timelines.ended = self._request_over
-        owner, silenced = in_flight.find_owner, in_flight.fail_worker
-        self._watch.connect(submit, timelines.sent_to, owner, silenced)
-
-    def _request_over(self, timeline: Timeline) -> None:
-        self.feed.request_over(timeline, self._metrics.request_over(timeline))
-
-    async def start(self) -> str | None:
-        """Start as :meth:`.Watch.start` does. Raises also: OSError, the event log cannot be
-        written."""
-        options = self._options
-        if options.event_log is not None:  # before any event
-            with naming_file("--sbs-event-log", options.event_log):
-                log = EventLogWriter(options.event_log, options.scheduler)
-            self.dispatcher.pump.event_log = log
-        if isinstance(self.dispatcher.pump.scheduler, Scheduler):
-            self.feed.stay()
-        self.trials.want(options.trial)
-        return await self._watch.start()
+        submit, sent_to = self.dispatcher.submit, self.dispatcher.pump.timelines.sent_to
+        self._watch.connect(submit, sent_to, in_flight.find_owner, in_flight.fail_worker)
 
     async def add_worker(self, url: str, role: InstanceRole, bootstrap_port: int | None) -> Worker:
         return self._watch.add_worker(url, role, bootstrap_port)
@@ -145,21 +108,9 @@ class OwnScheduler:
     def scheduled_by(self) -> dict[str, Any]:
         return {}
 
-    def families(self) -> Iterator[Metric]:
-        yield build_info(__version__, self.policy.policy, self._options.scheduler.trigger)
-        yield from self.dispatcher.pump.times.families()
-        yield from self._watch.families(self.dispatcher.snapshot())
-        yield gain_family(by_bound(self.feed.ratios()))
-        yield from self.trials.families()
-
-    def gain(self) -> str:
-        """Text about the gain for the log line of each minute."""
-        return in_words(self.feed.ratios())
-
     async def close(self) -> None:
         self.trials.close()
-        self.feed.close()
-        await self._watch.close()
+        await super().close()
 
 
 class RemoteScheduler:

@@ -47,7 +47,6 @@ from sglang_sbs.router.trials import Trials
 from sglang_sbs.router.workers.kubernetes_pods import Members
 from sglang_sbs.router.workers.worker import Worker
 from sglang_sbs.scheduling import events
-from sglang_sbs.scheduling.eventlog import EventLogWriter
 from sglang_sbs.scheduling.events import Dispatch, Event, Refuse, RequestEnded
 from sglang_sbs.scheduling.explained.stories import Story
 from sglang_sbs.scheduling.policy_registry import spec_of
@@ -82,11 +81,10 @@ class Hub:
         *,
         policy: PolicyInForce | None = None,
         counts: Callable[[driver.Decision], None] | None = None,
-        event_log: EventLogWriter | None = None,
         times: SessionTimes | None = None,
     ) -> None:
         self.boot_id = uuid.uuid4().hex
-        self.pump = driver.SchedulerPump(scheduler, self.decided, self.failed, counts, event_log)
+        self.pump = driver.SchedulerPump(scheduler, self.decided, self.failed, counts)
         self.policy = policy or PolicyInForce("sbs")
         self.policy.listeners.append(
             lambda policy: self.pump.submit(events.PolicySwitched(policy=policy))

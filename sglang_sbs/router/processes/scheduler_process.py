@@ -7,8 +7,9 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
+from typing import Any
 
 from aiohttp import web
 from prometheus_client.core import Metric
@@ -33,6 +34,7 @@ from sglang_sbs.router.signals.engine_signals import Watch
 from sglang_sbs.router.telemetry.loop_watch import LoopWatch
 from sglang_sbs.router.telemetry.metrics import RouterMetrics, build_info
 from sglang_sbs.router.telemetry.metrics_port import MetricsPort, page_of
+from sglang_sbs.router.trials import Trials
 from sglang_sbs.router.workers.worker_view import problems_of
 from sglang_sbs.scheduling import Scheduler
 from sglang_sbs.scheduling.eventlog import EventLogWriter
@@ -48,6 +50,70 @@ _LOOK_AGAIN_S = 0.05
 _LAST_WORDS_MS = 200
 _SCRAPE_TURN_S = 0.005
 """Time spent writing metrics before other work of this process gets a turn."""
+
+
+class LocalScheduler:
+    """A scheduler in the process that runs it, with its inputs from engines: build it, connect the
+    inputs (:meth:`.Watch.connect`), then :meth:`start` it."""
+
+    def __init__(
+        self,
+        options: RouterOptions,
+        metrics: RouterMetrics,
+        watch: Watch,
+        trials: Trials,
+        lead: Callable[[], dict[str, Any] | None] = lambda: None,
+    ) -> None:
+        """Build it around the pump of ``trials``. ``lead`` describes the lead among several
+        schedulers, for people."""
+        self._options = options
+        self._metrics = metrics
+        self._watch = watch
+        self.trials = trials
+        self._pump = pump = trials.pump
+        self.policy = trials.policy
+        self.registry = registry = watch.registry
+        self.feed = LocalFeed(
+            pump,
+            problems=lambda: problems_of(registry),
+            order=lambda: [worker.url for worker in registry],
+            lead=lead,
+            trial=trials.shown,
+        )
+        self.policy.listeners[:0] = [watch.policy_changed, partial(setattr, metrics, "policy")]
+        pump.timelines.ended = self._request_over
+
+    def _request_over(self, timeline: Timeline) -> None:
+        self.feed.request_over(timeline, self._metrics.request_over(timeline))
+
+    async def start(self) -> str | None:
+        """Start as :meth:`.Watch.start` does. Raises also: OSError, the event log cannot be
+        written."""
+        options = self._options
+        if options.event_log is not None:  # before any event
+            with naming_file("--sbs-event-log", options.event_log):
+                log = EventLogWriter(options.event_log, options.scheduler)
+            self._pump.event_log = log
+        if isinstance(self._pump.scheduler, Scheduler):  # not in tests
+            self.feed.stay()
+        self.trials.want(options.trial)
+        return await self._watch.start()
+
+    def gain(self) -> str:
+        """Return the gain for a line of the log; empty if unknown."""
+        return in_words(self.feed.ratios())
+
+    def families(self) -> Iterator[Metric]:
+        yield build_info(__version__, self.policy.policy, self._options.scheduler.trigger)
+        yield from self._pump.times.families()
+        yield from self._watch.families(self._pump.snapshot())
+        yield gain_family(by_bound(self.feed.ratios()))
+        yield from self.trials.families()
+
+    async def close(self) -> None:
+        """Stop the feed and the inputs; trials and the pump are closed by their owners."""
+        self.feed.close()
+        await self._watch.close()
 
 
 class SchedulerProcess:
@@ -73,40 +139,32 @@ class SchedulerProcess:
         election = _election_of(several)
         self.lead = Lead(election, several.advertise)
         loop_watch = LoopWatch()
-        log = None
-        if options.event_log is not None:
-            with naming_file("--sbs-event-log", options.event_log):
-                log = EventLogWriter(options.event_log, options.scheduler)
         self._session = worker_session(options)
         self._watch = Watch(options, self.metrics, self._session)
         self._sockets = SchedulerSocket()
-        self._policy = policy = PolicyInForce(options.scheduler.policy)
-        policy.listeners += [self._watch.policy_changed, partial(setattr, self.metrics, "policy")]
         self._hub = hub = Hub(
             self._watch,
             self._sockets.tell,
             Scheduler(options.scheduler, remembers=MOST_OVER),
             self.lead,
-            policy=policy,
+            policy=PolicyInForce(options.scheduler.policy),
             counts=self.metrics.decided,
-            event_log=log,
         )
-        self._feed = self._new_feed()
-        hub.frames = self._feed.watch
-        timelines = hub.pump.timelines
-        timelines.ended = self._request_over
-        self._watch.connect(self._submit, timelines.sent_to, hub.find_owner, hub.silenced)
+        self._local = LocalScheduler(
+            options, self.metrics, self._watch, hub.trials, self.lead.shown_to_people
+        )
+        hub.frames = self._local.feed.watch
+        sent_to = hub.pump.timelines.sent_to
+        self._watch.connect(self._submit, sent_to, hub.find_owner, hub.silenced)
         self.metrics.collect_with(self._collect)
         self.metrics.collect_with(loop_watch.families)
         try:
             await self._listen_for_metrics()
-            self.endforward_endpoint = await self._watch.start()
+            self.endforward_endpoint = await self._local.start()
             self.endpoint = self._sockets.open(several.listen, several.keys, hub.receive)
         except BaseException:
             await self.stop()
             raise
-        self._feed.stay()
-        self._hub.trials.want(options.trial)
         for work in (loop_watch.run(), self._stand(election), self._log_gain()):
             self._tasks.append(asyncio.create_task(work))
 
@@ -129,8 +187,7 @@ class SchedulerProcess:
         for task in self._tasks:  # first, so that another scheduler can take over at once
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
-        self._feed.close()
-        await self._watch.close()
+        await self._local.close()
         self._hub.close()
         self._sockets.close(_LAST_WORDS_MS)
         self._hub.pump.close()
@@ -166,21 +223,8 @@ class SchedulerProcess:
         """Log the gain once a minute while it is known; front ends log everything else."""
         while True:
             await asyncio.sleep(MINUTE_S)
-            if line := in_words(self._feed.ratios()):
+            if line := self._local.gain():
                 logger.info("last %d minutes: %s", WINDOW_MINUTES, line)
-
-    def _new_feed(self) -> LocalFeed:
-        registry = self._watch.registry
-        return LocalFeed(
-            self._hub.pump,
-            problems=lambda: problems_of(registry),
-            order=lambda: [worker.url for worker in registry],
-            lead=self.lead.shown_to_people,
-            trial=self._hub.trials.shown,
-        )
-
-    def _request_over(self, timeline: Timeline) -> None:
-        self._feed.request_over(timeline, self.metrics.request_over(timeline))
 
     # Between the parts ------------------------------------------------------------------------
 
@@ -230,13 +274,9 @@ class SchedulerProcess:
         return web.json_response(shown | known, status=200 if good else 503)
 
     def _collect(self) -> Iterator[Metric]:
-        yield build_info(__version__, self._policy.policy, self.options.scheduler.trigger)
-        yield from self._hub.pump.times.families()
+        yield from self._local.families()
         yield from lag_families(self._hub.lag)
         yield from self.lead.families()
-        yield from self._watch.families(self._hub.pump.snapshot())
-        yield gain_family(by_bound(self._feed.ratios()))
-        yield from self._hub.trials.families()
         about = "Events on which the scheduler failed (a defect)"
         yield total("sbs_scheduler_errors", about, self._hub.pump.errors)
         yield gauge("sbs_front_ends", "Front ends connected to the scheduler", self.front_ends)

@@ -214,12 +214,12 @@ async def test_with_several_processes_no_page_has_it_any_more(tmp_path: Path) ->
 
         worker = alive.registry.get(decode.url)
         assert worker is not None
-        await alive.remove_worker(worker)
+        await alive.scheduler.remove_worker(worker)
         await until(lambda: alive.registry.get(decode.url) is None)
         assert series(alive.metrics.render().decode(), decode.url) == {}
         assert await shown() == {}
 
-        await alive.add_worker(decode.url, "decode", None)
+        await alive.scheduler.add_worker(decode.url, "decode", None)
         await until(lambda: alive.registry.ready)
         again = await shown()
         assert "smg_worker_health" in again
