@@ -12,7 +12,6 @@ from sglang_sbs.router.errors import ANTHROPIC_PATH, RouterError, engine_message
 from sglang_sbs.router.relay.relay import Relay
 from sglang_sbs.router.requests.headers import forwarded_headers, with_bearer
 from sglang_sbs.router.telemetry.logs import current_request_id
-from sglang_sbs.router.workers.registry import Registry
 
 _ANSWER_S = 30.0
 _MOST_BYTES = 64 << 10
@@ -21,9 +20,8 @@ _MOST_ENGINES = 2
 
 
 class Messages:
-    def __init__(self, relay: Relay, registry: Registry, session: aiohttp.ClientSession) -> None:
+    def __init__(self, relay: Relay, session: aiohttp.ClientSession) -> None:
         self._relay = relay
-        self._registry = registry
         self._session = session
 
     def routes(self) -> list[tuple[str, str, Handler]]:
@@ -46,7 +44,8 @@ class Messages:
                 return await self._ask(body, headers)
 
     async def _ask(self, body: bytes | bytearray, headers: dict[str, str]) -> web.Response:
-        usable = sorted((w for w in self._registry if w.usable), key=lambda worker: worker.load)
+        registry = self._relay.attempts.registry
+        usable = sorted((w for w in registry if w.usable), key=lambda worker: worker.load)
         if not usable:
             raise RouterError(
                 503, "no_workers", "no engine is available to count tokens", retry_after_s=1.0

@@ -127,20 +127,18 @@ class Surface:
 
     def application(self, doorman: Doorman, dashboard: Dashboard) -> web.Application:
         options, relay, scheduler = self._options, self._relay, self._scheduler
-        registry, session = scheduler.registry, self._session
         app = web.Application(middlewares=[doorman.between_requests, self.middleware])
         app.on_response_prepare.append(self.on_prepare)
         app.on_cleanup.append(self._close)
         for path in KINDS:
             app.router.add_post(path, self._inference)
-        tokenizer, path = relay.prompts.tokenizer, str(options.tokenizer_path)
         for part in (
-            Control(options, scheduler, self._in_flight, session),
+            Control(options, scheduler, relay.in_flight, self._session),
             PolicyControl(scheduler),
             TrialControl(scheduler),
-            Requests(self._in_flight.recent, scheduler),
-            Tokenizing(relay, registry, tokenizer, path),
-            Messages(relay, registry, session),
+            Requests(relay.in_flight.recent, scheduler),
+            Tokenizing(relay, str(options.tokenizer_path)),
+            Messages(relay, self._session),
             dashboard,
         ):
             for method, path, handler in part.routes():

@@ -32,7 +32,6 @@ from sglang_sbs.router.requests.raw_json import (
     token_ids_of,
     value_of,
 )
-from sglang_sbs.router.workers.registry import Registry
 
 _MAX_BODY_BYTES = 4 << 20
 """Limit on a JSON body: reading a larger one would block the event loop."""
@@ -47,13 +46,9 @@ _MOST_IDS = 1 << 18
 
 
 class Tokenizing:
-    def __init__(
-        self, relay: Relay, registry: Registry, tokenizer: ChatTokenizer | None, path: str
-    ) -> None:
-        """Serve with ``tokenizer``, which was loaded from ``path``."""
+    def __init__(self, relay: Relay, path: str) -> None:
+        """Serve with the relay's tokenizer, which was loaded from ``path``."""
         self._relay = relay
-        self._registry = registry
-        self._tokenizer = tokenizer
         self._path = path
 
     def routes(self) -> list[tuple[str, str, Handler]]:
@@ -67,7 +62,7 @@ class Tokenizing:
 
     async def tokenizers(self, _request: web.Request) -> web.StreamResponse:
         """List the router's tokenizer in sglang_router's format."""
-        tokenizer, path = self._tokenizer, self._path
+        tokenizer, path = self._relay.prompts.tokenizer, self._path
         if tokenizer is None:
             return json_answer({"tokenizers": []})
         known = {
@@ -82,7 +77,7 @@ class Tokenizing:
         self, work: Callable[[ChatTokenizer, bytes | bytearray], Any], request: web.Request
     ) -> web.StreamResponse:
         """Run ``work`` in a thread, as prompts are tokenized. Raises: RouterError."""
-        relay, tokenizer = self._relay, self._tokenizer
+        relay, tokenizer = self._relay, self._relay.prompts.tokenizer
         if tokenizer is None:
             why = "this router has no tokenizer: start it with --tokenizer-path"
             raise RouterError(400, "tokenizer_not_found", why)
@@ -125,7 +120,7 @@ class Tokenizing:
         """Return the limit in the model's files, else the engines'; -1 if unknown."""
         if tokenizer.max_length is not None:
             return tokenizer.max_length
-        known = (w.info.max_request_tokens for w in self._registry if w.info)
+        known = (w.info.max_request_tokens for w in self._relay.attempts.registry if w.info)
         return max(known, default=0) or -1
 
 

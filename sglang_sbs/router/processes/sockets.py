@@ -35,6 +35,9 @@ _HEARD_S = 10.0
 _FOLLOW_S = 2.0
 """Interval of resolving the name of a silent scheduler again, because it may have moved."""
 
+Receive = Callable[[bytes, ToScheduler], None]
+"""Receives the identity of a front end, and its message."""
+
 
 class _Socket:
     """A socket in the event loop that handles messages as they arrive."""
@@ -176,21 +179,15 @@ class FrontEndSocket(_Socket):
 class SchedulerSocket(_Socket):
     """The scheduler's end (ROUTER), which identifies peers by their ZMQ identity."""
 
-    _receive: Callable[[bytes, ToScheduler], None]
+    _receive: Receive
 
     def __init__(self) -> None:
         super().__init__(zmq.ROUTER, "a front end", {zmq.ROUTER_MANDATORY: 1})
         self._gatekeeper: Gatekeeper | None = None
         self._taken = 0
 
-    def open(
-        self,
-        endpoint: str,
-        keys: CurveKeys | None,
-        receive: Callable[[bytes, ToScheduler], None],
-    ) -> str:
-        """Listen, and call ``receive`` with each message and its sender's identity. Returns the
-        endpoint, with a wildcard port resolved. Raises: OSError."""
+    def open(self, endpoint: str, keys: CurveKeys | None, receive: Receive) -> str:
+        """Listen, and return the endpoint with a wildcard port resolved. Raises: OSError."""
         self._receive = receive
         if endpoint.startswith("tcp:"):
             self.peers = PeerLimit(self._socket, most_peers())
