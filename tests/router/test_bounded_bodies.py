@@ -30,6 +30,7 @@ from sglang_sbs.router.relay import relay
 from sglang_sbs.router.relay.answer_kinds import TOKEN_ANSWERS
 from sglang_sbs.router.relay.leg_answers import DecodeLeg
 from sglang_sbs.router.relay.merged_answers import merge_answers
+from sglang_sbs.router.requests.body_fields import MOST_FIELDS
 from sglang_sbs.router.requests.plan import leg_bodies, plan_request
 from sglang_sbs.router.requests.splitting import MOST_IDS_BYTES, MOST_READ_BYTES
 from sglang_sbs.router.workers.breaker import Breaker
@@ -82,6 +83,13 @@ def test_a_batch_is_counted_before_it_is_built(kind: Any, own: dict[str, Any]) -
     raw = orjson.dumps(WIDE | own)
     assert peak_of(lambda: refused(kind, raw)) < 4 * MIB
     assert "--sbs-max-batch" in refused(kind, raw)
+
+
+@pytest.mark.parametrize("inside", [False, True], ids=["body", "sampling_params"])
+def test_an_object_has_a_limit_on_its_fields(inside: bool) -> None:
+    fields = dict.fromkeys(map(str, range(MOST_FIELDS + 1)), 0)
+    raw = orjson.dumps({"text": "x"} | ({"sampling_params": fields} if inside else fields))
+    assert f"over {MOST_FIELDS}" in refused("generate", raw)
 
 
 def test_what_a_batch_shares_is_kept_once() -> None:

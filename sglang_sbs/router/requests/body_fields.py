@@ -17,6 +17,8 @@ from sglang_sbs.router.requests.raw_json import Raw
 _SCALAR_BYTES = 64
 _NAME_BYTES = 1 << 16
 _MOST_RID_CHARS = 1024
+MOST_FIELDS = 1 << 14
+"""Limit on the members of an object that are typed: a hostile body may have half a million."""
 BESIDES_PROMPT = frozenset(
     {"image_data", "video_data", "audio_data", "embed_overrides", "session_params"}
 )
@@ -51,6 +53,9 @@ class Body(dict[str, Raw]):
     Members may be removed or replaced; the values stay those of the client."""
 
     def __init__(self, members: Mapping[str, Raw]) -> None:
+        """Raises: RouterError (400), there are too many."""
+        if len(members) > MOST_FIELDS:
+            raise bad_request(f"{len(members)} fields in one object are over {MOST_FIELDS}")
         super().__init__(members)
         self.typed = typed_fields(members)
 
