@@ -70,6 +70,11 @@ class PassFormula(msgspec.Struct, frozen=True, gc=False):
         """Return the length of a pass with this many tokens on every rank."""
         return self.pass_s(tokens, self.rank_s(tokens))
 
+    def spread_s(self, tokens: float, ranks: int, chunk_tokens: int) -> float:
+        """Return the length of a pass with these tokens spread evenly over the ranks, at most a
+        chunk each."""
+        return self.balanced_s(min(chunk_tokens, tokens / ranks))
+
     def slope_s(self) -> float:
         """Return the time per mean token of a pass that is as uneven as usual."""
         return max(_LEAST_SLOPE_S, self.token_s * _USUAL_IMBALANCE + self.mean_s)
@@ -232,13 +237,6 @@ class NextPass:
         self._held = sum(fills)
         self.emptiest = self.ahead_tokens.index(min(ahead_tokens))
         """The rank with the fewest tokens ahead."""
-
-    def after(self) -> NextPass:
-        """Return the pass after this one, for requests that this one starts without."""
-        chunk = self.chunk_tokens
-        left = [max(0, ahead - chunk) for ahead in self.ahead_tokens]
-        start_s = self.start_s + self.length_s
-        return NextPass(self.formula, chunk, left, page=self.page, start_s=start_s)
 
     def add(self, rank: int, tokens: int, context: int = 0) -> None:
         """Put a request on a rank, ahead of all later ones."""

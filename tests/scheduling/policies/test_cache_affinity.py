@@ -7,6 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 from driver import Driver
+from harness.learned_instance import instance
 
 from sglang_sbs.scheduling import (
     BlocksCleared,
@@ -390,3 +391,12 @@ def test_blocks_of_no_size_are_no_blocks():
     it.wait(1.0)
     assert {one.cached_tokens for one in it.dispatched} == {0}
     assert {"r0", "r1"} <= {one.rid for one in it.dispatched}
+
+
+def test_a_request_costs_what_its_pass_takes():
+    """The tokens of the slowest rank had counted twice."""
+    it = instance(dp_size=4)
+    decision = CacheAffinity(moment({"p0": 0.0}), {"p0": it}, it, load=0.5)
+    request = Request("r", 1, 900, None, 0.0, 60.0)
+    expected_s = it.model.predict_s([900, 0, 0, 0], [900**2 / 2, 0, 0, 0])
+    assert decision.best_on(request, it).cost_s == pytest.approx(expected_s)

@@ -124,20 +124,6 @@ def test_a_request_is_done_when_an_engine_has_computed_it(ahead: list[int], toke
     )
 
 
-@given(AHEAD, st.integers(1, 2000))
-def test_a_request_that_misses_a_pass_is_in_the_one_after(ahead: list[int], tokens: int) -> None:
-    engine = PrefillEngine("p0", 2, 256)
-    for number, one in enumerate([9, *ahead]):
-        engine.accept(f"ahead {number}", 0, one)
-    engine.launch()
-    first_s = TOKENS_ONLY.of_ranks_s(engine.running or [])
-    engine.finish()
-    engine.accept("r", 0, tokens)
-    there = NextPass(TOKENS_ONLY, 256, [9 + sum(ahead), 0], start_s=5.0).after()
-    assert there.start_s == pytest.approx(5.0 + first_s)
-    assert there.done_s(0, tokens) == pytest.approx(seconds(engine, "r"))
-
-
 def test_other_ranks_make_the_pass_of_a_request_longer() -> None:
     there = NextPass(FORMULA, 1000, [0, 800])
     assert there.done_s(0, 100) == pytest.approx(FORMULA.of_ranks_s([0, 800]))

@@ -3,12 +3,12 @@
 A :class:`CacheAffinity` belongs to one moment. Each batch that is tried at that moment has a
 :class:`BatchAffinity`.
 
-A rank is judged by when the request would be done there, plus what its computation costs others.
-``x`` uncached tokens take ``x * slope / dp`` of an instance's time, and their attention likewise.
-That delays every request that arrives while the instance catches up, and more so at a higher load.
-So an idle cluster computes prefixes again, and a busy one waits for them. All requests that share a
-prefix share the price of having it in one more place. No request waits for less than
-``Tuning.least_hit_share`` of a chunk.
+A rank is judged by when the request would be done there (:class:`.NextPass`), plus what its
+computation costs others. ``x`` uncached tokens take ``x * slope / dp`` of an instance's time, and
+their attention likewise. That delays every request that arrives while the instance catches up, and
+more so at a higher load. So an idle cluster computes prefixes again, and a busy one waits for them.
+All requests that share a prefix share the price of having it in one more place. No request waits
+for less than ``Tuning.least_hit_share`` of a chunk.
 """
 
 from __future__ import annotations
@@ -16,16 +16,15 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from operator import itemgetter
 from typing import NamedTuple
 
 from sglang_sbs.scheduling.events import InstanceId
 from sglang_sbs.scheduling.paging import paged
+from sglang_sbs.scheduling.policies.adaptive.lineup import Moment
 from sglang_sbs.scheduling.policies.adaptive.pass_forecast import Home
-from sglang_sbs.scheduling.policies.moment import Moment
 from sglang_sbs.scheduling.policies.pbaa import first_part
 from sglang_sbs.scheduling.policies.tuning import TUNING
+from sglang_sbs.scheduling.prefill.completion import NextPass, attention_pairs, likely_ranks
 from sglang_sbs.scheduling.prefill.instance import PrefillInstance
 from sglang_sbs.scheduling.prefix.places import Hits, Upcoming, shared_blocks
 from sglang_sbs.scheduling.reasons import WaitReason
@@ -42,25 +41,6 @@ class _Best(NamedTuple):
     cost_s: float
     instance: InstanceId
     rank: int
-
-
-@dataclass(slots=True)
-class _View:
-    """An instance at one moment, worked out once."""
-
-    instance: PrefillInstance
-    start_s: float
-    """Start of the pass that a request sent now would be in."""
-    next_pass_s: float
-    backlog: list[int]
-    """Tokens per rank, with those of requests that were left for it at this moment."""
-    emptiest: int
-    no_hits: Sequence[int]
-
-    def add(self, rank: int, tokens: int) -> None:
-        """A request waits for a rank: the next one finds it in front."""
-        self.backlog[rank] += tokens
-        self.emptiest = self.backlog.index(min(self.backlog))
 
 
 class CacheAffinity:
@@ -84,7 +64,7 @@ class CacheAffinity:
         self._by_id = by_id
         self._first = first
         self._weight = TUNING.again_weight * load**2 / (1 - load)
-        self._views: dict[InstanceId, _View] = {}
+        self._next_passes: dict[InstanceId, NextPass] = {}
         self._best: dict[str, _Best] = {}
         self._wanted: set[InstanceId] = set()
         self._coming: dict[str, tuple[Sequence[Upcoming], bool]] = {}
@@ -115,22 +95,15 @@ class CacheAffinity:
         """Whether a request was left so, and nothing else of it has been cached since."""
         return self._elsewhere.get(request.rid) is request.hits
 
-    def view(self, instance: PrefillInstance, *, keep: bool = True) -> _View:
-        """``keep``: every later question at this moment gets the same view."""
-        view = self._views.get(instance.id)
-        if view is None:
-            backlog = [rank.ahead_tokens for rank in instance.ranks]
-            view = _View(
-                instance,
-                self.at.starts_s(instance)[0],
-                instance.next_pass_s(),
-                backlog,
-                backlog.index(min(backlog)),
-                [0] * len(backlog),
-            )
+    def next_pass(self, instance: PrefillInstance, *, keep: bool = True) -> NextPass:
+        """The pass that a request sent now would be in, behind the requests that were left for it
+        at this moment. ``keep``: every later question at this moment gets the same object."""
+        found = self._next_passes.get(instance.id)
+        if found is None:
+            found = instance.next_pass(self.at.starts_s(instance)[0])
             if keep:
-                self._views[instance.id] = view
-        return view
+                self._next_passes[instance.id] = found
+        return found
 
     def look_at(self, request: Request) -> None:
         """Count a waiting request with those that share its prefix, if some of it is cached: what
@@ -141,7 +114,7 @@ class CacheAffinity:
 
     def dispatched(self, instance: PrefillInstance) -> None:
         """A batch leaves for the instance, and the next one is decided at the same moment."""
-        self._views.pop(instance.id, None)
+        self._next_passes.pop(instance.id, None)
 
     def is_wanted(self, instance: PrefillInstance) -> bool:
         """Whether a request waits for the instance."""
@@ -163,9 +136,9 @@ class CacheAffinity:
             gain = one.tokens - request.hits.best_tokens
             if at is None or gain < TUNING.least_hit_share * at.chunk_tokens:
                 continue
-            view = self.view(at)
-            start_s = max(one.visible_s, view.start_s)
-            if start_s + self.done_s(request, view, one.tokens, 0) < least_s:
+            there = self.next_pass(at)
+            start_s = max(one.visible_s, there.start_s)
+            if start_s + self.cost_s(request, there, one.rank, one.tokens, 0) < least_s:
                 # Not now: at the same moment nothing would be decided anew.
                 later_s = max(one.visible_s, self.at.now_s + TUNING.beyond_s)
                 self.wake_s = min(self.wake_s, later_s)
@@ -178,61 +151,39 @@ class CacheAffinity:
         if best is None:
             hits = request.hits.by_instance
             others = (hits.keys() & self._by_id.keys()) - {self._first.id}
-            views = map(self.view, [self._first, *[self._by_id[name] for name in others]])
-            best = self._best[request.rid] = min([self.best_on(request, view) for view in views])
+            near = [self._first, *[self._by_id[name] for name in others]]
+            best = self._best[request.rid] = min([self.best_on(request, one) for one in near])
             if best.instance in hits:
                 self._wanted.add(best.instance)
                 left = request.prompt_tokens - hits[best.instance][best.rank]
-                self.view(self._by_id[best.instance]).add(best.rank, left)
+                self.next_pass(self._by_id[best.instance]).add(best.rank, left)
         return best
 
-    def best_on(self, request: Request, view: _View) -> _Best:
-        """The best rank of an instance: the one with most of the prompt cached, or the emptiest."""
-        hits = request.hits.by_instance.get(view.instance.id, view.no_hits)
-        best, most = view.emptiest, max(hits)
-        best_s = self.done_s(request, view, hits[best], view.backlog[best])
-        if most > hits[best]:
-            backlog, rank = min(
-                (view.backlog[d], d) for d, tokens in enumerate(hits) if tokens == most
-            )
-            cost_s = self.done_s(request, view, most, backlog)
-            best_s, best = min((best_s, best), (cost_s, rank), key=itemgetter(0))
-        return _Best(view.start_s + best_s, view.instance.id, best)
+    def best_on(self, request: Request, instance: PrefillInstance, *, keep: bool = True) -> _Best:
+        """The best rank of an instance. ``keep``: see :meth:`next_pass`."""
+        there = self.next_pass(instance, keep=keep)
+        hits = request.hits.by_instance.get(instance.id)
+        costs = [
+            (self.cost_s(request, there, d, 0 if hits is None else hits[d]), d != there.emptiest, d)
+            for d in likely_ranks(there.ahead_tokens, hits)
+        ]
+        best_s, _, rank = min(costs)
+        return _Best(there.start_s + best_s, instance.id, rank)
 
-    def done_s(self, request: Request, view: _View, cached: int, backlog: int) -> float:
-        """:meth:`alone_s`, plus what that costs others. What is computed again is cached there
-        afterwards, so all requests that share it pay a part."""
-        alone_s = self.alone_s(request, view, cached, backlog)
+    def cost_s(
+        self, request: Request, there: NextPass, rank: int, cached: int, ahead: int | None = None
+    ) -> float:
+        """The time from the start of the pass until a request is done on a rank, plus the cost of
+        that to others. Tokens that are computed again are cached there afterwards, so all requests
+        that share them pay a part. ``ahead``: see :meth:`.NextPass.done_s`."""
+        done_s = there.done_s(rank, request.prompt_tokens - cached, cached, ahead)
         again = request.prompt_tokens - cached - request.uncached_tokens
         if not again:
-            return alone_s
-        instance = view.instance
-        model = instance.model
-        attention_s = model.formula.rank_s(0, again * (cached + again / 2))
-        again_s = (model.formula.slope_s() * again + attention_s) / instance.dp_size
-        payers = max(1, self._sharing[request.cached_until])
-        return alone_s + self._weight * again_s / payers
-
-    @staticmethod
-    def alone_s(request: Request, view: _View, cached: int, backlog: int) -> float:
-        """Seconds from the start of the next pass until a request is done, behind a backlog."""
-        instance = view.instance
-        formula = instance.model.formula
-        chunk = instance.chunk_tokens
-        uncached = request.prompt_tokens - cached
-        attention_s = formula.rank_s(0, uncached * (cached + uncached / 2))
-        passes = -(-(backlog + paged(uncached, instance.page)) // chunk)
-        fill = backlog + uncached
-        fill = fill if fill < chunk else chunk
-        slope_s = formula.slope_s() / instance.dp_size
-        pass_s = max(
-            view.next_pass_s,
-            formula.fixed_s
-            + formula.rank_s(fill, 0)
-            + slope_s * fill
-            + attention_s / -(-uncached // chunk),
-        )
-        return passes * pass_s
+            return done_s
+        formula, ranks = there.formula, len(there.ahead_tokens)
+        attention_s = formula.rank_s(0, attention_pairs(again, cached))
+        again_s = (formula.slope_s() * again + attention_s) / ranks
+        return done_s + self._weight * again_s / max(1, self._sharing[request.cached_until])
 
 
 class BatchAffinity:
@@ -278,7 +229,7 @@ class BatchAffinity:
 
     def _elsewhere(self, request: Request) -> Better:
         home = self._moment.best_for(request)
-        here = self._moment.best_on(request, self._moment.view(self._instance, keep=False))
+        here = self._moment.best_on(request, self._instance, keep=False)
         return home.instance, None, here.cost_s - home.cost_s
 
     def _waits_for(self, request: Request, twins: Sequence[Request]) -> WaitReason | None:
@@ -321,33 +272,33 @@ class BatchAffinity:
     def _best_rank(self, request: Request, hits: Sequence[int], capacity: Sequence[int]) -> int:
         """The rank where a request would be done first, and the emptiest of equal ones."""
         here = self._instance
-        view = self._moment.view(here)
-        most, emptiest = max(hits), capacity.index(max(capacity))
-        ranks = {d for d, tokens in enumerate(hits) if tokens == most} | {emptiest}
+        there = self._moment.next_pass(here)
+        ahead = [here.chunk_tokens - free for free in capacity]
 
         def cost(d: int) -> tuple[float, float]:
-            done_s = self._moment.done_s(request, view, hits[d], here.chunk_tokens - capacity[d])
+            done_s = self._moment.cost_s(request, there, d, hits[d], ahead[d])
             if fetch_s := request.fetch_tokens(here.id, d) * TUNING.fetch_token_s:
                 # Passes begin without the request until what it fetches is there.
-                pass_s = view.next_pass_s
+                pass_s = here.next_pass_s()
                 done_s += math.ceil(fetch_s / pass_s) * pass_s if here.passes else fetch_s
             return done_s, -capacity[d]
 
-        return min(ranks, key=cost)
+        return min(likely_ranks(ahead, hits, request.hits.to_fetch.get(here.id)), key=cost)
 
     def _is_taken(self, request: Request, twins: Sequence[Request]) -> bool:
         """Whether a request should be in the batch after this one, which finds what this one
         computes."""
         moment = self._moment
-        here = moment.view(self._instance)
-        least_s = moment.best_on(request, here).cost_s
+        here = moment.next_pass(self._instance)
+        least_s = moment.best_on(request, self._instance).cost_s
         most = (request.prompt_tokens - 1) // request.block_tokens
         for twin in twins:
             tokens = shared_blocks(request.blocks, twin.blocks, most) * request.block_tokens
             gain = tokens - request.hits.best_tokens
             if gain >= self._least_tokens:
-                after_s = here.start_s + moment.alone_s(twin, here, 0, 0)
-                if after_s + moment.done_s(request, here, tokens, 0) < least_s:
+                rank = here.emptiest
+                after_s = here.start_s + here.done_s(rank, twin.prompt_tokens, ahead=0)
+                if after_s + moment.cost_s(request, here, rank, tokens, 0) < least_s:
                     return True
         return False
 

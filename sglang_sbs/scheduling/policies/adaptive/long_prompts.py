@@ -7,8 +7,8 @@ many leave. Must not know when a batch leaves, or DP ranks.
 from __future__ import annotations
 
 from sglang_sbs.scheduling.events import InstanceId
+from sglang_sbs.scheduling.policies.adaptive.lineup import Moment
 from sglang_sbs.scheduling.policies.adaptive.pass_forecast import PassForecast
-from sglang_sbs.scheduling.policies.moment import Moment
 from sglang_sbs.scheduling.policies.offered_load import OfferedLoad
 from sglang_sbs.scheduling.policies.tuning import TUNING
 from sglang_sbs.scheduling.prefill.instance import Instances, PrefillInstance

@@ -9,9 +9,8 @@ from itertools import islice
 from typing import NamedTuple
 
 from sglang_sbs.scheduling.policies.adaptive.dispatch_lead import DispatchLead
-from sglang_sbs.scheduling.policies.adaptive.lineup import Lineup, PlannedStarts, Starts
+from sglang_sbs.scheduling.policies.adaptive.lineup import Lineup, Moment, PlannedStarts, Starts
 from sglang_sbs.scheduling.policies.adaptive.long_prompts import LongPrompts
-from sglang_sbs.scheduling.policies.moment import Moment
 from sglang_sbs.scheduling.policies.offered_load import OfferedLoad
 from sglang_sbs.scheduling.policies.policy import Admissible
 from sglang_sbs.scheduling.policies.tuning import TUNING
