@@ -205,8 +205,8 @@ def eta(instances: dict[str, ShadowInstance], asked: Asked) -> Place:
         passes = one.passes
         queued = sum(one.queued)
         free_s = max(0.0, one.free_s - asked.now_s) if passes else 0.0
-        mean_fill = (queued + asked.tokens) / shape.dp_size
-        pass_s = shape.formula.balanced_s(min(shape.chunk_tokens, mean_fill))
+        all_tokens = queued + asked.tokens
+        pass_s = shape.formula.spread_s(all_tokens, shape.dp_size, shape.chunk_tokens)
         start_s = free_s + pass_s if passes and free_s < asked.latency_s else free_s
         total = min(one.queued) + asked.tokens
         key = (start_s + ((total - 1) // shape.chunk_tokens + 1) * pass_s, total)

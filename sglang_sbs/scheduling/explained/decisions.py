@@ -10,14 +10,13 @@ Thousands of these are kept, none in a circle, so the garbage collector need not
 
 from __future__ import annotations
 
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Mapping, Sequence
 
 import msgspec
 
 from sglang_sbs.scheduling.events import InstanceId
-from sglang_sbs.scheduling.paging import paged
-from sglang_sbs.scheduling.prefill.completion import PassFormula
+from sglang_sbs.scheduling.prefill.completion import NextPass, PassFormula, likely_ranks
 from sglang_sbs.scheduling.prefill.instance import PrefillInstance
 from sglang_sbs.scheduling.reasons import MOST_WAITS, Opening, Term, Waited, WaitReason
 from sglang_sbs.scheduling.request import Request
@@ -87,40 +86,31 @@ class Look(msgspec.Struct, frozen=True, gc=False):
     waits: bool = False
     """New requests would wait for another pass, which starts first."""
 
-    @property
-    def start_s(self) -> float:
-        """Start of the pass that would contain requests sent now."""
-        return self.at_s + self.next_pass_s if self.waits else self.at_s
-
-    @property
-    def next_pass_s(self) -> float:
-        """Duration of that pass without new requests."""
-        return self.pass_with_s({}) if self.known_pass_s is None else self.known_pass_s
-
-    def pass_with_s(self, added: Mapping[int, int]) -> float:
-        """Return the duration of that pass with ``added`` tokens by rank."""
-        chunk = self.chunk_tokens
-        fills = [
-            min(chunk, ahead + added.get(rank, 0)) for rank, ahead in enumerate(self.ahead_tokens)
-        ]
-        pass_s = self.formula.pass_s(sum(fills) / len(fills), self.formula.rank_s(max(fills), 0.0))
-        return max(self.known_pass_s or 0.0, pass_s)
+    def next_pass(self) -> NextPass:
+        """The pass that would contain requests sent now."""
+        there = NextPass(
+            self.formula,
+            self.chunk_tokens,
+            self.ahead_tokens,
+            page=self.page,
+            length_s=self.known_pass_s,
+            start_s=self.at_s,
+        )
+        if self.waits:
+            there.start_s += there.length_s
+        return there
 
     def candidate(self, decided: Decided) -> Candidate:
         hits = decided.hits.get(self.instance)
-        emptiest = self.ahead_tokens.index(min(self.ahead_tokens))
-        ranks = {emptiest}
-        if hits is not None:
-            most = max(hits)
-            ranks.add(min(range(len(hits)), key=lambda d: (-hits[d], self.ahead_tokens[d])))
-            ranks = ranks if most else {emptiest}
+        there = self.next_pass()
+        ranks = likely_ranks(there.ahead_tokens, hits)
         if decided.instance == self.instance:
             ranks = {decided.rank}
         finish_s, delay_s, cached = min(
-            self._on(rank, decided.prompt_tokens, 0 if hits is None else hits[rank])
+            _on(there, rank, decided.prompt_tokens, 0 if hits is None else hits[rank])
             for rank in ranks
         )
-        start_s = self.start_s - decided.batch.at_s
+        start_s = there.start_s - decided.batch.at_s
         costs_s = decided.costs_s or {}
         cost_s = costs_s.get(self.instance)
         return Candidate(
@@ -133,21 +123,15 @@ class Look(msgspec.Struct, frozen=True, gc=False):
             chosen=self.instance == decided.instance,
         )
 
-    def _on(self, rank: int, prompt_tokens: int, cached: int) -> tuple[float, float, int]:
-        """Return the seconds from the start of the pass until the prompt is computed, the seconds
-        by which that pass gets longer, and the cached tokens."""
-        chunk, ranks = self.chunk_tokens, len(self.ahead_tokens)
-        ahead, tokens = self.ahead_tokens[rank], max(1, prompt_tokens - cached)
-        passes = -(-(ahead + paged(tokens, self.page)) // chunk)
-        own = min(chunk, tokens)
-        fill = min(chunk, ahead + tokens)
-        held = sum([min(chunk, one) for one in self.ahead_tokens])
-        slowest_s = self.formula.rank_s(fill, own * (prompt_tokens - own / 2))
-        pass_s = self.formula.pass_s((held + fill - min(chunk, ahead)) / ranks, slowest_s)
-        before_s = self.next_pass_s
-        pass_s = max(before_s, pass_s)
-        delay_s = pass_s - before_s if held else 0.0
-        return passes * pass_s, delay_s, cached
+
+def _on(there: NextPass, rank: int, prompt_tokens: int, cached: int) -> tuple[float, float, int]:
+    """Return the seconds from the start of the pass until the prompt is computed, the seconds by
+    which that pass gets longer, and the cached tokens."""
+    tokens = max(1, prompt_tokens - cached)
+    delay_s = (
+        there.with_s(rank, tokens, cached) - there.length_s if any(there.ahead_tokens) else 0.0
+    )
+    return there.done_s(rank, tokens, cached), delay_s, cached
 
 
 def look_at(instance: PrefillInstance, at_s: float, *, waits: bool = False) -> Look:
@@ -284,11 +268,11 @@ def _launch_of(batch: Batch, instance: InstanceId) -> dict[str, float | None]:
     look = next((one for one in batch.looks if one.instance == instance), None)
     if look is None:
         return {"launch_s": batch.launch_s}
-    launch_s = look.start_s if batch.launch_s is None else batch.launch_s
-    added: Counter[int] = Counter()
+    there = look.next_pass()
+    launch_s = there.start_s if batch.launch_s is None else batch.launch_s
     for rank, tokens in batch.placed:
-        added[rank] += tokens
-    return {"launch_s": launch_s, "end_s": launch_s + look.pass_with_s(added)}
+        there.add(rank, tokens)
+    return {"launch_s": launch_s, "end_s": launch_s + there.length_s}
 
 
 def _waits_of(noted: Sequence[Waited], batches: int, until_s: float) -> list[Waited]:

@@ -17,8 +17,10 @@ from sglang_sbs.scheduling.prefill.instance import PrefillInstance
 def pass_with_s(instance: PrefillInstance, tokens: int) -> float:
     """Predicted length of the next pass with a request of this many uncached tokens, spread evenly
     over the DP ranks, seconds."""
-    mean_fill = (instance.backlog_tokens + tokens) / instance.dp_size
-    return instance.model.formula.balanced_s(min(instance.chunk_tokens, mean_fill))
+    # Evenly, though the request is on one rank: with the length that its rank gives the pass,
+    # tokens behind a fuller rank cost nothing, and ``eta`` fills one instance after the other.
+    formula, all_tokens = instance.model.formula, instance.backlog_tokens + tokens
+    return formula.spread_s(all_tokens, instance.dp_size, instance.chunk_tokens)
 
 
 def whose_turn(idle: Sequence[PrefillInstance], tokens: int, session: str = "") -> PrefillInstance:

@@ -7,6 +7,7 @@ import math
 
 from sglang_sbs.scheduling.config import SchedulerConfig
 from sglang_sbs.scheduling.events import InstanceRole, Refuse, RefuseCause, RequestArrived
+from sglang_sbs.scheduling.prefill.completion import NextPass
 from sglang_sbs.scheduling.prefill.instance import Instances, PrefillInstance
 from sglang_sbs.scheduling.queue.request import RequestQueue
 from sglang_sbs.scheduling.reasons import WaitReason
@@ -122,21 +123,18 @@ def first_token_in_s(
         heapq.heapreplace(free, (start_s + pass_s, index))
         ahead -= tokens_of_pass
     ranks = sum(one.dp_size for one in instances)
-    others_tokens = waiting_tokens / ranks
+    others_tokens = round(waiting_tokens / ranks)
     return min(
         start_s + _own_passes_s(instances[index], tokens, others_tokens) for start_s, index in free
     )
 
 
-def _own_passes_s(instance: PrefillInstance, tokens: int, others_tokens: float) -> float:
+def _own_passes_s(instance: PrefillInstance, tokens: int, others_tokens: int) -> float:
     """Duration of the request's own passes. ``others_tokens``: tokens of each other rank in the
     same pass."""
-    chunk = instance.chunk_tokens
-    others = [min(chunk, round(others_tokens))] * (instance.dp_size - 1)
-    whole, rest = divmod(tokens, chunk)
-    full_s = instance.model.predict_s([chunk, *others]) if whole else 0.0
-    rest_s = instance.model.predict_s([rest, *others]) if rest else 0.0
-    return whole * full_s + rest_s
+    ahead_tokens = [0, *[others_tokens] * (instance.dp_size - 1)]
+    formula, chunk = instance.model.formula, instance.chunk_tokens
+    return NextPass(formula, chunk, ahead_tokens, page=instance.page).done_s(0, max(1, tokens))
 
 
 def refuse(
