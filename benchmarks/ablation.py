@@ -1,7 +1,6 @@
 """``scripts/ablate``: what each constant of the default trigger is worth, in the simulator.
 
-Owns the constants, the cells they are judged in and the table. A constant whose removal costs
-nothing in any cell has no place in the code. Runs are
+A constant whose removal costs nothing in any cell has no place in the code. Runs are
 :mod:`sglang_sbs.simulator.experiments.sweep`'s.
 """
 
@@ -140,12 +139,10 @@ class Variant(NamedTuple):
     cells: str = ""
 
     def matters_in(self, cell: Cell) -> bool:
-        """Whether to run it there."""
         return any(word in cell.name for word in self.cells.split(","))
 
 
 def build_parser() -> argparse.ArgumentParser:
-    """The command line."""
     parser = command_parser(
         "scripts/ablate",
         "What each constant of the default trigger is worth, in the simulator.",
@@ -202,7 +199,6 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def run_variant(variant: Variant, cell: Cell, seed: int) -> Row:
-    """One run with some constants changed."""
     spec = {"overlap": True, **cell.spec}
     duration_s = max(cell.duration_s, WARM_UP_S + 1)
     with changed(variant.values):

@@ -33,7 +33,6 @@ def check_busy(count: int) -> None:
 
 @contextmanager
 def burners(count: int) -> Iterator[None]:
-    """Run so many until the block ends."""
     command = [sys.executable, "-c", _BURN, str(os.getpid())]
     burning = [subprocess.Popen(command) for _ in range(count)]
     try:

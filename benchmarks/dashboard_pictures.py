@@ -1,7 +1,5 @@
 """Pictures of the dashboard for the documentation: a real router over synthetic engines, seen in
 headless Chromium.
-
-Owns what happens in the pictures and how they are taken. Must not know what the page shows.
 """
 
 from __future__ import annotations

@@ -90,7 +90,6 @@ class LlmD(RandomRank):
 
 
 def _hits(request: Request, worker: Worker) -> list[int]:
-    """Tokens of the prompt that each of its ranks has."""
     places = [rank_of(worker, number) for number in range(ranks_of(worker))]
     return [request.hit_tokens(instance.id, rank) for instance, rank in places]
 

@@ -1,8 +1,6 @@
 """Every EndForward message of the engines, whichever router is in front of them.
 
-Owns the socket and the place of a message in time, and asks engines which of them sent it. Must
-not know what the messages are used for. Engines are told an address here beside the router's
-(``SGLANG_SBS_ROUTERS``).
+Engines are told an address here beside the router's (``SGLANG_SBS_ROUTERS``).
 """
 
 from __future__ import annotations
@@ -34,8 +32,6 @@ class Heard(msgspec.Struct, frozen=True):
 
 
 class ReportListener:
-    """Collects messages while it is open."""
-
     def __init__(self, bind: str, key_file: Path | None = None) -> None:
         """Opens a socket at ``bind``, where engines connect to.
 

@@ -57,7 +57,6 @@ def _at(
 
 _FEW, _SOME, _MANY = (0.6, 1.0), (0.2, 0.6, 1.0), (0.2, 0.6, 1.0, 1.2)
 _SECONDS_BY_INSTANCES = {1: 140.0, 2: 100.0, 6: 60.0, 12: 45.0}
-"""About as many requests in each."""
 _NETWORKS: dict[str, dict[str, Any]] = {
     **{f"{ms} ms apart": {"dispatch_serial_s": ms / 1e3, "dispatch_jitter": 0.0} for ms in (1, 2)},
     **{

@@ -1,7 +1,7 @@
 """Compare the CPU that a request costs the router under two policies, on the same arrivals.
 
-Owns the arrivals, the turns and the ratio. Must not know how a router works. Both routers run from
-the start, each over engines of its own (:mod:`benchmarks.scale.fleet`), and take turns per seed.
+Both routers run from the start, each over engines of its own (:mod:`benchmarks.scale.fleet`), and
+take turns per seed.
 """
 
 from __future__ import annotations
@@ -105,8 +105,6 @@ def arrivals(options: argparse.Namespace, seed: str, seconds: float) -> Due:
 
 
 class Player:
-    """The clients of one router, who keep their connections."""
-
     def __init__(self, policy: str, port: int, processes: Processes) -> None:
         self.policy = policy
         self._port, self._processes = port, processes

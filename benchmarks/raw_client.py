@@ -1,7 +1,7 @@
 """The client's side of relay measurements: many streams, probes of the first byte, short requests.
 
-Owns the connections and what is counted on them. Must not know who answers. As the engines of
-:mod:`.raw_engine` it works on raw bytes: a full HTTP client would cost more than what is measured.
+As the engines of :mod:`.raw_engine` it works on raw bytes: a full HTTP client would cost more than
+what is measured.
 """
 
 from __future__ import annotations
@@ -24,7 +24,6 @@ _PROMPT = "How much does it cost to be passed on?"
 
 
 def chat_request(max_tokens: int, *, stream: bool, prompt: str = _PROMPT) -> bytes:
-    """A chat request as bytes, head and body."""
     body = orjson.dumps(
         {
             "model": "raw",
@@ -41,16 +40,12 @@ def chat_request(max_tokens: int, *, stream: bool, prompt: str = _PROMPT) -> byt
 
 @dataclass(slots=True)
 class Tally:
-    """What came in on any number of connections."""
-
     events: int = 0
     complete: int = 0
     failures: Counter[str] = field(default_factory=Counter)
 
 
 class Exchange(asyncio.Protocol):
-    """A connection that carries one request after another."""
-
     __slots__ = ("_head", "_left", "_tail", "_tally", "done", "first_s", "opened", "transport")
     transport: asyncio.Transport
 

@@ -1,9 +1,8 @@
 """Engines that cost next to nothing: raw HTTP on uvloop, the same bytes for every token.
 
-Owns what a router needs to see of a prefill and a decode engine to relay between them, at a pace
-that is set. Must not know which router asks. Both engines run in one process
-(``python -m benchmarks.raw_engine``), which prints their two ports and ends with its stdin.
-Streams get their tokens in groups that take turns, as the DP ranks of a decode instance do.
+Both engines run in one process (``python -m benchmarks.raw_engine``), which prints their two ports
+and ends with its stdin. Streams get their tokens in groups that take turns, as the DP ranks of a
+decode instance do.
 """
 
 from __future__ import annotations
@@ -120,7 +119,6 @@ class RawEngine:
             group.pop(connection, None)
 
     def _tick(self) -> None:
-        """A token to every stream of one group."""
         group = self.groups[self._turn]
         self._turn = (self._turn + 1) % GROUPS
         over = [connection for connection in group if connection.token()]
@@ -174,7 +172,6 @@ class EngineConnection(asyncio.Protocol):
         """Tokens of the stream that are still to come."""
 
     def request(self, path: bytes, body: bytes) -> None:
-        """A whole one came."""
         raise NotImplementedError
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
@@ -231,7 +228,6 @@ class Connection(EngineConnection):
         self._engine.leave(self)
 
     def request(self, path: bytes, body: bytes) -> None:
-        """A whole one came."""
         if path not in (b"/v1/chat/completions", b"/v1/completions", b"/generate"):
             self._write(self._engine.control(path, body))
             return
@@ -259,7 +255,6 @@ async def listen(
 
 
 async def serve(connection: type[Connection] = Connection) -> None:
-    """Both engines, until the standard input ends."""
     loop = asyncio.get_running_loop()
     ports = []
     roles: tuple[InstanceRole, ...] = ("prefill", "decode")

@@ -1,8 +1,7 @@
 """What relaying costs: this router against ``sglang_router`` (Rust) and its mini_lb.
 
-Owns the plan of measurements, their summary, the table and the JSON. Must not know how a router
-works. All contenders run from the start, over the same engines, and take turns: what else happens
-on the machine hits them alike, and only ratios within one run mean much.
+All contenders run from the start, over the same engines, and take turns: what else happens on the
+machine hits them alike, and only ratios within one run mean much.
 """
 
 from __future__ import annotations
@@ -124,8 +123,6 @@ class Samples:
 
 
 class Bench:
-    """One run of the comparison."""
-
     def __init__(self, options: argparse.Namespace, console: Console) -> None:
         self.options = options
         self.samples = Samples()

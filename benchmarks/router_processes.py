@@ -1,8 +1,4 @@
-"""The routers that are compared, as processes: started, weighed, ended.
-
-Owns their command lines and what the kernel says of their CPU time and memory. Must not know what
-they are asked to do.
-"""
+"""The routers that are compared, as processes: started, weighed, ended."""
 
 from __future__ import annotations
 
@@ -39,7 +35,6 @@ class Contender:
     library: str = ""
     """The package that decides, where that is not the one that is run."""
     tokenizes: bool = False
-    """Needs the tokenizer, as ours do."""
     tls: ssl.SSLContext | None = None
     """For clients, where it serves over TLS."""
     wrapper: tuple[str, ...] = ()
@@ -106,8 +101,6 @@ def cpu_s(pids: Iterable[int]) -> float:
 
 
 class Processes:
-    """A process and all its descendants."""
-
     def __init__(self, pid: int) -> None:
         self.pid = pid
 
@@ -118,7 +111,6 @@ class Processes:
         return found
 
     def cpu_s(self) -> float:
-        """User and system time of all of them so far."""
         return cpu_s(self.pids())
 
     def resident_bytes(self) -> int:
@@ -131,8 +123,6 @@ class Processes:
 
 @dataclass(frozen=True, slots=True)
 class Running:
-    """A router that is ready to serve."""
-
     contender: Contender
     port: int
     processes: Processes

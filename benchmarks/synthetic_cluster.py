@@ -1,7 +1,6 @@
 """A cluster of any size that exists only as events: drives a scheduler in real time, no sockets.
 
-Owns engines that compute by the clock, and a load. Must not know the router: it is given where to
-submit events. For looking at the dashboard with hundreds of DP ranks on a small machine.
+For looking at the dashboard with hundreds of DP ranks on a small machine.
 
     scheduler = WatchedScheduler(config)
     cluster = SyntheticCluster(scheduler, submit, prefill=24, prefill_dp=8, decode=2, decode_dp=32)
@@ -48,7 +47,6 @@ _REPORT_S = 0.2
 _IDLE_REPORT_S = 1.0
 """Between two reports of a prefill engine with nothing to do."""
 _MEAN_PROMPT_TOKENS = 1510.0
-"""Of the log-normal lengths drawn below."""
 _NETWORK_S = 0.02
 _CATCH_UP_S = 0.05
 _FIRST_STEP_S = 0.03
@@ -56,8 +54,6 @@ _FIRST_STEP_S = 0.03
 
 
 class WatchedScheduler(Scheduler):
-    """Tells what it decides to one listener more."""
-
     listener: Callable[[Dispatch], None] = staticmethod(lambda command: None)
 
     def handle(self, event: Event, now_s: float) -> list[Command]:
@@ -70,8 +66,6 @@ class WatchedScheduler(Scheduler):
 
 
 class _Coming(NamedTuple):
-    """A request between the router and a prefill engine."""
-
     ready_s: float
     rid: str
     rank: int
@@ -86,7 +80,6 @@ class _Prefill:
     """When a rank took in what no pass has begun on."""
     reported_s: float = 0.0
     pace: float = 1.0
-    """Factor of the time of passes."""
 
 
 @dataclass(slots=True)
@@ -121,7 +114,6 @@ class SyntheticCluster:
     ) -> None:
         """``load`` is the share of full passes that arriving prompts would fill."""
         self.silent: set[str] = set()
-        """Engines that say nothing any more."""
         self.stuck: set[str] = set()
         """Decode engines that end no request any more."""
         self._submit = submit
@@ -154,7 +146,6 @@ class SyntheticCluster:
         self._prefill[name].pace = factor
 
     def come_up(self, name: str) -> None:
-        """A prefill engine serves, as at the beginning or again."""
         self.silent.discard(name)
         self._submit(
             InstanceUp(
@@ -167,7 +158,6 @@ class SyntheticCluster:
         )
 
     def go_down(self, name: str) -> None:
-        """A prefill engine dies with all that it has."""
         self._submit(InstanceDown(instance=name))
         for rid in [rid for rid, where in self._placed.items() if where[0] == name]:
             del self._placed[rid], self._asked[rid]
@@ -183,7 +173,6 @@ class SyntheticCluster:
         return [*self._prefill, *self._decode]
 
     def begin(self) -> None:
-        """All instances come up, and requests begin to arrive."""
         for name in self._prefill:
             self.come_up(name)
         for name, decode in self._decode.items():

@@ -1,8 +1,4 @@
-"""A pass-cost model from what engines reported, or from layers timed on a GPU.
-
-Owns the command line, the file with its provenance, and what is printed. Must not know how a cost
-is fitted (:mod:`sglang_sbs.evaluate.fitting.calibration`).
-"""
+"""A pass-cost model from what engines reported, or from layers timed on a GPU."""
 
 from __future__ import annotations
 

@@ -1,7 +1,6 @@
 """DeepSeek-V3-shaped layers in plain torch: what a prefill pass costs one GPU of an instance.
 
-Owns the layers, their shares under tensor and expert parallelism, and the timing. Must not know
-what is fitted. Needs torch and nothing of SGLang; on a CPU it runs too, with :data:`TINY`.
+Needs torch and nothing of SGLang; on a CPU it runs too, with :data:`TINY`.
 
 One GPU computes, per layer, the attention of its DP rank (MLA in its prefill form: latent
 projections, causal attention over context and chunk, output projection), with the heads divided by
@@ -87,7 +86,6 @@ TINY = LayerShape(
     dp=2,
     ep=2,
 )
-"""For a test on a CPU."""
 
 
 class Layers:
@@ -161,7 +159,6 @@ class Layers:
             _gated(own, self._shared_up, self._shared_down)
 
     def dense(self, tokens: int) -> None:
-        """The feed-forward block of one dense layer."""
         _gated(self._hidden(tokens), self._dense_up, self._dense_down)
 
     def _hidden(self, tokens: int) -> torch.Tensor:
@@ -276,7 +273,6 @@ def _requests(tokens: int, count: int, context: int) -> list[tuple[int, int]]:
 
 
 def about(device: str, dtype: torch.dtype) -> dict[str, Any]:
-    """What the figures depend on besides the shapes."""
     cuda = device.startswith("cuda")
     return {
         "device": torch.cuda.get_device_name(device) if cuda else platform.machine() + " CPU",

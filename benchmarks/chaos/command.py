@@ -1,7 +1,4 @@
-"""``scripts/chaos``: real faults on a real SGLang cluster (CPU, virtual GPU time) under load.
-
-Owns the command line. Must not know how a fault is made or measured.
-"""
+"""``scripts/chaos``: real faults on a real SGLang cluster (CPU, virtual GPU time) under load."""
 
 from __future__ import annotations
 

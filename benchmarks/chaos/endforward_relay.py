@@ -1,7 +1,4 @@
-"""A relay between the engines' EndForward sockets and a router's that loses, repeats or delays.
-
-Owns the two sockets and what is done to the messages on the way. Must not know what they say.
-"""
+"""A relay between the engines' EndForward sockets and a router's that loses, repeats or delays."""
 
 from __future__ import annotations
 
@@ -18,8 +15,6 @@ from sglang_sbs.wire import TOPIC
 
 @dataclass(frozen=True, slots=True)
 class Disturbance:
-    """What happens to each message, independently of the others."""
-
     lost: float = 0.0
     """Share of the messages that never arrive."""
     duplicated: float = 0.0
@@ -56,7 +51,6 @@ class EndForwardRelay:
         self._task: asyncio.Task[None] | None = None
 
     def start(self) -> None:
-        """Forward from now on, in the running event loop."""
         self._task = asyncio.create_task(self._forward(), name="EndForward relay")
 
     async def close(self) -> None:

@@ -1,7 +1,4 @@
-"""The faults: what is done to which process or message, and for how long.
-
-Owns the list. Must not know how a run is measured.
-"""
+"""The faults: what is done to which process or message, and for how long."""
 
 from __future__ import annotations
 
@@ -19,7 +16,6 @@ from benchmarks.chaos.run import Fault, Scene
 from benchmarks.demo.load import Workload
 
 PAUSE_S = 5.0
-"""SIGSTOP until SIGCONT."""
 DISTURBED_S = 10.0
 AWAY_S = 15.0
 """From the kill of an instance to its start: decode engines notice by two heartbeats 5 s apart."""
@@ -50,8 +46,6 @@ def killed(name: str, away_s: float = AWAY_S) -> Inject:
 
 
 def paused(name: str, for_s: float = PAUSE_S) -> Inject:
-    """SIGSTOP of every process of an instance, then SIGCONT."""
-
     async def inject(scene: Scene) -> None:
         cluster = scene.site.cluster
         cluster.signal(name, signal.SIGSTOP)
@@ -79,8 +73,6 @@ def router_process_killed(name: str) -> Inject:
 
 
 def disturbed(disturbance: Disturbance, for_s: float = DISTURBED_S) -> Inject:
-    """EndForward messages of every engine go astray for a while."""
-
     async def inject(scene: Scene) -> None:
         relay = scene.site.relay
         received, sent = relay.received, relay.sent

@@ -1,8 +1,4 @@
-"""An open-loop load that runs beside a fault: started, added to, ended, and what became of it.
-
-Owns the clock of a load and how an answer is told from none. Must not know what happens to the
-servers meanwhile.
-"""
+"""An open-loop load that runs beside a fault: started, added to, ended, and what became of it."""
 
 from __future__ import annotations
 
@@ -32,17 +28,13 @@ _CODE = re.compile(r"""["']code["']: ?["']?(\w+)""")
 
 
 class Fate(StrEnum):
-    """How a request ended for its client."""
-
     ANSWERED = "answered"
     ERROR = "error"
     """An HTTP status or an error event in the stream: the client knows what happened."""
     CUT_OFF = "cut off"
     """Accepted, and the connection or the stream ended without a word."""
     NOT_ACCEPTED = "not accepted"
-    """The connection was refused."""
     UNANSWERED = "unanswered"
-    """Nothing until the client gave up."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,7 +101,6 @@ class OpenLoad:
 
     @property
     def elapsed_s(self) -> float:
-        """The load's clock."""
         return time.monotonic() - self._started_s
 
     async def __aenter__(self) -> Self:

@@ -1,8 +1,4 @@
-"""One fault under load: the cluster it happens to, and what clients and books say afterwards.
-
-Owns the running cluster with its EndForward relay, and the course of a run. Must not know which
-faults there are.
-"""
+"""One fault under load: the cluster it happens to, and what clients and books say afterwards."""
 
 from __future__ import annotations
 
@@ -69,8 +65,6 @@ class Site:
 
 @dataclass(slots=True)
 class Scene:
-    """What a fault is done to: engines, router, load."""
-
     site: Site
     url: str
     router_log: Path

@@ -67,7 +67,6 @@ def table(columns: Columns, results: Sequence[Any]) -> Table:
 
 
 def outcome(result: FaultResult | HaResult) -> str:
-    """In a line."""
     if isinstance(result, HaResult):
         return (
             f"{result.lost} of {result.requests} lost, longest pause {result.longest_pause_s:.1f} s"

@@ -27,14 +27,12 @@ class Turn(NamedTuple):
     """One request, its lengths in tokens of the small cluster."""
 
     at_s: float
-    """Since the run began."""
     prompt_tokens: int
     output_tokens: int
     blocks: tuple[int, ...]
     """Names of what it begins with, ``block_tokens`` each."""
     block_tokens: float
     large: arrival.Arrival
-    """As the loop knows it."""
 
 
 class Agents:
@@ -77,5 +75,4 @@ def agents_at(load: float, ranks: int) -> int:
 
 
 def expected_s(agents: int, turns: int, pass_s: float) -> float:
-    """How long a run takes, roughly."""
     return pass_s * (_WARM_UP_PASSES + _CYCLE_PASSES * turns / agents)

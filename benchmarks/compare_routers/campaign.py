@@ -1,8 +1,5 @@
 """Which runs make a comparison, in which order, and doing them one after the other.
 
-Owns the order, going on after an interruption, and the progress bar. Must not know how a run is
-made or what its figures mean.
-
 All contenders share engines. Their order within a cell is drawn anew for every cell, the same in
 every comparison: neither a drift of the machine nor what the contender before left behind favours
 anybody.
@@ -46,8 +43,6 @@ _PRIME_WORKLOAD, _PRIME_LOAD, _PRIME_REQUESTS = "paper", 0.5, 40
 
 @dataclass(frozen=True, slots=True)
 class Scope:
-    """What is to be compared."""
-
     contenders: Sequence[Contender]
     workloads: Sequence[str]
     loads: Sequence[float]
@@ -97,8 +92,6 @@ def cell_keys(
 
 @dataclass(slots=True)
 class Campaign:
-    """Rows so far, and how to get the others."""
-
     scope: Scope
     setting: Setting
     file: RowFile

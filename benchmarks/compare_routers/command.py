@@ -1,7 +1,4 @@
-"""``scripts/compare-routers``: its command line, and what is done with the answer.
-
-Owns flags and defaults. Must not know how runs, figures or reports are made.
-"""
+"""``scripts/compare-routers``: its command line, and what is done with the answer."""
 
 from __future__ import annotations
 
@@ -65,7 +62,6 @@ written to DIR/rows.jsonl at once.
 
 
 def build_parser() -> argparse.ArgumentParser:
-    """The command line."""
     parser = command_parser(
         "compare-routers",
         "Compare routers on one real SGLang PD cluster: same engines, same arrivals.",

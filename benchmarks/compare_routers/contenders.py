@@ -1,7 +1,4 @@
-"""The routers that are compared: names and command lines.
-
-Owns the list of contenders. Must not know how they are run or measured.
-"""
+"""The routers that are compared: names and command lines."""
 
 from __future__ import annotations
 

@@ -1,8 +1,4 @@
-"""``scripts/compare-routers``: its command line, checked and made into a campaign.
-
-Owns which words are accepted, and what a file of rows is continued with. Must not know the parser,
-or how runs, figures and reports are made.
-"""
+"""``scripts/compare-routers``: its command line, checked and made into a campaign."""
 
 from __future__ import annotations
 
@@ -59,7 +55,6 @@ SLO_TPOT_S = 0.1
 MOST_HOST_LAG = 0.02
 """Of a full pass: with more, what is measured is the host."""
 TIMEOUT_S = 60.0
-"""Of a request, beside such passes."""
 
 
 DEFAULTS: dict[str, Any] = {
@@ -90,8 +85,6 @@ def _quick(args: argparse.Namespace) -> dict[str, Any]:
 
 
 class Plan:
-    """The command line, checked."""
-
     def __init__(self, args: argparse.Namespace) -> None:
         """Raises: ValueError: with the flag and what to write instead."""
         self._args = args

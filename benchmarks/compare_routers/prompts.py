@@ -1,7 +1,4 @@
-"""Prompts of an exact number of tokens, as text or as token ids.
-
-Owns the choice of words. Must not know lengths or arrival times.
-"""
+"""Prompts of an exact number of tokens, as text or as token ids."""
 
 from __future__ import annotations
 

@@ -1,7 +1,5 @@
 """The loads: prompt lengths, output lengths, arrival times, by name.
 
-Owns what is sent and when, as a function of name, seed, load and chunk. Must not know who answers.
-
 One is no list of arrivals (:mod:`.agents`): there each turn waits for an answer.
 
 Lengths are shares of the chunk, so a small cluster sees what a large one would. The offered load
@@ -25,7 +23,6 @@ LONG_TAIL_CHUNKS = 8
 _BURST_CV = 3.0
 _MOST_OUTPUT_TOKENS = 64
 OUTPUT_TOKENS = 8
-"""Of the workloads about prefill."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,8 +125,6 @@ def arrivals(
 
 
 class TurnWords:
-    """Makes requests of agents' turns."""
-
     def __init__(self, prompts: Prompts, content: str) -> None:
         """``content``: as of :func:`arrivals`."""
         self._prompts, self._content = prompts, content

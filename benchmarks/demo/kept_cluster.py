@@ -96,7 +96,6 @@ class Traffic:
     """Monotonic time of an answer's end, its TTFT in seconds."""
 
     def add(self, sample: Sample) -> None:
-        """Count one that ended."""
         if sample.error:
             self.failed += 1
             self.last_error = sample.error
@@ -105,7 +104,6 @@ class Traffic:
             self.recent.append((time.monotonic(), sample.ttft_s))
 
     def describe(self) -> str:
-        """One line about now."""
         oldest_s = time.monotonic() - _RECENT_S
         while self.recent and self.recent[0][0] < oldest_s:
             self.recent.popleft()

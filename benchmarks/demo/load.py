@@ -27,7 +27,6 @@ class Workload(msgspec.Struct, frozen=True, kw_only=True):
     vocabulary: int = 400
     """Prompt token ids are drawn below this."""
     seed: int = 1
-    """Of arrival times and lengths."""
     content: str = ""
     """Of the prompts' tokens. Runs on the same engines need different ones, or the prefix cache
     answers the second."""

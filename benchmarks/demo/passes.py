@@ -47,7 +47,6 @@ class EngineRecord:
     endforward: Counter[str] = field(default_factory=Counter)
     """EndForward messages of kind ``forward``, by rank, prefill and decode."""
     pairs: dict[str, tuple[str, str]] = field(default_factory=dict)
-    """rid -> (prefill rank, decode rank)."""
     held_s: list[float] = field(default_factory=list)
     passes: list[ForwardPass] = field(default_factory=list)
     hook_us: list[int] = field(default_factory=list)

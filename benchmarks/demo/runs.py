@@ -52,7 +52,6 @@ class RouterPorts:
         return cls(first, first + 1, first + 2)
 
     def environment_of_engines(self) -> dict[str, str]:
-        """This process's, with where to report to."""
         return {**os.environ, "SGLANG_SBS_ROUTERS": f"tcp://127.0.0.1:{self.endforward}"}
 
 

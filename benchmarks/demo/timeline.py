@@ -12,7 +12,6 @@ from pathlib import Path
 from benchmarks.demo.runs import Run
 
 _WINDOW_PASSES = 16
-"""Of the median length."""
 
 
 def draw_timeline(runs: Sequence[Run], path: Path) -> bool:

@@ -119,7 +119,6 @@ def _cluster_options(
 async def _generate(
     session: aiohttp.ClientSession, url: str, input_ids: list[int]
 ) -> tuple[list[int], str]:
-    """Greedy output tokens and the request id of one prompt."""
     body = {
         "input_ids": input_ids,
         "sampling_params": {"temperature": 0, "max_new_tokens": NEW_TOKENS, "ignore_eos": True},

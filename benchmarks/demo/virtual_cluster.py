@@ -106,7 +106,6 @@ async def running_rig(
 def rig_options(
     prefill: int, decode: int, dp_size: int, log_dir: Path, *, attention_tp: int, dwdp: bool
 ) -> ClusterOptions:
-    """Of a cluster of virtual GPUs, with a router."""
     chunk = ["--chunked-prefill-size", str(CHUNK_TOKENS * dp_size)]
     return ClusterOptions(
         model_path=str(cached_tiny_model()),
@@ -127,7 +126,6 @@ def parallel_flags(dp_size: int, attention_tp: int = 1) -> list[str]:
 
 
 def dwdp_flags(dp_size: int) -> list[str]:
-    """DP ranks that wait for nobody."""
     return ["--dwdp-size", str(dp_size)]
 
 

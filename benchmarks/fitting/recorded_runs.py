@@ -1,7 +1,4 @@
-"""Event logs of policies on the real virtual-GPU cluster, one file per policy, load and seed.
-
-Owns the sweep and the names of the files. Must not know what the logs are used for.
-"""
+"""Event logs of policies on the real virtual-GPU cluster, one file per policy, load and seed."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """The simulator against recorded runs of a real cluster: same arrivals, same costs.
 
-Owns the comparison. The time to first token is counted on both sides from the arrival at the
-scheduler to the first byte of decode at the router.
+The time to first token is counted on both sides from the arrival at the scheduler to the first byte
+of decode at the router.
 """
 
 from __future__ import annotations
@@ -40,12 +40,10 @@ class Cell(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def ratio(self) -> float:
-        """Simulated / real mean."""
         return self.simulated_ttft_mean_s / self.real_ttft_mean_s
 
 
 def virtual_gpu_pass_cost(cost: VirtualGpuCost, dp_size: int) -> PassCost:
-    """The virtual GPU's prefill cost as the simulator's."""
     return PassCost(
         fixed_s=cost.prefill_base_s,
         max_s=cost.prefill_per_max_token_s,

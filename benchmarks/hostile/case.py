@@ -23,7 +23,6 @@ ANSWER_S = 60.0
 
 
 def tls_context() -> ssl.SSLContext:
-    """A client's context that accepts the router's self-signed certificate."""
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     context.check_hostname = False
     context.verify_mode = ssl.CERT_NONE
@@ -32,15 +31,12 @@ def tls_context() -> ssl.SSLContext:
 
 @dataclass
 class Target:
-    """The router under attack."""
-
     port: int
     prefill_port: int
     decode_port: int
     endforward_port: int
     """0: it listens to none."""
     tls: bool = False
-    """Its serving port speaks TLS."""
     sent_bytes: int = 0
     statuses: Counter[str] = field(default_factory=Counter)
     """What came back: the status of each answer, or ``closed``, ``timeout``."""
@@ -55,7 +51,6 @@ class Target:
         await writer.drain()
 
     async def get(self, path: str) -> None:
-        """One request, to the end of the answer."""
         await self.post(b"", path, method=b"GET")
 
     async def post(
@@ -108,13 +103,10 @@ class Case:
     attack: Attack
     policy: str = "sbs"
     flags: tuple[str, ...] = ()
-    """Further flags of the router."""
     tokenizer: bool = False
     """The router has a tokenizer and a chat template (``--tokenizer-path``)."""
     endforward: bool = False
-    """The router listens for EndForward."""
     tls: bool = False
-    """The router serves over TLS."""
     descriptors: int = 0
     """Most files and sockets that the router may have open; 0: as many as this process."""
     reconnects: bool = False

@@ -19,7 +19,6 @@ from benchmarks.router_processes import Contender, Processes, running
 from tools.stand_ins.ports import free_ports
 
 QUIET_S = 2.0
-"""Before the attack, for the baseline."""
 _AFTER_S = 0.5
 _CASE_S = 120.0
 _LEAST_INPUT_BYTES = 1 << 20
@@ -38,15 +37,12 @@ _TEMPLATE = """\
 
 @dataclass
 class Row:
-    """What is reported of a case."""
-
     case: str
     about: str
     worst_delay_ms: float
     """The longest wait for an answer to the probe, from the attack's beginning to half a second
     after its end."""
     baseline_ms: float
-    """The longest before it."""
     memory_ratio: float
     """Peak resident memory less that before, over the size of what was sent, or over 1 MiB."""
     grown_mib: float

@@ -82,7 +82,6 @@ def student_t(freedom: int) -> float:
 
 
 BySeed = Mapping[int, float]
-"""A figure of each seed."""
 
 
 def change(mine: BySeed, base: BySeed) -> list[float]:
@@ -103,7 +102,6 @@ class Claim(msgspec.Struct, frozen=True, kw_only=True):
     """The range the paper gives; both ends equal for a single figure, the upper one infinite where
     it only says that there is a gain."""
     literal: Estimate
-    """The paper's configuration as simulated here."""
     ours: Estimate | None = None
     """The default configuration of this project, where the claim is about the method."""
     unit: Unit = ""

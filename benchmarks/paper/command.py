@@ -47,7 +47,6 @@ class Effort:
     steps: int = 12_000
     warm_up_steps: int = 3_000
     prefill_instances: int = 3
-    """As in the paper's cluster."""
     search: tuple[float, float] = (0.7, 1.4)
     """Loads between which the capacity of the 0-3K workload is searched first."""
     tolerance: float = 0.01
@@ -129,7 +128,6 @@ def simulate(
 
 
 def judge(rows: Sequence[Row], costs: Sequence[str]) -> tuple[list[Claim], list[ResultTable]]:
-    """Every claim held against the rows."""
     claims: list[Claim] = []
     tables: list[ResultTable] = []
     slos_s = {name: make_scenario(name).slo_ttft_s for name in ("paper-3k", "paper-5k")}

@@ -13,7 +13,6 @@ from sglang_sbs.simulator.experiments.tables import ResultTable, groups, mean_of
 from sglang_sbs.simulator.parallel import Row
 
 SCENARIO = "paper-decode"
-"""The scenario's name in rows."""
 PERSISTENT_SKEW = 0.7
 """Rank weights from 0.3 to 1.7: gives the paper's baseline band of 40-130K."""
 

@@ -40,7 +40,6 @@ class StepCost(msgspec.Struct, frozen=True, kw_only=True):
 
 
 REQUESTS_PER_RANK = 35
-"""Of the paper's decode experiment."""
 
 
 class DecodeSpec(msgspec.Struct, frozen=True, kw_only=True):
@@ -65,14 +64,10 @@ class DecodeSpec(msgspec.Struct, frozen=True, kw_only=True):
 
 @dataclass(slots=True)
 class DecodeOutcome:
-    """Samples after the warm-up."""
-
     kv: list[tuple[float, list[int]]] = field(default_factory=list)
-    """(time_s, K of every rank)."""
     running_max: list[int] = field(default_factory=list)
     tokens: int = 0
     completed: int = 0
-    """Requests that finished."""
     time_s: float = 0.0
     balanced_s: float = 0.0
     """What the same steps would have taken with B and K equal on all ranks."""
@@ -107,8 +102,6 @@ class _Rank:
 
 
 class DecodeSimulation:
-    """Closed loop: whenever a request finishes, another arrives."""
-
     def __init__(self, spec: DecodeSpec, config: SchedulerConfig) -> None:
         self._spec = spec
         self._rng = random.Random(spec.seed)
@@ -123,7 +116,6 @@ class DecodeSimulation:
         """A pass takes all that was sent before its launch."""
         self._finish: list[tuple[int, str]] = []
         self._live: dict[str, tuple[int, int, int]] = {}
-        """rid -> (rank, input, output)."""
         self._lengths: dict[str, tuple[int, int]] = {}
         self._arrived = 0
         self._completed = 0

@@ -52,7 +52,6 @@ _PEAK = "It is the most of any rank in any step, and rises with the time that is
 
 _Paper = float | tuple[float, float]
 _Values = Sequence[float] | BySeed
-"""One of each seed."""
 
 
 def by_seed(rows: Sequence[Row], key: str, **fields: Any) -> dict[int, float]:
@@ -279,7 +278,6 @@ def ttft_table(rows: Sequence[Row], scenario: str, cost: str) -> ResultTable:
 
 
 def capacities(rows: Sequence[Row], scenario: str, cost: str, policy: str) -> list[Row]:
-    """The searches for a capacity."""
     wanted = (scenario, cost, policy)
     found = [row for row in rows if (row["scenario"], row["cost"], row["policy"]) == wanted]
     return [row for row in found if "max_qps" in row]

@@ -1,7 +1,4 @@
-"""Clients of the scale measurement: streams that stay, short requests, and what they noticed.
-
-Owns the connections and their timing. Must not know who answers, nor what the router costs.
-"""
+"""Clients of the scale measurement: streams that stay, short requests, and what they noticed."""
 
 from __future__ import annotations
 
@@ -37,8 +34,6 @@ class Notes:
 
 
 class TimedStream(Exchange):
-    """An exchange that notes the gaps between its tokens."""
-
     __slots__ = ("_last_s", "_notes")
 
     def __init__(self, tally: Tally, notes: Notes) -> None:
@@ -86,7 +81,6 @@ class Clients:
             pass
 
     async def settle(self, timeout_s: float) -> None:
-        """Until the short requests are over."""
         if self._tasks:
             await asyncio.wait(self._tasks, timeout=timeout_s)
 

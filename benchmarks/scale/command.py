@@ -1,8 +1,4 @@
-"""How large a cluster one router takes: DP ranks, streams in flight, EndForward storms.
-
-Owns the cases, what is made of the readings, the tables and the JSON. Must not know how the router
-works inside, beyond the names of its processes and metrics.
-"""
+"""How large a cluster one router takes: DP ranks, streams in flight, EndForward storms."""
 
 from __future__ import annotations
 
@@ -57,8 +53,6 @@ _SPARE_FILES = 600
 
 
 class Case(msgspec.Struct, kw_only=True, frozen=True):
-    """One cluster under one load."""
-
     ranks: int
     streams: int
     reports_per_s: float
@@ -180,7 +174,6 @@ async def measure(case: Case, console: Console, log: Path) -> Result:
 
 
 async def _scrape(router: ScaledRouter) -> None:
-    """As Prometheus does, while it is measured."""
     while True:
         await asyncio.sleep(_SCRAPE_EVERY_S)
         with contextlib.suppress(OSError, aiohttp.ClientError):
@@ -239,7 +232,6 @@ def _histogram(before: Reading, after: Reading, name: str, event: str | None = N
 
 
 def _longest_s(reading: Reading, name: str, labels: Mapping[str, str]) -> float:
-    """Since the process began."""
     return max(
         value
         for (series, found), value in reading.series.items()

@@ -1,10 +1,6 @@
 """Many engines in one process, of which each DP rank speaks: what a large cluster sends a router.
 
-Owns prefill and decode instances that do in time what engines do, and cost next to nothing: passes,
-decode steps, EndForward from every rank over a socket of its own, streams at a pace. Must not know
-which router asks. ``python -m benchmarks.scale.fleet`` reads its shape (:class:`FleetShape`, JSON)
-from the first line of stdin, writes the ports of its instances, and ends with its stdin. The line
-``finish`` lets every stream end with its next token; ``counts`` is answered with JSON.
+The line ``finish`` lets every stream end with its next token; ``counts`` is answered with JSON.
 
 A prefill instance takes in what has come when a pass ends, computes up to a chunk per rank, and
 answers when the pass with the last token of a prompt is over. A decode stream begins then.
@@ -64,11 +60,9 @@ class FleetShape(msgspec.Struct, kw_only=True, frozen=True):
     prefill: list[int]
     decode: list[int]
     endforward: str
-    """Where the ranks' messages go."""
     reports_per_s: float = 20.0
     """Of every rank: launches and ends of passes, decode steps, heartbeats of an idle rank."""
     token_s: float = 1.0
-    """Between two tokens of a stream."""
     pass_s: float = 0.0
     """How long a prefill pass of full chunks takes, three tenths of it whatever it computes; 0: all
     passes take two reports."""
@@ -81,10 +75,7 @@ class FleetShape(msgspec.Struct, kw_only=True, frozen=True):
 
 
 class FleetCounts(msgspec.Struct, kw_only=True):
-    """What the engines have seen so far."""
-
     reports: int = 0
-    """EndForward messages sent."""
     dropped_reports: int = 0
     """Not taken by the socket: its queue was full."""
     prefills: int = 0
@@ -112,11 +103,9 @@ class _Instance:
         self.url = f"http://127.0.0.1:{port}"
 
     def serve(self, body: dict[str, Any], connection: _Connection) -> None:
-        """A request came."""
         raise NotImplementedError
 
     def publish(self, report: EndForward) -> None:
-        """What a rank says, unless its socket's queue is full."""
         self.fleet.counts.reports += 1
         try:
             socket = self._sockets[report.dp_rank]
@@ -216,8 +205,6 @@ class _DecodeRank:
 
 
 class _Decode(_Instance):
-    """Steps and tokens at the pace that is set."""
-
     role = "decode"
 
     def __init__(self, fleet: Fleet, dp_size: int) -> None:
@@ -234,7 +221,6 @@ class _Decode(_Instance):
         loop.call_later(first_s, self._tokens, loop.time() + first_s)
 
     def serve(self, body: dict[str, Any], connection: _Connection) -> None:
-        """A stream begins when its prompt is computed."""
         connection.left = tokens_asked(body)
         rank = self.ranks[body["routed_dp_rank"]]
         rank.accepted += 1
@@ -287,8 +273,6 @@ class _Decode(_Instance):
 
 
 class Fleet:
-    """All instances, on one event loop."""
-
     def __init__(self, shape: FleetShape, loop: asyncio.AbstractEventLoop) -> None:
         self.shape, self.loop = shape, loop
         self.counts = FleetCounts()
@@ -316,7 +300,6 @@ class Fleet:
         return ports
 
     def publisher(self) -> zmq.Socket[bytes]:
-        """A rank's socket, as the plugin's."""
         sock = self._context.socket(zmq.PUB)
         sock.setsockopt(zmq.LINGER, 0)
         sock.setsockopt(zmq.SNDHWM, SEND_HWM)
@@ -324,7 +307,6 @@ class Fleet:
         return sock
 
     def computed(self, room: int) -> None:
-        """The prompt of this room has been prefilled."""
         begin = self._rooms.pop(room, None)
         if begin is not None:
             begin()
@@ -332,7 +314,6 @@ class Fleet:
             self._rooms[room] = None
 
     def when_computed(self, room: int, begin: Callable[[], None]) -> None:
-        """Decode waits for the KV of this room."""
         if room in self._rooms:
             del self._rooms[room]
             begin()
@@ -364,14 +345,12 @@ class _Connection(EngineConnection):
             self._instance.fleet.counts.hung_up += 1
 
     def request(self, path: bytes, body: bytes) -> None:
-        """A whole one came."""
         if path != b"/v1/chat/completions":
             self._write(self._instance.control(path))
             return
         self._instance.serve(orjson.loads(body), self)
 
     def answer(self, data: bytes) -> None:
-        """Unless the router has hung up."""
         if not self._transport.is_closing():
             self._write(data)
 

@@ -1,8 +1,4 @@
-"""The router of a scale measurement and its engines, as processes, and what each part costs.
-
-Owns their command lines, and what the kernel and the router's own metrics say of CPU time, memory
-and decisions. Must not know what load they are under.
-"""
+"""The router of a scale measurement and its engines, as processes, and what each part costs."""
 
 from __future__ import annotations
 
@@ -52,8 +48,6 @@ def shape_of(ranks: int, endforward: str, reports_per_s: float, token_s: float) 
 
 
 class FleetProcess:
-    """The engines' process."""
-
     def __init__(self, process: Helper, ports: list[int]) -> None:
         self.process, self.ports = process, ports
 
@@ -76,22 +70,17 @@ async def running_fleet(shape: FleetShape) -> AsyncIterator[FleetProcess]:
 
 @dataclass(slots=True)
 class Reading:
-    """What the parts have used up to a moment."""
-
     at_s: float
     cpu_s: dict[str, float]
     """By component."""
     memory_bytes: dict[str, int]
     """Proportional set size: shared pages count once over all processes."""
     series: _Series = field(default_factory=dict)
-    """The router's metrics."""
     scrape_s: float = 0.0
     scrape_bytes: int = 0
 
 
 class ScaledRouter:
-    """A router with several processes."""
-
     def __init__(self, port: int, metrics_port: int, pid: int, scheduler: int | None) -> None:
         """``scheduler``: its process, where it is none of the router's own."""
         self.port, self.pid = port, pid
@@ -128,7 +117,6 @@ class ScaledRouter:
         return reading
 
     async def scrape(self, into: Reading) -> None:
-        """The metrics page, and what it took."""
         started_s = time.perf_counter()
         async with aiohttp.ClientSession() as session, session.get(self._metrics) as answer:
             text = await answer.text()

@@ -205,7 +205,6 @@ class _Planner:
         pipeline_parallel = int_flag(flags, "--pp", "--pp-size", "--pipeline-parallel-size")
         replicas = max(ranks.replicas for ranks in self._ranks.values())
         self._gpus = tensor_parallel * pipeline_parallel * replicas
-        """GPUs of one instance."""
         self._options = options
         self._port_blocks = port_blocks
         self._environment = dict(options.environment)

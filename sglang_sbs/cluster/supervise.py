@@ -15,8 +15,6 @@ from sglang_sbs.cluster.spawn import Spawn, SpawnedProcess, last_words, spawn_ch
 
 
 class ProcessDiedError(RuntimeError):
-    """A process of the cluster ended unexpectedly."""
-
     def __init__(self, process: SpawnedProcess) -> None:
         self.name, self.returncode = process.name, process.exited.result()
         how = describe_exit(self.returncode)

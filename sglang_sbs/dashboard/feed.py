@@ -34,8 +34,6 @@ Observer = Callable[[Event, Sequence[Command], float], None]
 
 
 class Observable(Protocol):
-    """Drives the scheduler and can be observed."""
-
     observer: Observer | None
     errors: int
     """Number of events that failed in the scheduler."""
@@ -48,8 +46,6 @@ class Observable(Protocol):
 
 
 class Feed(Protocol):
-    """A source of frames."""
-
     def watch(self, take: Take) -> Stop:
         """Call ``take`` with a history and then with every frame, until the result is called."""
 
@@ -89,7 +85,6 @@ class LocalFeed:
         self._stays = False
 
     def stay(self) -> None:
-        """Watch the scheduler from now on, even without watchers."""
         self._stays = True
         self._attach()
 
@@ -135,7 +130,6 @@ class LocalFeed:
         self._ticker = None
 
     def _observe(self, event: Event, commands: Sequence[Command], now_s: float) -> None:
-        """Isolate the scheduler from errors of the dashboard."""
         try:
             if self.recorder is not None:
                 self.recorder.observe(event, commands, now_s)

@@ -14,8 +14,6 @@ from sglang_sbs.wire.balance import active_ranks, max_over_mean
 
 
 class Gang(msgspec.Struct):
-    """Requests dispatched together to one prefill instance."""
-
     batch: int
     at_s: float
     prefill: str

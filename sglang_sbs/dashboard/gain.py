@@ -69,7 +69,6 @@ class Gain:
         return [one for one in self._minutes if number - most <= one.number < number]
 
     def _window(self, now_s: float) -> list[_Minute]:
-        """Return the minutes used for the ratio."""
         return [one for one in self._whole(now_s, WINDOW_MINUTES) if one.number >= self._first]
 
     def off(self, now_s: float) -> float | None:

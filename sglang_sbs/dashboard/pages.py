@@ -75,7 +75,6 @@ class Dashboard:
         """Number of watchers dropped because they were too slow."""
 
     def routes(self) -> list[tuple[str, str, Handler]]:
-        """Method, path and handler of each endpoint."""
         pages = [("GET", path, _asset(*asset)) for path, asset in _ASSETS.items()]
         return [*pages, ("GET", EVENTS_PATH, self.events), ("GET", WELL_PATH, self.well)]
 
@@ -203,7 +202,6 @@ def _dated(alert: dict[str, Any], zero_s: float, **names: str) -> dict[str, Any]
 
 
 def _asset(name: str, kind: str) -> Handler:
-    """Serve a file of the package, read once."""
     body = files("sglang_sbs.dashboard").joinpath("static", name).read_bytes()
     tag = f'"{hashlib.sha256(body).hexdigest()[:16]}"'
 

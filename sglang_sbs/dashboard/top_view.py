@@ -86,7 +86,6 @@ def plain(text: object) -> str:
 
 
 def seconds(value: float | None) -> str:
-    """Format a duration briefly for people."""
     if value is None:
         return "-"
     return f"{1e3 * value:.0f}ms" if abs(value) < 1 else f"{value:.1f}s"
@@ -147,7 +146,6 @@ def _header(frame: dict[str, Any], note: str) -> list[Line]:
 
 
 def _well(well: dict[str, Any]) -> Text:
-    """The line about the overall state."""
     mark, style = _LEVELS[well["level"]]
     if well["level"] == "green":
         return Text.assemble((f"{mark} all is well: ", style), plain(well["cause"]))
@@ -193,7 +191,6 @@ def _split(split: dict[str, Any]) -> list[Line]:
 
 
 def _balance(balance: dict[str, float] | None) -> str:
-    """Describe how evenly passes were spread over DP ranks."""
     if not balance:
         return ""
     return (
@@ -290,7 +287,6 @@ def _ranks(
 
 
 def _share(room: int, first: int, second: int) -> tuple[int, int]:
-    """Divide lines between two lists according to their needs."""
     given = min(first, max(room // 2, room - second))
     return max(1, given), max(1, min(second, room - given))
 

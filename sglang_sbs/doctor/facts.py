@@ -34,13 +34,10 @@ class Failure(Exception):
 
 @dataclass(slots=True)
 class Bootstrap:
-    """Response of a prefill engine's bootstrap server."""
-
     host: str
     """Host as sent to decode engines; the port likewise."""
     port: int
     failure: str = ""
-    """Connection error."""
     status: int = 0
     """Status of ``GET /route`` for the whole engine; 503 while ranks are missing."""
     text: str = ""
@@ -57,7 +54,6 @@ class EngineFacts:
     """One engine and its responses. Fields without a response keep their defaults."""
 
     url: str
-    """Normalized URL."""
     role: InstanceRole
     """Role as given; the bootstrap port likewise."""
     given_port: int | None = None
@@ -105,8 +101,6 @@ class EngineFacts:
 
 @dataclass(slots=True)
 class RankHeard:
-    """EndForward from one rank of one boot."""
-
     messages: int
     last: EndForward
     peer: str
@@ -115,8 +109,6 @@ class RankHeard:
 
 @dataclass(slots=True)
 class Heard:
-    """Messages received while listening."""
-
     listened_s: float = 0.0
     bound: list[str] = field(default_factory=list)
     dialled: list[str] = field(default_factory=list)
@@ -124,7 +116,6 @@ class Heard:
     busy: list[str] = field(default_factory=list)
     """Endpoints of this machine that another process uses."""
     elsewhere: list[str] = field(default_factory=list)
-    """Endpoints on other machines."""
     failed: dict[str, str] = field(default_factory=dict)
     """Errors by endpoint that could not be bound."""
     ranks: dict[str, dict[int, RankHeard]] = field(default_factory=dict)
@@ -156,7 +147,6 @@ class RouterFacts:
         return told if isinstance(told, dict) else {}
 
     def instances(self, role: str) -> list[dict[str, Any]]:
-        """The scheduler's state of each instance."""
         return objects(self.state.get(role))
 
     def ages_s(self, url: str) -> dict[int, float | None]:
@@ -173,8 +163,6 @@ class RouterFacts:
 
 @dataclass(frozen=True, slots=True)
 class ProbeResult:
-    """Result of one request through one pair."""
-
     pair: str
     """``PREFILL -> DECODE``"""
     ranks: str
@@ -231,7 +219,6 @@ def alias_of(url: str) -> tuple[str, int] | None:
 
 
 def objects(value: object) -> list[dict[str, Any]]:
-    """Return the objects in a list."""
     return [one for one in value if isinstance(one, dict)] if isinstance(value, list) else []
 
 

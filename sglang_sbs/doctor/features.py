@@ -120,8 +120,6 @@ class Feature(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class FeatureRow:
-    """The state of a feature in this deployment."""
-
     id: str
     title: str
     state: State

@@ -53,7 +53,6 @@ class Finding:
 class Wording(NamedTuple):
     severity: Severity
     change: str
-    """Remedy, as an instruction."""
 
 
 class Findings(dict[str, Wording]):

@@ -60,8 +60,6 @@ def ratios(
 
 
 class _Draw:
-    """One simulation, prepared for weighted means and quantiles."""
-
     def __init__(self, values: Sequence[float], blocks: Sequence[int]) -> None:
         self._sums: dict[int, float] = defaultdict(float)
         self._counts: Counter[int] = Counter()

@@ -11,7 +11,6 @@ from sglang_sbs.simulator.experiments.policy_looks import colours_of
 
 
 def write(path: Path, verdict: Verdict, command: str) -> None:
-    """Write one self-contained file."""
     parts: list[Part] = [*verdict.sentences(), *verdict.tables()]
     if verdict.calibration is not None:
         lacking = without_matplotlib()

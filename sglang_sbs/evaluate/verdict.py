@@ -74,7 +74,6 @@ class Verdict:
 
     @property
     def accepted(self) -> bool:
-        """Whether the model is accurate enough to compare policies."""
         found = self.calibration
         return found is not None and abs(found.mean - 1) <= ACCEPTED and self._fit <= ACCEPTED
 
@@ -130,7 +129,6 @@ class Verdict:
     # In words -----------------------------------------------------------------------------------
 
     def sentences(self) -> list[str]:
-        """Return the result, then its restrictions."""
         found = self.calibration
         if found is None:
             return ["What ran was not simulated to its end, so there is no answer."]

@@ -95,7 +95,6 @@ class Workload:
 
     @property
     def counted(self) -> list[int]:
-        """Indices of the requests measured after the warm-up."""
         return [i for i, value in enumerate(self.measured_s) if not math.isnan(value)]
 
 
@@ -297,7 +296,6 @@ class _Builder:
 def _notes(
     recording: Recording, every: Sequence[RecordedRequest], sent: Sequence[RecordedRequest]
 ) -> list[str]:
-    """Return remarks about the log for the reader."""
     notes = []
     if len(recording.policies) > 1:
         named = ", ".join(recording.policies)

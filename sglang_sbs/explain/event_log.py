@@ -23,8 +23,6 @@ MOST_REQUESTS = 1_000_000
 
 @dataclass
 class ReadLog:
-    """The content of an event log."""
-
     config: SchedulerConfig
     observed: bool = False
     """The log is from ``sglang-sbs observe``, so no scheduler of ours made the decisions."""

@@ -45,7 +45,6 @@ def after(seconds: float) -> str:
 
 
 def opening(why: Why) -> str:
-    """Return why the request could leave at that moment."""
     match why.opening:
         case Opening.IDLE:
             return "the instance was idle"
@@ -75,7 +74,6 @@ def opening(why: Why) -> str:
 
 
 def term(why: Why) -> str:
-    """Return the term that decided the placement."""
     chosen = next((one for one in why.candidates if one.chosen), None)
     where = chosen.instance if chosen is not None else "this instance"
     match why.term:
@@ -147,7 +145,6 @@ def wait(one: Waited, arrived_s: float) -> str:
 
 
 def candidate(one: Candidate) -> tuple[str, ...]:
-    """Table cells for a candidate."""
     return (
         f"{'->' if one.chosen else '  '} {one.instance}",
         after(one.start_s),

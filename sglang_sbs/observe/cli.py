@@ -104,7 +104,6 @@ class Observer:
     """The log could not be written to its end."""
 
     stop: asyncio.Event = field(default_factory=asyncio.Event)
-    """Ends the recording early."""
 
     def __post_init__(self) -> None:
         self.recorder = TrafficRecorder(self.traffic.on_request, self.traffic.on_pass)
@@ -177,7 +176,6 @@ class Observer:
         return self.traffic.progress()
 
     def summary(self, endpoint: str) -> list[str]:
-        """Return the verdict, then the figures behind it."""
         counts, instances = self.recorder.counts, self.recorder.instances
         if not counts["messages"]:
             return [

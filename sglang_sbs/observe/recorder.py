@@ -53,8 +53,6 @@ _MAX_RID_CHARS = 100
 
 @dataclass(slots=True)
 class ObservedRequest:
-    """A request on a prefill instance."""
-
     rid: str
     instance: str
     dp_rank: int
@@ -77,7 +75,6 @@ class _EngineClock:
         self._least_s = self._before_s = math.inf
 
     def offset_s(self, sent_s: float, now_s: float) -> float:
-        """Return the observer's time minus the engine's time."""
         if now_s - self._since_s > _CLOCK_BUCKET_S:
             self._since_s, self._before_s, self._least_s = now_s, self._least_s, math.inf
         self._least_s = min(self._least_s, now_s - sent_s)

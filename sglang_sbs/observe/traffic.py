@@ -122,7 +122,6 @@ class Traffic:
         return max(0.0, 1 - passes_s / span_s) if span_s > 0 else 0.0
 
     def progress(self) -> str:
-        """Return a line with the current figures."""
         parts = [counted(len(self.prompts), "request")]
         if self.shared_passes:
             active, ranks = self._ranks()

@@ -41,8 +41,6 @@ Restart engines and routers afterwards. Exit code: 0 all is as asked (status: no
 
 @dataclass
 class Report:
-    """Result for one package: found, done or refused."""
-
     package: str
     version: str
     site: str
@@ -56,7 +54,6 @@ class Report:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """The verb."""
     args = _parser().parse_args(argv)
     try:
         reports = run(args.action, args.package, args.version, args.site)

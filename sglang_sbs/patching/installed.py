@@ -17,8 +17,6 @@ _PLUGIN_FRAMEWORK = "sglang/srt/plugins/hook_registry.py"
 
 @dataclass(frozen=True)
 class Installed:
-    """A distribution installed in an environment."""
-
     package: str
     version: str
     root: Path

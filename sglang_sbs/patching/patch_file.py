@@ -61,8 +61,6 @@ class FilePatch:
 
 @dataclass(frozen=True)
 class Patch:
-    """The content of a patch file."""
-
     name: str
     package: str
     """Name of the distribution: ``sglang`` or ``sglang-router``."""

@@ -22,8 +22,6 @@ TreeState = Literal["original", "patched", "partly", "unknown"]
 
 @dataclass(frozen=True)
 class TouchedFile:
-    """A file of an installed package as found."""
-
     path: Path
     patch: FilePatch
     state: FileState

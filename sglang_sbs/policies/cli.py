@@ -78,7 +78,6 @@ def _page(spec: PolicySpec) -> str:
 
 
 def markdown(spec: PolicySpec) -> str:
-    """Format the policy's section of docs/policies.md."""
     rows = [f"- **{word}**: {getattr(spec, key)}" for key, word in _PAGE.items()]
     return "\n".join([f"## {spec.name}", "", spec.summary, "", *rows, ""])
 

@@ -45,8 +45,6 @@ class NonconformityError(AssertionError):
 
 @dataclass(frozen=True)
 class Check:
-    """A run that every policy must pass."""
-
     name: str
     """The requirement that it checks."""
     spec: dict[str, Any] = field(default_factory=dict)
@@ -127,8 +125,6 @@ def _arrivals(requests: int) -> list[Arrival]:
 
 
 class _Checked:
-    """A scheduler whose commands are checked."""
-
     def __init__(self, config: SchedulerConfig, switched: Policy | None) -> None:
         self._scheduler = Scheduler(config)
         self._switched = switched
@@ -175,7 +171,6 @@ class _Checked:
                 raise NonconformityError(f"{where}: rank {rank} of {name}, which is not up")
 
     def end(self) -> None:
-        """Check that nothing is left at the end."""
         for left, what in ((self._waiting, "still waits"), (self._dispatched, "never ended")):
             if left:
                 raise NonconformityError(f"{min(left)} {what} at the end, of {len(left)} like it")

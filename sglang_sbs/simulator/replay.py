@@ -12,8 +12,6 @@ from sglang_sbs.scheduling.eventlog import read_event_log
 
 @dataclass(slots=True)
 class ReplayResult:
-    """Result of a replay."""
-
     events: int = 0
     commands: int = 0
     difference: str = ""

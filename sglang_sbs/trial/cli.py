@@ -102,7 +102,6 @@ def _ask(args: argparse.Namespace, asked: dict[str, str] | None) -> Report | _No
 
 
 def page_of(told: Report | _None) -> str:
-    """Format the report as text."""
     if isinstance(told, _None):
         return told.text + "\n"
     times = "".join(f"{name:>9}" for name in ("mean", "p50", "p99", "refused"))

@@ -70,8 +70,6 @@ def joined(words: Iterable[str]) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Circumstances:
-    """Circumstances that explain a missing gain."""
-
     policy: str
     holding: bool
     load: float

@@ -41,9 +41,7 @@ class Report(msgspec.Struct, kw_only=True):
     now: str | None
     """The side that has the present slot: ``policy`` or ``baseline``."""
     slot: int
-    """Completed slots."""
     slots: int
-    """Limit on slots."""
     slot_s: float
     slot_left_s: float | None
     passes_per_slot: int | None
@@ -62,9 +60,7 @@ class Report(msgspec.Struct, kw_only=True):
     counted in the verdict."""
     seed: int
     cause: Cause | None
-    """Cause of the end."""
     ended: str
-    """The same as text."""
     began_at: float
     """Unix time of the start; the next field is that of the end."""
     ended_at: float | None = None
@@ -139,7 +135,6 @@ def interval_in_words(verdict: Verdict) -> str:
 
 
 def in_words(trial: Trial) -> str:
-    """The verdict as a sentence without a full stop."""
     policy, baseline = trial.policies
     verdict, ended = trial.verdict, trial.ended
     slots = f"after {counted(trial.done, 'slot')}"

@@ -29,7 +29,6 @@ class Block:
 
     requests: int = 0
     tokens: int = 0
-    """Prompt tokens."""
     answered: int = 0
     ttft_s: float = 0.0
     """Sum of TTFTs."""
@@ -76,7 +75,6 @@ class Slot:
 
     @property
     def mean_s(self) -> float:
-        """Mean TTFT of the counted requests."""
         return sum(block.ttft_s for block in self.blocks) / self.answered
 
     @property
@@ -122,8 +120,6 @@ class Adjustment:
 
 @dataclass(frozen=True, slots=True)
 class Pair:
-    """Two consecutive slots, one of each policy."""
-
     difference: float
     """Logarithm of the policy's mean TTFT divided by the baseline's."""
     covariates: tuple[float, float]
@@ -148,8 +144,6 @@ def pair_of(one: Slot, other: Slot) -> Pair | None:
 
 @dataclass(slots=True)
 class Arm:
-    """All slots of one of the two policies."""
-
     slots: int = 0
     requests: int = 0
     """Number of counted requests that were answered."""
@@ -162,7 +156,6 @@ class Arm:
     _buckets: Counter[int] = field(default_factory=Counter)
 
     def waited(self, ttft_s: float) -> None:
-        """Record a counted request."""
         self.requests += 1
         self.ttft_s += ttft_s
         self._buckets[round(_PER_E * math.log(max(1e-4, min(ttft_s, 1e6))))] += 1

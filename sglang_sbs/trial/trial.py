@@ -47,7 +47,6 @@ LIMIT_SHARE = 0.01
 LIMIT_LEAST = 5
 """Fewer requests than this never break a limit."""
 MOST_OPEN = 100_000
-"""Limit on observed requests."""
 ARMS = ("policy", "baseline")
 
 Cause = Literal["certain", "narrow", "slots", "limit", "stopped", "switched", "lost", "failed"]
@@ -55,8 +54,6 @@ Cause = Literal["certain", "narrow", "slots", "limit", "stopped", "switched", "l
 
 @dataclass(frozen=True, slots=True)
 class Switch:
-    """A command to put this policy in force."""
-
     policy: Policy
 
 
@@ -66,7 +63,6 @@ class Ended:
 
     cause: Cause
     text: str
-    """The reason for people."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,7 +103,6 @@ class Trial:
         self.verdict: Verdict | None = None
         self.ended: Ended | None = None
         self.done = 0
-        """Completed slots."""
         self.current: Slot | None = None
         """None before the first slot and after the last one."""
         self._random = random.Random(f"trial {seed}")
@@ -123,7 +118,6 @@ class Trial:
 
     @property
     def wake_s(self) -> float:
-        """End of the present slot."""
         slot = self.current
         return math.inf if slot is None else slot.begin_s + slot.length_s
 
@@ -251,7 +245,6 @@ class Trial:
     # Requests ---------------------------------------------------------------------------------
 
     def observe(self, event: Event, commands: Sequence[Command], now_s: float) -> None:
-        """Process an event of the scheduler and its commands."""
         match event:
             case RequestArrived() if self.current is not None:
                 self._arrived(self.current, event, now_s)

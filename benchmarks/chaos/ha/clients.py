@@ -29,19 +29,14 @@ MOST_TRIES = 5
 
 @dataclass(eq=False)
 class Router:
-    """As the balancer sees it."""
-
     url: str
     up: bool = True
     failed: int = 0
-    """Health checks in a row."""
     taken_out: asyncio.Event = field(default_factory=asyncio.Event)
 
 
 @dataclass(frozen=True, slots=True)
 class Balanced:
-    """One request of a client, with its repeats."""
-
     outcome: Outcome
     """The last try; sent, and its first token, as the client saw them over all tries."""
     tries: int
@@ -52,8 +47,6 @@ class Balanced:
 
 
 class BalancedLoad:
-    """An open load on several routers."""
-
     def __init__(self, urls: Sequence[str], *, timeout_s: float) -> None:
         self.routers = [Router(url) for url in urls]
         self.done: list[Balanced] = []
@@ -68,7 +61,6 @@ class BalancedLoad:
 
     @property
     def elapsed_s(self) -> float:
-        """The load's clock."""
         return time.monotonic() - self._began_s
 
     async def __aenter__(self) -> Self:

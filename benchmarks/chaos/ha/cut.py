@@ -27,7 +27,6 @@ class Cut:
         self._server = await asyncio.start_server(self._connected, *self.listen)
 
     async def close(self) -> None:
-        """End every connection."""
         if self._server is not None:
             self._server.close()
         for task in self._tasks:

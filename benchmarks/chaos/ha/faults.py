@@ -1,7 +1,4 @@
-"""What is done to schedulers and front ends, and how it ends.
-
-Owns the list. Must not know how a run is measured.
-"""
+"""What is done to schedulers and front ends, and how it ends."""
 
 from __future__ import annotations
 
@@ -22,8 +19,6 @@ Deed = Callable[[Places, Part], Awaitable[None]]
 
 @dataclass(slots=True)
 class Struck:
-    """What the fault was done to, for its end."""
-
     places: Places
     parts: Sequence[Part]
     notes: list[str] = field(default_factory=list)
@@ -51,7 +46,6 @@ async def a_front_end(places: Places) -> list[Part]:
 
 
 async def both(places: Places) -> list[Part]:
-    """The scheduler that schedules, and a front end."""
     return [*await active_scheduler(places), *await a_front_end(places)]
 
 

@@ -1,9 +1,4 @@
-"""Two schedulers and two front ends, each a process tree of its own, on 127.0.0.1 and 127.0.0.2.
-
-Owns command lines, ports, and the forwarders (:mod:`.cut`) that everything but engines' HTTP goes
-through: clients to a front end, front ends to a scheduler, EndForward to a scheduler, a scheduler
-to the store. Must not know what is done to them.
-"""
+"""Two schedulers and two front ends, each a process tree of its own, on 127.0.0.1 and 127.0.0.2."""
 
 from __future__ import annotations
 
@@ -46,7 +41,6 @@ class Part:
     """Where it answers this program, whatever is done to its network."""
     network: list[Cut] = field(default_factory=list)
     public: str = ""
-    """Where the others find it."""
 
     def cut(self) -> None:
         for way in self.network:
@@ -59,13 +53,10 @@ class Part:
 
 @dataclass(frozen=True, slots=True)
 class Standing:
-    """What a scheduler says of itself."""
-
     part: Part
     active: bool
     term: int
     front_ends: int
-    """That it serves."""
 
 
 class _Ports:
@@ -94,7 +85,6 @@ class Places:
         self.stores: list[Cut] = []
         """A scheduler's way to the store, in order; empty: there is none."""
         self.endforward: list[str] = []
-        """What engines are told."""
         self._hosts = [_Ports(host, first) for host, first in zip(HOSTS, ports, strict=True)]
         self._listens: list[tuple[str, int]] = []
         self._endforward_binds: list[tuple[str, int]] = []
@@ -191,7 +181,6 @@ class Places:
                 await asyncio.sleep(0.1)
 
     async def standing(self) -> list[Standing]:
-        """Of the schedulers that answer."""
         answers = await asyncio.gather(
             *(self._ask(part.asked, "/active") for part in self.schedulers)
         )
@@ -202,11 +191,9 @@ class Places:
         ]
 
     async def active(self) -> list[Part]:
-        """Which schedulers say that they schedule."""
         return [one.part for one in await self.standing() if one.active]
 
     def signal(self, part: Part, number: Signals) -> None:
-        """To every process of its tree."""
         self._supervisor.signal(part.name, number)
 
     async def kill(self, part: Part) -> None:
@@ -239,7 +226,6 @@ class Places:
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
-        """Started, and stopped at the end."""
         async with aiohttp.ClientSession() as self._session:
             try:
                 await self.start()

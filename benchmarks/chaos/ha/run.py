@@ -1,7 +1,4 @@
-"""One fault of a scheduler or a front end under load, and what clients saw of it.
-
-Owns the course of a run. Must not know which faults there are.
-"""
+"""One fault of a scheduler or a front end under load, and what clients saw of it."""
 
 from __future__ import annotations
 
@@ -37,11 +34,9 @@ class HaResult(msgspec.Struct, frozen=True):
     """The longest that a client waited for its first token, of those who had none when the fault
     came: repeats included."""
     longest_before_s: float
-    """The same before the fault."""
     repeated: int
     """Sent again to the other front end: theirs was gone. No router can do that."""
     errors: dict[str, int]
-    """Of those lost."""
     takeover_s: float | None
     """From the fault until another scheduler schedules for a front end; ``None``: none did."""
     recovery_s: float | None

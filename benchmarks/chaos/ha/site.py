@@ -1,7 +1,4 @@
-"""Engines, a store and the four places, put together.
-
-Owns the order of starting. Must not know faults.
-"""
+"""Engines, a store and the four places, put together."""
 
 from __future__ import annotations
 
@@ -120,6 +117,5 @@ async def running_site(
 
 
 def worker_flags(prefill: Iterable[tuple[str, int | None]], decode: Iterable[str]) -> list[str]:
-    """The schedulers' flags that name these engines."""
     words = router_argv(prefill, decode)
     return words[words.index("--pd-disaggregation") :]

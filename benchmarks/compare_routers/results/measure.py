@@ -1,7 +1,4 @@
-"""From samples and EndForward messages to the figures of one run.
-
-Owns what each figure means. Must not know which contender was measured.
-"""
+"""From samples and EndForward messages to the figures of one run."""
 
 from __future__ import annotations
 
@@ -22,8 +19,6 @@ _LEAST_GAPS = 3
 
 
 class KvBand(msgspec.Struct, frozen=True):
-    """KV cache of the decode ranks over time."""
-
     mean_tokens: float
     """Per rank."""
     sigma_tokens: float
@@ -31,8 +26,6 @@ class KvBand(msgspec.Struct, frozen=True):
 
 
 class Engines(msgspec.Struct, frozen=True):
-    """What the engines did between ramp-up and drain."""
-
     passes: PassStatistics
     own_gap_ms: float
     """Median pause before a pass when the engine already had work for it. NaN: seen too rarely."""
@@ -43,12 +36,9 @@ class Engines(msgspec.Struct, frozen=True):
 
 
 class Answers(msgspec.Struct, frozen=True):
-    """What clients saw."""
-
     completed: int
     failed: int
     errors: list[str]
-    """Up to three different ones."""
     ttft_ms: Latency
     tpot_ms: Latency
     e2e_ms: Latency

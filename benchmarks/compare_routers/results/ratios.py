@@ -1,7 +1,5 @@
 """From rows to ratios: ours against the best peer of each cell, with the spread over seeds.
 
-Owns which peer is the best and what a ratio is. Must not know how rows are made or shown.
-
 The best peer of a cell is the one we look worst against: for every peer the ratio is taken seed by
 seed on the same arrivals and averaged, and the largest average counts. It is looked for anew for
 the mean, the 99th percentile and everything else, so no single peer has to be best at all of them.
@@ -86,7 +84,6 @@ def cells_of(rows: Iterable[Row]) -> dict[tuple[str, float], list[Row]]:
 
 
 def serves(rows: Sequence[Row]) -> bool:
-    """Whether a contender answers what it is sent."""
     sent = sum(row.requests for row in rows)
     failed = sum(row.answers.failed for row in rows if row.answers is not None)
     return failed <= MOST_FAILED_SHARE * sent

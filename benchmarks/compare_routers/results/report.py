@@ -1,7 +1,4 @@
-"""The report of a comparison: JSON, Markdown, and a page with a picture.
-
-Owns the files. Must not know how rows are made; tables are made elsewhere.
-"""
+"""The report of a comparison: JSON, Markdown, and a page with a picture."""
 
 from __future__ import annotations
 
@@ -98,7 +95,6 @@ def tables_of(rows: Sequence[Row]) -> list[Table]:
 
 
 def facts_of(header: Header, rows: Sequence[Row]) -> list[tuple[str, str]]:
-    """What the reader must know of the run."""
     facts = [("begun", header.begun)]
     facts += [(name, f"{value}") for name, value in header.machine.items()]
     facts += [(name.replace("_", " "), f"{value}") for name, value in header.settings.items()]

@@ -1,7 +1,4 @@
-"""What is kept of every run, and the file it is kept in while the comparison goes on.
-
-Owns the row and its file. Must not know how it came about or what is made of it.
-"""
+"""What is kept of every run, and the file it is kept in while the comparison goes on."""
 
 from __future__ import annotations
 
@@ -23,19 +20,14 @@ NOT_RUN = "not run, since a run before it gave no figures"
 
 
 class Key(msgspec.Struct, frozen=True, order=True):
-    """Names a run."""
-
     workload: str
     load: float
     """Share of the prompt tokens per second that full chunks on every rank compute."""
     seed: int
     policy: str
-    """Name of a contender."""
 
 
 class Row(msgspec.Struct, frozen=True, kw_only=True):
-    """One run of one contender."""
-
     key: Key
     requests: int
     begun: str = ""
@@ -93,8 +85,6 @@ class Row(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Header(msgspec.Struct, frozen=True, kw_only=True):
-    """What all rows of a file have in common."""
-
     settings: dict[str, Any]
     """What changes a figure; a file is continued only with the same."""
     machine: dict[str, Any]

@@ -1,7 +1,4 @@
-"""The tables of a comparison: column titles and cells of text, whatever they are printed as.
-
-Owns what is shown and its wording. Must not know Markdown or HTML.
-"""
+"""The tables of a comparison: column titles and cells of text, whatever they are printed as."""
 
 from __future__ import annotations
 
@@ -41,7 +38,6 @@ def verdict(ratio: float) -> str:
 
 
 def ratio_table(rows: Sequence[Row]) -> Table:
-    """Ours over the best peer of every cell."""
     out = []
     for cell in ratio_cells(rows):
         # Without a peer among the contenders there is nothing to judge by.

@@ -37,13 +37,10 @@ _ON_DECODE = {"overlap_score_credit": 0.0, "assume_kv_reuse": False, "track_pref
 
 @dataclass(frozen=True, slots=True)
 class Leg:
-    """Where one half of a request goes."""
-
     url: str
     rank: int
     dp_size: int
     selection: str
-    """Name of the reservation."""
 
 
 class DynamoRouter:
@@ -82,7 +79,6 @@ class DynamoRouter:
         self._bootstrap[url] = bootstrap_port
 
     async def generate(self, request: web.Request) -> web.StreamResponse:
-        """One request: both legs, decode's answer as it comes."""
         body: dict[str, Any] = orjson.loads(await request.read())
         text = body.pop("text", None)
         if text is not None:
@@ -176,7 +172,6 @@ async def _serve(args: argparse.Namespace) -> None:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Serve until ended."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--pd-disaggregation", action="store_true")
     parser.add_argument("--prefill", nargs="+", action="append", required=True)

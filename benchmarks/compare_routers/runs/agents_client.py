@@ -1,7 +1,4 @@
-"""The client of a closed loop: each agent sends its next turn when it has read the answer.
-
-Owns when a run is over and which of its turns count. Must not know who answers.
-"""
+"""The client of a closed loop: each agent sends its next turn when it has read the answer."""
 
 from __future__ import annotations
 
@@ -18,8 +15,6 @@ from benchmarks.demo.load import Arrival, Sample, send_one
 
 @dataclass(slots=True)
 class Played:
-    """What was sent, and what came of it."""
-
     begin_s: float
     """When counting began, by the monotonic clock."""
     samples: list[Sample] = field(default_factory=list)

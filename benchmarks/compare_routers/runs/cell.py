@@ -1,7 +1,4 @@
-"""One run: a contender's router in front of the engines, a load, its row.
-
-Owns the router process and the order warm-up, load, measuring. Must not know which runs there are.
-"""
+"""One run: a contender's router in front of the engines, a load, its row."""
 
 from __future__ import annotations
 
@@ -61,8 +58,6 @@ _SETTLE_S = 0.3
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """What all runs of a comparison have in common."""
-
     prompts: Prompts
     model: Path | None
     """Folder with the tokenizer; ``None``: requests carry token ids and routers get none."""
@@ -75,7 +70,6 @@ class Setting:
     endforward_host: str = "127.0.0.1"
     """Where a router of ours listens to the engines: all addresses if they may be elsewhere."""
     key_file: Path | None = None
-    """Of the engines' EndForward messages."""
     most_host_lag: float = 0.0
     """Share of a full pass beyond which the host lag keeps a run out of ratios; 0: no limit."""
     event_logs: bool = False

@@ -1,7 +1,6 @@
 """Whether everyone who needs EndForward hears it, before anything is measured.
 
-Owns who is missing and what to do about it. Must not know what the messages are used for. An engine
-that speaks to the listener need not reach the router under test: both are asked.
+An engine that speaks to the listener need not reach the router under test: both are asked.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""The engines that routers are compared on: ours on CPU with virtual GPU time, or a user's own.
-
-Owns bringing them up with the flags a contender needs, and their shape. Must not know routers.
-"""
+"""The engines that routers are compared on: ours on CPU with virtual GPU time, or a user's own."""
 
 from __future__ import annotations
 
@@ -41,10 +38,7 @@ _TIMEOUT = aiohttp.ClientTimeout(total=10)
 
 @dataclass(frozen=True, slots=True)
 class Engines:
-    """A running PD cluster."""
-
     prefill: Sequence[tuple[str, int | None]]
-    """URL and bootstrap port."""
     decode: Sequence[str]
     names: Mapping[str, str]
     """``boot_id`` -> ``p0``, ``d0``."""
@@ -52,22 +46,17 @@ class Engines:
     chunk_tokens: int
     """Per DP rank."""
     capacity_tokens_per_s: float
-    """With full chunks on every rank."""
     ports: RouterPorts
-    """For routers, one at a time."""
     listener: ReportListener
 
     @property
     def full_pass_s(self) -> float:
-        """How long a pass with full chunks takes."""
         tokens = len(self.prefill) * self.dp_size * self.chunk_tokens
         return tokens / self.capacity_tokens_per_s
 
 
 @dataclass(frozen=True, slots=True)
 class VirtualCluster:
-    """What to bring up on CPU."""
-
     prefill: int
     decode: int
     dp_size: int
@@ -91,7 +80,6 @@ class GivenEngines:
     listen: str
     endforward_port: int
     key_file: Path | None = None
-    """Their SGLANG_SBS_ENDFORWARD_KEY_FILE."""
 
 
 def scaled_cost(

@@ -1,7 +1,4 @@
-"""Which code a run was made with.
-
-Owns asking git. Must not know what it is asked for.
-"""
+"""Which code a run was made with."""
 
 from __future__ import annotations
 

@@ -119,7 +119,6 @@ async def server_info(target: Target) -> None:
 
 
 async def _tell(target: Target, messages: list[list[bytes]]) -> None:
-    """As if the engines said so."""
     context = zmq.Context()
     socket = context.socket(zmq.PUB)
     socket.set(zmq.SNDHWM, 0)

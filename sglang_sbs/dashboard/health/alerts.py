@@ -85,9 +85,7 @@ class Alert(msgspec.Struct, frozen=True):
     kind: str
     subject: str
     text: str
-    """The cause."""
     todo: str = ""
-    """The recommended action."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -25,7 +25,6 @@ class PastAlert(msgspec.Struct):
     seen_s: float
     """Last time when it was active."""
     times: int = 1
-    """Number of its starts."""
     over: bool = False
 
 

@@ -32,7 +32,6 @@ class Wellness(msgspec.Struct, frozen=True):
     """Kind of the alert that it is about, with its ``subject``."""
     subject: str = ""
     more: int = 0
-    """Number of further alerts."""
 
 
 def is_all_well(snapshot: Snapshot, alerts: Sequence[Alert]) -> Wellness:

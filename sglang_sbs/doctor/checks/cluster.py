@@ -47,7 +47,6 @@ error probe.failed -> look at the first error in the logs of both engines; the m
 
 
 def check(facts: ClusterFacts) -> Iterator[Finding]:
-    """Check everything that involves several engines."""
     sides = {"prefill": facts.of_role("prefill"), "decode": facts.of_role("decode")}
     missing = [role for role, engines in sides.items() if not engines]
     if missing:

@@ -67,7 +67,6 @@ warning endforward.cannot-listen -> give another --sbs-endforward-bind
 
 
 def check(facts: ClusterFacts) -> Iterator[Finding]:
-    """Check plugin and reports of every engine."""
     usable = facts.usable
     heard = facts.heard or Heard()
     mine = Attribution(usable, heard)
@@ -123,7 +122,6 @@ class Attribution:
         return self._ranks.get(engine.url, {})
 
     def may_be_among_leftover(self, engine: EngineFacts) -> bool:
-        """Return whether unassigned reports could be from this engine."""
         return _may_speak(engine) and any(_says(engine, heard.last) for heard in self.leftover)
 
     def _give(self, engine: EngineFacts, ranks: dict[int, RankHeard]) -> None:
@@ -210,7 +208,6 @@ def _routers(engines: list[EngineFacts]) -> Iterator[Finding]:
 
 
 def _router_hears(facts: ClusterFacts, url: str) -> bool:
-    """Return whether a router receives reports of this engine."""
     router = facts.router
     return router is not None and router.entry(url).get("signal") == "endforward"
 

@@ -199,7 +199,6 @@ def _limits(facts: EngineFacts, info: WorkerInfo) -> Iterator[_Said]:
 
 
 def describe_limits(info: WorkerInfo, role: str) -> str:
-    """Describe the limits that SBS uses, in a line."""
     parts = [f"{info.dp_size} DP rank{'s' if info.dp_size > 1 else ''}"]
     if role == "prefill":
         parts.append(f"{info.chunk_tokens} tokens per rank and pass")

@@ -40,7 +40,6 @@ warning cache.mixed -> the same --kv-events-config on all prefill engines
 
 
 def check(facts: ClusterFacts) -> Iterator[Finding]:
-    """Check every prefill engine, and their differences."""
     prefill, decode = facts.of_role("prefill"), facts.of_role("decode")
     for engine in prefill:
         yield from _bootstrap(engine, decode)

@@ -40,7 +40,6 @@ warning router.throttled -> add prefill instances; sglang-sbs simulate plan says
 
 
 def check(facts: ClusterFacts) -> Iterator[Finding]:
-    """Check the router and its view of every engine."""
     router = facts.router
     if router is None:
         return
@@ -106,7 +105,6 @@ def _worker(router: RouterFacts, engine: EngineFacts, entry: dict[str, Any]) -> 
 
 
 def _signal(router: RouterFacts, url: str, entry: dict[str, Any]) -> Iterator[Finding]:
-    """Check whether EndForward arrives at the router."""
     if entry.get("signal") != "endforward":
         if not reads_reports(router.state.get("policy")):
             return  # this policy uses no reports

@@ -29,7 +29,6 @@ warning security.key-file-mode -> chmod 600 the file
 
 
 def check(facts: ClusterFacts) -> Iterator[Finding]:
-    """Check every engine's keys, and the secret of EndForward."""
     found = [one for engine in facts.engines for one in _keys(facts, engine)]
     yield from found
     flags = facts.options.router_flags

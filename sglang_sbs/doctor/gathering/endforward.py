@@ -120,7 +120,6 @@ class Ear:
         return 0
 
     def _dial(self, facts: EngineFacts) -> None:
-        """Connect to an engine that listens itself."""
         if facts.sbs is None or not facts.sbs.bind or key_differs(self._options, facts):
             return
         address = ""
@@ -179,7 +178,6 @@ class Ear:
 
 
 def _received(sock: zmq.Socket[bytes]) -> Iterator[list[zmq.Frame]]:
-    """Yield the messages that have arrived."""
     while sock.poll(0):
         yield sock.recv_multipart(zmq.NOBLOCK, copy=False)
 

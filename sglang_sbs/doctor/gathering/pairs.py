@@ -42,7 +42,6 @@ async def probe_pairs(
     prefill: Sequence[EngineFacts],
     decode: Sequence[EngineFacts],
 ) -> list[ProbeResult]:
-    """Send requests through all pairs, a few concurrently."""
     gate = asyncio.Semaphore(_AT_ONCE)
     keys = options.router_flags.api_key, options.router_flags.worker_key
     post, abort = (partial(ask, session, "POST", key=key) for key in keys)

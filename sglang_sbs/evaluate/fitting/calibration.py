@@ -348,7 +348,6 @@ def _normal_cdf(x: float) -> float:
 
 
 def _first_of_pass(requests: Iterable[RecordedRequest]) -> list[RecordedRequest]:
-    """Return the earliest dispatched request of each pass."""
     first: dict[int, RecordedRequest] = {}
     for request in requests:
         if request.first_pass is None:

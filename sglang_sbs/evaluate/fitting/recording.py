@@ -88,14 +88,11 @@ class RecordedPass:
 
     @property
     def complete(self) -> bool:
-        """Whether the log includes its end."""
         return not math.isnan(self.end_s)
 
 
 @dataclass(slots=True)
 class Recording:
-    """One event log."""
-
     config: SchedulerConfig
     policies: list[str] = field(default_factory=list)
     """Policies in force, in order of their first use."""

@@ -21,8 +21,6 @@ DECODE = "decode"
 
 
 class Asking(NamedTuple):
-    """A request for room in decode."""
-
     rid: str
     record: RequestRecord
     blocks: Blocks
@@ -99,7 +97,6 @@ class DecodeRank:
 
 
 def prefill_up(name: str, one: InstanceSpec, spec: ClusterSpec) -> InstanceUp:
-    """Return the announcement of an instance to the scheduler."""
     return InstanceUp(
         instance=name,
         role="prefill",

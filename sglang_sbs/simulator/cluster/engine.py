@@ -202,7 +202,6 @@ class SimulatedPrefill:
         return self.device[0] if wait else None
 
     def finish(self) -> tuple[DevicePass, list[EndForward]]:
-        """End the running pass."""
         ended = self.device.popleft()
         for rank, tokens in zip(self.ranks, ended.tokens, strict=True):
             rank.computed_tokens += tokens

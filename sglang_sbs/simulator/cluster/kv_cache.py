@@ -39,8 +39,6 @@ class BlockEvents:
 
 @dataclass(slots=True)
 class Hold:
-    """Cache resources of one request."""
-
     blocks: Blocks
     locked: int
     """Number of leading blocks in the cache that are locked for it."""
@@ -60,7 +58,6 @@ class BlockCache:
         """``host_tokens``: if less than a block, there is neither host memory nor ``storage``."""
         self.block_tokens = block_tokens
         self.capacity = capacity_tokens // block_tokens
-        """Capacity in blocks."""
         self.room = 0
         """Blocks reserved by requests and not computed yet."""
         self._locks: dict[int, int] = {}
@@ -79,7 +76,6 @@ class BlockCache:
         return len(self._locks) + len(self._evictable)
 
     def match(self, blocks: Blocks, prompt_tokens: int) -> int:
-        """Return the number of leading blocks in the cache."""
         return self._end_of(self, blocks, 0, prompt_tokens)
 
     def _limit(self, blocks: Blocks, prompt_tokens: int) -> int:
@@ -114,7 +110,6 @@ class BlockCache:
         self._write([block for block in blocks if block in fetched or block in self._host])
 
     def _write(self, blocks: Sequence[int]) -> None:
-        """Write blocks through to the lower tiers."""
         if not self._host_capacity:
             return
         host = self._host

@@ -19,7 +19,6 @@ class RequestRecord:
     prompt_tokens: int
     arrived_s: float
     index: int = -1
-    """Index of its arrival."""
     told_tokens: int = 0
     """Prompt length announced to the scheduler."""
     dispatched_s: float = math.nan
@@ -78,8 +77,6 @@ class SimulatedPass(NamedTuple):
 
 @dataclass(slots=True)
 class PoolRecord:
-    """One of several parallel clusters, and its scheduler."""
-
     requests: int
     decisions_s: Sequence[float]
     """CPU time of each event in its scheduler: measured, not simulated."""

@@ -160,7 +160,6 @@ class Simulation:
         self._tell(boot.prefill_up(name, one, spec))
 
     def _engine_of(self, name: str, rank: int) -> SimulatedPrefill | None:
-        """Return the running engine of a DP rank."""
         engines = self._engines.get(name)
         return None if engines is None else engines[rank % len(engines)]
 
@@ -243,7 +242,6 @@ class Simulation:
             self._end_s = max(self._end_s, arrivals[-1][0] + self._drain_s)
 
     def _follow(self, record: RequestRecord) -> None:
-        """Record the end of a request for its client."""
         record.ends += 1
         record.ended_s = self._now_s
         if self._loop is not None:
@@ -304,7 +302,6 @@ class Simulation:
             self._at(at_s, self._deliver, command.rid)
 
     def _deliver(self, rid: str) -> None:
-        """Record that both legs have reached their ranks."""
         if (record := self._attempts.get(rid)) is None:
             return  # it failed on the way
         assert record.prefill is not None and record.decode is not None
@@ -346,7 +343,6 @@ class Simulation:
             self._at(self._now_s, self._for, engine, self._step, engine)
 
     def _step(self, engine: SimulatedPrefill) -> None:
-        """Run one iteration of the engine's event loop."""
         prepare_s = self._spec.prepare_s
         while True:
             launch_s = self._now_s + prepare_s
@@ -372,7 +368,6 @@ class Simulation:
                 return
 
     def _fetch(self, engine: SimulatedPrefill, request: Waiting) -> None:
-        """Simulate the time for loading blocks from storage."""
         tokens = len(request.fetching) * self._spec.block_tokens
         at_s = self._now_s + tokens * self._spec.tiers.storage_load_s
         self._at(at_s, self._for, engine, self._go_on_with, engine, engine.fetched, request)

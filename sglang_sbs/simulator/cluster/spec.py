@@ -209,7 +209,6 @@ class ClusterSpec(msgspec.Struct, frozen=True, kw_only=True):
         _check_changes(self.changes, [name for name, _ in self.prefill])
 
     def engines(self, one: InstanceSpec) -> int:
-        """Number of concurrent passes of an instance."""
         return 1 if self.barrier else one.dp_size
 
     @property
@@ -218,7 +217,6 @@ class ClusterSpec(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def publishes_blocks(self) -> bool:
-        """Whether the ranks publish KV events to the scheduler."""
         return self.block_tokens > 0 and self.prefix_source == "events"
 
     @property

@@ -33,7 +33,6 @@ def save(figure: Figure, to: Path | io.BytesIO, kind: str | None = None) -> None
 
 
 def png_of(figure: Figure) -> bytes:
-    """Return the figure as PNG, and release it."""
     buffer = io.BytesIO()
     save(figure, buffer, "png")
     return buffer.getvalue()

@@ -52,5 +52,4 @@ def colours_of(names: Iterable[str]) -> dict[str, str]:
 
 
 def words_of(names: Iterable[str]) -> list[tuple[str, str]]:
-    """Return descriptions of the known names."""
     return [(name, LOOKS[name].words) for name in dict.fromkeys(names) if name in LOOKS]

@@ -135,7 +135,6 @@ def given(parser: argparse.ArgumentParser, words: Sequence[str]) -> set[str]:
 
 
 def fields_of(args: argparse.Namespace, flags: Iterable[Flag]) -> dict[str, Any]:
-    """Return the values of flags that become fields."""
     values = [(flag, getattr(args, flag.dest)) for flag in flags if flag.field]
     return {
         flag.field: value if flag.per == 1 or value is None else value / flag.per
@@ -241,7 +240,6 @@ def add_runs(
 
 
 def add_common(parser: argparse.ArgumentParser, **seeds: Any) -> None:
-    """Add the same flags, and the cost of passes."""
     add_runs(parser, **seeds)
     add_all(parser, [_COST])
 

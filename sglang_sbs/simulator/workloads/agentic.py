@@ -49,7 +49,6 @@ class _Thread:
     tokens: int
     """Tokens of its context, including answers."""
     turns: int
-    """Remaining turns."""
     pages: list[int] = field(default_factory=list)
     """Names of the full pages of its context, as far as sent."""
     parent: _Thread | None = None
@@ -122,7 +121,6 @@ class AgentLoop:
         return thread
 
     def _skip(self, thread: _Thread, turns: int) -> None:
-        """Skip turns sent before the run."""
         for _ in range(turns):
             grown = thread.tokens + _output_tokens(thread.rng)
             grown += _lognormal(thread.rng, _TOOL_TOKENS)
@@ -148,7 +146,6 @@ class AgentLoop:
 
     @staticmethod
     def _fill(thread: _Thread) -> None:
-        """Name the pages that have become full."""
         thread.pages += _pages_of(thread, thread.tokens)
 
 

@@ -83,8 +83,6 @@ class ScenarioError(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class Scenario:
-    """A workload on a cluster."""
-
     spec: ClusterSpec
     nominal_qps: float
     """Requests per second of the whole cluster at load 1.0."""
