@@ -7,10 +7,10 @@ import math
 import re
 import time
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Coroutine, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import Self
+from typing import Any, Self
 
 import aiohttp
 import msgspec
@@ -90,13 +90,15 @@ class Step(msgspec.Struct, frozen=True):
 class OpenLoad:
     """Clients of one router. Leaving the context waits for no answer: call :meth:`finish`."""
 
-    def __init__(self, url: str, *, timeout_s: float) -> None:
+    def __init__(self, url: str, *, timeout_s: float, kept: bool = True) -> None:
+        """``kept``: whether connections are used again."""
         self._url = url
         self._timeout_s = timeout_s
+        self._kept = kept
         self._started_s = time.monotonic()
         self._stopped = asyncio.Event()
         self._tasks: set[asyncio.Task[None]] = set()
-        self._session: aiohttp.ClientSession | None = None
+        self._session: aiohttp.ClientSession
         self.outcomes: list[Outcome] = []
 
     @property
@@ -105,7 +107,7 @@ class OpenLoad:
 
     async def __aenter__(self) -> Self:
         self._session = aiohttp.ClientSession(
-            connector=aiohttp.TCPConnector(limit=0),
+            connector=aiohttp.TCPConnector(limit=0, force_close=not self._kept),
             timeout=aiohttp.ClientTimeout(total=self._timeout_s),
         )
         return self
@@ -114,22 +116,24 @@ class OpenLoad:
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
-        if self._session is not None:
-            await self._session.close()
+        await self._session.close()
 
     def send(self, arrivals: Sequence[Arrival]) -> None:
         """Send these at their times, counted from now, beside what is being sent."""
-        self._spawn(arrivals)
+        self._spawn(self._send_all(arrivals))
 
     async def finish(self) -> list[Outcome]:
         """Send no more, wait for every answer; all outcomes in the order sent."""
+        await self._answers()
+        return sorted(self.outcomes, key=lambda one: one.sent_s)
+
+    async def _answers(self) -> None:
         self._stopped.set()
         while self._tasks:
             await asyncio.wait(self._tasks)
-        return sorted(self.outcomes, key=lambda one: one.sent_s)
 
-    def _spawn(self, arrivals: Sequence[Arrival]) -> None:
-        task = asyncio.create_task(self._send_all(arrivals))
+    def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
@@ -141,12 +145,9 @@ class OpenLoad:
                     await self._stopped.wait()
                 return
             except TimeoutError:
-                task = asyncio.create_task(self._send_one(arrival))
-                self._tasks.add(task)
-                task.add_done_callback(self._tasks.discard)
+                self._spawn(self._send_one(arrival))
 
     async def _send_one(self, arrival: Arrival) -> None:
-        assert self._session is not None
         sent_s = self.elapsed_s
         sample = await send_one(self._session, self._url, arrival)
         self.outcomes.append(Outcome(sent_s, self.elapsed_s, sample))

@@ -29,12 +29,10 @@ from benchmarks.chaos.open_load import (
 )
 from benchmarks.demo.load import Workload, run_load
 from benchmarks.demo.runs import RouterPorts, running_router
-from benchmarks.demo.virtual_cluster import CHUNK_TOKENS, COST, parallel_flags
+from benchmarks.demo.virtual_cluster import rig_options
 from sglang_sbs.cluster.local import Progress
-from sglang_sbs.cluster.plan import PORTS_PER_INSTANCE, ClusterOptions, plan_cluster
+from sglang_sbs.cluster.plan import PORTS_PER_INSTANCE, plan_cluster
 from sglang_sbs.cluster.ports import free_port_blocks
-from tools.cpu_engine.engines import CpuEngines
-from tools.cpu_engine.tiny_model import cached_tiny_model
 
 DP_SIZE = 2
 QUIET_S = 4.0
@@ -260,6 +258,15 @@ def books(state: dict[str, Any]) -> dict[str, int]:
     return {name: int(count) for name, count in counts.items() if count}
 
 
+def environment_reporting_to(*routers: str) -> dict[str, str]:
+    """The engines' environment; ``routers``: EndForward endpoints."""
+    return {
+        **os.environ,
+        "SGLANG_SBS_ROUTERS": ",".join(routers),
+        "SGLANG_DISAGGREGATION_BOOTSTRAP_TIMEOUT": str(BOOTSTRAP_TIMEOUT_S),
+    }
+
+
 @asynccontextmanager
 async def running_site(
     prefill: int, log_dir: Path, on_progress: Callable[[Progress], None], attention_tp: int = 1
@@ -273,20 +280,8 @@ async def running_site(
     first = next(blocks)
     ports = RouterPorts(http=first, endforward=first + 1, prometheus=first + 2)
     listen = f"tcp://127.0.0.1:{first + 3}"
-    options = ClusterOptions(
-        model_path=str(cached_tiny_model()),
-        prefill_instances=prefill,
-        engine_flags=parallel_flags(DP_SIZE, attention_tp),
-        prefill_flags=["--chunked-prefill-size", str(CHUNK_TOKENS * DP_SIZE)],
-        cpu=CpuEngines(COST),
-        log_dir=log_dir,
-        environment={
-            **os.environ,
-            "SGLANG_SBS_ROUTERS": listen,
-            "SGLANG_DISAGGREGATION_BOOTSTRAP_TIMEOUT": str(BOOTSTRAP_TIMEOUT_S),
-        },
-        with_router=False,
-    )
+    environment = environment_reporting_to(listen)
+    options = rig_options(prefill, 1, DP_SIZE, log_dir, environment, attention_tp=attention_tp)
     relay = EndForwardRelay(listen, f"tcp://127.0.0.1:{ports.endforward}")
     relay.start()
     try:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
+import os
 import random
 import sys
 import time
@@ -129,10 +130,14 @@ def keep(args: argparse.Namespace, router_flags: Sequence[str], console: Console
             )
     prefill, decode = args.topology_counts
     options = rig_options(
-        *(prefill, decode, args.dp, args.out), attention_tp=args.attention_tp, dwdp=args.dwdp
+        *(prefill, decode, args.dp, args.out),
+        os.environ,
+        attention_tp=args.attention_tp,
+        dwdp=args.dwdp,
     )
     metrics = ("--prometheus-host", "127.0.0.1", "--prometheus-port", str(args.prometheus_port))
-    options = replace(options, router_flags=[*router_flags, *metrics], router_port=args.port)
+    flags = [*router_flags, *metrics]
+    options = replace(options, with_router=True, router_flags=flags, router_port=args.port)
     plan = plan_cluster(options, free_port_blocks(PORTS_PER_INSTANCE))
     qps = args.load * capacity_qps(prefill, args.dp, barrier=not args.dwdp)
 

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import argparse
-import os
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 import msgspec
@@ -93,10 +92,11 @@ async def running_rig(
     """
     blocks = free_port_blocks(PORTS_PER_INSTANCE)
     ports = RouterPorts.from_block(next(blocks))
-    options = replace(
-        rig_options(prefill, decode, dp_size, log_dir, attention_tp=attention_tp, dwdp=dwdp),
-        environment=ports.environment_of_engines(),
-        with_router=False,
+    options = rig_options(
+        *(prefill, decode, dp_size, log_dir),
+        ports.environment_of_engines(),
+        attention_tp=attention_tp,
+        dwdp=dwdp,
     )
     plan, qps = plan_cluster(options, blocks), capacity_qps(prefill, dp_size, barrier=not dwdp)
     async with LocalCluster(plan, on_progress=progress_printer(console)) as cluster:
@@ -104,8 +104,17 @@ async def running_rig(
 
 
 def rig_options(
-    prefill: int, decode: int, dp_size: int, log_dir: Path, *, attention_tp: int, dwdp: bool
+    prefill: int,
+    decode: int,
+    dp_size: int,
+    log_dir: Path,
+    environment: Mapping[str, str],
+    *,
+    cost: VirtualGpuCost = COST,
+    attention_tp: int = 1,
+    dwdp: bool = False,
 ) -> ClusterOptions:
+    """Engines on virtual GPUs, without a router."""
     chunk = ["--chunked-prefill-size", str(CHUNK_TOKENS * dp_size)]
     return ClusterOptions(
         model_path=str(cached_tiny_model()),
@@ -113,9 +122,10 @@ def rig_options(
         decode_instances=decode,
         engine_flags=parallel_flags(dp_size, attention_tp),
         prefill_flags=[*chunk, *dwdp_flags(dp_size)] if dwdp else chunk,
-        cpu=CpuEngines(COST),
+        cpu=CpuEngines(cost),
         log_dir=log_dir,
-        environment=os.environ,
+        environment=environment,
+        with_router=False,
     )
 
 

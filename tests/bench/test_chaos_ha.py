@@ -137,7 +137,7 @@ async def asked_of(routers: list[Answers], requests: int = 4) -> list[Balanced]:
         load.send([Arrival(0.0, [1, 2], 2)] * requests)
         while len(load.done) < requests:  # noqa: ASYNC110 - no event
             await asyncio.sleep(0.01)
-        return await load.finish()
+        return await load.all_answers()
 
 
 async def test_who_breaks_off_is_asked_no_more_for_that_request(two: list[Answers]) -> None:

@@ -11,14 +11,13 @@ import asyncio
 import contextlib
 import itertools
 import math
-import time
-from collections.abc import Coroutine, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Self
 
 import aiohttp
 
-from benchmarks.chaos.open_load import Fate, Outcome
+from benchmarks.chaos.open_load import Fate, OpenLoad, Outcome
 from benchmarks.demo.load import Arrival, Sample, send_one
 
 CHECK_EVERY_S = 0.5
@@ -46,63 +45,30 @@ class Balanced:
         return self.outcome.fate is Fate.ANSWERED
 
 
-class BalancedLoad:
+class BalancedLoad(OpenLoad):
     def __init__(self, urls: Sequence[str], *, timeout_s: float) -> None:
+        super().__init__("", timeout_s=timeout_s, kept=False)
         self.routers = [Router(url) for url in urls]
         self.done: list[Balanced] = []
-        self._timeout_s = timeout_s
         self._turn = itertools.count()
-        self._began_s = time.monotonic()
-        self._stopped = asyncio.Event()
-        self._tasks: set[asyncio.Task[None]] = set()
         self._checks: list[asyncio.Task[None]] = []
-        self._session: aiohttp.ClientSession
         self._came_up = asyncio.Event()
 
-    @property
-    def elapsed_s(self) -> float:
-        return time.monotonic() - self._began_s
-
     async def __aenter__(self) -> Self:
-        self._session = aiohttp.ClientSession(
-            connector=aiohttp.TCPConnector(limit=0, force_close=True),
-            timeout=aiohttp.ClientTimeout(total=self._timeout_s),
-        )
+        await super().__aenter__()
         self._checks = [asyncio.create_task(self._check(router)) for router in self.routers]
         return self
 
     async def __aexit__(self, *error: object) -> None:
-        tasks = [*self._checks, *self._tasks]
-        for task in tasks:
+        for task in self._checks:
             task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
-        await self._session.close()
+        await asyncio.gather(*self._checks, return_exceptions=True)
+        await super().__aexit__(*error)
 
-    def send(self, arrivals: Sequence[Arrival]) -> None:
-        """At their times from now on, until :meth:`finish`."""
-        self._spawn(self._send_all(arrivals))
-
-    async def finish(self) -> list[Balanced]:
+    async def all_answers(self) -> list[Balanced]:
         """Send no more, wait for every answer; all of them in the order sent."""
-        self._stopped.set()
-        while self._tasks:
-            await asyncio.wait(self._tasks)
+        await self._answers()
         return sorted(self.done, key=lambda one: one.outcome.sent_s)
-
-    def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
-        task = asyncio.create_task(work)
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
-
-    async def _send_all(self, arrivals: Sequence[Arrival]) -> None:
-        begin_s = self.elapsed_s
-        for arrival in arrivals:
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(max(0.0, begin_s + arrival.at_s - self.elapsed_s)):
-                    await self._stopped.wait()
-            if self._stopped.is_set():
-                return
-            self._spawn(self._send_one(arrival))
 
     async def _send_one(self, arrival: Arrival) -> None:
         sent_s, deadline_s = self.elapsed_s, self.elapsed_s + self._timeout_s

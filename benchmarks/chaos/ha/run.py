@@ -85,7 +85,7 @@ async def run_fault(
             if _recovery_s(load.done, begin_s) is not None:
                 break
             await asyncio.sleep(1.0)
-        done = await load.finish()
+        done = await load.all_answers()
     left = [await left_over(part.asked) for part in places.front_ends]
     return _result(fault, done, begin_s, _sum(left), struck.notes, takeover_s)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -11,19 +10,16 @@ from urllib.parse import urlsplit
 
 from benchmarks.chaos.etcd_process import running_etcd
 from benchmarks.chaos.ha.places import Elect, Places
-from benchmarks.chaos.run import BOOTSTRAP_TIMEOUT_S, DP_SIZE
-from benchmarks.demo.virtual_cluster import CHUNK_TOKENS, COST, parallel_flags
+from benchmarks.chaos.run import DP_SIZE, environment_reporting_to
+from benchmarks.demo.virtual_cluster import rig_options
 from sglang_sbs.cluster.local import LocalCluster, Progress
 from sglang_sbs.cluster.plan import (
     PORTS_PER_INSTANCE,
-    ClusterOptions,
     pd_urls,
     plan_cluster,
     router_argv,
 )
 from sglang_sbs.cluster.ports import free_port_blocks
-from tools.cpu_engine.engines import CpuEngines
-from tools.cpu_engine.tiny_model import cached_tiny_model
 from tools.stand_ins.kubernetes_server import FakeKubernetes
 
 AGREEMENTS = ("etcd", "lease", "order")
@@ -94,20 +90,8 @@ async def running_site(
     """
     async with site_with(agreement, log_dir) as site:
         places = site.places
-        options = ClusterOptions(
-            model_path=str(cached_tiny_model()),
-            prefill_instances=prefill,
-            engine_flags=parallel_flags(DP_SIZE, 1),
-            prefill_flags=["--chunked-prefill-size", str(CHUNK_TOKENS * DP_SIZE)],
-            cpu=CpuEngines(COST),
-            log_dir=log_dir,
-            environment={
-                **os.environ,
-                "SGLANG_SBS_ROUTERS": ",".join(places.endforward),
-                "SGLANG_DISAGGREGATION_BOOTSTRAP_TIMEOUT": str(BOOTSTRAP_TIMEOUT_S),
-            },
-            with_router=False,
-        )
+        environment = environment_reporting_to(*places.endforward)
+        options = rig_options(prefill, 1, DP_SIZE, log_dir, environment)
         plan = plan_cluster(options, free_port_blocks(PORTS_PER_INSTANCE))
         async with LocalCluster(plan, on_progress=on_progress) as cluster:
             prefills, decodes = pd_urls(cluster.instances)

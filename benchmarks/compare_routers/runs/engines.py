@@ -13,15 +13,13 @@ from rich.console import Console
 
 from benchmarks.compare_routers.workloads import WORKLOADS
 from benchmarks.demo.runs import RouterPorts, instance_names
-from benchmarks.demo.virtual_cluster import CHUNK_TOKENS, parallel_flags, progress_printer
+from benchmarks.demo.virtual_cluster import CHUNK_TOKENS, progress_printer, rig_options
 from benchmarks.listener import ReportListener, boots
 from sglang_sbs.cluster.local import LocalCluster
-from sglang_sbs.cluster.plan import PORTS_PER_INSTANCE, ClusterOptions, pd_urls, plan_cluster
+from sglang_sbs.cluster.plan import PORTS_PER_INSTANCE, pd_urls, plan_cluster
 from sglang_sbs.cluster.ports import free_port_blocks
 from sglang_sbs.engine.config import DEFAULT_GATE_MS, GANG_GATE_MS, MOST_GATE_MS
 from sglang_sbs.simulator.cluster.cost import CostError, PassCost
-from tools.cpu_engine.engines import CpuEngines
-from tools.cpu_engine.tiny_model import cached_tiny_model
 from tools.cpu_engine.virtual_gpu import VirtualGpuCost
 
 H800_CHUNK_TOKENS = 3072
@@ -128,20 +126,12 @@ async def virtual_engines(cluster: VirtualCluster, console: Console) -> AsyncIte
     ports = RouterPorts(http=first, endforward=first + 1, prometheus=first + 2)
     addresses = [f"tcp://127.0.0.1:{port}" for port in (first + 1, first + 3)]
     log_dir = cluster.log_dir / "engines"
-    options = ClusterOptions(
-        model_path=str(cached_tiny_model()),
-        prefill_instances=cluster.prefill,
-        decode_instances=cluster.decode,
-        engine_flags=parallel_flags(cluster.dp_size, cluster.attention_tp),
-        prefill_flags=["--chunked-prefill-size", str(CHUNK_TOKENS * cluster.dp_size)],
-        cpu=CpuEngines(cluster.cost),
-        log_dir=log_dir,
-        environment={
-            **os.environ,
-            "SGLANG_SBS_ROUTERS": ",".join(addresses),
-            **gate_environment(cluster.cost),
-        },
-        with_router=False,
+    environment = os.environ | {"SGLANG_SBS_ROUTERS": ",".join(addresses)}
+    options = rig_options(
+        *(cluster.prefill, cluster.decode, cluster.dp_size, log_dir),
+        environment | gate_environment(cluster.cost),
+        cost=cluster.cost,
+        attention_tp=cluster.attention_tp,
     )
     plan = plan_cluster(options, blocks)
     async with (
