@@ -10,6 +10,7 @@ from typing import Any, Literal
 import msgspec
 
 from sglang_sbs.simulator.experiments.tables import ResultTable
+from sglang_sbs.trial.ratios import student_975
 
 TOLERANCE = 0.10
 """A claim reproduces if the simulated mean is within this share of the paper's."""
@@ -36,11 +37,6 @@ VERDICTS: dict[Verdict, str] = {
 }
 
 
-_T_975 = (12.706, 4.303, 3.182, 2.776, 2.571)
-"""Student's t for 95 %, two-sided, with 1 to 5 degrees of freedom."""
-_Z_975 = 1.959964
-
-
 class Estimate(msgspec.Struct, frozen=True):
     """A mean over seeds with its 95 % confidence interval."""
 
@@ -57,7 +53,7 @@ class Estimate(msgspec.Struct, frozen=True):
         if len(values) == 1:
             return cls(mean)
         spread = statistics.stdev(values) / math.sqrt(len(values))
-        return cls(mean, student_t(len(values) - 1) * spread)
+        return cls(mean, student_975(len(values) - 1) * spread)
 
     @property
     def low(self) -> float:
@@ -68,17 +64,6 @@ class Estimate(msgspec.Struct, frozen=True):
     def high(self) -> float:
         """The upper end."""
         return self.mean if math.isnan(self.half) else self.mean + self.half
-
-
-def student_t(freedom: int) -> float:
-    """The 97.5 % quantile of Student's t (Cornish and Fisher's expansion above the table)."""
-    if freedom <= len(_T_975):
-        return _T_975[freedom - 1]
-    z = _Z_975
-    first = (z**3 + z) / (4 * freedom)
-    second = (5 * z**5 + 16 * z**3 + 3 * z) / (96 * freedom**2)
-    third = (3 * z**7 + 19 * z**5 + 17 * z**3 - 15 * z) / (384 * freedom**3)
-    return z + first + second + third
 
 
 BySeed = Mapping[int, float]

@@ -25,7 +25,6 @@ were 1 to 5 % too good with 4 DP ranks, and 9 % with 2 (docs/evaluate.md)."""
 _PASSES_PER_BLOCK = 10
 """Passes per block, after which queues no longer depend on earlier load."""
 _POOR_FIT = 0.15
-_NOT_ONE = 0.03
 
 
 class Calibrated(msgspec.Struct, frozen=True):
