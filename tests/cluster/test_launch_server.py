@@ -19,6 +19,7 @@ from sglang_sbs.cluster.ports import free_port_blocks
 from tools.cpu_engine.tiny_model import cached_tiny_model
 
 pytestmark = [pytest.mark.cluster, pytest.mark.asyncio(loop_scope="session")]
+BODY = {"text": "hello world", "sampling_params": {"max_new_tokens": 5, "ignore_eos": True}}
 
 
 @asynccontextmanager
@@ -50,15 +51,23 @@ async def launched(
             await process.communicate()
 
 
-async def test_serves_through_the_router_and_stops_on_ctrl_c(
+async def five_tokens(
+    http: aiohttp.ClientSession, url: str, headers: dict[str, str] | None = None
+) -> None:
+    async with http.post(f"{url}/generate", json=BODY, headers=headers) as response:
+        reply = await response.json()
+    assert reply["meta_info"]["completion_tokens"] == 5, reply
+
+
+async def test_serves_with_the_engines_key_and_stops_on_ctrl_c(
     tmp_path: Path, http: aiohttp.ClientSession
 ) -> None:
-    async with launched(tmp_path) as (process, url):
-        body = {"text": "hello world", "sampling_params": {"max_new_tokens": 5, "ignore_eos": True}}
-        async with http.post(f"{url}/generate", json=body) as response:
-            reply = await response.json()
-        assert reply["meta_info"]["completion_tokens"] == 5, reply
-        async with http.get(f"{url}/workers") as response:
+    async with launched(tmp_path, "--api-key", "k1", "--admin-api-key", "a1") as (process, url):
+        async with http.post(f"{url}/generate", json=BODY) as response:
+            assert response.status == 401
+        await five_tokens(http, url, {"Authorization": "Bearer k1"})
+        admin = {"Authorization": "Bearer a1"}
+        async with http.get(f"{url}/workers", headers=admin) as response:
             workers = (await response.json())["workers"]
         assert sorted(worker["worker_type"] for worker in workers) == ["decode", "prefill"]
         assert {log.name for log in writers(tmp_path).values()} == {
@@ -70,21 +79,11 @@ async def test_serves_through_the_router_and_stops_on_ctrl_c(
     assert writers(tmp_path) == {}
 
 
-async def test_the_engines_key_is_the_routers_too(
+async def test_serves_until_an_engine_dies_and_names_it(
     tmp_path: Path, http: aiohttp.ClientSession
 ) -> None:
-    async with launched(tmp_path, "--api-key", "k1", "--admin-api-key", "a1") as (_process, url):
-        body = {"text": "hello world", "sampling_params": {"max_new_tokens": 5, "ignore_eos": True}}
-        async with http.post(f"{url}/generate", json=body) as response:
-            assert response.status == 401
-        headers = {"Authorization": "Bearer k1"}
-        async with http.post(f"{url}/generate", json=body, headers=headers) as response:
-            reply = await response.json()
-        assert reply["meta_info"]["completion_tokens"] == 5, reply
-
-
-async def test_an_engine_that_dies_ends_the_cluster_with_its_name(tmp_path: Path) -> None:
-    async with launched(tmp_path) as (process, _url):
+    async with launched(tmp_path) as (process, url):
+        await five_tokens(http, url)
         # The server process leads the process group of its instance.
         (decode,) = [
             pid

@@ -13,6 +13,7 @@ from pathlib import Path
 import aiohttp
 import orjson
 import pytest
+import pytest_asyncio
 
 from benchmarks.breakable import BreakableCluster
 from benchmarks.demo import cli
@@ -112,20 +113,27 @@ async def test_without_a_configured_plugin_sbs_serves_in_its_fallback_tier_and_s
     assert "SGLANG_SBS_ROUTERS" in log
 
 
-async def test_a_client_that_leaves_frees_both_engines(tmp_path: Path) -> None:
-    async with served(tmp_path) as system:
-        body = {
-            "input_ids": list(range(10, 310)),
-            "sampling_params": {"max_new_tokens": 4000, "ignore_eos": True},
-            "stream": True,
-        }
-        async with aiohttp.ClientSession() as session:
-            async with session.post(f"{system.url}/generate", json=body) as response:
-                assert response.status == 200
-                await response.content.readany()
-            async with asyncio.timeout(30):
-                while await _busy(session, system.url):  # noqa: ASYNC110 (nothing announces it)
-                    await asyncio.sleep(0.2)
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def two_prefill(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Served]:
+    """The last test kills an engine of it."""
+    async with served(tmp_path_factory.mktemp("two-prefill"), prefill=2) as system:
+        yield system
+
+
+@pytest.mark.asyncio(loop_scope="module")
+async def test_a_client_that_leaves_frees_both_engines(two_prefill: Served) -> None:
+    body = {
+        "input_ids": list(range(10, 310)),
+        "sampling_params": {"max_new_tokens": 4000, "ignore_eos": True},
+        "stream": True,
+    }
+    async with aiohttp.ClientSession() as session:
+        async with session.post(f"{two_prefill.url}/generate", json=body) as response:
+            assert response.status == 200
+            await response.content.readany()
+        async with asyncio.timeout(30):
+            while await _busy(session, two_prefill.url):  # noqa: ASYNC110 (nothing announces it)
+                await asyncio.sleep(0.2)
 
 
 async def _busy(session: aiohttp.ClientSession, url: str) -> bool:
@@ -136,15 +144,17 @@ async def _busy(session: aiohttp.ClientSession, url: str) -> bool:
     return state["in_flight_requests"] > 0 or any(running)
 
 
-async def test_requests_survive_a_prefill_engine_that_is_killed_under_load(tmp_path: Path) -> None:
-    async with served(tmp_path, prefill=2) as system:
-        load = Workload(qps=12, requests=70, max_prompt_tokens=500).arrivals()
-        task = asyncio.create_task(run_load(system.url, load, timeout_s=90))
-        await asyncio.sleep(2.0)
-        os.kill(system.cluster.pid("prefill-0"), signal.SIGKILL)
-        async with asyncio.timeout(120):
-            samples = await task
+@pytest.mark.asyncio(loop_scope="module")
+async def test_requests_survive_a_prefill_engine_that_is_killed_under_load(
+    two_prefill: Served,
+) -> None:
+    load = Workload(qps=12, requests=70, max_prompt_tokens=500).arrivals()
+    task = asyncio.create_task(run_load(two_prefill.url, load, timeout_s=90))
+    await asyncio.sleep(2.0)
+    os.kill(two_prefill.cluster.pid("prefill-0"), signal.SIGKILL)
+    async with asyncio.timeout(120):
+        samples = await task
     unanswered = [s for s in samples if s.error and not s.error.startswith("HTTP")]
     assert unanswered == []
     assert [s.error for s in samples if s.error] == []
-    assert system.record().prefill_ranks.keys() & {"p1/0", "p1/1"}
+    assert two_prefill.record().prefill_ranks.keys() & {"p1/0", "p1/1"}
