@@ -1,6 +1,8 @@
 """Many engines in one process, of which each DP rank speaks: what a large cluster sends a router.
 
-The line ``finish`` lets every stream end with its next token; ``counts`` is answered with JSON.
+``python -m benchmarks.scale.fleet`` reads its shape (:class:`FleetShape`, JSON) from the first line
+of stdin, writes the ports of its instances, and ends with its stdin. The line ``finish`` lets every
+stream end with its next token; ``counts`` is answered with JSON.
 
 A prefill instance takes in what has come when a pass ends, computes up to a chunk per rank, and
 answers when the pass with the last token of a prompt is over. A decode stream begins then.

@@ -1,4 +1,7 @@
-"""Two schedulers and two front ends, each a process tree of its own, on 127.0.0.1 and 127.0.0.2."""
+"""Two schedulers and two front ends, each a process tree of its own, on 127.0.0.1 and 127.0.0.2.
+
+Everything but engines' HTTP goes through forwarders (:mod:`.cut`).
+"""
 
 from __future__ import annotations
 
