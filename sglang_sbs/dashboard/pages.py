@@ -12,6 +12,7 @@ import logging
 from collections import Counter
 from collections.abc import Awaitable, Callable
 from datetime import UTC, datetime
+from functools import cache
 from importlib.resources import files
 from typing import Any
 
@@ -201,6 +202,7 @@ def _dated(alert: dict[str, Any], zero_s: float, **names: str) -> dict[str, Any]
     return {key: value for key, value in alert.items() if key not in names} | dates
 
 
+@cache
 def _asset(name: str, kind: str) -> Handler:
     body = files("sglang_sbs.dashboard").joinpath("static", name).read_bytes()
     tag = f'"{hashlib.sha256(body).hexdigest()[:16]}"'
