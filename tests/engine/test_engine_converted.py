@@ -21,6 +21,8 @@ from sglang_sbs.router.prompts.message_chat import message_chat
 from sglang_sbs.router.prompts.response_chat import MOST_STATE_BYTES, response_chat
 from sglang_sbs.router.prompts.written_size import TemplateError
 
+pytestmark = pytest.mark.sglang
+
 TEXT = {"type": "text", "text": "What's the weather in Köln? 天気"}
 USER = {"role": "user", "content": "And <|im_end|> now?"}
 SAID = {"role": "assistant", "content": [{"type": "text", "text": "Grey."}]}

@@ -19,6 +19,8 @@ from sglang_sbs.router.prompts.chat_tokenizer import ChatTokenizer
 from sglang_sbs.router.prompts.written_size import TemplateError
 from sglang_sbs.router.requests.body_fields import PLAIN, Namespace
 
+pytestmark = pytest.mark.sglang
+
 USER = {"role": "user", "content": "What's the weather in Köln? 天気\n", "name": "dropped"}
 CALLS = {
     "role": "Assistant",

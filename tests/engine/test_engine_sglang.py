@@ -14,6 +14,8 @@ from sglang_sbs import __version__
 from sglang_sbs.engine.collect import HEALTH_CHECK_RID_PREFIX
 from sglang_sbs.engine.room_status import OPENING
 
+pytestmark = pytest.mark.sglang
+
 ROUTERS = {"SGLANG_SBS_ROUTERS": "tcp://127.0.0.1:1", "SGLANG_SBS_BOOT_ID": "boot-1"}
 
 
