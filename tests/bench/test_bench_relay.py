@@ -25,7 +25,7 @@ RATIOS = {
 def test_a_short_run_measures_everything(tmp_path: Path):
     pytest.importorskip("sglang_router.sglang_router_rs")
     path = tmp_path / "relay.json"
-    flags = ["--streams", "5", "--seconds", "1", "--rounds", "1", "--chunk-rate", "500"]
+    flags = ["--streams", "5", "--seconds", "0.6", "--rounds", "1", "--chunk-rate", "500"]
     assert main([*flags, "--contenders", "ours,rust", "--json", str(path)]) == 0
     result = json.loads(path.read_text())
     assert set(result) == {"versions", "cpus", "settings", "ratios", "ratios_sbs", "samples"}

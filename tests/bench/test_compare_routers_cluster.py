@@ -9,8 +9,9 @@ from pathlib import Path
 import orjson
 import pytest
 
-from benchmarks.compare_routers import command
+from benchmarks.compare_routers import campaign, command
 from benchmarks.compare_routers.results.rows import RowFile
+from benchmarks.compare_routers.runs import cell
 from benchmarks.demo.virtual_cluster import CHUNK_TOKENS, parallel_flags
 from sglang_sbs.cluster.local import LocalCluster
 from sglang_sbs.cluster.plan import PORTS_PER_INSTANCE, ClusterOptions, Role, plan_cluster
@@ -28,6 +29,12 @@ SMALL += ["--requests", "20", "--best-peers", "1"]
 SMALL += ["--most-host-lag", "0", "--event-logs"]
 
 
+@pytest.fixture(autouse=True)
+def few_requests_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(campaign, "_PRIME_REQUESTS", 4)
+    monkeypatch.setattr(cell, "WARM_UP_REQUESTS", 6)
+
+
 def test_two_routers_on_the_same_engines(tmp_path: Path) -> None:
     out, report = tmp_path / "out.json", tmp_path / "report"
     words = [*SMALL, "--topology", "2P1D", "--report", str(report), "--json", str(out)]
@@ -35,9 +42,9 @@ def test_two_routers_on_the_same_engines(tmp_path: Path) -> None:
 
     result = orjson.loads(out.read_bytes())
     assert result["failed_requests"] == result["peer_failed_requests"] == 0
-    (cell,) = result["cells"]
-    assert (cell["policy"], cell["peer"]) == ("sbs", "sglang_router:round_robin")
-    assert cell["mean_ratio"] > 0
+    (found,) = result["cells"]
+    assert (found["policy"], found["peer"]) == ("sbs", "sglang_router:round_robin")
+    assert found["mean_ratio"] > 0
     for row in result["rows"]:
         assert row["answers"]["completed"] == 20
         assert row["engines"]["passes"]["passes"] > 0

@@ -170,6 +170,9 @@ def test_the_report_is_printed_and_written(tmp_path, monkeypatch, capsys):
     save_cost(COSTS["mixed"], cost)
     monkeypatch.setattr(command, "QUICK", effort)
     monkeypatch.setattr(command.paper_claims, "TTFT_SHARES", (0.4, 1.0))
+    policies = ("random_rank", "eta", "sbs_paper", "sbs")
+    monkeypatch.setattr(command.paper_claims, "PAPER_POLICIES", policies)
+    monkeypatch.setattr(command.paper_claims, "BASELINES", policies[:2])
     words = f"--quick --seeds 1 --cost {cost} --json {rows} --workers 1"
     assert main(words.split()) == 0
     out = capsys.readouterr().out

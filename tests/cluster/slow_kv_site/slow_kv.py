@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 FILE = "SGLANG_SBS_TEST_SLOW_KV"
-WRITE_S = 4.0
+WRITE_S = 2.5
 
 
 def register() -> None:
