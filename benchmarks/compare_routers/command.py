@@ -10,7 +10,6 @@ from pathlib import Path
 
 from rich.console import Console
 
-from benchmarks.burners import add_busy_argument, burners
 from benchmarks.command_line import command_parser
 from benchmarks.compare_routers.agents import AGENTS_PER_RANK
 from benchmarks.compare_routers.campaign import Campaign
@@ -142,12 +141,12 @@ def build_parser() -> argparse.ArgumentParser:
     how.add_argument(
         "--most-host-lag",
         type=float,
+        default=MOST_HOST_LAG,
         metavar="SHARE",
         help="of a full pass: where the host lag of a run was larger, or the loop of a router of "
         "ours stood still, its cell has no ratios, and --resume makes the run again; 0: no limit, "
-        f"whatever stood still ({MOST_HOST_LAG:g}; with --busy 0)",
+        f"whatever stood still ({MOST_HOST_LAG:g})",
     )
-    add_busy_argument(how, ", the same for every contender; a ratio is then of a busy host")
     how.add_argument(
         "--prompts", choices=("text", "ids"), default="text", help="what requests carry (text)"
     )
@@ -226,8 +225,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         parser.error(str(error))
     try:
         if campaign is not None:
-            with burners(args.busy):
-                asyncio.run(campaign.run())
+            asyncio.run(campaign.run())
         _finish(args, header, rows, console)
     except KeyboardInterrupt:
         console.print(f"interrupted; go on with --resume ({file.path})")

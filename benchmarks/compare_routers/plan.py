@@ -15,7 +15,6 @@ from typing import Any
 
 from rich.console import Console
 
-from benchmarks.burners import check_busy
 from benchmarks.compare_routers.agents import AGENTIC, agents_at, expected_s
 from benchmarks.compare_routers.campaign import Campaign, Scope
 from benchmarks.compare_routers.contenders import BY_NAME, chosen
@@ -119,20 +118,10 @@ class Plan:
 
     def _check(self) -> None:
         args = self._args
-        for name in (
-            "seeds",
-            "first_seed",
-            "best_peers",
-            "requests",
-            "dp",
-        ):
+        for name in ("seeds", "first_seed", "best_peers", "requests", "dp"):
             if getattr(args, name) < 1:
                 raise ValueError(f"--{name.replace('_', '-')} must be at least 1")
         self._attention_tp = attention_tp_of(args)
-        check_busy(args.busy)
-        if args.most_host_lag is None:
-            # A host that is busy on purpose lags.
-            args.most_host_lag = 0.0 if args.busy else MOST_HOST_LAG
         if args.most_host_lag < 0:
             raise ValueError("--most-host-lag must not be negative")
         for name in ("slo_ttft", "slo_tpot", "timeout", "cost_chunk", "pass_s", "capacity"):
@@ -239,7 +228,6 @@ class Plan:
         return {
             **({"revision": of_code} if of_code else {}),
             **engines,
-            **({"busy_processes_beside": args.busy} if args.busy else {}),
             "prompts": args.prompts,
             "timeout_s": self._timeout_s,
             "requests": args.requests,
