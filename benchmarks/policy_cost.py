@@ -28,6 +28,7 @@ from benchmarks.router_processes import Contender, Processes, serving
 from benchmarks.scale.fleet import CHUNK_TOKENS, FleetShape
 from benchmarks.scale.router import running_fleet
 from sglang_sbs.scheduling import policy_names
+from sglang_sbs.simulator.options.common import positive, positive_number
 from tools.stand_ins.ports import free_ports
 
 _EPILOG = """\
@@ -68,14 +69,14 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
     parser = command_parser("scripts/bench-policy-cost", (__doc__ or "").split("\n", 1)[0], _EPILOG)
     add = parser.add_argument
     add("--policies", default="sbs,eta", help="two, by a comma (sbs,eta)")
-    add("--rounds", type=int, default=6, help="seeds played (6)")
+    add("--rounds", type=positive, default=6, help="seeds played (6)")
     add("--first-seed", type=int, default=1, help="they are N, N+1, ... (1)")
-    add("--seconds", type=float, default=12.0, help="of arrivals in each play (12)")
-    add("--pass-s", type=float, default=0.5, help="how long a full prefill pass takes (0.5)")
-    add("--prefill", type=int, default=3, help="prefill instances (3)")
-    add("--dp", type=int, default=8, help="DP ranks of each (8)")
-    add("--load", type=float, default=0.634, help="share of full chunks (0.634)")
-    add("--workers", type=int, default=1, help="--workers of the routers (1)")
+    add("--seconds", type=positive_number, default=12.0, help="of arrivals in each play (12)")
+    add("--pass-s", type=positive_number, default=0.5, help="of a full prefill pass (0.5)")
+    add("--prefill", type=positive, default=3, help="prefill instances (3)")
+    add("--dp", type=positive, default=8, help="DP ranks of each (8)")
+    add("--load", type=positive_number, default=0.634, help="share of full chunks (0.634)")
+    add("--workers", type=positive, default=1, help="--workers of the routers (1)")
     add("--flags", default="", help="more flags for both routers, as one argument (none)")
     add(
         "--module",
@@ -87,9 +88,6 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
     options.policies = options.policies.split(",")
     if len(options.policies) != 2 or not set(options.policies) <= set(policy_names()):
         parser.error(f"--policies: write two of {', '.join(policy_names())}, as in sbs,eta")
-    for name in ("rounds", "seconds", "pass_s", "prefill", "dp", "load", "workers"):
-        if getattr(options, name) <= 0:
-            parser.error(f"--{name.replace('_', '-')} must be more than 0")
     return options
 
 

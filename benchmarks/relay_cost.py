@@ -28,7 +28,7 @@ from rich.table import Table
 from benchmarks.command_line import command_parser, raise_file_limit
 from benchmarks.raw_client import closed_loop, open_streams, probe_first_byte
 from benchmarks.router_processes import Contender, Running, raw_engines, running, select, set_pace
-from sglang_sbs.simulator.options.common import integers
+from sglang_sbs.simulator.options.common import integers, positive, positive_number
 
 _EPILOG = """\
 What is measured, per contender and number of streams, on loopback:
@@ -67,20 +67,17 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
     parser = command_parser("scripts/bench-relay", (__doc__ or "").split("\n", 1)[0], _EPILOG)
     add = parser.add_argument
     add("--streams", type=integers, default=[1, 50, 200, 1000], help="(1,50,200,1000)")
-    add("--seconds", type=float, default=2.0, help="of each measurement (2)")
-    add("--rounds", type=int, default=3, help="each contender has a turn in each round (3)")
-    add("--workers", type=int, default=1, help="--workers of ours (1)")
+    add("--seconds", type=positive_number, default=2.0, help="of each measurement (2)")
+    add("--rounds", type=positive, default=3, help="each contender has a turn in each round (3)")
+    add("--workers", type=positive, default=1, help="--workers of ours (1)")
     add("--contenders", default="ours,ours-sbs,rust,mini_lb", help="which, by commas (all)")
-    add("--chunk-rate", type=float, default=5000.0, help="events per second in all (5000)")
-    add("--clients", type=int, default=32, help="of the short requests (32)")
+    add("--chunk-rate", type=positive_number, default=5000.0, help="events per s in all (5000)")
+    add("--clients", type=positive, default=32, help="of the short requests (32)")
     add("--against", type=Path, metavar="DIR", help="only: against the version checked out there")
     add("--json", type=Path, metavar="FILE", help="write the figures there")
     options = parser.parse_args(arguments)
     if options.against is not None and not (options.against / "sglang_sbs").is_dir():
         parser.error(f"--against {options.against}: there is no checkout of sglang_sbs")
-    for name in ("seconds", "rounds", "workers", "chunk_rate", "clients"):
-        if getattr(options, name) <= 0:
-            parser.error(f"--{name.replace('_', '-')} must be more than 0")
     try:
         options.contenders = select(options.contenders.split(","), options.workers)
     except ValueError as error:

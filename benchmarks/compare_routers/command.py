@@ -6,6 +6,7 @@ import argparse
 import asyncio
 import sys
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 
 from rich.console import Console
@@ -23,11 +24,7 @@ from benchmarks.compare_routers.plan import (
     check_outputs,
 )
 from benchmarks.compare_routers.results.ratios import errors, is_sbs
-from benchmarks.compare_routers.results.report import (
-    summary,
-    write_json,
-    write_report,
-)
+from benchmarks.compare_routers.results.report import summary, write_json, write_report
 from benchmarks.compare_routers.results.rows import Header, Row, RowFile, figures
 from benchmarks.compare_routers.results.verdict import sentences
 from benchmarks.compare_routers.runs.engines import H800_CHUNK_TOKENS, PASS_S
@@ -35,6 +32,7 @@ from benchmarks.compare_routers.workloads import NAMES
 from benchmarks.demo.virtual_cluster import CHUNK_TOKENS, add_tp_argument
 from sglang_sbs.cluster.local import ClusterStartError
 from sglang_sbs.simulator.cluster.cost import COSTS, CostError
+from sglang_sbs.simulator.options.common import not_negative, positive, positive_number
 
 _EXAMPLE = f"""\
 examples:
@@ -66,143 +64,88 @@ def build_parser() -> argparse.ArgumentParser:
         "Compare routers on one real SGLang PD cluster: same engines, same arrivals.",
         _EXAMPLE,
     )
-    what = parser.add_argument_group("what is compared")
-    what.add_argument("--contenders", metavar="NAMES", help="see below (all)")
-    what.add_argument(
-        "--workload",
-        metavar="NAMES",
-        help=f"comma-separated, of {', '.join(NAMES)} (paper)",
+    add = parser.add_argument_group("what is compared").add_argument
+    add("--contenders", metavar="NAMES", help="see below (all)")
+    add("--workload", metavar="NAMES", help=f"comma-separated, of {', '.join(NAMES)} (paper)")
+    says = (
+        "shares of what full chunks on every rank compute (0.4,0.8,1.0); agentic: of "
+        f"{AGENTS_PER_RANK} agents per prefill rank"
     )
-    what.add_argument(
-        "--loads",
-        help="shares of what full chunks on every rank compute (0.4,0.8,1.0); agentic: of "
-        f"{AGENTS_PER_RANK} agents per prefill rank",
-    )
-    what.add_argument("--seeds", type=int, help="of arrivals and lengths (3)")
-    what.add_argument(
-        "--first-seed", type=int, default=1, metavar="N", help="they are N, N+1, ... (1)"
-    )
-    what.add_argument(
-        "--field-loads",
-        metavar="LOADS",
-        help="loads at which every contender runs, one seed (all of --loads)",
-    )
-    what.add_argument(
-        "--best-peers",
-        type=int,
-        default=2,
-        help="of those, by mean TTFT, that go on to all loads and seeds (2)",
-    )
-    what.add_argument("--requests", type=int, default=200, help="per run (200)")
-    what.add_argument(
-        "--slo-ttft",
-        type=float,
-        metavar="S",
-        help=f"of goodput ({SLO_PASSES} full passes)",
-    )
-    what.add_argument(
-        "--slo-tpot",
-        type=float,
-        metavar="S",
-        help=f"of goodput ({SLO_TPOT_S}, longer as --pass-s is)",
-    )
-    what.add_argument(
-        "--quick",
-        action="store_true",
-        help="one seed of paper at two loads, sbs against the two best peers",
-    )
+    add("--loads", help=says)
+    add("--seeds", type=positive, help="of arrivals and lengths (3)")
+    add("--first-seed", type=positive, default=1, metavar="N", help="they are N, N+1, ... (1)")
+    says = "loads at which every contender runs, one seed (all of --loads)"
+    add("--field-loads", metavar="LOADS", help=says)
+    says = "of those, by mean TTFT, that go on to all loads and seeds (2)"
+    add("--best-peers", type=positive, default=2, help=says)
+    add("--requests", type=positive, default=200, help="per run (200)")
+    seconds = partial(add, type=positive_number, metavar="S")
+    seconds("--slo-ttft", help=f"of goodput ({SLO_PASSES} full passes)")
+    seconds("--slo-tpot", help=f"of goodput ({SLO_TPOT_S}, longer as --pass-s is)")
+    says = "one seed of paper at two loads, sbs against the two best peers"
+    add("--quick", action="store_true", help=says)
     how = parser.add_argument_group("how")
-    how.add_argument("--topology", default="3P1D", help="instances (3P1D)")
-    how.add_argument("--dp", type=int, default=2, help="DP ranks per instance (2)")
+    add = how.add_argument
+    add("--topology", default="3P1D", help="instances (3P1D)")
+    add("--dp", type=positive, default=2, help="DP ranks per instance (2)")
     add_tp_argument(how)
-    how.add_argument(
-        "--cost",
-        default="h800",
-        metavar="h800|NAME|FILE",
-        help="how long a pass takes: h800 (DeepSeek-V3 on H800 after the paper), "
-        f"{', '.join(COSTS)}, or a JSON file of scripts/calibrate (h800)",
+    says = (
+        "how long a pass takes: h800 (DeepSeek-V3 on H800 after the paper), "
+        f"{', '.join(COSTS)}, or a JSON file of scripts/calibrate (h800)"
     )
-    how.add_argument(
-        "--cost-chunk",
-        type=int,
-        default=H800_CHUNK_TOKENS,
-        metavar="TOKENS",
-        help="chunk per DP rank of the deployment the cost is of; one of the cluster's "
-        f"{CHUNK_TOKENS} stands for the whole ({H800_CHUNK_TOKENS})",
+    add("--cost", default="h800", metavar="h800|NAME|FILE", help=says)
+    says = (
+        "chunk per DP rank of the deployment the cost is of; one of the cluster's "
+        f"{CHUNK_TOKENS} stands for the whole ({H800_CHUNK_TOKENS})"
     )
-    how.add_argument(
-        "--pass-s",
-        type=float,
-        metavar="S",
-        help=f"how long a full chunk takes on the virtual GPU ({PASS_S}); everything else of the "
+    chunk = H800_CHUNK_TOKENS
+    add("--cost-chunk", type=positive, default=chunk, metavar="TOKENS", help=says)
+    seconds = partial(add, type=positive_number, metavar="S")
+    says = (
+        f"how long a full chunk takes on the virtual GPU ({PASS_S}); everything else of the "
         "cost is stretched with it, so that a slow host (engines, clients and router share these "
-        "cores) is a smaller part of a pass, and runs take longer",
+        "cores) is a smaller part of a pass, and runs take longer"
     )
-    how.add_argument(
-        "--most-host-lag",
-        type=float,
-        default=MOST_HOST_LAG,
-        metavar="SHARE",
-        help="of a full pass: where the host lag of a run was larger, or the loop of a router of "
+    seconds("--pass-s", help=says)
+    says = (
+        "of a full pass: where the host lag of a run was larger, or the loop of a router of "
         "ours stood still, its cell has no ratios, and --resume makes the run again; 0: no limit, "
-        f"whatever stood still ({MOST_HOST_LAG:g})",
+        f"whatever stood still ({MOST_HOST_LAG:g})"
     )
-    how.add_argument(
-        "--prompts", choices=("text", "ids"), default="text", help="what requests carry (text)"
+    lag = MOST_HOST_LAG
+    add("--most-host-lag", type=not_negative, default=lag, metavar="SHARE", help=says)
+    add("--prompts", choices=("text", "ids"), default="text", help="what requests carry (text)")
+    seconds("--timeout", help=f"per request ({TIMEOUT_S:g}, longer as --pass-s is)")
+    add = parser.add_argument_group("results").add_argument
+    add("--json", type=Path, metavar="FILE", help="ratios and figures")
+    folder = Path("out/compare-routers")
+    says = f"rows.jsonl, logs, report.html, report.md ({folder})"
+    add("--report", type=Path, metavar="DIR", default=folder, help=says)
+    add("--resume", action="store_true", help="go on with DIR/rows.jsonl")
+    says = "run nothing; report from DIR/rows.jsonl"
+    add("--report-only", action="store_true", help=says)
+    says = (
+        "one per run, in DIR, for sglang-sbs evaluate: the scheduler's of ours, what "
+        "sglang-sbs observe would write of the others"
     )
-    how.add_argument(
-        "--timeout",
-        type=float,
-        metavar="S",
-        help=f"per request ({TIMEOUT_S:g}, longer as --pass-s is)",
+    add("--event-logs", action="store_true", help=says)
+    add = parser.add_argument_group("engines that run already").add_argument
+    add("--real", action="store_true", help="start routers only, no engines")
+    port = "URL [PORT]"
+    add("--prefill", nargs="+", action="append", metavar=port, help="with bootstrap port")
+    add("--decode", action="append", metavar="URL")
+    says = "prompt tokens per second of all prefill instances with full chunks"
+    add("--capacity", type=positive_number, metavar="TOKENS_PER_S", help=says)
+    add("--tokenizer-path", type=Path, metavar="DIR", help="the engines' model")
+    says = (
+        "where the engines' EndForward comes; name it in their SGLANG_SBS_ROUTERS beside the "
+        "router's address (tcp://0.0.0.0:7601)"
     )
-    out = parser.add_argument_group("results")
-    out.add_argument("--json", type=Path, metavar="FILE", help="ratios and figures")
-    out.add_argument(
-        "--report",
-        type=Path,
-        metavar="DIR",
-        default=Path("out/compare-routers"),
-        help="rows.jsonl, logs, report.html, report.md (out/compare-routers)",
-    )
-    out.add_argument("--resume", action="store_true", help="go on with DIR/rows.jsonl")
-    out.add_argument(
-        "--report-only", action="store_true", help="run nothing; report from DIR/rows.jsonl"
-    )
-    out.add_argument(
-        "--event-logs",
-        action="store_true",
-        help="one per run, in DIR, for sglang-sbs evaluate: the scheduler's of ours, what "
-        "sglang-sbs observe would write of the others",
-    )
-    real = parser.add_argument_group("engines that run already")
-    real.add_argument("--real", action="store_true", help="start routers only, no engines")
-    real.add_argument(
-        "--prefill", nargs="+", action="append", metavar="URL [PORT]", help="with bootstrap port"
-    )
-    real.add_argument("--decode", action="append", metavar="URL")
-    real.add_argument(
-        "--capacity",
-        type=float,
-        metavar="TOKENS_PER_S",
-        help="prompt tokens per second of all prefill instances with full chunks",
-    )
-    real.add_argument("--tokenizer-path", type=Path, metavar="DIR", help="the engines' model")
-    real.add_argument(
-        "--listen",
-        default="tcp://0.0.0.0:7601",
-        help="where the engines' EndForward comes; name it in their SGLANG_SBS_ROUTERS beside the "
-        "router's address (tcp://0.0.0.0:7601)",
-    )
-    real.add_argument(
-        "--endforward-port",
-        type=int,
-        default=7600,
-        help="of the router under test, on all addresses of this machine (7600)",
-    )
-    real.add_argument(
-        "--key-file", type=Path, metavar="FILE", help="the engines' SGLANG_SBS_ENDFORWARD_KEY_FILE"
-    )
+    add("--listen", default="tcp://0.0.0.0:7601", help=says)
+    says = "of the router under test, on all addresses of this machine (7600)"
+    add("--endforward-port", type=int, default=7600, help=says)
+    says = "the engines' SGLANG_SBS_ENDFORWARD_KEY_FILE"
+    add("--key-file", type=Path, metavar="FILE", help=says)
     return parser
 
 

@@ -11,6 +11,7 @@ import os
 import platform
 import sys
 import tempfile
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -22,7 +23,7 @@ from rich.console import Console
 from benchmarks.command_line import command_parser, make_writable, raise_file_limit
 from benchmarks.scale.client import Clients
 from benchmarks.scale.router import Reading, ScaledRouter, running_fleet, running_router, shape_of
-from sglang_sbs.simulator.options.common import integers
+from sglang_sbs.simulator.options.common import integers, positive, positive_number
 from tools.stand_ins.ports import free_ports
 
 _EPILOG = """\
@@ -143,17 +144,16 @@ async def measure(case: Case, console: Console, log: Path) -> Result:
     took_s = after.at_s - before.at_s
     notes = clients.notes
     gaps_s = [gap - case.token_s for gap in notes.gaps_s]
+    heard = _grown(before, after, "sbs_endforward_messages_total")
     kinds = {
         dict(labels)["event"] for (n, labels) in after.series if n == "sbs_decision_seconds_sum"
     }
-    decisions = {
-        kind: _histogram(before, after, "sbs_decision", f"{kind}") for kind in sorted(kinds)
-    }
+    decisions = {kind: _histogram(before, after, "sbs_decision", kind) for kind in sorted(kinds)}
     return Result(
         case=case,
         instances=len(shape.prefill) + len(shape.decode),
         reports_sent_per_s=(counts.reports - before_counts.reports) / took_s,
-        reports_handled_per_s=_grown(before, after, "sbs_endforward_messages_total") / took_s,
+        reports_handled_per_s=sum(heard.values()) / took_s,
         reports_dropped=counts.dropped_reports,
         in_flight=in_flight,
         sent=notes.sent,
@@ -180,14 +180,13 @@ async def _scrape(router: ScaledRouter) -> None:
             await router.scrape(Reading(0.0, {}, {}))
 
 
-def _grown(before: Reading, after: Reading, name: str, **labels: str) -> float:
-    """By how much the series of that name grew, all of them or those with the labels."""
-    wanted = set(labels.items())
-    return sum(
-        value - before.series.get((series, found), 0.0)
-        for (series, found), value in after.series.items()
-        if series == name and wanted <= set(found)
-    )
+def _grown(before: Reading, after: Reading, name: str, **labels: str) -> dict[str, float]:
+    """By how much the series of that name and labels grew, per bucket ("": they have none)."""
+    grown: dict[str, float] = defaultdict(float)
+    for (series, found), value in after.series.items():
+        if series == name and set(labels.items()) <= set(found):
+            grown[dict(found).get("le", "")] += value - before.series.get((series, found), 0.0)
+    return grown
 
 
 def _histogram(before: Reading, after: Reading, name: str, event: str | None = None) -> Spread:
@@ -197,31 +196,15 @@ def _histogram(before: Reading, after: Reading, name: str, event: str | None = N
     most the bound of the last bucket that anything came to.
     """
     labels = {} if event is None else {"event": event}
-    bounds = sorted(
-        {
-            float(dict(found)["le"])
-            for (series, found) in after.series
-            if series == f"{name}_seconds_bucket" and set(labels.items()) <= set(found)
-        }
-    )
-    texts = {
-        float(dict(found)["le"]): dict(found)["le"]
-        for (series, found) in after.series
-        if series == f"{name}_seconds_bucket"
-    }
-    counted = [
-        _grown(before, after, f"{name}_seconds_bucket", le=texts[bound], **labels)
-        for bound in bounds
-    ]
-    count = int(counted[-1]) if counted else 0
+    grown = _grown(before, after, f"{name}_seconds_bucket", **labels)
+    counted = sorted((float(bound), by) for bound, by in grown.items())
+    count = int(counted[-1][1]) if counted else 0
     if not count:
         return Spread(count=0, p50_s=None, p99_s=None, max_s=None)
     longest_s = _longest_s(after, name, labels)
 
     def below(share: float) -> float:
-        wanted = share * count
-        bound = next(b for b, c in zip(bounds, counted, strict=True) if c >= wanted)
-        return min(bound, longest_s)
+        return min(next(bound for bound, by in counted if by >= share * count), longest_s)
 
     return Spread(
         count=count,
@@ -301,30 +284,27 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
     add = parser.add_argument
     add("--ranks", type=integers, help="DP ranks per case, by commas (256,512,1000)")
     add("--streams", type=integers, help="streams that stay, as many numbers (2500,5000,10000)")
-    add("--reports", type=float, default=20.0, help="EndForward messages per s and rank (20)")
-    add("--workers", type=int, default=2, help="front ends (2)")
+    add("--reports", type=positive_number, default=20.0, help="EndForward per s and rank (20)")
+    add("--workers", type=positive, default=2, help="front ends (2)")
     add(
         "--tcp",
         action="store_true",
         help="the scheduler is a process of its own, over encrypted TCP, as on another machine",
     )
-    add("--churn", type=float, default=100.0, help="short requests per second besides (100)")
-    add("--seconds", type=float, help="of each measurement (20; with --quick 6)")
-    add("--token-s", type=float, default=1.0, help="between two tokens of a stream (1)")
-    add("--open-per-s", type=float, default=250.0, help="streams opened per second (250)")
+    add("--churn", type=positive_number, default=100.0, help="short requests per s besides (100)")
+    add("--seconds", type=positive_number, help="of each measurement (20; with --quick 6)")
+    add("--token-s", type=positive_number, default=1.0, help="between tokens of a stream (1)")
+    add("--open-per-s", type=positive_number, default=250.0, help="streams opened per s (250)")
     add("--policy", default="sbs", help="of the router (sbs)")
     add("--quick", action="store_true", help="256 ranks, 500 streams, half a minute")
     add("--json", type=Path, metavar="FILE", help="write everything there")
     add("--log", type=Path, metavar="FILE", help="what the router says (a temporary file)")
     options = parser.parse_args(arguments)
-    for name in ("reports", "workers", "churn", "token_s", "open_per_s"):
-        if not 0 < getattr(options, name) < math.inf:
-            parser.error(f"--{name.replace('_', '-')} must be more than 0")
     if options.workers < 2:
         parser.error("--workers must be 2 or more: one process has no scheduler process to weigh")
     if options.seconds is None:
         options.seconds = 6.0 if options.quick else 20.0
-    if not 1 <= options.seconds < math.inf:
+    if options.seconds < 1:
         parser.error("--seconds must be 1 or more")
     known = _QUICK if options.quick else _CASES
     ranks = options.ranks or list(known)

@@ -74,7 +74,7 @@ def test_ratios_are_those_of_medians_and_the_worst_is_on_top():
         (["--streams", "1,x"], "write positive integers"),
         (["--streams", "0"], "write positive integers"),
         (["--contenders", "ours,go"], "no contender 'go'; there are ours, ours-sbs, rust, mini_lb"),
-        (["--seconds", "0"], "--seconds must be more than 0"),
+        (["--seconds", "0"], "--seconds: '0': write a positive number"),
     ],
 )
 def test_bad_flags_say_what_to_write(flags, what, capsys):

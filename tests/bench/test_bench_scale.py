@@ -80,11 +80,11 @@ def test_the_longest_is_of_what_came_between_two_readings(longest_s, max_s):
         (["--ranks", "8"], "--ranks must be 16 or more"),
         (["--ranks", "256", "--streams", "1,2"], "--streams needs as many numbers"),
         (["--workers", "1"], "--workers must be 2 or more"),
-        (["--churn", "0"], "--churn must be more than 0"),
-        (["--churn", "nan"], "--churn must be more than 0"),
-        (["--token-s", "inf"], "--token-s must be more than 0"),
-        (["--seconds", "nan"], "--seconds must be 1 or more"),
-        (["--seconds", "0"], "--seconds must be 1 or more"),
+        (["--churn", "0"], "--churn: '0': write a positive number"),
+        (["--churn", "nan"], "--churn: 'nan': write a positive number"),
+        (["--token-s", "inf"], "--token-s: 'inf': write a positive number"),
+        (["--seconds", "nan"], "--seconds: 'nan': write a positive number"),
+        (["--seconds", "0.5"], "--seconds must be 1 or more"),
     ],
 )
 def test_bad_flags_say_what_to_write(flags, what, capsys):
