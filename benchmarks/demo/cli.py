@@ -24,6 +24,7 @@ import orjson
 from rich.console import Console
 from rich.table import Table
 
+from benchmarks.command_line import command_parser
 from benchmarks.demo.kept_cluster import keep
 from benchmarks.demo.load import Workload
 from benchmarks.demo.runs import Run
@@ -59,12 +60,8 @@ through the router as one engine asked directly.
 
 
 def build_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="sglang-sbs demo",
-        description="Bring up a real SGLang PD cluster with a tiny MoE and route through SBS.",
-        epilog=_EXAMPLE,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    what = "Bring up a real SGLang PD cluster with a tiny MoE and route through SBS."
+    parser = command_parser("sglang-sbs demo", what, _EXAMPLE)
     add = parser.add_argument
     switch = partial(parser.add_argument, action="store_true")
     add("--topology", default="3P1D", help="instances, e.g. 2P1D (default 3P1D)")

@@ -15,6 +15,7 @@ import uvloop
 from rich.console import Console
 from rich.table import Table
 
+from benchmarks.command_line import command_parser
 from benchmarks.hostile.case import Case
 from benchmarks.hostile.cases import all_cases
 from benchmarks.hostile.measure import Row, measure, write_files
@@ -46,12 +47,8 @@ examples:
 
 def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     known = all_cases()
-    parser = argparse.ArgumentParser(
-        "scripts/bench-hostile",
-        description="What one hostile sender costs everybody else: delay and memory, by case.",
-        epilog=_EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    what = "What one hostile sender costs everybody else: delay and memory, by case."
+    parser = command_parser("scripts/bench-hostile", what, _EPILOG)
     parser.add_argument("--cases", default=",".join(known), help="which, by commas (all)")
     parser.add_argument("--list", action="store_true", help="say which there are, and end")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the rows there")
