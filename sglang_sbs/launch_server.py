@@ -81,34 +81,20 @@ def build_parser(prog: str = PROG) -> argparse.ArgumentParser:
     add("--decode-instances", type=int, default=1, metavar="N", help="how many (%(default)s)")
     add("--host", default="127.0.0.1", help="address of the router (%(default)s)")
     add("--port", type=port, default=30000, metavar="PORT", help="port of the router (%(default)s)")
-    add(
-        "--prefill-args",
-        default="",
-        metavar="FLAGS",
-        help='flags of prefill engines only: --prefill-args="--max-running-requests 64"',
-    )
+    says = 'flags of prefill engines only: --prefill-args="--max-running-requests 64"'
+    add("--prefill-args", default="", metavar="FLAGS", help=says)
     add("--decode-args", default="", metavar="FLAGS", help="flags of decode engines only")
     add("--log-dir", type=Path, help="where each process writes its log (a new temporary folder)")
-    add(
-        "--startup-timeout",
-        type=float,
-        default=DEFAULT_STARTUP_TIMEOUT_S,
-        metavar="SECONDS",
-        help="until all instances and the router must be ready (%(default).0f)",
+    says = "until all instances and the router must be ready (%(default).0f)"
+    limit = DEFAULT_STARTUP_TIMEOUT_S
+    add("--startup-timeout", type=float, default=limit, metavar="SECONDS", help=says)
+    says = "engines on CPU, which compute the model (in a checkout)"
+    add("--cpu", action="store_true", help=says)
+    says = (
+        "engines on CPU, forward passes only take the time of a GPU (in a checkout); JSON "
+        "with fields of tools.cpu_engine.virtual_gpu.VirtualGpuCost overrides its cost model"
     )
-    add(
-        "--cpu",
-        action="store_true",
-        help="engines on CPU, which compute the model (in a checkout)",
-    )
-    add(
-        "--virtual-gpu",
-        nargs="?",
-        const="{}",
-        metavar="JSON",
-        help="engines on CPU, forward passes only take the time of a GPU (in a checkout); JSON "
-        "with fields of tools.cpu_engine.virtual_gpu.VirtualGpuCost overrides its cost model",
-    )
+    add("--virtual-gpu", nargs="?", const="{}", metavar="JSON", help=says)
     add("--dry-run", action="store_true", help="print the exact command lines, less keys, and exit")
     return parser
 
