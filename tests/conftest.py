@@ -21,10 +21,11 @@ os.environ["HF_HUB_OFFLINE"] = "1"
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: Sequence[pytest.Item]) -> None:
     """Which tests stay in one process where several share them (``--dist loadgroup``): those of a
-    file, and all real clusters, of which a machine of two cores holds one at a time."""
+    file, all real clusters, of which a machine of two cores holds one at a time, and those that ask
+    one process that has imported SGLang."""
     if not config.pluginmanager.hasplugin("xdist"):
         return
     for item in items:
-        is_cluster = item.get_closest_marker("cluster") is not None
-        group = "clusters" if is_cluster else item.nodeid.partition("::")[0]
+        shared = (name for name in ("cluster", "sglang") if item.get_closest_marker(name))
+        group = next(shared, item.nodeid.partition("::")[0])
         item.add_marker(pytest.mark.xdist_group(group))
