@@ -19,6 +19,14 @@ os.environ["HF_HUB_OFFLINE"] = "1"
 
 
 @pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    if item.get_closest_marker("cluster") is not None:
+        from harness.nurseries import share_imports_of_sglang
+
+        share_imports_of_sglang()
+
+
+@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: Sequence[pytest.Item]) -> None:
     """Which tests stay in one process where several share them (``--dist loadgroup``): those of a
     file, all real clusters, of which a machine of two cores holds one at a time, and those that ask

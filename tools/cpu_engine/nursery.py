@@ -18,6 +18,7 @@ import os
 import runpy
 import selectors
 import signal
+import socket
 import sys
 import time
 from dataclasses import dataclass
@@ -35,6 +36,8 @@ PRELOADED_MODULES = (
     "sglang.srt.disaggregation.mooncake.conn",
 )
 STOP_GRACE_S = 10.0
+NURSERIES = "CPU_ENGINE_NURSERIES"
+"""Environment variable: the socket of `nurseries.py`, from which nurseries are forked."""
 
 
 @dataclass(frozen=True)
@@ -136,11 +139,22 @@ def _stop(engines: dict[int, tuple[str, int]]) -> None:
             time.sleep(0.05)
 
 
+def fork_of(path: str) -> int:
+    """Have a nursery forked in place of this process; its exit code when it has ended. Raises:
+    OSError, nobody listens."""
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as asked:
+        asked.connect(path)
+        socket.send_fds(asked, [json.dumps(dict(os.environ)).encode()], [0, 1, 2])
+        return 0 if asked.recv(1) else 1
+
+
 def main() -> None:
     if sys.stdin.isatty():
         sys.exit(f"{Path(__file__).stem} is started by sglang_sbs.cluster, not by hand")
     # Ctrl-C goes to the supervisor, which ends this process by closing stdin.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    if NURSERIES in os.environ:
+        sys.exit(fork_of(os.environ[NURSERIES]))
     # What imports print must not mix with the protocol on stdout.
     protocol = os.dup(1)
     os.dup2(2, 1)
