@@ -271,6 +271,7 @@ def _launch_of(batch: Batch, instance: InstanceId) -> dict[str, float | None]:
     there = look.next_pass()
     launch_s = there.start_s if batch.launch_s is None else batch.launch_s
     for rank, tokens in batch.placed:
+        there.length_s = there.with_s(rank, tokens)
         there.add(rank, tokens)
     return {"launch_s": launch_s, "end_s": launch_s + there.length_s}
 

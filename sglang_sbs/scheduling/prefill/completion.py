@@ -238,9 +238,9 @@ class NextPass:
         self.emptiest = self.ahead_tokens.index(min(ahead_tokens))
         """The rank with the fewest tokens ahead."""
 
-    def add(self, rank: int, tokens: int, context: int = 0) -> None:
-        """Put a request on a rank, ahead of all later ones."""
-        self.length_s = self.with_s(rank, tokens, context)
+    def add(self, rank: int, tokens: int) -> None:
+        """Put a request on a rank, ahead of all later ones. It does not change :attr:`length_s`:
+        later requests would seem to cost nothing on the other ranks, and gather there."""
         chunk, before = self.chunk_tokens, self.ahead_tokens[rank]
         self._held += min(chunk, before + tokens) - min(chunk, before)
         self.ahead_tokens[rank] += tokens

@@ -116,12 +116,13 @@ def test_a_request_is_done_when_an_engine_has_computed_it(ahead: list[int], toke
     engine.accept("r", 0, tokens)
     there = NextPass(TOKENS_ONLY, 256, [sum(ahead), 0])
     assert there.done_s(0, tokens) == pytest.approx(seconds(engine, "r"))
+    filled = [min(256, sum(ahead) + tokens), 0]
+    assert there.with_s(0, tokens) == pytest.approx(TOKENS_ONLY.of_ranks_s(filled))
+    before_s = there.length_s
     there.add(0, tokens)
     assert there.ahead_tokens == [sum(ahead) + tokens, 0]
     assert there.emptiest == 1
-    assert there.length_s == pytest.approx(
-        TOKENS_ONLY.of_ranks_s([min(256, sum(ahead) + tokens), 0])
-    )
+    assert there.length_s == before_s
 
 
 def test_other_ranks_make_the_pass_of_a_request_longer() -> None:
