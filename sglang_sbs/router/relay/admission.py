@@ -38,11 +38,11 @@ class Admission:
     def queued(self) -> int:
         return len(self._queue)
 
-    def slot(self, units: int = 1) -> _Slot:
+    def slot(self, units: int = 1) -> _AdmissionSlot:
         """Return a context manager that holds a token for each unit, at most all tokens.
         Raises on entry: RouterError (429), the queue is full; (503), no token became free in time,
         or no descriptors are left."""
-        return _Slot(self, units)
+        return _AdmissionSlot(self, units)
 
     async def take(self, units: int) -> None:
         """See :meth:`slot`."""
@@ -131,7 +131,7 @@ class Admission:
         self._hand_out()
 
 
-class _Slot:
+class _AdmissionSlot:
     """See :meth:`Admission.slot`. A generator would take several times as long."""
 
     __slots__ = ("_admission", "_units")
