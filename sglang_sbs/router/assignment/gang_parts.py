@@ -45,9 +45,10 @@ class GangParts:
         """Return the decisions of one moment, with a part added to each dispatch. They are returned
         unchanged if no request has an id that asks for a part."""
         dispatched = [one for one in commands if isinstance(one, Dispatch)]
-        if not dispatched:
-            return commands
-        if not any(is_sized(one.rid) for one in dispatched):  # no engine reads it
+        for one in dispatched:
+            if is_sized(one.rid):
+                break
+        else:  # no engine reads it
             for one in dispatched if self._newest else ():
                 self._newest.pop(_instance_of(one), None)
             return commands

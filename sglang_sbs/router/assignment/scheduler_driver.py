@@ -73,7 +73,11 @@ class SchedulerPump:
     _traceback_s: float = -math.inf
     _handling: bool = False
     _closed: bool = False
+    _due_s: float = math.inf
+    """Time for which the scheduler asked last."""
     _timer: asyncio.TimerHandle | None = None
+    _timer_s: float = math.inf
+    """Time at which the timer fires, not after ``_due_s``."""
     _flushing: asyncio.TimerHandle | None = None
 
     def submit(self, event: Event) -> None:
@@ -140,16 +144,27 @@ class SchedulerPump:
                 log.close()
 
     def _wake_at(self, time_s: float, now_s: float) -> None:
+        self._due_s = time_s
+        # Replacing a timer costs more than setting it again when it fires too early.
+        if self._timer is None or time_s < self._timer_s:
+            self._set_timer(now_s)
+
+    def _set_timer(self, now_s: float) -> None:
         if self._timer is not None:
             self._timer.cancel()
+        self._timer_s = self._due_s
         # uvloop's timers have millisecond resolution: round up, because an early one would fire
         # repeatedly.
-        delay_s = math.ceil(max(0.0, time_s - now_s) * 1000) / 1000
+        delay_s = math.ceil(max(0.0, self._due_s - now_s) * 1000) / 1000
         self._timer = asyncio.get_running_loop().call_later(delay_s, self._timer_fired)
 
     def _timer_fired(self) -> None:
         self._timer = None
-        self.submit(TimerFired())
+        now_s = time.monotonic()
+        if now_s < self._due_s and not self._closed:
+            self._set_timer(now_s)
+        else:
+            self.submit(TimerFired())
 
     def attempts(self, rids: Sequence[str]) -> list[AttemptStory]:
         """Return the records of these requests; forgotten ones are omitted."""

@@ -78,8 +78,10 @@ class _Ratios:
         """The median of the engines; of two in the middle the one nearer to 1."""
         self._forget(now_s)
         count = len(self._logs)
-        middle = self._logs[(count - 1) // 2 : count // 2 + 1]
-        return math.exp(min(middle, key=abs, default=0.0))
+        if not count:
+            return 1.0
+        low, high = self._logs[(count - 1) // 2], self._logs[count // 2]
+        return math.exp(low if abs(low) <= abs(high) else high)
 
     def _forget(self, now_s: float) -> None:
         if now_s <= self._due_s:

@@ -80,6 +80,28 @@ async def test_a_request_waits_until_a_timer_releases_it() -> None:
     assert dispatcher.open == 0
 
 
+async def test_the_timer_fires_once_at_the_time_that_was_asked_for_last() -> None:
+    asked_s: dict[str, float] = {}
+    fired: asyncio.Future[float] = asyncio.get_running_loop().create_future()
+
+    def answers(event: Event, now_s: float) -> list[Command]:
+        if isinstance(event, RequestArrived):
+            asked_s[event.rid] = now_s + {"soon": 0.005, "later": 0.05, "sooner": 0.02}[event.rid]
+            return [WakeAt(time_s=asked_s[event.rid])]
+        if isinstance(event, TimerFired):
+            fired.set_result(now_s)  # raises if it fires again
+        return []
+
+    scheduler = Scripted(answers)
+    dispatcher = Dispatcher(scheduler)
+    for rid in ("soon", "later", "sooner"):
+        dispatcher.submit(RequestArrived(rid=rid, prompt_tokens=1))
+    assert await asyncio.wait_for(fired, 5) >= asked_s["sooner"] > asked_s["soon"]
+    assert dispatcher.pump is not None
+    assert dispatcher.pump._timer is None
+    assert dispatcher.pump.errors == 0
+
+
 async def test_a_gang_is_released_in_one_go_and_in_order() -> None:
     def answers(event: Event, now_s: float) -> list[Command]:
         if isinstance(event, RequestArrived) and event.rid == "c":
