@@ -2,12 +2,21 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
+from typing import Any
 
 import msgspec
 import pytest
 
-from sglang_sbs.scheduling.events import InstanceUp, RequestArrived
+from sglang_sbs.scheduling import Scheduler, SchedulerConfig
+from sglang_sbs.scheduling.events import (
+    Command,
+    Dispatch,
+    ForwardEnded,
+    InstanceUp,
+    RequestArrived,
+)
 from sglang_sbs.scheduling.policies.adaptive.hold_guard import HoldGuard, place_at_once
 from sglang_sbs.scheduling.policies.immediate import Eta
 from sglang_sbs.scheduling.policies.policy import Plan
@@ -15,6 +24,7 @@ from sglang_sbs.scheduling.prefill.instance import PrefillInstance
 from sglang_sbs.scheduling.prefill.interval import IntervalController
 from sglang_sbs.scheduling.prefix.places import Hits
 from sglang_sbs.scheduling.queue.request import RequestQueue, arrived
+from sglang_sbs.scheduling.reasons import WaitReason
 from sglang_sbs.simulator.cluster.cost import COSTS
 from sglang_sbs.simulator.cluster.simulation import simulate
 from sglang_sbs.simulator.cluster.spec import ClusterSpec
@@ -128,3 +138,28 @@ def test_what_is_sent_at_once_goes_where_its_prefix_is() -> None:
         for knows in (False, True)
     ]
     assert places == [0, 1]
+
+
+def test_a_request_is_explained_though_no_decision_has_looked_at_the_instances_since() -> None:
+    scheduler = Scheduler(SchedulerConfig(), remembers=9)
+    for name, role in (("p0", "prefill"), ("d0", "decode")):
+        up = InstanceUp(instance=name, role=role, dp_size=1, chunk_tokens=1000, overlap=True)
+        scheduler.handle(up, 99.0)
+
+    def launch(forward_id: int, now_s: float, **more: Any) -> None:
+        report = msgspec.structs.replace(LAUNCH, seq=forward_id, forward_id=forward_id, **more)
+        scheduler.handle(ForwardEnded(instance="p0", report=report), now_s)
+
+    def arrive(rid: str, now_s: float) -> list[Command]:
+        return scheduler.handle(RequestArrived(rid=rid, prompt_tokens=100), now_s)
+
+    launch(1, 100.0)
+    assert not any(isinstance(one, Dispatch) for one in arrive("a", 100.01)), "p0 computes"
+    guard = scheduler.policy.guard
+    guard.on, guard._until_s = True, math.inf
+    assert sum(isinstance(one, Dispatch) for one in arrive("b", 100.02)) == 2
+    launch(2, 100.03, waiting_requests=1, waiting_tokens=100)
+    assert not any(isinstance(one, Dispatch) for one in arrive("c", 100.04)), "a pass is queued"
+    why = scheduler.why("c", 100.05)
+    assert why is not None
+    assert [one.reason for one in why.waits] == [WaitReason.NOT_YET]

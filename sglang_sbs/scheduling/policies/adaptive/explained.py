@@ -56,8 +56,10 @@ def _kind(view: View, opening: OpenPass) -> Opening:
 def note_opening(request: Request, view: View, now_s: float) -> None:
     """Note which instance was expected to be ready first when a request arrived that no instance
     could take."""
-    if view.passes_away > 1:
+    # The view may be of an earlier decision, and the instances may have changed since.
+    soonest = view.starts.soonest(1)
+    if view.passes_away > 1 or not soonest:
         note(request, WaitReason.NOT_YET, now_s)
     else:
-        soonest = view.instances[view.starts.soonest(1)[0][2]]
-        note(request, WaitReason.NOT_YET, now_s, soonest.id, view.at.free_at_s(soonest))
+        instance = view.instances[soonest[0][2]]
+        note(request, WaitReason.NOT_YET, now_s, instance.id, view.at.free_at_s(instance))
