@@ -108,7 +108,7 @@ class StaleTokens(RandomRank):
         if now_s - self._polled_s >= POLLED_S:
             self._polled_s = now_s
             self._tokens = {
-                worker[0].worker: sum(rank.outstanding.total for i in worker for rank in i.ranks)
+                worker[0].worker: sum(rank.outstanding_tokens for i in worker for rank in i.ranks)
                 for worker in workers
             }
         return min(workers, key=lambda worker: self._tokens.get(worker[0].worker, 0))

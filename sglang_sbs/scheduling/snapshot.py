@@ -11,7 +11,7 @@ import msgspec
 from sglang_sbs.scheduling.decode.instance import DecodeInstance
 from sglang_sbs.scheduling.decode.rules import UNLIMITED
 from sglang_sbs.scheduling.policies.immediate import Worker, workers_of
-from sglang_sbs.scheduling.prefill.books import Tier
+from sglang_sbs.scheduling.prefill.instance import Tier
 from sglang_sbs.scheduling.queue.priority import CLASSES, class_of
 
 if TYPE_CHECKING:
@@ -146,22 +146,22 @@ def _prefill_state(instances: Worker, scheduler: Scheduler, now_s: float) -> Pre
         prediction_error_s=fmean(i.model.error_s for i in instances),
         gap_s=fmean(i.pause.mean_s for i in instances),
         watchdog_fires=sum(i.watchdog.fires for i in instances),
-        passes=sum(i.passes_ended for i in instances),
+        passes=sum(i.passes.ended for i in instances),
         ranks=[
             PrefillRankState(
                 c_avail=c_avail,
                 flight_tokens=rank.flight.total,
                 queued_tokens=rank.queued_tokens,
-                outstanding_requests=len(rank.outstanding),
+                outstanding_requests=len(rank.requests),
                 age_s=rank.cursor.age_s(now_s),
             )
             for i in instances
-            for rank, c_avail in zip(i.ranks, i.c_avail(), strict=True)
+            for rank, c_avail in zip(i.ranks, i.ranks.c_avail(), strict=True)
         ],
         chunk_tokens=instances[0].chunk_tokens,
         barrier=instances[0].id == instances[0].worker,
         drained=scheduler.is_drained(instances[0].id),
-        stalled=any(i.takes_nothing for i in instances),
+        stalled=any(i.ranks.takes_nothing for i in instances),
         full_pass_s=fmean(i.model.formula.balanced_s(i.chunk_tokens) for i in instances),
     )
 

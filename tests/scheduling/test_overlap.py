@@ -92,6 +92,10 @@ class Instance:
     has_flight: bool = False
 
     @property
+    def ranks(self) -> Instance:
+        return self
+
+    @property
     def charged_tokens(self) -> int:
         return self.backlog_tokens
 

@@ -15,7 +15,7 @@ from sglang_sbs.scheduling.paging import paged, whole_pages
 from sglang_sbs.scheduling.policies.adaptive.pass_forecast import PassForecast
 from sglang_sbs.scheduling.policies.pbaa import place_fitting, top_up
 from sglang_sbs.scheduling.prefill.instance import PrefillInstance
-from sglang_sbs.scheduling.token_ledger import TokenLedger
+from sglang_sbs.scheduling.prefill.requests import Flight, PrefillRequest
 from sglang_sbs.simulator.experiments.sweep import Job, run_job
 
 PAGE, CHUNK, DP = 64, 1024, 2
@@ -42,20 +42,21 @@ def test_a_charge_is_the_fewest_pages_that_hold_the_prompt(tokens: int, page: in
     page=st.sampled_from([1, 16, 64]),
 )
 def test_a_ledger_knows_tokens_and_their_pages(steps: list[tuple[str, int]], page: int):
-    ledger = TokenLedger()
-    ledger.set_page(page)
+    flight = Flight()
+    flight.set_page(page)
     for rid, tokens in steps:
+        request = flight.requests.get(rid)
         if tokens == 0:
-            ledger.pop(rid)
-        elif rid in ledger and tokens < ledger[rid]:
-            ledger.reduce(rid, tokens)
+            flight.pop(rid)
+        elif request is not None and tokens < request.flight_tokens:
+            flight.reduce(request, tokens)
         else:
-            ledger.add(rid, tokens)
-        here = [ledger[one] for one in ledger.oldest()]
-        assert ledger.total == sum(here)
-        assert ledger.charged == sum(paged(one, page) for one in here)
-    ledger.set_page(1)
-    assert ledger.charged == ledger.total
+            flight.add(PrefillRequest.of(rid, tokens))
+        here = [request.flight_tokens for request in flight]
+        assert flight.total == sum(here)
+        assert flight.charged == sum(paged(one, page) for one in here)
+    flight.set_page(1)
+    assert flight.charged == flight.total
 
 
 @given(
@@ -104,9 +105,9 @@ def test_c_avail_is_what_the_engine_can_still_take(page: int, seed: int):
             now_s += 0.01
             books.on_report(message, now_s, LATENCY_S)
         charged = [sum(paged(tokens, page) for _, tokens in one.waiting) for one in engine.ranks]
-        assert books.c_avail() == [CHUNK - tokens for tokens in charged]
-        assert books.charged_tokens == sum(charged)
-        assert books.backlog_tokens == sum(one.queued_tokens for one in engine.ranks)
+        assert books.ranks.c_avail() == [CHUNK - tokens for tokens in charged]
+        assert books.ranks.charged_tokens == sum(charged)
+        assert books.ranks.backlog_tokens == sum(one.queued_tokens for one in engine.ranks)
         done, messages = engine.finish()
         for message in messages:
             now_s += 0.01
@@ -123,7 +124,7 @@ def test_without_reports_a_presumed_pass_holds_whole_pages():
     books.advance(0.1, LATENCY_S)
     (running,) = books.passes
     assert running.tokens == [8 * 65, 0], "two pages each"
-    assert books.c_avail() == [CHUNK - 12 * 128, CHUNK]
+    assert books.ranks.c_avail() == [CHUNK - 12 * 128, CHUNK]
 
 
 def test_a_forecast_lays_requests_in_whole_pages():
@@ -136,7 +137,7 @@ def test_a_forecast_lays_requests_in_whole_pages():
 
 
 def test_a_part_of_a_page_at_the_end_of_a_chunk_is_no_room():
-    assert instance(chunk_tokens=1000).c_avail() == [960, 960]
+    assert instance(chunk_tokens=1000).ranks.c_avail() == [960, 960]
 
 
 @pytest.mark.parametrize("policy", ["sbs", "sbs_paper", "eta"])

@@ -48,12 +48,12 @@ def test_places_are_what_the_next_pass_of_the_engine_still_takes(seed: int):
             now_s += 0.01
             books.on_report(message, now_s, LATENCY_S)
         waiting = [len(one.waiting) for one in engine.ranks]
-        assert books.places() == [max(0, MOST - count) for count in waiting]
-        assert books.has_room == any(
+        assert books.ranks.places() == [max(0, MOST - count) for count in waiting]
+        assert books.ranks.has_room == any(
             count < MOST and one.queued_tokens < CHUNK
             for count, one in zip(waiting, engine.ranks, strict=True)
         )
-        for free, count in zip(books.c_avail(), waiting, strict=True):
+        for free, count in zip(books.ranks.c_avail(), waiting, strict=True):
             assert count < MOST or free <= 0
         done, messages = engine.finish()
         for message in messages:
@@ -106,8 +106,10 @@ def test_a_long_request_still_finds_the_tokens_that_short_ones_leave():
     books = instance()
     for index in range(3):
         books.dispatched(f"short {index}", 0, 10, now_s=0.0)
-    assert books.places() == [1, 4]
-    assert place_fitting([request("long", 990)], books.c_avail()[:1], CHUNK, places=[1]).placed
+    assert books.ranks.places() == [1, 4]
+    assert place_fitting(
+        [request("long", 990)], books.ranks.c_avail()[:1], CHUNK, places=[1]
+    ).placed
 
 
 def test_without_reports_a_presumed_pass_holds_so_many_requests():
@@ -119,7 +121,7 @@ def test_without_reports_a_presumed_pass_holds_so_many_requests():
     (running,) = books.passes
     assert running.tokens == [MOST * 65, 0]
     assert sorted(running.rids) == ["r0", "r1", "r2", "r3"]
-    assert books.places() == [0, MOST]
+    assert books.ranks.places() == [0, MOST]
 
 
 def test_what_another_rank_tells_of_a_pass_leaves_the_rest_of_a_batch_queued():
@@ -133,9 +135,9 @@ def test_what_another_rank_tells_of_a_pass_leaves_the_rest_of_a_batch_queued():
     of_rank_0, of_rank_1 = engine.launch()
     books.on_report(of_rank_0, 1.1, LATENCY_S)
     assert books.ranks[1].queued_tokens == 100
-    assert books.places() == [MOST, MOST - 2]
+    assert books.ranks.places() == [MOST, MOST - 2]
     books.on_report(of_rank_1, 1.2, LATENCY_S)
-    assert books.places() == [MOST, MOST - 2]
+    assert books.ranks.places() == [MOST, MOST - 2]
 
 
 def test_a_forecast_knows_when_a_pass_holds_as_many_requests_as_it_may():
@@ -164,8 +166,8 @@ def test_a_cut_request_counts_in_each_of_its_passes():
 @pytest.mark.parametrize("most", [0, -1, CHUNK, 1 << 40])
 def test_a_limit_that_no_pass_reaches_is_none(most: int):
     books = instance(most)
-    assert books.places() is None
-    assert books.capacity_of(1.0) == DP * CHUNK
+    assert books.ranks.places() is None
+    assert books.ranks.capacity_of(1.0) == DP * CHUNK
 
 
 def test_a_queue_that_cannot_be_is_believed_of_so_many_passes():

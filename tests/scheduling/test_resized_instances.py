@@ -25,7 +25,7 @@ def test_requests_on_the_prefill_ranks_that_stay_are_still_counted(size: int) ->
     resize(driver, "prefill", size)
     left = [rid for rid, rank in made.items() if rank < size]
     assert sum(outstanding(driver)) == len(left)
-    assert driver.scheduler.prefill["p0"].backlog_tokens == 400 * len(left)
+    assert driver.scheduler.prefill["p0"].ranks.backlog_tokens == 400 * len(left)
     for rid in made:
         driver.tell(PrefillDone(rid=rid))
         driver.tell(RequestEnded(rid=rid, outcome="completed"))

@@ -129,7 +129,8 @@ def test_what_was_presumed_launched_returns_to_flight_whole_and_in_order():
     engine.accept("x", 0, 10)
     for message in engine.launch():
         driver.tell(ForwardEnded(instance="p0", report=message))
-    assert [(rid, flight[rid]) for rid in flight.oldest()] == [("a", 600), ("b", 700), ("c", 50)]
+    in_flight = [(request.rid, request.flight_tokens) for request in flight]
+    assert in_flight == [("a", 600), ("b", 700), ("c", 50)]
 
 
 def test_silence_does_not_make_a_long_prompt_young():
@@ -139,12 +140,12 @@ def test_silence_does_not_make_a_long_prompt_young():
     engine.accept("long", 0, 3000)
     for message in engine.launch():
         driver.tell(ForwardEnded(instance="p0", report=message))
-    prompts = driver.scheduler.prefill["p0"].ranks[dispatch.prefill_rank].prompts
+    rank = driver.scheduler.prefill["p0"].ranks[dispatch.prefill_rank]
     driver.wait(5.0)
     assert driver.scheduler.prefill["p0"].watchdog.fires
-    assert prompts.pairs(1000) == 1000 * 1500, "its second chunk attends to the first"
+    assert rank.pairs(1000) == 1000 * 1500, "its second chunk attends to the first"
     driver.tell(InstanceDown(instance="p0"))
-    assert prompts.pairs(1000) == 0
+    assert rank.pairs(1000) == 0
 
 
 def test_an_instance_that_stays_down_is_forgotten_once_nothing_runs_there():
@@ -226,7 +227,7 @@ def test_what_others_are_said_to_have_queued_costs_no_more_than_it_can_matter():
     forecast = PassForecast(driver.scheduler.prefill["p0"]).fork(driver.now_s, closed=False)
     assert len(forecast._passes) <= 64
     driver.report("p0", 0, dp=1, kind="heartbeat", waiting_requests=2**40, waiting_tokens=1)
-    assert driver.scheduler.prefill["p0"].charged_tokens <= 64
+    assert driver.scheduler.prefill["p0"].ranks.charged_tokens <= 64
 
 
 def test_a_pass_cannot_have_taken_longer_than_it_was_watched():

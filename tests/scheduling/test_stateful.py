@@ -217,7 +217,7 @@ class SchedulerMachine(World, RuleBasedStateMachine):
             instance = self.scheduler.prefill[name]
             assert instance.idle
             assert instance.ready
-            assert instance.c_avail() == [engine.chunk_tokens] * engine.dp_size
+            assert instance.ranks.c_avail() == [engine.chunk_tokens] * engine.dp_size
         assert self.scheduler.prefix.prefill.pending_requests == 0
         assert not self.scheduler.prefix.prefill._watched
         for decode in self.scheduler.decode.values():
@@ -254,15 +254,16 @@ class SchedulerMachine(World, RuleBasedStateMachine):
     @invariant()
     def cached_sums_are_the_sums(self) -> None:
         for instance in self.scheduler.prefill.values():
-            assert instance.backlog_tokens == sum(r.backlog_tokens for r in instance.ranks)
-            assert instance.has_room == any(c > 0 for c in instance.c_avail())
-            assert instance.has_flight == any(r.sent for r in instance.ranks)
-            outstanding = sum(len(r.outstanding) for r in instance.ranks)
-            assert instance.has_outstanding == (outstanding > 0)
+            assert instance.ranks.backlog_tokens == sum(r.backlog_tokens for r in instance.ranks)
+            assert instance.ranks.has_room == any(c > 0 for c in instance.ranks.c_avail())
+            assert instance.ranks.has_flight == any(len(r.flight) for r in instance.ranks)
+            assert instance.ranks.has_outstanding == any(r.requests for r in instance.ranks)
             for rank in instance.ranks:
-                assert set(rank.sent) == set(rank.flight.oldest())
-                assert rank.flight.total == sum(rank.flight[rid] for rid in rank.flight.oldest())
-                assert min([rank.flight[rid] for rid in rank.flight.oldest()], default=0) >= 0
+                flight_tokens = [request.flight_tokens for request in rank.flight]
+                assert rank.flight.total == sum(flight_tokens)
+                assert min(flight_tokens, default=0) >= 0
+                assert all(one.sent and rank.requests[one.rid] is one for one in rank.flight)
+                assert rank.outstanding_tokens == sum(r.tokens for r in rank.requests.values())
                 assert rank.queued_tokens >= 0
         for decode in self.scheduler.decode.values():
             assert decode.room_tokens == max(load.room_tokens for load in decode.loads())

@@ -138,7 +138,7 @@ def look_at(instance: PrefillInstance, at_s: float, *, waits: bool = False) -> L
     return Look(
         instance.id,
         at_s,
-        tuple(instance.ahead_tokens),
+        tuple(instance.ranks.ahead_tokens),
         instance.known_pass_s,
         instance.chunk_tokens,
         instance.page,

@@ -19,7 +19,7 @@ def pass_with_s(instance: PrefillInstance, tokens: int) -> float:
     over the DP ranks, seconds."""
     # Evenly, though the request is on one rank: with the length that its rank gives the pass,
     # tokens behind a fuller rank cost nothing, and ``eta`` fills one instance after the other.
-    formula, all_tokens = instance.model.formula, instance.backlog_tokens + tokens
+    formula, all_tokens = instance.model.formula, instance.ranks.backlog_tokens + tokens
     return formula.spread_s(all_tokens, instance.dp_size, instance.chunk_tokens)
 
 

@@ -41,13 +41,13 @@ def rank_of(worker: Worker, number: int) -> Place:
 
 def requests_of(worker: Worker) -> int:
     """Unfinished requests of a worker."""
-    return sum([len(rank.outstanding) for instance in worker for rank in instance.ranks])
+    return sum([len(rank.requests) for instance in worker for rank in instance.ranks])
 
 
 def requests_at(worker: Worker, number: int) -> int:
     """Unfinished requests of a DP rank of a worker."""
     instance, rank = rank_of(worker, number)
-    return len(instance.ranks[rank].outstanding)
+    return len(instance.ranks[rank].requests)
 
 
 class ImmediatePolicy(PrefillPolicy):
@@ -129,7 +129,7 @@ class LeastTokens(ImmediatePolicy):
     def choose(self, request: Request, instances: Instances, now_s: float) -> Place:
         return min(
             ((i, d) for i in instances for d in range(i.dp_size)),
-            key=lambda place: place[0].ranks[place[1]].outstanding.total,
+            key=lambda place: place[0].ranks[place[1]].outstanding_tokens,
         )
 
 

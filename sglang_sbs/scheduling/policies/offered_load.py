@@ -61,7 +61,7 @@ class OfferedLoad:
         self._decay(now_s)
         self.mean_tokens = max(1.0, self.token_rate / max(TUNING.epsilon_s, self.request_rate))
         if self._is_limited:
-            self.capacity_tokens = sum(i.capacity_of(self.mean_tokens) for i in instances)
+            self.capacity_tokens = sum(i.ranks.capacity_of(self.mean_tokens) for i in instances)
         if self._learned:
             # What fits into a limited pass follows the present mean length.
             self._work_out(instances if self._is_limited else self._learned)
@@ -74,7 +74,7 @@ class OfferedLoad:
     def _work_out(self, instances: Iterable[PrefillInstance]) -> None:
         for instance in instances:
             number, speed = self._number_of[instance], instance.tokens_per_s
-            full_s = instance.capacity_of(self.mean_tokens) / speed
+            full_s = instance.ranks.capacity_of(self.mean_tokens) / speed
             fixed_s = instance.model.formula.fixed_s
             self._speeds[number] = speed
             self._pass_times_s[number] = fixed_s, fixed_s + full_s
@@ -84,7 +84,7 @@ class OfferedLoad:
     def capacity_of(self, instance: PrefillInstance) -> float:
         """Tokens of a pass of one instance with requests of the mean length."""
         if self._is_limited:
-            return instance.capacity_of(self.mean_tokens)
+            return instance.ranks.capacity_of(self.mean_tokens)
         return instance.capacity_tokens
 
     def load_with(self, waiting_tokens: int) -> float:

@@ -52,10 +52,10 @@ class PaperTrigger(PrefillPolicy):
         allocation = pbaa(
             [request for request in waiting if request.waited_batches],
             [request for request in waiting if not request.waited_batches],
-            target.c_avail(),
+            target.ranks.c_avail(),
             lambda request, rank: request.hit_tokens(target.id, rank),
             target.page,
-            target.places(),
+            target.ranks.places(),
         )
         self._last_s = now_s
         self._target = ids[(number + 1) % len(ids)]

@@ -100,7 +100,7 @@ class PrefillPolicy(ABC):
         """What is known of a batch of which the policy said nothing itself: where it goes."""
         instance = plan.placements[0].instance
         # How long the pass takes that it is about to launch is worked out when somebody asks.
-        waits = instance.launching and not instance.takes_nothing
+        waits = instance.launching and not instance.ranks.takes_nothing
         at_s = instance.launches_s(0.0) if waits else instance.free_at_s(now_s, 0.0)
         looks = (look_at(instance, max(now_s, at_s), waits=waits),)
         return Batch(now_s, self.opening, Term.RULE, looks, instances, waiting)

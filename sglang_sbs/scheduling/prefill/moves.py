@@ -61,11 +61,7 @@ class Moves:
             old_tokens = _leave(stray)
             if old_tokens is None:
                 continue  # forgotten meanwhile, so not counted anywhere
-            tokens = max(1, stray.prompt_tokens - stray.cached_tokens)
-            target.outstanding.add(stray.rid, tokens)
-            target.prompts.add(stray.rid, stray.prompt_tokens, stray.prompt_tokens - tokens)
-            target.has_cached = target.has_cached or stray.cached_tokens > 0
-            target.received_tokens += tokens
+            target.add(stray.rid, stray.prompt_tokens, stray.cached_tokens)
             stray.source.ranks[stray.rank].received_tokens -= old_tokens
         return [stray.rid for stray in moved]
 
@@ -97,18 +93,18 @@ class Moves:
 def _leave(stray: Stray) -> int | None:
     """Remove a request from its assumed place. Returns its uncached tokens there; None if it was
     forgotten."""
-    rid, books = stray.rid, stray.source
-    rank = books.ranks[stray.rank]
-    if rid not in rank.outstanding:
+    rid, source = stray.rid, stray.source
+    rank = source.ranks[stray.rank]
+    if rid not in rank.requests:
         return None
-    tokens = rank.outstanding[rid]
+    tokens = rank.requests[rid].tokens
     unheard = rid in rank.flight or rid in rank.presumed
-    unheard = unheard or any(rid in running.rids for running in books.passes)
-    books.dropped(rid, stray.rank)
+    unheard = unheard or source.passes.presumed(rid) is not None
+    source.dropped(rid, stray.rank)
     rank.presumed.pop(rid, None)
     rank.taken = []  # some may have moved to another rank
     if unheard:
-        books.moves.owes(rid, stray.rank)
+        source.moves.owes(rid, stray.rank)
     elif rank.queued_tokens >= _waiting_tokens(rank) + tokens:
         # The rank's last message is from before the move; otherwise it would report less.
         rank.queued_tokens -= tokens
@@ -118,5 +114,5 @@ def _leave(stray: Stray) -> int | None:
 def _waiting_tokens(rank: PrefillRank) -> int:
     """Return the tokens of accepted requests not computed by any pass, by the router's own
     accounting."""
-    prompts = sum([prompt.left_tokens for prompt in rank.prompts.waiting()])
+    prompts = sum([prompt.left_tokens for prompt in rank.prompts.values()])
     return max(0, prompts - rank.flight.total)

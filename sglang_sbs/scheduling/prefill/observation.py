@@ -20,9 +20,9 @@ import math
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from sglang_sbs.scheduling.prefill.books import PrefillBooks
-from sglang_sbs.scheduling.prefill.passes import Sent
+from sglang_sbs.scheduling.prefill.passes import Passes
 from sglang_sbs.scheduling.prefill.rank import PrefillRank
+from sglang_sbs.scheduling.prefill.requests import Sent
 from sglang_sbs.wire import EndForward
 
 _ON_TIME_S = 0.002
@@ -33,6 +33,8 @@ _ON_TIME_S = 0.002
 class Observation:
     """Samples from one report of the instance."""
 
+    ended: bool = False
+    """A pass ended."""
     forward_s: float | None = None
     """T_fwd of a completed pass, once per pass."""
     latencies_s: list[float] = field(default_factory=list)
@@ -59,18 +61,18 @@ class Observation:
 
 
 def observe_launch(
-    books: PrefillBooks,
+    passes: Passes,
     rank: PrefillRank,
     accepted: Iterable[Sent],
     report: EndForward,
     launch_s: float,
 ) -> Observation:
-    """Read a rank's report of the launch of a pass. ``books``: of its instance. ``rank``: the
-    reporting rank, with its requests in flight. ``accepted``: requests that the report names, by
-    their batch. ``launch_s``: launch time of the pass."""
+    """Read a rank's report of the launch of a pass. ``passes``: of its instance, before this one.
+    ``rank``: the reporting rank, with its requests in flight. ``accepted``: the batch of each
+    request that the report names. ``launch_s``: launch time of the pass."""
     learned = Observation()
-    free_since_s = books.free_since_s
-    rested = books.pause.rested_after(report.forward_id - 1)
+    free_since_s = passes.free_since_s
+    rested = passes.pause.rested_after(report.forward_id - 1)
     paused = not rested or _is_engines_own(report, launch_s - free_since_s)
     landed_s = []
     started = 0
@@ -87,14 +89,14 @@ def observe_launch(
                     learned.requests.append(sent.requests)
         elif sent.joins:
             continue
-        elif launch_s > free_since_s + 1.5 * books.pause.mean_s + _ON_TIME_S and not paused:
+        elif launch_s > free_since_s + 1.5 * passes.pause.mean_s + _ON_TIME_S and not paused:
             # The instance became idle and launched when this one arrived: too late for the intended
             # launch without a gap.
             learned.idled_s.append(free_since_s - sent.left_s)
         else:
             landed_s.append(ahead_s)
-    in_flight = list(rank.sent.values())
-    if books.has_room_beside(report):
+    in_flight = [request.sent for request in rank.flight if request.sent is not None]
+    if rank.has_room_beside(report):
         # The last accepted ones are still in the handshake with decode: too late for this pass,
         # like those not at the rank yet.
         on_time = len(landed_s) - min(report.bootstrapping_requests, len(landed_s))

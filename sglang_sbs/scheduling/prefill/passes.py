@@ -3,27 +3,15 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 
+from sglang_sbs.scheduling.prefill.engine_pause import EnginePause
+from sglang_sbs.scheduling.prefill.forward_model import ForwardModel
+from sglang_sbs.scheduling.prefill.requests import PrefillRequest
 
-@dataclass(slots=True)
-class Sent:
-    """Dispatch of a batch; each of its requests refers to it until its rank accepts the request."""
-
-    at_s: float
-    to_idle: bool = False
-    """The instance was idle, so its next launch is caused by this batch alone."""
-    joins: bool = False
-    """Another batch was already on its way."""
-    requests: int = 1
-    left_s: float = -math.inf
-    """Time when its last request has left, as they leave one after the other."""
-    has_told: bool = False
-    """Its latency was sampled."""
-
-    def __post_init__(self) -> None:
-        self.left_s = max(self.at_s, self.left_s)
+MOST_PASSES = 16
+"""Limit on passes launched and not ended. SGLang has two, or one per pipeline stage."""
 
 
 @dataclass(slots=True)
@@ -37,32 +25,81 @@ class Pass:
     """Extend tokens per DP rank."""
     forward_id: int | None
     """Number of the pass; None: presumed, not reported."""
-    rids: dict[str, tuple[int, Sent]] = field(default_factory=dict)
-    """Requests presumed to complete in it, with their rank and their batch."""
+    requests: dict[str, PrefillRequest] = field(default_factory=dict)
+    """Requests presumed to complete in it."""
     queued: list[int] = field(default_factory=list)
     """Tokens presumed to be taken from each rank's reported queue."""
     pairs: list[float] = field(default_factory=list)
     """Attention pairs per DP rank."""
 
 
-def with_id(passes: Sequence[Pass], forward_id: int) -> Pass | None:
-    return next((one for one in passes if one.forward_id == forward_id), None)
+class Passes(list[Pass]):
+    """The passes of one instance in their order. Each starts when the one before it ends."""
 
+    def __init__(self, model: ForwardModel) -> None:
+        super().__init__()
+        self.model = model
+        self.pause = EnginePause()
+        self.free_since_s = -math.inf
+        """End of the last pass."""
+        self.ended = 0
+        """Number of passes with a learned forward time."""
 
-def sent_of(rid: str, passes: Sequence[Pass]) -> Sent | None:
-    """Return the batch of a request presumed to be in one of these."""
-    return next((one.rids[rid][1] for one in passes if rid in one.rids), None)
+    def with_id(self, forward_id: int) -> Pass | None:
+        return next((running for running in self if running.forward_id == forward_id), None)
 
+    @property
+    def reported(self) -> bool:
+        """Whether any of them was reported."""
+        return any(running.forward_id is not None for running in self)
 
-def accepted(passes: Sequence[Pass], rids: Sequence[str], rank: int, lost: int) -> int:
-    """Record that a rank has accepted these requests, and ``lost`` more with lost ids: the oldest
-    presumed ones. Returns the rest of ``lost``."""
-    presumed = [running.rids for running in passes if running.forward_id is None]
-    if not presumed:
-        return lost
-    here = [rid for of_pass in presumed for rid, (at, _) in of_pass.items() if at == rank]
-    unnamed = [rid for rid in here if rid not in rids][:lost]
-    for of_pass in presumed:
-        for rid in (*rids, *unnamed):
-            of_pass.pop(rid, None)
-    return lost - len(unnamed)
+    def presumed(self, rid: str) -> PrefillRequest | None:
+        """Return a request that is presumed to complete in one of them."""
+        return next((running.requests[rid] for running in self if rid in running.requests), None)
+
+    def drop(self, rid: str) -> None:
+        """Remove a request from its pass. That pass then ends by time if nothing else ends it."""
+        for running in self:
+            running.requests.pop(rid, None)
+
+    def resize(self, dp_size: int) -> None:
+        for running in self:
+            for of_ranks in (running.tokens, running.queued, running.pairs):
+                if of_ranks:
+                    del of_ranks[dp_size:]
+                    of_ranks.extend([0] * (dp_size - len(of_ranks)))
+
+    def accept(self, rids: Sequence[str], here: Collection[str], lost: int) -> int:
+        """Record that a rank has accepted these requests, and ``lost`` more with lost ids: the
+        oldest presumed ones of those ``here``, at the rank. Returns the rest of ``lost``."""
+        presumed = [running.requests for running in self if running.forward_id is None]
+        if not presumed:
+            return lost
+        unnamed = [
+            rid for of_pass in presumed for rid in of_pass if rid in here and rid not in rids
+        ][:lost]
+        for of_pass in presumed:
+            for rid in (*rids, *unnamed):
+                of_pass.pop(rid, None)
+        return lost - len(unnamed)
+
+    @property
+    def ends_by_time_s(self) -> float:
+        """Predicted end of the first one if no answer will end it, because no request finishes in
+        it (chunks only); infinity otherwise."""
+        return self[0].end_s if self and not self[0].requests else math.inf
+
+    def take_presumed(self) -> list[Pass]:
+        """Remove the presumed passes, and return them."""
+        presumed = [running for running in self if running.forward_id is None]
+        if presumed:
+            self[:] = [running for running in self if running.forward_id is not None]
+        return presumed
+
+    def end(self, rest: Sequence[Pass], end_s: float) -> None:
+        """Leave ``rest`` of the passes, which start now that the one before has ended."""
+        self[:] = rest
+        self.free_since_s = end_s
+        for running in self:
+            running.start_s = end_s
+            running.end_s = end_s = end_s + self.model.predict_s(running.tokens, running.pairs)

@@ -11,99 +11,42 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import NamedTuple
 
 from sglang_sbs.scheduling.paging import paged
 from sglang_sbs.scheduling.prefill.completion import Chunk, Prompt
-from sglang_sbs.scheduling.prefill.passes import Pass, Sent
-from sglang_sbs.scheduling.prefill.report_limits import MOST_CHUNKS, MOST_PASSES
+from sglang_sbs.scheduling.prefill.passes import MOST_PASSES, Pass
+from sglang_sbs.scheduling.prefill.requests import Flight, PrefillRequest, Sent
 from sglang_sbs.scheduling.prefill.stalled_work import StalledWork
 from sglang_sbs.scheduling.report_cursor import ReportCursor
-from sglang_sbs.scheduling.token_ledger import TokenLedger
 from sglang_sbs.wire import EndForward
 
 STALLED_CHUNKS = 1000
 """Chunks that count as ahead on a rank that takes nothing, so that no policy prefers it."""
 _REMEMBERED_PASSES = 16
 """Limit on presumed passes; older ones count as facts, because the rank may never report."""
-
-
+MOST_CHUNKS = 64
+"""Limit on others' queued tokens at a rank, in passes."""
 MOST_TAKEN = 64
 """Limit on remembered batches: a rank may never report a launch."""
 
 
-class Presumed(NamedTuple):
-    """A request in flight that is presumed accepted."""
-
-    tokens: int
-    """Its tokens while in flight."""
-    sent: Sent | None
-    forward_id: int
-    """The first pass presumed to contain part of it."""
-
-
-@dataclass(slots=True, eq=False)
-class SentPrompt(Prompt):
-    prompt_tokens: int = 0
-    cached_tokens: int = 0
-    """Tokens cached at dispatch."""
-
-
-class PromptProgress:
-    """Progress of a rank's prompts, oldest first. The cost of attention depends on it: the last
-    chunk of a long prompt costs far more than its first.
-
-    Ranks report tokens, not contexts; but they compute first come, first served, so the tokens of
-    each pass show its position in the prompts. Errors end with their requests."""
-
-    __slots__ = ("_prompts",)
-
-    def __init__(self) -> None:
-        self._prompts: dict[str, SentPrompt] = {}
-
-    def add(self, rid: str, prompt_tokens: int, cached_tokens: int = 0) -> None:
-        """Add a request dispatched to the rank, which has the beginning of its prompt cached."""
-        tokens = prompt_tokens - cached_tokens
-        prompt = SentPrompt(rid, tokens, cached_tokens, prompt_tokens, cached_tokens)
-        self._prompts[rid] = prompt
-
-    def drop(self, rid: str) -> bool:
-        return self._prompts.pop(rid, None) is not None
-
-    def clear(self) -> None:
-        self._prompts.clear()
-
-    def waiting(self) -> Iterable[SentPrompt]:
-        return self._prompts.values()
-
-    @property
-    def longest_tokens(self) -> int:
-        return max([prompt.prompt_tokens for prompt in self._prompts.values()], default=0)
-
-    def pairs(self, tokens: int) -> float:
-        """Attention pairs of the next ``tokens`` tokens."""
-        chunk = Chunk(tokens)
-        chunk.fill(self._prompts.values())
-        return chunk.pairs
-
-    def compute(self, tokens: int) -> float:
-        """Advance by the tokens of a pass; return their attention pairs."""
-        chunk = Chunk(tokens)
-        for prompt, part in chunk.fill(self._prompts.values()):
-            prompt.advance(part)
-            if not prompt.left_tokens:
-                del self._prompts[prompt.rid]
-        return chunk.pairs
-
-
-@dataclass(slots=True)
+@dataclass(slots=True, repr=False)
 class PrefillRank:
     """One DP rank. Tokens are uncached prompt tokens."""
 
-    flight: TokenLedger = field(default_factory=TokenLedger)
-    """U_flight by request: dispatched, and neither accepted by the rank nor presumed accepted."""
-    sent: dict[str, Sent] = field(default_factory=dict)
-    """The batch of each request in flight."""
+    requests: dict[str, PrefillRequest] = field(default_factory=dict)
+    """Requests dispatched here and not yet prefilled, in any state, oldest first."""
+    outstanding_tokens: int = 0
+    """Their tokens."""
+    flight: Flight = field(default_factory=Flight)
+    """U_flight: dispatched, and neither accepted by the rank nor presumed accepted."""
+    presumed: dict[str, PrefillRequest] = field(default_factory=dict)
+    """Presumed accepted, oldest first, and all older than those in flight. One that ended meanwhile
+    (not in ``requests``) stays, because the rank's counter and passes include it."""
+    prompts: dict[str, PrefillRequest] = field(default_factory=dict)
+    """Requests that no reported pass has computed yet, oldest first. Ranks report tokens, not
+    contexts; but they compute first come, first served, so the tokens of each pass show its
+    position in the prompts. Errors end with their requests."""
     taken: list[Sent] = field(default_factory=list)
     """Batches of requests that an idle rank has named and not launched: it waits for the rest of
     the batch."""
@@ -119,10 +62,6 @@ class PrefillRank:
     most_requests: int = 0
     """Request limit of a pass (``PrefillAdder.add_one_req`` in SGLang's ``schedule_policy.py``: per
     rank, including the rest of a cut request); 0: no limit."""
-    outstanding: TokenLedger = field(default_factory=TokenLedger)
-    """Requests dispatched here and not yet prefilled, in any state."""
-    prompts: PromptProgress = field(default_factory=PromptProgress)
-    """Progress of each of them."""
     cursor: ReportCursor = field(default_factory=ReportCursor)
     clean: bool = False
     """Cleared when the instance went down: all present requests were sent to the next boot."""
@@ -137,17 +76,18 @@ class PrefillRank:
     kv_free_tokens: int | None = None
     """Free tokens of its KV pool as last reported; None: unknown."""
     idle: bool = True
-    left_waiting: bool = False
-    """The last pass whose end it reported left requests for the next pass."""
     last_forward_id: int = -1
     """Newest pass whose end the rank reported."""
     launched_id: int = -1
     """Newest pass whose launch is included in the rank's last report."""
-    presumed: dict[str, Presumed] = field(default_factory=dict)
-    """Presumed requests, oldest first, and all older than those in flight. One that ended meanwhile
-    (not in ``outstanding``) stays, because the rank's counter and passes include it."""
     presumed_passes: dict[int, int] = field(default_factory=dict)
     """Tokens of this rank in passes after ``launched_id``, by forward id, ascending."""
+
+    def __repr__(self) -> str:
+        return (
+            f"<PrefillRank {len(self.requests)} requests, {len(self.flight)} of them in flight, "
+            f"tokens {self.flight.total} in flight + {self.queued_tokens} queued>"
+        )
 
     def set_limits(self, page: int, chunk_tokens: int, most_requests: int) -> None:
         """Set the page size, and the limits of a pass."""
@@ -159,10 +99,10 @@ class PrefillRank:
     def forget(self) -> None:
         """Forget all requests assumed at the rank, but keep its report counters and the progress of
         prompts: a rank that was only silent continues with them."""
+        self.requests.clear()
+        self.outstanding_tokens = 0
         self.flight.clear()
-        self.sent.clear()
         self.taken.clear()
-        self.outstanding.clear()
         self.presumed.clear()
         self.presumed_passes.clear()
         self.queued_tokens = 0
@@ -183,25 +123,56 @@ class PrefillRank:
         self.last_forward_id = self.launched_id = -1
         self.presumed_passes.clear()
         self.taken.clear()
-        self.left_waiting = False
 
     @property
     def newest_id(self) -> int:
         return max(self.last_forward_id, self.launched_id)
 
-    def land(self, rid: str) -> Sent | None:
-        """Remove a request from those in flight; return its batch, if it was in flight."""
-        self.flight.pop(rid)
-        return self.sent.pop(rid, None)
+    def add(self, rid: str, prompt_tokens: int, cached_tokens: int) -> PrefillRequest:
+        """Enter a request that the rank has accepted, with a part of its prompt cached."""
+        if rid in self.requests:
+            self.gone(rid)
+        request = PrefillRequest.of(rid, prompt_tokens, cached_tokens)
+        self.requests[rid] = request
+        self.outstanding_tokens += request.tokens
+        self.prompts[rid] = request
+        self.has_cached = self.has_cached or cached_tokens > 0
+        self.received_tokens += request.tokens
+        return request
+
+    def restore(self, requests: Iterable[PrefillRequest]) -> None:
+        """Enter requests again after :meth:`forget`, as in flight and without samples."""
+        for request in requests:
+            request.sent = None
+            self.requests[request.rid] = request
+            self.outstanding_tokens += request.tokens
+            self.flight.add(request)
 
     def gone(self, rid: str) -> bool:
         """Remove a request that is prefilled or has ended; return whether it was still here."""
-        known = self.outstanding.pop(rid) is not None
-        known |= self.prompts.drop(rid) | (self.flight.pop(rid) is not None)
-        known |= self.sent.pop(rid, None) is not None
+        request = self.requests.pop(rid, None)
+        if request is not None:
+            self.outstanding_tokens -= request.tokens
+        in_flight = self.flight.pop(rid)
         if rid in self.presumed:
-            self.presumed[rid] = self.presumed[rid]._replace(sent=None)
-        return known
+            self.presumed[rid].sent = None
+        waiting = self.prompts.pop(rid, None)
+        return any(record is not None for record in (request, in_flight, waiting))
+
+    def pairs(self, tokens: int) -> float:
+        """Return the attention pairs of the next ``tokens`` tokens."""
+        chunk = Chunk(tokens)
+        chunk.fill(self.prompts.values())
+        return chunk.pairs
+
+    def compute(self, tokens: int) -> float:
+        """Advance the prompts by the tokens of a pass; return their attention pairs."""
+        chunk = Chunk(tokens)
+        for prompt, part in chunk.fill(self.prompts.values()):
+            prompt.advance(part)
+            if not prompt.left_tokens:
+                del self.prompts[prompt.rid]
+        return chunk.pairs
 
     def contradicts(self, report: EndForward) -> bool:
         """Return whether the rank is further behind than an earlier report claimed; that report was
@@ -215,15 +186,13 @@ class PrefillRank:
         """Revert presumptions before applying a report whose state includes passes up to
         ``launched_id``."""
         if self.presumed:
-            self.flight.add_oldest({rid: one.tokens for rid, one in self.presumed.items()})
-            back = {rid: one.sent for rid, one in self.presumed.items() if one.sent is not None}
-            self.sent = {**back, **self.sent}
+            self.flight.put_back(self.presumed)
             self.presumed.clear()
         self.launched_id = max(self.launched_id, launched_id)
 
-    def on_queue(self, report: EndForward, chunk_tokens: int) -> None:
+    def on_queue(self, report: EndForward) -> None:
         """Apply R_queued of a report, in tokens and charged tokens."""
-        most = self.outstanding.total + MOST_CHUNKS * chunk_tokens
+        most = self.outstanding_tokens + MOST_CHUNKS * self.chunk_tokens
         self.queued_tokens = min(self._uncached_queue(report), most)
         free = report.kv_capacity_tokens - report.kv_tokens
         self.kv_free_tokens = max(0, free) if report.kv_capacity_tokens else None
@@ -231,17 +200,24 @@ class PrefillRank:
         cut = report.chunk_remainder_tokens > 0
         requests = report.waiting_requests + report.bootstrapping_requests + cut
         if self.most_requests and self.queued_tokens:
-            most = len(self.outstanding) + MOST_CHUNKS * self.most_requests
+            most = len(self.requests) + MOST_CHUNKS * self.most_requests
             self.queue_density = max(1, min(requests, most)) / self.queued_tokens
         if self.page > 1 and self.queued_tokens:
             here = self._youngest(requests)
             unknown = (requests - len(here)) * (self.page // 2)
-            more = unknown + sum([-self.outstanding[rid] % self.page for rid in here])
+            more = unknown + sum([-request.tokens % self.page for request in here])
             self.queue_charge = min(self.page, 1.0 + more / self.queued_tokens)
 
-    def _youngest(self, requests: int) -> list[str]:
+    def on_load_poll(self, tokens: int) -> None:
+        """Apply the queued tokens of a load poll, which may or may not count requests sent a moment
+        ago."""
+        queued = max(0, tokens - self.flight.total)
+        self.queued_tokens = min(queued, MOST_CHUNKS * self.chunk_tokens)
+
+    def _youngest(self, requests: int) -> list[PrefillRequest]:
         """Return the newest ``requests`` requests at the rank; fewer if unknown."""
-        here = [rid for rid in self.outstanding.oldest() if rid not in self.flight]
+        flight = self.flight.requests
+        here = [request for rid, request in self.requests.items() if rid not in flight]
         return here[max(0, len(here) - requests) :]
 
     def _uncached_queue(self, report: EndForward) -> int:
@@ -254,21 +230,27 @@ class PrefillRank:
         here = self._youngest(requests)
         if len(here) < requests:
             return queued
-        uncached = sum(self.outstanding[rid] for rid in here)
+        uncached = sum([request.tokens for request in here])
         return min(queued, uncached + report.chunk_remainder_tokens)
 
     def give_up(self, before_s: float) -> None:
         """Drop requests sent before this time and never reported; if one arrives after all, the
         rank's queue includes it."""
-        for rid in self.flight.oldest():
-            sent = self.sent.get(rid)
-            if sent is not None and sent.at_s < before_s:
-                self.land(rid)
+        for request in self.flight.oldest():
+            if request.sent is not None and request.sent.at_s < before_s:
+                self.flight.pop(request.rid)
 
-    def take_chunk(self, room: int) -> tuple[int, int, dict[str, Sent | None]]:
+    def has_room_beside(self, report: EndForward) -> bool:
+        """Return whether another page would have fitted into the reported pass, for any sizes of
+        its requests."""
+        if 0 < self.most_requests <= report.batch_size:
+            return False
+        charged = report.extend_tokens + report.batch_size * (self.page - 1)
+        return charged + self.page <= self.chunk_tokens
+
+    def take_chunk(self, room: int) -> tuple[int, int, list[PrefillRequest]]:
         """Take the front of the backlog for a pass with this many charged tokens. Returns tokens of
-        R_queued and of U_flight in it, and the requests of U_flight that it completes, with their
-        batch."""
+        R_queued and of U_flight in it, and the requests of U_flight that it completes."""
         queued = min(self.queued_tokens, int(room / self.queue_charge))
         places = self.most_requests or room
         if self._requests_of(queued) > places:
@@ -276,37 +258,37 @@ class PrefillRank:
         self.queued_tokens -= queued
         room -= round(queued * self.queue_charge)
         places -= self._requests_of(queued)
-        landed: dict[str, Sent | None] = {}
         oldest = self.flight.oldest(max(0, places))
         chunk = Chunk(room, self.page)
-        for prompt, part in chunk.fill(Prompt(rid, self.flight[rid]) for rid in oldest):
-            if part == prompt.left_tokens:
-                landed[prompt.rid] = self.land(prompt.rid)
+        landed = []
+        for prompt, part in chunk.fill(Prompt(r.rid, r.flight_tokens) for r in oldest):
+            request = self.flight.requests[prompt.rid]
+            if part == request.flight_tokens:
+                self.flight.pop(request.rid)
+                landed.append(request)
             else:
-                self.flight.reduce(prompt.rid, part)
+                self.flight.reduce(request, part)
         return queued, chunk.tokens, landed
 
     def take_back(self, index: int, passes: Iterable[Pass]) -> None:
         """Revert presumed launches; ``index`` is this rank's."""
-        for one in passes:
-            self.queued_tokens += one.queued[index]
-            for rid, (at, sent) in one.rids.items():
-                if at == index and rid in self.outstanding:
-                    self.flight.add(rid, 0)
-                    self.sent[rid] = sent
+        for presumed in passes:
+            self.queued_tokens += presumed.queued[index]
+            for rid in presumed.requests.keys() & self.requests.keys():
+                self.flight.add(self.requests[rid])
         # Restore whole requests with the oldest first, the order in which a lost report is healed.
-        for rid in self.outstanding.oldest():
+        for rid, request in self.requests.items():
             if rid in self.flight:
-                self.flight.add(rid, self.outstanding[rid])
+                self.flight.add(request)
 
     def presume_again(self, full_tokens: int) -> None:
         """Presume passes again that are unknown to a report."""
         passes, self.presumed_passes = self.presumed_passes, {}
         for forward_id, tokens in passes.items():
             self.presume(forward_id, tokens, full_tokens)
-        for rid in self.flight.oldest():
-            if rid not in self.outstanding:
-                self.flight.pop(rid)
+        for request in self.flight.oldest():
+            if request.rid not in self.requests:
+                self.flight.pop(request.rid)
 
     def presume(self, forward_id: int, tokens: int, full_tokens: int) -> None:
         """Presume another rank's report that this one computes ``tokens`` in the pass
@@ -321,8 +303,8 @@ class PrefillRank:
             # After a long silence the oldest presumption becomes permanent.
             oldest = next(iter(self.presumed_passes))
             del self.presumed_passes[oldest]
-            later = {rid: one for rid, one in self.presumed.items() if one.forward_id > oldest}
-            self.presumed = later
+            later = [item for item in self.presumed.items() if item[1].presumed_id > oldest]
+            self.presumed = dict(later)
         queued = min(tokens, self.queued_tokens)
         self.queued_tokens -= queued
         new = left = tokens - queued
@@ -330,12 +312,11 @@ class PrefillRank:
         taken = 0
         places = self.most_requests - self._requests_of(queued)
         sent_s: float | None = None
-        for rid in self.flight.oldest():
+        for request in self.flight.oldest():
             if self.most_requests and places <= 0:
                 full, left = True, 0
             places -= 1
-            size = self.flight[rid]
-            sent = self.sent.get(rid)
+            size, sent = request.flight_tokens, request.sent
             with_last = sent is not None and sent.at_s == sent_s
             if left <= 0 and not with_last:
                 break
@@ -344,8 +325,9 @@ class PrefillRank:
             together = with_last and 2 * new >= taken + size
             if taken and not full and 2 * left < size and not together:
                 break
-            self.land(rid)
-            self.presumed[rid] = Presumed(size, sent, forward_id)
+            self.flight.pop(request.rid)
+            self.presumed[request.rid] = request
+            request.presumed_id = forward_id
             if full and size > left:
                 self._wait(size - left)
             left = max(0, left - size)
@@ -357,8 +339,8 @@ class PrefillRank:
         charge = round(queued * self.queue_charge)
         if self.page == 1:
             return charge + new
-        for rid in self.flight.oldest():
-            part = min(new, self.flight[rid])
+        for request in self.flight:
+            part = min(new, request.flight_tokens)
             charge += paged(part, self.page)
             new -= part
             if new <= 0:

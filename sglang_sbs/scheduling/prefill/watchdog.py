@@ -9,6 +9,13 @@ from __future__ import annotations
 import math
 from collections import deque
 
+HEARTBEATS_S = 2.5
+"""Silence after which an instance that sends reports counts as silent: two missed heartbeats."""
+UNANSWERED_S = 30.0
+"""Age from which an unanswered request of a silent instance no longer blocks others."""
+LOST_S = 2.0
+"""Age at which a request not named by a reporting rank no longer counts, at least the watchdog's
+timeout: its connection hangs, or the engine dropped it."""
 _FACTOR = 5.0
 """T_timeout in mean forward times."""
 _NEW = 4.0

@@ -110,7 +110,7 @@ def first_token_in_s(
     wait, which fill the pass it is in; ``mean_tokens``: of one of them. ``instances``: that are up;
     at least one. ``latency_s``: L_net. ``give_up_s``: the forecast may stop here; it then is a
     lower bound."""
-    ahead = ahead_tokens + sum(one.backlog_tokens for one in instances)
+    ahead = ahead_tokens + sum(one.ranks.backlog_tokens for one in instances)
     free = [
         (max(one.free_at_s(now_s, latency_s) - now_s, latency_s), index)
         for index, one in enumerate(instances)

@@ -181,8 +181,7 @@ class TestLostOnItsWay:
             for rank in (0, 1):
                 it.report("p0", rank, forward_id=index, forward_s=0.2)
             it.tell(PrefillDone(rid=rid))
-        assert "stuck" not in [rid for rank in instance.ranks for rid in rank.sent]
-        assert "stuck" not in [rid for rank in instance.ranks for rid in rank.flight.oldest()]
+        assert not any("stuck" in rank.flight for rank in instance.ranks)
         assert it.scheduler.in_flight_requests > 0
 
 

@@ -55,8 +55,8 @@ def test_on_an_empty_instance_a_request_costs_its_passes():
 def test_a_short_prompt_that_joins_a_long_one_waits_for_its_chunk():
     it = instance()
     it.dispatched("long", 0, 5000, now_s=0.0)
-    it.ranks[0].prompts.compute(3000)
-    it.ranks[0].flight.reduce("long", 3000)
+    it.ranks[0].compute(3000)
+    it.ranks[0].flight.reduce(it.ranks[0].requests["long"], 3000)
     cost_s = forecast(it).cost_s(request("r", 200), Terms())
     assert cost_s >= 0.9 * pass_s(1000, 2000)
     assert forecast(instance()).cost_s(request("r", 200), Terms()) < 0.5 * cost_s
@@ -96,7 +96,7 @@ def test_a_closed_pass_takes_nothing_more():
 def test_short_prompts_keep_away_from_the_instance_of_a_long_one_but_wait_no_longer_than_it_pays():
     slow, free = instance("slow"), instance("free")
     slow.dispatched("long", 0, 30_000, now_s=0.0)
-    slow.ranks[0].prompts.compute(20_000)
+    slow.ranks[0].compute(20_000)
     queue = [request(f"r{i}", 100) for i in range(4)]
 
     def stay(free_at_s: float) -> set[str]:

@@ -75,10 +75,10 @@ def test_a_policy_changes_no_object_but_its_own(path: Path) -> None:
         "self._interval.literal = True",
         "view.backlog[0] += 1",
         "del instance.passes[:]",
-        "instance.ranks[0].sent['r'] = 1",
+        "instance.ranks[0].requests['r'] = 1",
         "for instance.ready in (): pass",
         "instance.passes.append(1)",
-        "self._instance.ranks[0].outstanding.pop('r')",
+        "self._instance.ranks[0].requests.pop('r')",
         "setattr(instance, 'ready', True)",
     ],
 )

@@ -85,7 +85,7 @@ class Cluster(Driver):
     def believed_ranks(self) -> dict[str, list[int]]:
         """On which ranks each open request is counted."""
         return {
-            rid: [at for at, rank in enumerate(self.books.ranks) if rid in rank.outstanding]
+            rid: [at for at, rank in enumerate(self.books.ranks) if rid in rank.requests]
             for rid in self.rank_of
         }
 
@@ -104,9 +104,9 @@ class TestOneMove:
         it.move("a", new)
         it.say(it.engine.message(new, "heartbeat"))
         assert [r.queued_tokens for r in it.books.ranks] == [300 * (n == new) for n in range(DP)]
-        assert it.books.backlog_tokens == it.true_backlog == 300
+        assert it.books.ranks.backlog_tokens == it.true_backlog == 300
         it.say(it.engine.message(old, "heartbeat"))
-        assert it.books.backlog_tokens == 300
+        assert it.books.ranks.backlog_tokens == 300
 
     def test_the_old_rank_may_speak_first(self) -> None:
         it = Cluster()
@@ -119,7 +119,7 @@ class TestOneMove:
         it.move("a", new := other(old))
         for rank in (old, new, 3 - old - new):
             it.say(it.engine.message(rank, "heartbeat"))
-        assert it.books.backlog_tokens == it.true_backlog == 500
+        assert it.books.ranks.backlog_tokens == it.true_backlog == 500
 
     def test_what_the_old_rank_never_named_is_not_in_flight_there(self) -> None:
         it = Cluster()
@@ -129,11 +129,11 @@ class TestOneMove:
         it.move("a", new)
         it.say(it.engine.message(new, "heartbeat"))
         assert it.believed_ranks() == {"a": [new]}
-        assert it.books.backlog_tokens == 300 and not it.books.has_flight
+        assert it.books.ranks.backlog_tokens == 300 and not it.books.ranks.has_flight
         # Its acceptance there was told late, and moves nothing back.
         it.say(it.engine.message(old, "heartbeat"))
         assert it.believed_ranks() == {"a": [new]}
-        assert it.books.backlog_tokens == 300
+        assert it.books.ranks.backlog_tokens == 300
 
     def test_a_lost_acceptance_by_the_old_rank_accepts_no_other_request(self) -> None:
         it = Cluster()
@@ -148,7 +148,7 @@ class TestOneMove:
         it.say(it.engine.message(new, "heartbeat"))
         it.say(it.engine.message(old, "heartbeat"))
         assert "d" in it.books.ranks[old].flight
-        assert it.books.backlog_tokens == it.true_backlog == 400
+        assert it.books.ranks.backlog_tokens == it.true_backlog == 400
 
     def test_a_move_back_is_a_move(self) -> None:
         it = Cluster()
@@ -171,8 +171,8 @@ class TestOneMove:
         it.tell(RequestEnded(rid="a", outcome="aborted"))
         it.engine.abort("a")
         it.all_speak()
-        assert not it.books.has_outstanding and it.books.backlog_tokens == 0
-        assert not any(len(rank.outstanding) for rank in it.books.ranks)
+        assert not it.books.ranks.has_outstanding and it.books.ranks.backlog_tokens == 0
+        assert not any(rank.requests for rank in it.books.ranks)
 
     def test_a_message_that_is_not_believed_moves_nothing(self) -> None:
         it = Cluster()
@@ -209,12 +209,12 @@ class TestOneMove:
         it.tell(BlocksStored(instance="p0", dp_rank=0, blocks=[1, 2]))
         (made,) = it.arrive("a", 300, blocks=[1, 2, 3, 4, 5, 6], block_tokens=50)
         assert (made.prefill_rank, made.cached_tokens) == (0, 100)
-        assert it.books.ranks[0].outstanding.total == 200
+        assert it.books.ranks[0].outstanding_tokens == 200
         it.rank_of["a"], it.travelling["a"] = 0, 300
         it.accept("a")
         it.move("a", 1)
         it.say(it.engine.message(1, "heartbeat"))
-        assert [rank.outstanding.total for rank in it.books.ranks] == [0, 300, 0]
+        assert [rank.outstanding_tokens for rank in it.books.ranks] == [0, 300, 0]
 
     def test_an_adopted_request_that_moved_is_not_moved_back(self) -> None:
         it = Cluster()
@@ -295,16 +295,16 @@ def test_the_tokens_of_all_ranks_are_the_truth(
         for rank in ranks:
             it.say(it.engine.message(rank, "heartbeat"))
             assert all(len(at) == 1 for at in it.believed_ranks().values())
-            assert abs(it.books.backlog_tokens - it.true_backlog) <= unknown
+            assert abs(it.books.ranks.backlog_tokens - it.true_backlog) <= unknown
         if unknown:
             it.all_speak()
-        assert it.books.backlog_tokens == it.true_backlog
+        assert it.books.ranks.backlog_tokens == it.true_backlog
         assert it.believed_ranks() == {rid: [rank] for rid, rank in it.rank_of.items()}
         queued = [rank.queued_tokens for rank in it.books.ranks]
         assert queued == [rank.queued_tokens for rank in it.engine.ranks]
     for rid in [*it.rank_of]:
         it.tell(RequestEnded(rid=rid, outcome="completed"))
-    assert not it.books.has_outstanding
+    assert not it.books.ranks.has_outstanding
 
 
 def _tokens_of(it: Cluster, rid: str) -> int:
@@ -313,5 +313,5 @@ def _tokens_of(it: Cluster, rid: str) -> int:
 
 def _is_whole(it: Cluster, rid: str) -> bool:
     """No pass has computed any of it."""
-    sizes = [rank.outstanding[rid] for rank in it.books.ranks if rid in rank.outstanding]
+    sizes = [rank.requests[rid].tokens for rank in it.books.ranks if rid in rank.requests]
     return sizes == [_tokens_of(it, rid)]

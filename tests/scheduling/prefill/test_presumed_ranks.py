@@ -10,8 +10,8 @@ from model_engine import PrefillEngine
 
 from sglang_sbs.scheduling import InstanceUp
 from sglang_sbs.scheduling.prefill.instance import PrefillInstance
-from sglang_sbs.scheduling.prefill.passes import Sent
 from sglang_sbs.scheduling.prefill.rank import PrefillRank
+from sglang_sbs.scheduling.prefill.requests import PrefillRequest, Sent
 
 CHUNK = 1000
 LATENCY_S = 0.005
@@ -53,17 +53,17 @@ class Rig:
     def state(self, rank: int) -> tuple[list[str], int]:
         """Requests in flight, and tokens believed to be queued."""
         books = self.books.ranks[rank]
-        return books.flight.oldest(), books.queued_tokens
+        return list(books.flight.requests), books.queued_tokens
 
 
 def test_a_launch_message_of_one_rank_takes_the_requests_of_the_others_out_of_flight():
     rig = Rig()
     rig.send("a", 0, 300)
     rig.send("b", 1, 500)
-    assert rig.books.has_flight
+    assert rig.books.ranks.has_flight
     rig.hear(rig.launch()[0])
-    assert not rig.books.has_flight
-    assert rig.books.c_avail() == [CHUNK, CHUNK]
+    assert not rig.books.ranks.has_flight
+    assert rig.books.ranks.c_avail() == [CHUNK, CHUNK]
 
 
 def test_so_does_the_end_of_a_pass_nobody_heard_launch():
@@ -72,7 +72,7 @@ def test_so_does_the_end_of_a_pass_nobody_heard_launch():
     rig.send("b", 1, 500)
     rig.launch()
     rig.hear(rig.finish()[0])
-    assert not rig.books.has_flight
+    assert not rig.books.ranks.has_flight
     assert not rig.books.launching
 
 
@@ -83,6 +83,7 @@ def test_a_message_without_the_tokens_of_the_others_says_nothing_of_them():
     rig.hear(msgspec.structs.replace(rig.launch()[0], tokens_per_rank=None))
     assert rig.state(0) == ([], 0)
     assert rig.state(1) == (["b"], 0)
+    assert "1 requests, 1 of them in flight, tokens 500 in flight + 0 queued" in repr(rig.books)
 
 
 def test_the_ranks_own_message_confirms_and_its_samples_are_those_without_any_presumption():
@@ -118,7 +119,7 @@ def test_the_ranks_own_message_contradicts():
     assert rig.state(1) == (["b"], 0), "the oldest was presumed"
     rig.hear(messages[1])
     assert rig.state(1) == (["not there yet"], 0)
-    assert rig.books.ranks[1].sent.keys() == {"not there yet"}
+    assert [one.rid for one in rig.books.ranks[1].flight] == ["not there yet"]
 
 
 def test_a_lost_message_is_confirmed_by_the_counter_and_takes_nothing_younger_with_it():
@@ -205,32 +206,36 @@ def test_a_rank_that_is_never_heard_takes_no_memory():
     assert len(rank.presumed) + len(rank.presumed_passes) < 50
 
 
+def send(rank: PrefillRank, rid: str, tokens: int, at_s: float) -> None:
+    request = PrefillRequest.of(rid, tokens)
+    request.sent = Sent(at_s)
+    rank.flight.add(request)
+
+
 def test_a_second_pass_behind_the_first_is_presumed_after_it():
     rank = PrefillRank()
     for i, tokens in enumerate((1500, 300)):
-        rank.flight.add(f"r{i}", tokens)
-        rank.sent[f"r{i}"] = Sent(float(i))
+        send(rank, f"r{i}", tokens, float(i))
     rank.presume(7, CHUNK, CHUNK)
-    assert (rank.flight.oldest(), rank.queued_tokens) == (["r1"], 500)
+    assert (list(rank.flight.requests), rank.queued_tokens) == (["r1"], 500)
     rank.presume(8, 800, CHUNK)
-    assert (rank.flight.oldest(), rank.queued_tokens) == ([], 0)
+    assert (list(rank.flight.requests), rank.queued_tokens) == ([], 0)
     rank.presume(7, CHUNK, CHUNK)
     rank.presume(8, 800, CHUNK)
     assert (list(rank.presumed), rank.queued_tokens) == (["r0", "r1"], 0)
     # The rank speaks of the first only: the second is still presumed.
     rank.heard(7)
-    assert rank.flight.oldest() == ["r0", "r1"]
-    rank.land("r0")
+    assert list(rank.flight.requests) == ["r0", "r1"]
+    rank.flight.pop("r0")
     rank.queued_tokens = 500
     rank.presume_again(CHUNK)
-    assert (rank.flight.oldest(), list(rank.presumed), rank.queued_tokens) == ([], ["r1"], 0)
+    assert (list(rank.flight.requests), list(rank.presumed), rank.queued_tokens) == ([], ["r1"], 0)
 
 
 def sent_together(tokens: list[int]) -> PrefillRank:
     rank = PrefillRank()
     for i, size in enumerate(tokens):
-        rank.flight.add(f"r{i}", size)
-        rank.sent[f"r{i}"] = Sent(1.0)
+        send(rank, f"r{i}", size, 1.0)
     return rank
 
 
@@ -247,15 +252,14 @@ def sent_together(tokens: list[int]) -> PrefillRank:
 def test_lengths_that_do_not_add_up_mean_what_is_nearest(computed, in_flight, queued):
     rank = sent_together([100, 250, 100])
     rank.presume(1, computed, CHUNK)
-    assert (rank.flight.oldest(), rank.queued_tokens) == (in_flight, queued)
+    assert (list(rank.flight.requests), rank.queued_tokens) == (in_flight, queued)
 
 
 def test_behind_a_full_pass_waits_what_was_sent_together_with_it():
     rank = sent_together([800, 700, 400])
-    rank.flight.add("later", 60)
-    rank.sent["later"] = Sent(2.0)
+    send(rank, "later", 60, 2.0)
     rank.presume(1, CHUNK, CHUNK)
-    assert (rank.flight.oldest(), rank.queued_tokens) == (["later"], 900)
+    assert (list(rank.flight.requests), rank.queued_tokens) == (["later"], 900)
 
 
 def test_what_was_sent_to_the_next_boot_is_in_no_pass_of_this_one():
@@ -369,15 +373,19 @@ def test_one_message_of_any_rank_per_pass_keeps_the_books_of_all(passes):
 def test_what_was_predicted_with_another_chunk_and_page_is_predicted_again():
     rig = Rig()
     rig.send("a", 0, 900, arrives=False)
-    before_s, charged, room = rig.books.next_pass_s(), rig.books.charged_tokens, rig.books.has_room
+    before_s, charged, room = (
+        rig.books.next_pass_s(),
+        rig.books.ranks.charged_tokens,
+        rig.books.ranks.has_room,
+    )
     assert (charged, room) == (900, True)
     up = InstanceUp(instance="p0", role="prefill", dp_size=2, chunk_tokens=512, page_size=256)
     rig.books.set_limits(up)
     assert rig.books.next_pass_s() < before_s
-    assert rig.books.charged_tokens == 1024
+    assert rig.books.ranks.charged_tokens == 1024
     rig.books.set_limits(msgspec.structs.replace(up, chunk_tokens=CHUNK, page_size=1))
     assert rig.books.next_pass_s() == before_s
-    assert rig.books.charged_tokens == 900
+    assert rig.books.ranks.charged_tokens == 900
 
 
 @pytest.mark.parametrize("arrives", [True, False])

@@ -11,15 +11,16 @@ from hypothesis import strategies as st
 
 from sglang_sbs.scheduling import InstanceUp
 from sglang_sbs.scheduling.prefill.instance import PrefillInstance
-from sglang_sbs.scheduling.prefill.rank import PromptProgress, SentPrompt
+from sglang_sbs.scheduling.prefill.rank import PrefillRank
+from sglang_sbs.scheduling.prefill.requests import PrefillRequest
 
 CHUNK = 1000
 
 
-def progress(*prompts: int) -> PromptProgress:
-    rank = PromptProgress()
+def progress(*prompts: int) -> PrefillRank:
+    rank = PrefillRank()
     for index, tokens in enumerate(prompts):
-        rank.add(f"r{index}", tokens)
+        rank.add(f"r{index}", tokens, 0)
     return rank
 
 
@@ -35,7 +36,7 @@ def test_many_short_prompts_cost_less_than_a_long_one():
     assert progress(1000).pairs(1000) == 1000 * 500
 
 
-class LookedAt(dict[str, SentPrompt]):
+class LookedAt(dict[str, PrefillRequest]):
     """How many prompts were looked at."""
 
     count = 0
@@ -48,7 +49,7 @@ class LookedAt(dict[str, SentPrompt]):
 
 def test_a_pass_looks_at_no_more_prompts_than_it_takes():
     rank = progress(*[100] * 1000)
-    rank._prompts = looked_at = LookedAt(rank._prompts)
+    rank.prompts = looked_at = LookedAt(rank.prompts)
     assert rank.compute(250) == 2 * 100 * 50 + 50 * 25
     assert looked_at.count == 3
     assert len(looked_at) == 998
@@ -57,10 +58,10 @@ def test_a_pass_looks_at_no_more_prompts_than_it_takes():
 def test_what_is_dropped_is_not_computed():
     rank = progress(1000, 10)
     rank.compute(500)
-    rank.drop("r0")
-    rank.drop("never")
+    rank.gone("r0")
+    rank.gone("never")
     assert rank.pairs(1000) == 10 * 5
-    rank.clear()
+    rank.prompts.clear()
     assert rank.pairs(1000) == 0
 
 
@@ -96,7 +97,5 @@ def test_the_next_pass_is_predicted_from_every_rank_whatever_was_kept_of_it(seed
             sent.append((f"{number}", rng.randrange(instance.dp_size)))
             instance.dispatched(*sent[-1], rng.randint(1, 3 * CHUNK), 0.01 * number)
         tokens = [rank.next_tokens(CHUNK) for rank in instance.ranks]
-        pairs = [
-            rank.prompts.pairs(mine) for rank, mine in zip(instance.ranks, tokens, strict=True)
-        ]
+        pairs = [rank.pairs(mine) for rank, mine in zip(instance.ranks, tokens, strict=True)]
         assert instance.next_pass_s() == instance.model.predict_s(tokens, pairs)

@@ -57,7 +57,7 @@ def check(scheduler: Scheduler, now_s: float) -> None:
     for instance in scheduler.prefill.values():
         for rank in instance.ranks:
             assert rank.queued_tokens >= 0
-            assert set(rank.flight.oldest()) <= set(rank.outstanding.oldest())
+            assert rank.flight.requests.keys() <= rank.requests.keys()
 
 
 @settings(max_examples=60, deadline=None)
@@ -95,7 +95,7 @@ def test_the_ledger_is_empty_when_everything_is_over(trigger, barrier):
     assert len(scheduler.prefill) == 3 * (1 if barrier else spec.dp_size)
     for instance in scheduler.prefill.values():
         assert instance.idle
-        assert instance.c_avail() == [spec.chunk_tokens] * (spec.dp_size if barrier else 1)
+        assert instance.ranks.c_avail() == [spec.chunk_tokens] * (spec.dp_size if barrier else 1)
     for decode in scheduler.decode.values():
         assert [(load.running, load.committed_tokens) for load in decode.loads()] == [
             (0, 0)
@@ -111,7 +111,7 @@ def test_with_every_report_the_ledger_matches_the_engine_at_each_launch(trigger)
     backlog: list[int] = []
 
     def observe(scheduler: Scheduler, _now_s: float) -> None:
-        backlog.append(sum(i.backlog_tokens for i in scheduler.prefill.values()))
+        backlog.append(sum(i.ranks.backlog_tokens for i in scheduler.prefill.values()))
 
     arrivals = poisson(150, 10.0, 2)
     outcome = simulate(arrivals, SchedulerConfig(trigger=trigger), spec, observe=observe)

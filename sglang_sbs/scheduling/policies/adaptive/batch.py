@@ -67,7 +67,7 @@ def _batch_for(
     that waits may go to the instance."""
     instance, queue = opening.instance, view.queue
     affinity = division.affinity(moment, instance)
-    c_avail, places = instance.c_avail(opening.passes), instance.places(opening.passes)
+    c_avail, places = instance.ranks.c_avail(opening.passes), instance.ranks.places(opening.passes)
     keep_tokens = _keep_tokens(view, opening)
     filters = _Filters(view, affinity, opening)
     room = sum([max(0, free) for free in c_avail])
@@ -103,7 +103,7 @@ def _keep_tokens(view: View, opening: OpenPass) -> float:
         return math.inf  # the rest would be formed at once, without the batch after it
     offered, instance = view.learned.offered, opening.instance
     all_tokens = offered.capacity_tokens
-    keep_tokens = all_tokens - instance.capacity_of(offered.mean_tokens)
+    keep_tokens = all_tokens - instance.ranks.capacity_of(offered.mean_tokens)
     return keep_tokens + instance.overlap * all_tokens
 
 

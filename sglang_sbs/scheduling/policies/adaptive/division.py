@@ -110,7 +110,7 @@ def _homes(
     def forecast_of(name: InstanceId) -> PassForecast | None:
         if name not in forecasts and name in by_id:
             one = by_id[name]
-            is_early = openings.early and one.has_room and one.forms_ahead
+            is_early = openings.early and one.ranks.has_room and one.forms_ahead
             closed = not (is_early or may_take(one, False) or one in opened)
             forecasts[name] = long.forecast(one, at, closed=closed)
         return forecasts.get(name)

@@ -84,7 +84,7 @@ def _ready_s(instance: PrefillInstance, request: Request, now_s: float) -> float
         return now_s
     need = paged(request.uncached_tokens_on(instance.id), instance.page)
     passes = instance.passes
-    if len(passes) < 2 and max(instance.c_avail()) >= first_part(need, instance.chunk_tokens):
+    if len(passes) < 2 and max(instance.ranks.c_avail()) >= first_part(need, instance.chunk_tokens):
         return now_s
     forms_s = passes[0].end_s if passes else instance.last_dispatch_s
     return forms_s + TUNING.late_report_s

@@ -35,7 +35,7 @@ class Moment(NamedTuple):
         free_s = self.free_at_s(instance)
         if self.forms_at_s(instance) >= self.arrives_s:
             return free_s, free_s
-        if instance.backlog_tokens:
+        if instance.ranks.backlog_tokens:
             # It starts its next pass before, with what it has.
             return free_s + instance.next_pass_s(), free_s
         return self.arrives_s, free_s
@@ -150,7 +150,7 @@ class Marginals(dict[PrefillInstance, tuple[float, float, float]]):
 
     def __missing__(self, instance: PrefillInstance) -> tuple[float, float, float]:
         slope_s = 1 / instance.tokens_per_s
-        held = instance.backlog_tokens
+        held = instance.ranks.backlog_tokens
         pass_s = instance.next_pass_s() if held else instance.model.formula.fixed_s
         self[instance] = found = 1 / (2 * slope_s), pass_s, slope_s * held
         return found
@@ -201,11 +201,11 @@ class Lineup:
             self._free.set(number, instance.free_at_s(0.0, 0.0) if computes else None)
             _enter(self._others, number, not computes)
             _enter(self._busy, number, not instance.idle)
-            chunks = instance.longest_prompt_tokens / instance.chunk_tokens
+            chunks = instance.ranks.longest_prompt_tokens / instance.chunk_tokens
             self._long.set(number, chunks if chunks > 1 else None)
             room = 0
             if not instance.prefill_max_requests:
-                room = max(0, instance.capacity_tokens - instance.charged_tokens)
+                room = max(0, instance.capacity_tokens - instance.ranks.charged_tokens)
             self.room_tokens += room - self._rooms[number]
             self._rooms[number] = room
         self._changed.clear()

@@ -58,15 +58,19 @@ class LongPrompts:
         in agents' turns, so caches settle where a request goes; and some engine forms its next pass
         ahead."""
         is_cached = sum([i.cached_share for i in instances]) > len(instances) / 2
-        return is_cached and any(i.forms_ahead and i.has_room for i in instances)
+        return is_cached and any(i.forms_ahead and i.ranks.has_room for i in instances)
 
     def forecast(self, instance: PrefillInstance, at: Moment, *, closed: bool) -> PassForecast:
         """The next passes of an instance. ``closed``: nothing sent now is in the first of them."""
         known = self._laid.get(instance.id)
-        if known is None or known.instance is not instance or known.version != instance.version:
+        if (
+            known is None
+            or known.instance is not instance
+            or known.version != instance.ranks.version
+        ):
             known = self._laid[instance.id] = PassForecast(instance)
         free_s = at.free_at_s(instance)
-        if at.forms_at_s(instance) < at.arrives_s and instance.backlog_tokens:
+        if at.forms_at_s(instance) < at.arrives_s and instance.ranks.backlog_tokens:
             # It starts the next one before, with what it has.
             return known.fork(free_s, closed=True)
         return known.fork(max(free_s, at.arrives_s), closed=closed)
@@ -82,6 +86,6 @@ class LongPrompts:
 def may_take(instance: PrefillInstance, long_queue: bool) -> bool:
     """Whether a batch could go to an instance before its next report. A pass gets one batch, unless
     more waits than it holds. Single requests may still follow that batch."""
-    if instance.has_flight and not long_queue:
+    if instance.ranks.has_flight and not long_queue:
         return False
-    return instance.has_room and not instance.launching
+    return instance.ranks.has_room and not instance.launching

@@ -31,11 +31,11 @@ def lookahead(
         mean_tokens: mean length of a request.
         lead_s: how long a batch is on its way, with its margin.
     """
-    capacities = [one.capacity_of(mean_tokens) for one in instances]
+    capacities = [one.ranks.capacity_of(mean_tokens) for one in instances]
     if queue_tokens < min(capacities):
         return [], math.inf
     pairs = list(zip(instances, capacities, strict=True))
-    rooms = [max(0, tokens - one.charged_tokens) for one, tokens in pairs]
+    rooms = [max(0, tokens - one.ranks.charged_tokens) for one, tokens in pairs]
     room_tokens = sum(rooms)
     opens = [
         (one.passes[0].end_s - lead_s, one)
@@ -54,5 +54,7 @@ def _lacks_batch(instance: PrefillInstance, capacity_tokens: float) -> bool:
     if not instance.overlap:
         return False
     if len(instance.passes) == 1:
-        return 0 < instance.charged_tokens < TUNING.most_filled * capacity_tokens
-    return len(instance.passes) == 2 and not (instance.charged_tokens or instance.has_flight)
+        return 0 < instance.ranks.charged_tokens < TUNING.most_filled * capacity_tokens
+    return len(instance.passes) == 2 and not (
+        instance.ranks.charged_tokens or instance.ranks.has_flight
+    )

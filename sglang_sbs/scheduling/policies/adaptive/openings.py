@@ -64,7 +64,7 @@ def open_passes(view: View) -> Openings:
 def _far_away(view: View) -> list[OpenPass]:
     """Every instance with room: where the way takes a pass or more, nothing is held."""
     passes = view.passes_away
-    far = [one for one in view.in_order() if one.has_room_in(passes)]
+    far = [one for one in view.in_order() if one.ranks.has_room_in(passes)]
     return [OpenPass(one, Opening.FAR_AWAY, passes=passes) for one in far]
 
 
@@ -108,7 +108,7 @@ def _opening(
         if forms_s < view.at.arrives_s:
             forms_s = start_s  # too late for that pass
         return forms_s - view.lead_s, Opening.ABOUT_TO_END, math.inf
-    is_followed = instance.has_flight and instance.has_room and bool(instance.passes)
+    is_followed = instance.ranks.has_flight and instance.ranks.has_room and bool(instance.passes)
     if not is_followed or len(view.queue) > TUNING.most_joining:
         return never_s, Opening.JOINS, 0.0
     # What came after the batch may join it, once a batch could leave for that pass.
@@ -169,7 +169,7 @@ def _spaced(view: View, passes: list[OpenPass], begins: Begins) -> tuple[list[Op
     begin_s = [begins.begin_s(one.instance) for one in passes]
     free_s = [learned.planned.first_apart(at_s, apart_s) for at_s in begin_s]
     waits = [
-        after_s > at_s and not one.instance.backlog_tokens
+        after_s > at_s and not one.instance.ranks.backlog_tokens
         for one, at_s, after_s in zip(passes, begin_s, free_s, strict=True)
     ]
     due_s = min(compress(free_s, waits), default=math.inf)

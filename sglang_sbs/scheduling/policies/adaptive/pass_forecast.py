@@ -98,7 +98,7 @@ class PassForecast:
     def __init__(self, instance: PrefillInstance) -> None:
         """The passes that compute what is at the instance. Add requests to a :meth:`fork`."""
         self.instance = instance
-        self.version = instance.version
+        self.version = instance.ranks.version
         self._start_s = 0.0
         self._passes: list[_Pass] = []
         self._empty = _Pass(instance.dp_size, None)
@@ -110,11 +110,10 @@ class PassForecast:
         for index, rank in enumerate(instance.ranks):
             left = rank.backlog_tokens
             self._ahead.append(0)
-            for prompt in rank.prompts.waiting():
+            for prompt in rank.prompts.values():
                 part = min(left, prompt.left_tokens)
                 if part > 0:
-                    weight = self._weight_of(prompt.prompt_tokens - prompt.cached_tokens)
-                    self._lay(index, part, prompt.context_tokens, weight)
+                    self._lay(index, part, prompt.context_tokens, self._weight_of(prompt.tokens))
                     left -= part
             if left > 0:
                 self._lay(index, left, 0, 1.0)

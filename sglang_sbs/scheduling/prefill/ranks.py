@@ -1,0 +1,148 @@
+"""The DP ranks of one prefill instance together."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cached_property
+
+from sglang_sbs.scheduling.prefill.forward_model import ForwardModel
+from sglang_sbs.scheduling.prefill.passes import Pass
+from sglang_sbs.scheduling.prefill.rank import PrefillRank
+from sglang_sbs.scheduling.prefill.requests import Sent
+
+
+class Ranks(list[PrefillRank]):
+    """The DP ranks of one instance, which take part in the same passes."""
+
+    def __init__(self, dp_size: int) -> None:
+        super().__init__(PrefillRank() for _ in range(dp_size))
+        self.version = 0
+        """Grows with every change of the ledgers, the model or the limits. Cached properties are
+        computed at most once per version."""
+        self._next: dict[int, tuple[int, float]] = {}
+        """Tokens and attention pairs in the next pass, of ranks unchanged since they were asked."""
+
+    def changed(self, rank: int | None = None) -> None:
+        """Begin a new version, after a change of one rank or (None) of any."""
+        version, unchanged = self.version + 1, self._next
+        vars(self).clear()
+        self.version, self._next = version, unchanged
+        if rank is None:
+            unchanged.clear()
+        else:
+            unchanged.pop(rank, None)
+
+    def next_pass(self) -> tuple[list[int], list[float]]:
+        """Return the tokens and attention pairs per rank of a pass with the requests now waiting
+        for it."""
+        for index, rank in enumerate(self):
+            if index not in self._next:
+                tokens = rank.next_tokens(rank.chunk_tokens)
+                self._next[index] = tokens, rank.pairs(tokens)
+        parts = [self._next[index] for index in range(len(self))]
+        return [tokens for tokens, _ in parts], [pairs for _, pairs in parts]
+
+    def resize(self, dp_size: int) -> None:
+        """Add or remove ranks at the end."""
+        del self[dp_size:]
+        self += [PrefillRank() for _ in range(dp_size - len(self))]
+
+    @cached_property
+    def backlog_tokens(self) -> int:
+        """Tokens dispatched or queued and in no pass yet."""
+        return sum([rank.flight.total + rank.queued_tokens for rank in self])
+
+    @cached_property
+    def charged_tokens(self) -> int:
+        """Tokens of future chunks that the backlog costs."""
+        return sum([rank.charged_tokens for rank in self])
+
+    @cached_property
+    def has_flight(self) -> bool:
+        """Whether any request dispatched by this scheduler is not yet accepted."""
+        return any(request.sent is not None for rank in self for request in rank.flight)
+
+    @cached_property
+    def has_outstanding(self) -> bool:
+        """Whether any dispatched request is not prefilled yet."""
+        return any(rank.requests for rank in self)
+
+    @cached_property
+    def longest_prompt_tokens(self) -> int:
+        """Length of the longest prompt not computed yet, cached or not."""
+        prompts = [prompt for rank in self for prompt in rank.prompts.values()]
+        return max([prompt.left_tokens + prompt.context_tokens for prompt in prompts], default=0)
+
+    @cached_property
+    def ahead_tokens(self) -> list[int]:
+        """Tokens ahead of a new request on each rank, see :attr:`.PrefillRank.ahead_tokens`. Do not
+        change them."""
+        return [rank.ahead_tokens for rank in self]
+
+    @cached_property
+    def least_ahead_tokens(self) -> int:
+        return min(self.ahead_tokens)
+
+    @property
+    def has_room(self) -> bool:
+        """Whether C_avail is positive on some rank."""
+        return self.least_ahead_tokens < self[0].chunk_tokens
+
+    def has_room_in(self, passes: int) -> bool:
+        """Return whether C_avail over this many passes is positive on some rank."""
+        return self.least_ahead_tokens < passes * self[0].chunk_tokens
+
+    @property
+    def takes_nothing(self) -> bool:
+        """Whether no rank would begin a request sent now."""
+        # The first rank is nearly always the answer, and this is asked very often.
+        return self[0].takes_nothing and all(rank.takes_nothing for rank in self)
+
+    def c_avail(self, passes: int = 1) -> list[int]:
+        """Return C_avail per rank for the next pass to be launched (paper section 4.2.1) in charged
+        tokens, like everything compared with it. For several passes: the room in all of them, at
+        most one chunk. Zero where a pass is full by its number of requests."""
+        chunk = self[0].chunk_tokens
+        room = [passes * chunk - ahead for ahead in self.ahead_tokens]
+        if passes == 1:
+            return room  # ahead_tokens includes a full KV pool, up to a chunk
+        pools = [rank.kv_room_tokens for rank in self]
+        most = [chunk if pool is None else pool for pool in pools]
+        return [min(chunk, *pair) for pair in zip(room, most, strict=True)]
+
+    def places(self, passes: int = 1) -> list[int] | None:
+        """Return the number of requests per rank that the pass can still take; None: unlimited."""
+        most = self[0].most_requests
+        if not most:
+            return None
+        return [max(0, min(most, passes * most - rank.backlog_requests)) for rank in self]
+
+    def capacity_of(self, mean_tokens: float) -> float:
+        """Return the tokens of a pass with the largest number of requests of this mean length."""
+        tokens, most = len(self) * self[0].chunk_tokens, len(self) * self[0].most_requests
+        return min(tokens, most * mean_tokens) if most else tokens
+
+    @property
+    def ended_id(self) -> int:
+        """Newest pass with a reported end, of any rank."""
+        return max([rank.last_forward_id for rank in self])
+
+    def pairs(self, tokens: Sequence[int]) -> list[float]:
+        """Return the attention pairs of each rank's next tokens."""
+        return [rank.pairs(mine) for rank, mine in zip(self, tokens, strict=True)]
+
+    def compute(self, tokens: Sequence[int]) -> list[float]:
+        """Advance the prompts by a pass with these tokens; return the attention pairs per rank."""
+        return [rank.compute(mine) for rank, mine in zip(self, tokens, strict=True)]
+
+    def take_pass(self, model: ForwardModel, start_s: float, now_s: float, unknown: Sent) -> Pass:
+        """Form the pass that is presumed launched at ``start_s``: first come, first served per
+        rank, up to the chunk. ``unknown``: batch of requests without one."""
+        parts = [rank.take_chunk(rank.chunk_tokens) for rank in self]
+        tokens = [of_queue + of_flight for of_queue, of_flight, _ in parts]
+        landed = {request.rid: request for _, _, requests in parts for request in requests}
+        for request in landed.values():
+            request.sent = request.sent or unknown
+        pairs = self.pairs(tokens)
+        end_s = max(now_s, start_s + model.predict_s(tokens, pairs))
+        return Pass(start_s, end_s, tokens, None, landed, [queued for queued, _, _ in parts], pairs)
