@@ -341,7 +341,7 @@ class Scheduler:
         if prefill is not None:
             before = prefill.stage
             strays = self._members.strays(event.report, prefill, self._requests)
-            observation = prefill.on_report(report, now_s, self.interval.latency_s, strays)
+            observation = prefill.on_report(report, now_s, strays)
             if observation.restarted:
                 self.prefix.on_restart(*here)
             for rid in observation.moved:

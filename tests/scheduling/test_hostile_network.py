@@ -232,7 +232,7 @@ def running() -> tuple[PrefillInstance, EndForward]:
         extend_tokens=500,
         tokens_per_rank=[500],
     )
-    instance.on_report(base, 100.0, 0.02)
+    instance.on_report(base, 100.0)
     return instance, base
 
 
@@ -254,12 +254,12 @@ def test_a_pause_of_the_engine_is_not_taken_for_a_late_batch(
     instance, base = running()
     instance.dispatched("r", 0, 500, 100.25)
     ended = replace(base, seq=1, kind="forward", end_s=50.0, forward_s=0.3)
-    instance.on_report(ended, 100.3, 0.02)
+    instance.on_report(ended, 100.3)
     if rested:
-        instance.on_report(replace(base, seq=2, kind="idle"), 100.31, 0.02)
+        instance.on_report(replace(base, seq=2, kind="idle"), 100.31)
     started = [Started("r", queued_s, schedulable_s)]
     next_one = replace(base, seq=3, forward_id=2, launch_s=50.1, rids=["r"], started=started)
-    seen = instance.on_report(next_one, 100.4, 0.02)
+    seen = instance.on_report(next_one, 100.4)
     assert (bool(seen.idled_s), bool(seen.landed_s)) == (idled, not idled)
 
 
@@ -320,11 +320,11 @@ def test_a_pause_is_learned_of_a_launch_that_only_the_engine_held_up(
     instance, base = running()
     instance.pause.mean_s, instance.pause.learned = 0.06, 20
     ended = replace(base, seq=1, kind="forward", end_s=50.0, forward_s=0.3)
-    instance.on_report(ended, 100.3, 0.02)
+    instance.on_report(ended, 100.3)
     if between:
-        instance.on_report(replace(base, seq=2, **between), 100.31, 0.02)
+        instance.on_report(replace(base, seq=2, **between), 100.31)
     launch = replace(base, seq=3, forward_id=2, rids=["r"], age_s=0.02)
-    instance.on_report(launch, 100.32 + pause_s, 0.02)
+    instance.on_report(launch, 100.32 + pause_s)
     share = 0.1 if learned else 0.0
     assert instance.pause.mean_s == pytest.approx(0.06 + share * (pause_s - 0.06))
 
@@ -332,31 +332,31 @@ def test_a_pause_is_learned_of_a_launch_that_only_the_engine_held_up(
 def test_an_instance_is_not_idle_before_it_rests_or_its_pause_is_over():
     instance, base = running()
     instance.pause.mean_s = 0.06
-    instance.on_report(replace(base, seq=1, kind="forward", forward_s=0.3), 100.3, 0.02)
+    instance.on_report(replace(base, seq=1, kind="forward", forward_s=0.3), 100.3)
     assert not instance.idle
     assert instance.free_at_s(100.3, 0.02) == pytest.approx(100.36)
     assert instance.advance(100.3, 0.02) == pytest.approx(100.36)
     instance.advance(100.37, 0.02)
     assert instance.idle
-    instance.on_report(replace(base, seq=2, forward_id=2), 100.38, 0.02)
+    instance.on_report(replace(base, seq=2, forward_id=2), 100.38)
     ended = replace(base, seq=3, kind="forward", forward_id=2, forward_s=0.3)
-    instance.on_report(ended, 100.7, 0.02)
+    instance.on_report(ended, 100.7)
     assert not instance.idle
-    instance.on_report(replace(base, seq=4, forward_id=2, kind="idle"), 100.71, 0.02)
+    instance.on_report(replace(base, seq=4, forward_id=2, kind="idle"), 100.71)
     assert instance.idle
 
 
 def test_a_pause_is_learned_once_and_not_from_a_launch_that_followed_nothing():
     instance, base = running()
     ended = replace(base, seq=1, kind="forward", end_s=50.0, forward_s=0.3, waiting_requests=1)
-    instance.on_report(ended, 100.3, 0.02)
+    instance.on_report(ended, 100.3)
     for number in (2, 3):  # the third was launched behind the second
         launch = replace(base, seq=number, forward_id=number, waiting_tokens=100)
-        instance.on_report(launch, 100.31, 0.02)
+        instance.on_report(launch, 100.31)
     assert instance.pause.learned == 1
     up = InstanceUp(instance="p1", role="prefill", dp_size=1, chunk_tokens=1000)
     fresh = PrefillInstance(up, t_default_s=0.3, default_chunk_tokens=1000)
     fresh.dispatched("r", 0, 500, -0.1)
     fresh.on_load_poll([600], 0.0)
-    fresh.on_report(replace(base, rids=["r"]), 0.01, 0.02)
+    fresh.on_report(replace(base, rids=["r"]))
     assert fresh.pause.learned == 0

@@ -103,7 +103,7 @@ def test_c_avail_is_what_the_engine_can_still_take(page: int, seed: int):
             continue
         for message in engine.launch():
             now_s += 0.01
-            books.on_report(message, now_s, LATENCY_S)
+            books.on_report(message, now_s)
         charged = [sum(paged(tokens, page) for _, tokens in one.waiting) for one in engine.ranks]
         assert books.ranks.c_avail() == [CHUNK - tokens for tokens in charged]
         assert books.ranks.charged_tokens == sum(charged)
@@ -111,7 +111,7 @@ def test_c_avail_is_what_the_engine_can_still_take(page: int, seed: int):
         done, messages = engine.finish()
         for message in messages:
             now_s += 0.01
-            books.on_report(message, now_s, LATENCY_S)
+            books.on_report(message, now_s)
         for rid in done:
             for rank in range(DP):
                 books.dropped(rid, rank)

@@ -46,7 +46,7 @@ def test_places_are_what_the_next_pass_of_the_engine_still_takes(seed: int):
             continue
         for message in engine.launch():
             now_s += 0.01
-            books.on_report(message, now_s, LATENCY_S)
+            books.on_report(message, now_s)
         waiting = [len(one.waiting) for one in engine.ranks]
         assert books.ranks.places() == [max(0, MOST - count) for count in waiting]
         assert books.ranks.has_room == any(
@@ -58,7 +58,7 @@ def test_places_are_what_the_next_pass_of_the_engine_still_takes(seed: int):
         done, messages = engine.finish()
         for message in messages:
             now_s += 0.01
-            books.on_report(message, now_s, LATENCY_S)
+            books.on_report(message, now_s)
         for rid in done:
             for rank in range(DP):
                 books.dropped(rid, rank)
@@ -133,10 +133,10 @@ def test_what_another_rank_tells_of_a_pass_leaves_the_rest_of_a_batch_queued():
     books.dispatched("other", 0, 50, now_s=1.0)
     engine.accept("other", 0, 50)
     of_rank_0, of_rank_1 = engine.launch()
-    books.on_report(of_rank_0, 1.1, LATENCY_S)
+    books.on_report(of_rank_0, 1.1)
     assert books.ranks[1].queued_tokens == 100
     assert books.ranks.places() == [MOST, MOST - 2]
-    books.on_report(of_rank_1, 1.2, LATENCY_S)
+    books.on_report(of_rank_1, 1.2)
     assert books.ranks.places() == [MOST, MOST - 2]
 
 
@@ -182,7 +182,7 @@ def test_a_queue_that_cannot_be_is_believed_of_so_many_passes():
                 "seq": message.seq + 1 + (count < 0),
             }
         )
-        books.on_report(lie, 1.0, LATENCY_S)
+        books.on_report(lie, 1.0)
         assert 1 <= books.ranks[0].backlog_requests <= 64 * MOST
 
 

@@ -333,7 +333,7 @@ class PrefillInstance:
     # Reports ------------------------------------------------------------------------------
 
     def on_report(
-        self, report: EndForward, now_s: float, latency_s: float, strays: Sequence[Stray] = ()
+        self, report: EndForward, now_s: float, strays: Sequence[Stray] = ()
     ) -> Observation:
         """Replace assumptions by a rank's report. Old and duplicate messages change nothing.
         ``strays``: requests named by the rank and assumed elsewhere."""

@@ -103,9 +103,9 @@ def test_nothing_is_sent_where_a_pass_is_queued_behind_the_running_one() -> None
     """The engine would form every batch a pass ahead from then on (overlap scheduling)."""
     instance, plan = waiting()
     assert len(plan(100.0).placements) == 1
-    instance.on_report(LAUNCH, 100.0, 0.01)
+    instance.on_report(LAUNCH, 100.0)
     assert len(plan(100.01).placements) == 1
-    instance.on_report(msgspec.structs.replace(LAUNCH, seq=1, forward_id=2), 100.02, 0.01)
+    instance.on_report(msgspec.structs.replace(LAUNCH, seq=1, forward_id=2), 100.02)
     waits = plan(100.03)
     assert not waits.placements
     assert waits.wake_s == pytest.approx(instance.passes[-1].start_s + 0.05)
@@ -116,7 +116,7 @@ def test_nothing_is_sent_where_a_pass_is_queued_behind_the_running_one() -> None
 def test_nothing_is_sent_that_does_not_fit_into_the_next_pass(overlap: bool) -> None:
     """What a full chunk leaves over is a pass ahead of the running one (overlap scheduling)."""
     instance, plan = waiting(overlap)
-    instance.on_report(LAUNCH, 100.0, 0.01)
+    instance.on_report(LAUNCH, 100.0)
     instance.dispatched("first", 0, 900, 100.01)
     assert len(plan(100.02).placements) == 1
     instance.dispatched("second", 0, 1, 100.03)

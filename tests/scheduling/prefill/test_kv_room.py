@@ -24,7 +24,7 @@ def report(seq: int, **fields: Any) -> EndForward:
 
 def test_the_pool_limits_what_a_pass_takes() -> None:
     one = instance()
-    one.on_report(report(0, kv_tokens=9_300, kv_capacity_tokens=10_000), 100.0, 0.01)
+    one.on_report(report(0, kv_tokens=9_300, kv_capacity_tokens=10_000), 100.0)
     assert one.ranks.c_avail() == [700]
     assert one.ranks.c_avail(2) == [700]
     one.dispatched("r", 0, 500, 100.0)
@@ -34,29 +34,29 @@ def test_the_pool_limits_what_a_pass_takes() -> None:
 
 def test_a_full_pool_is_no_room_until_it_is_reported_otherwise() -> None:
     one = instance()
-    one.on_report(report(0, kv_tokens=10_000, kv_capacity_tokens=10_000), 100.0, 0.01)
+    one.on_report(report(0, kv_tokens=10_000, kv_capacity_tokens=10_000), 100.0)
     assert one.ranks.c_avail() == [0]
     assert not one.ranks.has_room
-    one.on_report(report(1, kv_tokens=2_000, kv_capacity_tokens=10_000), 101.0, 0.01)
+    one.on_report(report(1, kv_tokens=2_000, kv_capacity_tokens=10_000), 101.0)
     assert one.ranks.c_avail() == [1000]
 
 
 def test_what_waits_there_needs_kv_too() -> None:
     one = instance()
     waits = {"waiting_requests": 1, "waiting_tokens": 600}
-    one.on_report(report(0, kv_tokens=9_000, kv_capacity_tokens=10_000, **waits), 100.0, 0.01)
+    one.on_report(report(0, kv_tokens=9_000, kv_capacity_tokens=10_000, **waits), 100.0)
     assert one.ranks.c_avail() == [400]
 
 
 def test_an_engine_that_does_not_say_has_no_limit() -> None:
     one = instance()
-    one.on_report(report(0, kv_tokens=10_000), 100.0, 0.01)
+    one.on_report(report(0, kv_tokens=10_000), 100.0)
     assert one.ranks.c_avail() == [1000]
 
 
 def test_eta_avoids_a_full_pool() -> None:
     full, free = instance("p0"), instance("p1")
-    full.on_report(report(0, kv_tokens=10_000, kv_capacity_tokens=10_000), 100.0, 0.01)
+    full.on_report(report(0, kv_tokens=10_000, kv_capacity_tokens=10_000), 100.0)
     eta = Eta(IntervalController(t_default_s=0.3, window=8, latency_s=0.01))
     request = arrived(RequestArrived(rid="r", prompt_tokens=400), 0, 100.0, 60.0)
     assert eta.choose(request, [full, free], 100.0)[0] is free

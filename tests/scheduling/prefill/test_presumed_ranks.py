@@ -39,7 +39,7 @@ class Rig:
         """What the last of the messages teaches."""
         for message in messages:
             self.now_s += 0.001
-            learned = self.books.on_report(message, self.now_s, LATENCY_S)
+            learned = self.books.on_report(message, self.now_s)
         return learned
 
     def launch(self):
@@ -97,7 +97,7 @@ def test_the_ranks_own_message_confirms_and_its_samples_are_those_without_any_pr
         seen = {}
         for message in (messages[first], messages[1 - first]):
             rig.now_s = 11.0
-            seen[message.dp_rank] = rig.books.on_report(message, rig.now_s, LATENCY_S)
+            seen[message.dp_rank] = rig.books.on_report(message, rig.now_s)
         latencies = [one for each in seen.values() for one in each.latencies_s]
         assert len(latencies) == 1, "of the batch, by whoever tells first"
         for each in seen.values():
