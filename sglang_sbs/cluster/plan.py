@@ -29,6 +29,7 @@ MIN_KV_EVENTS_PAGE_SIZE = 8
 """Smallest page size used. Naming and publishing smaller pages costs engines more than it saves."""
 _KV_EVENTS_BUFFER_STEPS = 2000
 
+ROUTERS_ENV = "SGLANG_SBS_ROUTERS"
 RUST_SERVER_ENV = "SGLANG_RUST_SERVER"
 """SGLang's switch: each DP rank then serves HTTP itself, at the instance's port + its number."""
 HEALTH_PASS_ENV = "SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION"
@@ -268,7 +269,9 @@ class _Planner:
         elif role is Role.PREFILL and uses_rust_server(environment):
             environment.setdefault(HEALTH_PASS_ENV, "0")  # decode asks every 5 s
         if self._router_block is not None:
-            environment["SGLANG_SBS_ROUTERS"] = _endforward_endpoint(self._router_block)
+            # Those of the user get reports as well: sglang-sbs observe, or a router elsewhere.
+            own, others = _endforward_endpoint(self._router_block), environment.get(ROUTERS_ENV)
+            environment[ROUTERS_ENV] = f"{own},{others}" if others else own
             environment["SGLANG_SBS_INSTANCE_ID"] = url
             if key_file := text_flag(self._options.router_flags, "--sbs-endforward-key-file"):
                 environment["SGLANG_SBS_ENDFORWARD_KEY_FILE"] = key_file

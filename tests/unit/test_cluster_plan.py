@@ -278,6 +278,14 @@ def test_engines_know_the_router_and_their_own_url() -> None:
     assert "SGLANG_SBS_INSTANCE_ID" not in planned.router.environment
 
 
+def test_engines_report_to_the_users_endpoints_as_well() -> None:
+    planned = plan(environment={"SGLANG_SBS_ROUTERS": "tcp://recorder:7600"})
+    assert planned.router is not None
+    bind = value(planned.router.argv, "--sbs-endforward-bind")
+    for instance in planned.instances:
+        assert instance.environment["SGLANG_SBS_ROUTERS"] == f"{bind},tcp://recorder:7600"
+
+
 def test_the_router_gets_its_workers_and_the_users_flags() -> None:
     planned = plan(prefill_instances=2, router_flags=("--policy", "sbs"), router_port=30000)
     assert planned.router is not None
