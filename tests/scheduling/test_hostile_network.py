@@ -358,5 +358,5 @@ def test_a_pause_is_learned_once_and_not_from_a_launch_that_followed_nothing():
     fresh = PrefillInstance(up, t_default_s=0.3, default_chunk_tokens=1000)
     fresh.dispatched("r", 0, 500, -0.1)
     fresh.on_load_poll([600], 0.0)
-    fresh.on_report(replace(base, rids=["r"]))
+    fresh.on_report(replace(base, rids=["r"]), 0.01)
     assert fresh.pause.learned == 0
