@@ -11,6 +11,7 @@ from pathlib import Path
 
 from rich.console import Console
 
+from benchmarks.burners import MOST, burners
 from benchmarks.command_line import command_parser
 from benchmarks.compare_routers.agents import AGENTS_PER_RANK
 from benchmarks.compare_routers.campaign import Campaign
@@ -110,10 +111,14 @@ def build_parser() -> argparse.ArgumentParser:
     says = (
         "of a full pass: where the host lag of a run was larger, or the loop of a router of "
         "ours stood still, its cell has no ratios, and --resume makes the run again; 0: no limit, "
-        f"whatever stood still ({MOST_HOST_LAG:g})"
+        f"whatever stood still ({MOST_HOST_LAG:g}; with --busy 0)"
     )
-    lag = MOST_HOST_LAG
-    add("--most-host-lag", type=not_negative, default=lag, metavar="SHARE", help=says)
+    add("--most-host-lag", type=not_negative, metavar="SHARE", help=says)
+    says = (
+        f"processes that burn CPU beside it, {MOST} at most, the same for every contender; a ratio "
+        "is then of a busy host (0)"
+    )
+    add("--busy", type=int, choices=range(MOST + 1), default=0, metavar="N", help=says)
     add("--prompts", choices=("text", "ids"), default="text", help="what requests carry (text)")
     seconds("--timeout", help=f"per request ({TIMEOUT_S:g}, longer as --pass-s is)")
     add = parser.add_argument_group("results").add_argument
@@ -168,7 +173,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         parser.error(str(error))
     try:
         if campaign is not None:
-            asyncio.run(campaign.run())
+            with burners(args.busy):
+                asyncio.run(campaign.run())
         _finish(args, header, rows, console)
     except KeyboardInterrupt:
         console.print(f"interrupted; go on with --resume ({file.path})")

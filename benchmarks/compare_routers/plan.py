@@ -86,6 +86,8 @@ def _quick(args: argparse.Namespace) -> dict[str, Any]:
 class Plan:
     def __init__(self, args: argparse.Namespace) -> None:
         """Raises: ValueError: with the flag and what to write instead."""
+        if args.most_host_lag is None:  # A host that is busy on purpose lags.
+            args.most_host_lag = 0.0 if args.busy else MOST_HOST_LAG
         self._args = args
         for name, value in (_quick(args) if args.quick else DEFAULTS).items():
             if getattr(args, name) is None:
@@ -226,6 +228,7 @@ class Plan:
             "slo_ttft_s": self._slo_ttft_s,
             "slo_tpot_s": self._slo_tpot_s,
             "capacity_tokens_per_s": round(self.capacity_tokens_per_s, 1),
+            **({"busy_processes_beside": args.busy} if args.busy else {}),
         }
 
     def begin(self, file: RowFile, console: Console) -> tuple[Header, list[Row]]:
