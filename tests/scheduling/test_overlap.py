@@ -11,7 +11,7 @@ import pytest
 from driver import Driver
 
 from sglang_sbs.scheduling import InstanceUp
-from sglang_sbs.scheduling.policies.adaptive.lookahead import lookahead
+from sglang_sbs.scheduling.policies.adaptive.openings import lookahead
 from sglang_sbs.scheduling.prefill.instance import PrefillInstance
 from sglang_sbs.scheduling.prefill.passes import Pass
 

@@ -16,8 +16,7 @@ from sglang_sbs.scheduling.policies.adaptive.cache_affinity import (
     ForecastAffinity,
 )
 from sglang_sbs.scheduling.policies.adaptive.few_requests import WaitingWork, cut_of
-from sglang_sbs.scheduling.policies.adaptive.long_prompts import may_take
-from sglang_sbs.scheduling.policies.adaptive.openings import Openings
+from sglang_sbs.scheduling.policies.adaptive.openings import Openings, may_take
 from sglang_sbs.scheduling.policies.adaptive.pass_forecast import Home, PassForecast, Terms, homes
 from sglang_sbs.scheduling.policies.adaptive.view import OpenPass, View
 from sglang_sbs.scheduling.policies.tuning import TUNING

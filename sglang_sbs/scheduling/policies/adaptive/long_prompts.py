@@ -81,11 +81,3 @@ class LongPrompts:
         if not instance.chunk_tokens < tokens <= self._largest_chunk_tokens:
             return True
         return not any(tokens <= one.chunk_tokens for one in request.allowed_on(instances))
-
-
-def may_take(instance: PrefillInstance, long_queue: bool) -> bool:
-    """Whether a batch could go to an instance before its next report. A pass gets one batch, unless
-    more waits than it holds. Single requests may still follow that batch."""
-    if instance.ranks.has_flight and not long_queue:
-        return False
-    return instance.ranks.has_room and not instance.launching

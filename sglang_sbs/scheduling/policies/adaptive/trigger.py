@@ -16,7 +16,7 @@ split over two passes. How much earlier it leaves is learned from what either co
    of an idle instance; of one that is within the lead of its predicted end; of any with room when
    more waits than all earlier passes can hold. A single request may follow a batch that is on its
    way, as it can leave later than a batch. Under overlap scheduling, first come the instances that
-   could run on without a gap (:mod:`.lookahead`). Starts are kept apart (:mod:`.openings`).
+   could run on without a gap (:func:`.lookahead`). Starts are kept apart (:mod:`.openings`).
 3. **divide**: *how much*. The share of the queue that leaves now makes the sum of predicted
    completion times smallest (:mod:`.few_requests`). With prompts of several chunks it matters more
    where a request goes: each leaves only for the pass where it costs least (:mod:`.pass_forecast`).
