@@ -16,7 +16,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import takewhile
 
-from sglang_sbs.scheduling.prefill.completion import Chunk, PassFormula, Prompt
+from sglang_sbs.scheduling.prefill.completion import Chunk, PassFormula, RankPrompt
 
 MAX_REQUESTS = 20_000
 """A shadow with more unfinished requests has lost touch: it is emptied and starts again."""
@@ -43,12 +43,12 @@ class Shape:
 
 
 @dataclass(slots=True, eq=False)
-class _Prompt(Prompt):
+class _Prompt(RankPrompt):
     ready_s: float = 0.0
 
 
 @dataclass(slots=True)
-class _Pass:
+class _ShadowPass:
     end_s: float
     taken: list[int]
     """Tokens per rank."""
@@ -65,7 +65,7 @@ class ShadowInstance:
     """Tokens per rank that are not in a pass yet."""
     outstanding: list[int] = field(init=False)
     """Tokens per rank that are not computed yet."""
-    passes: deque[_Pass] = field(default_factory=deque)
+    passes: deque[_ShadowPass] = field(default_factory=deque)
     """Passes on the device: at most two with overlap scheduling, otherwise one."""
     due_s: float = math.inf
     """Time of the next event: an iteration of the engine's event loop, or the end of the pass it
@@ -139,7 +139,7 @@ class ShadowInstance:
             return False
         forward_s = self.shape.predict_s(taken, pairs)
         self.free_s = max(start_s, self.free_s) + forward_s
-        self.passes.append(_Pass(self.free_s, taken, finishing))
+        self.passes.append(_ShadowPass(self.free_s, taken, finishing))
         return True
 
 
@@ -148,7 +148,7 @@ Place = tuple[str, int]
 
 
 @dataclass(slots=True, frozen=True)
-class Asked:
+class ShadowRequest:
     """A request to be placed by a rule."""
 
     tokens: int
@@ -158,10 +158,10 @@ class Asked:
     """Time on the way to the rank (L_net)."""
 
 
-Rule = Callable[[dict[str, ShadowInstance], Asked], Place]
+Rule = Callable[[dict[str, ShadowInstance], ShadowRequest], Place]
 
 
-class RoundRobin:
+class ShadowRoundRobin:
     """Workers in turn, DP ranks in turn: a gateway's default over SGLang's own round robin."""
 
     def __init__(self) -> None:
@@ -171,7 +171,7 @@ class RoundRobin:
         self._known: list[str] = []
         self._workers: list[tuple[str, list[Place]]] = []
 
-    def __call__(self, instances: dict[str, ShadowInstance], asked: Asked) -> Place:
+    def __call__(self, instances: dict[str, ShadowInstance], asked: ShadowRequest) -> Place:
         if self._known != list(instances):
             self._know(instances)
         worker, ranks = self._workers[self._turn % len(self._workers)]
@@ -188,14 +188,14 @@ class RoundRobin:
         self._known, self._workers = list(instances), list(workers.items())
 
 
-def least_tokens(instances: dict[str, ShadowInstance], asked: Asked) -> Place:
+def least_tokens(instances: dict[str, ShadowInstance], asked: ShadowRequest) -> Place:
     """The DP rank with the fewest unfinished prompt tokens: a gateway whose count is never late."""
     name = min(instances, key=lambda name: min(instances[name].outstanding))
     outstanding = instances[name].outstanding
     return name, outstanding.index(min(outstanding))
 
 
-def eta(instances: dict[str, ShadowInstance], asked: Asked) -> Place:
+def eta(instances: dict[str, ShadowInstance], asked: ShadowRequest) -> Place:
     """The DP rank with the earliest predicted finish, as the policy ``eta`` predicts it
     (``scheduling/policies/immediate.py``)."""
     best: tuple[float, int] | None = None

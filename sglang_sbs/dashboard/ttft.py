@@ -23,10 +23,10 @@ from typing import Any
 
 from sglang_sbs.dashboard.gain import MEASURED, MINUTE_S, MODELLED, Gain
 from sglang_sbs.dashboard.shadow import (
-    Asked,
-    RoundRobin,
     Rule,
     ShadowCluster,
+    ShadowRequest,
+    ShadowRoundRobin,
     Shape,
     eta,
     least_tokens,
@@ -84,7 +84,7 @@ class TtftComparison:
         self._rules: dict[str, Rule] = {
             "eta": eta,
             "least_tokens": least_tokens,
-            "round_robin": RoundRobin(),
+            "round_robin": ShadowRoundRobin(),
         }
         self._clusters = {name: ShadowCluster() for name in (*self._rules, MODELLED)}
         self._pending: dict[str, _Pending] = {}
@@ -228,7 +228,7 @@ class TtftComparison:
     def _enter(self, pending: _Pending, now_s: float) -> None:
         tokens = max(1, pending.tokens - pending.cached_tokens)
         ready_s = pending.arrived_s + pending.latency_s
-        asked = Asked(tokens, pending.arrived_s, pending.latency_s)
+        asked = ShadowRequest(tokens, pending.arrived_s, pending.latency_s)
         for name, rule in self._rules.items():
             cluster = self._clusters[name]
             if finished := cluster.advance(pending.arrived_s):

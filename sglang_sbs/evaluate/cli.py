@@ -14,7 +14,7 @@ from rich.console import Console
 from sglang_sbs.console.outputs import try_to_write
 from sglang_sbs.evaluate.fitting.recording import read_recording
 from sglang_sbs.evaluate.replayed import RAN, run
-from sglang_sbs.evaluate.verdict import Verdict
+from sglang_sbs.evaluate.verdict import Evaluation
 from sglang_sbs.evaluate.workload import Workload, workload_of
 from sglang_sbs.simulator.experiments.sweep import POLICY_CONFIGS
 from sglang_sbs.simulator.options.common import (
@@ -91,7 +91,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         with told.status(f"reading {args.log}"):
             work = workload_of(read_recording(args.log))
-            verdict = Verdict(work)
+            verdict = Evaluation(work)
     except (OSError, ValueError) as error:
         text = str(error)
         named = text if str(args.log) in text else f"{args.log} {text}"
@@ -112,7 +112,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _simulate(
-    verdict: Verdict, policies: Sequence[str], args: argparse.Namespace, told: Console
+    verdict: Evaluation, policies: Sequence[str], args: argparse.Namespace, told: Console
 ) -> None:
     """Simulate the recorded placement first, because comparisons need its calibration."""
     work, draws = verdict.work, range(args.draws)
@@ -132,7 +132,7 @@ def _tasks(work: Workload, policies: Sequence[str], draws: range) -> list[Task]:
     return [(run, (lean, policy, draw)) for policy in policies for draw in draws]
 
 
-def _show(verdict: Verdict, args: argparse.Namespace, words: Sequence[str]) -> None:
+def _show(verdict: Evaluation, args: argparse.Namespace, words: Sequence[str]) -> None:
     console = open_console()
     # Files first: a reader of the text may close the pipe early.
     if args.html is not None:

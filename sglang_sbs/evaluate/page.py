@@ -5,12 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 
 from sglang_sbs.console.extras import without_matplotlib
-from sglang_sbs.evaluate.verdict import Verdict
+from sglang_sbs.evaluate.verdict import Evaluation
 from sglang_sbs.simulator.experiments.page import Part, Picture, policies_table, write_page
 from sglang_sbs.simulator.experiments.policy_looks import colours_of
 
 
-def write(path: Path, verdict: Verdict, command: str) -> None:
+def write(path: Path, verdict: Evaluation, command: str) -> None:
     parts: list[Part] = [*verdict.sentences(), *verdict.tables()]
     if verdict.calibration is not None:
         lacking = without_matplotlib()
@@ -19,7 +19,7 @@ def write(path: Path, verdict: Verdict, command: str) -> None:
     write_page(path, "Evaluation of recorded traffic", [*parts, policies_table(names), command])
 
 
-def _pictures(verdict: Verdict) -> list[Part]:
+def _pictures(verdict: Evaluation) -> list[Part]:
     from sglang_sbs.simulator.experiments import plots
 
     pictures: list[Part] = []

@@ -34,7 +34,7 @@ class Calibrated(msgspec.Struct, frozen=True):
     p99: float
 
 
-class Verdict:
+class Evaluation:
     """Collects rows of simulations as they arrive, and derives all results from them."""
 
     def __init__(self, work: Workload) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from sglang_sbs.console.plain_words import counted
-from sglang_sbs.scheduling.explained.decisions import Candidate, Why
+from sglang_sbs.scheduling.explained.decisions import CandidateInstance, Why
 from sglang_sbs.scheduling.reasons import Opening, Term, Waited, WaitReason
 
 PART_NAMES = {
@@ -144,7 +144,7 @@ def wait(one: Waited, arrived_s: float) -> str:
             return "no decode instance was up"
 
 
-def candidate(one: Candidate) -> tuple[str, ...]:
+def candidate(one: CandidateInstance) -> tuple[str, ...]:
     return (
         f"{'->' if one.chosen else '  '} {one.instance}",
         after(one.start_s),

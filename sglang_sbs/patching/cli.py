@@ -40,7 +40,7 @@ Restart engines and routers afterwards. Exit code: 0 all is as asked (status: no
 
 
 @dataclass
-class Report:
+class PatchReport:
     package: str
     version: str
     site: str
@@ -96,7 +96,7 @@ def _parser() -> argparse.ArgumentParser:
 
 def run(
     action: str, package: str | None = None, version: str | None = None, site: Path | None = None
-) -> list[Report]:
+) -> list[PatchReport]:
     """Return one report per package concerned. Raises: PatchError, nothing to work on."""
     where = str(site) if site is not None else f"this environment ({sys.prefix})"
     if site is not None and not site.is_dir():
@@ -117,8 +117,8 @@ def run(
     return [_one(action, item, patches, version) for item in found]
 
 
-def _one(action: str, item: Installed, patches: list[Patch], version: str | None) -> Report:
-    report = Report(item.package, item.version, str(item.root))
+def _one(action: str, item: Installed, patches: list[Patch], version: str | None) -> PatchReport:
+    report = PatchReport(item.package, item.version, str(item.root))
     named, release = f"{item.package} {item.version}", version or item.version
     patch = next((p for p in patches if p.package == item.package and release in p.versions), None)
     if release != item.version and not item.is_source_build:
@@ -139,7 +139,7 @@ def _one(action: str, item: Installed, patches: list[Patch], version: str | None
     return report
 
 
-def _work_on(report: Report, action: str, root: Path, patch: Patch) -> None:
+def _work_on(report: PatchReport, action: str, root: Path, patch: Patch) -> None:
     """Perform the action, and report the resulting state of the files."""
     report.patch, report.what = patch.name, patch.what
     try:
@@ -169,7 +169,7 @@ def _no_patch(item: Installed, release: str, patches: list[Patch]) -> str:
     return said + upgrade if item.package == "sglang" else said
 
 
-def _print(report: Report) -> None:
+def _print(report: PatchReport) -> None:
     print(f"{report.package} {report.version} in {report.site}")
     print(f"  {report.message}")
     for path in report.changed:

@@ -18,7 +18,7 @@ from sglang_sbs.router.assignment.scheduler_driver import SchedulerPump
 from sglang_sbs.router.metric_families import gauge
 from sglang_sbs.router.policy_in_force import PolicyInForce, PolicyState
 from sglang_sbs.scheduling.events import Command, Event, RequestArrived
-from sglang_sbs.trial.report import Report, report_of
+from sglang_sbs.trial.report import TrialReport, report_of
 from sglang_sbs.trial.spec import TrialSpec, read_object
 from sglang_sbs.trial.trial import ARMS, Cause, Ended, Switch, Trial
 
@@ -187,7 +187,7 @@ class Trials:
         report = self._report()
         return self._note or ("no trial has run" if report is None else report.text)
 
-    def _report(self) -> Report | None:
+    def _report(self) -> TrialReport | None:
         if self._trial is None:
             return None
         interval = getattr(self.pump.scheduler, "interval", None)

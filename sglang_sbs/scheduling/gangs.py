@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from sglang_sbs.scheduling import events as ev
 from sglang_sbs.scheduling.decode.admission import DecodeAdmission
 from sglang_sbs.scheduling.decode.rules import DecodeRuleFunction, schedule_decode
-from sglang_sbs.scheduling.explained.decisions import Decisions, note
+from sglang_sbs.scheduling.explained.decisions import RecentDecisions, note
 from sglang_sbs.scheduling.membership import Membership
 from sglang_sbs.scheduling.policies.policy import Placement, Plan, PrefillPolicy
 from sglang_sbs.scheduling.prefill.interval import IntervalController
@@ -27,7 +27,7 @@ class Gangs:
     admission: DecodeAdmission
     choose_decode: DecodeRuleFunction
     policy: PrefillPolicy
-    decisions: Decisions
+    decisions: RecentDecisions
     count: int = 0
     """Number of batches dispatched so far."""
 

@@ -37,7 +37,7 @@ from sglang_sbs.scheduling.decode.admission import (
     ExpectedOutput,
 )
 from sglang_sbs.scheduling.decode.rules import UNLIMITED
-from sglang_sbs.scheduling.explained.decisions import Decisions, Why, why_waiting
+from sglang_sbs.scheduling.explained.decisions import RecentDecisions, Why, why_waiting
 from sglang_sbs.scheduling.gangs import Gangs
 from sglang_sbs.scheduling.membership import Membership
 from sglang_sbs.scheduling.policies.selection import Policies
@@ -115,7 +115,7 @@ class Scheduler:
             admission=self._admission,
             choose_decode=choose_decode,
             policy=self.policy,
-            decisions=Decisions(remembers),
+            decisions=RecentDecisions(remembers),
         )
 
     def handle(self, event: ev.Event, now_s: float) -> list[ev.Command]:

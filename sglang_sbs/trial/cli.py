@@ -11,7 +11,7 @@ import msgspec
 
 from sglang_sbs.console import ask_router
 from sglang_sbs.console.ask_router import NotToldError
-from sglang_sbs.trial.report import ArmReport, Report
+from sglang_sbs.trial.report import ArmReport, TrialReport
 from sglang_sbs.trial.spec import fields_of, read_object
 
 _ABSENT = "this router runs no trials: upgrade sglang-sbs there"
@@ -67,11 +67,16 @@ def main(argv: Sequence[str] | None = None) -> int:
             except ValueError as error:
                 made.error(str(error))
         told = _ask(args, asked)
-        while args.wait and isinstance(told, Report) and told.running:
+        while args.wait and isinstance(told, TrialReport) and told.running:
             slot = told.slot
             time.sleep(_LOOK_S)
             told = _ask(args, None)
-            if isinstance(told, Report) and told.running and told.slot > slot and not args.json:
+            if (
+                isinstance(told, TrialReport)
+                and told.running
+                and told.slot > slot
+                and not args.json
+            ):
                 print(ask_router.plain(told.text), flush=True)
     except NotToldError as error:
         print(f"sglang-sbs trial: {ask_router.plain(str(error))}", file=sys.stderr)
@@ -86,7 +91,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 0
 
 
-def _ask(args: argparse.Namespace, asked: dict[str, str] | None) -> Report | _None:
+def _ask(args: argparse.Namespace, asked: dict[str, str] | None) -> TrialReport | _None:
     """Raises: NotToldError."""
     body = None if asked is None else msgspec.json.encode(asked)
     method = "POST" if asked is not None else "DELETE" if args.stop else "GET"
@@ -94,14 +99,14 @@ def _ask(args: argparse.Namespace, asked: dict[str, str] | None) -> Report | _No
     try:
         found = msgspec.json.decode(answer, type=dict)
         if "policy" in found:
-            return msgspec.convert(found, type=Report)
+            return msgspec.convert(found, type=TrialReport)
         return msgspec.convert(found, type=_None)
     except (msgspec.DecodeError, msgspec.ValidationError) as error:
         text = f"{args.router}: the answer is not one of this release: {error}"
         raise NotToldError(text) from error
 
 
-def page_of(told: Report | _None) -> str:
+def page_of(told: TrialReport | _None) -> str:
     if isinstance(told, _None):
         return told.text + "\n"
     times = "".join(f"{name:>9}" for name in ("mean", "p50", "p99", "refused"))

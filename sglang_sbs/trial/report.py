@@ -9,7 +9,7 @@ import msgspec
 from sglang_sbs.console.plain_words import counted
 from sglang_sbs.trial.ratios import Ratio
 from sglang_sbs.trial.slots import Arm
-from sglang_sbs.trial.trial import ALPHA, ARMS, Cause, Trial, Verdict
+from sglang_sbs.trial.trial import ALPHA, ARMS, Cause, Trial, TrialRatio
 
 FEW_PASSES = 300
 """Shorter slots flatter a baseline with two states, because it takes long to reach the worse
@@ -30,7 +30,7 @@ class ArmReport(msgspec.Struct, kw_only=True):
     unanswered: int
 
 
-class Report(msgspec.Struct, kw_only=True):
+class TrialReport(msgspec.Struct, kw_only=True):
     """A running trial, or the last one."""
 
     running: bool
@@ -66,11 +66,11 @@ class Report(msgspec.Struct, kw_only=True):
     ended_at: float | None = None
 
 
-def report_of(trial: Trial, now_s: float, pass_s: float, began_at: float) -> Report:
+def report_of(trial: Trial, now_s: float, pass_s: float, began_at: float) -> TrialReport:
     """``pass_s``: mean time of a pass, 0 if it is not known."""
     spec, slot, verdict, ended = trial.spec, trial.current, trial.verdict, trial.ended
     passes = round(spec.slot_s / pass_s) if pass_s > 0 else None
-    return Report(
+    return TrialReport(
         running=ended is None,
         text=in_words(trial),
         policy=trial.policies[0],
@@ -128,7 +128,7 @@ def _warning(passes: int | None) -> str:
     )
 
 
-def interval_in_words(verdict: Verdict) -> str:
+def interval_in_words(verdict: TrialRatio) -> str:
     """Format as ``0.78x (0.71 to 0.86)``; only the ratio while the interval is infinite."""
     words = Ratio(verdict.ratio, verdict.low, verdict.high).words()
     return words if math.isfinite(verdict.high) else f"{words} (no interval yet)"

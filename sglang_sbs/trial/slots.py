@@ -119,7 +119,7 @@ class Adjustment:
 
 
 @dataclass(frozen=True, slots=True)
-class Pair:
+class SlotPair:
     difference: float
     """Logarithm of the policy's mean TTFT divided by the baseline's."""
     covariates: tuple[float, float]
@@ -130,7 +130,7 @@ class Pair:
         return self.difference - moved
 
 
-def pair_of(one: Slot, other: Slot) -> Pair | None:
+def pair_of(one: Slot, other: Slot) -> SlotPair | None:
     """Build a pair; None if too few requests were answered in one of the slots."""
     policy, baseline = (one, other) if one.arm == 0 else (other, one)
     if min(policy.answered, baseline.answered) < LEAST_REQUESTS:
@@ -139,7 +139,7 @@ def pair_of(one: Slot, other: Slot) -> Pair | None:
     if min(mean_s, base_s) <= 0:
         return None
     ours, theirs = policy.covariates, baseline.covariates
-    return Pair(math.log(mean_s / base_s), (ours[0] - theirs[0], ours[1] - theirs[1]))
+    return SlotPair(math.log(mean_s / base_s), (ours[0] - theirs[0], ours[1] - theirs[1]))
 
 
 @dataclass(slots=True)

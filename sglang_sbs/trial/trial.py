@@ -34,7 +34,7 @@ from sglang_sbs.scheduling.events import (
 )
 from sglang_sbs.scheduling.policy_registry import Policy
 from sglang_sbs.trial.sequential import interval
-from sglang_sbs.trial.slots import LEAST_REQUESTS, Adjustment, Arm, Block, Pair, Slot, pair_of
+from sglang_sbs.trial.slots import LEAST_REQUESTS, Adjustment, Arm, Block, Slot, SlotPair, pair_of
 from sglang_sbs.trial.spec import TrialSpec
 
 ALPHA = 0.05
@@ -66,7 +66,7 @@ class Ended:
 
 
 @dataclass(frozen=True, slots=True)
-class Verdict:
+class TrialRatio:
     """Mean TTFT of the policy divided by that of the baseline."""
 
     ratio: float
@@ -100,7 +100,7 @@ class Trial:
         self.policies: tuple[Policy, Policy] = (policy, spec.baseline)
         self.seed = seed
         self.arms = (Arm(), Arm())
-        self.verdict: Verdict | None = None
+        self.verdict: TrialRatio | None = None
         self.ended: Ended | None = None
         self.done = 0
         self.current: Slot | None = None
@@ -114,7 +114,7 @@ class Trial:
         self._requests: dict[str, _Request] = {}
         """Requests waiting for their first token, in order of arrival."""
         self._adjustment = Adjustment()
-        self._pairs: list[Pair] = []
+        self._pairs: list[SlotPair] = []
 
     @property
     def wake_s(self) -> float:
@@ -191,11 +191,11 @@ class Trial:
             return self._end("narrow", self._uncertain())
         return []
 
-    def _judge(self) -> Verdict:
+    def _judge(self) -> TrialRatio:
         by = self._adjustment.coefficients
         bounds = interval([pair.adjusted(by) for pair in self._pairs], ALPHA, LEAST_SD)
         mean, low, high = (math.exp(max(-50.0, min(50.0, bound))) for bound in bounds)
-        return Verdict(mean, low, high if bounds[2] < 50 else math.inf, len(self._pairs))
+        return TrialRatio(mean, low, high if bounds[2] < 50 else math.inf, len(self._pairs))
 
     def _uncertain(self) -> str:
         verdict = self.verdict

@@ -9,7 +9,7 @@ import pytest
 from sglang_sbs.dashboard.health.alerts import Recent, find_alerts
 from sglang_sbs.dashboard.passes import PassHistory
 from sglang_sbs.dashboard.recorder import DashboardRecorder
-from sglang_sbs.dashboard.shadow import Asked
+from sglang_sbs.dashboard.shadow import ShadowRequest
 from sglang_sbs.scheduling import (
     Command,
     Dispatch,
@@ -161,7 +161,7 @@ def test_a_frame_tells_of_a_worker_without_a_barrier_as_one() -> None:
 # Shadows --------------------------------------------------------------------------------------
 
 
-ASKED = Asked(tokens=10, now_s=0.0, latency_s=0.0)
+ASKED = ShadowRequest(tokens=10, now_s=0.0, latency_s=0.0)
 
 
 # Alerts ---------------------------------------------------------------------------------------

@@ -6,11 +6,17 @@ from typing import Any
 
 import pytest
 
-from sglang_sbs.dashboard.shadow import Asked, RoundRobin, ShadowCluster, Shape, least_tokens
+from sglang_sbs.dashboard.shadow import (
+    ShadowCluster,
+    ShadowRequest,
+    ShadowRoundRobin,
+    Shape,
+    least_tokens,
+)
 from sglang_sbs.dashboard.ttft import TtftComparison
 
 P0 = "http://p0"
-ASKED = Asked(tokens=10, now_s=0.0, latency_s=0.0)
+ASKED = ShadowRequest(tokens=10, now_s=0.0, latency_s=0.0)
 
 
 class Steady:
@@ -53,7 +59,7 @@ def test_what_an_instance_was_busy_with_comes_first() -> None:
 
 def test_rules_place_as_they_say() -> None:
     cluster = shadow(instances=2)
-    turn = RoundRobin()
+    turn = ShadowRoundRobin()
     places = [turn(cluster.instances, ASKED) for _ in range(4)]
     assert places == [("p0", 0), ("p1", 0), ("p0", 1), ("p1", 1)]
     cluster.place("a", ("p0", 0), 50, 0.0)
@@ -67,7 +73,7 @@ def test_a_worker_without_a_barrier_is_one_worker_whose_ranks_wait_for_nobody() 
     cluster = ShadowCluster()
     lone = {f"p0 rank {rank}": Shape(1, 100, Steady().predict_s, "p0") for rank in range(3)}
     cluster.follow(lone | {"p1": Shape(2, 100, Steady().predict_s)}, 0.0)
-    turn = RoundRobin()
+    turn = ShadowRoundRobin()
     places = [turn(cluster.instances, ASKED) for _ in range(4)]
     assert places == [("p0 rank 0", 0), ("p1", 0), ("p0 rank 1", 0), ("p1", 1)]
     cluster.place("a", ("p0 rank 0", 0), 100, 0.0)

@@ -17,7 +17,7 @@ from sglang_sbs.explain.page import page
 from sglang_sbs.scheduling import ClientSide, Dispatch, Refuse, Scheduler, SchedulerConfig
 from sglang_sbs.scheduling.eventlog import EventLogWriter
 from sglang_sbs.scheduling.events import RequestEnded
-from sglang_sbs.scheduling.explained.decisions import Candidate, Why
+from sglang_sbs.scheduling.explained.decisions import CandidateInstance, Why
 from sglang_sbs.scheduling.explained.stories import AttemptStory, ClientAttempt, Story
 from sglang_sbs.scheduling.explained.timelines import Timeline
 from sglang_sbs.scheduling.reasons import Opening, Term, Waited, WaitReason
@@ -66,8 +66,8 @@ def a_story() -> Story:
         opening=Opening.ABOUT_TO_END,
         term=Term.SOONEST,
         candidates=[
-            Candidate(P1, 0.018, 0.205, 0.035, 0, chosen=True),
-            Candidate(P0, 0.12, 0.3, 0.0, 512),
+            CandidateInstance(P1, 0.018, 0.205, 0.035, 0, chosen=True),
+            CandidateInstance(P0, 0.12, 0.3, 0.0, 512),
         ],
         instances=2,
         waiting=5,

@@ -34,7 +34,7 @@ from sglang_sbs.router.requests.body_fields import MOST_FIELDS
 from sglang_sbs.router.requests.plan import leg_bodies, plan_request
 from sglang_sbs.router.requests.splitting import MOST_IDS_BYTES, MOST_READ_BYTES
 from sglang_sbs.router.workers.breaker import Breaker
-from sglang_sbs.router.workers.worker import Placement, Worker
+from sglang_sbs.router.workers.worker import AttemptWorkers, Worker
 
 MIB = 1 << 20
 KINDS: list[Any] = ["generate", "completions", "chat"]
@@ -44,7 +44,7 @@ PREFILL = Worker(
     breaker=Breaker(BreakerConfig()),
     configured_bootstrap_port=8998,
 )
-PLACEMENT = Placement(PREFILL, 1, PREFILL, 3)
+PLACEMENT = AttemptWorkers(PREFILL, 1, PREFILL, 3)
 WIDE = {f"key{number}": number for number in range(5000)}
 
 

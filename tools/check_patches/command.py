@@ -207,7 +207,7 @@ def _steps(
     yield from zip(STEPS, (*actions, revert, same_bytes), strict=True)
 
 
-def _patch(action: str, patch: Patch, version: str, site: Path) -> cli.Report:
+def _patch(action: str, patch: Patch, version: str, site: Path) -> cli.PatchReport:
     (report,) = cli.run(action, patch.package, version, site)
     return report
 

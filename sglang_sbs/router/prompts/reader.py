@@ -23,7 +23,7 @@ from sglang_sbs.router.prompts.tokenizer_check import EngineTokenizers
 from sglang_sbs.router.prompts.written_size import TemplateError
 from sglang_sbs.router.requests.body_fields import Namespace
 from sglang_sbs.router.requests.engine_refusals import check_counted
-from sglang_sbs.router.requests.plan import CONVERTED, Plan, RouteKind
+from sglang_sbs.router.requests.plan import CONVERTED, RequestPlan, RouteKind
 from sglang_sbs.router.requests.raw_json import json_of_ids
 from sglang_sbs.router.requests.splitting import Prompt
 
@@ -72,7 +72,7 @@ class PromptReader:
     counts: Counter[str] = field(default_factory=Counter)
     _template_warned: bool = False
 
-    async def read(self, plan: Plan) -> list[ReadPrompt]:
+    async def read(self, plan: RequestPlan) -> list[ReadPrompt]:
         """Read each prompt of the plan, off the event loop if that takes time.
         Raises: RouterError (400), a prompt is longer than any engine accepts; the scheduler would
         wait for passes that never happen."""
@@ -87,7 +87,7 @@ class PromptReader:
         self.counts.update(prompt.length.counted for prompt in prompts)
         return prompts
 
-    def _is_quick(self, plan: Plan, format_: BlockFormat | None) -> bool:
+    def _is_quick(self, plan: RequestPlan, format_: BlockFormat | None) -> bool:
         """Return whether a thread would only add latency."""
         if len(plan.prompts) > _QUICK_PROMPTS:
             return False
@@ -103,7 +103,7 @@ class PromptReader:
             tokens += chars // TEXT_BYTES_PER_TOKEN
         return format_ is None or tokens // format_.page_tokens <= _QUICK_PAGES
 
-    def _read_all(self, plan: Plan, known: Known) -> list[ReadPrompt]:
+    def _read_all(self, plan: RequestPlan, known: Known) -> list[ReadPrompt]:
         for prompt in plan.prompts:
             _check_size(prompt, known.longest)
         prompts = []
@@ -129,7 +129,7 @@ class PromptReader:
         template = None if self.tokenizer is None else self.tokenizer.template
         return response_chat(body, inline_system=template is not None and template.inline_system)
 
-    def _read_converted(self, plan: Plan, prompt: Prompt, known: Known) -> ReadPrompt:
+    def _read_converted(self, plan: RequestPlan, prompt: Prompt, known: Known) -> ReadPrompt:
         """Read Anthropic's messages or a response, through the chat that engines make of it."""
         chat = self._chat_of(plan.kind, prompt.value)
         size = prompt.size_bytes or len(plan.common)

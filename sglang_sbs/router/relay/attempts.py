@@ -23,7 +23,7 @@ from sglang_sbs.router.telemetry.metrics import RouterMetrics
 from sglang_sbs.router.workers.breaker import Suspicions
 from sglang_sbs.router.workers.registry import Registry
 from sglang_sbs.router.workers.server_info import takes_converted
-from sglang_sbs.router.workers.worker import Placement, Worker
+from sglang_sbs.router.workers.worker import AttemptWorkers, Worker
 from sglang_sbs.scheduling.events import Dispatch, Outcome, RequestArrived
 from sglang_sbs.wire.gangs import (
     RESPONSE_RID_PREFIX,
@@ -256,7 +256,7 @@ class Attempts:
             logger.debug("%s: rid %s to %s %s", run.exchange.request_id, assignment.rid, to, held)
         return pair
 
-    def _placement(self, assignment: Dispatch, kind: RouteKind) -> Placement:
+    def _placement(self, assignment: Dispatch, kind: RouteKind) -> AttemptWorkers:
         """Check that the assigned workers can be used now. Raises: LegFailure, RouterError."""
         prefill_rank, decode_rank = assignment.prefill_rank, assignment.decode_rank
         prefill = self._worker("prefill", assignment.prefill, prefill_rank)
@@ -265,7 +265,7 @@ class Attempts:
             if not takes_converted(worker.known.version):
                 why = f"{worker.url} runs SGLang {worker.known.version}, and {PATHS[kind]} with PD"
                 raise RouterError(501, "not_implemented", f"{why} needs 0.5.22 or later")
-        return Placement(prefill, prefill_rank, decode, decode_rank)
+        return AttemptWorkers(prefill, prefill_rank, decode, decode_rank)
 
     def _worker(self, role: Leg, url: str, rank: int) -> Worker:
         worker = self.registry.get(url)

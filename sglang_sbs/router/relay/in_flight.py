@@ -23,12 +23,12 @@ from sglang_sbs.router.relay.leg_answers import PrefillReply
 from sglang_sbs.router.relay.pair import Pair
 from sglang_sbs.router.relay.parking import TRANSFER_TIMEOUT_S, Parking
 from sglang_sbs.router.relay.recent import RecentRequest, RecentRequests
-from sglang_sbs.router.requests.headers import Asked
-from sglang_sbs.router.requests.plan import Plan
+from sglang_sbs.router.requests.headers import RouterHeaders
+from sglang_sbs.router.requests.plan import RequestPlan
 from sglang_sbs.router.telemetry.metrics import RouterMetrics
 from sglang_sbs.router.telemetry.tracing import AttemptTrace, Traces
 from sglang_sbs.router.workers.server_info import may_rebootstrap
-from sglang_sbs.router.workers.worker import Placement, Worker
+from sglang_sbs.router.workers.worker import AttemptWorkers, Worker
 from sglang_sbs.scheduling.events import ClientSide, Dispatch, Outcome
 from sglang_sbs.scheduling.queue.priority import class_of
 
@@ -41,11 +41,11 @@ class Exchange:
     headers: bytes
     """Headers that both legs send."""
     request_id: str
-    asked: Asked
+    asked: RouterHeaders
     downstream: Downstream
     pairs: dict[int, Pair]
     """Current attempt by unit index."""
-    plan: Plan
+    plan: RequestPlan
     prompts: list[ReadPrompt]
     """Tokenized prompts by prompt index."""
     session: str
@@ -124,7 +124,7 @@ class Attempt(Announced):
         return f"{of}, {self.pair or Announced.state(self)}"
 
     @property
-    def placement(self) -> Placement | None:
+    def placement(self) -> AttemptWorkers | None:
         return self.pair.placement if self.pair is not None else None
 
 
@@ -213,7 +213,7 @@ class InFlight:
         self.recent.held(attempt.run.exchange.recent, assignment.held_s)
         attempt.trace.dispatched_ns = time.time_ns()
 
-    def started(self, attempt: Attempt, placement: Placement) -> None:
+    def started(self, attempt: Attempt, placement: AttemptWorkers) -> None:
         attempt.prefill_open = True
         attempt.trace.sent_ns = time.time_ns()
         for worker in (placement.prefill, placement.decode):
@@ -244,7 +244,7 @@ class InFlight:
         outcome: Outcome,
         completion_tokens: int | None,
         seen: ClientSide,
-        placement: Placement | None,
+        placement: AttemptWorkers | None,
     ) -> None:
         """Finish decode's part of an attempt."""
         self.dispatcher.ended(rid, outcome, completion_tokens, seen)
@@ -270,7 +270,7 @@ class InFlight:
         placement = attempt.placement
         return (placement.prefill if role == "prefill" else placement.decode).url
 
-    def refuses_retraction(self, placement: Placement) -> bool:
+    def refuses_retraction(self, placement: AttemptWorkers) -> bool:
         """Return whether prefill will refuse decode's own request after a retraction: the engine
         sends it without a key and over plain HTTP (sglang #25372)."""
         # SGLang fault: retraction-without-key

@@ -11,7 +11,7 @@ import orjson
 from sglang_sbs.router.relay import engine_json
 from sglang_sbs.router.relay.event_reader import Payload
 from sglang_sbs.router.requests import raw_json
-from sglang_sbs.router.requests.plan import Plan
+from sglang_sbs.router.requests.plan import RequestPlan
 from sglang_sbs.router.requests.raw_json import JsonError, Raw
 
 _INPUT_LOGPROBS = ("input_token_logprobs", "input_top_logprobs", "input_token_ids_logprobs")
@@ -114,7 +114,9 @@ class NoAnswer(ValueError):
     """A response is not like SGLang's; ``args`` are its unit and the reason."""
 
 
-def merge_answers(plan: Plan, answers: Sequence[bytes | bytearray]) -> list[bytes | memoryview]:
+def merge_answers(
+    plan: RequestPlan, answers: Sequence[bytes | bytearray]
+) -> list[bytes | memoryview]:
     """Merge the complete responses of all units, in order, into one body. Long values are not
     copied, so it is returned in pieces. Raises: NoAnswer, a response is not a JSON object or its
     choices are invalid."""
@@ -160,7 +162,7 @@ def _choices_of(unit: int, choices: Raw | None) -> list[bytes | Raw]:
 class StreamMerger:
     """Merges the streams of several units into one: indices, one id, one usage, one ``[DONE]``."""
 
-    def __init__(self, plan: Plan, response_id: str) -> None:
+    def __init__(self, plan: RequestPlan, response_id: str) -> None:
         self._plan = plan
         self._response_id = response_id
         self._usage = UsageSum(plan.samples)

@@ -22,8 +22,8 @@ from sglang_sbs.router.errors import (
 from sglang_sbs.router.relay.answer_kinds import ANSWER_KINDS, AnswerKind
 from sglang_sbs.router.relay.event_reader import LONG_BYTES, EventReader, Payload
 from sglang_sbs.router.relay.leg_answers import Body, DecodeLeg, PrefillLeg, PrefillReply
-from sglang_sbs.router.requests.plan import PATHS, Pieces, Plan, RouteKind, leg_headers
-from sglang_sbs.router.workers.worker import Placement
+from sglang_sbs.router.requests.plan import PATHS, Pieces, RequestPlan, RouteKind, leg_headers
+from sglang_sbs.router.workers.worker import AttemptWorkers
 
 if TYPE_CHECKING:
     from sglang_sbs.router.relay.in_flight import Attempt, InFlight
@@ -58,7 +58,7 @@ class Pair:
     decode_call: Call
 
     def __init__(
-        self, attempt: Attempt, placement: Placement, in_flight: InFlight, asks_cached: bool
+        self, attempt: Attempt, placement: AttemptWorkers, in_flight: InFlight, asks_cached: bool
     ) -> None:
         """Prepare both legs. ``asks_cached``: prefill was asked for ``cached_tokens_details``,
         which it omits if there are none."""
@@ -429,7 +429,7 @@ class Pair:
             self.abort()
 
 
-def _reader(plan: Plan, answers: AnswerKind, decode: str, *, whole: bool) -> EventReader:
+def _reader(plan: RequestPlan, answers: AnswerKind, decode: str, *, whole: bool) -> EventReader:
     repeated = _MOST_REPEATED * len(plan.common) if answers.repeats_request else 0
     return EventReader(answers, decode, whole=whole, most_held=LONG_BYTES + repeated)
 

@@ -29,8 +29,8 @@ from sglang_sbs.router.relay.event_reader import Payload
 from sglang_sbs.router.relay.in_flight import Exchange, InFlight
 from sglang_sbs.router.relay.leg_answers import Body
 from sglang_sbs.router.relay.pair import Pair
-from sglang_sbs.router.requests.headers import Asked
-from sglang_sbs.router.requests.plan import Plan, RouteKind, plan_request
+from sglang_sbs.router.requests.headers import RouterHeaders
+from sglang_sbs.router.requests.plan import RequestPlan, RouteKind, plan_request
 from sglang_sbs.router.requests.raw_json import JsonError
 from sglang_sbs.router.requests.sessions import digest_of
 from sglang_sbs.router.telemetry.metrics import RouterMetrics
@@ -59,7 +59,12 @@ class Relay:
         self.bodies = Bodies(self.config.max_bodies_bytes)
 
     async def handle(
-        self, request: web.Request, kind: RouteKind, headers: bytes, request_id: str, asked: Asked
+        self,
+        request: web.Request,
+        kind: RouteKind,
+        headers: bytes,
+        request_id: str,
+        asked: RouterHeaders,
     ) -> web.StreamResponse:
         """Serve one client request; a stream is already sent on return. ``headers`` go to both
         legs.
@@ -139,7 +144,7 @@ class Relay:
         self.metrics.broken_streams.labels(error.code).inc()
         return await downstream.finish()
 
-    async def _plan(self, kind: RouteKind, request: web.Request, share: BodyShare) -> Plan:
+    async def _plan(self, kind: RouteKind, request: web.Request, share: BodyShare) -> RequestPlan:
         config, refused = self.config, self.prompts.engines.known().refused
         body = await share.read(request, config.max_payload_bytes, " (--max-payload-size)")
         if len(body) <= _QUICK_BYTES and body.count(b",") <= _QUICK_VALUES:
@@ -176,7 +181,7 @@ class Relay:
             raise _no_answer(engines[error.args[0]]) from error
         return web.Response(body=await joined(merged), content_type="application/json")
 
-    async def _body_of(self, plan: Plan, pair: Pair) -> Body:
+    async def _body_of(self, plan: RequestPlan, pair: Pair) -> Body:
         if not plan.edits_answers:
             return pair.body
         parts = opened_in_parts(pair.body)
@@ -202,7 +207,7 @@ class Relay:
 
     @staticmethod
     def _edited(
-        plan: Plan, pair: Pair, output: dict[str, Any], *, first: bool = True
+        plan: RequestPlan, pair: Pair, output: dict[str, Any], *, first: bool = True
     ) -> dict[str, Any]:
         """Edit a response or an event; ``first`` is set for a whole response or a stream's first
         event."""

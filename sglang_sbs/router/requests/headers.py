@@ -60,7 +60,7 @@ def with_bearer(headers: list[tuple[str, str]]) -> list[tuple[str, str]]:
     return [*headers, ("authorization", f"Bearer {lower[KEY_HEADER]}")]
 
 
-class Asked(NamedTuple):
+class RouterHeaders(NamedTuple):
     """Requests to the router in headers, which are not forwarded to engines."""
 
     ttft_slo_s: float | None = None
@@ -72,7 +72,7 @@ class Asked(NamedTuple):
     """Fallback session id, used if nothing else names the session."""
 
 
-def asked_in(headers: Sequence[tuple[str, str]], tenant_header: str | None) -> Asked:
+def asked_in(headers: Sequence[tuple[str, str]], tenant_header: str | None) -> RouterHeaders:
     """Read SLO, tenant and session. ``tenant_header``: its name in lower case, if configured.
     Raises: RouterError (400), naming the header and what to write."""
     names = {name.lower() for name, _ in headers}
@@ -88,8 +88,8 @@ def asked_in(headers: Sequence[tuple[str, str]], tenant_header: str | None) -> A
     )
     slo_s = None if slo is None else float(slo) / 1e3
     if ALL_HEADERS.isdisjoint(names):
-        return Asked(slo_s, tenant or "", timing)
-    return Asked(slo_s, tenant or "", timing, *session_in_headers(headers))
+        return RouterHeaders(slo_s, tenant or "", timing)
+    return RouterHeaders(slo_s, tenant or "", timing, *session_in_headers(headers))
 
 
 def _only(headers: Sequence[tuple[str, str]], name: str | None) -> str | None:

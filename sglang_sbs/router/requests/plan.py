@@ -24,7 +24,7 @@ from sglang_sbs.router.requests.splitting import (
     split_responses,
 )
 from sglang_sbs.router.workers.rank_contract import decode_members, prefill_members
-from sglang_sbs.router.workers.worker import Placement
+from sglang_sbs.router.workers.worker import AttemptWorkers
 
 RouteKind = Literal["generate", "completions", "chat", "messages", "responses"]
 
@@ -74,7 +74,7 @@ Pieces = tuple[bytes | bytearray, ...]
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class RequestPlan:
     kind: RouteKind
     stream: bool
     prompts: tuple[Prompt, ...]
@@ -131,7 +131,7 @@ def plan_request(
     raw: bytes | bytearray,
     limits: RelayConfig | None = None,
     refused: Collection[str] = (),
-) -> Plan:
+) -> RequestPlan:
     """Check a body and split it. ``refused``: fields that all engines of a role refuse.
     Raises: RouterError (400), naming the field and the problem."""
     try:
@@ -144,7 +144,7 @@ def plan_request(
 
 def _plan(
     kind: RouteKind, raw: bytes | bytearray, limits: RelayConfig, refused: Collection[str]
-) -> Plan:
+) -> RequestPlan:
     body = Body(members_of(raw))
     fields = body.typed
     if kind == "responses":
@@ -181,7 +181,7 @@ def _plan(
         all_legs = f"{units} requests with {len(common)} bytes in common are {legs_bytes} bytes"
         most = f"over the limit of {limits.max_legs_bytes}"
         raise body_fields.bad_request(f"{all_legs} for the engines, {most}")
-    return Plan(
+    return RequestPlan(
         kind=kind,
         stream=stream,
         prompts=tuple(prompts),
@@ -205,8 +205,8 @@ def leg_headers(kind: RouteKind, headers: bytes, rid: str) -> Pieces:
 
 def leg_bodies(
     unit: int,
-    plan: Plan,
-    placement: Placement,
+    plan: RequestPlan,
+    placement: AttemptWorkers,
     *,
     rid: str,
     room: int,

@@ -243,7 +243,7 @@ class WorkerEvents:
 
 
 @dataclass(frozen=True, slots=True)
-class Placement:
+class AttemptWorkers:
     """Workers and ranks of one attempt at a request."""
 
     prefill: Worker

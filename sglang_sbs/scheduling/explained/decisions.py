@@ -1,9 +1,9 @@
 """Remembers enough of each decision to explain it on request.
 
 A decision must not become slower for it. So a batch notes a few numbers of each candidate
-(:class:`Look`), which do not change afterwards, and :meth:`Decisions.why` predicts from them what
-the request would have met there. Everything follows from the events: replaying an event log gives
-the same reasons.
+(:class:`InstanceAtDecision`), which do not change afterwards, and :meth:`RecentDecisions.why`
+predicts from them what the request would have met there. Everything follows from the events:
+replaying an event log gives the same reasons.
 
 Thousands of these are kept, none in a circle, so the garbage collector need not look at them
 (``gc=False``)."""
@@ -27,7 +27,7 @@ MOST_LOOKS = 4
 """Instances noted per batch, the earliest to start."""
 
 
-class Candidate(msgspec.Struct, frozen=True, omit_defaults=True):
+class CandidateInstance(msgspec.Struct, frozen=True, omit_defaults=True):
     """Prediction for a request at one prefill instance, in seconds after the decision."""
 
     instance: InstanceId
@@ -58,7 +58,7 @@ class Why(msgspec.Struct, frozen=True, omit_defaults=True):
     """Time of the decision; None: still waiting."""
     opening: Opening | None = None
     term: Term | None = None
-    candidates: list[Candidate] = []
+    candidates: list[CandidateInstance] = []
     """The instances that would have started first, and the chosen one."""
     instances: int = 0
     """Number of instances that were up."""
@@ -70,7 +70,7 @@ class Why(msgspec.Struct, frozen=True, omit_defaults=True):
     """Predicted end of that pass, including the batch."""
 
 
-class Look(msgspec.Struct, frozen=True, gc=False):
+class InstanceAtDecision(msgspec.Struct, frozen=True, gc=False):
     """State of one prefill instance at a decision."""
 
     instance: InstanceId
@@ -100,7 +100,7 @@ class Look(msgspec.Struct, frozen=True, gc=False):
             there.start_s += there.length_s
         return there
 
-    def candidate(self, decided: Decided) -> Candidate:
+    def candidate(self, decided: Decided) -> CandidateInstance:
         hits = decided.hits.get(self.instance)
         there = self.next_pass()
         ranks = likely_ranks(there.ahead_tokens, hits)
@@ -113,7 +113,7 @@ class Look(msgspec.Struct, frozen=True, gc=False):
         start_s = there.start_s - decided.batch.at_s
         costs_s = decided.costs_s or {}
         cost_s = costs_s.get(self.instance)
-        return Candidate(
+        return CandidateInstance(
             instance=self.instance,
             start_s=start_s,
             finish_s=start_s + finish_s,
@@ -134,8 +134,8 @@ def _on(there: NextPass, rank: int, prompt_tokens: int, cached: int) -> tuple[fl
     return there.done_s(rank, tokens, cached), delay_s, cached
 
 
-def look_at(instance: PrefillInstance, at_s: float, *, waits: bool = False) -> Look:
-    return Look(
+def look_at(instance: PrefillInstance, at_s: float, *, waits: bool = False) -> InstanceAtDecision:
+    return InstanceAtDecision(
         instance.id,
         at_s,
         tuple(instance.ranks.ahead_tokens),
@@ -147,13 +147,13 @@ def look_at(instance: PrefillInstance, at_s: float, *, waits: bool = False) -> L
     )
 
 
-class Batch(msgspec.Struct, gc=False):
+class BatchRecord(msgspec.Struct, gc=False):
     """Facts about a batch when it was dispatched."""
 
     at_s: float
     opening: Opening
     term: Term
-    looks: Sequence[Look]
+    looks: Sequence[InstanceAtDecision]
     instances: int = 0
     waiting: int = 0
     launch_s: float | None = None
@@ -168,7 +168,7 @@ class Batch(msgspec.Struct, gc=False):
 class Decided(msgspec.Struct, frozen=True, gc=False):
     """A dispatched request."""
 
-    batch: Batch
+    batch: BatchRecord
     rid: str
     prompt_tokens: int
     arrived_s: float
@@ -193,7 +193,7 @@ class Decided(msgspec.Struct, frozen=True, gc=False):
 _NO_HITS: dict[InstanceId, Sequence[int]] = {}
 
 
-class Decisions:
+class RecentDecisions:
     """The most recent requests that were dispatched or refused."""
 
     def __init__(self, most: int) -> None:
@@ -204,7 +204,7 @@ class Decisions:
         self._order: deque[str] = deque()
         """Their ids in order: finding the first key of a dict takes time."""
 
-    def dispatched(self, request: Request, batch: Batch | None, batches: int) -> None:
+    def dispatched(self, request: Request, batch: BatchRecord | None, batches: int) -> None:
         """Record a dispatched request, and the number of batches dispatched while it waited. The
         names of its blocks are not kept."""
         if batch is None or request.prefill is None or not self._most:
@@ -263,7 +263,7 @@ class Decisions:
         )
 
 
-def _launch_of(batch: Batch, instance: InstanceId) -> dict[str, float | None]:
+def _launch_of(batch: BatchRecord, instance: InstanceId) -> dict[str, float | None]:
     """Return the predicted start and end of a batch's first pass."""
     look = next((one for one in batch.looks if one.instance == instance), None)
     if look is None:

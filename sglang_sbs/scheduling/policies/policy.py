@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from sglang_sbs.scheduling.config import SchedulerConfig
-from sglang_sbs.scheduling.explained.decisions import Batch, look_at
+from sglang_sbs.scheduling.explained.decisions import BatchRecord, look_at
 from sglang_sbs.scheduling.policies.offered_load import OfferedLoad
 from sglang_sbs.scheduling.prefill.instance import Instances, PrefillInstance
 from sglang_sbs.scheduling.prefill.interval import IntervalController
@@ -42,7 +42,7 @@ class Plan:
     """Requests that took part in this cycle and were not allocated: Q_next of Algorithm 2."""
     spends: PrefillInstance | None = None
     """Its EndForward is spent on this plan, whether or not it gets a request."""
-    batch: Batch | None = None
+    batch: BatchRecord | None = None
     """What was known at the decision, for explanations."""
 
 
@@ -96,14 +96,14 @@ class PrefillPolicy(ABC):
     def note_waiting(self, request: Request, now_s: float) -> None:  # noqa: B027
         """Note what a request waits for that has just arrived and was not placed."""
 
-    def explained(self, plan: Plan, instances: int, waiting: int, now_s: float) -> Batch:
+    def explained(self, plan: Plan, instances: int, waiting: int, now_s: float) -> BatchRecord:
         """What is known of a batch of which the policy said nothing itself: where it goes."""
         instance = plan.placements[0].instance
         # How long the pass takes that it is about to launch is worked out when somebody asks.
         waits = instance.launching and not instance.ranks.takes_nothing
         at_s = instance.launches_s(0.0) if waits else instance.free_at_s(now_s, 0.0)
         looks = (look_at(instance, max(now_s, at_s), waits=waits),)
-        return Batch(now_s, self.opening, Term.RULE, looks, instances, waiting)
+        return BatchRecord(now_s, self.opening, Term.RULE, looks, instances, waiting)
 
     @abstractmethod
     def plan(

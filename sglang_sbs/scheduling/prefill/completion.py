@@ -88,7 +88,7 @@ def attention_pairs(tokens: int, context: int) -> float:
 
 
 @dataclass(slots=True, eq=False)
-class Prompt:
+class RankPrompt:
     """A prompt at a rank."""
 
     rid: str
@@ -103,7 +103,7 @@ class Prompt:
         self.context_tokens += tokens
 
 
-AnyPrompt = TypeVar("AnyPrompt", bound=Prompt)
+AnyPrompt = TypeVar("AnyPrompt", bound=RankPrompt)
 
 
 class Chunk:

@@ -13,7 +13,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from sglang_sbs.scheduling.paging import paged
-from sglang_sbs.scheduling.prefill.completion import Chunk, Prompt
+from sglang_sbs.scheduling.prefill.completion import Chunk, RankPrompt
 from sglang_sbs.scheduling.prefill.passes import MOST_PASSES, Pass
 from sglang_sbs.scheduling.prefill.requests import Flight, PrefillRequest, Sent
 from sglang_sbs.scheduling.prefill.stalled_work import StalledWork
@@ -261,7 +261,7 @@ class PrefillRank:
         oldest = self.flight.oldest(max(0, places))
         chunk = Chunk(room, self.page)
         landed = []
-        for prompt, part in chunk.fill(Prompt(r.rid, r.flight_tokens) for r in oldest):
+        for prompt, part in chunk.fill(RankPrompt(r.rid, r.flight_tokens) for r in oldest):
             request = self.flight.requests[prompt.rid]
             if part == request.flight_tokens:
                 self.flight.pop(request.rid)

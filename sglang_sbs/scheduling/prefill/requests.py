@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from itertools import islice
 
 from sglang_sbs.scheduling.paging import paged
-from sglang_sbs.scheduling.prefill.completion import Prompt
+from sglang_sbs.scheduling.prefill.completion import RankPrompt
 
 
 @dataclass(slots=True)
@@ -31,7 +31,7 @@ class Sent:
 
 
 @dataclass(slots=True, eq=False)
-class PrefillRequest(Prompt):
+class PrefillRequest(RankPrompt):
     """A request dispatched to a DP rank, and the progress of its prompt by the reported passes. All
     records of the rank refer to the same object."""
 

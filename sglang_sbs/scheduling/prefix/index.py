@@ -38,11 +38,11 @@ from itertools import takewhile
 from sglang_sbs.scheduling.events import CacheTier, InstanceId, PrefixSource
 from sglang_sbs.scheduling.prefix.places import (
     NO_HITS,
+    CachedRank,
     Changes,
     Hits,
     Place,
-    Rank,
-    Sent,
+    SentPrefix,
     Upcoming,
     UpcomingBlocks,
 )
@@ -82,7 +82,7 @@ class PrefixIndex:
         """Changes after which results of :meth:`find` may differ."""
         self._device, self._host, self._shared = (BlockTable(max_blocks) for _ in range(3))
         self._places: dict[InstanceId, Place] = {}
-        self._rank_of: dict[int, Rank] = {}
+        self._rank_of: dict[int, CachedRank] = {}
         """Ranks by bit."""
         self._live: dict[int, int] = {}
         """Bits of the ranks in use, by block size."""
@@ -91,13 +91,13 @@ class PrefixIndex:
         self._retired = 0
         self._sweeping = 0
         self._to_sweep: list[int] = []
-        self._sent: dict[str, Sent] = {}
+        self._sent: dict[str, SentPrefix] = {}
         self._due: list[tuple[float, str]] = []
         """Heap of the times when dispatched requests become visible."""
         self.coming = UpcomingBlocks()
         """Blocks of requests that are not visible yet, with the changes after which results of
         :meth:`upcoming` may differ."""
-        self._lapsing: deque[tuple[float, Rank, Sequence[int]]] = deque()
+        self._lapsing: deque[tuple[float, CachedRank, Sequence[int]]] = deque()
         self.claiming: deque[Iterator[int]] = deque()
         """Claims in progress, oldest first, for which :meth:`advance` has work to do now. Each
         iteration yields the steps taken."""
@@ -204,7 +204,7 @@ class PrefixIndex:
         if place.block_tokens != block_tokens:
             place.cut_into(block_tokens)
             self._on_ranks_change()
-        sent = self._sent[rid] = Sent(place, rank, blocks, visible_s)
+        sent = self._sent[rid] = SentPrefix(place, rank, blocks, visible_s)
         heappush(self._due, (visible_s, rid))
         self.coming.add(sent)
 
@@ -351,7 +351,7 @@ class PrefixIndex:
 
     def _published(
         self, instance: InstanceId, rank: int, blocks: Sequence[int], tier: CacheTier
-    ) -> Rank | None:
+    ) -> CachedRank | None:
         """Return the rank that published these blocks, whose claims on them are thereby settled;
         None if its events must be ignored."""
         held = self._rank(instance, rank)
@@ -364,12 +364,12 @@ class PrefixIndex:
 
     # Claims -------------------------------------------------------------------------------
 
-    def _held(self, sent: Sent) -> Rank | None:
+    def _held(self, sent: SentPrefix) -> CachedRank | None:
         """Return the rank a request went to, unless the instance was replaced."""
         held = self._rank(sent.place.id, sent.rank)
         return held if held is not None and held.place is sent.place else None
 
-    def _show(self, sent: Sent, now_s: float) -> None:
+    def _show(self, sent: SentPrefix, now_s: float) -> None:
         if not sent.visible:
             sent.visible = True
             self.coming.remove(sent)
@@ -392,7 +392,7 @@ class PrefixIndex:
             else:
                 self.claiming.popleft()
 
-    def _claimed(self, held: Rank, blocks: Sequence[int], now_s: float) -> Iterator[int]:
+    def _claimed(self, held: CachedRank, blocks: Sequence[int], now_s: float) -> Iterator[int]:
         """Claim blocks that the rank is going to publish."""
         for part in self._parts_of(held, slices_of(blocks)):
             new = [block for block in part if not self._device.get(block) & held.bit]
@@ -400,7 +400,7 @@ class PrefixIndex:
             held.claims.update(dict.fromkeys(new, now_s))
             yield len(part)
 
-    def _presumed(self, held: Rank, blocks: Sequence[int], now_s: float) -> Iterator[int]:
+    def _presumed(self, held: CachedRank, blocks: Sequence[int], now_s: float) -> Iterator[int]:
         """Claim blocks that the rank holds now and will not publish."""
         place, claims, until_s = held.place, held.claims, now_s + APPROXIMATE_TTL_S
         for part in slices_of(blocks):
@@ -423,7 +423,7 @@ class PrefixIndex:
             self.changes.add(self._device.take(lapsed, held.bit))
             yield len(lapsed)
 
-    def _unclaimed(self, held: Rank, blocks: Sequence[int]) -> Iterator[int]:
+    def _unclaimed(self, held: CachedRank, blocks: Sequence[int]) -> Iterator[int]:
         """Withdraw claims on these blocks that were never published."""
         claims = held.claims
         # Start at the end, so that the beginning of the prompt is what remains.
@@ -434,7 +434,7 @@ class PrefixIndex:
             self.changes.add(self._device.take(mine, held.bit), blocks[0])
             yield len(part)
 
-    def _correct(self, held: Rank, rank: int, cached_tokens: int) -> None:
+    def _correct(self, held: CachedRank, rank: int, cached_tokens: int) -> None:
         """Correct the claims of a rank that had fewer blocks than claimed. Ranks with events report
         it themselves."""
         place = held.place
@@ -448,20 +448,20 @@ class PrefixIndex:
 
     # Ranks and their bits -----------------------------------------------------------------
 
-    def _rank(self, instance: InstanceId, rank: int) -> Rank | None:
+    def _rank(self, instance: InstanceId, rank: int) -> CachedRank | None:
         place = self._places.get(instance)
         return place.ranks[rank] if place is not None and 0 <= rank < len(place.ranks) else None
 
-    def _new_rank(self, place: Place, number: int) -> Rank:
+    def _new_rank(self, place: Place, number: int) -> CachedRank:
         if self._free_bits:
             bit = self._free_bits.pop()
         else:
             bit = self._next_bit
             self._next_bit <<= 1
-        rank = self._rank_of[bit] = Rank(place, number, bit)
+        rank = self._rank_of[bit] = CachedRank(place, number, bit)
         return rank
 
-    def _retire(self, rank: Rank) -> None:
+    def _retire(self, rank: CachedRank) -> None:
         del self._rank_of[rank.bit]
         self._retired |= rank.bit
 
@@ -474,7 +474,9 @@ class PrefixIndex:
                 bits = sum(rank.bit for rank in place.ranks)
                 self._live[place.block_tokens] = self._live.get(place.block_tokens, 0) | bits
 
-    def _parts_of(self, held: Rank, parts: Iterable[Sequence[int]]) -> Iterator[Sequence[int]]:
+    def _parts_of(
+        self, held: CachedRank, parts: Iterable[Sequence[int]]
+    ) -> Iterator[Sequence[int]]:
         """Yield the parts while the rank is still the same: its bit may have been reused."""
         return takewhile(lambda _: self._rank_of.get(held.bit) is held, parts)
 

@@ -39,7 +39,7 @@ class Place:
     page_tokens: int
     block_tokens: int = 0
     """Size of its known blocks: one page, or several without KV events."""
-    ranks: list[Rank] = field(default_factory=list)
+    ranks: list[CachedRank] = field(default_factory=list)
     capacity_tokens: int = 0
     capacity_blocks: int = 1
     is_up: bool = True
@@ -63,7 +63,7 @@ class Place:
 
 
 @dataclass(slots=True, eq=False)
-class Rank:
+class CachedRank:
     """A DP rank, until it loses all its blocks."""
 
     place: Place
@@ -74,7 +74,7 @@ class Rank:
 
 
 @dataclass(slots=True)
-class Sent:
+class SentPrefix:
     """A dispatched request whose prefill is not done."""
 
     place: Place
@@ -82,7 +82,7 @@ class Sent:
     blocks: Sequence[int]
     visible_s: float
     visible: bool = False
-    claimed_on: Rank | None = None
+    claimed_on: CachedRank | None = None
     """The rank on which its blocks were claimed last, without KV events."""
     claimed_s: float = 0.0
 
@@ -132,16 +132,16 @@ class UpcomingBlocks:
     def __init__(self) -> None:
         self.version = 0
         """Change counter."""
-        self._by_root: dict[int, list[Sent]] = {}
+        self._by_root: dict[int, list[SentPrefix]] = {}
         self._changed: dict[int, int] = {}
         """Version of the last change by first block."""
 
-    def add(self, sent: Sent) -> None:
+    def add(self, sent: SentPrefix) -> None:
         self.version += 1
         self._by_root.setdefault(sent.blocks[0], []).append(sent)
         self._changed[sent.blocks[0]] = self.version
 
-    def remove(self, sent: Sent) -> None:
+    def remove(self, sent: SentPrefix) -> None:
         self.version += 1
         root = sent.blocks[0]
         others = [one for one in self._by_root.pop(root, ()) if one is not sent]
@@ -162,7 +162,7 @@ class UpcomingBlocks:
     def begins_like(self, blocks: Sequence[int]) -> bool:
         return bool(blocks) and blocks[0] in self._by_root
 
-    def sharing(self, blocks: Sequence[int], count: int) -> Iterator[tuple[Sent, int]]:
+    def sharing(self, blocks: Sequence[int], count: int) -> Iterator[tuple[SentPrefix, int]]:
         """Yield requests that share some of the first ``count`` blocks, and the number shared."""
         for sent in self._by_root.get(blocks[0], ())[-_MOST:]:
             yield sent, shared_blocks(blocks, sent.blocks, count)

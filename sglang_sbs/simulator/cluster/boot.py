@@ -30,7 +30,7 @@ class Asking(NamedTuple):
 
 
 @dataclass(slots=True)
-class DecodeRank:
+class SimulatedDecodeRank:
     """KV and slots of one decode DP rank; admits first come first served."""
 
     free_tokens: float
@@ -127,12 +127,12 @@ def decode_up(spec: ClusterSpec) -> InstanceUp:
     )
 
 
-def decode_ranks(spec: ClusterSpec) -> list[DecodeRank]:
+def decode_ranks(spec: ClusterSpec) -> list[SimulatedDecodeRank]:
     room = spec.decode_kv_capacity_tokens or math.inf
     slots = spec.decode_max_running_requests or math.inf
     tokens = spec.decode_kv_capacity_tokens or sys.maxsize
     return [
-        DecodeRank(
+        SimulatedDecodeRank(
             room,
             slots,
             spec.output_tokens,

@@ -39,7 +39,7 @@ from dataclasses import KW_ONLY, dataclass, field
 
 from sglang_sbs.scheduling.events import BlocksRemoved, BlocksStored, CacheTier
 from sglang_sbs.scheduling.paging import padded
-from sglang_sbs.scheduling.prefill.completion import Chunk, Prompt
+from sglang_sbs.scheduling.prefill.completion import Chunk, RankPrompt
 from sglang_sbs.simulator.cluster.kv_cache import BlockCache, Blocks, Hold
 from sglang_sbs.simulator.cluster.spec import ClusterSpec, InstanceSpec
 from sglang_sbs.wire import EndForward
@@ -52,7 +52,7 @@ _MOST_FETCHES = 3
 
 
 @dataclass(slots=True, eq=False)
-class Waiting(Prompt):
+class SimulatedRequest(RankPrompt):
     """``context_tokens``: tokens whose KV exists after the passes in progress."""
 
     rank: int = 0
@@ -77,7 +77,7 @@ class Waiting(Prompt):
         return self.left_tokens + self.context_tokens
 
 
-Parts = list[tuple[Waiting, int]]
+Parts = list[tuple[SimulatedRequest, int]]
 
 
 @dataclass(slots=True)
@@ -92,7 +92,7 @@ class DevicePass:
     tokens: list[int]
     requests: list[int]
     """Requests per rank."""
-    completed: list[Waiting]
+    completed: list[SimulatedRequest]
     """Requests whose prompts end in it."""
     cached_tokens: list[int]
     """Cached tokens per rank of the requests first scheduled in it."""
@@ -101,12 +101,12 @@ class DevicePass:
 
 
 @dataclass(slots=True)
-class Rank:
+class SimulatedRank:
     cache: BlockCache
-    waiting: deque[Waiting] = field(default_factory=deque)
+    waiting: deque[SimulatedRequest] = field(default_factory=deque)
     waiting_tokens: int = 0
     """Tokens of ``waiting``, including the rest of the chunked request."""
-    bootstrapping: dict[str, Waiting] = field(default_factory=dict)
+    bootstrapping: dict[str, SimulatedRequest] = field(default_factory=dict)
     bootstrapping_tokens: int = 0
     unreported: list[Accepted] = field(default_factory=list)
     seq: int = 0
@@ -116,7 +116,7 @@ class Rank:
     transfer_free_s: float = 0.0
     """Time when everything handed to the transfer is at decode."""
 
-    def enqueue(self, request: Waiting) -> None:
+    def enqueue(self, request: SimulatedRequest) -> None:
         self.waiting.append(request)
         self.waiting_tokens += request.left_tokens
 
@@ -142,18 +142,18 @@ class SimulatedPrefill:
         one, cost = self.one, self.spec.cost
         self._cost = cost if one.speed == 1 else cost.at_speed(one.speed)
         caches = self.caches or [BlockCache(sys.maxsize, 1) for _ in range(one.dp_size)]
-        self.ranks = [Rank(cache) for cache in caches]
+        self.ranks = [SimulatedRank(cache) for cache in caches]
         self.device: deque[DevicePass] = deque()
         """At most two passes with overlap, one without; the first one runs."""
         self.asleep = True
         """The loop sleeps until a request comes."""
-        self._inbox: list[Waiting] = []
+        self._inbox: list[SimulatedRequest] = []
         self._early: set[str] = set()
         """Requests whose handshake ended before the rank read them from its socket."""
         self._last_launched = False
         self._forward_id = 0
         self._free_s = -math.inf
-        self.fetches: list[Waiting] = []
+        self.fetches: list[SimulatedRequest] = []
         """Requests for which ranks began to load blocks from storage in the last step;
         :meth:`fetched` ends it."""
 
@@ -163,7 +163,7 @@ class SimulatedPrefill:
         """Deliver a request to the socket of a rank (of its instance); the next iteration reads
         it."""
         at = 0 if self.lone_rank else rank
-        self._inbox.append(Waiting(rid, tokens, rank=at, blocks=blocks))
+        self._inbox.append(SimulatedRequest(rid, tokens, rank=at, blocks=blocks))
         if handshaken:
             self._early.add(rid)
 
@@ -210,7 +210,7 @@ class SimulatedPrefill:
             self.ranks[request.rank].cache.publish(request.hold, request.prompt_tokens)
         return ended, self.messages("forward", ended)
 
-    def transfer(self, request: Waiting, tokens: int, now_s: float) -> float:
+    def transfer(self, request: SimulatedRequest, tokens: int, now_s: float) -> float:
         """Send this part of a prompt's KV to decode, unless already sent; return its arrival
         time."""
         rank = self.ranks[request.rank]
@@ -219,7 +219,7 @@ class SimulatedPrefill:
         rank.transfer_free_s = max(rank.transfer_free_s, now_s) + new * self.spec.transfer_token_s
         return rank.transfer_free_s
 
-    def sent(self, request: Waiting) -> None:
+    def sent(self, request: SimulatedRequest) -> None:
         """Record that the KV of a completed request has reached decode, so that its blocks may be
         evicted."""
         assert request.hold is not None
@@ -242,7 +242,7 @@ class SimulatedPrefill:
         ]
 
     @staticmethod
-    def fetched(request: Waiting) -> None:
+    def fetched(request: SimulatedRequest) -> None:
         """Record that the blocks have arrived, so that the request may be scheduled."""
         request.fetched, request.fetching = [*request.fetched, *request.fetching], ()
 
@@ -261,7 +261,7 @@ class SimulatedPrefill:
                 rank.bootstrapping_tokens += request.left_tokens
         self._inbox.clear()
 
-    def _fetch(self, rank: Rank, request: Waiting) -> bool:
+    def _fetch(self, rank: SimulatedRank, request: SimulatedRequest) -> bool:
         """Start loading blocks that only storage has; return whether there are any."""
         if request.fetches == _MOST_FETCHES:
             return False
@@ -296,7 +296,7 @@ class SimulatedPrefill:
             self._forward_id, launch_s, start_s, end_s, tokens, requests, completed, cached, parts
         )
 
-    def _fill(self, rank: Rank, parts: Parts) -> tuple[int, int, float, int, float]:
+    def _fill(self, rank: SimulatedRank, parts: Parts) -> tuple[int, int, float, int, float]:
         """Form the rank's batch; return its tokens, requests, attention pairs and cached tokens,
         and the seconds of loading."""
         cache, spec = rank.cache, self.spec
@@ -393,7 +393,7 @@ def _nearest(recorded: Sequence[tuple[float, float]], start_s: float) -> float:
     return min(near, key=lambda one: abs(one[0] - start_s))[1]
 
 
-def _look_up(cache: BlockCache, request: Waiting) -> tuple[int, int]:
+def _look_up(cache: BlockCache, request: SimulatedRequest) -> tuple[int, int]:
     """Match a request that is about to be scheduled for the first time; return the tokens found,
     and the part that must be loaded. The computed part of a cut request becomes part of the
     cache."""

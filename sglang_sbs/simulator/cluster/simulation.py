@@ -14,7 +14,7 @@ import msgspec
 from sglang_sbs.scheduling import Scheduler, SchedulerConfig, events
 from sglang_sbs.simulator.cluster import boot
 from sglang_sbs.simulator.cluster.arrival import Arrival, ClosedLoop
-from sglang_sbs.simulator.cluster.engine import SimulatedPrefill, Waiting
+from sglang_sbs.simulator.cluster.engine import SimulatedPrefill, SimulatedRequest
 from sglang_sbs.simulator.cluster.kv_cache import Blocks, SharedStorage
 from sglang_sbs.simulator.cluster.network import (
     DispatchNetwork,
@@ -367,13 +367,16 @@ class Simulation:
                 self._at(launch_s, self._for, engine, self._step, engine)
                 return
 
-    def _fetch(self, engine: SimulatedPrefill, request: Waiting) -> None:
+    def _fetch(self, engine: SimulatedPrefill, request: SimulatedRequest) -> None:
         tokens = len(request.fetching) * self._spec.block_tokens
         at_s = self._now_s + tokens * self._spec.tiers.storage_load_s
         self._at(at_s, self._for, engine, self._go_on_with, engine, engine.fetched, request)
 
     def _go_on_with(
-        self, engine: SimulatedPrefill, done: Callable[[Waiting], None], request: Waiting
+        self,
+        engine: SimulatedPrefill,
+        done: Callable[[SimulatedRequest], None],
+        request: SimulatedRequest,
     ) -> None:
         """Complete an operation for a request, after which other requests may be schedulable."""
         done(request)
@@ -395,7 +398,9 @@ class Simulation:
             pause_s += max(self._pauses.expovariate(1 / mean_s) for _ in engine.ranks)
         self._at(self._now_s + pause_s, self._for, engine, self._step, engine)
 
-    def _complete(self, engine: SimulatedPrefill, request: Waiting, first_s: float) -> None:
+    def _complete(
+        self, engine: SimulatedPrefill, request: SimulatedRequest, first_s: float
+    ) -> None:
         """Record that a prompt is computed; ``first_s``: time when its KV is at decode."""
         cached_tokens, record = None, self._attempts[request.rid]
         record.prefilled_s = first_s

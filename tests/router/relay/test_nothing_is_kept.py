@@ -22,7 +22,7 @@ from router_harness import Cluster, cluster, until
 
 from sglang_sbs.router.client.intake import BodyShare
 from sglang_sbs.router.relay import relay
-from sglang_sbs.router.requests.plan import Plan, plan_request
+from sglang_sbs.router.requests.plan import RequestPlan, plan_request
 from tools.stand_ins.mock_script import Behaviour
 
 
@@ -30,7 +30,7 @@ class _Body(bytearray):
     """One that can be watched."""
 
 
-class _Plan(Plan):
+class _Plan(RequestPlan):
     """The same of a plan."""
 
     __slots__ = ("__weakref__",)
@@ -51,7 +51,7 @@ def watched(monkeypatch: pytest.MonkeyPatch) -> Iterator[Watched]:
     async def read(self: BodyShare, *args: Any) -> Any:
         return watch(_Body(await _read(self, *args)))
 
-    def plan(*args: Any) -> Plan:
+    def plan(*args: Any) -> RequestPlan:
         made = plan_request(*args)
         return watch(_Plan(**{field.name: getattr(made, field.name) for field in fields(made)}))
 

@@ -31,7 +31,7 @@ from sglang_sbs.router.requests.body_fields import typed
 from sglang_sbs.router.requests.headers import forwarded_headers
 from sglang_sbs.router.requests.plan import _INTERNAL_FIELDS, leg_bodies, plan_request
 from sglang_sbs.router.workers.breaker import Breaker
-from sglang_sbs.router.workers.worker import Placement, Worker
+from sglang_sbs.router.workers.worker import AttemptWorkers, Worker
 from sglang_sbs.scheduling.events import RequestArrived
 
 PREFILL = Worker(
@@ -40,7 +40,7 @@ PREFILL = Worker(
     breaker=Breaker(BreakerConfig()),
     configured_bootstrap_port=8998,
 )
-PLACEMENT = Placement(PREFILL, 1, PREFILL, 3)
+PLACEMENT = AttemptWorkers(PREFILL, 1, PREFILL, 3)
 NO_ENGINES: Any = None  # nothing is asked of them: no tokenizer, no blocks
 READER = PromptReader(None, PromptLengths(), BlockNamer(), NO_ENGINES, names_text=False)
 KINDS: list[Any] = ["generate", "completions", "chat"]

@@ -10,7 +10,7 @@ from router_harness import cluster
 from sglang_sbs.router.errors import RouterError
 from sglang_sbs.router.options.arguments import FlagError
 from sglang_sbs.router.options.options import parse_flags
-from sglang_sbs.router.requests.headers import Asked, asked_in, forwarded_headers
+from sglang_sbs.router.requests.headers import RouterHeaders, asked_in, forwarded_headers
 from sglang_sbs.scheduling.events import Refuse, RequestArrived
 
 PD = ["--prefill", "http://p0:30000", "8998", "--decode", "http://d0:30000"]
@@ -80,14 +80,14 @@ async def test_an_slo_that_is_no_time_is_a_400(slo: str) -> None:
 
 
 def test_a_header_that_is_there_twice_or_too_long_is_refused() -> None:
-    assert asked_in([("X-SGL-TTFT-SLO-MS", " 1500.5 ")], None) == Asked(1.5005, "")
+    assert asked_in([("X-SGL-TTFT-SLO-MS", " 1500.5 ")], None) == RouterHeaders(1.5005, "")
     twice = [("x-t", "a"), ("X-T", "b")]
     for headers, name in ((twice, "x-t"), ([("x-t", "a" * 65)], "x-t")):
         with pytest.raises(RouterError) as error:
             asked_in(headers, name)
         assert error.value.status == 400
         assert "x-t" in error.value.message
-    assert asked_in(twice, None) == Asked()
+    assert asked_in(twice, None) == RouterHeaders()
 
 
 def test_the_headers_are_not_among_those_that_go_on() -> None:

@@ -11,7 +11,7 @@ from sglang_sbs.scheduling.prefill.completion import (
     Chunk,
     NextPass,
     PassFormula,
-    Prompt,
+    RankPrompt,
     attention_pairs,
     cut,
 )
@@ -37,7 +37,7 @@ def test_a_chunk_holds_what_an_engine_puts_into_a_pass(
     engine = PrefillEngine("p0", 1, 256, page, most_requests)
     for number, tokens in enumerate(lengths):
         engine.accept(f"r{number}", 0, tokens)
-    prompts = [Prompt(f"r{number}", tokens) for number, tokens in enumerate(lengths)]
+    prompts = [RankPrompt(f"r{number}", tokens) for number, tokens in enumerate(lengths)]
     for [expected_tokens], completed in passes_of(engine):
         chunk = Chunk(256, page, most_requests)
         taken = chunk.fill(prompts)
@@ -52,7 +52,7 @@ def test_a_chunk_holds_what_an_engine_puts_into_a_pass(
 
 @given(LENGTHS)
 def test_one_prompt_over_all_passes_is_the_same_cut(lengths: list[int]) -> None:
-    prompts = [Prompt(f"r{number}", tokens) for number, tokens in enumerate(lengths)]
+    prompts = [RankPrompt(f"r{number}", tokens) for number, tokens in enumerate(lengths)]
     found: dict[str, list[tuple[int, int, float]]] = {one.rid: [] for one in prompts}
     index = 0
     while prompts:
@@ -71,7 +71,7 @@ def test_one_prompt_over_all_passes_is_the_same_cut(lengths: list[int]) -> None:
 def test_a_chunk_that_is_not_whole_pages_takes_no_part_of_a_page() -> None:
     chunk = Chunk(100, page=64)
     assert chunk.takes(200)
-    assert [part for _, part in chunk.fill([Prompt("a", 200), Prompt("b", 10)])] == [64]
+    assert [part for _, part in chunk.fill([RankPrompt("a", 200), RankPrompt("b", 10)])] == [64]
     assert not chunk.takes(200)
     assert chunk.takes(36), "the last page may be shorter"
     assert not chunk.takes(0)

@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from sglang_sbs.scheduling.events import InstanceId
-from sglang_sbs.scheduling.explained.decisions import MOST_LOOKS, Batch, look_at, note
+from sglang_sbs.scheduling.explained.decisions import MOST_LOOKS, BatchRecord, look_at, note
 from sglang_sbs.scheduling.policies.adaptive.openings import Openings
 from sglang_sbs.scheduling.policies.adaptive.view import OpenPass, View
 from sglang_sbs.scheduling.policies.tuning import TUNING
@@ -25,7 +25,7 @@ def reason_of(view: View, opening: OpenPass) -> str:
     return f"{ahead_ms:.0f} ms before the predicted launch on {opening.instance.id}"
 
 
-def explain(view: View, openings: Openings, opening: OpenPass, costs_s: Costs) -> Batch:
+def explain(view: View, openings: Openings, opening: OpenPass, costs_s: Costs) -> BatchRecord:
     """What is known of the instance that gets a batch, and of those that start first."""
     launch_s = openings.begins.begin_s(opening.instance)
     first = view.starts.soonest(MOST_LOOKS)
@@ -34,7 +34,7 @@ def explain(view: View, openings: Openings, opening: OpenPass, costs_s: Costs) -
         looks = (*looks[:-1], look_at(opening.instance, launch_s))
     term = Term.SOONEST if looks[0].instance == opening.instance.id else Term.FIRST_OPEN
     term = Term.OVERDUE if view.overdue else term
-    return Batch(
+    return BatchRecord(
         view.at.now_s,
         _kind(view, opening),
         Term.ONLY_ONE if len(view.instances) == 1 else term,

@@ -45,7 +45,7 @@ class Terms(NamedTuple):
     """Weight of a second until its own completion, the same wherever it goes."""
 
 
-class _Pass:
+class _FuturePass:
     """A pass that has not started."""
 
     __slots__ = ("ends", "length_s", "owner", "pairs", "slowest_s", "tokens", "tokens_per_rank")
@@ -63,8 +63,8 @@ class _Pass:
         """Sum of the weights of the prompts that end in it."""
         self.length_s = 0.0
 
-    def copy(self, owner: object) -> _Pass:
-        one = _Pass.__new__(_Pass)
+    def copy(self, owner: object) -> _FuturePass:
+        one = _FuturePass.__new__(_FuturePass)
         one.owner = owner
         one.tokens_per_rank, one.pairs = self.tokens_per_rank.copy(), self.pairs.copy()
         one.tokens, one.slowest_s = self.tokens, self.slowest_s
@@ -100,8 +100,8 @@ class PassForecast:
         self.instance = instance
         self.version = instance.ranks.version
         self._start_s = 0.0
-        self._passes: list[_Pass] = []
-        self._empty = _Pass(instance.dp_size, None)
+        self._passes: list[_FuturePass] = []
+        self._empty = _FuturePass(instance.dp_size, None)
         self._ahead: list[int] = []
         """Tokens per rank before the next request, with what a pass leaves empty that has as many
         requests as the engine allows."""
@@ -223,11 +223,11 @@ class PassForecast:
         last = self._own((at + tokens - 1) // chunk)
         last.ends += weight
 
-    def _own(self, index: int) -> _Pass:
+    def _own(self, index: int) -> _FuturePass:
         """The pass at this position, which this forecast may change."""
         passes = self._passes
         while len(passes) <= index:
-            passes.append(_Pass(self.instance.dp_size, self))
+            passes.append(_FuturePass(self.instance.dp_size, self))
         if passes[index].owner is not self:
             passes[index] = passes[index].copy(self)
         return passes[index]
