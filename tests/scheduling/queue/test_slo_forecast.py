@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+from harness.learned_instance import CHUNK, FIXED_S, PAIR_S, TOKEN_S, instance
 
 from sglang_sbs.scheduling import (
     InstanceUp,
@@ -12,6 +13,7 @@ from sglang_sbs.scheduling import (
     SchedulerConfig,
 )
 from sglang_sbs.scheduling.events import Command
+from sglang_sbs.scheduling.queue.flow_control import first_token_in_s
 
 
 def busy(waiting: int, **config) -> Scheduler:
@@ -67,3 +69,10 @@ def test_a_tenant_waits_for_its_own_requests_not_for_the_flood_of_another():
         scheduler.handle(flood, 0.0)
     assert len(refusals(arrive(scheduler, 2.0, tenant="flood"))) == 1
     assert refusals(arrive(scheduler, 2.0, tenant="other")) == []
+
+
+def test_the_attention_of_a_long_prompt_counts() -> None:
+    tokens, latency_s = 5 * CHUNK, 0.02
+    found_s = first_token_in_s(tokens, 0.0, 0, 0.0, [instance()], 0.0, latency_s)
+    passes_s = 5 * (FIXED_S + TOKEN_S * CHUNK)
+    assert found_s == pytest.approx(latency_s + passes_s + PAIR_S * tokens**2 / 2, rel=0.03)
