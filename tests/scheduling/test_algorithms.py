@@ -159,6 +159,7 @@ class TestPbaa:
         assert place_fitting(batch, [1000], 1000).placed == [(long, 0), (short, 0)]
         old.waited_batches = TUNING.left_out_batches
         assert place_fitting(batch, [1000], 1000) == ([(old, 0), (short, 0)], [long])
+        assert place_fitting(batch, [1300], 1000).placed == [(long, 0), (old, 0), (short, 0)]
         long.priority = 1
         assert place_fitting(batch, [1000], 1000).placed == [(old, 0), (short, 0)]
         long.waited_batches = TUNING.left_out_batches

@@ -138,9 +138,9 @@ def place_fitting(
 
     A prompt longer than a chunk is cut anyway: it goes where it takes no more passes than it has
     chunks. This removes the overshoot of Algorithm 2 (its leftovers cost the next batch a pass).
-    A request that was left out of several batches is placed before the others: short ones come
-    last, so with full passes it would be luck. If a request is left out and one of lower priority
-    is placed, all are placed anew in the order of priority, which packs less well.
+    If a request is left out and one of lower priority is placed, or if it was left out of several
+    batches before, all are placed anew, which packs less well: first those that were left out so
+    often, then in the order of priority.
 
     Args:
         requests: in any order. The longest is the one with most uncached tokens.
@@ -154,12 +154,13 @@ def place_fitting(
         page: tokens per page. A request is charged whole pages, as C_avail and C_chunk are.
         places: how many requests each rank still takes; None: any number.
     """
-    order = sorted(requests, key=lambda r: (not _is_left_out(r), -r.uncached_tokens))
+    order = sorted(requests, key=lambda r: -r.uncached_tokens)
     more = chunk_tokens, rank_of, received_tokens
     room = Room(c_avail, places, page, hits_of)
     placed, left = _place(order, room, *more)
     highest = max([request.priority for request in left], default=-math.inf)
-    if highest > min([request.priority for request, _ in placed], default=math.inf):
+    lowest = min([request.priority for request, _ in placed], default=math.inf)
+    if highest > lowest or any(_is_left_out(request) for request in left):
         order.sort(key=lambda r: (not _is_left_out(r), -r.priority))
         room = Room(c_avail, places, page, hits_of)
         placed, left = _place(order, room, *more)
