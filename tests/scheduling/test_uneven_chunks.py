@@ -45,6 +45,14 @@ def test_with_the_large_one_gone_it_takes_several_passes():
     assert [one.prefill for one in it.arrive("r", 3000)] == ["small"]
 
 
+def test_it_takes_two_passes_where_they_end_sooner_than_one_on_the_large_one():
+    it = driver()
+    for rid in ("first", "second", "third"):
+        it.arrive(rid, 4000)
+    sent = it.arrive("r", 1001)
+    assert [one.prefill for one in sent if one.rid == "r"] == ["small"]
+
+
 def test_it_does_not_wait_for_the_large_one_beyond_the_hold():
     it = driver()
     it.arrive("first", 4000)

@@ -138,8 +138,10 @@ class _Filters:
         if not self._admissible(request):
             self._refused += 1
             return WaitReason.NO_DECODE_ROOM
-        if not (self._all_suit or self._long.suits(request, self._instance, self._instances)):
-            return WaitReason.DOES_NOT_FIT
+        if not self._all_suit:
+            one_pass = self._long.in_one_pass(request, self._instance, self._instances)
+            if one_pass and self._affinity.is_sooner_on(one_pass, request):
+                return WaitReason.DOES_NOT_FIT
         if request.arrived_s <= self._patient_s:
             return None
         return self._affinity.skip(request)

@@ -227,6 +227,12 @@ class BatchAffinity:
             return self._instance.id, None, None
         return "", None, None
 
+    def is_sooner_on(self, instances: Sequence[PrefillInstance], request: Request) -> bool:
+        """Whether a request is predicted to be done sooner on one of these instances."""
+        moment = self._moment
+        here_s = moment.best_on(request, self._instance, keep=False).cost_s
+        return here_s > min([moment.best_on(request, x, keep=False).cost_s for x in instances])
+
     def _elsewhere(self, request: Request) -> Better:
         home = self._moment.best_for(request)
         here = self._moment.best_on(request, self._instance, keep=False)

@@ -130,7 +130,7 @@ def _homes(
         return terms._replace(impatience=1 + TUNING.ageing * waited)
 
     def may_go(request: Request, one: PrefillInstance) -> bool:
-        suits = all_suit or long.suits(request, one, instances)
+        suits = all_suit or not long.in_one_pass(request, one, instances)
         return suits and request.may_use(one, instances)
 
     return homes(

@@ -75,9 +75,11 @@ class LongPrompts:
             return known.fork(free_s, closed=True)
         return known.fork(max(free_s, at.arrives_s), closed=closed)
 
-    def suits(self, request: Request, instance: PrefillInstance, instances: Instances) -> bool:
-        """False where a request takes several passes though it would take one elsewhere."""
+    def in_one_pass(
+        self, request: Request, instance: PrefillInstance, instances: Instances
+    ) -> list[PrefillInstance]:
+        """The instances where a request takes one pass, if it takes several on ``instance``."""
         tokens = request.uncached_tokens_on(instance.id)
         if not instance.chunk_tokens < tokens <= self._largest_chunk_tokens:
-            return True
-        return not any(tokens <= one.chunk_tokens for one in request.allowed_on(instances))
+            return []
+        return [one for one in request.allowed_on(instances) if tokens <= one.chunk_tokens]
