@@ -120,7 +120,7 @@ def test_without_reports_a_presumed_pass_holds_so_many_requests():
     books.advance(0.1, LATENCY_S)
     (running,) = books.passes
     assert running.tokens == [MOST * 65, 0]
-    assert sorted(running.rids) == ["r0", "r1", "r2", "r3"]
+    assert sorted(running.requests) == ["r0", "r1", "r2", "r3"]
     assert books.ranks.places() == [0, MOST]
 
 
