@@ -20,7 +20,7 @@ class Forgetful(Scheduler):
 
     def handle(self, event: Event, now_s: float) -> list[Command]:
         for instance in self.prefill.values():
-            instance._forget_sums()
+            instance._on_change()
         for request in self._requests.values():
             request.hits_version = -1
         self._silent_s = -math.inf
