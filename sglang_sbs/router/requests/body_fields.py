@@ -29,6 +29,7 @@ _TEXT_MEMBERS = ("content", "arguments", "output", "summary")
 Value = bool | int | float | str | Raw | bytes | None
 """A typed field: lists, objects and texts over 64 bytes stay JSON."""
 Fields = Mapping[str, Value]
+_JSON = Raw, bytes
 _value_of: Callable[[Raw | bytes], Any] = msgspec.json.Decoder().decode
 
 
@@ -41,7 +42,7 @@ def typed(raw: Raw | bytes) -> Value:
         with suppress(ValueError):
             return float(bytes(raw))
         return raw
-    return raw if isinstance(value, list | dict) else value
+    return raw if type(value) in (list, dict) else value
 
 
 def typed_fields(members: Mapping[str, Raw | bytes]) -> dict[str, Value]:
@@ -79,7 +80,7 @@ def bad_request(message: str, code: str = "invalid_request") -> RouterError:
 def is_true(value: Value) -> bool:
     """Return the value's truth as in Python; a list or object containing spaces counts as not
     empty."""
-    if isinstance(value, Raw | bytes):
+    if isinstance(value, _JSON):
         return bytes(memoryview(value)[:3]) not in (b"[]", b"{}")
     return bool(value)
 
@@ -93,12 +94,12 @@ def is_list(value: Value) -> bool:
 
 
 def _begins(value: Value, first: bytes) -> bool:
-    return isinstance(value, Raw | bytes) and raw_json.first_byte(value) == first
+    return isinstance(value, _JSON) and raw_json.first_byte(value) == first
 
 
 def shown(value: Value) -> str:
     """Return the beginning of a value as JSON, for an error message."""
-    if isinstance(value, Raw | bytes):
+    if isinstance(value, _JSON):
         return raw_json.shown(value)
     return str(value) if isinstance(value, float) else msgspec.json.encode(value).decode()
 
@@ -134,7 +135,7 @@ def any_true(value: Value) -> bool:
 
 
 def is_alone(fields: Fields) -> bool:
-    return not any(is_true(fields.get(name)) for name in BESIDES_PROMPT)
+    return not any(is_true(fields[name]) for name in BESIDES_PROMPT.intersection(fields))
 
 
 def namespace_of(fields: Fields) -> Namespace | None:
