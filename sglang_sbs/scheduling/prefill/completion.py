@@ -89,7 +89,7 @@ def attention_pairs(tokens: int, context: int) -> float:
 
 @dataclass(slots=True, eq=False)
 class RankPrompt:
-    """A prompt at a rank."""
+    """Progress of a prompt that one rank computes, chunk by chunk."""
 
     rid: str
     left_tokens: int
