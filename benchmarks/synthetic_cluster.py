@@ -151,7 +151,7 @@ class SyntheticCluster:
             InstanceUp(
                 instance=name,
                 role="prefill",
-                dp_size=self._prefill[name].engine.one.dp_size,
+                dp_size=self._prefill[name].engine.shape.dp_size,
                 chunk_tokens=self.chunk_tokens,
                 kv_capacity_tokens=self.kv_capacity_tokens,
             )
@@ -164,7 +164,7 @@ class SyntheticCluster:
             self._submit(RequestEnded(rid=rid, outcome="failed"))
         engine = self._prefill.pop(name).engine
         boot_id = f"{name} from {time.monotonic()} on"
-        self._prefill[name] = self._simulated(name, engine.one.dp_size, 0, boot_id)
+        self._prefill[name] = self._simulated(name, engine.shape.dp_size, 0, boot_id)
         self.silent.add(name)
 
     @property

@@ -48,16 +48,16 @@ def keys_of_router(engines: Iterable[Keys], given: Keys) -> Keys:
     """Return the keys for a router of these engines: those `given`, otherwise the engines'. Raises:
     EngineFlagError, an engine would refuse them."""
     engines = list(engines)
-    api = given.api or next((one.api for one in engines if one.api), "")
-    admin = given.admin or next((one.admin for one in engines if one.admin), "")
+    api = given.api or next((engine.api for engine in engines if engine.api), "")
+    admin = given.admin or next((engine.admin for engine in engines if engine.admin), "")
     keys = Keys(api, admin)
-    for one in engines:
-        if one.api not in ("", keys.api):
+    for engine in engines:
+        if engine.api not in ("", keys.api):
             raise EngineFlagError(
                 f"{API_FLAG}: the router has one key for clients and all engines. Give prefill, "
                 "decode and the router the same, or the router none"
             )
-        if one.operator not in ("", keys.operator):
+        if engine.operator not in ("", keys.operator):
             raise EngineFlagError(
                 f"{ADMIN_FLAG}: the router aborts requests with one key on all engines. Give "
                 "prefill, decode and the router the same"

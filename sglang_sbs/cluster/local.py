@@ -100,7 +100,9 @@ class LocalCluster(ClusterSupervisor):
                 self._report(process.name, "starting")
         async with aiohttp.ClientSession() as session:
             try:
-                await self.unless_one_dies(*(self._until_ready(session, one) for one in servers))
+                await self.unless_one_dies(
+                    *(self._until_ready(session, server) for server in servers)
+                )
             except ProcessDiedError as error:
                 raise ClusterStartError(str(error)) from error
 

@@ -402,8 +402,8 @@ def _node_host(node: int) -> str:
 def pd_urls(instances: Sequence[InstancePlan]) -> tuple[list[tuple[str, int | None]], list[str]]:
     """Return the URLs for a router: prefill instances with bootstrap ports, and decode
     instances."""
-    prefill = [(one.url, one.bootstrap_port) for one in instances if one.role is Role.PREFILL]
-    return prefill, [one.url for one in instances if one.role is Role.DECODE]
+    prefill = [(plan.url, plan.bootstrap_port) for plan in instances if plan.role is Role.PREFILL]
+    return prefill, [plan.url for plan in instances if plan.role is Role.DECODE]
 
 
 def router_argv(
@@ -433,7 +433,7 @@ def _plan_router(
     argv += without_given(defaults, options.router_flags)
     argv += options.router_flags
     given = options.router_keys or Keys.of_flags(options.router_flags)
-    keys = keys_of_router((one.keys for one in instances if one.role is not Role.UNIFIED), given)
+    keys = keys_of_router((plan.keys for plan in instances if plan.role is not Role.UNIFIED), given)
     environment = dict(options.environment)
     if keys.api and not given.api:
         environment[VARIABLES[API_FLAG]] = keys.api

@@ -55,22 +55,28 @@ def prefill_shown(
     }
 
 
-def pass_shown(one: ShownPass) -> list[Any]:
+def pass_shown(a_pass: ShownPass) -> list[Any]:
     """Instance, start, end, preceding gap, wasted part of the gap, tokens per rank."""
-    times_s = round(one.start_s, 3), round(one.end_s, 3)
-    return [one.instance, *times_s, round(one.gap_s, 4), round(one.waste_s, 4), one.tokens]
+    times_s = round(a_pass.start_s, 3), round(a_pass.end_s, 3)
+    return [
+        a_pass.instance,
+        *times_s,
+        round(a_pass.gap_s, 4),
+        round(a_pass.waste_s, 4),
+        a_pass.tokens,
+    ]
 
 
 def balance_of(passes: Iterable[ShownPass]) -> dict[str, float] | None:
     """Mean number of ranks with tokens per pass, number of ranks, and ratio of the heaviest rank to
     the mean; ``None`` without passes."""
-    known = [[one for one in a_pass.tokens if one is not None] for a_pass in passes]
+    known = [[n for n in a_pass.tokens if n is not None] for a_pass in passes]
     if not known:
         return None
     return {
         "active_ranks": round(fmean(map(active_ranks, known)), 2),
         "ranks": round(fmean(map(len, known)), 2),
-        "max_over_mean": round(fmean(max_over_mean(one) for one in known if any(one)), 2),
+        "max_over_mean": round(fmean(max_over_mean(tokens) for tokens in known if any(tokens)), 2),
     }
 
 

@@ -66,18 +66,20 @@ class Gain:
 
     def _whole(self, now_s: float, most: int) -> list[_Minute]:
         number = int(now_s // MINUTE_S)
-        return [one for one in self._minutes if number - most <= one.number < number]
+        return [minute for minute in self._minutes if number - most <= minute.number < number]
 
     def _window(self, now_s: float) -> list[_Minute]:
-        return [one for one in self._whole(now_s, WINDOW_MINUTES) if one.number >= self._first]
+        return [
+            minute for minute in self._whole(now_s, WINDOW_MINUTES) if minute.number >= self._first
+        ]
 
     def off(self, now_s: float) -> float | None:
         """Relative error of the model for the real placements; None: no whole minute."""
         minutes = self._window(now_s)
-        measured_s = sum(one.sums_s[MEASURED] for one in minutes)
+        measured_s = sum(minute.sums_s[MEASURED] for minute in minutes)
         if not measured_s > 0:
             return None
-        return sum(one.sums_s[MODELLED] for one in minutes) / measured_s - 1
+        return sum(minute.sums_s[MODELLED] for minute in minutes) / measured_s - 1
 
     def ratios(self, now_s: float) -> dict[str, Ratio]:
         """Return the ratio to each baseline; none with too few minutes or an inaccurate model."""
@@ -96,25 +98,28 @@ class Gain:
         return {
             "headline": HEADLINE,
             "baselines": {
-                name: {key: round(value, 4) for key, value in one._asdict().items()}
-                for name, one in ratios.items()
+                name: {key: round(value, 4) for key, value in ratio._asdict().items()}
+                for name, ratio in ratios.items()
             },
             "minutes": len(minutes),
-            "requests": sum(one.requests for one in minutes),
+            "requests": sum(minute.requests for minute in minutes),
             "model_off": None if off is None else round(off, 4),
             "load": round(circumstances.load, 3),
             "trend": _trend(minutes) if ratios else "",
             "trail": [
-                [one.number - number, round(one.sums_s[MODELLED] / one.sums_s[HEADLINE], 4)]
-                for one in whole
+                [
+                    minute.number - number,
+                    round(minute.sums_s[MODELLED] / minute.sums_s[HEADLINE], 4),
+                ]
+                for minute in whole
             ],
             "why": self._why(now_s, ratios, circumstances),
         }
 
     def _why(self, now_s: float, ratios: dict[str, Ratio], about: Circumstances) -> str:
         if ratios:
-            one = ratios["eta"]
-            return "" if one.high < NO_GAIN else why_no_gain(about)
+            ratio = ratios["eta"]
+            return "" if ratio.high < NO_GAIN else why_no_gain(about)
         if about.overtaxed:
             return "no estimate: there are too many requests to follow at a bounded cost"
         off = self.off(now_s)
@@ -130,9 +135,9 @@ class Gain:
 def in_words(ratios: Mapping[str, Ratio]) -> str:
     """Text for the log line of a minute; empty: nothing is known."""
     shown = [
-        f"{one.ratio:.2f}x of {name} ({one.low:.2f} to {one.high:.2f})"
+        f"{ratio.ratio:.2f}x of {name} ({ratio.low:.2f} to {ratio.high:.2f})"
         for name in (HEADLINE, "eta")
-        if (one := ratios.get(name)) is not None
+        if (ratio := ratios.get(name)) is not None
     ]
     return f"gain: mean TTFT {', '.join(shown)}" if shown else ""
 
@@ -141,8 +146,8 @@ def by_bound(ratios: Mapping[str, Ratio]) -> dict[tuple[str, str], float]:
     """Return values of ``sbs_gain_ratio{baseline,bound}``."""
     return {
         (name, bound): value
-        for name, one in ratios.items()
-        for bound, value in one._asdict().items()
+        for name, ratio in ratios.items()
+        for bound, value in ratio._asdict().items()
     }
 
 
@@ -155,7 +160,7 @@ def _ratio(minutes: list[_Minute], baseline: str) -> Ratio:
 
 
 def _parts(minutes: list[_Minute], figure: str) -> list[Part]:
-    return [(one.sums_s[figure], one.requests) for one in minutes]
+    return [(minute.sums_s[figure], minute.requests) for minute in minutes]
 
 
 def _trend(minutes: list[_Minute]) -> str:

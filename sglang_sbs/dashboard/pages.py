@@ -136,9 +136,10 @@ class Dashboard:
             stop()
         zero_s = frame["time_s"] - frame["now_s"]
         answer = frame["well"] | {
-            "alerts": [_dated(one, zero_s, since_s="since") for one in frame["alerts"]],
+            "alerts": [_dated(alert, zero_s, since_s="since") for alert in frame["alerts"]],
             "past": [
-                _dated(one, zero_s, began_s="from", ended_s="to") for one in frame.get("past", [])
+                _dated(alert, zero_s, began_s="from", ended_s="to")
+                for alert in frame.get("past", [])
             ],
             "gain": frame["gain"],
         }

@@ -272,13 +272,17 @@ class DashboardRecorder:
         self.ttft.advance(now_s)
         self._trail.append((now_s, len(self._scheduler.queue), self._dispatched))
         prefill = self._scheduler.prefill.values()
-        self._troubles.look(((one.id, one.worker, one.watchdog.fires) for one in prefill), now_s)
+        self._troubles.look(
+            ((instance.id, instance.worker, instance.watchdog.fires) for instance in prefill), now_s
+        )
         self._slowest.summary(now_s)
         if now_s >= self._judged_s + _JUDGE_S:
             self._judged_s = now_s
             snapshot = self._scheduler.snapshot(now_s)
-            learned = [one for one in snapshot.prefill if one.up and one.passes >= MODEL_PASSES]
-            paces_s = {one.instance: one.full_pass_s for one in learned}
+            learned = [
+                state for state in snapshot.prefill if state.up and state.passes >= MODEL_PASSES
+            ]
+            paces_s = {state.instance: state.full_pass_s for state in learned}
             self._slower = self._paces.look(paces_s, now_s)
             self._past.update(now_s, self._alerts(snapshot, now_s)[0])
 
@@ -298,7 +302,7 @@ class DashboardRecorder:
         passes, gangs = self.take_new(now_s)
         frame = self._state(self._scheduler.snapshot(now_s), now_s) | {
             "full": False,
-            "passes": [pass_shown(one) for one in passes],
+            "passes": [pass_shown(a_pass) for a_pass in passes],
             "gangs": [gang_shown(gang) for gang in gangs],
         }
         if self._past_shown != self._past.changes:
@@ -313,7 +317,7 @@ class DashboardRecorder:
         snapshot = self._scheduler.snapshot(now_s)
         return self._state(snapshot, now_s) | {
             "full": True,
-            "passes": [pass_shown(one) for one in self._passes],
+            "passes": [pass_shown(a_pass) for a_pass in self._passes],
             "gangs": [gang_shown(gang) for gang in self._gangs],
             "past": self._past.over(),
             "queue_trail": [[round(at_s, 3), requests] for at_s, requests, _ in self._trail],
@@ -353,14 +357,15 @@ class DashboardRecorder:
             "balance": balance_of(islice(reversed(self._passes), _BALANCE_PASSES)),
             "prefill": [
                 prefill_shown(
-                    one,
-                    self._pass_history.running(one.instance),
-                    stale_after_s(snapshot, one),
+                    state,
+                    self._pass_history.running(state.instance),
+                    stale_after_s(snapshot, state),
                 )
-                for one in self._ordered(snapshot.prefill)
+                for state in self._ordered(snapshot.prefill)
             ],
             "decode": [
-                decode_shown(one, stale_after_s(snapshot)) for one in self._ordered(snapshot.decode)
+                decode_shown(state, stale_after_s(snapshot))
+                for state in self._ordered(snapshot.decode)
             ],
             "ttft": self.ttft.summary(now_s) | {"rules": RULES},
             "gain": self.gain(now_s),
@@ -368,22 +373,27 @@ class DashboardRecorder:
             "slowest": self._slowest.summary(now_s),
             "well": msgspec.to_builtins(is_all_well(snapshot, alerts)),
             "alerts": [
-                msgspec.structs.asdict(one) | {"since_s": round(self._past.since_s(one, now_s), 1)}
-                for one in alerts
+                msgspec.structs.asdict(alert)
+                | {"since_s": round(self._past.since_s(alert, now_s), 1)}
+                for alert in alerts
             ],
         }
 
     def _ordered(self, instances: Sequence[_State]) -> list[_State]:
         """Sort instances in the order of the command line."""
         places = {url: place for place, url in enumerate(self._order())}
-        return sorted(instances, key=lambda one: places.get(one.instance, len(places)))
+        return sorted(instances, key=lambda state: places.get(state.instance, len(places)))
+
+    def _up(self) -> list[Any]:
+        scheduler = self._scheduler
+        return [each for each in scheduler.prefill.values() if scheduler.is_up(each.id)]
 
     def _alerts(self, snapshot: Snapshot, now_s: float) -> tuple[list[Alert], Recent]:
         scheduler, pass_s = self._scheduler, snapshot.mean_forward_s
-        up = [one for one in scheduler.prefill.values() if scheduler.is_up(one.id)]
+        up = self._up()
         requests, p95_s, per_pass_s = self.ttft.slowness(now_s)
         watched_s = min(PASSES_S, now_s - self._began_s) * len(up)
-        wasted_s = sum(one.waste_s for one in self._passes)
+        wasted_s = sum(a_pass.waste_s for a_pass in self._passes)
         recent = Recent(
             refusals=self._troubles.refusals(now_s),
             watchdog_fires=self._troubles.fires(now_s),
@@ -411,7 +421,7 @@ class DashboardRecorder:
         if not self._trail:
             return 0.0
         last_s, _, last = self._trail[-1]
-        first_s, _, first = next(one for one in self._trail if last_s - one[0] <= 10.0)
+        first_s, _, first = next(moment for moment in self._trail if last_s - moment[0] <= 10.0)
         return round((last - first) / (last_s - first_s), 2) if last_s > first_s else 0.0
 
     def _hold(self, now_s: float) -> dict[str, Any]:
@@ -429,37 +439,37 @@ class DashboardRecorder:
     def _follow(self, now_s: float, *, begin: bool = False) -> None:
         """Pass the running instances to the shadows, at first with their backlog."""
         scheduler = self._scheduler
-        up = [one for one in scheduler.prefill.values() if scheduler.is_up(one.id)]
+        up = self._up()
         shapes = {
-            one.id: Shape(
-                one.dp_size,
-                one.chunk_tokens,
-                one.model.predict_s,
-                one.worker,
-                overlap=one.overlap,
-                pause_s=one.pause.mean_s if one.pause.learned else 0.0,
-                formula=one.model.formula,
+            instance.id: Shape(
+                instance.dp_size,
+                instance.chunk_tokens,
+                instance.model.predict_s,
+                instance.worker,
+                overlap=instance.overlap,
+                pause_s=instance.pause.mean_s if instance.pause.learned else 0.0,
+                formula=instance.model.formula,
             )
-            for one in up
+            for instance in up
         }
         self.ttft.follow(shapes, now_s)
         if begin:
-            ranks = sum(one.dp_size for one in up)
+            ranks = sum(instance.dp_size for instance in up)
             each = scheduler.queue.tokens // ranks if ranks else 0
-            for one in up:
-                backlog = [rank.backlog_tokens + each for rank in one.ranks]
-                free_s = one.passes[-1].end_s if one.passes else now_s
-                self.ttft.preload(one.id, backlog, free_s)
+            for instance in up:
+                backlog = [rank.backlog_tokens + each for rank in instance.ranks]
+                free_s = instance.passes[-1].end_s if instance.passes else now_s
+                self.ttft.preload(instance.id, backlog, free_s)
 
     def gain(self, now_s: float) -> dict[str, Any]:
         """The gain of the policy that runs over immediate dispatch (:mod:`.gain`)."""
         scheduler = self._scheduler
-        up = [one for one in scheduler.prefill.values() if scheduler.is_up(one.id)]
+        up = self._up()
         about = Circumstances(
             policy=scheduler.config.policy,
             holding=getattr(scheduler.policy, "holding", scheduler.policy.holds),
             load=self._load(up, now_s),
-            ranks=max([one.dp_size for one in up], default=1),
+            ranks=max([instance.dp_size for instance in up], default=1),
             overtaxed=self.ttft.overtaxed and now_s < self.ttft.rests_until_s,
         )
         return self.ttft.gain.summary(now_s, about)
@@ -467,7 +477,8 @@ class DashboardRecorder:
     def _load(self, up: Sequence[Any], now_s: float) -> float:
         """Tokens to compute over what full chunks would compute, in the last minute."""
         capacity = sum(
-            one.capacity_tokens / one.model.formula.balanced_s(one.chunk_tokens) for one in up
+            instance.capacity_tokens / instance.model.formula.balanced_s(instance.chunk_tokens)
+            for instance in up
         )
         tokens = sum(tokens for second, tokens in self._work if now_s - second <= RECENT_S)
         return tokens / capacity / min(RECENT_S, max(1.0, now_s - self._began_s)) if up else 0.0

@@ -182,9 +182,9 @@ class ShadowRoundRobin:
 
     def _know(self, instances: dict[str, ShadowInstance]) -> None:
         workers: dict[str, list[Place]] = {}
-        for name, one in instances.items():
-            ranks = workers.setdefault(one.shape.worker or name, [])
-            ranks += [(name, rank) for rank in range(one.shape.dp_size)]
+        for name, instance in instances.items():
+            ranks = workers.setdefault(instance.shape.worker or name, [])
+            ranks += [(name, rank) for rank in range(instance.shape.dp_size)]
         self._known, self._workers = list(instances), list(workers.items())
 
 
@@ -200,15 +200,15 @@ def eta(instances: dict[str, ShadowInstance], asked: ShadowRequest) -> Place:
     (``scheduling/policies/immediate.py``)."""
     best: tuple[float, int] | None = None
     chosen = ""
-    for name, one in instances.items():
-        shape = one.shape
-        passes = one.passes
-        queued = sum(one.queued)
-        free_s = max(0.0, one.free_s - asked.now_s) if passes else 0.0
+    for name, instance in instances.items():
+        shape = instance.shape
+        passes = instance.passes
+        queued = sum(instance.queued)
+        free_s = max(0.0, instance.free_s - asked.now_s) if passes else 0.0
         all_tokens = queued + asked.tokens
         pass_s = shape.formula.spread_s(all_tokens, shape.dp_size, shape.chunk_tokens)
         start_s = free_s + pass_s if passes and free_s < asked.latency_s else free_s
-        total = min(one.queued) + asked.tokens
+        total = min(instance.queued) + asked.tokens
         key = (start_s + ((total - 1) // shape.chunk_tokens + 1) * pass_s, total)
         if best is None or key < best:
             best, chosen = key, name
@@ -231,7 +231,7 @@ class ShadowCluster:
             if shape is None or shape.dp_size != known.shape.dp_size:
                 del self.instances[name]
                 waiting = [prompt.rid for prompts in known.prompts for prompt in prompts]
-                running = [rid for one in known.passes for rid in one.finishing]
+                running = [rid for a_pass in known.passes for rid in a_pass.finishing]
                 self.requests -= sum(rid != "" for rid in (*waiting, *running))
         for name, shape in shapes.items():
             if name in self.instances:
@@ -261,7 +261,7 @@ class ShadowCluster:
 
     def empty(self, now_s: float) -> None:
         """Drop all requests."""
-        shapes = {name: one.shape for name, one in self.instances.items()}
+        shapes = {name: instance.shape for name, instance in self.instances.items()}
         self.instances.clear()
         self.requests = 0
         self.follow(shapes, now_s)

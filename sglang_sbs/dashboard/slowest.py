@@ -54,11 +54,11 @@ class Slowest:
         slot = self._slots[-1][1]
         if len(slot) == SHOWN and ttft_s <= slot[0].ttft_s:
             return
-        one = _Slow(ttft_s, now_s, timeline, parts_s)
+        slow = _Slow(ttft_s, now_s, timeline, parts_s)
         if len(slot) < SHOWN:
-            heappush(slot, one)
+            heappush(slot, slow)
         else:
-            heapreplace(slot, one)
+            heapreplace(slot, slow)
 
     def summary(self, now_s: float) -> list[dict[str, Any]]:
         """Return the slowest requests in order. Call it at least once a second, because reasons are
@@ -66,26 +66,26 @@ class Slowest:
         if now_s >= self._made_s + _AGAIN_S:
             self._made_s = now_s
             recent = [
-                one for _, slot in self._slots for one in slot if now_s - one.ended_s <= WINDOW_S
+                slow for _, slot in self._slots for slow in slot if now_s - slow.ended_s <= WINDOW_S
             ]
-            recent.sort(key=lambda one: -one.ttft_s)
-            self._summary = [self._shown(one, now_s) for one in recent[:SHOWN]]
+            recent.sort(key=lambda slow: -slow.ttft_s)
+            self._summary = [self._shown(slow, now_s) for slow in recent[:SHOWN]]
         return self._summary
 
-    def _shown(self, one: _Slow, now_s: float) -> dict[str, Any]:
-        if one.shown is None:
-            timeline, decision = one.timeline, one.timeline.decision
+    def _shown(self, slow: _Slow, now_s: float) -> dict[str, Any]:
+        if slow.shown is None:
+            timeline, decision = slow.timeline, slow.timeline.decision
             cached = 0 if decision is None else decision.cached_tokens
             why = self._why(timeline.rid, now_s)
             client = timeline.client
-            one.shown = {
+            slow.shown = {
                 "rid": timeline.rid,
                 "request_id": "" if client is None else client.request_id,
-                "ended_s": round(one.ended_s, 1),
-                "ttft_s": round(one.ttft_s, 4),
+                "ended_s": round(slow.ended_s, 1),
+                "ttft_s": round(slow.ttft_s, 4),
                 "prompt_tokens": timeline.prompt_tokens,
                 "prefill": "" if decision is None else decision.prefill,
                 "prefill_rank": None if decision is None else decision.prefill_rank,
-                "why": in_a_line(one.parts_s, why, max(1, timeline.prompt_tokens - cached)),
+                "why": in_a_line(slow.parts_s, why, max(1, timeline.prompt_tokens - cached)),
             }
-        return one.shown
+        return slow.shown

@@ -35,8 +35,8 @@ class TimeSplit:
         """TTFT and its parts at p50 and p99, seconds, over the last five minutes."""
         if now_s >= self._made_s + _AGAIN_S:
             self._made_s = now_s
-            recent = [one for one in self._samples if now_s - one[0] <= WINDOW_S]
-            recent.sort(key=lambda one: one[1])
+            recent = [sample for sample in self._samples if now_s - sample[0] <= WINDOW_S]
+            recent.sort(key=lambda sample: sample[1])
             self._summary = {"requests": len(recent), "window_s": WINDOW_S}
             if recent:
                 self._summary |= {name: _mean_of(recent, *band) for name, band in _BANDS.items()}
@@ -53,6 +53,6 @@ def _mean_of(
         for name, seconds in parts_s.items():
             sums_s[name] = sums_s.get(name, 0.0) + seconds
     return {
-        "ttft_s": round(sum(one[1] for one in band) / len(band), 4),
+        "ttft_s": round(sum(sample[1] for sample in band) / len(band), 4),
         "parts_s": {name: round(total_s / len(band), 4) for name, total_s in sums_s.items()},
     }

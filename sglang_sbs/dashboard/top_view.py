@@ -54,7 +54,7 @@ class TopView:
         frame = self.frame
         head = _header(frame, self.note)
         said = frame["well"]["kind"], frame["well"]["subject"]
-        others = [one for one in frame["alerts"] if (one["kind"], one["subject"]) != said]
+        others = [alert for alert in frame["alerts"] if (alert["kind"], alert["subject"]) != said]
         alerts = _alerts(others, 3 if height < 40 else 10)
         ttft = _ttft(frame["ttft"])
         past = _past(frame.get("past", []), frame, 4) if height >= 36 else []
@@ -62,7 +62,7 @@ class TopView:
         slowest = frame["slowest"][: max(2, room // 3)]
         prefill, decode = frame["prefill"], frame["decode"]
         # As on the page: a low load is shown as low, even if no rank has more.
-        fullest = max([kv for one in decode for kv in one["kv"]], default=0)
+        fullest = max([kv for instance in decode for kv in instance["kv"]], default=0)
         fullest = max(_LEAST_KV, fullest)
         shares = _share(max(4, room - max(1, len(slowest))), len(prefill), len(decode))
         return [
@@ -91,19 +91,19 @@ def seconds(value: float | None) -> str:
     return f"{1e3 * value:.0f}ms" if abs(value) < 1 else f"{value:.1f}s"
 
 
-def _name(one: dict[str, Any]) -> Text:
-    name = _short(one["instance"])
+def _name(instance: dict[str, Any]) -> Text:
+    name = _short(instance["instance"])
     if len(name) > _NAME_CHARS:
         name = "…" + name[1 - _NAME_CHARS :]
-    line = Text(f"{name:<{_NAME_CHARS}} ", style="" if one["up"] else "dim")
-    line.append("up   " if one["up"] else "DOWN ", style="green" if one["up"] else "red")
+    line = Text(f"{name:<{_NAME_CHARS}} ", style="" if instance["up"] else "dim")
+    line.append("up   " if instance["up"] else "DOWN ", style="green" if instance["up"] else "red")
     return line
 
 
 def _grouped(instances: Sequence[dict[str, Any]], per_rank: str, width: int) -> str:
     """Describe what a character above stands for, if it represents several ranks."""
     room = width - _BEFORE_CELLS
-    most = max((len(one[per_rank]) for one in instances), default=0)
+    most = max((len(instance[per_rank]) for instance in instances), default=0)
     if room <= 0 and most:
         return ": a wider terminal has room"
     group = -(-most // max(1, room))
@@ -170,8 +170,8 @@ def _estimate(gain: dict[str, Any]) -> list[Line]:
     if not known:
         return [Text(f"gain: {plain(gain['why'])}", style="dim")]
     shown = ", ".join(
-        f"{one['ratio']:.2f}x of {plain(name)} ({one['low']:.2f} to {one['high']:.2f})"
-        for name, one in known.items()
+        f"{ratio['ratio']:.2f}x of {plain(name)} ({ratio['low']:.2f} to {ratio['high']:.2f})"
+        for name, ratio in known.items()
         if name in (gain["headline"], "eta")
     )
     why = f"; {plain(gain['why'])}" if gain["why"] else ""
@@ -227,19 +227,19 @@ def _alerts(alerts: list[dict[str, Any]], most: int) -> list[Line]:
     return lines
 
 
-def _cells(line: Text, shares: list[float], one: dict[str, Any], room: int) -> None:
+def _cells(line: Text, shares: list[float], instance: dict[str, Any], room: int) -> None:
     """Draw one character per rank or, if there are more ranks than cells, per group (its fullest
     rank)."""
     if room <= 0 or not shares:
         return
-    ages: list[float | None] = one["age"]
+    ages: list[float | None] = instance["age"]
     group = -(-len(shares) // room)
     for start in range(0, len(shares), group):
         share = max(shares[start : start + group])
         age_s = [age for age in ages[start : start + group] if age is not None]
         level = max(0, min(len(_STEPS) - 1, round(share * (len(_STEPS) - 1))))
         colour = _COLOURS[max(0, min(len(_COLOURS) - 1, int(share * len(_COLOURS))))]
-        if age_s and max(age_s) > one["stale_s"]:
+        if age_s and max(age_s) > instance["stale_s"]:
             line.append("!", style="bold red reverse")
         elif not age_s:
             line.append("?", style="dim")
@@ -252,19 +252,19 @@ def _oldest(ages: list[float | None]) -> str:
     return seconds(max(known)) if known else "never"
 
 
-def _prefill(one: dict[str, Any]) -> tuple[str, list[float]]:
+def _prefill(state: dict[str, Any]) -> tuple[str, list[float]]:
     """Text about a prefill instance, and the load of its ranks."""
-    free = sum(max(0, tokens) for tokens in one["c_avail"])
-    said = f"{free:>7,} free, heard {_oldest(one['age']):>5} "
-    if not one.get("barrier", True):
-        said += f"{len(one['c_avail'])} ranks, no barrier "
-    chunk = one["chunk"]
-    return said, [1 - tokens / chunk if chunk else 0.0 for tokens in one["c_avail"]]
+    free = sum(max(0, tokens) for tokens in state["c_avail"])
+    said = f"{free:>7,} free, heard {_oldest(state['age']):>5} "
+    if not state.get("barrier", True):
+        said += f"{len(state['c_avail'])} ranks, no barrier "
+    chunk = state["chunk"]
+    return said, [1 - tokens / chunk if chunk else 0.0 for tokens in state["c_avail"]]
 
 
-def _decode(one: dict[str, Any], fullest: int) -> tuple[str, list[float]]:
-    said = f"B {sum(one['running']):>5,} K {sum(one['kv']):>9,} {_oldest(one['age']):>5} "
-    return said, [kv / (one["kv_capacity"] or fullest) for kv in one["kv"]]
+def _decode(state: dict[str, Any], fullest: int) -> tuple[str, list[float]]:
+    said = f"B {sum(state['running']):>5,} K {sum(state['kv']):>9,} {_oldest(state['age']):>5} "
+    return said, [kv / (state["kv_capacity"] or fullest) for kv in state["kv"]]
 
 
 def _ranks(
@@ -274,11 +274,11 @@ def _ranks(
     tell: Callable[[dict[str, Any]], tuple[str, list[float]]],
 ) -> list[Line]:
     lines: list[Line] = []
-    for one in instances[:room]:
-        line = _name(one)
-        said, shares = tell(one)
+    for instance in instances[:room]:
+        line = _name(instance)
+        said, shares = tell(instance)
         line.append(said)
-        _cells(line, shares, one, width - len(line))
+        _cells(line, shares, instance, width - len(line))
         lines.append(line)
     if len(lines) < len(instances):
         more = len(instances) - len(lines) + 1
@@ -297,10 +297,10 @@ def _ttft(ttft: dict[str, Any]) -> list[Line]:
         return [Text("nothing to compare yet", style="dim")]
     lines: list[Line] = []
     for name, label in _TTFT:
-        one = figures[name]
-        text = f"{label:<31} p50 {seconds(one['p50']):>6}  p95 {seconds(one['p95']):>6}"
+        figure = figures[name]
+        text = f"{label:<31} p50 {seconds(figure['p50']):>6}  p95 {seconds(figure['p95']):>6}"
         if name == "modelled":
-            off = one["mean"] / max(1e-6, figures["measured"]["mean"]) - 1
+            off = figure["mean"] / max(1e-6, figures["measured"]["mean"]) - 1
             text += f"  ({off:+.0%} off)"
         lines.append(Text(text, style="dim" if name == "modelled" else ""))
     return lines
@@ -311,10 +311,10 @@ def _slowest(slowest: list[dict[str, Any]], now_s: float) -> list[Line]:
         return [Text("no request had a first token yet", style="dim")]
     return [
         Text(
-            f"{seconds(one['ttft_s']):>6} {max(0.0, now_s - one['ended_s']):>3.0f}s ago: "
-            f"{plain(one['why'])}; {plain(one['rid'])}"
+            f"{seconds(slow['ttft_s']):>6} {max(0.0, now_s - slow['ended_s']):>3.0f}s ago: "
+            f"{plain(slow['why'])}; {plain(slow['rid'])}"
         )
-        for one in slowest
+        for slow in slowest
     ]
 
 
@@ -324,12 +324,12 @@ def _past(past: list[dict[str, Any]], frame: dict[str, Any], most: int) -> list[
         return []
     lines: list[Line] = [_rule(f"wrong in the last hour, and over: {len(past)}")]
     zero_s = frame["time_s"] - frame["now_s"]
-    for one in past[:most]:
+    for alert in past[:most]:
         span = "-".join(
-            f"{datetime.fromtimestamp(zero_s + one[name]):%H:%M:%S}"
+            f"{datetime.fromtimestamp(zero_s + alert[name]):%H:%M:%S}"
             for name in ("began_s", "ended_s")
         )
-        subject = f"{_short(one['subject'])}: " if one["subject"] else ""
-        style = "red" if one["severity"] == "critical" else "yellow"
-        lines.append(Text.assemble((f"{span} ", style), subject, plain(one["text"])))
+        subject = f"{_short(alert['subject'])}: " if alert["subject"] else ""
+        style = "red" if alert["severity"] == "critical" else "yellow"
+        lines.append(Text.assemble((f"{span} ", style), subject, plain(alert["text"])))
     return lines

@@ -55,8 +55,11 @@ async def gather(options: DoctorOptions, progress: Progress = lambda _doing: Non
 def judge(facts: ClusterFacts) -> list[Finding]:
     """Return all findings by group, the most severe first within each."""
     severities = list(Severity)
-    found = dict.fromkeys(one for module in _CHECKS for one in module.check(facts))
-    return sorted(found, key=lambda one: (GROUPS.index(one.group), -severities.index(one.severity)))
+    found = dict.fromkeys(finding for module in _CHECKS for finding in module.check(facts))
+    return sorted(
+        found,
+        key=lambda finding: (GROUPS.index(finding.group), -severities.index(finding.severity)),
+    )
 
 
 def _worth_listening(facts: ClusterFacts) -> bool:

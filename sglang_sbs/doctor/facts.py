@@ -139,7 +139,9 @@ class RouterFacts:
     def entry(self, url: str) -> dict[str, Any]:
         """The engine's entry in ``/workers``; empty if the router does not have it."""
         alias = alias_of(url)
-        return next((one for one in self.workers if alias_of(text(one, "url")) == alias), {})
+        return next(
+            (worker for worker in self.workers if alias_of(text(worker, "url")) == alias), {}
+        )
 
     def problems(self, url: str) -> dict[str, Any]:
         """The router's problems with an engine, by kind."""
@@ -153,7 +155,7 @@ class RouterFacts:
         """Seconds since the last report of each DP rank, as seen by the scheduler; ``None``: no
         report yet."""
         instances = (*self.instances("prefill"), *self.instances("decode"))
-        told = next((one for one in instances if one.get("instance") == url), {})
+        told = next((instance for instance in instances if instance.get("instance") == url), {})
         ages_s = [rank.get("age_s") for rank in objects(told.get("ranks"))]
         return {
             rank: float(age_s) if isinstance(age_s, int | float) else None
@@ -219,7 +221,7 @@ def alias_of(url: str) -> tuple[str, int] | None:
 
 
 def objects(value: object) -> list[dict[str, Any]]:
-    return [one for one in value if isinstance(one, dict)] if isinstance(value, list) else []
+    return [item for item in value if isinstance(item, dict)] if isinstance(value, list) else []
 
 
 def number(data: Mapping[str, Any], name: str) -> int:

@@ -134,13 +134,15 @@ def feature_rows(facts: ClusterFacts) -> list[FeatureRow]:
     """Return all features in the order of :data:`FEATURES`."""
     view = FeatureView(facts)
     rows = []
-    for one in FEATURES:
+    for feature in FEATURES:
         try:
-            state, why, change = one.decide(view)
+            state, why, change = feature.decide(view)
         except _Untold:
             state, why, change = _UNTOLD if view.asked else _UNANSWERED
-        advice = "" if state is State.ON else one.turn_on
-        rows.append(FeatureRow(one.id, one.title, state, why, advice if change is None else change))
+        advice = "" if state is State.ON else feature.turn_on
+        rows.append(
+            FeatureRow(feature.id, feature.title, state, why, advice if change is None else change)
+        )
     return rows
 
 

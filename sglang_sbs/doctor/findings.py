@@ -76,7 +76,9 @@ class Findings(dict[str, Wording]):
 
 
 def count(findings: list[Finding]) -> dict[Severity, int]:
-    return {one: sum(found.severity is one for found in findings) for one in Severity}
+    return {
+        severity: sum(found.severity is severity for found in findings) for severity in Severity
+    }
 
 
 def verdict(findings: list[Finding]) -> Verdict:

@@ -50,7 +50,7 @@ def as_json(facts: ClusterFacts, findings: list[Finding]) -> dict[str, Any]:
         "counts": {str(severity): number for severity, number in count(findings).items()},
         "router": facts.router.url if facts.router is not None else None,
         "engines": [_engine(engine) for engine in facts.engines],
-        "findings": [asdict(one) for one in findings],
+        "findings": [asdict(finding) for finding in findings],
     }
 
 
@@ -73,8 +73,8 @@ def print_report(
     console.print(verdict_line(facts, findings), soft_wrap=True)
     console.print()
     by_subject: dict[str, list[Finding]] = {}
-    for one in findings:
-        by_subject.setdefault(one.subject, []).append(one)
+    for finding in findings:
+        by_subject.setdefault(finding.subject, []).append(finding)
     for engine in facts.engines:
         version = f"SGLang {engine.info.version}" if engine.info is not None else "not usable"
         title = f"{engine.role} {engine.url}  {version}"
@@ -85,22 +85,22 @@ def print_report(
 
 
 def _print_block(console: Console, title: str, findings: list[Finding], quiet: bool) -> None:
-    shown = [one for one in findings if not (quiet and one.severity is Severity.OK)]
+    shown = [finding for finding in findings if not (quiet and finding.severity is Severity.OK)]
     if not shown:
         return
     console.print(Text(title, style="bold"), soft_wrap=True)
-    ids = max(len(one.id) for one in shown)
+    ids = max(len(finding.id) for finding in shown)
     indent = " " * (_MARK_CHARS + ids + 4)
     room = max(_MIN_TEXT_CHARS, console.width - len(indent))
     # Lines have no trailing blanks, and unbreakable words (URLs, JSON) stay whole.
     wrap = partial(textwrap.wrap, width=room, break_long_words=False, break_on_hyphens=False)
-    for one in shown:
-        mark, style = _MARKS[one.severity]
-        first, *more = wrap(one.seen) or [""]
-        start = f"{one.id:<{ids}}  {first}"
+    for finding in shown:
+        mark, style = _MARKS[finding.severity]
+        first, *more = wrap(finding.seen) or [""]
+        start = f"{finding.id:<{ids}}  {first}"
         lines = [Text.assemble("  ", (f"{mark:<{_MARK_CHARS}}", style), start)]
         lines += [Text(indent + line) for line in more]
-        change = wrap(f"-> {one.change}") if one.change else ()
+        change = wrap(f"-> {finding.change}") if finding.change else ()
         lines += [Text.assemble(indent, (line, "italic")) for line in change]
         for line in lines:
             console.print(line, soft_wrap=True)
@@ -119,12 +119,14 @@ def verdict_line(facts: ClusterFacts, findings: list[Finding]) -> Text:
     order of :func:`~sglang_sbs.doctor.examine.judge`."""
     counts = count(findings)
     worst_first = (Severity.ERROR, Severity.WARNING, Severity.NOTE)
-    parts = [counted(counts[one], one) for one in worst_first if counts[one]]
+    parts = [counted(counts[severity], severity) for severity in worst_first if counts[severity]]
     said = f"{', '.join(parts) or 'no findings'} in {counted(len(facts.engines), 'engine')}"
-    worst = next((one for one in worst_first[:2] if counts[one]), None)
-    for one in findings:
-        if one.severity is worst:
-            said += f". Start with {one.id} ({one.subject}): {one.seen} -> {one.change}"
+    worst = next((severity for severity in worst_first[:2] if counts[severity]), None)
+    for finding in findings:
+        if finding.severity is worst:
+            said += (
+                f". Start with {finding.id} ({finding.subject}): {finding.seen} -> {finding.change}"
+            )
             break
     return Text.assemble(_VERDICTS[verdict(findings)], f": {said}")
 

@@ -297,11 +297,11 @@ class SchedulerReader:
         """Fields that this version cannot fill."""
         self.missing += [name for name in _LIMITS if not getattr(self.said, name)]
 
-    def is_spin(self, one: LaunchedPass) -> bool:
+    def is_spin(self, launched: LaunchedPass) -> bool:
         """Return whether this is a turn of an idle rank and not a pass: without a barrier (and
         without DWDP) SGLang runs an empty batch in each turn (``dp_attn.py``:
         ``need_idle_batch``)."""
-        return one.mode == "idle" and not self.said.barrier
+        return launched.mode == "idle" and not self.said.barrier
 
     def inflight(self) -> list[LaunchedPass]:
         """Passes launched and not yet processed, oldest first (overlap scheduling only)."""

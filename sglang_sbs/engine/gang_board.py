@@ -176,8 +176,8 @@ class SocketBoard(Board):
 
     def close(self) -> None:
         super().close()
-        for one in (self._out, *self._inboxes.values()):
-            one.close()
+        for channel in (self._out, *self._inboxes.values()):
+            channel.close()
         self._inboxes.clear()  # otherwise every turn would keep polling all of them
         self._addresses.clear()
 

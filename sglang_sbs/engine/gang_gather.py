@@ -106,7 +106,9 @@ class GatherBoard(Board):
         try:
             rows = info.tp0_info_cpu.tolist()
             pairs = [row[self._columns.pairs] for row in rows]
-            info.global_attention_pairs = [one & ((1 << PAIRS_BITS) - 1) for one in pairs]
+            info.global_attention_pairs = [
+                pair_count & ((1 << PAIRS_BITS) - 1) for pair_count in pairs
+            ]
             if self.is_open:
                 self._hear(pairs, [row[self._columns.vote] for row in rows])
         except Exception as error:
@@ -128,14 +130,14 @@ class GatherBoard(Board):
         return pairs, vote
 
     def _hear(self, pairs: list[int], votes: list[int]) -> None:
-        missing = [rank for rank, one in enumerate(pairs) if not one & _PRESENT]
+        missing = [rank for rank, pair_count in enumerate(pairs) if not pair_count & _PRESENT]
         self._turns_alone += bool(missing)
         if missing and (self._complete or self._turns_alone > MOST_TURNS_ALONE):
             named = ", ".join(map(str, missing[:8])) + (" …" if len(missing) > 8 else "")
             self._give_up(f"the gang gate is not on in rank {named}")
             return
-        for rank, (one, vote) in enumerate(zip(pairs, votes, strict=True)):
-            for code in (one >> PAIRS_BITS, vote >> 1, vote >> (1 + _WORD_BITS)):
+        for rank, (pair_count, vote) in enumerate(zip(pairs, votes, strict=True)):
+            for code in (pair_count >> PAIRS_BITS, vote >> 1, vote >> (1 + _WORD_BITS)):
                 if code & _FLAGS:
                     tag, word = _decode(code)
                     self._note(tag, rank, word)
@@ -157,7 +159,7 @@ def columns_of_sglang() -> Columns | None:
     """Find the columns by means of a row that contains only these two numbers."""
     try:
         sync = getattr(importlib.import_module(SYNC_MODULE), SYNC_CLASS)
-        info = sync(**{one.name: 0 for one in fields(sync) if one.default is MISSING})
+        info = sync(**{column.name: 0 for column in fields(sync) if column.default is MISSING})
         row = sync._get_local_tensor
         before = row(info, device="cpu").tolist()
         info.attention_pairs, info.can_run_draft_cuda_graph = _PRESENT, _PRESENT + 1

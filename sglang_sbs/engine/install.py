@@ -114,7 +114,9 @@ def install(config: HookConfig) -> None:
         if not names:
             raise  # the caller is not a patched SGLang
         loaded = tuple(f"{name}." for name in names)
-        hooks = [one for one in _direct_hooks(hook, config) if one.targets[0].startswith(loaded)]
+        hooks = [
+            entry for entry in _direct_hooks(hook, config) if entry.targets[0].startswith(loaded)
+        ]
         _register(hooks, is_loaded, wrap)
     else:
 

@@ -50,12 +50,12 @@ def ratios(
     means, p99s = [], []
     for _ in range(REPLICATES):
         weights = Counter(rng.choices(numbers, k=len(numbers)))
-        one, two = rng.choice(ours), rng.choice(theirs)
-        means.append(one.mean(weights) / two.mean(weights))
-        p99s.append(one.p99(weights) / two.p99(weights))
+        draw, two = rng.choice(ours), rng.choice(theirs)
+        means.append(draw.mean(weights) / two.mean(weights))
+        p99s.append(draw.p99(weights) / two.p99(weights))
 
-    mean = fmean(one.mean(every) for one in ours) / fmean(one.mean(every) for one in theirs)
-    p99 = fmean(one.p99(every) for one in ours) / fmean(one.p99(every) for one in theirs)
+    mean = fmean(draw.mean(every) for draw in ours) / fmean(draw.mean(every) for draw in theirs)
+    p99 = fmean(draw.p99(every) for draw in ours) / fmean(draw.p99(every) for draw in theirs)
     return Ratios(_interval(mean, means, len(numbers)), _interval(p99, p99s, len(numbers)))
 
 

@@ -29,9 +29,9 @@ def _pictures(verdict: Evaluation) -> list[Part]:
         figure, axes = plots.panels(1, 2, 6.0, 1.2 + 0.45 * len(of_policies), sharey=True)
         for axis, what in zip(axes, ("mean", "p99"), strict=True):
             for at, (name, both) in enumerate(of_policies.items()):
-                one = getattr(both, what)
-                ends = [[one.ratio - one.low], [one.high - one.ratio]]
-                axis.errorbar(one.ratio, at, xerr=ends, fmt="o", color=colours[name], capsize=4)
+                ratio = getattr(both, what)
+                ends = [[ratio.ratio - ratio.low], [ratio.high - ratio.ratio]]
+                axis.errorbar(ratio.ratio, at, xerr=ends, fmt="o", color=colours[name], capsize=4)
             axis.axvline(1.0, color="#888888", linewidth=1)
             axis.set_yticks(range(len(of_policies)), list(of_policies))
             axis.set_ylim(len(of_policies) - 0.5, -0.5)

@@ -52,15 +52,15 @@ class RecordedPlacements:
         out: list[events.Command] = []
         while self._due and self._due[0][0] <= now_s:
             _, index, rid = heapq.heappop(self._due)
-            one = self._placements[index]
+            placement = self._placements[index]
             out.append(
                 events.Dispatch(
                     rid=rid,
-                    prefill=one.instance,
-                    prefill_rank=one.rank,
+                    prefill=placement.instance,
+                    prefill_rank=placement.rank,
                     decode=DECODE,
-                    decode_rank=one.decode_rank,
-                    batch=one.batch,
+                    decode_rank=placement.decode_rank,
+                    batch=placement.batch,
                     held_s=0.0,
                     reason="as recorded",
                 )

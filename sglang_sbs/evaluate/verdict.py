@@ -45,7 +45,7 @@ class Evaluation:
         """Ratios by policy; None if they must be calculated again."""
         self._counted = work.counted
         self._measured_s = sorted(work.measured_s[i] for i in self._counted)
-        ends_s = [one.forward_s + work.calibration.launch_gap_s for one in work.passes]
+        ends_s = [a_pass.forward_s + work.calibration.launch_gap_s for a_pass in work.passes]
         self._pass_s = statistics.fmean(s for s in ends_s if not math.isnan(s))
         times_s = [work.arrivals[i].at_s for i in self._counted]
         self._blocks = blocks_of(times_s, _PASSES_PER_BLOCK * self._pass_s)
@@ -101,8 +101,8 @@ class Evaluation:
             names = dict.fromkeys(row["policy"] for row in self._rows if row["policy"] != RAN)
             found = {name: ratios(self._draws(name), ran, self._blocks) for name in names}
             self._policies = {
-                name: Ratios(_with_model_error(one.mean), _with_model_error(one.p99))
-                for name, one in found.items()
+                name: Ratios(_with_model_error(a_pass.mean), _with_model_error(a_pass.p99))
+                for name, a_pass in found.items()
             }
         return self._policies
 
@@ -138,9 +138,9 @@ class Evaluation:
             first = f"On {self._span()} {self._reproduces(found)}; no policy was simulated yet."
             return [first, *self.notes()]
         lines: list[str] = []
-        for name, one in of_policies.items():
+        for name, both in of_policies.items():
             what = f"On {self._span()} {name}" if not lines else name
-            lines.append(f"{what} would have had {one.mean.words()} the mean TTFT of what ran")
+            lines.append(f"{what} would have had {both.mean.words()} the mean TTFT of what ran")
         first = f"{lines[0]}; {self._reproduces(found)}."
         return [first, *(f"{line}." for line in lines[1:]), *self.notes()]
 
@@ -174,12 +174,14 @@ class Evaluation:
                 f"{work.errors.p95_share:.0%} off the fitted cost): other work on the same "
                 "hardware, or a pass that waits for something else"
             )
-        spans = [one for one in work.passes if one.complete and one.previous is not None]
-        device_s = sum(one.forward_s for one in spans)
+        spans = [
+            a_pass for a_pass in work.passes if a_pass.complete and a_pass.previous is not None
+        ]
+        device_s = sum(a_pass.forward_s for a_pass in spans)
         wall_s = sum(
-            one.end_s - max(one.launch_s, one.previous.end_s)
-            for one in spans
-            if one.previous is not None and one.previous.complete
+            a_pass.end_s - max(a_pass.launch_s, a_pass.previous.end_s)
+            for a_pass in spans
+            if a_pass.previous is not None and a_pass.previous.complete
         )
         if device_s > 0 and abs(wall_s / device_s - 1) > ACCEPTED:
             causes.append(
@@ -206,11 +208,11 @@ class Evaluation:
         """Return the ratio of measured to predicted pass time in the second half over that in the
         first."""
         cost = self.work.spec.cost
-        whole = [one for one in self.work.passes if one.complete and any(one.tokens)]
+        whole = [a_pass for a_pass in self.work.passes if a_pass.complete and any(a_pass.tokens)]
         middle = len(whole) // 2
         shares = [
-            sum(one.forward_s for one in part)
-            / sum(cost.pass_s(one.tokens, one.pairs, one.requests) for one in part)
+            sum(a_pass.forward_s for a_pass in part)
+            / sum(cost.pass_s(a_pass.tokens, a_pass.pairs, a_pass.requests) for a_pass in part)
             for part in (whole[:middle], whole[middle:])
             if part
         ]
@@ -242,7 +244,7 @@ class Evaluation:
         mean_s, p99_s = self.measured_mean_s, self.measured_p99_s
         mine = [row for row in self._rows if row["policy"] == RAN]
         passes = statistics.fmean(row["passes"] for row in mine)
-        real = [one.forward_s for one in self.work.passes if one.complete]
+        real = [a_pass.forward_s for a_pass in self.work.passes if a_pass.complete]
         pass_s = statistics.fmean(row["pass_s"] for row in mine)
         rows = [
             ["mean TTFT", f"{mean_s:.3f} s", f"{found.mean * mean_s:.3f} s", f"{found.mean:.2f}"],
@@ -263,12 +265,12 @@ class Evaluation:
             [
                 [
                     name,
-                    one.mean.words(),
-                    one.p99.words(),
-                    f"{one.mean.ratio * mean_s:.3f} s",
-                    f"{one.p99.ratio * p99_s:.3f} s",
+                    ratios.mean.words(),
+                    ratios.p99.words(),
+                    f"{ratios.mean.ratio * mean_s:.3f} s",
+                    f"{ratios.p99.ratio * p99_s:.3f} s",
                 ]
-                for name, one in of_policies.items()
+                for name, ratios in of_policies.items()
             ],
         )
         return [compared, calibration]
@@ -278,7 +280,7 @@ class Evaluation:
         return {
             "verdict": self.sentences()[0],
             "calibration": None if found is None else {"mean": found.mean, "p99": found.p99},
-            "policies": {name: _flat(one) for name, one in self.policies.items()},
+            "policies": {name: _flat(ratios) for name, ratios in self.policies.items()},
             "requests": len(self._counted),
             "seconds": work.seconds,
             "load": work.load,
@@ -291,14 +293,14 @@ class Evaluation:
         }
 
 
-def _flat(one: Ratios) -> dict[str, float]:
+def _flat(ratios: Ratios) -> dict[str, float]:
     return {
-        "mean_ratio": one.mean.ratio,
-        "low": one.mean.low,
-        "high": one.mean.high,
-        "p99_ratio": one.p99.ratio,
-        "p99_low": one.p99.low,
-        "p99_high": one.p99.high,
+        "mean_ratio": ratios.mean.ratio,
+        "low": ratios.mean.low,
+        "high": ratios.mean.high,
+        "p99_ratio": ratios.p99.ratio,
+        "p99_low": ratios.p99.low,
+        "p99_high": ratios.p99.high,
     }
 
 
@@ -315,11 +317,13 @@ def _time_words(seconds: float) -> str:
     return f"these {minutes} minutes" if minutes < 100 else f"these {seconds / 3600:.1f} hours"
 
 
-def _with_model_error(one: Ratio) -> Ratio:
+def _with_model_error(a_pass: Ratio) -> Ratio:
     """Widen the interval by the error of the model, which is independent of the sampling."""
-    error = _MODEL_ERROR * one.ratio
-    low = one.ratio - math.hypot(one.ratio - one.low, error)
-    return Ratio(one.ratio, max(0.0, low), one.ratio + math.hypot(one.high - one.ratio, error))
+    error = _MODEL_ERROR * a_pass.ratio
+    low = a_pass.ratio - math.hypot(a_pass.ratio - a_pass.low, error)
+    return Ratio(
+        a_pass.ratio, max(0.0, low), a_pass.ratio + math.hypot(a_pass.high - a_pass.ratio, error)
+    )
 
 
 def _p99(ordered: Sequence[float]) -> float:

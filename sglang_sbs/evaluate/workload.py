@@ -162,13 +162,13 @@ class _Builder:
     notes: list[str] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        up = {one.instance for one in self.recording.prefill}
+        up = {event.instance for event in self.recording.prefill}
         lost = {r.prefill[0] for r in self.requests if r.prefill and r.prefill[0] not in up}
         if lost:
             raise TooLittle(f"has requests sent to {min(lost)}, but never says what that is")
-        self.names = {one.instance: f"p{i}" for i, one in enumerate(self.recording.prefill)}
+        self.names = {event.instance: f"p{i}" for i, event in enumerate(self.recording.prefill)}
         told = [r.announced for r in self.requests if r.announced is not None]
-        sizes = {one.block_tokens for one in told if one.blocks}
+        sizes = {announced.block_tokens for announced in told if announced.blocks}
         self.block_tokens = sizes.pop() if len(sizes) == 1 else 0
 
     def hit(self, request: RecordedRequest) -> int:
@@ -211,14 +211,14 @@ class _Builder:
     def measured_s(self, request: RecordedRequest) -> float:
         if self.to_first_byte:
             return request.ttft_s
-        one = request.last_pass
-        return math.nan if one is None else one.end_s - request.arrived_s
+        a_pass = request.last_pass
+        return math.nan if a_pass is None else a_pass.end_s - request.arrived_s
 
     def after_s(self, request: RecordedRequest) -> float:
         if not self.to_first_byte:
             return 0.0
-        one = request.last_pass
-        after_s = math.nan if one is None else request.first_token_s - one.end_s
+        a_pass = request.last_pass
+        after_s = math.nan if a_pass is None else request.first_token_s - a_pass.end_s
         return self.fitted.first_token_s if math.isnan(after_s) else max(0.0, after_s)
 
     def spec(self) -> ClusterSpec:
@@ -239,7 +239,7 @@ class _Builder:
             prefill_max_requests=most,
             captured_tokens=ups[0].captured_tokens,
             overlap=any(up.overlap for up in ups)
-            or any(one.inflight for one in self.recording.passes),
+            or any(a_pass.inflight for a_pass in self.recording.passes),
             block_tokens=self.block_tokens,
             kv_capacity_tokens=max(room, longest),
             prefix_source=ups[0].prefix_source,
@@ -270,12 +270,16 @@ class _Builder:
         """Return measured over predicted time of the instance's passes, by start. Simulated passes
         are slowed down like the recorded ones, over time and per instance."""
         cost, start_s = self.fitted.cost, self.requests[0].arrived_s
-        mine = [one for one in usable_passes(self.recording.passes) if one.instance == instance]
-        pairs = [(one, cost.pass_s(one.tokens, one.pairs, one.requests)) for one in mine]
+        mine = [
+            a_pass for a_pass in usable_passes(self.recording.passes) if a_pass.instance == instance
+        ]
+        pairs = [
+            (a_pass, cost.pass_s(a_pass.tokens, a_pass.pairs, a_pass.requests)) for a_pass in mine
+        ]
         return tuple(
             sorted(
-                (one.end_s - one.forward_s - start_s, one.forward_s / predicted_s)
-                for one, predicted_s in pairs
+                (a_pass.end_s - a_pass.forward_s - start_s, a_pass.forward_s / predicted_s)
+                for a_pass, predicted_s in pairs
                 if predicted_s > 0
             )
         )
@@ -309,7 +313,7 @@ def _notes(
     unseen = sum(r.last_pass is None for r in sent)
     if unseen > _NOTED_SHARE * len(sent):
         notes.append(f"of {unseen:,} requests the log has no pass that ended their prompt")
-    in_passes = sum(sum(one.tokens) for one in recording.passes)
+    in_passes = sum(sum(a_pass.tokens) for a_pass in recording.passes)
     known = sum(r.prompt_tokens - (r.cached_tokens or 0) for r in sent)
     if in_passes > (1 + 3 * _NOTED_SHARE) * known:
         share = 1 - known / in_passes

@@ -42,32 +42,33 @@ class ReadLog:
     """Times of policy switches, and the new policies."""
 
     def requests(self) -> list[Timeline]:
-        return [one for rid in self.order if (one := self.timelines.get(rid)) is not None]
+        return [timeline for rid in self.order if (timeline := self.timelines.get(rid)) is not None]
 
     def refusals(self) -> Counter[str]:
-        found = (one.refusal for one in self.requests())
-        return Counter(one.cause for one in found if one is not None)
+        found = (timeline.refusal for timeline in self.requests())
+        return Counter(refusal.cause for refusal in found if refusal is not None)
 
     def story(self, name: str) -> Story | None:
         """Find a request by rid or ``x-request-id``. None if the log does not have it."""
         mine = [
-            one
-            for one in self.requests()
-            if one.rid == name or (one.client is not None and one.client.request_id == name)
+            timeline
+            for timeline in self.requests()
+            if timeline.rid == name
+            or (timeline.client is not None and timeline.client.request_id == name)
         ]
         if len(mine) == 1 and mine[0].client is not None and mine[0].client.request_id:
             same = mine[0].client.request_id
             mine = [
-                one
-                for one in self.requests()
-                if one.client is not None and one.client.request_id == same
+                timeline
+                for timeline in self.requests()
+                if timeline.client is not None and timeline.client.request_id == same
             ]
         if not mine:
             return None
         client = mine[0].client
         return Story(
             request_id="" if client is None else client.request_id,
-            attempts=[self._attempt(one) for one in mine],
+            attempts=[self._attempt(timeline) for timeline in mine],
         )
 
     def _attempt(self, timeline: Timeline) -> AttemptStory:

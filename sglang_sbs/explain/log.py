@@ -58,8 +58,11 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _json(log: ReadLog) -> Iterator[str]:
-    for one in log.requests():
-        shown = msgspec.to_builtins(one) | {"parts": one.parts(), "ttft_s": one.ttft_s}
+    for timeline in log.requests():
+        shown = msgspec.to_builtins(timeline) | {
+            "parts": timeline.parts(),
+            "ttft_s": timeline.ttft_s,
+        }
         yield msgspec.json.encode(shown).decode()
 
 
@@ -75,8 +78,8 @@ def _text(log: ReadLog, path: Path, slowest: int) -> Iterator[str]:
         more = f" and {len(turns) - 8} more" if len(turns) > 8 else ""
         yield f"the policy was switched: {', '.join(turns[:8])}{more}"
     for role in ("prefill", "decode"):
-        ups = [one for one in log.instances.values() if one.role == role]
-        shown = ", ".join(f"{one.instance} ({one.dp_size} DP ranks)" for one in ups[:4])
+        ups = [up for up in log.instances.values() if up.role == role]
+        shown = ", ".join(f"{up.instance} ({up.dp_size} DP ranks)" for up in ups[:4])
         more = f" and {len(ups) - 4} more" if len(ups) > 4 else ""
         yield f"{len(ups)} {role} instance{'' if len(ups) == 1 else 's'}: {shown}{more}"
     outcomes = Counter(map(_outcome, requests))
@@ -92,50 +95,54 @@ def _text(log: ReadLog, path: Path, slowest: int) -> Iterator[str]:
         yield ""
         yield f"The slowest {len(slow)}, by the time to the first token (or to their end so far)"
         head = ("first token", "held", "longest part", "arrived", "prompt", "sent to", "rid")
-        yield from table([head, *(_row(one, log) for one in slow)], left={2, 5, 6})
+        yield from table([head, *(_row(timeline, log) for timeline in slow)], left={2, 5, 6})
 
 
 def _times(requests: Sequence[Timeline]) -> Iterator[str]:
-    ttft = sorted(one.ttft_s for one in requests if one.ttft_s is not None)
-    held = sorted(one.decided_s - one.arrived_s for one in requests if one.decided_s is not None)
+    ttft = sorted(timeline.ttft_s for timeline in requests if timeline.ttft_s is not None)
+    held = sorted(
+        timeline.decided_s - timeline.arrived_s
+        for timeline in requests
+        if timeline.decided_s is not None
+    )
     if ttft:
         yield f"time to the first token: p50 {ms(_at(ttft, 0.5))}, p99 {ms(_at(ttft, 0.99))}"
     if held:
         yield f"held by the scheduler: p50 {ms(_at(held, 0.5))}, p95 {ms(_at(held, 0.95))}"
-    parts = [one.parts() for one in requests if one.ttft_s is not None]
+    parts = [timeline.parts() for timeline in requests if timeline.ttft_s is not None]
     if not parts:
         return
-    mean_s = fmean(sum(one.values()) for one in parts)
+    mean_s = fmean(sum(split.values()) for split in parts)
     yield ""
     yield f"Where the time to the first token went, mean of {len(parts):,}"
     for name in _PARTS:
-        if any(name in one for one in parts):
-            part_s = sum(one.get(name, 0.0) for one in parts) / len(parts)
+        if any(name in split for split in parts):
+            part_s = sum(split.get(name, 0.0) for split in parts) / len(parts)
             share = part_s / mean_s if mean_s else 0.0
             yield f"  {words.PART_NAMES[name]:<31}{ms(part_s):>10}{share:>6.0%}"
 
 
-def _outcome(one: Timeline) -> str:
-    return one.outcome or ("not over" if one.prefilled_s is None else "prefilled")
+def _outcome(timeline: Timeline) -> str:
+    return timeline.outcome or ("not over" if timeline.prefilled_s is None else "prefilled")
 
 
-def _total_s(one: Timeline) -> float:
-    if one.ttft_s is not None:
-        return one.ttft_s
-    return (one.ended_s or one.prefilled_s or one.arrived_s) - one.arrived_s
+def _total_s(timeline: Timeline) -> float:
+    if timeline.ttft_s is not None:
+        return timeline.ttft_s
+    return (timeline.ended_s or timeline.prefilled_s or timeline.arrived_s) - timeline.arrived_s
 
 
-def _row(one: Timeline, log: ReadLog) -> tuple[str, ...]:
-    decision = one.decision
+def _row(timeline: Timeline, log: ReadLog) -> tuple[str, ...]:
+    decision = timeline.decision
     if decision is not None:
         to = f"{decision.prefill} rank {decision.prefill_rank}"
     else:
-        to = f"refused: {one.refusal.cause}" if one.refusal is not None else "nowhere"
-    held = "" if one.decided_s is None else ms(one.decided_s - one.arrived_s)
-    first = ms(_total_s(one)) if one.ttft_s is not None else f"({ms(_total_s(one))})"
-    arrived = f"+{one.arrived_s - log.began_s:.1f} s"
-    tokens = f"{one.prompt_tokens:,}"
-    return first, held, words.longest(one.parts()), arrived, tokens, to, one.rid
+        to = f"refused: {timeline.refusal.cause}" if timeline.refusal is not None else "nowhere"
+    held = "" if timeline.decided_s is None else ms(timeline.decided_s - timeline.arrived_s)
+    first = ms(_total_s(timeline)) if timeline.ttft_s is not None else f"({ms(_total_s(timeline))})"
+    arrived = f"+{timeline.arrived_s - log.began_s:.1f} s"
+    tokens = f"{timeline.prompt_tokens:,}"
+    return first, held, words.longest(timeline.parts()), arrived, tokens, to, timeline.rid
 
 
 def _at(ordered: Sequence[float], share: float) -> float:

@@ -110,7 +110,7 @@ def _result(attempt: AttemptStory, story: Story) -> Iterator[str]:
         return
     if attempt.ttft_s is not None:
         yield f"Its first token came after {ms(attempt.ttft_s)}."
-    failures = [one.failure for one in story.sent if one.rid == timeline.rid and one.failure]
+    failures = [sent.failure for sent in story.sent if sent.rid == timeline.rid and sent.failure]
     if failures:
         yield f"The attempt failed: {failures[0]}."
     elif timeline.outcome in ("failed", "aborted"):
@@ -129,10 +129,10 @@ def _waits(attempt: AttemptStory) -> Iterator[str]:
         yield "  (no reasons: a router keeps those of its last few thousand decisions, and a log of"
         yield "  another release can be replayed up to its first different decision only)"
         return
-    for one in why.waits:
-        since_s = one.at_s - why.arrived_s
+    for waited in why.waits:
+        since_s = waited.at_s - why.arrived_s
         since = f"from {after(since_s)} on" if since_s > _AT_ONCE_S else "at first"
-        yield f"  {since} {words.wait(one, why.arrived_s)}."
+        yield f"  {since} {words.wait(waited, why.arrived_s)}."
     if not why.waits:
         yield "  no decision has looked at it yet."
     if why.batches:
@@ -152,7 +152,7 @@ def _choice(attempt: AttemptStory) -> Iterator[str]:
     if not why.candidates:
         return
     head = ("   instance", "pass starts", "prompt done", "delays others", "cached", "extra cost")
-    rows = [head, *(words.candidate(one) for one in why.candidates)]
+    rows = [head, *(words.candidate(candidate) for candidate in why.candidates)]
     if not any(row[-1] for row in rows[1:]):
         rows = [row[:-1] for row in rows]
     yield "  Predicted when it was sent, from then on, without the rest of its batch (-> chosen):"

@@ -74,7 +74,7 @@ def opening(why: Why) -> str:
 
 
 def term(why: Why) -> str:
-    chosen = next((one for one in why.candidates if one.chosen), None)
+    chosen = next((at for at in why.candidates if at.chosen), None)
     where = chosen.instance if chosen is not None else "this instance"
     match why.term:
         case Term.ONLY_ONE:
@@ -108,30 +108,32 @@ def _of_them(why: Why) -> str:
     return f"{why.instances} prefill instances"
 
 
-def wait(one: Waited, arrived_s: float) -> str:
+def wait(waited: Waited, arrived_s: float) -> str:
     """Describe a reason for waiting in a sentence. Times count from the request's arrival."""
-    match one.reason:
-        case WaitReason.NOT_YET if one.instance and one.until_s is not None:
+    match waited.reason:
+        case WaitReason.NOT_YET if waited.instance and waited.until_s is not None:
             return (
-                f"every prefill instance was busy; {one.instance} was expected to be ready first, "
-                f"at {after(one.until_s - arrived_s)}"
+                f"every prefill instance was busy; {waited.instance} was expected to be ready "
+                f"first, at {after(waited.until_s - arrived_s)}"
             )
         case WaitReason.NOT_YET:
             return "no prefill instance could take a batch yet"
         case WaitReason.NO_DECODE_ROOM:
             return "no decode DP rank had room for the request"
         case WaitReason.BETTER_ELSEWHERE:
-            gain_s = one.gain_s or 0.0
+            gain_s = waited.gain_s or 0.0
             less = f" by {ms(gain_s)}" if gain_s >= _LEAST_GAIN_S else ""
             return (
-                f"{one.instance or 'another instance'} was the better place{less}, counting its "
+                f"{waited.instance or 'another instance'} was the better place{less}, counting its "
                 "own completion and the delay of others, and was not ready yet"
             )
         case WaitReason.PREFIX_COMING:
-            coming = f"{one.instance} was computing the beginning of its prompt for another request"
-            if one.until_s is None:
+            coming = (
+                f"{waited.instance} was computing the beginning of its prompt for another request"
+            )
+            if waited.until_s is None:
                 return coming
-            return f"{coming}, to be cached at {after(one.until_s - arrived_s)}"
+            return f"{coming}, to be cached at {after(waited.until_s - arrived_s)}"
         case WaitReason.SHARE_FULL:
             return "a batch left without it, because that forward pass had its share of the queue"
         case WaitReason.DOES_NOT_FIT:
@@ -144,14 +146,14 @@ def wait(one: Waited, arrived_s: float) -> str:
             return "no decode instance was up"
 
 
-def candidate(one: CandidateInstance) -> tuple[str, ...]:
+def candidate(at: CandidateInstance) -> tuple[str, ...]:
     return (
-        f"{'->' if one.chosen else '  '} {one.instance}",
-        after(one.start_s),
-        after(one.finish_s),
-        ms(one.delay_s),
-        f"{one.cached_tokens:,}",
-        "" if one.cost_s is None else after(one.cost_s) if one.cost_s else "least",
+        f"{'->' if at.chosen else '  '} {at.instance}",
+        after(at.start_s),
+        after(at.finish_s),
+        ms(at.delay_s),
+        f"{at.cached_tokens:,}",
+        "" if at.cost_s is None else after(at.cost_s) if at.cost_s else "least",
     )
 
 
@@ -163,7 +165,7 @@ def in_a_line(parts: Mapping[str, float], why: Why | None, computed: int = 0) ->
         return ""
     reason = _REASONS.get(name, "")
     if name == "hold" and why is not None and why.waits:
-        until_s = [one.at_s for one in why.waits[1:]] + [why.decided_s or why.waits[-1].at_s]
+        until_s = [waited.at_s for waited in why.waits[1:]] + [why.decided_s or why.waits[-1].at_s]
         spans = zip(why.waits, until_s, strict=True)
         longest_wait, _ = max(spans, key=lambda span: span[1] - span[0].at_s)
         reason = wait(longest_wait, why.arrived_s)

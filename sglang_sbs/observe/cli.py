@@ -68,7 +68,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = made.parse_args(argv)
     if not 0 < args.minutes <= 7 * 24 * 60:
         made.error(f"--minutes {args.minutes:g}: more than 0, and at most {7 * 24 * 60} (a week)")
-    flags = [("--endforward", args.endforward), *(("--connect", one) for one in args.connect)]
+    flags = [("--endforward", args.endforward), *(("--connect", url) for url in args.connect)]
     for flag, endpoint in flags:
         if not endpoint.startswith(("tcp://", "ipc://")):
             made.error(f"{flag} {endpoint}: write tcp://HOST:PORT or ipc://PATH")
@@ -183,7 +183,7 @@ class Observer:
                 f"the engines and start them with SGLANG_SBS_ROUTERS={_reachable(endpoint)}; "
                 "`sglang-sbs doctor` finds out what is wrong."
             ]
-        prefill = [one for one in instances.values() if one.role == "prefill"]
+        prefill = [instance for instance in instances.values() if instance.role == "prefill"]
         seen = f"{_span(self.took_s)}, {counted(len(prefill), 'prefill instance')}"
         if not counts["requests"]:
             if counts["accepted"]:

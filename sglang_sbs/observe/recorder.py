@@ -157,8 +157,8 @@ class TrafficRecorder:
                 self.counts["accepted"] += accepted - rank.accepted
                 rank.accepted = accepted
         if offset_s is not None:
-            for one in report.accepted:
-                self._accepted(engine, report, one, offset_s, now_s)
+            for request in report.accepted:
+                self._accepted(engine, report, request, offset_s, now_s)
             self._passed(engine, report, offset_s, now_s)
         is_state = not (report.rids or _is_prefill_work(report))
         if not is_state or made_s - rank.state_s >= _STATE_INTERVAL_S:
@@ -174,7 +174,9 @@ class TrafficRecorder:
                 name, rank, most = decode
                 replace = msgspec.structs.replace
                 event = replace(event, max_new_tokens=most or None)
-                dispatches = [replace(one, decode=name, decode_rank=rank) for one in dispatches]
+                dispatches = [
+                    replace(dispatch, decode=name, decode_rank=rank) for dispatch in dispatches
+                ]
             yield LogRecord(at_s, event, list(dispatches))
 
     def _engine(self, report: EndForward) -> _Engine | None:
@@ -209,26 +211,26 @@ class TrafficRecorder:
             self._put(at_s, up)
 
     def _accepted(
-        self, engine: _Engine, report: EndForward, one: Accepted, offset_s: float, now_s: float
+        self, engine: _Engine, report: EndForward, accepted: Accepted, offset_s: float, now_s: float
     ) -> None:
         if report.role == "decode":
-            if one.room:
-                place = engine.instance, report.dp_rank, one.max_new_tokens
-                _remember(self._decode_of_room, one.room, place)
+            if accepted.room:
+                place = engine.instance, report.dp_rank, accepted.max_new_tokens
+                _remember(self._decode_of_room, accepted.room, place)
             return
-        if not one.rid or one.rid in engine.open:
+        if not accepted.rid or accepted.rid in engine.open:
             return
-        name = one.rid[:_MAX_RID_CHARS]
+        name = accepted.rid[:_MAX_RID_CHARS]
         if name in self._names:  # Another attempt at it, or a client that reuses ids.
             name = f"{name}~{self._number}"
         _remember(self._names, name, None)
         self.counts["requests"] += 1
-        by_engine_s = one.arrived_s or report.sent_s
+        by_engine_s = accepted.arrived_s or report.sent_s
         arrived_s = _bounded(by_engine_s + offset_s, now_s)
         request = ObservedRequest(
-            name, engine.instance, report.dp_rank, one.prompt_tokens, by_engine_s
+            name, engine.instance, report.dp_rank, accepted.prompt_tokens, by_engine_s
         )
-        _remember(engine.open, one.rid, request)
+        _remember(engine.open, accepted.rid, request)
         dispatch = Dispatch(
             rid=name,
             prefill=engine.instance,
@@ -240,12 +242,12 @@ class TrafficRecorder:
             reason=OBSERVED,
             barrier=report.barrier,
         )
-        if one.room:
-            _remember(self._rooms, self._number, one.room)
+        if accepted.room:
+            _remember(self._rooms, self._number, accepted.room)
         arrived = RequestArrived(
             rid=name,
-            prompt_tokens=one.prompt_tokens,
-            max_new_tokens=one.max_new_tokens or None,
+            prompt_tokens=accepted.prompt_tokens,
+            max_new_tokens=accepted.max_new_tokens or None,
         )
         self._put(arrived_s, arrived, dispatch)
         self._on_request(request)
@@ -254,10 +256,10 @@ class TrafficRecorder:
         key = (report.dp_rank, report.forward_id)
         if report.kind == "launch":
             starting = []
-            for one in report.started:
-                request = engine.open.get(one.rid)
+            for started in report.started:
+                request = engine.open.get(started.rid)
                 if request is not None and request.cached_tokens is None:
-                    request.cached_tokens = min(one.cached_tokens, request.prompt_tokens)
+                    request.cached_tokens = min(started.cached_tokens, request.prompt_tokens)
                     starting.append(request)
             if starting:
                 _remember(engine.starting, key, starting)

@@ -83,26 +83,26 @@ class Traffic:
         shared = report.barrier and report.dp_size > 1
         rank = -1 if shared else report.dp_rank
         key = (f"{name} {rank}", report.forward_id)
-        one = self._open.pop(key, None) or _SeenPass()
-        one.tokens[report.dp_rank] = report.extend_tokens
-        one.start_s, one.end_s = end_s - report.forward_s, end_s
-        if shared and len(one.tokens) < report.dp_size:
-            self._open[key] = one
+        a_pass = self._open.pop(key, None) or _SeenPass()
+        a_pass.tokens[report.dp_rank] = report.extend_tokens
+        a_pass.start_s, a_pass.end_s = end_s - report.forward_s, end_s
+        if shared and len(a_pass.tokens) < report.dp_size:
+            self._open[key] = a_pass
             if len(self._open) > _MAX_OPEN_PASSES:
                 self._open.popitem(last=False)
-        elif any(one.tokens.values()):
-            self._count((name, rank), one, report.dp_size if shared else 1)
+        elif any(a_pass.tokens.values()):
+            self._count((name, rank), a_pass, report.dp_size if shared else 1)
 
-    def _count(self, place: tuple[str, int], one: _SeenPass, ranks: int) -> None:
+    def _count(self, place: tuple[str, int], a_pass: _SeenPass, ranks: int) -> None:
         self.passes += 1
-        self.passes_s += one.end_s - one.start_s
-        busy = self._busy.setdefault(place, _Busy(one.start_s, one.start_s))
-        if one.start_s - busy.end_s > _LEAST_GAP_S:
-            self.gaps_s.append(one.start_s - busy.end_s)
-        busy.passes_s += one.end_s - one.start_s
-        busy.end_s = max(busy.end_s, one.end_s)
+        self.passes_s += a_pass.end_s - a_pass.start_s
+        busy = self._busy.setdefault(place, _Busy(a_pass.start_s, a_pass.start_s))
+        if a_pass.start_s - busy.end_s > _LEAST_GAP_S:
+            self.gaps_s.append(a_pass.start_s - busy.end_s)
+        busy.passes_s += a_pass.end_s - a_pass.start_s
+        busy.end_s = max(busy.end_s, a_pass.end_s)
         if ranks > 1:
-            tokens = one.tokens.values()
+            tokens = a_pass.tokens.values()
             self.shared_passes += 1
             self.active_ranks += sum(number > 0 for number in tokens)
             self.ranks += ranks

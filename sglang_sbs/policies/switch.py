@@ -86,5 +86,5 @@ def _page(args: argparse.Namespace, before: _Told, told: _Told) -> str:
     elif args.name is not None:
         lines.append("that is the policy it had: nothing has changed")
     else:
-        lines.append(f"others: {', '.join(one for one in told.policies if one != told.policy)}")
+        lines.append(f"others: {', '.join(name for name in told.policies if name != told.policy)}")
     return "\n".join(lines) + "\n"

@@ -290,10 +290,10 @@ class RouterServer:
             if tls is None:
                 self._listening.append(listening)
                 return
-            sockets = [socket.socket(fileno=os.dup(one.fileno())) for one in listening.sockets]
+            sockets = [socket.socket(fileno=os.dup(port.fileno())) for port in listening.sockets]
             listening.close()
-            for one in sockets:
-                one.listen(_BACKLOG)
+            for port in sockets:
+                port.listen(_BACKLOG)
             self._listening.append(TlsPort(sockets, tls, self.doorman, gate))
 
         if options.listen_fds:

@@ -74,7 +74,7 @@ class LoneRanks:
         figures = event.queued_tokens, event.running_requests, event.kv_tokens
         if names is None:
             return [event]
-        if any(len(one) != len(names) for one in figures):
+        if any(len(values) != len(names) for values in figures):
             return []
         return [
             ev.LoadPolled(instance=name, queued_tokens=[a], running_requests=[b], kv_tokens=[c])

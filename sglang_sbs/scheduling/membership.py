@@ -42,11 +42,11 @@ class Membership:
         instances, gone = self.lone.up(event)
         for name in gone:
             self._forget(name)
-        for one in instances:
-            is_new = one.instance not in self.prefill and one.instance not in self.decode
-            self._up(one)
+        for up in instances:
+            is_new = up.instance not in self.prefill and up.instance not in self.decode
+            self._up(up)
             if is_new:
-                yield one.instance
+                yield up.instance
 
     def down(self, event: InstanceDown, now_s: float) -> bool:
         """Record that a worker is unreachable or drained; return whether that changes which

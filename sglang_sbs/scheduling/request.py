@@ -84,13 +84,13 @@ class Request:
         """Return the usable instances: a retry avoids those it failed on while there are others."""
         if not self.exclude:
             return instances
-        return [one for one in instances if one.id not in self.exclude] or instances
+        return [instance for instance in instances if instance.id not in self.exclude] or instances
 
     def may_use(self, instance: _Instance, instances: Iterable[_Instance]) -> bool:
         """Return whether one instance is usable; called often, so the others are checked only if
         necessary."""
         exclude = self.exclude
-        return instance.id not in exclude or all(one.id in exclude for one in instances)
+        return instance.id not in exclude or all(instance.id in exclude for instance in instances)
 
     def hit_tokens(self, instance: InstanceId, rank: int) -> int:
         """L_hit(r, d)."""

@@ -196,7 +196,7 @@ class Scheduler:
             return
         prefill = self._members.up_prefill
         decode = self._members.up_decode or [*self._members.decode.values()]
-        largest = max([one.kv_capacity_tokens for one in decode], default=UNLIMITED)
+        largest = max([instance.kv_capacity_tokens for instance in decode], default=UNLIMITED)
         if event.estimated and event.prompt_tokens > largest:
             event = msgspec.structs.replace(event, prompt_tokens=largest)
         missing = self._outage.refusal(now_s)
@@ -308,7 +308,7 @@ class Scheduler:
         rids.append(rid)
         if len(rids) > _MOST_ADOPTED + 2 * len(self._requests):
             # The rank never reports.
-            self._adopted[rank] = [one for one in rids if one in self._requests]
+            self._adopted[rank] = [rid for rid in rids if rid in self._requests]
 
     # Instances ----------------------------------------------------------------------------
 
@@ -330,9 +330,9 @@ class Scheduler:
     def _on_report(self, event: ev.ForwardEnded, now_s: float) -> Replan:
         report = event.report
         here = event.instance, report.dp_rank
-        for one in report.accepted:
-            counted = self._requests.get(one.rid)
-            self._lengths.learn(counted, event.instance, one.prompt_tokens, now_s)
+        for accepted in report.accepted:
+            counted = self._requests.get(accepted.rid)
+            self._lengths.learn(counted, event.instance, accepted.prompt_tokens, now_s)
         adopted = self._adopted.pop(here, None)
         if adopted is not None:
             adopted = [rid for rid in adopted if not self._is_elsewhere(rid, here)]

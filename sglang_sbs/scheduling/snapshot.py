@@ -124,7 +124,9 @@ def snapshot_of(scheduler: Scheduler, now_s: float) -> Snapshot:
             _prefill_state(instances, scheduler, now_s)
             for instances in workers_of([*scheduler.prefill.values()])
         ],
-        decode=[_decode_state(one, scheduler, now_s) for one in scheduler.decode.values()],
+        decode=[
+            _decode_state(instance, scheduler, now_s) for instance in scheduler.decode.values()
+        ],
         prefix_blocks=len(scheduler.prefix.prefill) + len(scheduler.prefix.decode),
         queue_classes={name: waiting[name] for name in CLASSES},
         holding=getattr(scheduler.policy, "holding", scheduler.policy.holds),

@@ -57,8 +57,10 @@ def run_all(
         for process in mine:
             process.kill()  # a forked worker may have inherited the handler of SIGTERM
         if isinstance(error, KeyboardInterrupt):
-            ended = [one for one in futures if one.done() and not one.cancelled()]
-            raise Interrupted([one.result() for one in ended if one.exception() is None]) from error
+            ended = [future for future in futures if future.done() and not future.cancelled()]
+            raise Interrupted(
+                [future.result() for future in ended if future.exception() is None]
+            ) from error
         raise
     pool.shutdown()
     return [done.result() for done in futures]

@@ -111,11 +111,11 @@ def page_of(told: TrialReport | _None) -> str:
         return told.text + "\n"
     times = "".join(f"{name:>9}" for name in ("mean", "p50", "p99", "refused"))
     lines = [told.text, f"  {'policy':<16}{'slots':>6}{'requests':>10}{times}{'unanswered':>12}"]
-    lines += [_row(one) for one in told.arms.values()]
+    lines += [_row(arm) for arm in told.arms.values()]
     if told.low is not None and told.high is not None:
         sure = f"{told.confidence:.0%} certain at every look"
         lines.append(f"ratio {told.ratio:.3f} ({told.low:.3f} to {told.high:.3f}), {sure}")
-    thirds = [f"{one:.2f}x" if one is not None else "-" for one in told.ratio_by_third]
+    thirds = [f"{ratio:.2f}x" if ratio is not None else "-" for ratio in told.ratio_by_third]
     lines.append(
         f"by thirds of a slot: {', '.join(thirds)}. The first is not counted, because the slot "
         "before still weighs. If the other two differ much, use longer slots."
@@ -130,8 +130,8 @@ def page_of(told: TrialReport | _None) -> str:
     return "\n".join(lines) + "\n"
 
 
-def _row(one: ArmReport) -> str:
-    times = (one.mean_ttft_s, one.p50_ttft_s, one.p99_ttft_s)
+def _row(arm: ArmReport) -> str:
+    times = (arm.mean_ttft_s, arm.p50_ttft_s, arm.p99_ttft_s)
     shown = "".join(f"{'-' if time_s is None else f'{time_s:.3f}s':>9}" for time_s in times)
-    counts = f"{one.refused:>9,}{one.unanswered:>12,}"
-    return f"  {one.policy:<16}{one.slots:>6}{one.requests:>10,}{shown}{counts}"
+    counts = f"{arm.refused:>9,}{arm.unanswered:>12,}"
+    return f"  {arm.policy:<16}{arm.slots:>6}{arm.requests:>10,}{shown}{counts}"

@@ -130,9 +130,9 @@ class SlotPair:
         return self.difference - moved
 
 
-def pair_of(one: Slot, other: Slot) -> SlotPair | None:
+def pair_of(slot: Slot, other: Slot) -> SlotPair | None:
     """Build a pair; None if too few requests were answered in one of the slots."""
-    policy, baseline = (one, other) if one.arm == 0 else (other, one)
+    policy, baseline = (slot, other) if slot.arm == 0 else (other, slot)
     if min(policy.answered, baseline.answered) < LEAST_REQUESTS:
         return None
     mean_s, base_s = policy.mean_s, baseline.mean_s

@@ -161,10 +161,10 @@ class Trial:
 
     def _is_settled(self, slot: Slot, now_s: float) -> bool:
         if slot.open and now_s >= slot.begin_s + 2 * slot.length_s:
-            for one in [one for one in self._requests.values() if one.slot is slot]:
-                self._waited(one, now_s - one.arrived_s)
+            for request in [request for request in self._requests.values() if request.slot is slot]:
+                self._waited(request, now_s - request.arrived_s)
             self._requests = {
-                rid: one for rid, one in self._requests.items() if one.slot is not slot
+                rid: request for rid, request in self._requests.items() if request.slot is not slot
             }
         return slot.open == 0
 
@@ -220,10 +220,10 @@ class Trial:
         """Return the limit that the present slot breaks; empty: none."""
         limit_s, slot = self.spec.p99_s, self.current
         if limit_s is not None:
-            for one in self._requests.values():
-                if one.arrived_s + limit_s > now_s:
+            for request in self._requests.values():
+                if request.arrived_s + limit_s > now_s:
                     break
-                self._exceed(one)
+                self._exceed(request)
         if slot is None:
             return ""
         early = ", in its first third, where the slot before may weigh"
@@ -237,10 +237,10 @@ class Trial:
             return f"{slot.refused} of {slot.arrived} requests were refused in {where}"
         return ""
 
-    def _exceed(self, one: _Request) -> None:
-        if not one.exceeded:
-            one.exceeded = True
-            one.slot.exceeded += 1
+    def _exceed(self, request: _Request) -> None:
+        if not request.exceeded:
+            request.exceeded = True
+            request.slot.exceeded += 1
 
     # Requests ---------------------------------------------------------------------------------
 
@@ -249,21 +249,21 @@ class Trial:
             case RequestArrived() if self.current is not None:
                 self._arrived(self.current, event, now_s)
             case PrefillDone(aborted=False):
-                if one := self._requests.pop(event.rid, None):
-                    ttft_s = now_s - one.arrived_s
+                if request := self._requests.pop(event.rid, None):
+                    ttft_s = now_s - request.arrived_s
                     if self.spec.p99_s is not None and ttft_s > self.spec.p99_s:
-                        self._exceed(one)
-                    self._waited(one, ttft_s)
+                        self._exceed(request)
+                    self._waited(request, ttft_s)
             case RequestEnded():
-                if one := self._requests.pop(event.rid, None):
-                    one.slot.unanswered += 1
-                    self._leave(one)
+                if request := self._requests.pop(event.rid, None):
+                    request.slot.unanswered += 1
+                    self._leave(request)
             case _:
                 pass
         for command in commands:
-            if isinstance(command, Refuse) and (one := self._requests.pop(command.rid, None)):
-                one.slot.refused += 1
-                self._leave(one)
+            if isinstance(command, Refuse) and (request := self._requests.pop(command.rid, None)):
+                request.slot.refused += 1
+                self._leave(request)
 
     def _arrived(self, slot: Slot, event: RequestArrived, now_s: float) -> None:
         if len(self._requests) >= MOST_OPEN or event.rid in self._requests:
@@ -277,18 +277,18 @@ class Trial:
             block.tokens += event.prompt_tokens
             slot.open += 1
 
-    def _waited(self, one: _Request, ttft_s: float) -> None:
-        arm = self.arms[one.slot.arm]
-        arm.thirds[one.third][0] += 1
-        arm.thirds[one.third][1] += ttft_s
-        if one.block is not None:
-            one.block.answered += 1
-            one.block.ttft_s += ttft_s
+    def _waited(self, request: _Request, ttft_s: float) -> None:
+        arm = self.arms[request.slot.arm]
+        arm.thirds[request.third][0] += 1
+        arm.thirds[request.third][1] += ttft_s
+        if request.block is not None:
+            request.block.answered += 1
+            request.block.ttft_s += ttft_s
             arm.waited(ttft_s)
-        self._leave(one)
+        self._leave(request)
 
     @staticmethod
-    def _leave(one: _Request) -> None:
+    def _leave(request: _Request) -> None:
         """Record that a request no longer waits for its first token."""
-        if one.block is not None:
-            one.slot.open -= 1
+        if request.block is not None:
+            request.slot.open -= 1

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 def active_ranks(tokens: Sequence[int]) -> int:
     """Return the number of DP ranks with tokens; the others only wait at the barrier."""
-    return sum(one > 0 for one in tokens)
+    return sum(rank_tokens > 0 for rank_tokens in tokens)
 
 
 def max_over_mean(tokens: Sequence[int]) -> float:

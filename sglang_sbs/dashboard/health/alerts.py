@@ -148,8 +148,8 @@ def _alerts(snapshot: Snapshot, config: SchedulerConfig, recent: Recent) -> Iter
         yield from _stale(decode, stale_after_s(snapshot))
     yield from _decode(snapshot.decode)
     yield from _speed(snapshot, recent)
-    down = {one.instance for one in snapshot.prefill if not one.up}
-    down |= {one.instance for one in snapshot.decode if not one.up}
+    down = {state.instance for state in snapshot.prefill if not state.up}
+    down |= {state.instance for state in snapshot.decode if not state.up}
     for subject, text in recent.problems:
         if subject in down:
             continue  # it is the reason why the worker is down, or irrelevant meanwhile
@@ -171,16 +171,16 @@ def stale_after_s(snapshot: Snapshot, prefill: PrefillState | None = None) -> fl
 
 def _cluster(snapshot: Snapshot, recent: Recent) -> Iterator[Alert]:
     for role, instances in (("prefill", snapshot.prefill), ("decode", snapshot.decode)):
-        if not any(one.up for one in instances):
+        if not any(state.up for state in instances):
             text = f"no {role} instance is up: requests get 503 after --sbs-outage-hold-secs"
             todo = "see GET /workers for the cause, or run sglang-sbs doctor"
             yield Alert("critical", f"no_{role}", "", text, todo)
             continue
-        for one in (one for one in instances if one.drained):
+        for state in (state for state in instances if state.drained):
             text = f"this {role} instance is drained: it takes no new requests"
             todo = "when it may serve again: POST /workers/{id}/undrain"
-            yield Alert("warning", "drained", one.instance, text, todo)
-        for name in (one.instance for one in instances if not (one.up or one.drained)):
+            yield Alert("warning", "drained", state.instance, text, todo)
+        for name in (state.instance for state in instances if not (state.up or state.drained)):
             todo = "see its log; requests go to the others meanwhile"
             why = next((f": {text}" for url, text in recent.problems if url == name), "")
             text = f"this {role} instance is down{why}"
@@ -210,7 +210,7 @@ def _queue(snapshot: Snapshot, config: SchedulerConfig) -> Iterator[Alert]:
 
 def _refused(refusals: Mapping[str, int]) -> Iterator[Alert]:
     """One alert for all causes, the most frequent first."""
-    ordered = sorted(refusals.items(), key=lambda one: (-one[1], one[0]))
+    ordered = sorted(refusals.items(), key=lambda item: (-item[1], item[0]))
     if not ordered:
         return
     said = [
@@ -257,17 +257,17 @@ def _model(prefill: PrefillState, mean_forward_s: float) -> Iterator[Alert]:
 
 def _decode(instances: Sequence[DecodeState]) -> Iterator[Alert]:
     """Check whether decode as a whole is full: placement avoids a single full rank."""
-    up = [one for one in instances if one.up]
+    up = [state for state in instances if state.up]
     for what, used, most in (
         (
             "its KV memory is spoken for",
-            sum(rank.kv_tokens for one in up for rank in one.ranks),
-            [one.kv_capacity_tokens * len(one.ranks) for one in up],
+            sum(rank.kv_tokens for state in up for rank in state.ranks),
+            [state.kv_capacity_tokens * len(state.ranks) for state in up],
         ),
         (
             "its request slots (--max-running-requests) are taken",
-            sum(rank.running for one in up for rank in one.ranks),
-            [one.max_running * len(one.ranks) for one in up],
+            sum(rank.running for state in up for rank in state.ranks),
+            [state.max_running * len(state.ranks) for state in up],
         ),
     ):
         if up and all(most) and used >= DECODE_FULL * sum(most):
@@ -305,7 +305,7 @@ def _slower(prefill: PrefillState, factor: float | None) -> Iterator[Alert]:
 
 def _speed(snapshot: Snapshot, recent: Recent) -> Iterator[Alert]:
     latency_s, pass_s = snapshot.latency_s, snapshot.mean_forward_s
-    passes = sum(one.passes for one in snapshot.prefill)
+    passes = sum(state.passes for state in snapshot.prefill)
     if passes >= MODEL_PASSES and latency_s > max(SLOW_WAY_S, SLOW_WAY * pass_s):
         text = (
             f"requests take {1e3 * latency_s:.0f} ms to reach an engine (dispatch latency, L_net), "

@@ -39,16 +39,16 @@ class AlertHistory:
         """Number of changes of :meth:`over`."""
 
     def update(self, now_s: float, alerts: Sequence[Alert]) -> None:
-        present = {_key(one): one for one in alerts}
+        present = {_key(alert): alert for alert in alerts}
         for key, alert in present.items():
             known = self._last.get(key)
             if known is None or (known.over and now_s - known.seen_s > AGAIN_S):
                 self._begin(key, alert, now_s)
             else:
                 self._goes_on(known, alert, now_s)
-        for key, one in self._last.items():
-            if not one.over and key not in present:
-                one.over = True
+        for key, past in self._last.items():
+            if not past.over and key not in present:
+                past.over = True
                 self.changes += 1
         self._forget(now_s)
 
@@ -59,22 +59,22 @@ class AlertHistory:
 
     def over(self) -> list[dict[str, Any]]:
         """Return the alerts that have ended, the latest end first."""
-        ended = sorted((one for one in self._kept if one.over), key=lambda one: -one.seen_s)
+        ended = sorted((past for past in self._kept if past.over), key=lambda past: -past.seen_s)
         return [
-            msgspec.structs.asdict(one.alert)
+            msgspec.structs.asdict(past.alert)
             | {
-                "began_s": round(one.began_s, 1),
-                "ended_s": round(one.seen_s, 1),
-                "times": one.times,
+                "began_s": round(past.began_s, 1),
+                "ended_s": round(past.seen_s, 1),
+                "times": past.times,
             }
-            for one in ended
+            for past in ended
         ]
 
     def _begin(self, key: _Key, alert: Alert, now_s: float) -> None:
         if len(self._kept) >= MOST_KEPT and not self._drop_oldest():
             return
-        self._last[key] = one = PastAlert(alert, now_s, now_s)
-        self._kept.append(one)
+        self._last[key] = past = PastAlert(alert, now_s, now_s)
+        self._kept.append(past)
 
     def _goes_on(self, known: PastAlert, alert: Alert, now_s: float) -> None:
         known.seen_s = now_s
@@ -87,20 +87,20 @@ class AlertHistory:
             known.alert = alert
 
     def _forget(self, now_s: float) -> None:
-        for one in [one for one in self._kept if one.over and now_s - one.seen_s > KEPT_S]:
-            self._drop(one)
+        for past in [past for past in self._kept if past.over and now_s - past.seen_s > KEPT_S]:
+            self._drop(past)
 
     def _drop_oldest(self) -> bool:
         """Drop the oldest ended alert; returns False if all kept alerts are active."""
-        oldest = next((one for one in self._kept if one.over), None)
+        oldest = next((past for past in self._kept if past.over), None)
         if oldest is not None:
             self._drop(oldest)
         return oldest is not None
 
-    def _drop(self, one: PastAlert) -> None:
-        self._kept.remove(one)
-        key = _key(one.alert)
-        if self._last.get(key) is one:
+    def _drop(self, past: PastAlert) -> None:
+        self._kept.remove(past)
+        key = _key(past.alert)
+        if self._last.get(key) is past:
             del self._last[key]
         self.changes += 1
 

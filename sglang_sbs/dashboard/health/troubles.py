@@ -38,7 +38,7 @@ class Troubles:
         """Number of attempts that ended, number that failed, and the instance that most of these
         share; empty: none."""
         recent = [failed_on for at_s, failed_on in self._attempts if now_s - at_s <= RECENT_S]
-        failed = [one for one in recent if one is not None]
+        failed = [attempt for attempt in recent if attempt is not None]
         named = Counter(name for pair in failed for name in pair)
         suspects = [name for name, count in named.items() if count >= _MOSTLY * len(failed)]
         return len(recent), len(failed), suspects[0] if len(suspects) == 1 else ""

@@ -39,7 +39,7 @@ def is_all_well(snapshot: Snapshot, alerts: Sequence[Alert]) -> Wellness:
     snapshot."""
     if not alerts:
         return Wellness("green", _running(snapshot), "")
-    first = min(alerts, key=lambda one: (one.severity != "critical", _place(one.kind)))
+    first = min(alerts, key=lambda alert: (alert.severity != "critical", _place(alert.kind)))
     return Wellness(
         "red" if first.severity == "critical" else "amber",
         first.text,
@@ -56,6 +56,6 @@ def _place(kind: str) -> int:
 
 def _running(snapshot: Snapshot) -> str:
     """Summary of running instances. It changes rarely, so that the line is calm."""
-    up = sum(one.up for one in snapshot.prefill), sum(one.up for one in snapshot.decode)
+    up = sum(state.up for state in snapshot.prefill), sum(state.up for state in snapshot.decode)
     busy = snapshot.in_flight_requests or snapshot.queue_requests
     return f"{up[0]} prefill and {up[1]} decode instances are up, {'busy' if busy else 'idle'}"

@@ -159,7 +159,7 @@ def _pairs(prefill: Sequence[EngineFacts], decode: Sequence[EngineFacts]) -> Ite
         found.append(finding("pair.context", CLUSTER, seen))
     found += [*_retraction(prefill, decode), *_cache_report(prefill, decode)]
     yield from found
-    if all(one.id in _FITS for one in found):
+    if all(finding.id in _FITS for finding in found):
         backend = _transfer_backend(prefill[0]) or "not shown"
         seen = f"{len(prefill)} x {len(decode)} pairs, KV transfer {backend}"
         seen += f", page size {number(prefill[0].data, 'page_size')}"

@@ -160,7 +160,9 @@ def _may_speak(engine: EngineFacts) -> bool:
 def _plugin(facts: ClusterFacts, engine: EngineFacts, mine: Attribution) -> Iterator[Finding]:
     sbs, url, info = engine.sbs, engine.url, engine.known
     ranks = mine.of(engine)
-    errors = {rank: one.last.hook_errors for rank, one in ranks.items() if one.last.hook_errors}
+    errors = {
+        rank: heard.last.hook_errors for rank, heard in ranks.items() if heard.last.hook_errors
+    }
     if errors:
         shown = listed(f"rank {rank}: {n}" for rank, n in sorted(errors.items()))
         yield finding("plugin.errors", url, f"errors inside the hook: {shown}")
@@ -230,8 +232,8 @@ def _reports(facts: ClusterFacts, engine: EngineFacts, mine: Attribution) -> Ite
         seen += f"{engine.role} with {info.dp_size}"
         yield finding("endforward.mismatch", url, seen)
     elif not missing:
-        messages = sum(one.messages for one in ranks.values())
-        slowest_us = max(one.last.hook_us for one in ranks.values())
+        messages = sum(heard.messages for heard in ranks.values())
+        slowest_us = max(heard.last.hook_us for heard in ranks.values())
         seen = f"{messages} messages of all {info.dp_size} ranks in {heard.listened_s:.1f} s; a "
         seen += f"message costs the engine {slowest_us} µs"
         yield finding("endforward.ok", url, seen)
@@ -296,9 +298,9 @@ def _listening(facts: ClusterFacts, heard: Heard, mine: Attribution) -> Iterator
         seen = f"{heard.malformed.total()} messages, {times} of them: {why}"
         yield finding("endforward.malformed", CLUSTER, seen)
     for role in ("prefill", "decode"):
-        some = [one.last for one in mine.leftover if one.last.role == role]
+        some = [heard.last for heard in mine.leftover if heard.last.role == role]
         mates = [e for e in facts.engines if e.role == role]
         if some and not any(e.info is None for e in mates):  # otherwise these may be its reports
-            seen = f"{len(some)} {role} ranks of {len({one.boot_id for one in some})} boots"
+            seen = f"{len(some)} {role} ranks of {len({report.boot_id for report in some})} boots"
             kind = "unattributed" if any(map(may_speak_unseen, mates)) else "stranger"
             yield finding(f"endforward.{kind}", CLUSTER, seen)

@@ -54,7 +54,7 @@ def check(facts: ClusterFacts) -> Iterator[Finding]:
         return
     found = list(_router(facts, router))
     yield from found
-    if not any(one.group == "router" for one in found):
+    if not any(finding.group == "router" for finding in found):
         seen = (
             f"{router.url}: policy {state.get('policy')}, {len(router.workers)} workers, "
             f"{state.get('queue_requests')} requests waiting, L_net {in_ms(state.get('latency_s'))}"

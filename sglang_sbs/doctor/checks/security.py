@@ -29,7 +29,7 @@ warning security.key-file-mode -> chmod 600 the file
 
 
 def check(facts: ClusterFacts) -> Iterator[Finding]:
-    found = [one for engine in facts.engines for one in _keys(facts, engine)]
+    found = [finding for engine in facts.engines for finding in _keys(facts, engine)]
     yield from found
     flags = facts.options.router_flags
     answering = facts.usable

@@ -174,7 +174,7 @@ class Asker:
         with suppress(Failure, ValueError):
             answers = [await self.get(url, path, self._api_key) for url in worker.server_urls]
             if (answer := answers[0]).status == 200:
-                facts.loads = parse_loads(worker, [one.body for one in answers])
+                facts.loads = parse_loads(worker, [answer.body for answer in answers])
                 stamp = datetime.fromisoformat(str(answer.json_object().get("timestamp")))
                 asked_s = answer.ended_s - answer.took_s / 2
                 facts.clock_offset_s = stamp.timestamp() - asked_s

@@ -45,7 +45,7 @@ async def probe_pairs(
     gate = asyncio.Semaphore(_AT_ONCE)
     keys = options.router_flags.api_key, options.router_flags.worker_key
     post, abort = (partial(ask, session, "POST", key=key) for key in keys)
-    sides = [[worker_of(one, one.known) for one in side] for side in (prefill, decode)]
+    sides = [[worker_of(engine, engine.known) for engine in side] for side in (prefill, decode)]
     respell_all(*sides)
 
     async def probe(number: int, p: Worker, d: Worker) -> ProbeResult:

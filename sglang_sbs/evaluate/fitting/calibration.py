@@ -101,11 +101,11 @@ def fit_cost(passes: Iterable[RecordedPass]) -> tuple[PassCost, FitErrors]:
 
     Raises: CostError: no two different passes."""
     usable = evenly(usable_passes(passes), MOST_FITTED)
-    if len({(tuple(one.tokens)) for one in usable}) < 2:
+    if len({(tuple(a_pass.tokens)) for a_pass in usable}) < 2:
         raise CostError("a cost needs at least two different prefill passes with EndForward")
     fit = _fit(usable)
     cost = _cost_of(fit)
-    errors = [_relative_error(cost, one) for one in usable]
+    errors = [_relative_error(cost, a_pass) for a_pass in usable]
     shares = sorted(map(abs, errors))
     held_out = _held_out_shares(usable)
     return cost, FitErrors(
@@ -123,7 +123,11 @@ def fit_cost(passes: Iterable[RecordedPass]) -> tuple[PassCost, FitErrors]:
 
 def usable_passes(passes: Iterable[RecordedPass]) -> list[RecordedPass]:
     """Return the passes that a cost can be fitted to."""
-    return [one for one in passes if one.complete and one.forward_s > 0 and any(one.tokens)]
+    return [
+        a_pass
+        for a_pass in passes
+        if a_pass.complete and a_pass.forward_s > 0 and any(a_pass.tokens)
+    ]
 
 
 def evenly(values: Sequence[_Value], most: int) -> list[_Value]:
@@ -135,8 +139,11 @@ def evenly(values: Sequence[_Value], most: int) -> list[_Value]:
 def with_jitter(cost: PassCost, passes: Iterable[RecordedPass]) -> tuple[PassCost, float]:
     """Return the cost scaled so that jittered passes have the measured mean, and the lognormal
     sigma of that jitter. A robust fit alone ignores long outliers, which do affect queues."""
-    usable = [one for one in usable_passes(passes) if one.forward_s > 0]
-    pairs = [(one.forward_s, cost.pass_s(one.tokens, one.pairs, one.requests)) for one in usable]
+    usable = [a_pass for a_pass in usable_passes(passes) if a_pass.forward_s > 0]
+    pairs = [
+        (a_pass.forward_s, cost.pass_s(a_pass.tokens, a_pass.pairs, a_pass.requests))
+        for a_pass in usable
+    ]
     logs = [math.log(measured / predicted) for measured, predicted in pairs if predicted > 0]
     if len(logs) < 2:
         return cost, 0.0
@@ -146,8 +153,8 @@ def with_jitter(cost: PassCost, passes: Iterable[RecordedPass]) -> tuple[PassCos
     return cost.at_speed(predicted_s * math.exp(sigma**2 / 2) / measured_s), sigma
 
 
-def _relative_error(cost: PassCost, one: RecordedPass) -> float:
-    return cost.pass_s(one.tokens, one.pairs, one.requests) / one.forward_s - 1
+def _relative_error(cost: PassCost, a_pass: RecordedPass) -> float:
+    return cost.pass_s(a_pass.tokens, a_pass.pairs, a_pass.requests) / a_pass.forward_s - 1
 
 
 def _held_out_shares(passes: Sequence[RecordedPass]) -> list[float]:
@@ -157,19 +164,19 @@ def _held_out_shares(passes: Sequence[RecordedPass]) -> list[float]:
         return []
     shares = []
     for fold in range(_FOLDS):
-        cost = _cost_of(_fit([one for i, one in enumerate(passes) if i % _FOLDS != fold]))
-        shares += [abs(_relative_error(cost, one)) for one in passes[fold::_FOLDS]]
+        cost = _cost_of(_fit([a_pass for i, a_pass in enumerate(passes) if i % _FOLDS != fold]))
+        shares += [abs(_relative_error(cost, a_pass)) for a_pass in passes[fold::_FOLDS]]
     return sorted(shares)
 
 
 def _fit(passes: Sequence[RecordedPass]) -> Fit:
-    values = [one.forward_s for one in passes]
+    values = [a_pass.forward_s for a_pass in passes]
 
     def rows_for(coefficients: list[float] | None) -> list[list[float]]:
         cost = PassCost(fixed_s=0.0, max_s=1.0)
         if coefficients is not None and any(coefficients[2:]):
             cost = PassCost(**dict(zip(_TERMS, coefficients, strict=True)))
-        return [_row(one, cost) for one in passes]
+        return [_row(a_pass, cost) for a_pass in passes]
 
     terms = list(range(len(_TERMS)))
     while True:
@@ -193,18 +200,18 @@ def _weakest(fit: Fit, rows: list[list[float]], pass_s: float) -> int | None:
     return min(found)[1] if found and len(active) > 1 else None
 
 
-def _row(one: RecordedPass, cost: PassCost) -> list[float]:
-    requests = one.requests or [0] * len(one.tokens)
+def _row(a_pass: RecordedPass, cost: PassCost) -> list[float]:
+    requests = a_pass.requests or [0] * len(a_pass.tokens)
     slowest = max(
-        range(len(one.tokens)),
-        key=lambda d: cost.rank_s(one.tokens[d], one.pairs[d], requests[d]),
+        range(len(a_pass.tokens)),
+        key=lambda d: cost.rank_s(a_pass.tokens[d], a_pass.pairs[d], requests[d]),
     )
-    mean = sum(one.tokens) / len(one.tokens)
+    mean = sum(a_pass.tokens) / len(a_pass.tokens)
     return [
         1.0,
         mean,
-        float(one.tokens[slowest]),
-        one.pairs[slowest],
+        float(a_pass.tokens[slowest]),
+        a_pass.pairs[slowest],
         float(requests[slowest]),
     ]
 
@@ -220,7 +227,7 @@ def calibrate(recordings: Sequence[Recording], cost: PassCost | None = None) -> 
     """Fit all parameters to recorded runs; ``cost`` replaces fitting one.
 
     Raises: CostError: the logs contain too little."""
-    passes = [one for recording in recordings for one in recording.passes]
+    passes = [a_pass for recording in recordings for a_pass in recording.passes]
     requests = [r for recording in recordings for r in recording.requests.values()]
     if cost is None:
         cost, _ = fit_cost(passes)
@@ -228,11 +235,11 @@ def calibrate(recordings: Sequence[Recording], cost: PassCost | None = None) -> 
     late_s = median_s * math.exp(2 * math.hypot(gang_sigma, request_sigma))
     # The second of two consecutive launches was all the engine's work in between.
     one_after_other_s = [
-        one.launch_s - one.previous.launch_s
-        for one in passes
-        if one.inflight == 1
-        and one.previous is not None
-        and one.launch_s - one.previous.launch_s < _IDLE_S
+        a_pass.launch_s - a_pass.previous.launch_s
+        for a_pass in passes
+        if a_pass.inflight == 1
+        and a_pass.previous is not None
+        and a_pass.launch_s - a_pass.previous.launch_s < _IDLE_S
     ]
     prepare_s = statistics.median(one_after_other_s) if one_after_other_s else 0.0
     return Calibration(
@@ -243,11 +250,11 @@ def calibrate(recordings: Sequence[Recording], cost: PassCost | None = None) -> 
         launch_gap_s=_mean(
             "pause between passes",
             [
-                one.pause_s
+                a_pass.pause_s
                 for r in _first_of_pass(requests)
-                if (one := r.first_pass) is not None
-                and one.inflight == 0
-                and 0 < one.pause_s < one.launch_s - r.dispatched_s - late_s
+                if (a_pass := r.first_pass) is not None
+                and a_pass.inflight == 0
+                and 0 < a_pass.pause_s < a_pass.launch_s - r.dispatched_s - late_s
             ],
             default=0.0,
         ),
@@ -323,16 +330,16 @@ def fit_latency(requests: Iterable[RecordedRequest]) -> tuple[float, float, floa
 
 def _log_interval(request: RecordedRequest) -> tuple[float, float] | None:
     """Return logarithms of the bounds of one request's latency; None if it gives none."""
-    one = request.first_pass
-    if one is None or request.prefill is None or not request.dispatched_s < one.launch_s:
+    a_pass = request.first_pass
+    if a_pass is None or request.prefill is None or not request.dispatched_s < a_pass.launch_s:
         return None
-    high_s = one.launch_s - request.dispatched_s
+    high_s = a_pass.launch_s - request.dispatched_s
     low_s = 0.0
-    if one.inflight == 0 and one.pause_s > _IDLE_S:
+    if a_pass.inflight == 0 and a_pass.pause_s > _IDLE_S:
         # It was sent to an idle engine, which launches as soon as it can.
         low_s = _SHARPNESS * high_s
-    elif one.previous is not None and not one.previous.left_over[request.prefill[1]]:
-        low_s = one.previous.launch_s - request.dispatched_s
+    elif a_pass.previous is not None and not a_pass.previous.left_over[request.prefill[1]]:
+        low_s = a_pass.previous.launch_s - request.dispatched_s
     if low_s >= min(high_s, _LATENCIES_S[-1]):
         return None
     return math.log(low_s) if low_s > 0 else -math.inf, math.log(high_s)

@@ -208,7 +208,7 @@ class _Reader:
                 raise ValueError(f"has passes of {name}, whose DP ranks share no barrier")
             case InstanceUp() as up:
                 known = recording.prefill if up.role == "prefill" else recording.decode
-                known[:] = [one for one in known if one.instance != up.instance] + [up]
+                known[:] = [earlier for earlier in known if earlier.instance != up.instance] + [up]
                 self._changed(up.instance, True, record.now_s)
             case PolicySwitched(policy=policy) if policy not in recording.policies:
                 recording.policies.append(policy)
@@ -240,8 +240,10 @@ class _Reader:
         changes = self._recording.changes
         # An observer that starts late learns of an instance long after it came up.
         unknown = self._recording.observed
-        before = next((was_up for _, one, was_up in reversed(changes) if one == name), unknown)
-        if up != before and any(one.instance == name for one in self._recording.prefill):
+        before = next(
+            (was_up for _, changed, was_up in reversed(changes) if changed == name), unknown
+        )
+        if up != before and any(event.instance == name for event in self._recording.prefill):
             changes.append((now_s, name, up))
 
     def _on_report(self, name: str, report: EndForward, now_s: float) -> None:
@@ -254,30 +256,30 @@ class _Reader:
         self._recording.feedback_s.append(now_s - stamp_s)
         key = (name, report.forward_id)
         if report.kind == "launch":
-            one = self._passes.get(key) or self._open(name, report, stamp_s)
-            one.launch_s = max(one.launch_s, stamp_s)
-            one.tokens[report.dp_rank] = report.extend_tokens
-            one.requests[report.dp_rank] = report.batch_size
-            one.left_over[report.dp_rank] = report.chunk_remainder_tokens > 0
-            _attribute(one, report, queue)
+            a_pass = self._passes.get(key) or self._open(name, report, stamp_s)
+            a_pass.launch_s = max(a_pass.launch_s, stamp_s)
+            a_pass.tokens[report.dp_rank] = report.extend_tokens
+            a_pass.requests[report.dp_rank] = report.batch_size
+            a_pass.left_over[report.dp_rank] = report.chunk_remainder_tokens > 0
+            _attribute(a_pass, report, queue)
         elif key in self._passes:
-            one = self._passes[key]
-            one.end_s = stamp_s if math.isnan(one.end_s) else max(one.end_s, stamp_s)
-            one.forward_s = report.forward_s
-            self._finished(one, report.finished, queue)
+            a_pass = self._passes[key]
+            a_pass.end_s = stamp_s if math.isnan(a_pass.end_s) else max(a_pass.end_s, stamp_s)
+            a_pass.forward_s = report.forward_s
+            self._finished(a_pass, report.finished, queue)
 
-    def _finished(self, one: RecordedPass, rids: Iterable[str], queue: list[_Queued]) -> None:
+    def _finished(self, a_pass: RecordedPass, rids: Iterable[str], queue: list[_Queued]) -> None:
         """Correct the attribution by the ids that the engine itself reports as finished."""
         for rid in rids:
             request = self._recording.requests.get(rid)
             if request is not None:
                 self.finished.add(rid)
-                request.first_pass = request.first_pass or one
-                request.last_pass = one
+                request.first_pass = request.first_pass or a_pass
+                request.last_pass = a_pass
                 queue[:] = [queued for queued in queue if queued.request is not request]
 
     def _open(self, name: str, report: EndForward, launch_s: float) -> RecordedPass:
-        one = RecordedPass(
+        a_pass = RecordedPass(
             name,
             report.forward_id,
             [0] * report.dp_size,
@@ -288,9 +290,9 @@ class _Reader:
             left_over=[False] * report.dp_size,
             previous=self._newest.get(name),
         )
-        self._passes[name, report.forward_id] = self._newest[name] = one
-        self._recording.passes.append(one)
-        return one
+        self._passes[name, report.forward_id] = self._newest[name] = a_pass
+        self._recording.passes.append(a_pass)
+        return a_pass
 
 
 def _stamp_s(report: EndForward) -> float:
@@ -313,7 +315,7 @@ def clock_offsets(records: Iterable[LogRecord]) -> dict[str, float]:
     return offsets_s
 
 
-def _attribute(one: RecordedPass, report: EndForward, queue: list[_Queued]) -> None:
+def _attribute(a_pass: RecordedPass, report: EndForward, queue: list[_Queued]) -> None:
     """Attribute the tokens of a pass to the rank's requests.
 
     They are served first come, first served. A request still in the handshake is skipped, which
@@ -329,12 +331,12 @@ def _attribute(one: RecordedPass, report: EndForward, queue: list[_Queued]) -> N
         if not fits and not may_cut:
             continue
         part = min(queued.remaining, left)
-        one.pairs[rank] += part * (queued.computed + part / 2)
-        queued.request.first_pass = queued.request.first_pass or one
+        a_pass.pairs[rank] += part * (queued.computed + part / 2)
+        queued.request.first_pass = queued.request.first_pass or a_pass
         queued.computed += part
         left -= part
         if queued.remaining == 0:
-            queued.request.last_pass = one
+            queued.request.last_pass = a_pass
             queue.remove(queued)
     # Treat unknown requests as if all of the rank's had equal size.
-    one.pairs[rank] += max(0, left) * left / 2 / max(1, report.batch_size)
+    a_pass.pairs[rank] += max(0, left) * left / 2 / max(1, report.batch_size)

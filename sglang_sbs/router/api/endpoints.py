@@ -115,7 +115,9 @@ class Control:
         usable."""
         pair = [self._first("prefill"), self._first("decode")]
         answers = await self._ask_all(pair, "GET", "/health_generate", every_rank=True)
-        return "; ".join(f"{one.url}: {status}" for one, status, _ in answers if status != 200)
+        return "; ".join(
+            f"{worker.url}: {status}" for worker, status, _ in answers if status != 200
+        )
 
     # Model and server -------------------------------------------------------------------------
 
@@ -303,7 +305,7 @@ class Control:
             for worker, status, body in answers
             if status != 200
         ]
-        failing = {one["url"] for one in failed}
+        failing = {failure["url"] for failure in failed}
         flushed = [worker for worker in workers if worker.url not in failing]
         for worker in flushed:
             self._scheduler.dispatcher.cache_flushed(worker.url, worker.dp_size)

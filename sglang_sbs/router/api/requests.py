@@ -37,8 +37,8 @@ class Requests:
 
     async def _find(self, name: str) -> Story | None:
         """Find a recent request of any process by any of its ids."""
-        one = self._recent.find(name)
+        found = self._recent.find(name)
         story = await self._scheduler.story(name, self._recent.story(name))
-        if one is not None and story is not None:
-            complete(story, one)
+        if found is not None and story is not None:
+            complete(story, found)
         return story

@@ -182,8 +182,8 @@ class Surface:
             metrics.served(kind, model, streaming, time.monotonic() - started_s)
         if not isinstance(answer, web.Response):
             return answer
-        one = recent.find(identifier) if asked.timing else None
-        parts = {} if one is None else split_of(one, self._scheduler.dispatcher)
+        known = recent.find(identifier) if asked.timing else None
+        parts = {} if known is None else split_of(known, self._scheduler.dispatcher)
         if parts:
             answer.headers[HEADER] = server_timing(parts)
         return await send(request, answer)

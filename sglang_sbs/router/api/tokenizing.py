@@ -170,10 +170,12 @@ def _text(tokenizer: ChatTokenizer, raw: bytes | bytearray) -> dict[str, Any]:
     except JsonError as error:
         raise bad_request(str(error)) from error
     _check_count("tokens", lists)
-    ids = [_ids(one) for one in lists]
+    ids = [_ids(given) for given in lists]
     if sum(map(len, ids)) > _MOST_IDS:
         raise bad_request(f"tokens has over {_MOST_IDS} ids")
-    texts = [_decoded(tokenizer.tokenizer, one, skip=skip is not False) for one in ids]
+    texts = [
+        _decoded(tokenizer.tokenizer, prompt_ids, skip=skip is not False) for prompt_ids in ids
+    ]
     return {"text": texts if several else texts[0]}
 
 
@@ -183,7 +185,7 @@ def _decoded(tokenizer: Tokenizer, ids: array[int], *, skip: bool) -> str:
 
     def texts(*lists: array[int]) -> list[str]:
         # Unlike ``decode`` this releases the GIL.
-        return tokenizer.decode_batch([one.tolist() for one in lists], skip_special_tokens=skip)
+        return tokenizer.decode_batch([given.tolist() for given in lists], skip_special_tokens=skip)
 
     parts, start = [], 0
     while len(ids) - start > _PART_IDS:

@@ -44,30 +44,30 @@ class GangParts:
     def labelled(self, commands: Sequence[Command]) -> Sequence[Command]:
         """Return the decisions of one moment, with a part added to each dispatch. They are returned
         unchanged if no request has an id that asks for a part."""
-        dispatched = [one for one in commands if isinstance(one, Dispatch)]
-        for one in dispatched:
-            if is_sized(one.rid):
+        dispatched = [command for command in commands if isinstance(command, Dispatch)]
+        for dispatch in dispatched:
+            if is_sized(dispatch.rid):
                 break
         else:  # no engine reads it
-            for one in dispatched if self._newest else ():
-                self._newest.pop(_instance_of(one), None)
+            for dispatch in dispatched if self._newest else ():
+                self._newest.pop(_instance_of(dispatch), None)
             return commands
         members: dict[_Instance, dict[int, int]] = defaultdict(lambda: defaultdict(int))
-        for one in dispatched:
-            members[_instance_of(one)][one.prefill_rank] += 1
+        for dispatch in dispatched:
+            members[_instance_of(dispatch)][dispatch.prefill_rank] += 1
         gangs: dict[_Instance, _LabelledBatch] = {}
         parts: dict[str, GangPart] = {}
-        for one in dispatched:
-            instance = _instance_of(one)
+        for dispatch in dispatched:
+            instance = _instance_of(dispatch)
             leader = self._newest.get(instance)
-            if instance not in gangs and one.joins and leader is not None:
-                parts[one.rid] = leader.part(0)
+            if instance not in gangs and dispatch.joins and leader is not None:
+                parts[dispatch.rid] = leader.part(0)
                 continue
             if instance not in gangs:
                 self._tag = (self._tag + 1) % (1 << TAG_BITS)
                 drawn = random.getrandbits(DRAWN_BITS)
                 gangs[instance] = _LabelledBatch(self._tag, drawn, len(members[instance]))
-            parts[one.rid] = gangs[instance].part(members[instance][one.prefill_rank])
+            parts[dispatch.rid] = gangs[instance].part(members[instance][dispatch.prefill_rank])
         for instance, gang in gangs.items():
             self._newest.pop(instance, None)
             if sum(members[instance].values()) > 1:
@@ -75,10 +75,12 @@ class GangParts:
         while len(self._newest) > _MOST_INSTANCES:
             del self._newest[next(iter(self._newest))]
         return [
-            msgspec.structs.replace(one, gang=parts[one.rid]) if isinstance(one, Dispatch) else one
-            for one in commands
+            msgspec.structs.replace(command, gang=parts[command.rid])
+            if isinstance(command, Dispatch)
+            else command
+            for command in commands
         ]
 
 
-def _instance_of(one: Dispatch) -> _Instance:
-    return one.prefill, -1 if one.barrier else one.prefill_rank
+def _instance_of(dispatch: Dispatch) -> _Instance:
+    return dispatch.prefill, -1 if dispatch.barrier else dispatch.prefill_rank

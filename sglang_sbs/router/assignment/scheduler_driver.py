@@ -171,7 +171,11 @@ class SchedulerPump:
         now_s = time.monotonic()
         why = getattr(self.scheduler, "why", lambda _rid, _now_s: None)
         known = [self.timelines.get(rid) for rid in rids]
-        return [AttemptStory(one, why(one.rid, now_s), now_s) for one in known if one is not None]
+        return [
+            AttemptStory(timeline, why(timeline.rid, now_s), now_s)
+            for timeline in known
+            if timeline is not None
+        ]
 
     def snapshot(self) -> Any:
         return self.scheduler.snapshot(time.monotonic())

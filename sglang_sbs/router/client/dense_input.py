@@ -22,8 +22,8 @@ class Slices:
         self._waiting: deque[DenseInput] = deque()
         self._scheduled = False
 
-    def add(self, one: DenseInput) -> None:
-        self._waiting.append(one)
+    def add(self, dense: DenseInput) -> None:
+        self._waiting.append(dense)
         self._schedule()
 
     def _schedule(self) -> None:
@@ -33,10 +33,10 @@ class Slices:
 
     def _next(self) -> None:
         self._scheduled = False
-        one = self._waiting.popleft()
+        dense = self._waiting.popleft()
         try:
-            if one.feed_slice():
-                self._waiting.append(one)
+            if dense.feed_slice():
+                self._waiting.append(dense)
         finally:
             self._schedule()
 

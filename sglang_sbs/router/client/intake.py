@@ -58,7 +58,7 @@ class Bodies:
         small = share.held_bytes <= _SMALL_BYTES
         limit_bytes = self.max_bytes * 5 // 4 if small else self.max_bytes
         while self.held_bytes > limit_bytes:
-            largest = max(self.coming, key=lambda one: one.held_bytes, default=share)
+            largest = max(self.coming, key=lambda share: share.held_bytes, default=share)
             if largest.held_bytes <= share.held_bytes:
                 raise self.no_room()
             self.held_bytes -= largest.held_bytes

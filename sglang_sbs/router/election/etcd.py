@@ -82,7 +82,9 @@ class EtcdLock(LockStore):
         wanted = [{"request_range": {"key": key}} for key in (self._lock_key, self._term_key)]
         answer = await self._ask("kv/txn", {"success": wanted})
         with understood("etcd"):
-            lock, term = [one["response_range"].get("kvs", [{}])[0] for one in answer["responses"]]
+            lock, term = [
+                response["response_range"].get("kvs", [{}])[0] for response in answer["responses"]
+            ]
         return lock, term
 
     async def _ask(self, method: str, body: dict[str, Any]) -> dict[str, Any]:
@@ -116,7 +118,7 @@ def _record(lock: dict[str, Any], term: dict[str, Any]) -> Record:
         number = int(_decode(term["value"])) if term else 0
         if not 0 <= number <= MAX_TERM:
             raise ValueError(f"term {number}")
-        revisions = [str(one["mod_revision"]) if one else _ABSENT for one in (lock, term)]
+        revisions = [str(entry["mod_revision"]) if entry else _ABSENT for entry in (lock, term)]
         return Record(_decode(lock["value"]) if lock else "", number, version="/".join(revisions))
 
 

@@ -66,14 +66,14 @@ def _etcd(parts: SplitResult, times: ElectionTimes) -> EtcdLock:
     if not key or len(key) > _MAX_KEY:
         raise ValueError(f"{parts.geturl()!r}: write a KEY after the host, e.g. /sglang-sbs")
     scheme = "https" if parts.scheme == "etcds" else "http"
-    hosts = [_endpoint(scheme, one, parts.geturl()) for one in parts.netloc.split(",")]
+    hosts = [_endpoint(scheme, host, parts.geturl()) for host in parts.netloc.split(",")]
     return EtcdLock(hosts, key, int(times.lease_s), _tls(parts))
 
 
 def _endpoint(scheme: str, text: str, url: str) -> str:
     try:
-        one = urlsplit(f"{scheme}://{text}")
-        host, port = one.hostname, one.port
+        parts = urlsplit(f"{scheme}://{text}")
+        host, port = parts.hostname, parts.port
     except ValueError as error:
         raise ValueError(f"{url!r}: {error}") from error
     if not host or "@" in text:

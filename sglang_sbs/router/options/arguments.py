@@ -180,8 +180,8 @@ def _field_defaults() -> dict[str, Any]:
     """Defaults of all option fields, by dotted path as in the table of flags."""
     scheduler = msgspec.structs.asdict(SchedulerConfig())
     found: dict[str, Any] = {f"scheduler.{name}": value for name, value in scheduler.items()}
-    found |= {one.name: one.default for one in fields(RouterOptions)}
+    found |= {default.name: default.default for default in fields(RouterOptions)}
     parts = {"breaker": BreakerConfig, "monitor": MonitorConfig, "relay": RelayConfig}
     for part, config in parts.items():
-        found |= {f"{part}.{one.name}": one.default for one in fields(config)}
+        found |= {f"{part}.{default.name}": default.default for default in fields(config)}
     return found

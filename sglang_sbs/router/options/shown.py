@@ -37,7 +37,7 @@ def _shown(option: Option, value: Any) -> Any:
     if isinstance(value, list | tuple):
         if option.repeated:
             return [text_without_secrets(" ".join(entry)) for entry in value]
-        return [_shown(option, one) for one in value]
+        return [_shown(option, item) for item in value]
     if option.flag in SECRETS and value is not None:
         return _HIDDEN
     if isinstance(value, Path):

@@ -107,7 +107,7 @@ def read_sources(
 
 def _take_defaults(parser: argparse.ArgumentParser) -> dict[str, Any]:
     """Take the parser's defaults by ``dest``; afterwards it returns only given flags."""
-    given = [one for one in parser._actions if one.default is not argparse.SUPPRESS]
+    given = [action for action in parser._actions if action.default is not argparse.SUPPRESS]
     defaults = {action.dest: action.default for action in given}
     for action in given:
         action.default = argparse.SUPPRESS
@@ -160,9 +160,9 @@ def _words(option: Option, value: Any) -> list[str]:
 
 def _texts(value: Any) -> list[str]:
     if isinstance(value, dict):
-        return [f"{_text(key)}={_text(one)}" for key, one in value.items()]
+        return [f"{_text(key)}={_text(item)}" for key, item in value.items()]
     if isinstance(value, list):
-        return [_text(one) for one in value]
+        return [_text(item) for item in value]
     return _text(value).split()
 
 
@@ -182,7 +182,7 @@ def _in_environment(environ: Mapping[str, str]) -> Iterator[_Entry]:
     for name, option in (former | VARIABLES).items():
         text = environ.get(name, "").strip()
         if text and option.repeated:
-            entries = [one for one in text.replace("\n", ";").split(";") if one.strip()]
+            entries = [entry for entry in text.replace("\n", ";").split(";") if entry.strip()]
             yield _Entry(name, name, option, entries)
         elif text:
             yield _Entry(name, name, option, text)

@@ -168,7 +168,7 @@ class Hub:
     async def metrics_pages(self) -> list[str]:
         """Return every front end's page, the last known one of those without a response in time,
         and the counts of former front ends."""
-        asked = (self._ask(one, messages.AskMetrics()) for one in self._sessions.values())
+        asked = (self._ask(session, messages.AskMetrics()) for session in self._sessions.values())
         for session, answer in await asyncio.gather(*asked):
             if isinstance(answer, messages.MetricsPage):
                 self._pages[session.front_end] = answer.text
@@ -301,11 +301,13 @@ class Hub:
         if not message.rids:
             question = messages.FindStory(name=message.name)
             others = (other for other in self._sessions.values() if other is not session)
-            for _, answer in await asyncio.gather(*(self._ask(one, question) for one in others)):
+            for _, answer in await asyncio.gather(
+                *(self._ask(other, question) for other in others)
+            ):
                 if isinstance(answer, messages.FoundStory):
                     found = messages.read_story(answer.payload)
                     if found is not None:
-                        found.attempts = self.pump.attempts([one.rid for one in found.sent])
+                        found.attempts = self.pump.attempts([attempt.rid for attempt in found.sent])
                         story = found
         known = bool(story.attempts or story.sent)
         payload = msgspec.json.encode(story) if known else b""
@@ -478,12 +480,12 @@ class Hub:
     def _abort(self, *sessions: _Session) -> None:
         """End all requests of the sessions, waiting ones first: ending a running one would dispatch
         the next."""
-        owned = [one for session in sessions for one in session.requests.items()]
+        owned = [request for session in sessions for request in session.requests.items()]
         for session in sessions:
             session.stop_frames()
             session.requests, session.outbox = {}, []
         for rid, _ in owned:
             del self._owners[rid]
-        for rid, placed in sorted(owned, key=lambda one: bool(one[1].prefill)):
+        for rid, placed in sorted(owned, key=lambda request: bool(request[1].prefill)):
             self.membership.count(placed, -1)
             self.pump.submit(RequestEnded(rid=rid, outcome="aborted"))

@@ -51,8 +51,8 @@ def page_parts(
                 by_name[family.name].append(family)
     for same in by_name.values():
         if not lasting_only or same[0].type in _LASTING:
-            one = [_sum(same) if len(same) > 1 else same[0]]
-            yield generate_latest(Made(one.copy)).decode()
+            summed = [_sum(same) if len(same) > 1 else same[0]]
+            yield generate_latest(Made(summed.copy)).decode()
 
 
 def _sum(same: Sequence[Metric]) -> Metric:

@@ -139,7 +139,9 @@ def _add_configured_tokens(tokenizer: Tokenizer, config: Mapping[str, Any]) -> N
     if not isinstance(listed, dict):
         return
     known = {token.content for token in tokenizer.get_added_tokens_decoder().values()}
-    for _, value in sorted((int(id_), one) for id_, one in listed.items() if str(id_).isdigit()):
+    for _, value in sorted(
+        (int(id_), token) for id_, token in listed.items() if str(id_).isdigit()
+    ):
         content = _token_text(value)
         if content is None or content in known:
             continue
@@ -166,4 +168,4 @@ def _first_template(value: Any) -> str | None:
     """Return the config's ``chat_template``: a string, or the first of named ones as in SGLang."""
     named = value if isinstance(value, list) else [{"template": value}]
     templates = (item.get("template") for item in named if isinstance(item, dict))
-    return next((one for one in templates if isinstance(one, str)), None)
+    return next((template for template in templates if isinstance(template, str)), None)

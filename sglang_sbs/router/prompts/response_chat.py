@@ -70,7 +70,7 @@ def _chat_of(body: Mapping[str, Any], inline_system: bool) -> EngineChat:
         chat |= {"tools": tools, "tool_choice": choice}
     _add_reasoning(chat, body)
     # Only Muse's parser shows namespaces to the model.
-    certain = not any(one.get("type") == "namespace" for one in given)
+    certain = not any(tool.get("type") == "namespace" for tool in given)
     return EngineChat(chat, certain)
 
 

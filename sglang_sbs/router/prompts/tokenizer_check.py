@@ -213,14 +213,14 @@ class EngineTokenizers:
                 logger.debug("worker %s: its tokenizer is not known: %s", worker.url, error)
             self._verdicts[worker.url] = verdict
         verdicts = self._verdicts.values()
-        self._disagreeing = frozenset(kind for one in verdicts for kind in one.wrong)
+        self._disagreeing = frozenset(kind for result in verdicts for kind in result.wrong)
 
     async def _ask(self, url: str, info: WorkerInfo, probes: _Probes) -> TokenizerResult:
         answer = await self._post(url, {"prompt": probes.texts, "add_special_tokens": True})
         text = None if answer is None else answer.get("tokens") == probes.text_ids
         answers = [await self._post(url, body) for body in _CHATS]
         # A chat refused by our template must be refused by the engine as well.
-        ids = [None if one is None else one.get("tokens") for one in answers]
+        ids = [None if answer is None else answer.get("tokens") for answer in answers]
         agrees = ids == probes.chat_ids
         known = answers[-1] is not None or any(ids is not None for ids in probes.chat_ids)
         chat = agrees if known and text is not None else None

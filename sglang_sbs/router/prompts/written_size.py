@@ -32,15 +32,15 @@ def written_chars(value: Any, indent: int | str = 0) -> int:
     depth = 0
     while level:
         below: list[Any] = []
-        for one in level:
-            if isinstance(one, str):
-                chars += len(one) + 2
-            elif isinstance(one, dict):
-                chars += sum([len(str(key)) + 4 for key in one]) + 2
-                below += one.values()
-            elif isinstance(one, list | tuple):
-                chars += len(one) + 2
-                below += one
+        for item in level:
+            if isinstance(item, str):
+                chars += len(item) + 2
+            elif isinstance(item, dict):
+                chars += sum([len(str(key)) + 4 for key in item]) + 2
+                below += item.values()
+            elif isinstance(item, list | tuple):
+                chars += len(item) + 2
+                below += item
             else:
                 chars += 5
         chars += len(level) * step * depth

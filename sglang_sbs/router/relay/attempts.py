@@ -94,7 +94,9 @@ class Attempts:
         left; :meth:`_placement` then refuses it."""
         if exchange.plan.kind not in CONVERTED:
             return ()
-        return tuple(one.url for one in self.registry if not takes_converted(one.known.version))
+        return tuple(
+            worker.url for worker in self.registry if not takes_converted(worker.known.version)
+        )
 
     def _blame(self, run: UnitRun, *, served: bool) -> None:
         """Count responses of 5xx against their engines. If two engines failed and none served the

@@ -128,7 +128,7 @@ def one_after_the_other(first: Any, second: Any, leave_out: int = 0) -> Any:
         entries = raw_json.decoded(raw_json.ENTRIES, texts[0])
         texts[0] = memoryview(raw_json.list_of(entries[: len(entries) - leave_out]))
     inner = [text[1:-1] for text in texts if text.nbytes > len(b"[]")]
-    pieces = [one for text in inner for one in (b",", text)]
+    pieces = [piece for text in inner for piece in (b",", text)]
     return _Spliced([b"[", *pieces[1:], b"]"])
 
 

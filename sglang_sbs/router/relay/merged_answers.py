@@ -134,7 +134,7 @@ def merge_answers(
         except JsonError as error:
             raise NoAnswer(unit, str(error)) from error
     if plan.kind == "generate":
-        whole: list[bytes | bytearray] = [one for each in answers for one in (b",", each)][1:]
+        whole: list[bytes | bytearray] = [piece for each in answers for piece in (b",", each)][1:]
         pieces: list[Any] = [b"[", *whole, b"]"] if plan.as_list else [answers[0]]
     else:
         put: dict[str, list[Any]] = {"choices": [b"[", *choices[1:], b"]"]}
@@ -144,7 +144,7 @@ def merge_answers(
         for name in {**first, **put}:
             pieces += (b",", orjson.dumps(name), b":", *(put.get(name) or [first[name]]))
         pieces = [b"{", *pieces[1:], b"}"]
-    return [memoryview(one) for one in pieces]
+    return [memoryview(piece) for piece in pieces]
 
 
 def _choices_of(unit: int, choices: Raw | None) -> list[bytes | Raw]:
@@ -153,8 +153,8 @@ def _choices_of(unit: int, choices: Raw | None) -> list[bytes | Raw]:
         return []
     index = b"%d" % unit
     pieces: list[bytes | Raw] = []
-    for one in raw_json.decoded(raw_json.OBJECTS, choices):
-        members: dict[str, Raw | bytes] = {**one} | {"index": index}
+    for choice in raw_json.decoded(raw_json.OBJECTS, choices):
+        members: dict[str, Raw | bytes] = {**choice} | {"index": index}
         pieces += (b",", b"{", *raw_json.member_pieces(members.items()), b"}")
     return pieces
 

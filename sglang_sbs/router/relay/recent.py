@@ -74,47 +74,47 @@ class RecentRequests:
     def began(
         self, request_id: str, kind: str, began_s: float, units: int, ids: Sequence[str]
     ) -> RecentRequest:
-        one = RecentRequest(
+        request = RecentRequest(
             request_id, kind, began_s, time.time(), units, tuple(ids[:MOST_ATTEMPTS])
         )
-        self._kept.append(one)
+        self._kept.append(request)
         if len(self._kept) > MOST_KEPT:
             self._forget(self._kept.popleft())
-        for name in (request_id, *one.ids):
-            self._by_id[name] = one
-        return one
+        for name in (request_id, *request.ids):
+            self._by_id[name] = request
+        return request
 
-    def announced(self, one: RecentRequest, rid: str, unit: int, now_s: float) -> None:
-        if one.announced_s is None:
-            one.announced_s = now_s
-        if len(one.sent) < MOST_ATTEMPTS:
-            one.sent = (*one.sent, ClientAttempt(rid, unit))
-            self._by_id[rid] = one
+    def announced(self, request: RecentRequest, rid: str, unit: int, now_s: float) -> None:
+        if request.announced_s is None:
+            request.announced_s = now_s
+        if len(request.sent) < MOST_ATTEMPTS:
+            request.sent = (*request.sent, ClientAttempt(rid, unit))
+            self._by_id[rid] = request
 
-    def named(self, one: RecentRequest, name: str) -> None:
+    def named(self, request: RecentRequest, name: str) -> None:
         """Record the id that the router made for a merged response."""
-        one.ids = (*one.ids, name)
-        self._by_id[name] = one
+        request.ids = (*request.ids, name)
+        self._by_id[name] = request
 
-    def held(self, one: RecentRequest, held_s: float) -> None:
-        one.held_s = held_s
+    def held(self, request: RecentRequest, held_s: float) -> None:
+        request.held_s = held_s
         self.minute.add(self.minute.held_s, held_s)
 
-    def first_byte(self, one: RecentRequest, now_s: float) -> None:
+    def first_byte(self, request: RecentRequest, now_s: float) -> None:
         """Record the first byte of any of its units."""
-        if one.first_byte_s is None:
-            one.first_byte_s = now_s
-            self.minute.add(self.minute.ttft_s, now_s - one.began_s)
+        if request.first_byte_s is None:
+            request.first_byte_s = now_s
+            self.minute.add(self.minute.ttft_s, now_s - request.began_s)
 
-    def attempt_ended(self, one: RecentRequest, rid: str, outcome: str) -> None:
-        for attempt in reversed(one.sent):
+    def attempt_ended(self, request: RecentRequest, rid: str, outcome: str) -> None:
+        for attempt in reversed(request.sent):
             if attempt.rid == rid:
                 attempt.outcome = outcome
                 return
 
-    def attempt_failed(self, one: RecentRequest, unit: int, failure: RouterError) -> None:
+    def attempt_failed(self, request: RecentRequest, unit: int, failure: RouterError) -> None:
         """Record the failure of the last attempt at that unit."""
-        for attempt in reversed(one.sent):
+        for attempt in reversed(request.sent):
             if attempt.unit == unit:
                 attempt.failure = f"{failure.code}: {failure}"[:512]
                 return
@@ -123,12 +123,12 @@ class RecentRequests:
         return self._by_id.get(name)
 
     def story(self, name: str) -> Story | None:
-        one = self.find(name)
-        return None if one is None else one.story()
+        request = self.find(name)
+        return None if request is None else request.story()
 
-    def _forget(self, one: RecentRequest) -> None:
-        for name in (one.request_id, *one.ids, *(attempt.rid for attempt in one.sent)):
-            if self._by_id.get(name) is one:
+    def _forget(self, request: RecentRequest) -> None:
+        for name in (request.request_id, *request.ids, *(attempt.rid for attempt in request.sent)):
+            if self._by_id.get(name) is request:
                 del self._by_id[name]
 
 

@@ -236,7 +236,7 @@ def leg_bodies(
     member = prompt.member
     if ids_json is not None:
         member = b'"%b":%b' % (_IDS_FIELD[plan.kind].encode(), ids_json)
-    members = [one for one in (member, prompt.own, plan.common) if one]
+    members = [piece for piece in (member, prompt.own, plan.common) if piece]
     options = plan.stream_options if plan.stream else None
     more = b"" if options is None else b',"stream_options":%b' % options
     return _pieces(members, prefill, b""), _pieces(members, decode, more)
@@ -247,6 +247,6 @@ def _pieces(members: list[bytes | bytearray], fields: dict[str, Any], more: byte
     if sum(map(len, members)) <= _JOINED_BYTES:
         return (b"{%b}" % b",".join((*members, end[:-1])),)
     pieces: list[bytes | bytearray] = [b"{"]
-    for one in members:
-        pieces += (one, b",")
+    for member in members:
+        pieces += (member, b",")
     return (*pieces, end)

@@ -198,8 +198,8 @@ def count_outside_strings(
         carried = b"\\" if text.endswith(b"\\") else b""
         parts = text.removesuffix(b"\\").replace(b'\\"', b"").split(b'"')
         outside = b"".join(parts[inside::2])
-        for one in counts:
-            counts[one] += len(parts) - 1 if one == ord('"') else outside.count(one)
+        for code in counts:
+            counts[code] += len(parts) - 1 if code == ord('"') else outside.count(code)
         inside ^= len(parts) % 2 == 0
     return counts
 
@@ -212,8 +212,8 @@ def _check_density(body: bytes | bytearray | memoryview, characters: bytes) -> N
     most = _FREE_BYTES + _GROWTH * size
     at_most = dict.fromkeys(characters, 0)
     for piece in _pieces(body):
-        for one in at_most:
-            at_most[one] += piece.count(one)
+        for code in at_most:
+            at_most[code] += piece.count(code)
     if _objects_bytes(at_most) <= most:
         return
     needed = _objects_bytes(count_outside_strings(body, characters))
@@ -223,7 +223,7 @@ def _check_density(body: bytes | bytearray | memoryview, characters: bytes) -> N
 
 
 def _objects_bytes(counts: Mapping[int, int]) -> int:
-    return sum(_OBJECT_BYTES[one] * count for one, count in counts.items())
+    return sum(_OBJECT_BYTES[code] * count for code, count in counts.items())
 
 
 def _pieces(body: bytes | bytearray | memoryview, size: int = _PIECE_BYTES) -> Iterator[bytes]:

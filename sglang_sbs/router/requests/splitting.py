@@ -57,7 +57,7 @@ _LIST_OF_LISTS = "token_ids_logprob"
 """A field whose value is a list itself, so it is per prompt only as a list of lists."""
 
 _PROMPT_FIELDS = ("text", "input_ids", "input_embeds")
-_NUMBER_STARTS = frozenset(b"%c" % one for one in b"-0123456789")
+_NUMBER_STARTS = frozenset(b"%c" % digit for digit in b"-0123456789")
 _MESSAGE_SAMPLING = ("temperature", "top_p", "top_k", "max_tokens")
 """Sampling parameters of Anthropic's API; SGLang checks them as for a chat."""
 _DEFAULT_MAX_TOKENS = {"generate": 128, "completions": 16, "chat": None}
@@ -130,11 +130,13 @@ def split_generate(body: Body, limits: RelayConfig) -> _Split:
     values = _batch_of(key, prompt, limits)
     batch = None if values is None else len(values)
     params = _params_of(body, batch)
-    asked = [check_sampling("generate", one.typed) for one in params]
+    asked = [check_sampling("generate", sampling.typed) for sampling in params]
     samples = _samples_of(params)
     _check_units(batch or 1, samples, limits)
     if samples > 1:
-        objects = [b"{%b}" % bytes(joined((one | {"n": Raw(b"1")}).items())) for one in params]
+        objects = [
+            b"{%b}" % bytes(joined((sampling | {"n": Raw(b"1")}).items())) for sampling in params
+        ]
         several = len(params) > 1
         body["sampling_params"] = Raw(list_of(objects) if several else objects[0])
     own: list[_Own] = [{} for _ in range(batch or 1)]
@@ -143,12 +145,12 @@ def split_generate(body: Body, limits: RelayConfig) -> _Split:
     takes_ids = key == "text" and not any(name in body for name in _PROMPT_FIELDS)
     prompts = _prompts(key, values or [prompt], body, own, takes_ids=takes_ids)
     of_each = cycle(zip(params, asked, strict=True))
-    for each, (one, limit), fields in zip(prompts, of_each, own, strict=False):
-        each.max_new_tokens = _first_limit("generate", [one.typed.get("max_new_tokens")])
+    for each, (sampling, limit), fields in zip(prompts, of_each, own, strict=False):
+        each.max_new_tokens = _first_limit("generate", [sampling.typed.get("max_new_tokens")])
         each.asked_tokens = limit
         if "return_logprob" in body.typed:
             given = {name: body.typed[name] for name in LOGPROB_FIELDS if name in body}
-            each.logprobs_from = logprobs_from(one.typed, given | typed_fields(fields))
+            each.logprobs_from = logprobs_from(sampling.typed, given | typed_fields(fields))
     return prompts, samples, batch is not None or samples > 1
 
 

@@ -220,7 +220,7 @@ class KvEventSubscriber:
             ("malformed", "sbs_prefix_events_malformed", "Messages that could not be decoded"),
             ("foreign", "sbs_prefix_events_foreign", "Batches of another rank"),
         ):
-            found = {(one, str(rank)): counts[kind] for (one, rank), counts in self._counts.items()}
+            found = {(url, str(rank)): counts[kind] for (url, rank), counts in self._counts.items()}
             yield total(name, text, found, "worker", "dp_rank")
         blocks = {
             (instance, str(rank), change): counts[change]

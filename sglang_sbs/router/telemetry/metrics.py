@@ -211,10 +211,10 @@ class RouterMetrics:
             if not self._knows(worker_url):
                 return None
             own = self._of_workers[worker_url] = {}
-        one: _M | None = own.get((metric, labels))
-        if one is None:
-            one = own[metric, labels] = metric.labels(*labels)
-        return one
+        series: _M | None = own.get((metric, labels))
+        if series is None:
+            series = own[metric, labels] = metric.labels(*labels)
+        return series
 
     # The scheduler ----------------------------------------------------------------------------
 
@@ -412,17 +412,17 @@ def snapshot_families(snapshot: Any, workers: Registry) -> Iterator[Metric]:
             yield gauge(name, text, value)
     about, classes = "Requests waiting, by class of priority", snapshot.queue_classes
     yield gauge("sbs_queue_class_requests", about, classes, "class")
-    prefill = [one for one in snapshot.prefill if workers.get(one.instance) is not None]
-    decode = [one for one in snapshot.decode if workers.get(one.instance) is not None]
+    prefill = [state for state in snapshot.prefill if workers.get(state.instance) is not None]
+    decode = [state for state in snapshot.decode if workers.get(state.instance) is not None]
     yield from _instance_families(prefill)
     yield from _rank_families(prefill, decode)
 
 
 def _instance_families(prefill: Sequence[Any]) -> Iterator[Metric]:
-    tiers = {(one.instance, one.tier): 1 for one in prefill}
+    tiers = {(state.instance, state.tier): 1 for state in prefill}
     yield gauge("sbs_signal_tier", "1 for the signal tier in force", tiers, "worker", "tier")
     for kind, name, text, field in _OF_INSTANCES:
-        values = {one.instance: getattr(one, field) for one in prefill}
+        values = {state.instance: getattr(state, field) for state in prefill}
         yield kind(name, text, values, "worker")
 
 
@@ -436,9 +436,9 @@ def _rank_families(prefill: Sequence[Any], decode: Sequence[Any]) -> Iterator[Me
         (decode, "sbs_rank_kv_tokens", "K, own dispatches included", "kv_tokens"),
     ):
         values = {
-            (one.instance, str(number)): value
-            for one in instances
-            for number, rank in enumerate(one.ranks)
+            (state.instance, str(number)): value
+            for state in instances
+            for number, rank in enumerate(state.ranks)
             if (value := getattr(rank, field)) is not None
         }
         yield gauge(name, text, values, "worker", "dp_rank")

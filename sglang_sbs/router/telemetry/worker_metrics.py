@@ -17,12 +17,12 @@ _ROLES: tuple[InstanceRole, InstanceRole] = ("prefill", "decode")
 # fmt: off
 _OF_WORKERS: tuple[tuple[str, str, Callable[[Worker], float]], ...] = (
     ("smg_worker_cb_state", "Circuit breaker: 0 closed, 1 open, 2 half-open",
-        lambda one: _STATES[one.breaker.state]),
+        lambda worker: _STATES[worker.breaker.state]),
     ("smg_worker_cb_consecutive_failures", "Consecutive failures counted by the breaker",
-        lambda one: one.breaker.consecutive[0]),
+        lambda worker: worker.breaker.consecutive[0]),
     ("smg_worker_cb_consecutive_successes", "Consecutive successes while half-open",
-        lambda one: one.breaker.consecutive[1]),
-    ("smg_worker_requests_active", "Legs in flight", lambda one: one.load),
+        lambda worker: worker.breaker.consecutive[1]),
+    ("smg_worker_requests_active", "Legs in flight", lambda worker: worker.load),
 )
 # fmt: on
 
@@ -47,25 +47,27 @@ def worker_families(
     """Metrics of all workers; ``checks``: health checks by role and result."""
     workers = list(registry)
     for name, text, value in _OF_WORKERS:
-        yield gauge(name, text, {one.url: value(one) for one in workers}, "worker")
-    healthy = {(one.url, one.role): one.healthy for one in workers}
+        yield gauge(name, text, {worker.url: value(worker) for worker in workers}, "worker")
+    healthy = {(worker.url, worker.role): worker.healthy for worker in workers}
     yield gauge("smg_worker_health", "1 if healthy", healthy, "worker", "worker_type")
-    outcomes = {(one.url, "failure"): one.failures for one in workers}
-    outcomes |= {(one.url, "success"): one.successes for one in workers}
+    outcomes = {(worker.url, "failure"): worker.failures for worker in workers}
+    outcomes |= {(worker.url, "success"): worker.successes for worker in workers}
     yield total("smg_worker_cb_outcomes", "Legs by outcome", outcomes, "worker", "outcome")
     about = "Changes of the breaker's state"
     changes = {
-        (one.url, *change): count
-        for one in workers
-        for change, count in one.breaker.transitions.items()
+        (worker.url, *change): count
+        for worker in workers
+        for change, count in worker.breaker.transitions.items()
     }
     yield total("smg_worker_cb_transitions", about, changes, "worker", "from", "to")
-    problems = {(one.url, kind): 1 for one in workers for kind in one.problems}
+    problems = {(worker.url, kind): 1 for worker in workers for kind in worker.problems}
     yield gauge("sbs_worker_problem", "1 per known problem", problems, "worker", "problem")
     about = "Bootstrap rooms that refused requests may have left in a prefill engine's memory"
-    left = {one.url: one.rooms_left for one in workers if one.role == "prefill"}
+    left = {worker.url: worker.rooms_left for worker in workers if worker.role == "prefill"}
     yield gauge("sbs_rooms_left", about, left, "worker")
-    reports = {(one.url, str(r)): count for one in workers for r, count in one.reports.items()}
+    reports = {
+        (worker.url, str(r)): count for worker in workers for r, count in worker.reports.items()
+    }
     yield total("sbs_endforward_messages", "EndForward messages", reports, "worker", "dp_rank")
     about = "Requests counted by this router minus those reported by the engine"
     drifts = {

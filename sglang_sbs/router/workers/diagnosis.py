@@ -122,12 +122,12 @@ def why_silent(ranks: Sequence[int]) -> str:
     return f"no EndForward from rank {shown}"
 
 
-def _are_apart(one: str, other: str) -> bool:
+def _are_apart(own: str, other: str) -> bool:
     """Return whether two ``--dist-init-addr`` certainly belong to different engines."""
-    if one == other or not one or not other:  # the usual case, and reports are frequent
+    if own == other or not own or not other:  # the usual case, and reports are frequent
         return False
     (host, port), (other_host, other_port) = (
-        text.lower().rpartition(":")[::2] for text in (one, other)
+        text.lower().rpartition(":")[::2] for text in (own, other)
     )
     (kind, what), (other_kind, other_what) = _identity_of(host), _identity_of(other_host)
     return port != other_port or (kind == other_kind and what != other_what)

@@ -359,12 +359,12 @@ class Monitor:
             for answer in answers:
                 if isinstance(answer, BaseException) and not isinstance(answer, _NO_ANSWER):
                     raise answer
-            found = [one for one in answers if not isinstance(one, BaseException)]
+            found = [answer for answer in answers if not isinstance(answer, BaseException)]
             if not found:
                 continue
             pages = [
-                b"" if isinstance(one, BaseException) or one[0] != 200 else one[1]
-                for one in answers
+                b"" if isinstance(answer, BaseException) or answer[0] != 200 else answer[1]
+                for answer in answers
             ]
             event = parse_loads(worker, pages)
             if event is None:

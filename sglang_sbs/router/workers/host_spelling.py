@@ -42,7 +42,7 @@ def told_host(url: str, spelled: int) -> str:
 
 def respell_all(prefill: Iterable[Spelled], decode: Iterable[Spelled]) -> None:
     """Choose host spellings that keep decode from contacting a former prefill process."""
-    blocks = [one.info.sbs for one in decode if one.info is not None]
+    blocks = [engine.info.sbs for engine in decode if engine.info is not None]
     for worker in prefill:
         sbs = worker.info.sbs if worker.info is not None else None
         if sbs is not None and sbs.boot_id:
@@ -64,8 +64,10 @@ def spelling_for(
     to which the new one is added. (Short names have few spellings.) ``now``: current spelling, kept
     if some boot is unknown, because an earlier router process may have seen more."""
     restarted = any(boot != prefill.boot_id for boot in called.values())
-    if not any(_may_be_older(one, prefill, restarted) for one in decode):
-        known = prefill.booted_s and all(one is not None and one.booted_s for one in decode)
+    if not any(_may_be_older(engine, prefill, restarted) for engine in decode):
+        known = prefill.booted_s and all(
+            engine is not None and engine.booted_s for engine in decode
+        )
         kept = 0 if known else now
         boot_id = called.setdefault(respelled(host, kept), prefill.boot_id)
         return kept if boot_id == prefill.boot_id else 0

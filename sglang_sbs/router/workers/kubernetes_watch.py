@@ -96,12 +96,12 @@ class PodDiscovery:
         yield total(
             "smg_discovery_deregistrations", "Workers removed with their pod", gone, "source"
         )
-        current = {one.role: one.current for one in self._streams}
+        current = {stream.role: stream.current for stream in self._streams}
         about = "Pods of the role are listed and watched"
         yield gauge("sbs_discovery_current", about, current, "role")
-        lists = {one.role: one.lists for one in self._streams}
+        lists = {stream.role: stream.lists for stream in self._streams}
         yield total("sbs_discovery_lists", "Complete lists of a role's pods", lists, "role")
-        errors = {one.role: one.errors for one in self._streams}
+        errors = {stream.role: stream.errors for stream in self._streams}
         yield total("sbs_discovery_errors", "Lists and watches that failed", errors, "role")
 
 

@@ -289,7 +289,7 @@ class Registry:
         rank = worker.stalled.setdefault(report.dp_rank, StalledWork())
         rank.observe(report, self._clock())
         if rank.cause or "stalled" in worker.problems:
-            causes = (one.cause for _, one in sorted(worker.stalled.items()))
+            causes = (stalled.cause for _, stalled in sorted(worker.stalled.items()))
             self.report_problem(worker, "stalled", next(filter(None, causes), ""))
 
     def accepted(self, worker: Worker, rid: str, named_rank: int, rank: int) -> None:

@@ -36,7 +36,7 @@ class ExpectedOutput:
     ) -> int:
         """Return the answer's length, limited to what was requested and to a decode rank's
         capacity."""
-        most = max((one.kv_capacity_tokens for one in instances), default=0)
+        most = max((instance.kv_capacity_tokens for instance in instances), default=0)
         if request.max_new_tokens is not None:
             most = min(most, request.max_new_tokens)
         return min(max(0, event.completion_tokens or 0), most)
@@ -73,7 +73,7 @@ class DecodeAdmission:
         self.least_refused_tokens = math.inf
         kept = self.reserved
         if kept is not None and (
-            kept.rid not in waiting or all(kept.instance != one.id for one in instances)
+            kept.rid not in waiting or all(kept.instance != instance.id for instance in instances)
         ):
             self.reserved = None
 

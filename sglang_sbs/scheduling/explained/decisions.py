@@ -186,7 +186,7 @@ class Decided(msgspec.Struct, frozen=True, gc=False):
         if term not in (Term.SOONEST, Term.FIRST_OPEN) or not self.hits:
             return term
         here = max(self.hits.get(self.instance, [0]))
-        others = [max(one) for name, one in self.hits.items() if name != self.instance]
+        others = [max(rank_hits) for name, rank_hits in self.hits.items() if name != self.instance]
         return Term.CACHED if here > max(others, default=0) else term
 
 
@@ -265,7 +265,7 @@ class RecentDecisions:
 
 def _launch_of(batch: BatchRecord, instance: InstanceId) -> dict[str, float | None]:
     """Return the predicted start and end of a batch's first pass."""
-    look = next((one for one in batch.looks if one.instance == instance), None)
+    look = next((seen for seen in batch.looks if seen.instance == instance), None)
     if look is None:
         return {"launch_s": batch.launch_s}
     there = look.next_pass()
@@ -278,7 +278,7 @@ def _launch_of(batch: BatchRecord, instance: InstanceId) -> dict[str, float | No
 
 def _waits_of(noted: Sequence[Waited], batches: int, until_s: float) -> list[Waited]:
     # Reasons noted at the decision itself did not cause waiting.
-    waits = [one for one in noted if one.at_s < until_s]
+    waits = [waited for waited in noted if waited.at_s < until_s]
     last = waits[-1] if waits else None
     if last is not None and last.reason is WaitReason.NOT_YET and batches:
         due_s = last.until_s

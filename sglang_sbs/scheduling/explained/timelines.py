@@ -215,9 +215,9 @@ class Timelines:
         at_s = now_s - max(0.0, report.age_s)
         key = event.instance, report.dp_rank
         if report.kind == "launch":
-            one: _Computing | None = None
+            computing: _Computing | None = None
             for started in report.started:
-                one = None
+                computing = None
                 timeline = self._open.get(started.rid)
                 if timeline is None or timeline.launched_s is not None:
                     continue
@@ -227,10 +227,10 @@ class Timelines:
                 decision = timeline.decision
                 cached = 0 if decision is None else decision.cached_tokens
                 left = max(1, timeline.prompt_tokens - cached)
-                one = _Computing(timeline, report.forward_id, left)
-                self._computing.setdefault(key, {})[started.rid] = one
-            if one is not None:  # the engine cuts the last one that it takes
-                one.cut = report.chunk_remainder_tokens > 0
+                computing = _Computing(timeline, report.forward_id, left)
+                self._computing.setdefault(key, {})[started.rid] = computing
+            if computing is not None:  # the engine cuts the last one that it takes
+                computing.cut = report.chunk_remainder_tokens > 0
         elif report.kind == "forward":
             if report.finished:
                 self._names_finished[key] = report.boot_id
@@ -240,26 +240,26 @@ class Timelines:
             if self._names_finished.get(key) != report.boot_id:
                 self._pass_ended(here, event, at_s)
             for rid in report.finished:
-                one = here.pop(rid, None)
-                if one is not None:
-                    one.timeline.computed_s = at_s
+                computing = here.pop(rid, None)
+                if computing is not None:
+                    computing.timeline.computed_s = at_s
 
     @staticmethod
     def _pass_ended(here: dict[str, _Computing], event: ForwardEnded, end_s: float) -> None:
         report = event.report
         tokens = report.extend_tokens
-        for rid, one in list(here.items()):
-            if one.forward_id > report.forward_id or tokens <= 0:
+        for rid, computing in list(here.items()):
+            if computing.forward_id > report.forward_id or tokens <= 0:
                 break
-            whole = one.last_end_s is None and one.left_tokens <= report.chunk_tokens
-            taken = min(one.left_tokens, tokens)
+            whole = computing.last_end_s is None and computing.left_tokens <= report.chunk_tokens
+            taken = min(computing.left_tokens, tokens)
             tokens -= taken
-            one.left_tokens -= taken
-            one.last_end_s = end_s
-            if one.cut and one.forward_id == report.forward_id:
-                one.left_tokens, whole = max(1, one.left_tokens), False
+            computing.left_tokens -= taken
+            computing.last_end_s = end_s
+            if computing.cut and computing.forward_id == report.forward_id:
+                computing.left_tokens, whole = max(1, computing.left_tokens), False
             # Lengths may be estimates: a prompt within a chunk takes one pass, whatever was
             # counted.
-            if one.left_tokens <= 0 or whole or one.timeline.prefilled_s is not None:
-                one.timeline.computed_s = end_s
+            if computing.left_tokens <= 0 or whole or computing.timeline.prefilled_s is not None:
+                computing.timeline.computed_s = end_s
                 del here[rid]

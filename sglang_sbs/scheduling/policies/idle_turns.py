@@ -27,8 +27,8 @@ def whose_turn(idle: Sequence[PrefillInstance], tokens: int, session: str = "") 
     """The idle instance that has been sent nothing for longest, of those predicted to compute a
     request as soon as the best one, within the error of their models. A conversation (``session``)
     gets the same instance each time. ``tokens``: uncached tokens of the request."""
-    passes = [-(-tokens // one.chunk_tokens) for one in idle]
-    finish_s = [n * pass_with_s(one, tokens) for n, one in zip(passes, idle, strict=True)]
+    passes = [-(-tokens // instance.chunk_tokens) for instance in idle]
+    finish_s = [n * pass_with_s(instance, tokens) for n, instance in zip(passes, idle, strict=True)]
     best = min(range(len(idle)), key=finish_s.__getitem__)
     error_s = idle[best].model.error_s
 
@@ -42,7 +42,7 @@ def whose_turn(idle: Sequence[PrefillInstance], tokens: int, session: str = "") 
             or TUNING.worth * finish_s[number] <= finish_s[best] + unsure_s
         )
 
-    equal = [one for number, one in enumerate(idle) if is_equal(number)]
+    equal = [instance for number, instance in enumerate(idle) if is_equal(number)]
     if session:
-        return min(equal, key=lambda one: crc32(f"{session} {one.id}".encode()))
-    return min(equal, key=lambda one: one.last_dispatch_s)
+        return min(equal, key=lambda instance: crc32(f"{session} {instance.id}".encode()))
+    return min(equal, key=lambda instance: instance.last_dispatch_s)

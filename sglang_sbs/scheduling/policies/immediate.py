@@ -152,12 +152,12 @@ class Eta(ImmediatePolicy):
         self._knows_caches = knows_caches
 
     def choose(self, request: Request, instances: Instances, now_s: float) -> Place:
-        places = [(self._best_rank(request, one, now_s), one) for one in instances]
+        places = [(self._best_rank(request, instance, now_s), instance) for instance in instances]
         best = min(places, key=lambda place: place[0][:2])
         if best[1].idle:
             # Take turns among idle ones with no less of the prompt cached than the best one.
             equal = [place for place in places if place[1].idle and place[0][1] <= best[0][1]]
-            turn = whose_turn([one for _, one in equal], best[0][1], request.session)
+            turn = whose_turn([instance for _, instance in equal], best[0][1], request.session)
             best = next(place for place in equal if place[1] is turn)
         return best[1], best[0][2]
 

@@ -99,9 +99,9 @@ class ForwardModel:
         self, tokens_per_rank: Sequence[int], forward_s: float, pairs: Sequence[float] = ()
     ) -> None:
         self.passes += 1
-        one = _Observed(tuple(tokens_per_rank), forward_s, tuple(pairs))
+        observed = _Observed(tuple(tokens_per_rank), forward_s, tuple(pairs))
         if len(self._first) < _WARM_UP:
-            self._first.append(one)
+            self._first.append(observed)
             self._sift()
             return
         predicted_s = self.predict_s(tokens_per_rank, pairs)
@@ -109,8 +109,8 @@ class ForwardModel:
         clipped_s = min(max(forward_s, predicted_s - limit_s), predicted_s + limit_s)
         is_slower = forward_s > _OTHER_SPEED * predicted_s
         is_faster = _OTHER_SPEED * forward_s < predicted_s
-        self._last.append((is_slower - is_faster, one))
-        self._learn(one._replace(forward_s=clipped_s))
+        self._last.append((is_slower - is_faster, observed))
+        self._learn(observed._replace(forward_s=clipped_s))
         if abs(sum([side for side, _ in self._last])) >= _LASTING:
             self._on_other_speed()
 
@@ -121,11 +121,11 @@ class ForwardModel:
         """Smoothed absolute prediction error."""
         self._update_formula()
 
-    def _learn(self, one: _Observed) -> None:
-        predicted_s = self.predict_s(one.tokens_per_rank, one.pairs)
-        self.error_s += _ERROR_STEP * (abs(one.forward_s - predicted_s) - self.error_s)
-        features = self._features(one.tokens_per_rank, one.pairs)
-        self._fit.add(features, one.forward_s / self._time_unit_s)
+    def _learn(self, observed: _Observed) -> None:
+        predicted_s = self.predict_s(observed.tokens_per_rank, observed.pairs)
+        self.error_s += _ERROR_STEP * (abs(observed.forward_s - predicted_s) - self.error_s)
+        features = self._features(observed.tokens_per_rank, observed.pairs)
+        self._fit.add(features, observed.forward_s / self._time_unit_s)
         self._fit.solve()
         self._update_formula()
 
@@ -147,8 +147,11 @@ class ForwardModel:
         none qualifies. If several remain and one fit explains all, the load caused the
         difference."""
         data = [
-            (self._features(one.tokens_per_rank, one.pairs), one.forward_s / self._time_unit_s)
-            for one in self._first
+            (
+                self._features(observed.tokens_per_rank, observed.pairs),
+                observed.forward_s / self._time_unit_s,
+            )
+            for observed in self._first
         ]
         prior = _Regression(self._prior)
         order = sorted(
@@ -170,9 +173,10 @@ class ForwardModel:
 
     def _on_other_speed(self) -> None:
         """Restart after a change of the engine's speed, from the same shape and the last passes."""
-        last = [one for _, one in self._last]
+        last = [observed for _, observed in self._last]
         ratios = sorted(
-            one.forward_s / self.predict_s(one.tokens_per_rank, one.pairs) for one in last
+            observed.forward_s / self.predict_s(observed.tokens_per_rank, observed.pairs)
+            for observed in last
         )
         self._prior = [ratios[len(ratios) // 2] * weight for weight in self._fit.weights]
         self._prior_error_s = self.error_s
@@ -214,7 +218,7 @@ class _Regression:
             self.solve()
 
     def value(self, x: Sequence[float]) -> float:
-        return sum([w * one for w, one in zip(self.weights, x, strict=True)])
+        return sum([w * feature for w, feature in zip(self.weights, x, strict=True)])
 
     def add(self, x: Sequence[float], y: float) -> None:
         """Add a sample; :meth:`solve` updates the weights."""

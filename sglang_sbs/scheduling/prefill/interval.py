@@ -51,8 +51,8 @@ class NetworkLatency:
         empty: all were sent alone."""
         sizes = requests or [1] * len(latencies_s)
         self._samples.extend(
-            (now_s, min(max(0.0, one), _MOST_S), size)
-            for one, size in zip(latencies_s, sizes, strict=True)
+            (now_s, min(max(0.0, latency_s), _MOST_S), size)
+            for latency_s, size in zip(latencies_s, sizes, strict=True)
         )
         stale = False
         while self._samples and self._samples[0][0] < now_s - _FRESH_S:
@@ -144,7 +144,7 @@ class IntervalController(NetworkLatency):
         if ordered[-1] <= limit_s:
             return self._sum_s / len(window)
         tolerated = 1 if is_full else max(1, self.active)
-        if sum(one > limit_s for one in islice(reversed(window), _RECENT)) > tolerated:
+        if sum(gap_s > limit_s for gap_s in islice(reversed(window), _RECENT)) > tolerated:
             return self._sum_s / len(window)
-        usual = [one for one in window if one <= limit_s]
+        usual = [gap_s for gap_s in window if gap_s <= limit_s]
         return sum(usual) / len(usual) if usual else limit_s

@@ -116,9 +116,9 @@ def observe_launch(
 def _is_engines_own(report: EndForward, idle_s: float) -> bool:
     """Return whether the requests that the pass starts were there, and not waiting for decode, for
     most of the idle time (``idle_s``): then no lead can shorten the pause."""
-    queued_s = [one.queued_s for one in report.started]
+    queued_s = [started.queued_s for started in report.started]
     if not queued_s or min(queued_s) <= 0:
         return False  # not reported
     last_s = max(queued_s)
-    ready_s = max([one.schedulable_s for one in report.started])
+    ready_s = max([started.schedulable_s for started in report.started])
     return report.launch_s - last_s > 0.5 * idle_s > ready_s - last_s

@@ -144,7 +144,7 @@ class UpcomingBlocks:
     def remove(self, sent: SentPrefix) -> None:
         self.version += 1
         root = sent.blocks[0]
-        others = [one for one in self._by_root.pop(root, ()) if one is not sent]
+        others = [other for other in self._by_root.pop(root, ()) if other is not sent]
         if others:
             self._by_root[root] = others
             self._changed[root] = self.version
@@ -168,8 +168,8 @@ class UpcomingBlocks:
             yield sent, shared_blocks(blocks, sent.blocks, count)
 
 
-def shared_blocks(one: Sequence[int], other: Sequence[int], most: int) -> int:
+def shared_blocks(blocks: Sequence[int], other: Sequence[int], most: int) -> int:
     """Number of leading blocks that two prompts share. A block's name covers all before it, so
     binary search works."""
-    shared = range(min(len(one), len(other), most))
-    return bisect_left(shared, True, key=lambda at: one[at] != other[at])
+    shared = range(min(len(blocks), len(other), most))
+    return bisect_left(shared, True, key=lambda at: blocks[at] != other[at])

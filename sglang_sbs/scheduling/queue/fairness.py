@@ -108,7 +108,9 @@ class TenantTurns:
     def sort(self) -> None:
         """Sort all waiting requests again after their keys have changed."""
         for tenant, waiting in self._waiting.items():
-            self._waiting[tenant] = sorted((one.key, one.order, one) for _, _, one in waiting)
+            self._waiting[tenant] = sorted(
+                (request.key, request.order, request) for _, _, request in waiting
+            )
         if self._merged is not None:
             self._merged = sorted(chain.from_iterable(self._waiting.values()))
 

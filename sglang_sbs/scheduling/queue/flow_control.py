@@ -110,19 +110,19 @@ def first_token_in_s(
     wait, which fill the pass it is in; ``mean_tokens``: of one of them. ``instances``: that are up;
     at least one. ``latency_s``: L_net. ``give_up_s``: the forecast may stop here; it then is a
     lower bound."""
-    ahead = ahead_tokens + sum(one.ranks.backlog_tokens for one in instances)
+    ahead = ahead_tokens + sum(instance.ranks.backlog_tokens for instance in instances)
     free = [
-        (max(one.free_at_s(now_s, latency_s) - now_s, latency_s), index)
-        for index, one in enumerate(instances)
+        (max(instance.free_at_s(now_s, latency_s) - now_s, latency_s), index)
+        for index, instance in enumerate(instances)
     ]
     heapq.heapify(free)
-    full = [one.full_pass(mean_tokens) for one in instances]
+    full = [instance.full_pass(mean_tokens) for instance in instances]
     while ahead >= full[free[0][1]][0] and free[0][0] <= give_up_s:
         start_s, index = free[0]
         tokens_of_pass, pass_s = full[index]
         heapq.heapreplace(free, (start_s + pass_s, index))
         ahead -= tokens_of_pass
-    ranks = sum(one.dp_size for one in instances)
+    ranks = sum(instance.dp_size for instance in instances)
     others_tokens = round(waiting_tokens / ranks)
     return min(
         start_s + _own_passes_s(instances[index], tokens, others_tokens) for start_s, index in free

@@ -52,22 +52,24 @@ def simulate_arranged(
 
 
 def _by_length(arrivals: Sequence[Arrival], spec: ClusterSpec) -> tuple[list[ClusterSpec], Choose]:
-    listed = [one for _, one in spec.prefill]
-    threshold = fair_threshold([one.prompt_tokens for one in arrivals], spec.short_pool, listed)
+    listed = [instance for _, instance in spec.prefill]
+    threshold = fair_threshold(
+        [arrival.prompt_tokens for arrival in arrivals], spec.short_pool, listed
+    )
     parts = [
         msgspec.structs.replace(
             spec, instances=tuple(listed[first:end]), first_instance=first, short_pool=0
         )
         for first, end in ((0, spec.short_pool), (spec.short_pool, len(listed)))
     ]
-    return parts, lambda one, _: int(one.prompt_tokens > threshold)
+    return parts, lambda arrival, _: int(arrival.prompt_tokens > threshold)
 
 
 def fair_threshold(lengths: Sequence[int], pool: int, instances: Sequence[InstanceSpec]) -> int:
     """Return the longest prompt of the short pool (the first ``pool`` of ``instances``), such that
     both pools have equal work per instance. An operator could choose it only with knowledge of all
     lengths."""
-    worth = [one.capacity_tokens * one.speed for one in instances]
+    worth = [instance.capacity_tokens * instance.speed for instance in instances]
     wanted = sum(lengths) * sum(worth[:pool]) / sum(worth)
     taken = 0
     for tokens in sorted(lengths):
@@ -78,7 +80,7 @@ def fair_threshold(lengths: Sequence[int], pool: int, instances: Sequence[Instan
 
 
 def _equal_parts(spec: ClusterSpec) -> list[ClusterSpec]:
-    listed = [one for _, one in spec.prefill]
+    listed = [instance for _, instance in spec.prefill]
     each = len(listed) // spec.pools
     return [
         msgspec.structs.replace(
@@ -114,7 +116,7 @@ def _balancer(spec: ClusterSpec) -> Choose:
 def _with_deflection(spec: ClusterSpec) -> ClusterSpec:
     """Add the decode ranks as one more prefill instance, for short prompts only. Its steps take as
     long as a prefill pass with equally few tokens, including decode's own work."""
-    listed = [one for _, one in spec.prefill]
+    listed = [instance for _, instance in spec.prefill]
     decode = InstanceSpec(dp_size=spec.decode_dp_size, chunk_tokens=DEFLECT_CHUNK_TOKENS)
     return msgspec.structs.replace(spec, instances=(*listed, decode))
 
@@ -156,5 +158,5 @@ def _simulate_pools(
         pools[chosen].come([arrival])
     for pool, requests, scheduler in zip(pools, sent, schedulers, strict=True):
         whole.pools.append(PoolRecord(requests, scheduler.decisions_s, pool.end()))
-    whole.passes.sort(key=lambda one: one.end_s)
+    whole.passes.sort(key=lambda record: record.end_s)
     return whole

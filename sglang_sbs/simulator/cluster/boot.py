@@ -96,12 +96,12 @@ class SimulatedDecodeRank:
         ]
 
 
-def prefill_up(name: str, one: InstanceSpec, spec: ClusterSpec) -> InstanceUp:
+def prefill_up(name: str, instance: InstanceSpec, spec: ClusterSpec) -> InstanceUp:
     return InstanceUp(
         instance=name,
         role="prefill",
-        dp_size=one.dp_size,
-        chunk_tokens=one.chunk_tokens,
+        dp_size=instance.dp_size,
+        chunk_tokens=instance.chunk_tokens,
         page_size=spec.block_tokens or spec.page_size,
         kv_capacity_tokens=spec.kv_capacity_tokens if spec.block_tokens else 0,
         prefix_source=spec.prefix_source if spec.block_tokens else "off",
@@ -144,7 +144,7 @@ def decode_ranks(spec: ClusterSpec) -> list[SimulatedDecodeRank]:
 
 def boot_engines(
     name: str,
-    one: InstanceSpec,
+    instance: InstanceSpec,
     spec: ClusterSpec,
     *,
     index: int,
@@ -153,8 +153,8 @@ def boot_engines(
 ) -> list[SimulatedPrefill]:
     """Return the engine of an instance; without a barrier one per DP rank. ``index``: of the
     instance. ``boot``: number of earlier starts."""
-    engines = spec.engines(one)
-    shape = msgspec.structs.replace(one, dp_size=one.dp_size // engines)
+    engines = spec.engines(instance)
+    shape = msgspec.structs.replace(instance, dp_size=instance.dp_size // engines)
     return [
         SimulatedPrefill(
             name,
@@ -171,7 +171,7 @@ def boot_engines(
                 )
                 for _ in range(shape.dp_size if spec.block_tokens else 0)
             ],
-            lone_rank=None if spec.barrier else (number, one.dp_size),
+            lone_rank=None if spec.barrier else (number, instance.dp_size),
         )
         for number in range(engines)
     ]

@@ -127,7 +127,7 @@ class SimulatedPrefill:
     :meth:`finish`."""
 
     name: str
-    one: InstanceSpec
+    shape: InstanceSpec
     spec: ClusterSpec
     _: KW_ONLY
     rng: random.Random
@@ -139,9 +139,9 @@ class SimulatedPrefill:
     """Rank and DP size in its messages, if it is one rank of an instance without a barrier."""
 
     def __post_init__(self) -> None:
-        one, cost = self.one, self.spec.cost
-        self._cost = cost if one.speed == 1 else cost.at_speed(one.speed)
-        caches = self.caches or [BlockCache(sys.maxsize, 1) for _ in range(one.dp_size)]
+        shape, cost = self.shape, self.spec.cost
+        self._cost = cost if shape.speed == 1 else cost.at_speed(shape.speed)
+        caches = self.caches or [BlockCache(sys.maxsize, 1) for _ in range(shape.dp_size)]
         self.ranks = [SimulatedRank(cache) for cache in caches]
         self.device: deque[DevicePass] = deque()
         """At most two passes with overlap, one without; the first one runs."""
@@ -282,8 +282,8 @@ class SimulatedPrefill:
         computed = padded(tokens, self.spec.captured_tokens)
         start_s = max(launch_s, self._free_s)
         forward_s = self._cost.pass_s(computed, pairs, requests, loads_s)
-        if self.one.recorded:
-            forward_s *= _nearest(self.one.recorded, start_s)
+        if self.shape.recorded:
+            forward_s *= _nearest(self.shape.recorded, start_s)
         elif self.spec.pass_jitter:
             forward_s *= math.exp(self.rng.gauss(0.0, self.spec.pass_jitter))
         if self._forward_id == 0:
@@ -300,7 +300,7 @@ class SimulatedPrefill:
         """Form the rank's batch; return its tokens, requests, attention pairs and cached tokens,
         and the seconds of loading."""
         cache, spec = rank.cache, self.spec
-        chunk = Chunk(self.one.chunk_tokens, spec.page_size, spec.prefill_max_requests)
+        chunk = Chunk(self.shape.chunk_tokens, spec.page_size, spec.prefill_max_requests)
         cached, loaded = 0, 0
         for request in list(rank.waiting):
             if chunk.full:
@@ -342,7 +342,7 @@ class SimulatedPrefill:
     def messages(self, kind: Kind, about: DevicePass | None = None) -> list[EndForward]:
         """Return a report from every rank. ``about``: the pass that was launched or has ended,
         which is not in ``device``."""
-        return [self._message(index, kind, about) for index in range(self.one.dp_size)]
+        return [self._message(index, kind, about) for index in range(self.shape.dp_size)]
 
     def _message(self, index: int, kind: Kind, about: DevicePass | None) -> EndForward:
         rank = self.ranks[index]
@@ -354,7 +354,7 @@ class SimulatedPrefill:
             boot_id=self.boot_id or self.name,
             role="prefill",
             dp_rank=self.lone_rank[0] if self.lone_rank else index,
-            dp_size=self.lone_rank[1] if self.lone_rank else self.one.dp_size,
+            dp_size=self.lone_rank[1] if self.lone_rank else self.shape.dp_size,
             seq=rank.seq,
             kind=kind,
             forward_id=self._forward_id if about is None else about.forward_id,
@@ -367,18 +367,18 @@ class SimulatedPrefill:
             batch_size=0 if about is None else about.requests[index],
             tokens_per_rank=None if about is None or self.lone_rank else list(about.tokens),
             inflight_passes=len(self.device),
-            inflight_tokens=sum(one.tokens[index] for one in self.device),
-            inflight_requests=sum(one.requests[index] for one in self.device),
+            inflight_tokens=sum(a_pass.tokens[index] for a_pass in self.device),
+            inflight_requests=sum(a_pass.requests[index] for a_pass in self.device),
             waiting_requests=len(rank.waiting) - (remainder > 0),
             waiting_tokens=rank.waiting_tokens - remainder,
             bootstrapping_requests=len(rank.bootstrapping),
             bootstrapping_tokens=rank.bootstrapping_tokens,
             chunk_remainder_tokens=remainder,
-            chunk_tokens=self.one.chunk_tokens,
+            chunk_tokens=self.shape.chunk_tokens,
             accepted_requests=rank.accepted_requests,
             accepted_tokens=rank.accepted_tokens,
             computed_tokens=rank.computed_tokens,
-            rids=[one.rid for one in rank.unreported],
+            rids=[request.rid for request in rank.unreported],
             accepted=rank.unreported,
         )
         rank.seq += 1
@@ -390,7 +390,7 @@ def _nearest(recorded: Sequence[tuple[float, float]], start_s: float) -> float:
     """Factor of the recorded pass that began nearest to this time."""
     at = bisect_left(recorded, (start_s, 0.0))
     near = recorded[max(0, at - 1) : at + 1]
-    return min(near, key=lambda one: abs(one[0] - start_s))[1]
+    return min(near, key=lambda distance: abs(distance[0] - start_s))[1]
 
 
 def _look_up(cache: BlockCache, request: SimulatedRequest) -> tuple[int, int]:

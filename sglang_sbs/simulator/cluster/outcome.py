@@ -106,14 +106,17 @@ class Outcome:
         """Return the largest batch and KV load (prompts and answers) of a decode rank divided by
         the means, averaged over the time in which ``requests`` arrive and run."""
         changes: list[tuple[float, int, int, int]] = []
-        for one in requests:
-            if one.decode is not None and not math.isnan(one.ended_s):
-                tokens = one.prompt_tokens + self.arrivals[one.index].output_tokens
-                rank = one.decode[1]
-                changes += [(one.prefilled_s, rank, 1, tokens), (one.ended_s, rank, -1, -tokens)]
+        for request in requests:
+            if request.decode is not None and not math.isnan(request.ended_s):
+                tokens = request.prompt_tokens + self.arrivals[request.index].output_tokens
+                rank = request.decode[1]
+                changes += [
+                    (request.prefilled_s, rank, 1, tokens),
+                    (request.ended_s, rank, -1, -tokens),
+                ]
         batch, kv_tokens = [0] * ranks, [0] * ranks
         busy_s, sums = 0.0, [0.0, 0.0]
-        before_s, last_s = math.inf, max((one.arrived_s for one in requests), default=0.0)
+        before_s, last_s = math.inf, max((request.arrived_s for request in requests), default=0.0)
         for at_s, rank, count, tokens in sorted(changes):
             if before_s < at_s <= last_s and any(batch):
                 busy_s += at_s - before_s

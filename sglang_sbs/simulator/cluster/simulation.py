@@ -56,9 +56,11 @@ def simulate(
         wanted = f"at least {longest}, the longest prompt"
         raise ValueError(f"kv_capacity_tokens must be {wanted}, not {spec.kv_capacity_tokens}")
     outcome = Outcome()
-    one = Simulation(outcome, Scheduler(config), spec, observe=observe, drain_s=drain_s, loop=loop)
-    one.start(first)
-    one.end()
+    simulation = Simulation(
+        outcome, Scheduler(config), spec, observe=observe, drain_s=drain_s, loop=loop
+    )
+    simulation.start(first)
+    simulation.end()
     return outcome
 
 
@@ -144,20 +146,20 @@ class Simulation:
             self._die(change.instance)
 
     def _up(self, name: str) -> None:
-        one, spec, before = self._instances[name], self._spec, self._boots[name]
+        instance, spec, before = self._instances[name], self._spec, self._boots[name]
         if name not in self._engines:
             if before and spec.publishes_blocks:
                 # Its publisher restarts the numbering, which the subscriber interprets as an empty
                 # cache.
-                for rank in range(one.dp_size):
+                for rank in range(instance.dp_size):
                     self._tell(events.BlocksCleared(instance=name, dp_rank=rank))
             self._boots[name] += 1
             index = list(self._instances).index(name)
             engines = boot.boot_engines(
-                name, one, spec, index=index, boot=before, storage=self._storage
+                name, instance, spec, index=index, boot=before, storage=self._storage
             )
             self._engines[name] = engines
-        self._tell(boot.prefill_up(name, one, spec))
+        self._tell(boot.prefill_up(name, instance, spec))
 
     def _engine_of(self, name: str, rank: int) -> SimulatedPrefill | None:
         engines = self._engines.get(name)
@@ -245,8 +247,8 @@ class Simulation:
         record.ends += 1
         record.ended_s = self._now_s
         if self._loop is not None:
-            for one in self._loop.after(self._outcome.arrivals[record.index], self._now_s):
-                self.come([one])
+            for arrival in self._loop.after(self._outcome.arrivals[record.index], self._now_s):
+                self.come([arrival])
 
     def _arrive(self, arrivals: Sequence[Arrival | tuple[float, int]], at: int) -> None:
         self.come(arrivals, at + 1)

@@ -208,8 +208,8 @@ class ClusterSpec(msgspec.Struct, frozen=True, kw_only=True):
     def __post_init__(self) -> None:
         _check_changes(self.changes, [name for name, _ in self.prefill])
 
-    def engines(self, one: InstanceSpec) -> int:
-        return 1 if self.barrier else one.dp_size
+    def engines(self, instance: InstanceSpec) -> int:
+        return 1 if self.barrier else instance.dp_size
 
     @property
     def decode_caches(self) -> bool:
@@ -224,14 +224,16 @@ class ClusterSpec(msgspec.Struct, frozen=True, kw_only=True):
         """KV capacity of all prefill ranks, including host memory; storage is unlimited."""
         if self.tiers.has_storage:
             return sys.maxsize
-        ranks = sum(one.dp_size for _, one in self.prefill)
+        ranks = sum(instance.dp_size for _, instance in self.prefill)
         return (self.kv_capacity_tokens + self.tiers.host_kv_tokens) * ranks
 
     @property
     def prefill(self) -> tuple[tuple[str, InstanceSpec], ...]:
         same = InstanceSpec(dp_size=self.dp_size, chunk_tokens=self.chunk_tokens)
         listed = self.instances or (same,) * self.prefill_instances
-        return tuple((f"p{index}", one) for index, one in enumerate(listed, self.first_instance))
+        return tuple(
+            (f"p{index}", instance) for index, instance in enumerate(listed, self.first_instance)
+        )
 
     def up_s(self, instance: str, from_s: float, to_s: float) -> float:
         """Return the time within a window in which an instance accepts new requests."""

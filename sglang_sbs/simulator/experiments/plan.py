@@ -236,7 +236,7 @@ def verdict(
             f"instances{chunk} for a mean TTFT of {slo_ttft_s:g} s"
         )
         ends = [needed(cells, subject, rate, f"max_qps_{end}") for end in ("most", "least")]
-        fewest, most = (_count_words(one, _counts(cells, subject)) for one in ends)
+        fewest, most = (_count_words(row, _counts(cells, subject)) for row in ends)
         first += f" ({fewest} to {most} by seed)" if fewest != most else ""
         rest = [
             f"{name} {_count_words(needed(cells, name, rate), _counts(cells, name))}"
@@ -257,7 +257,7 @@ def needs_table(cells: Sequence[Row], rates: Sequence[tuple[str, float]]) -> Res
         for _, rate in rates:
             capacities = ("max_qps", "max_qps_most", "max_qps_least")
             found, *ends = (needed(cells, policy, rate, capacity) for capacity in capacities)
-            mean, fewest, most = (_count_words(one, counts) for one in (found, *ends))
+            mean, fewest, most = (_count_words(row, counts) for row in (found, *ends))
             chunk = f" ({found['chunk_tokens']})" if found is not None else ""
             words.append(f"{mean}{chunk}{f', {fewest} - {most}' if fewest != most else ''}")
         table.rows.append([policy, *words])

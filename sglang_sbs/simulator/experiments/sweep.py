@@ -119,7 +119,7 @@ def row_head(job: Job, scenario: Scenario) -> Row:
         "seed": job.seed,
         "chunk_tokens": scenario.spec.chunk_tokens,
         "prefill_instances": len(scenario.spec.prefill),
-        "dp_size": max(one.dp_size for _, one in scenario.spec.prefill),
+        "dp_size": max(instance.dp_size for _, instance in scenario.spec.prefill),
     }
 
 
@@ -170,15 +170,17 @@ def summary(outcome: Outcome, scenario: Scenario) -> Row:
     ttft_s = sorted(r.ttft_s for r in counted if not math.isnan(r.ttft_s))
     spec, warm_s = scenario.spec, scenario.warm_up_s
     last_s = outcome.requests[-1].arrived_s if outcome.requests else 0.0
-    engines = {name: spec.engines(one) for name, one in spec.prefill}
-    capacity = {name: one.capacity_tokens / engines[name] for name, one in spec.prefill}
+    engines = {name: spec.engines(instance) for name, instance in spec.prefill}
+    capacity = {name: instance.capacity_tokens / engines[name] for name, instance in spec.prefill}
     own = [p for p in outcome.passes if p.instance in engines]  # exclude decode's
     passes = [p for p in own if p.start_s >= warm_s and p.end_s <= last_s]
     offered = sum(capacity[p.instance] for p in passes)
     busy_s = sum(p.end_s - p.start_s for p in passes)
     window_s = 0.0
     if last_s > warm_s:
-        window_s = sum(count * spec.up_s(one, warm_s, last_s) for one, count in engines.items())
+        window_s = sum(
+            count * spec.up_s(instance, warm_s, last_s) for instance, count in engines.items()
+        )
     return {
         "ttft_mean_s": mean(ttft_s),
         "ttft_p50_s": quantile(ttft_s, 0.5),
@@ -209,9 +211,9 @@ def _parts(counted: Sequence[RequestRecord], first_s: float, last_s: float) -> l
 def pool_summary(outcome: Outcome) -> Row:
     """Summarize how evenly requests were spread over pools, and the cost of decisions: CPU seconds
     per event, and the busiest scheduler's share of a core if simulated time were real."""
-    decisions_s = sorted(one for pool in outcome.pools for one in pool.decisions_s)
+    decisions_s = sorted(decision_s for pool in outcome.pools for decision_s in pool.decisions_s)
     requests = [pool.requests for pool in outcome.pools]
-    shares = [sum(one.decisions_s) / one.duration_s for one in outcome.pools if one.duration_s]
+    shares = [sum(pool.decisions_s) / pool.duration_s for pool in outcome.pools if pool.duration_s]
     return {
         "pools": len(outcome.pools),
         "pool_max_over_mean": max(requests) / fmean(requests) if any(requests) else math.nan,
@@ -296,7 +298,7 @@ def refuse_idle_flags(
     parser: argparse.ArgumentParser,
 ) -> None:
     """End the program with code 2 if one of ``flags`` has no effect here."""
-    holding = [one for one in policies if Scheduler(scheduler_config(one)).policy.holds]
+    holding = [policy for policy in policies if Scheduler(scheduler_config(policy)).policy.holds]
     what = Simulated(policies, holding, READS_CACHES, scenario.spec.block_tokens > 0)
     refuse_without_effect(args, flags, what, parser)
 

@@ -46,7 +46,10 @@ def crossed(
     empty."""
     names = dict.fromkeys(name for name, _ in cells)
     rows = [
-        [name, *(words(cells[name, one]) if (name, one) in cells else "" for one in columns)]
+        [
+            name,
+            *(words(cells[name, column]) if (name, column) in cells else "" for column in columns),
+        ]
         for name in names
     ]
     return ResultTable(title, [first, *columns.values()], rows)

@@ -122,16 +122,16 @@ def _cell(load: float, ours: Sequence[Row], rivals: dict[str, list[Row]]) -> _Ce
 
 
 def _compared(subject: str, cells: Sequence[_Cell]) -> list[str]:
-    gains = [one for one in cells if one.mean.high < 1 and one.mean.ratio <= NO_GAIN]
-    losses = [one for one in cells if one.mean.low > 1 and one.mean.ratio >= NO_LOSS]
-    alike = [one for one in cells if one not in gains and one not in losses]
-    tails = [one for one in cells if one.p99 > _P99_LOSS]
+    gains = [cell for cell in cells if cell.mean.high < 1 and cell.mean.ratio <= NO_GAIN]
+    losses = [cell for cell in cells if cell.mean.low > 1 and cell.mean.ratio >= NO_LOSS]
+    alike = [cell for cell in cells if cell not in gains and cell not in losses]
+    tails = [cell for cell in cells if cell.p99 > _P99_LOSS]
     name, sentences = subject, []
     if gains:
         sentences.append(f"{name} has {_at_loads(gains)}.")
         name = "It"
-    for why in dict.fromkeys(one.why for one in alike):
-        mine = [one for one in alike if one.why == why]
+    for why in dict.fromkeys(cell.why for cell in alike):
+        mine = [cell for cell in alike if cell.why == why]
         because = f": {why}" if why else ""
         sentences.append(f"{name} gains nothing {_brief(mine)}{because}.")
         name = "It"
@@ -146,27 +146,27 @@ def _at_loads(cells: Sequence[_Cell]) -> str:
     """Format ``0.67x (0.61 to 0.74) the mean TTFT of eta, the best other policy, at load 0.6 and
     ...``"""
     words: list[str] = []
-    for one in _shown(cells):
-        of = f"that of {one.rival}" if words else f"the mean TTFT of {one.rival}"
-        words.append(f"{one.mean.words()} {of} at load {one.load:g}")
+    for cell in _shown(cells):
+        of = f"that of {cell.rival}" if words else f"the mean TTFT of {cell.rival}"
+        words.append(f"{cell.mean.words()} {of} at load {cell.load:g}")
     return joined(words) + _more(cells, words)
 
 
 def _brief(cells: Sequence[_Cell]) -> str:
-    words = [f"{one.load:g} ({one.mean.words()} of {one.rival})" for one in _shown(cells)]
+    words = [f"{cell.load:g} ({cell.mean.words()} of {cell.rival})" for cell in _shown(cells)]
     return f"at load {joined(words)}" + _more(cells, words)
 
 
 def _p99s(cells: Sequence[_Cell]) -> str:
-    worst = sorted(cells, key=lambda one: -one.p99)[:_SHOWN_LOADS]
-    words = [f"{one.load:g} ({one.p99:.2f}x of {one.rival})" for one in worst]
+    worst = sorted(cells, key=lambda cell: -cell.p99)[:_SHOWN_LOADS]
+    words = [f"{cell.load:g} ({cell.p99:.2f}x of {cell.rival})" for cell in worst]
     return f"at load {joined(words)}" + _more(cells, words)
 
 
 def _shown(cells: Sequence[_Cell]) -> list[_Cell]:
     if len(cells) <= _SHOWN_LOADS:
         return list(cells)
-    ordered = sorted(cells, key=lambda one: one.mean.ratio)
+    ordered = sorted(cells, key=lambda cell: cell.mean.ratio)
     return [ordered[0], ordered[-1]]
 
 

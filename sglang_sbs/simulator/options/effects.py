@@ -73,7 +73,7 @@ def _refuse_instances(
 ) -> None:
     listed: list[Mapping[str, Any]] = getattr(args, "instance", None) or []
     for flag, field in (("--dp", "dp_size"), ("--chunks", "chunk_tokens")):
-        if flag in flags and listed and all(field in one for one in listed):
+        if flag in flags and listed and all(field in fields for fields in listed):
             parser.error(f"{flag}: no effect, as every --instance has its own")
     changes: tuple[TopologyChange, ...] = getattr(args, "at", ())
     for change in changes:

@@ -63,7 +63,7 @@ def _summary(records: Sequence[RequestRecord], slo_s: float) -> Row:
     return {
         "ttft_mean_s": mean(ttft_s),
         "ttft_p99_s": quantile(ttft_s, 0.99),
-        "goodput": sum(one <= slo_s for one in ttft_s) / len(records),
+        "goodput": sum(value_s <= slo_s for value_s in ttft_s) / len(records),
         "completed": len(ttft_s),
         "rejected": sum(r.refused is not None for r in records),
     }

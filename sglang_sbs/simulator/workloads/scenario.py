@@ -169,7 +169,7 @@ class _Wanted:
         equal = {name: shape[name] for name in ("dp_size", "chunk_tokens") if name in shape}
         spec = ClusterSpec(
             cost=self.cost,
-            instances=tuple(InstanceSpec(**(equal | dict(one))) for one in self.instances),
+            instances=tuple(InstanceSpec(**(equal | dict(fields))) for fields in self.instances),
             **shape,
         )
         room = spec.kv_capacity_tokens
@@ -181,8 +181,8 @@ class _Wanted:
         """Number of equal instances to which its instances are equivalent."""
         if not self.instances:
             return shape.prefill_instances
-        one = msgspec.structs.replace(shape, prefill_instances=1, instances=(), changes=())
-        return full_chunk_tokens_per_s(shape) / full_chunk_tokens_per_s(one)
+        single = msgspec.structs.replace(shape, prefill_instances=1, instances=(), changes=())
+        return full_chunk_tokens_per_s(shape) / full_chunk_tokens_per_s(single)
 
     def bursty(self, length_of: LengthOf) -> Callable[[float, float, int], list[Arrival]]:
         return lambda qps, duration_s, seed: with_own_blocks(
@@ -338,19 +338,22 @@ def _lengths(text: str) -> tuple[int, int]:
 def full_passes_per_s(spec: ClusterSpec, mean_tokens: float) -> float:
     """Requests of this mean length per second if every pass is as full as the engine allows."""
     rate = 0.0
-    for _, one in spec.prefill:
-        most = one.chunk_tokens / mean_tokens
+    for _, instance in spec.prefill:
+        most = instance.chunk_tokens / mean_tokens
         requests = min(most, spec.prefill_max_requests or most)
         pass_s = spec.cost.pass_s([round(requests * mean_tokens)], [0.0], [round(requests)])
-        rate += one.dp_size * one.speed * requests / pass_s
+        rate += instance.dp_size * instance.speed * requests / pass_s
     return rate
 
 
 def full_chunk_tokens_per_s(spec: ClusterSpec) -> float:
     """Tokens per second if every pass has a full chunk on every rank."""
     full_s = spec.cost.full_chunk_s
-    each = (one for _, one in spec.prefill)
-    return sum(one.capacity_tokens * one.speed / full_s(one.chunk_tokens) for one in each)
+    each = (instance for _, instance in spec.prefill)
+    return sum(
+        instance.capacity_tokens * instance.speed / full_s(instance.chunk_tokens)
+        for instance in each
+    )
 
 
 def uncached_qps(spec: ClusterSpec, arrivals: Sequence[Arrival]) -> float:
@@ -362,8 +365,8 @@ def uncached_qps(spec: ClusterSpec, arrivals: Sequence[Arrival]) -> float:
     tokens = sum(size - hit for size, hit in sizes)
     pairs = sum((size**2 - hit**2) / 2 for size, hit in sizes)
     rate = 0.0
-    for _, one in spec.prefill:
-        token_s = spec.cost.full_chunk_s(one.chunk_tokens) / one.chunk_tokens
+    for _, instance in spec.prefill:
+        token_s = spec.cost.full_chunk_s(instance.chunk_tokens) / instance.chunk_tokens
         rank_s = (tokens * token_s + pairs * spec.cost.pair_s) / len(arrivals)
-        rate += one.dp_size * one.speed / rank_s
+        rate += instance.dp_size * instance.speed / rank_s
     return rate

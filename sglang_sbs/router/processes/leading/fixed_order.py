@@ -129,7 +129,7 @@ class FixedOrder(Election):
         self._endpoints = tuple(endpoints)
         self._own = own
         self._loop = asyncio.get_running_loop()
-        others = [one for one in endpoints if one != endpoints[own]]
+        others = [endpoint for endpoint in endpoints if endpoint != endpoints[own]]
         self._scouts = Scouts(others, dial)
         self._order = Order(own, self._loop.time())
 
@@ -138,7 +138,9 @@ class FixedOrder(Election):
         try:
             while True:
                 self._scouts.ask(Look(who=self._endpoints[self._own]))
-                standings = [self._scouts.standing(one, LOST_S) for one in self._endpoints]
+                standings = [
+                    self._scouts.standing(endpoint, LOST_S) for endpoint in self._endpoints
+                ]
                 self._order.decide(standings, self._loop.time())
                 self._look()
                 await asyncio.sleep(TICK_S)

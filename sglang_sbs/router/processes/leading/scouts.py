@@ -57,7 +57,11 @@ class Scouts:
     def leaders(self, within_s: float) -> dict[str, int]:
         """Return the terms of all schedulers that report to be active."""
         answers = {endpoint: self.standing(endpoint, within_s) for endpoint in self.endpoints}
-        return {endpoint: one.term for endpoint, one in answers.items() if one and one.active}
+        return {
+            endpoint: standing.term
+            for endpoint, standing in answers.items()
+            if standing and standing.active
+        }
 
     def close(self) -> None:
         lines, self._lines = self._lines, {}

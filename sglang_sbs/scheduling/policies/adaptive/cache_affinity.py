@@ -131,16 +131,16 @@ class CacheAffinity:
 
     def _is_coming(self, request: Request) -> bool:
         least_s = self.best_for(request).cost_s
-        for one in request.upcoming:
-            at = self._by_id.get(one.instance)
-            gain = one.tokens - request.hits.best_tokens
+        for coming in request.upcoming:
+            at = self._by_id.get(coming.instance)
+            gain = coming.tokens - request.hits.best_tokens
             if at is None or gain < TUNING.least_hit_share * at.chunk_tokens:
                 continue
             there = self.next_pass(at)
-            start_s = max(one.visible_s, there.start_s)
-            if start_s + self.cost_s(request, there, one.rank, one.tokens, 0) < least_s:
+            start_s = max(coming.visible_s, there.start_s)
+            if start_s + self.cost_s(request, there, coming.rank, coming.tokens, 0) < least_s:
                 # Not now: at the same moment nothing would be decided anew.
-                later_s = max(one.visible_s, self.at.now_s + TUNING.beyond_s)
+                later_s = max(coming.visible_s, self.at.now_s + TUNING.beyond_s)
                 self.wake_s = min(self.wake_s, later_s)
                 return True
         return False
@@ -152,7 +152,7 @@ class CacheAffinity:
             hits = request.hits.by_instance
             others = (hits.keys() & self._by_id.keys()) - {self._first.id}
             near = [self._first, *[self._by_id[name] for name in others]]
-            best = self._best[request.rid] = min([self.best_on(request, one) for one in near])
+            best = self._best[request.rid] = min([self.best_on(request, coming) for coming in near])
             if best.instance in hits:
                 self._wanted.add(best.instance)
                 left = request.prompt_tokens - hits[best.instance][best.rank]
@@ -221,7 +221,7 @@ class BatchAffinity:
         if left is WaitReason.BETTER_ELSEWHERE:
             return self._elsewhere(request)
         if left is WaitReason.PREFIX_COMING:
-            coming = max(request.upcoming, key=lambda one: one.tokens, default=None)
+            coming = max(request.upcoming, key=lambda upcoming: upcoming.tokens, default=None)
             if coming is not None:
                 return coming.instance, coming.visible_s, None
             return self._instance.id, None, None

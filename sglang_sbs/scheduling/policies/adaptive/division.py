@@ -91,9 +91,13 @@ def divide(view: View, openings: Openings) -> Division:
     found = _homes(view, openings, costs_s)
     passes = openings.passes
     if openings.early:
-        opened = {one.instance for one in passes}
-        early = [one for one in view.in_order() if one not in opened and _is_early(one, found)]
-        passes = [*passes, *[OpenPass(one, Opening.FULL_AHEAD) for one in early]]
+        opened = {a_pass.instance for a_pass in passes}
+        early = [
+            instance
+            for instance in view.in_order()
+            if instance not in opened and _is_early(instance, found)
+        ]
+        passes = [*passes, *[OpenPass(instance, Opening.FULL_AHEAD) for instance in early]]
     return Forecast(openings, passes, found, costs_s)
 
 
@@ -103,15 +107,15 @@ def _homes(
     """Where each request costs least, now or later (:func:`.pass_forecast.homes`)."""
     learned, at, instances = view.learned, view.at, view.instances
     long, offered, by_id = learned.long, learned.offered, learned.lineup.by_id
-    opened = [one.instance for one in openings.passes]
+    opened = [a_pass.instance for a_pass in openings.passes]
     forecasts: dict[InstanceId, PassForecast] = {}
 
     def forecast_of(name: InstanceId) -> PassForecast | None:
         if name not in forecasts and name in by_id:
-            one = by_id[name]
-            is_early = openings.early and one.ranks.has_room and one.forms_ahead
-            closed = not (is_early or may_take(one, False) or one in opened)
-            forecasts[name] = long.forecast(one, at, closed=closed)
+            instance = by_id[name]
+            is_early = openings.early and instance.ranks.has_room and instance.forms_ahead
+            closed = not (is_early or may_take(instance, False) or instance in opened)
+            forecasts[name] = long.forecast(instance, at, closed=closed)
         return forecasts.get(name)
 
     most = TUNING.nearest
@@ -129,12 +133,12 @@ def _homes(
         waited = (at.now_s - request.arrived_s) / (pass_s * chunks)
         return terms._replace(impatience=1 + TUNING.ageing * waited)
 
-    def may_go(request: Request, one: PrefillInstance) -> bool:
-        suits = all_suit or not long.in_one_pass(request, one, instances)
-        return suits and request.may_use(one, instances)
+    def may_go(request: Request, instance: PrefillInstance) -> bool:
+        suits = all_suit or not long.in_one_pass(request, instance, instances)
+        return suits and request.may_use(instance, instances)
 
     return homes(
-        [one for instance in near if (one := forecast_of(instance.id)) is not None],
+        [forecast for instance in near if (forecast := forecast_of(instance.id)) is not None],
         forecast_of,
         view.queue.in_order(),
         terms_of,
@@ -143,11 +147,12 @@ def _homes(
     )
 
 
-def _is_early(one: PrefillInstance, found: Mapping[str, Home]) -> bool:
+def _is_early(instance: PrefillInstance, found: Mapping[str, Home]) -> bool:
     """Whether a request whose home is here should be here as soon as possible. The instance is
     cutting prompts, so it forms a pass when the one before starts, and a request that is late waits
     for a whole pass. Where caches settle where requests go, later ones hardly change that."""
-    return one.forms_ahead and any(
-        home.instance == one.id and one.ranks[home.rank].ahead_tokens < one.chunk_tokens
+    return instance.forms_ahead and any(
+        home.instance == instance.id
+        and instance.ranks[home.rank].ahead_tokens < instance.chunk_tokens
         for home in found.values()
     )

@@ -102,7 +102,7 @@ def cut_of(instance: PrefillInstance, head: Sequence[Request], waiting: WaitingW
     cycle = offered.request_rate * offered.pass_s / len(begins.instances)
     few = cycle <= TUNING.most_divided * whole and len(head) <= TUNING.most_divided
     alone = instance.dp_size == 1  # no rank waits for another
-    if alone or not few or any(one.uncached_tokens > instance.chunk_tokens for one in head):
+    if alone or not few or any(request.uncached_tokens > instance.chunk_tokens for request in head):
         return cut
     later = begins.first(besides=instance)
     later_s = begins.begin_s(later)
@@ -188,7 +188,7 @@ def _pass_s(instance: PrefillInstance, tokens: Sequence[int]) -> float:
     """Length of the next pass with these requests, each in the rank that is emptiest then."""
     ranks = [(rank.backlog_tokens, 0.0) for rank in instance.ranks]
     heapify(ranks)
-    for one in tokens:
+    for request_tokens in tokens:
         held, pairs = ranks[0]
-        heapreplace(ranks, (held + one, pairs + attention_pairs(one, 0)))
+        heapreplace(ranks, (held + request_tokens, pairs + attention_pairs(request_tokens, 0)))
     return instance.model.formula.of_ranks_s(*zip(*ranks, strict=True))

@@ -66,9 +66,10 @@ def place_at_once(
     for request in islice(queue, TUNING.most_refused):
         if admissible(request):
             ready_s = [
-                (_ready_s(one, request, now_s), one) for one in request.allowed_on(instances)
+                (_ready_s(instance, request, now_s), instance)
+                for instance in request.allowed_on(instances)
             ]
-            ready = [one for at_s, one in ready_s if at_s <= now_s]
+            ready = [instance for at_s, instance in ready_s if at_s <= now_s]
             if not ready:
                 return Plan(wake_s=min(at_s for at_s, _ in ready_s))
             instance, rank = eta.choose(request, ready, now_s)

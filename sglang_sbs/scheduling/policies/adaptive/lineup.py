@@ -132,7 +132,9 @@ class Begins:
         at_once = sorted([number for _, number in begins[:first]])
         delays = [(0.0, number) for number in at_once]
         delays += [(begin_s - than_s, number) for begin_s, number in begins[first:]]
-        return [(s, one) for s, number in delays if (one := instances[number]) not in besides]
+        return [
+            (s, instance) for s, number in delays if (instance := instances[number]) not in besides
+        ]
 
     def _ordered(self) -> list[tuple[float, int]]:
         """:meth:`begin_s` of all with their numbers."""

@@ -82,4 +82,4 @@ class LongPrompts:
         tokens = request.uncached_tokens_on(instance.id)
         if not instance.chunk_tokens < tokens <= self._largest_chunk_tokens:
             return []
-        return [one for one in request.allowed_on(instances) if tokens <= one.chunk_tokens]
+        return [other for other in request.allowed_on(instances) if tokens <= other.chunk_tokens]

@@ -40,7 +40,9 @@ def open_passes(view: View) -> Openings:
         found = _far_away(view)
     else:
         found, wake_s = _near(view, wake_s)
-    joins = {one.instance.id: one.joins_left for one in found if one.kind is Opening.JOINS}
+    joins = {
+        a_pass.instance.id: a_pass.joins_left for a_pass in found if a_pass.kind is Opening.JOINS
+    }
     begins = Begins(view.starts, joins)
     ahead, due_s = _ahead(view)
     wake_s = min(wake_s, due_s)
@@ -55,15 +57,15 @@ def open_passes(view: View) -> Openings:
         wake_s = min(wake_s, apart_s - view.at.latency_s)
     looking = [*_looking_ahead(view, ahead, joins)]
     # An instance may be in both lists. It keeps its place of the first, and looks ahead.
-    passes = {one.instance: one for one in (*looking, *found, *looking)}
+    passes = {a_pass.instance: a_pass for a_pass in (*looking, *found, *looking)}
     return Openings([*passes.values()], wake_s, begins, early, any=True)
 
 
 def _far_away(view: View) -> list[OpenPass]:
     """Every instance with room: where the way takes a pass or more, nothing is held."""
     passes = view.passes_away
-    far = [one for one in view.in_order() if one.ranks.has_room_in(passes)]
-    return [OpenPass(one, Opening.FAR_AWAY, passes=passes) for one in far]
+    far = [instance for instance in view.in_order() if instance.ranks.has_room_in(passes)]
+    return [OpenPass(instance, Opening.FAR_AWAY, passes=passes) for instance in far]
 
 
 def _near(view: View, wake_s: float) -> tuple[list[OpenPass], float]:
@@ -160,21 +162,21 @@ def lookahead(
         mean_tokens: mean length of a request.
         lead_s: how long a batch is on its way, with its margin.
     """
-    capacities = [one.ranks.capacity_of(mean_tokens) for one in instances]
+    capacities = [instance.ranks.capacity_of(mean_tokens) for instance in instances]
     if queue_tokens < min(capacities):
         return [], math.inf
     pairs = list(zip(instances, capacities, strict=True))
-    rooms = [max(0, tokens - one.ranks.charged_tokens) for one, tokens in pairs]
+    rooms = [max(0, tokens - instance.ranks.charged_tokens) for instance, tokens in pairs]
     room_tokens = sum(rooms)
     opens = [
-        (one.passes[0].end_s - lead_s, one)
-        for (one, tokens), room in zip(pairs, rooms, strict=True)
+        (instance.passes[0].end_s - lead_s, instance)
+        for (instance, tokens), room in zip(pairs, rooms, strict=True)
         # The others take what they have room for, and this one takes a whole pass.
-        if queue_tokens >= tokens + room_tokens - room and _lacks_batch(one, tokens)
+        if queue_tokens >= tokens + room_tokens - room and _lacks_batch(instance, tokens)
     ]
     latest_s = now_s + TUNING.epsilon_s
     due_s = min([open_s for open_s, _ in opens if open_s > latest_s], default=math.inf)
-    return [one for open_s, one in opens if open_s <= latest_s], due_s
+    return [instance for open_s, instance in opens if open_s <= latest_s], due_s
 
 
 def _lacks_batch(instance: PrefillInstance, capacity_tokens: float) -> bool:
@@ -192,24 +194,24 @@ def _lacks_batch(instance: PrefillInstance, capacity_tokens: float) -> bool:
 def _looking_ahead(
     view: View, ahead: list[PrefillInstance], joins: Mapping[InstanceId, float]
 ) -> Iterator[OpenPass]:
-    for one in ahead:
+    for instance in ahead:
         kind = Opening.AHEAD if view.passes_away == 1 else Opening.FAR_AWAY
-        kind = Opening.JOINS if one.id in joins else kind
-        passes = max(view.passes_away, 1 + (len(one.passes) == 1))
-        yield OpenPass(one, kind, joins.get(one.id, math.inf), passes)
+        kind = Opening.JOINS if instance.id in joins else kind
+        passes = max(view.passes_away, 1 + (len(instance.passes) == 1))
+        yield OpenPass(instance, kind, joins.get(instance.id, math.inf), passes)
 
 
 def _idle_in_turn(passes: list[OpenPass], oldest: Request) -> list[OpenPass]:
     """Idle instances would all start at once. Of those that have as much of the oldest request
     cached, the one whose turn it is comes first."""
-    idle = [one.instance for one in passes if one.instance.idle]
+    idle = [a_pass.instance for a_pass in passes if a_pass.instance.idle]
     if len(idle) < 2:
         return passes
     tokens = [oldest.uncached_tokens_on(instance.id) for instance in idle]
     most = min(tokens) + TUNING.least_hit_share * idle[0].chunk_tokens
-    equal = [one for one, left in zip(idle, tokens, strict=True) if left <= most]
+    equal = [instance for instance, left in zip(idle, tokens, strict=True) if left <= most]
     first = whose_turn(equal, min(tokens))
-    return sorted(passes, key=lambda one: one.instance is not first)
+    return sorted(passes, key=lambda a_pass: a_pass.instance is not first)
 
 
 def _spaced(view: View, passes: list[OpenPass], begins: Begins) -> tuple[list[OpenPass], float]:
@@ -223,11 +225,11 @@ def _spaced(view: View, passes: list[OpenPass], begins: Begins) -> tuple[list[Op
         return passes, math.inf
     # An instance that falls idle meanwhile would start with a part of the next batch.
     apart_s = learned.lead.whole * share_s
-    begin_s = [begins.begin_s(one.instance) for one in passes]
+    begin_s = [begins.begin_s(a_pass.instance) for a_pass in passes]
     free_s = [learned.planned.first_apart(at_s, apart_s) for at_s in begin_s]
     waits = [
-        after_s > at_s and not one.instance.ranks.backlog_tokens
-        for one, at_s, after_s in zip(passes, begin_s, free_s, strict=True)
+        after_s > at_s and not a_pass.instance.ranks.backlog_tokens
+        for a_pass, at_s, after_s in zip(passes, begin_s, free_s, strict=True)
     ]
     due_s = min(compress(free_s, waits), default=math.inf)
-    return [one for one, wait in zip(passes, waits, strict=True) if not wait], due_s
+    return [a_pass for a_pass, wait in zip(passes, waits, strict=True) if not wait], due_s

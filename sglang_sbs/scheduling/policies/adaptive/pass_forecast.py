@@ -64,12 +64,12 @@ class _FuturePass:
         self.length_s = 0.0
 
     def copy(self, owner: object) -> _FuturePass:
-        one = _FuturePass.__new__(_FuturePass)
-        one.owner = owner
-        one.tokens_per_rank, one.pairs = self.tokens_per_rank.copy(), self.pairs.copy()
-        one.tokens, one.slowest_s = self.tokens, self.slowest_s
-        one.ends, one.length_s = self.ends, self.length_s
-        return one
+        forecast = _FuturePass.__new__(_FuturePass)
+        forecast.owner = owner
+        forecast.tokens_per_rank, forecast.pairs = self.tokens_per_rank.copy(), self.pairs.copy()
+        forecast.tokens, forecast.slowest_s = self.tokens, self.slowest_s
+        forecast.ends, forecast.length_s = self.ends, self.length_s
+        return forecast
 
     def with_s(
         self, formula: PassFormula, rank: int, tokens: int, pairs: float, load_s: float
@@ -121,14 +121,14 @@ class PassForecast:
     def fork(self, start_s: float, *, closed: bool) -> PassForecast:
         """A copy to add requests to. ``start_s``: when the next pass starts. ``closed``: that pass
         takes no request that is sent now."""
-        one = PassForecast.__new__(PassForecast)
-        one.instance, one.version, one._start_s = self.instance, self.version, start_s
-        one._passes, one._requests = self._passes.copy(), self._requests.copy()
-        one._empty = self._empty
-        one._ahead = self._ahead.copy()
-        if closed and one._passes:
-            one._ahead = [max(ahead, self.instance.chunk_tokens) for ahead in one._ahead]
-        return one
+        forked = PassForecast.__new__(PassForecast)
+        forked.instance, forked.version, forked._start_s = self.instance, self.version, start_s
+        forked._passes, forked._requests = self._passes.copy(), self._requests.copy()
+        forked._empty = self._empty
+        forked._ahead = self._ahead.copy()
+        if closed and forked._passes:
+            forked._ahead = [max(ahead, self.instance.chunk_tokens) for ahead in forked._ahead]
+        return forked
 
     @property
     def idle(self) -> bool:
@@ -168,19 +168,19 @@ class PassForecast:
         fetched = request.fetch_tokens(instance.id, rank)
         at, fetch_s = self._begins_at(rank, fetched) if fetched else (self._ahead[rank], 0.0)
         first, known = at // chunk, len(passes)
-        done_s = self._start_s + fetch_s + sum([one.length_s for one in passes[:first]])
-        ends = sum([one.ends for one in passes[first:]])
+        done_s = self._start_s + fetch_s + sum([a_pass.length_s for a_pass in passes[:first]])
+        ends = sum([a_pass.ends for a_pass in passes[first:]])
         delays_s = 0.0
         load_s = fetched * TUNING.load_token_s
         cached = request.hit_tokens(instance.id, rank)
         uncached = request.prompt_tokens - cached
         waiting_per_s, mean_pass_s = terms.waiting_per_s, terms.pass_s
         for index, part, pairs in cut(at, uncached, cached, chunk):
-            one = passes[index] if index < known else self._empty
-            length_s, _ = one.with_s(formula, rank, part, pairs, load_s)
+            a_pass = passes[index] if index < known else self._empty
+            length_s, _ = a_pass.with_s(formula, rank, part, pairs, load_s)
             longest_s = length_s if length_s > mean_pass_s else mean_pass_s
-            delays_s += (length_s - one.length_s) * (ends + waiting_per_s * longest_s)
-            ends -= one.ends
+            delays_s += (length_s - a_pass.length_s) * (ends + waiting_per_s * longest_s)
+            ends -= a_pass.ends
             done_s += length_s
             load_s = 0.0
         again = uncached - request.uncached_tokens
@@ -254,12 +254,12 @@ def homes(
         costs_s: receives, by request id, the cost on each instance that was compared.
     """
     chosen: dict[str, Home] = {}
-    names = {one.instance.id for one in nearest}
+    names = {forecast.instance.id for forecast in nearest}
     sharing: Counter[int | None] = Counter()
     for count, request in enumerate(requests):
-        if count >= TUNING.most_planned or all(one.full for one in nearest):
+        if count >= TUNING.most_planned or all(forecast.full for forecast in nearest):
             break
-        allowed = [one for one in nearest if may_go(request, one.instance)]
+        allowed = [forecast for forecast in nearest if may_go(request, forecast.instance)]
         hits = request.hits.by_instance
         holders = sorted(hits.keys() - names, key=lambda name: (-max(hits[name]), name))
         for name in holders[: TUNING.most_holders]:
@@ -272,11 +272,11 @@ def homes(
             # What is computed again is cached there afterwards: all that share it pay a part.
             weight = terms.again_weight / sharing[request.cached_until]
             terms = terms._replace(again_weight=weight)
-            costs = [one.cost_s(request, terms) for one in allowed]
+            costs = [forecast.cost_s(request, terms) for forecast in allowed]
             cheapest = allowed[costs.index(min(costs))]
             if cheapest.idle:
                 cheapest = _in_turn(cheapest, allowed, request)
-            named = [one.instance.id for one in allowed]
+            named = [forecast.instance.id for forecast in allowed]
             costs_s[request.rid] = dict(zip(named, costs, strict=True))
             chosen[request.rid] = cheapest.add(request, terms)
     return chosen
@@ -289,10 +289,14 @@ def _in_turn(
     need not fetch it from storage first."""
     tokens = request.uncached_tokens_on(cheapest.instance.id)
 
-    def is_equal(one: PassForecast) -> bool:
-        name = one.instance.id
+    def is_equal(forecast: PassForecast) -> bool:
+        name = forecast.instance.id
         fetches = name in request.hits.to_fetch
-        return one.idle and not fetches and request.uncached_tokens_on(name) <= tokens
+        return forecast.idle and not fetches and request.uncached_tokens_on(name) <= tokens
 
-    equal = {one.instance: one for one in allowed if one is cheapest or is_equal(one)}
+    equal = {
+        forecast.instance: forecast
+        for forecast in allowed
+        if forecast is cheapest or is_equal(forecast)
+    }
     return equal[whose_turn([*equal], tokens)]
