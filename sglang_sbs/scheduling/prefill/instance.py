@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from functools import cached_property
 from typing import Any, Literal
 
 from sglang_sbs.scheduling.events import InstanceId, InstanceUp
@@ -20,7 +19,7 @@ from sglang_sbs.scheduling.prefill.forward_model import ForwardModel
 from sglang_sbs.scheduling.prefill.moves import Moves, Stray
 from sglang_sbs.scheduling.prefill.observation import Observation
 from sglang_sbs.scheduling.prefill.passes import Passes
-from sglang_sbs.scheduling.prefill.ranks import Ranks
+from sglang_sbs.scheduling.prefill.ranks import Cached, Ranks
 from sglang_sbs.scheduling.prefill.reports import Reports
 from sglang_sbs.scheduling.prefill.requests import Sent
 from sglang_sbs.scheduling.prefill.watchdog import HEARTBEATS_S, LOST_S, UNANSWERED_S, Watchdog
@@ -171,7 +170,7 @@ class PrefillInstance:
         """Return the predicted forward time of a pass with the requests now waiting for it."""
         return self._next_pass_s
 
-    @cached_property
+    @Cached
     def _next_pass_s(self) -> float:
         return self.model.predict_s(*self.ranks.next_pass())
 
