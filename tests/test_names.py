@@ -6,6 +6,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 PACKAGE = Path(__file__).parent.parent / "sglang_sbs"
+BARE_REPORTS = {"told", "ended", "began", "took", "heard", "announced", "assigned", "dispatched"}
+"""Method names that leave open who did what: ``on_ended``, ``record_ended`` and the like do not."""
 
 
 def modules() -> Iterator[tuple[str, ast.Module]]:
@@ -31,3 +33,17 @@ def test_no_variable_or_parameter_is_called_one() -> None:
         or (isinstance(node, ast.arg) and node.arg == "one")
     ]
     assert bound == []
+
+
+def test_methods_that_receive_a_report_say_so() -> None:
+    bare = [
+        f"{name}:{method.lineno} {method.name}"
+        for name, tree in modules()
+        for node in ast.walk(tree)
+        if isinstance(node, ast.ClassDef)
+        for method in node.body
+        if isinstance(method, ast.FunctionDef | ast.AsyncFunctionDef)
+        and method.name.lstrip("_") in BARE_REPORTS
+        and not any("property" in ast.unparse(by) for by in method.decorator_list)
+    ]
+    assert bare == []

@@ -45,7 +45,7 @@ class _Instance:
     launch_tokens: list[int | None] = field(default_factory=list)
     last: ShownPass | None = None
 
-    def ended(
+    def on_ended(
         self, name: str, tokens: list[int | None], report: EndForward, now_s: float, waited_s: float
     ) -> ShownPass | None:
         """Record the end of a pass; returns None if it was idle or already reported by another
@@ -104,7 +104,7 @@ class PassHistory:
                 known.launch_tokens = _tokens(report, dp_size, barrier)
         elif report.kind == "forward" and report.forward_id >= known.last_id:
             tokens = _tokens(report, dp_size, barrier)
-            record = known.ended(instance, tokens, report, now_s, waited_s)
+            record = known.on_ended(instance, tokens, report, now_s, waited_s)
             if record is not None:
                 self._unsettled.append(record)
 

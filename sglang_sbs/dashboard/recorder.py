@@ -154,14 +154,14 @@ class DashboardRecorder:
                 self._on_dispatch(command, now_s)
             elif type(command) is Refuse:
                 self._waiting.pop(command.rid, None)
-                self._troubles.refused(command.cause, now_s)
-                self.ttft.ended(command.rid)
+                self._troubles.on_refused(command.cause, now_s)
+                self.ttft.on_ended(command.rid)
         if self._waiting or self._waiting_since_s is not None:
             self._clock(now_s)
 
     def _on_prefilled(self, event: PrefillDone, now_s: float) -> None:
         if event.aborted:
-            self.ttft.ended(event.rid)
+            self.ttft.on_ended(event.rid)
             return
         timeline = self._timelines.get(event.rid)
         decision = timeline.decision if timeline is not None else None
@@ -175,12 +175,12 @@ class DashboardRecorder:
             self.ttft.answered(now_s - timeline.arrived_s, passes, now_s)
         if self.ttft.follows(event.rid):
             ended_s = self._pass_history.last_end_s(decision.prefill, decision.prefill_rank)
-            self.ttft.prefilled(event.rid, now_s, ended_s)
+            self.ttft.on_prefilled(event.rid, now_s, ended_s)
 
     def _on_ended(self, event: RequestEnded, _now_s: float) -> None:
         self._waiting.pop(event.rid, None)
         if self.ttft.follows(event.rid):
-            self.ttft.ended(event.rid)
+            self.ttft.on_ended(event.rid)
 
     def request_over(
         self, timeline: Timeline, parts_s: Mapping[str, float] | None, now_s: float
@@ -191,7 +191,7 @@ class DashboardRecorder:
         if decision is not None and timeline.outcome != "aborted":
             failed = timeline.outcome == "failed"
             pair = (decision.prefill, decision.decode) if failed else None
-            self._troubles.attempt_ended(pair, now_s)
+            self._troubles.on_attempt_ended(pair, now_s)
         if parts_s is not None:
             ttft_s = sum(parts_s.values())
             self.split.add(now_s, ttft_s, parts_s)
@@ -217,14 +217,14 @@ class DashboardRecorder:
             self._waiting.pop(next(iter(self._waiting)))
         tokens = max(1, event.prompt_tokens)
         self._waiting[event.rid] = (tokens, now_s)
-        self.ttft.arrived(event.rid, tokens, now_s, self._scheduler.interval.latency_s)
+        self.ttft.on_arrived(event.rid, tokens, now_s, self._scheduler.interval.latency_s)
 
     def _on_dispatch(self, command: Dispatch, now_s: float) -> None:
         tokens, _ = self._waiting.pop(command.rid, (0, now_s))
         self._left.append((now_s, tokens, command))
         if self.ttft.follows(command.rid):
             place = self._scheduler.lone.place(command.prefill, command.prefill_rank)
-            self.ttft.dispatched(command.rid, *place, command.cached_tokens, now_s)
+            self.ttft.on_dispatched(command.rid, *place, command.cached_tokens, now_s)
 
     def _take_left(self) -> None:
         """Count the dispatched requests. Only the last gangs are built, because no more are

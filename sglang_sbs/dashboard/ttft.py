@@ -119,7 +119,7 @@ class TtftComparison:
         for cluster in self._clusters.values():
             cluster.preload(name, backlog_tokens, free_s)
 
-    def arrived(self, rid: str, tokens: int, now_s: float, latency_s: float) -> None:
+    def on_arrived(self, rid: str, tokens: int, now_s: float, latency_s: float) -> None:
         """Record an arrival; ``latency_s`` is L_net."""
         if now_s < self.rests_until_s:
             return
@@ -134,7 +134,7 @@ class TtftComparison:
         """Return whether the request is in the shadows, or is about to enter them."""
         return rid in self._pending
 
-    def dispatched(self, rid: str, instance: str, rank: int, cached: int, now_s: float) -> None:
+    def on_dispatched(self, rid: str, instance: str, rank: int, cached: int, now_s: float) -> None:
         """Record the real placement; ``cached`` tokens are expected there."""
         pending = self._pending.get(rid)
         if pending is None:
@@ -149,7 +149,7 @@ class TtftComparison:
         passes that its prompt needs."""
         self._waits.append((now_s, waited_s, passes))
 
-    def prefilled(self, rid: str, now_s: float, pass_ended_s: float | None) -> None:
+    def on_prefilled(self, rid: str, now_s: float, pass_ended_s: float | None) -> None:
         """Record prefill's response; the newest pass of its instance ended at ``pass_ended_s``."""
         pending = self._pending.get(rid)
         if pending is None or pending.measured_s is not None:
@@ -169,7 +169,7 @@ class TtftComparison:
             oldest_s = self._tails_s.popleft()
             del self._ordered_tails_s[bisect_left(self._ordered_tails_s, oldest_s)]
 
-    def ended(self, rid: str) -> None:
+    def on_ended(self, rid: str) -> None:
         """Record the end of a request; without a response from prefill it is not compared."""
         pending = self._pending.get(rid)
         if pending is not None and pending.measured_s is None:

@@ -73,7 +73,7 @@ class Board:
         """Read the messages; return whether there were any."""
         return False
 
-    def heard(self, tag: int) -> Mapping[int, Word]:
+    def words_of(self, tag: int) -> Mapping[int, Word]:
         """Return the words on a gang by rank, including this one."""
         return self._words.get(tag, {})
 
@@ -82,7 +82,7 @@ class Board:
         without contact to others checks only its own."""
         if part.ranks == 1 or not self.is_open:
             return True
-        return sum(word.arrived for word in self.heard(part.tag).values()) >= part.ranks
+        return sum(word.arrived for word in self.words_of(part.tag).values()) >= part.ranks
 
     def agreed(self, part: GangPart, turn: int, own: Word | None = None) -> bool:
         """Whether all were ready in an earlier turn than ``turn``, or one had given up waiting.
@@ -91,7 +91,7 @@ class Board:
         same. ``own``: the word of this rank, which is all that counts where it goes by itself."""
         if part.ranks == 1 or not self.is_open:
             return own is not None and bool(own.ready_turn or own.gave_up_turn)
-        words = self.heard(part.tag).values()
+        words = self.words_of(part.tag).values()
         if any(0 < word.gave_up_turn < turn for word in words):
             return True
         return sum(0 < word.ready_turn < turn for word in words) >= part.ranks
@@ -100,13 +100,13 @@ class Board:
         """Return whether decode had taken in all of the batch, on all ranks, before the end of a
         pass whose result is processed in ``turn``. Every rank has received this since then, unless
         it is very late. Requests still on their way to prefill do not count."""
-        turns = [word.taken_turn for word in self.heard(part.tag).values()]
+        turns = [word.taken_turn for word in self.words_of(part.tag).values()]
         return sum(0 < taken <= turn for taken in turns) >= part.ranks
 
     def waited(self, tag: int) -> None:
         """Record that a gang waited for the others; after ``MAX_SILENCES`` without a message the
         board is closed."""
-        others = self.heard(tag).keys() - {self._rank}
+        others = self.words_of(tag).keys() - {self._rank}
         self._silences = 0 if others else self._silences + 1
         if self.is_open and self._silences >= MAX_SILENCES:
             self._give_up("nothing is heard")

@@ -277,7 +277,7 @@ class GangHold:
             gang.span_s += self._last_turn_s
             gang.came = self._has_come(gang)
             if gang.came:
-                self._took(gang.span_s)
+                self._record_span(gang.span_s)
         is_ready = word.arrived and not waiting
         if is_ready and not word.ready_turn and self._team.is_ready(gang.part.tag):
             word.ready_turn, says = self._turn, True
@@ -317,7 +317,7 @@ class GangHold:
     def _has_come(self, gang: _HeldBatch) -> bool:
         return len(gang.seen) >= gang.part.members and self._ranks.all_arrived(gang.part)
 
-    def _took(self, span_s: float) -> None:
+    def _record_span(self, span_s: float) -> None:
         self._usual_span_s = max(span_s, _FORGETTING * self._usual_span_s)
 
     def _learn_of_late_ones(self) -> None:
@@ -325,7 +325,7 @@ class GangHold:
         late, not lost."""
         for gang in [gang for gang in self._incomplete if self._has_come(gang)]:
             self._incomplete.remove(gang)
-            self._took(ARRIVAL_SHARE * self._limit_s)
+            self._record_span(ARRIVAL_SHARE * self._limit_s)
 
     def _attach(self, scheduler: Any) -> None:
         """Choose the strategies on first use, because the rank of this process is not known

@@ -62,7 +62,9 @@ class FirstProcess(OnlyProcess):
     def is_ready(self, tag: int) -> bool:
         if not self.board.is_open:
             return True
-        ready = sum(word.ready_turn > 0 for word in self.board.heard(tag).values()) >= self._others
+        ready = (
+            sum(word.ready_turn > 0 for word in self.board.words_of(tag).values()) >= self._others
+        )
         if ready:
             self.board.waited(tag)
         return ready

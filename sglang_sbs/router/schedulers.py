@@ -62,7 +62,7 @@ class OwnScheduler(LocalScheduler):
         """Create the scheduler and its inputs; ``scheduler`` replaces the real one in tests."""
         self.dispatcher = dispatcher = Dispatcher(
             scheduler or Scheduler(options.scheduler, remembers=MOST_OVER),
-            counts=metrics.decided,
+            counts=metrics.on_decided,
             give_up_s=options.scheduler.default_timeout_s + OVERDUE_S,
         )
         policy, pump = PolicyInForce(options.scheduler.policy), dispatcher.pump
@@ -141,7 +141,7 @@ class RemoteScheduler:
             name=name,
             policy=policy,
             fallback=lambda: Scheduler(_alone(options, policy.lasting), remembers=MOST_OVER),
-            counts=metrics.decided,
+            counts=metrics.on_decided,
             metrics_page=lambda: metrics.render().decode(),
             over=metrics.request_over,
             alone_changed=self._alone_changed,

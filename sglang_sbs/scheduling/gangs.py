@@ -56,7 +56,7 @@ class Gangs:
         if plan.batch is not None:
             plan.batch.costs_s = {}
         for placement in left:
-            self.admission.refused(placement.request.total_tokens)
+            self.admission.on_refused(placement.request.total_tokens)
             if placement.request.waits_for is not WaitReason.NO_DECODE_ROOM:
                 note(placement.request, WaitReason.NO_DECODE_ROOM, now_s)
         self.admission.changed()
@@ -76,7 +76,7 @@ class Gangs:
             else:
                 out.append(self._dispatch(placement, index, plan.reason, now_s))
                 batches = self.count - 1 - placement.request.first_batch
-                self.decisions.dispatched(placement.request, plan.batch, batches)
+                self.decisions.record_dispatched(placement.request, plan.batch, batches)
         return left
 
     def _assign(self, placements: Sequence[Placement]) -> dict[str, int]:
@@ -112,7 +112,7 @@ class Gangs:
         request.cached_tokens = request.hit_tokens(instance.id, rank)
         request.prefill = (instance.id, rank)
         request.decode = (decode.id, decode_rank)
-        instance.dispatched(
+        instance.on_dispatched(
             request.rid,
             rank,
             request.prompt_tokens,
@@ -126,7 +126,7 @@ class Gangs:
             if instance.passes:
                 computed_s += instance.next_pass_s()
             self.prefix.sent(request, visible_s=computed_s)
-        decode.dispatched(
+        decode.on_dispatched(
             request.rid, decode_rank, request.prompt_tokens, request.total_tokens, now_s
         )
         place = self.members.lone.outside(instance.id, rank, instance.dp_size)

@@ -73,12 +73,12 @@ class PrefixCaches:
             blocks = request.blocks, request.block_tokens
             self.prefill.sent(request.rid, *request.prefill, *blocks, visible_s)
 
-    def prefilled(self, request: Request, now_s: float, cached_tokens: int | None) -> None:
+    def on_prefilled(self, request: Request, now_s: float, cached_tokens: int | None) -> None:
         """Prefill responded, possibly with the number of cached tokens."""
-        self.prefill.prefilled(
+        self.prefill.on_prefilled(
             request.rid, now_s, expected_tokens=request.cached_tokens, cached_tokens=cached_tokens
         )
-        self.decode.prefilled(request.rid, now_s)
+        self.decode.on_prefilled(request.rid, now_s)
 
     def dropped(self, rid: str) -> None:
         for index in self._both:

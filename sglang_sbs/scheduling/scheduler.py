@@ -215,7 +215,7 @@ class Scheduler:
         self._requests[event.rid] = self._fresh = request
         self.queue.add(request)
         self._outage.note([request], now_s)
-        self._policies.offered.arrived(request.uncached_tokens, now_s)
+        self._policies.offered.on_arrived(request.uncached_tokens, now_s)
 
     def _on_prefill_done(self, event: ev.PrefillDone, now_s: float) -> Replan:
         request = self._requests.get(event.rid)
@@ -229,10 +229,10 @@ class Scheduler:
             if instance is not None:
                 instance.dropped(request.rid, request.prefill[1])
             return Replan.NOW
-        self.prefix.prefilled(request, now_s, event.cached_tokens)
+        self.prefix.on_prefilled(request, now_s, event.cached_tokens)
         if instance is None:
             return Replan.NOW
-        seen = instance.prefilled(request.rid, request.prefill[1], now_s)
+        seen = instance.on_prefilled(request.rid, request.prefill[1], now_s)
         self._learn(seen, now_s, instance)
         # An answer is no news about an instance that reports its passes.
         return Replan.REPEATED if instance.tier == "endforward" else Replan.NOW
@@ -249,7 +249,7 @@ class Scheduler:
         tokens = self._admission.outputs.answered_tokens(event, request, self._members.up_decode)
         name, rank = request.decode or ("", 0)
         if (decode := self.decode.get(name)) is not None:
-            decode.ended(request.rid, rank, request.prompt_tokens + tokens)
+            decode.on_ended(request.rid, rank, request.prompt_tokens + tokens)
         if event.outcome == "completed" and event.completion_tokens is not None:
             self._admission.outputs.learn(tokens)
         if request.prefilled and (request.decode is None or not self._makes_room(name)):
@@ -299,7 +299,7 @@ class Scheduler:
         name, rank = request.decode or ("", 0)
         decode = self.decode.get(name) if only in (None, name) else None
         if decode is not None and 0 <= rank < decode.dp_size:
-            decode.dispatched(rid, rank, tokens, total, now_s)
+            decode.on_dispatched(rid, rank, tokens, total, now_s)
             self._await_report((name, rank), rid)
 
     def _await_report(self, rank: tuple[ev.InstanceId, int], rid: str) -> None:
@@ -471,6 +471,6 @@ class Scheduler:
         """Refuse a request that has waited."""
         self.queue.remove(request.rid)
         del self._requests[request.rid]
-        self.gangs.decisions.refused(request, self.gangs.count - request.first_batch, now_s)
+        self.gangs.decisions.record_refused(request, self.gangs.count - request.first_batch, now_s)
         limit = limiting_role(request) if why[0] == "deadline" else None
         out.append(refuse(request.rid, why, self.queue, self._members.up_prefill, limit))

@@ -210,8 +210,8 @@ def test_a_slice_is_bounded_and_too_many_requests_end_the_estimate_for_a_minute(
 
     def come(count: int, now_s: float) -> None:
         for number in range(count):
-            ttft.arrived(f"{now_s} {number}", 10, now_s, 0.0)
-            ttft.dispatched(f"{now_s} {number}", "p", 0, 0, now_s)
+            ttft.on_arrived(f"{now_s} {number}", 10, now_s, 0.0)
+            ttft.on_dispatched(f"{now_s} {number}", "p", 0, 0, now_s)
 
     come(500, 1.0)
     ttft.advance(1.0)
@@ -273,9 +273,9 @@ def test_with_many_requests_one_minute_in_three_is_followed_and_all_are_measured
     per_minute = MOST_EACH_MINUTE + 100
     for number in range(5 * per_minute):
         now_s = number * MINUTE_S / per_minute
-        ttft.arrived(f"{number}", 10, now_s, 0.0)
-        ttft.dispatched(f"{number}", "p", 0, 0, now_s)
-        ttft.prefilled(f"{number}", now_s + 0.05, now_s + 0.05)
+        ttft.on_arrived(f"{number}", 10, now_s, 0.0)
+        ttft.on_dispatched(f"{number}", "p", 0, 0, now_s)
+        ttft.on_prefilled(f"{number}", now_s + 0.05, now_s + 0.05)
         ttft.answered(0.05, 1, now_s + 0.05)
         if number % 5 == 0:
             ttft.advance(now_s + 0.05)

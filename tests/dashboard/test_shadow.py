@@ -94,12 +94,12 @@ def test_an_instance_that_goes_takes_its_requests_along() -> None:
 def test_the_comparison_is_of_the_same_requests() -> None:
     ttft = TtftComparison()
     ttft.follow({P0: Shape(2, 100, Steady().predict_s)}, 0.0)
-    ttft.arrived("a", 50, 0.0, 0.0)
-    ttft.arrived("refused", 50, 0.0, 0.0)
-    ttft.ended("refused")
-    ttft.dispatched("a", P0, 0, 0, 0.4)  # held for 0.4 s
+    ttft.on_arrived("a", 50, 0.0, 0.0)
+    ttft.on_arrived("refused", 50, 0.0, 0.0)
+    ttft.on_ended("refused")
+    ttft.on_dispatched("a", P0, 0, 0, 0.4)  # held for 0.4 s
     ttft.advance(1.5)
-    ttft.prefilled("a", 1.5, pass_ended_s=1.4)  # the way of the answer: 0.1 s
+    ttft.on_prefilled("a", 1.5, pass_ended_s=1.4)  # the way of the answer: 0.1 s
     ttft.advance(2.0)
     summary = ttft.summary(2.0)
     assert summary["requests"] == 1
@@ -114,10 +114,10 @@ def test_the_comparison_is_of_the_same_requests() -> None:
 def test_immediate_dispatch_is_granted_the_cached_prefix() -> None:
     ttft = TtftComparison()
     ttft.follow({P0: Shape(1, 100, Steady().predict_s)}, 0.0)
-    ttft.arrived("a", 250, 0.0, 0.0)
-    ttft.dispatched("a", P0, 0, 200, 0.0)
+    ttft.on_arrived("a", 250, 0.0, 0.0)
+    ttft.on_dispatched("a", P0, 0, 200, 0.0)
     ttft.advance(5.0)
-    ttft.prefilled("a", 1.0, 1.0)
+    ttft.on_prefilled("a", 1.0, 1.0)
     figures = ttft.summary(5.0)["figures"]
     assert figures["least_tokens"]["p50"] == 1.0
     assert figures["modelled"]["p50"] == 1.0

@@ -77,8 +77,8 @@ class Place(Board):
     def _take_in(self) -> bool:
         news = False
         for tag in () if self._hearsay.deaf else list(self._said._words):
-            for who, word in self._said.heard(tag).items():
-                news |= self.heard(tag).get(who) != word
+            for who, word in self._said.words_of(tag).items():
+                news |= self.words_of(tag).get(who) != word
                 self._note(tag, who, word)
         return news
 

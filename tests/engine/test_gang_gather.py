@@ -54,11 +54,11 @@ def infos(count: int, *, vote: bool = True) -> list[SyncInfo]:
 def test_all_ranks_get_a_word_their_own_among_them(tag: int, word: Word) -> None:
     first, second, third = ranks = boards(3)
     second.say(tag, word)
-    assert second.heard(tag) == {}
+    assert second.words_of(tag) == {}
     gathered(infos(3), ranks)
     expected = Word(int(word.ready_turn > 0), word.arrived, int(word.gave_up_turn > 0))
     assert all(one.is_open for one in ranks)
-    assert first.heard(tag) == second.heard(tag) == third.heard(tag) == {1: expected}
+    assert first.words_of(tag) == second.words_of(tag) == third.words_of(tag) == {1: expected}
 
 
 def test_sglang_sees_what_it_would_see_without() -> None:
@@ -88,7 +88,7 @@ def test_words_without_room_come_later_for_all_alike(vote: bool, room: int) -> N
     for count in (room, 2 * room):
         gathered(infos(2, vote=vote), ranks)
         for rank in ranks:
-            assert [tag for tag in range(7) if rank.heard(tag)] == list(range(count))
+            assert [tag for tag in range(7) if rank.words_of(tag)] == list(range(count))
 
 
 def test_a_rank_of_another_role_or_before_it_is_open_says_nothing() -> None:

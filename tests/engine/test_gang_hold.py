@@ -312,12 +312,12 @@ def test_ranks_hear_each_other_through_sockets(request: pytest.FixtureRequest) -
         boards[0].say(7, Word(ready_turn=3, arrived=True))
         boards[2].say(7, Word(arrived=True, gave_up_turn=4))
         boards[1].listen()
-        assert boards[1].heard(7) == {
+        assert boards[1].words_of(7) == {
             0: Word(ready_turn=3, arrived=True),
             2: Word(arrived=True, gave_up_turn=4),
         }
-        assert boards[0].heard(7) == {0: Word(ready_turn=3, arrived=True)}
-        assert boards[1].heard(8) == {}
+        assert boards[0].words_of(7) == {0: Word(ready_turn=3, arrived=True)}
+        assert boards[1].words_of(8) == {}
         with pytest.raises(OSError, match="in use"):
             SocketBoard(name, 0, 3)
     finally:
@@ -329,7 +329,7 @@ def test_a_rank_that_is_not_up_yet_is_no_error() -> None:
     board = SocketBoard("sglang-sbs-test.alone", 0, 2)
     board.say(1, Word(ready_turn=1))
     board.listen()
-    assert board.heard(1).keys() == {0}
+    assert board.words_of(1).keys() == {0}
     board.close()
 
 

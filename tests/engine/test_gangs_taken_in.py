@@ -137,7 +137,7 @@ def test_words_of_two_threads_add_up():
         first.say(1, Word(ready_turn=8))
         for board in (first, second):
             board.listen()
-            assert board.heard(1)[0] == Word(ready_turn=8, arrived=True, taken_turn=7)
+            assert board.words_of(1)[0] == Word(ready_turn=8, arrived=True, taken_turn=7)
     finally:
         first.close()
         second.close()

@@ -266,9 +266,9 @@ class FrontEnd:
     async def _asked(self, rid: str, tokens: int) -> Dispatch:
         """As the relay does."""
         try:
-            return await self.link.assign(announced(rid, tokens))
+            return await self.link.dispatch(announced(rid, tokens))
         except BaseException:
-            self.link.ended(rid, "aborted")
+            self.link.on_ended(rid, "aborted")
             raise
 
 

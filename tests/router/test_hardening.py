@@ -220,7 +220,7 @@ async def test_connections_that_send_no_whole_head_are_closed() -> None:
     await until(lambda: len(made) == 1)
     talking, talking_writer = await asyncio.open_connection("127.0.0.1", port)
     await until(lambda: len(made) == 2)
-    doorman.heard(made[1])
+    doorman.on_received(made[1])
     silent_writer.write(b"POST /gen")
     with pytest.raises(ConnectionResetError):
         assert await silent.read() == b""

@@ -29,7 +29,7 @@ async def test_what_serves_a_request_prints_its_state_but_no_secret() -> None:
             f"<Attempt {attempt.rid}: attempt 1 at unit 0, waits for a decision>"
         )
         arrival = next(iter(scheduler.held.values()))
-        server.dispatcher._decided(scheduler._place(arrival))
+        server.dispatcher._on_decided(scheduler._place(arrival))
         await until(lambda: c.prefill[0].requests)
         (prefill,), decode = server.registry.of_role("prefill"), attempt.placement.decode
         pair = attempt.pair

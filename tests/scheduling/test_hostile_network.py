@@ -252,7 +252,7 @@ def test_a_pause_of_the_engine_is_not_taken_for_a_late_batch(
 ):
     """The engine took 100 ms to start what it had; leaving earlier would change nothing."""
     instance, base = running()
-    instance.dispatched("r", 0, 500, 100.25)
+    instance.on_dispatched("r", 0, 500, 100.25)
     ended = replace(base, seq=1, kind="forward", end_s=50.0, forward_s=0.3)
     instance.on_report(ended, 100.3)
     if rested:
@@ -356,7 +356,7 @@ def test_a_pause_is_learned_once_and_not_from_a_launch_that_followed_nothing():
     assert instance.pause.learned == 1
     up = InstanceUp(instance="p1", role="prefill", dp_size=1, chunk_tokens=1000)
     fresh = PrefillInstance(up, t_default_s=0.3, default_chunk_tokens=1000)
-    fresh.dispatched("r", 0, 500, -0.1)
+    fresh.on_dispatched("r", 0, 500, -0.1)
     fresh.on_load_poll([600], 0.0)
     fresh.on_report(replace(base, rids=["r"]), 0.01)
     assert fresh.pause.learned == 0

@@ -97,7 +97,7 @@ def test_c_avail_is_what_the_engine_can_still_take(page: int, seed: int):
     for number in range(40):
         for index in range(rng.randrange(8)):
             rid, rank, tokens = f"{number}-{index}", rng.randrange(DP), rng.randrange(1, 1500)
-            books.dispatched(rid, rank, tokens, now_s)
+            books.on_dispatched(rid, rank, tokens, now_s)
             engine.accept(rid, rank, tokens)
         if not engine.has_work:
             continue
@@ -120,7 +120,7 @@ def test_c_avail_is_what_the_engine_can_still_take(page: int, seed: int):
 def test_without_reports_a_presumed_pass_holds_whole_pages():
     books = instance()
     for index in range(20):
-        books.dispatched(f"r{index}", 0, 65, now_s=0.0)
+        books.on_dispatched(f"r{index}", 0, 65, now_s=0.0)
     books.advance(0.1, LATENCY_S)
     (running,) = books.passes
     assert running.tokens == [8 * 65, 0], "two pages each"
@@ -130,8 +130,8 @@ def test_without_reports_a_presumed_pass_holds_whole_pages():
 def test_a_forecast_lays_requests_in_whole_pages():
     books = instance()
     for index in range(8):
-        books.dispatched(f"r{index}", 0, 65, now_s=0.0)
-        books.dispatched(f"s{index}", 1, 65, now_s=0.0)
+        books.on_dispatched(f"r{index}", 0, 65, now_s=0.0)
+        books.on_dispatched(f"s{index}", 1, 65, now_s=0.0)
     assert PassForecast(books).fork(0.0, closed=False).full
     assert not PassForecast(instance()).fork(0.0, closed=False).full
 

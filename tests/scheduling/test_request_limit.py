@@ -40,7 +40,7 @@ def test_places_are_what_the_next_pass_of_the_engine_still_takes(seed: int):
         for index in range(rng.randrange(12)):
             rid, rank = f"{number}-{index}", rng.randrange(DP)
             tokens = rng.choice([rng.randrange(1, 100), rng.randrange(1, 1500)])
-            books.dispatched(rid, rank, tokens, now_s)
+            books.on_dispatched(rid, rank, tokens, now_s)
             engine.accept(rid, rank, tokens)
         if not engine.has_work:
             continue
@@ -105,7 +105,7 @@ def test_short_requests_fill_all_ranks_and_no_more():
 def test_a_long_request_still_finds_the_tokens_that_short_ones_leave():
     books = instance()
     for index in range(3):
-        books.dispatched(f"short {index}", 0, 10, now_s=0.0)
+        books.on_dispatched(f"short {index}", 0, 10, now_s=0.0)
     assert books.ranks.places() == [1, 4]
     assert place_fitting(
         [request("long", 990)], books.ranks.c_avail()[:1], CHUNK, places=[1]
@@ -115,7 +115,7 @@ def test_a_long_request_still_finds_the_tokens_that_short_ones_leave():
 def test_without_reports_a_presumed_pass_holds_so_many_requests():
     books = instance()
     for index in range(10):
-        books.dispatched(f"r{index}", 0, 65, now_s=0.0)
+        books.on_dispatched(f"r{index}", 0, 65, now_s=0.0)
     assert books.next_pass_s() == books.model.predict_s([MOST * 65, 0], [MOST * 65**2 / 2, 0])
     books.advance(0.1, LATENCY_S)
     (running,) = books.passes
@@ -128,9 +128,9 @@ def test_what_another_rank_tells_of_a_pass_leaves_the_rest_of_a_batch_queued():
     """Rank 0 says that rank 1 computes four of the six that were sent there together."""
     books, engine = instance(), PrefillEngine("p0", DP, CHUNK, most_requests=MOST)
     for index in range(6):
-        books.dispatched(f"r{index}", 1, 50, now_s=1.0)
+        books.on_dispatched(f"r{index}", 1, 50, now_s=1.0)
         engine.accept(f"r{index}", 1, 50)
-    books.dispatched("other", 0, 50, now_s=1.0)
+    books.on_dispatched("other", 0, 50, now_s=1.0)
     engine.accept("other", 0, 50)
     of_rank_0, of_rank_1 = engine.launch()
     books.on_report(of_rank_0, 1.1)
@@ -144,7 +144,7 @@ def test_a_forecast_knows_when_a_pass_holds_as_many_requests_as_it_may():
     books = instance()
     for rank in range(DP):
         for index in range(MOST - 1):
-            books.dispatched(f"{rank} {index}", rank, 10, now_s=0.0)
+            books.on_dispatched(f"{rank} {index}", rank, 10, now_s=0.0)
     forecast = PassForecast(books).fork(0.0, closed=False)
     one_pass_s = forecast.cost_s(request("in the next pass", 10), Terms())
     for number in range(DP):
@@ -157,8 +157,8 @@ def test_a_forecast_knows_when_a_pass_holds_as_many_requests_as_it_may():
 def test_a_cut_request_counts_in_each_of_its_passes():
     books = instance(most=2)
     for rank in range(DP):
-        books.dispatched(f"long {rank}", rank, CHUNK + 10, now_s=0.0)
-        books.dispatched(f"short {rank}", rank, 10, now_s=0.0)
+        books.on_dispatched(f"long {rank}", rank, CHUNK + 10, now_s=0.0)
+        books.on_dispatched(f"short {rank}", rank, 10, now_s=0.0)
     forecast = PassForecast(books).fork(0.0, closed=False)
     assert forecast._ahead == [2 * CHUNK] * DP
 

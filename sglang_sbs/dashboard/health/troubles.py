@@ -26,10 +26,10 @@ class Troubles:
         self._attempts: deque[tuple[float, tuple[str, str] | None]] = deque(maxlen=_MOST)
         """Time of each end, with the prefill and decode instance of failed attempts."""
 
-    def refused(self, cause: str, now_s: float) -> None:
+    def on_refused(self, cause: str, now_s: float) -> None:
         self._refusals.append((now_s, cause))
 
-    def attempt_ended(self, failed_on: tuple[str, str] | None, now_s: float) -> None:
+    def on_attempt_ended(self, failed_on: tuple[str, str] | None, now_s: float) -> None:
         """Record the end of an attempt. ``failed_on``: the prefill and decode instance; None: it
         succeeded."""
         self._attempts.append((now_s, failed_on))

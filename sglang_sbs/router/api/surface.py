@@ -196,13 +196,13 @@ class Surface:
         resource = request.match_info.route.resource
         label = resource.canonical if known and resource is not None else "unknown"
         started_s = time.monotonic()
-        duration = self._metrics.http_started(request.method, label, started_s)
+        duration = self._metrics.on_http_started(request.method, label, started_s)
         status, error_code = 499, ""
         try:
             response = await self._respond(request, handler, path, known)
             status, error_code = response.status, response.headers.get("X-SMG-Error-Code", "")
         finally:
-            self._metrics.http_ended(status, error_code, started_s)
+            self._metrics.on_http_ended(status, error_code, started_s)
             seconds = time.monotonic() - started_s
             duration.observe(seconds)
             self._log(request.method, path, status, error_code, seconds)

@@ -82,8 +82,8 @@ class Assigner:
         self._give_up_s = give_up_s
         self._requests: dict[str, Announced] = {}
 
-    async def assign(self, request: Announced) -> Dispatch:
-        """Wait for a decision. The caller reports the end (:meth:`ended`) in any case. Raises:
+    async def dispatch(self, request: Announced) -> Dispatch:
+        """Wait for a decision. The caller reports the end (:meth:`on_ended`) in any case. Raises:
         Refused, the scheduler refuses it; RouterError, the scheduler lost track of it."""
         rid, decision = request.arrival.rid, request.decision
         self._requests[rid] = request
@@ -126,7 +126,7 @@ class Assigner:
             prefilled=True,
         )
 
-    def ended(
+    def on_ended(
         self,
         rid: str,
         outcome: Outcome,
@@ -145,7 +145,7 @@ class Assigner:
         for rank in range(dp_size):
             self._report(BlocksCleared(instance=instance, dp_rank=rank))
 
-    def _decided(self, command: Decision) -> None:
+    def _on_decided(self, command: Decision) -> None:
         """Deliver the scheduler's decision; ignore it for a request that has ended."""
         request = self._requests.get(command.rid)
         if request is None or request.assignment is not None:
@@ -177,7 +177,7 @@ class Assigner:
         if request is not None and not request.decision.done():
             message = "the scheduler failed on this request; the router's log has the cause"
             request.decision.set_exception(RouterError(500, "scheduler_error", message))
-        self.ended(rid, "failed")
+        self.on_ended(rid, "failed")
 
     @property
     def waiting(self) -> int:
@@ -235,4 +235,4 @@ class Dispatcher(Assigner):
         give_up_s: float | None = None,
     ) -> None:
         super().__init__(give_up_s)
-        self.pump = SchedulerPump(scheduler, self._decided, self._fail, counts, event_log)
+        self.pump = SchedulerPump(scheduler, self._on_decided, self._fail, counts, event_log)

@@ -51,7 +51,7 @@ class Bodies:
         """Return a context manager that counts one request's body until its end."""
         return BodyShare(self)
 
-    def took(self, share: BodyShare, more_bytes: int) -> None:
+    def grow(self, share: BodyShare, more_bytes: int) -> None:
         """Count received bytes. Raises: RouterError (503), this body must be rejected."""
         share.held_bytes += more_bytes
         self.held_bytes += more_bytes
@@ -100,7 +100,7 @@ class BodyShare:
             whole = request.content.read_nowait()
             if len(whole) > limit_bytes:
                 raise RouterError(413, "payload_too_large", too_large)
-            self.bodies.took(self, len(whole))
+            self.bodies.grow(self, len(whole))
             return whole
         body = bytearray()
         started_s = asyncio.get_running_loop().time()
@@ -111,7 +111,7 @@ class BodyShare:
                     body += data
                     if len(body) > limit_bytes:
                         raise RouterError(413, "payload_too_large", too_large)
-                    self.bodies.took(self, len(data))
+                    self.bodies.grow(self, len(data))
                     if len(body) > _SMALL_BYTES and len(data) > _SMALL_PIECE_BYTES:
                         started_s += await self._turn(deadline)
                     if not self.lost:
@@ -196,7 +196,7 @@ class Doorman:
         """Start the idle time after a response."""
         self.enter(transport, self._idle_s)
 
-    def heard(self, transport: Any) -> None:
+    def on_received(self, transport: Any) -> None:
         """Stop the timer: a complete request head arrived, or the connection is gone."""
         wait = self._waiting.pop(transport, None)
         if wait is not None:
@@ -207,7 +207,7 @@ class Doorman:
         self, request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]
     ) -> web.StreamResponse:
         """The outermost middleware of an application whose connections are watched."""
-        self.heard(request.transport)
+        self.on_received(request.transport)
         try:
             return await handler(request)
         finally:
@@ -264,7 +264,7 @@ class Gate(asyncio.Protocol):
             transport.abort()  # type: ignore[attr-defined]
             return
         self.doorman.watch(transport)
-        protocol, heard = self.serve(), self.doorman.heard
+        protocol, heard = self.serve(), self.doorman.on_received
         dense = DenseInput(transport, protocol, self.doorman.slices)
 
         def lost(exc: Exception | None) -> None:  # no self: avoids a reference cycle

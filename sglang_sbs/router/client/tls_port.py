@@ -99,7 +99,7 @@ class TlsPort:
         try:
             if not await self._first_byte(handshake.sock):
                 return
-            self._doorman.heard(handshake)
+            self._doorman.on_received(handshake)
             self._doorman.enter(handshake, HANDSHAKE_S)  # now behind silent connections
             await self._loop.connect_accepted_socket(
                 *(self._gate, handshake.sock), ssl=self._tls, ssl_handshake_timeout=HANDSHAKE_S
@@ -125,6 +125,6 @@ class TlsPort:
 
     def _over(self, handshake: _Handshake, task: asyncio.Task[None]) -> None:
         self._under_way.discard(task)
-        self._doorman.heard(handshake)
+        self._doorman.on_received(handshake)
         if task.cancelled() or task.exception() is not None:
             handshake.sock.close()  # the loop had not taken it yet

@@ -72,12 +72,12 @@ class Campaign(Election):
                         candidate.observed(await store.read(), self._clock())
                     case Take():
                         record = await store.take(step.seen, candidate.holder, step.term)
-                        candidate.took(record, asked_s, self._clock())
+                        candidate.on_taken(record, asked_s, self._clock())
                     case Renew():
                         record = await store.renew(step.mine)
                         candidate.renewed(record, asked_s, self._clock())
         except OutdatedWrite:
-            candidate.refused(self._clock())
+            candidate.on_refused(self._clock())
         except StoreError as error:
             self._failed(str(error), asked_s)
         except TimeoutError:

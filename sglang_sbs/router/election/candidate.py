@@ -159,7 +159,7 @@ class Candidate:
         self._floor = max(self._floor, record.term)
         self._look_s = now_s + self._times.retry_s
 
-    def took(self, record: Record, asked_s: float, now_s: float) -> None:
+    def on_taken(self, record: Record, asked_s: float, now_s: float) -> None:
         """Handle a successful :class:`Take` sent at ``asked_s``. A late response gives no lead, nor
         does a term that has been seen elsewhere since."""
         wanted = record.term > self._floor
@@ -175,7 +175,7 @@ class Candidate:
         if still:
             self._lead_by(record, asked_s, now_s)
 
-    def refused(self, now_s: float) -> None:
+    def on_refused(self, now_s: float) -> None:
         """Handle a write rejected because another candidate wrote first."""
         led = self._lead is not None
         self._lead = self._seen = None

@@ -84,7 +84,7 @@ class Hub:
         times: SessionTimes | None = None,
     ) -> None:
         self.boot_id = uuid.uuid4().hex
-        self.pump = driver.SchedulerPump(scheduler, self.decided, self.failed, counts)
+        self.pump = driver.SchedulerPump(scheduler, self.on_decided, self.failed, counts)
         self.policy = policy or PolicyInForce("sbs")
         self.policy.listeners.append(
             lambda policy: self.pump.submit(events.PolicySwitched(policy=policy))
@@ -214,7 +214,7 @@ class Hub:
             case events.PrefillDone():
                 self._prefill_done(session, message)
             case RequestEnded():
-                self._ended(session, message)
+                self._on_ended(session, message)
             case messages.Adopted():
                 for request in message.requests:
                     self._adopt(session, request)
@@ -365,7 +365,7 @@ class Hub:
         self.membership.prefill_over(placed)
         self.pump.submit(event)
 
-    def _ended(self, session: _Session, event: RequestEnded) -> None:
+    def _on_ended(self, session: _Session, event: RequestEnded) -> None:
         placed = session.requests.pop(event.rid, None)
         if placed is None:
             return  # refused at the same moment
@@ -376,12 +376,12 @@ class Hub:
             self._registry.leg_succeeded(placed.decode)
         self.pump.submit(event)
 
-    def decided(self, command: Dispatch | Refuse) -> None:
+    def on_decided(self, command: Dispatch | Refuse) -> None:
         session = self._owners.get(command.rid)
         if session is None:
             return  # it ended meanwhile, which was reported
         if isinstance(command, Dispatch):
-            self.membership.dispatched(session.requests[command.rid], command)
+            self.membership.on_dispatched(session.requests[command.rid], command)
         else:
             del self._owners[command.rid], session.requests[command.rid]
         session.outbox.append(command)
@@ -390,7 +390,7 @@ class Hub:
     def failed(self, rid: str) -> None:
         """Answer a request whose arrival raised an exception in the scheduler."""
         why = "the scheduler failed on this request; its log has the cause"
-        self.decided(Refuse(rid=rid, cause="flow_control", retry_after_s=1.0, message=why))
+        self.on_decided(Refuse(rid=rid, cause="flow_control", retry_after_s=1.0, message=why))
         self.pump.submit(RequestEnded(rid=rid, outcome="failed"))
 
     # Sending ----------------------------------------------------------------------------------

@@ -42,7 +42,7 @@ class SessionMembership:
 
     # Legs in flight of all front ends, counted in the workers ----------------------------------
 
-    def dispatched(self, placed: Placed, command: Dispatch) -> None:
+    def on_dispatched(self, placed: Placed, command: Dispatch) -> None:
         placed.prefill, placed.decode = command.prefill, command.decode
         placed.prefill_open = True
         self.count(placed, 1)

@@ -184,7 +184,7 @@ class SchedulerLink(Assigner):
     def _place_alone(self) -> None:
         """Give all requests to the fallback, including waiting ones."""
         self.pump = pump = driver.SchedulerPump(
-            self.fallback(), decided=self._decided, failed=self._fail, counts=self.counts
+            self.fallback(), decided=self._on_decided, failed=self._fail, counts=self.counts
         )
         pump.timelines.ended = self.over
         try:
@@ -360,7 +360,7 @@ class SchedulerLink(Assigner):
                 pass
             case messages.Decisions():
                 for command in message.commands:
-                    self._decided(command)
+                    self._on_decided(command)
             case messages.Cluster():
                 self.registry.follow(message.workers)
                 self.policy.follow(message.policy)

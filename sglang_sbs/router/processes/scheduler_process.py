@@ -148,7 +148,7 @@ class SchedulerProcess:
             Scheduler(options.scheduler, remembers=MOST_OVER),
             self.lead,
             policy=PolicyInForce(options.scheduler.policy),
-            counts=self.metrics.decided,
+            counts=self.metrics.on_decided,
         )
         self._local = LocalScheduler(
             options, self.metrics, self._watch, hub.trials, self.lead.shown_to_people

@@ -86,7 +86,7 @@ class Attempts:
             return await self._retried(run)
         finally:
             self._blame(run, served=False)
-            run.prefilled()
+            run.on_prefilled()
             exchange.pairs.pop(unit, None)
 
     def _unfit(self, exchange: Exchange) -> tuple[str, ...]:
@@ -121,7 +121,7 @@ class Attempts:
                 return await self._attempt(run)
             except LegFailure as failure:
                 recent = run.exchange.recent
-                self.in_flight.recent.attempt_failed(recent, run.unit, failure)
+                self.in_flight.recent.on_attempt_failed(recent, run.unit, failure)
                 if failure.transport:
                     self.registry.leg_failed(failure)
                 elif failure.counts_against_worker:
@@ -163,11 +163,11 @@ class Attempts:
             why = "too many cancelled requests are waiting for their KV transfer to end"
             raise RouterError(503, "too_many_parked", why, retry_after_s=1.0)
         attempt = Attempt(arrival=self._arrival(run), run=run)
-        self.in_flight.announce(attempt)
+        self.in_flight.on_announced(attempt)
         outcome: Outcome = "failed"
         try:
-            assignment = await self.dispatcher.assign(attempt)
-            self.in_flight.assigned(attempt, assignment)
+            assignment = await self.dispatcher.dispatch(attempt)
+            self.in_flight.on_dispatched(attempt, assignment)
             if len(exchange.plan.units) > 1:  # a policy may dispatch hundreds at once
                 await self.turns.take(id(exchange))
             if exchange.ending:

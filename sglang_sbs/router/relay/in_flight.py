@@ -88,7 +88,7 @@ class UnitRun:
     def __repr__(self) -> str:
         return f"<UnitRun {self.unit} of {self.exchange!r}: attempts={self.attempts}>"
 
-    def prefilled(self) -> None:
+    def on_prefilled(self) -> None:
         """Free the unit's place in the window: it is past prefill, or over. Repeated calls do
         nothing."""
         if self.ahead and self.exchange.window is not None:
@@ -163,12 +163,12 @@ class InFlight:
 
     # Client requests --------------------------------------------------------------------------
 
-    def began(self, task: asyncio.Task[object]) -> None:
+    def on_begun(self, task: asyncio.Task[object]) -> None:
         """A client request is being served, until :meth:`over`."""
         self._tasks[task] = ()
         self._idle.clear()
 
-    def named(self, task: asyncio.Task[object], rids: Sequence[str]) -> None:
+    def record_ids(self, task: asyncio.Task[object], rids: Sequence[str]) -> None:
         """Set the client's ids, by which the request can be aborted."""
         self._tasks[task] = rids
 
@@ -200,17 +200,17 @@ class InFlight:
 
     # Attempts ---------------------------------------------------------------------------------
 
-    def announce(self, attempt: Attempt) -> None:
+    def on_announced(self, attempt: Attempt) -> None:
         attempt.announced_s = time.monotonic()
         self._attempts[attempt.rid] = attempt
         run = attempt.run
-        self.recent.announced(run.exchange.recent, attempt.rid, run.unit, attempt.announced_s)
+        self.recent.on_announced(run.exchange.recent, attempt.rid, run.unit, attempt.announced_s)
         if self.traces is not None:
-            self.traces.announced(attempt.trace)
+            self.traces.on_announced(attempt.trace)
 
-    def assigned(self, attempt: Attempt, assignment: Dispatch) -> None:
-        self.metrics.held(class_of(attempt.arrival.priority), assignment.held_s)
-        self.recent.held(attempt.run.exchange.recent, assignment.held_s)
+    def on_dispatched(self, attempt: Attempt, assignment: Dispatch) -> None:
+        self.metrics.record_held(class_of(attempt.arrival.priority), assignment.held_s)
+        self.recent.record_held(attempt.run.exchange.recent, assignment.held_s)
         attempt.trace.dispatched_ns = time.time_ns()
 
     def started(self, attempt: Attempt, placement: AttemptWorkers) -> None:
@@ -233,10 +233,10 @@ class InFlight:
             self.parking.park(attempt.pair, partial(self._left, *left))
         else:
             self._left(*left)
-        self.metrics.attempt_ended(outcome)
-        self.recent.attempt_ended(attempt.run.exchange.recent, attempt.rid, outcome)
+        self.metrics.on_attempt_ended(outcome)
+        self.recent.on_attempt_ended(attempt.run.exchange.recent, attempt.rid, outcome)
         if self.traces is not None:
-            self.traces.ended(attempt.trace, attempt.assignment, outcome)
+            self.traces.on_ended(attempt.trace, attempt.assignment, outcome)
 
     def _left(
         self,
@@ -247,7 +247,7 @@ class InFlight:
         placement: AttemptWorkers | None,
     ) -> None:
         """Finish decode's part of an attempt."""
-        self.dispatcher.ended(rid, outcome, completion_tokens, seen)
+        self.dispatcher.on_ended(rid, outcome, completion_tokens, seen)
         if placement is not None:
             placement.decode.active -= 1
 
@@ -282,7 +282,7 @@ class InFlight:
         if attempt.prefill_open and attempt.placement is not None:
             attempt.prefill_open = False
             attempt.placement.prefill.active -= 1
-            attempt.run.prefilled()
+            attempt.run.on_prefilled()
 
     # Reports of pairs, sent after received data has been passed on -----------------------------
 

@@ -196,7 +196,7 @@ class DecodeLeg(_Leg):
 
     def message_complete(self) -> None:
         if self.pair.must_park:
-            self.pair.decode_ended()
+            self.pair.on_decode_ended()
             return
         if self.status != 200:
             self._status_failed()

@@ -220,7 +220,7 @@ class Pair:
         if not self.stream or self.status != 200 or self._reader.watch(data):
             self._release()
 
-    def decode_ended(self) -> None:
+    def on_decode_ended(self) -> None:
         """The engine ended a parked request by itself."""
         self._decode_over = True
         self._release()
@@ -302,7 +302,7 @@ class Pair:
                 # parked.
                 self._in_flight.parking.limit(self)
             else:
-                self.decode_ended()
+                self.on_decode_ended()
         elif failure.unreachable:
             self._prefill_over = True
             self._release()

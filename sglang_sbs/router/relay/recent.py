@@ -71,7 +71,7 @@ class RecentRequests:
         self._by_id: dict[str, RecentRequest] = {}
         self.minute = Minute()
 
-    def began(
+    def begin(
         self, request_id: str, kind: str, began_s: float, units: int, ids: Sequence[str]
     ) -> RecentRequest:
         request = RecentRequest(
@@ -84,19 +84,19 @@ class RecentRequests:
             self._by_id[name] = request
         return request
 
-    def announced(self, request: RecentRequest, rid: str, unit: int, now_s: float) -> None:
+    def on_announced(self, request: RecentRequest, rid: str, unit: int, now_s: float) -> None:
         if request.announced_s is None:
             request.announced_s = now_s
         if len(request.sent) < MOST_ATTEMPTS:
             request.sent = (*request.sent, ClientAttempt(rid, unit))
             self._by_id[rid] = request
 
-    def named(self, request: RecentRequest, name: str) -> None:
+    def record_id(self, request: RecentRequest, name: str) -> None:
         """Record the id that the router made for a merged response."""
         request.ids = (*request.ids, name)
         self._by_id[name] = request
 
-    def held(self, request: RecentRequest, held_s: float) -> None:
+    def record_held(self, request: RecentRequest, held_s: float) -> None:
         request.held_s = held_s
         self.minute.add(self.minute.held_s, held_s)
 
@@ -106,13 +106,13 @@ class RecentRequests:
             request.first_byte_s = now_s
             self.minute.add(self.minute.ttft_s, now_s - request.began_s)
 
-    def attempt_ended(self, request: RecentRequest, rid: str, outcome: str) -> None:
+    def on_attempt_ended(self, request: RecentRequest, rid: str, outcome: str) -> None:
         for attempt in reversed(request.sent):
             if attempt.rid == rid:
                 attempt.outcome = outcome
                 return
 
-    def attempt_failed(self, request: RecentRequest, unit: int, failure: RouterError) -> None:
+    def on_attempt_failed(self, request: RecentRequest, unit: int, failure: RouterError) -> None:
         """Record the failure of the last attempt at that unit."""
         for attempt in reversed(request.sent):
             if attempt.unit == unit:

@@ -74,12 +74,12 @@ class Relay:
         assert task is not None
         began_s = time.monotonic()
         # Count it from the first byte: shutdown waits for requests whose body is incomplete.
-        self.in_flight.began(task)
+        self.in_flight.on_begun(task)
         try:
             with self.bodies.share() as share:
                 plan = await self._plan(kind, request, share)
-                self.in_flight.named(task, plan.client_rids)
-                remember, ids = self.in_flight.recent.began, plan.client_rids
+                self.in_flight.record_ids(task, plan.client_rids)
+                remember, ids = self.in_flight.recent.begin, plan.client_rids
                 recent = remember(request_id, kind, began_s, len(plan.units), ids)
                 # Admit first: tokenizing a request that gets a 429 would be wasted.
                 async with self.admission.slot(len(plan.units)):
@@ -228,7 +228,7 @@ class Relay:
             await self.attempts.run(exchange, 0)
             return
         answer_id = plan.client_rid(0) or uuid.uuid4().hex
-        self.in_flight.recent.named(exchange.recent, answer_id)
+        self.in_flight.recent.record_id(exchange.recent, answer_id)
         merger = merged_answers.StreamMerger(plan, answer_id)
 
         def make_sink(pair: Pair) -> Callable[[Payload], None]:

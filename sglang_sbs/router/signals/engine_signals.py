@@ -179,7 +179,7 @@ class Watch:
 
     def _reported(self, worker: Worker, report: EndForward) -> None:
         chunk = report.chunk_tokens or (worker.info.chunk_tokens if worker.info else 0)
-        self._metrics.forward_ended(worker.url, chunk, report)
+        self._metrics.on_forward_ended(worker.url, chunk, report)
         worker.engine_holds[report.dp_rank] = engine_requests(report)
         if worker.role == "prefill" and worker.dp_size > 1:
             self._compare_ranks(worker, report)

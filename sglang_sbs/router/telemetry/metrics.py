@@ -218,7 +218,7 @@ class RouterMetrics:
 
     # The scheduler ----------------------------------------------------------------------------
 
-    def decided(self, command: Dispatch | Refuse) -> None:
+    def on_decided(self, command: Dispatch | Refuse) -> None:
         if isinstance(command, Refuse):
             self.refusals.labels(command.cause).inc()
             if command.limit is not None:
@@ -252,7 +252,7 @@ class RouterMetrics:
 
     # The HTTP surface -------------------------------------------------------------------------
 
-    def http_started(self, method: str, path: str, now_s: float) -> Histogram:
+    def on_http_started(self, method: str, path: str, now_s: float) -> Histogram:
         """Count a request; return the histogram for its duration."""
         self._began_s[now_s] += 1
         requests, seconds = self._http(method, path)
@@ -263,7 +263,7 @@ class RouterMetrics:
     def _http_series(self, method: str, path: str) -> tuple[Counter, Histogram]:
         return self.http_requests.labels(method, path), self.http_seconds.labels(method, path)
 
-    def http_ended(self, status: int, error_code: str, began_s: float) -> None:
+    def on_http_ended(self, status: int, error_code: str, began_s: float) -> None:
         """Count a response; ``began_s`` is the ``now_s`` given to :meth:`http_started`."""
         self._began_s[began_s] -= 1
         if self._began_s[began_s] <= 0:
@@ -316,7 +316,7 @@ class RouterMetrics:
 
     # Others -----------------------------------------------------------------------------------
 
-    def attempt_ended(self, outcome: Outcome) -> None:
+    def on_attempt_ended(self, outcome: Outcome) -> None:
         self._attempts(outcome).inc()
 
     def leg_failed(self, failure: LegFailure) -> None:
@@ -324,7 +324,7 @@ class RouterMetrics:
         if failures := self._of_worker(self.leg_failures, failure.worker, *labels):
             failures.inc()
 
-    def held(self, priority: PriorityClass, seconds: float) -> None:
+    def record_held(self, priority: PriorityClass, seconds: float) -> None:
         self._class_hold(priority).observe(seconds)
 
     def first_byte(self, priority: PriorityClass, seconds: float, slo_s: float | None) -> None:
@@ -351,7 +351,7 @@ class RouterMetrics:
         self.reported_tokens.inc(max(0, reported_tokens))
         self.hit_error.observe(reported_tokens - predicted_tokens)
 
-    def forward_ended(self, worker_url: str, chunk_tokens: int, report: EndForward) -> None:
+    def on_forward_ended(self, worker_url: str, chunk_tokens: int, report: EndForward) -> None:
         """Count one pass of one prefill rank."""
         if report.kind != "forward" or report.role != "prefill":
             return

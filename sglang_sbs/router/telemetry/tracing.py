@@ -71,11 +71,11 @@ class Traces:
             own = [item for item in headers if item[0].lower() not in _PROPAGATED]
             yield span, [*own, *passed.items()]
 
-    def announced(self, attempt: AttemptTrace) -> None:
+    def on_announced(self, attempt: AttemptTrace) -> None:
         """Record the current request's span as the parent."""
         attempt.parent = self._context.get_current()
 
-    def ended(self, attempt: AttemptTrace, command: Dispatch | None, outcome: Outcome) -> None:
+    def on_ended(self, attempt: AttemptTrace, command: Dispatch | None, outcome: Outcome) -> None:
         """Create the spans of an ended attempt; ``command`` is its dispatch, if any."""
         end_ns = time.time_ns()
         ok = outcome == "completed"

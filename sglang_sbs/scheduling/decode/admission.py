@@ -94,10 +94,10 @@ class DecodeAdmission:
         tokens = self.outputs.total_tokens(request)
         if tokens <= room_tokens:
             return True
-        self.refused(tokens)
+        self.on_refused(tokens)
         return False
 
-    def refused(self, tokens: float) -> None:
+    def on_refused(self, tokens: float) -> None:
         """Record that a request of this total length found no rank."""
         self.least_refused_tokens = min(self.least_refused_tokens, tokens)
 

@@ -36,7 +36,7 @@ class Departures:
         """Number of requests that ended and are still in the last report."""
         return len(self._ended)
 
-    def ended(self, kv_tokens: int, reported_s: float) -> None:
+    def on_ended(self, kv_tokens: int, reported_s: float) -> None:
         """Record the end of a request that the rank had accepted. ``kv_tokens``: its KV tokens.
         ``reported_s``: time of the last report."""
         if self._early:

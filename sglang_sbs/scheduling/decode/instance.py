@@ -84,7 +84,7 @@ class DecodeRank:
             self.committed_tokens -= request.total_tokens
         return request
 
-    def ended(self, rid: str, kv_tokens: int) -> None:
+    def on_ended(self, rid: str, kv_tokens: int) -> None:
         """Record the end of a request, which held ``kv_tokens`` then."""
         on_its_way = rid in self.flight
         if self.drop(rid) is None:
@@ -94,7 +94,7 @@ class DecodeRank:
             if len(self.ended_first) > _ENDED_FIRST:
                 del self.ended_first[next(iter(self.ended_first))]
         elif self.speaks and self.cursor.reported_s is not None:
-            self.departures.ended(kv_tokens, self.cursor.reported_s)
+            self.departures.on_ended(kv_tokens, self.cursor.reported_s)
 
     def forget(self, named: Sequence[str]) -> None:
         """Drop requests of the former process after a restart, except those the new one has
@@ -202,19 +202,19 @@ class DecodeInstance:
     def has_outstanding(self) -> bool:
         return any(rank.requests for rank in self.ranks)
 
-    def dispatched(
+    def on_dispatched(
         self, rid: str, rank: int, prompt_tokens: int, total_tokens: int, now_s: float
     ) -> None:
         """Record a dispatch to a rank; ``total_tokens`` is prompt plus expected output."""
         self.ranks[rank].add(rid, DecodeRequest(prompt_tokens, total_tokens, now_s))
         self._stale.add(rank)
 
-    def ended(self, rid: str, rank: int, kv_tokens: int) -> None:
+    def on_ended(self, rid: str, rank: int, kv_tokens: int) -> None:
         """Record the end of a request in any state; ``kv_tokens`` is what it held then. A rank that
         accepted it counts as holding it until a report no longer does."""
         if rank >= self.dp_size:
             return  # it was sent to a former instance of another size
-        self.ranks[rank].ended(rid, kv_tokens)
+        self.ranks[rank].on_ended(rid, kv_tokens)
         self._stale.add(rank)
 
     def down(self) -> None:
@@ -248,7 +248,7 @@ class DecodeInstance:
         # only a later report can come without it.
         for rid in report.rids:
             if rid in rank.ended_first:
-                rank.departures.ended(rank.ended_first.pop(rid), now_s)
+                rank.departures.on_ended(rank.ended_first.pop(rid), now_s)
         # Before the reported load, which is clamped to the limits.
         self._take_limits(
             report.kv_capacity_tokens or self.kv_capacity_tokens,

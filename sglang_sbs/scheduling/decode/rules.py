@@ -130,7 +130,7 @@ class DecodeBoard:
         """Position of a rank among equal ones."""
         return (index - self._first) % len(self.loads)
 
-    def assign(self, index: int, request: Request) -> None:
+    def place(self, index: int, request: Request) -> None:
         before = self.loads[index]
         load = self.loads[index] = before.plus(request)
         if self._kv_sorted is not None:
@@ -321,6 +321,6 @@ def schedule_decode(
 
         best = choose(request, board, fits)
         if best is not None:
-            board.assign(best, request)
+            board.place(best, request)
             assigned[request.rid] = best
     return assigned

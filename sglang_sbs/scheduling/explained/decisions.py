@@ -204,7 +204,7 @@ class RecentDecisions:
         self._order: deque[str] = deque()
         """Their ids in order: finding the first key of a dict takes time."""
 
-    def dispatched(self, request: Request, batch: BatchRecord | None, batches: int) -> None:
+    def record_dispatched(self, request: Request, batch: BatchRecord | None, batches: int) -> None:
         """Record a dispatched request, and the number of batches dispatched while it waited. The
         names of its blocks are not kept."""
         if batch is None or request.prefill is None or not self._most:
@@ -229,7 +229,7 @@ class RecentDecisions:
             batch.costs_s.get(request.rid) if batch.costs_s else None,
         )
 
-    def refused(self, request: Request, batches: int, now_s: float) -> None:
+    def record_refused(self, request: Request, batches: int, now_s: float) -> None:
         """Record the refusal of a request that was waiting."""
         if self._most:
             self._make_room(request.rid)

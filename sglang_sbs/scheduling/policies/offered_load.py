@@ -39,7 +39,7 @@ class OfferedLoad:
         self._tokens_per_s = 0.0
         """Tokens per second of all instances."""
 
-    def arrived(self, tokens: int, now_s: float) -> None:
+    def on_arrived(self, tokens: int, now_s: float) -> None:
         self._decay(now_s)
         self.token_rate += tokens / self._window_s
         self.request_rate += 1 / self._window_s

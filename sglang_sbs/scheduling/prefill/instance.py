@@ -248,7 +248,7 @@ class PrefillInstance:
 
     # Requests -----------------------------------------------------------------------------
 
-    def dispatched(
+    def on_dispatched(
         self,
         rid: str,
         rank: int,
@@ -296,7 +296,7 @@ class PrefillInstance:
         self.last_dispatch_s = now_s
         self.ready = False
 
-    def prefilled(self, rid: str, rank: int, now_s: float) -> Observation:
+    def on_prefilled(self, rid: str, rank: int, now_s: float) -> Observation:
         """Record the engine's answer for this request (or its end): it uses no prefill capacity
         now. Without EndForward this also indicates the end of the pass it was presumed in."""
         positions = (at for at, running in enumerate(self.passes) if rid in running.requests)
@@ -319,7 +319,7 @@ class PrefillInstance:
             return  # it was sent to a former instance of another size
         if self.ranks[rank].gone(rid):
             self._on_change(rank)
-        self.moves.ended(rid)
+        self.moves.on_ended(rid)
         self.passes.drop(rid)
         self._changes()
         if not self.ranks.has_outstanding:

@@ -83,7 +83,7 @@ class Moves:
         if len(self._owed) > _MOST_OWED:
             del self._owed[next(iter(self._owed))]
 
-    def ended(self, rid: str) -> None:
+    def on_ended(self, rid: str) -> None:
         self._owed.pop(rid, None)
 
     def clear(self) -> None:

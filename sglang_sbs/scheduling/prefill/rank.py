@@ -4,8 +4,8 @@ Presumptions ------------ Under the barrier one rank's report of a pass shows th
 launched it, and its ``tokens_per_rank`` how many tokens each computes. Until a rank's own report of
 that pass arrives (or forever, if it was lost) this many tokens are presumed to have left its queue
 and, first come first served, its requests in flight. Its next report decides:
-:meth:`PrefillRank.heard` reverts all presumptions, requests that the report names or counts are
-acknowledged, and passes unknown to it are presumed again."""
+requests that the report names or counts are acknowledged. :meth:`PrefillRank.on_reported_id`
+reverts all presumptions, and passes unknown to it are presumed again."""
 
 from __future__ import annotations
 
@@ -182,7 +182,7 @@ class PrefillRank:
         of_pass = report.kind in ("forward", "launch")
         return of_pass and report.forward_id + MOST_PASSES < self.launched_id
 
-    def heard(self, launched_id: int) -> None:
+    def on_reported_id(self, launched_id: int) -> None:
         """Revert presumptions before applying a report whose state includes passes up to
         ``launched_id``."""
         if self.presumed:

@@ -51,7 +51,7 @@ class Reports:
         rank, passes = self._ranks[report.dp_rank], self._passes
         if taken.restarted:
             self._on_restart(rank)
-        self._device.heard(now_s)
+        self._device.on_report(now_s)
         report = self._plausible(rank, report)
         rank.clean = rank.unanswered = False
         rank.stalled.observe(report, now_s)
@@ -59,7 +59,7 @@ class Reports:
         inflight = 0 if of_launch else report.inflight_passes
         # Presumptions are reverted first, so that the requests they took are in flight again when
         # the report names or counts them.
-        rank.heard(report.forward_id + inflight)
+        rank.on_reported_id(report.forward_id + inflight)
         if rests and report.idle and all(other.idle for other in self._ranks if other is not rank):
             self._take_presumed_back()  # requests that the rank does not name have not arrived
         launch_s = self._launched_s(report, now_s)
@@ -259,7 +259,7 @@ class DeviceTime:
         self._most_s = self._credit_s = _CREDIT * t_default_s
         self._heard_s: float | None = None
 
-    def heard(self, now_s: float) -> None:
+    def on_report(self, now_s: float) -> None:
         """Record a report; the time since the last one may have been a single pass."""
         since_s = 0.0 if self._heard_s is None else now_s - self._heard_s
         self._credit_s = min(self._credit_s, self._most_s) + since_s

@@ -208,7 +208,7 @@ class PrefixIndex:
         heappush(self._due, (visible_s, rid))
         self.coming.add(sent)
 
-    def prefilled(
+    def on_prefilled(
         self, rid: str, now_s: float, *, expected_tokens: int = 0, cached_tokens: int | None = None
     ) -> None:
         """Record the end of a prefill; ids that were not :meth:`sent` are ignored.
@@ -229,7 +229,7 @@ class PrefixIndex:
             self._lapsing.append((now_s + CONFIRMED_S, held, sent.blocks))
 
     def dropped(self, rid: str) -> None:
-        """Record that a request ended without prefill; after :meth:`prefilled` this changes
+        """Record that a request ended without prefill; after :meth:`on_prefilled` this changes
         nothing."""
         sent = self._sent.pop(rid, None)
         if sent is None:

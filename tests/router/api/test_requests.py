@@ -234,8 +234,8 @@ def test_only_so_many_requests_are_remembered(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(recent, "MOST_KEPT", 10)
     kept = RecentRequests()
     for number in range(50):
-        one = kept.began(f"id {number}", "generate", time.monotonic(), 1, [f"rid {number}"])
-        kept.announced(one, f"own {number}", 0, 1.0)
+        one = kept.begin(f"id {number}", "generate", time.monotonic(), 1, [f"rid {number}"])
+        kept.on_announced(one, f"own {number}", 0, 1.0)
     assert kept.find("id 39") is None
     assert kept.find("own 39") is None
     assert kept.find("rid 40") is kept.find("own 40")
@@ -246,9 +246,9 @@ def test_an_id_that_is_used_again_is_the_latest_request(monkeypatch: pytest.Monk
     monkeypatch.setattr(recent, "MOST_KEPT", 2)
     kept = RecentRequests()
     for _ in range(2):
-        last = kept.began("same", "generate", 0.0, 1, [])
+        last = kept.begin("same", "generate", 0.0, 1, [])
     assert kept.find("same") is last
-    kept.began("other", "generate", 0.0, 1, [])  # the first "same" is forgotten
+    kept.begin("other", "generate", 0.0, 1, [])  # the first "same" is forgotten
     assert kept.find("same") is last
 
 

@@ -70,12 +70,12 @@ async def test_a_request_waits_until_a_timer_releases_it() -> None:
 
     scheduler = Scripted(answers)
     dispatcher = Dispatcher(scheduler)
-    assignment = await asyncio.wait_for(dispatcher.assign(announced("a", 5)), 5)
+    assignment = await asyncio.wait_for(dispatcher.dispatch(announced("a", 5)), 5)
     assert assignment.prefill == "http://p:1"
     assert dispatcher.waiting == 0
     assert dispatcher.open == 1
-    dispatcher.ended("a", "completed")
-    dispatcher.ended("a", "failed")
+    dispatcher.on_ended("a", "completed")
+    dispatcher.on_ended("a", "failed")
     assert scheduler.events[-1] == RequestEnded(rid="a", outcome="completed")
     assert dispatcher.open == 0
 
@@ -112,7 +112,7 @@ async def test_a_gang_is_released_in_one_go_and_in_order() -> None:
     order: list[str] = []
 
     async def one(rid: str) -> None:
-        await dispatcher.assign(announced(rid))
+        await dispatcher.dispatch(announced(rid))
         order.append(rid)
 
     await asyncio.gather(one("a"), one("b"), one("c"))
@@ -138,7 +138,7 @@ async def test_everyone_of_a_gang_is_told_what_is_sent_beside_it() -> None:
 
     dispatcher = Dispatcher(Scripted(answers))
     told = await asyncio.gather(
-        *(dispatcher.assign(announced(sized(rid))) for rid in "abcdef"), return_exceptions=True
+        *(dispatcher.dispatch(announced(sized(rid))) for rid in "abcdef"), return_exceptions=True
     )
     parts = [one.gang for one in told if isinstance(one, Dispatch)]
     assert all(part is not None for part in parts)
@@ -159,9 +159,9 @@ async def test_refusals_raise_and_end_the_request() -> None:
     scheduler = Scripted(answers)
     dispatcher = Dispatcher(scheduler)
     with pytest.raises(Refused) as error:
-        await dispatcher.assign(announced("a"))
+        await dispatcher.dispatch(announced("a"))
     assert error.value.status == 429
-    dispatcher.ended("a", "failed")
+    dispatcher.on_ended("a", "failed")
     dispatcher.prefill_done("a")
     assert len(scheduler.events) == 1
 
@@ -172,7 +172,7 @@ async def test_what_is_cancelled_is_ended_once_also_in_the_instant_of_dispatch(
 ) -> None:
     scheduler = Scripted(lambda event, now_s: [])
     dispatcher = Dispatcher(scheduler)
-    task = asyncio.create_task(dispatcher.assign(announced("a")))
+    task = asyncio.create_task(dispatcher.dispatch(announced("a")))
     await asyncio.sleep(0)
     if dispatched_first:
         scheduler._answers = lambda event, now_s: (
@@ -183,7 +183,7 @@ async def test_what_is_cancelled_is_ended_once_also_in_the_instant_of_dispatch(
     with pytest.raises(asyncio.CancelledError):
         await task
     assert not any(isinstance(event, RequestEnded) for event in scheduler.events)
-    dispatcher.ended("a", "aborted")
+    dispatcher.on_ended("a", "aborted")
     assert scheduler.events[-1] == RequestEnded(rid="a", outcome="aborted")
     assert dispatcher.open == dispatcher.waiting == 0
 
@@ -191,7 +191,7 @@ async def test_what_is_cancelled_is_ended_once_also_in_the_instant_of_dispatch(
 async def test_what_is_refused_in_the_instant_of_cancelling_has_no_other_end() -> None:
     scheduler = Scripted(lambda event, now_s: [])
     dispatcher = Dispatcher(scheduler)
-    task = asyncio.create_task(dispatcher.assign(announced("a")))
+    task = asyncio.create_task(dispatcher.dispatch(announced("a")))
     await asyncio.sleep(0)
     refusal = Refuse(rid="a", cause="deadline", retry_after_s=1, message="late")
     scheduler._answers = lambda event, now_s: [refusal]
@@ -245,9 +245,9 @@ async def test_the_event_log_replays_to_the_same_commands(tmp_path: Path) -> Non
         dispatcher.submit(InstanceUp(instance=url, role=role, dp_size=2, chunk_tokens=1024))  # type: ignore[arg-type]
     for number in range(20):
         rid = f"r{number}"
-        await asyncio.wait_for(dispatcher.assign(announced(rid, 100 + number)), 5)
+        await asyncio.wait_for(dispatcher.dispatch(announced(rid, 100 + number)), 5)
         dispatcher.prefill_done(rid, 100, 0)
-        dispatcher.ended(rid, "completed", 5)
+        dispatcher.on_ended(rid, "completed", 5)
     dispatcher.close()
     header, *records = read_event_log(path)
     assert header.config == config
@@ -276,7 +276,7 @@ async def test_a_request_the_scheduler_forgot_is_ended_in_the_end() -> None:
     scheduler = Scripted(lambda event, now_s: [])
     dispatcher = Dispatcher(scheduler, give_up_s=0.01)
     with pytest.raises(RouterError, match="scheduler failed"):
-        await dispatcher.assign(announced("r"))
+        await dispatcher.dispatch(announced("r"))
     assert scheduler.events[-1] == RequestEnded(rid="r", outcome="failed")
     assert (dispatcher.open, dispatcher.waiting) == (0, 0)
 
@@ -285,7 +285,7 @@ async def test_a_request_that_was_decided_in_the_last_moment_is_not_given_up() -
     """The process stood still: the decision and the end of the patience come in one turn."""
     scheduler = Scripted(lambda event, now_s: [])
     dispatcher = Dispatcher(scheduler, give_up_s=30.0)
-    task = asyncio.create_task(dispatcher.assign(announced("r")))
+    task = asyncio.create_task(dispatcher.dispatch(announced("r")))
     await asyncio.sleep(0)
     dispatcher._requests["r"].decision.set_result(Dispatch("r", "p0", 0, "d0", 0, 1, 0.0, ""))
     dispatcher._give_up("r")
@@ -346,6 +346,6 @@ async def test_a_full_disk_ends_the_event_log_and_nothing_else(tmp_path: Path) -
         if broken_at == "flush":
             dispatcher.submit(TimerFired())
             dispatcher.pump.flush_log()
-        assert (await dispatcher.assign(announced("r"))).rid == "r"
+        assert (await dispatcher.dispatch(announced("r"))).rid == "r"
         dispatcher.pump.flush_log()
         dispatcher.close()

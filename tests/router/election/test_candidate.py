@@ -36,7 +36,7 @@ def leading(now_s: float = 100.0, term: int = 5) -> Candidate:
     candidate.observed(Record(term=term - 1, version="7"), now_s)
     step = candidate.next_step(now_s)
     assert step == Take(Record(term=term - 1, version="7"), term)
-    candidate.took(mine(term), now_s, now_s)
+    candidate.on_taken(mine(term), now_s, now_s)
     assert candidate.term_at(now_s) == term
     return candidate
 
@@ -109,7 +109,7 @@ def test_the_time_of_a_lead_counts_from_when_the_renewal_was_sent() -> None:
 
 def test_an_answer_that_comes_too_late_gives_no_lead() -> None:
     candidate = Candidate("me#1", TIMES)
-    candidate.took(mine(), asked_s=100.0, now_s=101.5)
+    candidate.on_taken(mine(), asked_s=100.0, now_s=101.5)
     assert candidate.term_at(101.5) is None
     assert candidate.next_step(101.5) == Take(mine(), 6)
     candidate = leading(100.0)
@@ -132,13 +132,13 @@ def test_a_clock_that_jumps_forward_ends_a_lead_and_never_gives_one() -> None:
     follower.observed(OTHER, 100.0)
     # The machine slept: the lock may be taken, and the store knows whether it is the same still.
     assert follower.next_step(1e9) == Take(OTHER, 5)
-    follower.refused(1e9)
+    follower.on_refused(1e9)
     assert follower.term_at(1e9) is None and follower.next_step(1e9 + 0.25) == Read()
 
 
 def test_whoever_is_refused_leads_no_more_and_looks_again() -> None:
     candidate = leading(100.0)
-    candidate.refused(100.3)
+    candidate.on_refused(100.3)
     assert candidate.term_at(100.3) is None
     assert candidate.next_step(100.3) == Read()
 
@@ -146,7 +146,7 @@ def test_whoever_is_refused_leads_no_more_and_looks_again() -> None:
 def test_a_lost_race_is_no_busy_loop() -> None:
     candidate = Candidate("me#1", TIMES)
     candidate.observed(Record(), 0.0)
-    candidate.refused(0.0)
+    candidate.on_refused(0.0)
     assert candidate.next_step(0.0) == Sleep(0.25)
     assert candidate.next_step(0.25) == Read()
 
@@ -190,7 +190,7 @@ def test_two_that_lead_by_two_locks_do_not_take_turns_for_ever() -> None:
                 candidate.observed(Record(term=4, version=str(turn)), now_s)
         waits.append(now_s - begin_s)
         assert step.term == 10 * turn + 1
-        candidate.took(mine(step.term, version=f"{turn}"), now_s, now_s)
+        candidate.on_taken(mine(step.term, version=f"{turn}"), now_s, now_s)
         assert candidate.term_at(now_s) == step.term
     assert waits == pytest.approx([0, 2, 4, 8, 16, 32, 64, 64], abs=0.5)
     # A lead that nobody disputed for long ends the series.
@@ -206,7 +206,7 @@ def test_a_term_that_was_seen_while_it_was_being_taken_gives_no_lead() -> None:
     candidate = Candidate("me#1", TIMES)
     candidate.observed(Record(term=4), 100.0)
     candidate.exceed(5, 100.0)
-    candidate.took(mine(5), 100.0, 100.1)
+    candidate.on_taken(mine(5), 100.0, 100.1)
     assert candidate.term_at(100.1) is None
     assert candidate.next_step(100.1) == Take(mine(5), 6)
 
@@ -220,7 +220,7 @@ def test_a_term_that_no_store_can_have_given_is_ignored(term: int) -> None:
 
 def test_a_lock_that_was_deleted_does_not_make_terms_fall() -> None:
     candidate = leading(100.0, term=9)
-    candidate.refused(100.3)
+    candidate.on_refused(100.3)
     candidate.observed(Record(), 100.4)
     assert candidate.next_step(100.4) == Take(Record(), 10)
 
@@ -301,11 +301,11 @@ class Machine:
 
     def take_in(self, step: Step, found: Record | None, asked_s: float, now_s: float) -> None:
         if found is None:
-            self.candidate.refused(now_s)
+            self.candidate.on_refused(now_s)
         elif isinstance(step, Read):
             self.candidate.observed(found, now_s)
         elif isinstance(step, Take):
-            self.candidate.took(found, asked_s, now_s)
+            self.candidate.on_taken(found, asked_s, now_s)
         else:
             self.candidate.renewed(found, asked_s, now_s)
 

@@ -299,7 +299,7 @@ async def test_the_second_takes_over_from_the_first_and_gives_back(several: Seve
         assert several.sides["b"].books == (0, 0, 0)
         for number, front_end in enumerate(front_ends):
             assert front_end.link.lead().changes == 2
-            front_end.link.ended(f"{number}", "completed", 1)
+            front_end.link.on_ended(f"{number}", "completed", 1)
         await several.books_are_empty()
     finally:
         for address in runs:

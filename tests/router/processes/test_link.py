@@ -51,8 +51,8 @@ async def test_a_request_from_arrival_to_end(world: World) -> None:
     assert side.hub.find_owner("a", "prefill") == assignment.prefill
     front_end.link.prefill_done("a", 10, 0)
     await until(lambda: side.books == (0, 1, 1))
-    front_end.link.ended("a", "completed", 5)
-    front_end.link.ended("a", "failed")
+    front_end.link.on_ended("a", "completed", 5)
+    front_end.link.on_ended("a", "failed")
     await until(lambda: side.books == (0, 0, 0))
     assert side.hub.requests == front_end.link.open == 0
     assert side.hub.foreign == 0
@@ -74,7 +74,7 @@ async def test_the_scheduler_hears_of_blocks_and_session_and_the_front_end_lets_
     front_end = await world.front_end()
     blocks = [-(1 << 63), 5, (1 << 63) - 1]
     request = announced("a", 200, blocks=blocks, block_tokens=64, session="talk")
-    await front_end.link.assign(request)
+    await front_end.link.dispatch(request)
     (arrival,) = [event for event in heard if isinstance(event, RequestArrived)]
     assert (arrival.blocks, arrival.block_tokens, arrival.session) == (blocks, 64, "talk")
     assert request.arrival.blocks == []
@@ -92,7 +92,7 @@ async def test_priority_slo_and_tenant_reach_the_scheduler(world: World) -> None
     side.scheduler.handle = listen  # type: ignore[method-assign]
     front_end = await world.front_end()
     request = announced("a", 2, priority=-2, ttft_slo_s=0.5, tenant="gold")
-    await front_end.link.assign(request)
+    await front_end.link.dispatch(request)
     (arrival,) = [event for event in heard if isinstance(event, RequestArrived)]
     assert (arrival.priority, arrival.ttft_slo_s, arrival.tenant) == (-2, 0.5, "gold")
 
@@ -101,7 +101,7 @@ async def test_refusals_come_through_and_cancelling_withdraws(world: World) -> N
     side = await world.boot(HOLDING)
     front_end = await world.front_end()
     with pytest.raises(Refused):
-        await front_end.link.assign(announced("long", 1 << 30))
+        await front_end.link.dispatch(announced("long", 1 << 30))
     placed = [await front_end.ask(f"placed {number}") for number in range(1)]
     waiting = front_end.ask("waiting")
     await until(lambda: side.books[0] == 1)
@@ -127,14 +127,14 @@ async def test_what_waits_is_placed_at_once_when_the_scheduler_is_silent(
         d.prefill_rank != running.prefill_rank or d.prefill != running.prefill for d in placed[:3]
     )
     late = await front_end.ask("late")
-    front_end.link.ended("waiting 0", "completed", 1)
+    front_end.link.on_ended("waiting 0", "completed", 1)
     world.net.thaw()
     await until(lambda: front_end.link.connected)
     # The scheduler forgot what it believed and knows what is.
     await until(lambda: side.books == (0, 5, 10))
     assert side.hub.find_owner("late", "prefill") == late.prefill
     for rid in ("running", "waiting 1", "waiting 2", "waiting 3", "late"):
-        front_end.link.ended(rid, "completed", 1)
+        front_end.link.on_ended(rid, "completed", 1)
     await until(lambda: side.books == (0, 0, 0))
 
 
@@ -175,8 +175,8 @@ async def test_a_restarted_scheduler_learns_everything_from_its_front_ends(world
     assert side.hub.find_owner("during", "decode") == during.decode
     for number, front_end in enumerate(front_ends):
         for request in range(600):
-            front_end.link.ended(f"{number}/{request}", "completed", 1)
-    front_ends[0].link.ended("during", "completed", 1)
+            front_end.link.on_ended(f"{number}/{request}", "completed", 1)
+    front_ends[0].link.on_ended("during", "completed", 1)
     await until(lambda: side.books == (0, 0, 0))
 
 
@@ -403,7 +403,7 @@ async def test_whatever_happens_every_request_is_answered_and_ends_once(
     asked: list[asyncio.Task[Dispatch]] = []
 
     async def ask(front_end: FrontEnd, rid: str) -> Dispatch:
-        assignment = await front_end.link.assign(announced(rid))
+        assignment = await front_end.link.dispatch(announced(rid))
         running[rid] = front_end
         return assignment
 
@@ -424,7 +424,7 @@ async def test_whatever_happens_every_request_is_answered_and_ends_once(
                 world.net.mend() if world.net.cut else setattr(world.net, "cut", True)
             case 5 if running:
                 ended = chance.choice(list(running))
-                running.pop(ended).link.ended(ended, "completed", 3)
+                running.pop(ended).link.on_ended(ended, "completed", 3)
             case 6 if running:
                 done = chance.choice(list(running))
                 running[done].link.prefill_done(done)
@@ -446,7 +446,7 @@ async def test_whatever_happens_every_request_is_answered_and_ends_once(
     await until(lambda: all(f.link.connected for f in front_ends))
     await until(lambda: side.books[1] == len(running))
     for rid, owner in running.items():
-        owner.link.ended(rid, "completed", 3)
+        owner.link.on_ended(rid, "completed", 3)
     await until(lambda: side.books == (0, 0, 0))
     assert side.hub.requests == 0
     assert sum(f.link.open for f in front_ends) == 0

@@ -61,7 +61,7 @@ async def test_without_descriptors_for_a_new_line_requests_are_placed_and_it_is_
     assert len(await asyncio.gather(*waiting, late)) == 5
     assert front_end.alone.dispatches == 5
     assert not front_end.link.connected
-    front_end.link.ended("waiting 0", "completed", 1)
+    front_end.link.on_ended("waiting 0", "completed", 1)
     with pytest.raises(RouterError, match="no connection to the scheduler"):
         await front_end.link.ask(AbortElsewhere(rid="x"))
     world.net.mend()

@@ -39,7 +39,7 @@ async def test_a_front_end_finds_the_one_that_leads_wherever_it_is_in_the_list(
     await front_end.ask("one")
     assert several.sides["b"].books == (0, 1, 2)
     assert several.sides["a"].hub.requests == several.sides["c"].hub.requests == 0
-    front_end.link.ended("one", "completed", 1)
+    front_end.link.on_ended("one", "completed", 1)
     await several.books_are_empty()
 
 
@@ -78,8 +78,8 @@ async def test_when_another_takes_over_it_is_told_what_is_in_flight(several: Sev
     await until(lambda: two.books == (0, 11, 22))
     for number, front_end in enumerate(front_ends):
         for request in range(5):
-            front_end.link.ended(f"{number}/{request}", "completed", 1)
-    front_ends[0].link.ended("0/during", "completed", 1)
+            front_end.link.on_ended(f"{number}/{request}", "completed", 1)
+    front_ends[0].link.on_ended("0/during", "completed", 1)
     await several.books_are_empty()
 
 
@@ -101,7 +101,7 @@ async def test_who_loses_the_lead_forgets_all_requests_and_sends_none_of_those_t
     await several.all_follow("b")
     await until(lambda: two.books == (0, 5, 10))
     for rid in ("placed", *(f"waiting {number}" for number in range(4))):
-        front_end.link.ended(rid, "completed", 1)
+        front_end.link.on_ended(rid, "completed", 1)
     await several.books_are_empty()
 
 
@@ -115,7 +115,7 @@ async def test_when_a_lead_ends_those_that_wait_are_forgotten_before_those_that_
     front_end = await several.front_end()
     asked = [front_end.ask(rid) for rid in ("first", "runs", "waits")]
     await until(lambda: len(scheduler.waiting) == 3)
-    front_end.link.ended("first", "aborted")
+    front_end.link.on_ended("first", "aborted")
     await asyncio.wait({asked[1]}, timeout=5)
     front_end.link.close()
     scheduler.ended.clear()
@@ -146,7 +146,7 @@ async def test_who_leads_in_an_earlier_term_gets_nobody_when_the_later_one_is_go
     several.ballots["a"].lose()
     several.ballots["a"].win(3)
     await several.all_follow("a")
-    front_end.link.ended("alone", "completed", 1)
+    front_end.link.on_ended("alone", "completed", 1)
     await several.books_are_empty()
 
 
@@ -166,8 +166,8 @@ async def test_of_two_that_believe_in_their_lead_all_follow_the_later(several: S
     # It holds nothing of what it had, and nobody comes back to it.
     await until(lambda: one.books == (0, 0, 0))
     for number, front_end in enumerate(front_ends):
-        front_end.link.ended(f"after {number}", "completed", 1)
-    front_ends[0].link.ended("before", "completed", 1)
+        front_end.link.on_ended(f"after {number}", "completed", 1)
+    front_ends[0].link.on_ended("before", "completed", 1)
     await several.books_are_empty()
 
 
@@ -304,7 +304,7 @@ async def test_whatever_happens_to_schedulers_no_request_is_lost_and_books_end_e
                     net.mend()
             case 4 if running:
                 rid = chance.choice(list(running))
-                running.pop(rid).link.ended(rid, "completed", 1)
+                running.pop(rid).link.on_ended(rid, "completed", 1)
             case _:
                 front_end, rid = chance.choice(front_ends), f"r{step}"
                 async with asyncio.timeout(10):
@@ -318,7 +318,7 @@ async def test_whatever_happens_to_schedulers_no_request_is_lost_and_books_end_e
     await several.all_follow("b")
     await until(lambda: several.sides["b"].books[1] == len(running))
     for rid, front_end in running.items():
-        front_end.link.ended(rid, "completed", 1)
+        front_end.link.on_ended(rid, "completed", 1)
     await several.books_are_empty()
 
 

@@ -43,8 +43,8 @@ async def test_it_reaches_all_front_ends_and_a_standby_goes_on_with_it(several: 
     await second.link.ask(SwitchPolicy(policy="round_robin"))
     assert two.hub.policy.state.age == (2, 2)
     for number, one_ in enumerate((first, second) * 5):
-        one_.link.ended(str(number), "completed", 1)
-    second.link.ended("after", "completed", 1)
+        one_.link.on_ended(str(number), "completed", 1)
+    second.link.on_ended("after", "completed", 1)
     await several.books_are_empty()
 
 

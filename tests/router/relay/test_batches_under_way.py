@@ -48,7 +48,7 @@ async def test_batches_that_are_let_go_at_once_are_sent_a_few_units_at_a_time() 
         worker = c.server.registry.get(c.prefill[0].url)
         assert worker is not None
         for event in list(c.scheduler.held.values()):
-            c.server.dispatcher._decided(c.scheduler._place(event))
+            c.server.dispatcher._on_decided(c.scheduler._place(event))
         while worker.dispatches < 200:
             before = worker.dispatches
             await asyncio.sleep(0)

@@ -30,10 +30,10 @@ def let_go(c: Cluster, refused: RequestArrived | None = None) -> None:
     c.scheduler.hold = False
     if refused is not None:
         refusal = Refuse(rid=refused.rid, cause="deadline", retry_after_s=1.0, message="late")
-        dispatcher._decided(refusal)
+        dispatcher._on_decided(refusal)
     for event in c.scheduler.held.values():
         if event is not refused:
-            dispatcher._decided(c.scheduler._place(event))
+            dispatcher._on_decided(c.scheduler._place(event))
 
 
 def received(c: Cluster) -> int:

@@ -166,7 +166,7 @@ async def test_a_restart_between_decision_and_dispatch_can_be_tried_again(
         restarted = c.server.registry.get(getattr(decision, role))
         assert restarted is not None
         restarted.info = None  # what it is now has not been asked yet
-        c.server.dispatcher._decided(decision)
+        c.server.dispatcher._on_decided(decision)
         status, answer = await asked
         assert status == (200 if others else 503), answer
         if not others:

@@ -353,7 +353,7 @@ async def test_dashboards_of_the_stock_router_find_their_series() -> None:
 async def test_what_is_in_flight_is_counted_by_age_and_by_conversation() -> None:
     async with cluster() as c:
         metrics, (worker,) = c.server.metrics, c.server.registry.of_role("prefill")
-        metrics.http_started("GET", "/old", time.monotonic() - 100)
+        metrics.on_http_started("GET", "/old", time.monotonic() - 100)
         c.prefill[0].gate.close()
         keys = ("a", "b", "a", "")
         sent = [

@@ -51,7 +51,7 @@ class Counted:
 def use(metrics: RouterMetrics, prefill: str, decode: str) -> None:
     """Everything that is counted by worker as it happens."""
     for rank in (0, 1):
-        metrics.decided(
+        metrics.on_decided(
             Dispatch(
                 rid="r",
                 prefill=prefill,
@@ -65,7 +65,7 @@ def use(metrics: RouterMetrics, prefill: str, decode: str) -> None:
         )
     metrics.leg_failed(transport_failure("prefill", prefill, "gone", unreachable=True))
     metrics.leg_failed(transport_failure("decode", decode, "gone", unreachable=True))
-    metrics.forward_ended(prefill, 1024, MockEngine("prefill").report(0, forward_s=0.1))
+    metrics.on_forward_ended(prefill, 1024, MockEngine("prefill").report(0, forward_s=0.1))
 
 
 def test_workers_that_come_and_go_leave_nothing() -> None:

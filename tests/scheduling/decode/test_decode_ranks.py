@@ -68,7 +68,7 @@ class World:
         rid = f"r{len(self.prompts)}"
         self.prompts[rid] = prompt
         self.on_the_wire.append(rid)
-        self.books.dispatched(rid, 0, prompt, prompt + OUTPUT, self.now_s)
+        self.books.on_dispatched(rid, 0, prompt, prompt + OUTPUT, self.now_s)
 
     def accept(self) -> None:
         rid = self.on_the_wire.pop(0)
@@ -82,7 +82,7 @@ class World:
     def answer(self) -> None:
         rid = self.answers.pop(0)
         self.ended.add(rid)
-        self.books.ended(rid, 0, self.prompts[rid])
+        self.books.on_ended(rid, 0, self.prompts[rid])
 
     def say(self) -> None:
         self.now_s += STEP_S
@@ -229,7 +229,7 @@ class TestDepartures:
     def test_an_end_the_rank_never_confirms_is_dropped_for_what_the_rank_says(self):
         departures = Departures()
         departures.reported(5, 5, 1.0)
-        departures.ended(300, 1.0)
+        departures.on_ended(300, 1.0)
         departures.reported(5, 5, 1.5)
         assert (len(departures), departures.kv_tokens) == (1, 300)
         departures.reported(5, 5, 4.0)
@@ -240,7 +240,7 @@ class TestDepartures:
         departures.reported(5, 5, 1.0)
         departures.reported(5, 4, 2.0)
         departures.reported(5, 4, 5.0)
-        departures.ended(300, 5.0)
+        departures.on_ended(300, 5.0)
         assert len(departures) == 1
 
     @pytest.mark.parametrize("presents", [(4, 5), (6, 5)])
@@ -249,7 +249,7 @@ class TestDepartures:
         departures.reported(5, 5, 1.0)
         for present in presents:
             departures.reported(5, present, 1.1)
-        departures.ended(300, 1.1)
+        departures.on_ended(300, 1.1)
         assert len(departures) == 1
         departures.reported(5, 4, 1.2)
         assert len(departures) == 0
@@ -320,8 +320,8 @@ class TestBooks:
         up = InstanceUp(instance="d0", role="decode", dp_size=1, kv_capacity_tokens=1000)
         books = DecodeInstance(up)
         books.on_report(DecodeEngine("d0", 1, 1000).message(0), 1.0)
-        books.dispatched("a", 0, 100, 450, 1.0)
-        books.dispatched("b", 0, 100, 450, 1.0)
+        books.on_dispatched("a", 0, 100, 450, 1.0)
+        books.on_dispatched("b", 0, 100, 450, 1.0)
         (load,) = books.loads()
         assert (load.running, load.kv_tokens, load.committed_tokens) == (2, 200, 900)
         assert books.room_tokens == 100
@@ -334,7 +334,7 @@ class TestBooks:
         world.say()
         world.hear()
         world.dispatch(70)
-        world.books.ended("r1", 0, 70)
+        world.books.on_ended("r1", 0, 70)
         assert (world.load.running, world.load.kv_tokens) == (1, 100)
         world.accept()
         world.say()

@@ -44,7 +44,7 @@ def request(rid: str, blocks: list[int], session: str = "", tail_tokens: int = 1
 
 def keep_busy(instance: PrefillInstance, requests: int) -> None:
     for number in range(requests):
-        instance.dispatched(f"{instance.id} {number}", number % 4, 10, 0.0)
+        instance.on_dispatched(f"{instance.id} {number}", number % 4, 10, 0.0)
 
 
 class TestCacheAware:
@@ -76,7 +76,7 @@ class TestCacheAware:
         first, _ = policy.choose(request("a", [1, 2]), cluster, 0.0)
         keep_busy(first, BALANCE_ABS_THRESHOLD)
         assert policy.choose(request("b", [1, 2, 3]), cluster, 0.0)[0] is first
-        first.dispatched("one more", 0, 10, 0.0)
+        first.on_dispatched("one more", 0, 10, 0.0)
         assert policy.choose(request("c", [1, 2, 3]), cluster, 0.0)[0] is not first
 
     def test_the_tree_forgets_what_was_not_used_for_long(self):

@@ -45,7 +45,7 @@ def request(session: str = "", **hits: list[int]) -> Request:
 
 def send(instance: PrefillInstance, rank: int, requests: int = 1) -> None:
     for number in range(requests):
-        instance.dispatched(f"{instance.id} {rank} {number}", rank, 10, 0.0)
+        instance.on_dispatched(f"{instance.id} {rank} {number}", rank, 10, 0.0)
 
 
 class TestSglRouter:

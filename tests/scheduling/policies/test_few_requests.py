@@ -77,7 +77,7 @@ def test_nothing_that_fits_is_no_request(idle):
     now, later = instance("p0", 4), instance("p1", 4)
     assert now.idle
     if not idle:
-        now.dispatched("other", 0, 100, 0.0)
+        now.on_dispatched("other", 0, 100, 0.0)
     starts = {"p0": 0.0, "p1": 0.1}
     offered = OfferedLoad()
     offered.on_topology_change([now, later])
@@ -112,7 +112,7 @@ def test_an_idle_instance_that_is_slow_takes_nothing_by_force():
     slow, fast = instance("p0", 4), instance("p1", 4)
     for _ in range(60):
         slow.model.observe([300, 0, 0, 0], 2.0)
-    fast.dispatched("other", 0, 100, 0.0)
+    fast.on_dispatched("other", 0, 100, 0.0)
     offered = OfferedLoad()
     offered.on_topology_change([slow, fast])
     offered.measure([slow, fast], 0.0)

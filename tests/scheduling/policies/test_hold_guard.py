@@ -117,9 +117,9 @@ def test_nothing_is_sent_that_does_not_fit_into_the_next_pass(overlap: bool) -> 
     """What a full chunk leaves over is a pass ahead of the running one (overlap scheduling)."""
     instance, plan = waiting(overlap)
     instance.on_report(LAUNCH, 100.0)
-    instance.dispatched("first", 0, 900, 100.01)
+    instance.on_dispatched("first", 0, 900, 100.01)
     assert len(plan(100.02).placements) == 1
-    instance.dispatched("second", 0, 1, 100.03)
+    instance.on_dispatched("second", 0, 1, 100.03)
     sent = plan(100.04)
     assert len(sent.placements) == (not overlap)
     if overlap:

@@ -19,7 +19,7 @@ def shuffle(one, rng: random.Random, now_s: float) -> None:
     one.reset()
     one.overlap = rng.random() < 0.5
     if rng.random() < 0.3:
-        one.dispatched(f"r{rng.random()}", 0, 300, now_s - 0.01)
+        one.on_dispatched(f"r{rng.random()}", 0, 300, now_s - 0.01)
     for number in range(rng.choice([0, 1, 1, 1, 2])):
         end_s = now_s + rng.choice([-0.1, 0.0, 0.01, 0.2, 0.2]) + number * 0.3
         one.passes.append(Pass(end_s - 0.3, end_s, [100, 100], number))

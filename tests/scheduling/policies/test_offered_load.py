@@ -19,7 +19,7 @@ def test_slow_passes_are_given_time_to_tell_a_rate(fixed_s: float, passes: bool)
     offered = OfferedLoad()
     offered.on_topology_change([one])
     for second in range(60):
-        offered.arrived(100, float(second))
+        offered.on_arrived(100, float(second))
         offered.measure([one], float(second))
     assert offered.request_rate == pytest.approx(1.0, rel=0.25)
     before = offered.request_rate

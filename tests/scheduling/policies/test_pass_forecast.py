@@ -54,7 +54,7 @@ def test_on_an_empty_instance_a_request_costs_its_passes():
 
 def test_a_short_prompt_that_joins_a_long_one_waits_for_its_chunk():
     it = instance()
-    it.dispatched("long", 0, 5000, now_s=0.0)
+    it.on_dispatched("long", 0, 5000, now_s=0.0)
     it.ranks[0].compute(3000)
     it.ranks[0].flight.reduce(it.ranks[0].requests["long"], 3000)
     cost_s = forecast(it).cost_s(request("r", 200), Terms())
@@ -65,7 +65,7 @@ def test_a_short_prompt_that_joins_a_long_one_waits_for_its_chunk():
 def test_who_is_delayed_counts():
     busy = instance()
     for index in range(4):
-        busy.dispatched(f"r{index}", index % 2, 100, now_s=0.0)
+        busy.on_dispatched(f"r{index}", index % 2, 100, now_s=0.0)
     two_s = 2 * (pass_s(100) - FIXED_S)
     expected_s = two_s + pass_s(600) + 4 * (pass_s(600) - FIXED_S)
     assert forecast(busy).cost_s(request("r", 600), Terms()) == pytest.approx(expected_s, rel=0.02)
@@ -85,7 +85,7 @@ def test_what_arrives_during_the_pass_that_it_takes_counts():
 
 def test_a_closed_pass_takes_nothing_more():
     it = instance()
-    it.dispatched("r", 0, 300, now_s=0.0)
+    it.on_dispatched("r", 0, 300, now_s=0.0)
     open_s, closed_s = (
         forecast(it, closed=closed).cost_s(request("r", 100), Terms()) for closed in (False, True)
     )
@@ -95,7 +95,7 @@ def test_a_closed_pass_takes_nothing_more():
 
 def test_short_prompts_keep_away_from_the_instance_of_a_long_one_but_wait_no_longer_than_it_pays():
     slow, free = instance("slow"), instance("free")
-    slow.dispatched("long", 0, 30_000, now_s=0.0)
+    slow.on_dispatched("long", 0, 30_000, now_s=0.0)
     slow.ranks[0].compute(20_000)
     queue = [request(f"r{i}", 100) for i in range(4)]
 
@@ -116,7 +116,7 @@ def test_each_chooses_after_those_before_it():
 def test_who_has_waited_long_may_delay_others_more():
     busy, free = instance("busy"), instance("free")
     for index in range(6):
-        busy.dispatched(f"r{index}", index % 2, 100, now_s=0.0)
+        busy.on_dispatched(f"r{index}", index % 2, 100, now_s=0.0)
 
     def goes_to_busy(impatience: float) -> bool:
         forecasts = [forecast(busy), forecast(free, 0.3)]
@@ -189,7 +189,7 @@ def cached_in_storage(rid: str, tokens: int, to_fetch: dict[str, list[int]]) -> 
 
 def test_what_is_in_storage_costs_no_computing_but_a_pass_begins_without_it():
     it = instance()
-    it.dispatched("first", 0, 900, now_s=0.0)
+    it.on_dispatched("first", 0, 900, now_s=0.0)
     fetched = cached_in_storage("r", 8500, {"p0": [8000, 8000]})
     computed = request("r", 8500)
     from_storage_s, without_s = (forecast(it).cost_s(one, Terms()) for one in (fetched, computed))
@@ -233,7 +233,7 @@ def test_where_most_is_cached_nobody_waits_for_the_last_moment(cached_tokens: in
     it.tell(InstanceUp(instance="d0", role="decode", dp_size=2))
     for one in it.scheduler.prefill.values():
         for _ in range(40):
-            one.dispatched("turn before", 0, 1000, it.now_s, cached_tokens)
+            one.on_dispatched("turn before", 0, 1000, it.now_s, cached_tokens)
             one.dropped("turn before", 0)
     for number in (1, 2):
         (sent,) = it.arrive(f"cut {number}", 20_000)
@@ -262,5 +262,5 @@ def test_a_request_goes_to_the_rank_that_need_not_fetch_it():
 def test_of_a_prompt_that_was_sent_the_cached_part_has_no_weight():
     """A turn of 9000 tokens with 8900 cached counts as a request of one chunk, not of nine."""
     it = instance()
-    it.dispatched("turn", 0, 9000, now_s=0.0, cached_tokens=8900)
+    it.on_dispatched("turn", 0, 9000, now_s=0.0, cached_tokens=8900)
     assert [one.ends for one in forecast(it)._passes] == [1.0]

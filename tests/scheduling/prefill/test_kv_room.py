@@ -27,7 +27,7 @@ def test_the_pool_limits_what_a_pass_takes() -> None:
     one.on_report(report(0, kv_tokens=9_300, kv_capacity_tokens=10_000), 100.0)
     assert one.ranks.c_avail() == [700]
     assert one.ranks.c_avail(2) == [700]
-    one.dispatched("r", 0, 500, 100.0)
+    one.on_dispatched("r", 0, 500, 100.0)
     assert one.ranks.c_avail() == [200]
     assert one.ranks.has_room
 

@@ -31,7 +31,7 @@ class Rig:
         self, rid: str, rank: int, tokens: int, *, arrives: bool = True, later_s: float = 0.001
     ) -> None:
         self.now_s += later_s
-        self.books.dispatched(rid, rank, tokens, self.now_s)
+        self.books.on_dispatched(rid, rank, tokens, self.now_s)
         if arrives:
             self.engine.accept(rid, rank, tokens)
 
@@ -139,7 +139,7 @@ def test_an_answered_request_is_what_the_counter_means_not_one_that_was_sent_aft
     rig.send("b", 1, 500)
     rig.hear(rig.launch()[0])
     ended = rig.finish()
-    rig.books.prefilled("b", 1, rig.now_s)
+    rig.books.on_prefilled("b", 1, rig.now_s)
     rig.send("next", 1, 200, arrives=False)
     rig.hear(ended[1])
     assert rig.state(1) == (["next"], 0)
@@ -186,7 +186,7 @@ def test_presumed_again_a_pass_does_not_take_others_in_place_of_a_request_that_e
         rig.engine.accept("b", 1, 200)
     rig.hear(rig.launch()[0])
     assert rig.state(1) == (["too late"], 0)
-    rig.books.prefilled("b", 1, rig.now_s)
+    rig.books.on_prefilled("b", 1, rig.now_s)
     rig.hear(ended[1])
     assert rig.state(1) == (["too late"], 0)
     rig.hear(*rig.finish())
@@ -199,7 +199,7 @@ def test_a_rank_that_is_never_heard_takes_no_memory():
     for i in range(300):
         rig.send(f"r{i}", 1, 400)
         rig.hear(rig.launch()[0])
-        rig.books.prefilled(f"r{i}", 1, rig.now_s)
+        rig.books.on_prefilled(f"r{i}", 1, rig.now_s)
         rig.hear(rig.finish()[0])
         assert rig.state(1) == ([], 0)
     rank = rig.books.ranks[1]
@@ -224,7 +224,7 @@ def test_a_second_pass_behind_the_first_is_presumed_after_it():
     rank.presume(8, 800, CHUNK)
     assert (list(rank.presumed), rank.queued_tokens) == (["r0", "r1"], 0)
     # The rank speaks of the first only: the second is still presumed.
-    rank.heard(7)
+    rank.on_reported_id(7)
     assert list(rank.flight.requests) == ["r0", "r1"]
     rank.flight.pop("r0")
     rank.queued_tokens = 500
@@ -329,7 +329,7 @@ def test_a_launch_heard_after_the_end_of_its_pass_says_nothing_of_who_was_late_f
 @pytest.mark.parametrize("fetches", [False, True])
 def test_how_long_a_rank_fetches_from_storage_is_no_latency(fetches: bool):
     rig = Rig()
-    rig.books.dispatched("a", 0, 300, rig.now_s, fetches=fetches)
+    rig.books.on_dispatched("a", 0, 300, rig.now_s, fetches=fetches)
     rig.engine.accept("a", 0, 300)
     rig.now_s += 1.0
     assert bool(rig.hear(rig.launch()[0]).latencies_s) is not fetches

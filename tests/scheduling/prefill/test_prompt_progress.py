@@ -95,7 +95,7 @@ def test_the_next_pass_is_predicted_from_every_rank_whatever_was_kept_of_it(seed
             sent = [(rid, rank) for rid, rank in sent if rank < size]
         else:
             sent.append((f"{number}", rng.randrange(instance.dp_size)))
-            instance.dispatched(*sent[-1], rng.randint(1, 3 * CHUNK), 0.01 * number)
+            instance.on_dispatched(*sent[-1], rng.randint(1, 3 * CHUNK), 0.01 * number)
         tokens = [rank.next_tokens(CHUNK) for rank in instance.ranks]
         pairs = [rank.pairs(mine) for rank, mine in zip(instance.ranks, tokens, strict=True)]
         assert instance.next_pass_s() == instance.model.predict_s(tokens, pairs)

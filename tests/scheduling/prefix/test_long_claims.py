@@ -30,7 +30,7 @@ class TestIndex:
     def test_a_long_prompt_is_claimed_in_parts_from_its_beginning(self, source: str) -> None:
         prefix, blocks = index(source), list(range(LONG))
         prefix.sent("a", "p", 0, blocks, 1, visible_s=1.0)
-        prefix.prefilled("a", 2.0)
+        prefix.on_prefilled("a", 2.0)
         found = [depth(prefix, blocks)]
         while prefix.claiming:
             prefix.advance(2.0)
@@ -54,7 +54,7 @@ class TestIndex:
     def test_a_rank_that_is_cleared_meanwhile_gets_no_more(self, source: str) -> None:
         prefix, blocks = index(source), list(range(LONG))
         prefix.sent("a", "p", 0, blocks, 1, visible_s=1.0)
-        prefix.prefilled("a", 2.0)
+        prefix.on_prefilled("a", 2.0)
         assert prefix.claiming
         prefix.clear("p", 0)
         for _ in range(200):
@@ -68,7 +68,7 @@ class TestIndex:
         for number in range(100):
             blocks = list(range(number * LONG, number * LONG + LONG // 3))
             prefix.sent(str(number), "p", 0, blocks, 1, visible_s=1.0)
-            prefix.prefilled(str(number), 2.0)
+            prefix.on_prefilled(str(number), 2.0)
             waiting.append(len(prefix.claiming))
         assert max(waiting) < 70
 
@@ -76,7 +76,7 @@ class TestIndex:
 def test_with_events_a_long_claim_lapses_in_parts() -> None:
     prefix, blocks = index("events"), list(range(LONG))
     prefix.sent("a", "p", 0, blocks, 1, visible_s=1.0)
-    prefix.prefilled("a", 2.0)
+    prefix.on_prefilled("a", 2.0)
     while prefix.claiming:
         prefix.advance(2.0)
     prefix.advance(2.0 + CONFIRMED_S)

@@ -121,7 +121,7 @@ class TestSent:
         assert found(prefix, [1, 2]) == {}
         prefix.advance(5.0)
         assert found(prefix, [1, 2]) == {"p0": [0, 2 * PAGE]}
-        prefix.prefilled("r", 6.0)
+        prefix.on_prefilled("r", 6.0)
         prefix.stored("p0", 1, [1])
         prefix.advance(6.0 + CONFIRMED_S)
         assert found(prefix, [1, 2]) == {"p0": [0, PAGE]}
@@ -147,7 +147,7 @@ class TestSent:
         prefix = index()
         prefix.sent("r", "p0", 0, [1, 2], PAGE, visible_s=1.0)
         prefix.advance(1.0)
-        prefix.prefilled("r", 1.0)
+        prefix.on_prefilled("r", 1.0)
         prefix.clear("p0", 0)
         prefix.advance(1.0 + CONFIRMED_S)
         prefix.stored("p0", 0, [1])
@@ -172,7 +172,7 @@ class TestUpcoming:
             case "visible":
                 prefix.advance(5.0)
             case "prefilled":
-                prefix.prefilled("r", 4.0)
+                prefix.on_prefilled("r", 4.0)
             case "dropped":
                 prefix.dropped("r")
             case "down":
@@ -256,7 +256,7 @@ class TestApproximate:
     def sent(self, prefix: PrefixIndex, rid: str, blocks: list[int], now_s: float) -> None:
         prefix.sent(rid, "p0", 0, blocks, PAGE, visible_s=now_s)
         prefix.advance(now_s)
-        prefix.prefilled(rid, now_s)
+        prefix.on_prefilled(rid, now_s)
 
     def test_lapses_after_a_time(self) -> None:
         prefix = index("approximate")
@@ -280,7 +280,7 @@ class TestApproximate:
         prefix.sent("a", "p0", 0, [1, 2], PAGE, visible_s=0.0)
         prefix.sent("b", "p0", 0, [5, 6], PAGE, visible_s=0.1)
         prefix.advance(0.1)
-        prefix.prefilled("a", answered_s)
+        prefix.on_prefilled("a", answered_s)
         self.sent(prefix, "c", [8], answered_s)
         for blocks in ([1, 2], [5, 6]):
             left = PAGE if blocks == evicted else 2 * PAGE
@@ -291,7 +291,7 @@ class TestApproximate:
         prefix.sent("a", "p0", 0, [1, 2], PAGE, visible_s=0.0)
         prefix.advance(0.0)
         prefix.clear("p0", 0)
-        prefix.prefilled("a", 0.5)
+        prefix.on_prefilled("a", 0.5)
         assert found(prefix, [1, 2]) == {"p0": [2 * PAGE, 0]}
 
     def test_prompts_may_come_in_blocks_of_several_pages(self) -> None:
@@ -301,7 +301,7 @@ class TestApproximate:
         assert prefix.find([1, 2, 3], 2 * PAGE, 1000).by_instance == {"p0": [6 * PAGE, 0]}
         prefix.up("p0", dp_size=2, block_tokens=PAGE, source="approximate")
         assert prefix.find([1, 2, 3], 2 * PAGE, 1000).best_tokens == 6 * PAGE
-        prefix.prefilled("a", 0.0, expected_tokens=0)
+        prefix.on_prefilled("a", 0.0, expected_tokens=0)
         prefix.up("p0", dp_size=2, block_tokens=PAGE, source="approximate", capacity_tokens=64)
         prefix.sent("b", "p0", 0, [7], 2 * PAGE, visible_s=1.0)
         prefix.advance(1.0)
@@ -324,7 +324,7 @@ class TestApproximate:
         self.sent(prefix, "a", [1, 2], 0.0)
         self.sent(prefix, "other", [8, 9], 0.0)
         prefix.sent("b", "p0", 0, [1, 2, 3], PAGE, visible_s=1.0)
-        prefix.prefilled("b", 2.0, expected_tokens=2 * PAGE, cached_tokens=0)
+        prefix.on_prefilled("b", 2.0, expected_tokens=2 * PAGE, cached_tokens=0)
         assert found(prefix, [8, 9]) == {}
         assert found(prefix, [1, 2, 3]) == {"p0": [3 * PAGE, 0]}
 
@@ -334,7 +334,7 @@ class TestApproximate:
             prefix.sent(f"a{i}", "p0", 0, [2 * i, 2 * i + 1], 2 * PAGE, visible_s=float(i))
             prefix.advance(float(i))
         prefix.sent("b", "p0", 0, [38, 39], 2 * PAGE, visible_s=50.0)
-        prefix.prefilled("b", 50.0, expected_tokens=4 * PAGE, cached_tokens=PAGE)
+        prefix.on_prefilled("b", 50.0, expected_tokens=4 * PAGE, cached_tokens=PAGE)
         assert prefix.find([36, 37], 2 * PAGE, 1000).best_tokens == 4 * PAGE
 
     def test_less_than_expected_lowers_the_capacity(self) -> None:
@@ -342,7 +342,7 @@ class TestApproximate:
         for i in range(20):
             self.sent(prefix, f"a{i}", [10 * i, 10 * i + 1], float(i))
         prefix.sent("b", "p0", 0, [190, 191, 192], PAGE, visible_s=50.0)
-        prefix.prefilled("b", 50.0, expected_tokens=2 * PAGE, cached_tokens=PAGE)
+        prefix.on_prefilled("b", 50.0, expected_tokens=2 * PAGE, cached_tokens=PAGE)
         assert found(prefix, [0, 1]) == {}
         assert found(prefix, [180, 181]) == {"p0": [2 * PAGE, 0]}
 

@@ -112,7 +112,7 @@ class CacheAffinity:
             self._looked_at.add(request.rid)
             self._sharing[request.cached_until] += 1
 
-    def dispatched(self, instance: PrefillInstance) -> None:
+    def on_dispatched(self, instance: PrefillInstance) -> None:
         """A batch leaves for the instance, and the next one is decided at the same moment."""
         self._next_passes.pop(instance.id, None)
 

@@ -163,7 +163,7 @@ class AdaptiveTrigger(PrefillPolicy):
         instance = batch.opening.instance
         joins = batch.opening.kind is Opening.JOINS
         self._planned_s = None if joins else openings.begins.begin_s(instance)
-        moment.dispatched(instance)
+        moment.on_dispatched(instance)
 
     def note_waiting(self, request: Request, now_s: float) -> None:
         if self._view is not None:
