@@ -140,14 +140,16 @@ async def asked_of(routers: list[Answers], requests: int = 4) -> list[Balanced]:
         return await load.all_answers()
 
 
-async def test_who_breaks_off_is_asked_no_more_for_that_request(two: list[Answers]) -> None:
+async def test_a_router_that_breaks_off_is_not_asked_again_for_that_request(
+    two: list[Answers],
+) -> None:
     two[0].how = "breaks"
     done = await asked_of(two)
     assert all(one.answered for one in done)
     assert sum(one.tries > 1 for one in done) >= 2
 
 
-async def test_who_is_silent_is_taken_out_and_the_other_asked(two: list[Answers]) -> None:
+async def test_a_silent_router_is_taken_out_and_the_other_asked(two: list[Answers]) -> None:
     two[0].how = "hangs"
     done = await asked_of(two)
     assert [router.asked for router in two] == [2, 4]

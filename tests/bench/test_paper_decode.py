@@ -23,7 +23,7 @@ def test_a_row_has_a_band_and_a_speed():
     assert row["kv_band"] > 0 and row["tokens_per_s"] > 0
 
 
-def test_nobody_is_lost_between_the_passes():
+def test_no_request_is_lost_between_passes():
     """Closed loop: those in decode plus those that wait for a pass are always all."""
     simulation = DecodeSimulation(SPEC, SchedulerConfig(policy="sbs", max_queue_requests=10_000))
     simulation.run()

@@ -124,7 +124,7 @@ async def test_gangs_start_whole_and_their_tokens_are_those_of_one_engine(rig: R
         assert len(set(passes.values())) == 1, f"a gang was torn: {passes}"
 
 
-async def test_one_process_of_each_dp_rank_speaks(rig: Rig) -> None:
+async def test_one_process_of_each_dp_rank_sends_endforward(rig: Rig) -> None:
     """Two that speak for a rank would number their messages each on its own."""
     numbers: dict[tuple[str, int], list[int]] = defaultdict(list)
     for message in rig.messages:

@@ -29,7 +29,7 @@ async def until(stream: asyncio.StreamReader, last: str) -> dict[str, str]:
     pytest.fail(f"the output ended before {last!r}: {lines}")
 
 
-async def test_it_serves_what_it_prints_and_stops_on_ctrl_c(tmp_path: Path) -> None:
+async def test_a_kept_demo_serves_the_printed_urls_and_stops_on_ctrl_c(tmp_path: Path) -> None:
     port = next(free_port_blocks(2))
     process = await asyncio.create_subprocess_exec(
         *(sys.executable, "-m", "sglang_sbs.cli", "demo", "--keep"),

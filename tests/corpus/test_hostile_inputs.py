@@ -43,7 +43,7 @@ async def stages() -> AsyncIterator[Stages]:
 
 @pytest.mark.asyncio(loop_scope="module")
 @pytest.mark.parametrize("one", INPUTS, ids=lambda one: f"{one.kind}: {one.name}")
-async def test_it_ends_once_and_as_expected(stages: Stages, one: Input) -> None:
+async def test_a_hostile_input_ends_once_and_as_expected(stages: Stages, one: Input) -> None:
     assert await (await stages.of(one.kind)).faults(one) == []
 
 

@@ -89,7 +89,7 @@ def test_frames_tell_of_the_past_when_it_changes_and_histories_always() -> None:
     assert (told["began_s"], told["ended_s"]) == (2.0, 4.0)
 
 
-def test_nobody_has_to_look() -> None:
+def test_alerts_are_recorded_while_no_dashboard_is_open() -> None:
     recorder = DashboardRecorder(Scheduler(SchedulerConfig()), 0.0)
     recorder.tick(1.0)
     assert {one["since_s"] for one in recorder.frame(5.0)["alerts"]} == {1.0}

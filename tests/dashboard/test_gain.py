@@ -190,7 +190,7 @@ def test_no_gain_has_a_cause_and_a_gain_has_none() -> None:
         assert none.summary(5 * MINUTE_S, about)["why"] == why_no_gain(about)
 
 
-def test_it_is_said_in_words_and_as_metric_values() -> None:
+def test_the_gain_is_formatted_as_text_and_as_metric_values() -> None:
     ratios = filled(5, 0.8).ratios(5 * MINUTE_S)
     assert in_words({}) == ""
     assert in_words(ratios) == (

@@ -239,7 +239,7 @@ async def test_too_many_watchers_are_told_so(monkeypatch: pytest.MonkeyPatch) ->
         second.close()
 
 
-async def test_who_has_most_dashboards_open_gives_one_to_somebody_else(
+async def test_the_client_with_most_dashboards_loses_one_to_another_client(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Or one machine could lock out everybody."""

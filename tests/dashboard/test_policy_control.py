@@ -7,7 +7,7 @@ from playwright.async_api import Browser, expect
 from router_harness import cluster
 
 
-async def test_it_switches_only_after_it_asked(browser: Browser) -> None:
+async def test_the_page_switches_the_policy_only_after_confirmation(browser: Browser) -> None:
     async with synthetic(2, 4, 1, 8) as (server, _):
         page, complaints = await open_page(browser, server.port)
         await expect(page.locator("#policy")).to_contain_text("sbs")
@@ -31,7 +31,7 @@ async def test_it_switches_only_after_it_asked(browser: Browser) -> None:
         assert complaints == []
 
 
-async def test_it_takes_the_key_that_was_given_and_shows_what_the_router_refuses(
+async def test_the_page_sends_the_given_key_and_shows_refusals(
     browser: Browser,
 ) -> None:
     async with cluster("--admin-api-key", "open sesame", real=True) as running:

@@ -44,7 +44,7 @@ def test_the_slowest_come_first_and_leave_after_five_minutes() -> None:
     assert sum(len(slot) for _, slot in slowest._slots) <= 32 * SHOWN
 
 
-def test_each_has_its_longest_part_and_the_reason_that_lasted_longest() -> None:
+def test_a_slow_request_shows_its_longest_part_and_longest_reason() -> None:
     slowest = Slowest(why)
     added(slowest, "explained", 1.0, hold=3.2, engine=1.0)
     added(slowest, "forgotten", 1.0, hold=2.2)

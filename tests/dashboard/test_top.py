@@ -32,7 +32,7 @@ def test_a_worker_without_a_barrier_says_so() -> None:
 
 @pytest.mark.parametrize(("prefill", "decode"), [(0, 0), (1, 1), (3, 1), (32, 8), (117, 2)])
 @pytest.mark.parametrize(("width", "height"), [(80, 24), (120, 40), (220, 90)])
-def test_it_fits_the_terminal(prefill: int, decode: int, width: int, height: int) -> None:
+def test_top_fits_the_terminal(prefill: int, decode: int, width: int, height: int) -> None:
     lines = drawn(frame_of(prefill, decode), width, height)
     assert len(lines) < height
     assert max(map(len, lines)) <= width
@@ -41,7 +41,7 @@ def test_it_fits_the_terminal(prefill: int, decode: int, width: int, height: int
         assert part in text
 
 
-def test_it_grows_with_the_terminal() -> None:
+def test_top_shows_more_in_a_larger_terminal() -> None:
     frame = frame_of(32, 8)
     small, large = drawn(frame, 80, 24), drawn(frame, 200, 100)
     assert sum("prefill-" in line for line in small) < 32
@@ -51,7 +51,7 @@ def test_it_grows_with_the_terminal() -> None:
     assert not any("a higher terminal" in line for line in large)
 
 
-def test_it_says_what_it_leaves_out() -> None:
+def test_top_names_what_it_leaves_out() -> None:
     frame = frame_of(2, 1)
     whole, small = ("\n".join(drawn(frame, *size)) for size in ((220, 90), (60, 24)))
     assert not any(word in whole for word in ("…", " a cell"))
@@ -85,7 +85,7 @@ def test_classes_and_tenants_are_shown_where_there_are_any() -> None:
     assert drawn(frame, 120, 40)[4].endswith("; 3 high, 2 low; 2 tenants")
 
 
-def test_it_answers_where_the_time_goes_and_what_was_wrong() -> None:
+def test_top_shows_slow_requests_with_reasons_and_past_alerts() -> None:
     frame = frame_of(2, 1)
     parts_s = {"hold": 0.1, "queue": 0.5, "pass": 0.3}
     frame["split"] = {"p50": {"ttft_s": 0.9, "parts_s": parts_s}}
@@ -195,7 +195,7 @@ def test_no_router_and_bad_flags_are_told_plainly(capsys: pytest.CaptureFixture[
 
 
 @pytest.mark.parametrize("ending", [signal.SIGINT, signal.SIGTERM])
-async def test_it_runs_in_a_terminal_until_interrupted(ending: signal.Signals) -> None:
+async def test_top_runs_in_a_terminal_until_interrupted(ending: signal.Signals) -> None:
     terminal, inside = pty.openpty()
     termios.tcsetwinsize(inside, (24, 80))
     async with cluster(scheduler=Scheduler(SchedulerConfig())) as running:

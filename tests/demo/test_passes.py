@@ -63,7 +63,7 @@ def test_a_pass_is_read_once_with_the_tokens_of_every_rank(log: Path):
     assert record.endforward == {"p0/0": 1, "p0/1": 1, "d0/0": 1}
 
 
-def test_who_served_what(log: Path):
+def test_event_log_names_the_ranks_of_each_request(log: Path):
     record = read_engines(log, NAMES)
     assert record.prefill_ranks == {"p0/1": 1}
     assert record.decode_ranks == {"d0/0": 1}

@@ -42,7 +42,7 @@ def of(severity: Severity) -> Finding:
 # The command line -----------------------------------------------------------------------------
 
 
-def test_it_takes_a_routers_whole_command_line() -> None:
+def test_the_doctor_takes_a_routers_whole_command_line() -> None:
     options = parse_options(
         [*TWO, "--policy", "sbs", "--sbs-trigger=paper", "--router-api-key", "k", "--port", "1"]
     )

@@ -136,7 +136,7 @@ def test_what_a_release_lacks_is_named(
     assert "This SGLang has no sglang.srt.managers.scheduler.Scheduler.on_idle;" in caplog.text
 
 
-def test_one_method_calling_the_other_is_one_pass() -> None:
+def test_nested_result_hooks_count_as_one_pass() -> None:
     """0.5.10: ``process_batch_result`` calls ``process_batch_result_disagg_prefill``."""
     rank = Rank(Role.PREFILL)
     processed: list[Any] = []

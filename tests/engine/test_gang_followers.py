@@ -9,7 +9,7 @@ from sglang_sbs.wire.gangs import GangPart
 FOLLOWS = 0
 
 
-def test_who_follows_waits_for_the_gang_at_its_rank():
+def test_a_follower_waits_for_the_batch_at_its_rank():
     rank = Rank(Clock())
     late = Req("late", GangPart(1, 2, 1), state=WAITING)
     rank.queue.queue += [Req("first", GangPart(1, 2, 1)), late, Req("f", GangPart(1, FOLLOWS, 1))]
@@ -33,7 +33,7 @@ def three_ranks() -> tuple[Rank, Rank, Rank]:
     return first, second, third
 
 
-def test_who_follows_at_another_rank_starts_in_the_turn_of_the_gang():
+def test_a_follower_at_another_rank_starts_with_the_batch():
     first, second, third = three_ranks()
     part = GangPart(1, 1, 2)
     late = Req("b", part, state=WAITING)
@@ -53,7 +53,7 @@ def test_a_gang_that_never_comes_costs_one_bounded_wait():
     assert third.turns_until_pop() <= GATE_MS / 1e3 / TURN_S + 2
 
 
-def test_nobody_is_held_through_several_passes():
+def test_no_request_is_held_through_several_passes():
     """Turns are rare while passes run: what is counted in turns would take long to be over."""
     first, _, third = three_ranks()
     third.queue.queue.append(Req("f", GangPart(1, FOLLOWS, 2)))

@@ -122,7 +122,7 @@ def test_a_gang_starts_on_all_hosts_in_the_turn_after_its_last_rank_was_ready() 
     assert hosts.turn() == [["a"], ["b"], ["c"]]
 
 
-def test_who_follows_starts_in_the_same_turn_on_a_host_without_a_part() -> None:
+def test_a_follower_on_a_host_without_a_part_starts_with_the_batch() -> None:
     hosts, part = Hosts(3), GangPart(1, 1, 2)
     hosts.ranks[0].queue.queue.append(Req("a", part))
     hosts.ranks[2].queue.queue.append(Req("f", GangPart(1, 0, 2)))
@@ -186,7 +186,7 @@ def test_ranks_that_take_part_are_no_silence_however_often_their_requests_are_lo
     assert all(rank.hold._ranks.is_open for rank in hosts.ranks)
 
 
-def test_who_gave_up_does_not_wait_until_there_is_room_to_say_so() -> None:
+def test_a_rank_that_gave_up_starts_before_it_could_say_so() -> None:
     hosts = Hosts(2, vote=False)
     hosts.turn()
     queue = hosts.ranks[0].queue

@@ -34,13 +34,13 @@ def test_a_gang_starts_when_its_last_handshake_is_over() -> None:
     assert rank.turn() == ["a", "b"]
 
 
-def test_one_that_failed_in_the_handshake_is_not_waited_for() -> None:
+def test_a_batch_does_not_wait_for_a_failed_handshake() -> None:
     rank, part = Rank(Clock()), GangPart(1, 2, 1)
     rank.queue.queue += [Req("a", part), Req("b", part, state=0)]
     assert rank.turn() == ["a", "b"]
 
 
-def test_one_that_was_lost_on_its_way_costs_one_bounded_wait() -> None:
+def test_a_request_lost_on_its_way_costs_one_bounded_wait() -> None:
     rank, part = Rank(Clock()), GangPart(1, 3, 1)
     rank.queue.queue += [Req("a", part), Req("b", part)]
     assert rank.turns_until_pop() == pytest.approx(GATE_MS, abs=2)
@@ -66,7 +66,7 @@ def test_where_requests_come_late_they_are_waited_for_longer() -> None:
     assert lost_one_costs(rank, 50) == pytest.approx(GATE_MS, abs=2)
 
 
-def test_one_that_decode_has_no_room_for_costs_one_bounded_wait() -> None:
+def test_a_request_without_decode_room_costs_one_bounded_wait() -> None:
     rank, part = Rank(Clock()), GangPart(1, 2, 1)
     stuck = Req("b", part, WAITING)
     rank.queue.queue += [Req("a", part), stuck]
@@ -133,7 +133,7 @@ def test_requests_of_others_and_single_ones_are_neither_held_nor_asked() -> None
     assert not any(req.polls for req in others)
 
 
-def test_who_is_held_keeps_its_place_in_the_queue() -> None:
+def test_a_held_request_keeps_its_place_in_the_queue() -> None:
     rank, part = Rank(Clock()), GangPart(1, 2, 1)
     held, waiting = Req("a", part), Req("foreign", state=WAITING)
     rank.queue.queue += [held, waiting]
@@ -333,7 +333,7 @@ def test_a_rank_that_is_not_up_yet_is_no_error() -> None:
     board.close()
 
 
-def test_who_was_silent_too_long_is_not_asked_again_in_every_turn(
+def test_a_rank_silent_for_long_is_not_polled_every_turn(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     board = SocketBoard("sglang-sbs-test.silent", 0, 2)

@@ -41,7 +41,7 @@ def test_all_start_without_another_turn():
     assert pass_ends(ranks, reqs) == [["0a", "0b"], ["1a", "1b"]]
 
 
-def test_nobody_starts_before_the_last_part_is_taken_in():
+def test_no_part_starts_before_the_last_is_taken_in():
     ranks = two_ranks()
     reqs = running(ranks)
     ranks[0].takes_in(*reqs[0])
@@ -88,7 +88,7 @@ def test_where_idle_ranks_have_their_result_before_the_pass_ends_there_is_no_sho
     assert [rank.turn() for rank in ranks] == [["0a", "0b"], ["1a", "1b"]]
 
 
-def test_who_follows_at_a_rank_without_a_part_starts_with_it():
+def test_a_follower_at_a_rank_without_a_part_starts_with_the_batch():
     clock, hearsay = Clock(), Hearsay()
     ranks = [Rank(clock, rank=rank, ranks=3, hearsay=hearsay) for rank in range(3)]
     reqs = running(ranks[:2])

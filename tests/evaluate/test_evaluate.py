@@ -41,7 +41,7 @@ def p99(values: list[float]) -> float:
 
 
 @pytest.mark.parametrize("seed", [1, 2, 3])
-def test_it_predicts_what_the_same_arrivals_get_under_another_policy(round_robin, seed, capsys):
+def test_evaluate_predicts_the_same_arrivals_under_another_policy(round_robin, seed, capsys):
     one = round_robin(seed)
     code, found = evaluate(one.log, "--policies", "sbs")
     assert code == 0
@@ -72,7 +72,7 @@ def test_a_policy_that_ran_gets_a_ratio_of_one(round_robin):
     assert found["policies"]["round_robin"]["mean_ratio"] == pytest.approx(1, abs=0.03)
 
 
-def test_what_ran_is_sent_when_and_where_it_was(round_robin):
+def test_replayed_requests_leave_at_their_recorded_times_and_places(round_robin):
     one = round_robin(1)
     work = workload_of(read_recording(one.log))
     sent = [(r.prefill, r.decode[1], r.dispatched_s) for r in one.outcome.requests]

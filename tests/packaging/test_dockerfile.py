@@ -38,7 +38,7 @@ def test_hadolint_finds_nothing() -> None:
     assert done.returncode == 0, done.stdout
 
 
-def test_it_runs_as_somebody_without_rights_named_by_number() -> None:
+def test_the_image_runs_as_a_numeric_user_without_rights() -> None:
     users = [argument for name, argument in last_stage() if name == "USER"]
     assert users
     assert all(user.isdigit() and int(user) > 0 for user in users)
@@ -72,7 +72,7 @@ def test_the_health_check_asks_what_the_router_answers_without_a_key() -> None:
     assert url[1] == f"http://127.0.0.1:{options.port}/liveness"
 
 
-def test_it_starts_the_router_with_the_arguments_given() -> None:
+def test_the_image_starts_the_router_with_its_arguments() -> None:
     stage = dict(last_stage())
     assert json.loads(stage["ENTRYPOINT"]) == ["python", "-m", "sglang_sbs.launch_router"]
     options = parse_flags(["--prefill", "http://p:1", "--decode", "http://d:1"])

@@ -266,7 +266,7 @@ async def test_an_instance_that_is_down_for_a_moment_is_listened_to_meanwhile() 
         assert not [event for event in here.events if isinstance(event, BlocksCleared)]
 
 
-async def test_one_that_stays_down_is_forgotten_and_learned_anew() -> None:
+async def test_the_cache_of_a_worker_that_stays_down_is_forgotten() -> None:
     async with system(times=KvTimes(keep_s=0.0, tick_s=0.05)) as here:
         here.up()
         await here.publishers[0].subscribed()
@@ -282,7 +282,7 @@ async def test_one_that_stays_down_is_forgotten_and_learned_anew() -> None:
         await here.believes({1, 2})
 
 
-async def test_one_that_restarted_by_its_boot_id_is_forgotten_at_once() -> None:
+async def test_the_cache_of_a_restarted_worker_is_forgotten_at_once() -> None:
     async with system() as here:
         here.up(sbs=SbsBlock(boot_id="a"))
         await here.publishers[0].subscribed()
@@ -298,7 +298,7 @@ async def test_one_that_restarted_by_its_boot_id_is_forgotten_at_once() -> None:
         await here.believes({1})  # what it replays is what it holds
 
 
-async def test_one_that_is_removed_is_forgotten() -> None:
+async def test_the_cache_of_a_removed_worker_is_forgotten() -> None:
     async with system() as here:
         here.up()
         here.publishers[0].publish(stored(1))

@@ -159,7 +159,7 @@ async def test_the_first_signal_says_how_long_and_the_second_ends_it(workers: in
             await group.end()
 
 
-def test_one_is_singular() -> None:
+def test_counted_uses_the_singular_for_one() -> None:
     assert [counted(n, "request") for n in (0, 1, 2, 1234)] == [
         *("0 requests", "1 request", "2 requests", "1,234 requests")
     ]

@@ -307,7 +307,7 @@ def info_of(rank: int, **fields: Any) -> dict[str, Any]:
     return {"version": "0.5.23", "attn_dp_size": 2, "deployment_info": deployment}
 
 
-def test_it_is_not_asked_for_details_that_it_never_gives() -> None:
+def test_the_rust_server_is_not_asked_for_cached_details() -> None:
     assert not parse_server_info(info_of(0), "prefill").cached_details
 
 

@@ -169,7 +169,7 @@ CLIENT = "--client-cert-path client.pem --client-key-path client.key"
     ],
     ids=["mtls", "no client certificate", "server only", "unasked", "unknown CA", "other name"],
 )
-async def test_who_is_trusted_towards_engines(
+async def test_engine_certificates_are_verified_as_configured(
     authority: Path, engine: str, asks_who_calls: bool, flags: str, served: bool
 ) -> None:
     tls = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)

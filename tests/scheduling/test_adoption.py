@@ -41,7 +41,7 @@ def outstanding(driver: Driver) -> tuple[int, int, int]:
     )
 
 
-def test_it_counts_at_both_its_ranks_until_it_ends():
+def test_an_adopted_request_counts_at_both_ranks_until_it_ends():
     driver = Driver().up()
     driver.tell(adopted("a"))
     assert outstanding(driver) == (1, 1, 1)
@@ -53,7 +53,7 @@ def test_it_counts_at_both_its_ranks_until_it_ends():
     assert driver.prefill_state().ranks[1].flight_tokens == 0
 
 
-def test_one_that_is_prefilled_counts_in_decode_only():
+def test_an_adopted_prefilled_request_counts_in_decode_only():
     driver = Driver().up()
     driver.tell(adopted("a", prefilled=True))
     assert outstanding(driver) == (1, 0, 1)
@@ -74,7 +74,7 @@ def test_the_next_report_of_its_rank_includes_it_so_it_is_not_counted_twice():
     assert driver.prefill_state().ranks[1].flight_tokens == 50
 
 
-def test_it_may_come_before_its_instances():
+def test_an_adopted_request_may_come_before_its_instances():
     driver = Driver()
     driver.tell(adopted("a"))
     driver.tell(adopted("b", prefilled=True))
@@ -101,7 +101,7 @@ def test_announced_twice_or_while_it_waits_here_it_is_one_request():
     assert driver.scheduler.snapshot(driver.now_s).in_flight_requests == 1
 
 
-def test_it_teaches_no_latency():
+def test_an_adopted_request_gives_no_latency_sample():
     driver = Driver().up()
     before_s = driver.scheduler.interval.latency_s
     driver.tell(adopted("a"))

@@ -35,7 +35,7 @@ def test_nobody_joins_long_before_the_pass_is_formed():
     assert not sent(it, "short")
 
 
-def test_who_joins_says_so_and_still_makes_the_pass():
+def test_a_joining_request_is_marked_and_makes_the_pass():
     it = with_a_batch_on_its_way()
     it.arrive("short", 50)
     it.wait(0.3)
@@ -44,7 +44,7 @@ def test_who_joins_says_so_and_still_makes_the_pass():
     assert not sent(it, "second")[0].joins
 
 
-def test_who_joins_starts_with_the_batch_and_puts_off_no_other_pass():
+def test_a_joining_request_starts_with_the_batch():
     it = with_a_batch_on_its_way()
     trigger = it.scheduler.policy
     assert isinstance(trigger, AdaptiveTrigger)

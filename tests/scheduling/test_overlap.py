@@ -137,7 +137,7 @@ def test_what_other_instances_can_take_is_not_committed_ahead():
         (Instance([1.0, 1.3], 200, has_flight=True), False),  # on its way
     ],
 )
-def test_who_lacks_a_batch(instance: Instance, wanted: bool):
+def test_instances_that_lack_a_batch_for_the_next_pass(instance: Instance, wanted: bool):
     found, _ = asked(instance, queue_tokens=10_000)
     assert found == [0] * wanted
 

@@ -90,7 +90,7 @@ def test_a_request_that_waits_for_a_busy_instance_says_for_which_one_and_until_w
     assert why.launch_s == pytest.approx(waited.until_s, abs=0.01)
 
 
-def test_who_waits_for_decode_room_says_so():
+def test_a_request_that_waits_for_decode_room_has_that_reason():
     driver = Asked().up(prefill=3, kv_capacity_tokens=1000)
     driver.arrive("small", 500, max_new_tokens=300)
     driver.arrive("also small", 500, max_new_tokens=300)
@@ -103,7 +103,7 @@ def test_who_waits_for_decode_room_says_so():
     assert [one.reason for one in why.waits] == [WaitReason.NO_DECODE_ROOM]
 
 
-def test_who_waits_for_its_cached_prefix_says_where_and_what_it_gains():
+def test_waiting_for_a_cached_prefix_names_the_place_and_the_gain():
     driver = Asked()
     for name in ("p0", "p1"):
         driver.tell(

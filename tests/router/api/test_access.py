@@ -163,7 +163,7 @@ async def test_refill_lets_requests_in_while_others_take_long() -> None:
     assert seen == [True, True, True]
 
 
-async def test_who_finds_the_queue_full_is_refused_although_tokens_come_back() -> None:
+async def test_a_full_queue_refuses_even_while_tokens_refill() -> None:
     seen: list[bool] = []
     door = Admission(1, 1, 20.0, refill_per_s=0.01, observe=seen.append)
     async with door.slot():

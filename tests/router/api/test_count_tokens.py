@@ -22,7 +22,7 @@ def asked(c: Cluster) -> int:
     return sum(engine.hits.get(PATH, 0) for engine in (*c.prefill, *c.decode))
 
 
-async def test_one_engine_counts_and_nothing_is_scheduled() -> None:
+async def test_count_tokens_asks_one_engine_and_schedules_nothing() -> None:
     async with cluster() as c:
         assert await count(c) == (200, {"input_tokens": 3})
         assert asked(c) == 1

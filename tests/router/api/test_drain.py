@@ -55,7 +55,7 @@ async def test_new_requests_go_elsewhere_and_running_ones_end() -> None:
         assert (len(drained.requests), len(other.requests)) == (4, 10)
 
 
-async def test_it_stays_drained_when_its_engine_restarts_and_twice_is_once() -> None:
+async def test_a_drained_worker_stays_drained_through_a_restart() -> None:
     async with cluster(real=True, prefill=2) as c:
         url = c.prefill[0].url
         registry = c.server.registry

@@ -126,7 +126,7 @@ async def test_a_page_of_endless_names_is_left_out(bad: str) -> None:
     assert await merged_text((A, bad), (B, "good 2\n")) == f'good{{worker_addr="{B}"}} 2\n'
 
 
-async def test_many_who_ask_at_once_cost_one_question(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_concurrent_scrapes_ask_each_engine_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """It wants no key."""
     entered: list[object] = []
     answer = Control.engine_metrics

@@ -31,7 +31,7 @@ async def shown(c: Cluster) -> dict[str, Any]:
         return told
 
 
-async def test_it_says_what_decides_since_when_and_by_whose_wish() -> None:
+async def test_policy_shows_the_rule_in_force_since_when_and_by_whom() -> None:
     async with cluster("--policy", "eta", real=True) as c:
         before = await shown(c)
         assert (before["policy"], before["in_force"]) == ("eta", "eta")
@@ -186,7 +186,7 @@ async def test_metrics_tell_both_sides_of_an_a_b_apart() -> None:
         assert selections(after, "eta") == ["2.0", "2.0"]
 
 
-def test_of_two_switches_the_later_one_holds_whoever_tells_of_it() -> None:
+def test_the_later_of_two_policy_switches_wins() -> None:
     scheduler, told = PolicyInForce("sbs"), []
     scheduler.listeners.append(told.append)
     scheduler.switch("eta", "a", term=1)

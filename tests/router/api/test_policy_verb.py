@@ -17,7 +17,7 @@ async def command(*words: str) -> int:
     return await asyncio.to_thread(main, list(words))
 
 
-async def test_it_shows_switches_and_says_how_to_go_back(capfd) -> None:
+async def test_the_policy_verb_shows_switches_and_how_to_go_back(capfd) -> None:
     async with cluster("--policy", "round_robin", real=True) as c:
         assert await command("policy", "--router", c.url) == 0
         shown = capfd.readouterr().out
@@ -56,7 +56,7 @@ async def test_a_name_that_there_is_not_and_a_key_that_is_missing(
         assert c.server.scheduler.policy.policy == "eta"
 
 
-async def test_no_router_there(capfd) -> None:
+async def test_the_policy_verb_without_a_router_is_a_clear_error(capfd) -> None:
     assert await command("policy", "eta", "--router", "http://127.0.0.1:9") == 1
     assert "is the router there?" in capfd.readouterr().err
     with pytest.raises(SystemExit) as ended:

@@ -65,7 +65,9 @@ async def test_texts_and_chats_become_ids_and_ids_texts(prefix: str) -> None:
         ("detokenize", {"tokens": [1], "skip_special_tokens": 1}, "skip_special_tokens"),
     ],
 )
-async def test_what_cannot_be_meant_is_said(path: str, body: Any, says: str) -> None:
+async def test_invalid_tokenize_requests_are_refused_with_a_reason(
+    path: str, body: Any, says: str
+) -> None:
     async with cluster("--tokenizer-path", str(MODEL)) as c:
         status, answer = await asked(c, f"/v1/{path}", body)
         assert status == 400
@@ -120,7 +122,7 @@ async def test_the_tokenizer_is_listed_in_the_stock_form() -> None:
         assert one["vocab_size"] == 512
 
 
-async def test_it_wants_the_key_as_prompts_do() -> None:
+async def test_tokenize_requires_the_key_of_prompts() -> None:
     async with (
         cluster("--api-key", "k", "--tokenizer-path", str(MODEL)) as c,
         c.client.post(c.url + "/v1/tokenize", json={"prompt": "x"}) as response,

@@ -49,7 +49,7 @@ async def test_the_admin_key_is_needed() -> None:
         assert (await ask(c, "DELETE", headers=ADMIN))[1]["cause"] == "stopped"
 
 
-async def test_it_begins_is_shown_and_is_stopped() -> None:
+async def test_a_trial_is_begun_shown_and_stopped_over_http() -> None:
     async with cluster(real=True) as c:
         told = (await ask(c, "GET"))[1]
         assert told == {"running": False, "text": "no trial has run"}

@@ -40,7 +40,7 @@ def test_the_first_leads_as_soon_as_all_have_answered_that_they_do_not() -> None
     assert order.decide([None, STANDBY], 10.1) == 2
 
 
-def test_whoever_hears_nobody_waits_a_moment_and_leads() -> None:
+def test_a_scheduler_without_answers_waits_a_moment_and_leads() -> None:
     for own in (0, 1):
         order = Order(own, 0.0)
         now_s = 0.0
@@ -306,7 +306,7 @@ async def test_the_second_takes_over_from_the_first_and_gives_back(several: Seve
             await end(address)
 
 
-async def test_who_does_not_lead_has_nothing_to_say_of_being_late(
+async def test_only_an_elected_scheduler_warns_of_being_late(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """It is asked ten times a second, also while it still looks at the workers and does not run."""

@@ -107,7 +107,7 @@ async def test_whatever_step_of_going_alone_fails_all_of_them_are_taken_in_the_e
     assert told == [True, False]
 
 
-async def test_who_looks_at_the_dashboard_sees_the_fallback_also_if_that_is_late(
+async def test_an_open_dashboard_shows_a_late_fallback(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     await world.boot()

@@ -83,7 +83,7 @@ async def test_when_another_takes_over_it_is_told_what_is_in_flight(several: Sev
     await several.books_are_empty()
 
 
-async def test_who_loses_the_lead_forgets_all_requests_and_sends_none_of_those_that_wait(
+async def test_a_scheduler_that_loses_the_lead_drops_all_requests(
     several: Several,
 ) -> None:
     one, two = several.scheduler("a", HOLDING), several.scheduler("b")
@@ -126,7 +126,7 @@ async def test_when_a_lead_ends_those_that_wait_are_forgotten_before_those_that_
     await asyncio.gather(*asked, return_exceptions=True)
 
 
-async def test_who_leads_in_an_earlier_term_gets_nobody_when_the_later_one_is_gone(
+async def test_a_leader_of_an_earlier_term_gets_no_front_ends(
     several: Several,
 ) -> None:
     several.scheduler("a")
@@ -341,7 +341,7 @@ class Hanging:
     async def close(self) -> None: ...
 
 
-async def test_who_cannot_renew_decides_no_more_while_the_store_is_still_asked(
+async def test_a_leader_that_cannot_renew_stops_deciding(
     several: Several,
 ) -> None:
     store: Any = Hanging()

@@ -17,7 +17,7 @@ from sglang_sbs.router.policy_in_force import PolicyState
 from sglang_sbs.router.processes.messages import DrainWorker, SwitchPolicy
 
 
-async def test_it_reaches_all_front_ends_and_a_standby_goes_on_with_it(several: Several) -> None:
+async def test_a_policy_switch_reaches_all_front_ends_and_the_standby(several: Several) -> None:
     one, two = several.scheduler("a", HOLDING), several.scheduler("b", HOLDING)
     several.ballots["a"].win(1)
     first, second = [await several.front_end() for _ in range(2)]

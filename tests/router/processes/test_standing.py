@@ -14,7 +14,7 @@ from tools.stand_ins.kubernetes_server import FakeKubernetes
 from tools.stand_ins.mock_engine import MockEngine
 
 
-async def test_nobody_leads_who_has_not_looked_at_the_workers(
+async def test_no_scheduler_leads_before_the_workers_are_probed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     api, prefill, decode = FakeKubernetes(), MockEngine("prefill"), MockEngine("decode")

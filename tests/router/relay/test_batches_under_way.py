@@ -84,7 +84,7 @@ async def test_senders_take_turns_a_few_in_each_turn_of_the_loop() -> None:
     assert not turns._refilling, "it stops when nobody works"
 
 
-async def test_every_unit_counts_at_the_door() -> None:
+async def test_every_unit_counts_towards_admission() -> None:
     async with cluster("--max-concurrent-requests", "4", "--queue-size", "1") as c:
         c.scheduler.hold = True
         batch = asyncio.create_task(c.generate(text=["a"] * 4))

@@ -93,7 +93,7 @@ async def test_long_logprobs_are_never_unfolded(monkeypatch: Any, rid: dict[str,
         c.check_books()
 
 
-async def test_who_waits_for_prefill_is_not_held_while_a_long_reply_is_read(
+async def test_decode_streams_while_a_long_prefill_reply_is_parsed(
     monkeypatch: Any,
 ) -> None:
     read = asyncio.Event()
@@ -118,7 +118,7 @@ async def test_who_waits_for_prefill_is_not_held_while_a_long_reply_is_read(
         await c.settled()
 
 
-async def test_nobody_looks_into_a_long_reply_of_prefill_that_is_not_asked_for(
+async def test_an_unneeded_long_prefill_reply_is_not_parsed(
     monkeypatch: Any,
 ) -> None:
     counts: list[int | None] = []

@@ -121,7 +121,7 @@ async def test_a_stream_that_breaks_ends_with_an_error_event_of_anthropics() -> 
     ],
     ids=["cut", "error", "whole"],
 )  # fmt: skip
-async def test_what_ends_a_stream(tail: bytes, outcome: str) -> None:
+async def test_messages_streams_end_at_their_last_event(tail: bytes, outcome: str) -> None:
     async with cluster(*ONE_TRY) as c:
         c.decode[0].behaviour = Behaviour(garbage_tail=tail)
         async with c.post(PATH, BODY | {"stream": True}) as response:

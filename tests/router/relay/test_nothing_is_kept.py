@@ -99,7 +99,7 @@ async def is_let_go(watched: Watched) -> None:
     await until(lambda: not any(True for _ in watched))
 
 
-async def test_what_was_asked_is_let_go_of(watched: Watched) -> None:
+async def test_request_bodies_are_freed_after_answers(watched: Watched) -> None:
     async with cluster(prefill_says=LONGEST) as c:
         for path, body in REQUESTS:
             async with c.post(path, body) as response:
@@ -107,7 +107,7 @@ async def test_what_was_asked_is_let_go_of(watched: Watched) -> None:
             await is_let_go(watched)
 
 
-async def test_what_takes_too_long_is_let_go_of(watched: Watched) -> None:
+async def test_timed_out_requests_are_freed(watched: Watched) -> None:
     async with cluster("--request-timeout-secs", "1") as c:
         behaves(c, fault="hang_before_head")
         status, _ = await c.generate(text=LARGE)
@@ -129,9 +129,7 @@ async def test_what_takes_too_long_is_let_go_of(watched: Watched) -> None:
     ],
     ids=str,
 )
-async def test_what_an_engine_failed_at_is_let_go_of(
-    watched: Watched, behaviour: dict[str, Any]
-) -> None:
+async def test_failed_requests_are_freed(watched: Watched, behaviour: dict[str, Any]) -> None:
     async with cluster("--retry-max-retries", "2", "--disable-circuit-breaker") as c:
         behaves(c, **behaviour)
         for stream, text in product((False, True), ("x", ["x"] * 5)):
@@ -143,7 +141,7 @@ async def test_what_an_engine_failed_at_is_let_go_of(
 
 @pytest.mark.parametrize("text", ["x", ["x"] * 5], ids=["single", "batch"])
 @pytest.mark.parametrize("held", [False, True], ids=["sent", "queued"])
-async def test_what_nobody_waits_for_is_let_go_of(watched: Watched, text: Any, held: bool) -> None:
+async def test_abandoned_requests_are_freed(watched: Watched, text: Any, held: bool) -> None:
     async with cluster() as c:
         c.scheduler.hold = held
         behaves(c, fault="hang_before_head")

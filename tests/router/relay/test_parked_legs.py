@@ -87,7 +87,7 @@ async def test_prefill_is_aborted_and_decode_is_parked(stream: bool) -> None:
 
 
 @pytest.mark.parametrize("stream", [False, True])
-async def test_its_first_byte_ends_it(stream: bool) -> None:
+async def test_the_first_decode_byte_ends_a_parked_request(stream: bool) -> None:
     async with held(*LONG) as c:
         c.decode[0].token_gate.close()
         _, decode = await leave(c, stream=stream)

@@ -73,7 +73,7 @@ async def test_both_legs_get_the_body_with_one_room_and_the_id_of_the_answer() -
 
 
 @pytest.mark.parametrize("policy", ["sbs", "round_robin"])
-async def test_its_id_tells_engines_whether_they_know_its_batch(policy: str) -> None:
+async def test_the_response_id_is_marked_only_if_requests_are_batched(policy: str) -> None:
     async with cluster("--policy", policy) as c:
         async with c.post(PATH, BODY) as response:
             answer = await response.json()
@@ -271,7 +271,9 @@ INCOMPLETE = (
     ],
     ids=["cut", "done", "failed", "incomplete"],
 )
-async def test_what_ends_a_stream(tail: bytes, last: str, outcome: str) -> None:
+async def test_responses_streams_end_at_their_last_event(
+    tail: bytes, last: str, outcome: str
+) -> None:
     async with cluster(*ONE_TRY) as c:
         c.decode[0].behaviour = Behaviour(garbage_tail=tail)
         async with c.post(PATH, STREAM) as response:

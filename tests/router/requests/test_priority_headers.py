@@ -27,7 +27,7 @@ async def arrivals(*flags: str, headers: Any = None, **body: Any) -> tuple[int, 
             return response.status, (answer, legs), c.scheduler.of(RequestArrived)
 
 
-async def test_nothing_asked_is_nothing_told() -> None:
+async def test_without_priority_headers_engines_get_no_priority() -> None:
     status, (_, legs), (arrived,) = await arrivals()
     assert status == 200
     assert (arrived.priority, arrived.ttft_slo_s, arrived.tenant) == (0, None, "")

@@ -146,7 +146,9 @@ def plan(kind: Any, **body: Any) -> Any:
         ("chat", CHAT | {"n": 2}, 2),
     ],
 )
-def test_what_counts_as_a_batch(kind: Any, body: dict[str, Any], units: int) -> None:
+def test_inputs_that_are_split_into_several_requests(
+    kind: Any, body: dict[str, Any], units: int
+) -> None:
     result = plan(kind, **body)
     assert len(result.units) == units
 

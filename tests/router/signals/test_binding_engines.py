@@ -239,7 +239,7 @@ async def test_an_engine_that_binds_is_heard_again_after_its_host_vanished(
 
 
 @pytest.mark.parametrize("keys", [None, keys_of("s" * 40)])
-async def test_who_is_away_is_noticed_and_is_tried_less_often_but_never_seldom(keys: Any) -> None:
+async def test_dialling_an_absent_engine_backs_off_within_a_bound(keys: Any) -> None:
     setup = Setup()
     setup.listener.open(None, keys)
     try:

@@ -236,7 +236,7 @@ def test_a_batch_that_cannot_be_read_is_a_loss() -> None:
     assert followed.feed.counts["malformed"] == 1
 
 
-def test_so_is_one_in_a_replay() -> None:
+def test_a_malformed_batch_in_a_replay_is_skipped() -> None:
     publisher = Publisher()
     publisher.store(1)
     publisher.remove(1)

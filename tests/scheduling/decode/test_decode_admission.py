@@ -107,7 +107,7 @@ class TestReservation:
         assert 10 <= sent.index("large") < 20
         assert len(sent) > 20
 
-    def test_one_that_came_lately_has_to_wait_like_all(self):
+    def test_a_late_request_waits_for_decode_room_like_all(self):
         it = self.crowded()
         it.tell(RequestEnded(rid="s0", outcome="completed", completion_tokens=0))
         assert [one.rid for one in it.arrive("next", 900)] == ["next"]

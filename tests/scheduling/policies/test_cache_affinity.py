@@ -67,7 +67,7 @@ def arrive(it: Driver, rid: str, tokens: int, blocks: list[int]):
 
 @pytest.mark.parametrize("trigger", ["adaptive", "paper"])
 @pytest.mark.parametrize("rank", [0, 1])
-def test_it_goes_where_its_prefix_is_and_counts_with_the_rest(trigger: str, rank: int):
+def test_a_request_goes_to_its_prefix_and_is_charged_the_rest(trigger: str, rank: int):
     it = cluster(trigger=trigger, prefill=1)
     stored(it, "p0", rank, PREFIX)
     (dispatch,) = arrive(it, "r", 900, [*PREFIX, *range(500, 510)])
@@ -341,7 +341,7 @@ def test_who_was_left_for_a_home_is_taken_once_nothing_is_cached_there():
     assert BatchAffinity(decision, by_id["p2"]).skip(request) is None
 
 
-def test_who_has_a_home_goes_to_its_rank():
+def test_a_request_goes_to_the_rank_of_its_forecast():
     p0 = cluster().scheduler.prefill["p0"]
     decision = CacheAffinity(moment({"p0": 0.0}), {"p0": p0}, p0, load=0.5)
     hits = Hits({"p0": [800, 800]}, 800, {"p0": [800, 0]})
@@ -369,7 +369,7 @@ def test_many_that_wait_for_one_instance_do_not_hide_those_of_another(monkeypatc
     assert {one.prefill for one in it.dispatched} == {"p1"}
 
 
-def test_nobody_waits_for_a_prefix_forever(monkeypatch):
+def test_no_request_waits_for_a_prefix_forever(monkeypatch):
     """Whatever is predicted, and however often."""
     monkeypatch.setattr(
         "sglang_sbs.scheduling.policies.adaptive.cache_affinity.BatchAffinity.skip",

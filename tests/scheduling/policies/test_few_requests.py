@@ -54,7 +54,7 @@ def test_a_long_one_waits_for_the_next_instance():
     assert cut([50, 50, 50, 950], delay_s=0.05, coming=[900], usual=4) == 3
 
 
-def test_it_does_not_once_it_has_waited_and_the_next_is_far_away():
+def test_a_request_that_waited_is_not_left_for_a_late_pass():
     tokens, delay_s = [50, 50, 50, 950], 0.5
     assert cut(tokens, delay_s=delay_s, coming=[900], usual=4) == 3
     assert cut(tokens, delay_s=delay_s, coming=[900], usual=3, waited_s=5.0) == 4

@@ -62,7 +62,7 @@ def test_a_short_prompt_that_joins_a_long_one_waits_for_its_chunk():
     assert forecast(instance()).cost_s(request("r", 200), Terms()) < 0.5 * cost_s
 
 
-def test_who_is_delayed_counts():
+def test_the_cost_includes_the_delay_of_later_requests():
     busy = instance()
     for index in range(4):
         busy.on_dispatched(f"r{index}", index % 2, 100, now_s=0.0)

@@ -17,7 +17,7 @@ def passes(rng: random.Random, n: int) -> list[list[int]]:
 
 
 @pytest.mark.parametrize(("b_max", "b_mean"), [(8e-5, 0.0), (5e-5, 3e-5), (0.0, 8e-5)])
-def test_it_learns_who_pays_for_imbalance(b_max: float, b_mean: float):
+def test_the_model_learns_the_cost_of_imbalance(b_max: float, b_mean: float):
     rng = random.Random(3)
     model = ForwardModel(t_default_s=0.5, chunk_tokens=3072)
 

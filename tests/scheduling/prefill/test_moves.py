@@ -161,7 +161,7 @@ class TestOneMove:
             it.all_speak()
             assert it.believed_ranks() == {"a": [rank]}
 
-    def test_its_end_leaves_nothing_on_either_rank(self) -> None:
+    def test_the_end_of_a_moved_request_leaves_nothing_on_either_rank(self) -> None:
         it = Cluster()
         it.send("a", 300)
         it.accept("a")
@@ -185,7 +185,7 @@ class TestOneMove:
         assert it.believed_ranks() == {"a": [old]}
 
     @pytest.mark.parametrize("named", [False, True])
-    def test_it_teaches_no_latency(self, named: bool) -> None:
+    def test_a_moved_request_gives_no_latency_sample(self, named: bool) -> None:
         it = Cluster()
         it.send("a", 300)
         it.accept("a")

@@ -66,7 +66,7 @@ def test_a_launch_message_of_one_rank_takes_the_requests_of_the_others_out_of_fl
     assert rig.books.ranks.c_avail() == [CHUNK, CHUNK]
 
 
-def test_so_does_the_end_of_a_pass_nobody_heard_launch():
+def test_the_end_of_an_unreported_launch_lands_all_ranks():
     rig = Rig()
     rig.send("a", 0, 300)
     rig.send("b", 1, 500)

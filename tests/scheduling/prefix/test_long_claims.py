@@ -39,7 +39,7 @@ class TestIndex:
         assert max(steps) <= 4 * SLICE
         assert found[-1] == LONG
 
-    def test_it_is_taken_back_in_parts_from_its_end(self, source: str) -> None:
+    def test_a_long_claim_is_taken_back_in_parts_from_its_end(self, source: str) -> None:
         prefix, blocks = index(source), list(range(LONG))
         prefix.sent("a", "p", 0, blocks, 1, visible_s=1.0)
         prefix.advance(1.0)
@@ -152,7 +152,7 @@ class TestTable:
             assert sorted(table) == sorted(model)
             assert all(table.get(one) == model.get(one, 0) for one in names)
 
-    def test_it_never_holds_more_than_it_may(self) -> None:
+    def test_long_claims_stay_within_their_bound(self) -> None:
         table = BlockTable(200_000)
         for start in range(0, 600_000, 1000):
             table.add(range(start, start + 1000), 1)
