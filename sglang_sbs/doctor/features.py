@@ -18,6 +18,7 @@ from sglang_sbs.doctor.facts import (
     in_ms,
     listed,
     number,
+    objects,
     text,
 )
 from sglang_sbs.router.workers.boot_identity import SILENT_AFTER_S
@@ -183,6 +184,23 @@ def batches(view: FeatureView) -> Seen:
     return Seen(State.ON, f"--policy sbs, trigger {trigger}{sent}")
 
 
+_SOURCES = {
+    "endforward": "EndForward",
+    "load_poll": "/v1/loads",
+    "http": "answers of requests",
+    "interval": "own dispatches",
+    "none": "own dispatches",
+}
+
+
+def _load_sources(view: FeatureView) -> list[str]:
+    """Where the router knows the loads of ranks from."""
+    decode = view.router.instances("decode")
+    found = {text(prefill, "tier") for prefill in view.router.instances("prefill")}
+    found |= {text(rank, "source") for each in decode for rank in objects(each.get("ranks"))}
+    return [*dict.fromkeys(words for name, words in _SOURCES.items() if name in found)]
+
+
 @_feature(
     "EndForward push",
     "install sglang-sbs beside SGLang on every node and set SGLANG_SBS_ROUTERS there",
@@ -197,6 +215,8 @@ def endforward(view: FeatureView) -> Seen:
     silent = {url: some for url, some in ranks.items() if some}
     missing = sum(map(len, silent.values()))
     counted = f"{every - missing} of {every} ranks in {len(ranks)} engines"
+    if sources := _load_sources(view):
+        counted += f", loads by {' and '.join(sources)}"
     if not silent:
         return Seen(State.ON, counted)
     url, some = next(iter(silent.items()))

@@ -10,8 +10,8 @@ import msgspec
 
 from sglang_sbs.scheduling.decode.instance import DecodeInstance
 from sglang_sbs.scheduling.decode.rules import UNLIMITED
+from sglang_sbs.scheduling.load_source import Source
 from sglang_sbs.scheduling.policies.immediate import Worker, workers_of
-from sglang_sbs.scheduling.prefill.instance import Tier
 from sglang_sbs.scheduling.queue.priority import CLASSES, class_of
 
 if TYPE_CHECKING:
@@ -60,6 +60,8 @@ class DecodeRankState(msgspec.Struct, frozen=True):
     kv_tokens: int
     flight_requests: int
     age_s: float | None
+    source: str = "none"
+    """Where both are known from (:mod:`.load_source`)."""
 
 
 class DecodeState(msgspec.Struct, frozen=True):
@@ -141,7 +143,7 @@ def _prefill_state(instances: Worker, scheduler: Scheduler, now_s: float) -> Pre
     return PrefillState(
         instance=instances[0].worker,
         up=scheduler.is_up(instances[0].id),
-        tier=min([i.tier for i in instances], key=get_args(Tier).index),
+        tier=min([i.tier for i in instances], key=get_args(Source).index),
         ready=any(i.ready for i in instances),
         predicted_free_in_s=max(0.0, min(i.free_at_s(now_s, latency_s) for i in instances) - now_s),
         forward_fixed_s=fmean(i.model.formula.fixed_s for i in instances),
@@ -170,7 +172,13 @@ def _prefill_state(instances: Worker, scheduler: Scheduler, now_s: float) -> Pre
 
 def _decode_state(instance: DecodeInstance, scheduler: Scheduler, now_s: float) -> DecodeState:
     ranks = [
-        DecodeRankState(load.running, load.kv_tokens, len(rank.flight), rank.cursor.age_s(now_s))
+        DecodeRankState(
+            load.running,
+            load.kv_tokens,
+            len(rank.flight),
+            rank.cursor.age_s(now_s),
+            rank.source.name,
+        )
         for rank, load in zip(instance.ranks, instance.loads(), strict=True)
     ]
     limits = instance.kv_capacity_tokens, instance.max_running

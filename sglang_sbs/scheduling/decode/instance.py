@@ -20,6 +20,7 @@ from itertools import islice, takewhile
 from sglang_sbs.scheduling.decode.departures import Departures
 from sglang_sbs.scheduling.decode.rules import UNLIMITED, DecodeLoad
 from sglang_sbs.scheduling.events import InstanceId, InstanceUp
+from sglang_sbs.scheduling.load_source import LoadSource
 from sglang_sbs.scheduling.report_cursor import SILENT_S, ReportCursor
 from sglang_sbs.wire import EndForward
 
@@ -57,15 +58,14 @@ class DecodeRank:
     """KV tokens of the last few requests that ended before a report contained them."""
     departures: Departures = field(default_factory=Departures)
     cursor: ReportCursor = field(default_factory=ReportCursor)
-    speaks: bool = False
-    """The rank's state comes from its reports."""
+    source: LoadSource = field(default_factory=LoadSource)
     reported_requests: int = 0
     reported_kv_tokens: int = 0
     was_down: bool = False
     """The instance went down after the last report, and the next one shows whether it restarted."""
 
     def __repr__(self) -> str:
-        source = "reports" if self.speaks else "no reports"
+        source = self.source.name
         return (
             f"<DecodeRank {len(self.requests)} requests, {len(self.flight)} in flight, "
             f"{self.committed_tokens} tokens committed, {source}>"
@@ -93,7 +93,7 @@ class DecodeRank:
             self.ended_first[rid] = kv_tokens
             if len(self.ended_first) > _ENDED_FIRST:
                 del self.ended_first[next(iter(self.ended_first))]
-        elif self.speaks and self.cursor.reported_s is not None:
+        elif self.source.reports and self.cursor.reported_s is not None:
             self.departures.on_ended(kv_tokens, self.cursor.reported_s)
 
     def forget(self, named: Sequence[str]) -> None:
@@ -108,7 +108,7 @@ class DecodeRank:
 
     def fall_silent(self) -> None:
         """Drop the reported state of a rank that has been silent for long and is not polled."""
-        self.speaks = False
+        self.source.forget()
         self.reported_requests = self.reported_kv_tokens = 0
         self.departures = Departures()
 
@@ -238,7 +238,7 @@ class DecodeInstance:
             # First, so that the requests of the former process are not counted as accepted.
             rank.forget(report.rids)
         rank.was_down = False
-        rank.speaks = True
+        rank.source.on_report()
         self._hear(report.dp_rank, now_s)
         rank.accepted(report.rids, taken.lost_requests, now_s)
         # Waiting requests were retracted, or their KV has just arrived: they will run again soon.
@@ -264,7 +264,7 @@ class DecodeInstance:
         if len(running) != self.dp_size or len(kv_tokens) != self.dp_size:
             return
         for index, rank in enumerate(self.ranks):
-            if not rank.speaks and kv_tokens[index] >= 0:
+            if kv_tokens[index] >= 0 and rank.source.on_load_poll():
                 self._holds(rank, running[index], kv_tokens[index])
                 self._hear(index, now_s)
         self._all_changed()
@@ -315,7 +315,7 @@ class DecodeInstance:
     def _load(self, rank: DecodeRank) -> DecodeLoad:
         flight = rank.flight.values()
         growth_tokens = sum([request.total_tokens - request.prompt_tokens for request in flight])
-        if not rank.speaks:
+        if not rank.source.reports:
             # Without a report the own records count, or a poll if it shows more.
             requests = max(len(rank.requests), rank.reported_requests)
             kv_tokens = max(rank.committed_tokens, rank.reported_kv_tokens)

@@ -10,9 +10,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any, Literal
+from typing import Any
 
 from sglang_sbs.scheduling.events import InstanceId, InstanceUp
+from sglang_sbs.scheduling.load_source import LoadSource, Source
 from sglang_sbs.scheduling.paging import whole_pages
 from sglang_sbs.scheduling.prefill.completion import NextPass
 from sglang_sbs.scheduling.prefill.forward_model import ForwardModel
@@ -29,9 +30,6 @@ STALLED_S = 60.0
 """Expected further delay of an instance that takes nothing."""
 _CACHED_STEP = 0.05
 """Weight of one prompt in ``cached_share``."""
-Tier = Literal["none", "interval", "http", "load_poll", "endforward"]
-"""Report source behind readiness, weakest first. ``none``: nothing received yet. ``interval``:
-became silent, and is served at fixed intervals (paper section 4.1.2, graceful degradation)."""
 
 
 class PrefillInstance:
@@ -59,7 +57,7 @@ class PrefillInstance:
         self.pause = self.passes.pause
         self.moves = Moves()
         self._reports = Reports(self.ranks, self.passes, self.moves, t_default_s)
-        self.tier: Tier = "none"
+        self.source = LoadSource()
         self.ready = True
         """EndForward (or quiescence) was received since the last dispatch."""
         self.watchdog = Watchdog(t_default_s)
@@ -73,7 +71,7 @@ class PrefillInstance:
         self._followers: list[set[Any]] = []
 
     def __repr__(self) -> str:
-        state = f"{'' if self.ready else 'not '}ready by {self.tier}"
+        state = f"{'' if self.ready else 'not '}ready by {self.source.name}"
         return f"<PrefillInstance {self.id} {state} {self.passes} {self.ranks}>"
 
     def subscribe(self, changed: set[Any]) -> None:
@@ -155,16 +153,19 @@ class PrefillInstance:
     @property
     def rests(self) -> bool:
         """Whether time changes nothing before the watchdog fires, unless a report arrives."""
-        return not (self.launching or self.pause.on) and (
-            self.tier == "endforward" or not self.passes
-        )
+        return not (self.launching or self.pause.on) and (self.source.reports or not self.passes)
 
     @property
-    def stage(self) -> tuple[Tier, bool, int, int]:
+    def tier(self) -> Source:
+        """Report source behind readiness."""
+        return self.source.name
+
+    @property
+    def stage(self) -> tuple[Source, bool, int, int]:
         """A summary of progress: report source, idleness, and newest pass."""
         newest_id = self.passes[-1].forward_id if self.passes else None
         newest_id = -1 if newest_id is None else newest_id
-        return self.tier, self.idle, len(self.passes), newest_id
+        return self.source.name, self.idle, len(self.passes), newest_id
 
     def next_pass_s(self) -> float:
         """Return the predicted forward time of a pass with the requests now waiting for it."""
@@ -221,7 +222,7 @@ class PrefillInstance:
             self._on_silence(now_s)
         if self.rests:
             return self.watchdog.due_s
-        passes, reports = self.passes, self.tier == "endforward"
+        passes, reports = self.passes, self.source.reports
         if self.pause.until_s <= now_s and self.pause.on:
             self._changes()
             self.pause.end()
@@ -303,14 +304,13 @@ class PrefillInstance:
         ended = next(positions, None)
         self.dropped(rid, rank)
         self._answered()
-        if self.tier == "endforward":
+        if self.source.reports:
             return Observation()
         if self.ranks.has_outstanding:
             self._watch(now_s)
         if ended is None:
             return Observation()
-        if self.tier != "load_poll":
-            self.tier = "http"
+        self.source.on_answer()
         return self._end_presumed(ended, now_s)
 
     def dropped(self, rid: str, rank: int) -> None:
@@ -326,7 +326,7 @@ class PrefillInstance:
             self._answered()
         if not self._owes_signal:
             self.watchdog.due_s = math.inf
-        if not self.ranks.has_outstanding and self.tier != "endforward" and not self.passes:
+        if not self.ranks.has_outstanding and not self.source.reports and not self.passes:
             self.ready = True
 
     # Reports ------------------------------------------------------------------------------
@@ -341,7 +341,7 @@ class PrefillInstance:
         taken = self.ranks[report.dp_rank].cursor.take(report, now_s)
         if taken is None:
             return Observation()
-        self.tier = "endforward"
+        self.source.on_report()
         if taken.restarted:
             self.cached_share = 0.0
         lost_s = max(LOST_S, self.watchdog.timeout_s)
@@ -359,9 +359,8 @@ class PrefillInstance:
 
     def on_load_poll(self, queued_tokens: list[int], now_s: float) -> None:
         """Apply a load poll, the coarse fallback: queued tokens beyond those sent from here."""
-        if self.tier == "endforward" or len(queued_tokens) != self.dp_size:
+        if len(queued_tokens) != self.dp_size or not self.source.on_load_poll():
             return
-        self.tier = "load_poll"
         for rank, tokens in zip(self.ranks, queued_tokens, strict=True):
             if tokens >= 0:
                 rank.on_load_poll(tokens)
@@ -424,7 +423,7 @@ class PrefillInstance:
         else:
             # A rank without passes sends a heartbeat once a second.
             wait_s = 0.0 if self.ranks.has_outstanding else LOST_S
-            if self.tier == "endforward":
+            if self.source.reports:
                 wait_s = max(wait_s, HEARTBEATS_S - self.watchdog.timeout_s)
             self.watchdog.arm(now_s, busy_until_s=now_s + wait_s, launched=False)
 
@@ -435,7 +434,7 @@ class PrefillInstance:
         lost_s = self.last_dispatch_s + UNANSWERED_S
         unanswered = [list(rank.requests.values()) for rank in self.ranks if now_s < lost_s]
         self.reset()
-        self.tier = "interval"
+        self.source.on_silence()
         self.passes.free_since_s = now_s
         if any(unanswered):
             for rank, requests in zip(self.ranks, unanswered, strict=True):
@@ -457,7 +456,7 @@ class PrefillInstance:
             return math.inf
         start_s = self.launches_s(latency_s)
         # With a plugin, wait a little for the launch report before presuming it lost.
-        grace_s = 0.5 * self.model.predict_s([0]) if self.tier == "endforward" else 0.0
+        grace_s = 0.5 * self.model.predict_s([0]) if self.source.reports else 0.0
         return start_s + grace_s
 
     def _end_presumed(self, position: int, now_s: float) -> Observation:
