@@ -61,7 +61,7 @@ def test_one_may_join_when_it_is_too_late_for_a_batch():
     it = with_a_batch_on_its_way()
     trigger, latency_s = it.scheduler.policy, it.scheduler.interval.lone_s
     assert isinstance(trigger, AdaptiveTrigger)
-    while trigger.lead_s < 4 * latency_s:
+    while trigger.lead_s < 3.5 * latency_s:
         trigger.on_landing(Observation(left_behind_s=[trigger.lead_s]), 1, it.now_s)
     it.wait(it.scheduler.prefill["p0"].passes[-1].end_s - it.now_s - 3 * latency_s)
     it.arrive("short", 50)
