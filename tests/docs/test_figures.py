@@ -50,7 +50,7 @@ QUOTED = {
     ),
     "sbs against eta in the router's CPU": (
         "lab/relay.md",
-        r"\| blocks of 64 tokens \|[^|]*\|[^|]*\| \*\*([\d.]+)\*\*",
+        r"\| blocks of 64 tokens, [^|]*\|[^|]*\|[^|]*\| \*\*([\d.]+)\*\*",
         "is-it-for-me.md",
         r"`sbs` instead of `eta` \| ([\d.]+)x",
     ),
@@ -69,9 +69,9 @@ QUOTED = {
     ),
     "the README's eight ranks": (
         "results.md",
-        r"\| 8, as in the paper \| 5 s \| 0\.634 \| ([\d.]+)x, ([\d.]+)x \|",
+        r"\| 8, as in the paper \| 5 s \| 0\.634 \| ([\d.]+)x, ([\d.]+)x,",
         "../README.md",
-        r"\| 8, as in the paper \| [^|]* \| ([\d.]+)x, ([\d.]+)x \|",
+        r"\| 8, as in the paper[^|]* \| [^|]* \| ([\d.]+)x to ([\d.]+)x \|",
     ),
     "the README's CPU per short request": (
         "results.md",
