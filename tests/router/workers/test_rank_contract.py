@@ -151,7 +151,7 @@ async def test_an_engine_that_chooses_is_told_of_and_its_requests_leave_the_book
 
             def heard(rank: int = rank, report=report) -> bool:
                 c.decode.publish(report)
-                return books.ranks[rank].speaks
+                return books.ranks[rank].source.reports
 
             await until(heard)
         c.decode.gate.open()
