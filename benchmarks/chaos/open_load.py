@@ -172,7 +172,7 @@ def recovery_s(outcomes: Sequence[Outcome], fault_s: float, limit_s: float) -> f
 
 
 def steps(outcomes: Sequence[Outcome], fault_s: float) -> list[Step]:
-    """What clients saw over time, by when requests were sent."""
+    """Return TTFT and failures at the clients over time, by when requests were sent."""
     by_start = defaultdict[float, list[Outcome]](list)
     for one in outcomes:
         by_start[STEP_S * math.floor((one.sent_s - fault_s) / STEP_S)].append(one)

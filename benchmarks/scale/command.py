@@ -181,7 +181,7 @@ async def _scrape(router: ScaledRouter) -> None:
 
 
 def _grown(before: Reading, after: Reading, name: str, **labels: str) -> dict[str, float]:
-    """By how much the series of that name and labels grew, per bucket ("": they have none)."""
+    """Return the growth of the series of that name and labels, per bucket ("": no buckets)."""
     grown: dict[str, float] = defaultdict(float)
     for (series, found), value in after.series.items():
         if series == name and set(labels.items()) <= set(found):

@@ -57,7 +57,7 @@ from sglang_sbs.scheduling.queue.flow_control import (
 from sglang_sbs.scheduling.queue.outage import Outage
 from sglang_sbs.scheduling.queue.request import RequestQueue, arrived
 from sglang_sbs.scheduling.queue.told_lengths import ToldLengths
-from sglang_sbs.scheduling.report_cursor import SILENT_S
+from sglang_sbs.scheduling.received.report_cursor import SILENT_S
 from sglang_sbs.scheduling.request import Request
 from sglang_sbs.scheduling.snapshot import Snapshot, snapshot_of
 from sglang_sbs.scheduling.timers import Replan, Timers

@@ -10,9 +10,9 @@ import msgspec
 
 from sglang_sbs.scheduling.decode.instance import DecodeInstance
 from sglang_sbs.scheduling.decode.rules import UNLIMITED
-from sglang_sbs.scheduling.load_source import Source
 from sglang_sbs.scheduling.policies.immediate import Worker, workers_of
 from sglang_sbs.scheduling.queue.priority import CLASSES, class_of
+from sglang_sbs.scheduling.received.load_source import Source
 
 if TYPE_CHECKING:
     from sglang_sbs.scheduling.scheduler import Scheduler

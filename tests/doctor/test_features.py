@@ -21,8 +21,6 @@ from sglang_sbs.doctor.facts import ClusterFacts, EngineFacts, Failure, RouterFa
 from sglang_sbs.doctor.features import (
     FEATURES,
     FeatureRow,
-    FeatureView,
-    _load_sources,
     feature_rows,
 )
 from sglang_sbs.doctor.options import DoctorOptions, parse_options
@@ -482,24 +480,3 @@ def test_the_docs_say_what_is_on_where() -> None:
     states = {name: of["gang-gate"].state for name, of in rows.items()}
     off = {name for name, state in states.items() if state != "on"}
     assert off == {"SGLang 0.5.10, patched", "no hook"}
-
-
-@pytest.mark.parametrize(
-    ("tier", "sources", "words"),
-    [
-        ("endforward", ["endforward"], "EndForward"),
-        ("http", ["endforward", "none"], "EndForward and answers of requests and own dispatches"),
-        ("interval", ["load_poll"], "/v1/loads and own dispatches"),
-        ("", [None], ""),
-    ],
-)
-def test_the_sources_of_loads_are_named_best_first(
-    tier: str, sources: list[str | None], words: str
-) -> None:
-    router = RouterFacts("http://r:1")
-    router.state = {
-        "prefill": [{"instance": "p", "tier": tier}],
-        "decode": [{"instance": "d", "ranks": [{"source": source} for source in sources]}],
-    }
-    facts = ClusterFacts(parse_options(["--router", "http://r:1"]), [], router=router)
-    assert " and ".join(_load_sources(FeatureView(facts))) == words

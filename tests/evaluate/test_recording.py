@@ -1,4 +1,4 @@
-"""What a recorded run says of its requests."""
+"""A recorded run attributes passes to requests."""
 
 from __future__ import annotations
 

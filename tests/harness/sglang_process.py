@@ -49,7 +49,7 @@ for line in sys.stdin:
 
 @cache
 def _nursery() -> tuple[IO[str], IO[str]]:
-    """What it reads and what it writes; it ends with this process, which holds the former."""
+    """Its input and output. It ends with this process, which holds its input open."""
     inherited = {k: v for k, v in os.environ.items() if not k.startswith("SGLANG_SBS_")}
     paths = [os.getcwd(), inherited.pop("PYTHONPATH", "")]
     inherited["PYTHONPATH"] = os.pathsep.join(p for p in paths if p)

@@ -8,18 +8,17 @@ import threading
 import tracemalloc
 import weakref
 import zlib
-from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
 import orjson
 import pytest
 from aiohttp import StreamReader
+from harness.memory_peak import peak_of
 from router_harness import Cluster, cluster, until
 
 from sglang_sbs.router import lanes as router_lanes
-from sglang_sbs.router.client.answer_stream import joined
-from sglang_sbs.router.errors import LegFailure, RouterError
+from sglang_sbs.router.errors import RouterError
 from sglang_sbs.router.lanes import LONG_BYTES, Lanes, Pace
 from sglang_sbs.router.options.config import BreakerConfig, RelayConfig
 from sglang_sbs.router.prompts.block_names import BlockFormat, BlockNamer
@@ -27,9 +26,6 @@ from sglang_sbs.router.prompts.engine_limits import Known
 from sglang_sbs.router.prompts.length_estimate import PromptLengths
 from sglang_sbs.router.prompts.reader import PromptReader
 from sglang_sbs.router.relay import relay
-from sglang_sbs.router.relay.answer_kinds import TOKEN_ANSWERS
-from sglang_sbs.router.relay.leg_answers import DecodeLeg
-from sglang_sbs.router.relay.merged_answers import merge_answers
 from sglang_sbs.router.requests.body_fields import MOST_FIELDS
 from sglang_sbs.router.requests.plan import leg_bodies, plan_request
 from sglang_sbs.router.requests.splitting import MOST_IDS_BYTES, MOST_READ_BYTES
@@ -46,16 +42,6 @@ PREFILL = Worker(
 )
 PLACEMENT = AttemptWorkers(PREFILL, 1, PREFILL, 3)
 WIDE = {f"key{number}": number for number in range(5000)}
-
-
-def peak_of(work: Callable[[], Any]) -> int:
-    """The most bytes of Python objects that were there at once."""
-    tracemalloc.start()
-    try:
-        work()
-        return tracemalloc.get_traced_memory()[1]
-    finally:
-        tracemalloc.stop()
 
 
 def refused(kind: Any, raw: bytes, limits: RelayConfig | None = None) -> str:
@@ -459,49 +445,3 @@ def test_long_pieces_of_work_keep_their_distance(monkeypatch: Any) -> None:
     assert [pace.wait_s(25_000_000) for _ in range(3)] == pytest.approx([0.0, 0.1, 0.2])
     now_s = 6.0
     assert [pace.wait_s(25_000_000) for _ in range(2)] == pytest.approx([0.0, 0.1])
-
-
-# Large answers ----------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("size", "cut"), [(10, 1), (10, 7), (10, 100), (2 * MIB, 16 << 10), (2 * MIB, (16 << 10) + 1)]
-)
-def test_an_abort_is_found_in_an_answer_however_it_comes(size: int, cut: int) -> None:
-    """Of a large answer no more than that it is one: all of it is not parsed on the event loop."""
-    reason = {"type": "abort", "message": "no room", "status_code": 503}
-    answer = orjson.dumps({"text": "x" * size, "meta_info": {"finish_reason": reason}})
-    failures: list[LegFailure] = []
-    pair: Any = SimpleNamespace(stream=False, must_park=False, decode="http://d:1")
-    pair.answers, pair.leg_failed = TOKEN_ANSWERS, failures.append
-    leg = DecodeLeg(pair)
-    leg.head_received(200, {})
-    for at in range(0, len(answer), cut):
-        leg.body_received(answer[at : at + cut])
-    leg.message_complete()
-    ((status, message),) = [(one.status, one.message) for one in failures]
-    assert (status, message) == (
-        (503, "no room") if size == 10 else (500, "request aborted by decode worker")
-    )
-
-
-async def test_a_large_answer_is_put_together_in_slices() -> None:
-    turns = 0
-
-    async def others() -> None:
-        nonlocal turns
-        while True:
-            turns += 1
-            await asyncio.sleep(0)
-
-    busy = asyncio.create_task(others())
-    pieces = [b"a" * MIB, memoryview(b"b" * 8 * MIB), *[b"c"] * 10_000]
-    assert await joined(pieces) == b"".join(pieces)
-    busy.cancel()
-    assert 16 <= turns <= 32
-
-
-def test_a_merged_answer_is_not_copied_before_it_is_whole() -> None:
-    plan = plan_request("completions", orjson.dumps({"prompt": "x", "n": 2}))
-    answer = orjson.dumps({"choices": [{"index": 0, "text": "x" * 8 * MIB}]})
-    assert peak_of(lambda: merge_answers(plan, [answer, answer])) < MIB

@@ -2,7 +2,7 @@
 
 import pytest
 
-from sglang_sbs.scheduling.load_source import LoadSource
+from sglang_sbs.scheduling.received.load_source import LoadSource
 
 STEPS = {
     "report": LoadSource.on_report,

@@ -36,7 +36,7 @@ from sglang_sbs.scheduling import (
     WakeAt,
 )
 from sglang_sbs.scheduling.prefill.instance import LOST_S
-from sglang_sbs.scheduling.report_cursor import RESUME_S, SILENT_S
+from sglang_sbs.scheduling.received.report_cursor import RESUME_S, SILENT_S
 from sglang_sbs.wire import EndForward, encode_endforward
 
 P0, P1, D0, D1 = "http://p0:1", "http://p1:1", "http://d0:1", "http://d1:1"

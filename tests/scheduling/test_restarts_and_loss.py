@@ -17,7 +17,7 @@ from sglang_sbs.scheduling import (
 )
 from sglang_sbs.scheduling.policies.adaptive.pass_forecast import PassForecast
 from sglang_sbs.scheduling.queue.request import RequestQueue
-from sglang_sbs.scheduling.report_cursor import ReportCursor
+from sglang_sbs.scheduling.received.report_cursor import ReportCursor
 from sglang_sbs.scheduling.request import Request
 
 

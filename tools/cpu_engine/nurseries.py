@@ -23,7 +23,7 @@ def main(path: str) -> None:
     listening.bind(path)
     listening.listen()
     nursery.preload()
-    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for nurseries
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # ended nurseries leave no zombies
     while True:
         asked, _ = listening.accept()
         message, pipes, *_ = socket.recv_fds(asked, 1 << 20, 3)

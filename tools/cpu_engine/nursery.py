@@ -141,7 +141,7 @@ def _stop(engines: dict[int, tuple[str, int]]) -> None:
 
 def fork_of(path: str) -> int:
     """Have a nursery forked in place of this process; its exit code when it has ended. Raises:
-    OSError, nobody listens."""
+    OSError, the socket is closed."""
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as asked:
         asked.connect(path)
         socket.send_fds(asked, [json.dumps(dict(os.environ)).encode()], [0, 1, 2])

@@ -1,4 +1,4 @@
-"""What is done to schedulers and front ends, and how it ends."""
+"""Faults of schedulers and front ends, and how each ends."""
 
 from __future__ import annotations
 

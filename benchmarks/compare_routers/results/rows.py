@@ -1,4 +1,4 @@
-"""What is kept of every run, and the file it is kept in while the comparison goes on."""
+"""The row of each run, and the file that keeps the rows while the comparison goes on."""
 
 from __future__ import annotations
 

@@ -20,8 +20,8 @@ from itertools import islice, takewhile
 from sglang_sbs.scheduling.decode.departures import Departures
 from sglang_sbs.scheduling.decode.rules import UNLIMITED, DecodeLoad
 from sglang_sbs.scheduling.events import InstanceId, InstanceUp
-from sglang_sbs.scheduling.load_source import LoadSource
-from sglang_sbs.scheduling.report_cursor import SILENT_S, ReportCursor
+from sglang_sbs.scheduling.received.load_source import LoadSource
+from sglang_sbs.scheduling.received.report_cursor import SILENT_S, ReportCursor
 from sglang_sbs.wire import EndForward
 
 _ENDED_FIRST = 64

@@ -13,7 +13,6 @@ from collections.abc import Sequence
 from typing import Any
 
 from sglang_sbs.scheduling.events import InstanceId, InstanceUp
-from sglang_sbs.scheduling.load_source import LoadSource, Source
 from sglang_sbs.scheduling.paging import whole_pages
 from sglang_sbs.scheduling.prefill.completion import NextPass
 from sglang_sbs.scheduling.prefill.forward_model import ForwardModel
@@ -24,6 +23,7 @@ from sglang_sbs.scheduling.prefill.ranks import Cached, Ranks
 from sglang_sbs.scheduling.prefill.reports import Reports
 from sglang_sbs.scheduling.prefill.requests import Sent
 from sglang_sbs.scheduling.prefill.watchdog import HEARTBEATS_S, LOST_S, UNANSWERED_S, Watchdog
+from sglang_sbs.scheduling.received.load_source import LoadSource, Source
 from sglang_sbs.wire import EndForward
 
 STALLED_S = 60.0

@@ -17,7 +17,7 @@ from sglang_sbs.scheduling.prefill.completion import Chunk, RankPrompt
 from sglang_sbs.scheduling.prefill.passes import MOST_PASSES, Pass
 from sglang_sbs.scheduling.prefill.requests import Flight, PrefillRequest, Sent
 from sglang_sbs.scheduling.prefill.stalled_work import StalledWork
-from sglang_sbs.scheduling.report_cursor import ReportCursor
+from sglang_sbs.scheduling.received.report_cursor import ReportCursor
 from sglang_sbs.wire import EndForward
 
 STALLED_CHUNKS = 1000

@@ -18,7 +18,7 @@ from sglang_sbs.scheduling.prefill.observation import Observation, observe_launc
 from sglang_sbs.scheduling.prefill.passes import MOST_PASSES, Pass, Passes
 from sglang_sbs.scheduling.prefill.rank import MOST_TAKEN, PrefillRank
 from sglang_sbs.scheduling.prefill.ranks import Ranks
-from sglang_sbs.scheduling.report_cursor import SILENT_S, Taken
+from sglang_sbs.scheduling.received.report_cursor import SILENT_S, Taken
 from sglang_sbs.wire import EndForward
 
 _CREDIT = 10.0

@@ -15,8 +15,8 @@ class PolicyLook(NamedTuple):
 LOOKS: dict[str, PolicyLook] = {
     "sbs": PolicyLook("#2ca02c", "staggered batches, sent ahead of the predicted end of a pass"),
     "sbs_paper": PolicyLook("#1f77b4", "the paper's Algorithms 1 and 3 to the letter"),
-    "sbs_basic": PolicyLook("#98df8a", "sbs that is not told what is cached"),
-    "sbs_equal": PolicyLook("#17becf", "sbs that is told of no priorities and no tenants"),
+    "sbs_basic": PolicyLook("#98df8a", "sbs without knowledge of caches"),
+    "sbs_equal": PolicyLook("#17becf", "sbs without priorities and tenants"),
     "eta": PolicyLook("#ff7f0e", "at once, to the earliest predicted finish"),
     "least_tokens": PolicyLook(
         "#9467bd", "at once, to the DP rank with the fewest unfinished tokens"

@@ -92,7 +92,7 @@ def scheduler_fields(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def add_classes(parser: argparse.ArgumentParser) -> None:
-    what = "who sends the requests; sbs_equal is sbs that is told of no priorities and no tenants"
+    what = "who sends the requests; sbs_equal is sbs without priorities and tenants"
     add_all(parser.add_argument_group("classes", what), CLASSES)
 
 

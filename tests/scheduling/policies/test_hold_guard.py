@@ -114,7 +114,7 @@ def test_nothing_is_sent_where_a_pass_is_queued_behind_the_running_one() -> None
 
 @pytest.mark.parametrize("overlap", [False, True])
 def test_nothing_is_sent_that_does_not_fit_into_the_next_pass(overlap: bool) -> None:
-    """What a full chunk leaves over is a pass ahead of the running one (overlap scheduling)."""
+    """Tokens beyond a full chunk are in the pass after the next one (overlap scheduling)."""
     instance, plan = waiting(overlap)
     instance.on_report(LAUNCH, 100.0)
     instance.on_dispatched("first", 0, 900, 100.01)
