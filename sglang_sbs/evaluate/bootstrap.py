@@ -50,9 +50,9 @@ def ratios(
     means, p99s = [], []
     for _ in range(REPLICATES):
         weights = Counter(rng.choices(numbers, k=len(numbers)))
-        draw, two = rng.choice(ours), rng.choice(theirs)
-        means.append(draw.mean(weights) / two.mean(weights))
-        p99s.append(draw.p99(weights) / two.p99(weights))
+        mine, of_ran = rng.choice(ours), rng.choice(theirs)
+        means.append(mine.mean(weights) / of_ran.mean(weights))
+        p99s.append(mine.p99(weights) / of_ran.p99(weights))
 
     mean = fmean(draw.mean(every) for draw in ours) / fmean(draw.mean(every) for draw in theirs)
     p99 = fmean(draw.p99(every) for draw in ours) / fmean(draw.p99(every) for draw in theirs)

@@ -14,11 +14,11 @@ from sglang_sbs.scheduling.eventlog import LogRecord
 from sglang_sbs.wire import EndForward
 
 
-def report(kind: str, at_s: float, **more) -> LogRecord:
+def report(kind: str, at_s: float, instance: str = "p0", **more) -> LogRecord:
     times = {"launch_s": at_s} if kind == "launch" else {"launch_s": 0.0, "end_s": at_s}
     made = EndForward(
-        instance_id="p0",
-        boot_id="boot",
+        instance_id=instance,
+        boot_id=instance,
         role="prefill",
         dp_rank=0,
         dp_size=1,
@@ -28,13 +28,13 @@ def report(kind: str, at_s: float, **more) -> LogRecord:
         **times,
         **more,
     )
-    return LogRecord(at_s, ForwardEnded(instance="p0", report=made), [])
+    return LogRecord(at_s, ForwardEnded(instance=instance, report=made), [])
 
 
-def arrived(rid: str, at_s: float) -> LogRecord:
+def arrived(rid: str, at_s: float, instance: str = "p0") -> LogRecord:
     sent = Dispatch(
         rid=rid,
-        prefill="p0",
+        prefill=instance,
         prefill_rank=0,
         decode="",
         decode_rank=0,
@@ -48,18 +48,25 @@ def arrived(rid: str, at_s: float) -> LogRecord:
 
 def test_the_engine_says_which_requests_a_pass_finished() -> None:
     """``aborted`` leaves the engine unannounced; by order alone it would get the tokens."""
-    up = InstanceUp(instance="p0", role="prefill", dp_size=1, chunk_tokens=1024)
+    ups = [
+        InstanceUp(instance=name, role="prefill", dp_size=1, chunk_tokens=1024)
+        for name in ("p0", "older")
+    ]
     recording = recording_of(
         [
-            LogRecord(0.0, up, []),
+            *(LogRecord(0.0, up, []) for up in ups),
             arrived("aborted", 1.0),
             arrived("answered", 1.1),
+            arrived("elsewhere", 1.2, "older"),
+            report("launch", 1.9, "older", rids=["elsewhere"], extend_tokens=500, batch_size=1),
+            report("forward", 2.4, "older", forward_s=0.5, extend_tokens=500),
             report("launch", 2.0, rids=["aborted", "answered"], extend_tokens=500, batch_size=1),
             report("forward", 2.5, forward_s=0.5, extend_tokens=500, finished=["answered"]),
         ],
         SchedulerConfig(),
     )
-    (only,) = recording.passes
+    older, only = recording.passes
+    assert recording.requests["elsewhere"].last_pass is older, "its plugin reports no ends"
     assert recording.requests["answered"].first_pass is only
     assert recording.requests["answered"].last_pass is only
     assert recording.requests["aborted"].last_pass is None

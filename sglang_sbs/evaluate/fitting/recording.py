@@ -156,10 +156,14 @@ def recording_of(
     reader = _Reader(recording, offsets_s, counted)
     for record in records:
         reader.read(record)
-    if reader.finished:  # The plugin reports it, so what order suggests of others is wrong.
-        for rid, request in recording.requests.items():
-            if rid not in reader.finished:
-                request.last_pass = None
+    for rid, request in recording.requests.items():
+        # Where the plugin reports it, the order of arrival proves nothing about the others.
+        if (
+            request.prefill
+            and request.prefill[0] in reader.reporting
+            and rid not in reader.finished
+        ):
+            request.last_pass = None
     return recording
 
 
@@ -188,6 +192,8 @@ class _Reader:
         self._queues: dict[tuple[str, int], list[_Queued]] = defaultdict(list)
         self.finished: set[str] = set()
         """Ids that engines reported as finished."""
+        self.reporting: set[str] = set()
+        """Instances that report them; older plugins do not."""
 
     def read(self, record: LogRecord) -> None:
         recording, requests = self._recording, self._recording.requests
@@ -274,6 +280,7 @@ class _Reader:
             request = self._recording.requests.get(rid)
             if request is not None:
                 self.finished.add(rid)
+                self.reporting.add(a_pass.instance)
                 request.first_pass = request.first_pass or a_pass
                 request.last_pass = a_pass
                 queue[:] = [queued for queued in queue if queued.request is not request]
