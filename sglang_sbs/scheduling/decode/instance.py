@@ -54,6 +54,9 @@ class DecodeRank:
     """Requests that the rank has not accepted yet, oldest first."""
     committed_tokens: int = 0
     """Total length of ``requests``."""
+    flight_tokens: int = 0
+    """Total length of ``flight``, like the next kept as requests come and go."""
+    flight_prompt_tokens: int = 0
     ended_first: dict[str, int] = field(default_factory=dict)
     """KV tokens of the last few requests that ended before a report contained them."""
     departures: Departures = field(default_factory=Departures)
@@ -75,10 +78,20 @@ class DecodeRank:
         self.drop(rid)
         self.requests[rid] = self.flight[rid] = request
         self.committed_tokens += request.total_tokens
+        self.flight_tokens += request.total_tokens
+        self.flight_prompt_tokens += request.prompt_tokens
+
+    def _land(self, rid: str) -> DecodeRequest | None:
+        """Remove a request from those in flight, and return it."""
+        request = self.flight.pop(rid, None)
+        if request is not None:
+            self.flight_tokens -= request.total_tokens
+            self.flight_prompt_tokens -= request.prompt_tokens
+        return request
 
     def drop(self, rid: str) -> DecodeRequest | None:
         """Remove a request in any state, and return it."""
-        self.flight.pop(rid, None)
+        self._land(rid)
         request = self.requests.pop(rid, None)
         if request is not None:
             self.committed_tokens -= request.total_tokens
@@ -115,16 +128,18 @@ class DecodeRank:
     def accepted(self, rids: list[str], lost: int, now_s: float) -> None:
         """Record accepted requests, and ``lost`` more from messages that were lost."""
         for rid in rids:
-            if self.flight.pop(rid, None) is None:
+            if self._land(rid) is None:
                 request = self.requests.get(rid)
                 if request is not None and request.is_presumed:
                     request.is_presumed = False
                     lost += 1
+        for request in list(islice(self.flight.values(), lost)):
+            request.is_presumed = True
         for rid in list(islice(self.flight, lost)):
-            self.flight.pop(rid).is_presumed = True
+            self._land(rid)
         given_up_s = now_s - _LOST_S
         for rid in list(takewhile(lambda rid: self.flight[rid].sent_s < given_up_s, self.flight)):
-            del self.flight[rid]
+            self._land(rid)
 
 
 class DecodeInstance:
@@ -313,8 +328,7 @@ class DecodeInstance:
         self._stale.clear()
 
     def _load(self, rank: DecodeRank) -> DecodeLoad:
-        flight = rank.flight.values()
-        growth_tokens = sum([request.total_tokens - request.prompt_tokens for request in flight])
+        growth_tokens = rank.flight_tokens - rank.flight_prompt_tokens
         if not rank.source.reports:
             # Without a report the own records count, or a poll if it shows more.
             requests = max(len(rank.requests), rank.reported_requests)
@@ -323,7 +337,7 @@ class DecodeInstance:
             gone = rank.departures
             requests = max(0, rank.reported_requests - len(gone)) + len(rank.flight)
             kv_tokens = max(0, rank.reported_kv_tokens - gone.kv_tokens)
-            kv_tokens += sum([request.prompt_tokens for request in flight])
+            kv_tokens += rank.flight_prompt_tokens
         return DecodeLoad(
             running=requests,
             kv_tokens=kv_tokens,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
+from itertools import islice
 
 from sglang_sbs.scheduling.prefill.engine_pause import EnginePause
 from sglang_sbs.scheduling.prefill.forward_model import ForwardModel
@@ -75,9 +76,8 @@ class Passes(list[Pass]):
         presumed = [running.requests for running in self if running.forward_id is None]
         if not presumed:
             return lost
-        unnamed = [
-            rid for of_pass in presumed for rid in of_pass if rid in here and rid not in rids
-        ][:lost]
+        ours = (rid for of_pass in presumed for rid in of_pass if rid in here and rid not in rids)
+        unnamed = [*islice(ours, lost)]
         for of_pass in presumed:
             for rid in (*rids, *unnamed):
                 of_pass.pop(rid, None)

@@ -129,7 +129,8 @@ class PrefillRank:
         return max(self.last_forward_id, self.launched_id)
 
     def add(self, rid: str, prompt_tokens: int, cached_tokens: int) -> PrefillRequest:
-        """Enter a request that the rank has accepted, with a part of its prompt cached."""
+        """Enter a request with a part of its prompt cached. The caller adds it to ``flight`` unless
+        the rank has accepted it."""
         if rid in self.requests:
             self.gone(rid)
         request = PrefillRequest.of(rid, prompt_tokens, cached_tokens)

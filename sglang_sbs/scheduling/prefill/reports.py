@@ -42,8 +42,8 @@ class Reports:
         taken: Taken,
         now_s: float,
         *,
-        lost_s: float = 0.0,
-        strays: Sequence[Stray] = (),
+        lost_s: float,
+        strays: Sequence[Stray],
     ) -> Observation:
         """Replace assumptions by a rank's report. ``lost_s``: age at which a request that the rank
         has not named no longer counts. ``strays``: requests named by the rank and assumed

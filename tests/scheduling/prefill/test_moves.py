@@ -5,6 +5,7 @@ from __future__ import annotations
 import msgspec
 import pytest
 from driver import Driver
+from harness.learned_instance import instance
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from model_engine import PrefillEngine
@@ -18,6 +19,7 @@ from sglang_sbs.scheduling import (
 )
 from sglang_sbs.scheduling.events import RequestAdopted
 from sglang_sbs.scheduling.prefill.instance import PrefillInstance
+from sglang_sbs.scheduling.prefill.moves import Stray
 from sglang_sbs.wire import EndForward
 
 DP, CHUNK = 3, 500
@@ -315,3 +317,16 @@ def _is_whole(it: Cluster, rid: str) -> bool:
     """No pass has computed any of it."""
     sizes = [rank.requests[rid].tokens for rank in it.books.ranks if rid in rank.requests]
     return sizes == [_tokens_of(it, rid)]
+
+
+def test_an_instance_whose_last_request_moved_elsewhere_owes_nothing() -> None:
+    """Each rank is an instance here, so the source gets no report of its own about the move."""
+    source, target = instance("a", dp_size=1), instance("b", dp_size=1)
+    source.on_dispatched("x", 0, 500, 1.0)
+    accepted = PrefillEngine("a", 1, CHUNK).message(0, "heartbeat")
+    queued = {"rids": ["x"], "waiting_requests": 1, "waiting_tokens": 500}
+    source.on_report(msgspec.structs.replace(accepted, **queued), 1.1)
+    assert source.ranks.backlog_tokens == 500
+    target.moves.follow(target.ranks, 0, [Stray("x", source, 0, 500, 0)])
+    assert source.ranks.backlog_tokens == 0
+    assert source.quiescent
