@@ -184,8 +184,8 @@ class Surface:
             return answer
         known = recent.find(identifier) if asked.timing else None
         parts = {} if known is None else split_of(known, self._scheduler.dispatcher)
-        if parts:
-            answer.headers[HEADER] = server_timing(parts)
+        if value := server_timing(parts):
+            answer.headers[HEADER] = value
         return await send(request, answer)
 
     @web.middleware

@@ -145,7 +145,7 @@ class SchedulerPump:
 
     def _wake_at(self, time_s: float, now_s: float) -> None:
         self._due_s = time_s
-        # Replacing a timer costs more than setting it again when it fires too early.
+        # A timer that fires too early is set again, instead of replaced with each event.
         if self._timer is None or time_s < self._timer_s:
             self._set_timer(now_s)
 

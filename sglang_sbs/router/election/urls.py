@@ -49,6 +49,10 @@ def _times_of(parts: SplitResult, times: ElectionTimes) -> tuple[SplitResult, El
         if found is None:
             raise ValueError(f"{parts.geturl()!r}: {name}={text} is not a time, such as {name}=2s")
         given[_TIMES[name]] = float(found[1])
+    files = {"cacert", "cert", "key"}
+    if unknown := query.keys() - files:
+        allowed = sorted(_TIMES.keys() | (files if parts.scheme == "etcds" else set()))
+        raise ValueError(f"{parts.geturl()!r}: {min(unknown)!r} is not one of {', '.join(allowed)}")
     return parts._replace(query=urlencode(query)) if given else parts, replace(times, **given)
 
 
@@ -87,10 +91,6 @@ def _tls(parts: SplitResult) -> ssl.SSLContext | None:
         if parts.query:
             raise ValueError(f"{url!r}: certificates belong to etcds://")
         return None
-    if unknown := files.keys() - {"cacert", "cert", "key"}:
-        raise ValueError(
-            f"{url!r}: {min(unknown)!r} is not one of cacert, cert, key, lease, renew, retry"
-        )
     if ("cert" in files) != ("key" in files):
         raise ValueError(f"{url!r}: cert and key belong together")
     try:

@@ -27,7 +27,7 @@ NAMESPACE_FIELDS = ("cache_salt", "extra_key", "lora_path")
 _TEXT_MEMBERS = ("content", "arguments", "output", "summary")
 
 Value = bool | int | float | str | Raw | bytes | None
-"""A typed field: lists, objects and texts over 64 bytes stay JSON."""
+"""A typed field: lists, objects and any value over 64 bytes stay JSON."""
 Fields = Mapping[str, Value]
 _JSON = Raw, bytes
 _value_of: Callable[[Raw | bytes], Any] = msgspec.json.Decoder().decode

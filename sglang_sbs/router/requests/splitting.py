@@ -10,6 +10,8 @@ from typing import Any, Literal
 
 from sglang_sbs.router.options.config import RelayConfig
 from sglang_sbs.router.requests.body_fields import (
+    BESIDES_PROMPT,
+    NAMESPACE_FIELDS,
     PLAIN,
     Body,
     Namespace,
@@ -82,6 +84,9 @@ token, in the last event, and in prefill's response."""
 MOST_READ_BYTES = 4 << 20
 """Longer texts are not tokenized: their length is estimated, and the engine is likely to refuse
 them."""
+_OF_CACHE = (*NAMESPACE_FIELDS, *sorted(BESIDES_PROMPT))
+"""Fields that decide whose cached prefixes a prompt may use, and whether it is all of its prompt.
+Only these are read per prompt: a batch has up to a thousand, and a body many other fields."""
 MOST_IDS_BYTES = 8 << 20
 """Longer lists of token ids (over a million) are only counted."""
 
@@ -297,7 +302,8 @@ def split_responses(raw: bytes | bytearray, body: Body) -> _Split:
         is_text = first_byte(texts) == b'"'
         size = len(memoryview(texts)) if is_text else text_bytes_of(texts)
         read = None, 0, 1 + size + len(memoryview(body.get("instructions", b"")))
-    namespace = namespace_of(body.typed | {"lora_path": None})
+    salts = [name for name in NAMESPACE_FIELDS if name != "lora_path" and name in body]
+    namespace = namespace_of({name: body.typed[name] for name in salts})
     prompt = Prompt(*read, b"", b"", namespace, alone=True, takes_ids=False)
     prompt.asked_tokens = response_tokens(body.typed)
     prompt.max_new_tokens = output_limit(prompt.asked_tokens)
@@ -331,13 +337,13 @@ def _prompts(
     key: str, values: list[Raw] | list[bytes], rest: Body, own: list[_Own], *, takes_ids: bool
 ) -> list[Prompt]:
     """Build prompts; ``rest`` has the fields shared by all, ``own`` those of each."""
-    shared = {name: value for name, value in rest.typed.items() if name in rest}
+    shared = {name: rest.typed[name] for name in _OF_CACHE if name in rest}
     alone, namespace = is_alone(shared), namespace_of(shared)
     prompts = []
     for raw, members in zip(values, own, strict=True):
         read, its_namespace, just_it = _read(key, raw), namespace, alone
         if members:
-            fields = shared | typed_fields(members)
+            fields = shared | typed_fields({n: members[n] for n in _OF_CACHE if n in members})
             its_namespace, just_it = namespace_of(fields), is_alone(fields)
         may_be_ids = takes_ids and just_it and isinstance(read[0], str)
         both = joined([(key, raw)]), joined(members.items())

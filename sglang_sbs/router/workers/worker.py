@@ -159,7 +159,7 @@ class Worker(WorkerFacts, kw_only=True, eq=False):
         self.served, self.rank_is_a_hint, self.rooms_left = ServedRanks(), False, 0
         of_ranks: tuple[dict[int, Any], ...] = (
             *(self.gates_at_fault, self.stalled, self.last_report_s),
-            *(self.kv_endpoints, self.kv_refused, self.reports_from),
+            *(self.kv_endpoints, self.kv_refused, self.reports_from, self.engine_holds),
         )
         for by_rank in of_ranks:
             by_rank.clear()
@@ -210,6 +210,8 @@ class Worker(WorkerFacts, kw_only=True, eq=False):
 
     def engine_requests(self, now_s: float) -> int | None:
         """Requests there by the engine's own count; ``None`` unless every DP rank reports."""
+        if self.info is None:
+            return None  # the number of ranks is unknown
         last_s = self.last_report_s
         if not all(now_s - last_s.get(n, -math.inf) < SILENT_AFTER_S for n in range(self.dp_size)):
             return None

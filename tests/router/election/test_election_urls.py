@@ -59,6 +59,8 @@ def test_its_times_stand_in_the_url(url: str) -> None:
             "etcds://host/key?ca=/etc/ca.pem",
             "'ca' is not one of cacert, cert, key, lease, renew, retry",
         ),
+        ("etcd://h:1/k?leese=6s", "'leese' is not one of lease, renew, retry"),
+        ("k8s://a/b?leese=6s", "'leese' is not one of lease, renew, retry"),
         ("etcds://host/key?cert=/etc/cert.pem", "cert and key belong together"),
         ("etcds://host/key?cacert=/nowhere/ca.pem", "a file in it is unusable"),
     ],
