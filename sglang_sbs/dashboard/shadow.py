@@ -126,6 +126,8 @@ class ShadowInstance:
         finishing: list[str] = []
         taken, pairs = [0] * len(self.prompts), [0.0] * len(self.prompts)
         for rank, prompts in enumerate(self.prompts):
+            if not prompts:
+                continue
             chunk = Chunk(self.shape.chunk_tokens)
             ready = takewhile(lambda prompt: prompt.ready_s <= start_s, prompts)
             for prompt, part in chunk.fill(ready):

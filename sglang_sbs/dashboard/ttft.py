@@ -269,9 +269,9 @@ class TtftComparison:
     def summary(self, now_s: float) -> dict[str, Any]:
         """Percentiles over the last minute in seconds, as of the last :meth:`advance`; empty if
         unknown. In a pause they are of the minute that ended ``stopped_s`` ago."""
-        is_paused = now_s < self.rests_until_s and not self.overtaxed
+        is_paused = now_s < self._counts_from_s and not self.overtaxed
         end_s = self._stopped_s if is_paused else now_s
-        recent = [sample for at_s, sample in self._samples if end_s - at_s <= WINDOW_S]
+        recent = [sample for at_s, sample in self._samples if 0 <= end_s - at_s <= WINDOW_S]
         figures: dict[str, dict[str, float]] = {}
         for name in (MEASURED, MODELLED, *self._rules) if recent else ():
             ordered = sorted(sample[name] for sample in recent)

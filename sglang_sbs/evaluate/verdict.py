@@ -101,8 +101,8 @@ class Evaluation:
             names = dict.fromkeys(row["policy"] for row in self._rows if row["policy"] != RAN)
             found = {name: ratios(self._draws(name), ran, self._blocks) for name in names}
             self._policies = {
-                name: Ratios(_with_model_error(a_pass.mean), _with_model_error(a_pass.p99))
-                for name, a_pass in found.items()
+                name: Ratios(_with_model_error(both.mean), _with_model_error(both.p99))
+                for name, both in found.items()
             }
         return self._policies
 
@@ -317,13 +317,11 @@ def _time_words(seconds: float) -> str:
     return f"these {minutes} minutes" if minutes < 100 else f"these {seconds / 3600:.1f} hours"
 
 
-def _with_model_error(a_pass: Ratio) -> Ratio:
+def _with_model_error(found: Ratio) -> Ratio:
     """Widen the interval by the error of the model, which is independent of the sampling."""
-    error = _MODEL_ERROR * a_pass.ratio
-    low = a_pass.ratio - math.hypot(a_pass.ratio - a_pass.low, error)
-    return Ratio(
-        a_pass.ratio, max(0.0, low), a_pass.ratio + math.hypot(a_pass.high - a_pass.ratio, error)
-    )
+    ratio, error = found.ratio, _MODEL_ERROR * found.ratio
+    low = ratio - math.hypot(ratio - found.low, error)
+    return Ratio(ratio, max(0.0, low), ratio + math.hypot(found.high - ratio, error))
 
 
 def _p99(ordered: Sequence[float]) -> float:

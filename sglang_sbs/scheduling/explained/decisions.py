@@ -271,7 +271,7 @@ def _launch_of(batch: BatchRecord, instance: InstanceId) -> dict[str, float | No
     there = look.next_pass()
     launch_s = there.start_s if batch.launch_s is None else batch.launch_s
     for rank, tokens in batch.placed:
-        there.length_s = there.with_s(rank, tokens)
+        there.length_s = there.with_s(rank, min(tokens, there.chunk_tokens))
         there.add(rank, tokens)
     return {"launch_s": launch_s, "end_s": launch_s + there.length_s}
 

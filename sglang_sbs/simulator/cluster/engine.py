@@ -390,7 +390,7 @@ def _nearest(recorded: Sequence[tuple[float, float]], start_s: float) -> float:
     """Factor of the recorded pass that began nearest to this time."""
     at = bisect_left(recorded, (start_s, 0.0))
     near = recorded[max(0, at - 1) : at + 1]
-    return min(near, key=lambda distance: abs(distance[0] - start_s))[1]
+    return min(near, key=lambda recorded_pass: abs(recorded_pass[0] - start_s))[1]
 
 
 def _look_up(cache: BlockCache, request: SimulatedRequest) -> tuple[int, int]:

@@ -162,4 +162,4 @@ def test_a_request_is_explained_though_no_decision_has_looked_at_the_instances_s
     assert not any(isinstance(one, Dispatch) for one in arrive("c", 100.04)), "a pass is queued"
     why = scheduler.why("c", 100.05)
     assert why is not None
-    assert [one.reason for one in why.waits] == [WaitReason.NOT_YET]
+    assert [(wait.reason, wait.instance) for wait in why.waits] == [(WaitReason.NOT_YET, "")]

@@ -53,12 +53,11 @@ def _kind(view: View, opening: OpenPass) -> Opening:
     return Opening.ABOUT_TO_END if is_full_ahead and is_near else opening.kind
 
 
-def note_opening(request: Request, view: View, now_s: float) -> None:
+def note_opening(request: Request, view: View | None, now_s: float) -> None:
     """Note which instance was expected to be ready first when a request arrived that no instance
-    could take."""
-    # The view may be of an earlier decision, and the instances may have changed since.
-    soonest = view.starts.soonest(1)
-    if view.passes_away > 1 or not soonest:
+    could take. ``view``: None while requests leave at once, without a look at the instances."""
+    soonest = [] if view is None else view.starts.soonest(1)
+    if view is None or view.passes_away > 1 or not soonest:
         note(request, WaitReason.NOT_YET, now_s)
     else:
         instance = view.instances[soonest[0][2]]

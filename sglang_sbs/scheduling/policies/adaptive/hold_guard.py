@@ -61,7 +61,8 @@ def place_at_once(
     none that its next pass has no room for. There the request would wait for two passes, and the
     engine would form each batch a pass ahead from then on: SGLang's
     ``event_loop_overlap_disagg_prefill`` stops doing so when an iteration finds nothing. Until the
-    queued pass starts, waiting in the router costs nothing.
+    queued pass starts, waiting in the router costs a request nothing. Younger ones wait behind it,
+    so that short ones do not take its room again and again.
     """
     for request in islice(queue, TUNING.most_refused):
         if admissible(request):

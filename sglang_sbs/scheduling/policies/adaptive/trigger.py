@@ -124,7 +124,7 @@ class AdaptiveTrigger(PrefillPolicy):
 
     def on_topology_change(self, instances: Instances) -> None:
         self._long.on_topology_change(instances)
-        self._moment = None
+        self._moment = self._view = None
         self._offered.on_topology_change(instances)
         self._lineup.on_topology_change(instances)
 
@@ -136,7 +136,7 @@ class AdaptiveTrigger(PrefillPolicy):
         self._offered.measure(instances, now_s)
         self._lineup.refresh()
         if self._sends_at_once(queue, now_s):
-            self._planned_s = None
+            self._planned_s = self._view = None
             return place_at_once(queue, instances, admissible, self._eta, now_s)
         self._view = view = observe(self._learned, queue, instances, admissible, now_s)
         openings = open_passes(view)
@@ -166,8 +166,7 @@ class AdaptiveTrigger(PrefillPolicy):
         moment.on_dispatched(instance)
 
     def note_waiting(self, request: Request, now_s: float) -> None:
-        if self._view is not None:
-            note_opening(request, self._view, now_s)
+        note_opening(request, self._view, now_s)
 
     @property
     def holding(self) -> bool:
