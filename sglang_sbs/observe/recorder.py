@@ -156,14 +156,16 @@ class TrafficRecorder:
             if accepted > rank.accepted:
                 self.counts["accepted"] += accepted - rank.accepted
                 rank.accepted = accepted
+        logged = report
         if offset_s is not None:
             for request in report.accepted:
                 self._accepted(engine, report, request, offset_s, now_s)
+            logged = _with_names(report, engine)  # before requests that finished are forgotten
             self._passed(engine, report, offset_s, now_s)
         is_state = not (report.rids or _is_prefill_work(report))
         if not is_state or made_s - rank.state_s >= _STATE_INTERVAL_S:
             rank.state_s = made_s if is_state else rank.state_s
-            self._put(made_s, ForwardEnded(instance=engine.instance, report=report))
+            self._put(made_s, ForwardEnded(instance=engine.instance, report=logged))
 
     def due(self, until_s: float) -> Iterator[LogRecord]:
         """Yield records from before ``until_s``, which no later message can precede."""
@@ -282,6 +284,23 @@ class TrafficRecorder:
     def _put(self, at_s: float, event: Event, *dispatches: Dispatch) -> None:
         heapq.heappush(self._heap, (at_s, self._number, event, list(dispatches)))
         self._number += 1
+
+
+def _with_names(report: EndForward, engine: _Engine) -> EndForward:
+    """Return the report with the log's names of requests. An id may have been used before, or be
+    too long."""
+    names = {
+        rid: engine.open[rid].rid
+        for rid in (*report.rids, *report.finished)
+        if rid in engine.open and engine.open[rid].rid != rid
+    }
+    if not names:
+        return report
+    return msgspec.structs.replace(
+        report,
+        rids=[names.get(rid, rid) for rid in report.rids],
+        finished=[names.get(rid, rid) for rid in report.finished],
+    )
 
 
 def _is_prefill_work(report: EndForward) -> bool:

@@ -7,6 +7,8 @@ import random
 import pytest
 
 from sglang_sbs.evaluate.bootstrap import MOST_BLOCKS, blocks_of, ratios
+from sglang_sbs.evaluate.verdict import _with_model_error
+from sglang_sbs.trial.ratios import Ratio
 
 
 def test_blocks_are_of_equal_time_and_not_too_many():
@@ -53,3 +55,9 @@ def test_draws_that_differ_widen_the_interval():
     assert drawn.ratio == pytest.approx(1.0)
     assert drawn.low < 0.91
     assert drawn.high > 1.09
+
+
+def test_an_interval_has_the_error_of_the_model() -> None:
+    wide = _with_model_error(Ratio(0.5, 0.46, 0.54))
+    assert wide == pytest.approx((0.5, 0.45, 0.55))  # hypot(0.04, 6 % of 0.5)
+    assert _with_model_error(Ratio(0.5, 0.0, 1.0)).low == 0.0

@@ -10,11 +10,19 @@ from hypothesis import given
 from hypothesis import strategies as st
 from observed import BEHIND_S, DECODE, PREFILL, TRANSIT_S, Rank, hear_three_requests, write_sample
 
+from sglang_sbs.evaluate.fitting.recording import recording_of
 from sglang_sbs.explain.log import main as log_main
 from sglang_sbs.explain.why import main as why_main
 from sglang_sbs.observe.recorder import MAX_SPAN_S, TrafficRecorder
 from sglang_sbs.observe.traffic import Traffic
-from sglang_sbs.scheduling import Dispatch, ForwardEnded, InstanceUp, PrefillDone, RequestArrived
+from sglang_sbs.scheduling import (
+    Dispatch,
+    ForwardEnded,
+    InstanceUp,
+    PrefillDone,
+    RequestArrived,
+    SchedulerConfig,
+)
 from sglang_sbs.scheduling.eventlog import LogRecord, read_event_log
 from sglang_sbs.simulator.replay import replay
 from sglang_sbs.simulator.workloads.arrivals import read_trace
@@ -126,6 +134,10 @@ def test_an_id_used_again_and_one_that_is_too_long_are_readable_in_the_log(tmp_p
     names = [event.rid for event in arrived]
     assert len(set(names)) == 3
     assert [r.event.rid for r in records if isinstance(r.event, PrefillDone)] == names
+    # An evaluation finds each of them in its own pass.
+    requests = recording_of(records, SchedulerConfig(), observed=True).requests
+    took_s = [requests[name].last_pass.end_s - requests[name].arrived_s for name in names]
+    assert took_s == pytest.approx([0.1] * 3, abs=0.01)
 
 
 def test_messages_twice_lost_or_of_an_older_plugin_are_counted() -> None:
