@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+from typing import Any
+
 import msgspec
 import pytest
 from driver import Driver
@@ -14,7 +17,8 @@ from sglang_sbs.scheduling import (
     Scheduler,
     SchedulerConfig,
 )
-from sglang_sbs.scheduling.explained.decisions import Why, note
+from sglang_sbs.scheduling.explained.decisions import Why, _launch_of, note
+from sglang_sbs.scheduling.prefill.completion import NextPass, PassFormula, attention_pairs
 from sglang_sbs.scheduling.reasons import Opening, Term, WaitReason
 
 PAGE = 100
@@ -209,3 +213,12 @@ def test_where_costs_decide_the_chosen_one_costs_least():
     for why in weighed:
         chosen = [one.cost_s for one in why.candidates if one.chosen]
         assert chosen == [0.0]
+
+
+def test_the_first_pass_of_a_long_prompt_is_predicted_and_not_its_last() -> None:
+    """The attention of the last chunk is many times that of the first."""
+    formula = PassFormula(0.1, 0.0, 1e-5, 1e-8)
+    look: Any = SimpleNamespace(instance="p0", next_pass=lambda: NextPass(formula, 1000, [0]))
+    batch: Any = SimpleNamespace(looks=[look], launch_s=5.0, placed=[(0, 20_000)])
+    first_s = formula.of_ranks_s([1000], [attention_pairs(1000, 0)])
+    assert _launch_of(batch, "p0") == {"launch_s": 5.0, "end_s": pytest.approx(5.0 + first_s)}
