@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from harness.prefill_reports import report
+
 from sglang_sbs.evaluate.fitting.recording import recording_of
 from sglang_sbs.scheduling import (
     Dispatch,
@@ -11,24 +13,13 @@ from sglang_sbs.scheduling import (
     SchedulerConfig,
 )
 from sglang_sbs.scheduling.eventlog import LogRecord
-from sglang_sbs.wire import EndForward
 
 
-def report(kind: str, at_s: float, instance: str = "p0", **more) -> LogRecord:
-    times = {"launch_s": at_s} if kind == "launch" else {"launch_s": 0.0, "end_s": at_s}
-    made = EndForward(
-        instance_id=instance,
-        boot_id=instance,
-        role="prefill",
-        dp_rank=0,
-        dp_size=1,
-        seq=0,
-        kind=kind,
-        forward_id=1,
-        **times,
-        **more,
-    )
-    return LogRecord(at_s, ForwardEnded(instance=instance, report=made), [])
+def logged(kind: str, at_s: float, name: str = "p0", **more) -> LogRecord:
+    times = {"launch_s": at_s} if kind == "launch" else {"end_s": at_s}
+    who = {"instance_id": name, "boot_id": name}
+    made = report(**who, kind=kind, forward_id=1, **times, **more)
+    return LogRecord(at_s, ForwardEnded(instance=name, report=made), [])
 
 
 def arrived(rid: str, at_s: float, instance: str = "p0") -> LogRecord:
@@ -58,10 +49,10 @@ def test_the_engine_says_which_requests_a_pass_finished() -> None:
             arrived("aborted", 1.0),
             arrived("answered", 1.1),
             arrived("elsewhere", 1.2, "older"),
-            report("launch", 1.9, "older", rids=["elsewhere"], extend_tokens=500, batch_size=1),
-            report("forward", 2.4, "older", forward_s=0.5, extend_tokens=500),
-            report("launch", 2.0, rids=["aborted", "answered"], extend_tokens=500, batch_size=1),
-            report("forward", 2.5, forward_s=0.5, extend_tokens=500, finished=["answered"]),
+            logged("launch", 1.9, "older", rids=["elsewhere"], extend_tokens=500, batch_size=1),
+            logged("forward", 2.4, "older", forward_s=0.5, extend_tokens=500),
+            logged("launch", 2.0, rids=["aborted", "answered"], extend_tokens=500, batch_size=1),
+            logged("forward", 2.5, forward_s=0.5, extend_tokens=500, finished=["answered"]),
         ],
         SchedulerConfig(),
     )

@@ -6,6 +6,7 @@ import random
 from typing import Any
 
 import pytest
+from harness.prefill_reports import fresh, report
 from msgspec.structs import replace
 
 from sglang_sbs.scheduling import (
@@ -194,17 +195,9 @@ def test_expected_outputs_recover_from_answers_of_any_length():
         ended = RequestEnded(rid=rid, outcome="completed", completion_tokens=completion_tokens)
         scheduler.handle(ended, float(index))
         for kind in ("launch", "idle"):
-            report = EndForward(
-                instance_id="p0",
-                boot_id="b",
-                role="prefill",
-                dp_rank=0,
-                dp_size=1,
-                seq=2 * index + (kind == "idle"),
-                kind=kind,
-                forward_id=index,
-            )
-            scheduler.handle(ForwardEnded(instance="p0", report=report), float(index))
+            seq = 2 * index + (kind == "idle")
+            message = report(seq=seq, kind=kind, forward_id=index)
+            scheduler.handle(ForwardEnded(instance="p0", report=message), float(index))
 
     for index in range(200):
         serve(index, 2**41)
@@ -217,21 +210,9 @@ def test_expected_outputs_recover_from_answers_of_any_length():
 
 def running() -> tuple[PrefillInstance, EndForward]:
     """An instance of one rank in its first pass since 100.0 s, and the message about its launch."""
-    up = InstanceUp(instance="p0", role="prefill", dp_size=1, chunk_tokens=1000)
-    instance = PrefillInstance(up, t_default_s=0.3, default_chunk_tokens=1000)
-    base = EndForward(
-        instance_id="p0",
-        boot_id="b",
-        role="prefill",
-        dp_rank=0,
-        dp_size=1,
-        seq=0,
-        kind="launch",
-        forward_id=1,
-        launch_s=49.7,
-        extend_tokens=500,
-        tokens_per_rank=[500],
-    )
+    instance = fresh()
+    launch = {"kind": "launch", "forward_id": 1, "launch_s": 49.7}
+    base = report(**launch, extend_tokens=500, tokens_per_rank=[500])
     instance.on_report(base, 100.0)
     return instance, base
 
@@ -354,9 +335,8 @@ def test_a_pause_is_learned_once_and_not_from_a_launch_that_followed_nothing():
         launch = replace(base, seq=number, forward_id=number, waiting_tokens=100)
         instance.on_report(launch, 100.31)
     assert instance.pause.learned == 1
-    up = InstanceUp(instance="p1", role="prefill", dp_size=1, chunk_tokens=1000)
-    fresh = PrefillInstance(up, t_default_s=0.3, default_chunk_tokens=1000)
-    fresh.on_dispatched("r", 0, 500, -0.1)
-    fresh.on_load_poll([600], 0.0)
-    fresh.on_report(replace(base, rids=["r"]), 0.01)
-    assert fresh.pause.learned == 0
+    polled = fresh("p1")
+    polled.on_dispatched("r", 0, 500, -0.1)
+    polled.on_load_poll([600], 0.0)
+    polled.on_report(replace(base, rids=["r"]), 0.01)
+    assert polled.pause.learned == 0

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+from harness.prefill_reports import report
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from model_engine import PrefillEngine
@@ -190,11 +191,6 @@ def test_it_serves_again_once_it_speaks_the_truth(policy: str, speaks: bool, see
     requests(world, 40, 0.1, seed + 2)
     later = sum(at_s > recovered_s for at_s in world.sent[SICK])
     assert later >= 8
-
-
-def report(**fields: Any) -> EndForward:
-    base = {"instance_id": "p0", "boot_id": "b", "role": "prefill", "dp_rank": 0, "dp_size": 1}
-    return EndForward(**(base | {"seq": 0, "kind": "heartbeat"} | fields))
 
 
 def test_work_is_stalled_after_some_passes_without_one_and_no_more_when_one_begins() -> None:

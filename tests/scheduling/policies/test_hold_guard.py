@@ -8,6 +8,7 @@ from typing import Any
 
 import msgspec
 import pytest
+from harness.prefill_reports import fresh, report
 
 from sglang_sbs.scheduling import Scheduler, SchedulerConfig
 from sglang_sbs.scheduling.events import (
@@ -30,7 +31,6 @@ from sglang_sbs.simulator.cluster.simulation import simulate
 from sglang_sbs.simulator.cluster.spec import ClusterSpec
 from sglang_sbs.simulator.experiments.sweep import scheduler_config
 from sglang_sbs.simulator.workloads.arrivals import synthetic, uniform_like
-from sglang_sbs.wire import EndForward
 
 
 def test_holding_stops_with_a_long_lead_and_is_tried_again_ever_more_rarely() -> None:
@@ -74,8 +74,7 @@ def test_one_busy_intake_for_all_ends_the_holding(intake_s: float, on: bool) -> 
 
 def waiting(overlap: bool = True) -> tuple[PrefillInstance, Callable[[float], Plan]]:
     """An instance, and what is placed on it at a time while a request of 100 tokens waits."""
-    up = InstanceUp(instance="p0", role="prefill", dp_size=1, chunk_tokens=1000, overlap=overlap)
-    instance = PrefillInstance(up, t_default_s=0.3, default_chunk_tokens=1000)
+    instance = fresh(overlap=overlap)
     queue = RequestQueue()
     event = RequestArrived(rid="r", prompt_tokens=100)
     queue.add(arrived(event, 0, 100.0, 60.0))
@@ -85,18 +84,7 @@ def waiting(overlap: bool = True) -> tuple[PrefillInstance, Callable[[float], Pl
     )
 
 
-LAUNCH = EndForward(
-    instance_id="p0",
-    boot_id="b",
-    role="prefill",
-    dp_rank=0,
-    dp_size=1,
-    seq=0,
-    kind="launch",
-    forward_id=1,
-    extend_tokens=500,
-    tokens_per_rank=[500],
-)
+LAUNCH = report(kind="launch", forward_id=1, extend_tokens=500, tokens_per_rank=[500])
 
 
 def test_nothing_is_sent_where_a_pass_is_queued_behind_the_running_one() -> None:
@@ -127,8 +115,7 @@ def test_nothing_is_sent_that_does_not_fit_into_the_next_pass(overlap: bool) -> 
 
 
 def test_what_is_sent_at_once_goes_where_its_prefix_is() -> None:
-    up = InstanceUp(instance="p0", role="prefill", dp_size=2, chunk_tokens=1000)
-    instance = PrefillInstance(up, t_default_s=0.3, default_chunk_tokens=1000)
+    instance = fresh(dp_size=2)
     event = RequestArrived(rid="r", prompt_tokens=800, blocks=[1], block_tokens=600)
     request = arrived(event, 0, 100.0, 60.0)
     request.hits = Hits({"p0": [0, 600]}, 600)
@@ -147,8 +134,8 @@ def test_a_request_is_explained_though_no_decision_has_looked_at_the_instances_s
         scheduler.handle(up, 99.0)
 
     def launch(forward_id: int, now_s: float, **more: Any) -> None:
-        report = msgspec.structs.replace(LAUNCH, seq=forward_id, forward_id=forward_id, **more)
-        scheduler.handle(ForwardEnded(instance="p0", report=report), now_s)
+        launched = msgspec.structs.replace(LAUNCH, seq=forward_id, forward_id=forward_id, **more)
+        scheduler.handle(ForwardEnded(instance="p0", report=launched), now_s)
 
     def arrive(rid: str, now_s: float) -> list[Command]:
         return scheduler.handle(RequestArrived(rid=rid, prompt_tokens=100), now_s)

@@ -2,29 +2,17 @@
 
 from __future__ import annotations
 
-from typing import Any
+from harness.prefill_reports import fresh, report
 
-from sglang_sbs.scheduling.events import InstanceUp, RequestArrived
+from sglang_sbs.scheduling.events import RequestArrived
 from sglang_sbs.scheduling.policies.immediate import Eta
-from sglang_sbs.scheduling.prefill.instance import PrefillInstance
 from sglang_sbs.scheduling.prefill.interval import IntervalController
 from sglang_sbs.scheduling.queue.request import arrived
-from sglang_sbs.wire import EndForward
-
-
-def instance(name: str = "p0") -> PrefillInstance:
-    up = InstanceUp(instance=name, role="prefill", dp_size=1, chunk_tokens=1000)
-    return PrefillInstance(up, t_default_s=0.3, default_chunk_tokens=1000)
-
-
-def report(seq: int, **fields: Any) -> EndForward:
-    base = {"instance_id": "p0", "boot_id": "b", "role": "prefill", "dp_rank": 0, "dp_size": 1}
-    return EndForward(**base, seq=seq, kind="heartbeat", **fields)
 
 
 def test_the_pool_limits_what_a_pass_takes() -> None:
-    one = instance()
-    one.on_report(report(0, kv_tokens=9_300, kv_capacity_tokens=10_000), 100.0)
+    one = fresh()
+    one.on_report(report(seq=0, kv_tokens=9_300, kv_capacity_tokens=10_000), 100.0)
     assert one.ranks.c_avail() == [700]
     assert one.ranks.c_avail(2) == [700]
     one.on_dispatched("r", 0, 500, 100.0)
@@ -33,30 +21,30 @@ def test_the_pool_limits_what_a_pass_takes() -> None:
 
 
 def test_a_full_pool_is_no_room_until_it_is_reported_otherwise() -> None:
-    one = instance()
-    one.on_report(report(0, kv_tokens=10_000, kv_capacity_tokens=10_000), 100.0)
+    one = fresh()
+    one.on_report(report(seq=0, kv_tokens=10_000, kv_capacity_tokens=10_000), 100.0)
     assert one.ranks.c_avail() == [0]
     assert not one.ranks.has_room
-    one.on_report(report(1, kv_tokens=2_000, kv_capacity_tokens=10_000), 101.0)
+    one.on_report(report(seq=1, kv_tokens=2_000, kv_capacity_tokens=10_000), 101.0)
     assert one.ranks.c_avail() == [1000]
 
 
 def test_what_waits_there_needs_kv_too() -> None:
-    one = instance()
+    one = fresh()
     waits = {"waiting_requests": 1, "waiting_tokens": 600}
-    one.on_report(report(0, kv_tokens=9_000, kv_capacity_tokens=10_000, **waits), 100.0)
+    one.on_report(report(seq=0, kv_tokens=9_000, kv_capacity_tokens=10_000, **waits), 100.0)
     assert one.ranks.c_avail() == [400]
 
 
 def test_an_engine_that_does_not_say_has_no_limit() -> None:
-    one = instance()
-    one.on_report(report(0, kv_tokens=10_000), 100.0)
+    one = fresh()
+    one.on_report(report(seq=0, kv_tokens=10_000), 100.0)
     assert one.ranks.c_avail() == [1000]
 
 
 def test_eta_avoids_a_full_pool() -> None:
-    full, free = instance("p0"), instance("p1")
-    full.on_report(report(0, kv_tokens=10_000, kv_capacity_tokens=10_000), 100.0)
+    full, free = fresh("p0"), fresh("p1")
+    full.on_report(report(seq=0, kv_tokens=10_000, kv_capacity_tokens=10_000), 100.0)
     eta = Eta(IntervalController(t_default_s=0.3, window=8, latency_s=0.01))
     request = arrived(RequestArrived(rid="r", prompt_tokens=400), 0, 100.0, 60.0)
     assert eta.choose(request, [full, free], 100.0)[0] is free
