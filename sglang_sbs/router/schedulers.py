@@ -18,6 +18,7 @@ from prometheus_client.core import Metric
 from sglang_sbs.router.assignment.assigner import Dispatcher
 from sglang_sbs.router.assignment.scheduler_driver import SchedulerLike
 from sglang_sbs.router.errors import RouterError
+from sglang_sbs.router.local_scheduler import LocalScheduler
 from sglang_sbs.router.metric_families import gauge, total
 from sglang_sbs.router.options.router_options import RouterOptions
 from sglang_sbs.router.policy_in_force import PolicyInForce
@@ -26,7 +27,6 @@ from sglang_sbs.router.processes.dashboard_feed import RemoteFeed
 from sglang_sbs.router.processes.leading.scheduler_choice import SchedulerChoice
 from sglang_sbs.router.processes.mirrored_registry import MirroredRegistry
 from sglang_sbs.router.processes.scheduler_link import SchedulerLink
-from sglang_sbs.router.processes.scheduler_process import LocalScheduler
 from sglang_sbs.router.processes.sockets import FrontEndSocket
 from sglang_sbs.router.relay.in_flight import InFlight
 from sglang_sbs.router.signals.engine_signals import Watch

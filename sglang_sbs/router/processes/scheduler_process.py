@@ -7,20 +7,17 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from functools import partial
-from typing import Any
 
 from aiohttp import web
 from prometheus_client.core import Metric
 
-from sglang_sbs import __version__
-from sglang_sbs.console.plain_words import naming_file
-from sglang_sbs.dashboard.feed import LocalFeed
-from sglang_sbs.dashboard.gain import MINUTE_S, WINDOW_MINUTES, by_bound, in_words
+from sglang_sbs.dashboard.gain import MINUTE_S, WINDOW_MINUTES
 from sglang_sbs.router.assignment.decision_times import lag_families
 from sglang_sbs.router.election import Election, parse_election
-from sglang_sbs.router.metric_families import gain_family, gauge, total
+from sglang_sbs.router.local_scheduler import LocalScheduler
+from sglang_sbs.router.metric_families import gauge, total
 from sglang_sbs.router.options.router_options import RouterOptions
 from sglang_sbs.router.options.several import SeveralProcesses
 from sglang_sbs.router.options.tls import worker_session
@@ -32,14 +29,11 @@ from sglang_sbs.router.processes.sockets import FrontEndSocket, SchedulerSocket
 from sglang_sbs.router.processes.summed_metrics import page_parts
 from sglang_sbs.router.signals.engine_signals import Watch
 from sglang_sbs.router.telemetry.loop_watch import LoopWatch
-from sglang_sbs.router.telemetry.metrics import RouterMetrics, build_info
+from sglang_sbs.router.telemetry.metrics import RouterMetrics
 from sglang_sbs.router.telemetry.metrics_port import MetricsPort, page_of
-from sglang_sbs.router.trials import Trials
-from sglang_sbs.router.workers.worker_view import problems_of
 from sglang_sbs.scheduling import Scheduler
-from sglang_sbs.scheduling.eventlog import EventLogWriter
 from sglang_sbs.scheduling.events import Event, InstanceDown, InstanceUp
-from sglang_sbs.scheduling.explained.timelines import MOST_OVER, Timeline
+from sglang_sbs.scheduling.explained.timelines import MOST_OVER
 
 logger = logging.getLogger(__name__)
 
@@ -50,70 +44,6 @@ _LOOK_AGAIN_S = 0.05
 _LAST_WORDS_MS = 200
 _SCRAPE_TURN_S = 0.005
 """Time spent writing metrics before other work of this process gets a turn."""
-
-
-class LocalScheduler:
-    """A scheduler in the process that runs it, with its inputs from engines: build it, connect the
-    inputs (:meth:`.Watch.connect`), then :meth:`start` it."""
-
-    def __init__(
-        self,
-        options: RouterOptions,
-        metrics: RouterMetrics,
-        watch: Watch,
-        trials: Trials,
-        lead: Callable[[], dict[str, Any] | None] = lambda: None,
-    ) -> None:
-        """Build it around the pump of ``trials``. ``lead`` describes the lead among several
-        schedulers, for people."""
-        self._options = options
-        self._metrics = metrics
-        self._watch = watch
-        self.trials = trials
-        self._pump = pump = trials.pump
-        self.policy = trials.policy
-        self.registry = registry = watch.registry
-        self.feed = LocalFeed(
-            pump,
-            problems=lambda: problems_of(registry),
-            order=lambda: [worker.url for worker in registry],
-            lead=lead,
-            trial=trials.shown,
-        )
-        self.policy.listeners[:0] = [watch.policy_changed, partial(setattr, metrics, "policy")]
-        pump.timelines.ended = self._request_over
-
-    def _request_over(self, timeline: Timeline) -> None:
-        self.feed.request_over(timeline, self._metrics.request_over(timeline))
-
-    async def start(self) -> str | None:
-        """Start as :meth:`.Watch.start` does. Raises also: OSError, the event log cannot be
-        written."""
-        options = self._options
-        if options.event_log is not None:  # before any event
-            with naming_file("--sbs-event-log", options.event_log):
-                log = EventLogWriter(options.event_log, options.scheduler)
-            self._pump.event_log = log
-        if isinstance(self._pump.scheduler, Scheduler):  # not in tests
-            self.feed.stay()
-        self.trials.want(options.trial)
-        return await self._watch.start()
-
-    def gain(self) -> str:
-        """Return the gain for a line of the log; empty if unknown."""
-        return in_words(self.feed.ratios())
-
-    def families(self) -> Iterator[Metric]:
-        yield build_info(__version__, self.policy.policy, self._options.scheduler.trigger)
-        yield from self._pump.times.families()
-        yield from self._watch.families(self._pump.snapshot())
-        yield gain_family(by_bound(self.feed.ratios()))
-        yield from self.trials.families()
-
-    async def close(self) -> None:
-        """Stop the feed and the inputs; trials and the pump are closed by their owners."""
-        self.feed.close()
-        await self._watch.close()
 
 
 class SchedulerProcess:

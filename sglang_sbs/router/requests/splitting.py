@@ -85,7 +85,7 @@ MOST_READ_BYTES = 4 << 20
 """Longer texts are not tokenized: their length is estimated, and the engine is likely to refuse
 them."""
 _OF_CACHE = (*NAMESPACE_FIELDS, *sorted(BESIDES_PROMPT))
-"""Fields that decide whose cached prefixes a prompt may use, and whether it is all of its prompt.
+"""Fields that name the cached prefixes a prompt may use, or add to it beside its text.
 Only these are read per prompt: a batch has up to a thousand, and a body many other fields."""
 MOST_IDS_BYTES = 8 << 20
 """Longer lists of token ids (over a million) are only counted."""
