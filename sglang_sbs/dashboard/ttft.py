@@ -198,8 +198,8 @@ class TtftComparison:
             self._finished(name, cluster.advance(now_s if name == MODELLED else until_s), now_s)
 
     def _turn(self, now_s: float) -> None:
-        """After a whole minute with many requests, pause until shortly before the next one to
-        follow."""
+        """After a minute with many requests, pause until shortly before the next one to follow. The
+        first minute may be a short one."""
         minute = int(now_s // MINUTE_S)
         if minute == self._minute:
             return

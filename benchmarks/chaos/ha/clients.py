@@ -87,7 +87,8 @@ class BalancedLoad(OpenLoad):
             if fate is Fate.NOT_ACCEPTED:
                 self._take_out(router)
         sample.ttft_s = first_token_s
-        self.done.append(Balanced(Outcome(sent_s, self.elapsed_s, sample), tries))
+        self.outcomes.append(Outcome(sent_s, self.elapsed_s, sample))
+        self.done.append(Balanced(self.outcomes[-1], tries))
 
     async def _try(self, router: Router, arrival: Arrival, deadline_s: float) -> Sample:
         """One router; given up when that is taken out."""
