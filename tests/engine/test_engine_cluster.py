@@ -12,6 +12,7 @@ import random
 import uuid
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import aiohttp
 import pytest
@@ -244,3 +245,15 @@ async def test_server_info_names_the_boot_of_the_messages(rig: Rig) -> None:
         boots.append(sbs["boot_id"])
     # Two starts, two ids.
     assert len(set(boots)) == 2
+
+
+async def test_gloo_groups_of_a_scheduler_share_one_thread(rig: Rig) -> None:
+    groups = {process.pid for process in rig.cluster.processes}
+    threads = [
+        [(thread / "comm").read_text().strip() for thread in (process / "task").iterdir()]
+        for process in Path("/proc").iterdir()
+        if process.name.isdigit()
+        and os.getpgid(int(process.name)) in groups
+        and (process / "cmdline").read_text().startswith("sglang::scheduler")
+    ]
+    assert [names.count("gloo_tcp_loop") for names in threads] == [1] * 4

@@ -22,6 +22,7 @@ def register() -> None:
 
     _fix_cpu_gaps()
     _fork_instead_of_spawn()
+    _share_gloo_thread()
     idle_wait.install()
     whole_experts.install()
     if "SGLANG_SBS_NODE_HOST" in os.environ:
@@ -75,3 +76,25 @@ def _fork_instead_of_spawn() -> None:
         return set_start_method("fork" if method == "spawn" else method, force=force)
 
     multiprocessing.set_start_method = set_start_method_fork
+
+
+def _share_gloo_thread() -> None:
+    """Let all Gloo groups of a process share one device, hence one thread.
+
+    The thread of a Gloo device wakes 100 times a second. A scheduler has 17 groups, each with a device
+    of its own, so 32 idle schedulers alone would use most of a core.
+    """
+    from torch.distributed import distributed_c10d
+
+    class SharedDeviceGloo(distributed_c10d.ProcessGroupGloo):  # type: ignore[misc]
+        device: Any = None
+
+        def __init__(self, store: Any, rank: int, size: int, timeout: Any) -> None:
+            shared = SharedDeviceGloo
+            shared.device = shared.device or self.create_default_device()
+            options = self._Options()
+            options._devices = [shared.device]
+            options._timeout = timeout
+            super().__init__(store, rank, size, options)
+
+    distributed_c10d.ProcessGroupGloo = SharedDeviceGloo
