@@ -157,6 +157,27 @@ def test_size_is_not_blamed_for_what_it_does_not_explain():
     assert (network.serial_s, network.lone_s) == (0.0, network.latency_s)
 
 
+def test_a_few_batches_do_not_show_that_a_lone_request_takes_longer():
+    """Behind one busy intake each of them waited for the one before."""
+    network = NetworkLatency(0.02)
+    network.observe([0.013] * 5, 0.0)
+    for step in range(500):
+        network.observe([], step / 10)
+    network.observe([0.13, 0.12], 50.0, [9, 14])
+    assert network.latency_s == pytest.approx(0.13)
+    assert network.lone_s == pytest.approx(0.013)
+    network.observe([0.13] * 6, 51.0, [9] * 6)
+    assert network.lone_s == pytest.approx(0.13), "so many are a slow network"
+
+
+def test_requests_sent_alone_show_what_a_lone_request_takes():
+    """With jitter and no gate a batch starts with its quickest request."""
+    network = NetworkLatency(0.02)
+    network.observe([0.009] * 9 + [0.021], 0.0, [10] * 9 + [1])
+    assert network.latency_s == pytest.approx(0.009)
+    assert network.lone_s == pytest.approx(0.021)
+
+
 def test_the_forward_model_recovers_from_a_hostile_hour():
     model = ForwardModel(t_default_s=0.3, chunk_tokens=3072)
     rng = random.Random(2)

@@ -165,7 +165,7 @@ class Eta(ImmediatePolicy):
         self, request: Request, instance: PrefillInstance, now_s: float
     ) -> tuple[float, int, int]:
         """Predicted finish on the best DP rank, the tokens until then, and the rank's number."""
-        latency_s = self._interval.latency_s
+        latency_s = self._interval.lone_s
         free_s = max(0.0, instance.free_at_s(now_s, latency_s) - now_s)
         pass_s = pass_with_s(instance, request.prompt_tokens)
         # A pass that ends before the request can arrive is not the one to wait for.

@@ -150,3 +150,16 @@ def test_a_request_is_explained_though_no_decision_has_looked_at_the_instances_s
     why = scheduler.why("c", 100.05)
     assert why is not None
     assert [(wait.reason, wait.instance) for wait in why.waits] == [(WaitReason.NOT_YET, "")]
+
+
+def test_a_lone_request_is_not_expected_to_take_as_long_as_a_batch_did() -> None:
+    """The one that ends its pass first is reached in time, though a batch would be late there."""
+    soon, later = fresh("soon"), fresh("later")
+    soon.on_report(msgspec.structs.replace(LAUNCH, instance_id="soon"), 99.8)
+    later.on_report(msgspec.structs.replace(LAUNCH, instance_id="later"), 99.92)
+    interval = IntervalController(t_default_s=0.3, window=8, latency_s=0.01)
+    interval.observe([0.13], 99.9, [9])
+    assert soon.free_at_s(100.0, 0.01) < 100.13 < later.free_at_s(100.0, 0.01)
+    event = RequestArrived(rid="r", prompt_tokens=100)
+    request = arrived(event, 0, 100.0, 60.0)
+    assert Eta(interval).choose(request, [soon, later], 100.0)[0] is soon
