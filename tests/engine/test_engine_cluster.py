@@ -7,6 +7,7 @@ listening router would get is collected and compared with what was sent.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import random
 import uuid
@@ -247,13 +248,18 @@ async def test_server_info_names_the_boot_of_the_messages(rig: Rig) -> None:
     assert len(set(boots)) == 2
 
 
+def gloo_threads(process_groups: set[int]) -> list[int]:
+    """The number of Gloo threads in each scheduler process of these process groups."""
+    counts = []
+    for process in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(ProcessLookupError, FileNotFoundError):
+            if os.getpgid(int(process.name)) not in process_groups:
+                continue
+            if (process / "cmdline").read_text().startswith("sglang::scheduler"):
+                names = [(task / "comm").read_text() for task in process.glob("task/*")]
+                counts.append(names.count("gloo_tcp_loop\n"))
+    return counts
+
+
 async def test_gloo_groups_of_a_scheduler_share_one_thread(rig: Rig) -> None:
-    groups = {process.pid for process in rig.cluster.processes}
-    threads = [
-        [(thread / "comm").read_text().strip() for thread in (process / "task").iterdir()]
-        for process in Path("/proc").iterdir()
-        if process.name.isdigit()
-        and os.getpgid(int(process.name)) in groups
-        and (process / "cmdline").read_text().startswith("sglang::scheduler")
-    ]
-    assert [names.count("gloo_tcp_loop") for names in threads] == [1] * 4
+    assert gloo_threads({process.pid for process in rig.cluster.processes}) == [1] * 4

@@ -19,16 +19,20 @@ from typing import Any
 IDLE_WAIT_S = 0.5
 # How often an idle rank runs SGLang's idle housekeeping (leak checks, metrics, load snapshot).
 HOUSEKEEPING_INTERVAL_S = 1.0
-# Pause between polls while a bootstrap or KV transfer is pending (SGLang polls without one).
+# Pause between polls while a bootstrap or KV transfer is pending (SGLang polls without one). It
+# lasts this share of a decode step where that is longer: each poll is a collective of all ranks.
 BUSY_POLL_S = 0.001
+BUSY_POLL_SHARE = 0.05
 CONTROLLER_POLL_MS = 200
 RING_WAIT_MS = 1000
 
 
-def install() -> None:
+def install(decode_step_s: float = 0.0) -> None:
+    """Install the waits. A virtual decode step takes at least `decode_step_s`."""
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
     managers = "sglang.srt.managers"
+    IdleWaiter.busy_poll_s = max(BUSY_POLL_S, BUSY_POLL_SHARE * decode_step_s)
     controller_loop = f"{managers}.data_parallel_controller.DataParallelController.event_loop"
     HookRegistry.register(controller_loop, run_controller_loop, HookType.REPLACE)
     HookRegistry.register(f"{managers}.scheduler.Scheduler.on_idle", wait_on_idle, HookType.AROUND)
@@ -104,6 +108,8 @@ class IdleWaiter:
     left is recognised and dropped.
     """
 
+    busy_poll_s = BUSY_POLL_S
+
     def __init__(self, scheduler: Any) -> None:
         import zmq
         from sglang.srt.runtime_context import get_parallel, get_serving
@@ -151,7 +157,7 @@ class IdleWaiter:
             self._wake_peers()
         if self._bell is not None:
             self._bell.listen()
-        deadline_s = time.monotonic() + (BUSY_POLL_S if busy else IDLE_WAIT_S)
+        deadline_s = time.monotonic() + (self.busy_poll_s if busy else IDLE_WAIT_S)
         while (left_s := deadline_s - time.monotonic()) > 0:
             ready = dict(self._poller.poll(max(1, int(left_s * 1000))))
             woken = self._drain_wake_ups()

@@ -23,13 +23,14 @@ def register() -> None:
     _fix_cpu_gaps()
     _fork_instead_of_spawn()
     _share_gloo_thread()
-    idle_wait.install()
+    cost_json = os.environ.get(VIRTUAL_GPU_ENV)
+    cost = VirtualGpuCost.from_json(cost_json) if cost_json else None
+    idle_wait.install(cost.decode_base_s if cost else 0.0)
     whole_experts.install()
     if "SGLANG_SBS_NODE_HOST" in os.environ:
         _share_the_machine()
-    cost_json = os.environ.get(VIRTUAL_GPU_ENV)
-    if cost_json:
-        virtual_device.install(VirtualGpuCost.from_json(cost_json))
+    if cost:
+        virtual_device.install(cost)
 
 
 def _fix_cpu_gaps() -> None:
@@ -81,8 +82,8 @@ def _fork_instead_of_spawn() -> None:
 def _share_gloo_thread() -> None:
     """Let all Gloo groups of a process share one device, hence one thread.
 
-    The thread of a Gloo device wakes 100 times a second. A scheduler has 17 groups, each with a device
-    of its own, so 32 idle schedulers alone would use most of a core.
+    The thread of a Gloo device wakes 100 times a second. A scheduler has 17 groups, each with a
+    device of its own, so 32 idle schedulers alone would use most of a core.
     """
     from torch.distributed import distributed_c10d
 
