@@ -75,14 +75,12 @@ class DispatchLead:
             self._torn_share += TUNING.torn_step * (seen.torn - self._torn_share)
         lead_s = self.lead_s(latency_s)
         self._leak(latency_s, now_s)
-        if not (seen.landed_s or seen.idled_s or seen.left_behind_s):
-            return  # as most reports
-        landed = sum(1 for s in seen.landed_s if s <= 2 * lead_s)
-        idled = sum(1 for s in seen.idled_s if s >= lead_s / 2)
-        left_behind = sum(1 for s in seen.left_behind_s if s >= lead_s / 2)
+        landed = sum([s <= 2 * lead_s for s in seen.landed_s])
+        idled = sum([s >= lead_s / 2 for s in seen.idled_s])
+        left_behind = sum([s >= lead_s / 2 for s in seen.left_behind_s])
         count = landed + idled + left_behind
         if count == 0:
-            return
+            return  # as most reports
         beyond_s = max(TUNING.lead_margin_s, self._left_behind_s - latency_s)
         torn_share = TUNING.torn_share * beyond_s / pass_s
         idle_share = (1 - load) / (2 - load)

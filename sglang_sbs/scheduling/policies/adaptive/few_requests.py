@@ -21,7 +21,7 @@ from sglang_sbs.scheduling.request import Request, uncached_tokens_of
 
 
 class WaitingWork(NamedTuple):
-    """What waits at a moment, and the passes that it waits for."""
+    """The waiting requests at a moment, and the passes they wait for."""
 
     now_s: float
     tokens: int
@@ -106,12 +106,11 @@ def cut_of(instance: PrefillInstance, head: Sequence[Request], waiting: WaitingW
         return cut
     later = begins.first(besides=instance)
     later_s = begins.begin_s(later)
-    if len(begins.instances) > 2:
-        # Only the requests of these two instances are divided between them.
-        left_tokens = tokens - uncached_tokens_of(head[:cut])
-        rest = begins.later(later_s, [instance, later])
-        share = fair_share(later, rest, left_tokens, later_s, waiting)
-        head = head[: cut + prefix(head[cut:], share)]
+    # Only the requests of these two instances are divided between them.
+    left_tokens = tokens - uncached_tokens_of(head[:cut])
+    rest = begins.later(later_s, [instance, later])
+    share = fair_share(later, rest, left_tokens, later_s, waiting)
+    head = head[: cut + prefix(head[cut:], share)]
     later_s = max(start_s, later_s)
     coming = round(TUNING.arriving_share * offered.request_rate * (later_s - now_s))
     return best_cut(
@@ -161,16 +160,14 @@ def best_cut(
     """
     tokens = [request.uncached_tokens for request in requests]
     weights = [1 + (now_s - request.arrived_s) / pass_s for request in requests]
-    longest_first = sorted(range(len(tokens)), key=tokens.__getitem__, reverse=True)
     coming = len(turns.coming_tokens)
     taken, left = sum(weights[:least]), sum(weights[least:])
-    costs = []
+    costs: dict[int, float] = {}
     for cut in range(least, len(tokens) + 1):
-        now = [tokens[i] for i in longest_first if i < cut]
-        later = [tokens[i] for i in longest_first if i >= cut]
+        now, later = sorted(tokens[:cut], reverse=True), sorted(tokens[cut:], reverse=True)
         first_s = _pass_s(turns.first, now) if now else 0.0
         second_s = _pass_s(turns.second, [*later, *turns.coming_tokens])
-        costs.append(
+        costs[cut] = (
             (taken + turns.cycle) * first_s
             + left * (turns.delay_s + second_s)
             + (coming + turns.cycle) * second_s
@@ -178,10 +175,8 @@ def best_cut(
         if cut < len(tokens):
             taken += weights[cut]
             left -= weights[cut]
-    best = min(costs)
-    if best >= TUNING.worth * costs[usual - least]:
-        return usual
-    return max(cut for cut, cost in enumerate(costs, least) if cost <= best)
+    best = max(costs, key=lambda cut: (-costs[cut], cut))
+    return usual if costs[best] >= TUNING.worth * costs[usual] else best
 
 
 def _pass_s(instance: PrefillInstance, tokens: Sequence[int]) -> float:
