@@ -119,6 +119,10 @@ class RequestQueue:
     def oldest(self) -> Request | None:
         return next(iter(self), None)
 
+    def oldest_of(self, wanted: Callable[[Request], bool], most: int) -> Request | None:
+        """Return the oldest wanted request among the ``most`` oldest."""
+        return next(filter(wanted, islice(self, most)), None)
+
     def in_order(self) -> Iterator[Request]:
         """Yield all waiting requests in the policy's order, in turn for several tenants. Do not
         change the queue meanwhile."""

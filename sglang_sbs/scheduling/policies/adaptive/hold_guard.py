@@ -13,7 +13,6 @@ after a while, and after twice as long each time that the trial fails.
 from __future__ import annotations
 
 import math
-from itertools import islice
 
 from sglang_sbs.scheduling.paging import paged
 from sglang_sbs.scheduling.policies.immediate import Eta
@@ -38,17 +37,14 @@ class HoldGuard:
         """Take in the dispatch lead beyond the latency of a lone request, in mean pass times.
         Returns True when holding is to be tried again, with a lead learned anew."""
         if self.on:
-            if now_s < self._until_s:
-                return False
-            self.on = False
-            return True
-        failed = now_s - self._until_s < TUNING.guard_trial_s
-        if excess_passes > (TUNING.guard_trial_passes if failed else TUNING.guard_enter_passes):
-            self._off_s = (
-                min(2 * self._off_s, TUNING.guard_most_s) if failed else TUNING.guard_first_s
-            )
-            self._until_s = now_s + self._off_s
-            self.on = True
+            self.on = now_s < self._until_s
+            return not self.on
+        most_passes, off_s = TUNING.guard_enter_passes, TUNING.guard_first_s
+        if now_s - self._until_s < TUNING.guard_trial_s:  # holding is on trial
+            most_passes = TUNING.guard_trial_passes
+            off_s = min(2 * self._off_s, TUNING.guard_most_s)
+        if excess_passes > most_passes:
+            self.on, self._off_s, self._until_s = True, off_s, now_s + off_s
         return False
 
 
@@ -64,19 +60,18 @@ def place_at_once(
     queued pass starts, waiting in the router costs a request nothing. Younger ones wait behind it,
     so that short ones do not take its room again and again.
     """
-    for request in islice(queue, TUNING.most_refused):
-        if admissible(request):
-            ready_s = [
-                (_ready_s(instance, request, now_s), instance)
-                for instance in request.allowed_on(instances)
-            ]
-            ready = [instance for at_s, instance in ready_s if at_s <= now_s]
-            if not ready:
-                return Plan(wake_s=min(at_s for at_s, _ in ready_s))
-            instance, rank = eta.choose(request, ready, now_s)
-            reason = "at once: batches do not arrive whole"
-            return Plan([Placement(request, instance, rank)], reason=reason)
-    return Plan()
+    request = queue.oldest_of(admissible, TUNING.most_refused)
+    if request is None:
+        return Plan()
+    ready_s = {
+        instance: _ready_s(instance, request, now_s) for instance in request.allowed_on(instances)
+    }
+    ready = [instance for instance, at_s in ready_s.items() if at_s <= now_s]
+    if not ready:
+        return Plan(wake_s=min(ready_s.values()))
+    instance, rank = eta.choose(request, ready, now_s)
+    reason = "at once: batches do not arrive whole"
+    return Plan([Placement(request, instance, rank)], reason=reason)
 
 
 def _ready_s(instance: PrefillInstance, request: Request, now_s: float) -> float:
