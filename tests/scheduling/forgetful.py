@@ -31,6 +31,7 @@ class Forgetful(Scheduler):
             instance._changes()
             self.policy.on_forward_learned(instance)
         self.policy._long._laid.clear()
+        self.policy._view = None
         lineup = self.policy._lineup
         lineup.refresh()
         for number in range(len(instances)):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 from harness.plain_requests import request
+from harness.ranks_to_place_on import placed_on, target
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -16,7 +17,8 @@ from sglang_sbs.scheduling.decode.rules import (
     potential,
     schedule_decode,
 )
-from sglang_sbs.scheduling.policies.pbaa import first_part, pbaa, place_fitting, top_up
+from sglang_sbs.scheduling.policies.paper import pbaa
+from sglang_sbs.scheduling.policies.pbaa import first_part, top_up
 from sglang_sbs.scheduling.policies.tuning import TUNING
 from sglang_sbs.scheduling.prefill.interval import IntervalController
 from sglang_sbs.scheduling.request import Request
@@ -139,7 +141,7 @@ class TestPbaa:
         self, tokens, capacity
     ):
         batch = [request(str(i), t, order=i) for i, t in enumerate(tokens)]
-        placed, left = place_fitting(batch, capacity, chunk_tokens=1000)
+        placed, left = placed_on(batch, target(capacity, 1000))
         assert len(placed) + len(left) == len(batch)
         for rank, free in enumerate(capacity):
             mine = [r.prompt_tokens for r, d in placed if d == rank]
@@ -156,14 +158,14 @@ class TestPbaa:
             request("short", 200, order=2),
         ]
         old.waited_batches = TUNING.left_out_batches - 1
-        assert place_fitting(batch, [1000], 1000).placed == [(long, 0), (short, 0)]
+        assert placed_on(batch, target([1000], 1000)).placed == [(long, 0), (short, 0)]
         old.waited_batches = TUNING.left_out_batches
-        assert place_fitting(batch, [1000], 1000) == ([(old, 0), (short, 0)], [long])
-        assert place_fitting(batch, [1300], 1000).placed == [(long, 0), (old, 0), (short, 0)]
+        assert placed_on(batch, target([1000], 1000)) == ([(old, 0), (short, 0)], [long])
+        assert placed_on(batch, target([1300], 1000)).placed == [(long, 0), (old, 0), (short, 0)]
         long.priority = 1
-        assert place_fitting(batch, [1000], 1000).placed == [(old, 0), (short, 0)]
+        assert placed_on(batch, target([1000], 1000)).placed == [(old, 0), (short, 0)]
         long.waited_batches = TUNING.left_out_batches
-        assert place_fitting(batch, [1000], 1000).placed == [(long, 0), (short, 0)]
+        assert placed_on(batch, target([1000], 1000)).placed == [(long, 0), (short, 0)]
 
     @given(
         tokens=st.lists(
@@ -176,7 +178,7 @@ class TestPbaa:
         batch = [request(str(i), t, order=i) for i, (t, _) in enumerate(tokens)]
         for one, (_, waited) in zip(batch, tokens, strict=True):
             one.waited_batches = waited
-        placed, left = place_fitting(batch, capacity, chunk_tokens=1000)
+        placed, left = placed_on(batch, target(capacity, 1000))
         rids = [r.rid for r, _ in placed] + [r.rid for r in left]
         assert sorted(rids) == sorted(r.rid for r in batch)
         for rank, free in enumerate(capacity):
@@ -185,11 +187,11 @@ class TestPbaa:
 
     def test_top_up_splits_the_oldest_leftover_only_under_backlog(self):
         batch = [request("a", 600, order=0), request("b", 600, order=1), request("c", 900, order=2)]
-        fitted = place_fitting(batch, [1000], 1000)
+        fitted = placed_on(batch, target([1000], 1000))
         assert [r.rid for r, _ in fitted.placed] == ["c"]
-        quiet = top_up(fitted, [1000], 1000, keep_tokens=5000)
+        quiet = top_up(fitted, target([1000], 1000), keep_tokens=5000)
         assert [r.rid for r, _ in quiet.placed] == ["c"]
-        busy = top_up(fitted, [1000], 1000, keep_tokens=500)
+        busy = top_up(fitted, target([1000], 1000), keep_tokens=500)
         assert [r.rid for r, _ in busy.placed] == ["c", "a"]
 
 

@@ -89,7 +89,6 @@ class Instance:
     backlog_tokens: int = 0
     capacity_tokens: int = 1000
     overlap: bool = True
-    has_flight: bool = False
 
     @property
     def ranks(self) -> Instance:
@@ -109,8 +108,9 @@ class Instance:
 
 def asked(*instances: Instance, queue_tokens: int, now_s: float = 0.98):
     engines = cast(list[PrefillInstance], instances)
-    found, due_s = lookahead(engines, queue_tokens, 100.0, 0.03, now_s)
-    return [instances.index(cast(Instance, one)) for one in found], due_s
+    found = lookahead(engines, queue_tokens, 100.0, 0.03, now_s)
+    numbers = [instances.index(cast(Instance, a_pass.instance)) for a_pass in found.open]
+    return numbers, found.wake_s
 
 
 def test_the_batch_after_the_next_must_be_there_when_the_running_pass_ends():
@@ -134,7 +134,7 @@ def test_what_other_instances_can_take_is_not_committed_ahead():
         (Instance([], 900), False),  # about to start: too late
         (Instance([1.0, 1.3]), True),  # a pass is queued: the one behind it is formed at 1.0
         (Instance([1.0, 1.3], 900), False),
-        (Instance([1.0, 1.3], 200, has_flight=True), False),  # on its way
+        (Instance([1.0, 1.3], 200), False),  # on its way
     ],
 )
 def test_instances_that_lack_a_batch_for_the_next_pass(instance: Instance, wanted: bool):

@@ -6,6 +6,7 @@ import random
 
 import pytest
 from harness.plain_requests import request
+from harness.ranks_to_place_on import placed_on, target
 from hypothesis import given
 from hypothesis import strategies as st
 from model_engine import PrefillEngine
@@ -13,7 +14,7 @@ from model_engine import PrefillEngine
 from sglang_sbs.scheduling import InstanceUp
 from sglang_sbs.scheduling.paging import paged, whole_pages
 from sglang_sbs.scheduling.policies.adaptive.pass_forecast import PassForecast
-from sglang_sbs.scheduling.policies.pbaa import place_fitting, top_up
+from sglang_sbs.scheduling.policies.pbaa import top_up
 from sglang_sbs.scheduling.prefill.instance import PrefillInstance
 from sglang_sbs.scheduling.prefill.requests import Flight, PrefillRequest
 from sglang_sbs.simulator.experiments.sweep import Job, run_job
@@ -67,7 +68,7 @@ def test_a_batch_that_fits_fits_the_engine_in_one_pass(lengths: list[int], capac
     """The rest of each chunk is taken by a request that was there before."""
     batch = [request(str(i), tokens, order=i) for i, tokens in enumerate(lengths)]
     c_avail = [pages * PAGE for pages in capacity]
-    placed, _ = place_fitting(batch, c_avail, CHUNK, page=PAGE)
+    placed, _ = placed_on(batch, target(c_avail, CHUNK, page=PAGE))
     engine = PrefillEngine("p0", len(capacity), CHUNK, PAGE)
     for rank, free in enumerate(c_avail):
         if free < CHUNK:
@@ -82,9 +83,10 @@ def test_a_batch_that_fits_fits_the_engine_in_one_pass(lengths: list[int], capac
 
 def test_a_hole_of_less_than_a_page_is_not_filled():
     batch = [request("a", 961), request("b", 60), request("c", 60)]
-    allocation = place_fitting(batch, [CHUNK], CHUNK, page=PAGE)
+    chunk = target([CHUNK], CHUNK, page=PAGE)
+    allocation = placed_on(batch, chunk)
     assert [one.rid for one, _ in allocation.placed] == ["a"], "961 tokens take all 16 pages"
-    assert top_up(allocation, [CHUNK], CHUNK, keep_tokens=0, page=PAGE).placed == allocation.placed
+    assert top_up(allocation, chunk, keep_tokens=0).placed == allocation.placed
 
 
 @pytest.mark.parametrize("seed", range(5))

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import math
 import random
 
 import pytest
 from harness.plain_requests import request
+from harness.ranks_to_place_on import placed_on, target
 from hypothesis import given
 from hypothesis import strategies as st
 from model_engine import PrefillEngine
 
 from sglang_sbs.scheduling import InstanceUp
 from sglang_sbs.scheduling.policies.adaptive.pass_forecast import PassForecast, Terms
-from sglang_sbs.scheduling.policies.pbaa import pbaa, place_fitting, top_up
+from sglang_sbs.scheduling.policies.paper import pbaa
+from sglang_sbs.scheduling.policies.pbaa import top_up
 from sglang_sbs.scheduling.policies.tuning import TUNING
 from sglang_sbs.scheduling.prefill.instance import PrefillInstance
 from sglang_sbs.scheduling.queue.flow_control import first_token_in_s, retry_after_s
@@ -76,7 +79,8 @@ def test_a_batch_that_fits_runs_in_one_pass(lengths: list[int], taken: list[int]
         one.waited_batches = TUNING.left_out_batches
     c_avail = [CHUNK - count for count in taken]
     places = [MOST - count for count in taken]
-    allocation = place_fitting(batch, c_avail, CHUNK, places=places)
+    ranks = target(c_avail, CHUNK, places=places)
+    allocation = placed_on(batch, ranks)
     engine = PrefillEngine("p0", len(taken), CHUNK, most_requests=MOST)
     for rank, count in enumerate(taken):
         for number in range(count):
@@ -87,7 +91,7 @@ def test_a_batch_that_fits_runs_in_one_pass(lengths: list[int], taken: list[int]
         engine.launch()
     assert not any(one.waiting for one in engine.ranks)
     assert len(allocation.placed) + len(allocation.left) == len(batch)
-    split = top_up(allocation, c_avail, CHUNK, keep_tokens=0, places=places)
+    split = top_up(allocation, ranks, keep_tokens=0)
     for rank, most in enumerate(places):
         assert sum(at == rank for _, at in split.placed) <= most
 
@@ -95,7 +99,7 @@ def test_a_batch_that_fits_runs_in_one_pass(lengths: list[int], taken: list[int]
 def test_short_requests_fill_all_ranks_and_no_more():
     batch = [request(str(i), 100, order=i) for i in range(20)]
     for placed, left in (
-        place_fitting(batch, [CHUNK] * 2, CHUNK, places=[4, 2]),
+        placed_on(batch, target([CHUNK] * 2, CHUNK, places=[4, 2])),
         pbaa([], batch, [CHUNK] * 2, places=[4, 2]),
     ):
         assert sorted(rank for _, rank in placed) == [0] * 4 + [1] * 2
@@ -107,9 +111,8 @@ def test_a_long_request_still_finds_the_tokens_that_short_ones_leave():
     for index in range(3):
         books.on_dispatched(f"short {index}", 0, 10, now_s=0.0)
     assert books.ranks.places() == [1, 4]
-    assert place_fitting(
-        [request("long", 990)], books.ranks.c_avail()[:1], CHUNK, places=[1]
-    ).placed
+    first = target(books.ranks.c_avail()[:1], CHUNK, places=[1])
+    assert placed_on([request("long", 990)], first).placed
 
 
 def test_without_reports_a_presumed_pass_holds_so_many_requests():
@@ -166,7 +169,7 @@ def test_a_cut_request_counts_in_each_of_its_passes():
 @pytest.mark.parametrize("most", [0, -1, CHUNK, 1 << 40])
 def test_a_limit_that_no_pass_reaches_is_none(most: int):
     books = instance(most)
-    assert books.ranks.places() is None
+    assert books.ranks.places() == [math.inf] * DP
     assert books.ranks.capacity_of(1.0) == DP * CHUNK
 
 

@@ -1,19 +1,78 @@
 """The paper's dual trigger, literally: I_opt elapsed AND EndForward of the next target instance.
 
-``--sbs-trigger paper`` (Figure 5 and section 4.1 of arXiv 2512.16134), for comparison: at
-EndForward, in strict rotation, with Algorithm 2's overshoot, which cost throughput on a real
+``--sbs-trigger paper`` (Figure 5, section 4.1 and Algorithm 2 of arXiv 2512.16134), for comparison:
+at EndForward, in strict rotation, with Algorithm 2's overshoot, which cost throughput on a real
 engine."""
 
 from __future__ import annotations
 
-from sglang_sbs.scheduling.policies.pbaa import pbaa
+import math
+from collections.abc import Callable, Iterable, Sequence
+from operator import attrgetter
+
+from sglang_sbs.scheduling.paging import paged
+from sglang_sbs.scheduling.policies.pbaa import Allocation, Room
 from sglang_sbs.scheduling.policies.policy import Admissible, Placement, Plan, PrefillPolicy
 from sglang_sbs.scheduling.prefill.instance import Instances
 from sglang_sbs.scheduling.prefill.interval import IntervalController
 from sglang_sbs.scheduling.queue.request import RequestQueue
 from sglang_sbs.scheduling.reasons import Opening
+from sglang_sbs.scheduling.request import Request
 
 _EPSILON_S = 1e-9
+
+PrefixHit = Callable[[Request, int], int]
+"""L_hit(r, d): tokens of the prompt the rank's cache already holds."""
+
+
+def no_hit(_request: Request, _rank: int) -> int:
+    """Basic mode."""
+    return 0
+
+
+def pbaa(
+    pending: Iterable[Request],
+    new: Iterable[Request],
+    c_avail: Sequence[int],
+    prefix_hit_tokens: PrefixHit = no_hit,
+    page: int = 1,
+    places: Sequence[float] = (),
+) -> Allocation:
+    """Phases 1 and 2 of Algorithm 2: pending before new, each longest first.
+
+    A request goes to the rank with the most capacity left after it, as long as that rank's
+    ``C_avail`` is positive, so a rank may be overshot by at most one request. Phase 3 (counting
+    ``r.wait``) belongs to the caller, who knows what a cycle is.
+
+    Args:
+        pending: unassigned requests of earlier cycles.
+        new: requests that have not been through a cycle.
+        c_avail: C_avail per DP rank, uncached tokens; not modified.
+        prefix_hit_tokens: L_hit; the default is the basic mode.
+        page: tokens per page. A request is charged whole pages.
+        places: how many requests each rank still takes; empty: any number.
+    """
+    room = Room(c_avail, places or [math.inf] * len(c_avail))
+    ranks = range(len(c_avail))
+    placed: list[tuple[Request, int]] = []
+    left: list[Request] = []
+    for queue in (pending, new):
+        longest_first = sorted(queue, key=attrgetter("prompt_tokens"), reverse=True)
+        for position, request in enumerate(longest_first):
+            if max(room.free) <= 0:
+                left += longest_first[position:]
+                break
+            after = [
+                room.free[d] - paged(request.prompt_tokens - prefix_hit_tokens(request, d), page)
+                for d in ranks
+            ]
+            best = max(ranks, key=after.__getitem__)
+            if room.free[best] > 0:
+                placed.append((request, best))
+                room.take(best, room.free[best] - after[best])
+            else:
+                left.append(request)
+    return Allocation(placed, left)
 
 
 class PaperTrigger(PrefillPolicy):

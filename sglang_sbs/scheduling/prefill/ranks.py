@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any, Generic, TypeVar
 
@@ -128,11 +129,12 @@ class Ranks(list[PrefillRank]):
         most = [chunk if pool is None else pool for pool in pools]
         return [min(chunk, *pair) for pair in zip(room, most, strict=True)]
 
-    def places(self, passes: int = 1) -> list[int] | None:
-        """Return the number of requests per rank that the pass can still take; None: unlimited."""
+    def places(self, passes: int = 1) -> Sequence[float]:
+        """Return the number of requests per rank that the pass can still take; infinite if it is
+        unlimited."""
         most = self[0].most_requests
         if not most:
-            return None
+            return [math.inf] * len(self)
         return [max(0, min(most, passes * most - rank.backlog_requests)) for rank in self]
 
     def capacity_of(self, mean_tokens: float) -> float:

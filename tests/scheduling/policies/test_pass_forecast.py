@@ -32,11 +32,14 @@ def at(
     queue,
     *,
     may_go=True,
-    far=lambda _name: None,
+    far=(),
     terms=DEFAULT,
 ) -> set[str]:
     """Those that cost least there."""
-    found = homes(forecasts, far, queue, lambda _: terms, lambda _r, _i: may_go, {})
+    by_id = {one.instance.id: one for one in (*forecasts, *far)}
+    near = [one.instance.id for one in forecasts]
+    others = by_id.keys() - near
+    found, _ = homes(near, others, by_id, queue, lambda _: terms, lambda _r, _i: may_go)
     return {rid for rid, home in found.items() if home.instance == name}
 
 
@@ -140,10 +143,8 @@ def test_it_goes_where_most_of_it_is_cached_unless_that_takes_longer():
     one.hits, one.uncached_tokens = Hits({"holder": [0, 8500]}, 8500), 500
 
     def goes_to_holder(at_s: float, again_weight: float = 1.0) -> bool:
-        far = {"holder": forecast(holder, at_s)}.get
-        return bool(
-            at("holder", [forecast(near)], [one], far=far, terms=Terms(again_weight=again_weight))
-        )
+        far, terms = [forecast(holder, at_s)], Terms(again_weight=again_weight)
+        return bool(at("holder", [forecast(near)], [one], far=far, terms=terms))
 
     assert goes_to_holder(1.0)
     assert not goes_to_holder(20.0)
@@ -218,9 +219,8 @@ def test_all_ranks_wait_while_one_loads_what_was_fetched():
 
 def test_it_is_the_rank_of_the_forecast_that_a_request_goes_to():
     one = cached_in_storage("r", 8500, {"p0": [8000, 0]})
-    found = homes(
-        [forecast(instance())], lambda _: None, [one], lambda _: DEFAULT, lambda *_: True, {}
-    )
+    forecasts = {"p0": forecast(instance())}
+    found, _ = homes(["p0"], set(), forecasts, [one], lambda _: DEFAULT, lambda *_: True)
     assert found == {"r": Home("p0", 1)}
 
 

@@ -1,10 +1,10 @@
-"""Chooses the batch of an open pass and places it on the DP ranks. Must not know when a batch
-leaves, or how the queue is divided."""
+"""Chooses the batch of an open pass. Must not know when a batch leaves, or how the queue is
+divided."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import NamedTuple
 
 from sglang_sbs.scheduling.explained.decisions import note
@@ -12,11 +12,11 @@ from sglang_sbs.scheduling.paging import paged
 from sglang_sbs.scheduling.policies.adaptive.cache_affinity import BatchAffinity, CacheAffinity
 from sglang_sbs.scheduling.policies.adaptive.division import Division, Requests
 from sglang_sbs.scheduling.policies.adaptive.view import OpenPass, View
-from sglang_sbs.scheduling.policies.pbaa import place_fitting, top_up
-from sglang_sbs.scheduling.policies.policy import Placement
+from sglang_sbs.scheduling.policies.pbaa import Target
 from sglang_sbs.scheduling.policies.tuning import TUNING
+from sglang_sbs.scheduling.prefill.instance import PrefillInstance
 from sglang_sbs.scheduling.reasons import WaitReason
-from sglang_sbs.scheduling.request import Request, uncached_tokens_of
+from sglang_sbs.scheduling.request import Request
 
 
 class Batch(NamedTuple):
@@ -24,27 +24,12 @@ class Batch(NamedTuple):
 
     opening: OpenPass
     affinity: BatchAffinity
-    c_avail: Sequence[int]
-    places: Sequence[int] | None
+    target: Target
     keep_tokens: float
     """A prompt is split to fill the pass only if more waits than this."""
     head: Requests
     rest: Requests
     """Requests that wait for later passes, unless the pass has a hole for a part of one."""
-
-
-def rank_by_affinity(
-    view: View, passes: Sequence[OpenPass], last: CacheAffinity | None
-) -> CacheAffinity:
-    """Step 4: where each request is best off. All batches that leave at one moment share the
-    ranking, so it is the ``last`` one if that was of this moment."""
-    learned = view.learned
-    first = passes[0].instance if passes else view.instances[0]
-    if last is None or last.at.now_s != view.at.now_s:
-        load = learned.offered.load_with(view.queue.tokens)
-        last = CacheAffinity(view.at, learned.lineup.by_id, first, load=load)
-    last.starts_with(first)
-    return last
 
 
 def choose(view: View, division: Division, moment: CacheAffinity) -> Iterator[Batch]:
@@ -53,46 +38,57 @@ def choose(view: View, division: Division, moment: CacheAffinity) -> Iterator[Ba
     tries_all = view.learned.long.uneven_chunks or view.by_forecast
     for opening in division.passes:
         if tried < TUNING.most_tried or tries_all or moment.is_wanted(opening.instance):
-            batch, is_forbidden = _batch_for(view, division, moment, opening)
-            tried += not is_forbidden
-            if batch.head or batch.rest:
-                head, rest = division.part(opening, batch.head, batch.rest)
-                yield batch._replace(head=head, rest=rest)
+            affinity = division.affinity(moment, opening.instance)
+            filters = _Filters(view, affinity, opening.instance)
+            batch = _batch_for(view, filters, opening)
+            tried += filters.forbidden < len(view.queue)
+            head, rest = division.part(opening, batch.head, batch.rest)
+            yield batch._replace(head=head, rest=rest)
 
 
-def _batch_for(
-    view: View, division: Division, moment: CacheAffinity, opening: OpenPass
-) -> tuple[Batch, bool]:
-    """The requests that fit into the pass, with those of which a part might, and whether nothing
-    that waits may go to the instance."""
-    instance, queue = opening.instance, view.queue
-    affinity = division.affinity(moment, instance)
-    c_avail, places = instance.ranks.c_avail(opening.passes), instance.ranks.places(opening.passes)
-    keep_tokens = _keep_tokens(view, opening)
-    filters = _Filters(view, affinity, opening)
-    room = sum([max(0, free) for free in c_avail])
-    most = min(opening.joins_left, math.inf if places is None else sum(places))
-    parts = 1 + (queue.tokens > keep_tokens)
-    most_tokens, most_requests = parts * room, parts * most
-    head: Requests = []
+def _batch_for(view: View, filters: _Filters, opening: OpenPass) -> Batch:
+    """The requests that fit into the pass, and those of which a part might."""
+    target, keep_tokens = _target(opening), _keep_tokens(view, opening)
+    may_split = view.queue.tokens > keep_tokens
+    room = sum([max(0, free) for free in target.c_avail])
+    most = min(opening.joins_left, sum(target.places))
+    suitable = filters.suitable()
+    head, taken = _take(suitable, opening.instance, room, most)
     rest: Requests = []
-    taken = 0
-    is_full = most_tokens <= 0 or most_requests <= 0
-    for request in queue.in_order():
-        if is_full:
+    if may_split:
+        rest, _ = _take(suitable, opening.instance, 2 * room - taken, 2 * most - len(head))
+    return Batch(opening, filters.affinity, target, keep_tokens, head, rest)
+
+
+def _take(
+    requests: Iterator[Request], instance: PrefillInstance, most_tokens: int, most: float
+) -> tuple[Requests, int]:
+    """The next requests until there are as many, or they have as many charged tokens; and their
+    tokens."""
+    taken: Requests = []
+    tokens = 0
+    while tokens < most_tokens and len(taken) < most:
+        request = next(requests, None)
+        if request is None:
             break
-        left = filters.skip(request)
-        if left is None:
-            (head if taken < room and len(head) < most else rest).append(request)
-            taken += paged(request.uncached_tokens_on(instance.id), instance.page)
-            is_full = taken >= most_tokens or len(head) + len(rest) >= most_requests
-            continue
-        is_full = filters.exhausted
-        if left is not request.waits_for:
-            where, until_s, gain_s = affinity.better_for(request, left)
-            note(request, left, view.at.now_s, where, until_s, gain_s)
-    batch = Batch(opening, affinity, c_avail, places, keep_tokens, head, rest)
-    return batch, filters.forbidden == len(queue)
+        taken.append(request)
+        tokens += paged(request.uncached_tokens_on(instance.id), instance.page)
+    return taken, tokens
+
+
+def _target(opening: OpenPass) -> Target:
+    """The ranks of the pass. Of equally empty ones the rank that was ever sent the fewest tokens is
+    taken, so that all caches fill alike."""
+    instance, ranks = opening.instance, opening.instance.ranks
+    received_tokens = [rank.received_tokens for rank in ranks]
+    return Target(
+        instance.id,
+        ranks.c_avail(opening.passes),
+        ranks.places(opening.passes),
+        instance.chunk_tokens,
+        instance.page,
+        sorted(range(len(ranks)), key=received_tokens.__getitem__),
+    )
 
 
 def _keep_tokens(view: View, opening: OpenPass) -> float:
@@ -110,74 +106,45 @@ def _keep_tokens(view: View, opening: OpenPass) -> float:
 class _Filters:
     """Which requests of the queue may be in a batch."""
 
-    def __init__(self, view: View, affinity: BatchAffinity, opening: OpenPass) -> None:
+    def __init__(self, view: View, affinity: BatchAffinity, instance: PrefillInstance) -> None:
         # In attributes of its own, as each waiting request is looked at.
-        self._instances, self._admissible = view.instances, view.admissible
-        self._affinity = affinity
-        self._instance = opening.instance
-        self._long = view.learned.long
-        self._all_suit = view.overdue or not self._long.uneven_chunks
+        self._view, self._admissible, self._instances = view, view.admissible, view.instances
+        self.affinity = affinity
+        self._instance = instance
         # Whatever was predicted, no request is left for another instance longer than this.
         self._patient_s = view.at.now_s + TUNING.epsilon_s - view.learned.hold_s
         self._refused = 0
         self.forbidden = 0
         """Requests that must not go to the instance."""
 
-    @property
-    def exhausted(self) -> bool:
-        """Whether the decision has looked at enough requests that it cannot take."""
-        return (
-            self._affinity.deferred >= TUNING.most_deferred or self._refused >= TUNING.most_refused
-        )
+    def suitable(self) -> Iterator[Request]:
+        """The requests that may be in the batch, until the decision has looked at enough that may
+        not."""
+        for request in self._view.queue.in_order():
+            left = self._skip(request)
+            if left is None:
+                yield request
+                continue
+            if left is not request.waits_for:
+                where, until_s, gain_s = self.affinity.better_for(request, left)
+                note(request, left, self._view.at.now_s, where, until_s, gain_s)
+            if (
+                self.affinity.deferred >= TUNING.most_deferred
+                or self._refused >= TUNING.most_refused
+            ):
+                break
 
-    def skip(self, request: Request) -> WaitReason | None:
+    def _skip(self, request: Request) -> WaitReason | None:
         """Why a request cannot be in the batch; None: it can."""
-        if request.exclude and not request.may_use(self._instance, self._instances):
+        if not request.may_use(self._instance, self._instances):
             self.forbidden += 1
             return WaitReason.EXCLUDED
         if not self._admissible(request):
             self._refused += 1
             return WaitReason.NO_DECODE_ROOM
-        if not self._all_suit:
-            one_pass = self._long.in_one_pass(request, self._instance, self._instances)
-            if one_pass and self._affinity.is_sooner_on(one_pass, request):
-                return WaitReason.DOES_NOT_FIT
+        one_pass = self._view.in_one_pass(request, self._instance)
+        if one_pass and self.affinity.is_sooner_on(one_pass, request):
+            return WaitReason.DOES_NOT_FIT
         if request.arrived_s <= self._patient_s:
             return None
-        return self._affinity.skip(request)
-
-
-def place(view: View, batch: Batch) -> tuple[list[Placement], Requests]:
-    """Step 6: the requests of a batch on DP ranks, and those that it leaves behind."""
-    instance, affinity = batch.opening.instance, batch.affinity
-    allocation = place_fitting(
-        batch.head,
-        batch.c_avail,
-        instance.chunk_tokens,
-        affinity.hits_of,
-        affinity.rank_of,
-        [rank.received_tokens for rank in instance.ranks],
-        instance.page,
-        batch.places,
-    )
-    if allocation.placed:
-        _note_left(allocation.left, WaitReason.DOES_NOT_FIT, view.at.now_s)
-        _note_left(batch.rest, WaitReason.SHARE_FULL, view.at.now_s)
-    chosen_tokens = uncached_tokens_of(batch.head) + uncached_tokens_of(batch.rest)
-    allocation = top_up(
-        allocation._replace(left=allocation.left + batch.rest),
-        batch.c_avail,
-        instance.chunk_tokens,
-        keep_tokens=batch.keep_tokens - (view.queue.tokens - chosen_tokens),
-        hits_of=affinity.hits_of,
-        page=instance.page,
-        places=batch.places,
-    )
-    return [Placement(r, instance, rank) for r, rank in allocation.placed], allocation.left
-
-
-def _note_left(left: Requests, reason: WaitReason, now_s: float) -> None:
-    """A batch leaves without these requests."""
-    for request in left:
-        if request.waits_for is not reason:
-            note(request, reason, now_s)
+        return self.affinity.skip(request)

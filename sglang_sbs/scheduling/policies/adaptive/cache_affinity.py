@@ -1,4 +1,4 @@
-"""What a cached prefix is worth when a batch is formed for one instance.
+"""The value of a cached prefix when a batch is formed for one instance.
 
 A :class:`CacheAffinity` belongs to one moment. Each batch that is tried at that moment has a
 :class:`BatchAffinity`.
@@ -14,7 +14,7 @@ for less than ``Tuning.least_hit_share`` of a chunk.
 from __future__ import annotations
 
 import math
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
@@ -22,11 +22,12 @@ from sglang_sbs.scheduling.events import InstanceId
 from sglang_sbs.scheduling.paging import paged
 from sglang_sbs.scheduling.policies.adaptive.lineup import Moment
 from sglang_sbs.scheduling.policies.adaptive.pass_forecast import Home
+from sglang_sbs.scheduling.policies.adaptive.view import OpenPass, View
 from sglang_sbs.scheduling.policies.pbaa import first_part
 from sglang_sbs.scheduling.policies.tuning import TUNING
 from sglang_sbs.scheduling.prefill.completion import NextPass, attention_pairs, likely_ranks
 from sglang_sbs.scheduling.prefill.instance import PrefillInstance
-from sglang_sbs.scheduling.prefix.places import Hits, Upcoming, shared_blocks
+from sglang_sbs.scheduling.prefix.places import Upcoming, shared_blocks
 from sglang_sbs.scheduling.reasons import WaitReason
 from sglang_sbs.scheduling.request import Request
 
@@ -41,6 +42,16 @@ class _Best(NamedTuple):
     cost_s: float
     instance: InstanceId
     rank: int
+
+
+class _Coming(NamedTuple):
+    """Whether it pays to wait for ranks that are computing a part of a prompt."""
+
+    upcoming: list[Upcoming]
+    pays: bool
+
+
+_NOTHING_COMES = _Coming([], pays=False)
 
 
 class CacheAffinity:
@@ -65,56 +76,51 @@ class CacheAffinity:
         self._first = first
         self._weight = TUNING.again_weight * load**2 / (1 - load)
         self._next_passes: dict[InstanceId, NextPass] = {}
+        """These count the requests that were left for them."""
+        self._plain: dict[InstanceId, NextPass] = {}
+        """These count none, and are forgotten by :meth:`starts_with`."""
         self._best: dict[str, _Best] = {}
         self._wanted: set[InstanceId] = set()
-        self._coming: dict[str, tuple[Sequence[Upcoming], bool]] = {}
+        self._coming: dict[str, _Coming] = {}
         self.wake_s = math.inf
         """When something will be cached that a request waits for."""
-        self._sharing: Counter[int | None] = Counter()
+        self._sharing: defaultdict[int | None, set[str]] = defaultdict(set)
         """Requests that were looked at, by the prefix they share."""
-        self._looked_at: set[str] = set()
-        self._elsewhere: dict[str, Hits] = {}
-        """Requests that were left for an instance that has some of them, and what was cached then.
-        While that is so, each instance that has nothing of such a request leaves it."""
         self.deferred = 0
         """How often a request was left for another instance, or for one that computes the same."""
 
     def starts_with(self, first: PrefillInstance) -> None:
         """``first``: the instance that starts first of those that the next batch could go to."""
         self._first = first
+        self._plain = {}
 
     def defer(self) -> None:
         """A request was left, see :attr:`deferred`."""
         self.deferred += 1
 
-    def leave(self, request: Request) -> None:
-        """A request was left for an instance that has some of it cached."""
-        self._elsewhere[request.rid] = request.hits
-
-    def is_left(self, request: Request) -> bool:
-        """Whether a request was left so, and nothing else of it has been cached since."""
-        return self._elsewhere.get(request.rid) is request.hits
-
-    def next_pass(self, instance: PrefillInstance, *, keep: bool = True) -> NextPass:
+    def next_pass(self, instance: PrefillInstance) -> NextPass:
         """The pass that a request sent now would be in, behind the requests that were left for it
-        at this moment. ``keep``: every later question at this moment gets the same object."""
-        found = self._next_passes.get(instance.id)
-        if found is None:
-            found = instance.next_pass(self.at.starts_s(instance)[0])
-            if keep:
-                self._next_passes[instance.id] = found
-        return found
+        at this moment. Every later question at this moment gets the same object."""
+        return self._next_passes.setdefault(instance.id, self.peek(instance))
+
+    def peek(self, instance: PrefillInstance) -> NextPass:
+        """The same, but no request is going to be left for it: later questions may get another
+        object."""
+        known = self._next_passes.get(instance.id) or self._plain.get(instance.id)
+        if known is None:
+            known = self._plain[instance.id] = instance.next_pass(self.at.starts_s(instance)[0])
+        return known
 
     def look_at(self, request: Request) -> None:
-        """Count a waiting request with those that share its prefix, if some of it is cached: what
-        is computed again of it serves all of them."""
-        if request.hits.best_tokens and request.rid not in self._looked_at:
-            self._looked_at.add(request.rid)
-            self._sharing[request.cached_until] += 1
+        """Count a waiting request with those that share its prefix. All of them share the price of
+        computing it again."""
+        if request.hits.best_tokens:
+            self._sharing[request.cached_until].add(request.rid)
 
     def on_dispatched(self, instance: PrefillInstance) -> None:
         """A batch leaves for the instance, and the next one is decided at the same moment."""
         self._next_passes.pop(instance.id, None)
+        self._plain.pop(instance.id, None)
 
     def is_wanted(self, instance: PrefillInstance) -> bool:
         """Whether a request waits for the instance."""
@@ -122,12 +128,11 @@ class CacheAffinity:
 
     def is_coming(self, request: Request) -> bool:
         """Whether a request should wait for a rank that is computing some of it for another one."""
-        if not request.upcoming:
-            return False
-        known = self._coming.get(request.rid)
-        if known is None or known[0] != request.upcoming:
-            known = self._coming[request.rid] = request.upcoming, self._is_coming(request)
-        return known[1]
+        known = self._coming.get(request.rid, _NOTHING_COMES)
+        if [*request.upcoming] != known.upcoming:
+            known = _Coming([*request.upcoming], self._is_coming(request))
+            self._coming[request.rid] = known
+        return known.pays
 
     def _is_coming(self, request: Request) -> bool:
         least_s = self.best_for(request).cost_s
@@ -150,25 +155,30 @@ class CacheAffinity:
         best = self._best.get(request.rid)
         if best is None:
             hits = request.hits.by_instance
-            others = (hits.keys() & self._by_id.keys()) - {self._first.id}
-            near = [self._first, *[self._by_id[name] for name in others]]
-            best = self._best[request.rid] = min([self.best_on(request, coming) for coming in near])
+            near = {self._first.id, *hits} & self._by_id.keys()
+            best = min([self.best_on(request, self._by_id[name]) for name in near])
+            self._best[request.rid] = best
             if best.instance in hits:
                 self._wanted.add(best.instance)
                 left = request.prompt_tokens - hits[best.instance][best.rank]
                 self.next_pass(self._by_id[best.instance]).add(best.rank, left)
         return best
 
-    def best_on(self, request: Request, instance: PrefillInstance, *, keep: bool = True) -> _Best:
-        """The best rank of an instance. ``keep``: see :meth:`next_pass`."""
-        there = self.next_pass(instance, keep=keep)
-        hits = request.hits.by_instance.get(instance.id)
+    def best_on(self, request: Request, instance: PrefillInstance) -> _Best:
+        """The best rank of an instance, where requests may be left for it."""
+        return self._best_in(request, self.next_pass(instance), instance.id)
+
+    def glance(self, request: Request, instance: PrefillInstance) -> _Best:
+        """The same where none is (:meth:`peek`)."""
+        return self._best_in(request, self.peek(instance), instance.id)
+
+    def _best_in(self, request: Request, there: NextPass, name: InstanceId) -> _Best:
         costs = [
-            (self.cost_s(request, there, d, 0 if hits is None else hits[d]), d != there.emptiest, d)
-            for d in likely_ranks(there.ahead_tokens, hits)
+            (self.cost_s(request, there, d, request.hit_tokens(name, d)), d != there.emptiest, d)
+            for d in likely_ranks(there.ahead_tokens, request.hits.by_instance.get(name))
         ]
         best_s, _, rank = min(costs)
-        return _Best(there.start_s + best_s, instance.id, rank)
+        return _Best(there.start_s + best_s, name, rank)
 
     def cost_s(
         self, request: Request, there: NextPass, rank: int, cached: int, ahead: int | None = None
@@ -183,7 +193,21 @@ class CacheAffinity:
         formula, ranks = there.formula, len(there.ahead_tokens)
         attention_s = formula.rank_s(0, attention_pairs(again, cached))
         again_s = (formula.slope_s() * again + attention_s) / ranks
-        return done_s + self._weight * again_s / max(1, self._sharing[request.cached_until])
+        return done_s + self._weight * again_s / max(1, len(self._sharing[request.cached_until]))
+
+
+def rank_by_affinity(
+    view: View, passes: Sequence[OpenPass], last: CacheAffinity | None
+) -> CacheAffinity:
+    """Step 4: where each request is best off. All batches that leave at one moment share the
+    ranking, so it is the ``last`` one if that was of this moment."""
+    learned, waiting_tokens = view.learned, view.queue.tokens
+    first = passes[0].instance if passes else view.instances[0]
+    if last is None or last.at.now_s != view.at.now_s:
+        load = learned.offered.load_with(waiting_tokens)
+        last = CacheAffinity(view.at, learned.lineup.by_id, first, load=load)
+    last.starts_with(first)
+    return last
 
 
 class BatchAffinity:
@@ -198,26 +222,25 @@ class BatchAffinity:
         """Requests in the batch, by their first block."""
         self.deferred = 0
 
-    def hits_of(self, request: Request) -> Sequence[int] | None:
-        """L_hit(r, d) on the ranks of the instance; None if they have nothing of it."""
-        return request.hits.by_instance.get(self._instance.id)
-
     def skip(self, request: Request) -> WaitReason | None:
         """Why a request should not be in this batch: it waits for an instance where more of it is
         cached, or for a rank that is computing some of it. None: it belongs here."""
         if not request.blocks:
             return None
         twins = self._taken.setdefault(request.blocks[0], [])
-        left = self._waits_for(request, twins)
-        if left is not None:
-            self.deferred += 1
-            self._moment.defer()
-        elif len(twins) < TUNING.most_twins:
+        if self._is_elsewhere(request):
+            left = WaitReason.BETTER_ELSEWHERE
+        elif self._moment.is_coming(request) or (twins and self._is_taken(request, twins)):
+            left = WaitReason.PREFIX_COMING
+        else:
             twins.append(request)
+            return None
+        self.deferred += 1
+        self._moment.defer()
         return left
 
     def better_for(self, request: Request, left: WaitReason) -> Better:
-        """What a request waits for that was left for this reason."""
+        """The place, time and gain that a request waits for, if it was left for this reason."""
         if left is WaitReason.BETTER_ELSEWHERE:
             return self._elsewhere(request)
         if left is WaitReason.PREFIX_COMING:
@@ -230,37 +253,24 @@ class BatchAffinity:
     def is_sooner_on(self, instances: Sequence[PrefillInstance], request: Request) -> bool:
         """Whether a request is predicted to be done sooner on one of these instances."""
         moment = self._moment
-        here_s = moment.best_on(request, self._instance, keep=False).cost_s
-        return here_s > min([moment.best_on(request, x, keep=False).cost_s for x in instances])
+        here_s = moment.glance(request, self._instance).cost_s
+        return here_s > min([moment.glance(request, other).cost_s for other in instances])
 
     def _elsewhere(self, request: Request) -> Better:
         home = self._moment.best_for(request)
-        here = self._moment.best_on(request, self._instance, keep=False)
+        here = self._moment.glance(request, self._instance)
         return home.instance, None, here.cost_s - home.cost_s
-
-    def _waits_for(self, request: Request, twins: Sequence[Request]) -> WaitReason | None:
-        if self._is_elsewhere(request):
-            return WaitReason.BETTER_ELSEWHERE
-        if self._moment.is_coming(request) or (twins and self._is_taken(request, twins)):
-            return WaitReason.PREFIX_COMING
-        return None
 
     def _is_elsewhere(self, request: Request) -> bool:
         """Whether a request is better off at another instance, which has some of it cached."""
-        here, moment, hits = self._instance.id, self._moment, request.hits
-        holds_none = here not in hits.by_instance and hits.best_tokens >= self._least_tokens
-        if holds_none and moment.is_left(request):
-            return True
+        here, moment = self._instance.id, self._moment
         moment.look_at(request)
         gain = request.uncached_tokens_on(here) - request.uncached_tokens
         if gain < self._least_tokens:
             return False
         home = moment.best_for(request).instance
         # Where nothing of it is cached, one instance is as good as the other.
-        is_better = home != here and home in hits.by_instance
-        if is_better:
-            moment.leave(request)
-        return is_better
+        return home != here and home in request.hits.by_instance
 
     def rank_of(self, request: Request, capacity: Sequence[int]) -> int | None:
         """The rank for a request of which the instance has some cached; None: it should wait.
@@ -298,7 +308,7 @@ class BatchAffinity:
         here = moment.next_pass(self._instance)
         least_s = moment.best_on(request, self._instance).cost_s
         most = (request.prompt_tokens - 1) // request.block_tokens
-        for twin in twins:
+        for twin in twins[: TUNING.most_twins]:
             tokens = shared_blocks(request.blocks, twin.blocks, most) * request.block_tokens
             gain = tokens - request.hits.best_tokens
             if gain >= self._least_tokens:
@@ -339,9 +349,8 @@ class ForecastAffinity(BatchAffinity):
         if home is None:
             return super()._elsewhere(request)
         costs_s = self._costs_s[request.rid]
-        here_s = costs_s.get(self._instance.id)
-        gain_s = None if here_s is None else here_s - costs_s[home.instance]
-        return home.instance, None, gain_s
+        home_s = costs_s[home.instance]
+        return home.instance, None, costs_s.get(self._instance.id, home_s) - home_s
 
     def _best_rank(self, request: Request, hits: Sequence[int], capacity: Sequence[int]) -> int:
         if self._is_here(request):

@@ -5,7 +5,7 @@ DP ranks."""
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from itertools import islice
 from typing import NamedTuple, TypeAlias
 
@@ -16,7 +16,7 @@ from sglang_sbs.scheduling.policies.adaptive.cache_affinity import (
     ForecastAffinity,
 )
 from sglang_sbs.scheduling.policies.adaptive.few_requests import WaitingWork, cut_of
-from sglang_sbs.scheduling.policies.adaptive.openings import Openings, may_take
+from sglang_sbs.scheduling.policies.adaptive.openings import Openings, has_room
 from sglang_sbs.scheduling.policies.adaptive.pass_forecast import Home, PassForecast, Terms, homes
 from sglang_sbs.scheduling.policies.adaptive.view import OpenPass, View
 from sglang_sbs.scheduling.policies.tuning import TUNING
@@ -38,7 +38,7 @@ class Share(NamedTuple):
 
     @property
     def passes(self) -> list[OpenPass]:
-        return self.openings.passes
+        return [*self.openings.passes.values()]
 
     def affinity(self, moment: CacheAffinity, instance: PrefillInstance) -> BatchAffinity:
         return BatchAffinity(moment, instance)
@@ -69,9 +69,9 @@ class Forecast(NamedTuple):
     openings: Openings
     passes: list[OpenPass]
     homes: Mapping[str, Home]
-    """By request id."""
+    """The chosen place by request id."""
     costs_s: Mapping[str, Mapping[InstanceId, float]]
-    """By request id: what the request would cost at each instance that was compared."""
+    """Cost by request id and instance, for each instance that was compared."""
 
     def affinity(self, moment: CacheAffinity, instance: PrefillInstance) -> BatchAffinity:
         return ForecastAffinity(moment, instance, self.homes, self.costs_s)
@@ -87,71 +87,71 @@ def divide(view: View, openings: Openings) -> Division:
     """Step 3: how the queue is divided between the open passes and those that start later."""
     if not (view.by_forecast and openings.any):
         return Share(view, openings)
-    costs_s: dict[str, dict[InstanceId, float]] = {}
-    found = _homes(view, openings, costs_s)
-    passes = openings.passes
-    if openings.early:
-        opened = {a_pass.instance for a_pass in passes}
-        early = [
-            instance
-            for instance in view.in_order()
-            if instance not in opened and _is_early(instance, found)
-        ]
-        passes = [*passes, *[OpenPass(instance, Opening.FULL_AHEAD) for instance in early]]
-    return Forecast(openings, passes, found, costs_s)
+    opened, starts = openings.passes, view.starts
+    found, costs_s = _homes(view, opened)
+    early = [
+        OpenPass(instance, Opening.FULL_AHEAD)
+        for instance in starts.in_order()
+        if instance in view.early and instance not in opened and _is_urgent(instance, found)
+    ]
+    return Forecast(openings, [*opened.values(), *early], found, costs_s)
+
+
+class _Forecasts(dict[InstanceId, PassForecast]):
+    """The next passes of each instance, laid out when they are asked for."""
+
+    def __init__(self, view: View, opened: Collection[PrefillInstance]) -> None:
+        self._view = view
+        self._opened = opened
+
+    def __missing__(self, name: InstanceId) -> PassForecast:
+        view, instance = self._view, self._view.learned.lineup.by_id[name]
+        takes_batch = has_room(instance) and not instance.ranks.has_flight
+        is_open = takes_batch or instance in view.early or instance in self._opened
+        self[name] = found = view.learned.long.forecast(instance, view.at, closed=not is_open)
+        return found
 
 
 def _homes(
-    view: View, openings: Openings, costs_s: dict[str, dict[InstanceId, float]]
-) -> dict[str, Home]:
-    """Where each request costs least, now or later (:func:`.pass_forecast.homes`)."""
-    learned, at, instances = view.learned, view.at, view.instances
-    long, offered, by_id = learned.long, learned.offered, learned.lineup.by_id
-    opened = [a_pass.instance for a_pass in openings.passes]
-    forecasts: dict[InstanceId, PassForecast] = {}
-
-    def forecast_of(name: InstanceId) -> PassForecast | None:
-        if name not in forecasts and name in by_id:
-            instance = by_id[name]
-            is_early = openings.early and instance.ranks.has_room and instance.forms_ahead
-            closed = not (is_early or may_take(instance, False) or instance in opened)
-            forecasts[name] = long.forecast(instance, at, closed=closed)
-        return forecasts.get(name)
-
-    most = TUNING.nearest
-    near = list(dict.fromkeys([*opened[:most], *islice(view.in_order(), most)]))[:most]
+    view: View, opened: Collection[PrefillInstance]
+) -> tuple[dict[str, Home], dict[str, dict[InstanceId, float]]]:
+    """Where each request costs least, now or later, and what it costs (:func:`.homes`)."""
+    learned, now_s, instances = view.learned, view.at.now_s, view.instances
+    starts = view.starts
+    offered, most = learned.offered, TUNING.nearest
+    near = list(dict.fromkeys([*opened, *islice(starts.in_order(), most)]))[:most]
     pass_s = learned.interval.mean_forward_s
     terms = Terms(
         waiting_per_s=TUNING.slack * offered.request_rate / len(instances),
         pass_s=pass_s,
         again_weight=TUNING.again_weight * offered.load**2 / (1 - offered.load),
     )
-    all_suit = view.overdue or not long.uneven_chunks
 
     def terms_of(request: Request) -> Terms:
-        chunks = math.ceil(request.uncached_tokens / long.chunk_tokens)
-        waited = (at.now_s - request.arrived_s) / (pass_s * chunks)
+        chunks = math.ceil(request.uncached_tokens / learned.long.chunk_tokens)
+        waited = (now_s - request.arrived_s) / (pass_s * chunks)
         return terms._replace(impatience=1 + TUNING.ageing * waited)
 
     def may_go(request: Request, instance: PrefillInstance) -> bool:
-        suits = all_suit or not long.in_one_pass(request, instance, instances)
-        return suits and request.may_use(instance, instances)
+        return request.may_use(instance, instances) and not view.in_one_pass(request, instance)
 
+    names = [instance.id for instance in near]
     return homes(
-        [forecast for instance in near if (forecast := forecast_of(instance.id)) is not None],
-        forecast_of,
+        names,
+        learned.lineup.by_id.keys() - names,
+        _Forecasts(view, opened),
         view.queue.in_order(),
         terms_of,
         may_go,
-        costs_s,
     )
 
 
-def _is_early(instance: PrefillInstance, found: Mapping[str, Home]) -> bool:
-    """Whether a request whose home is here should be here as soon as possible. The instance is
-    cutting prompts, so it forms a pass when the one before starts, and a request that is late waits
-    for a whole pass. Where caches settle where requests go, later ones hardly change that."""
-    return instance.forms_ahead and any(
+def _is_urgent(instance: PrefillInstance, found: Mapping[str, Home]) -> bool:
+    """Whether some request that belongs on this instance should be there as soon as possible. The
+    instance is cutting prompts, so it forms a pass when the one before starts, and a request that
+    is late waits for a whole pass. Where caches settle where requests go, later ones hardly change
+    that."""
+    return any(
         home.instance == instance.id
         and instance.ranks[home.rank].ahead_tokens < instance.chunk_tokens
         for home in found.values()

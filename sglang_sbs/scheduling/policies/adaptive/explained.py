@@ -14,21 +14,29 @@ from sglang_sbs.scheduling.reasons import Opening, Term, WaitReason
 from sglang_sbs.scheduling.request import Request
 
 Costs = Mapping[str, Mapping[InstanceId, float]]
-"""By request id and instance, seconds."""
+"""Seconds, by request id and instance."""
 
 
-def reason_of(view: View, opening: OpenPass) -> str:
-    """The reason of a dispatch, as event logs have it."""
+def _reason_of(view: View, opening: OpenPass) -> str:
     if opening.instance.idle:
         return f"{opening.instance.id} idle"
-    ahead_ms = 1e3 * (view.at.free_at_s(opening.instance) - view.at.now_s)
+    at = view.at
+    ahead_ms = 1e3 * (at.free_at_s(opening.instance) - at.now_s)
     return f"{ahead_ms:.0f} ms before the predicted launch on {opening.instance.id}"
 
 
-def explain(view: View, openings: Openings, opening: OpenPass, costs_s: Costs) -> BatchRecord:
-    """What is known of the instance that gets a batch, and of those that start first."""
-    launch_s = openings.begins.begin_s(opening.instance)
-    first = view.starts.soonest(MOST_LOOKS)
+def explain(
+    view: View, openings: Openings, opening: OpenPass, costs_s: Costs, *, recorded: bool
+) -> tuple[str, BatchRecord | None]:
+    """The reason of a dispatch, as event logs have it, and if it is recorded what is known of the
+    instance that gets the batch and of those that start first."""
+    reason = _reason_of(view, opening)
+    return reason, _record(view, openings, opening, costs_s) if recorded else None
+
+
+def _record(view: View, openings: Openings, opening: OpenPass, costs_s: Costs) -> BatchRecord:
+    starts, launch_s = view.starts, openings.begins.begin_s(opening.instance)
+    first = starts.soonest(MOST_LOOKS)
     looks = tuple([look_at(view.instances[number], start_s) for start_s, _, number in first])
     if all(look.instance != opening.instance.id for look in looks):
         looks = (*looks[:-1], look_at(opening.instance, launch_s))
@@ -48,7 +56,8 @@ def explain(view: View, openings: Openings, opening: OpenPass, costs_s: Costs) -
 
 def _kind(view: View, opening: OpenPass) -> Opening:
     """An instance that is about to be ready counts as that, however much waits."""
-    is_near = view.at.forms_at_s(opening.instance) - view.at.now_s <= view.lead_s + TUNING.epsilon_s
+    at = view.at
+    is_near = at.forms_at_s(opening.instance) - at.now_s <= view.lead_s + TUNING.epsilon_s
     is_full_ahead = opening.kind is Opening.FULL_AHEAD
     return Opening.ABOUT_TO_END if is_full_ahead and is_near else opening.kind
 
@@ -56,9 +65,8 @@ def _kind(view: View, opening: OpenPass) -> Opening:
 def note_opening(request: Request, view: View | None, now_s: float) -> None:
     """Note which instance was expected to be ready first when a request arrived that no instance
     could take. ``view``: None while requests leave at once, without a look at the instances."""
-    soonest = [] if view is None else view.starts.soonest(1)
-    if view is None or view.passes_away > 1 or not soonest:
+    if view is None or view.passes_away > 1:
         note(request, WaitReason.NOT_YET, now_s)
     else:
-        instance = view.instances[soonest[0][2]]
+        instance = next(view.starts.in_order())
         note(request, WaitReason.NOT_YET, now_s, instance.id, view.at.free_at_s(instance))

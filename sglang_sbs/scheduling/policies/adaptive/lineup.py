@@ -10,12 +10,15 @@ from __future__ import annotations
 import math
 from bisect import bisect_left, bisect_right, insort
 from collections.abc import Callable, Collection, Container, Iterator, Sequence
+from heapq import merge
+from itertools import islice, takewhile
 from typing import NamedTuple
 
 from sglang_sbs.scheduling.events import InstanceId
 from sglang_sbs.scheduling.policies.tuning import TUNING
 from sglang_sbs.scheduling.prefill.agenda import Timetable
 from sglang_sbs.scheduling.prefill.instance import Instances, PrefillInstance
+from sglang_sbs.scheduling.prefill.ranks import Cached
 
 
 class Moment(NamedTuple):
@@ -33,12 +36,14 @@ class Moment(NamedTuple):
     def starts_s(self, instance: PrefillInstance) -> tuple[float, float]:
         """When the pass starts that a batch sent now would be in, and when the instance is free."""
         free_s = self.free_at_s(instance)
-        if self.forms_at_s(instance) >= self.arrives_s:
-            return free_s, free_s
-        if instance.ranks.backlog_tokens:
-            # It starts its next pass before, with what it has.
+        if self.misses_next(instance):
             return free_s + instance.next_pass_s(), free_s
-        return self.arrives_s, free_s
+        return max(free_s, self.arrives_s), free_s
+
+    def misses_next(self, instance: PrefillInstance) -> bool:
+        """Whether an instance forms its next pass, of the requests it has, before a batch that is
+        sent now arrives."""
+        return self.forms_at_s(instance) < self.arrives_s and instance.ranks.backlog_tokens > 0
 
     def free_at_s(self, instance: PrefillInstance) -> float:
         """When an instance could launch something new."""
@@ -79,74 +84,59 @@ class Starts:
         """The same as :attr:`near` for all instances."""
         return self.until(lambda: math.inf)
 
+    def in_order(self) -> Iterator[PrefillInstance]:
+        """All instances, in the order in which a batch would start on them."""
+        return (self.instances[number] for _, _, number in self)
+
     def until(self, limit_s: Callable[[], float]) -> Iterator[tuple[float, float, int]]:
         """The same without computing instances that are free after ``limit_s()``, which is asked
-        anew for each."""
-        far, position = self.far, self.first
-        for start in (*self.near, None):
-            while position < len(far):
-                free_s, number = far[position]
-                if start is not None and start < (free_s, free_s, number):
-                    break
-                if free_s > limit_s():
-                    position = len(far)
-                    break
-                yield free_s, free_s, number
-                position += 1
-            if start is not None:
-                yield start
+        anew for each and must not rise."""
+        far = ((free_s, free_s, number) for free_s, number in islice(self.far, self.first, None))
+        return merge(self.near, takewhile(lambda start: start[0] <= limit_s(), far))
 
     def soonest(self, count: int) -> list[tuple[float, float, int]]:
         """The first ``count`` of all."""
-        far = [(free_s, free_s, n) for free_s, n in self.far[self.first : self.first + count]]
-        return sorted([*self.near[:count], *far])[:count]
+        return list(islice(self, count))
 
 
 class Begins:
     """When passes begin that a batch sent at one moment could be in."""
 
-    def __init__(self, starts: Starts, joins: Container[InstanceId] = ()) -> None:
+    def __init__(self, starts: Starts, joins: Container[PrefillInstance] = ()) -> None:
         """``joins``: instances where what is sent now still reaches a batch on its way."""
         self.instances = starts.instances
         self._starts = starts
         self._joins = joins
-        self._in_order: list[tuple[float, int]] | None = None
 
     def begin_s(self, instance: PrefillInstance) -> float:
         at = self._starts.at
         free_s = at.free_at_s(instance)
-        return free_s if instance.id in self._joins else max(at.arrives_s, free_s)
+        return free_s if instance in self._joins else max(at.arrives_s, free_s)
 
     def first(self, besides: PrefillInstance) -> PrefillInstance:
         """The instance where a pass begins first, except for this one."""
-        begins = (self.instances[number] for _, number in self._ordered())
-        return next(instance for instance in begins if instance is not besides)
+        instances = self.instances
+        return next(instances[n] for _, n in self._in_order if instances[n] is not besides)
 
     def later(
         self, than_s: float, besides: Collection[PrefillInstance]
     ) -> list[tuple[float, PrefillInstance]]:
         """How much later than ``than_s`` passes begin on the other instances, the soonest first;
         those that begin no later in the order of their numbers."""
-        begins, instances = self._ordered(), self.instances
-        first = bisect_left(begins, (than_s, len(instances)))
-        at_once = sorted([number for _, number in begins[:first]])
-        delays = [(0.0, number) for number in at_once]
-        delays += [(begin_s - than_s, number) for begin_s, number in begins[first:]]
-        return [
-            (s, instance) for s, number in delays if (instance := instances[number]) not in besides
-        ]
+        delays = sorted([(max(0.0, begin_s - than_s), n) for begin_s, n in self._in_order])
+        instances = self.instances
+        return [(delay_s, instances[n]) for delay_s, n in delays if instances[n] not in besides]
 
-    def _ordered(self) -> list[tuple[float, int]]:
+    @Cached
+    def _in_order(self) -> list[tuple[float, int]]:
         """:meth:`begin_s` of all with their numbers."""
-        if self._in_order is None:
-            starts = self._starts
-            near = [(self.begin_s(self.instances[n]), n) for _, _, n in starts.near]
-            self._in_order = sorted([*near, *starts.far[starts.first :]])
-        return self._in_order
+        starts = self._starts
+        near = [(self.begin_s(self.instances[n]), n) for _, _, n in starts.near]
+        return sorted([*near, *starts.far[starts.first :]])
 
 
 class Marginals(dict[PrefillInstance, tuple[float, float, float]]):
-    """What another token costs on each instance, worked out when it is asked for: tokens per second
+    """The cost of another token on each instance, computed on request: tokens per second
     of water level (:func:`.few_requests.fair_share`), the length of the next pass as it is, and the
     time for the tokens in it."""
 
@@ -175,7 +165,8 @@ class Lineup:
         self._rooms: dict[int, int] = {}
         self.marginals = Marginals()
         self.room_tokens = 0
-        """What the next passes of all instances still take, where only the chunk limits them."""
+        """Tokens that the next passes of all instances still take, where only the chunk limits
+        them."""
         self.overlap = False
         """Whether any engine launches a pass ahead."""
 
@@ -237,7 +228,7 @@ def _enter(numbers: set[int], number: int, wanted: bool) -> None:
 
 
 class PlannedStarts:
-    """When the passes begin whose batches left last. Others are kept apart from them: a soft form
+    """Times when the passes of the last batches begin. Others are kept apart from them: a soft form
     of the stagger in section 4.1 of the paper."""
 
     __slots__ = ("at_s",)

@@ -6,7 +6,6 @@ many leave. Must not know when a batch leaves, or DP ranks.
 
 from __future__ import annotations
 
-from sglang_sbs.scheduling.events import InstanceId
 from sglang_sbs.scheduling.policies.adaptive.lineup import Moment
 from sglang_sbs.scheduling.policies.adaptive.pass_forecast import PassForecast
 from sglang_sbs.scheduling.policies.offered_load import OfferedLoad
@@ -26,15 +25,15 @@ class LongPrompts:
         self._largest_chunk_tokens = 0
         self.uneven_chunks = False
         self._is_single = False
-        self._laid: dict[InstanceId, PassForecast] = {}
+        self._laid: dict[PrefillInstance, PassForecast] = {}
         """Forecasts of what is at the instances, until it changes."""
 
     def on_topology_change(self, instances: Instances) -> None:
-        if instances:
-            self.chunk_tokens = sum(i.chunk_tokens for i in instances) / len(instances)
-        chunks = {i.chunk_tokens for i in instances}
+        chunks = [instance.chunk_tokens for instance in instances]
+        if chunks:
+            self.chunk_tokens = sum(chunks) / len(chunks)
         self._largest_chunk_tokens = max(chunks, default=0)
-        self.uneven_chunks = len(chunks) > 1
+        self.uneven_chunks = len(set(chunks)) > 1
         self._is_single = len(instances) == 1
         self._laid.clear()
 
@@ -53,25 +52,21 @@ class LongPrompts:
             return True
         return most_chunks > many
 
-    def leave_early(self, instances: Instances) -> bool:
-        """Whether requests may leave before a batch could. Most of what is sent has been cached, as
-        in agents' turns, so caches settle where a request goes; and some engine forms its next pass
-        ahead."""
-        is_cached = sum([i.cached_share for i in instances]) > len(instances) / 2
-        return is_cached and any(i.forms_ahead and i.ranks.has_room for i in instances)
+    def leave_early(self, instances: Instances) -> list[PrefillInstance]:
+        """The instances for which requests may leave before a batch could. These form their next
+        pass ahead, and most of what is sent has been cached, as in agents' turns. So caches settle
+        where a request goes."""
+        if sum([i.cached_share for i in instances]) <= len(instances) / 2:
+            return []
+        return [i for i in instances if i.forms_ahead and i.ranks.has_room]
 
     def forecast(self, instance: PrefillInstance, at: Moment, *, closed: bool) -> PassForecast:
         """The next passes of an instance. ``closed``: nothing sent now is in the first of them."""
-        known = self._laid.get(instance.id)
-        if (
-            known is None
-            or known.instance is not instance
-            or known.version != instance.ranks.version
-        ):
-            known = self._laid[instance.id] = PassForecast(instance)
+        known = self._laid.get(instance)
+        if known is None or known.version != instance.ranks.version:
+            known = self._laid[instance] = PassForecast(instance)
         free_s = at.free_at_s(instance)
-        if at.forms_at_s(instance) < at.arrives_s and instance.ranks.backlog_tokens:
-            # It starts the next one before, with what it has.
+        if at.misses_next(instance):
             return known.fork(free_s, closed=True)
         return known.fork(max(free_s, at.arrives_s), closed=closed)
 

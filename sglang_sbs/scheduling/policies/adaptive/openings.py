@@ -4,11 +4,9 @@ not know which requests go where."""
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
-from itertools import compress
+from collections.abc import Mapping
 from typing import NamedTuple
 
-from sglang_sbs.scheduling.events import InstanceId
 from sglang_sbs.scheduling.policies.adaptive.lineup import Begins
 from sglang_sbs.scheduling.policies.adaptive.view import OpenPass, View
 from sglang_sbs.scheduling.policies.idle_turns import whose_turn
@@ -21,123 +19,138 @@ from sglang_sbs.scheduling.request import Request
 class Openings(NamedTuple):
     """The passes that a batch may leave for now, the most urgent first."""
 
-    passes: list[OpenPass]
+    passes: Mapping[PrefillInstance, OpenPass]
     wake_s: float
     """When the next one opens."""
     begins: Begins
     """When passes begin that a batch could be in."""
-    early: bool
-    """Caches settle where requests go, and some engine forms its next pass ahead: requests for it
-    may leave before a batch could."""
     any: bool
-    """Whether a pass is open, or would be if prompts of several chunks did not keep it full."""
+    """Whether a pass is open, or would be if prompts of several chunks did not keep it full, or
+    requests may leave early."""
+
+
+class OpenSoFar:
+    """The passes that are open at a moment, and when the next one opens."""
+
+    def __init__(self, now_s: float, wake_s: float = math.inf) -> None:
+        """``wake_s``: the next decision is no later than this."""
+        self._latest_s = now_s + TUNING.epsilon_s
+        self.open: list[OpenPass] = []
+        self.wake_s = wake_s
+
+    def add(self, opens_s: float, a_pass: OpenPass) -> None:
+        """Add a pass, and the time from which it is open."""
+        if opens_s <= self._latest_s:
+            self.open.append(a_pass)
+        else:
+            self.wake_s = min(self.wake_s, opens_s)
 
 
 def open_passes(view: View) -> Openings:
     """Step 2: when a batch may leave, and for which passes."""
-    wake_s = math.inf if view.overdue else view.hold_until_s
+    at, starts = view.at, view.starts
+    found = OpenSoFar(at.now_s, math.inf if view.overdue else view.hold_until_s)
     if view.passes_away > 1:
-        found = _far_away(view)
+        _add_far_away(view, found)
     else:
-        found, wake_s = _near(view, wake_s)
-    joins = {
-        a_pass.instance.id: a_pass.joins_left for a_pass in found if a_pass.kind is Opening.JOINS
-    }
-    begins = Begins(view.starts, joins)
-    ahead, due_s = _ahead(view)
-    wake_s = min(wake_s, due_s)
-    early = view.by_forecast and view.learned.long.leave_early(view.instances)
-    if not (found or ahead or early):
-        return Openings([], wake_s, begins, early, any=False)
-    found = _idle_in_turn(found, next(iter(view.queue)))
+        _add_near(view, found)
+    joins = {p.instance: p for p in found.open if p.kind is Opening.JOINS}
+    begins = Begins(starts, joins)
+    ahead = _ahead(view)
+    any_open = bool(found.open or ahead.open or view.early)
+    passes, looking = _idle_in_turn(found.open, next(iter(view.queue))), ahead.open
+    wake_s = min(found.wake_s, ahead.wake_s)
     if view.by_forecast:
-        ahead = []  # prompts of several chunks keep every pass full
+        looking = []  # prompts of several chunks keep every pass full
     elif not (view.overdue or view.passes_away > 1 or view.learned.lineup.all_idle):
-        found, apart_s = _spaced(view, found, begins)
-        wake_s = min(wake_s, apart_s - view.at.latency_s)
-    looking = [*_looking_ahead(view, ahead, joins)]
+        passes, apart_s = _spaced(view, passes, begins)
+        wake_s = min(wake_s, apart_s - at.latency_s)
+    looking = [_looking_ahead(view, a_pass, joins) for a_pass in looking]
     # An instance may be in both lists. It keeps its place of the first, and looks ahead.
-    passes = {a_pass.instance: a_pass for a_pass in (*looking, *found, *looking)}
-    return Openings([*passes.values()], wake_s, begins, early, any=True)
+    opened = {a_pass.instance: a_pass for a_pass in (*looking, *passes, *looking)}
+    return Openings(opened, wake_s, begins, any_open)
 
 
-def _far_away(view: View) -> list[OpenPass]:
+def _add_far_away(view: View, found: OpenSoFar) -> None:
     """Every instance with room: where the way takes a pass or more, nothing is held."""
-    passes = view.passes_away
-    far = [instance for instance in view.in_order() if instance.ranks.has_room_in(passes)]
-    return [OpenPass(instance, Opening.FAR_AWAY, passes=passes) for instance in far]
+    starts = view.starts
+    for instance in starts.in_order():
+        if instance.ranks.has_room_in(view.passes_away):
+            found.open.append(OpenPass(instance, Opening.FAR_AWAY, passes=view.passes_away))
 
 
-def _near(view: View, wake_s: float) -> tuple[list[OpenPass], float]:
-    """The open passes, and when the next one opens. ``wake_s``: the next decision is no later than
-    this."""
-    now_s, capacity_of = view.at.now_s, view.learned.offered.capacity_of
+def _add_near(view: View, found: OpenSoFar) -> None:
+    """The passes of instances that a batch reaches in time."""
+    capacity_of, starts = view.learned.offered.capacity_of, view.starts
     patience_tokens = 0.0 if view.urgent else TUNING.slack * view.queue.tokens
-    found: list[OpenPass] = []
     ahead_tokens = 0.0
     is_long = True
 
     def limit_s() -> float:
-        """An instance that starts later is open later, and wakes nobody sooner."""
-        return math.inf if is_long else max(now_s, wake_s) + view.lead_s + TUNING.beyond_s
+        """An instance that starts later is open later, and needs no earlier decision."""
+        soonest_s = max(view.at.now_s, found.wake_s)
+        return math.inf if is_long else soonest_s + view.lead_s + TUNING.beyond_s
 
-    for start_s, _, number in view.starts.until(limit_s):
+    for start_s, _, number in starts.until(limit_s):
         instance = view.instances[number]
         ahead_tokens += capacity_of(instance)
         is_long = patience_tokens >= ahead_tokens
-        opens_s, kind, joins_left = _opening(view, instance, start_s, is_long)
-        if opens_s <= now_s + TUNING.epsilon_s:
-            found.append(OpenPass(instance, kind, joins_left))
-        else:
-            wake_s = min(wake_s, opens_s)
-    return found, wake_s
+        found.add(*_opening(view, instance, start_s, is_long))
 
 
-def may_take(instance: PrefillInstance, long_queue: bool) -> bool:
-    """Whether a batch could go to an instance before its next report. A pass gets one batch, unless
-    more waits than it holds. Single requests may still follow that batch."""
-    if instance.ranks.has_flight and not long_queue:
-        return False
+def has_room(instance: PrefillInstance) -> bool:
+    """Whether a request could go to an instance before its next report."""
     return instance.ranks.has_room and not instance.launching
 
 
 def _opening(
     view: View, instance: PrefillInstance, start_s: float, is_long: bool
-) -> tuple[float, Opening, float]:
-    """When a pass of the instance opens, why, and how many requests it still takes. ``is_long``:
-    more waits than all passes can hold that start before this one, and this one."""
-    now_s, never_s = view.at.now_s, math.inf
-    if may_take(instance, is_long):
-        if instance.idle:
-            return now_s, Opening.IDLE, math.inf
-        if is_long:
-            return now_s, Opening.FULL_AHEAD, math.inf
-        forms_s = view.at.forms_at_s(instance)
-        if forms_s < view.at.arrives_s:
-            forms_s = start_s  # too late for that pass
-        return forms_s - view.lead_s, Opening.ABOUT_TO_END, math.inf
-    is_followed = instance.ranks.has_flight and instance.ranks.has_room and bool(instance.passes)
-    if not is_followed or len(view.queue) > TUNING.most_joining:
-        return never_s, Opening.JOINS, 0.0
-    # What came after the batch may join it, once a batch could leave for that pass.
-    left_s = view.at.forms_at_s(instance) - now_s
+) -> tuple[float, OpenPass]:
+    """When a pass of the instance opens, and why. ``is_long``: more waits than all passes can hold
+    that start before this one, and this one."""
+    at = view.at
+    if not has_room(instance):
+        return math.inf, OpenPass(instance, Opening.ABOUT_TO_END)
+    if instance.ranks.has_flight and not is_long:
+        # A pass gets one batch, unless more waits than it holds.
+        return _joining(view, instance)
+    if instance.idle:
+        return at.now_s, OpenPass(instance, Opening.IDLE)
+    if is_long:
+        return at.now_s, OpenPass(instance, Opening.FULL_AHEAD)
+    forms_s = at.forms_at_s(instance)
+    if forms_s < at.arrives_s:
+        forms_s = start_s  # too late for that pass
+    return forms_s - view.lead_s, OpenPass(instance, Opening.ABOUT_TO_END)
+
+
+def _joining(view: View, instance: PrefillInstance) -> tuple[float, OpenPass]:
+    """When single requests may follow the batch that is on its way to the instance, and how many
+    reach its pass: once a batch could leave for that pass."""
+    at, interval = view.at, view.learned.interval
+    now_s = at.now_s
+    never = OpenPass(instance, Opening.JOINS, 0)
+    if len(view.queue) > TUNING.most_joining:
+        return math.inf, never
+    left_s = at.forms_at_s(instance) - now_s
     if left_s > view.lead_s + TUNING.epsilon_s:
-        return now_s + left_s - view.lead_s, Opening.JOINS, 0.0
+        return now_s + left_s - view.lead_s, never
     # A request that joins leaves alone. If it comes late, it is one request in the next pass.
-    interval = view.learned.interval
     batch_s = max(0.0, instance.left_s - now_s)
     spare_s = left_s - interval.lone_s - batch_s - interval.serial_s
-    opens_s = now_s if instance.last_dispatch_s < now_s and spare_s >= 0 else never_s
-    return opens_s, Opening.JOINS, 1 + spare_s / max(TUNING.epsilon_s, interval.serial_s)
+    if spare_s < 0 or instance.last_dispatch_s >= now_s:
+        return math.inf, never
+    reach = 1 + spare_s / max(TUNING.epsilon_s, interval.serial_s)
+    return now_s, OpenPass(instance, Opening.JOINS, reach)
 
 
-def _ahead(view: View) -> tuple[list[PrefillInstance], float]:
-    """The instances that get a batch for the pass after their next, and when the next one does."""
-    learned, queue = view.learned, view.queue
-    lineup, mean_tokens = learned.lineup, learned.offered.mean_tokens
-    if view.urgent or not lineup.overlap or queue.tokens < lineup.room_tokens:
-        return [], math.inf
-    return lookahead(view.instances, queue.tokens, mean_tokens, view.lead_s, view.at.now_s)
+def _ahead(view: View) -> OpenSoFar:
+    """The passes after the next ones that get their batch now."""
+    learned, tokens = view.learned, view.queue.tokens
+    if view.urgent or not learned.lineup.overlap or tokens < learned.lineup.room_tokens:
+        return OpenSoFar(view.at.now_s)
+    mean_tokens = learned.offered.mean_tokens
+    return lookahead(view.instances, tokens, mean_tokens, view.lead_s, view.at.now_s)
 
 
 def lookahead(
@@ -146,7 +159,7 @@ def lookahead(
     mean_tokens: float,
     lead_s: float,
     now_s: float,
-) -> tuple[list[PrefillInstance], float]:
+) -> OpenSoFar:
     """The instances that get a batch now for the pass after their next one, and when the next
     instance does.
 
@@ -162,21 +175,17 @@ def lookahead(
         mean_tokens: mean length of a request.
         lead_s: how long a batch is on its way, with its margin.
     """
-    capacities = [instance.ranks.capacity_of(mean_tokens) for instance in instances]
-    if queue_tokens < min(capacities):
-        return [], math.inf
-    pairs = list(zip(instances, capacities, strict=True))
-    rooms = [max(0, tokens - instance.ranks.charged_tokens) for instance, tokens in pairs]
+    rooms = [max(0, i.ranks.capacity_of(mean_tokens) - i.ranks.charged_tokens) for i in instances]
     room_tokens = sum(rooms)
-    opens = [
-        (instance.passes[0].end_s - lead_s, instance)
-        for (instance, tokens), room in zip(pairs, rooms, strict=True)
+    found = OpenSoFar(now_s)
+    for instance, room in zip(instances, rooms, strict=True):
+        tokens = instance.ranks.capacity_of(mean_tokens)
         # The others take what they have room for, and this one takes a whole pass.
-        if queue_tokens >= tokens + room_tokens - room and _lacks_batch(instance, tokens)
-    ]
-    latest_s = now_s + TUNING.epsilon_s
-    due_s = min([open_s for open_s, _ in opens if open_s > latest_s], default=math.inf)
-    return [instance for open_s, instance in opens if open_s <= latest_s], due_s
+        if queue_tokens >= tokens + room_tokens - room and _lacks_batch(instance, tokens):
+            passes = 1 + (len(instance.passes) == 1)
+            opens_s = instance.passes[0].end_s - lead_s
+            found.add(opens_s, OpenPass(instance, Opening.AHEAD, passes=passes))
+    return found
 
 
 def _lacks_batch(instance: PrefillInstance, capacity_tokens: float) -> bool:
@@ -186,31 +195,33 @@ def _lacks_batch(instance: PrefillInstance, capacity_tokens: float) -> bool:
         return False
     if len(instance.passes) == 1:
         return 0 < instance.ranks.charged_tokens < TUNING.most_filled * capacity_tokens
-    return len(instance.passes) == 2 and not (
-        instance.ranks.charged_tokens or instance.ranks.has_flight
-    )
+    return len(instance.passes) == 2 and not instance.ranks.charged_tokens
 
 
 def _looking_ahead(
-    view: View, ahead: list[PrefillInstance], joins: Mapping[InstanceId, float]
-) -> Iterator[OpenPass]:
-    for instance in ahead:
-        kind = Opening.AHEAD if view.passes_away == 1 else Opening.FAR_AWAY
-        kind = Opening.JOINS if instance.id in joins else kind
-        passes = max(view.passes_away, 1 + (len(instance.passes) == 1))
-        yield OpenPass(instance, kind, joins.get(instance.id, math.inf), passes)
+    view: View, a_pass: OpenPass, joins: Mapping[PrefillInstance, OpenPass]
+) -> OpenPass:
+    """A pass that is open for looking ahead, where requests join a batch on its way or the way
+    takes several passes."""
+    if view.passes_away > 1:
+        passes = max(view.passes_away, a_pass.passes)
+        return OpenPass(a_pass.instance, Opening.FAR_AWAY, passes=passes)
+    return joins.get(a_pass.instance, a_pass)._replace(passes=a_pass.passes)
 
 
 def _idle_in_turn(passes: list[OpenPass], oldest: Request) -> list[OpenPass]:
-    """Idle instances would all start at once. Of those that have as much of the oldest request
-    cached, the one whose turn it is comes first."""
-    idle = [a_pass.instance for a_pass in passes if a_pass.instance.idle]
-    if len(idle) < 2:
+    """Idle instances would all start at once. Among those that have as much of the oldest
+    request cached, they take turns in coming first."""
+    tokens = {
+        a_pass.instance: oldest.uncached_tokens_on(a_pass.instance.id)
+        for a_pass in passes
+        if a_pass.instance.idle
+    }
+    if len(tokens) < 2:
         return passes
-    tokens = [oldest.uncached_tokens_on(instance.id) for instance in idle]
-    most = min(tokens) + TUNING.least_hit_share * idle[0].chunk_tokens
-    equal = [instance for instance, left in zip(idle, tokens, strict=True) if left <= most]
-    first = whose_turn(equal, min(tokens))
+    least = min(tokens.values())
+    most = least + TUNING.least_hit_share * next(iter(tokens)).chunk_tokens
+    first = whose_turn([instance for instance, own in tokens.items() if own <= most], least)
     return sorted(passes, key=lambda a_pass: a_pass.instance is not first)
 
 
@@ -225,11 +236,13 @@ def _spaced(view: View, passes: list[OpenPass], begins: Begins) -> tuple[list[Op
         return passes, math.inf
     # An instance that falls idle meanwhile would start with a part of the next batch.
     apart_s = learned.lead.whole * share_s
-    begin_s = [begins.begin_s(a_pass.instance) for a_pass in passes]
-    free_s = [learned.planned.first_apart(at_s, apart_s) for at_s in begin_s]
-    waits = [
-        after_s > at_s and not a_pass.instance.ranks.backlog_tokens
-        for a_pass, at_s, after_s in zip(passes, begin_s, free_s, strict=True)
-    ]
-    due_s = min(compress(free_s, waits), default=math.inf)
-    return [a_pass for a_pass, wait in zip(passes, waits, strict=True) if not wait], due_s
+    spaced: list[OpenPass] = []
+    due_s = math.inf
+    for a_pass in passes:
+        begin_s = begins.begin_s(a_pass.instance)
+        free_s = learned.planned.first_apart(begin_s, apart_s)
+        if free_s > begin_s and not a_pass.instance.ranks.backlog_tokens:
+            due_s = min(due_s, free_s)
+        else:
+            spaced.append(a_pass)
+    return spaced, due_s

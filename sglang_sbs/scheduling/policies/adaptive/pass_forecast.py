@@ -1,21 +1,23 @@
-"""What the next passes of a prefill instance will hold, and what one more request would cost there.
+"""The contents of the next passes of a prefill instance, and the cost of one more request there.
 
 Why
 ---
-With prompts of several chunks a share of tokens says little. The rank with most attention pairs
+With prompts of several chunks a share of tokens matters little. The rank with most attention pairs
 sets the length of a pass. So short prompts that share passes with the last chunks of a long one
 wait for seconds, though another instance would have computed them in a fraction of that. A long
 prompt makes as many passes of its instance longer as it has chunks, and does least harm where
 passes are long anyway.
 
-A rank computes its prompts first come first served, a chunk per pass. So what waits at a rank says
-which pass computes which part of which prompt, and the forward model predicts the passes' lengths.
+A rank computes its prompts first come first served, a chunk per pass. So the requests at a rank
+determine which pass computes which part of which prompt, and the forward model predicts the lengths
+of the passes.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
+from itertools import islice
 from typing import NamedTuple
 
 from sglang_sbs.scheduling.events import InstanceId
@@ -79,7 +81,7 @@ class _FuturePass:
         own_s = load_s + formula.rank_s(
             self.tokens_per_rank[rank] + tokens, self.pairs[rank] + pairs
         )
-        slowest_s = own_s if own_s > self.slowest_s else self.slowest_s
+        slowest_s = max(own_s, self.slowest_s)
         mean_tokens = (self.tokens + tokens) / len(self.pairs)
         return formula.pass_s(mean_tokens, slowest_s), slowest_s
 
@@ -166,7 +168,7 @@ class PassForecast:
         instance, passes = self.instance, self._passes
         formula, chunk = instance.model.formula, instance.chunk_tokens
         fetched = request.fetch_tokens(instance.id, rank)
-        at, fetch_s = self._begins_at(rank, fetched) if fetched else (self._ahead[rank], 0.0)
+        at, fetch_s = self._begins_at(rank, fetched)
         first, known = at // chunk, len(passes)
         done_s = self._start_s + fetch_s + sum([a_pass.length_s for a_pass in passes[:first]])
         ends = sum([a_pass.ends for a_pass in passes[first:]])
@@ -178,8 +180,8 @@ class PassForecast:
         for index, part, pairs in cut(at, uncached, cached, chunk):
             a_pass = passes[index] if index < known else self._empty
             length_s, _ = a_pass.with_s(formula, rank, part, pairs, load_s)
-            longest_s = length_s if length_s > mean_pass_s else mean_pass_s
-            delays_s += (length_s - a_pass.length_s) * (ends + waiting_per_s * longest_s)
+            waiting = waiting_per_s * max(length_s, mean_pass_s)
+            delays_s += (length_s - a_pass.length_s) * (ends + waiting)
             ends -= a_pass.ends
             done_s += length_s
             load_s = 0.0
@@ -234,59 +236,56 @@ class PassForecast:
 
 
 def homes(
-    nearest: Sequence[PassForecast],
-    forecast_of: Callable[[InstanceId], PassForecast | None],
+    nearest: Sequence[InstanceId],
+    others: Set[InstanceId],
+    forecasts: Mapping[InstanceId, PassForecast],
     requests: Iterable[Request],
     terms_of: Callable[[Request], Terms],
     may_go: Callable[[Request, PrefillInstance], bool],
-    costs_s: dict[str, dict[InstanceId, float]],
-) -> dict[str, Home]:
-    """Where each request costs least after those before it, as if all left now; by request id.
+) -> tuple[dict[str, Home], dict[str, dict[InstanceId, float]]]:
+    """Where each request costs least after those before it, as if all left now, and its cost on
+    each instance that was compared; by request id.
 
     Args:
         nearest: instances that any request could go to, best first where they cost the same.
-        forecast_of: the forecast of another instance, for requests of which it has a part cached;
-            None if the instance may not be used. Returns the same object each time.
+        others: instances for requests of which they have a part cached.
+        forecasts: the next passes of all of these.
         requests: in the order in which they choose. Later ones are left out when the next passes of
             ``nearest`` are all full.
         terms_of: weights for a request that shares its prefix with no other.
         may_go: whether a request is allowed on an instance.
-        costs_s: receives, by request id, the cost on each instance that was compared.
     """
     chosen: dict[str, Home] = {}
-    names = {forecast.instance.id for forecast in nearest}
+    costs_s: dict[str, dict[InstanceId, float]] = {}
+    near = [forecasts[name] for name in nearest]
     sharing: Counter[int | None] = Counter()
-    for count, request in enumerate(requests):
-        if count >= TUNING.most_planned or all(forecast.full for forecast in nearest):
+    for request in islice(requests, TUNING.most_planned):
+        if all(forecast.full for forecast in near):
             break
-        allowed = [forecast for forecast in nearest if may_go(request, forecast.instance)]
         hits = request.hits.by_instance
-        holders = sorted(hits.keys() - names, key=lambda name: (-max(hits[name]), name))
-        for name in holders[: TUNING.most_holders]:
-            holder = forecast_of(name)
-            if holder is not None and may_go(request, holder.instance):
-                allowed.append(holder)
+        holders = sorted(hits.keys() & others, key=lambda name: (-max(hits[name]), name))
+        names = [*nearest, *holders[: TUNING.most_holders]]
+        allowed = [forecasts[name] for name in names if may_go(request, forecasts[name].instance)]
         if allowed:
             sharing[request.cached_until] += 1
             terms = terms_of(request)
             # What is computed again is cached there afterwards: all that share it pay a part.
             weight = terms.again_weight / sharing[request.cached_until]
             terms = terms._replace(again_weight=weight)
-            costs = [forecast.cost_s(request, terms) for forecast in allowed]
-            cheapest = allowed[costs.index(min(costs))]
-            if cheapest.idle:
-                cheapest = _in_turn(cheapest, allowed, request)
-            named = [forecast.instance.id for forecast in allowed]
-            costs_s[request.rid] = dict(zip(named, costs, strict=True))
-            chosen[request.rid] = cheapest.add(request, terms)
-    return chosen
+            own_s = {there.instance.id: there.cost_s(request, terms) for there in allowed}
+            cheapest = forecasts[min(own_s, key=own_s.__getitem__)]
+            costs_s[request.rid] = own_s
+            chosen[request.rid] = _in_turn(cheapest, allowed, request).add(request, terms)
+    return chosen, costs_s
 
 
 def _in_turn(
     cheapest: PassForecast, allowed: Iterable[PassForecast], request: Request
 ) -> PassForecast:
-    """The instance whose turn it is, of the idle ones that have no less of the prompt cached and
-    need not fetch it from storage first."""
+    """The cheapest instance, or if it is idle the next in turn among the idle ones that have no
+    less of the prompt cached and need not fetch it from storage first."""
+    if not cheapest.idle:
+        return cheapest
     tokens = request.uncached_tokens_on(cheapest.instance.id)
 
     def is_equal(forecast: PassForecast) -> bool:

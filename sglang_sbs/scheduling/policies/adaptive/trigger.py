@@ -24,8 +24,8 @@ split over two passes. How much earlier it leaves is learned from what either co
    one, may wait for that rank (:mod:`.cache_affinity`).
 5. **choose**: the first of the queue that fit into the pass (:mod:`.batch`). Short requests come
    first, with an ageing that bounds how long a request is overtaken.
-6. **place**: *which rank*. The longest goes first into the emptiest rank (:mod:`..pbaa`). A prompt
-   is split to fill the pass only when more is left than the other instances can take.
+6. **place**: *which rank*. The longest goes first into the emptiest rank (:mod:`.placement`). A
+   prompt is split to fill the pass only when more is left than the other instances can take.
 
 Where the way takes a pass or more, none of this helps, so requests leave when they arrive. Where
 batches do not arrive whole, requests leave at once as under ``eta`` (:mod:`.hold_guard`). Tokens
@@ -34,15 +34,16 @@ are uncached ones.
 
 from __future__ import annotations
 
-from sglang_sbs.scheduling.policies.adaptive.batch import Batch, choose, place, rank_by_affinity
-from sglang_sbs.scheduling.policies.adaptive.cache_affinity import CacheAffinity
+from sglang_sbs.scheduling.policies.adaptive.batch import Batch, choose
+from sglang_sbs.scheduling.policies.adaptive.cache_affinity import CacheAffinity, rank_by_affinity
 from sglang_sbs.scheduling.policies.adaptive.dispatch_lead import DispatchLead
 from sglang_sbs.scheduling.policies.adaptive.division import Division, divide
-from sglang_sbs.scheduling.policies.adaptive.explained import explain, note_opening, reason_of
+from sglang_sbs.scheduling.policies.adaptive.explained import explain, note_opening
 from sglang_sbs.scheduling.policies.adaptive.hold_guard import HoldGuard, place_at_once
 from sglang_sbs.scheduling.policies.adaptive.lineup import Lineup, PlannedStarts
 from sglang_sbs.scheduling.policies.adaptive.long_prompts import LongPrompts
 from sglang_sbs.scheduling.policies.adaptive.openings import Openings, open_passes
+from sglang_sbs.scheduling.policies.adaptive.placement import place
 from sglang_sbs.scheduling.policies.adaptive.view import Learned, View, observe
 from sglang_sbs.scheduling.policies.immediate import Eta
 from sglang_sbs.scheduling.policies.offered_load import OfferedLoad
@@ -81,7 +82,7 @@ class AdaptiveTrigger(PrefillPolicy):
         self._retry_s = float("-inf")
         self._moment: CacheAffinity | None = None
         self._view: View | None = None
-        """What the last decision knew."""
+        """The picture of the last decision."""
         self._learned = Learned(
             *(interval, load, self._lineup, self._lead, self._long, urgency, self.starts),
             max_hold_s,
@@ -118,7 +119,7 @@ class AdaptiveTrigger(PrefillPolicy):
         return request.arrived_s + self._ageing_s() * min(1.0, chunks) + shift_s
 
     def _ageing_s(self) -> float:
-        """With many instances a batch leaves often, so being passed over counts for more."""
+        """The worth of a chunk. It is smaller with many instances, as a batch leaves more often."""
         batches_s = self._interval.mean_forward_s / max(1, self._interval.active)
         return TUNING.ageing * batches_s
 
@@ -141,21 +142,17 @@ class AdaptiveTrigger(PrefillPolicy):
         self._view = view = observe(self._learned, queue, instances, admissible, now_s)
         openings = open_passes(view)
         division = divide(view, openings)
-        if not division.passes and (self._moment is None or self._moment.at.now_s != now_s):
-            return self._later(view, openings.wake_s, division)
-        self._moment = moment = rank_by_affinity(view, division.passes, self._moment)
+        moment = rank_by_affinity(view, division.passes, self._moment)
+        if division.passes:
+            self._moment = moment
         for batch in choose(view, division, moment):
             placements, left = place(view, batch)
             if placements:
                 self._leaves(batch, openings, moment)
-                return Plan(
-                    placements,
-                    reason_of(view, batch.opening),
-                    passed_over=left,
-                    batch=explain(view, openings, batch.opening, division.costs_s)
-                    if self.explains
-                    else None,
+                reason, record = explain(
+                    view, openings, batch.opening, division.costs_s, recorded=self.explains
                 )
+                return Plan(placements, reason, passed_over=left, batch=record)
         wake_s = min(openings.wake_s, moment.wake_s)
         return self._later(view, wake_s, division, moment.deferred)
 
@@ -183,7 +180,7 @@ class AdaptiveTrigger(PrefillPolicy):
             and queue.tokens < self._offered.capacity_tokens
         )
 
-    def _later(self, view: View, wake_s: float, division: Division, deferred: int = 0) -> Plan:
+    def _later(self, view: View, wake_s: float, division: Division, deferred: int) -> Plan:
         if max(deferred, len(division.homes)) >= TUNING.most_deferred:
             self._retry_s = view.at.now_s + TUNING.retry_s
             wake_s = min(wake_s, self._retry_s)

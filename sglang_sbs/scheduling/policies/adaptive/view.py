@@ -1,11 +1,10 @@
-"""What one decision of the default policy knows: :func:`observe` takes the picture, and the other
-steps only read it. Must not decide anything."""
+"""The picture of one decision of the default policy: :func:`observe` takes it, and the other steps
+only read it. Must not decide anything."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
-from itertools import islice
+from collections.abc import Collection
 from typing import NamedTuple
 
 from sglang_sbs.scheduling.policies.adaptive.dispatch_lead import DispatchLead
@@ -19,10 +18,11 @@ from sglang_sbs.scheduling.prefill.interval import IntervalController
 from sglang_sbs.scheduling.queue.priority import Urgency
 from sglang_sbs.scheduling.queue.request import RequestQueue
 from sglang_sbs.scheduling.reasons import Opening
+from sglang_sbs.scheduling.request import Request
 
 
 class Learned(NamedTuple):
-    """What the policy keeps from one decision to the next."""
+    """The state that the policy keeps from one decision to the next."""
 
     interval: IntervalController
     offered: OfferedLoad
@@ -46,8 +46,8 @@ class Learned(NamedTuple):
     def passes_away(self, waiting_tokens: int) -> int:
         """How many passes an instance begins until a request that is sent now arrives there.
 
-        Above 1, holding gains nothing: what is known at the end of a pass does not help a request
-        that will be in a later one, and one batch per pass would be one per latency. Half a pass of
+        Above 1, holding gains nothing: the state at the end of a pass does not help a request that
+        will be in a later one, and one batch per pass would be one per latency. Half a pass of
         latency is enough when all instances together cannot take what waits."""
         passes = self.interval.lone_s / self.interval.mean_forward_s
         return 1 + int(passes + (TUNING.slack * waiting_tokens >= self.offered.capacity_tokens) / 2)
@@ -69,6 +69,11 @@ class View(NamedTuple):
     """It has: the first instance that can take it does."""
     by_forecast: bool
     """Prompts of several chunks decide where requests go."""
+    early: Collection[PrefillInstance]
+    """Instances for which requests may leave before a batch could: see
+    :meth:`.LongPrompts.leave_early`."""
+    all_suit: bool
+    """No request waits for an instance with a larger chunk."""
     urgent: bool
     """Nothing is committed early, as that would take the next pass from an urgent request that
     comes meanwhile."""
@@ -77,9 +82,12 @@ class View(NamedTuple):
     starts: Starts
     """When a batch that is sent now would start on each instance."""
 
-    def in_order(self) -> Iterator[PrefillInstance]:
-        """All instances, in the order in which a batch would start on them."""
-        return (self.instances[number] for _, _, number in self.starts)
+    def in_one_pass(self, request: Request, instance: PrefillInstance) -> list[PrefillInstance]:
+        """The instances where a request takes one pass, if it takes several on ``instance`` and may
+        wait for them."""
+        if self.all_suit:
+            return []
+        return self.learned.long.in_one_pass(request, instance, self.instances)
 
 
 class OpenPass(NamedTuple):
@@ -101,14 +109,15 @@ def observe(
     now_s: float,
 ) -> View:
     """Step 1: one picture for all steps of a decision."""
-    interval, lineup = learned.interval, learned.lineup
-    lead_s = learned.lead_s + learned.offered.leaving_s(len(queue), interval.serial_s)
+    interval, lineup, long, waiting = learned.interval, learned.lineup, learned.long, len(queue)
+    lead_s = learned.lead_s + learned.offered.leaving_s(waiting, interval.serial_s)
     # With fewer waiting than usual a batch arrives sooner than the usual one.
     at = Moment(now_s, min(interval.latency_s, lead_s))
     # The oldest that decode has room for: the hold of no other request could end now.
-    oldest = next(filter(admissible, islice(queue, TUNING.most_refused)), None)
+    oldest = queue.oldest_of(admissible, TUNING.most_refused)
     hold_until_s = (math.inf if oldest is None else oldest.arrived_s) + learned.hold_s
-    by_forecast = learned.long.matter(queue, lineup.most_chunks)
+    overdue = now_s + TUNING.epsilon_s >= hold_until_s
+    by_forecast = long.matter(queue, lineup.most_chunks)
     return View(
         learned,
         queue,
@@ -117,8 +126,10 @@ def observe(
         at,
         lead_s,
         hold_until_s,
-        now_s + TUNING.epsilon_s >= hold_until_s,
+        overdue,
         by_forecast,
+        long.leave_early(instances) if by_forecast else (),
+        overdue or not long.uneven_chunks,
         not by_forecast and learned.urgency.matters(now_s),
         learned.passes_away(queue.tokens),
         lineup.starts(at),
