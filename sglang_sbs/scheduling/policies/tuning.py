@@ -114,7 +114,7 @@ class Tuning(Memories):
     """A prompt is split only to fill a hole of at least this share of a chunk."""
 
     # The guard (``hold_guard``).
-    guard_enter_passes: float = 0.2
+    guard_enter_passes: float = 0.25
     """Holding stops when the dispatch lead exceeds the latency of a lone request by this much, in
     mean pass times."""
     guard_trial_passes: float = 0.06

@@ -35,7 +35,7 @@ from sglang_sbs.simulator.workloads.arrivals import synthetic, uniform_like
 
 def test_holding_stops_with_a_long_lead_and_is_tried_again_ever_more_rarely() -> None:
     guard = HoldGuard()
-    assert not guard.update(0.2, 0.0)
+    assert not guard.update(0.25, 0.0)
     assert not guard.on
     off_s, now_s = [], 1.0
     for _ in range(5):
