@@ -119,6 +119,9 @@ class Tuning(Memories):
     mean pass times."""
     guard_trial_passes: float = 0.06
     """The same while holding is on trial."""
+    guard_trial_split_passes: float = 0.03
+    """The same for the estimate from split batches alone. A trial on a busy host sends batches that
+    its intake takes seconds to work off, so it ends at the first ones that are split."""
     guard_most_load: float = 0.75
     """Near capacity batches fill passes, which is worth more than arriving whole."""
     guard_first_s: float = 40.0

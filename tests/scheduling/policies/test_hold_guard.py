@@ -35,14 +35,14 @@ from sglang_sbs.simulator.workloads.arrivals import synthetic, uniform_like
 
 def test_holding_stops_with_a_long_lead_and_is_tried_again_ever_more_rarely() -> None:
     guard = HoldGuard()
-    assert not guard.update(0.25, 0.0)
+    assert not guard.update(0.25, 0.0, 0.0)
     assert not guard.on
     off_s, now_s = [], 1.0
     for _ in range(5):
-        assert not guard.update(0.3, now_s)
+        assert not guard.update(0.3, 0.0, now_s)
         assert guard.on
         began_s = now_s
-        while not guard.update(0.3, now_s):
+        while not guard.update(0.3, 0.0, now_s):
             now_s += 1.0
         assert not guard.on
         off_s.append(now_s - began_s)
@@ -51,11 +51,23 @@ def test_holding_stops_with_a_long_lead_and_is_tried_again_ever_more_rarely() ->
 
 def test_a_trial_that_goes_well_is_forgotten() -> None:
     guard = HoldGuard()
-    guard.update(0.3, 0.0)
-    assert guard.update(0.0, 40.0)
-    assert not guard.update(0.05, 80.0)
-    guard.update(0.3, 81.0)
-    assert guard.update(0.0, 121.0)
+    guard.update(0.3, 0.0, 0.0)
+    assert guard.update(0.0, 0.0, 40.0)
+    assert not guard.update(0.05, 0.0, 80.0)
+    guard.update(0.3, 0.0, 81.0)
+    assert guard.update(0.0, 0.0, 121.0)
+
+
+def test_a_trial_ends_at_the_first_split_batches_but_not_at_late_ones() -> None:
+    guard = HoldGuard()
+    assert not guard.update(0.05, 0.05, 0.0)
+    assert not guard.on, "not on trial"
+    guard.update(0.3, 0.0, 1.0)
+    assert guard.update(0.0, 0.0, 41.0)
+    assert not guard.update(0.05, 0.02, 41.2)
+    assert not guard.on, "late"
+    guard.update(0.05, 0.04, 41.3)
+    assert guard.on, "split"
 
 
 @pytest.mark.parametrize(("intake_s", "on"), [(0.0, False), (0.0083, True)])

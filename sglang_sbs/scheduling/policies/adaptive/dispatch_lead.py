@@ -26,7 +26,9 @@ class DispatchLead:
     batches. The quantiles forget as they learn: one step takes back another."""
 
     def __init__(self) -> None:
-        self._idle_s = self._left_behind_s = 0.0
+        self._idle_s = 0.0
+        self.left_behind_s = 0.0
+        """The estimate from split batches."""
         self._torn_share = 0.0
         """Usual share of a batch that an idle instance leaves behind: requests arrive one by one,
         and the engine starts with the first."""
@@ -37,11 +39,11 @@ class DispatchLead:
 
     def forget(self) -> None:
         """Learn both quantiles anew, from the dispatch latency up."""
-        self._idle_s = self._left_behind_s = 0.0
+        self._idle_s = self.left_behind_s = 0.0
 
     def lead_s(self, latency_s: float) -> float:
         """The lead, seconds. ``latency_s``: L_net."""
-        return max(self._idle_s, self._left_behind_s, latency_s + TUNING.lead_margin_s)
+        return max(self._idle_s, self.left_behind_s, latency_s + TUNING.lead_margin_s)
 
     @property
     def whole(self) -> float:
@@ -81,7 +83,7 @@ class DispatchLead:
         count = landed + idled + left_behind
         if count == 0:
             return  # as most reports
-        beyond_s = max(TUNING.lead_margin_s, self._left_behind_s - latency_s)
+        beyond_s = max(TUNING.lead_margin_s, self.left_behind_s - latency_s)
         torn_share = TUNING.torn_share * beyond_s / pass_s
         idle_share = (1 - load) / (2 - load)
         least_s = latency_s + TUNING.lead_margin_s
@@ -89,15 +91,15 @@ class DispatchLead:
         idle_step_s = TUNING.lead_step * pass_s * (idled / count - idle_share)
         torn_step_s = TUNING.lead_step * pass_s * ((left_behind > 0) - torn_share / max(1, ranks))
         self._idle_s = _stepped(self._idle_s, idle_step_s, least_s, most_s)
-        self._left_behind_s = _stepped(self._left_behind_s, torn_step_s, least_s, most_s)
+        self.left_behind_s = _stepped(self.left_behind_s, torn_step_s, least_s, most_s)
 
     def _leak(self, latency_s: float, now_s: float) -> None:
         """Few messages report a split batch, so the estimate also falls with time."""
         kept = math.exp(-max(0.0, now_s - self._leaked_s) / TUNING.lead_leak_s)
         self._leaked_s = now_s
         least_s = latency_s + TUNING.lead_margin_s
-        if self._left_behind_s > least_s:
-            self._left_behind_s = least_s + kept * (self._left_behind_s - least_s)
+        if self.left_behind_s > least_s:
+            self.left_behind_s = least_s + kept * (self.left_behind_s - least_s)
 
 
 def _stepped(estimate_s: float, step_s: float, least_s: float, most_s: float) -> float:

@@ -33,17 +33,22 @@ class HoldGuard:
         self._until_s = -math.inf
         self._off_s = TUNING.guard_first_s
 
-    def update(self, excess_passes: float, now_s: float) -> bool:
-        """Take in the dispatch lead beyond the latency of a lone request, in mean pass times.
-        Returns True when holding is to be tried again, with a lead learned anew."""
+    def update(self, excess_passes: float, split_passes: float, now_s: float) -> bool:
+        """Take in the dispatch lead beyond the latency of a lone request, and likewise its estimate
+        from split batches alone, in mean pass times. Returns True when holding is to be tried
+        again, with a lead learned anew."""
         if self.on:
             self.on = now_s < self._until_s
             return not self.on
-        most_passes, off_s = TUNING.guard_enter_passes, TUNING.guard_first_s
+        fails = excess_passes > TUNING.guard_enter_passes
+        off_s = TUNING.guard_first_s
         if now_s - self._until_s < TUNING.guard_trial_s:  # holding is on trial
-            most_passes = TUNING.guard_trial_passes
+            fails = (
+                excess_passes > TUNING.guard_trial_passes
+                or split_passes > TUNING.guard_trial_split_passes
+            )
             off_s = min(2 * self._off_s, TUNING.guard_most_s)
-        if excess_passes > most_passes:
+        if fails:
             self.on, self._off_s, self._until_s = True, off_s, now_s + off_s
         return False
 

@@ -171,8 +171,9 @@ class AdaptiveTrigger(PrefillPolicy):
         return not self.guard.on
 
     def _sends_at_once(self, queue: RequestQueue, now_s: float) -> bool:
-        excess_s = self.lead_s - self._interval.lone_s
-        if self.guard.update(excess_s / self._interval.mean_forward_s, now_s):
+        lone_s, pass_s = self._interval.lone_s, self._interval.mean_forward_s
+        split_s = self._lead.left_behind_s - lone_s
+        if self.guard.update((self.lead_s - lone_s) / pass_s, split_s / pass_s, now_s):
             self._lead.forget()
         return (
             self.guard.on
