@@ -75,11 +75,12 @@ class Draft(EndForward, frozen=False):  # type: ignore[misc]
 
 
 def read_placement(scheduler: Any) -> ProcessPosition:
-    """Rank of this process, by the rule of ``disaggregation/kv_events.py`` (0.5.16+).
+    """Return the position of this process, by the rule of ``disaggregation/kv_events.py``
+    (0.5.16+).
 
-    The numbers live in ``runtime_context.get_parallel()`` (0.5.22+), ``scheduler.ps`` (0.5.14 to
-    0.5.20) or on the scheduler (until 0.5.12, where ``attn_dp_size`` follows from the arguments; no
-    context parallelism of attention before 0.5.10).
+    The numbers are in ``runtime_context.get_parallel()`` since SGLang 0.5.22, in ``scheduler.ps``
+    from 0.5.14 to 0.5.20, and on the scheduler itself until 0.5.12. There ``attn_dp_size`` follows
+    from the arguments. Releases before 0.5.10 have no context parallelism of attention.
     """
     ranks, args = _parallel(scheduler), getattr(scheduler, "server_args", None)
     attn_dp_size = getattr(ranks, "attn_dp_size", None)
@@ -145,9 +146,9 @@ def _bound_tcp(publisher: Any, *names: str) -> tuple[str, int] | None:
 
 
 def skips_gather() -> bool:
-    """Return whether DP ranks are configured not to gather. DWDP sets this
-    (``arg_groups/parallel_hook.py``: ``handle_dwdp``) in the server's process before it starts the
-    schedulers."""
+    """Return whether DP ranks are configured to run passes without a barrier. DWDP sets the
+    variable (``arg_groups/parallel_hook.py``: ``handle_dwdp``) in the server's process before it
+    starts the schedulers."""
     told = os.environ.get("SGLANG_SCHEDULER_SKIP_ALL_GATHER", "")
     return told.lower() in ("1", "true", "yes", "y")
 
@@ -169,10 +170,11 @@ def read_role(scheduler: Any) -> Role:
 def read_pass(scheduler: Any, batch: Any, entered_s: float, dp_size: int) -> LaunchedPass:
     """Describe a batch right after ``Scheduler.run_batch`` (``managers/schedule_batch.py``).
 
-    Its number is ``batch.forward_iter`` (0.5.12+), before ``scheduler.forward_ct``. Decode batches
-    merged from prefilled ones keep ``extend_num_tokens``, so only an extend pass has extend tokens;
-    ``TARGET_VERIFY`` counts as extend in SGLang, not here. ``entered_s``: when run_batch was
-    entered, where the batch has no ``launch_ts`` (< 0.5.18)."""
+    The pass number is ``batch.forward_iter`` since SGLang 0.5.12, ``scheduler.forward_ct`` in
+    earlier releases. Decode batches merged from prefilled requests keep ``extend_num_tokens``, so
+    the count is read only from extend passes. ``TARGET_VERIFY`` is extend in SGLang, but not here.
+    ``entered_s``: time of entering run_batch, used for batches without ``launch_ts`` (before
+    0.5.18)."""
     mode = batch.forward_mode
     is_extend = mode.is_extend() and not mode.is_target_verify()
     stats = getattr(batch, "prefill_stats", None) if is_extend else None
@@ -192,8 +194,8 @@ def read_pass(scheduler: Any, batch: Any, entered_s: float, dp_size: int) -> Lau
 
 
 def _finished(reqs: Sequence[Any]) -> list[str]:
-    """Return the requests whose prefill ends here, and mark them: in a mixed pass they are among
-    those that decode."""
+    """Return the requests whose prefill ends in this pass. Each is marked, because a later mixed
+    pass contains it again as a decoding request."""
     finished = []
     for req in reqs:
         if _launched_len(req) < len(req.origin_input_ids) or getattr(req, "_sbs_finished", False):
@@ -254,8 +256,8 @@ def describe_accepted(req: Any, role: Role, now_s: float) -> Accepted:
 
 
 def keep_created_time(state: Any, stats: Any) -> None:
-    """Keep ``created_time`` in the times that the HTTP server and the DP controller send with a
-    request (hooked after ``__getstate__``). SGLang omits it, but converts it on arrival."""
+    """Hook after ``__getstate__`` that adds ``created_time`` to the times which the HTTP server and
+    the DP controller send with a request. SGLang omits the field, but converts it on arrival."""
     # SGLang fault: arrival-left-behind
     created_s = getattr(stats, "created_time", 0.0)
     if created_s and isinstance(state, dict):

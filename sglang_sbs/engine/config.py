@@ -28,7 +28,8 @@ NODE_HOST = "SGLANG_SBS_NODE_HOST"
 GANG_GATE_MS = "SGLANG_SBS_GANG_GATE_MS"
 _PREFIX = "SGLANG_SBS_"
 DEFAULT_GATE_MS = 40.0
-"""Default gate: the time of the leg at decode, and of a pass there."""
+"""Default of ``gang_gate_ms``, in ms: the handshake of a decode request, including one decode
+pass."""
 MOST_GATE_MS = 200.0
 
 
@@ -49,8 +50,8 @@ class HookConfig:
     decode_interval_s: float = 0.05
     heartbeat_s: float = 1.0
     gang_gate_ms: float | None = None
-    """Longest time that a batch waits for its late requests (``gang_hold``) in ms; None selects a
-    default for the engine."""
+    """Longest time in ms that a batch waits for its late requests (``gang_hold``); None selects
+    ``DEFAULT_GATE_MS``."""
     node_host: str = ""
     """IP address by which routers reach this node; empty: the source of its messages."""
     keys: CurveKeys | None = None
@@ -124,8 +125,8 @@ def _node_host(text: str) -> str:
         address = ipaddress.ip_address(text) if text else None
     except ValueError:
         raise ConfigError(
-            f"{NODE_HOST}: {text!r} is no IP address; write the one by which routers reach this "
-            "node, e.g. 10.0.0.2, or unset it"
+            f"{NODE_HOST}: {text!r} is not an IP address; write the address by which routers reach "
+            "this node, e.g. 10.0.0.2, or unset it"
         ) from None
     if address is not None and (address.is_unspecified or address.is_multicast):
         raise ConfigError(

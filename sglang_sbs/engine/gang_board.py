@@ -1,11 +1,12 @@
-"""How the DP ranks of an engine exchange the state of their parts of a batch.
+"""Boards, on which the DP ranks of an engine exchange the state of their parts of a batch.
 
-There is one strategy for each place where ranks can be: :class:`Board` for a rank that waits for
+There is one class for each place where ranks can be: :class:`Board` for a rank that waits for
 its own part only, :class:`SocketBoard` for ranks on one host, and
 :class:`~.gang_gather.GatherBoard` for ranks on several hosts.
 
-The sockets carry datagrams, one socket per direction and pair, as a socket queues few messages.
-Nothing blocks; a lost message makes a batch wait until its time is over."""
+The sockets carry datagrams. Each direction of each pair of ranks has a socket of its own, because
+a socket queues few messages. Sending never blocks. If a message is lost, the batch waits until its
+time limit."""
 
 from __future__ import annotations
 
@@ -22,47 +23,49 @@ from sglang_sbs.wire.gangs import GangPart
 logger = logging.getLogger(__name__)
 
 MAX_SILENCES = 5
-"""Consecutive gangs that waited for other ranks while nothing was received from them. After this
-many the others count as unreachable."""
+"""After this many consecutive batches without a message from another rank, the other ranks count as
+unreachable."""
 MOST_RANKS = 16
 """Largest number of ranks of an engine on one host; the number of sockets grows with its square."""
 _MOST_GANGS = 64
-"""Number of gangs whose messages are remembered."""
+"""Number of batches whose messages are kept."""
 _MESSAGE = struct.Struct("<IQ?QQ")
 
 
 @dataclass(slots=True)
 class Word:
-    """The latest state that a rank reported for a gang. Turns are those of its event loop, times
-    those of the host's monotonic clock."""
+    """The latest state that a rank reported about its part of a batch. A turn is an iteration of
+    the event loop, numbered alike on all ranks."""
 
     ready_turn: int = 0
-    """Turn in which all of its part became ready to start. 0: not yet."""
+    """Turn in which the last request of the part became ready to start. 0: not yet."""
     arrived: bool = False
-    """All of its part has arrived, ready or not."""
+    """All requests of the part have arrived, ready or not."""
     gave_up_turn: int = 0
-    """Turn in which it stopped waiting for the rest. 0: still waiting."""
+    """Turn in which the rank stopped waiting for the rest of the batch. 0: still waiting."""
     taken_turn: int = 0
-    """Turn from which all of its handshakes are over, known while a pass ran. 0: not known."""
+    """Turn from which all handshakes of the part are over, if they ended during a pass. 0:
+    unknown."""
 
 
 class Board:
-    """Messages of a process to the others of its engine, and the latest word received from each,
-    for the most recent gangs. This base class reaches no other process."""
+    """Sends messages of a process to the others of its engine, and stores the latest word received
+    from each, for the most recent batches. This base class reaches no other process."""
 
-    def __init__(self, whom: str = "", rank: int = 0) -> None:
-        """``whom``: the processes it reaches, for the log. ``rank``: this process's rank on it."""
-        self._whom, self._rank = whom, rank
+    def __init__(self, peers: str = "", rank: int = 0) -> None:
+        """``peers``: name of the other processes, for the log. ``rank``: this process's number."""
+        self._peers, self._rank = peers, rank
         self._words: dict[int, dict[int, Word]] = {}
         self._silences = 0
         self.is_open = False
         self.failed = False
-        """It was open, but the others could not be reached."""
+        """The board was open, but the others could not be reached."""
 
     def say(self, tag: int, word: Word) -> None: ...
 
     def tell(self, tag: int, word: Word) -> None:
-        """Report a word from any thread, to the own listener as well. May do nothing."""
+        """Send a word from any thread; :meth:`listen` stores it as this rank's own. A board that
+        only sends within a turn ignores the word."""
 
     def listen(self) -> None:
         """Read the messages. Call it in every turn, because the sockets hold few of them."""
@@ -74,7 +77,7 @@ class Board:
         return False
 
     def words_of(self, tag: int) -> Mapping[int, Word]:
-        """Return the words on a gang by rank, including this one."""
+        """Return the words on a batch by rank, this rank's included."""
         return self._words.get(tag, {})
 
     def all_arrived(self, part: GangPart) -> bool:
@@ -85,10 +88,10 @@ class Board:
         return sum(word.arrived for word in self.words_of(part.tag).values()) >= part.ranks
 
     def agreed(self, part: GangPart, turn: int, own: Word | None = None) -> bool:
-        """Whether all were ready in an earlier turn than ``turn``, or one had given up waiting.
+        """Return whether before ``turn`` all ranks were ready, or one had given up waiting.
 
-        What is said in a turn is heard by all before the next begins, so all ranks conclude the
-        same. ``own``: the word of this rank, which is all that counts where it goes by itself."""
+        All ranks receive a turn's words before the next turn begins, so all return the same.
+        ``own``: this rank's word, which alone decides if the rank reaches no other."""
         if part.ranks == 1 or not self.is_open:
             return own is not None and bool(own.ready_turn or own.gave_up_turn)
         words = self.words_of(part.tag).values()
@@ -97,22 +100,22 @@ class Board:
         return sum(0 < word.ready_turn < turn for word in words) >= part.ranks
 
     def taken_in(self, part: GangPart, turn: int) -> bool:
-        """Return whether decode had taken in all of the batch, on all ranks, before the end of a
-        pass whose result is processed in ``turn``. Every rank has received this since then, unless
-        it is very late. Requests still on their way to prefill do not count."""
+        """Return whether decode had accepted the whole batch, on all ranks, before the end of a
+        pass whose result is processed in ``turn``. Usually every rank has received these words by
+        now. Requests that have not reached prefill do not count."""
         turns = [word.taken_turn for word in self.words_of(part.tag).values()]
         return sum(0 < taken <= turn for taken in turns) >= part.ranks
 
     def waited(self, tag: int) -> None:
-        """Record that a gang waited for the others; after ``MAX_SILENCES`` without a message the
-        board is closed."""
+        """Record that a batch waited for the others. The board closes after ``MAX_SILENCES``
+        batches without a message."""
         others = self.words_of(tag).keys() - {self._rank}
         self._silences = 0 if others else self._silences + 1
         if self.is_open and self._silences >= MAX_SILENCES:
-            self._give_up("nothing is heard")
+            self._give_up("no message arrives")
 
     def _give_up(self, why: str) -> None:
-        logger.warning("gangs: %s; nobody waits for %s any more", why, self._whom)
+        logger.warning("batch gate: %s; batches no longer wait for %s", why, self._peers)
         self.failed = True
         self.close()
 
@@ -121,8 +124,8 @@ class Board:
         self._words.clear()
 
     def _note(self, tag: int, rank: int, word: Word) -> None:
-        """Merge a word. Nothing reported is withdrawn, because two threads report what they
-        know."""
+        """Merge a word into the stored one. A zero replaces nothing, because two threads send words
+        and each fills in only some fields."""
         words = self._words.setdefault(tag, {})
         before = astuple(words.get(rank, Word()))
         words[rank] = Word(*[new or old for new, old in zip(astuple(word), before, strict=True)])
@@ -133,18 +136,18 @@ class Board:
 class SocketBoard(Board):
     """A board over Linux's abstract Unix sockets, which leave no files behind."""
 
-    def __init__(self, name: str, rank: int, ranks: int, whom: str = "other DP ranks") -> None:
+    def __init__(self, name: str, rank: int, ranks: int, peers: str = "other DP ranks") -> None:
         """``name``: equal on all ranks of the engine, and different from any other engine's.
         Raises: OSError, an address is taken, or the system is not Linux."""
-        super().__init__(whom, rank)
-        peers = [peer for peer in range(ranks) if peer != rank]
-        self._addresses = [f"\0{name}.{rank}.{peer}" for peer in peers]
+        super().__init__(peers, rank)
+        others = [other for other in range(ranks) if other != rank]
+        self._addresses = [f"\0{name}.{rank}.{other}" for other in others]
         self._told: deque[tuple[int, Word]] = deque(maxlen=_MOST_GANGS)
         self._inboxes: dict[int, socket.socket] = {}
         self._out = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
         self._out.setblocking(False)
         try:
-            for peer in peers:
+            for peer in others:
                 inbox = self._inboxes[peer] = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
                 inbox.setblocking(False)
                 inbox.bind(f"\0{name}.{peer}.{rank}")

@@ -1,15 +1,16 @@
-"""Exchange of gang states between DP ranks on different hosts, as part of the numbers that SGLang
+"""Exchanges batch states between DP ranks on different hosts, within the numbers that SGLang
 gathers.
 
-Before each pass, and in each turn of an idle loop, the ranks gather what each brings to it
+Before each pass, and in each turn of an idle loop, the ranks gather each rank's contribution
 (``MLPSyncBatchInfo``, ``managers/scheduler_components/dp_attn.py``). One of the gathered numbers is
 for metrics only (``attention_pairs``), another is read as "not zero"
-(``can_run_draft_cuda_graph``): their upper bits are free. So nothing is sent that SGLang would not
-send, and in no other shape. No rank can hang because another has no plugin.
+(``can_run_draft_cuda_graph``), so their upper bits are free. The plugin adds no message and changes
+no shape, so a rank cannot hang because another has no plugin.
 
-All ranks get the same words in the same turn, their own among them, and so conclude the same. One
-bit says that a rank takes part. Where it is missing for one, all know in the same turn and stop. A
-word that finds no room waits for the next turn, and counts from then on for its own rank, too.
+All ranks, the sender included, receive the same words in the same turn, and so decide alike. One
+bit marks a rank that takes part. If a rank lacks it, all ranks find this in the same turn and stop.
+A word for which there is no room is sent in the next turn, and is valid from then on, even for its
+own rank.
 """
 
 from __future__ import annotations
@@ -58,7 +59,7 @@ class GatherBoard(Board):
         self._unsaid: dict[int, Word] = {}
         self._turns_alone = 0
         self._complete = False
-        """All ranks have taken part."""
+        """All ranks have taken part at least once."""
 
     def is_possible(self) -> bool:
         """Return whether SGLang gathers these numbers, as it does since 0.5.22."""
@@ -75,7 +76,7 @@ class GatherBoard(Board):
             del self._unsaid[next(iter(self._unsaid))]
 
     def waited(self, tag: int) -> None:
-        """Do nothing: ranks that are missing on this board are known without waiting for a word."""
+        """Do nothing: the bit of each rank shows a missing rank without waiting for a word."""
 
     def close(self) -> None:
         super().close()
@@ -110,14 +111,14 @@ class GatherBoard(Board):
                 pair_count & ((1 << PAIRS_BITS) - 1) for pair_count in pairs
             ]
             if self.is_open:
-                self._hear(pairs, [row[self._columns.vote] for row in rows])
+                self._receive(pairs, [row[self._columns.vote] for row in rows])
         except Exception as error:
             self._fail(error)
 
     def _fail(self, error: Exception) -> None:
-        """The others learn of it by the bit that is missing in the next row, or in this."""
+        """Stop taking part. The others detect it by the missing bit, in this row or the next."""
         if self.is_open:
-            self._give_up(f"what ranks gather is not as expected: {error!r}")
+            self._give_up(f"the gathered rows are not as expected: {error!r}")
 
     def _laden(self, pairs: int, vote: Any) -> tuple[int, Any]:
         room = 1 + (_VOTE_WORDS if vote else 0)
@@ -129,12 +130,12 @@ class GatherBoard(Board):
             vote = 1 | codes[1] << 1 | codes[2] << (1 + _WORD_BITS)
         return pairs, vote
 
-    def _hear(self, pairs: list[int], votes: list[int]) -> None:
+    def _receive(self, pairs: list[int], votes: list[int]) -> None:
         missing = [rank for rank, pair_count in enumerate(pairs) if not pair_count & _PRESENT]
         self._turns_alone += bool(missing)
         if missing and (self._complete or self._turns_alone > MOST_TURNS_ALONE):
             named = ", ".join(map(str, missing[:8])) + (" …" if len(missing) > 8 else "")
-            self._give_up(f"the gang gate is not on in rank {named}")
+            self._give_up(f"the gate is not on in rank {named}")
             return
         for rank, (pair_count, vote) in enumerate(zip(pairs, votes, strict=True)):
             for code in (pair_count >> PAIRS_BITS, vote >> 1, vote >> (1 + _WORD_BITS)):

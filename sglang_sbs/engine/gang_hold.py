@@ -1,32 +1,36 @@
-"""Holds the requests of a gang back until all of it can start, on all DP ranks at once.
+"""The batch gate: holds the requests of a batch until all can start, on all DP ranks at once.
 
 How
 ---
-Each request says how many of its gang come to this rank, and to how many ranks it goes
-(:mod:`sglang_sbs.wire.gangs`). A request of a gang that is not complete stays in the handshake
-queue (``PrefillBootstrapQueue``, ``disaggregation/prefill.py``), where SGLang's own code finds and
-aborts it. The event loop runs on meanwhile: a wait inside it would keep the other ranks from their
-sockets at the next collective operation.
+The bootstrap room of each request encodes how many requests of the batch go to this rank, and how
+many ranks get requests of it (:mod:`sglang_sbs.wire.gangs`). Requests of an incomplete batch stay
+in the handshake queue (``PrefillBootstrapQueue``, ``disaggregation/prefill.py``), where SGLang's
+own code finds and aborts them. The event loop continues meanwhile. A wait inside the loop would
+block the other ranks at the next collective operation.
 
-Each turn of the loop ends in a collective operation, so it has the same number on all ranks, and
-what a rank says in one has reached the others before the next: on one host over sockets
-(:mod:`.gang_board`), on several inside that operation (:mod:`.gang_gather`, SGLang 0.5.22 or
-later; before, an engine on several hosts holds nothing). A rank says when its part is ready. In the
-turn after the last said so, all let the gang go. Where a DP rank is several processes, they agree
-among themselves first (:mod:`.gang_team`).
+Each turn of the loop ends in a collective operation, so a turn has the same number on all ranks. A
+rank's words of one turn reach the others before the next turn: on one host over sockets
+(:mod:`.gang_board`), on several hosts inside that operation (:mod:`.gang_gather`). The latter needs
+SGLang 0.5.22; with earlier releases an engine on several hosts holds nothing. A rank reports when
+its part is ready. One turn after the last of these reports, all ranks start the batch. If a DP rank
+has several processes, these agree among themselves first (:mod:`.gang_team`).
 
-Mostly a gang comes while a pass runs. The thread that hears from decode tells the other ranks of
-one host when the handshakes of a part are over. If all did so before the pass ended, all let the
-gang go in their first look after it, without a word more. Not where a DP rank is several processes,
-nor on a device without overlap scheduling, where idle ranks look before the end.
+Most batches arrive while a pass runs. On one host, the thread that receives from decode reports to
+the other ranks when the handshakes of a part are over. If all ranks did so before the pass ended,
+all start the batch in their first look at the queue after it, without another message. This
+shortcut is off if a DP rank has several processes. It is also off on a device without overlap
+scheduling, where idle ranks look at the queue before the pass ends.
 
 How long
 --------
-Counted is the time in which a part of the gang could have started. A gang waits ``gate_ms`` for
-handshakes with decode, which may have no room. It waits as long for requests that are still on
-their way, and longer where they usually take longer (``ARRIVAL_SHARE`` times as long at most).
-Others are never held, but for those that were sent after a gang, to be in the same pass: one of
-them alone would start a pass, and the gang miss it.
+The limits count only time in which a part of the batch could have started:
+
+- Handshakes with decode, which may have no room: ``gate_ms``.
+- Requests that have not arrived: ``gate_ms``, or longer where recent requests took longer, at most
+  ``ARRIVAL_SHARE`` times ``gate_ms``.
+
+Requests outside the batch are held only if the router sent them after the batch for the same pass.
+One of them alone would start a pass, and the batch would miss it.
 """
 
 from __future__ import annotations
@@ -52,22 +56,21 @@ logger = logging.getLogger(__name__)
 
 ARRIVAL_SHARE = 5
 _PATIENCE = 4
-"""Requests on their way are waited for at most this many times as long as recent ones took ..."""
+"""Longest wait for requests that have not arrived, as a multiple of the recent arrival span."""
 _FORGETTING = 0.9
-"""... where the weight of earlier gangs is reduced by this factor with each new one."""
+"""Factor by which each new batch reduces the arrival span of earlier batches."""
 MOST_TURN_S = 0.005
-"""Upper limit on the counted time of a turn, which may have been a forward pass during which
+"""Limit on the counted time of one turn, because the turn may contain a forward pass, during which
 nothing could start."""
 MOST_MISSED = 1
-"""Passes that may start without a gang before it starts incomplete. Turns are rare while passes
-run, so its time limit would take long to expire."""
+"""Passes that may start without a held batch; after that it starts incomplete. Turns are rare while
+passes run, so the time limit alone would take long to expire."""
 FIRST_TURN = 1
 MAX_ERRORS = 3
 MOST_UNHEARD_TURNS = 3
-"""A rank that stopped waiting starts after this many turns, even if the others could not be
-told."""
+"""A rank that gave up waiting starts alone after this many turns without agreement."""
 _MOST_GANGS = 64
-"""Limit on remembered gangs, in addition to those in the handshake queue."""
+"""Number of batches whose state is kept. Batches in the handshake queue are kept in any case."""
 _MOST_INCOMPLETE = 8
 Original = Callable[..., Any]
 
@@ -75,22 +78,23 @@ Original = Callable[..., Any]
 @dataclass(slots=True)
 class _HeldBatch:
     part: GangPart
-    """This rank's part; with ``members`` 0 there are only requests that follow it so far."""
+    """This rank's part; ``members`` 0: only requests that follow the batch have been seen so
+    far."""
     first_pass: int = 0
-    """Passes started before it was seen."""
+    """Number of passes started before the batch was first seen."""
     seen: set[str] = field(default_factory=set)
     word: Word = field(default_factory=Word)
     """The state reported to the other ranks."""
     handshake_s: float = 0.0
-    """Seconds waited since all of it had arrived, on all ranks."""
+    """Seconds waited after the whole batch had arrived, on all ranks."""
     arrival_s: float = 0.0
-    """Seconds waited before that."""
+    """Seconds waited before the whole batch had arrived."""
     span_s: float = 0.0
-    """Seconds from its first request seen here until all had arrived."""
+    """Seconds from the first request seen here until the whole batch had arrived."""
     came: bool = False
-    """All of it has arrived, on all ranks."""
+    """The whole batch has arrived, on all ranks."""
     free: bool = False
-    """No longer held, even if parts of it are still to come."""
+    """The batch is no longer held, even if some of its requests have not arrived."""
 
 
 class GangHold:
@@ -105,7 +109,7 @@ class GangHold:
         clock: Callable[[], float] = time.monotonic,
         open_board: Callable[..., Board] = SocketBoard,
     ) -> None:
-        """``gate_ms``: 0: hold nothing; None: ``DEFAULT_GATE_MS``."""
+        """``gate_ms``: 0 holds nothing; None selects ``DEFAULT_GATE_MS``."""
         self._limit_s = (DEFAULT_GATE_MS if gate_ms is None else gate_ms) / 1e3
         self._boot_id = boot_id
         self._clock = clock
@@ -119,11 +123,12 @@ class GangHold:
         self._is_supported = True
         self._errors = 0
         self._turn = self._result_turn = FIRST_TURN
-        """``_result_turn``: turn in which a pass had its result before the look at the queue."""
+        """``_result_turn``: latest turn in which a pass ended before the look at the queue."""
         self._taken_turn = FIRST_TURN
-        """First turn whose look takes into account what decode takes in now."""
+        """Next turn that looks at the queue; a handshake that ends now counts from that turn on."""
         self._taken: dict[int, set[int]] = {}
-        """Rooms by gang that decode has taken in. Used only by the thread that receives this."""
+        """Bootstrap rooms that decode has accepted, by tag of the batch. Only the thread that
+        receives from decode uses it."""
         self._looks = 0  # at the queue
         self._turn_s = clock()
         self._last_turn_s = 0.0  # how long the turn before this one counts
@@ -131,7 +136,7 @@ class GangHold:
         self._passes = 0  # that were started so far
         self._usual_span_s = 0.0
         self._incomplete: list[_HeldBatch] = []
-        """Gangs that started without some requests that had not arrived."""
+        """Batches that started without some of their requests, which had not arrived."""
 
     def fault(self) -> str:
         """Value for ``EndForward.gang_gate``."""
@@ -220,7 +225,7 @@ class GangHold:
         self._team.board.listen()
 
     def _in_queue(self, queue: Any) -> dict[int, list[Any]]:
-        """Return the requests of each gang by tag, and register new gangs."""
+        """Return the queue's requests by tag of their batch, and register new batches."""
         here: dict[int, list[Any]] = {}
         for req in () if self._off else queue.queue:
             part = part_of_room(req.bootstrap_room) if was_told(req) else None
@@ -231,7 +236,7 @@ class GangHold:
             here.setdefault(part.tag, []).append(req)
             gang = self._gangs.get(part.tag)
             if gang is None or (part.members and not gang.part.members):
-                # A part of the gang decides for the requests that follow it as well.
+                # This rank's part of the batch also decides for the requests that follow it.
                 gang = self._gangs[part.tag] = _HeldBatch(part, first_pass=self._passes)
             if part.members > 0:
                 gang.seen.add(req.rid)
@@ -243,10 +248,10 @@ class GangHold:
         return here
 
     def _may_follow(self, gang: _HeldBatch) -> bool:
-        """Return whether requests may start that follow a gang of which this rank has no part: in
-        the turn in which the gang starts. They wait at most for a handshake and one pass."""
+        """Return whether requests may start that follow a batch without a part for this rank. They
+        start in the same turn as the batch, and wait at most for a handshake and one pass."""
         if gang.free or gang.part.ranks == 1 or not self._ranks.is_open:
-            return True  # a gang on one rank reports nothing to others
+            return True  # a batch on one rank is not reported to other ranks
         gang.arrival_s += self._last_turn_s
         gang.free = self._agreed(gang) or gang.arrival_s >= self._limit_s or self._missed(gang)
         return gang.free
@@ -257,19 +262,18 @@ class GangHold:
     def _report(
         self, team: OtherProcess, queue: Any, gang: _HeldBatch, reqs: Sequence[Any]
     ) -> None:
-        """Report to the deciding process when all of a gang has arrived, and when it is ready
-        here."""
+        """Report to the deciding process when the batch has arrived, and when it is ready here."""
         if not gang.word.ready_turn and len(gang.seen) >= gang.part.members:
             ready = not any(in_handshake(queue, req) for req in reqs)
             team.report(gang.part.tag, gang.word, ready, self._turn)
 
     def _may_start(self, queue: Any, gang: _HeldBatch, reqs: Sequence[Any]) -> bool:
         word = gang.word
-        says = not word.arrived and len(gang.seen) >= gang.part.members
-        word.arrived |= says
+        changed = not word.arrived and len(gang.seen) >= gang.part.members
+        word.arrived |= changed
         alone = gang.part.ranks == 1
         if gang.free:
-            if says and not alone:  # whoever went without it learns that it was late, not lost
+            if changed and not alone:  # ranks that started without it find that it was not lost
                 self._ranks.say(gang.part.tag, word)
             return True
         waiting = sum(in_handshake(queue, req) for req in reqs)
@@ -280,10 +284,10 @@ class GangHold:
                 self._record_span(gang.span_s)
         is_ready = word.arrived and not waiting
         if is_ready and not word.ready_turn and self._team.is_ready(gang.part.tag):
-            word.ready_turn, says = self._turn, True
+            word.ready_turn, changed = self._turn, True
         if not word.gave_up_turn and waiting < len(reqs) and self._waited_enough(gang):
-            word.gave_up_turn, says = self._turn, True
-        if says and not alone:  # once in a turn: few messages fit into a socket
+            word.gave_up_turn, changed = self._turn, True
+        if changed and not alone:  # once per turn, because few messages fit into a socket
             self._ranks.say(gang.part.tag, word)
         gang.free = self._agreed(gang) or 0 < word.gave_up_turn < self._turn - MOST_UNHEARD_TURNS
         if gang.free and not alone:
@@ -291,7 +295,7 @@ class GangHold:
         return gang.free
 
     def _agreed(self, gang: _HeldBatch) -> bool:
-        """Return whether all ranks start the gang in this turn."""
+        """Return whether all ranks start the batch in this turn."""
         after_pass = self._result_turn == self._turn
         return self._ranks.agreed(gang.part, self._turn, gang.word) or (
             after_pass and self._ranks.taken_in(gang.part, self._turn)
@@ -307,10 +311,10 @@ class GangHold:
         late = gang.handshake_s >= self._limit_s or gang.arrival_s >= most_s
         enough = late or self._missed(gang)
         if enough:
-            logger.debug("gang %d starts without the rest of it", gang.part.tag)
+            logger.debug("batch %d starts incomplete", gang.part.tag)
             if not gang.came:
                 self._incomplete = [*self._incomplete, gang][-_MOST_INCOMPLETE:]
-            if gang.word.arrived:  # with the others, too: they get what this process gets
+            if gang.word.arrived:  # the rank's other processes receive the same requests
                 self._team.board.waited(gang.part.tag)
         return enough
 
@@ -321,8 +325,8 @@ class GangHold:
         self._usual_span_s = max(span_s, _FORGETTING * self._usual_span_s)
 
     def _learn_of_late_ones(self) -> None:
-        """Increase the waiting time if requests arrive after their gang has started: they were
-        late, not lost."""
+        """Increase the waiting time if requests arrive after their batch has started, because such
+        requests were late and not lost."""
         for gang in [gang for gang in self._incomplete if self._has_come(gang)]:
             self._incomplete.remove(gang)
             self._record_span(ARRIVAL_SHARE * self._limit_s)
@@ -357,16 +361,16 @@ class GangHold:
         board = Board()
         apart = collect.rank_is_on_several_hosts(scheduler, place)
         if place.processes <= MOST_RANKS and not apart:
-            whom = "the other processes of this DP rank"
+            peers = "the other processes of this DP rank"
             name = f"{name}.of.{place.dp_rank}"
-            board = self._open_board(name, place.number, place.processes, whom)
+            board = self._open_board(name, place.number, place.processes, peers)
         return FirstProcess(board, place.processes) if place.number == 0 else OtherProcess(board)
 
     def _failed(self) -> None:
-        """Handle an exception of the gate: SGLang continues as if nothing was held."""
+        """Handle an exception of the gate: SGLang continues as if no request were held."""
         self._errors += 1
         if self._errors == 1:
-            logger.warning("gangs are not held together: first error", exc_info=True)
+            logger.warning("batch gate: first error; batches may start incomplete", exc_info=True)
         if self._errors >= MAX_ERRORS:
             self._off = True
             self._ranks.close()
@@ -374,5 +378,5 @@ class GangHold:
 
 
 def was_told(req: Any) -> bool:
-    """Return whether the router said which requests belong together."""
+    """Return whether the request's bootstrap room describes its batch."""
     return is_sized(str(req.rid)) and isinstance(req.bootstrap_room, int)

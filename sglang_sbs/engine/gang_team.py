@@ -1,11 +1,11 @@
-"""How the processes of one DP rank hold a batch back: one strategy per role of a process.
+"""Roles of the processes of one DP rank while a batch is held.
 
-SGLang takes the minimum of what the processes of a DP rank report of a handshake, in a collective
-operation of every turn (``poll_and_all_reduce``, ``disaggregation/utils.py``). So the first process
-(attention TP and CP rank 0) decides for all of them. It reports a request that is held as still in
-the handshake, and the request stays in the queue of every process. The others only tell the first
-one when a batch's handshakes are over with them, too. Where they are on several hosts they do not,
-and the first one goes by its own handshakes.
+In every turn SGLang takes the minimum of the handshake states that the processes of a DP rank
+report (``poll_and_all_reduce``, ``disaggregation/utils.py``). So the first process (attention TP
+and CP rank 0) can decide for all: it reports a held request as still in the handshake, and the
+request stays in the queue of every process. The other processes report to the first one when a
+batch's handshakes are over. On several hosts they report nothing, and the first process uses only
+its own handshakes.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ class OnlyProcess:
         self.board = board or Board()
 
     def may_hold(self, queue: Any, req: Any) -> bool:
-        """Return whether the request may be held; not if SGLang starts it without its handshake and
-        keeps held requests itself."""
+        """Return whether the request may be held. A rank with several processes cannot hold a
+        request that SGLang starts before its handshake is over."""
         return self.is_alone or not starts_in_handshake(queue, req)
 
     def is_ready(self, _tag: int) -> bool:
@@ -71,8 +71,8 @@ class FirstProcess(OnlyProcess):
 
     @contextmanager
     def keep_back(self, _queue: Any, held: list[Any]) -> Iterator[None]:
-        """Make requests appear to be in the handshake in all processes of the DP rank, unless they
-        failed in one."""
+        """Report requests as still in the handshake, which holds them in all processes of the DP
+        rank. Failed handshakes are reported as failed."""
         senders = [req.disagg_kv_sender for req in held]
         try:
             for sender in senders:
@@ -84,7 +84,7 @@ class FirstProcess(OnlyProcess):
 
 
 class OtherProcess(OnlyProcess):
-    """A process that reports to the first one of its DP rank, and holds nothing itself."""
+    """A process that reports to the first process of its DP rank, which decides."""
 
     is_alone = False
 
@@ -97,8 +97,8 @@ class OtherProcess(OnlyProcess):
 
 
 def in_handshake(queue: Any, req: Any) -> bool:
-    """Return whether decode has not taken in the request; a failed one does not count, so that
-    SGLang can handle it."""
+    """Return whether the request waits for decode to accept it. False for a failed request, so that
+    SGLang can remove it."""
     waits = int(req.disagg_kv_sender.poll()) == _IN_HANDSHAKE
     return waits and not starts_in_handshake(queue, req)
 

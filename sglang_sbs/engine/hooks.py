@@ -98,7 +98,7 @@ class RankHook:
     def around_run_batch(
         self, original: Original, scheduler: Any, batch: Any, *args: Any, **kwargs: Any
     ) -> Any:
-        """Around ``Scheduler.run_batch(self, batch, pp_proxy_tensors=None)``."""
+        """Hook around ``Scheduler.run_batch(self, batch, pp_proxy_tensors=None)``."""
         entered_s = self._clock()
         result = original(scheduler, batch, *args, **kwargs)
         self._safely(self._on_launch, scheduler, batch, result, entered_s)
@@ -134,7 +134,7 @@ class RankHook:
     def around_add_request(
         self, original: Original, scheduler: Any, req: Any, *args: Any, **kwargs: Any
     ) -> Any:
-        """Around ``Scheduler._add_request_to_queue(self, req, is_retracted=False)``."""
+        """Hook around ``Scheduler._add_request_to_queue(self, req, is_retracted=False)``."""
         returned = original(scheduler, req, *args, **kwargs)
         self._safely(self._on_added, scheduler, req)
         return returned
@@ -142,7 +142,8 @@ class RankHook:
     def before_abort_request(
         self, scheduler: Any, recv_req: Any, *_args: Any, **_kwargs: Any
     ) -> None:
-        """Before ``Scheduler.abort_request(self, recv_req)``, while its targets are in place."""
+        """Hook before ``Scheduler.abort_request(self, recv_req)``, which removes the requests that
+        this hook counts."""
         self._safely(self._on_abort, scheduler, recv_req)
 
     def _safely(self, act: Callable[..., Any], scheduler: Any, *args: Any) -> Any:
@@ -156,7 +157,7 @@ class RankHook:
             self._failed()
             return None
 
-    # What they do -------------------------------------------------------------------------
+    # Effects of the hooks -----------------------------------------------------------------
 
     def _on_launch(
         self, reader: SchedulerReader, batch: Any, result: Any, entered_s: float
@@ -231,7 +232,8 @@ class RankHook:
     # Sending ------------------------------------------------------------------------------
 
     def _attached(self, scheduler: Any) -> SchedulerReader | None:
-        """Set up on first use, because the rank of this process is known only then."""
+        """Return the reader, or None if this process does not report. It is created on first use,
+        because the rank of this process is known only then."""
         if self._reader is None and not self.off:
             reader = SchedulerReader(scheduler)
             if not reader.placement.emits:
@@ -253,7 +255,7 @@ class RankHook:
             text = "EndForward of dp rank %d/%d, boot id %s, %s"
             logger.info(text, rank, said.dp_size, said.boot_id, where)
             if reader.missing:
-                text = "SGLang %s does not give %s; EndForward says 0 for it"
+                text = "SGLang %s does not provide %s; EndForward reports 0 for it"
                 version = said.sglang_version or "(unknown version)"
                 logger.warning(text, version, ", ".join(reader.missing))
         return self._reader

@@ -50,7 +50,7 @@ class Hook(NamedTuple):
     function: Callable[..., Any]
     kind: str
     optional: bool = False
-    """EndForward is complete without this hook."""
+    """The hook is for an extra; EndForward is complete without it."""
 
 
 def describe(config: HookConfig) -> dict[str, object]:

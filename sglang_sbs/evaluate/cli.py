@@ -35,21 +35,21 @@ policies: {", ".join(POLICY_CONFIGS)}
 
 The first line is the answer, for example:
   On this hour (12,431 requests, load 0.62) sbs would have had 0.78x (0.74 to 0.83) the mean TTFT of
-  what ran; the model reproduces what ran to 3 % in the mean and 6 % in the p99.
-The interval is of 95 %. If the model is more than 10 % off, it says so and gives no ratio.
+  the recorded run; the model reproduces this run to 3 % in the mean and 6 % in the p99.
+The interval is of 95 %. If the model is more than 10 % off, the line has the error and no ratio.
 
 examples:
   sglang-sbs evaluate traffic.events
   sglang-sbs evaluate router.events --policies sbs,least_tokens --html page.html --json out.json
 
-exit codes: 0 there is an answer; 1 the model does not reproduce what ran, so there is none; 2 the
-log or a flag cannot be used; 130 interrupted, after printing what there was
+exit codes: 0 there is an answer; 1 no answer, because the model does not reproduce the recorded
+run; 2 the log or a flag cannot be used; 130 interrupted, after printing the results so far
 """
 
 # fmt: off
 _FLAGS = (
     Flag("--policies", "", str, DEFAULT_POLICIES,
-        f"policies to compare with what ran, comma-separated (default {DEFAULT_POLICIES})"),
+        f"policies to compare with the recorded run (default {DEFAULT_POLICIES})"),
     Flag("--html", "", Path, None, "write a page that refers to no other file", "FILE"),
     Flag("--json", "", Path, None, "write the numbers", "FILE"),
     Flag("--draws", "", positive, _DRAWS,
@@ -120,7 +120,7 @@ def _simulate(
 
         def take(row: Row) -> None:
             verdict.add(row)
-            step(row["policy"] or "what ran")
+            step(row["policy"] or "the recorded run")
 
         run_all(_tasks(work, [RAN], draws), take, args.workers)
         if verdict.accepted:

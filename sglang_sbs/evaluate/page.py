@@ -37,7 +37,7 @@ def _pictures(verdict: Evaluation) -> list[Part]:
             axis.set_ylim(len(of_policies) - 0.5, -0.5)
             axis.set_xlabel(f"{what} TTFT relative to what ran")
             axis.grid(axis="x", alpha=0.3)
-        caption = "Each policy relative to what ran (1.0), with 95 % intervals; less is better"
+        caption = "Each policy over the recorded run (1.0), with 95 % intervals; less is better"
         pictures.append(Picture(caption, plots.png_of(figure)))
     figure, (axis,) = plots.panels(1, 1, 12.0, 3.2)
     at_s, measured_s, modelled_s = verdict.by_block()
@@ -49,6 +49,6 @@ def _pictures(verdict: Evaluation) -> list[Part]:
     axis.grid(alpha=0.3)
     axis.legend(loc="upper left", bbox_to_anchor=(1.0, 1.0))
     pictures.append(
-        Picture("What ran, measured and modelled, by block of time", plots.png_of(figure))
+        Picture("The recorded run, measured and modelled, by block of time", plots.png_of(figure))
     )
     return pictures

@@ -20,8 +20,8 @@ ACCEPTED = 0.10
 """Largest error for which ratios are given: of the modelled mean against the measured one, and of
 the median prediction for passes that the fit has not seen."""
 _MODEL_ERROR = 0.06
-"""Relative error of a predicted ratio that no draw and no block shows. On real engines, predictions
-were 1 to 5 % too good with 4 DP ranks, and 9 % with 2 (docs/evaluate.md)."""
+"""Relative error of a predicted ratio that the bootstrap cannot show. On real engines, predicted
+TTFTs were 1 to 5 % too low with 4 DP ranks, and 9 % too low with 2 (docs/evaluate.md)."""
 _PASSES_PER_BLOCK = 10
 """Passes per block, after which queues no longer depend on earlier load."""
 _POOR_FIT = 0.15
@@ -130,7 +130,7 @@ class Evaluation:
     def sentences(self) -> list[str]:
         found = self.calibration
         if found is None:
-            return ["What ran was not simulated to its end, so there is no answer."]
+            return ["The recorded run was not simulated to its end, so there is no answer."]
         if not self.accepted:
             return [*self._refusal(found), *self.notes()]
         of_policies = self.policies
@@ -139,8 +139,9 @@ class Evaluation:
             return [first, *self.notes()]
         lines: list[str] = []
         for name, both in of_policies.items():
-            what = f"On {self._span()} {name}" if not lines else name
-            lines.append(f"{what} would have had {both.mean.words()} the mean TTFT of what ran")
+            start = f"On {self._span()} {name}" if not lines else name
+            ratio = both.mean.words()
+            lines.append(f"{start} would have had {ratio} the mean TTFT of the recorded run")
         first = f"{lines[0]}; {self._reproduces(found)}."
         return [first, *(f"{line}." for line in lines[1:]), *self.notes()]
 
@@ -151,17 +152,17 @@ class Evaluation:
 
     def _reproduces(self, found: Calibrated) -> str:
         mean, p99 = abs(found.mean - 1), abs(found.p99 - 1)
-        return f"the model reproduces what ran to {mean:.0%} in the mean and {p99:.0%} in the p99"
+        return f"the model reproduces this run to {mean:.0%} in the mean and {p99:.0%} in the p99"
 
     def _refusal(self, found: Calibrated) -> list[str]:
         off = abs(found.mean - 1)
         if off > ACCEPTED:
             side = "above" if found.mean > 1 else "below"
-            what = f"the modelled mean TTFT of what ran is {off:.0%} {side} the measured one"
+            fault = f"the modelled mean TTFT of this run is {off:.0%} {side} the measured one"
         else:
-            what = f"the fitted cost of a pass is {self._fit:.0%} off in the median"
+            fault = f"the fitted cost of a pass is {self._fit:.0%} off in the median"
         first = (
-            f"On {self._span()} {what}. More than {ACCEPTED:.0%} is too far for an answer, so "
+            f"On {self._span()} {fault}. More than {ACCEPTED:.0%} is too far for an answer, so "
             "there is no ratio."
         )
         return [first, *(f"Possible cause: {cause}." for cause in self._causes())]
@@ -171,8 +172,8 @@ class Evaluation:
         if work.errors.p95_share > _POOR_FIT:
             causes.append(
                 f"pass times do not follow tokens and requests (5 % of the passes are more than "
-                f"{work.errors.p95_share:.0%} off the fitted cost): other work on the same "
-                "hardware, or a pass that waits for something else"
+                f"{work.errors.p95_share:.0%} off the fitted cost): other work shares the "
+                "hardware, or passes wait for something else"
             )
         spans = [
             a_pass for a_pass in work.passes if a_pass.complete and a_pass.previous is not None
@@ -196,11 +197,11 @@ class Evaluation:
         if work.load > 0.95:
             causes.append(
                 f"the load is {work.load:.2f}: near saturation a small error in the cost of a pass "
-                "is a large one in the waiting time"
+                "becomes a large error in the waiting time"
             )
         if not causes:
             causes.append(
-                "waiting that no pass shows, in the network, the tokenizer or the KV transfer"
+                "waiting outside of passes, in the network, the tokenizer or the KV transfer"
             )
         return causes
 
@@ -230,8 +231,8 @@ class Evaluation:
         for (policy,), mine in groups(self._rows, "policy").items():
             if left := max(row["unfinished"] for row in mine):
                 notes.append(
-                    f"Note: {left:,} requests got no first token under {policy or 'what ran'}, as "
-                    "modelled; they count with the time they waited."
+                    f"Note: in the model of {policy or 'the recorded run'}, {left:,} requests got "
+                    "no first token. Each counts with the time for which it waited."
                 )
         return notes
 
@@ -254,13 +255,15 @@ class Evaluation:
         ]
         ran = ", ".join(self.work.policies)
         calibration = ResultTable(
-            f"what ran ({ran}), measured and modelled", ["", "measured", "modelled", "ratio"], rows
+            f"the recorded run ({ran}), measured and modelled",
+            ["", "measured", "modelled", "ratio"],
+            rows,
         )
         of_policies = self.policies
         if not of_policies:
             return [calibration]
         compared = ResultTable(
-            "TTFT relative to what ran, both modelled, with 95 % intervals",
+            "TTFT relative to the recorded run, both modelled, with 95 % intervals",
             ["policy", "mean", "p99", "mean TTFT", "p99 TTFT"],
             [
                 [

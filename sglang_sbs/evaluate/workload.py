@@ -42,7 +42,7 @@ _OUTPUT_TOKENS = 200
 
 
 class TooLittle(ValueError):
-    """The log is too short or incomplete for an evaluation; the message says why."""
+    """The log is too short or incomplete for an evaluation; the message has the reason."""
 
 
 class RecordedPlacement(msgspec.Struct, frozen=True):
@@ -165,7 +165,7 @@ class _Builder:
         up = {event.instance for event in self.recording.prefill}
         lost = {r.prefill[0] for r in self.requests if r.prefill and r.prefill[0] not in up}
         if lost:
-            raise TooLittle(f"has requests sent to {min(lost)}, but never says what that is")
+            raise TooLittle(f"has requests sent to {min(lost)}, but no record of that instance")
         self.names = {event.instance: f"p{i}" for i, event in enumerate(self.recording.prefill)}
         told = [r.announced for r in self.requests if r.announced is not None]
         sizes = {announced.block_tokens for announced in told if announced.blocks}

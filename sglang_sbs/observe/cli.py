@@ -40,9 +40,9 @@ _LINE_S = 30.0
 def parser() -> argparse.ArgumentParser:
     made = argparse.ArgumentParser(
         prog="sglang-sbs observe",
-        description="Record what engines with the plugin do behind any router, and say how even "
-        "their passes are and how long requests wait. Routing does not change. The recording is an "
-        "event log: arrivals, prompt lengths, placement and passes.",
+        description="Record the passes of engines with the plugin behind any router. Print how "
+        "even the passes are and how long requests wait. Routing does not change. The recording "
+        "is an event log: arrivals, prompt lengths, placement and passes.",
         epilog="On the engines, set SGLANG_SBS_ROUTERS=tcp://THIS-HOST:7600 (docs/observe.md).\n\n"
         "examples:\n"
         "  sglang-sbs observe --endforward tcp://0.0.0.0:7600 --minutes 10 --out traffic.events\n"
@@ -51,7 +51,7 @@ def parser() -> argparse.ArgumentParser:
     )
     where = "where to listen; the engines name it in SGLANG_SBS_ROUTERS (default: %(default)s)"
     made.add_argument("--endforward", default="tcp://0.0.0.0:7600", metavar="ENDPOINT", help=where)
-    to = "rank's publisher to connect to, of an engine with SGLANG_SBS_BIND; may be repeated"
+    to = "publisher of a DP rank, for engines with SGLANG_SBS_BIND; may be repeated"
     made.add_argument("--connect", action="append", default=[], metavar="ENDPOINT", help=to)
     key = "file with the engines' SGLANG_SBS_ENDFORWARD_KEY_FILE secret"
     made.add_argument("--key-file", type=Path, metavar="FILE", help=key)
@@ -95,7 +95,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 @dataclass
 class Observer:
-    """One recording. A record is written once no later message can precede it."""
+    """One recording. A record is written when no message with an earlier time can arrive any
+    more."""
 
     out: Path
     traffic: Traffic = field(default_factory=Traffic)
@@ -130,7 +131,7 @@ class Observer:
         try:
             log = EventLogWriter(self.out, SchedulerConfig(), observed=True)
             receiver.dial(connect)
-            print(f"Recording to {self.out} what engines send to {endpoint}", file=sys.stderr)
+            print(f"Recording messages of engines to {endpoint} in {self.out}", file=sys.stderr)
             began_s = time.monotonic()
             said_s = began_s
             while (left_s := began_s + duration_s - time.monotonic()) > 0 and not stop.is_set():
@@ -204,7 +205,7 @@ class Observer:
                 f"incomplete  {counted(self.lost, 'message')} of {counts['messages']:,} lost, "
                 f"{max(0, missed):,} of {counts['accepted']:,} requests not recorded"
             )
-        return [*lines, "", f"What other policies would do: sglang-sbs evaluate {self.out}"]
+        return [*lines, "", f"To compare policies: sglang-sbs evaluate {self.out}"]
 
 
 def _reachable(endpoint: str) -> str:

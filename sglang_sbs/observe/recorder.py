@@ -2,7 +2,7 @@
 
 Records of an observed log, in order of ``now_s`` (seconds of the observer's monotonic clock):
 
-- ``InstanceUp`` when an instance is first heard, and again when what is known of it changes.
+- ``InstanceUp`` with the first message of an instance, and again when its properties change.
 - ``RequestArrived`` with a ``Dispatch`` when a request reached a prefill instance (or one without
   disaggregation). ``Dispatch`` names instance and DP rank; ``decode`` is empty where it is unknown.
 - ``ForwardEnded`` with every message about prefill work, at the time it was made, and one per
@@ -11,7 +11,7 @@ Records of an observed log, in order of ``now_s`` (seconds of the observer's mon
 - ``PrefillDone`` when the pass ended that computed the last prompt token. This stands for the first
   token: the KV transfer and the first decode step follow.
 
-A message arrives after what it reports, so records wait ``WINDOW_S`` to be put in order.
+A message arrives later than the events that it reports, so records wait ``WINDOW_S`` to be sorted.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from sglang_sbs.wire import EndForward
 from sglang_sbs.wire.endforward import MAX_SPAN_S, Accepted
 
 WINDOW_S = 10.0
-"""More than a pass takes: a busy rank reports what it took in with its next pass."""
+"""Longer than any pass, because a busy rank reports accepted requests only with its next pass."""
 _K = TypeVar("_K")
 _V = TypeVar("_V")
 _CLOCK_BUCKET_S = 10.0
@@ -58,7 +58,8 @@ class ObservedRequest:
     dp_rank: int
     prompt_tokens: int
     arrived_s: float
-    """Engine clock, like both times below, which are differences on one clock."""
+    """Time of arrival on the engine's clock. ``waited_s`` and ``prefill_s`` are differences on this
+    clock."""
     cached_tokens: int | None = None
     waited_s: float | None = None
     """Time from its arrival until its first pass began to compute."""

@@ -17,7 +17,7 @@ from sglang_sbs.wire import EndForward
 _N = TypeVar("_N", int, float)
 _MOST_VALUES = 1_000_000
 _RECENT = 2_000
-"""Number of waits summarized by a progress line."""
+"""Number of latest requests whose waits a progress line summarizes."""
 _MAX_OPEN_PASSES = 4096
 _LEAST_GAP_S = 1e-3
 LEAST_PASSES = 30

@@ -19,7 +19,7 @@ _LOOK_S = 2.0
 
 
 class _None(msgspec.Struct):
-    """The router's response when there was no trial."""
+    """The router's response if no trial has run."""
 
     text: str
 
@@ -27,19 +27,19 @@ class _None(msgspec.Struct):
 def parser() -> argparse.ArgumentParser:
     made = argparse.ArgumentParser(
         prog="sglang-sbs trial",
-        description="Compare a router's policy with a baseline on its own traffic: the two decide "
-        "in turns,\nslot by slot, until the difference in mean TTFT is certain. Then the router "
-        "goes back\nto the policy it had. Without a baseline the trial that runs, or the last one, "
-        "is shown.",
+        description="Compare a router's policy with a baseline on its own traffic. The two take "
+        "turns,\nslot by slot, until the difference in mean TTFT is certain. Then the router "
+        "returns\nto its first policy. Without a baseline, show the trial that runs or the last "
+        "one.",
         epilog="examples:\n"
         "  sglang-sbs trial round_robin --router http://router:30000 --wait\n"
         "  sglang-sbs trial round_robin,slot=5m,p99=5s,refused=1% --router http://router:30000\n"
         "  sglang-sbs trial --router http://router:30000          # how it stands\n"
         "  sglang-sbs trial --stop --router http://router:30000   # end it now\n"
         "\n"
-        "keys after the baseline: slot (180s), slots (40, at most so many), width (0.1: end when\n"
-        "the interval is narrower), p99 and refused (limits on TTFT and on the share of refused\n"
-        "requests, which end it), then (back, or winner: keep the faster policy), seed.\n",
+        "keys after the baseline: slot (180s), slots (40, the most), width (0.1: end when the\n"
+        "interval is narrower), p99 and refused (the trial ends when TTFT or the share of refused\n"
+        "requests exceeds them), then (back, or winner: keep the faster policy), seed.\n",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     spec = "the policy to compare with, and how: BASELINE[,KEY=VALUE...]"

@@ -12,8 +12,8 @@ from sglang_sbs.trial.slots import Arm
 from sglang_sbs.trial.trial import ALPHA, ARMS, Cause, Trial, TrialRatio
 
 FEW_PASSES = 300
-"""Shorter slots flatter a baseline with two states, because it takes long to reach the worse
-one."""
+"""Passes per slot below which the report adds a warning. A baseline that degrades slowly looks
+better than it is in short slots."""
 
 
 class ArmReport(msgspec.Struct, kw_only=True):
@@ -62,7 +62,7 @@ class TrialReport(msgspec.Struct, kw_only=True):
     cause: Cause | None
     ended: str
     began_at: float
-    """Unix time of the start; the next field is that of the end."""
+    """Unix time of the start; the next field is the Unix time of the end."""
     ended_at: float | None = None
 
 
@@ -123,8 +123,8 @@ def _warning(passes: int | None) -> str:
     if passes is None or passes >= FEW_PASSES:
         return ""
     return (
-        f"a slot has only about {passes} passes: with fewer than {FEW_PASSES} the slot before "
-        "weighs on the next one, and a baseline that becomes slow late looks faster than it is"
+        f"a slot has only about {passes} passes: with fewer than {FEW_PASSES} the queues of one "
+        "slot affect the next, and a baseline that becomes slow late looks faster than it is"
     )
 
 

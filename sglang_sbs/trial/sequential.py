@@ -1,7 +1,7 @@
-"""A confidence interval of a mean that holds at every look, however often one looks.
+"""A confidence interval of a mean that stays valid however often it is evaluated.
 
-For independent normal differences of unknown variance. It inverts the sequential t-test whose
-likelihood ratio is mixed over a normal prior of the effect size: T. L. Lai, "On confidence
+It is for independent normal differences of unknown variance, and inverts the sequential t-test
+whose likelihood ratio is mixed over a normal prior of the effect size: T. L. Lai, "On confidence
 sequences", Annals of Statistics 4(2), 1976; H. Wang and A. Ramdas, "Anytime-valid t-tests and
 confidence sequences for Gaussian means with unknown variance", arXiv:2310.03722, 2023. The mixture
 in closed form is the Bayes factor of M. Gönen et al., "The Bayesian two-sample t test", The

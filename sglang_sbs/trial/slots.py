@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 
 BLOCKS = 8
 LEAST_REQUESTS = 10
-"""Counted requests that a slot needs to form a pair."""
+"""A slot with fewer counted requests does not form a pair."""
 _LEAST_IN_BLOCK = 3
 _PER_E = 50
 """Buckets of the TTFT histogram per factor of e, so that percentiles are exact to 1 %."""
@@ -49,14 +49,14 @@ class Slot:
     begin_s: float
     length_s: float
     arrived: int = 0
-    """Requests in the whole slot, as are the next three."""
+    """Requests in the whole slot. The next three fields are of the whole slot as well."""
     refused: int = 0
     exceeded: int = 0
     """Requests whose first token took longer than the limit."""
     unanswered: int = 0
     """Requests that failed or were cancelled before the first token."""
     open: int = 0
-    """Counted requests still waiting for their first token."""
+    """Number of counted requests still waiting for their first token."""
     blocks: list[Block] = field(default_factory=lambda: [Block() for _ in range(BLOCKS)])
 
     def place_of(self, at_s: float) -> float:

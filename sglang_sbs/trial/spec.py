@@ -13,7 +13,7 @@ from sglang_sbs.scheduling.policy_registry import Policy, policy_names, spec_of
 
 SLOT_S = 180.0
 LEAST_SLOTS = 6
-"""Three pairs: with fewer, no interval is finite."""
+"""Three pairs: with fewer pairs the interval is infinite."""
 MOST_SLOTS = 1000
 MOST_SLOT_S = 86_400.0
 
@@ -57,8 +57,8 @@ def fields_of(text: str) -> dict[str, str]:
 
 
 def read_object(body: Mapping[str, Any]) -> TrialSpec:
-    """Read a JSON object with the same keys; values may be numbers. Raises: ValueError, which names
-    the key and says what to write."""
+    """Read a JSON object with the same keys; values may be numbers. Raises: ValueError, with the
+    key and an example of a valid value."""
     found: dict[str, Any] = {}
     for key, value in body.items():
         if key not in _FIELDS:

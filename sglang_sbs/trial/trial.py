@@ -3,17 +3,23 @@ commands out.
 
 Theory of operation
 -------------------
-A trial is a row of slots of one length. In each slot one policy places every request: the two would
-share passes otherwise, and a request of one would wait for those of the other. Slots come in pairs
-with one of each policy, in an order that is drawn from the seed, so that a drift of the load
-favours neither. What is counted is in :mod:`.slots`. TTFT is the time from the arrival of a
-request at the scheduler to the answer of prefill, which has computed the first token then.
+A trial is a sequence of slots of equal length. In each slot one policy places every request.
+Otherwise requests of both policies would share passes and wait for each other. Slots come in pairs
+with one slot of each policy, in an order drawn from the seed, so that a drift of the load favours
+neither. :mod:`.slots` defines which requests count. TTFT is the time from the arrival of a request
+at the scheduler to the answer of prefill, which has then computed the first token.
 
-A slot is *settled* when all that it counts is known, or one slot's length after its end: what
-waits then has waited at least that long. After each settled pair the verdict is computed
-(:mod:`.sequential`); the trial ends when the interval excludes 1, when it is narrow enough, after
-the last slot, when a limit is broken, or by :meth:`Trial.stop`. Whatever the end, the last command
-is :class:`Ended`, and the policy in force is the one that the trial began with, or the winner's."""
+A slot is *settled* when all of its counted requests are answered, or one slot length after its end.
+Requests that still wait then count with their wait so far. After each settled pair the verdict is
+computed (:mod:`.sequential`). The trial ends
+
+- when the interval excludes 1, or is narrow enough;
+- after the last slot;
+- when a limit is broken;
+- by :meth:`Trial.stop`.
+
+The last command is always :class:`Ended`. The policy in force is then the one that the trial began
+with, or the winner."""
 
 from __future__ import annotations
 
@@ -85,7 +91,7 @@ class _Request:
     arrived_s: float
     third: int
     block: Block | None
-    """None: the request does not count."""
+    """Block in which the request counts; None if it does not count."""
     exceeded: bool = False
 
 
@@ -94,8 +100,8 @@ class Trial:
     and at least once a second."""
 
     def __init__(self, spec: TrialSpec, policy: Policy, seed: int) -> None:
-        """``policy``: the one in force, compared with ``spec.baseline``. ``seed``: for the order of
-        slots."""
+        """``policy`` is in force now and is compared with ``spec.baseline``. ``seed`` determines
+        the order of slots."""
         self.spec = spec
         self.policies: tuple[Policy, Policy] = (policy, spec.baseline)
         self.seed = seed

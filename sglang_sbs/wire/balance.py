@@ -1,5 +1,5 @@
-"""Measures how evenly a prefill pass is spread over DP ranks. Passes are given as extend tokens per
-DP rank and have tokens on at least one rank."""
+"""Measures how evenly a prefill pass is spread over DP ranks. A pass is given as the extend tokens
+of each DP rank, at least one of them above 0."""
 
 from __future__ import annotations
 
@@ -12,6 +12,6 @@ def active_ranks(tokens: Sequence[int]) -> int:
 
 
 def max_over_mean(tokens: Sequence[int]) -> float:
-    """Return the tokens of the heaviest rank over the mean of all ranks: 1 is perfect balance, and
-    the number of ranks means that one rank computes the whole pass."""
+    """Return the tokens of the heaviest rank over the mean of all ranks. 1 is perfect balance. If
+    one rank computes the whole pass, the result is the number of ranks."""
     return max(tokens) * len(tokens) / sum(tokens)

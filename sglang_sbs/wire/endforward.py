@@ -82,7 +82,8 @@ class EndForward(msgspec.Struct, array_like=True, frozen=True, kw_only=True):
     """
 
     instance_id: Annotated[str, Meta(max_length=512)]
-    """Worker URL if configured on the engine, else empty (the receiver binds by ``rids``)."""
+    """Worker URL if configured on the engine. If it is empty, the receiver finds the worker by
+    ``rids``."""
     boot_id: Annotated[str, Meta(min_length=1, max_length=128)]
     """New for every start of the engine; a change means everything in flight there is gone."""
     role: Role
@@ -104,14 +105,15 @@ class EndForward(msgspec.Struct, array_like=True, frozen=True, kw_only=True):
     launch_s: Clock = 0.0
     end_s: Clock = 0.0
     age_s: Annotated[float, Meta(ge=-1, le=1e11)] = 0.0
-    """Send time minus ``end_s`` (minus ``launch_s`` for a launch). Grows while the rank rests."""
+    """Send time minus ``end_s``, or minus ``launch_s`` for a launch. It grows while a rank is
+    idle."""
     forward_s: Span = 0.0
     """T_fwd: ``end - max(launch, previous end)``, the time the device was busy with this pass."""
     extend_tokens: Count = 0
     cached_tokens: Count = 0
     batch_size: Count = 0
     tokens_per_rank: Annotated[list[Count], Meta(max_length=MAX_DP_SIZE)] | None = None
-    """Tokens of every DP rank in this pass (the barrier's view), if the engine gathers them."""
+    """Tokens of every DP rank in this pass, if the engine gathers them."""
 
     inflight_passes: Count = 0
     """Passes already launched behind this one (overlap); the first started at ``end_s``."""
@@ -138,7 +140,7 @@ class EndForward(msgspec.Struct, array_like=True, frozen=True, kw_only=True):
     chunk_tokens: Count = 0
     """C_chunk per rank: ``--chunked-prefill-size`` after SGLang divided it by the DP size."""
     max_running_requests: Count = 0
-    """Limit per rank."""
+    """Limit on running requests of this rank."""
 
     accepted_requests: Count = 0
     accepted_tokens: Count = 0
@@ -178,7 +180,7 @@ class EndForward(msgspec.Struct, array_like=True, frozen=True, kw_only=True):
 
     @property
     def idle(self) -> bool:
-        """Quiescence: nothing launched, waiting or bootstrapping (KV sends may still run)."""
+        """Nothing is launched, waiting or bootstrapping. KV transfers may still run."""
         return (
             self.inflight_passes == 0
             and self.waiting_requests == 0

@@ -32,8 +32,8 @@ class GangPart(msgspec.Struct, array_like=True, frozen=True):
     ranks: int
     """DP ranks of the instance that get requests of the batch, this one included if it has any."""
     number: int | None = None
-    """Number of the request among those with its tag, in any order; it is encoded in another form.
-    None: random, for a request whose tag is unique."""
+    """Number of the request among those with its tag, in any order. The room encodes it in another
+    form. None selects a random number, for a request whose tag is unique."""
 
 
 def is_sized(rid: str) -> bool:

@@ -61,8 +61,8 @@ def test_evaluate_predicts_the_same_arrivals_under_another_policy(round_robin, s
     first = capsys.readouterr().out.splitlines()[0]
     assert re.fullmatch(
         r"On these \d+ seconds \(\d+ requests, load 0\.\d\d\) sbs would have had 0\.\d\dx "
-        r"\(0\.\d\d to 0\.\d\d\) the mean TTFT of what ran; the model reproduces what ran to \d+% "
-        r"in the mean and \d+% in the p99\.",
+        r"\(0\.\d\d to 0\.\d\d\) the mean TTFT of the recorded run; the model reproduces this run "
+        r"to \d+% in the mean and \d+% in the p99\.",
         first,
     )
 
@@ -284,7 +284,8 @@ def test_an_interrupt_before_the_calibration_gives_no_answer(round_robin, monkey
 def test_lines_tell_how_far_it_is_where_there_is_no_terminal(round_robin, capsys):
     evaluate(round_robin(1).log, "--policies", "sbs", "--draws", "1")
     told = capsys.readouterr().err
-    assert re.search(r"simulated what ran: 1 of 2, about \d+ s left\nsimulated sbs: 2 of 2\n", told)
+    first, second = r"simulated the recorded run: 1 of 2, about \d+ s left", "simulated sbs: 2 of 2"
+    assert re.search(f"{first}\n{second}\n", told)
 
 
 def test_cached_prompts_are_found_in_the_simulated_caches(tmp_path):

@@ -33,8 +33,8 @@ class RecordedRequest:
     prompt_tokens: int
     max_new_tokens: int | None
     announced: RequestArrived | None = None
-    """The announced event. ``prompt_tokens`` may differ from it, because the engine's count
-    replaces an estimate."""
+    """The event as the router logged it. Its length may be an estimate, which ``prompt_tokens``
+    replaces by the engine's count."""
     dispatched_s: float = math.nan
     prefill: tuple[str, int] | None = None
     decode: tuple[str, int] | None = None
@@ -141,8 +141,8 @@ def recording_of(
     """Reconstruct the run from its records, which must be iterable more than once.
 
     Raises:
-        ValueError: there is no EndForward of a prefill pass among them, or there are passes of one
-            rank, which cannot be told apart.
+        ValueError: no record is an EndForward of a prefill pass; or the DP ranks of an instance
+            share no barrier, so that passes of the instance cannot be reconstructed.
     """
     recording = Recording(config, [config.policy], observed=observed)
     offsets_s = clock_offsets(records)
@@ -157,7 +157,8 @@ def recording_of(
     for record in records:
         reader.read(record)
     for rid, request in recording.requests.items():
-        # Where the plugin reports it, the order of arrival proves nothing about the others.
+        # If the plugin reports finished requests, a request that it did not report has not
+        # finished, whatever the order of arrival suggests.
         if (
             request.prefill
             and request.prefill[0] in reader.reporting
@@ -191,9 +192,9 @@ class _Reader:
         self._newest: dict[str, RecordedPass] = {}
         self._queues: dict[tuple[str, int], list[_Queued]] = defaultdict(list)
         self.finished: set[str] = set()
-        """Ids that engines reported as finished."""
+        """Ids of requests that engines reported as finished."""
         self.reporting: set[str] = set()
-        """Instances that report them; older plugins do not."""
+        """Instances that report finished requests; older plugins do not."""
 
     def read(self, record: LogRecord) -> None:
         recording, requests = self._recording, self._recording.requests
@@ -323,10 +324,10 @@ def clock_offsets(records: Iterable[LogRecord]) -> dict[str, float]:
 
 
 def _attribute(a_pass: RecordedPass, report: EndForward, queue: list[_Queued]) -> None:
-    """Attribute the tokens of a pass to the rank's requests.
+    """Attribute the tokens of a pass to the rank's requests, first come, first served.
 
-    They are served first come, first served. A request still in the handshake is skipped, which
-    shows as one that neither fits into the tokens nor may have been chunked."""
+    A request is skipped if its tokens do not fit and it cannot have been chunked. It was then still
+    in the handshake."""
     left = report.extend_tokens + report.cached_tokens
     may_cut = report.chunk_remainder_tokens > 0
     rank = report.dp_rank

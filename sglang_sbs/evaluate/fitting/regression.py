@@ -1,7 +1,7 @@
 """Least squares that outliers do not move, with coefficients >= 0 and their standard errors.
 
-Owns the arithmetic. Must not know what the columns mean. Exact for few columns: the best of the
-ordinary solutions over all subsets of them.
+Independent of the meaning of columns. Exact for few columns, because it compares the ordinary
+solutions over all subsets of them.
 """
 
 from __future__ import annotations
