@@ -1,6 +1,8 @@
 """The live view of the scheduler: the page at ``/dashboard`` and ``sglang-sbs top``.
 
-:mod:`.recorder` watches the scheduler's events (sans-I/O), :mod:`.feed` makes frames of it while
-somebody looks, :mod:`.pages` serves them, :mod:`.client` and :mod:`.top` are the terminal's side.
+- :mod:`.recorder` observes the scheduler's events (sans-I/O).
+- :mod:`.feed` builds frames of it while a watcher is connected.
+- :mod:`.pages` serves the frames; :mod:`.client` and :mod:`.top` show them in a terminal.
+
 With ``--frontends N`` the recorder is in the scheduler's process
-(``router/processes/dashboard_*``). Nothing here changes what is scheduled."""
+(``router/processes/dashboard_*``). The dashboard never affects scheduling."""

@@ -1,9 +1,9 @@
-"""Frames for watchers, built five times a second while there are any, once for all of them.
+"""Builds the dashboard's frames five times a second while there are watchers.
 
-The recorder of the router's own scheduler is attached for good (:meth:`LocalFeed.stay`), at a
-bounded cost. Any other is attached with the first watcher and detached ``LINGER_S`` after the last
-one, so that reloading the page keeps the picture. A watcher is a callback that must not block; it
-gets a history first, then every frame."""
+All watchers get the same frames. The recorder of the router's own scheduler stays attached
+(:meth:`LocalFeed.stay`), at a bounded cost. Other recorders are attached with the first watcher and
+detached ``LINGER_S`` after the last one has left, so that a reloaded page keeps its history. A
+watcher is a callback that must not block; it gets a history first, then every frame."""
 
 from __future__ import annotations
 
@@ -66,9 +66,12 @@ class LocalFeed:
         lead: Callable[[], dict[str, Any] | None] = lambda: None,
         trial: Callable[[], dict[str, Any] | None] = lambda: None,
     ) -> None:
-        """``problems`` and ``order``: see :class:`.DashboardRecorder`; ``alone`` marks a front
-        end's own; ``lead`` says who of several schedulers this is, for people; ``trial`` how a
-        trial of two policies stands."""
+        """Create a feed.
+
+        - ``problems``, ``order``: see :class:`.DashboardRecorder`.
+        - ``alone``: the scheduler is a front end's own, used without the scheduler process.
+        - ``lead``: returns which of several schedulers this is; None for a single one.
+        - ``trial``: returns the state of a trial of two policies; None without a trial."""
         self._pump = pump
         self._record = partial(
             DashboardRecorder,
@@ -89,7 +92,7 @@ class LocalFeed:
         self._attach()
 
     def ratios(self) -> dict[str, Ratio]:
-        """Gain by baseline (:mod:`.gain`); empty until known."""
+        """Gain by baseline (:mod:`.gain`); empty while it is unknown."""
         recorder = self.recorder
         return recorder.ttft.gain.ratios(time.monotonic()) if recorder is not None else {}
 

@@ -1,9 +1,9 @@
 """Gain of the policy in force over immediate dispatch, with an interval. Sans-I/O and bounded.
 
-The gain is a ratio of mean TTFTs over the same requests: the shadow of what was really done over
-the shadow of a baseline (:mod:`.ttft`). Both are modelled, so that an error of the model largely
-cancels. Requests of one minute are one batch: the interval is that of a ratio of batch means (95 %,
-Student's t), because neighbouring requests share passes and are not independent."""
+The gain is a ratio of mean TTFTs over the same requests: a model of the real placements over a
+model of a baseline's placements (:mod:`.ttft`). Both are modelled, so an error of the model largely
+cancels. The interval is that of a ratio of batch means (95 %, Student's t). The requests of one
+minute are one batch, because neighbouring requests share passes and are not independent."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ class Gain:
             minute.sums_s[name] = minute.sums_s.get(name, 0.0) + seconds
 
     def drop_minute(self, now_s: float) -> None:
-        """Discard this minute, because the shadows are out of step."""
+        """Discard the current minute, in which the models do not follow the cluster."""
         if self._minutes and self._minutes[-1].number == int(now_s // MINUTE_S):
             self._minutes.pop()
 

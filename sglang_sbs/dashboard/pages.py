@@ -1,8 +1,8 @@
 """The dashboard over HTTP: the page's files, and the stream of frames.
 
-The files are open to everybody and tell nothing of the cluster; ``/dashboard/events`` wants the key
-of the control plane, in a header, so it is in no URL and no log. A watcher that does not keep up is
-dropped, never buffered for."""
+The files need no key, because they contain nothing about the cluster. ``/dashboard/events``
+requires the key of the control plane, in a header, so that the key is in no URL and no log. A
+watcher that does not keep up is dropped, so frames are never buffered for it."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ EVENTS_PATH = "/dashboard/events"
 WELL_PATH = "/well"
 MAX_WATCHERS = 32
 PENDING_FRAMES = 10
-"""A watcher this many frames behind (two seconds) is dropped."""
+"""A watcher that is this many frames (two seconds) behind is dropped."""
 SILENT_S = 10.0
 """The stream ends after this long without a frame, and clients reconnect."""
 
@@ -61,7 +61,7 @@ _EVENT_HEADERS = {
 
 
 class NoRoom(RuntimeError):
-    """There are too many watchers, or the router is stopping; the message says what to do."""
+    """There are too many watchers, or the router is stopping; the message has the remedy."""
 
 
 class Dashboard:
@@ -105,7 +105,7 @@ class Dashboard:
         except (ConnectionError, TimeoutError):
             pass
         except asyncio.CancelledError:
-            # Such streams end when the watcher leaves, so this is no error for the log.
+            # Streams end this way when the watcher leaves, so do not log an error.
             if not response.prepared:
                 raise
         finally:

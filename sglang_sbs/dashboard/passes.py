@@ -1,9 +1,9 @@
 """Prefill passes as reported by the engines, and the bubbles between them.
 
-Without a barrier each rank makes passes of its own. Times are seconds of the scheduler's clock.
+Without a barrier each rank runs its own passes. Times are seconds of the scheduler's clock.
 
-A *bubble* is time between two passes of an instance. It matters only if there was something to do:
-``waste_s`` is how much of it passed while requests waited in the router's queue.
+A *bubble* is time between two passes of an instance. It is a loss only if work was available:
+``waste_s`` is the part of the bubble in which requests waited in the router's queue.
 """
 
 from __future__ import annotations

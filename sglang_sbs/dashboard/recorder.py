@@ -1,7 +1,7 @@
 """Turns a scheduler's events into the frames of the dashboard. Sans-I/O and bounded.
 
-A *frame* has the state as it is now and what is new since the frame before; a *history* has the
-state and all that is remembered. Whoever misses a frame begins anew with a history."""
+A *frame* has the current state and the news since the previous frame. A *history* has the state and
+everything stored. A watcher that misses a frame restarts with a history."""
 
 from __future__ import annotations
 
@@ -96,9 +96,12 @@ class DashboardRecorder:
         alone: bool = False,
         timelines: Timelines | None = None,
     ) -> None:
-        """``problems``: those of workers; ``order``: their URLs in display order; ``errors``:
-        number of events that failed in the scheduler. ``timelines``: those of the driver, which
-        have observed each event before; None: the recorder keeps its own."""
+        """Create a recorder.
+
+        - ``problems``: returns the problems of workers; ``order``: their URLs in display order.
+        - ``errors``: returns the number of events that failed in the scheduler.
+        - ``timelines``: the driver's, which observe each event before this recorder. If None, the
+          recorder keeps its own."""
         self._scheduler = scheduler
         self._timelines = Timelines() if timelines is None else timelines
         self._keeps_timelines = timelines is None
@@ -437,7 +440,7 @@ class DashboardRecorder:
         return shown
 
     def _follow(self, now_s: float, *, begin: bool = False) -> None:
-        """Pass the running instances to the shadows, at first with their backlog."""
+        """Pass the running instances to the models of placement, at first with their backlog."""
         scheduler = self._scheduler
         up = self._up()
         shapes = {
@@ -475,7 +478,8 @@ class DashboardRecorder:
         return self.ttft.gain.summary(now_s, about)
 
     def _load(self, up: Sequence[Any], now_s: float) -> float:
-        """Tokens to compute over what full chunks would compute, in the last minute."""
+        """Load in the last minute: tokens to compute as a share of what full chunks would
+        compute."""
         capacity = sum(
             instance.capacity_tokens / instance.model.formula.balanced_s(instance.chunk_tokens)
             for instance in up

@@ -1,11 +1,13 @@
-"""Estimates what prefill would do if another rule placed the requests. Sans-I/O.
+"""Shadow clusters: estimate when prefill would finish if another rule placed the requests.
+Sans-I/O.
 
-A model of queues and passes per DP rank: first come first served up to the chunk, all ranks of an
-instance in step, a pass as long as the scheduler's own forward model predicts. With overlap
-scheduling an engine forms the next batch while a pass runs, so that a request which arrives later
-waits for one pass more (see ``simulator/cluster/engine.py``). KV transfer, decode, failures and
-pages are left out; :mod:`.ttft` shows how far the model is off for what was really done. The
-simulator's engine is not used: it needs pages, caches and handshakes that a router does not know.
+A shadow models the queue and the passes of each DP rank: first come first served up to the chunk,
+all ranks of an instance in step, each pass as long as the scheduler's forward model predicts. With
+overlap scheduling an engine forms the next batch while a pass runs, so a request that arrives later
+waits for one more pass (see ``simulator/cluster/engine.py``). KV transfer, decode, failures and
+pages are not modelled. :mod:`.ttft` measures the error of the model for the real placements. The
+simulator's engine is unsuitable here, because it needs pages, caches and handshakes, which a router
+does not have.
 """
 
 from __future__ import annotations
@@ -19,7 +21,7 @@ from itertools import takewhile
 from sglang_sbs.scheduling.prefill.completion import Chunk, PassFormula, RankPrompt
 
 MAX_REQUESTS = 20_000
-"""A shadow with more unfinished requests has lost touch: it is emptied and starts again."""
+"""A shadow with more unfinished requests no longer resembles the cluster: it restarts empty."""
 
 _UNKNOWN = PassFormula(0.0, 0.0, 0.0, 0.0)
 
@@ -39,7 +41,7 @@ class Shape:
     pause_s: float = 0.0
     """Time from the end of a pass until the engine looks for the next batch."""
     formula: PassFormula = _UNKNOWN
-    """For :func:`eta`."""
+    """Simplified cost of a pass, used by :func:`eta`."""
 
 
 @dataclass(slots=True, eq=False)
@@ -191,7 +193,8 @@ class ShadowRoundRobin:
 
 
 def least_tokens(instances: dict[str, ShadowInstance], asked: ShadowRequest) -> Place:
-    """The DP rank with the fewest unfinished prompt tokens: a gateway whose count is never late."""
+    """The DP rank with the fewest unfinished prompt tokens, as a gateway would choose that counts
+    without delay."""
     name = min(instances, key=lambda name: min(instances[name].outstanding))
     outstanding = instances[name].outstanding
     return name, outstanding.index(min(outstanding))
@@ -227,7 +230,7 @@ class ShadowCluster:
         """Number of requests placed and not finished."""
 
     def follow(self, shapes: dict[str, Shape], now_s: float) -> None:
-        """Set the running instances; requests of removed ones are dropped."""
+        """Set the running instances; requests of removed instances are dropped."""
         for name, known in list(self.instances.items()):
             shape = shapes.get(name)
             if shape is None or shape.dp_size != known.shape.dp_size:

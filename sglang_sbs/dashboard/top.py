@@ -29,10 +29,10 @@ _DRAW_EVERY = 2
 def parser() -> argparse.ArgumentParser:
     made = argparse.ArgumentParser(
         prog="sglang-sbs top",
-        description="What the scheduler does, live, in a terminal: DP ranks, queue, hold times, "
-        "TTFT against immediate dispatch (an estimate), alerts, and the slowest requests with why "
-        "they were. The same as the router's page at /dashboard. Fits 80x24 and grows with the "
-        "terminal.",
+        description="Show the scheduler live in a terminal: DP ranks, queue, hold times, TTFT "
+        "against immediate dispatch (an estimate), alerts, and the slowest requests with their "
+        "causes. Has the same content as the router's page at /dashboard. Fits 80x24 and grows "
+        "with the terminal.",
         epilog="examples:\n"
         "  sglang-sbs top --router http://router:30000\n"
         "  sglang-sbs top --once --for 5                 # one frame, after watching for 5 s\n"

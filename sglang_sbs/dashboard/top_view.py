@@ -53,8 +53,8 @@ class TopView:
     def _lines(self, width: int, height: int) -> list[Line]:
         frame = self.frame
         head = _header(frame, self.note)
-        said = frame["well"]["kind"], frame["well"]["subject"]
-        others = [alert for alert in frame["alerts"] if (alert["kind"], alert["subject"]) != said]
+        first = frame["well"]["kind"], frame["well"]["subject"]
+        others = [alert for alert in frame["alerts"] if (alert["kind"], alert["subject"]) != first]
         alerts = _alerts(others, 3 if height < 40 else 10)
         ttft = _ttft(frame["ttft"])
         past = _past(frame.get("past", []), frame, 4) if height >= 36 else []
@@ -255,29 +255,29 @@ def _oldest(ages: list[float | None]) -> str:
 def _prefill(state: dict[str, Any]) -> tuple[str, list[float]]:
     """Text about a prefill instance, and the load of its ranks."""
     free = sum(max(0, tokens) for tokens in state["c_avail"])
-    said = f"{free:>7,} free, heard {_oldest(state['age']):>5} "
+    shown = f"{free:>7,} free, seen {_oldest(state['age']):>6} "
     if not state.get("barrier", True):
-        said += f"{len(state['c_avail'])} ranks, no barrier "
+        shown += f"{len(state['c_avail'])} ranks, no barrier "
     chunk = state["chunk"]
-    return said, [1 - tokens / chunk if chunk else 0.0 for tokens in state["c_avail"]]
+    return shown, [1 - tokens / chunk if chunk else 0.0 for tokens in state["c_avail"]]
 
 
 def _decode(state: dict[str, Any], fullest: int) -> tuple[str, list[float]]:
-    said = f"B {sum(state['running']):>5,} K {sum(state['kv']):>9,} {_oldest(state['age']):>5} "
-    return said, [kv / (state["kv_capacity"] or fullest) for kv in state["kv"]]
+    shown = f"B {sum(state['running']):>5,} K {sum(state['kv']):>9,} {_oldest(state['age']):>5} "
+    return shown, [kv / (state["kv_capacity"] or fullest) for kv in state["kv"]]
 
 
 def _ranks(
     instances: list[dict[str, Any]],
     width: int,
     room: int,
-    tell: Callable[[dict[str, Any]], tuple[str, list[float]]],
+    describe: Callable[[dict[str, Any]], tuple[str, list[float]]],
 ) -> list[Line]:
     lines: list[Line] = []
     for instance in instances[:room]:
         line = _name(instance)
-        said, shares = tell(instance)
-        line.append(said)
+        shown, shares = describe(instance)
+        line.append(shown)
         _cells(line, shares, instance, width - len(line))
         lines.append(line)
     if len(lines) < len(instances):

@@ -1,17 +1,21 @@
-"""Time to prefill's answer as measured, beside what immediate dispatch would have given.
+"""Compares the measured time to prefill's answer with an estimate for immediate dispatch.
 
-Figures for the same requests: *measured* (arrival at the scheduler to prefill's answer),
-*modelled* (:mod:`.shadow` fed with the real placements), and estimates of immediate dispatch by
-that model (:data:`RULES`). *Modelled* against *measured* is the model's error. What the model
-leaves out (the way of prefill's answer) is added to each of them. Immediate dispatch is granted
-the same cached prefix, and refused requests are in no figure. A request enters the shadows once it
-is known what became of it, in the order of arrival.
+All figures are of the same requests:
 
-The cost is bounded. With many requests the shadows follow one minute in three, which is what a
-ratio with an interval needs; the estimates shown in between are those of that minute. *Measured*
-TTFTs for alerts are of every request (:meth:`TtftComparison.slowness`).
-:meth:`TtftComparison.advance` takes a slice of the work at a time. Where more requests arrive than
-that, the shadows rest for a minute and begin anew."""
+- *measured*: from arrival at the scheduler to prefill's answer;
+- *modelled*: the model of :mod:`.shadow` with the real placements;
+- by rule (:data:`RULES`): the same model with the placements of immediate dispatch.
+
+The difference of *modelled* and *measured* is the model's error. The time that prefill's answer
+takes to arrive is not modelled, so it is added to every modelled figure. The rules get the same
+cached prefix as the real placement. Refused requests are in no figure. Requests enter the shadows
+in order of arrival, each once its outcome is known.
+
+The cost is bounded. With many requests the shadows follow one minute in three, which is enough for
+a ratio with an interval. The estimates shown in between are of that minute. Alerts use *measured*
+TTFTs of every request (:meth:`TtftComparison.slowness`). :meth:`TtftComparison.advance` does one
+slice of the work at a time. If requests arrive faster than that, the shadows pause for a minute and
+restart empty."""
 
 from __future__ import annotations
 
@@ -37,7 +41,7 @@ _MAX_SAMPLES = 2_000
 _MAX_PENDING = 20_000
 _TAILS = 64
 _UNDECIDED_S = 10.0
-"""A request that waits longer enters the shadows before its outcome is known."""
+"""A request that waits for longer than this enters the shadows before its outcome is known."""
 SLICE_S = 0.2
 """Interval between calls of :meth:`TtftComparison.advance`."""
 _SLICE_US = 4_000.0
@@ -98,16 +102,16 @@ class TtftComparison:
         self.rests_until_s = -math.inf
         """The shadows are empty until this time."""
         self.overtaxed = False
-        """They rest because there were more requests than they could follow."""
+        """The shadows pause because there were more requests than they could follow."""
         self._counts_from_s = -math.inf
-        """Requests that arrived earlier do not count for the gain."""
+        """Requests that arrived before this time do not count for the gain."""
         self._minute = 0
         self._in_minute = 0
-        """Number of requests that arrived in that minute."""
+        """Number of requests that arrived in the current minute."""
         self._stopped_s = 0.0
         """End of the last minute before a pause."""
         self.begins = True
-        """The shadows do not know the engines' backlog yet."""
+        """The shadows have not received the engines' backlog yet."""
 
     def follow(self, shapes: dict[str, Shape], now_s: float) -> None:
         for cluster in self._clusters.values():
@@ -281,12 +285,13 @@ class TtftComparison:
                 "p95": round(percentile(ordered, 0.95), 4),
             }
         behind = {name: self._clusters[name].requests for name in self._rules}
-        told = {
+        return {
             "requests": len(recent),
             "window_s": WINDOW_S,
             "stopped_s": round(now_s - end_s, 1),
+            "figures": figures,
+            "unfinished": behind,
         }
-        return {**told, "figures": figures, "unfinished": behind}
 
 
 def percentile(ordered: list[float], share: float) -> float:

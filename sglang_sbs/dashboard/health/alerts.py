@@ -18,9 +18,9 @@ from sglang_sbs.scheduling.snapshot import DecodeState, PrefillState, Snapshot
 STALE_S = 3.0
 """EndForward is sent with every pass, and every second while idle."""
 STALE_PASSES = 5.0
-"""The limit for long passes, in mean forward times."""
+"""The same limit for long passes, in mean forward times."""
 OWN_PASSES = 2.0
-"""The limit in the instance's own passes with full chunks."""
+"""The same limit for slow instances, in passes of the instance with full chunks."""
 NEAR_LIMIT = 0.8
 SLOW_WAY = 0.25
 """L_net as a share of a mean pass from which batches are decided too early."""
@@ -56,7 +56,7 @@ _REFUSED = {
     "queue_full": ("the queue was full", "add prefill capacity, or send less"),
     "deadline": (
         "they waited for longer than --sbs-queue-timeout-secs",
-        "add capacity: sglang-sbs why ID says whether they waited for prefill or for decode",
+        "add capacity: sglang-sbs why ID shows whether they waited for prefill or for decode",
     ),
     "flow_control": (
         "one had waited for more than --sbs-n-limit cycles",
@@ -66,7 +66,7 @@ _REFUSED = {
     "no_decode": ("no decode instance was up", "see GET /workers for the cause"),
     "too_long": (
         "their prompts are longer than any engine takes",
-        "tell the clients, or start engines with a longer --context-length",
+        "have clients send less, or start engines with a longer --context-length",
     ),
     "slo": (
         "their first token could not have come in time (--sbs-refuse-missed-slo)",
@@ -79,7 +79,7 @@ Severity = Literal["critical", "warning"]
 
 
 class Alert(msgspec.Struct, frozen=True):
-    """Two sentences for people; ``subject`` is a worker's URL, or empty."""
+    """A problem and its remedy, one sentence each; ``subject`` is a worker's URL, or empty."""
 
     severity: Severity
     kind: str
@@ -112,7 +112,7 @@ class Recent:
     ttft_split_s: Mapping[str, float] = field(default_factory=dict)
     """Parts of the TTFT of the slowest requests."""
     ttft_requests: int = 0
-    """Requests in the last minute, as are the next two."""
+    """Requests in the last minute. The next two fields are of the last minute as well."""
     ttft_p95_s: float = 0.0
     ttft_p95_passes: float = 0.0
     """p95 of TTFT divided by the time of the passes that the prompt itself needs."""
@@ -153,7 +153,7 @@ def _alerts(snapshot: Snapshot, config: SchedulerConfig, recent: Recent) -> Iter
     for subject, text in recent.problems:
         if subject in down:
             continue  # it is the reason why the worker is down, or irrelevant meanwhile
-        todo = "GET /workers has all of its problems; sglang-sbs doctor says more"
+        todo = "GET /workers lists all of its problems; run sglang-sbs doctor for advice"
         yield Alert("warning", "problem", subject, text[:_MOST_CHARS], todo)
     if recent.scheduler_errors:
         events = counted(recent.scheduler_errors, "event")
@@ -213,12 +213,12 @@ def _refused(refusals: Mapping[str, int]) -> Iterator[Alert]:
     ordered = sorted(refusals.items(), key=lambda item: (-item[1], item[0]))
     if not ordered:
         return
-    said = [
+    reasons = [
         f"{_REFUSED.get(cause, (cause, ''))[0]}{f' ({count:,})' if len(ordered) > 1 else ''}"
         for cause, count in ordered
     ]
     total = counted(sum(refusals.values()), "request")
-    text = f"{total} refused in the last minute: {', '.join(said)}"
+    text = f"{total} refused in the last minute: {', '.join(reasons)}"
     todo = _REFUSED.get(ordered[0][0], ("", "add capacity, or send less"))[1]
     yield Alert("warning", "refused", "", text, todo)
 
@@ -260,7 +260,7 @@ def _decode(instances: Sequence[DecodeState]) -> Iterator[Alert]:
     up = [state for state in instances if state.up]
     for what, used, most in (
         (
-            "its KV memory is spoken for",
+            "its KV memory is used or reserved",
             sum(rank.kv_tokens for state in up for rank in state.ranks),
             [state.kv_capacity_tokens * len(state.ranks) for state in up],
         ),

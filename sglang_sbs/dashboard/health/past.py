@@ -106,6 +106,6 @@ class AlertHistory:
 
 
 def _key(alert: Alert) -> _Key:
-    """Key of an alert. It excludes the text, whose figures change, except for problems, of which a
-    worker may have many."""
+    """Identifies an alert over time. The text, with its changing figures, is part of the key only
+    for problems, because a worker may have several of them."""
     return alert.kind, alert.subject, alert.text if alert.kind == "problem" else ""

@@ -18,7 +18,7 @@ const HIDDEN_MS = 10000;
 const FAR_OFF = 0.25;
 // The verdict of a trial holds for so long.
 const VERDICT_S = 86400;
-// The scales of decode where nobody says what is most: they grow in steps, and never shrink.
+// Scales of decode ranks without a known limit: they grow in steps, and never shrink.
 const LEAST_RUNNING = 128;
 const LEAST_KV = 128 * 1024;
 
@@ -373,7 +373,7 @@ function lost(what) {
   drawWell({ level: "red", subject: "", cause: "this page gets nothing from the router (" + what + "); below is how it was at " + clock(frame, frame.now_s), todo: "see whether the router runs, and the network to it", more: 0 });
 }
 
-// The key, the theme, and whether somebody looks ----------------------------------------------------
+// The key, the theme, and whether the page is visible -----------------------------------------------
 
 const stream = new Stream("dashboard/events", {
   onEvent,
