@@ -1,2 +1,2 @@
-"""``sglang-sbs doctor``: finds faults of a cluster and the flags that fix them. It changes nothing
-there. Gathering is separate from judging (``checks/``), which only reads the gathered facts."""
+"""``sglang-sbs doctor``: finds faults of a cluster and the flags that fix them, without changing
+anything. ``gathering/`` queries engines and router; ``checks/`` judges only the gathered facts."""

@@ -53,14 +53,14 @@ async def _examine(options: DoctorOptions) -> int:
     console = Console(highlight=False)
     if options.features:
         rows = feature_rows(facts)
-        told, code = features_json(facts, rows), features_exit_code(facts)
+        report, code = features_json(facts, rows), features_exit_code(facts)
         show = partial(print_features, console, facts, rows)
     else:
         findings = judge(facts)
-        told, code = as_json(facts, findings), exit_code(findings, strict=options.strict)
+        report, code = as_json(facts, findings), exit_code(findings, strict=options.strict)
         show = partial(print_report, console, facts, findings)
     if options.json is not None:
-        data = orjson.dumps(told, option=orjson.OPT_INDENT_2) + b"\n"
+        data = orjson.dumps(report, option=orjson.OPT_INDENT_2) + b"\n"
         if options.json == Path("-"):
             sys.stdout.write(data.decode())
             return code

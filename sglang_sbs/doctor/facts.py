@@ -22,8 +22,8 @@ from sglang_sbs.wire import EndForward
 
 @dataclass(eq=False)
 class Failure(Exception):
-    """Reason for a missing response. ``kind``: the finding ``reach.KIND``, or ``refused`` for a
-    wrong key (401, 403)."""
+    """Reason for a missing response. ``kind``: the last part of a finding's id (``reach.KIND``), or
+    ``refused`` for a wrong key (401, 403)."""
 
     kind: str
     text: str
@@ -196,7 +196,7 @@ SHOWN_VERSION = (0, 5, 22)
 
 
 def may_speak_unseen(facts: EngineFacts) -> bool:
-    """Whether only an EndForward message can show that this engine has the plugin."""
+    """Return whether only EndForward itself can show that this engine has the plugin."""
     if facts.info is None or facts.info.sbs is not None:
         return False
     version = parse_version(facts.info.version)
@@ -204,7 +204,7 @@ def may_speak_unseen(facts: EngineFacts) -> bool:
 
 
 def key_differs(options: DoctorOptions, facts: EngineFacts) -> bool:
-    """Whether only one of plugin and doctor has a key, as far as the plugin reports it."""
+    """Return whether only one of plugin and doctor has a key, as far as the plugin reports it."""
     encrypted = facts.plugin.get("encrypted")
     return isinstance(encrypted, bool) and encrypted != (options.key_file is not None)
 

@@ -28,7 +28,7 @@ from sglang_sbs.router.workers.server_info import parse_version
 _GATHERING_VERSION = (0, 5, 22)
 """First release whose DP ranks gather enough numbers for the words of ``engine/gang_gather.py``."""
 _GATE_VERSION = (0, 5, 11)
-"""First release with a gate: the patch for earlier ones has none."""
+"""First release with a gate. The patch for earlier releases does not include it."""
 _CHATS_DIFFER = "other token ids for chat than"
 """The problem reported by ``router/prompts/tokenizer_check.py`` for an engine that tokenizes texts
 like the router, but not chats."""
@@ -44,8 +44,8 @@ class State(StrEnum):
 
 
 class Seen(NamedTuple):
-    """Result of a feature's function. ``change``: ``None`` means the feature's own advice if it is
-    not on; empty: nothing to change."""
+    """State of a feature, with the reason. ``change``: what to change; empty: nothing; ``None``:
+    the feature's own advice, unless it is on."""
 
     state: State
     why: str
@@ -59,7 +59,8 @@ class _Untold(Exception):
 class FeatureView:
     """The gathered facts as the functions below need them; responses may contain anything.
 
-    ``options`` are those of the router that was asked, else of the command line given."""
+    ``options`` are the effects of flags: those of the running router if one was asked, otherwise
+    those of the given command line."""
 
     def __init__(self, facts: ClusterFacts) -> None:
         self.facts = facts
@@ -68,7 +69,7 @@ class FeatureView:
         self.engines = [*self.prefill, *self.decode]
         self.router = router = facts.router or RouterFacts("")
         self.asked = router.failure is None and bool(router.state)
-        """One of our routers responded."""
+        """A router of this project responded."""
         self.state = router.state
         self.options: dict[str, Any] = (
             facts.options.router_flags.shown() if facts.router is None else router.options
@@ -76,7 +77,7 @@ class FeatureView:
 
     @property
     def told(self) -> dict[str, Any]:
-        """``options``, if a row needs them. Raises: _Untold."""
+        """``options``, for rows that cannot do without. Raises: _Untold."""
         if not self.options:
             raise _Untold
         return self.options
@@ -90,7 +91,7 @@ class FeatureView:
         return policy
 
     def problem(self, engine: EngineFacts, kind: str) -> str:
-        """The router's problem with an engine; empty: none of that kind."""
+        """The router's problem of this kind with an engine; empty without one."""
         return text(self.router.problems(engine.url), kind)
 
     def silent_ranks(self, engine: EngineFacts) -> list[int] | None:
@@ -157,22 +158,22 @@ def _feature(title: str, turn_on: str) -> Callable[[Decide], Decide]:
     return add
 
 
-_UNTOLD = Seen(State.UNKNOWN, "this router does not say", "update sglang-sbs on the router")
+_UNTOLD = Seen(State.UNKNOWN, "this router does not report it", "update sglang-sbs on the router")
 _UNANSWERED = Seen(State.UNKNOWN, "the router did not answer", "see sglang-sbs doctor")
-_NOBODY = Seen(State.UNKNOWN, "no such engine could be asked", "see sglang-sbs doctor")
+_NO_ENGINE = Seen(State.UNKNOWN, "no such engine could be asked", "see sglang-sbs doctor")
 
 
 def _over(engines: Sequence[EngineFacts], fault: Callable[[EngineFacts], str], on: str) -> Seen:
-    """Return on if no engine has a fault, off if all have one."""
+    """Return on if no engine has a fault, off if all have one, and partly otherwise."""
     if not engines:
-        return _NOBODY
-    faults = {engine.url: said for engine in engines if (said := fault(engine))}
+        return _NO_ENGINE
+    faults = {engine.url: found for engine in engines if (found := fault(engine))}
     if not faults:
         return Seen(State.ON, on)
-    url, said = next(iter(faults.items()))
+    url, found = next(iter(faults.items()))
     if len(faults) < len(engines):
-        return Seen(State.PARTLY, f"{len(faults)} of {len(engines)} engines: {url}: {said}")
-    return Seen(State.OFF, f"{url}: {said}" if len(engines) == 1 else f"on every engine: {said}")
+        return Seen(State.PARTLY, f"{len(faults)} of {len(engines)} engines: {url}: {found}")
+    return Seen(State.OFF, f"{url}: {found}" if len(engines) == 1 else f"on every engine: {found}")
 
 
 @_feature("Batches held at the router", "--policy sbs (router)")
@@ -194,7 +195,7 @@ _SOURCES = {
 
 
 def _load_sources(view: FeatureView) -> list[str]:
-    """Where the router knows the loads of ranks from."""
+    """Return the sources from which the router gets the loads of ranks."""
     decode = view.router.instances("decode")
     found = {text(prefill, "tier") for prefill in view.router.instances("prefill")}
     found |= {text(rank, "source") for each in decode for rank in objects(each.get("ranks"))}
@@ -208,7 +209,7 @@ def _load_sources(view: FeatureView) -> list[str]:
 def endforward(view: FeatureView) -> Seen:
     ranks = {engine.url: view.silent_ranks(engine) for engine in view.engines}
     if not ranks:
-        return _NOBODY
+        return _NO_ENGINE
     if any(silent is None for silent in ranks.values()):
         return Seen(State.UNKNOWN, "this doctor did not listen", "give --router URL")
     every = sum(engine.known.dp_size for engine in view.engines)
@@ -286,7 +287,7 @@ def _gate_fault(engine: EngineFacts) -> str:
     return ""
 
 
-@_feature("What is cached", prefill.finding["cache.approximate"].change)
+@_feature("Cache contents", prefill.finding["cache.approximate"].change)
 def cache(view: FeatureView) -> Seen:
     source = text(view.options, "prefix_source")
     if source == "off":
@@ -390,13 +391,13 @@ def aborts(view: FeatureView) -> Seen:
 def decode_caps(view: FeatureView) -> Seen:
     def fault(engine: EngineFacts) -> str:
         if not engine.known.kv_capacity_tokens:
-            return "it does not say how many KV tokens a rank holds"
-        return "" if engine.known.max_running_requests else "it does not say its request limit"
+            return "it does not report the KV tokens per rank"
+        return "" if engine.known.max_running_requests else "it does not report its request limit"
 
     infos = [engine.known for engine in view.decode]
     least = min(infos, key=lambda info: info.kv_capacity_tokens, default=None)
-    told = least and f"{least.kv_capacity_tokens} tokens, {least.max_running_requests} requests"
-    return _over(view.decode, fault, f"per rank {told} at most")
+    limits = least and f"{least.kv_capacity_tokens} tokens, {least.max_running_requests} requests"
+    return _over(view.decode, fault, f"per rank {limits} at most")
 
 
 @_feature(
@@ -406,7 +407,7 @@ def decode_caps(view: FeatureView) -> Seen:
 def pass_limit(view: FeatureView) -> Seen:
     limits = {e.url: n for e in view.prefill if (n := number(e.data, "prefill_max_requests")) > 0}
     if not view.prefill:
-        return _NOBODY
+        return _NO_ENGINE
     if not limits:
         return Seen(State.OFF, "no prefill engine has --prefill-max-requests", "")
     limit = min(limits.values())
@@ -422,7 +423,7 @@ def nodes(view: FeatureView) -> Seen:
     most = max((number(engine.data, "nnodes") for engine in view.engines), default=0)
     several = [engine for engine in view.engines if number(engine.data, "nnodes") > 1]
     if most < 1:
-        return Seen(State.UNKNOWN, "no engine says how many nodes it has", "")
+        return Seen(State.UNKNOWN, "no engine reports its number of nodes", "")
     if not several:
         return Seen(State.OFF, "every engine is on one node", "")
     if any(view.silent_ranks(engine) is None for engine in several):
@@ -442,7 +443,7 @@ def rust_server(view: FeatureView) -> Seen:
         return Seen(State.ON, "engines serve HTTP from Rust, one address per DP rank")
     if told == {False}:
         return Seen(State.OFF, "engines serve HTTP from Python", "")
-    return Seen(State.PARTLY, "some engines serve HTTP from Rust", "") if told else _NOBODY
+    return Seen(State.PARTLY, "some engines serve HTTP from Rust", "") if told else _NO_ENGINE
 
 
 @_feature(
@@ -481,7 +482,7 @@ def front_ends(view: FeatureView) -> Seen:
 def standby(view: FeatureView) -> Seen:
     def fault(engine: EngineFacts) -> str:
         if engine.sbs is None:
-            return "the plugin does not say where it reports to"
+            return "the plugin does not show where it reports to"
         if len(engine.sbs.routers) < 2:
             return "reports to one router (a name may stand for several)"
         return ""

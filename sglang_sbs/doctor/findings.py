@@ -1,4 +1,4 @@
-"""Findings: what was seen, its severity, and what to change."""
+"""Findings: an observation, its severity, and the change that fixes it."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ class Wording(NamedTuple):
 
 
 class Findings(dict[str, Wording]):
-    """The possible findings of a module, by id. Calling it creates one."""
+    """The possible findings of a module, by id. Call the object to create a finding."""
 
     def __init__(self, text: str) -> None:
         """Parse a text of ``SEVERITY ID -> CHANGE`` entries; indented lines continue the previous

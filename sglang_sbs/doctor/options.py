@@ -22,8 +22,8 @@ flags of the router (all are accepted, these are looked at):
                                    as the router would use them
   --ca-cert-paths FILE ..., --client-cert-path FILE, --client-key-path FILE
                                    for engines with https:// URLs
-  --sbs-endforward-bind ENDPOINT   where to listen for EndForward (default: where engines say they
-                                   report to, if that is this machine)
+  --sbs-endforward-bind ENDPOINT   where to listen for EndForward (default: the addresses to which
+                                   engines report, if they are on this machine)
   --sbs-endforward-key-file FILE   the secret that engines name in SGLANG_SBS_ENDFORWARD_KEY_FILE
 
 exit code: 0 nothing worse than notes (and without --strict, warnings), 1 something is wrong,
@@ -78,8 +78,8 @@ def _parser() -> argparse.ArgumentParser:
     parser = Parser(
         prog="sglang-sbs doctor",
         usage="%(prog)s --prefill URL [BOOTSTRAP_PORT] ... --decode URL ... [--router URL] [flags]",
-        description="Examine running SGLang engines (and a router): what is wrong, how bad that "
-        "is, and which flag puts it right. Nothing is changed on them.",
+        description="Examine running SGLang engines (and a router) without changing them. Each "
+        "finding has a severity and the flag that fixes it.",
         epilog=_EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
@@ -87,7 +87,7 @@ def _parser() -> argparse.ArgumentParser:
     add = parser.add_argument
     switch = partial(add, action="store_true")
     seconds = partial(add, type=_seconds, metavar="S")
-    add("--router", metavar="URL", help="a running sglang-sbs router, to ask what it knows")
+    add("--router", metavar="URL", help="a running sglang-sbs router, to query as well")
     features = "which are on, why, and which flag or variable to change"
     switch("--features", help=f"a table of features instead: {features}")
     probe = "send one request for one token through every pair of prefill and decode"
@@ -95,10 +95,10 @@ def _parser() -> argparse.ArgumentParser:
     switch("--strict", help="exit with 1 for warnings too")
     switch("--quiet", help="leave out what is fine, and engines without findings")
     add("--json", type=Path, metavar="FILE", help="write the report as JSON; - for standard output")
-    answer = "for each answer, seconds; an engine may answer only between passes (default: 10)"
+    answer = "longest wait for each answer; an engine may answer only between passes (default: 10)"
     seconds("--timeout", dest="timeout_s", default=10.0, help=answer)
-    heard = "for EndForward of every rank, seconds; ends as soon as all were heard (default: 6)"
-    seconds("--wait", dest="wait_s", default=6.0, help=heard)
+    reports = "longest wait for EndForward; ends when all ranks have reported (default: 6)"
+    seconds("--wait", dest="wait_s", default=6.0, help=reports)
     return parser
 
 
@@ -108,7 +108,7 @@ def parse_options(argv: Sequence[str]) -> DoctorOptions:
     own, rest = _parser().parse_known_args(list(argv))
     if own.features and (own.strict or own.probe):
         raise FlagError(
-            "--features tells what is on, not what is wrong: leave --strict and --probe out"
+            "--features shows features instead of findings: leave --strict and --probe out"
         )
     flags, given = read_flags(rest)
     try:

@@ -120,19 +120,19 @@ def verdict_line(facts: ClusterFacts, findings: list[Finding]) -> Text:
     counts = count(findings)
     worst_first = (Severity.ERROR, Severity.WARNING, Severity.NOTE)
     parts = [counted(counts[severity], severity) for severity in worst_first if counts[severity]]
-    said = f"{', '.join(parts) or 'no findings'} in {counted(len(facts.engines), 'engine')}"
+    line = f"{', '.join(parts) or 'no findings'} in {counted(len(facts.engines), 'engine')}"
     worst = next((severity for severity in worst_first[:2] if counts[severity]), None)
     for finding in findings:
         if finding.severity is worst:
-            said += (
+            line += (
                 f". Start with {finding.id} ({finding.subject}): {finding.seen} -> {finding.change}"
             )
             break
-    return Text.assemble(_VERDICTS[verdict(findings)], f": {said}")
+    return Text.assemble(_VERDICTS[verdict(findings)], f": {line}")
 
 
 def features_exit_code(facts: ClusterFacts) -> int:
-    """Return 0 if the table has content; 1 if no engine, or not the given router, responded."""
+    """Return 0 if the table has content; 1 if no engine or the given router did not respond."""
     unusable = all(engine.info is None for engine in facts.engines)
     return int(unusable or (facts.router is not None and facts.router.failure is not None))
 
@@ -165,5 +165,5 @@ def print_features(
     router = "the router's flags given here; --router URL asks a running router"
     if facts.router is not None:
         router = f"the router {facts.router.url}"
-    said_by = f"by {counted(len(facts.engines), 'engine')} and {router}"
-    console.print(Text(f"Told {said_by}. docs/features.md says what each row means."))
+    sources = f"{counted(len(facts.engines), 'engine')} and {router}"
+    console.print(Text(f"Source: {sources}. docs/features.md explains each row."))

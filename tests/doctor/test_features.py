@@ -218,16 +218,16 @@ EVERY_RANK = [
         ("gang-gate", lambda c: c.plugins(gang_gate_ms=0.0), "off", "SGLANG_SBS_GANG_GATE_MS=0"),
         ("gang-gate", lambda c: c.first(sbs=None), "partly", "http://p0:1: no plugin"),
         ("gang-gate", state(policy="eta"), "off", "--policy eta"),
-        ("gang-gate", lambda c: c.asked().options.clear(), "unknown", "this router does not say"),
+        ("gang-gate", lambda c: c.asked().options.clear(), "unknown", "this router does not report it"),
         (
             "gang-gate",
             lambda c: c.asked().options.pop("gang_gate"),
             "unknown",
-            "this router does not say",
+            "this router does not report it",
         ),
-        ("gang-gate", without_policy, "unknown", "this router does not say"),
-        ("batches", without_policy, "unknown", "this router does not say"),
-        ("priority", without_policy, "unknown", "this router does not say"),
+        ("gang-gate", without_policy, "unknown", "this router does not report it"),
+        ("batches", without_policy, "unknown", "this router does not report it"),
+        ("priority", without_policy, "unknown", "this router does not report it"),
         ("cache", lambda c: c.first(kv_events=None), "partly", "approximate, 1 of 2 engines"),
         ("cache", entry(kv_events=False), "partly", "does not get its KV events"),
         (
@@ -287,7 +287,7 @@ EVERY_RANK = [
         ("barrier", lambda c: c.every(attn_dp_size=1), "off", "one DP rank"),
         ("front-ends", options(front_ends=1), "off", "one process"),
         ("standby", lambda c: c.plugins(routers=["tcp://a:7600"]), "off", "reports to one router"),
-        ("standby", lambda c: c.first(sbs=None), "partly", "does not say where"),
+        ("standby", lambda c: c.first(sbs=None), "partly", "does not show where"),
     ],
 )
 def test_each_row_tells_what_keeps_it_from_being_on(
@@ -392,7 +392,7 @@ def test_the_table_has_a_line_per_row_and_quiet_leaves_out_what_needs_no_change(
     facts = cluster.facts()
     lines = shown(facts).splitlines()
     assert len(lines) == 1 + len(FEATURES) + 1
-    assert lines[-1].startswith("Told by 3 engines and the router http://r:1.")
+    assert lines[-1].startswith("Source: 3 engines and the router http://r:1.")
     quiet = shown(facts, quiet=True).splitlines()
     assert [line.split("  ")[0] for line in quiet[1:-1]] == ["Several front ends"]
     assert "--frontends N (router)" in quiet[1]
@@ -412,7 +412,7 @@ def test_the_command_where_nobody_answers(
     path = tmp_path / "features.json"
     words = ["--prefill", "http://127.0.0.1:1", "--decode", "http://127.0.0.1:2", "--features"]
     assert main([*words, "--json", str(path)]) == 1
-    assert "Told by 2 engines and the router's flags" in " ".join(capsys.readouterr().out.split())
+    assert "Source: 2 engines and the router's flags" in " ".join(capsys.readouterr().out.split())
     states = {row["id"]: row["state"] for row in json.loads(path.read_text())["features"]}
     assert (states["endforward"], states["batches"]) == ("unknown", "on")
 
@@ -427,7 +427,7 @@ def test_a_router_that_does_not_answer_is_told_by_the_exit_code() -> None:
 def test_flags_of_the_other_report_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
     for flag in ("--strict", "--probe"):
         assert main(["--router", "http://r:1", "--features", flag]) == 2
-        assert "--features tells what is on" in capsys.readouterr().err
+        assert "--features shows features" in capsys.readouterr().err
 
 
 async def test_without_a_router_ranks_are_listened_to() -> None:

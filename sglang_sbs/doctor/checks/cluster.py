@@ -18,7 +18,7 @@ error reach.same-engine -> give every engine once
 error reach.no-pair -> give at least one working --prefill and one working --decode
 ok version.ok
 warning version.mixed -> run one release everywhere
-note version.kv-acks -> upgrade prefill engines, too
+note version.kv-acks -> upgrade prefill engines as well
 warning version.mixed-plugin -> install the same sglang-sbs on all engines and routers
 error version.wire -> install the same sglang-sbs on engines and routers
 warning version.mixed-kernel -> pip install the same sgl-kernel on all engines
@@ -137,7 +137,7 @@ _SHARED: tuple[tuple[str, str, Callable[[EngineFacts], str]], ...] = (
 
 
 _FITS = ("pair.tp-differs", "pair.retraction-key", "pair.cache-report")
-"""Findings about pairs that work."""
+"""Findings that do not keep a pair from working."""
 
 
 def _pairs(prefill: Sequence[EngineFacts], decode: Sequence[EngineFacts]) -> Iterator[Finding]:
@@ -167,13 +167,15 @@ def _pairs(prefill: Sequence[EngineFacts], decode: Sequence[EngineFacts]) -> Ite
 
 
 def _retraction(prefill: Sequence[EngineFacts], decode: Sequence[EngineFacts]) -> Iterator[Finding]:
-    """A decode engine that retracts a request may ask prefill to compute its KV again: over plain
-    HTTP and without a key, which no probe shows (SGLang's ``disaggregation/common/conn.py``,
-    ``submit_prefill_recompute``, 0.5.16 to 0.5.23; sglang #25372, #40730)."""
+    """Find prefill engines that would refuse to compute a retracted request again.
+
+    Decode asks for that over plain HTTP and without a key, which no probe shows (SGLang's
+    ``disaggregation/common/conn.py``, ``submit_prefill_recompute``, 0.5.16 to 0.5.23; sglang
+    #25372, #40730)."""
     asks = [e for e in decode if may_rebootstrap(e.known.version)]
     tls = [e.url for e in prefill if e.url.startswith("https:")]
     keyed = [e.url for e in prefill if e.open_without_key is False and e.url not in tls]
-    refuses = [(tls, "speaks TLS"), (keyed, "wants a key")]
+    refuses = [(tls, "requires TLS"), (keyed, "requires a key")]
     seen = [f"prefill ({listed(urls, most=6)}) {what}" for urls, what in refuses if urls]
     if asks and seen:
         yield finding("pair.retraction-key", CLUSTER, f"{' and '.join(seen)}; decode sends neither")
@@ -182,8 +184,9 @@ def _retraction(prefill: Sequence[EngineFacts], decode: Sequence[EngineFacts]) -
 def _cache_report(
     prefill: Sequence[EngineFacts], decode: Sequence[EngineFacts]
 ) -> Iterator[Finding]:
-    """Decode gets the count from prefill with the KV, and shows it if it has the flag itself
-    (SGLang's ``disaggregation/decode.py``, ``entrypoints/openai/usage_processor.py``)."""
+    """Find decode engines that would not show the count of cached tokens. Prefill sends it with the
+    KV, but decode needs the flag as well (SGLang's ``disaggregation/decode.py``,
+    ``entrypoints/openai/usage_processor.py``)."""
     given = [e for e in prefill if e.data.get("enable_cache_report") is True]
     lacking = [e.url for e in decode if e.data.get("enable_cache_report") is not True]
     if given and lacking:

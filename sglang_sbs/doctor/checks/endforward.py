@@ -41,10 +41,10 @@ warning plugin.routers-differ -> set the same SGLANG_SBS_ROUTERS on all engines;
     separated by commas
 error plugin.instance-id -> set it to each engine's own URL as given to the router, or unset it
 note plugin.instance-id-unknown -> set it to the URL given to the router, or unset it
-warning plugin.errors -> look for 'sglang_sbs' in the engine's log and report what it says
+warning plugin.errors -> look for 'sglang_sbs' in the engine's log and report the error
 ok endforward.ok
 error endforward.silent -> let SGLANG_SBS_ROUTERS name an address of the router that this engine's
-    machine reaches (port 7600 unless --sbs-endforward-bind says otherwise), and let
+    machine reaches (port 7600 unless --sbs-endforward-bind names another), and let
     SGLANG_SBS_ENDFORWARD_KEY_FILE there and --sbs-endforward-key-file here be the same secret, or
     both unset
 error endforward.rank-missing -> give every node of a multi-node engine the plugin and the same
@@ -60,8 +60,8 @@ warning endforward.stranger -> give all engines of the cluster; if they are anot
     correct SGLANG_SBS_ROUTERS there
 note endforward.unattributed -> set SGLANG_SBS_INSTANCE_ID to each engine's URL
 note endforward.port-busy -> give --router URL, so that the router is asked what arrives
-note endforward.elsewhere -> run the doctor on the router's machine, give --router URL, or say where
-    to listen: --sbs-endforward-bind tcp://0.0.0.0:7600
+note endforward.elsewhere -> run the doctor on the router's machine, give --router URL, or give the
+    address to listen at: --sbs-endforward-bind tcp://0.0.0.0:7600
 warning endforward.cannot-listen -> give another --sbs-endforward-bind
 """)
 
@@ -84,16 +84,16 @@ def check(facts: ClusterFacts) -> Iterator[Finding]:
 
 
 class Attribution:
-    """Assigns reports to engines: by boot id, by instance id, or if only one engine is left."""
+    """Assigns reports to engines: by boot id, by instance id, or to the only engine that fits."""
 
     def __init__(self, engines: list[EngineFacts], heard: Heard) -> None:
         self._ranks: dict[str, dict[int, RankHeard]] = {}
         self.mismatched: dict[str, EndForward] = {}
-        """A report by engine whose ranks contradict the engine."""
+        """By engine URL, a report whose role or number of ranks contradicts ``/server_info``."""
         self.misnamed: dict[str, EndForward] = {}
-        """A report by engine in its name, sent by another one."""
+        """By engine URL, a report that names this engine but comes from another engine."""
         self.leftover: list[RankHeard] = []
-        """Reports from an unknown engine."""
+        """Reports that fit no engine, or several."""
         by_boot = {e.sbs.boot_id: e for e in engines if e.sbs and e.sbs.boot_id}
         by_alias = {alias_key(e.url): e for e in engines}
         rest: list[dict[int, RankHeard]] = []
@@ -132,8 +132,9 @@ class Attribution:
                 self.mismatched[engine.url] = heard.last
 
     def _fits(self, engine: EngineFacts, ranks: dict[int, RankHeard]) -> bool:
-        """Return whether an engine lacks exactly these ranks (their boot id may be of another node,
-        or not shown)."""
+        """Return whether these ranks may belong to an engine although the boot id is unknown, as it
+        is for other nodes and before SGLang 0.5.22: nothing contradicts it, and the engine has no
+        reports of these ranks yet."""
         return (
             _may_speak(engine)
             and not any(_is_strange(engine, heard.last) for heard in ranks.values())
@@ -167,7 +168,7 @@ def _plugin(facts: ClusterFacts, engine: EngineFacts, mine: Attribution) -> Iter
         shown = listed(f"rank {rank}: {n}" for rank, n in sorted(errors.items()))
         yield finding("plugin.errors", url, f"errors inside the hook: {shown}")
     if sbs is not None and not errors:
-        to = f"listens at {sbs.bind}" if sbs.bind else "nobody"
+        to = f"listens at {sbs.bind}" if sbs.bind else "reports to no router"
         to = f"reports to {', '.join(sbs.routers)}" if sbs.routers else to
         yield finding("plugin.ok", url, f"loaded, {to}")
     if sbs is not None or ranks or _router_hears(facts, url) or mine.may_be_among_leftover(engine):
@@ -215,7 +216,8 @@ def _router_hears(facts: ClusterFacts, url: str) -> bool:
 
 
 def _reports(facts: ClusterFacts, engine: EngineFacts, mine: Attribution) -> Iterator[Finding]:
-    """Judge only messages received here, not the router's information."""
+    """Judge the messages received by the doctor. Reports at the router are judged in
+    :mod:`.router`."""
     info, heard, url, sbs = engine.known, facts.heard, engine.url, engine.sbs
     if facts.router is None and key_differs(facts.options, engine):
         has, lacks = "has a key", "has none"
@@ -228,8 +230,8 @@ def _reports(facts: ClusterFacts, engine: EngineFacts, mine: Attribution) -> Ite
     ranks = mine.of(engine)
     missing = [rank for rank in range(info.dp_size) if rank not in ranks]
     if (wrong := mine.mismatched.get(url)) is not None:
-        seen = f"reports say {wrong.role} with {wrong.dp_size} ranks, /server_info says "
-        seen += f"{engine.role} with {info.dp_size}"
+        seen = f"reports are of a {wrong.role} engine with {wrong.dp_size} ranks, /server_info is "
+        seen += f"of a {engine.role} engine with {info.dp_size}"
         yield finding("endforward.mismatch", url, seen)
     elif not missing:
         messages = sum(heard.messages for heard in ranks.values())
@@ -276,8 +278,8 @@ def _what_to_open(info: WorkerInfo, missing: list[int]) -> str | None:
 
 
 def _listened_to(sbs: SbsBlock, heard: Heard) -> bool:
-    """Return whether reports of this engine would have arrived, i.e. one of its endpoints was
-    ours."""
+    """Return whether reports of this engine could arrive, i.e. the doctor listened at one of its
+    endpoints or connected to it."""
     if sbs.bind and heard.dialled:
         return True
     unheard = {*heard.elsewhere, *heard.busy, *heard.failed}

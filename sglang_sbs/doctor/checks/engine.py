@@ -24,9 +24,8 @@ _REORDERING = {
     "shortest-prefill-first": "the shortest first, and a cut prompt gets what they leave of the "
     "chunk",
 }
-"""Effect of SGLang's ``schedule_policy.py`` under the policies that users choose for speed. Of
-several new prompts with the same beginning, all of them take one and leave the others for the next
-pass."""
+"""Effect of SGLang's ``schedule_policy.py`` by value of ``--schedule-policy``. Under each of these
+policies a pass takes only one of several new prompts with the same beginning."""
 FULL = 0.9
 """Share of KV tokens or slots in use above which a rank counts as full."""
 
@@ -96,17 +95,17 @@ note room.unknown -> nothing; SGLang 0.5.14 and later do
 
 
 def check(facts: ClusterFacts) -> Iterator[Finding]:
-    """Check everything about each engine that involves no other one."""
+    """Check each engine for faults that are visible without comparing it with others."""
     for engine in facts.engines:
-        for name, *said in _checks(engine):
-            yield finding(name, engine.url, *said)
+        for name, *seen in _checks(engine):
+            yield finding(name, engine.url, *seen)
 
 
-_Said = tuple[str, str] | tuple[str, str, str]
+_Found = tuple[str, str] | tuple[str, str, str]
 """Id, observation, and optionally what to change."""
 
 
-def _checks(facts: EngineFacts) -> Iterator[_Said]:
+def _checks(facts: EngineFacts) -> Iterator[_Found]:
     yield from _reach(facts)
     if facts.info is None:
         return
@@ -120,7 +119,7 @@ def _checks(facts: EngineFacts) -> Iterator[_Said]:
         yield from _room(facts, facts.info)
 
 
-def _reach(facts: EngineFacts) -> Iterator[_Said]:
+def _reach(facts: EngineFacts) -> Iterator[_Found]:
     url, role, info = facts.url, facts.role, facts.info
     if facts.failure is not None:
         if facts.failure.kind != "refused":  # a wrong key has its own findings
@@ -153,19 +152,20 @@ def _reach(facts: EngineFacts) -> Iterator[_Said]:
         yield "reach.ok", seen
 
 
-def _version(info: WorkerInfo) -> Iterator[_Said]:
+def _version(info: WorkerInfo) -> Iterator[_Found]:
     numbers = server_info.parse_version(info.version)
     if numbers is None or numbers == (0, 0, 0):
-        said = f"calls itself {info.version!r}" if info.version else "does not say its version"
-        yield "version.unknown", said
+        shown = f"reports version {info.version!r}" if info.version else "reports no version"
+        yield "version.unknown", shown
     elif numbers < server_info.PLUGIN_VERSION and info.sbs is None:
         yield "version.needs-patch", f"runs SGLang {info.version}"
     if info.coupled:
         yield "version.coupled", f"runs SGLang {info.version}"
 
 
-def _release(info: WorkerInfo) -> _Said:
-    """The engine frees KV pages while they may still be written to (``relay/parking.py``)."""
+def _release(info: WorkerInfo) -> _Found:
+    """Describe an engine that frees KV pages while prefill may still write to them
+    (``relay/parking.py``)."""
     backend = info.transfer_backend or "mooncake"
     runs = f"SGLang {info.version or '?'} with transfer backend {backend}"
     first = server_info.DEFERRED_RELEASE.get(backend)
@@ -181,7 +181,7 @@ def _release(info: WorkerInfo) -> _Said:
     return "version.kv-release", f"{runs} has no deferred release that is known to work"
 
 
-def _limits(facts: EngineFacts, info: WorkerInfo) -> Iterator[_Said]:
+def _limits(facts: EngineFacts, info: WorkerInfo) -> Iterator[_Found]:
     prefill = facts.role == "prefill"
     found = list(_limits_of_prefill(facts, info)) if prefill else []
     if info.no_barrier == server_info.NO_DP_ATTENTION:
@@ -210,7 +210,7 @@ def describe_limits(info: WorkerInfo, role: str) -> str:
     return ", ".join(parts)
 
 
-def _limits_of_prefill(facts: EngineFacts, info: WorkerInfo) -> Iterator[_Said]:
+def _limits_of_prefill(facts: EngineFacts, info: WorkerInfo) -> Iterator[_Found]:
     chunk = number(facts.data, "chunked_prefill_size")
     if info.dp_size == 1:
         yield "limits.dp-one", "one DP rank"
@@ -230,7 +230,7 @@ def _limits_of_prefill(facts: EngineFacts, info: WorkerInfo) -> Iterator[_Said]:
         yield "limits.max-prefill-tokens", seen, change
 
 
-def _conflicts(facts: EngineFacts, info: WorkerInfo) -> Iterator[_Said]:
+def _conflicts(facts: EngineFacts, info: WorkerInfo) -> Iterator[_Found]:
     data, several = facts.data, info.dp_size > 1
     if facts.role == "prefill":
         yield from _conflicts_of_prefill(data, info)
@@ -243,9 +243,10 @@ def _conflicts(facts: EngineFacts, info: WorkerInfo) -> Iterator[_Said]:
         yield "flags.abort-on-priority", "--abort-on-priority-when-disabled is set"
 
 
-def _conflicts_of_prefill(data: dict[str, Any], info: WorkerInfo) -> Iterator[_Said]:
-    """``--prefill-delayer-*`` and ``--min-free-slots-delay`` count running requests, of which a
-    prefill engine has none (``prefill_delayer.py``, ``min_free_slots_delayer.py``)."""
+def _conflicts_of_prefill(data: dict[str, Any], info: WorkerInfo) -> Iterator[_Found]:
+    """Find flags that do nothing useful on a prefill engine: ``--prefill-delayer-*`` and
+    ``--min-free-slots-delay`` count running requests, and a prefill engine has none
+    (``prefill_delayer.py``, ``min_free_slots_delayer.py``)."""
     if info.load_balance_method not in ("", "auto", "follow_bootstrap_room"):
         yield "flags.load-balance", f"--load-balance-method {info.load_balance_method}"
     if data.get("enable_prefill_delayer") is True:
@@ -270,7 +271,7 @@ def _conflicts_of_prefill(data: dict[str, Any], info: WorkerInfo) -> Iterator[_S
         yield "flags.pipeline", f"--pp-size {stages}"
 
 
-def _latency(facts: EngineFacts) -> Iterator[_Said]:
+def _latency(facts: EngineFacts) -> Iterator[_Found]:
     trips_s, offset_s = facts.rtts_s, facts.clock_offset_s
     if not trips_s:
         return
@@ -290,7 +291,7 @@ def _latency(facts: EngineFacts) -> Iterator[_Said]:
         yield "latency.ok", seen + clock
 
 
-def _room(facts: EngineFacts, info: WorkerInfo) -> Iterator[_Said]:
+def _room(facts: EngineFacts, info: WorkerInfo) -> Iterator[_Found]:
     loads, tokens, slots = facts.loads, info.kv_capacity_tokens, info.max_running_requests
     if loads is None or min(loads.kv_tokens) < 0 or not tokens or not slots:
         yield "room.unknown", "no loads of every rank"

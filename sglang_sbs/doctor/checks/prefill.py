@@ -53,13 +53,13 @@ def check(facts: ClusterFacts) -> Iterator[Finding]:
 def _bootstrap(engine: EngineFacts, decode: Sequence[EngineFacts]) -> Iterator[Finding]:
     url, bootstrap = engine.url, engine.bootstrap
     if bootstrap is None:
-        seen = "no bootstrap port is given, and the engine does not say one"
+        seen = "no bootstrap port is given, and the engine does not report one"
         yield finding("bootstrap.unreachable", url, seen)
         return
     found = list(_bootstrap_problems(engine, bootstrap))
     others = [d.url for d in decode if not is_loopback(split_worker_url(d.url)[1])]
     if others and is_loopback(split_worker_url(url)[1]):
-        seen = f"decode is told {bootstrap.host}, and {others[0]} is another host"
+        seen = f"decode engines get the host {bootstrap.host}, and {others[0]} is on another host"
         found.append(finding("bootstrap.loopback", url, seen))
     yield from found
     if not found:

@@ -29,13 +29,13 @@ error router.key -> give --admin-api-key (or a control plane key with the role a
 error router.not-ready -> see the findings of its workers
 warning router.worker-missing -> add it to the router's flags, or POST /workers
 note router.worker-extra -> give it too, or give --router alone to examine all
-error router.worker-down -> see its other findings; the router's log says since when
-warning router.problem -> as the router says; docs/router.md has its messages
+error router.worker-down -> see its other findings; the router's log shows since when
+warning router.problem -> follow the router's message; docs/router.md explains each
 note router.rooms-left -> restart this prefill engine when it suits; see what it refuses in its log
 warning router.polls -> see the findings on the plugin and EndForward
 warning router.not-holding -> give the hosts of router and engines more CPU; start prefill engines
     with the plugin's batch gate (SGLANG_SBS_GANG_GATE_MS)
-warning router.throttled -> add prefill instances; sglang-sbs simulate plan says how many
+warning router.throttled -> add prefill instances; sglang-sbs simulate plan computes how many
 """)
 
 
@@ -50,7 +50,7 @@ def check(facts: ClusterFacts) -> Iterator[Finding]:
         return
     state = router.state
     if not state or not all("endforward_messages" in w for w in router.workers):
-        yield finding("router.not-ours", ROUTER, f"{router.url} says nothing of EndForward")
+        yield finding("router.not-ours", ROUTER, f"{router.url} reports nothing about EndForward")
         return
     found = list(_router(facts, router))
     yield from found
@@ -122,7 +122,7 @@ def _signal(router: RouterFacts, url: str, entry: dict[str, Any]) -> Iterator[Fi
         yield report_finding("endforward.rank-missing", url, seen)
     if old:
         rank, age_s = max(old.items(), key=lambda item: item[1])
-        seen = f"{len(old)} ranks are silent, rank {rank} for {age_s:.0f} s, says the router"
+        seen = f"{len(old)} ranks send the router nothing, rank {rank} for {age_s:.0f} s"
         yield report_finding("endforward.stale", url, seen)
     if not missing and not old:
         oldest_s = max(heard.values(), default=0.0)

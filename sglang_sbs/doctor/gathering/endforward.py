@@ -1,8 +1,8 @@
 """Listens for EndForward for a few seconds, at the addresses where a router would.
 
-Engines connect to whoever listens at the addresses in ``SGLANG_SBS_ROUTERS``. Left alone are a port
-that somebody has, and one whose engines have a key where the doctor has none, or the other way
-round: libzmq would not connect again soon."""
+Engines connect to any process that listens at an address in ``SGLANG_SBS_ROUTERS``. The doctor does
+not listen at a port that is in use. It does not listen either if only the engines or only the
+doctor has a key, because libzmq would not reconnect to the router soon after a failed handshake."""
 
 from __future__ import annotations
 
@@ -34,8 +34,8 @@ _TURN_MS = 100
 
 
 def endpoints_to_hear(options: DoctorOptions, engines: Iterable[EngineFacts]) -> list[str]:
-    """Return the endpoints that engines report to, or that the user gave; empty if no report could
-    come."""
+    """Return the endpoint given by the user, otherwise those to which engines report. Empty if no
+    report could arrive."""
     named: dict[str, bool] = {}
     for facts in engines:
         for endpoint in facts.sbs.routers if facts.sbs is not None else ():
@@ -64,7 +64,7 @@ class Ear:
             keys.connect(self._dialling)
 
     def listen(self) -> Heard:
-        """Listen until every rank known to report was heard, or ``wait_s`` is over."""
+        """Listen until every rank with a plugin has reported, or ``wait_s`` is over."""
         gatekeeper = Gatekeeper(self._context, self._keys) if self._keys is not None else None
         started_s = time.monotonic()
         sockets = self._listening, self._dialling
@@ -95,21 +95,21 @@ class Ear:
         return sock
 
     def _bind(self, endpoint: str) -> None:
-        """Listen at an endpoint that is free and on this machine."""
+        """Listen at an endpoint, or record why that is impossible."""
         try:
-            fates = [self._bind_one(candidate) for candidate in _addresses(endpoint)]
+            errors = [self._bind_one(candidate) for candidate in _addresses(endpoint)]
         except (OSError, ValueError) as error:
             self._heard.failed[endpoint] = str(error)
             return
-        if errno.EADDRINUSE in fates and 0 not in fates:
+        if errno.EADDRINUSE in errors and 0 not in errors:
             self._heard.busy.append(endpoint)
-        elif fates and set(fates) <= {errno.EADDRNOTAVAIL, errno.ENODEV}:
+        elif errors and set(errors) <= {errno.EADDRNOTAVAIL, errno.ENODEV}:
             self._heard.elsewhere.append(endpoint)
-        elif 0 not in fates:
-            self._heard.failed[endpoint] = zmq.strerror(fates[0]) if fates else "no address"
+        elif 0 not in errors:
+            self._heard.failed[endpoint] = zmq.strerror(errors[0]) if errors else "no address"
 
     def _bind_one(self, endpoint: str) -> int:
-        """Return 0, or the number of the error."""
+        """Bind one address; return 0, or the number of the error."""
         if endpoint.startswith("ipc://") and _ipc_taken(endpoint.removeprefix("ipc://")):
             return errno.EADDRINUSE
         try:
@@ -126,7 +126,7 @@ class Ear:
         for endpoint in publisher_endpoints(facts.url, facts.sbs.bind, facts.known.dp_size):
             host, port = split_tcp(endpoint)
             try:
-                # Look the name up here: libzmq would do it in the thread that receives everything.
+                # Resolve the name here, because libzmq would block its receiving thread with it.
                 address = address or split_tcp(min(resolve_endpoints(host, port)))[0]
             except OSError as error:
                 self._heard.failed[endpoint] = str(error)
@@ -183,7 +183,7 @@ def _received(sock: zmq.Socket[bytes]) -> Iterator[list[zmq.Frame]]:
 
 
 def _addresses(endpoint: str) -> list[str]:
-    """Return the endpoints to bind for one that engines connect to. Raises: OSError, ValueError."""
+    """Return the addresses to bind for an endpoint of engines. Raises: OSError, ValueError."""
     if endpoint.startswith("ipc://"):
         return [endpoint]
     host, port = split_tcp(endpoint)

@@ -89,7 +89,7 @@ class Asker:
             return "certificate", text
         if isinstance(error, aiohttp.ClientConnectorSSLError | ssl.SSLError):
             if "WRONG_VERSION_NUMBER" in text or "RECORD_LAYER" in text:
-                return "wrong-scheme", f"{url} is given, and the engine speaks http://"
+                return "wrong-scheme", f"{url} is given, and the engine serves http://"
             return "certificate", text
         if isinstance(error, aiohttp.ConnectionTimeoutError):
             return "unreachable", "no connection in time: a firewall, or a wrong host"
@@ -100,8 +100,8 @@ class Asker:
         if isinstance(error, aiohttp.ClientConnectorError):
             return "unreachable", f"{host}:{port}: {system_error(error.os_error)}"
         if scheme == "http" and await _connects(host, port, limit_s, _any_certificate()):
-            return "wrong-scheme", f"{url} is given, and the engine speaks https://"
-        return "not-sglang", f"what answers is no HTTP server: {text}"
+            return "wrong-scheme", f"{url} is given, and the engine serves https://"
+        return "not-sglang", f"the server there is not an HTTP server: {text}"
 
     # An engine --------------------------------------------------------------------------------
 
@@ -180,7 +180,7 @@ class Asker:
                 facts.clock_offset_s = stamp.timestamp() - asked_s
 
     async def kv_ports(self, facts: EngineFacts, heard: Mapping[int, RankHeard]) -> None:
-        """Find closed KV event ports. ``heard``: the engine's EndForward by DP rank."""
+        """Find closed KV event ports. ``heard``: the engine's reports by DP rank."""
         info = facts.info
         if info is None or info.kv_events is None:
             return
@@ -194,7 +194,7 @@ class Asker:
                 address, has_key = report.last.kv_address, self._options.key_file is not None
                 try:
                     if address is None:
-                        raise RefusedAddress("it does not say")
+                        raise RefusedAddress("it reports none")
                     endpoints = reported_endpoints(address, report.peer, has_key=has_key)
                 except RefusedAddress:
                     facts.hidden_kv_ranks.append(rank)

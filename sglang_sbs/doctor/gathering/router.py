@@ -15,7 +15,7 @@ _ASK_AGAIN_S = 0.5
 
 
 async def ask_router(asker: Asker, options: DoctorOptions, url: str) -> RouterFacts:
-    """Query the router once it has heard every rank, or when ``options.wait_s`` is over. Never
+    """Query the router until it has reports of every rank, or ``options.wait_s`` is over. Never
     raises because of its responses."""
     until_s = time.monotonic() + options.wait_s
     facts = await _ask(asker, options, url)
