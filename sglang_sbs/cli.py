@@ -18,8 +18,8 @@ from sglang_sbs.console.extras import only_in_a_checkout
 
 
 class Verb(NamedTuple):
-    """A subcommand: the module whose ``main(argv)`` it runs, and its line in the help. Modules of
-    ``benchmarks`` are not in the wheel: those verbs work in a checkout only."""
+    """A subcommand: the module whose ``main(argv)`` it runs, and its line in the help. Verbs of
+    ``benchmarks`` work in a checkout only, because a wheel does not include these modules."""
 
     module: str
     help: str
@@ -96,7 +96,7 @@ def _main_of(verb: str) -> Callable[[Sequence[str]], int | None]:
 
 
 def _refuse(verb: str, words: Sequence[str]) -> int:
-    """Explain where a verb works that is unavailable here. Asking for its help is no error."""
+    """Explain that a verb works in a checkout only. Return 0 if its help was requested, else 2."""
     asked = "-h" in words or "--help" in words
     text = f"usage: sglang-sbs {verb} [flags]\n\nsglang-sbs {verb}: {only_in_a_checkout(verb)}"
     print(text, file=sys.stdout if asked else sys.stderr)

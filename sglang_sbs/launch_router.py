@@ -1,4 +1,4 @@
-"""``python -m sglang_sbs.launch_router``: the router's process: arguments, signals, exit code."""
+"""``python -m sglang_sbs.launch_router``: arguments, signals and exit code of the router."""
 
 from __future__ import annotations
 
@@ -56,12 +56,12 @@ def main(argv: Sequence[str] | None = None, prog: str | None = None) -> int:
         print(f"{prog or 'launch_router'}: {error}", file=sys.stderr)
         return 2
     # Name the process in the log, because several may share it.
-    who, as_json = options.role if options.parent_fd is not None else "", options.log_json
-    set_up_logging(options.log_level, as_json=as_json, process=who)
+    process, as_json = options.role if options.parent_fd is not None else "", options.log_json
+    set_up_logging(options.log_level, as_json=as_json, process=process)
     try:
         if options.log_dir is not None:
             with naming_file("--log-dir", options.log_dir):
-                set_up_logging(options.log_level, options.log_dir, as_json=as_json, process=who)
+                set_up_logging(options.log_level, options.log_dir, as_json=as_json, process=process)
         if options.parent_fd is None:  # child processes do not repeat these messages
             for warning in options.warnings:
                 logger.warning("%s", warning)

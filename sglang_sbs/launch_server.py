@@ -59,8 +59,8 @@ Before SGLang 0.5.22 write --dp-size 2 --enable-dp-attention instead of --attn-d
 --router-FLAG is passed to the router as --FLAG (python -m sglang_sbs.launch_router --help);
 --policy, --prefill-policy, --decode-policy and --sbs-* need no prefix. Every other flag goes to
 all SGLang engines as it is (python -m sglang.launch_server --help). --dry-run shows the result.
---api-key and --admin-api-key are the router's too: clients need the same key. Flags after which
-the router could not speak to an engine (--ssl-*, --grpc-mode) are refused.
+--api-key and --admin-api-key are the router's as well: clients need the same key. Flags with which
+the router could not reach an engine (--ssl-*, --grpc-mode) are refused.
 The router counts tokens with the model's tokenizer (fetched from Hugging Face when --model-path is
 an id); --router-tokenizer-path names another.
 """
@@ -81,27 +81,28 @@ def build_parser(prog: str = PROG) -> argparse.ArgumentParser:
     add("--decode-instances", type=int, default=1, metavar="N", help="how many (%(default)s)")
     add("--host", default="127.0.0.1", help="address of the router (%(default)s)")
     add("--port", type=port, default=30000, metavar="PORT", help="port of the router (%(default)s)")
-    says = 'flags of prefill engines only: --prefill-args="--max-running-requests 64"'
-    add("--prefill-args", default="", metavar="FLAGS", help=says)
+    text = 'flags of prefill engines only: --prefill-args="--max-running-requests 64"'
+    add("--prefill-args", default="", metavar="FLAGS", help=text)
     add("--decode-args", default="", metavar="FLAGS", help="flags of decode engines only")
     add("--log-dir", type=Path, help="where each process writes its log (a new temporary folder)")
-    says = "until all instances and the router must be ready (%(default).0f)"
+    text = "time until all instances and the router must be ready (%(default).0f)"
     limit = DEFAULT_STARTUP_TIMEOUT_S
-    add("--startup-timeout", type=float, default=limit, metavar="SECONDS", help=says)
-    says = "engines on CPU, which compute the model (in a checkout)"
-    add("--cpu", action="store_true", help=says)
-    says = (
+    add("--startup-timeout", type=float, default=limit, metavar="SECONDS", help=text)
+    text = "engines on CPU, which compute the model (in a checkout)"
+    add("--cpu", action="store_true", help=text)
+    text = (
         "engines on CPU, forward passes only take the time of a GPU (in a checkout); JSON "
         "with fields of tools.cpu_engine.virtual_gpu.VirtualGpuCost overrides its cost model"
     )
-    add("--virtual-gpu", nargs="?", const="{}", metavar="JSON", help=says)
+    add("--virtual-gpu", nargs="?", const="{}", metavar="JSON", help=text)
     add("--dry-run", action="store_true", help="print the exact command lines, less keys, and exit")
     return parser
 
 
 def split_flags(words: Sequence[str]) -> tuple[list[str], list[str]]:
-    """The engines' flags and the router's, the latter without `--router-`. A flag takes the words
-    up to the next one that starts with `--`. Raises: PlanError, a word before the first flag."""
+    """Return the engines' flags, and the router's without `--router-`. A flag's values are all
+    words up to the next word that starts with `--`. Raises: PlanError, a word before the first
+    flag."""
     engine: list[str] = []
     router: list[str] = []
     target: list[str] | None = None
@@ -187,8 +188,8 @@ def _cpu_engines(virtual_gpu: str | None) -> CpuEngines:
 
 
 def describe(plan: ClusterPlan) -> str:
-    """Every process as a shell command, with the variables it gets beyond the inherited ones. Keys
-    are shown as ``***``."""
+    """Return every process as a shell command, with its variables in addition to the inherited
+    ones. Keys are shown as ``***``."""
     commands = []
     for process in plan.servers:
         added = dict(process.environment.items() - os.environ.items())

@@ -1,6 +1,6 @@
 """``sglang serve MODEL --model-type sbs``: `sglang_sbs.launch_server` behind SGLang's own command
-(0.5.20+, entry points ``sglang.serve_backends``). ``sglang serve`` loads every backend to ask which
-one a model belongs to, so nothing heavy is imported before this one was chosen."""
+(0.5.20+, entry points ``sglang.serve_backends``). ``sglang serve`` loads every backend to find the
+one for a model, so this module imports nothing heavy before it is chosen."""
 
 from __future__ import annotations
 

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from itertools import zip_longest
 
 OLD_FLAG = "--enable-dp-attention"
-"""Up to SGLang 0.5.21 ``--dp-size N --enable-dp-attention`` is the only spelling. From 0.5.22 on
-there is ``--attn-dp-size N`` too, and SGLang announces to remove the old one after 2026-12-31."""
+"""Up to SGLang 0.5.21 ``--dp-size N --enable-dp-attention`` is the only spelling. SGLang 0.5.22
+adds ``--attn-dp-size N``, and announces to remove the old spelling after 2026-12-31."""
 
 
 class EngineFlagError(ValueError):

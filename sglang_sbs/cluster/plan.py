@@ -36,12 +36,12 @@ HEALTH_PASS_ENV = "SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION"
 """Whether `/health` runs a forward pass on an idle engine."""
 
 _TLS = (
-    "the router speaks plain HTTP to engines, which listen on this machine only. HTTPS for clients "
+    "the router uses plain HTTP to engines, which listen on this machine only. HTTPS for clients "
     "is --router-tls-cert-path and --router-tls-key-path"
 )
-_GRPC = "the router speaks HTTP to engines, each at its own port. Leave it out"
+_GRPC = "the router uses HTTP to engines, each at its own port. Leave it out"
 _KEY_FILE = "SGLang has no such flag. Write {}; the router gets the same key"
-# Flags that this planner writes, and those after which the router could not speak to an engine.
+# Flags that this planner writes, and flags with which the router could not reach an engine.
 _PLANNED_FLAGS = {
     "--host": "the engines' address is planned; --host of this command is the router's",
     "--port": "the engines' ports are planned; --port of this command is the router's",

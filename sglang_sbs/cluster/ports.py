@@ -28,11 +28,11 @@ def is_port_free(port: int) -> bool:
 
 
 def claim_ports(ports: range) -> bool:
-    """Take ports for the life of this process; False if a cluster on this machine has them.
+    """Reserve ports for the life of this process; False if a cluster on this machine has them.
 
-    Engines bind their ports seconds after they were planned, and ZeroMQ aborts a process whose
-    socket another cluster speaks HTTP to. A claim is an abstract Unix socket per `_CLAIM_PORTS`
-    aligned ports: it goes with the process."""
+    Engines bind their ports seconds after they were planned. ZeroMQ aborts a process if another
+    cluster sends HTTP to its socket meanwhile. A claim is an abstract Unix socket for each
+    `_CLAIM_PORTS` aligned ports, so it ends with the process."""
     claimed: list[socket.socket] = []
     for unit in range(ports.start // _CLAIM_PORTS, (ports.stop - 1) // _CLAIM_PORTS + 1):
         claim = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
@@ -48,9 +48,9 @@ def claim_ports(ports: range) -> bool:
 
 
 def free_port_blocks(size: int) -> Iterator[int]:
-    """Yield the first ports of disjoint blocks of `size` ports, which are free now and then
-    claimed. Each process starts its search elsewhere. Raises: RuntimeError, no free block is
-    left."""
+    """Yield the first ports of disjoint blocks of `size` ports. Each block is free and is claimed
+    before it is returned. Each process starts its search at another port. Raises: RuntimeError, no
+    free block is left."""
     blocks = (LAST_PORT + 1 - FIRST_PORT) // size
     start = os.getpid() * 7 % blocks
     for index in range(blocks):

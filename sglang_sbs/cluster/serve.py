@@ -26,10 +26,11 @@ async def serve_until_stopped(
 ) -> int:
     """Bring the cluster up, run ``meanwhile`` until SIGINT, SIGTERM or a death, stop it.
 
-    ``kind``: of the cluster; another one may outlive deaths (:meth:`.LocalCluster.serve`).
-    ``meanwhile`` is cancelled at the end; when it returns, the cluster serves on; what it raises is
-    raised here once everything has stopped. Further signals change nothing: stopping is bounded.
-    Returns the exit code: 0 after a signal, 1 if the cluster did not start or a process of it died.
+    ``kind``: class of the cluster; a subclass may survive deaths (:meth:`.LocalCluster.serve`).
+    ``meanwhile`` is cancelled at the end. If it returns earlier, the cluster continues to serve.
+    Its exceptions are raised here once everything has stopped. Further signals change nothing,
+    because stopping is bounded. Returns the exit code: 0 after a signal, 1 if the cluster did not
+    start or a process of it died.
     """
     stop = asyncio.Event()
     for handled in (signal.SIGINT, signal.SIGTERM):

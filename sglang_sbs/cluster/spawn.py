@@ -55,15 +55,16 @@ def die_with_parent(signal_number: int) -> None:
 
 
 async def execute(
-    argv: Sequence[str], environment: Mapping[str, str], log_path: Path, *, speaks: bool = False
+    argv: Sequence[str], environment: Mapping[str, str], log_path: Path, *, piped: bool = False
 ) -> Process:
-    """Start a process. Its output goes to the log; with ``speaks`` only its errors."""
+    """Start a process. Its output goes to the log. With ``piped``, only its errors do, and the
+    caller gets pipes to its input and from its output."""
     with log_path.open("ab") as log:
         return await create_subprocess_exec(
             *argv,
             env=dict(environment),
-            stdin=PIPE if speaks else DEVNULL,
-            stdout=PIPE if speaks else log,
+            stdin=PIPE if piped else DEVNULL,
+            stdout=PIPE if piped else log,
             stderr=log,
             start_new_session=True,
             preexec_fn=partial(die_with_parent, signal.SIGTERM),

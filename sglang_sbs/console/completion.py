@@ -1,7 +1,7 @@
 """Completion of `sglang-sbs` in a shell, by argcomplete (the extra `completion`).
 
-A verb's module makes its parser inside its `main`. So for completion `main` is run with the words
-that were typed, up to where it asks a parser to parse them: that parser is the one to complete by.
+A verb's module creates its parser inside its `main`. So completion runs `main` with the typed words
+until it calls a parser, and completes with that parser.
 """
 
 from __future__ import annotations

@@ -47,17 +47,18 @@ def naming_file(flag: str, path: Path) -> Iterator[None]:
 
 @contextmanager
 def naming_port(flag: str, host: str, port: int) -> Iterator[None]:
-    """Name the flag, or that of the host, in errors of listening. Raises: OSError."""
+    """Name the flag at fault, of the port or of the host, in errors of listening. Raises:
+    OSError."""
     try:
         yield
     except OSError as error:
         why = system_error(error)
         if isinstance(error, socket.gaierror) or error.errno == errno.EADDRNOTAVAIL:
-            said = f"{flag.replace('port', 'host')} {host}: cannot listen there: {why}"
+            text = f"{flag.replace('port', 'host')} {host}: cannot listen there: {why}"
         else:
             how = f"choose another with {flag}, or end what listens there"
-            said = f"{flag} {port}: cannot listen at {host}: {why}; {how}"
-        raise OSError(error.errno, said) from error
+            text = f"{flag} {port}: cannot listen at {host}: {why}; {how}"
+        raise OSError(error.errno, text) from error
 
 
 def system_error(error: OSError) -> str:

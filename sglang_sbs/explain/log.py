@@ -23,8 +23,8 @@ _PARTS = (*PARTS[:3], "engine", *PARTS[3:])
 def parser() -> argparse.ArgumentParser:
     made = argparse.ArgumentParser(
         prog="sglang-sbs log",
-        description="What an event log (--sbs-event-log) has in it: requests, times to the first "
-        "token and where they went, refusals, and the slowest requests.",
+        description="Summarize an event log (--sbs-event-log): requests, times to the first token "
+        "and their parts, refusals, and the slowest requests.",
         epilog="examples:\n"
         "  sglang-sbs log router.events\n"
         "  sglang-sbs log router.events --slowest 50\n"

@@ -71,7 +71,7 @@ def _attempt(attempt: AttemptStory, story: Story) -> Iterator[str]:
             bar = "#" * round(_BAR * seconds / whole_s)
             yield f"  {words.PART_NAMES[name]:<31}{ms(seconds):>10}  {bar}".rstrip()
         if "engine" in attempt.parts:
-            yield "  (The engine did not report its passes, so these cannot be told apart.)"
+            yield "  (The engine did not report its passes, so its part cannot be divided.)"
     why, decision = attempt.why, timeline.decision
     if timeline.decided_s is None and not timeline.outcome:
         yield ""

@@ -20,8 +20,8 @@ from sglang_sbs.scheduling.explained.stories import Story
 def parser() -> argparse.ArgumentParser:
     made = argparse.ArgumentParser(
         prog="sglang-sbs why",
-        description="One page about one request: why it was held, why it was sent where it was, "
-        "what was predicted and what happened, and where the time to its first token went.",
+        description="Explain one request on one page: why it was held, why it was sent where it "
+        "was, predicted and real times, and the parts of the time to its first token.",
         epilog="examples:\n"
         "  sglang-sbs why chatcmpl-5f2c0e --router http://router:30000\n"
         "  sglang-sbs why 5f2c0e9d --log router.events       # from --sbs-event-log\n"

@@ -29,7 +29,7 @@ _REASONS = {
 """Usual reason why a part takes long, used if nothing is known about this request."""
 
 _LEAST_GAIN_S = 0.001
-"""Below this gain another instance may be equally good, and another reason holds the request."""
+"""Smallest gain that the text mentions; below it the two instances are about equally good."""
 
 
 def ms(seconds: float) -> str:

@@ -66,8 +66,8 @@ def explain_unknown(files: list[TouchedFile]) -> str:
         if file.state not in ("original", "patched")
     )
     return (
-        f"not the files of this release: {names}. They were changed by somebody else, or the "
-        "installation is damaged; nothing was touched. Reinstall the package, then try again"
+        f"not the files of this release: {names}. They have other changes, or the installation is "
+        "damaged; nothing was touched. Reinstall the package, then try again"
     )
 
 

@@ -85,8 +85,8 @@ def markdown(spec: PolicySpec) -> str:
 def _check(spec: PolicySpec) -> int:
     from sglang_sbs.policies.conformance import Check, failures
 
-    def told(check: Check, why: str) -> None:
+    def show(check: Check, why: str) -> None:
         print(f"  {'FAILED' if why else 'ok':<6}  {check}" + (f": {why}" if why else ""))
 
     print(spec.name)
-    return failures(spec.name, told=told)
+    return failures(spec.name, show=show)

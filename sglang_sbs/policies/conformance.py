@@ -40,7 +40,7 @@ _BLOCK = 64
 
 
 class NonconformityError(AssertionError):
-    """A policy violates a requirement; the message says which and when."""
+    """A policy violates a requirement; the message names the requirement and the time."""
 
 
 @dataclass(frozen=True)
@@ -95,7 +95,7 @@ _CHANGES = (
 CHECKS = (
     Check("every request ends exactly once, and waits for nothing that is not there", twice=True),
     Check("instances die, are drained and come back", {"changes": _CHANGES}),
-    Check("nothing is heard of passes", {"endforward_loss": 1.0}),
+    Check("no report of a pass arrives", {"endforward_loss": 1.0}),
     Check("reports are lost, late and doubled",
         {"endforward_loss": 0.3, "endforward_delay_s": 0.05, "endforward_duplicates": 0.3}),
     Check("engines look one pass ahead", {"overlap": True}),
@@ -111,8 +111,8 @@ CHECKS = (
 
 
 def _arrivals(requests: int) -> list[Arrival]:
-    """Arrivals with some short prompts and a few of many chunks. Conversations share their
-    beginnings, and at every fifth time several requests arrive together."""
+    """Return arrivals with short and with long prompts, in conversations that share their first
+    tokens. Of each five requests, three arrive together."""
     rng = random.Random("conformance")
     arrivals, now_s = [], 0.0
     for number in range(requests):
@@ -179,9 +179,9 @@ class _Checked:
 
 
 def failures(policy: Policy, checks: Sequence[Check] = CHECKS,
-    told: Callable[[Check, str], None] = lambda _check, _why: None) -> int:  # fmt: skip
-    """Return the number of failed checks. ``told``: called with each check and its failure, empty
-    if it passed."""
+    show: Callable[[Check, str], None] = lambda _check, _why: None) -> int:  # fmt: skip
+    """Return the number of failed checks. ``show`` is called with each check and its failure, which
+    is empty if the check passed."""
     failed = 0
     for check in checks:
         try:
@@ -190,5 +190,5 @@ def failures(policy: Policy, checks: Sequence[Check] = CHECKS,
         except Exception as error:  # third-party code
             why = f"{type(error).__name__}: {error}"
             failed += 1
-        told(check, why)
+        show(check, why)
     return failed

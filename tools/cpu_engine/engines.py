@@ -70,7 +70,7 @@ class Nursery:
     @classmethod
     async def start(cls, environment: Mapping[str, str], log_path: Path) -> Nursery:
         argv = (sys.executable, "-m", "tools.cpu_engine.nursery")
-        return cls(await execute(argv, environment, log_path, speaks=True), log_path)
+        return cls(await execute(argv, environment, log_path, piped=True), log_path)
 
     async def spawn(self, plan: ProcessPlan) -> SpawnedProcess:
         """Fork `plan`, whose command line is `python -m module …`, from the nursery."""
