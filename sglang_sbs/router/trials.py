@@ -62,7 +62,7 @@ class Trials:
     def running(self) -> bool:
         return self._trial is not None and self._trial.ended is None
 
-    # What others want -------------------------------------------------------------------------
+    # Requests of other parts ------------------------------------------------------------------
 
     def want(self, spec: TrialSpec | None) -> None:
         """Begin with the first request that arrives while this process is active (``--sbs-trial``),

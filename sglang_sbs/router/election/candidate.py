@@ -1,4 +1,4 @@
-"""Decides who leads, from one candidate's view of the lock, and what it does next.
+"""Decides whether a candidate leads, from its view of the lock, and its next request to the store.
 
 Sans-I/O: the store's responses are passed in with the times of request and response, and
 :meth:`Candidate.next_step` returns the next request. The rules are those of client-go's

@@ -1,5 +1,5 @@
-"""Interfaces of an election: what a scheduler process learns about the leader, and what is needed
-of the service with the lock."""
+"""Interfaces of an election: :class:`Election` for the scheduler process, and the requests to the
+service that stores the lock."""
 
 from __future__ import annotations
 

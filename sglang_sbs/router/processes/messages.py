@@ -104,7 +104,7 @@ class Look(_WireMessage, frozen=True):
     who: Annotated[str, msgspec.Meta(max_length=512)]
     """The front end, or the address of another scheduler."""
     term: Term = 0
-    """As in :class:`Hello`."""
+    """Highest term that the sender knows (:attr:`Hello.term`)."""
     served: bool = False
     """Set by a front end with a session in that term, with any scheduler."""
 

@@ -1,4 +1,4 @@
-"""The times by which a session between a front end and the scheduler lives, in seconds."""
+"""Times of a session between a front end and the scheduler, in seconds."""
 
 from __future__ import annotations
 
@@ -12,27 +12,28 @@ class SessionTimes:
     cluster_s: float = 1.0
     """The scheduler sends all workers at least this often."""
     lost_s: float = 0.5
-    """A front end gives a scheduler up after this long without a message ..."""
+    """A front end ends the session after this long without a message from the scheduler."""
     longest_lost_s: float = 2.0
-    """... and after up to this long once it was only slow. Being given up and found again costs it
-    more than it had to do before, so it would be given up again."""
+    """Largest value to which ``lost_s`` grows for a scheduler that proved to be only slow. A new
+    session gives a slow scheduler extra work, so with the short limit it would be lost again."""
     forgiven_s: float = 60.0
-    """A scheduler that was not given up for this long is given ``lost_s`` again."""
+    """The limit returns to ``lost_s`` after this long without a lost session."""
     silent_s: float = 3.0
-    """The scheduler takes a front end for dead after this long without a message. Longer than
-    ``lost_s``: the front end serves by itself meanwhile, and announces what it did when it is
-    back."""
+    """The scheduler takes a front end for dead after this long without a message. This is longer
+    than ``lost_s``, because a front end without a session serves by itself and reports its requests
+    when it is back."""
     call_s: float = 5.0
-    """A front end waits this long for the scheduler's answer."""
+    """Longest wait of a front end for the scheduler's answer."""
     answer_s: float = 1.0
-    """The scheduler waits this long for a front end's answer."""
+    """Longest wait of the scheduler for a front end's answer."""
 
     def __post_init__(self) -> None:
-        """Raises: ValueError, a pause of the front end would count as the scheduler's silence."""
+        """Check the times. Raises: ValueError, a pause of the front end itself would count as
+        silence of the scheduler."""
         if self.lost_s <= self.stalled_s:
             raise ValueError(f"lost_s {self.lost_s} is not more than {self.stalled_s}")
 
     @property
     def stalled_s(self) -> float:
-        """After a pause of its own this long, silence tells a front end nothing."""
+        """After a pause of its own of this length, a front end ignores the scheduler's silence."""
         return 3 * self.beat_s

@@ -34,7 +34,7 @@ _QUICK_PAGES = 256
 _QUICK_PROMPTS = 32
 """Work up to these sizes (tokenizing, naming, estimating) is faster than handing it to a thread."""
 _MOST_BACKLOG_BYTES = 16 << 20
-"""With this much text waiting, long texts are not tokenized: their length is estimated."""
+"""The lengths of long texts are estimated while this much text waits to be tokenized."""
 _MOST_BYTES_PER_TOKEN = 64
 """Smallest number of tokens in a long text, unless it is mostly white space."""
 

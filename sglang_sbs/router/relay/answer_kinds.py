@@ -263,8 +263,8 @@ class ResponseAnswers:
         return {"response": {"usage": {}, "error": {"message": message}} | usage}
 
     def status_failure(self, leg: Leg, worker: str, status: int, body: bytes) -> LegFailure:
-        """In SGLang this API turns an engine abort (a ``fastapi.HTTPException``) into a 400 whose
-        message begins with the true status."""
+        """Restore the true status of an engine abort. For this API SGLang turns the abort's
+        ``fastapi.HTTPException`` into a 400 and puts the true status into the message."""
         failure = leg_status_failure(leg, worker, status, body)
         found = self._http_status.match(failure.message) if status == 400 else None
         if found is not None:

@@ -43,15 +43,15 @@ _BETWEEN = {1: re.compile(rb"\]\s*,\s*\["), 2: re.compile(rb"\]\s*\]\s*,\s*\[\s*
 
 
 class JsonError(ValueError):
-    """The text is not valid JSON, or would take too much memory; the message says which."""
+    """The text is not valid JSON, or would take too much memory, as the message explains."""
 
 
-def decoded(decoder: msgspec.json.Decoder[T], raw: Json, said: str = "") -> T:
-    """Decode JSON. Raises: JsonError, beginning with ``said``."""
+def decoded(decoder: msgspec.json.Decoder[T], raw: Json, prefix: str = "") -> T:
+    """Decode JSON. Raises: JsonError, beginning with ``prefix``."""
     try:
         return decoder.decode(raw)
     except (ValueError, RecursionError) as error:
-        raise JsonError(f"{said}{error}") from error
+        raise JsonError(f"{prefix}{error}") from error
 
 
 def members_of(body: bytes | bytearray) -> dict[str, Raw]:

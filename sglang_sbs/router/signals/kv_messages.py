@@ -22,7 +22,8 @@ from sglang_sbs.scheduling.events import CacheTier
 from sglang_sbs.wire.endforward import MalformedMessage
 
 MAX_MESSAGE_BYTES = 16 << 20
-"""Limit on a batch; what one pass can store and evict, token ids included, is far smaller."""
+"""Limit on one message. The blocks that one pass can store and evict take far less, token ids
+included."""
 MAX_EVENT_BLOCKS = 1 << 17
 """Limit on one event, for the same reason."""
 MAX_EVENT_BYTES = 4 << 20

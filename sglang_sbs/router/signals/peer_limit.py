@@ -29,8 +29,8 @@ def most_peers() -> int:
 class PeerLimit:
     """Limits connections to a bound TCP socket to ``most``. A further connection replaces the
     oldest that has not proved itself by a valid message; if all have, the new one is closed.
-    Strangers that hold every place therefore lock nobody out. Create it before ``bind`` and close
-    it before the socket."""
+    Strangers that hold every place therefore cannot lock engines out. Create the limit before
+    ``bind``, and close it before the socket."""
 
     def __init__(self, sock: zmq.Socket[bytes], most: int) -> None:
         sock.setsockopt(zmq.HANDSHAKE_IVL, _HANDSHAKE_MS)

@@ -111,4 +111,4 @@ def _cause(still_s: float, cpu_s: float, collected_s: float) -> str:
             f"the process had {cpu_s:.2f} s of CPU time meanwhile, so it waited for a processor or "
             "for a disk: see what else runs on this host"
         )
-    return f"it computed for {cpu_s:.2f} s; the stack logged before, if any, says what"
+    return f"it computed for {cpu_s:.2f} s; the stack logged before, if any, shows the code"

@@ -371,7 +371,7 @@ class RouterMetrics:
 
 
 def build_info(version: str, policy: str, trigger: str) -> Metric:
-    """Identify the running version and policy, to tell the sides of an A/B test apart."""
+    """Return a metric with version and policy, which distinguishes the sides of an A/B test."""
     of = (version, policy, trigger if policy == "sbs" else "immediate")
     about = "1; version of sglang-sbs, and the policy in force"
     return gauge("sbs_build_info", about, {of: 1}, "version", "policy", "trigger")

@@ -1,8 +1,9 @@
-"""Which engine process a worker is: boot ids in, a verdict out. No I/O, and no clock of its own.
+"""Decides by boot ids whether a report comes from the engine process that runs at a worker's URL.
+Sans-I/O.
 
-The evidence is what EndForward says, which anybody can send, and the boot id in ``/server_info``,
-which only the engine can. An engine on several nodes has a boot id on each of them, and
-``/server_info`` shows that of the first.
+Any machine that reaches the port can send EndForward with a boot id. Only the engine itself can
+show one in ``/server_info``, so that one is the proof. An engine on several nodes has a boot id per
+node, and ``/server_info`` shows that of the first node.
 """
 
 from __future__ import annotations
@@ -13,23 +14,23 @@ from dataclasses import dataclass, field
 from enum import Enum
 
 SILENT_AFTER_S = 5.0
-"""No EndForward for this long (heartbeats come every second): the signal counts as lost."""
+"""EndForward counts as lost after this long without a message. Heartbeats come every second."""
 QUIET_S = 2.0
-"""Nothing heard for this long from a worker that should say something: it is asked."""
+"""After this long without the expected reports of a worker, ``/server_info`` is read again."""
 MAX_REMEMBERED = 256
 
 
 class BootVerdict(Enum):
-    """On a boot id that a rank's EndForward bears."""
+    """Judgement of the boot id in a rank's report."""
 
     BELIEVED = "believed"
-    """The process that is known, or the first one of this rank."""
+    """The known process, or the first process of this rank."""
     RESTARTED = "restarted"
-    """A later process: all that the earlier one had is gone."""
+    """A later process: the requests and the cache of the earlier one are gone."""
     UNCONFIRMED = "unconfirmed"
-    """It contradicts ``/server_info``, which is to be read again; until then it is dropped."""
+    """The id contradicts ``/server_info``, which must be read again; the report is dropped."""
     DROPPED = "dropped"
-    """A process that is over, or none of this worker's."""
+    """A process that has ended, or an engine that is not this worker's."""
 
 
 @dataclass(slots=True, eq=False)
@@ -37,50 +38,53 @@ class BootIdentity:
     """Boot ids of one worker."""
 
     by_rank: dict[int, str] = field(default_factory=dict)
-    """The boot id of each DP rank that was heard of."""
+    """The boot id of each DP rank that has reported."""
     retired: set[str] = field(default_factory=set)
-    """Boot ids that are over, or were another engine's."""
+    """Boot ids of ended processes and of other engines."""
     claimant: str = ""
-    """A boot id that claims to be this worker and that ``/server_info`` has not confirmed."""
+    """Boot id in reports for this worker that ``/server_info`` has not confirmed; empty: none."""
     recheck: bool = False
     """``/server_info`` must be read again before the worker is trusted."""
     asked_s: float = -math.inf
-    """Time of the last read for such a reason."""
+    """Time when ``/server_info`` was last read for this reason."""
     restarted_s: float = -math.inf
     """Time when a new boot was last accepted."""
     strange_s: float = -math.inf
-    """Time of the last report from another engine in its name (``diagnosis.why_stranger``)."""
+    """Time of the last report in which another engine names this worker
+    (``diagnosis.why_stranger``)."""
 
-    def judge(self, rank: int, boot_id: str, told: str, quiet_s: float) -> BootVerdict:
-        """``told``: the boot id in ``/server_info``, empty where it shows none. ``quiet_s``: since
-        the last EndForward that was believed.
+    def judge(self, rank: int, boot_id: str, shown: str, quiet_s: float) -> BootVerdict:
+        """Judge the boot id in a report of ``rank``.
 
-        Without ``told`` no other boot is believed while the present one speaks. A boot that was
-        taken to be over is believed again when no other speaks."""
-        if boot_id in self.retired and boot_id != told and quiet_s < SILENT_AFTER_S:
+        ``shown``: the boot id in ``/server_info``, empty if the release does not show it.
+        ``quiet_s``: seconds since the last accepted report. If ``shown`` is empty, another boot id
+        is accepted only after the known process has been silent for a while. A retired boot id is
+        accepted again if no other process reports."""
+        if boot_id in self.retired and boot_id != shown and quiet_s < SILENT_AFTER_S:
             return BootVerdict.DROPPED
         known = self.by_rank.get(rank)
         if known in (None, boot_id):
             return BootVerdict.BELIEVED
-        if known == told:
+        if known == shown:
             return BootVerdict.UNCONFIRMED
-        if boot_id != told and quiet_s < QUIET_S:
+        if boot_id != shown and quiet_s < QUIET_S:
             return BootVerdict.DROPPED
         return BootVerdict.RESTARTED
 
     def accept(self, rank: int, boot_id: str) -> None:
-        """It was judged to be this worker: it is not over."""
+        """Note that a boot id was judged to be this worker's, so that it is not retired."""
         if self.by_rank.get(rank) != boot_id:
             self.retired.discard(boot_id)
 
     def ask(self, claimant: str) -> None:
-        """``/server_info`` is to be read again. ``claimant``: the boot id that is why, if any."""
+        """Request another read of ``/server_info``. ``claimant``: the boot id to check, if any."""
         self.claimant = claimant or self.claimant
         self.recheck = True
 
     def confirm(self, before: str, now: str) -> tuple[bool, str]:
-        """``/server_info`` was read, with these boot ids before and now. Whether another process
-        runs there, and else the boot id that falsely claimed to be this worker (empty: none)."""
+        """Process a new read of ``/server_info``, with the boot ids before and now. Returns whether
+        another process runs there; if not, also the claimant that is not this worker (empty:
+        none)."""
         self.recheck = False
         claimant, self.claimant = self.claimant, ""
         if before and now and before != now:
@@ -91,7 +95,7 @@ class BootIdentity:
         return False, claimant
 
     def restarted(self, now_s: float) -> None:
-        """Another process runs there: the boot ids of the earlier one are over."""
+        """Retire the boot ids of the earlier process, because another one runs there now."""
         self._retire(self.by_rank.values())
         self.by_rank.clear()
         self.restarted_s = now_s

@@ -17,7 +17,7 @@ from sglang_sbs.router.workers.server_info import (
 from sglang_sbs.wire import EndForward
 from sglang_sbs.wire.endforward import GATE_ALONE, GATE_ERRORS, GATE_UNSUPPORTED
 
-AS_REPORTED = "as its EndForward says"
+AS_REPORTED = "as its EndForward reports"
 """Reason for a missing barrier that is known only from reports."""
 
 GATE_FAULTS = {
@@ -37,15 +37,15 @@ NO_KV_EVENTS = (
 
 
 class Barrier(NamedTuple):
-    """Whether the DP ranks of a worker make each pass together."""
+    """Whether the DP ranks of a worker run each pass together."""
 
     is_there: bool
     source: str
-    """Source of that knowledge."""
+    """Where this is known from, in words."""
 
 
 def barrier_of(info: WorkerInfo) -> Barrier:
-    """What is believed of ``info``, by what is known of its engine so far."""
+    """Return whether the worker has a barrier, by the most reliable source in ``info``."""
     if info.dp_size == 1:
         return Barrier(True, "it has one DP rank")
     if info.no_barrier == AS_REPORTED:
@@ -111,7 +111,7 @@ def why_other_size(info: WorkerInfo, report: EndForward, is_known: bool) -> str:
     if is_known and info.elastic and report.dp_rank < info.dp_size:
         return ""
     return (
-        f"EndForward says dp_size {report.dp_size}, /server_info says {info.dp_size}; its reports "
+        f"EndForward reports dp_size {report.dp_size}, /server_info {info.dp_size}; its reports "
         "are ignored. Is SGLANG_SBS_INSTANCE_ID of another engine set to this worker's URL?"
     )
 

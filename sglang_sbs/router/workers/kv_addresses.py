@@ -20,8 +20,8 @@ from sglang_sbs.wire.endforward import KvAddress
 
 
 class RefusedAddress(ValueError):
-    """A rank reported an address that must not be connected to; the message says why and how to fix
-    it."""
+    """A rank reported an address that must not be connected to; the message has the reason and the
+    fix."""
 
 
 class KvEndpoints(NamedTuple):

@@ -266,7 +266,7 @@ class Registry:
         worker.boot.accept(rank, boot_id)
         is_own = boot_id in (confirmed, worker.boot.by_rank.get(rank))
         if report.role != worker.role:
-            text = f"EndForward says role {report.role}; its reports are ignored"
+            text = f"EndForward reports role {report.role}; its reports are ignored"
             self.report_problem(worker, "role", text)
             return False
         if worker.info is not None:
@@ -316,7 +316,7 @@ class Registry:
             worker.barrier_told_s, worker.info = now_s, as_told
             self._announce_anew(worker)
 
-    # What is cached where ---------------------------------------------------------------------
+    # Cache contents ---------------------------------------------------------------------------
 
     def kv_events_of(self, worker: Worker) -> KvEventsBlock | None:
         """Return a worker's KV event settings if events are wanted and can be received."""
@@ -370,10 +370,10 @@ class Registry:
         worker.problems[kind] = text
         self._log(logging.WARNING, worker, kind, text)
 
-    def _solved(self, worker: Worker, kind: str, told: str) -> None:
-        """Clear a problem and log ``told`` if it existed."""
+    def _solved(self, worker: Worker, kind: str, text: str) -> None:
+        """Clear a problem, and log ``text`` if there was one."""
         if worker.problems.pop(kind, None) is not None:
-            self._log(logging.INFO, worker, kind, told)
+            self._log(logging.INFO, worker, kind, text)
 
     def _log(self, level: int, worker: Worker, kind: str, text: str) -> None:
         if worker.is_news(kind, text, self._clock()):

@@ -293,7 +293,7 @@ def dp_ranks(data: dict[str, Any]) -> tuple[int, bool | None]:
     attn_dp_size, old = _count(data.get("attn_dp_size")), data.get("enable_dp_attention")
     dp_size = max(1, attn_dp_size if attn_dp_size > 1 else _count(data.get("dp_size")))
     if dp_size > MAX_DP_SIZE:
-        raise UnusableWorker(f"/server_info says dp_size {dp_size}, which cannot be")
+        raise UnusableWorker(f"/server_info has dp_size {dp_size}, more than {MAX_DP_SIZE}")
     if dp_size > 1 and (attn_dp_size > 1 or old is True):
         return dp_size, True
     return dp_size, False if attn_dp_size or old is False else None
