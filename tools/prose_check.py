@@ -92,7 +92,8 @@ RULES = (
     Rule(
         "person",
         "name the component: only people are who, nobody or somebody",
-        _any(r"\b(who|whom|whose|nobody|somebody|everybody|anybody)\b"),
+        # "A flag whose value ..." is good English; "whose" without a noun before it is not.
+        _any(r"\b(who|whom|nobody|somebody|everybody|anybody)\b|(?<![\w)`},] )\bwhose\b"),
     ),
     Rule(
         "speech",

@@ -48,6 +48,23 @@ def test_each_rule_catches_its_example(rule: str) -> None:
     assert rule in broken(BREAKS[rule])
 
 
+@pytest.mark.parametrize(
+    ("text", "breaks"),
+    [
+        ("A flag whose default is 0.", 0),
+        ("An instance (`p0`) whose pass has ended.", 0),
+        ("A rank on another node, whose address is unknown.", 0),
+        ("Whose message it is.", 1),
+        ("The scheduler sends it. Whose turn comes is random.", 1),
+        ("The engine for whom it waits, and whose pass ended.", 1),
+    ],
+)
+def test_things_may_have_a_possessive(text: str, breaks: int) -> None:
+    (rule,) = (rule for rule in RULES if rule.name == "person")
+    (prose,) = prose_of_page("page.md", text)
+    assert rule.breaks(prose) == breaks
+
+
 def test_a_page_has_short_sentences_outside_code_and_tables() -> None:
     long = " ".join(["word"] * 26)
     page = f"# {long[:-5]}\n\n| a | {long[:60]} |\n\n```\n{long}\n```\n\nGood.\n{long}\nmore.\n"
