@@ -1,4 +1,4 @@
-"""Faults of SGLang that this project works around: what happens, where, and when each can go.
+"""Faults of SGLang that this project works around: effect, place, and when each workaround can go.
 
 A module that works around one has a comment ``# SGLang fault: NAME`` at the line that does, so
 ``grep`` finds all of it. The table is the one of ``docs/architecture.md``; ``python -m
@@ -138,7 +138,7 @@ FAULTS = (
         None,
         (25372, 40730),
         ("router/relay/pair.py", "router/relay/in_flight.py", "router/workers/server_info.py"),
-        "the engine's own request carries the key and speaks TLS",
+        "the engine's own request carries the key and uses TLS",
     ),
     Fault(
         "internal-fields-of-clients",
@@ -235,7 +235,7 @@ FAULTS = (
 
 
 def header() -> list[str]:
-    titles = ("fault", "what happens", "releases", "upstream", "worked around in", "can go when")
+    titles = ("fault", "effect", "releases", "upstream", "worked around in", "can go when")
     return [f"| {' | '.join(titles)} |", "|" + "---|" * len(titles)]
 
 

@@ -1,5 +1,5 @@
-"""The doctor's findings and features. What a finding or a feature means is kept from the page; the
-other columns are the doctor's."""
+"""The doctor's findings and features. The column with the meaning is written by hand and kept from
+the page; the other columns come from the doctor."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ PAGE = "reference/findings.md"
 
 
 def meanings(page: str) -> dict[str, str]:
-    """What the tables of a page say of each id; the third column."""
+    """The third column of the tables of a page, by id."""
     return {cells[0].strip("`"): text for cells, text in kept(page, 2).items()}
 
 
@@ -53,7 +53,7 @@ def catalogue_page() -> str:
 
 def features_table() -> str:
     """Every feature: the table of ``docs/features.md``."""
-    lines = ["| row | feature | what it is | what turns it on |", "|---|---|---|---|"]
+    lines = ["| row | feature | meaning | how to turn it on |", "|---|---|---|---|"]
     told = meanings("features.md")
     for one in FEATURES:
         turn_on = one.turn_on.replace("|", "\\|")

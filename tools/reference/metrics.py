@@ -47,14 +47,14 @@ _HEAD = """\
 <!-- Made by scripts/reference from the code; a test compares. Do not edit by hand. -->
 
 `GET /metrics` on `--prometheus-port` (29000), for Prometheus. With `--frontends N` the page is the
-sum over all processes. So is that of the active one of several schedulers; each front end of theirs
-has a page of its own, too ([many routers](many-routers.md#what-to-watch)).
-[examples/grafana](../examples/grafana) has a dashboard made of these and
-[examples/prometheus](../examples/prometheus) has alert rules; what is live and needs no Prometheus
-is the router's own page ([dashboard.md](dashboard.md)).
+sum over all processes. Of several schedulers, the active one has this sum, and each of its front
+ends has a page of its own as well ([many routers](many-routers.md#what-to-watch)).
+[examples/grafana](../examples/grafana) has a dashboard of these metrics, and
+[examples/prometheus](../examples/prometheus) has alert rules. The router's own page is live and
+needs no Prometheus ([dashboard.md](dashboard.md)).
 
 A counter ends in `_total`; a histogram has `_bucket`, `_sum` and `_count`. *Several processes*
-marks what only a router with `--frontends N` (or `--sbs-role`) has.
+marks metrics that only a router with `--frontends N` (or `--sbs-role`) has.
 
 Series with the label `worker` end when that worker is removed; one that comes back at the same
 address begins at 0. Failures of its last requests after that are in the other metrics only.
