@@ -34,7 +34,7 @@ MOST_GATE_MS = 200.0
 
 
 class ConfigError(ValueError):
-    """A variable has an unusable value; the message says what to write instead."""
+    """A variable has an unusable value; the message names a usable one."""
 
 
 @dataclass(frozen=True)

@@ -32,7 +32,7 @@ Resolve = Callable[[str, int], frozenset[str]]
 
 
 class BindError(OSError):
-    """This rank has no usable endpoint; the message says why and what to change."""
+    """This rank has no usable endpoint; the message has the reason and the remedy."""
 
 
 def resolve_endpoints(host: str, port: int) -> frozenset[str]:

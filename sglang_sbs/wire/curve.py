@@ -17,7 +17,7 @@ _DOMAIN = "sglang-sbs"
 
 
 class SecretError(ValueError):
-    """The secret is unusable; the message says how to fix it."""
+    """The secret is unusable; the message has the remedy."""
 
 
 @dataclass(frozen=True, repr=False)

@@ -89,9 +89,9 @@ class Attribution:
     def __init__(self, engines: list[EngineFacts], heard: Heard) -> None:
         self._ranks: dict[str, dict[int, RankHeard]] = {}
         self.mismatched: dict[str, EndForward] = {}
-        """By engine URL, a report whose role or number of ranks contradicts ``/server_info``."""
+        """A report whose role or number of ranks contradicts ``/server_info``, by engine URL."""
         self.misnamed: dict[str, EndForward] = {}
-        """By engine URL, a report that names this engine but comes from another engine."""
+        """A report that comes from another engine than the one it names, by URL of the latter."""
         self.leftover: list[RankHeard] = []
         """Reports that fit no engine, or several."""
         by_boot = {e.sbs.boot_id: e for e in engines if e.sbs and e.sbs.boot_id}

@@ -179,14 +179,14 @@ class Asker:
                 asked_s = answer.ended_s - answer.took_s / 2
                 facts.clock_offset_s = stamp.timestamp() - asked_s
 
-    async def kv_ports(self, facts: EngineFacts, heard: Mapping[int, RankHeard]) -> None:
-        """Find closed KV event ports. ``heard``: the engine's reports by DP rank."""
+    async def kv_ports(self, facts: EngineFacts, reports: Mapping[int, RankHeard]) -> None:
+        """Find closed KV event ports. ``reports``: the engine's EndForward by DP rank."""
         info = facts.info
         if info is None or info.kv_events is None:
             return
         ports: list[tuple[str, str]] = []
         for rank in range(info.dp_size):
-            node, report = server_info.node_of_rank(info, rank), heard.get(rank)
+            node, report = server_info.node_of_rank(info, rank), reports.get(rank)
             endpoints = default_endpoints(facts.url, info.kv_events, rank)
             if node > 0 and report is None:
                 continue  # reported by endforward.rank-missing, or not known

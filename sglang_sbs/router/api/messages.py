@@ -16,7 +16,7 @@ from sglang_sbs.router.telemetry.logs import current_request_id
 _ANSWER_S = 30.0
 _MOST_BYTES = 64 << 10
 _MOST_ENGINES = 2
-"""A body that breaks two engines' connections may be what breaks them."""
+"""Engines to try. A body with which two engines drop the connection is probably the cause."""
 
 
 class Messages:

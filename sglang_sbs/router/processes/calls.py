@@ -22,15 +22,15 @@ class Calls(Generic[_A]):
         self._numbers = itertools.count(1)
         self._waiting: dict[int, asyncio.Future[_A]] = {}
 
-    async def ask(self, tell: Callable[[_Q], bool], question: _Q, limit_s: float) -> _A | None:
-        """Send a question with ``tell`` and return the response; ``None`` if it was not accepted or
+    async def ask(self, send: Callable[[_Q], bool], question: _Q, limit_s: float) -> _A | None:
+        """Send a question with ``send`` and return the response; ``None`` if it was not accepted or
         not answered in time. Raises: RouterError, 503, no response can come any more
         (:meth:`give_up`)."""
         number = next(self._numbers)
         future: asyncio.Future[_A] = asyncio.get_running_loop().create_future()
         self._waiting[number] = future
         try:
-            if not tell(msgspec.structs.replace(question, call=number)):
+            if not send(msgspec.structs.replace(question, call=number)):
                 return None
             async with asyncio.timeout(limit_s):
                 return await future

@@ -295,8 +295,8 @@ class Hub:
         task.add_done_callback(self._tasks.discard)
 
     async def _send_story(self, session: _Session, message: messages.AskStory) -> None:
-        """Send what the scheduler knows of a request, and what another front end knows if it is
-        that one's."""
+        """Send the scheduler's record of a request, completed by the front end that has it if this
+        is another one."""
         story = Story(attempts=self.pump.attempts(message.rids or [message.name]))
         if not message.rids:
             question = messages.FindStory(name=message.name)

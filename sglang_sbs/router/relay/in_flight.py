@@ -164,7 +164,7 @@ class InFlight:
     # Client requests --------------------------------------------------------------------------
 
     def on_begun(self, task: asyncio.Task[object]) -> None:
-        """A client request is being served, until :meth:`over`."""
+        """Register a client request until :meth:`over`."""
         self._tasks[task] = ()
         self._idle.clear()
 

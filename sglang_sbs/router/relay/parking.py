@@ -86,7 +86,7 @@ class Parking:
             self._parked[pair] = self._timer(pair, self._limit_s(pair)), released
 
     def engine_lost(self, worker: Worker) -> None:
-        """The engine no longer responds, or has restarted."""
+        """Release or limit the requests of an engine that no longer responds, or has restarted."""
         for pair in list(self._parked):
             if pair.placement.decode is worker and pair.decode_call.over:
                 self.release(pair)  # the engine and its pages are gone
@@ -99,7 +99,7 @@ class Parking:
         return max(self._transfer_timeout_s, sbs.transfer_timeout_s if sbs is not None else 0)
 
     def release(self, pair: Pair) -> None:
-        """No more KV can be written: abort the decode request and stop counting it."""
+        """Abort a decode request to which no more KV can be written, and stop counting it."""
         timer, released = self._parked.pop(pair)
         timer.cancel()
         pair.placement.decode.parked -= 1

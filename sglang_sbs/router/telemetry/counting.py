@@ -1,5 +1,5 @@
 """Prometheus counters and histograms in which counting costs a fifth of what the client library's
-takes. They are to be counted in by one thread only, as they have no locks."""
+takes. They have no locks, so only one thread may count in them."""
 
 from __future__ import annotations
 

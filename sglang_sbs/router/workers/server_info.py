@@ -303,7 +303,7 @@ def _refused_fields(data: dict[str, Any], numbers: tuple[int, ...]) -> tuple[str
     """Return the fields refused by ``_tokenize_one_request``, ``_validate_one_request`` and
     ``_validate_and_resolve_lora`` in SGLang's ``managers/tokenizer_manager.py``."""
     lacks = {
-        # Decode engines have no radix cache by default, so often only prefill refuses these.
+        # Decode engines have no radix cache by default, so usually only prefill refuses these.
         "input_embeds": data.get("disable_radix_cache") is False,
         "custom_logit_processor": data.get("enable_custom_logit_processor") is False,
         "return_hidden_states": data.get("enable_return_hidden_states") is False

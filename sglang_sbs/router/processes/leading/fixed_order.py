@@ -167,5 +167,6 @@ class FixedOrder(Election):
         self._look()
 
     def on_look(self, look: Look) -> None:
-        """Another process asks for this one's state and reports its own."""
+        """Handle a :class:`Look`, with which another process asks for this one's state and reports
+        its own."""
         self._order.on_look(look, self._loop.time())

@@ -91,7 +91,7 @@ class SchedulerChoice:
         return f"{self.target} is not active"
 
     def turned_away(self) -> None:
-        """``target`` is not active. Several schedulers may share the address, one of which is."""
+        """Note that a scheduler at ``target`` is not active. Another one at that address may be."""
         self._turned_away = True
 
     def found(self, welcome: Welcome) -> str:
