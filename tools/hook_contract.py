@@ -47,7 +47,7 @@ COLUMNS: dict[str, dict[str, tuple[str, ...]]] = {
         _SCHEDULER + "abort_request": ("self", "recv_req"),
     },
     "`sbs` in `/server_info`": {"sglang.srt.utils.common.build_server_info": ("server_args",)},
-    "gang gate": {
+    "batch gate": {
         _SCHEDULER + "get_next_disagg_prefill_batch_to_run": ("self",),
         "sglang.srt.disaggregation.prefill.PrefillBootstrapQueue.pop_bootstrapped": ("self",),
         _ROOMS: ("self", "bootstrap_room", "status"),

@@ -241,7 +241,7 @@ def endforward_key(view: FeatureView) -> Seen:
 
 
 @_feature(
-    "Gang gate",
+    "Batch gate",
     "the plugin on every node of the prefill engines named; SGLANG_SBS_GANG_GATE_MS unset, or the "
     "same on all nodes; SGLang 0.5.22 or newer where there are several",
 )
