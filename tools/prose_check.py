@@ -27,7 +27,7 @@ class Prose(NamedTuple):
     file: str
     line: int
     kind: str
-    """``docstring``, ``comment``, ``string`` (a message or a help text) or ``page``."""
+    """``docstring``, ``comment``, ``string`` (a message or a help text), ``page``, ``heading``."""
     text: str
     signature: str = ""
     """Names, parameters and types beside a docstring; empty for other kinds."""
@@ -52,9 +52,10 @@ class Finding(NamedTuple):
         return f"{self.prose.file}:{self.prose.line}: {self.rule.name}: {shown}"
 
 
-def _any(pattern: str) -> Callable[[Prose], int]:
+def _any(pattern: str, *but: str) -> Callable[[Prose], int]:
+    """Count matches in prose of all kinds ``but`` some."""
     compiled = re.compile(pattern, re.IGNORECASE)
-    return lambda prose: len(compiled.findall(prose.text))
+    return lambda prose: 0 if prose.kind in but else len(compiled.findall(prose.text))
 
 
 _OPENING = re.compile(r"(Of|That|Those|What|Who|As|By|With|In|At|Needed|Counted|Besides|Told)\b")
@@ -92,8 +93,8 @@ RULES = (
     Rule(
         "person",
         "name the component: only people are who, nobody or somebody",
-        # "A flag whose value ..." is good English; "whose" without a noun before it is not.
-        _any(r"\b(who|whom|nobody|somebody|everybody|anybody)\b|(?<![\w)`},] )\bwhose\b"),
+        # "A flag whose value ..." is good English. At the start of a sentence it is a person's.
+        _any(r"\b(who|whom|nobody|somebody|everybody|anybody)\b|(?:^|[.:;?!]\s+)whose\b"),
     ),
     Rule(
         "speech",
@@ -114,7 +115,8 @@ RULES = (
     Rule(
         "free relative",
         'no "what …" or "who …" as a subject: name the thing',
-        _any(r"(?:^|[.:;]\s+)(?:What|Who(?:ever)?) (?!to )[^?]*?(?:[.:;]|$)"),
+        # A heading such as "What clients will notice" has no verb, so it is not a subject.
+        _any(r"(?:^|[.:;]\s+)(?:What|Who(?:ever)?) (?!to )[^?]*?(?:[.:;]|$)", "heading"),
     ),
     Rule("length", f"a page's sentence has at most {MOST_WORDS} words", _long_sentences),
 )
@@ -171,14 +173,15 @@ def _comments(file: str, source: str) -> Iterator[Prose]:
 
 
 def prose_of_page(file: str, source: str) -> Iterator[Prose]:
-    """Paragraphs, list items and table rows of a Markdown page, without its code blocks."""
-    first, block, fenced = 0, list[str](), False
+    """Headings, paragraphs, list items and table rows of a Markdown page, without code blocks."""
+    first, block, fenced, kind = 0, list[str](), False, "page"
     for number, line in enumerate([*source.splitlines(), ""], start=1):
         fence = line.lstrip().startswith("```")
         starts = re.match(r"\s*([-*|#>]|\d+\.) ?", line)
-        if block and (fence or starts or not line.strip()):
-            yield Prose(file, first, "page", " ".join(block))
+        if block and (fence or starts or not line.strip() or kind == "heading"):
+            yield Prose(file, first, kind, " ".join(block))
             block = []
+        kind = "heading" if line.startswith("#") else "page"
         fenced ^= fence
         if not fenced and not fence and line.strip():
             first = first if block else number

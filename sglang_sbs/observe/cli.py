@@ -26,8 +26,8 @@ from sglang_sbs.wire import EndForward
 from sglang_sbs.wire.curve import CurveKeys, SecretError, keys_in
 
 _OPEN = (
-    "sglang-sbs observe: anyone who can reach {} can put requests into the recording. Share a "
-    "secret (--key-file, SGLANG_SBS_ENDFORWARD_KEY_FILE on the engines) or keep that port inside "
+    "sglang-sbs observe: any process that can reach {} can put requests into the recording. Share "
+    "a secret (--key-file, SGLANG_SBS_ENDFORWARD_KEY_FILE on the engines) or keep that port inside "
     "the cluster."
 )
 _ENDING = (signal.SIGINT, signal.SIGTERM)
@@ -46,7 +46,7 @@ def parser() -> argparse.ArgumentParser:
         epilog="On the engines, set SGLANG_SBS_ROUTERS=tcp://THIS-HOST:7600 (docs/observe.md).\n\n"
         "examples:\n"
         "  sglang-sbs observe --endforward tcp://0.0.0.0:7600 --minutes 10 --out traffic.events\n"
-        "  sglang-sbs evaluate traffic.events             # what other policies would have done\n",
+        "  sglang-sbs evaluate traffic.events             # compare policies on these arrivals\n",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     where = "where to listen; the engines name it in SGLANG_SBS_ROUTERS (default: %(default)s)"

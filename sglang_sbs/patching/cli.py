@@ -29,7 +29,7 @@ SGLang 0.5.11 and later needs no patch.
 """
 EPILOG = """\
 examples:
-  sglang-sbs patch status                     # what is installed here, and what could be done
+  sglang-sbs patch status                     # installed releases, and patches for them
   sglang-sbs patch apply                      # in this environment; running it twice is fine
   sglang-sbs patch revert --package sglang    # before upgrading, or for good
   sglang-sbs patch status --site /opt/venv/lib/python3.12/site-packages --json

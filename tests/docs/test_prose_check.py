@@ -53,7 +53,7 @@ def test_each_rule_catches_its_example(rule: str) -> None:
     [
         ("A flag whose default is 0.", 0),
         ("An instance (`p0`) whose pass has ended.", 0),
-        ("A rank on another node, whose address is unknown.", 0),
+        ("A rank on another node,\nwhose address is unknown.", 0),
         ("Whose message it is.", 1),
         ("The scheduler sends it. Whose turn comes is random.", 1),
         ("The engine for whom it waits, and whose pass ended.", 1),
@@ -63,6 +63,13 @@ def test_things_may_have_a_possessive(text: str, breaks: int) -> None:
     (rule,) = (rule for rule in RULES if rule.name == "person")
     (prose,) = prose_of_page("page.md", text)
     assert rule.breaks(prose) == breaks
+
+
+def test_a_heading_may_be_a_free_relative_but_the_text_below_may_not() -> None:
+    page = "# Title\n\n## What clients notice\nWhat they notice is less.\n\n- What comes late.\n"
+    (rule,) = (rule for rule in RULES if rule.name == "free relative")
+    paragraphs = [*prose_of_page("page.md", page)]
+    assert [prose.line for prose in paragraphs if rule.breaks(prose)] == [4, 6]
 
 
 def test_a_page_has_short_sentences_outside_code_and_tables() -> None:

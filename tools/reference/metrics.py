@@ -47,8 +47,8 @@ _HEAD = """\
 <!-- Made by scripts/reference from the code; a test compares. Do not edit by hand. -->
 
 `GET /metrics` on `--prometheus-port` (29000), for Prometheus. With `--frontends N` the page is the
-sum over all processes. Of several schedulers, the active one has this sum, and each of its front
-ends has a page of its own as well ([many routers](many-routers.md#what-to-watch)).
+sum over all processes. Of several schedulers, the active one has this sum. Each of its front ends
+also has a page of its own ([many routers](many-routers.md#what-to-watch)).
 [examples/grafana](../examples/grafana) has a dashboard of these metrics, and
 [examples/prometheus](../examples/prometheus) has alert rules. The router's own page is live and
 needs no Prometheus ([dashboard.md](dashboard.md)).

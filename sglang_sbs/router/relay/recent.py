@@ -148,8 +148,8 @@ class Minute:
             samples.append(seconds)
 
     def take(self, gain: str = "") -> str:
-        """Return the log line, with ``gain`` at its end, and start a new minute. Empty if there
-        were no requests."""
+        """Return the log line, with ``gain`` at its end, and start a new minute. Empty without
+        requests."""
         requests, ttft_s, held_s, refused = self.requests, self.ttft_s, self.held_s, self.refused
         self.__init__()  # type: ignore[misc]
         if not requests:
