@@ -218,7 +218,7 @@ EVERY_RANK = [
         ("gang-gate", lambda c: c.plugins(gang_gate_ms=0.0), "off", "SGLANG_SBS_GANG_GATE_MS=0"),
         ("gang-gate", lambda c: c.first(sbs=None), "partly", "http://p0:1: no plugin"),
         ("gang-gate", state(policy="eta"), "off", "--policy eta"),
-        ("gang-gate", lambda c: c.asked().options.clear(), "unknown", "this router does not report it"),
+        ("gang-gate", lambda c: c.asked().options.clear(), "unknown", "does not report it"),
         (
             "gang-gate",
             lambda c: c.asked().options.pop("gang_gate"),
