@@ -131,7 +131,7 @@ class Observer:
         try:
             log = EventLogWriter(self.out, SchedulerConfig(), observed=True)
             receiver.dial(connect)
-            print(f"Recording messages of engines to {endpoint} in {self.out}", file=sys.stderr)
+            print(f"Recording to {self.out} the messages sent to {endpoint}", file=sys.stderr)
             began_s = time.monotonic()
             said_s = began_s
             while (left_s := began_s + duration_s - time.monotonic()) > 0 and not stop.is_set():

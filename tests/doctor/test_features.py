@@ -271,7 +271,7 @@ EVERY_RANK = [
         ("pass-limit", lambda c: c.every(prefill_max_requests=None), "off", "no prefill engine"),
         ("pass-limit", without_router, "partly", "8 requests per pass"),
         ("nodes", lambda c: c.every(nnodes=1), "off", "on one node"),
-        ("nodes", lambda c: c.every(nnodes=None), "unknown", "how many nodes"),
+        ("nodes", lambda c: c.every(nnodes=None), "unknown", "number of nodes"),
         ("nodes", silence(("decode", 0, 1)), "partly", "http://d0:1: 1 ranks do not report"),
         ("rust-server", lambda c: c.every(deployment_info=None), "off", "Python"),
         ("rust-server", lambda c: c.first(deployment_info=None), "partly", "some engines"),
