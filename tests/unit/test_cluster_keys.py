@@ -78,9 +78,9 @@ def test_a_key_of_prefill_alone_is_given_to_the_router(monkeypatch: pytest.Monke
         ({"engine_flags": ("--api-key-file", "f")}, "SGLang has no such flag"),
         ({"engine_flags": ("--ssl-keyfile", "f")}, "--ssl-keyfile .*--router-tls-cert-path"),
         ({"decode_flags": ("--ssl-certfile=f",)}, "--ssl-certfile .*--router-tls-cert-path"),
-        ({"engine_flags": ("--grpc-mode",)}, "--grpc-mode .*speaks HTTP"),
-        ({"engine_flags": ("--smg-grpc-mode",)}, "--smg-grpc-mode .*speaks HTTP"),
-        ({"engine_flags": ("--grpc-port", "1")}, "--grpc-port .*speaks HTTP"),
+        ({"engine_flags": ("--grpc-mode",)}, "--grpc-mode .*uses HTTP"),
+        ({"engine_flags": ("--smg-grpc-mode",)}, "--smg-grpc-mode .*uses HTTP"),
+        ({"engine_flags": ("--grpc-port", "1")}, "--grpc-port .*uses HTTP"),
     ],
 )
 def test_engines_that_the_router_could_not_speak_to_are_refused(
