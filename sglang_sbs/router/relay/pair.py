@@ -90,7 +90,11 @@ class Pair:
         self._sink = exchange.make_sink(self) if exchange.make_sink is not None else None
         self._edits_events = whole = exchange.edits_events
         self.answers = ANSWER_KINDS[exchange.plan.kind]
-        self._reader = _reader(exchange.plan, self.answers, self.decode, whole=whole)
+        self._reader = (
+            _reader(exchange.plan, self.answers, self.decode, whole=whole)
+            if self.stream
+            else _NOT_STREAMED
+        )
         self._fails_silently = in_flight.refuses_retraction(placement)
         self._waits_for_prefill = self.needs_prefill_reply
         self._held = b""
@@ -195,7 +199,8 @@ class Pair:
     def forget(self) -> None:
         """Drop everything large, because the pair may stay parked for long."""
         self._failure = None
-        self._reader.watch(b"")
+        if self.stream:
+            self._reader.watch(b"")
         self.prefill_call.forget_payload()
         self.decode_call.forget_payload()
 
@@ -432,6 +437,10 @@ class Pair:
 def _reader(plan: RequestPlan, answers: AnswerKind, decode: str, *, whole: bool) -> EventReader:
     repeated = _MOST_REPEATED * len(plan.common) if answers.repeats_request else 0
     return EventReader(answers, decode, whole=whole, most_held=LONG_BYTES + repeated)
+
+
+_NOT_STREAMED = EventReader(ANSWER_KINDS["generate"], "")
+"""Stands for the reader of any response that is not streamed; it never gets data."""
 
 
 def _refuses(failure: LegFailure) -> bool:
