@@ -103,7 +103,8 @@ class Pair:
         self._paused = False
         self._done = False
         self._failure: LegFailure | None = None
-        self._changed = asyncio.Event()
+        self._woken: asyncio.Future[None] | None = None
+        """Awaited by the attempt, which is the only one that waits."""
         self._prefill_over = self._decode_over = False
         self._all_sent = False
         """Prefill responded with 200: decode has the whole KV."""
@@ -159,8 +160,12 @@ class Pair:
     async def _wait(self) -> None:
         if self._failure is not None:
             raise self._failure
-        self._changed.clear()
-        await self._changed.wait()
+        self._woken = self._pool.loop.create_future()
+        await self._woken
+
+    def _wake(self) -> None:
+        if self._woken is not None and not self._woken.done():
+            self._woken.set_result(None)
 
     def abort(self) -> None:
         """End both requests, on the engines as well, unless the decode request :attr:`must_park`.
@@ -298,7 +303,7 @@ class Pair:
             self._decode_over = over
         self._failure = failure
         self.abort()
-        self._changed.set()
+        self._wake()
 
     def _parked_failed(self, failure: LegFailure) -> None:
         if failure.leg == "decode":
@@ -396,7 +401,7 @@ class Pair:
     def _open(self) -> None:
         self.opened = True
         self._book(self._in_flight.decode_started, time.monotonic())
-        self._changed.set()
+        self._wake()
 
     def _decode_broke(self, detail: str) -> None:
         self.leg_failed(transport_failure("decode", self.decode, detail))
@@ -427,7 +432,7 @@ class Pair:
         self._sink = None
         if not self._prefill_over and not self.closed:
             self._pool.loop.call_later(_SETTLE_S, self._give_up_prefill)
-        self._changed.set()
+        self._wake()
 
     def _give_up_prefill(self) -> None:
         if not self._prefill_over:
