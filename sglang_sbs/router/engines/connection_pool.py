@@ -14,7 +14,7 @@ import time
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, lru_cache
 
 from sglang_sbs.router.engines.connection import Connection, FailureKind, Receiver, UpstreamError
 from sglang_sbs.router.engines.control_requests import MAX_ANSWER_BYTES
@@ -320,9 +320,14 @@ def request_head(method: str, origin: str, path: str, headers: bytes, content_le
 def request_lines(method: str, origin: str, path: str, content_length: int) -> bytes:
     """Return the request line and the headers common to all requests, without the final empty
     line."""
+    return b"%bcontent-length: %d\r\n" % (_same_lines(method, origin, path), content_length)
+
+
+@lru_cache(maxsize=1024)
+def _same_lines(method: str, origin: str, path: str) -> bytes:
+    """Return the lines that all requests to an endpoint of a worker have in common."""
     _, host, port = split_worker_url(origin)
     return (
         f"{method} {path} HTTP/1.1\r\nhost: {bracketed(host)}:{port}\r\n"
         f"content-type: application/json\r\naccept-encoding: identity\r\n"
-        f"content-length: {content_length}\r\n"
     ).encode("latin-1")
