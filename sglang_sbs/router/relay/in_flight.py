@@ -117,7 +117,8 @@ class Attempt(Announced):
     """Both legs, once sent."""
     prefill_open: bool = False
     """The legs were sent, and prefill has not responded."""
-    trace: AttemptTrace = field(default_factory=AttemptTrace)
+    trace: AttemptTrace | None = None
+    """Times for its spans; ``None`` without tracing."""
 
     def state(self) -> str:
         of = f"attempt {self.run.attempts} at unit {self.run.unit}"
@@ -206,16 +207,18 @@ class InFlight:
         run = attempt.run
         self.recent.on_announced(run.exchange.recent, attempt.rid, run.unit, attempt.announced_s)
         if self.traces is not None:
-            self.traces.on_announced(attempt.trace)
+            attempt.trace = self.traces.on_announced()
 
     def on_dispatched(self, attempt: Attempt, assignment: Dispatch) -> None:
         self.metrics.record_held(class_of(attempt.arrival.priority), assignment.held_s)
         self.recent.record_held(attempt.run.exchange.recent, assignment.held_s)
-        attempt.trace.dispatched_ns = time.time_ns()
+        if attempt.trace is not None:
+            attempt.trace.dispatched_ns = time.time_ns()
 
     def started(self, attempt: Attempt, placement: AttemptWorkers) -> None:
         attempt.prefill_open = True
-        attempt.trace.sent_ns = time.time_ns()
+        if attempt.trace is not None:
+            attempt.trace.sent_ns = time.time_ns()
         for worker in (placement.prefill, placement.decode):
             worker.active += 1
             worker.dispatches += 1
@@ -235,7 +238,7 @@ class InFlight:
             self._left(*left)
         self.metrics.on_attempt_ended(outcome)
         self.recent.on_attempt_ended(attempt.run.exchange.recent, attempt.rid, outcome)
-        if self.traces is not None:
+        if self.traces is not None and attempt.trace is not None:
             self.traces.on_ended(attempt.trace, attempt.assignment, outcome)
 
     def _left(
@@ -291,7 +294,8 @@ class InFlight:
         self.dispatcher.prefill_done(rid, reply.prompt_tokens, reply.cached_tokens)
         if attempt is None:
             return
-        attempt.trace.prefill_ns = time.time_ns()
+        if attempt.trace is not None:
+            attempt.trace.prefill_ns = time.time_ns()
         if attempt.prefill_open:
             self.metrics.prefill_seconds.observe(now_s - attempt.announced_s)
         self._prefill_over(attempt)
@@ -312,7 +316,8 @@ class InFlight:
             self.metrics.first_byte(
                 class_of(asked.priority), now_s - attempt.announced_s, asked.ttft_slo_s
             )
-            attempt.trace.first_byte_ns = time.time_ns()
+            if attempt.trace is not None:
+                attempt.trace.first_byte_ns = time.time_ns()
 
     def fail_worker(self, worker: Worker) -> None:
         """Fail requests waiting for a worker that no longer responds. Open streams end only if

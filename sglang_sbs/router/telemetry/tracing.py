@@ -29,8 +29,8 @@ _PROPAGATED = ("traceparent", "tracestate")
 class AttemptTrace:
     """Times of one attempt's stages, in nanoseconds since the epoch; 0: not reached."""
 
-    parent: Context | None = None
-    """Parent of its spans; ``None`` without tracing."""
+    parent: Context
+    """Parent of its spans."""
     announced_ns: int = field(default_factory=time.time_ns)
     dispatched_ns: int = 0
     sent_ns: int = 0
@@ -71,9 +71,9 @@ class Traces:
             own = [item for item in headers if item[0].lower() not in _PROPAGATED]
             yield span, [*own, *passed.items()]
 
-    def on_announced(self, attempt: AttemptTrace) -> None:
-        """Record the current request's span as the parent."""
-        attempt.parent = self._context.get_current()
+    def on_announced(self) -> AttemptTrace:
+        """Return the record of an attempt, whose parent is the current request's span."""
+        return AttemptTrace(self._context.get_current())
 
     def on_ended(self, attempt: AttemptTrace, command: Dispatch | None, outcome: Outcome) -> None:
         """Create the spans of an ended attempt; ``command`` is its dispatch, if any."""
