@@ -54,10 +54,13 @@ class Access:
         self, method: str, path: str, headers: Mapping[str, str], request_id: str
     ) -> web.Response | None:
         """Return the error response for an unauthorized request; ``None`` if it is allowed."""
+        controls = bool(self.control_keys or self.tokens) and path.startswith(CONTROL_PLANE)
+        if not controls and (self.api_key is None or path in OPEN_PATHS):
+            return None
         given = _bearer(headers)
         if given is None and error_style(path) == "anthropic" and KEY_HEADER in headers:
             given = headers[KEY_HEADER].encode("utf-8", "surrogateescape")
-        if (self.control_keys or self.tokens) and path.startswith(CONTROL_PLANE):
+        if controls:
             found = await self._judged(given)
             who = found if isinstance(found, Principal) else None
             refused = found if isinstance(found, web.Response) else None
@@ -68,9 +71,8 @@ class Access:
                 outcome = "success" if refused is None else "denied"
                 _record(method, path, request_id, who, outcome)
             return refused
-        if self.api_key is None or path in OPEN_PATHS:
-            return None
-        if given is not None and hmac.compare_digest(given, self.api_key.encode()):
+        key = self.api_key
+        if key is not None and given is not None and hmac.compare_digest(given, key.encode()):
             return None
         return web.Response(status=401)
 

@@ -10,7 +10,7 @@ from sglang_sbs.dashboard.pages import Handler
 from sglang_sbs.router.engines.control_requests import ask
 from sglang_sbs.router.errors import ANTHROPIC_PATH, RouterError, engine_message
 from sglang_sbs.router.relay.relay import Relay
-from sglang_sbs.router.requests.headers import forwarded_headers, with_bearer
+from sglang_sbs.router.requests.headers import forwarded_headers, in_lower_case, with_bearer
 from sglang_sbs.router.telemetry.logs import current_request_id
 
 _ANSWER_S = 30.0
@@ -35,7 +35,7 @@ class Messages:
         relay = self._relay
         limit_bytes = relay.config.max_payload_bytes
         lines = forwarded_headers(
-            with_bearer(list(request.headers.items())), current_request_id.get()
+            with_bearer(in_lower_case(request.headers)), current_request_id.get()
         )
         headers = dict(line.split(": ", 1) for line in lines.decode("latin-1").splitlines())
         with relay.bodies.share() as share:

@@ -7,9 +7,7 @@ import logging
 import random
 import time
 from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from functools import partial
-from typing import TYPE_CHECKING
 
 import aiohttp
 import orjson
@@ -34,13 +32,15 @@ from sglang_sbs.router.relay.relay import Relay
 from sglang_sbs.router.relay.time_split import HEADER, in_one_line, server_timing, split_of
 from sglang_sbs.router.requests.body_fields import bad_request
 from sglang_sbs.router.requests.engine_refusals import store_disabled
-from sglang_sbs.router.requests.headers import asked_in, forwarded_headers, with_bearer
+from sglang_sbs.router.requests.headers import (
+    asked_in,
+    forwarded_headers,
+    in_lower_case,
+    with_bearer,
+)
 from sglang_sbs.router.requests.plan import PATHS, RouteKind
 from sglang_sbs.router.telemetry.logs import RefusalLog, current_request_id, is_logged, log_answer
 from sglang_sbs.router.telemetry.worker_metrics import model_name
-
-if TYPE_CHECKING:
-    from opentelemetry.trace import Span
 
 logger = logging.getLogger(__name__)
 
@@ -73,6 +73,8 @@ _PREFLIGHT = {
     "Access-Control-Allow-Headers": "*",
     "Access-Control-Max-Age": "3600",
 }
+_ANY_ORIGIN = {"Access-Control-Allow-Origin": "*"}
+_ANY_READER = _ANY_ORIGIN | {"Access-Control-Expose-Headers": "*"}
 _ID_PREFIXES = {
     "/v1/chat/completions": "chatcmpl-",
     "/v1/completions": "cmpl-",
@@ -84,9 +86,10 @@ _ID_PREFIXES = {
 def _request_id(path: str, headers: Mapping[str, str], names: Sequence[str]) -> str:
     """Return the request id as sglang_router does: the first header in ``names`` that is present,
     else a prefix and 24 alphanumerics."""
-    given = (headers.get(name) for name in names)
-    made = f"{_ID_PREFIXES.get(path, 'req-')}{random.getrandbits(96):024x}"
-    return next(filter(None, given), made)
+    for name in names:
+        if given := headers.get(name):
+            return given
+    return f"{_ID_PREFIXES.get(path, 'req-')}{random.getrandbits(96):024x}"
 
 
 async def _not_stored(_request: web.Request) -> web.StreamResponse:
@@ -152,7 +155,7 @@ class Surface:
     async def _inference(self, request: web.Request) -> web.StreamResponse:
         metrics, recent, path = self._metrics, self._in_flight.recent, request.path
         kind = KINDS[path]
-        received = list(request.headers.items())
+        received = in_lower_case(request.headers)
         if kind == "messages":
             received = with_bearer(received)
         identifier = current_request_id.get()
@@ -161,16 +164,14 @@ class Surface:
         answer: web.StreamResponse | None = None
         try:
             asked = asked_in(received, self._options.tenant_header)
-            traces = self._in_flight.traces
-            traced: AbstractContextManager[tuple[Span | None, list[tuple[str, str]]]]
-            traced = nullcontext((None, received))
-            if traces is not None:
-                traced = traces.request(path, received, identifier)
-            with traced as (span, passed):
-                headers = forwarded_headers(passed, identifier)
-                handle = self._relay.handle
+            handle, traces = self._relay.handle, self._in_flight.traces
+            if traces is None:
+                headers = forwarded_headers(received, identifier)
                 answer = await handle(request, kind, headers, identifier, asked)
-                if span is not None:
+            else:
+                with traces.request(path, received, identifier) as (span, passed):
+                    headers = forwarded_headers(passed, identifier)
+                    answer = await handle(request, kind, headers, identifier, asked)
                     span.set_attribute("http.response.status_code", answer.status)
         except RouterError as error:
             metrics.request_failed(kind, model, error.code)
@@ -268,8 +269,8 @@ class Surface:
     async def _refusal(self, request: web.Request, path: str) -> web.Response | None:
         """Return the error response for an unauthorized request. Raises: RouterError, for the same
         reason."""
-        encoding = request.headers.get("Content-Encoding", "identity").strip().lower()
-        if encoding != "identity":
+        encoding = request.headers.get("Content-Encoding")
+        if encoding is not None and encoding.strip().lower() != "identity":
             why = "send the body without Content-Encoding: its decoded size cannot be"
             raise RouterError(415, "unsupported_content_encoding", f"{why} bounded")
         identifier = current_request_id.get()
@@ -288,8 +289,9 @@ class Surface:
         """Return whether a browser sends this for a foreign page, without its user's knowledge
         (CSRF). Where a key is required, the page would have to know it."""
         origin = request.headers.get("Origin")
-        changes = request.method not in ("GET", "HEAD") and path.startswith(CONTROL_PLANE)
-        if origin is None or not changes or not self._access.open_to_all:
+        if origin is None or not self._access.open_to_all:
+            return False
+        if request.method in ("GET", "HEAD") or not path.startswith(CONTROL_PLANE):
             return False
         host = request.headers.get("Host", "").lower()
         own = origin.partition("://")[2].lower() == host and is_own_host(host, self._options.host)
@@ -308,8 +310,7 @@ class Surface:
     def _cross_origin(self, method: str, origin: str | None) -> dict[str, str]:
         if not self._origins:
             # As sglang_router without the flag: browsers may read every response.
-            exposed = {} if method == "OPTIONS" else {"Access-Control-Expose-Headers": "*"}
-            return {"Access-Control-Allow-Origin": "*"} | exposed
+            return _ANY_ORIGIN if method == "OPTIONS" else _ANY_READER
         if not origin or self._origins.isdisjoint(("*", origin)):
             return {}
         return {

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from sglang_sbs.router.errors import RouterError
@@ -32,7 +32,16 @@ MOST_FORWARDED_CHARS = 64 << 10
 _MILLISECONDS = re.compile(r"[0-9]{1,12}(\.[0-9]{1,6})?")
 
 
-def forwarded_headers(headers: Sequence[tuple[str, str]], request_id: str) -> bytes:
+Headers = Sequence[tuple[str, str]]
+"""Headers of a request, with their names in lower case."""
+
+
+def in_lower_case(headers: Mapping[str, str]) -> list[tuple[str, str]]:
+    """Return the headers of a request as the functions of this module take them."""
+    return [(name.lower(), value) for name, value in headers.items()]
+
+
+def forwarded_headers(headers: Headers, request_id: str) -> bytes:
     """Return the client's headers for both legs as header lines. All others are dropped, among them
     ``X-Data-Parallel-Rank`` and ``x-override-*``, which would overrule the chosen rank. Raises:
     RouterError (431), they are too long: each request of a batch sends them twice."""
@@ -40,10 +49,9 @@ def forwarded_headers(headers: Sequence[tuple[str, str]], request_id: str) -> by
     if _HEADER_VALUE.fullmatch(request_id):
         lines.append(f"{_ID_HEADER}: {request_id}\r\n")
     for name, value in headers:
-        lower = name.lower()
-        passes = lower in _FORWARDED_HEADERS or lower.startswith(_ID_PREFIX)
+        passes = name in _FORWARDED_HEADERS or name.startswith(_ID_PREFIX)
         if passes and _HEADER_VALUE.fullmatch(value):
-            lines.append(f"{lower}: {value}\r\n")
+            lines.append(f"{name}: {value}\r\n")
     size = sum(map(len, lines))
     if size > MOST_FORWARDED_CHARS:
         why = f"the headers that engines get have {size} characters; write at most"
@@ -54,10 +62,10 @@ def forwarded_headers(headers: Sequence[tuple[str, str]], request_id: str) -> by
 def with_bearer(headers: list[tuple[str, str]]) -> list[tuple[str, str]]:
     """Add ``Authorization`` for clients of Anthropic's API, which send ``x-api-key`` instead;
     SGLang reads only ``Authorization``."""
-    lower = {name.lower(): value for name, value in headers}
-    if "authorization" in lower or KEY_HEADER not in lower:
+    values = dict(headers)
+    if "authorization" in values or KEY_HEADER not in values:
         return headers
-    return [*headers, ("authorization", f"Bearer {lower[KEY_HEADER]}")]
+    return [*headers, ("authorization", f"Bearer {values[KEY_HEADER]}")]
 
 
 class RouterHeaders(NamedTuple):
@@ -72,10 +80,16 @@ class RouterHeaders(NamedTuple):
     """Fallback session id, used if nothing else names the session."""
 
 
-def asked_in(headers: Sequence[tuple[str, str]], tenant_header: str | None) -> RouterHeaders:
+_ASKING = ALL_HEADERS | {SLO_HEADER, TIMING_HEADER}
+_NOTHING_ASKED = RouterHeaders()
+
+
+def asked_in(headers: Headers, tenant_header: str | None) -> RouterHeaders:
     """Read SLO, tenant and session. ``tenant_header``: its name in lower case, if configured.
     Raises: RouterError (400), naming the header and what to write."""
-    names = {name.lower() for name, _ in headers}
+    names = {name for name, _ in headers}
+    if _ASKING.isdisjoint(names) and tenant_header not in names:  # as in most requests
+        return _NOTHING_ASKED
     slo = _only(headers, SLO_HEADER) if SLO_HEADER in names else None
     tenant = _only(headers, tenant_header) if tenant_header in names else None
     if tenant is not None and len(tenant) > MOST_TENANT_CHARS:
@@ -84,7 +98,7 @@ def asked_in(headers: Sequence[tuple[str, str]], tenant_header: str | None) -> R
     if slo is not None and (not _MILLISECONDS.fullmatch(slo) or float(slo) <= 0):
         raise bad_request(f"{SLO_HEADER} must be milliseconds above 0, as in 800, not {slo!r:.40}")
     timing = TIMING_HEADER in names and any(
-        name.lower() == TIMING_HEADER and value.strip() == "1" for name, value in headers
+        name == TIMING_HEADER and value.strip() == "1" for name, value in headers
     )
     slo_s = None if slo is None else float(slo) / 1e3
     if ALL_HEADERS.isdisjoint(names):
@@ -92,8 +106,8 @@ def asked_in(headers: Sequence[tuple[str, str]], tenant_header: str | None) -> R
     return RouterHeaders(slo_s, tenant or "", timing, *session_in_headers(headers))
 
 
-def _only(headers: Sequence[tuple[str, str]], name: str | None) -> str | None:
-    values = [value.strip() for key, value in headers if key.lower() == name]
+def _only(headers: Headers, name: str | None) -> str | None:
+    values = [value.strip() for key, value in headers if key == name]
     if len(values) > 1:
         raise bad_request(f"{name} is given {len(values)} times: give it once")
     return values[0] if values else None

@@ -44,8 +44,9 @@ _DIGEST_BYTES = 16
 
 
 def session_in_headers(headers: Sequence[tuple[str, str]]) -> tuple[str, str]:
-    """Return the session id in the headers and a fallback; empty if missing."""
-    given = {name.lower(): value.strip() for name, value in reversed(headers)}
+    """Return the session id in the headers (names in lower case) and a fallback; empty if
+    missing."""
+    given = {name: value.strip() for name, value in reversed(headers)}
     found = (given[name] for name in HEADERS if given.get(name))
     return next(found, ""), given.get(LAST_HEADER, "")
 

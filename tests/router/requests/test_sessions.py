@@ -6,9 +6,11 @@ import json
 from typing import Any
 
 import pytest
+from multidict import CIMultiDict
 from router_harness import cluster
 
 from sglang_sbs.router.requests.body_fields import Body
+from sglang_sbs.router.requests.headers import in_lower_case
 from sglang_sbs.router.requests.raw_json import members_of
 from sglang_sbs.router.requests.sessions import (
     HEADERS,
@@ -28,10 +30,11 @@ def in_body(*, messages: bool = True, **body: Any) -> str:
 
 
 def test_the_first_header_of_the_table_names_the_session() -> None:
-    headers = [(name.title(), f"of {name}") for name in (LAST_HEADER, *reversed(HEADERS))]
+    given = [(name.title(), f"of {name}") for name in (LAST_HEADER, *reversed(HEADERS))]
+    headers = in_lower_case(CIMultiDict(given))
     for name in HEADERS:
         assert session_in_headers(headers) == (f"of {name}", f"of {LAST_HEADER}")
-        headers = [one for one in headers if one[0].lower() != name]
+        headers = [one for one in headers if one[0] != name]
     assert session_in_headers(headers) == ("", f"of {LAST_HEADER}")
     assert session_in_headers([("x-session-id", " "), ("user-agent", "x")]) == ("", "")
     assert session_in_headers([("x-session-id", "a"), ("x-session-id", "b")]) == ("a", "")
