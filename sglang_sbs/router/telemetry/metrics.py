@@ -11,13 +11,13 @@ from functools import cache, partial
 from itertools import pairwise
 from typing import Any, TypeVar, cast
 
-from prometheus_client import CollectorRegistry, Gauge, Summary, generate_latest
+from prometheus_client import CollectorRegistry, Summary, generate_latest
 from prometheus_client.core import CounterMetricFamily, Metric
 from prometheus_client.metrics import MetricWrapperBase
 
 from sglang_sbs.router.errors import LegFailure
 from sglang_sbs.router.metric_families import Made, gauge, total
-from sglang_sbs.router.telemetry.counting import Counter, Histogram
+from sglang_sbs.router.telemetry.counting import Counter, Gauge, Histogram
 from sglang_sbs.router.workers.registry import Registry
 from sglang_sbs.scheduling.events import Dispatch, Outcome, Refuse
 from sglang_sbs.scheduling.explained.timelines import Timeline
@@ -176,7 +176,8 @@ class RouterMetrics:
             if isinstance(declared, partial):
                 more = (durations if declared.func is Histogram else {}) | declared.keywords
                 setattr(self, name, declared(registry=self.registry, **more))
-        self._began_s: Multiset[float] = Multiset()
+        self._began_s: dict[float, int] = {}
+        """Number of requests being served, by the time at which they began."""
         self.collect_with(self._age_families)
         self._gang = (-1, 0)
         self._of_workers: dict[str, dict[tuple[Any, ...], Any]] = {}
@@ -184,6 +185,7 @@ class RouterMetrics:
         # Looking up labels costs more than counting, so those of hot paths are kept.
         self._http = cache(self._http_series)
         self._responses = cache(self.http_responses.labels)
+        self._admitted = cache(self._rate_limit.labels)
         self._served = cache(self._served_series)
         self._attempts = cache(self.attempts.labels)
         self._parts = cache(self._part_seconds.labels)
@@ -254,7 +256,7 @@ class RouterMetrics:
 
     def on_http_started(self, method: str, path: str, now_s: float) -> Histogram:
         """Count a request; return the histogram for its duration."""
-        self._began_s[now_s] += 1
+        self._began_s[now_s] = self._began_s.get(now_s, 0) + 1
         requests, seconds = self._http(method, path)
         requests.inc()
         self.http_active.inc()
@@ -265,9 +267,9 @@ class RouterMetrics:
 
     def on_http_ended(self, status: int, error_code: str, began_s: float) -> None:
         """Count a response; ``began_s`` is the ``now_s`` given to :meth:`http_started`."""
-        self._began_s[began_s] -= 1
-        if self._began_s[began_s] <= 0:
-            del self._began_s[began_s]
+        others = self._began_s.pop(began_s) - 1
+        if others:
+            self._began_s[began_s] = others
         self.http_active.dec()
         self._responses(status, error_code).inc()
 
@@ -282,7 +284,7 @@ class RouterMetrics:
         yield gauge(name, about, ages, "gt", "le")
 
     def door(self, allowed: bool) -> None:
-        self._rate_limit.labels("allowed" if allowed else "rejected").inc()
+        self._admitted("allowed" if allowed else "rejected").inc()
         if not allowed:
             self.refusals.labels("front_door").inc()
 

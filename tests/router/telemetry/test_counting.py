@@ -1,4 +1,4 @@
-"""Counters and histograms say what those of the client library say."""
+"""Counters, gauges and histograms say what those of the client library say."""
 
 from __future__ import annotations
 
@@ -13,6 +13,11 @@ def page(library) -> list[str]:
     registry = CollectorRegistry()
     counter = library.Counter("requests", "Of clients", ["path"], registry=registry)
     plain = library.Counter("answers", "To them", registry=registry)
+    gauge = library.Gauge("waiting", "Of them", ["path"], registry=registry)
+    gauge.labels("/a").inc()
+    gauge.labels("/a").inc(4)
+    gauge.labels("/a").dec(2)
+    gauge.labels("/b").set(7)
     histogram = library.Histogram(
         "seconds", "Each", ["path"], buckets=(0.1, 1, 5), registry=registry
     )
