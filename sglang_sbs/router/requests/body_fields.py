@@ -141,10 +141,12 @@ def is_alone(fields: Fields) -> bool:
 def namespace_of(fields: Fields) -> Namespace | None:
     """Return the cache namespace; ``None`` if it is unclear (lists, unexpected types)."""
     given = [name for name in NAMESPACE_FIELDS if is_true(fields.get(name))]
+    if not given:
+        return PLAIN
     parts = {name: whole_text_of(fields, name) for name in given}
     if not all(parts.values()):
         return None
-    return Namespace(*map(parts.get, NAMESPACE_FIELDS)) if given else PLAIN
+    return Namespace(*map(parts.get, NAMESPACE_FIELDS))
 
 
 def priority_of(fields: Fields) -> int:

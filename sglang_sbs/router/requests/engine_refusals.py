@@ -45,6 +45,12 @@ _GRAMMARS = {
     "completions": ("json_schema", "regex", "ebnf"),
     "chat": ("regex", "ebnf"),
 }
+_OUTPUT_LIMITS = {
+    "generate": ("max_new_tokens",),
+    "completions": ("max_tokens",),
+    "chat": ("max_completion_tokens", "max_tokens"),
+}
+"""Fields with a limit on output tokens."""
 _CHECKED = frozenset({"top_k", *(name for name, _, _ in _RANGES)}.union(*_GRAMMARS.values()))
 """Fields that :func:`check_sampling` checks in addition to the limits."""
 _RESPONSE_SAMPLING = (*(name for name, _, _ in _RANGES), "top_k")
@@ -124,6 +130,8 @@ def check_flags(kind: _Kind, fields: Fields, refused: Collection[str]) -> None:
     ``WorkerInfo.refused_fields``). Raises: RouterError (400)."""
     for name in refused:
         value = fields.get(name)
+        if value is None:
+            continue
         if name == "input_embeds":
             # Engines ignore it next to text or ids, and OpenAI's endpoints always do.
             alone = all(fields.get(other) is None for other in ("text", "input_ids"))
@@ -161,11 +169,7 @@ def check_counted(
 def asked_tokens(kind: _Kind, fields: Fields) -> int | None:
     """Return the client's limit on output tokens; ``None`` if it is missing or SGLang's releases
     disagree on its meaning."""
-    if kind == "generate":
-        names = ["max_new_tokens"]
-    else:
-        names = ["max_tokens"] if kind == "completions" else ["max_completion_tokens", "max_tokens"]
-    limits = [limit for name in names if (limit := _whole(fields, name)) is not None]
+    limits = [limit for name in _OUTPUT_LIMITS[kind] if (limit := _whole(fields, name)) is not None]
     if len(limits) != 1 or (kind == "chat" and not limits[0]):  # 0 means no limit for chats
         return None
     return limits[0]

@@ -53,8 +53,10 @@ def session_in_headers(headers: Sequence[tuple[str, str]]) -> tuple[str, str]:
 
 def session_in_body(body: Body, *, has_user: bool) -> str:
     """Return the session id in a body. ``has_user``: the body is for ``/v1/messages``."""
-    found = (body_fields.whole_text_of(body.typed, name) for name in _FIELDS)
-    return next(filter(None, found), "") or (_session_of_user(body) if has_user else "")
+    for name in _FIELDS:
+        if session := body_fields.whole_text_of(body.typed, name):
+            return session
+    return _session_of_user(body) if has_user else ""
 
 
 def _session_of_user(body: Body) -> str:
