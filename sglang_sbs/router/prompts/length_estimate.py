@@ -4,9 +4,9 @@ the ``prompt_tokens`` reported by engines."""
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from typing import Any, Literal
 
+import msgspec
 import orjson
 
 from sglang_sbs.router.prompts.chat_template import content_text
@@ -28,8 +28,7 @@ Counted = Literal["given", "tokenized", "estimated"]
 """Source of a prompt's length: ids given by the client, tokenized here, or estimated."""
 
 
-@dataclass(frozen=True, slots=True)
-class PromptLength:
+class PromptLength(msgspec.Struct, frozen=True):
     tokens: int
     counted: Counted = "estimated"
     size_bytes: int = 0

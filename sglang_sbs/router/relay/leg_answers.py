@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar
 
+import msgspec
 import orjson
 
 from sglang_sbs.router import errors
@@ -41,8 +42,7 @@ Body = bytes | bytearray
 """Body of a response, not modified once complete, so that large ones need no copy."""
 
 
-@dataclass(frozen=True, slots=True)
-class PrefillReply:
+class PrefillReply(msgspec.Struct, frozen=True):
     body: dict[str, Any]
     prompt_tokens: int | None
     cached_tokens: int | None

@@ -4,9 +4,9 @@ SGLang's request JSON a client may set, and limits the size of all legs."""
 from __future__ import annotations
 
 from collections.abc import Collection
-from dataclasses import dataclass
 from typing import Any, Literal
 
+import msgspec
 import orjson
 
 from sglang_sbs.router.errors import ANTHROPIC_PATH
@@ -73,8 +73,7 @@ _JOINED_BYTES = 1 << 16
 Pieces = tuple[bytes | bytearray, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class RequestPlan:
+class RequestPlan(msgspec.Struct, frozen=True):
     kind: RouteKind
     stream: bool
     prompts: tuple[Prompt, ...]

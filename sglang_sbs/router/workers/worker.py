@@ -244,8 +244,7 @@ class WorkerEvents:
     """The worker was removed: drop its counters."""
 
 
-@dataclass(frozen=True, slots=True)
-class AttemptWorkers:
+class AttemptWorkers(msgspec.Struct, frozen=True):
     """Workers and ranks of one attempt at a request."""
 
     prefill: Worker
