@@ -35,7 +35,7 @@ PrefixSource = Literal["events", "approximate", "off"]
 """Source of an instance's cached prefixes: its KV events, or where prompts were sent."""
 
 
-class _Message(msgspec.Struct, frozen=True, kw_only=True, tag=True, omit_defaults=True):
+class _Message(msgspec.Struct, frozen=True, kw_only=True, tag=True, omit_defaults=True, gc=False):
     pass
 
 

@@ -73,7 +73,7 @@ _JOINED_BYTES = 1 << 16
 Pieces = tuple[bytes | bytearray, ...]
 
 
-class RequestPlan(msgspec.Struct, frozen=True):
+class RequestPlan(msgspec.Struct, frozen=True, gc=False):
     kind: RouteKind
     stream: bool
     prompts: tuple[Prompt, ...]
