@@ -243,9 +243,10 @@ class Scheduler:
             return Replan.NO
         self.queue.remove(event.rid)
         self.prefix.dropped(event.rid)
-        name, rank = request.prefill or ("", 0)
-        if (prefill := self.prefill.get(name)) is not None:
-            prefill.dropped(request.rid, rank)
+        if request.prefill is not None and not request.prefilled:
+            name, rank = request.prefill
+            if (prefill := self.prefill.get(name)) is not None:
+                prefill.dropped(request.rid, rank)
         tokens = self._admission.outputs.answered_tokens(event, request, self._members.up_decode)
         name, rank = request.decode or ("", 0)
         if (decode := self.decode.get(name)) is not None:

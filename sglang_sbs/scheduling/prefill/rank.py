@@ -158,7 +158,7 @@ class PrefillRank:
         if rid in self.presumed:
             self.presumed[rid].sent = None
         waiting = self.prompts.pop(rid, None)
-        return any(record is not None for record in (request, in_flight, waiting))
+        return not (request is None and in_flight is None and waiting is None)
 
     def pairs(self, tokens: int) -> float:
         """Return the attention pairs of the next ``tokens`` tokens."""
