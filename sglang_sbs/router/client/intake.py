@@ -17,6 +17,7 @@ from sglang_sbs.router.client.dense_input import DenseInput, Slices
 from sglang_sbs.router.errors import RouterError
 from sglang_sbs.router.lanes import LoopTurns
 from sglang_sbs.router.options.config import MAX_BODIES_BYTES
+from sglang_sbs.router.shared_timer import SharedTimer
 
 GRACE_S = 30.0
 """Time for the first request head of a connection, and for a body before its pace counts."""
@@ -188,6 +189,8 @@ class Doorman:
         """Dense input of all connections of a port."""
         self._waiting: dict[Any, _Wait] = {}
         """Waiting connections by transport, longest waiting first."""
+        self._timers: dict[float, SharedTimer[Any]] = {}
+        """By patience, of which there are a few."""
 
     def watch(self, transport: asyncio.BaseTransport) -> None:
         self.enter(transport, self._patience_s)
@@ -200,7 +203,7 @@ class Doorman:
         """Stop the timer: a complete request head arrived, or the connection is gone."""
         wait = self._waiting.pop(transport, None)
         if wait is not None:
-            wait.timer.cancel()
+            wait.timer.discard(transport)
 
     @web.middleware
     async def between_requests(
@@ -224,7 +227,10 @@ class Doorman:
     def enter(self, transport: Any, patience_s: float, *, spared: bool = False) -> None:
         while len(self._waiting) >= self._most:
             self._close(next(iter(self._waiting)))
-        timer = asyncio.get_running_loop().call_later(patience_s, self._close, transport)
+        timer = self._timers.get(patience_s)
+        if timer is None:
+            timer = self._timers[patience_s] = SharedTimer(patience_s, self._close)
+        timer.add(transport)
         self._waiting[transport] = _Wait(timer, patience_s, spared)
 
     def _close(self, transport: Any) -> bool:
@@ -232,7 +238,7 @@ class Doorman:
         is still reading gets its time once more. A closed connection with unsent data also counts
         as sending."""
         wait = self._waiting.pop(transport)
-        wait.timer.cancel()
+        wait.timer.discard(transport)
         unsent = transport.get_write_buffer_size()
         if unsent and not wait.spared:
             self.enter(transport, wait.patience_s, spared=True)
@@ -244,7 +250,7 @@ class Doorman:
 
 
 class _Wait(NamedTuple):
-    timer: asyncio.TimerHandle
+    timer: SharedTimer[Any]
     patience_s: float
     spared: bool
 

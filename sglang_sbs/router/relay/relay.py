@@ -33,6 +33,7 @@ from sglang_sbs.router.requests.headers import RouterHeaders
 from sglang_sbs.router.requests.plan import RequestPlan, RouteKind, plan_request
 from sglang_sbs.router.requests.raw_json import JsonError
 from sglang_sbs.router.requests.sessions import digest_of
+from sglang_sbs.router.shared_timer import SharedTimer
 from sglang_sbs.router.telemetry.metrics import RouterMetrics
 from sglang_sbs.scheduling.queue.priority import clamped_priority
 
@@ -57,6 +58,9 @@ class Relay:
 
     def __post_init__(self) -> None:
         self.bodies = Bodies(self.config.max_bodies_bytes)
+        self._timeouts = SharedTimer(self.config.request_timeout_s, self._time_out)
+        self._late: set[asyncio.Task[Any]] = set()
+        """Tasks that were cancelled because of their timeout."""
 
     async def handle(
         self,
@@ -117,19 +121,18 @@ class Relay:
 
     async def _serve(self, exchange: Exchange, task: asyncio.Task[Any]) -> web.StreamResponse:
         downstream = exchange.downstream
+        self._timeouts.add(task)
         try:
-            async with asyncio.timeout(self.config.request_timeout_s):
-                return await self._answer(exchange)
-        except TimeoutError:
-            limit = self.config.request_timeout_s
-            message = f"no complete answer within {limit:g} s (--request-timeout-secs)"
-            error = RouterError(504, "request_timeout", message)
+            return await self._answer(exchange)
         except RouterError as caught:
             error = caught
         except asyncio.CancelledError as cancelled:
-            if not self._ended_here(cancelled, task):
+            if task in self._late:
+                error = _timed_out(self.config.request_timeout_s)
+            elif self._ended_here(cancelled, task):
+                error = _aborted()
+            else:
                 raise
-            error = _aborted()
         except ConnectionError:
             raise  # the client is gone
         except Exception:
@@ -137,12 +140,21 @@ class Relay:
                 raise
             logger.exception("%s: the stream broke here", exchange.request_id)
             error = RouterError(500, "internal_error", "internal error in the router")
+        finally:
+            self._timeouts.discard(task)
+            if task in self._late:
+                self._late.remove(task)
+                task.uncancel()
         if downstream.response is None:
             raise error
         style = ANSWER_KINDS[exchange.plan.kind].error_style
         downstream.push(without_frames(error).sse_event(style))
         self.metrics.broken_streams.labels(error.code).inc()
         return await downstream.finish()
+
+    def _time_out(self, task: asyncio.Task[Any]) -> None:
+        self._late.add(task)
+        task.cancel()
 
     async def _plan(self, kind: RouteKind, request: web.Request, share: BodyShare) -> RequestPlan:
         config, refused = self.config, self.prompts.engines.known().refused
@@ -312,6 +324,11 @@ def _aborted() -> RouterError:
     return RouterError(
         499, "request_aborted", "aborted by /abort_request or by the router's shutdown"
     )
+
+
+def _timed_out(limit_s: float) -> RouterError:
+    message = f"no complete answer within {limit_s:g} s (--request-timeout-secs)"
+    return RouterError(504, "request_timeout", message)
 
 
 def _no_answer(engine: str, role: Leg = "decode") -> LegFailure:
