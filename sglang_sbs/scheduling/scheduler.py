@@ -424,7 +424,8 @@ class Scheduler:
     def _plan(self, again: set[PrefillInstance], now_s: float, out: list[ev.Command]) -> float:
         """Dispatch what can leave, and add its instances to ``again``; return the next time."""
         instances, wake_s = self._members.up_prefill, math.inf
-        unplaced, holds, admits = set[str](), self.policy.holds, self._admission.admits
+        unplaced: set[str] = set()
+        holds, admits = self.policy.holds, self._admission.admits
 
         def admissible(request: Request) -> bool:
             return not holds or (request.rid not in unplaced and admits(request))
