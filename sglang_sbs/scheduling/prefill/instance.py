@@ -17,7 +17,7 @@ from sglang_sbs.scheduling.paging import whole_pages
 from sglang_sbs.scheduling.prefill.completion import NextPass
 from sglang_sbs.scheduling.prefill.forward_model import ForwardModel
 from sglang_sbs.scheduling.prefill.moves import Moves, Stray
-from sglang_sbs.scheduling.prefill.observation import Observation
+from sglang_sbs.scheduling.prefill.observation import NOTHING_SEEN, Observation
 from sglang_sbs.scheduling.prefill.passes import Passes
 from sglang_sbs.scheduling.prefill.ranks import Cached, Ranks
 from sglang_sbs.scheduling.prefill.reports import Reports
@@ -305,11 +305,11 @@ class PrefillInstance:
         self.dropped(rid, rank)
         self._answered()
         if self.source.reports:
-            return Observation()
+            return NOTHING_SEEN
         if self.ranks.has_outstanding:
             self._watch(now_s)
         if ended is None:
-            return Observation()
+            return NOTHING_SEEN
         self.source.on_answer()
         return self._end_presumed(ended, now_s)
 
@@ -337,10 +337,10 @@ class PrefillInstance:
         """Replace assumptions by a rank's report. Old and duplicate messages change nothing.
         ``strays``: requests named by the rank and assumed elsewhere."""
         if not 0 <= report.dp_rank < self.dp_size:
-            return Observation()
+            return NOTHING_SEEN
         taken = self.ranks[report.dp_rank].cursor.take(report, now_s)
         if taken is None:
-            return Observation()
+            return NOTHING_SEEN
         self.source.on_report()
         if taken.restarted:
             self.cached_share = 0.0

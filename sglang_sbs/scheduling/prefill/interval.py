@@ -52,11 +52,12 @@ class NetworkLatency:
     ) -> float:
         """Add samples, if any, and return the estimate. ``requests``: batch size of each sample;
         empty: all were sent alone."""
-        sizes = requests or [1] * len(latencies_s)
-        self._samples.extend(
-            (now_s, min(max(0.0, latency_s), _MOST_S), size)
-            for latency_s, size in zip(latencies_s, sizes, strict=True)
-        )
+        if latencies_s:
+            sizes = requests or [1] * len(latencies_s)
+            self._samples.extend(
+                (now_s, min(max(0.0, latency_s), _MOST_S), size)
+                for latency_s, size in zip(latencies_s, sizes, strict=True)
+            )
         stale = False
         while self._samples and self._samples[0][0] < now_s - _FRESH_S:
             self._samples.popleft()

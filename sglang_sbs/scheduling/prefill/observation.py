@@ -60,6 +60,10 @@ class Observation:
     """Requests now assumed at this rank that were dispatched to another."""
 
 
+NOTHING_SEEN = Observation()
+"""The samples of a report or answer without any; not to be changed."""
+
+
 def observe_launch(
     passes: Passes,
     rank: PrefillRank,
