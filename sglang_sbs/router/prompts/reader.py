@@ -84,7 +84,8 @@ class PromptReader:
             if size >= LONG_BYTES and self.lanes.long_bytes > _MOST_BACKLOG_BYTES:
                 known = known._replace(tokenizes=False)
             prompts = await self.lanes.run(size, self._read_all, plan, known)
-        self.counts.update(prompt.length.counted for prompt in prompts)
+        for prompt in prompts:
+            self.counts[prompt.length.counted] += 1
         return prompts
 
     def _is_quick(self, plan: RequestPlan, format_: BlockFormat | None) -> bool:

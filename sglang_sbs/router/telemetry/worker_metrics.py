@@ -29,7 +29,10 @@ _OF_WORKERS: tuple[tuple[str, str, Callable[[Worker], float]], ...] = (
 
 def model_name(registry: Registry) -> str:
     """Return the name of the model that the workers serve; ``unknown`` until one reports it."""
-    return next((w.info.model_id for w in registry if w.info and w.info.model_id), "unknown")
+    for worker in registry:
+        if worker.info is not None and worker.info.model_id:
+            return worker.info.model_id
+    return "unknown"
 
 
 def engine_requests(report: EndForward) -> int:
