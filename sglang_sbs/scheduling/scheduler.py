@@ -154,7 +154,7 @@ class Scheduler:
         if replan is Replan.NOW or self._timers.plan_s <= now_s:
             self._drive(now_s, out)
         else:
-            self._timers.plan_by(now_s + replan.value, out)
+            self._timers.plan_by(now_s + replan, out)
         if self.prefix.unfinished:
             self._timers.go_on(now_s, out)
         return out
@@ -256,7 +256,7 @@ class Scheduler:
         if request.prefilled and (request.decode is None or not self._makes_room(name)):
             return Replan.NO
         if event.outcome != "completed":
-            if now_s < self._abandoned_s + Replan.ABANDONED.value:
+            if now_s < self._abandoned_s + Replan.ABANDONED:
                 return Replan.ABANDONED
             self._abandoned_s = now_s
         return Replan.NOW

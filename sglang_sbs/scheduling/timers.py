@@ -11,9 +11,9 @@ _GO_ON_S = 0.001
 """Delay of the next part of work that is too long for one turn."""
 
 
-class Replan(Enum):
-    """When to plan after an event. The value is a delay in seconds, and one planning serves all
-    events until then."""
+class Replan(float, Enum):
+    """When to plan after an event: a delay in seconds. One planning serves all events until
+    then."""
 
     NOW = 0.0
     REPEATED = 0.001

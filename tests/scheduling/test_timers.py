@@ -39,5 +39,5 @@ def test_a_wake_up_for_unfinished_work_leaves_the_planning_due() -> None:
 
 def test_an_event_that_starts_nothing_asks_for_no_wake_up() -> None:
     timers, out = Timers(), list[Command]()
-    timers.plan_by(10.0 + Replan.NO.value, out)
+    timers.plan_by(10.0 + Replan.NO, out)
     assert out == []
