@@ -189,8 +189,8 @@ class Doorman:
         """Dense input of all connections of a port."""
         self._waiting: dict[Any, _Wait] = {}
         """Waiting connections by transport, longest waiting first."""
-        self._timers: dict[float, SharedTimer[Any]] = {}
-        """By patience, of which there are a few."""
+        self._kinds: dict[float, _Wait] = {}
+        """The wait of all connections with the same patience."""
 
     def watch(self, transport: asyncio.BaseTransport) -> None:
         self.enter(transport, self._patience_s)
@@ -227,11 +227,12 @@ class Doorman:
     def enter(self, transport: Any, patience_s: float, *, spared: bool = False) -> None:
         while len(self._waiting) >= self._most:
             self._close(next(iter(self._waiting)))
-        timer = self._timers.get(patience_s)
-        if timer is None:
-            timer = self._timers[patience_s] = SharedTimer(patience_s, self._close)
-        timer.add(transport)
-        self._waiting[transport] = _Wait(timer, patience_s, spared)
+        wait = self._kinds.get(patience_s)
+        if wait is None:
+            timer = SharedTimer(patience_s, self._close)
+            wait = self._kinds[patience_s] = _Wait(timer, patience_s)
+        wait.timer.add(transport)
+        self._waiting[transport] = wait._replace(spared=True) if spared else wait
 
     def _close(self, transport: Any) -> bool:
         """Close a connection unless it is closed already or still sending a response. A client that
@@ -252,7 +253,7 @@ class Doorman:
 class _Wait(NamedTuple):
     timer: SharedTimer[Any]
     patience_s: float
-    spared: bool
+    spared: bool = False
 
 
 @dataclass(eq=False, repr=False)
