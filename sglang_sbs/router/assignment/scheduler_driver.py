@@ -112,6 +112,8 @@ class SchedulerPump:
             self.observer(event, commands, now_s)
         if self.trial is not None:
             self.trial(event, commands, now_s)
+        if not commands:  # as after most events
+            return
         for command in self._gangs.labelled(commands):
             if isinstance(command, WakeAt):
                 self._wake_at(command.time_s, now_s)
