@@ -82,6 +82,8 @@ class RequestPlan(msgspec.Struct, frozen=True, gc=False):
     samples: int
     """Units per prompt. A unit is one single request, sent as one pair of legs. Its number is the
     position of its output, or of its first choice, in the merged response."""
+    units: range
+    """All of its units."""
     as_list: bool
     """``/generate`` answers a batch or ``n > 1`` with a list, even if it has one entry."""
     merge_logprobs: bool
@@ -97,10 +99,6 @@ class RequestPlan(msgspec.Struct, frozen=True, gc=False):
     """Session id from the body."""
     priority: int = 0
     """Priority as the client wrote it."""
-
-    @property
-    def units(self) -> range:
-        return range(len(self.prompts) * self.samples)
 
     @property
     def single(self) -> bool:
@@ -186,6 +184,7 @@ def _plan(
         prompts=tuple(prompts),
         common=common,
         samples=samples,
+        units=range(units),
         as_list=as_list,
         merge_logprobs=merge,
         may_ask_cached=kind in _ASKS_CACHED and _ASK_CACHED not in body,
