@@ -54,4 +54,5 @@ def pick_bootstrap_room(
     batch to encode in the room."""
     if gang is not None:
         return gang_room(gang, prefill_dp_size, prefill_rank)
-    return random.randrange(2**63 // prefill_dp_size) * prefill_dp_size + prefill_rank
+    drawn = random.getrandbits(62)
+    return drawn - drawn % prefill_dp_size + prefill_rank
