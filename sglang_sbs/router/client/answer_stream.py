@@ -34,22 +34,25 @@ class Source(Protocol):
 
 
 class Downstream:
+    """Every request has one, so what only a stream needs is set when it is needed."""
+
+    response: web.StreamResponse | None = None
+    """Set once the head is being sent; from then on errors can only be events in the stream."""
+    _transport: asyncio.WriteTransport | None = None
+    _chunked = True
+    _pending_bytes = 0
+    _paused = False
+    _paused_s = 0.0
+    _recheck_s = _RECHECK_S
+    _unsent = _most_unsent = 0
+    _ended = False
+
     def __init__(self, request: web.Request, sources: Mapping[int, Source]) -> None:
         """Create the stream; ``sources`` are paused while the client reads too slowly, and can grow
         later."""
         self._request = request
         self._sources = sources
-        self.response: web.StreamResponse | None = None
-        """Set once the head is being sent; from then on errors can only be events in the stream."""
-        self._chunked = request.version >= HttpVersion11
-        self._transport: asyncio.WriteTransport | None = None
         self._pending: list[bytes | memoryview] = []
-        self._pending_bytes = 0
-        self._paused = False
-        self._paused_s = 0.0
-        self._recheck_s = _RECHECK_S
-        self._unsent = self._most_unsent = 0
-        self._ended = False
 
     def push(self, data: bytes | memoryview) -> None:
         """Send a piece, or keep it until the head is sent. A memoryview (for long data) is not
@@ -114,6 +117,7 @@ class Downstream:
         self.response = response = web.StreamResponse(
             headers={"Content-Type": content_type, **(more or {})}
         )
+        self._chunked = self._request.version >= HttpVersion11
         if self._chunked:
             response.enable_chunked_encoding()
         pending, self._pending = self._pending, []
@@ -166,7 +170,7 @@ async def send(request: web.Request, answer: web.Response) -> web.StreamResponse
     """Send a whole response; a large one in pieces at the client's pace, one per turn.
     Raises: ConnectionResetError, the client is gone, or was too slow and is disconnected."""
     body = answer.body
-    if not isinstance(body, bytes | bytearray) or len(body) <= LARGE_PIECE_BYTES:
+    if not isinstance(body, (bytes, bytearray)) or len(body) <= LARGE_PIECE_BYTES:
         return answer
     response = web.StreamResponse(status=answer.status, headers=answer.headers)
     response.content_length = len(body)
