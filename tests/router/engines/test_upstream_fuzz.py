@@ -27,7 +27,7 @@ class FakeTransport:
         self.reading = True
         self.unsent = 0
 
-    def writelines(self, pieces: Any) -> None: ...
+    def write(self, data: bytes) -> None: ...
     def get_write_buffer_size(self) -> int:
         return self.unsent
 
