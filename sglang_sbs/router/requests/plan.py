@@ -83,7 +83,6 @@ class RequestPlan(msgspec.Struct, frozen=True, gc=False):
     """Units per prompt. A unit is one single request, sent as one pair of legs. Its number is the
     position of its output, or of its first choice, in the merged response."""
     units: range
-    """All of its units."""
     as_list: bool
     """``/generate`` answers a batch or ``n > 1`` with a list, even if it has one entry."""
     merge_logprobs: bool

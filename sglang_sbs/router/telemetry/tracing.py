@@ -72,7 +72,7 @@ class Traces:
             yield span, [*own, *passed.items()]
 
     def on_announced(self) -> AttemptTrace:
-        """Return the record of an attempt, whose parent is the current request's span."""
+        """Begin the record of an attempt under the span of its request."""
         return AttemptTrace(self._context.get_current())
 
     def on_ended(self, attempt: AttemptTrace, command: Dispatch | None, outcome: Outcome) -> None:
