@@ -12,12 +12,12 @@ import gc
 import weakref
 from collections.abc import Iterator
 from contextlib import suppress
-from dataclasses import fields
 from itertools import product
 from typing import Any
 
 import aiohttp
 import pytest
+from msgspec.structs import asdict
 from router_harness import Cluster, cluster, until
 
 from sglang_sbs.router.client.intake import BodyShare
@@ -30,10 +30,8 @@ class _Body(bytearray):
     """One that can be watched."""
 
 
-class _Plan(RequestPlan):
+class _Plan(RequestPlan, frozen=True, weakref=True, gc=True):
     """The same of a plan."""
-
-    __slots__ = ("__weakref__",)
 
 
 Watched = list[Any]
@@ -53,7 +51,7 @@ def watched(monkeypatch: pytest.MonkeyPatch) -> Iterator[Watched]:
 
     def plan(*args: Any) -> RequestPlan:
         made = plan_request(*args)
-        return watch(_Plan(**{field.name: getattr(made, field.name) for field in fields(made)}))
+        return watch(_Plan(**asdict(made)))
 
     _read = BodyShare.read
     monkeypatch.setattr(BodyShare, "read", read)
