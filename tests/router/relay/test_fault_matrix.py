@@ -23,7 +23,6 @@ import orjson
 import pytest
 from router_harness import Cluster, cluster, sse_events, until
 
-from sglang_sbs.router.relay import relay
 from sglang_sbs.scheduling import Scheduler, SchedulerConfig
 from sglang_sbs.scheduling.events import Command, Event, RequestArrived, RequestEnded
 from tools.stand_ins.mock_engine import Behaviour, MockEngine
@@ -130,24 +129,15 @@ def check_ledgers(c: Cluster, books: Books) -> None:
     assert c.server.admission.running == c.server.admission.queued == 0
 
 
-class Patience:
-    """The relay's ``asyncio``: the time limit of its last request ends when a test says so.
+def end_patience(c: Cluster) -> None:
+    """End the time limit of the last request now.
 
     How long it takes to write 16 MiB to two engines is the machine's business.
     """
-
-    def __init__(self) -> None:
-        self._limits: list[asyncio.Timeout] = []
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(asyncio, name)
-
-    def timeout(self, limit_s: float) -> asyncio.Timeout:
-        self._limits.append(asyncio.timeout(limit_s))
-        return self._limits[-1]
-
-    def end(self) -> None:
-        self._limits[-1].reschedule(asyncio.get_running_loop().time())
+    timeouts = c.server.relay._timeouts
+    last = [*timeouts._due_s][-1]
+    timeouts.discard(last)
+    timeouts._expired(last)
 
 
 @dataclass
@@ -159,7 +149,6 @@ class Scene:
     twins: list[MockEngine]
     others: list[MockEngine]
     """The engines of the other leg."""
-    patience: Patience
 
     def worker_failures(self, engine: MockEngine) -> int:
         worker = self.c.server.registry.get(engine.url)
@@ -202,10 +191,7 @@ async def scene(
         for engine in others:
             engine.gate.close()
         try:
-            with pytest.MonkeyPatch.context() as patch:
-                patient = Patience()
-                patch.setattr(relay, "asyncio", patient)
-                yield Scene(c, books, failing, twins, others, patient)
+            yield Scene(c, books, failing, twins, others)
         finally:
             if blocker is not None:
                 blocker.close()
@@ -248,7 +234,7 @@ async def strike(s: Scene, fault: Fault) -> None:
     await until(lambda: sum(len(engine.requests) for engine in s.others) == 2)
     if fault.behaviour.fault == "unread":
         await until(lambda: s.failing.unread == 1)
-        s.patience.end()
+        end_patience(s.c)
     else:
         await s.failing.gate.arrived(1)
     s.failing.gate.open()
