@@ -53,7 +53,7 @@ class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True):
     priority_step_s: float = 5.0
     """Adaptive trigger: least waiting time that a level of priority outweighs."""
     refuse_missed_slo: bool = False
-    """Refuse a request whose SLO for the first token cannot be met now."""
+    """Refuse a request on arrival if the cluster can no longer meet its SLO for the first token."""
     tenant_weights: dict[str, float] = {}
     """Shares of the passes by tenant; all others have 1."""
     prefix_index_blocks: int = 2_000_000

@@ -69,8 +69,8 @@ class EventLogWriter:
 def read_event_log(
     path: Path, on_torn: Callable[[int], None] = lambda _bytes: None
 ) -> Iterator[LogRecord]:
-    """Yield the records of a log without an incomplete last one, whose size is passed to
-    ``on_torn``. Raises: ValueError, not an event log, or an incompatible version."""
+    """Yield the complete records of a log. If the last one is cut off, ``on_torn`` is called with
+    its size in bytes. Raises: ValueError, not an event log, or an incompatible version."""
     decoder = msgspec.msgpack.Decoder(LogRecord)
     with path.open("rb") as file:
         if file.read(len(MAGIC)) != MAGIC:

@@ -69,7 +69,8 @@ class RequestArrived(_Message, frozen=True):
     ttft_slo_s: float | None = None
     """Client's limit on the time to its first token."""
     tenant: Annotated[str, msgspec.Meta(max_length=MAX_TENANT_CHARS)] = ""
-    """Tenant whose weighted share the request uses; empty: the common one."""
+    """Tenant that the request is charged to; empty: the one shared by all requests without a
+    tenant."""
 
 
 class PrefillDone(_Message, frozen=True):

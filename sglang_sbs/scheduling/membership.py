@@ -31,7 +31,7 @@ class Membership:
         self.down_s: dict[InstanceId, float] = {}
         """Time since when each instance has been down."""
         self.drained: set[InstanceId] = set()
-        """Those of them that are drained but work."""
+        """Instances that are down only because they are drained; their engines still work."""
         self.up_prefill: list[PrefillInstance] = []
         self.up_decode: list[DecodeInstance] = []
         self.decode_targets: list[tuple[DecodeInstance, int]] = []

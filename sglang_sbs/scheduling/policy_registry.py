@@ -27,7 +27,7 @@ _NAME = re.compile(r"[a-z][a-z0-9_]{0,63}")
 
 
 class PolicyError(ValueError):
-    """A policy is unusable; the message tells its author why."""
+    """A policy is unusable. The message gives the reason, for the policy's author."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -126,7 +126,7 @@ def _look() -> None:
         try:
             for spec in load():
                 if spec.unheard is not None and spec.unheard not in _specs:
-                    raise PolicyError(f"unheard={spec.unheard!r} is no policy that is here already")
+                    raise PolicyError(f"unheard={spec.unheard!r} is not a policy loaded before")
                 register(spec)
         except Exception as error:  # third-party code
             _broken[name] = f"{type(error).__name__}: {error}"

@@ -234,7 +234,7 @@ class Scheduler:
             return Replan.NOW
         seen = instance.on_prefilled(request.rid, request.prefill[1], now_s)
         self._learn(seen, now_s, instance)
-        # An answer is no news about an instance that reports its passes.
+        # An instance that reports its passes has reported the end of this one already.
         return Replan.REPEATED if instance.tier == "endforward" else Replan.NOW
 
     def _on_ended(self, event: ev.RequestEnded, now_s: float) -> Replan:

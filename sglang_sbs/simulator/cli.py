@@ -29,9 +29,9 @@ policies:  {", ".join(sweep.POLICY_CONFIGS)}
 The first lines are the answer, as of `simulate paper-3k --loads 0.7,1.0 --policies sbs,eta`:
   sbs has 0.84x (0.83 to 0.86) the mean TTFT of eta at load 0.7 and 0.49x (0.48 to 0.50) that of
   eta at load 1.
-TTFT is the time to first token, the interval is of 95 %. Where sbs gains nothing or loses, the
-lines say that too. The tables below have every policy: mean / p99 TTFT, how full chunks are,
-active DP ranks per pass. The defaults take about a minute; Ctrl-C shows what there is so far.
+TTFT is the time to first token; parentheses have the 95 % interval. The lines also show where sbs
+gains nothing or loses. The tables below have every policy: mean / p99 TTFT, how full chunks are,
+active DP ranks per pass. The defaults take about a minute; Ctrl-C shows the results so far.
 
 examples:
   sglang-sbs simulate paper-3k --loads 0.4,0.6,0.8,1.0 --seeds 3 --plot ttft.png
@@ -71,9 +71,9 @@ _FLAGS = (
 
 def build_parser() -> argparse.ArgumentParser:
     what = (
-        "What SBS gains on a workload, before you have a cluster: simulates prefill and decode\n"
-        "instances that the router's own scheduler drives, under several policies and loads. Load\n"
-        "1.0 is the scenario's nominal rate. Numbers in parentheses are defaults."
+        "Shows the gain of SBS on a workload before you have a cluster: simulates prefill and\n"
+        "decode instances that the router's own scheduler drives, under several policies and\n"
+        "loads. Load 1.0 is the scenario's nominal rate. Numbers in parentheses are defaults."
     )
     parser = common.command("", what, _EXAMPLE, "SCENARIO [options]")
     parser.add_argument("scenario", nargs="?", help="what to simulate (see below)")
@@ -181,8 +181,8 @@ def _replay(path: Path) -> int:
         return 2
     if result.torn_bytes:
         print(
-            f"{path} is torn: its last {result.torn_bytes} bytes are no whole record and are left "
-            "out, as when a router was killed",
+            f"{path} is cut off: its last {result.torn_bytes} bytes are not a whole record, as "
+            "after a router was killed, and are left out",
             file=sys.stderr,
         )
     if not result.events:

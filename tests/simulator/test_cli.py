@@ -244,7 +244,7 @@ def test_a_plot_is_a_picture_or_a_self_contained_page(tmp_path, more):
         (["paper-3k", "--duration", "5"], "longer than the warm-up"),
         (["paper-3k", "--plot", "x.pdf"], "must end in .png, .svg, .html"),
         (["trace:/absent.jsonl"], "no such file"),
-        (["paper-3k", "--short-pool", "3"], "--short-pool 3: long prompts need one of 3, too"),
+        (["paper-3k", "--short-pool", "3"], "--short-pool 3: leave one of 3 to long prompts"),
         (["paper-3k", "--pools", "2"], "--pools 2: 3 instances cannot be divided so"),
         (["paper-3k", "--pools", "3", "--short-pool", "1"], "leave --short-pool, --deflect"),
         (["agentic", "--pools", "3"], "agentic is a closed loop"),
@@ -412,7 +412,7 @@ def test_an_interrupt_gives_what_there_is(monkeypatch, tmp_path, capsys):
     assert len(json.loads(rows.read_text())) == 3 and page.exists()
     out, err = capsys.readouterr()
     assert out.startswith("sbs ") and "at load 0.2" in out.splitlines()[0]
-    assert "interrupted after 3 of 4 runs; this is what there is" in err
+    assert "interrupted after 3 of 4 runs; the results so far follow" in err
 
 
 def test_an_interrupted_plan_says_nothing_of_what_it_did_not_simulate(monkeypatch, capsys):
@@ -422,7 +422,7 @@ def test_an_interrupted_plan_says_nothing_of_what_it_did_not_simulate(monkeypatc
     out, err = capsys.readouterr()
     assert "At 171 QPS (now) sbs needs more than 2 prefill instances" in out
     assert "; eta more than 1." in out
-    assert "interrupted after 3 of 6 runs; this is what there is" in err
+    assert "interrupted after 3 of 6 runs; the results so far follow" in err
 
 
 def test_an_interrupt_is_one_line(monkeypatch, capsys):

@@ -56,16 +56,16 @@ def test_a_log_without_events_reproduces_nothing(configured, tmp_path, capsys):
 
 
 @pytest.mark.parametrize("cut", [1, 5])
-def test_a_torn_log_is_reproduced_as_far_as_it_goes_and_called_torn(cut, log, capsys):
+def test_a_torn_log_is_reproduced_as_far_as_it_goes_and_called_cut_off(cut, log, capsys):
     whole = log.read_bytes()
     log.write_bytes(whole[:-cut])
     assert main(["--replay", str(log)]) == 0
     captured = capsys.readouterr()
     assert "1 events" in captured.out
-    assert "router.events is torn: its last" in captured.err
+    assert "router.events is cut off: its last" in captured.err
     log.write_bytes(whole + b"\0\0")
     assert main(["--replay", str(log)]) == 0
-    assert "is torn: its last 2 bytes" in capsys.readouterr().err
+    assert "is cut off: its last 2 bytes" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -1,14 +1,15 @@
-"""Requests that left a decode DP rank: matches the ends seen by the router to the counts in the
-rank's reports. Each request is subtracted from the last report exactly once, until a report comes
-without it. It is not subtracted if a report without it came first."""
+"""Matches the ends of requests that the router sees to the request counts in a decode DP rank's
+reports. An ended request is subtracted from the last report until a report comes without it. It is
+not subtracted if such a report came before the end."""
 
 from __future__ import annotations
 
 from collections import deque
 
 _FORGET_S = 2.0
-"""Longest time to wait for the other side. What stays unmatched is not the router's (another
-router's request, a health check) or is not freed soon; then the report alone counts."""
+"""Longest time to match an end with a drop in the count, or a drop with an end. Afterwards the
+report alone counts: the request came from elsewhere (another router, a health check), or the engine
+frees its KV late."""
 _MOST = 1024
 """Larger differences are ignored: they cannot come from requests that ended."""
 

@@ -26,8 +26,9 @@ from sglang_sbs.wire import EndForward
 
 _ENDED_FIRST = 64
 _LOST_S = 5.0
-"""A request dispatched longer ago is in the report even if its id was never echoed: the message
-with the id was lost, and a first message cannot tell how many were lost before it."""
+"""A request dispatched longer ago than this counts as accepted, even if no report contained its id.
+The report with the id was lost, and the first report received does not show how many were lost
+before it."""
 
 
 @dataclass(slots=True)
@@ -187,12 +188,12 @@ class DecodeInstance:
     def may_park(self, tokens: int) -> None:
         """Allow each rank this many KV tokens beyond its room, if it allocates late.
 
-        With ``--disaggregation-decode-allocation-policy prefill_complete`` prefill computes without
-        room in decode and keeps the KV until there is some (SGLang,
-        ``can_prefill_before_bootstrap``), so what one pass of all prefill instances computes may
-        leave before there is room: ``tokens`` is a rank's share of that. What leaves earlier would
-        wait in prefill's KV cache, bound to one decode rank. How many requests a rank may run does
-        not change."""
+        With ``--disaggregation-decode-allocation-policy prefill_complete``, prefill computes a
+        request before decode has room and keeps its KV until then (SGLang,
+        ``can_prefill_before_bootstrap``). So the requests of one pass of all prefill instances may
+        leave before decode has room; ``tokens`` is one rank's share of their tokens. Requests sent
+        even earlier would wait in prefill's KV cache, bound to one decode rank. The limit on
+        running requests stays as it is."""
         tokens = tokens if self._allocates_late else 0
         if tokens != self._parked_tokens:
             self._parked_tokens = tokens

@@ -188,8 +188,8 @@ def hit_requests(request: Request, hit_tokens: int) -> float:
 
 
 def iqr_lexicographic(k: float) -> DecodeRuleFunction:
-    """Algorithm 3: mask ranks whose K is an outlier, then take the smallest ⟨B, K⟩. K excludes the
-    cached part of the prompt."""
+    """Algorithm 3: mask ranks with an outlying K, then take the smallest ⟨B, K⟩. Two ranks of equal
+    B are compared by K less the part of the prompt that they have cached."""
 
     def choose(request: Request, board: DecodeBoard, fits: Fits) -> int | None:
         threshold = outlier_threshold(board.kv_sorted, k)
@@ -211,16 +211,18 @@ def iqr_lexicographic(k: float) -> DecodeRuleFunction:
 
 
 def potential(request: Request, board: DecodeBoard, fits: Fits) -> int | None:
-    """The rank where the potential grows least: sum of exp(2 (B - mean)) + w exp(K - mean).
+    """Return the rank where the potential grows least: the sum over all ranks of exp(2 (B - mean))
+    + w exp(K - mean), with B and K both in requests (:data:`TOKENS_PER_REQUEST`).
 
-    All in requests (:data:`TOKENS_PER_REQUEST`). It is a smooth maximum: a decode step takes as
-    long as the largest B and the largest K make it, so what counts is who is ahead, by what a step
-    pays for it, in either dimension. Unlike the IQR mask it keeps every rank in play, and unlike
-    the order by B and then K it gives a rank whose K is far below the others more than its share of
-    requests.
+    The potential is a smooth maximum. The largest B and the largest K determine how long a decode
+    step takes, so the ranks that are ahead in either dimension dominate the sum. Two differences to
+    Algorithm 3 follow:
 
-    Where a part of the prompt is in the rank's prefix cache, K grows by the rest only, and the
-    transfer that this spares counts as requests less in both (:func:`hit_requests`).
+    - No rank is masked.
+    - A rank with a K far below the others gets more than its share of requests.
+
+    If the rank has a part of the prompt in its prefix cache, K grows by the rest only. The transfer
+    saved is subtracted from B and K as a number of requests (:func:`hit_requests`).
     """
     mean_b, mean_k = board.means()
     per_token = 1 / TOKENS_PER_REQUEST

@@ -51,7 +51,7 @@ class Why(msgspec.Struct, frozen=True, omit_defaults=True):
     prompt_tokens: int
     arrived_s: float
     waits: list[Waited]
-    """What the request waited for, in chronological order."""
+    """Reasons for its waits, in chronological order."""
     batches: int = 0
     """Number of batches dispatched while it waited."""
     decided_s: float | None = None

@@ -64,8 +64,8 @@ class Story(msgspec.Struct, omit_defaults=True):
 def with_attempts(
     name: str, known: Story | None, attempts: Callable[[Sequence[str]], list[AttemptStory]]
 ) -> Story | None:
-    """Add the scheduler's attempts. ``known``: the front end's record of the request; None: there
-    is none, so ``name`` can only be a rid."""
+    """Add the scheduler's attempts. ``known``: the front end's record of the request; None: it has
+    no record, so ``name`` can only be a rid."""
     if known is None:
         found = attempts([name])
         return Story(attempts=found) if found else None

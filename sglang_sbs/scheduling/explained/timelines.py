@@ -111,7 +111,7 @@ class _Computing(msgspec.Struct):
     """Id of its first pass."""
     left_tokens: int
     cut: bool = False
-    """That pass does not contain all of it, whatever length was reported."""
+    """The prompt goes on after its first pass, even if its reported length fits in that pass."""
     last_end_s: float | None = None
 
 

@@ -1,8 +1,10 @@
-"""Which of several idle instances gets the next request. Must not know what is cached there.
+"""Chooses which of several idle instances gets the next request. Must not know what is cached
+there.
 
-Equal instances never have exactly equal predictions: each learns the cost of its passes from its
-own passes, and an instance that gets no request learns nothing. So all requests of a quiet cluster
-would go to one instance: the first, or the one whose prediction is too good.
+Equal instances never have exactly equal predictions, because each one's are fitted to its own
+passes. An instance without requests gets no passes, so its prediction stays as it is. Without turns
+all requests of a quiet cluster would go to one instance: the first one, or the one with the most
+optimistic prediction.
 """
 
 from __future__ import annotations

@@ -20,7 +20,8 @@ from sglang_sbs.scheduling.request import Request
 Place = tuple[PrefillInstance, int]
 """A DP rank."""
 Worker = list[PrefillInstance]
-"""What a gateway chooses among: an instance, or without a barrier the instances of its ranks."""
+"""One of the workers that a gateway chooses from: an instance, or without a barrier the instances
+of its ranks."""
 
 
 def workers_of(instances: Instances) -> list[Worker]:
@@ -227,7 +228,7 @@ SPECS = (
         make=lambda _: LeastTokens(),
         summary="At once, to the DP rank with the fewest unfinished prompt tokens.",
         choose_when="Where engines cannot have the plugin. It takes the place of sbs and eta where "
-        "nothing is heard of engines.",
+        "no engine reports.",
         trade_offs="It does not know when a pass ends, so a request may just miss one.",
     ),
     PolicySpec(
@@ -239,6 +240,6 @@ SPECS = (
         choose_when="Where requests must never wait in the router: the strongest policy of that "
         "kind, and the one to compare sbs with.",
         needs="EndForward of the plugin; without it least_tokens takes its place.",
-        trade_offs="What is sent cannot be placed anew when something better comes up.",
+        trade_offs="A request that was sent cannot move when a better place comes up.",
     ),
 )

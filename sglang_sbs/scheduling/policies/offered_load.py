@@ -1,5 +1,5 @@
-"""How much arrives, and what share of the time of all instances it takes. Must not know what
-waits."""
+"""Measures the rate at which uncached tokens arrive, and the share of all instances' time that they
+take. Must not know which requests wait."""
 
 from __future__ import annotations
 
@@ -31,7 +31,8 @@ class OfferedLoad:
         the previous one."""
         self._number_of: dict[PrefillInstance, int] = {}
         self._learned: set[PrefillInstance] = set()
-        """Instances whose speed has to be worked out again."""
+        """Instances with a changed forward model; their speed is computed anew at the next
+        :meth:`measure`."""
         self._speeds: list[float] = []
         """Tokens per second of each instance."""
         self._pass_times_s: list[tuple[float, float]] = []
@@ -63,7 +64,7 @@ class OfferedLoad:
         if self._is_limited:
             self.capacity_tokens = sum(i.ranks.capacity_of(self.mean_tokens) for i in instances)
         if self._learned:
-            # What fits into a limited pass follows the present mean length.
+            # The capacity of a pass with a request limit depends on the mean length of requests.
             self._work_out(instances if self._is_limited else self._learned)
         self.load = min(TUNING.most_load, self.token_rate / self._tokens_per_s)
         idle_share = 1 - self.load
@@ -94,9 +95,9 @@ class OfferedLoad:
         return min(TUNING.most_load, self.load + waiting * (1 - self.load))
 
     def leaving_s(self, waiting: int, serial_s: float) -> float:
-        """How much longer than a single request a batch of ``waiting`` requests is on its way, with
-        those that arrive meanwhile; at most a pass of them. ``serial_s``: what each further request
-        adds to L_net."""
+        """Return the dispatch latency of a batch of all ``waiting`` requests beyond that of a
+        single one. The batch includes requests that arrive while it is sent, up to one full pass.
+        ``serial_s``: dispatch latency that each further request adds."""
         coming = min(TUNING.most_load, self.request_rate * serial_s)
         most = self.capacity_tokens / len(self._pass_times_s) / self.mean_tokens
         return serial_s * max(0.0, min(waiting / (1 - coming), most) - 1)

@@ -33,7 +33,7 @@ class Placement(NamedTuple):
 
 @dataclass(slots=True)
 class Plan:
-    """What to dispatch now, and when to plan again if nothing happens before."""
+    """The requests to dispatch now, and the time to plan again if no event comes before."""
 
     placements: list[Placement] = field(default_factory=list)
     reason: str = ""
@@ -43,12 +43,12 @@ class Plan:
     spends: PrefillInstance | None = None
     """Its EndForward is spent on this plan, whether or not it gets a request."""
     batch: BatchRecord | None = None
-    """What was known at the decision, for explanations."""
+    """State of the cluster at the decision, for explanations."""
 
 
 @dataclass(frozen=True, slots=True)
 class PolicyContext:
-    """What a policy is made with, and may keep."""
+    """Arguments for the creation of a policy, which may keep all of them."""
 
     config: SchedulerConfig
     """Flags. Draws at random are seeded with ``config.seed``, so that runs can be repeated."""
@@ -65,20 +65,20 @@ class PrefillPolicy(ABC):
     holds: bool
     """Whether requests may wait in the scheduler. If not, decode admission does not hold either."""
     explains = False
-    """Whether each plan says why (:attr:`Plan.batch`)."""
+    """Whether each plan records its reasons in :attr:`Plan.batch`."""
     fills_the_way = False
-    """Whether no instance is idle while the way to the instances takes a pass or more."""
+    """Whether it keeps every instance busy if the dispatch latency is a pass or more."""
     literal_interval = False
-    """Whether the mean forward time is Algorithm 1's to the letter (``IntervalController``)."""
+    """Whether the mean forward time is exactly Algorithm 1's (``IntervalController``)."""
     opening = Opening.AT_ONCE
-    """Why its batches leave when they do, where it does not say so of each."""
+    """Explanation of when its batches leave, for plans without one of their own."""
 
     def key_of(self, request: Request) -> float:
-        """The place of a request in the queue, smallest first. Asked once, on arrival."""
+        """Return the request's sort key in the queue, smallest first. Called once, on arrival."""
         return request.arrived_s
 
     def on_topology_change(self, instances: Instances) -> None:  # noqa: B027
-        """Take in which prefill instances are up now."""
+        """``instances``: the prefill instances that are up now."""
 
     def on_dispatched(self, now_s: float) -> None:  # noqa: B027
         """A batch of the last plan has left."""
@@ -90,16 +90,16 @@ class PrefillPolicy(ABC):
         """The forward model of the instance has changed."""
 
     def explain(self, wanted: bool) -> None:
-        """Whether each plan says why (:attr:`Plan.batch`)."""
+        """Switch the recording of reasons (:attr:`Plan.batch`) on or off."""
         self.explains = wanted
 
     def note_waiting(self, request: Request, now_s: float) -> None:  # noqa: B027
-        """Note what a request waits for that has just arrived and was not placed."""
+        """Record what a request that has just arrived and was not placed waits for."""
 
     def explained(self, plan: Plan, instances: int, waiting: int, now_s: float) -> BatchRecord:
-        """What is known of a batch of which the policy said nothing itself: where it goes."""
+        """Return a record of a plan that has none of its own: the batch's destination only."""
         instance = plan.placements[0].instance
-        # How long the pass takes that it is about to launch is worked out when somebody asks.
+        # The length of the pass about to be launched is computed only when a reader asks for it.
         waits = instance.launching and not instance.ranks.takes_nothing
         at_s = instance.launches_s(0.0) if waits else instance.free_at_s(now_s, 0.0)
         looks = (look_at(instance, max(now_s, at_s), waits=waits),)
@@ -109,5 +109,5 @@ class PrefillPolicy(ABC):
     def plan(
         self, queue: RequestQueue, instances: Instances, admissible: Admissible, now_s: float
     ) -> Plan:
-        """One decision. Called again until it places nothing; neither ``queue`` nor ``instances``
-        is ever empty."""
+        """Decide once. Called again until it places nothing. ``queue`` and ``instances`` have at
+        least one element each."""

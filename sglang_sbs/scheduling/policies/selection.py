@@ -45,13 +45,13 @@ for _spec in (SBS, *immediate.SPECS, *gateways.SPECS):
 
 
 class Policies:
-    """The policies of one scheduler, made when they are first wanted. A policy that is switched
-    away from is kept with what it learned, so an A/B in turns starts none of them anew."""
+    """The policies of one scheduler, each created on first use. A policy that is switched off keeps
+    all it has learned, so a trial of two policies in turns starts neither of them anew."""
 
     def __init__(self, interval: IntervalController, *, explains: bool) -> None:
-        """``explains``: whether somebody wants to know why requests go where they do."""
+        """``explains``: whether policies record the reasons for their decisions."""
         self.offered = OfferedLoad()
-        """The arrival rate; to be told of every arrival."""
+        """The arrival rate; the scheduler must record every arrival in it."""
         self._interval = interval
         self._explains = explains
         self._made: dict[Policy, tuple[PrefillPolicy, rules.DecodeRuleFunction]] = {}

@@ -1,6 +1,6 @@
-"""Every number of the default policy: :data:`TUNING`. The modules of the policy have no number but
-0, 1 and 2. What half and twice of the measured ones does: docs/lab/constants.md, whose tables a
-test compares with :class:`Measured` and :class:`Memories`."""
+"""Every number of the default policy: :data:`TUNING`. The policy's other modules contain only the
+numbers 0, 1 and 2. docs/lab/constants.md has the effect of half and twice of each measured one; a
+test compares its tables with :class:`Measured` and :class:`Memories`."""
 
 from __future__ import annotations
 
@@ -12,20 +12,21 @@ class Measured:
     """Constants that were chosen by measurement."""
 
     ageing: float = 5.0
-    """What waiting counts against length. In the order of the queue a chunk is worth this many
-    batches of waiting. With prompts of several chunks about, the completion of a request that has
-    waited as long as it takes counts this much more than the delay of others. Without it long
-    prompts give way to short ones for too long."""
+    """Weight of waiting against length; without it long prompts give way to short ones for too
+    long. In the order of the queue, a chunk of length counts as this many batches of waiting. If
+    prompts of several chunks wait, a request that has waited as long as it takes to compute has
+    this weight on its own completion, compared to the delay of others."""
     slack: float = 0.77
-    """How much of a prediction about the cluster is relied on. Starts are not spaced if this share
-    of the queue is more than arrives between two of them. A batch leaves early if this share is
-    more than earlier passes take. Of the requests that will arrive during a pass, this share counts
-    as delayed by whatever makes the pass longer."""
+    """Share of a prediction about the cluster that is relied on. Starts are not spaced if this
+    share of the queue is more than arrives between two of them. A batch leaves early if this share
+    of the queue is more than earlier passes take. Of the requests expected to arrive during a pass,
+    this share counts as delayed if the pass becomes longer."""
     arriving_share: float = 0.6
-    """How much of what is expected to arrive until a later pass starts counts as its load now."""
+    """Share of the requests expected before a later pass starts that counts as its load now."""
     worth: float = 0.95
-    """A division of few requests replaces that of a fluid if it costs less than this share of it.
-    Pass times are not known better than that, and a request that is left for later is the tail."""
+    """A division request by request replaces the division of a fluid if it costs less than this
+    share of it. Pass times are not known more precisely, and the request left for a later pass
+    lengthens the tail."""
     rate_passes: float = 10.0
     """Time constant of the arrival rate, in passes, as it predicts what arrives in one."""
     chunk_weight: float = 0.4
@@ -71,8 +72,8 @@ class Tuning(Memories):
     """A batch is formed of the requests found so far when this many were left for other instances.
     """
     most_joining: int = 64
-    """With more requests waiting none joins a batch on its way: they were left for later passes on
-    purpose."""
+    """No request joins a batch on its way while more requests than this wait: those that wait were
+    left for later passes on purpose."""
     most_hold_passes: float = 5.0
     """Longest hold, in mean pass times; ``--sbs-max-hold-ms`` applies if that is longer. Passes of
     large chunks take seconds."""
@@ -83,8 +84,8 @@ class Tuning(Memories):
     """Up to this many requests every division is tried. Each is a placement, and more requests in a
     pass are as good as a fluid."""
     most_filled: float = 1.5
-    """An instance whose next pass is filled gets no batch for the one after it if it already has
-    this many passes: it is nearer to two than to one."""
+    """An instance with this many passes of work gets no batch for the pass after its next one: that
+    pass is already half full."""
 
     # Prompts of several chunks.
     most_planned: int = 128
@@ -135,16 +136,17 @@ class Tuning(Memories):
 
     # The load (``offered_load``) and idle instances (``idle_turns``).
     least_window_s: float = 3.0
-    """Shortest window of the arrival rate, which takes a few requests to tell."""
+    """Shortest window of the arrival rate, so that it contains a few requests."""
     least_pass_s: float = 1e-3
     """Shortest pass: a fit may find that passes have no fixed time at all."""
     most_load: float = 0.95
     """More may arrive than can be computed. Spacing and lead need a share below 1."""
     few_passes: int = 10
-    """Passes of an instance until its predictions say that it is slower than others."""
+    """Number of passes of an instance from which its predictions may show that it is slower than
+    others; before, it counts as equal."""
     torn_most_share: float = 0.25
-    """Where this share of a batch is left behind, nothing is won by letting an instance fall idle.
-    """
+    """If idle instances leave this share of a batch behind, starts are not spaced: an instance that
+    falls idle would gain nothing."""
 
     # Comparing floats.
     epsilon_s: float = 1e-9

@@ -34,7 +34,8 @@ others."""
 _GROSS_FOR_DEFAULT = 10.0
 """The same for the very first pass, which can only be compared with T_default."""
 _AGREE = 2.0
-"""Exception: several passes are no outliers if one fit explains all passes this well."""
+"""Exception: several slow passes are not outliers if one fit predicts every pass within this
+factor."""
 _OUTLIER = 4.0
 """A residual is clipped at this many smoothed absolute errors. The error itself grows by the
 clipped residuals."""

@@ -48,7 +48,8 @@ class Moves:
 
     def __init__(self) -> None:
         self._owed: dict[str, int] = {}
-        """Moved requests whose acceptance by this DP rank was not received; oldest first."""
+        """DP rank that each moved request left before its acceptance there was received, by request
+        id; oldest first."""
 
     def follow(
         self, ranks: Sequence[PrefillRank], index: int, strays: Sequence[Stray]

@@ -77,9 +77,9 @@ class PrefillRank:
     """Free tokens of its KV pool as last reported; None: unknown."""
     idle: bool = True
     last_forward_id: int = -1
-    """Newest pass whose end the rank reported."""
+    """Id of the newest pass that the rank reported as ended."""
     launched_id: int = -1
-    """Newest pass whose launch is included in the rank's last report."""
+    """Id of the newest pass launched before the rank's last report."""
     presumed_passes: dict[int, int] = field(default_factory=dict)
     """Tokens of this rank in passes after ``launched_id``, by forward id, ascending."""
 
@@ -184,8 +184,8 @@ class PrefillRank:
         return of_pass and report.forward_id + MOST_PASSES < self.launched_id
 
     def on_reported_id(self, launched_id: int) -> None:
-        """Revert presumptions before applying a report whose state includes passes up to
-        ``launched_id``."""
+        """Revert presumptions, because a report that includes passes up to ``launched_id`` is about
+        to be applied."""
         if self.presumed:
             self.flight.put_back(self.presumed)
             self.presumed.clear()

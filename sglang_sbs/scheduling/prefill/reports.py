@@ -239,12 +239,14 @@ class Reports:
 def within_limits(report: EndForward, most_tokens: int, dp_size: int) -> EndForward:
     """Clamp a report to what a pass can hold; ``most_tokens`` is the limit of one rank in one pass.
     A vector without ``dp_size`` entries is dropped."""
-    told = report.extend_tokens, report.inflight_passes, report.tokens_per_rank
-    extend_tokens, passes = min(told[0], most_tokens), min(told[1], MOST_PASSES)
-    vector = told[2] if told[2] is not None and len(told[2]) == dp_size else None
+    extend_tokens = min(report.extend_tokens, most_tokens)
+    passes, vector = min(report.inflight_passes, MOST_PASSES), report.tokens_per_rank
+    if vector is not None and len(vector) != dp_size:
+        vector = None
     if vector is not None:
         vector = [min(tokens, most_tokens) for tokens in vector]
-    if (extend_tokens, passes, vector) == told:
+    reported = report.extend_tokens, report.inflight_passes, report.tokens_per_rank
+    if (extend_tokens, passes, vector) == reported:
         return report
     return msgspec.structs.replace(
         report, extend_tokens=extend_tokens, inflight_passes=passes, tokens_per_rank=vector

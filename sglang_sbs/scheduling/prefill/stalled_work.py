@@ -1,7 +1,7 @@
 """Detects work at a prefill DP rank that no forward pass takes.
 
-A rank whose KV pool is full, whose KV transfers do not end, or which is paused looks free, because
-nothing runs there. SGLang cannot form a batch (``NO_TOKEN`` in ``schedule_policy.py``; sglang
+A rank looks free, because nothing runs there, if its KV pool is full, if its KV transfers do not
+end, or if it is paused. SGLang cannot form a batch (``NO_TOKEN`` in ``schedule_policy.py``; sglang
 #38478), and new requests only lengthen its queue."""
 
 from __future__ import annotations

@@ -23,8 +23,8 @@ _NEW = 4.0
 _MOST_BUSY_S = 60.0
 """Limit on the predicted duration of a pass."""
 _LAST = 9
-"""Number of last passes whose median is the usual time, so that a single long one does not
-count."""
+"""The instance's usual forward time is the median of this many last passes, so that a single long
+one does not count."""
 
 
 class Watchdog:

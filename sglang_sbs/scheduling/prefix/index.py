@@ -2,29 +2,32 @@
 
 How it works
 ------------
-A block is named after its tokens and all before them (SGLang's KV events do that), so a prompt is a
-list of names, and what a rank has of it are the leading ones it holds. The table maps a name to a
-bit mask of ranks. A cache drops leaves before their parents, so the ranks that hold the k-th block
-hold all before it, and where each of them ends is found by halving: a prompt of a thousand blocks
-takes some ten steps for each different depth.
+The name of a block depends on its tokens and on all tokens before them (as in SGLang's KV events).
+So a prompt is a list of names, and a rank's hit is the leading names that the rank holds. The table
+maps a name to a bit mask of ranks. A cache drops leaves before their parents, so the ranks that
+hold the k-th block hold all blocks before it. A binary search finds how deep each rank's hit is: a
+prompt of a thousand blocks takes some ten steps for each different depth.
 
-What a rank holds comes from
+There are three sources for the blocks that a rank holds:
 
-- its KV events, which are the truth a moment later (``prefix_source`` "events");
-- requests that were sent there: their blocks are claimed from the predicted end of their pass on,
-  as later ones will find them. With events the claim lapses soon after prefill, when the events
-  must have said it; without ("approximate") it is all there is: it lapses after a time, the oldest
-  go when the rank's KV capacity is used up, and an answer that reports fewer cached tokens than
-  were claimed corrects that capacity, or clears the rank if nothing of it was there;
-- storage that several instances share (``--hicache-storage-backend``), so that a hit there is the
-  same for every rank. Nobody publishes what it holds (0.5.23 names a medium ``EXTERNAL`` for it and
-  sends none), so it is taken to hold what any rank of these instances ever published, until its
-  table is full. If it drops blocks sooner, the engine's answer says what was found.
+- Its KV events (``prefix_source`` "events"), which arrive a moment late.
+- Requests that were sent there. Their blocks are claimed from the predicted end of their pass on,
+  because later requests will find them.
 
-Claims are entered and taken back in order, and a long one some blocks at a time: the rest follows
-with the next calls of :meth:`PrefixIndex.advance`, while there are any in ``claiming``. A rank that
-lost everything (restart, flush) gets another bit, and the old one is swept out of the table some
-entries at a time.
+  - With KV events, a claim lapses soon after prefill: by then the events must have arrived.
+  - Without ("approximate"), claims are the only source. A claim lapses after a time, and the oldest
+    claims lapse when the rank's KV capacity is used up. If an answer reports fewer cached tokens
+    than claimed, that capacity is lowered; if it reports none, the rank is cleared.
+
+- Storage that several instances share (``--hicache-storage-backend``), where every rank has the
+  same hit. No event reports its contents: SGLang 0.5.23 defines a medium ``EXTERNAL`` for it and
+  never sends it. So it is assumed to hold all blocks that a rank of these instances ever published,
+  until its table is full. If it drops blocks sooner, the engine's answer shows the smaller hit.
+
+Claims are entered and withdrawn in order. A long claim is entered some blocks at a time by calls of
+:meth:`PrefixIndex.advance`, which are due while ``claiming`` is not empty. A rank that lost
+everything (restart, flush) gets another bit. The old bit is swept out of the table some entries at
+a time.
 """
 
 from __future__ import annotations
@@ -55,7 +58,7 @@ from sglang_sbs.scheduling.prefix.tables import (
 )
 
 CONFIRMED_S = 2.0
-"""With KV events: time after prefill for which a claim is kept without being published."""
+"""Time after prefill until unpublished claims lapse, for ranks with KV events."""
 APPROXIMATE_TTL_S = 600.0
 _SAME_CLAIM_S = 1.0
 """Without KV events blocks are claimed at the predicted end of their pass, and again at prefill's
@@ -123,7 +126,8 @@ class PrefixIndex:
         capacity_tokens: int = 0,
         shares_storage: bool = False,
     ) -> None:
-        """Add or update an instance. One whose shape changed starts empty."""
+        """Add or update an instance. It starts empty if its source, its block size or its number of
+        ranks changed."""
         place = self._places.get(instance)
         if place is None or place.shape != (source, block_tokens, dp_size):
             self.gone(instance)
@@ -295,7 +299,7 @@ class PrefixIndex:
                 del self._watched[block]
 
     def take_appeared(self) -> list[str]:
-        """Return the requests whose watched blocks have appeared since the last call."""
+        """Return the requests that watch a block which has appeared since the last call."""
         appeared, self._appeared = self._appeared, []
         return appeared
 
@@ -315,7 +319,7 @@ class PrefixIndex:
         if self._retired or self._sweeping:
             self._sweep()
 
-    # What is held -------------------------------------------------------------------------
+    # Blocks held --------------------------------------------------------------------------
 
     def _with_shared(
         self, by_instance: dict[InstanceId, list[int]], best: int, depth: int, block_tokens: int
@@ -352,8 +356,8 @@ class PrefixIndex:
     def _published(
         self, instance: InstanceId, rank: int, blocks: Sequence[int], tier: CacheTier
     ) -> CachedRank | None:
-        """Return the rank that published these blocks, whose claims on them are thereby settled;
-        None if its events must be ignored."""
+        """Settle a rank's claims on the blocks that it published, and return the rank; None if its
+        events must be ignored."""
         held = self._rank(instance, rank)
         if held is None or held.place.source != "events":
             return None

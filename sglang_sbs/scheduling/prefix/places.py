@@ -23,7 +23,7 @@ class Hits(NamedTuple):
     by_instance: dict[InstanceId, list[int]]
     """Tokens per DP rank; instances without any are omitted."""
     best_tokens: int
-    to_fetch: dict[InstanceId, list[int]] = {}  # noqa: RUF012 - nobody changes it
+    to_fetch: dict[InstanceId, list[int]] = {}  # noqa: RUF012 - never changed
     """Part of these tokens that the rank must first load from shared storage."""
 
 
@@ -47,7 +47,7 @@ class Place:
 
     @property
     def shape(self) -> tuple[PrefixSource, int, int]:
-        """Properties whose change empties the instance."""
+        """Source, page size and number of ranks; a change of any of them empties the instance."""
         return self.source, self.page_tokens, len(self.ranks)
 
     def takes(self, block_tokens: int) -> bool:
@@ -75,7 +75,7 @@ class CachedRank:
 
 @dataclass(slots=True)
 class SentPrefix:
-    """A dispatched request whose prefill is not done."""
+    """A dispatched request until its prefill is done."""
 
     place: Place
     rank: int

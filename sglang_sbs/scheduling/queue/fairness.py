@@ -1,15 +1,15 @@
 """Shares the passes among tenants: weighted deficit round robin over the order of the queue.
 
-A tenant's deficit is kept as what it was served: tokens over its weight. That number divided by the
-quantum is the round the tenant is in. Tenants of an earlier round go first; within a round the one
-whose next request is most urgent does. So a request that exceeds the quantum is paid for in later
-rounds, as in deficit round robin (Shreedhar and Varghese, 1995), and two tenants that both wait are
+A tenant's service is the number of tokens it was served over its weight. Its service divided by the
+quantum is the tenant's round. Tenants of an earlier round go first; within a round, the tenant with
+the most urgent next request does. So a request that exceeds the quantum is paid for in later
+rounds, as in deficit round robin (Shreedhar and Varghese, 1995). Two tenants that both wait are
 never further apart than a quantum and their largest request.
 
-A tenant that had nothing waiting starts where the others are now (as in start-time fair queueing),
-so nobody saves up turns. When nothing waits at all, everything is forgotten.
+A tenant that had no waiting request starts at the round of the others (as in start-time fair
+queueing), so turns cannot be saved up. When the queue is empty, all service is forgotten.
 
-Tenants are names that strangers send: at most :data:`MOST_TENANTS` are told apart.
+Clients choose the names of tenants, so at most :data:`MOST_TENANTS` are distinguished.
 """
 
 from __future__ import annotations

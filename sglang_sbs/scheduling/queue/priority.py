@@ -25,8 +25,8 @@ STEP_PASSES = 5.0
 """Least value of a priority level in mean forward times. With passes of seconds the configured step
 would have no effect."""
 DIFFERENT_STEPS = 0.5
-"""Requests whose shifts differ by more than this many steps differ in urgency. With one SLO for all
-they do not."""
+"""Two requests differ in urgency if their shifts in the queue differ by more than this many steps.
+Requests with the same SLO and priority do not."""
 REMEMBERED_S = 30.0
 """Requests count as different in urgency for this long after the last that differed."""
 

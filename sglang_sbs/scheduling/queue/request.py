@@ -205,7 +205,7 @@ class RequestQueue:
         return self._deadlines[0][0] if self._deadlines else math.inf
 
     def expired(self, now_s: float) -> list[Request]:
-        """Remove and return the requests whose deadline has passed."""
+        """Remove and return the requests past their deadline."""
         ends = bisect_left(self._deadlines, (now_s, math.inf))
         over = [request for _, _, request in self._deadlines[:ends]]
         for request in over:

@@ -1,15 +1,15 @@
-"""Announced prompt lengths, corrected by the counts of engines. Must not depend on who announced
-them.
+"""Corrects announced prompt lengths by the counts of engines. Must not depend on the client that
+announced a length.
 
-Lengths without a count may all be wrong in the same direction. If they are twice too high, DP ranks
-look full that are half empty. Prefill engines report the true length of each request that a rank
-takes in (EndForward, ``accepted``) or answers. Announced lengths are scaled by the ratio of both,
-learned apart for counted and for estimated lengths. Where engines count what was announced, the
-ratio is exactly one.
+Estimated lengths may all be wrong in the same direction. If they are twice too high, DP ranks that
+are half empty look full. Prefill engines report the true length of each request that a rank accepts
+(EndForward, ``accepted``) or answers. Announced lengths are scaled by the ratio of true tokens to
+announced tokens, learned separately for counted and for estimated lengths. The ratio is exactly 1
+if engines count what was announced.
 
-Reports come from strangers, and one odd client sends odd prompts. So a ratio is the geometric mean
-over requests, each of the same weight whatever its length, and the median over engines: one engine
-that counts wrongly changes no length of a request that others may get.
+Any host can send a report, and a single client may send unusual prompts. So each engine's ratio is
+the geometric mean over its requests, in which a long request weighs no more than a short one. The
+ratio in use is the median over engines: one engine that counts wrongly does not change it.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class _Ratio:
     heard_s: float = 0.0
     log: float = 0.0
     counts: bool = False
-    """It has seen enough requests."""
+    """The engine has counted enough requests (:data:`_LEAST`)."""
 
 
 class _Ratios:
@@ -56,7 +56,7 @@ class _Ratios:
         self._due_s = math.inf
         """No engine is forgotten before this time."""
 
-    def learn(self, engine: InstanceId, told: int, counted: int, now_s: float) -> None:
+    def learn(self, engine: InstanceId, announced: int, counted: int, now_s: float) -> None:
         self._forget(now_s)
         ratio = self._engines.pop(engine, None)
         if ratio is None:
@@ -64,7 +64,8 @@ class _Ratios:
             self._due_s = min(self._due_s, now_s + _FORGET_S)
         elif ratio.counts:
             del self._logs[bisect_left(self._logs, ratio.log)]
-        sample = 0.0 if counted == told else math.log(min(max(counted / told, 1 / _MOST), _MOST))
+        limited = min(max(counted / announced, 1 / _MOST), _MOST)
+        sample = 0.0 if counted == announced else math.log(limited)
         ratio.heard_s = now_s
         ratio.logs = _KEEP * ratio.logs + sample
         ratio.requests = _KEEP * ratio.requests + 1
@@ -75,7 +76,7 @@ class _Ratios:
             insort(self._logs, ratio.log)
 
     def value(self, now_s: float) -> float:
-        """The median of the engines; of two in the middle the one nearer to 1."""
+        """Return the median ratio of the engines; of two in the middle, the one nearer to 1."""
         self._forget(now_s)
         count = len(self._logs)
         if not count:

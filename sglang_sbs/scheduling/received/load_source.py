@@ -1,12 +1,13 @@
-"""Where the load of an instance or rank is known from: messages and silence in, a source out.
+"""Chooses the source for the load of an instance or rank, from the messages received and their
+absence.
 
-The sources, weakest first, and what they say of a load:
+The sources, weakest first, and the load that each one stands for:
 
-``none``        nothing received yet, or nothing lately: own dispatches that have not ended
-``interval``    became silent, and is served at fixed intervals (paper section 4.1.2)
-``http``        answers to requests, which end the passes presumed in between
+``none``        no message yet, or none lately: own dispatches that have not ended
+``interval``    the instance became silent and is served at fixed intervals (paper section 4.1.2)
+``http``        answers to requests; each ends the passes presumed until then
 ``load_poll``   ``/v1/loads``, beside own dispatches
-``endforward``  the engine's reports, corrected by own dispatches since
+``endforward``  the engine's reports, plus own dispatches since the last one
 """
 
 from __future__ import annotations

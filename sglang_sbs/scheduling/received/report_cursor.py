@@ -24,7 +24,7 @@ class Taken(NamedTuple):
     restarted: bool
     """The engine restarted: everything at the rank is lost."""
     lost_requests: int
-    """Number of accepted requests whose ids were in messages that did not arrive (yet)."""
+    """Number of accepted requests with an id in a message that did not arrive (yet)."""
 
 
 class ReportCursor:
@@ -47,8 +47,8 @@ class ReportCursor:
         return None if self.reported_s is None else now_s - self.reported_s
 
     def take(self, report: EndForward, now_s: float) -> Taken | None:
-        """Advance to this message; return None if it is rejected (outdated, of a former boot, too
-        far ahead)."""
+        """Advance to this message. Return None to reject it: it is outdated, too far ahead, or of a
+        former boot."""
         restarted = False
         silent = self.reported_s is None or now_s - self.reported_s >= RESUME_S
         if report.boot_id != self.boot_id:

@@ -1,11 +1,14 @@
-"""Other arrangements of the same instances, so that it can be said what an operator gains by which.
+"""Simulates other arrangements of the same instances, to compare the gain of each for an operator.
+Every policy runs in every arrangement.
 
-``--short-pool N``: that many instances take short prompts only and the others long ones.
-``--pools N``: so many pools of equal instances behind a load balancer, which is no part of SBS: it
-sees requests come and go, and neither ranks nor queues. How to go on beyond what one scheduler can
-carry, as each pool has its own. ``--deflect-tokens N``: decode instances compute prompts of at most
-N tokens beside their own steps (prefill deflection, arXiv 2607.02043; SGLang's cannot). Any policy
-runs in either.
+``--short-pool N``: N instances take short prompts only, and the others long ones.
+
+``--pools N``: N pools of equal instances, each with a scheduler of its own. Use it for clusters too
+large for one scheduler. The load balancer before them is not part of SBS: it sees requests come and
+go, but neither ranks nor queues.
+
+``--deflect-tokens N``: decode instances compute prompts of at most N tokens beside their own steps
+(prefill deflection, arXiv 2607.02043). SGLang's decode instances cannot do this.
 """
 
 from __future__ import annotations
@@ -37,8 +40,8 @@ def simulate_arranged(
     *,
     drain_s: float,
 ) -> Outcome:
-    """Run :func:`simulate` in the arrangement that ``spec`` asks for. Pools are not available for a
-    closed loop, whose lengths are unknown in advance."""
+    """Run :func:`simulate` in the arrangement that ``spec`` asks for. A closed loop cannot be
+    divided into pools, because its lengths are unknown in advance."""
     if spec.short_pool or spec.pools:
         assert isinstance(arrivals, Sequence)
         if spec.short_pool:

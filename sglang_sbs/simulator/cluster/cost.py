@@ -1,6 +1,7 @@
-"""How long a simulated prefill pass takes. The named ones agree on balanced passes and differ in
-who pays for imbalance; all fit Table 1 of arXiv 2512.16134 (DeepSeek-V3 on H800) read per prefill
-instance. A file has one fitted to a real engine's EndForward reports."""
+"""Cost models: how long a simulated prefill pass takes. All of :data:`COSTS` agree on balanced
+passes, and differ in what an imbalance between DP ranks costs. They fit Table 1 of arXiv 2512.16134
+(DeepSeek-V3 on H800), read per prefill instance. A file may contain a model fitted to a real
+engine's EndForward reports."""
 
 from __future__ import annotations
 
@@ -12,7 +13,7 @@ import msgspec
 
 
 class CostError(ValueError):
-    """A cost file or log is unusable; the message says what to change."""
+    """A cost file or log is unusable; the message names the change to make."""
 
 
 class PassCost(msgspec.Struct, frozen=True, kw_only=True):

@@ -1,30 +1,33 @@
 """A simulated SGLang prefill instance with DP attention: chunked prefill behind a barrier.
 
-Its owner says when: it calls :meth:`SimulatedPrefill.step` where SGLang begins an iteration of its
-event loop, and :meth:`SimulatedPrefill.finish` where a pass ends.
+Its owner has the clock: it calls :meth:`SimulatedPrefill.step` where SGLang begins an iteration of
+its event loop, and :meth:`SimulatedPrefill.finish` where a pass ends.
 
-What it reproduces of SGLang 0.5.23 (``disaggregation/prefill.py``, ``schedule_policy.py``):
+It reproduces these parts of SGLang 0.5.23 (``disaggregation/prefill.py``, ``schedule_policy.py``):
 
 - Requests are ingested only at the start of an iteration; an idle instance launches on the first
   request it sees. A request is schedulable once its handshake with decode is done.
-- Each rank fills its chunk first come first served, each request charged in whole pages, and cuts
-  the last one that does not fit; the rest of it goes first in the next pass (one chunked request
-  per rank). All ranks pass the barrier together. With ``--prefill-max-requests`` a rank takes no
-  more requests than that into a pass, the rest of a cut one counted.
+- Each rank fills its chunk first come first served, and each request is charged in whole pages. The
+  last request that does not fit is cut, and its rest goes first in the next pass (one chunked
+  request per rank). All ranks pass the barrier together. ``--prefill-max-requests`` limits the
+  requests of a rank in a pass; the rest of a cut one counts as one.
 - With prefill CUDA graphs a pass takes the time of the padded one (``padded``).
 - Overlap (``event_loop_overlap_disagg_prefill``): an iteration forms a batch, hands it to the
-  device, and then waits for the pass *before* it. So with something left over at the launch of a
-  pass, the next one is queued behind it at once, whatever little that is, and runs without a gap;
-  what arrives later has to wait for the one after. With nothing left over, the loop waits for the
-  pass to end and launches what has come by then after a gap.
+  device, and then waits for the pass *before* it. If any request is left over at the launch of a
+  pass, the next pass is queued behind it at once, however small, and runs without a gap; requests
+  that arrive later have to wait for the pass after it. If none is left over, the loop waits for the
+  pass to end. Then it launches the requests that have arrived by that time, after a gap.
 - Without overlap (``event_loop_normal_disagg_prefill``) an iteration waits for its own pass.
 - With a radix cache (``kv_cache``) a request is matched when it is first put into a batch
-  (``init_next_round_input``), and only what it does not find is computed. Its blocks are there for
-  others from the forming of the next batch on while it is cut, and from the end of the pass that
-  completes it (``checkpoint_kv_cache``): requests of one pass with a new prefix in common compute
-  it each, as the default policy ``fcfs`` does not look (``lpm`` would hold all but one of them
-  back). One that finds no room for its whole prompt waits, and those behind it too. What waits is
-  reported as whole prompts, which is what ``fcfs`` knows of it.
+  (``init_next_round_input``), and only the rest is computed.
+
+  - The computed blocks of a cut request are available to others once the next batch is formed, and
+    those of its last part once that pass ends (``checkpoint_kv_cache``). So requests of one pass
+    with a new prefix in common all compute it. The default policy ``fcfs`` does not look for such
+    requests; ``lpm`` would hold all but one of them back.
+  - A request without room for its whole prompt waits, and so do the requests behind it.
+  - Waiting requests are reported with their whole prompts, because ``fcfs`` does not match them
+    before.
 """
 
 from __future__ import annotations
@@ -53,7 +56,7 @@ _MOST_FETCHES = 3
 
 @dataclass(slots=True, eq=False)
 class SimulatedRequest(RankPrompt):
-    """``context_tokens``: tokens whose KV exists after the passes in progress."""
+    """``context_tokens``: tokens that have KV after the passes in progress."""
 
     rank: int = 0
     blocks: Blocks = ()
@@ -70,7 +73,7 @@ class SimulatedRequest(RankPrompt):
     fetched_tokens: int = 0
     fetches: int = 0
     sent_tokens: int = 0
-    """Tokens whose KV has been handed to the transfer, or is in decode."""
+    """Tokens handed to the KV transfer, or already in decode."""
 
     @property
     def prompt_tokens(self) -> int:
@@ -93,7 +96,7 @@ class DevicePass:
     requests: list[int]
     """Requests per rank."""
     completed: list[SimulatedRequest]
-    """Requests whose prompts end in it."""
+    """Requests completed by this pass: it computes the end of their prompts."""
     cached_tokens: list[int]
     """Cached tokens per rank of the requests first scheduled in it."""
     parts: Parts
@@ -134,7 +137,7 @@ class SimulatedPrefill:
     """Random numbers for ``pass_jitter``."""
     boot_id: str = ""
     caches: Sequence[BlockCache] = ()
-    """One cache per rank; empty for an engine without a radix cache, whose KV is unlimited."""
+    """One cache per rank; empty for an engine without a radix cache, which has unlimited KV."""
     lone_rank: tuple[int, int] | None = None
     """Rank and DP size in its messages, if it is one rank of an instance without a barrier."""
 
@@ -144,12 +147,12 @@ class SimulatedPrefill:
         caches = self.caches or [BlockCache(sys.maxsize, 1) for _ in range(shape.dp_size)]
         self.ranks = [SimulatedRank(cache) for cache in caches]
         self.device: deque[DevicePass] = deque()
-        """At most two passes with overlap, one without; the first one runs."""
+        """Passes on the device: at most two with overlap, one without. The first one runs."""
         self.asleep = True
         """The loop sleeps until a request comes."""
         self._inbox: list[SimulatedRequest] = []
         self._early: set[str] = set()
-        """Requests whose handshake ended before the rank read them from its socket."""
+        """Requests with a handshake that ended before the rank read them from its socket."""
         self._last_launched = False
         self._forward_id = 0
         self._free_s = -math.inf
@@ -194,8 +197,9 @@ class SimulatedPrefill:
         return launched, messages
 
     def waits_for(self, launched: DevicePass | None) -> DevicePass | None:
-        """Run the second half of the iteration: return the pass whose end starts the next
-        iteration. None: it starts at once if something was launched; otherwise the loop sleeps."""
+        """Run the second half of the iteration: return the pass that the loop waits for before the
+        next iteration. None: the next one starts at once if a pass was launched; otherwise the loop
+        sleeps."""
         wait = self._last_launched or (launched is not None and not self.spec.overlap)
         self._last_launched = launched is not None and self.spec.overlap
         self.asleep = launched is None and not wait

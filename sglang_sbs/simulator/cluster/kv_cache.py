@@ -1,18 +1,18 @@
 """The caches of one DP rank, block by block, as SGLang 0.5.23 keeps them.
 
-SGLang (``mem_cache/radix_cache.py``) keeps a tree. A block's name stands for everything before it,
-too, so a map of names is enough here, and leaf-first LRU needs no tree either: whoever unlocks a
-path does so from its end, so no block is ever evicted before the blocks that follow it.
+SGLang (``mem_cache/radix_cache.py``) keeps a tree. Here a map of block names is enough, because a
+block's name depends on all blocks before it. Leaf-first LRU needs no tree either: a path is
+unlocked from its end, so a block is never evicted before the blocks that follow it.
 
-A request takes room for its whole prompt when it is first scheduled (SGLang's admission asks for as
-much), locks what it found, turns the room into blocks as they are computed, and gives it all back
-when its KV has been sent; what it computed stays until somebody needs the room.
+When a request is first scheduled, it locks the blocks it found, and reserves room for its whole
+prompt (as SGLang's admission requires). Computed blocks take the place of the room. When its KV has
+been sent, the request releases all of it; its blocks stay until other requests need the room.
 
-Below the device, as HiCache with write-through: what a rank computes is copied at once to host
-memory of its own, and to storage that all ranks share. Host memory keeps the blocks used last; what
-is found there is loaded while its pass runs. What only storage has is fetched first, from when the
-rank takes the request in, which cannot be scheduled until then (``prefetch_from_storage`` in
-``mem_cache/unified_radix_cache.py``).
+Below the device are two tiers, as in HiCache with write-through. Computed blocks are copied at once
+to the rank's host memory, and to storage that all ranks share. Host memory keeps the blocks used
+last, and loads them while the pass that needs them runs. Blocks that only storage has are fetched
+from the time when the rank accepts the request, which cannot be scheduled before they have arrived
+(``prefetch_from_storage`` in ``mem_cache/unified_radix_cache.py``).
 """
 
 from __future__ import annotations
@@ -79,7 +79,8 @@ class BlockCache:
         return self._end_of(self, blocks, 0, prompt_tokens)
 
     def _limit(self, blocks: Blocks, prompt_tokens: int) -> int:
-        """At most (L - 1) // block can be found, because the last token must be computed."""
+        """Return the most blocks that a prompt can find. The last token must be computed, so that
+        is (L - 1) // block."""
         return min(len(blocks), (prompt_tokens - 1) // self.block_tokens)
 
     def _end_of(self, tier: Container[int], blocks: Blocks, start: int, prompt_tokens: int) -> int:

@@ -32,7 +32,7 @@ class Decides(Protocol):
     """Places requests: a :class:`Scheduler`, or a recording of one."""
 
     def handle(self, event: events.Event, now_s: float) -> list[events.Command]:
-        """As :meth:`Scheduler.handle`."""
+        """Apply an event and return commands (see :meth:`Scheduler.handle`)."""
 
 
 def simulate(
@@ -45,10 +45,10 @@ def simulate(
 ) -> Outcome:
     """Run arrivals through the scheduler on the simulated cluster.
 
-    ``arrivals``: in time order; ``(time_s, prompt_tokens)`` is enough where nothing is shared; or
-    who sends them, each after an answer. ``observe``: called after every event, for invariants.
-    ``drain_s``: simulated time after the last arrival before it gives up on what is unfinished.
-    Raises: ValueError, a prompt that no rank has KV for."""
+    ``arrivals``: requests in time order, as ``(time_s, prompt_tokens)`` if no prefixes are shared;
+    or a closed loop, which sends each request after an answer. ``observe``: called after every
+    event, for invariants. ``drain_s``: simulated time after the last arrival at which unfinished
+    requests are given up. Raises: ValueError, a prompt is longer than any rank's KV."""
     loop = None if isinstance(arrivals, Sequence) else arrivals
     first = arrivals if isinstance(arrivals, Sequence) else arrivals.first
     longest = max((arrival[1] for arrival in first), default=0)

@@ -13,10 +13,11 @@ from sglang_sbs.scheduling.events import PrefixSource
 from sglang_sbs.simulator.cluster.cost import PassCost
 
 KV_CAPACITY_TOKENS = 500_000
-"""Of a DeepSeek-V3 prefill rank on H800, calculated: 32 GPUs per instance, attention TP 4 x DP 8,
-EP 32 (the paper's). Of 80 GB, SGLang keeps 0.8 for weights and KV (``mem_fraction_static``). The
-weights take 28 GB of it (FP8: a 32nd of 288 experts per layer 23 GB, a quarter of the rest), a
-token of MLA's KV 61 layers x 576 x 2 bytes = 70272, on each of the four GPUs."""
+"""KV capacity of a DeepSeek-V3 prefill rank on H800, calculated for the paper's instances of 32
+GPUs: attention TP 4 x DP 8, EP 32. SGLang keeps 0.8 of 80 GB for weights and KV
+(``mem_fraction_static``). The weights take 28 GB of it in FP8: 23 GB for a 32nd of 288 experts per
+layer, and a quarter of all other weights. A token of MLA's KV takes 61 layers x 576 x 2 bytes =
+70272 bytes on each of the rank's four GPUs."""
 Action = Literal["up", "drain", "down"]
 """``up``: the instance joins, comes back from a drain, or starts anew after a death (InstanceUp).
 ``drain``: no new requests, those it has run to their end (InstanceDown, as for a worker that is
@@ -197,8 +198,8 @@ class ClusterSpec(msgspec.Struct, frozen=True, kw_only=True):
     """This many instances take only short prompts, and the others long ones (:mod:`.arrangements`).
     0: all take all."""
     pools: int = 0
-    """This many pools of equally many instances, each with its own scheduler; decode is divided as
-    well. 0: one scheduler, whose CPU time is not measured."""
+    """Number of pools, with equally many instances and a scheduler each; decode is divided as well.
+    0: one scheduler, and its CPU time is not measured."""
     pool_balance: PoolBalance = "least"
     deflect_tokens: int = 0
     """Decode computes prompts of at most this many tokens as well, as the last instance. 0:

@@ -76,4 +76,4 @@ def _cell(text: str) -> str:
 
 
 def policies_table(names: Iterable[str]) -> ResultTable:
-    return ResultTable("what the policies do", ["policy", ""], list(map(list, words_of(names))))
+    return ResultTable("policies", ["policy", ""], list(map(list, words_of(names))))

@@ -36,16 +36,17 @@ _SPREAD = ("max_qps_least", "max_qps_most")
 
 _EPILOG = """\
 The rate is the workload's own: a trace's mean rate, 171 QPS for paper-3k (57 per instance of the
-paper's three), unless --qps says otherwise. A trace is replayed at other rates by compressing its
-time, so its bursts stay what they are. Each seed is another window of --duration seconds of it;
-which one it is matters in a trace with bursts. So the tables show the mean over seeds, and after it
+paper's three), unless --qps is given. A trace is replayed at other rates by compressing its time,
+so its bursts remain. Each seed is another window of --duration seconds of the trace, and in a trace
+with bursts the result depends on the window. So the tables show the mean over seeds, and after it
 the least and the most. The rows of --json have them as max_qps_least and max_qps_most.
 
 The first lines are the answer, one for each rate, for example:
   At 171 QPS (now) sbs needs 3 prefill instances with chunk 3072 for a mean TTFT of 0.8 s; eta 3,
   random_rank more than 4.
-It searches the highest rate within the SLO for each policy, count and chunk, about nine runs each:
-minutes with the defaults. It says how long beforehand; Ctrl-C shows what there is so far.
+The command searches the highest rate within the SLO for each policy, count and chunk, about nine
+runs each. That takes minutes with the defaults. It prints the expected time first; Ctrl-C shows the
+results so far.
 
 examples:
   sglang-sbs simulate plan --trace requests.jsonl --slo-ttft 2 --prefill 1..4 --growth 2,4
@@ -59,13 +60,13 @@ _FLAGS = (
     Flag("--prefill", "", common.instance_counts, [2, 3, 4, 5, 6],
         "prefill instances to try (2..6)", "N..M"),
     Flag("--qps", "", common.positive_number, None, "the rate to plan for (its own)"),
-    Flag("--growth", "", common.numbers, [2.0], "plan for these multiples of it, too (2)"),
+    Flag("--growth", "", common.numbers, [2.0], "plan for these multiples of the rate as well (2)"),
 )
 # fmt: on
 
 
 def build_parser() -> argparse.ArgumentParser:
-    what = "How many prefill instances and what chunk a workload needs under each policy."
+    what = "Find how many prefill instances a workload needs under each policy, and which chunk."
     usage = "(--trace FILE | --scenario NAME) --slo-ttft S [options]"
     parser = common.command("plan", what, _EPILOG, usage)
     workload = parser.add_mutually_exclusive_group(required=True)

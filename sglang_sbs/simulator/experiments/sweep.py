@@ -35,7 +35,7 @@ _REQUEST_S, _CACHED_REQUEST_S = 2.2e-4, 8e-4
 """CPU time per simulated request, without and with prefix caches (2.5 GHz, 2026)."""
 _AGENT_TURN_S = 20.0
 LOOP_DRAIN_S = 600.0
-"""Drain time for agents, whose answers are long."""
+"""Drain time for agents. It is long because their answers are."""
 NO_FLOW_CONTROL: dict[str, Any] = {
     "n_limit": 1_000_000,
     "default_timeout_s": 1e9,
@@ -253,11 +253,13 @@ def loop_summary(outcome: Outcome, scenario: Scenario, job: Job) -> Row:
 def cache_summary(outcome: Outcome, scenario: Scenario) -> Row:
     """Prompt tokens of the requests that arrived after the warm-up and were prefilled.
 
-    ``computed_tokens``: what was not found in the cache of the rank. ``recomputed_tokens``: those
-    of them in full blocks that some rank of the cluster had computed before. ``hit_rate``: found,
-    as a share of all. ``optimal_tokens``: what one clairvoyant cache with the capacity of all ranks
-    would leave to compute (:mod:`sglang_sbs.simulator.workloads.optimum`), warmed up by the same
-    arrivals. ``full_chunk_load``: what was computed, as a share of what full chunks would be.
+    - ``computed_tokens``: tokens not found in the cache of the rank.
+    - ``recomputed_tokens``: computed tokens in full blocks that some rank of the cluster had
+      computed before.
+    - ``hit_rate``: share of the prompt tokens that was found in the cache.
+    - ``optimal_tokens``: tokens left to compute by one clairvoyant cache with the capacity of all
+      ranks (:mod:`sglang_sbs.simulator.workloads.optimum`), warmed up by the same arrivals.
+    - ``full_chunk_load``: computed tokens as a share of the tokens of full chunks in that time.
     """
     spec = scenario.spec
     room = spec.cluster_kv_tokens
@@ -299,8 +301,8 @@ def refuse_idle_flags(
 ) -> None:
     """End the program with code 2 if one of ``flags`` has no effect here."""
     holding = [policy for policy in policies if Scheduler(scheduler_config(policy)).policy.holds]
-    what = Simulated(policies, holding, READS_CACHES, scenario.spec.block_tokens > 0)
-    refuse_without_effect(args, flags, what, parser)
+    simulated = Simulated(policies, holding, READS_CACHES, scenario.spec.block_tokens > 0)
+    refuse_without_effect(args, flags, simulated, parser)
 
 
 class EmptyWindowError(ValueError):

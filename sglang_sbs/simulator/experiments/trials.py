@@ -1,8 +1,8 @@
 """``sglang-sbs simulate trial``: how often a trial is right, and after how many slots.
 
-The router's own trial (:mod:`sglang_sbs.trial`) runs on simulated clusters, where the truth is
-known: a policy against itself, whose answers in the baseline's slots are observed later by a given
-share."""
+The router's own trial (:mod:`sglang_sbs.trial`) runs on simulated clusters, where the true
+difference is known. A policy is compared with itself, and the answers in the baseline's slots are
+observed later by a given share."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ _FLAGS = (
 
 
 def build_parser() -> argparse.ArgumentParser:
-    what = "How often is the verdict of a trial right, and after how many slots?"
+    what = "Show how often the verdict of a trial is right, and after how many slots."
     parser = common.command("trial", what, _EPILOG)
     common.add_all(parser, _FLAGS)
     common.add_runs(parser, default_seeds=None, seeds_help=argparse.SUPPRESS)

@@ -95,19 +95,19 @@ _CLUSTER = (
         f"({NETWORK['dispatch_jitter']:g})", "SIGMA"),
     Flag("--gang-gate-ms", "gang_gate_s", not_negative, 1e3 * NETWORK["gang_gate_s"],
         "how long engines wait for the rest of a batch, as with the plugin; 0: they start with "
-        f"what is there ({1e3 * NETWORK['gang_gate_s']:g})", "MS", 1e3),
+        f"the requests present ({1e3 * NETWORK['gang_gate_s']:g})", "MS", 1e3),
     Flag("--jitter", "pass_jitter", not_negative, 0.0,
         "lognormal sigma of pass times, 0.15: about -/+ 15 %% (0)"),
     Flag("--first-pass-s", "first_pass_s", not_negative, 0.0,
-        "what the first pass of each engine takes on top: compiling, graph capture (0)", "S"),
+        "extra time of each engine's first pass, for compiling and graph capture (0)", "S"),
     Flag("--gap-ms", "launch_gap_s", not_negative, 0.0,
         "engine work between a pass and the next (0)", per=1e3),
     Flag("--rank-pause-ms", "rank_pause_s", not_negative, 0.0,
         "mean of an exponential pause of each DP rank between two passes, on top of --gap-ms; the "
         "barrier waits for the longest (0)", "MS", 1e3),
     Flag("--intake-ms", "intake_s", not_negative, 0.0,
-        "what the intake that all instances share spends on each request, one after the other: a "
-        "host short of CPU (0)", "MS", 1e3),
+        "time per request of an intake that all instances share, one request after the other, as "
+        "on a host short of CPU (0)", "MS", 1e3),
     Flag("--intake-until", "intake_until_s", positive_number, inf,
         "second from which --intake-ms applies no longer (never)", "S"),
 )
@@ -115,13 +115,14 @@ _DECODE = (
     Flag("--no-barrier", "", bool, False,
         "DP ranks make passes of their own, as under DWDP; an idle rank costs nothing"),
     Flag("--decode-kv-tokens", "decode_kv_capacity_tokens", _tokens, 0,
-        "KV capacity of each of the 32 decode ranks; policies that hold requests keep back what "
-        "does not fit, with the others it waits in the engine (0: unbounded)", "TOKENS"),
+        "KV capacity of each of the 32 decode ranks; requests that do not fit wait in the router "
+        "under policies that hold requests, and in the engine under the others (0: unbounded)",
+        "TOKENS"),
     Flag("--decode-running", "decode_max_running_requests", _tokens, 0,
         "most running requests per decode rank (0: unbounded)", "REQUESTS"),
     Flag("--decode-cache", "decode_cache", spec.DECODE_CACHES, "off",
-        "whether decode ranks keep the KV of requests that ended, and the scheduler sees that: "
-        "what they have is not sent again. Needs prefix caches (off)"),
+        "seen, unseen: decode ranks keep the KV of requests that ended, so that it is not sent "
+        "again, and the scheduler knows of it or not. Needs prefix caches (off)"),
     Flag("--transfer-us", "transfer_token_s", not_negative, 0.0,
         "KV transfer of a token from a prefill rank to decode in microseconds; 2.8: DeepSeek-V3 "
         "at 25 GB/s (0)", "US", 1e6),
@@ -138,24 +139,24 @@ _CACHES = (
     Flag("--storage", "", argparse.BooleanOptionalAction, None,
         "storage below host memory, which all ranks share (with host memory)"),
     Flag("--block-tokens", "", _tokens, 0,
-        "give the paper's scenarios prefix caches with blocks of this size, too; their prompts "
-        "share nothing (0: no caches)", "TOKENS"),
+        "give prefix caches with blocks of this size to the paper's scenarios as well; their "
+        "prompts share no prefixes (0: no caches)", "TOKENS"),
     Flag("--prefix-source", "prefix_source", get_args(PrefixSource), "events",
-        "how sbs and sbs_paper know what a rank has cached: its KV events, what they sent there, "
-        "or not at all (events)"),
+        "source of each rank's cached prefixes for sbs and sbs_paper: its KV events, the prompts "
+        "sent there, or none (events)"),
     Flag("--load-counts", "load_counts", LOAD_COUNTS, "prompt",
-        "what load 1.0 is: full chunks of all prompt tokens, or the most that can be served if "
-        "nothing is computed twice and all ranks are equally busy (prompt)"),
+        "meaning of load 1.0. prompt: full chunks of all prompt tokens. uncached: the most that "
+        "can be served if nothing is computed twice and all ranks are equally busy (prompt)"),
 )
 _ROBUSTNESS = (
     Flag("--burstiness", "burstiness", positive_number, 1.0,
         "arrivals with gamma gaps of this coefficient of variation; 1: Poisson, 3: bursts and "
         "lulls, below 1: more even. A trace has its own (1)", "CV"),
     Flag("--length-error", "length_error", _share, 0.0,
-        "the scheduler is told prompt lengths times a uniform factor, 0.3: 0.7 to 1.3; the engine "
-        "computes the true ones, and its EndForward reports say so (0)", "SHARE"),
+        "the scheduler gets each prompt length times a uniform factor, 0.3: 0.7 to 1.3; the engine "
+        "computes the true length and reports it in EndForward (0)", "SHARE"),
     Flag("--length-factor", "length_factor", positive_number, 1.0,
-        "the scheduler is told prompt lengths times this; 2: twice too high (1)", "FACTOR"),
+        "the scheduler gets each prompt length times this; 2: twice too high (1)", "FACTOR"),
     Flag("--endforward-loss", "endforward_loss", _share_or_all, 0.0,
         "share of EndForward messages that never arrive; 1: an engine without plugin (0)",
         "SHARE"),
@@ -169,25 +170,25 @@ _INSTANCES = (
     Flag("--prefill", "", positive, None, "equal prefill instances (3)", "N"),
     Flag("--instance", "", _instances, None,
         "instead of --prefill, repeated: prefill instances that differ, as in count=2,dp=8 or "
-        "dp=4,chunk=4096,speed=0.5. What is left out is --dp, --chunks, 1. Load 1.0 counts an "
-        "instance by what its full chunks are worth", "SPEC", repeated=True),
+        "dp=4,chunk=4096,speed=0.5. Keys left out are 1, --dp, --chunks and 1. Load 1.0 counts an "
+        "instance by the tokens per second of its full chunks", "SPEC", repeated=True),
     Flag("--at", "changes", _changes, (),
         f"topology changes, {', '.join(spec.ACTIONS)}, as in 30:drain:p1,50:down:p1,70:up:p1. "
         "drain: no new requests, the old ones end. down: it dies, its requests fail and are sent "
-        "again elsewhere. up: it is back; an instance whose first change is up joins then",
+        "again elsewhere. up: it is back; an instance joins then if that is its first change",
         "SECOND:ACTION:INSTANCE,..."),
     Flag("--short-pool", "short_pool", _tokens, 0,
-        "so many instances take short prompts only, the others long ones, with as much to compute "
-        "per instance in both (0: all take all)", "N"),
+        "N instances take short prompts only and the others long ones, with as much to compute per "
+        "instance in both (0: all take all)", "N"),
     Flag("--pools", "pools", _tokens, 0,
-        "so many pools of equally many instances, each with a scheduler of its own, whose CPU time "
-        "per decision is shown; 1: one, and shown, too (0)", "N"),
+        "N pools of equally many instances, each with a scheduler of its own; results have the "
+        "schedulers' CPU time per decision (0: one scheduler, without its CPU time)", "N"),
     Flag("--pool-balance", "pool_balance", spec.POOL_BALANCES, "least",
         "the load balancer before pools sends a request to the one with the fewest in flight, to "
         "any, or to that of the conversation (least)"),
     Flag("--deflect-tokens", "deflect_tokens", _tokens, 0,
-        "decode computes prompts of at most so many tokens, too, "
-        f"{DEFLECT_CHUNK_TOKENS} per rank and step (0: none)", "TOKENS"),
+        "decode computes prompts of at most this length as well, "
+        f"{DEFLECT_CHUNK_TOKENS} tokens per rank and step (0: none)", "TOKENS"),
 )
 # fmt: on
 
@@ -199,16 +200,16 @@ def add_cluster(parser: argparse.ArgumentParser) -> None:
     add_all(group, _CLUSTER)
     add_overlap(group)
     add_all(group, _DECODE)
-    what = "of scenarios whose prompts share prefixes: sessions, Mooncake traces"
-    add_all(parser.add_argument_group("prefix caches", what), _CACHES)
-    what = "what the scheduler is told wrong, late, twice or not at all"
-    add_all(parser.add_argument_group("robustness", what), _ROBUSTNESS)
+    about = "for scenarios with shared prefixes: sessions, Mooncake traces"
+    add_all(parser.add_argument_group("prefix caches", about), _CACHES)
+    about = "information that reaches the scheduler wrong, late, twice or not at all"
+    add_all(parser.add_argument_group("robustness", about), _ROBUSTNESS)
 
 
 def add_topology(parser: argparse.ArgumentParser) -> None:
     """Add the flags for number, differences and changes of instances."""
-    what = "they are called p0, p1, ... in the order of the flags"
-    add_all(parser.add_argument_group("instances", what), _INSTANCES)
+    about = "they are called p0, p1, ... in the order of the flags"
+    add_all(parser.add_argument_group("instances", about), _INSTANCES)
 
 
 def cluster_fields(args: argparse.Namespace) -> dict[str, Any]:
@@ -239,7 +240,7 @@ def topology_fields(args: argparse.Namespace, parser: argparse.ArgumentParser) -
         parser.error("--prefill: --instance lists the instances (count=N for several equal ones)")
     instances = len(args.instance or ()) or args.prefill or 3
     if args.short_pool >= instances:
-        parser.error(f"--short-pool {args.short_pool}: long prompts need one of {instances}, too")
+        parser.error(f"--short-pool {args.short_pool}: leave one of {instances} to long prompts")
     if args.pools and instances % args.pools:
         parser.error(f"--pools {args.pools}: {instances} instances cannot be divided so")
     if args.pools and (args.short_pool or args.deflect_tokens or args.at):
@@ -249,7 +250,7 @@ def topology_fields(args: argparse.Namespace, parser: argparse.ArgumentParser) -
     if args.short_pool and _is_agentic(args):
         parser.error(f"--short-pool: {AGENTIC} is a closed loop, in which lengths are not known")
     if args.pools and _is_agentic(args):
-        parser.error(f"--pools: {AGENTIC} is a closed loop, whose agents are not divided")
+        parser.error(f"--pools: {AGENTIC} is a closed loop, and its agents cannot be divided")
     listed: dict[str, Any] = {
         "instances": args.instance or (),
         "prefill_instances": args.prefill or 3,

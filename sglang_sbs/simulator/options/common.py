@@ -189,9 +189,9 @@ def checked_scenario(
 
 def add_overlap(group: argparse._ActionsContainer, *, default: bool = True) -> None:
     text = (
-        "engines look one batch ahead, as SGLang does by default: what waits when a pass "
-        "starts is the next one, without what arrives while it runs. --no-overlap, SGLang's "
-        "--disable-overlap-schedule: a pass takes all that waits when it starts "
+        "engines look one batch ahead, as SGLang does by default: requests that wait when a pass "
+        "starts form the next one, without those that arrive while it runs. --no-overlap, "
+        "SGLang's --disable-overlap-schedule: a pass takes all requests that wait when it starts "
         f"(--{'' if default else 'no-'}overlap)"
     )
     add_all(group, [Flag("--overlap", "", argparse.BooleanOptionalAction, default, text)])
@@ -287,8 +287,8 @@ def processes(workers: int | None) -> int:
 def run_with_progress(
     tasks: Sequence[Task], console: Console, workers: int | None, expected_s: float = 0.0
 ) -> list[Row]:
-    """Rows in the order of the tasks. ``expected_s``: CPU seconds of all of them, roughly; the
-    command says how long that is. Raises: Interrupted, with what there was."""
+    """Return rows in the order of the tasks. ``expected_s``: CPU seconds of all tasks, roughly; the
+    expected duration is printed if it is long. Raises: Interrupted, with the rows so far."""
     if expected_s / processes(workers) > _ANNOUNCED_S:
         runs, cores = counted(len(tasks), "run"), processes(workers)
         on = "one process" if cores == 1 else f"{cores} processes"
@@ -298,17 +298,17 @@ def run_with_progress(
 
 
 def kept(error: Interrupted, runs: int, command: str) -> list[Row]:
-    """Return the rows of an interrupted command after a message about it. Raises: ``error``, there
-    are none."""
+    """Print that a command was interrupted, and return its rows. Raises: ``error``, it has no
+    rows."""
     if not error.rows:
         raise error
     ended = f"interrupted after {len(error.rows)} of {counted(runs, 'run')}"
-    print(f"sglang-sbs {command}: {ended}; this is what there is", file=sys.stderr)
+    print(f"sglang-sbs {command}: {ended}; the results so far follow", file=sys.stderr)
     return error.rows
 
 
 @contextmanager
-def progress(told: Console, total: int) -> Iterator[Callable[..., None]]:
+def progress(console: Console, total: int) -> Iterator[Callable[..., None]]:
     """Show a bar on a terminal, at most :data:`_LINES` lines elsewhere, with the remaining time.
     Call the yielded function after each run, optionally with the name of the simulated case."""
     columns = (
@@ -317,7 +317,8 @@ def progress(told: Console, total: int) -> Iterator[Callable[..., None]]:
         MofNCompleteColumn(),
         TimeRemainingColumn(),
     )
-    with Progress(*columns, console=told, transient=True, disable=not told.is_terminal) as bar:
+    is_shown = console.is_terminal
+    with Progress(*columns, console=console, transient=True, disable=not is_shown) as bar:
         task, done, began_s = bar.add_task("simulating", total=total), 0, time.monotonic()
 
         def step(what: str = "") -> None:
@@ -325,7 +326,7 @@ def progress(told: Console, total: int) -> Iterator[Callable[..., None]]:
             done += 1
             bar.advance(task)
             lines = min(total, _LINES)
-            if told.is_terminal or done * lines // total == (done - 1) * lines // total:
+            if is_shown or done * lines // total == (done - 1) * lines // total:
                 return
             left_s = (time.monotonic() - began_s) / done * (total - done)
             left = f", about {clock(left_s)} left" if done < total else ""

@@ -35,7 +35,7 @@ class Simulated(NamedTuple):
 
     policies: Collection[str]
     holding: Collection[str]
-    """Those of the policies that hold requests."""
+    """The policies that hold requests, a subset of ``policies``."""
     readers: Collection[str]
     """Policies that get the cache contents of ranks."""
     caches: bool

@@ -57,14 +57,14 @@ _FLAGS = (
     Flag("--sbs-t-default-ms", "t_default_s", positive_number, None,
         "T_default: forward time before the first (300)", "MS", 1e3),
     Flag("--sbs-priority-step-ms", "priority_step_s", positive_number, None,
-        "sbs: what a level of priority is worth, or five mean forward times if that is longer "
+        "sbs: waiting time that a level of priority outweighs, at least five mean forward times "
         "(5000)", "MS", 1e3),
     Flag("--sbs-iqr-k", "iqr_k", not_negative, None,
         "k of Algorithm 3, for sbs_paper (1.5)", "K"),
     Flag("--sbs-tenant-weights", "tenant_weights", _weights, None,
         "sbs: shares of the passes of --tenants; 1 for those that are not named", "NAME=W,..."),
     Flag("--sbs-refuse-missed-slo", "refuse_missed_slo", bool, None,
-        "refuse what cannot meet --ttft-slo-ms as things are when it arrives"),
+        "refuse a request that on its arrival can no longer meet --ttft-slo-ms"),
 )
 CLASSES = (
     Flag("--priority-share", "", _share, 0.0,
@@ -72,18 +72,19 @@ CLASSES = (
     Flag("--low-share", "", _share, 0.0,
         "share of the requests that have a low priority (0)", "SHARE"),
     Flag("--tenants", "", _tenants, {},
-        "who sends how much, as in a=9,b=1; their weights are --sbs-tenant-weights",
+        "tenants and their relative number of requests, as in a=9,b=1; their weights are "
+        "--sbs-tenant-weights",
         "NAME=PART,..."),
     Flag("--ttft-slo-ms", "ttft_slo_s", positive_number, None,
-        "every request brings this SLO for its first token; goodput is what meets it (no SLO; "
+        "SLO of every request for its first token; goodput is the share that meets it (no SLO; "
         "goodput by the scenario's)", "MS", 1e3),
 )
 # fmt: on
 
 
 def add_scheduler(parser: argparse.ArgumentParser) -> None:
-    what = "flags of the router that policies are run with, where they have a meaning"
-    add_all(parser.add_argument_group("scheduler", what), _FLAGS)
+    about = "flags of the router, for the policies that use them"
+    add_all(parser.add_argument_group("scheduler", about), _FLAGS)
 
 
 def scheduler_fields(args: argparse.Namespace) -> dict[str, Any]:
@@ -92,8 +93,8 @@ def scheduler_fields(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def add_classes(parser: argparse.ArgumentParser) -> None:
-    what = "who sends the requests; sbs_equal is sbs without priorities and tenants"
-    add_all(parser.add_argument_group("classes", what), CLASSES)
+    about = "priorities, tenants and SLOs of requests; sbs_equal is sbs without the first two"
+    add_all(parser.add_argument_group("classes", about), CLASSES)
 
 
 def classes_of(args: argparse.Namespace, parser: argparse.ArgumentParser) -> Classes:

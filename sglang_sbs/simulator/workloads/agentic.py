@@ -1,13 +1,14 @@
 """Agents in a closed loop: contexts that grow by tool results, pauses, and sub-agents.
 
-The shape is that of InferenceX AgentX: prompts of about 135K tokens of which the turns before have
-95 %, 850 tokens out, pauses of at most 10 s, and first turns that share nothing. The recorded
-traces are not public, so the shape is drawn from a seed.
+The shape is that of InferenceX AgentX: prompts of about 135K tokens, of which 95 % come from the
+turns before, answers of 850 tokens, pauses of at most 10 s, and first turns without a common
+prefix. The recorded traces are not public, so the turns are drawn from a seed.
 
-An agent sends a turn, reads the answer, runs a tool, and sends all of that with what the tool said.
-Now and then the tool is some sub-agents at once: their prompts begin as the agent's, and it goes on
-when the last of them is done. When its task is over the next agent takes its place, so load is the
-number of agents, not a rate: who is answered sooner asks sooner.
+An agent sends a turn, reads the answer, runs a tool, and sends the whole conversation with the
+tool's output. Now and then it starts several sub-agents instead of a tool. Their prompts begin with
+the agent's context, and the agent goes on when the last of them is done. When its task is over, the
+next agent takes its place. Load is the number of agents, not a rate, because an agent that gets its
+answer sooner sends its next turn sooner.
 """
 
 from __future__ import annotations

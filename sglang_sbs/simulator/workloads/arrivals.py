@@ -78,7 +78,7 @@ def on_off(
 
 
 def day(qps: float, duration_s: float, length_of: LengthOf, seed: int) -> list[Arrival]:
-    """Poisson arrivals whose rate rises and falls as a squared sine; ``qps`` is the mean."""
+    """Poisson arrivals at a rate that rises and falls as a squared sine; ``qps`` is the mean."""
     steady = synthetic(qps, duration_s, length_of, seed)
     return [a._replace(at_s=duration_s * time_of_day(a.at_s / duration_s)) for a in steady]
 
@@ -121,9 +121,10 @@ def read_trace(path: Path) -> list[Arrival]:
     ``hash_ids``) and Azure ``.csv`` (``TIMESTAMP``, ``ContextTokens``, ``GeneratedTokens``);
     and the event log of a router, whatever its name (:func:`_read_event_log`).
 
-    A hash id of the last, partial block of a prompt is no block: engines cache full pages only. The
-    trace does not name conversations; requests are taken to be turns of one if they share the first
-    block that less than half of all requests have, that is, the one after the common system prompt.
+    The hash id of a partial last block is dropped, because engines cache full pages only. A trace
+    does not name conversations. Requests count as turns of one conversation if they share the first
+    block after the common system prompt, that is, the first that fewer than half of all requests
+    have.
 
     Raises: TraceError: it cannot be read, unknown format, a bad line, or no requests.
     """
@@ -167,8 +168,8 @@ def _read_event_log(path: Path) -> list[Arrival]:
             most = event.max_new_tokens
             answer = _OUTPUT_TOKENS if most is None else _tokens(most, "max_new_tokens")
             at_s = _finite(record.now_s, "now_s")
-            told = event.session, event.priority, event.tenant
-            arrivals.append(Arrival(at_s, tokens, answer, (), *told))
+            classes = event.session, event.priority, event.tenant
+            arrivals.append(Arrival(at_s, tokens, answer, (), *classes))
     except (OSError, ValueError) as error:
         raise TraceError(f"{path}: {error}") from error
     return arrivals

@@ -42,9 +42,8 @@ class Classes:
 def class_summary(
     records: Sequence[RequestRecord], arrivals: Sequence[Arrival], slo_s: float
 ) -> Row:
-    """TTFT and goodput of each class and each tenant, by name; empty where all are of one kind.
-    ``goodput``: the share of requests whose first token came within ``slo_s``, of all that
-    arrived."""
+    """Return TTFT and goodput of each class and each tenant, by name; empty if there is only one.
+    ``goodput``: requests with a first token within ``slo_s``, as a share of all that arrived."""
     groups: dict[str, list[RequestRecord]] = {}
     for record in records:
         arrival = arrivals[record.index]

@@ -1,9 +1,10 @@
-"""The fewest prompt tokens that could be computed: one clairvoyant cache for the whole cluster.
+"""Calculates the fewest prompt tokens that a cluster has to compute, with one clairvoyant cache for
+all ranks.
 
-It has the KV capacity of all DP ranks together, finds what any prompt before had, at once, and
-evicts the block whose next use is farthest away (Belady), of two the deeper one: what is kept of a
-prompt is always its beginning. No placement on ranks with caches of their own computes less, unless
-it serves the prompts in another order."""
+The cache has the KV capacity of all DP ranks together, and each prompt finds the blocks of every
+earlier one at once. The block with the farthest next use is evicted (Belady); of two, the one
+deeper in its prompt, so that the beginning of a prompt is kept. No placement on ranks with caches
+of their own computes less, unless it serves the prompts in another order."""
 
 from __future__ import annotations
 

@@ -44,7 +44,7 @@ LOAD_COUNTS: tuple[str, ...] = get_args(LoadCounts)
 _SHORT = uniform_like(3000)
 _SHORT_MEAN_TOKENS = 1000.5
 _OWN_LENGTHS = ("paper-", "fixed:", "uniform:", "one-long", "few-long", "onoff", "day")
-"""Scenarios whose prompts share nothing."""
+"""Beginnings of the names of scenarios without shared prefixes."""
 _LONG = truncated_pareto(3072, 65536, 6700.0)
 _LONG_TOKENS = 65536
 _FEW_LONG_TOKENS = 100, 100_000
@@ -56,8 +56,9 @@ _PHASE_S = 0.5
 DECODE_TOKEN_S = 0.02
 """Time per token in ``agentic``: 50 tokens per second and user."""
 AGENTS_PER_INSTANCE = 28.0
-"""``agentic``, load 1.0: with so many the best policy that does not wait has a mean TTFT of the
-scenario's SLO (docs/lab/agentic.md). The chunk is SGLang's 16384 over 8 DP ranks."""
+"""Number of agents per instance at load 1.0 of ``agentic``: with it, the mean TTFT of the best
+immediate policy equals the scenario's SLO (docs/lab/agentic.md). The chunk is SGLang's 16384 over 8
+DP ranks."""
 AGENT_WARM_UP_S = 60.0
 """Longer than that of others, because the device holds contexts only after their next turns."""
 _SAMPLE = 20.0, 500.0, 0
@@ -65,10 +66,10 @@ _SAMPLE = 20.0, 500.0, 0
 
 
 NETWORK = {"dispatch_serial_s": 5e-4, "dispatch_jitter": 0.15, "gang_gate_s": 0.04}
-"""How the requests of a batch reach an instance, unless told otherwise: one after the other, with
-jitter, and gathered by the plugin's gang gate. docs/lab/gangs.md shows it of real engines:
-on a host that is not overloaded half of the batches of four or five requests are there within one
-or two milliseconds."""
+"""Defaults for how the requests of a batch reach an instance: one after the other, with jitter, and
+gathered by the plugin's batch gate. They are measured on real engines (docs/lab/gangs.md): on a
+host that is not overloaded, half of the batches of four or five requests arrive within one or two
+milliseconds."""
 
 
 Workload = list[Arrival] | AgentLoop
@@ -116,8 +117,8 @@ def make_scenario(
             :class:`InstanceSpec` each; those left out are as for equal instances.
         burstiness: coefficient of variation of the gaps between arrivals; traces and conversations
             have their own.
-        load_counts: what load 1.0 is of, where prompts share prefixes. ``prompt``: all their
-            tokens. ``uncached``: what a clairvoyant cache leaves of them, see
+        load_counts: the tokens that load 1.0 counts if prompts share prefixes. ``prompt``: all
+            prompt tokens. ``uncached``: those that a clairvoyant cache does not have, see
             :func:`uncached_qps`.
 
     Load 1.0 is 57 QPS per prefill instance in ``paper-3k``, 70 in ``paper-5k`` (the baseline
