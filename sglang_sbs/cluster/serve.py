@@ -24,7 +24,9 @@ async def serve_until_stopped(
     meanwhile: Callable[[_Cluster], Coroutine[Any, Any, None]],
     kind: Callable[..., _Cluster] = LocalCluster,  # type: ignore[assignment]
 ) -> int:
-    """Bring the cluster up, run ``meanwhile`` until SIGINT, SIGTERM or a death, stop it.
+    """Start the cluster and run ``meanwhile`` until SIGINT, SIGTERM or the death of a process, then
+    stop the cluster. Returns the exit code: 0 after a signal, 1 if the cluster did not start or a
+    process of it died.
 
     ``kind``: class of the cluster; a subclass may survive deaths (:meth:`.LocalCluster.serve`).
     ``meanwhile`` is cancelled at the end. If it returns earlier, the cluster continues to serve.

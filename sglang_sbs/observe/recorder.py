@@ -4,12 +4,12 @@ Records of an observed log, in order of ``now_s`` (seconds of the observer's mon
 
 - ``InstanceUp`` with the first message of an instance, and again when its properties change.
 - ``RequestArrived`` with a ``Dispatch`` when a request reached a prefill instance (or one without
-  disaggregation). ``Dispatch`` names instance and DP rank; ``decode`` is empty where it is unknown.
-- ``ForwardEnded`` with every message about prefill work, at the time it was made, and one per
-  second and rank of the others. Launch, end and tokens of passes, and the first pass of each
-  request (``started``), are in the message.
-- ``PrefillDone`` when the pass ended that computed the last prompt token. This stands for the first
-  token: the KV transfer and the first decode step follow.
+  disaggregation). ``Dispatch`` names instance and DP rank; ``decode`` is empty if it is unknown.
+- ``ForwardEnded`` with every message about prefill work, at the time it was made. Of the other
+  messages, one per second and rank is recorded. Launch, end and tokens of passes, and the first
+  pass of each request (``started``), are in the message.
+- ``PrefillDone`` at the end of the pass that computed the last prompt token. This stands for the
+  first token: the KV transfer and the first decode step follow.
 
 A message arrives later than the events that it reports, so records wait ``WINDOW_S`` to be sorted.
 """

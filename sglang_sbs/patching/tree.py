@@ -1,8 +1,8 @@
 """Finds which version of each patched file is present, and exchanges them.
 
-The other version is written next to a file and renamed over it: a file is always the old or the new
-one, each step leaves something that works, and environments that share it by hard link (uv's cache)
-keep theirs."""
+The other version is written next to a file and renamed over it. So a file is always the old or the
+new one, and the environment works after each step. Environments that share the file by hard link
+(uv's cache) keep the old one."""
 
 from __future__ import annotations
 

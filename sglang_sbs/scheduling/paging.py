@@ -1,8 +1,8 @@
 """Units in which an engine counts: whole pages of the chunk, and the sizes of captured graphs.
 
 Capacity (C_avail, room in a pass) is counted in charged tokens; forward times, reports and the fair
-share in true ones. A prompt is only cut between pages, so any rest of it costs the same number of
-extra tokens as the whole.
+share are counted in true ones. A prompt is only cut between pages, so its last part is charged as
+many extra tokens as the whole prompt.
 
 Source: ``schedule_policy.py`` of SGLang, ``_update_prefill_budget``."""
 

@@ -37,7 +37,7 @@ class PrefixCaches:
 
     def on_down(self, instance: ev.InstanceId) -> None:
         """The instance cannot be reached. A decode engine may come back empty, and no answer of
-        decode would contradict what was claimed of it."""
+        decode would correct the claims about its cache."""
         self.prefill.down(instance)
         self.decode.down(instance, forget_claims=True)
 

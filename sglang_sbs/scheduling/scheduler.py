@@ -262,9 +262,9 @@ class Scheduler:
         return Replan.NOW
 
     def _makes_room(self, instance: ev.InstanceId) -> bool:
-        """Return whether a waiting request could leave because of a change of this instance. For a
-        decode instance that takes room for a request that lacked it. In a large cluster most events
-        are decode reports, so planning is skipped for the others."""
+        """Return whether a waiting request could leave because of a change of this instance. A
+        change of a decode instance counts only if it makes room for a request that found none. In a
+        large cluster most events are decode reports, so planning is skipped after the others."""
         decode = self.decode.get(instance)
         return decode is None or self._admission.may_admit_now(decode)
 

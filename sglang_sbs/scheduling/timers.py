@@ -1,4 +1,4 @@
-"""When the scheduler plans next, and the single wake-up that its driver keeps for it."""
+"""Decides when the scheduler plans next, and requests the single wake-up that its driver keeps."""
 
 from __future__ import annotations
 

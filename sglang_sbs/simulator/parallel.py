@@ -27,9 +27,9 @@ def run_all(
     on_row: Callable[[Row], None] = lambda _row: None,
     workers: int | None = None,
 ) -> list[Row]:
-    """Run independent jobs on all cores (or ``workers``); rows in the order of the jobs. The first
-    error, or an interrupt, ends it: no further job is begun, and none is waited for. Raises:
-    Interrupted, with what there was."""
+    """Run independent jobs on all cores (or ``workers``), and return rows in the order of the jobs.
+    The first error, or an interrupt, stops all jobs at once. Raises: Interrupted, with the rows of
+    the completed jobs."""
     if workers == 1:
         rows: list[Row] = []
         try:

@@ -21,9 +21,9 @@ differences can be enough, and the interval of 20 is 11 % wider than the narrowe
 
 
 def half_width(values: Sequence[float], alpha: float, least_sd: float = 0.0) -> float:
-    """Half width of an interval around the mean of ``values`` that is valid at all times together
-    with probability ``1 - alpha``; infinite for too few values. Their standard deviation is assumed
-    to be at least ``least_sd``."""
+    """Return the half width of the interval around the mean of ``values``; infinite for too few
+    values. With probability ``1 - alpha`` all intervals of a sequence contain the true mean. The
+    standard deviation of the values is assumed to be at least ``least_sd``."""
     n = len(values)
     if n < 2:
         return math.inf

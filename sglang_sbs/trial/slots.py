@@ -1,12 +1,14 @@
 """Counts the requests in the slots of a trial, and computes the difference between the two slots of
 a pair.
 
-A request belongs to the slot in which it arrived, and counts if it arrived after the slot's first
-third: until then the queues that the other policy left behind still weigh. TTFT depends on
-how many tokens happened to arrive, so the difference of a pair is adjusted for that: log mean TTFT
-is regressed on the logs of the token rate and of the mean prompt length over blocks within slots
-(an eighth of the counted part each), each slot with its own intercept. The coefficients do not
-change when the two policies swap their names, so the adjustment favours neither."""
+A request belongs to the slot in which it arrived. It counts if it arrived after the slot's first
+third; before, the queues that the other policy left behind would distort the result.
+
+TTFT depends on the number of tokens that happened to arrive, so the difference of a pair is
+adjusted for it. Log mean TTFT is regressed on the logs of the token rate and of the mean prompt
+length. The samples are blocks (an eighth of a slot's counted part each), and each slot has its own
+intercept. The coefficients do not change when the two policies swap their names, so the adjustment
+favours neither."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Decides which policy is in force when, and when a trial ends. Sans-I/O: events and ``now`` in,
-commands out.
+"""Decides which policy is in force at each time of a trial, and when the trial ends. Sans-I/O:
+events and ``now`` in, commands out.
 
 Theory of operation
 -------------------

@@ -1,4 +1,4 @@
-"""Least squares that outliers do not move, with coefficients >= 0 and their standard errors.
+"""Robust least squares with coefficients >= 0 and their standard errors.
 
 Independent of the meaning of columns. Exact for few columns, because it compares the ordinary
 solutions over all subsets of them.

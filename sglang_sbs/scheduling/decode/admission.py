@@ -47,7 +47,7 @@ class ExpectedOutput:
 
 
 class Reservation(NamedTuple):
-    """A rank that accepts only one request until that fits."""
+    """A rank reserved for one request until it has room for that request."""
 
     rid: str
     instance: InstanceId

@@ -15,8 +15,8 @@ _MOST = 1024
 
 
 class Departures:
-    """Departures from one DP rank. Only their number has to match, because requests leave
-    singly."""
+    """Requests that left one DP rank. Ends and reports are matched by number, because reports
+    contain no ids of ended requests."""
 
     __slots__ = ("_early", "_ended", "_left", "_owed", "kv_tokens")
 

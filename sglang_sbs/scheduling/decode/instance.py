@@ -304,8 +304,9 @@ class DecodeInstance:
         self._heard_s[index] = now_s
 
     def _holds(self, rank: DecodeRank, requests: int, kv_tokens: int) -> None:
-        """Set what a rank is reported to hold, limited to a plausible number: the requests it can
-        run, as many waiting ones, and ours."""
+        """Set the reported requests and KV tokens of a rank, clamped to plausible numbers. At most
+        this many requests are plausible: twice as many as the rank can run (the others wait), plus
+        those dispatched from here."""
         most = 2 * self.max_running + len(rank.requests)
         rank.reported_requests = min(max(0, requests), most)
         rank.reported_kv_tokens = min(max(0, kv_tokens), self.kv_capacity_tokens)

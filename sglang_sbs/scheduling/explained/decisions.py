@@ -1,12 +1,12 @@
 """Remembers enough of each decision to explain it on request.
 
-A decision must not become slower for it. So a batch notes a few numbers of each candidate
-(:class:`InstanceAtDecision`), which do not change afterwards, and :meth:`RecentDecisions.why`
-predicts from them what the request would have met there. Everything follows from the events:
-replaying an event log gives the same reasons.
+This must not slow down decisions. So a batch stores only a few numbers of each candidate
+(:class:`InstanceAtDecision`). :meth:`RecentDecisions.why` computes from them, on request, when the
+request would have been finished there. Everything follows from the events, so the replay of an
+event log gives the same reasons.
 
-Thousands of these are kept, none in a circle, so the garbage collector need not look at them
-(``gc=False``)."""
+Thousands of these records are kept. They contain no reference cycles, so the garbage collector can
+skip them (``gc=False``)."""
 
 from __future__ import annotations
 

@@ -1,9 +1,9 @@
 """Timelines of requests, from the scheduler's events, live or from a log. Sans-I/O and bounded.
 
-A prefill rank reports which requests a pass begins with when it launches the pass, and which of
-them are complete when the pass ends. A plugin that does not report the latter yet gets the tokens
-of ended passes laid over the launched prompts of the rank, first come first served, as the engine
-computes them."""
+A prefill rank reports the requests that start in a pass when it launches the pass, and the
+completed ones when the pass ends. Older plugins do not report completed requests. Then the tokens
+of each ended pass are attributed to the rank's launched prompts, first come first served, because
+the engine computes them in that order."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Rules of gateways, which know neither KV events nor how many tokens wait: emulations, not their
-code."""
+"""Emulates the rules of gateways, which use neither KV events nor numbers of waiting tokens. None
+of their code is used."""
 
 from __future__ import annotations
 
@@ -26,13 +26,16 @@ MAX_TREE_TOKENS = 2**26 // 4
 
 
 class CacheAware(RandomRank):
-    """``cache_aware`` of the SGLang gateway over SGLang's DP rank, room mod dp.
+    """``cache_aware`` of the SGLang gateway, with a random DP rank: the gateway chooses none, and
+    the engine takes the bootstrap room modulo the DP size.
 
-    The gateway remembers what it sent to which instance. While the numbers of unfinished requests
-    differ by no more than 64, or by no more than half as much again, a request goes to the instance
-    with the longest prefix of it, if that is more than 0.3 of the prompt, and else to the one with
-    the fewest requests, of equal ones the one with the smallest tree. Otherwise it goes to the one
-    with the fewest requests whatever is cached. The DP rank is random: the gateway knows no ranks.
+    The gateway keeps a tree of the prompts that it sent to each instance. Instances are unbalanced
+    if the numbers of unfinished requests differ by more than 64 and by a factor of more than 1.5.
+
+    - Unbalanced: the request goes to the instance with the fewest requests.
+    - Balanced: the request goes to the instance with the longest matching prefix, if that is more
+      than 0.3 of the prompt. Otherwise it goes to the instance with the fewest requests; of
+      several, the one with the smallest tree.
     """
 
     def __init__(self, seed: int) -> None:
@@ -73,9 +76,9 @@ def _matched_tokens(tree: OrderedDict[int, None], request: Request) -> int:
 
 
 class SessionAffinity(ImmediatePolicy):
-    """Rendezvous hashing of the conversation to an instance, and of it to one of its DP ranks: an
-    instance that comes or goes moves only the sessions it gets or had. A request without a session
-    is one of its own."""
+    """Maps each conversation to an instance by rendezvous hashing, and to one of its DP ranks by
+    hash. When an instance is added or removed, only the sessions that it gets or had move. A
+    request without a session is a session of its own."""
 
     def worker_of(self, request: Request, workers: Sequence[Worker], now_s: float) -> Worker:
         key = request.session or request.rid

@@ -26,9 +26,10 @@ def pass_with_s(instance: PrefillInstance, tokens: int) -> float:
 
 
 def whose_turn(idle: Sequence[PrefillInstance], tokens: int, session: str = "") -> PrefillInstance:
-    """The idle instance that has been sent nothing for longest, of those predicted to compute a
-    request as soon as the best one, within the error of their models. A conversation (``session``)
-    gets the same instance each time. ``tokens``: uncached tokens of the request."""
+    """Return the idle instance with the oldest last dispatch. Only instances predicted to finish
+    the request as early as the best one, within the error of their models, take part. A
+    conversation (``session``) gets the same instance each time. ``tokens``: uncached tokens of the
+    request."""
     passes = [-(-tokens // instance.chunk_tokens) for instance in idle]
     finish_s = [n * pass_with_s(instance, tokens) for n, instance in zip(passes, idle, strict=True)]
     best = min(range(len(idle)), key=finish_s.__getitem__)

@@ -78,7 +78,7 @@ class ImmediatePolicy(PrefillPolicy):
         return workers[next(self._turns) % len(workers)]
 
     def rank_in(self, worker: Worker, request: Request) -> int:
-        """A number for :func:`rank_of`."""
+        """Return the number of a DP rank in the worker, as :func:`rank_of` takes it."""
         raise NotImplementedError
 
 
@@ -97,7 +97,8 @@ class RoundRobin(ImmediatePolicy):
 
 
 class RandomRank(ImmediatePolicy):
-    """Instances in turn, a random DP rank: gateway `round_robin` over SGLang's room mod dp."""
+    """Instances in turn and a random DP rank, as with the gateway's `round_robin`: the engine then
+    takes the bootstrap room modulo the DP size."""
 
     def __init__(self, seed: int) -> None:
         super().__init__()
@@ -108,7 +109,7 @@ class RandomRank(ImmediatePolicy):
 
 
 class Random(RandomRank):
-    """A random instance and a random DP rank: gateway `random` over SGLang's room mod dp."""
+    """A random instance and a random DP rank, as with the gateway's `random`."""
 
     def worker_of(self, request: Request, workers: Sequence[Worker], now_s: float) -> Worker:
         return self._random.choice(workers)
@@ -135,19 +136,19 @@ class LeastTokens(ImmediatePolicy):
 
 
 class PowerOfTwo(RandomRank):
-    """The less loaded of two random instances by unfinished requests, a random DP rank: gateway
-    `power_of_two` over SGLang's room mod dp."""
+    """The one of two random instances with fewer unfinished requests, and a random DP rank, as with
+    the gateway's `power_of_two`."""
 
     def worker_of(self, request: Request, workers: Sequence[Worker], now_s: float) -> Worker:
         return min(self._random.sample(workers, min(2, len(workers))), key=requests_of)
 
 
 class Eta(ImmediatePolicy):
-    """The DP rank with the earliest predicted finish, knowing pass ends and rank loads: the
-    strongest policy that does not wait."""
+    """The DP rank with the earliest predicted finish, from predicted ends of passes and the loads
+    of ranks: the strongest policy that never waits."""
 
     def __init__(self, interval: IntervalController, *, knows_caches: bool = False) -> None:
-        """``knows_caches``: subtract what a rank has in its prefix cache."""
+        """``knows_caches``: whether prompt tokens in a rank's prefix cache are subtracted."""
         super().__init__()
         self._interval = interval
         self._knows_caches = knows_caches

@@ -89,8 +89,8 @@ class OfferedLoad:
         return instance.capacity_tokens
 
     def load_with(self, waiting_tokens: int) -> float:
-        """The load while this many tokens wait: they take their share of what the load leaves of
-        the next passes. Below 1."""
+        """Return the load including tokens that wait, below 1. They use as large a share of the
+        remaining time as they fill of the next passes."""
         waiting = min(1.0, waiting_tokens / max(1.0, self.capacity_tokens))
         return min(TUNING.most_load, self.load + waiting * (1 - self.load))
 

@@ -1,4 +1,5 @@
-"""The paper's dual trigger, literally: I_opt elapsed AND EndForward of the next target instance.
+"""The paper's dual trigger, literally: I_opt has elapsed and the next target instance has sent
+EndForward.
 
 ``--sbs-trigger paper`` (Figure 5, section 4.1 and Algorithm 2 of arXiv 2512.16134), for comparison:
 at EndForward, in strict rotation, with Algorithm 2's overshoot, which cost throughput on a real

@@ -1,4 +1,4 @@
-"""Registers our policies, makes those that configurations name, and keeps those in use."""
+"""Registers our policies, and creates and keeps those that a configuration names."""
 
 from __future__ import annotations
 
@@ -58,8 +58,8 @@ class Policies:
 
     def choose(self, config: SchedulerConfig) -> tuple[PrefillPolicy, rules.DecodeRuleFunction]:
         """Return the policy that ``config`` names, and the decode rule that goes with it. Of two
-        configurations only ``policy`` may differ. Raises: PolicyError: there is none, or it cannot
-        be made."""
+        configurations only ``policy`` may differ. Raises: PolicyError: the policy does not exist,
+        or cannot be created."""
         if config.policy not in self._made:
             spec = require(config.policy)
             policy: PrefillPolicy = spec.make(PolicyContext(config, self._interval, self.offered))

@@ -61,7 +61,7 @@ class Memories(Measured):
 
 @dataclass(frozen=True, slots=True)
 class Tuning(Memories):
-    """All of it. The constants below bound work or waiting, or are guesses."""
+    """All numbers of the policy. Those defined here bound work or waiting, or are guesses."""
 
     # The order of the queue, and what a batch is formed of.
     most_tried: int = 2

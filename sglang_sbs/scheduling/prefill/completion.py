@@ -255,9 +255,9 @@ class NextPass:
         return max(self.length_s, self._length_s(rank, min(chunk, ahead + tokens), pairs))
 
     def done_s(self, rank: int, tokens: int, context: int = 0, ahead: int | None = None) -> float:
-        """Return the time from the start of the pass until a request is computed: passes with whole
-        chunks on its rank, and one with the rest. The attention of the request counts in the last
-        one, wherever it is, as only the sum matters.
+        """Return the time from the start of the pass until a request is computed. That takes passes
+        with whole chunks on its rank, and one with the rest. All attention of the request is added
+        to the last pass, because only the sum matters.
 
         Args:
             tokens: tokens to compute.
@@ -275,8 +275,8 @@ class NextPass:
         return max(self.length_s, full_s) + (whole - 1) * full_s + last_s
 
     def _length_s(self, rank: int, fill: int, pairs: float) -> float:
-        """Return the length of a pass with this on the rank. The other ranks have what they have
-        in the next one."""
+        """Return the length of a pass with ``fill`` tokens and ``pairs`` on one rank. The other
+        ranks have the tokens of their next pass."""
         mine, chunk = self.ahead_tokens[rank], self.chunk_tokens
         others = self._held - (mine if mine < chunk else chunk)
         formula = self.formula

@@ -129,13 +129,13 @@ class IntervalController(NetworkLatency):
         self.mean_forward_s = self._usual_s()
 
     def read_literally(self, literal: bool) -> None:
-        """Whether the usual forward time is the plain mean from now on, as in Algorithm 1."""
+        """Set whether the usual forward time is the plain mean from now on, as in Algorithm 1."""
         self.literal = literal
 
     def on_landing(self, soonest_s: float, now_s: float) -> None:
-        """Take in how long before a launch the last request in it was sent, which L_net cannot
-        exceed. This counts while the way takes a pass or more: only idle instances teach L_net, and
-        with that much on its way none is idle."""
+        """Lower L_net to ``soonest_s``, the time from the last dispatch in a pass to its launch. It
+        is an upper bound, used only while L_net is a pass or more. With that much in flight no
+        instance is idle, so there are no other samples."""
         if self.lone_s >= self.mean_forward_s and soonest_s < math.inf:
             self.observe([min(soonest_s, self.lone_s)], now_s)
 

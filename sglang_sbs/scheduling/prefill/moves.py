@@ -6,10 +6,10 @@ then names the request on a rank that the router did not choose, and the report 
 
 The message that names a request is its acceptance by the new rank, so the request is entered there
 as accepted. At the old rank it is removed from wherever it was counted: in flight, in a presumed
-pass, or in the reported queue (where its last message still counts it, as far as the router's own
-accounting shows; its next message settles that). Messages of two ranks have no order. If the old
-rank's own acceptance was not received before the move, it is *owed*: when it comes, by name or as a
-lost id, it moves nothing back and accepts no other request. A move gives no latency sample."""
+pass, or in the reported queue. The rank's last message may still count it in that queue; its next
+message settles that. Messages of two ranks have no order. If the old rank's acceptance was not
+received before the move, it is *owed*: when it comes, by name or as a lost id, it moves nothing
+back and accepts no other request. A move gives no latency sample."""
 
 from __future__ import annotations
 

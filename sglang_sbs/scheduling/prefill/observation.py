@@ -1,18 +1,18 @@
-"""Extracts from one report of a prefill instance samples of L_net, the dispatch lead, and split
-batches.
+"""Extracts samples of L_net, of the dispatch lead and of split batches from one report of a prefill
+instance.
 
 Each sample measures one thing, and misleading cases are excluded:
 
-- *latency*: dispatch until launch of a request that was sent to an idle instance and was in the
-  pass that its own batch started. Not one that this pass left behind and that was in a later one:
-  it waited for a pass, not for the network.
-- *landed*, *idled*, *left behind*: how a batch fared that was sent before the end of a pass. Not
-  one sent to an idle instance, which no lead could have helped, nor one that joined a batch on its
-  way, which left later than the lead on purpose. A batch that was there for most of the time in
-  which nothing ran, and did not wait for decode, did not find the instance idle: it met a pause of
-  the engine.
-- *torn*: the share of a batch left behind by the launch that the batch itself caused on an idle
-  instance. Not of a batch of one request."""
+- *latency*: time from dispatch to launch of a request that was sent to an idle instance, if it is
+  in the pass that its own batch started. A request in a later pass waited for a pass, not for the
+  network.
+- *landed*, *idled*, *left behind*: whether a request sent before the end of a pass was in time for
+  the next one. Two kinds of requests are excluded: those sent to an idle instance, because no lead
+  could have helped, and those that joined a batch on its way, because they left later on purpose.
+  If a batch was at the engine for most of the time in which nothing ran, and did not wait for
+  decode, the engine paused and the instance was not idle.
+- *torn*: share of a batch of several requests that was left behind by the launch that the batch
+  itself caused on an idle instance."""
 
 from __future__ import annotations
 

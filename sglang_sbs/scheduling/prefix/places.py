@@ -1,5 +1,5 @@
-"""The prefix index's records of instances, DP ranks and dispatched requests, of which some share a
-prefix with others that are being computed."""
+"""The prefix index's records of instances, DP ranks, and dispatched requests, by which later
+requests find prefixes that are still being computed."""
 
 from __future__ import annotations
 

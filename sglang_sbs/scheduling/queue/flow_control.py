@@ -99,17 +99,22 @@ def first_token_in_s(
     latency_s: float,
     give_up_s: float = math.inf,
 ) -> float:
-    """Seconds until the prompt of ``tokens`` (uncached) is computed, for early refusal.
+    """Forecast the seconds until a request's prompt is computed, for early refusal.
 
-    The instances work off what is ahead in full passes, in the order in which they are free; then
-    come the passes of the request itself. No other request is looked at one by one. KV transfer,
-    the first decode step and later, more urgent arrivals are left out: a request it refuses had no
-    chance.
+    The instances compute the tokens ahead in full passes, in the order in which they are free. Then
+    come the passes of the request itself. Other requests are counted only by their tokens. KV
+    transfer, the first decode step and later, more urgent arrivals are left out, so a refused
+    request had no chance.
 
-    ``ahead_tokens``: of those that wait, what is served before it; ``waiting_tokens``: all that
-    wait, which fill the pass it is in; ``mean_tokens``: of one of them. ``instances``: that are up;
-    at least one. ``latency_s``: L_net. ``give_up_s``: the forecast may stop here; it then is a
-    lower bound."""
+    Args:
+        tokens: uncached tokens of the request.
+        ahead_tokens: tokens of waiting requests that are served before it.
+        waiting_tokens: tokens of all waiting requests, which fill the pass that it is in.
+        mean_tokens: mean tokens of a waiting request.
+        instances: instances that are up; at least one.
+        latency_s: L_net.
+        give_up_s: the forecast may stop at this time; it is a lower bound then.
+    """
     ahead = ahead_tokens + sum(instance.ranks.backlog_tokens for instance in instances)
     free = [
         (max(instance.free_at_s(now_s, latency_s) - now_s, latency_s), index)

@@ -14,11 +14,12 @@ from sglang_sbs.scheduling.request import Request
 
 
 class Outage:
-    """Knows whether a role has no running instance, and until when requests wait for one.
+    """Tracks whether a role has no running instance, and until when requests wait for one.
 
     An outage begins when a role loses its last instance and ends when both roles have one again.
-    The time counts from its beginning, so requests that come after it are refused at once. Before
-    both roles had an instance for the first time nothing is held: none may ever come."""
+    The time of holding counts from its beginning, so requests that arrive after that time are
+    refused at once. No request is held before both roles had an instance for the first time,
+    because an instance may never come."""
 
     def __init__(self, hold_s: float) -> None:
         self._hold_s = hold_s

@@ -75,12 +75,12 @@ class Urgency:
         return 2 * (MOST_PRIORITY + 1) * self.step_s
 
     def shift_s(self, request: Request, chunks: float) -> float:
-        """Seconds to add to the arrival time for the place in the queue; negative is sooner.
-        ``chunks``: the uncached prompt in chunks.
+        """Return the seconds by which a request moves in the queue; negative is sooner. ``chunks``:
+        the uncached prompt in chunks.
 
-        An SLO counts by its slack, which is what it leaves after the passes that the prompt takes
-        anyway. No slack is worth a level of priority; a slack of one step changes nothing, and a
-        longer one lets others go first, at most as if the request were a level lower."""
+        An SLO counts by its slack: the time that remains after the passes of the prompt itself.
+        Without slack the request moves forward by a level of priority. A slack of one step changes
+        nothing, and with a longer one the request moves back by at most a level."""
         asks = request.priority or request.ttft_slo_s is not None
         shift_s = self._asked_shift_s(request, chunks) if asks else 0.0
         if shift_s != self._last_shift_s or request.tenant != self._last_tenant:

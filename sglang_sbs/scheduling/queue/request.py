@@ -168,7 +168,7 @@ class RequestQueue:
             request.upcoming_version = coming.version
 
     def reorder(self) -> None:
-        """Move requests of which more is cached than when they got their place."""
+        """Move requests that have more cached tokens than when they got their place."""
         for rid in self.prefix.take_appeared():
             request = self._requests.get(rid)
             if request is None:

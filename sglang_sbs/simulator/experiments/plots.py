@@ -125,9 +125,9 @@ def capacity_by_chunk(rows: Rows) -> Figure:
 def capacity_by_instances(
     rows: Rows, rates_qps: Sequence[tuple[str, float]], slo_ttft_s: float
 ) -> Figure:
-    """Max QPS at the SLO by number of prefill instances, each policy at its best chunk, from the
-    least to the most of any seed, with a horizontal line for every rate the workload has or will
-    have."""
+    """Plot maximum QPS at the SLO by number of prefill instances, each policy at its best chunk. A
+    band shows the range over seeds, and a horizontal line each present or planned rate of the
+    workload."""
     figure, (axis,) = panels(1, 1, 8, 5.5)
     colours = colours_of(row["policy"] for row in rows)
     for (policy,), mine in groups(rows, "policy").items():

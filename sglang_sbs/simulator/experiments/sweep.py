@@ -280,9 +280,9 @@ def cache_summary(outcome: Outcome, scenario: Scenario) -> Row:
 
 
 def decode_summary(outcome: Outcome, scenario: Scenario) -> Row:
-    """Figures of decode, for requests after the warm-up. ``sent_tokens``: prompt tokens transferred
-    to decode. The other two: time average of the largest number of requests and KV tokens of a rank
-    divided by the mean."""
+    """Figures of decode, for requests after the warm-up. ``sent_tokens``: mean number of prompt
+    tokens transferred to decode. The other two: requests (``batch``) and KV tokens of the fullest
+    rank over the mean of all ranks, averaged over time."""
     counted = [r for r in _counted(outcome, scenario) if not math.isnan(r.prefilled_s)]
     batch, kv_tokens = outcome.decode_balance(counted, scenario.spec.decode_dp_size)
     return {
@@ -312,12 +312,12 @@ class EmptyWindowError(ValueError):
 def max_load(
     job: Job, slo_ttft_s: float, low: float = 0.2, high: float = 2.0, tolerance: float = 0.01
 ) -> Row:
-    """The largest load that is served within the SLO, by bisection to ``tolerance``, a share: no
-    request after the warm-up refused or left over, their mean TTFT at most ``slo_ttft_s``.
+    """Find the largest load that is served within the SLO: the mean TTFT of requests after the
+    warm-up is at most ``slo_ttft_s``, and none of them is refused or left over.
 
-    It is looked for between ``low`` and ``high``, above only if all of that meets the SLO; a load
-    without such requests is never the result. Raises: EmptyWindowError, nothing arrives after the
-    warm-up at any."""
+    The search bisects between ``low`` and ``high``, to a relative error of ``tolerance``. It goes
+    beyond ``high`` only if every load up to it meets the SLO. A load without requests after the
+    warm-up is never the result. Raises: EmptyWindowError, no load has such requests."""
     scenario = scenario_of(job)
     rows: dict[float, Row] = {}
 

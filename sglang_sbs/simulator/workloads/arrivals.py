@@ -119,7 +119,7 @@ def read_trace(path: Path) -> list[Arrival]:
 
     Formats: Mooncake ``.jsonl`` (``timestamp`` in ms, ``input_length``, ``output_length``, maybe
     ``hash_ids``) and Azure ``.csv`` (``TIMESTAMP``, ``ContextTokens``, ``GeneratedTokens``);
-    and the event log of a router, whatever its name (:func:`_read_event_log`).
+    and the event log of a router, under any name (:func:`_read_event_log`).
 
     The hash id of a partial last block is dropped, because engines cache full pages only. A trace
     does not name conversations. Requests count as turns of one conversation if they share the first
@@ -155,9 +155,9 @@ def _is_event_log(path: Path) -> bool:
 def _read_event_log(path: Path) -> list[Arrival]:
     """Arrivals of a router's event log in seconds of its clock, lengths in tokens.
 
-    A retry (it excludes the instance that failed) is the same request again and is left out. An
-    answer is as long as the client allowed, else ``_OUTPUT_TOKENS``: the log has no answers. Block
-    names are left out too, so that nothing is found in a cache."""
+    Retries (they exclude the instance that failed) are left out, because they repeat a request. The
+    log has no answers, so an answer is as long as the client allowed, or ``_OUTPUT_TOKENS``. Block
+    names are left out as well, so that no prefix is found in a cache."""
     arrivals = []
     try:
         for record in read_event_log(path):
@@ -249,9 +249,9 @@ def _read_azure(path: Path, text: str) -> list[Arrival]:
 def replayed(
     arrivals: Sequence[Arrival], speed: float, duration_s: float, seed: int
 ) -> list[Arrival]:
-    """A window of a trace, its times divided by ``speed``; the seed chooses where it starts. It
-    wraps around at the end; the second time the conversations are others: their blocks have other
-    names."""
+    """Return a window of a trace, with times divided by ``speed``. The seed chooses its start. After
+    the end of the trace it continues from the beginning with new conversations: their blocks get
+    other names."""
     names = 1 + max((max(a.blocks, default=0) for a in arrivals), default=0)
     span_s = (arrivals[-1].at_s + 1e-3) / speed
     offset_s = random.Random(seed).uniform(0, span_s)

@@ -1,5 +1,5 @@
-"""A synthetic workload of conversations: a turn's prompt is the system prompt, all turns before it
-with their answers, and a new message, and is a prefix of the next."""
+"""A synthetic workload of conversations. A turn's prompt consists of the system prompt, all earlier
+turns with their answers, and a new message. It is a prefix of the next turn's prompt."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ _NAMES_PER_CONVERSATION = 1 << 20
 
 
 def conversations(qps: float, duration_s: float, seed: int) -> list[Arrival]:
-    """Turns of conversations that begin at random from time 0 on; the rate comes near ``qps``
-    within a minute.
+    """Return the turns of conversations that begin at random from time 0 on. Their rate comes near
+    ``qps`` within a minute.
 
-    The k-th of 20 system prompts is used in proportion to 1 / k. Turns are geometric with a mean of
-    5, the pause between two exponential with a mean of 10 s, whatever the load."""
+    The k-th of 20 system prompts is used in proportion to 1 / k. The number of turns is geometric
+    with a mean of 5, and the pause between two is exponential with a mean of 10 s at every load."""
     rng = random.Random(seed)
     lengths = random.Random("system prompts")
     system = [lengths.randint(*_SYSTEM_TOKENS) for _ in range(_SYSTEM_PROMPTS)]

@@ -121,22 +121,28 @@ def make_scenario(
             prompt tokens. ``uncached``: those that a clairvoyant cache does not have, see
             :func:`uncached_qps`.
 
-    Load 1.0 is 57 QPS per prefill instance in ``paper-3k``, 70 in ``paper-5k`` (the baseline
-    peaks of the paper, which are only physical as figures per instance), as many tokens per second
-    as in ``paper-3k`` where all prompts have one length (``fixed:TOKENS``), the rate of full chunks
-    in ``paper-long``, ``sessions`` and in traces, and that of passes full of tokens or of requests
-    (``prefill_max_requests``) where lengths lie evenly between two (``uniform:LEAST-MOST``).
-    ``one-long`` and ``onoff`` have the cluster, lengths and loads of ``paper-3k``; in the first a
-    prompt of 64K comes on top now and then, in the second all come in every other half second.
-    In ``few-long`` prompts have 100 tokens, and 0.4 % of them 100,000; load 1.0 is full chunks.
-    ``day`` too, and its load is the mean of a day: 0.65 rises from 0.2 to 1.1 and falls again.
-    Where instances differ, one counts as what its full chunks are worth. In ``agentic`` load is a
-    number of agents (:mod:`.agentic`), and caches have tiers.
+    Meaning of load 1.0 by scenario:
+
+    - ``paper-3k``, ``paper-5k``: 57 and 70 QPS per prefill instance. These are the baseline peaks
+      of the paper, which are physically possible only as figures per instance.
+    - ``fixed:TOKENS`` (all prompts have one length): as many tokens per second as in ``paper-3k``.
+    - ``uniform:LEAST-MOST`` (lengths between two, evenly): passes full of tokens, or of requests
+      with ``prefill_max_requests``.
+    - ``one-long``, ``onoff``: as in ``paper-3k``, with the same cluster and lengths. In the first
+      an additional prompt of 64K comes now and then; in the second all requests come in every other
+      half second.
+    - ``paper-long``, ``sessions``, traces, ``few-long`` (prompts of 100 tokens, 0.4 % of them
+      100,000): full chunks.
+    - ``day``: full chunks as the mean of a day. Load 0.65 rises from 0.2 to 1.1 and falls again.
+    - ``agentic``: a number of agents (:mod:`.agentic`). Its caches have tiers.
+
+    If instances differ, each counts by the tokens per second of its full chunks.
 
     Raises:
-        ScenarioError: unknown name, or a burstiness or ``load_counts`` that it cannot have.
+        ScenarioError: the name is unknown, or the scenario cannot have this burstiness or
+            ``load_counts``.
         TraceError: the trace cannot be read.
-        TopologyError: ``changes`` that cannot be.
+        TopologyError: ``changes`` are impossible.
     """
     given = spec.get("block_tokens", 0)
     if given and not name.startswith(_OWN_LENGTHS):
@@ -358,9 +364,10 @@ def full_chunk_tokens_per_s(spec: ClusterSpec) -> float:
 
 
 def uncached_qps(spec: ClusterSpec, arrivals: Sequence[Arrival]) -> float:
-    """The rate that keeps the cluster busy if it computes only what the clairvoyant cache of
-    :mod:`.optimum` leaves, perfectly balanced. A token takes its share of a full chunk and the time
-    of its attention to all before it. No policy serves more for long."""
+    """Return the rate that keeps the cluster busy if it computes only the tokens that the
+    clairvoyant cache of :mod:`.optimum` does not have, perfectly balanced. A token takes its share
+    of a full chunk, and the time of its attention to all tokens before it. No policy can serve a
+    higher rate for long."""
     cached = optimal_cached_tokens(arrivals, spec.block_tokens, spec.cluster_kv_tokens)
     sizes = [(a.prompt_tokens, hit) for a, hit in zip(arrivals, cached, strict=True)]
     tokens = sum(size - hit for size, hit in sizes)
