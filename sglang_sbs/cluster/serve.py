@@ -31,8 +31,7 @@ async def serve_until_stopped(
     ``kind``: class of the cluster; a subclass may survive deaths (:meth:`.LocalCluster.serve`).
     ``meanwhile`` is cancelled at the end. If it returns earlier, the cluster continues to serve.
     Its exceptions are raised here once everything has stopped. Further signals change nothing,
-    because stopping is bounded. Returns the exit code: 0 after a signal, 1 if the cluster did not
-    start or a process of it died.
+    because the time of stopping is bounded.
     """
     stop = asyncio.Event()
     for handled in (signal.SIGINT, signal.SIGTERM):

@@ -39,7 +39,7 @@ class Request:
     block_tokens: int = 0
     session: str = ""
     priority: int = 0
-    """Larger is more urgent, like the next two bounded."""
+    """Larger is more urgent. This field and the next two are clamped."""
     ttft_slo_s: float | None = None
     tenant: str = ""
     hits: Hits = NO_HITS

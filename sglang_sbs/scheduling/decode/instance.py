@@ -56,7 +56,7 @@ class DecodeRank:
     committed_tokens: int = 0
     """Total length of ``requests``."""
     flight_tokens: int = 0
-    """Total length of ``flight``, like the next kept as requests come and go."""
+    """Total length of ``flight``. This field and the next change as requests come and go."""
     flight_prompt_tokens: int = 0
     ended_first: dict[str, int] = field(default_factory=dict)
     """KV tokens of the last few requests that ended before a report contained them."""

@@ -28,17 +28,18 @@ class Measured:
     share of it. Pass times are not known more precisely, and the request left for a later pass
     lengthens the tail."""
     rate_passes: float = 10.0
-    """Time constant of the arrival rate, in passes, as it predicts what arrives in one."""
-    chunk_weight: float = 0.4
-    """A prompt of n chunks counts as 1 + (n - 1) * this many requests, as its delays are the tail.
+    """Time constant of the arrival rate, in passes, because it predicts the arrivals of one pass.
     """
+    chunk_weight: float = 0.4
+    """A prompt of n chunks counts as 1 + (n - 1) * this many requests, because the delays of long
+    prompts form the tail."""
     again_weight: float = 700.0
-    """Weight of a second of computing again, times load**2 / (1 - load). It is one rank's second,
-    and the barrier makes the others wait for it. Near capacity little more than the optimum is
-    computed."""
+    """Weight of a second in which a rank computes cached tokens again, times
+    load**2 / (1 - load). The barrier makes the other ranks wait for that second. With this weight,
+    little more than the optimum is computed near capacity."""
     torn_share: float = 0.05
-    """Share of batches that may be split, times the part of the lead beyond the latency in pass
-    times. The wider requests come apart, the more it costs to wait for the last one."""
+    """Share of batches that may be split, per pass time of lead beyond the latency. The further
+    apart the requests of a batch arrive, the more it costs to wait for the last one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,13 +51,13 @@ class Memories(Measured):
     torn_step: float = 0.05
     """Step of the share of a batch that an idle instance leaves behind."""
     torn_forget_s: float = 60.0
-    """Time constant of that share. A policy that avoids idle instances, as they split batches, sees
-    no more of them."""
+    """Time constant with which that share is forgotten. Otherwise a policy that avoids idle
+    instances, because they split batches, would never get another sample."""
     lead_leak_s: float = 30.0
-    """Time constant with which the left-behind estimate falls back to the latency. A minute after
-    the host was busy nothing is left of what that taught."""
+    """Time constant with which the left-behind estimate falls back to the latency. A few minutes
+    after a busy time of the host, no effect of it is left."""
     lead_margin_s: float = 0.003
-    """The lead is at least this much above the latency: the resolution of all that is measured."""
+    """The lead is at least this much above the latency: the resolution of the measured times."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,27 +79,26 @@ class Tuning(Memories):
     """Longest hold, in mean pass times; ``--sbs-max-hold-ms`` applies if that is longer. Passes of
     large chunks take seconds."""
     retry_s: float = 0.01
-    """The next decision is at least this much later after one that was expensive and sent nothing.
-    """
+    """Least time between an expensive decision that sent no request and the next decision."""
     most_divided: int = 24
-    """Up to this many requests every division is tried. Each is a placement, and more requests in a
-    pass are as good as a fluid."""
+    """Every division of up to this many requests is tried. Each one costs a placement, and with
+    more requests in a pass the division of a fluid is as good."""
     most_filled: float = 1.5
     """An instance with this many passes of work gets no batch for the pass after its next one: that
     pass is already half full."""
 
     # Prompts of several chunks.
     most_planned: int = 128
-    """Waiting requests looked at; the rest does not matter for the next pass."""
+    """Number of waiting requests considered; the others do not matter for the next pass."""
     nearest: int = 6
     """Instances compared for each request, those that start next."""
     most_holders: int = 2
     """Other instances compared because they have most of its prompt cached."""
     fetch_token_s: float = 7e-6
-    """Time per token from shared storage to a rank: a guess, as no report has it."""
+    """Time per token from shared storage to a rank: a guess, because no report contains it."""
     load_token_s: float = 1.5e-6
-    """Time per fetched token from the host to the device, in the pass that the request begins in.
-    The whole instance waits for it. A guess likewise."""
+    """Time per fetched token from the host to the device, in the first pass of the request. The
+    whole instance waits for it. This is a guess as well."""
 
     # Prefix caches.
     least_hit_share: float = 0.02
@@ -126,13 +126,13 @@ class Tuning(Memories):
     guard_most_load: float = 0.75
     """Near capacity batches fill passes, which is worth more than arriving whole."""
     guard_first_s: float = 40.0
-    """How long holding stays off at first."""
+    """Time for which holding stays off at first."""
     guard_most_s: float = 160.0
-    """How long it stays off at most, after trials that failed."""
+    """Longest time for which holding stays off, after failed trials."""
     guard_trial_s: float = 30.0
     """A trial has failed if holding stops again within this time."""
     late_report_s: float = 0.05
-    """How late a report about the end of a pass may be. After that it is lost."""
+    """Longest delay of a report about the end of a pass; afterwards it counts as lost."""
 
     # The load (``offered_load``) and idle instances (``idle_turns``).
     least_window_s: float = 3.0
@@ -151,7 +151,7 @@ class Tuning(Memories):
     # Comparing floats.
     epsilon_s: float = 1e-9
     beyond_s: float = 1e-6
-    """More than the difference that the order of adding times makes."""
+    """More than the rounding error of adding times in another order."""
 
 
 TUNING = Tuning()

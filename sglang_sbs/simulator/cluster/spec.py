@@ -50,9 +50,9 @@ class InstanceSpec(msgspec.Struct, frozen=True, kw_only=True):
     speed: float = 1.0
     """Speed factor: its passes take the cost model's time divided by this."""
     recorded: tuple[tuple[float, float], ...] = ()
-    """Passes of a real instance, by their start in ascending seconds: each with its time over that
-    of the cost model. A simulated pass takes the cost model's time multiplied by this, of the
-    recorded pass nearest to its start, instead of ``pass_jitter``."""
+    """Starts of a real instance's passes, ascending, in seconds, and the duration of each over that
+    of the cost model. If set, it replaces ``pass_jitter``: a simulated pass takes the cost model's
+    time multiplied by the ratio of the recorded pass nearest to its start."""
 
     @property
     def capacity_tokens(self) -> int:
