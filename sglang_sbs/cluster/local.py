@@ -74,7 +74,7 @@ class LocalCluster(ClusterSupervisor):
         await self._stop()
 
     async def serve(self, meanwhile: Coroutine[Any, Any, object]) -> None:
-        """Run ``meanwhile``, and continue after its end. Raises: its exceptions;
+        """Run ``meanwhile``, and keep serving after its end. Raises: its exceptions;
         ProcessDiedError."""
         await self.unless_one_dies(meanwhile, asyncio.Event().wait())
 

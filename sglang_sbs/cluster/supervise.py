@@ -48,8 +48,8 @@ class ClusterSupervisor:
         self._watched.append(process)
 
     async def unless_one_dies(self, *waits: Coroutine[Any, Any, object]) -> None:
-        """Run `waits` to their ends. Raises: the first exception of theirs, or ProcessDiedError, a
-        process started before has ended unexpectedly."""
+        """Run `waits` until all have ended. Raises: the first of their exceptions;
+        ProcessDiedError, a process of the cluster has ended unexpectedly."""
         exits = {process.exited: process for process in (*self._watched, *self.processes)}
         pending: set[asyncio.Task[Any]] = {asyncio.create_task(wait) for wait in waits}
         try:

@@ -56,7 +56,8 @@ def prefill_shown(
 
 
 def pass_shown(a_pass: ShownPass) -> list[Any]:
-    """Instance, start, end, preceding gap, wasted part of the gap, tokens per rank."""
+    """Return a pass as a list: instance, start, end, preceding gap, wasted part of that gap, and
+    tokens per rank."""
     times_s = round(a_pass.start_s, 3), round(a_pass.end_s, 3)
     return [
         a_pass.instance,

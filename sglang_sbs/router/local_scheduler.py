@@ -1,4 +1,5 @@
-"""A scheduler in the process that runs it: the only process of a router, or that of several."""
+"""A scheduler with its inputs from engines: in a router's only process, or in the scheduler process
+of a router with several."""
 
 from __future__ import annotations
 

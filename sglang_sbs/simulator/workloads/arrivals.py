@@ -249,9 +249,9 @@ def _read_azure(path: Path, text: str) -> list[Arrival]:
 def replayed(
     arrivals: Sequence[Arrival], speed: float, duration_s: float, seed: int
 ) -> list[Arrival]:
-    """Return a window of a trace, with times divided by ``speed``. The seed chooses its start. After
-    the end of the trace it continues from the beginning with new conversations: their blocks get
-    other names."""
+    """Return a window of a trace, with times divided by ``speed``. The seed chooses its start.
+    After the end of the trace it continues from the beginning with new conversations: their blocks
+    get other names."""
     names = 1 + max((max(a.blocks, default=0) for a in arrivals), default=0)
     span_s = (arrivals[-1].at_s + 1e-3) / speed
     offset_s = random.Random(seed).uniform(0, span_s)
