@@ -75,7 +75,7 @@ class RequestArrived(_Message, frozen=True):
 
 class PrefillDone(_Message, frozen=True):
     """Prefill responded, or decode sent the first token: L(r) left the prefill rank. Sent at most
-    once per leg; repetitions for a request change nothing."""
+    once for each of these; the second one for a request changes nothing."""
 
     rid: Rid
     prompt_tokens: Count | None = None
@@ -99,7 +99,7 @@ class ClientSide(msgspec.Struct, frozen=True, omit_defaults=True, gc=False):
 
 
 class RequestEnded(_Message, frozen=True):
-    """The request ended on both legs, in whatever state it was (queued ones are dropped)."""
+    """The request ended in prefill and in decode, from any state; a queued one is dropped."""
 
     rid: Rid
     outcome: Outcome
@@ -245,7 +245,7 @@ Event = (
 
 
 class Dispatch(_Message, frozen=True):
-    """Send both legs of the request now."""
+    """Send the prefill and the decode request now."""
 
     rid: str
     prefill: InstanceId

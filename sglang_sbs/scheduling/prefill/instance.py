@@ -400,7 +400,7 @@ class PrefillInstance:
             changed.add(self)
 
     def _on_change(self, rank: int | None = None) -> None:
-        """Begin a new version, at a change of one rank's ledgers (None: of anything)."""
+        """Begin a new version after a change of one rank's accounting (None: of anything)."""
         self._changes()
         self.ranks.changed(rank)
         vars(self).pop("_next_pass_s", None)

@@ -36,7 +36,7 @@ class Ranks(list[PrefillRank]):
     def __init__(self, dp_size: int) -> None:
         super().__init__(PrefillRank() for _ in range(dp_size))
         self.version = 0
-        """Grows with every change of the ledgers, the model or the limits. Cached properties are
+        """Grows with every change of the accounting, the model or the limits. Cached properties are
         computed at most once per version."""
         self._next: dict[int, tuple[int, float]] = {}
         """Tokens and attention pairs in the next pass, of ranks unchanged since they were asked."""

@@ -1,4 +1,4 @@
-"""One request at a prefill DP rank, and the ledger of those in flight to it."""
+"""Records of one request at a prefill DP rank, and of all requests in flight to a rank."""
 
 from __future__ import annotations
 
