@@ -83,7 +83,7 @@ class EngineFacts:
 
     @property
     def known(self) -> WorkerInfo:
-        """``info`` of a usable engine."""
+        """The parsed ``info``; call this only for a usable engine."""
         assert self.info is not None
         return self.info
 

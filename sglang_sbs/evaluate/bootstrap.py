@@ -39,10 +39,10 @@ def ratios(
 ) -> Ratios:
     """Return mean and p99 of ``other`` over those of ``ran``.
 
-    Each is a list of draws (simulations of the same arrivals), a draw one value in seconds per
-    request; ``blocks`` has the block of each request. A replicate draws blocks with replacement,
-    the same ones for both sides, and one draw of each side, so it varies like one real run.
-    Percentile intervals are expanded for few blocks (Hesterberg 2015, section 4.3)."""
+    Each side is a list of draws, i.e. simulations of the same arrivals. A draw has one value in
+    seconds per request, and ``blocks`` the block of each request. A replicate takes blocks with
+    replacement, the same ones for both sides, and one draw of each side, so it varies like one real
+    run. Percentile intervals are expanded for few blocks (Hesterberg 2015, section 4.3)."""
     numbers = sorted(set(blocks))
     ours, theirs = ([_Draw(values, blocks) for values in side] for side in (other, ran))
     rng = random.Random(seed)

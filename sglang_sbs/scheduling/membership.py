@@ -117,8 +117,8 @@ class Membership:
     def strays(
         self, report: EndForward, prefill: PrefillInstance, requests: Mapping[str, Request]
     ) -> list[Stray]:
-        """Return the requests named by a rank of ``prefill`` that the records have at another rank
-        of the same worker."""
+        """Return the requests that a rank of ``prefill`` reports as accepted, although they were
+        dispatched to another rank of the same worker."""
         here = prefill.id, report.dp_rank
         strays = []
         for rid in report.rids if 0 <= report.dp_rank < prefill.dp_size else ():

@@ -1,12 +1,15 @@
 """A confidence interval of a mean that stays valid however often it is evaluated.
 
-It is for independent normal differences of unknown variance, and inverts the sequential t-test
-whose likelihood ratio is mixed over a normal prior of the effect size: T. L. Lai, "On confidence
-sequences", Annals of Statistics 4(2), 1976; H. Wang and A. Ramdas, "Anytime-valid t-tests and
-confidence sequences for Gaussian means with unknown variance", arXiv:2310.03722, 2023. The mixture
-in closed form is the Bayes factor of M. Gönen et al., "The Bayesian two-sample t test", The
-American Statistician 59(3), 2005. It is a martingale under the null hypothesis, so by Ville's
-inequality it ever exceeds ``1 / alpha`` with a probability of at most ``alpha``."""
+The values are assumed to be independent and normal, of unknown variance. The interval inverts a
+sequential t-test: its likelihood ratio is mixed over a normal prior of the effect size. The ratio
+is a martingale under the null hypothesis. So by Ville's inequality, the probability that it ever
+exceeds ``1 / alpha`` is at most ``alpha``.
+
+- T. L. Lai, "On confidence sequences", Annals of Statistics 4(2), 1976.
+- H. Wang and A. Ramdas, "Anytime-valid t-tests and confidence sequences for Gaussian means with
+  unknown variance", arXiv:2310.03722, 2023.
+- M. Gönen et al., "The Bayesian two-sample t test", The American Statistician 59(3), 2005: the
+  mixture in closed form."""
 
 from __future__ import annotations
 

@@ -308,10 +308,9 @@ def _stamp_s(report: EndForward) -> float:
 
 
 def clock_offsets(records: Iterable[LogRecord]) -> dict[str, float]:
-    """Return per instance the router's clock minus the engine's, assuming that the fastest message
-    took no time.
-
-    The router's own receive time also includes its wait for the event loop."""
+    """Return the router's clock minus the engine's, by instance. The fastest message is assumed to
+    have taken no time: the time at which the router handles a message includes its way and the wait
+    for the event loop."""
     offsets_s: dict[str, float] = {}
     for record in records:
         event = record.event

@@ -58,7 +58,8 @@ class ResponseReader:
 
     @property
     def done(self) -> bool:
-        """The response is complete, unless it ends with the connection."""
+        """Whether the end of the response was read. A response that ends with the connection is
+        never done."""
         return self._end is not None
 
     def feed(self, data: bytes) -> bytes:

@@ -106,7 +106,8 @@ def read_sources(
 
 
 def _take_defaults(parser: argparse.ArgumentParser) -> dict[str, Any]:
-    """Take the parser's defaults by ``dest``; afterwards it returns only given flags."""
+    """Remove all defaults from the parser and return them by ``dest``. Afterwards the parser
+    returns only flags that were given."""
     given = [action for action in parser._actions if action.default is not argparse.SUPPRESS]
     defaults = {action.dest: action.default for action in given}
     for action in given:

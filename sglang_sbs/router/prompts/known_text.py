@@ -225,8 +225,8 @@ def _cutting_tokens(state: dict[str, Any]) -> dict[str, int]:
 
 
 def _is_one_of(known: frozenset[str], config: dict[str, Any] | None, parts: str) -> bool:
-    """Return whether a component, or each part of a sequence of them, is known; missing ones
-    are."""
+    """Return whether the type of a component is ``known``. A sequence must have only known parts; a
+    missing component counts as known."""
     if config is not None and config.get("type") == "Sequence":
         return all(_is_one_of(known, part, parts) for part in config[parts])
     return config is None or config.get("type") in known

@@ -201,7 +201,7 @@ class Worker(WorkerFacts, kw_only=True, eq=False):
 
     @property
     def sound(self) -> bool:
-        """Whether it could take requests."""
+        """Whether it is healthy and described, with a breaker that is not open."""
         return self.healthy and self.breaker.state != "open" and self.info is not None
 
     def report_age_s(self, now_s: float) -> float | None:

@@ -304,9 +304,9 @@ class DecodeInstance:
         self._heard_s[index] = now_s
 
     def _holds(self, rank: DecodeRank, requests: int, kv_tokens: int) -> None:
-        """Set the reported requests and KV tokens of a rank, clamped to plausible numbers. At most
-        this many requests are plausible: twice as many as the rank can run (the others wait), plus
-        those dispatched from here."""
+        """Set the reported requests and KV tokens of a rank, clamped to plausible numbers. Twice
+        the number of requests that the rank can run is plausible (half of them wait), plus those
+        dispatched from here."""
         most = 2 * self.max_running + len(rank.requests)
         rank.reported_requests = min(max(0, requests), most)
         rank.reported_kv_tokens = min(max(0, kv_tokens), self.kv_capacity_tokens)

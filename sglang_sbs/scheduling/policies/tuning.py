@@ -1,6 +1,6 @@
 """Every number of the default policy: :data:`TUNING`. The policy's other modules contain only the
-numbers 0, 1 and 2. docs/lab/constants.md has the effect of half and twice of each measured one; a
-test compares its tables with :class:`Measured` and :class:`Memories`."""
+numbers 0, 1 and 2. docs/lab/constants.md shows the effect of halving and of doubling each measured
+number. A test compares its tables with :class:`Measured` and :class:`Memories`."""
 
 from __future__ import annotations
 

@@ -407,8 +407,9 @@ class PrefillInstance:
 
     @property
     def _owes_signal(self) -> bool:
-        """Whether a report is expected: an answer, the end of a pass, or idleness. This holds even
-        without own requests, because it may have become silent after its last report."""
+        """Whether a report is expected: an answer, the end of a pass, or idleness. That is possible
+        without own requests as well, because the instance may have become silent after its last
+        report."""
         return bool(
             self.ranks.has_outstanding or self.passes or self.ranks.backlog_tokens or not self.ready
         )

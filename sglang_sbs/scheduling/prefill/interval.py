@@ -1,8 +1,9 @@
-"""Algorithm 1 of the paper: the throughput-adaptive scheduling interval, and L_net in it.
+"""Algorithm 1 of the paper: the throughput-adaptive scheduling interval I_opt, and the estimate of
+L_net that it contains.
 
-I_opt follows Algorithm 1 exactly: the plain mean of the window. Watchdog and longest hold use the
-mean without outliers (a first pass compiles kernels for half a minute), unless the trigger is the
-paper's (``literal``)."""
+I_opt uses the plain mean of the window, exactly as in Algorithm 1. Watchdog and longest hold use
+the mean without outliers (a first pass compiles kernels for half a minute), unless the trigger is
+the paper's (``literal``)."""
 
 from __future__ import annotations
 

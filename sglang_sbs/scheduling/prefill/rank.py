@@ -283,7 +283,8 @@ class PrefillRank:
                 self.flight.add(request)
 
     def presume_again(self, full_tokens: int) -> None:
-        """Presume passes again that are unknown to a report."""
+        """Presume again the passes that were presumed before a report and are not included in it.
+        Call it after the report was applied."""
         passes, self.presumed_passes = self.presumed_passes, {}
         for forward_id, tokens in passes.items():
             self.presume(forward_id, tokens, full_tokens)
@@ -381,8 +382,8 @@ class PrefillRank:
 
     @property
     def ahead_tokens(self) -> int:
-        """Charged tokens of future chunks unavailable to a new request, including whole passes that
-        are full by their number of requests."""
+        """Charged tokens of future chunks that a new request cannot use. A pass that is full by its
+        number of requests, or for which the KV pool has no room, counts as a full chunk."""
         # Asked of every rank at every event, so nothing is asked that is not there.
         queued = self.queued_tokens
         ahead = self.flight.charged + (round(queued * self.queue_charge) if queued else 0)

@@ -53,7 +53,7 @@ class Watchdog:
         self._own_s = sorted(self._last_s)[(len(self._last_s) - 1) // 2]
 
     def arm(self, now_s: float, *, busy_until_s: float, launched: bool) -> None:
-        """Arm it: an answer is expected, or the end of passes running until ``busy_until_s``.
+        """Set the time at which it fires. ``busy_until_s``: predicted end of the running passes.
         ``launched``: the instance itself has reported the launch."""
         is_first = launched and self._own_s is None
         busy_until_s = min(max(now_s, busy_until_s), now_s + _MOST_BUSY_S)

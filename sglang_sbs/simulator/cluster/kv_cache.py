@@ -55,7 +55,8 @@ class BlockCache:
         host_tokens: int = 0,
         storage: SharedStorage | None = None,
     ) -> None:
-        """``host_tokens``: if less than a block, there is neither host memory nor ``storage``."""
+        """``host_tokens``: size of the host memory. If it is less than a block, the rank uses
+        neither host memory nor ``storage``."""
         self.block_tokens = block_tokens
         self.capacity = capacity_tokens // block_tokens
         self.room = 0
