@@ -306,7 +306,8 @@ class _Planner:
         return (sys.executable, "-m", "sglang.launch_server", *planned, *given, *events)
 
     def _kv_events_ports(self, role: Role, first_port: int) -> tuple[int, int] | None:
-        """Rank d publishes at the first port + d and answers replays at the second + d."""
+        """Return two ports: rank d publishes at the first + d, and answers replays at the second +
+        d. None: the instance publishes no KV events."""
         ranks = self._ranks[role].count
         if ranks > PORTS_PER_INSTANCE or not _wants_kv_events(self._options, role):
             return None

@@ -86,7 +86,7 @@ class PrefillDone(_Message, frozen=True):
 
 
 class ClientSide(msgspec.Struct, frozen=True, omit_defaults=True, gc=False):
-    """The relay's view of one attempt. Seconds."""
+    """The relay's times of one attempt, in seconds."""
 
     request_id: Annotated[str, msgspec.Meta(max_length=MAX_REQUEST_ID_CHARS)] = ""
     """The client's ``x-request-id``, truncated."""

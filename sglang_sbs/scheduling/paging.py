@@ -29,11 +29,12 @@ def padded(tokens_per_rank: Sequence[int], captured: Sequence[int]) -> Sequence[
     """Return the tokens that the ranks compute in a pass, with CUDA graphs captured for these token
     counts.
 
-    A graph is replayed if the fullest rank fits the largest graph and each rank agrees; one without
-    tokens always does. All ranks then compute as many tokens as the smallest graph that holds the
-    fullest, idle ones for a dummy request, so the cost of a pass has steps. Source: ``dp_attn.py``
-    (``_local_prefill_cuda_graph_vote``), ``forward_batch_info.py`` (``prepare_mlp_sync_batch``) and
-    ``prefill_cuda_graph_runner.py`` (``can_replay_locally``) of SGLang.
+    A graph is replayed if the fullest rank fits the largest graph and each rank agrees; a rank
+    without tokens always agrees. All ranks then compute the tokens of the smallest graph that fits
+    the fullest rank, and an idle rank computes a dummy request. So the cost of a pass rises in
+    steps. Source: ``dp_attn.py`` (``_local_prefill_cuda_graph_vote``), ``forward_batch_info.py``
+    (``prepare_mlp_sync_batch``) and ``prefill_cuda_graph_runner.py`` (``can_replay_locally``) of
+    SGLang.
 
     Args:
         tokens_per_rank: extend tokens.

@@ -1,4 +1,4 @@
-"""The overall state from a snapshot: green, amber or red, its cause, and what to do."""
+"""Judges the overall state from a snapshot: green, amber or red, its cause, and what to do."""
 
 from __future__ import annotations
 

@@ -328,8 +328,8 @@ class Pair:
             self._book(self._in_flight.dispatcher.prefill_done)
 
     def _book(self, what: Callable[..., None], *more: Any) -> None:
-        """Report once data received with it has been passed on, so that first bytes are not
-        delayed."""
+        """Call ``what`` in the next turn of the event loop, after the received data has been passed
+        on, so that accounting does not delay first bytes."""
         self._pool.loop.call_soon(what, self.rid, *more)
 
     def prefill_finished(self, reply: PrefillReply) -> None:

@@ -81,9 +81,9 @@ class DecodeBoard:
     when first needed. Afterwards a lookup costs at most the number of distinct batch sizes."""
 
     def __init__(self, loads: list[DecodeLoad], first: int = 0) -> None:
-        """``loads``: one per rank; that of an assigned rank is replaced. ``first``: the rank that
-        wins among equal ones, then the next ones in turn; otherwise short requests would all go to
-        the first few ranks."""
+        """``loads``: one per rank, which is replaced when a request is assigned to the rank.
+        ``first``: the rank that wins among equal ones; the others follow in turn. A fixed order
+        would send all short requests to the first few ranks."""
         self.loads = loads
         self._first = first % max(1, len(loads))
         self._kv_sorted: list[int] | None = None
@@ -180,8 +180,8 @@ def outlier_threshold(kv_sorted: Sequence[int], k: float) -> float:
 
 
 def hit_requests(request: Request, hit_tokens: int) -> float:
-    """Return the lead in requests that a rank may have over another for the transfer it saves: the
-    lead delays the last token of the answer by as long as the transfer takes."""
+    """Return how many more requests than another a rank may have because of the transfer it saves.
+    This number of requests delays the answer's last token by the time of the transfer."""
     answer_tokens = max(1, request.total_tokens - request.prompt_tokens)
     spared_ms = hit_tokens * TRANSFER_MS_PER_TOKEN
     return min(MOST_HIT_REQUESTS, spared_ms / (answer_tokens * STEP_PER_REQUEST_MS))

@@ -71,8 +71,9 @@ class Passes(list[Pass]):
                     of_ranks.extend([0] * (dp_size - len(of_ranks)))
 
     def accept(self, rids: Sequence[str], here: Collection[str], lost: int) -> int:
-        """Record that a rank has accepted these requests, and ``lost`` more with lost ids: the
-        oldest presumed ones of those ``here``, at the rank. Returns the rest of ``lost``."""
+        """Record that a rank has accepted these requests, and ``lost`` more with unknown ids. The
+        oldest presumed requests at the rank (``here``) stand for the latter. Returns how many of
+        ``lost`` remain."""
         presumed = [running.requests for running in self if running.forward_id is None]
         if not presumed:
             return lost
@@ -85,8 +86,8 @@ class Passes(list[Pass]):
 
     @property
     def ends_by_time_s(self) -> float:
-        """Predicted end of the first one if no answer will end it, because no request finishes in
-        it (chunks only); infinity otherwise."""
+        """Predicted end of the first pass if no answer will end it, because it completes no
+        request; infinity otherwise."""
         return self[0].end_s if self and not self[0].requests else math.inf
 
     def take_presumed(self) -> list[Pass]:

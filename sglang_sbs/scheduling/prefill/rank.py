@@ -293,9 +293,9 @@ class PrefillRank:
                 self.flight.pop(request.rid)
 
     def presume(self, forward_id: int, tokens: int, full_tokens: int) -> None:
-        """Presume another rank's report that this one computes ``tokens`` in the pass
-        ``forward_id``. A pass included in the rank's state, or older than a presumed one, changes
-        nothing. ``full_tokens``: at this many charged tokens the chunk is full, so its last request
+        """Presume that this rank computes ``tokens`` in the pass ``forward_id``, as another rank
+        reported. A pass included in the rank's state, or older than a presumed one, changes
+        nothing. ``full_tokens``: charged tokens of a full chunk; the last request of a full chunk
         may be cut, and those sent with it wait behind it."""
         newest = next(reversed(self.presumed_passes), self.launched_id)
         if self.clean or forward_id <= newest:
@@ -337,7 +337,8 @@ class PrefillRank:
             sent_s = None if sent is None else sent.at_s
 
     def _charge_of(self, queued: int, new: int) -> int:
-        """Return the charged tokens of these tokens of the queue and of the oldest in flight."""
+        """Return the tokens charged for ``queued`` tokens of the queue and the ``new`` oldest
+        tokens in flight."""
         charge = round(queued * self.queue_charge)
         if self.page == 1:
             return charge + new

@@ -160,7 +160,7 @@ class PrefixIndex:
             self._on_ranks_change()
 
     def clear(self, instance: InstanceId, rank: int) -> None:
-        """Record that the rank holds nothing as far as known."""
+        """Forget all blocks of a rank."""
         held = self._rank(instance, rank)
         if held is not None:
             self._retire(held)
@@ -324,7 +324,8 @@ class PrefixIndex:
     def _with_shared(
         self, by_instance: dict[InstanceId, list[int]], best: int, depth: int, block_tokens: int
     ) -> Hits:
-        """Add what ranks with shared storage can load from there."""
+        """Add the ``depth`` leading blocks of a prompt that are in shared storage to the hits of
+        ranks that can load from it."""
         tokens = depth * block_tokens
         to_fetch: dict[InstanceId, list[int]] = {}
         for place in self._places.values():

@@ -131,8 +131,9 @@ def bits_of(mask: int) -> Iterator[int]:
 def depths(
     tables: tuple[BlockTable, BlockTable], blocks: Sequence[int], count: int, live: int
 ) -> list[tuple[int, int]]:
-    """Return numbers of leading blocks with the bits of the ranks that hold exactly that many, in
-    either of the two tables. Only the first ``count`` blocks and ``live`` ranks are looked at."""
+    """Return pairs: a number of leading blocks, and the bits of the ranks that hold exactly that
+    many in either of the two tables. Considers only the first ``count`` blocks and the ``live``
+    ranks."""
     device = tables[0].get
     host = tables[1].get if tables[1] else None
     first = device(blocks[0])

@@ -188,7 +188,8 @@ class TenantTurns:
         return self._weights.get(tenant, 1.0)
 
     def _forget_idle(self) -> None:
-        """Forget tenants that would start where new ones do, or all idle ones if there are none."""
+        """Drop idle tenants that would start at the same round as new ones; if there are none, drop
+        all idle tenants."""
         idle = [tenant for tenant in self._served if tenant not in self._waiting]
         behind = [tenant for tenant in idle if self._served[tenant] <= self._now]
         for tenant in behind or idle:

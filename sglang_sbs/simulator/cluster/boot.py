@@ -151,8 +151,8 @@ def boot_engines(
     boot: int,
     storage: SharedStorage | None,
 ) -> list[SimulatedPrefill]:
-    """Return the engine of an instance; without a barrier one per DP rank. ``index``: of the
-    instance. ``boot``: number of earlier starts."""
+    """Return the engine of an instance; without a barrier, one per DP rank. ``index``: number of
+    the instance. ``boot``: number of its earlier starts."""
     engines = spec.engines(instance)
     shape = msgspec.structs.replace(instance, dp_size=instance.dp_size // engines)
     return [

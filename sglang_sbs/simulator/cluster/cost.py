@@ -56,8 +56,8 @@ class PassCost(msgspec.Struct, frozen=True, kw_only=True):
         return self.fixed_s + (self.mean_s + self.max_s) * chunk_tokens
 
     def of_tokens_only(self, pairs_per_token: float, requests_per_token: float) -> PassCost:
-        """Return a cost that needs only tokens: pairs and requests are included in ``max_s``, for
-        this mix on the slowest rank."""
+        """Return a cost that depends on tokens only. The time for pairs and requests becomes part
+        of ``max_s``, with these numbers per token on the slowest rank."""
         extra_s = self.pair_s * pairs_per_token + self.request_s * requests_per_token
         return PassCost(fixed_s=self.fixed_s, mean_s=self.mean_s, max_s=self.max_s + extra_s)
 
@@ -99,8 +99,8 @@ def cost_name(word: str) -> str:
 
 
 def load_cost(path: Path) -> PassCost:
-    """Read a cost from JSON: an object of the fields of :class:`PassCost`, or with it as ``cost``.
-    Raises: CostError: unreadable, or not a cost; names the file and the field."""
+    """Read a cost from JSON: an object with the fields of :class:`PassCost`, or an object that has
+    it as ``cost``. Raises: CostError, unreadable or not a cost, with the file and the field."""
     try:
         content = msgspec.json.decode(path.read_bytes())
     except OSError as error:

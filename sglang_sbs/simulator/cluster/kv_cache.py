@@ -95,7 +95,7 @@ class BlockCache:
         return self._end_of(self._host, blocks, hit, prompt_tokens) - hit
 
     def to_fetch(self, blocks: Blocks, prompt_tokens: int) -> list[int]:
-        """Return the blocks that must come from storage first, up to the first that is nowhere."""
+        """Return the blocks that must be fetched from storage, up to the first that no tier has."""
         fetched: list[int] = []
         if self._storage is not None:
             hit = self.match(blocks, prompt_tokens)

@@ -61,7 +61,7 @@ class InstanceSpec(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class TierSpec(msgspec.Struct, frozen=True, kw_only=True):
-    """Sizes and speeds of what is below the radix caches (:mod:`.kv_cache`)."""
+    """Sizes and speeds of the tiers below the radix caches (:mod:`.kv_cache`)."""
 
     host_kv_tokens: int = 1_000_000
     """Tokens per prefill rank: twice its device memory (``--hicache-ratio 2``). 0: neither this

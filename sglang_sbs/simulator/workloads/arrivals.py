@@ -103,7 +103,8 @@ def with_long(
 
 
 def with_own_blocks(arrivals: Sequence[Arrival], block_tokens: int) -> list[Arrival]:
-    """Give prompts block names of which no two prompts share any (0: without names)."""
+    """Give each prompt block names of its own, so that prompts share no prefix. ``block_tokens``: 0
+    gives no names."""
     if not block_tokens:
         return list(arrivals)
     named, first = [], 0
