@@ -132,9 +132,9 @@ class Attribution:
                 self.mismatched[engine.url] = heard.last
 
     def _fits(self, engine: EngineFacts, ranks: dict[int, RankHeard]) -> bool:
-        """Return whether these ranks may belong to an engine although the boot id is unknown, as it
-        is for other nodes and before SGLang 0.5.22: nothing contradicts it, and the engine has no
-        reports of these ranks yet."""
+        """Return whether reports with an unknown boot id may be from an engine. The boot ids of its
+        other nodes are unknown, and before SGLang 0.5.22 all are. The reports must not contradict
+        the engine, and their ranks must have no other report."""
         return (
             _may_speak(engine)
             and not any(_is_strange(engine, heard.last) for heard in ranks.values())

@@ -235,9 +235,9 @@ class Doorman:
         self._waiting[transport] = wait._replace(spared=True) if spared else wait
 
     def _close(self, transport: Any) -> bool:
-        """Close a connection unless it is closed already or still sending a response. A client that
-        is still reading gets its time once more. A closed connection with unsent data also counts
-        as sending."""
+        """Close a connection unless it is closed already or still sending a response. If the client
+        is still reading a response, its idle time starts again. A closed connection with unsent
+        data also counts as sending."""
         wait = self._waiting.pop(transport)
         wait.timer.discard(transport)
         unsent = transport.get_write_buffer_size()

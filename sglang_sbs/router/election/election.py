@@ -25,9 +25,9 @@ class Election(ABC):
         """Run until cancelled, which gives up the lead.
 
         ``lead(term)`` is called when this process becomes active; every term is higher than the one
-        before. ``follow()`` is called when it no longer is. If a lead ends by the clock, the next
-        call of :meth:`leads` reports it, so that must be called all the time. Raises: ValueError,
-        no store is configured (no kubeconfig, no service account)."""
+        before. ``follow()`` is called when it no longer is. If a lead ends by the clock, only the
+        next call of :meth:`leads` reports that, so call it before every decision. Raises:
+        ValueError, no store is configured (no kubeconfig, no service account)."""
 
     @property
     @abstractmethod

@@ -34,7 +34,7 @@ class Timetable:
 
 
 class Agenda:
-    """Updates of all known instances, up or down."""
+    """Keeps the due times of the updates of all known instances, up or down."""
 
     def __init__(self) -> None:
         self._instances: list[PrefillInstance] = []
