@@ -85,7 +85,8 @@ class BlockCache:
         return min(len(blocks), (prompt_tokens - 1) // self.block_tokens)
 
     def _end_of(self, tier: Container[int], blocks: Blocks, start: int, prompt_tokens: int) -> int:
-        """Return the end of the blocks from ``start`` on that are in a tier."""
+        """Return the position after the last consecutive block, from ``start`` on, that the tier
+        has."""
         limit = self._limit(blocks, prompt_tokens)
         return next((at for at in range(start, limit) if blocks[at] not in tier), limit)
 
