@@ -27,7 +27,7 @@ PrefixHit = Callable[[Request, int], int]
 
 
 def no_hit(_request: Request, _rank: int) -> int:
-    """Basic mode."""
+    """Basic mode of PBAA: no rank has any of the prompt cached."""
     return 0
 
 
@@ -43,7 +43,7 @@ def pbaa(
 
     A request goes to the rank with the most capacity left after it, as long as that rank's
     ``C_avail`` is positive, so a rank may be overshot by at most one request. Phase 3 (counting
-    ``r.wait``) belongs to the caller, who knows what a cycle is.
+    ``r.wait``) is up to the caller, which defines the cycle.
 
     Args:
         pending: unassigned requests of earlier cycles.

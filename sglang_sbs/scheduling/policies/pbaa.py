@@ -1,6 +1,6 @@
-"""How the default policy assigns the requests of a batch to the DP ranks of one instance: Algorithm
-2 of the paper, Prioritized Batch Allocation (PBAA), without its overshoot. :mod:`.paper` has it to
-the letter. Pure. Must not know time, or why a batch leaves now."""
+"""Assigns the requests of a batch to the DP ranks of one instance, for the default policy:
+Algorithm 2 of the paper, Prioritized Batch Allocation (PBAA), without its overshoot. :mod:`.paper`
+has the literal algorithm. Pure. Must not know time, or why a batch leaves now."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Allocation(NamedTuple):
 
 
 class Room:
-    """Tokens that the next pass still takes on each rank of an instance, and requests where the
+    """Capacity left in the next pass on each rank of an instance: tokens, and requests if the
     engine limits their number."""
 
     __slots__ = ("_places", "_tokens", "free")
@@ -73,11 +73,14 @@ class Target(NamedTuple):
 def place_fitting(requests: Iterable[Request], to: Target, rank_of: RankOf) -> Allocation:
     """Place the longest first on the emptiest rank, but only where the whole request fits.
 
-    A prompt longer than a chunk is cut anyway: it goes where it takes no more passes than it has
+    A prompt longer than a chunk is cut anyway, so it goes where it takes no more passes than it has
     chunks. This removes the overshoot of Algorithm 2 (its leftovers cost the next batch a pass).
-    If a request is left out and one of lower priority is placed, or if it was left out of several
-    batches before, all are placed anew, which packs less well: first those that were left out that
-    often, then in the order of priority.
+    The requests are placed anew, which packs less well, in two cases:
+
+    - A request is left out and one of lower priority is placed.
+    - A request is left out that was left out of several batches before.
+
+    Then the requests left out of several batches go first, and the others by priority.
 
     Args:
         requests: in any order. The longest is the one with most uncached tokens.
@@ -121,8 +124,8 @@ def _rank_for(request: Request, free: Sequence[int], to: Target, rank_of: RankOf
 
 
 def first_part(tokens: int, chunk_tokens: int) -> int:
-    """Tokens that must fit into this pass so that a prompt takes no more passes than it has to: all
-    of it, or if it takes several the part that does not fill a chunk."""
+    """Return the tokens that must fit into this pass so that a prompt takes no additional one. That
+    is the whole prompt or, for a prompt of several chunks, the part that does not fill a chunk."""
     return (tokens - 1) % chunk_tokens + 1
 
 
@@ -132,9 +135,10 @@ def _best_hole(request: Request, free: Sequence[int], to: Target) -> int:
 
 
 def top_up(allocation: Allocation, to: Target, keep_tokens: float) -> Allocation:
-    """Fill what :func:`place_fitting` left free by splitting the oldest leftovers over two passes,
-    low priority first. Only while more than ``keep_tokens`` uncached tokens are left over, and only
-    holes of a certain size: splitting costs the next pass."""
+    """Fill the room that :func:`place_fitting` left free: split the leftovers over two passes,
+    those of low priority and the oldest first. A split costs room in the next pass. So prompts are
+    split only while more than ``keep_tokens`` uncached tokens are left over, and only to fill a
+    hole of more than ``Tuning.least_hole_share`` of a chunk."""
     remaining = uncached_tokens_of(allocation.left)
     if remaining <= keep_tokens:
         return allocation

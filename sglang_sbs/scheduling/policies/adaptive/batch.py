@@ -33,7 +33,7 @@ class Batch(NamedTuple):
 
 
 def choose(view: View, division: Division, moment: CacheAffinity) -> Iterator[Batch]:
-    """Step 5: a batch for one open pass after the other, until one is placed."""
+    """Step 5: yield a batch for each open pass in turn. The caller stops when one is placed."""
     tried = 0
     tries_all = view.learned.long.uneven_chunks or view.by_forecast
     for opening in division.passes:
@@ -92,9 +92,10 @@ def _target(opening: OpenPass) -> Target:
 
 
 def _keep_tokens(view: View, opening: OpenPass) -> float:
-    """Splitting a prompt costs it a pass. That pays when more is left than the others can take;
-    under overlap scheduling only when the rest, which runs at once and all but alone, does not
-    matter."""
+    """Return the number of waiting tokens above which prompts are split to fill the pass: as many
+    as the other instances can take, because a split prompt needs one more pass. Under overlap
+    scheduling it is one pass of all instances more, because the rest of a split prompt gets a pass
+    almost of its own."""
     if view.urgent:
         return math.inf  # the rest would be formed at once, without the batch after it
     offered, instance = view.learned.offered, opening.instance
@@ -104,7 +105,7 @@ def _keep_tokens(view: View, opening: OpenPass) -> float:
 
 
 class _Filters:
-    """Which requests of the queue may be in a batch."""
+    """Decides which requests of the queue may be in a batch."""
 
     def __init__(self, view: View, affinity: BatchAffinity, instance: PrefillInstance) -> None:
         # In attributes of its own, as each waiting request is looked at.
@@ -135,7 +136,7 @@ class _Filters:
                 break
 
     def _skip(self, request: Request) -> WaitReason | None:
-        """Why a request cannot be in the batch; None: it can."""
+        """Return the reason why a request cannot be in the batch; None: it can."""
         if not request.may_use(self._instance, self._instances):
             self.forbidden += 1
             return WaitReason.EXCLUDED

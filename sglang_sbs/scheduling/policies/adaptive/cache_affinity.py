@@ -37,7 +37,7 @@ predicted to cost there, seconds. Empty and None: unknown."""
 
 
 class _Best(NamedTuple):
-    """Where a request costs least, for itself and others, seconds."""
+    """Place where a request costs least. The cost, in seconds, includes the delay of others."""
 
     cost_s: float
     instance: InstanceId
@@ -55,7 +55,7 @@ _NOTHING_COMES = _Coming([], pays=False)
 
 
 class CacheAffinity:
-    """Where requests are best off at one moment, for all batches that are tried then."""
+    """Ranks instances for each request at one moment; shared by all batches tried then."""
 
     def __init__(
         self,
@@ -69,7 +69,7 @@ class CacheAffinity:
         Args:
             by_id: all instances.
             first: see :meth:`starts_with`.
-            load: share of the cluster's time in use, below 1, with what waits for a batch.
+            load: share of the cluster's time in use, below 1, including waiting requests.
         """
         self.at = at
         self._by_id = by_id
@@ -83,19 +83,20 @@ class CacheAffinity:
         self._wanted: set[InstanceId] = set()
         self._coming: dict[str, _Coming] = {}
         self.wake_s = math.inf
-        """When something will be cached that a request waits for."""
+        """Earliest time at which a prefix that a request waits for will be cached."""
         self._sharing: defaultdict[int | None, set[str]] = defaultdict(set)
         """Requests that were looked at, by the prefix they share."""
         self.deferred = 0
-        """How often a request was left for another instance, or for one that computes the same."""
+        """Number of times that a request was left for another instance, or for a prefix that is
+        being computed."""
 
     def starts_with(self, first: PrefillInstance) -> None:
-        """``first``: the instance that starts first of those that the next batch could go to."""
+        """Set the instance that starts first, of those that the next batch could go to."""
         self._first = first
         self._plain = {}
 
     def defer(self) -> None:
-        """A request was left, see :attr:`deferred`."""
+        """Count a request that was left, see :attr:`deferred`."""
         self.deferred += 1
 
     def next_pass(self, instance: PrefillInstance) -> NextPass:
@@ -118,16 +119,18 @@ class CacheAffinity:
             self._sharing[request.cached_until].add(request.rid)
 
     def on_dispatched(self, instance: PrefillInstance) -> None:
-        """A batch leaves for the instance, and the next one is decided at the same moment."""
+        """Forget the next pass of an instance: a batch leaves for it, and another decision follows
+        at the same moment."""
         self._next_passes.pop(instance.id, None)
         self._plain.pop(instance.id, None)
 
     def is_wanted(self, instance: PrefillInstance) -> bool:
-        """Whether a request waits for the instance."""
+        """Return whether some request costs least at this instance because of its cache."""
         return instance.id in self._wanted
 
     def is_coming(self, request: Request) -> bool:
-        """Whether a request should wait for a rank that is computing some of it for another one."""
+        """Return whether a request should wait for a rank that is computing a part of its prefix
+        for another request."""
         known = self._coming.get(request.rid, _NOTHING_COMES)
         if [*request.upcoming] != known.upcoming:
             known = _Coming([*request.upcoming], self._is_coming(request))
@@ -151,7 +154,8 @@ class CacheAffinity:
         return False
 
     def best_for(self, request: Request) -> _Best:
-        """The best of the first instance and those that have some of the prompt cached."""
+        """Return the best place among the first instance and those with a part of the prompt
+        cached."""
         best = self._best.get(request.rid)
         if best is None:
             hits = request.hits.by_instance
@@ -183,9 +187,9 @@ class CacheAffinity:
     def cost_s(
         self, request: Request, there: NextPass, rank: int, cached: int, ahead: int | None = None
     ) -> float:
-        """The time from the start of the pass until a request is done on a rank, plus the cost of
-        that to others. Tokens that are computed again are cached there afterwards, so all requests
-        that share them pay a part. ``ahead``: see :meth:`.NextPass.done_s`."""
+        """Return the time from the start of the pass until a request is done on a rank, plus the
+        delay of others. Tokens that are computed again are cached there afterwards, so their cost
+        is divided among the requests that share them. ``ahead``: see :meth:`.NextPass.done_s`."""
         done_s = there.done_s(rank, request.prompt_tokens - cached, cached, ahead)
         again = request.prompt_tokens - cached - request.uncached_tokens
         if not again:
@@ -211,7 +215,7 @@ def rank_by_affinity(
 
 
 class BatchAffinity:
-    """The batch that is tried for one instance."""
+    """Cached prefixes as seen by one batch that is tried for one instance."""
 
     def __init__(self, moment: CacheAffinity, instance: PrefillInstance) -> None:
         self._moment = moment
@@ -223,8 +227,8 @@ class BatchAffinity:
         self.deferred = 0
 
     def skip(self, request: Request) -> WaitReason | None:
-        """Why a request should not be in this batch: it waits for an instance where more of it is
-        cached, or for a rank that is computing some of it. None: it belongs here."""
+        """Return why a request should not be in this batch: more of it is cached at another
+        instance, or a rank is computing a part of it. None: it belongs in the batch."""
         if not request.blocks:
             return None
         twins = self._taken.setdefault(request.blocks[0], [])
@@ -251,7 +255,7 @@ class BatchAffinity:
         return "", None, None
 
     def is_sooner_on(self, instances: Sequence[PrefillInstance], request: Request) -> bool:
-        """Whether a request is predicted to be done sooner on one of these instances."""
+        """Return whether a request is predicted to be done sooner on one of these instances."""
         moment = self._moment
         here_s = moment.glance(request, self._instance).cost_s
         return here_s > min([moment.glance(request, other).cost_s for other in instances])
@@ -262,7 +266,8 @@ class BatchAffinity:
         return home.instance, None, here.cost_s - home.cost_s
 
     def _is_elsewhere(self, request: Request) -> bool:
-        """Whether a request is better off at another instance, which has some of it cached."""
+        """Return whether a request costs less at another instance, which has a part of it
+        cached."""
         here, moment = self._instance.id, self._moment
         moment.look_at(request)
         gain = request.uncached_tokens_on(here) - request.uncached_tokens
@@ -273,8 +278,8 @@ class BatchAffinity:
         return home != here and home in request.hits.by_instance
 
     def rank_of(self, request: Request, capacity: Sequence[int]) -> int | None:
-        """The rank for a request of which the instance has some cached; None: it should wait.
-        ``capacity``: C_avail of the ranks, after what the batch holds already."""
+        """Return the rank for a request with a part cached at this instance; None: it should wait.
+        ``capacity``: C_avail of the ranks, minus the requests already in the batch."""
         here = self._instance
         hits = request.hits.by_instance[here.id]
         best = self._best_rank(request, hits, capacity)
@@ -286,7 +291,7 @@ class BatchAffinity:
         return None
 
     def _best_rank(self, request: Request, hits: Sequence[int], capacity: Sequence[int]) -> int:
-        """The rank where a request would be done first, and the emptiest of equal ones."""
+        """Return the rank where a request would cost least; of equal ones the emptiest."""
         here = self._instance
         there = self._moment.next_pass(here)
         ahead = [here.chunk_tokens - free for free in capacity]
@@ -302,8 +307,8 @@ class BatchAffinity:
         return min(likely_ranks(ahead, hits, request.hits.to_fetch.get(here.id)), key=cost)
 
     def _is_taken(self, request: Request, twins: Sequence[Request]) -> bool:
-        """Whether a request should be in the batch after this one, which finds what this one
-        computes."""
+        """Return whether a request should be in the next batch instead, which will find the prefix
+        that a request of this batch computes."""
         moment = self._moment
         here = moment.next_pass(self._instance)
         least_s = moment.best_on(request, self._instance).cost_s
@@ -320,7 +325,7 @@ class BatchAffinity:
 
 
 class ForecastAffinity(BatchAffinity):
-    """The same where a forecast has decided where each request goes."""
+    """The same, if a forecast (:class:`.Forecast`) has decided where each request goes."""
 
     def __init__(
         self,

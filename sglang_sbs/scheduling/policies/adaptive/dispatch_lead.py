@@ -1,15 +1,16 @@
-"""How long before the predicted end of a pass the next batch leaves, learned from what it cost.
+"""Learns how long before the predicted end of a pass the next batch should leave: the dispatch
+lead.
 
-Each launch shows how a batch fared. It can fare badly in two ways of very different cost, so two
-quantiles are tracked, and the larger one counts:
+Each launch shows whether a batch was in time. There are two kinds of failure with very different
+costs. A quantile is tracked for each, and the larger one is the lead:
 
 - The batch arrived after the pass had ended and found the instance *idle*. Each request in it waits
-  longer, and so do those that arrive later, by 1 / (1 - load) in all. Had the batch left earlier,
-  the requests that arrive in between would have to wait for the next instance. Both costs grow with
-  the same number of requests, so the best share of idle landings is (1 - load) / (2 - load): a half
-  at low load, few near saturation.
-- A launch *left behind* a part of the batch. The engine runs that part at once, in a pass all but
-  empty, and whatever is sent next waits for it. That must be rare; leaving early costs little in
+  longer, and so do later requests, by 1 / (1 - load) in all. An earlier batch, on the other hand,
+  leaves more requests to the next instance: those that arrive in between. Both costs grow with the
+  same number of requests, so the best share of idle landings is (1 - load) / (2 - load). That is a
+  half at low load, and close to 0 near saturation.
+- A launch *left behind* a part of the batch. The engine runs that part at once, in an almost empty
+  pass, and the requests sent next wait for it. This must be rare; leaving early costs little in
   comparison.
 """
 
@@ -22,8 +23,9 @@ from sglang_sbs.scheduling.prefill.observation import Observation
 
 
 class DispatchLead:
-    """Robbins-Monro estimates of the two quantiles, seconds, and of how idle instances split
-    batches. The quantiles forget as they learn: one step takes back another."""
+    """Robbins-Monro estimates of the two quantiles, in seconds, and of the share of a batch that
+    idle instances leave behind. The quantiles forget as they learn, because a step in one direction
+    undoes one in the other."""
 
     def __init__(self) -> None:
         self._idle_s = 0.0
@@ -38,16 +40,16 @@ class DispatchLead:
         """When the left-behind estimate last fell."""
 
     def forget(self) -> None:
-        """Learn both quantiles anew, from the dispatch latency up."""
+        """Discard both quantiles; they are learned anew, starting at the dispatch latency."""
         self._idle_s = self.left_behind_s = 0.0
 
     def lead_s(self, latency_s: float) -> float:
-        """The lead, seconds. ``latency_s``: L_net."""
+        """Return the lead in seconds. ``latency_s``: L_net."""
         return max(self._idle_s, self.left_behind_s, latency_s + TUNING.lead_margin_s)
 
     @property
     def whole(self) -> float:
-        """How far a batch may be trusted to start whole on an idle instance, 0 to 1."""
+        """Confidence that a batch starts whole on an idle instance, 0 to 1."""
         return max(0.0, 1 - self._torn_share / TUNING.torn_most_share)
 
     def observe(
@@ -60,10 +62,10 @@ class DispatchLead:
         latency_s: float,
         pass_s: float,
     ) -> None:
-        """Take in how the requests of a rank fared in a launch (``seen``).
+        """Learn from one launch which of a rank's requests were in time for it (``seen``).
 
-        Only requests that were sent about one lead ahead show whether the lead is right: a request
-        sent later was expected to be late, and one sent much earlier could not be.
+        Only requests sent about one lead ahead show whether the lead is right. A request sent later
+        was expected to be late, and one sent much earlier could not be late.
 
         Args:
             ranks: DP ranks of the instance. Each reports the launch.
@@ -94,7 +96,7 @@ class DispatchLead:
         self.left_behind_s = _stepped(self.left_behind_s, torn_step_s, least_s, most_s)
 
     def _leak(self, latency_s: float, now_s: float) -> None:
-        """Few messages report a split batch, so the estimate also falls with time."""
+        """Lower the left-behind estimate with time, because few messages report a split batch."""
         kept = math.exp(-max(0.0, now_s - self._leaked_s) / TUNING.lead_leak_s)
         self._leaked_s = now_s
         least_s = latency_s + TUNING.lead_margin_s
@@ -103,8 +105,8 @@ class DispatchLead:
 
 
 def _stepped(estimate_s: float, step_s: float, least_s: float, most_s: float) -> float:
-    """A step up starts from ``least_s``. That is not remembered, so the estimate falls again when
-    the latency does."""
+    """Return an estimate after a step. A step up starts from ``least_s`` at least. The estimate may
+    fall below that, so it follows when the latency falls."""
     if step_s > 0:
         estimate_s = max(estimate_s, least_s)
     return min(max(0.0, estimate_s + step_s), most_s)

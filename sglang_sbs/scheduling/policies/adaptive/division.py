@@ -1,5 +1,5 @@
-"""How much of the queue leaves for an open pass, and which requests: a share of the queue, or with
-prompts of several chunks the requests that cost least there. Must not know when a batch leaves, or
+"""Divides the queue among the open passes and later ones. A pass gets a share of the queue or, with
+prompts of several chunks, the requests that cost least there. Must not know when a batch leaves, or
 DP ranks."""
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ Requests = list[Request]
 
 
 class Share(NamedTuple):
-    """Any request may go anywhere. A batch gets the first of the queue, as many as make the sum of
-    predicted completion times smallest."""
+    """A division by number: any request may go anywhere, and a batch gets the first requests of the
+    queue. Their number minimizes the sum of predicted completion times."""
 
     view: View
     openings: Openings
@@ -44,8 +44,8 @@ class Share(NamedTuple):
         return BatchAffinity(moment, instance)
 
     def part(self, opening: OpenPass, head: Requests, rest: Requests) -> tuple[Requests, Requests]:
-        """The share of a pass of the requests that fit into it (``head``), and the requests that
-        are left for passes that start later."""
+        """Return the requests for this pass, the first of those that fit into it (``head``), and
+        the requests left for passes that start later."""
         view, learned = self.view, self.view.learned
         if len(view.instances) == 1 or opening.passes > 1 or view.overdue:
             return head, rest
@@ -64,7 +64,7 @@ class Share(NamedTuple):
 
 
 class Forecast(NamedTuple):
-    """Each request goes where it costs least (:mod:`.pass_forecast`), all of those that fit."""
+    """A division by request: each goes where it costs least (:mod:`.pass_forecast`)."""
 
     openings: Openings
     passes: list[OpenPass]
@@ -84,7 +84,7 @@ Division: TypeAlias = Share | Forecast
 
 
 def divide(view: View, openings: Openings) -> Division:
-    """Step 3: how the queue is divided between the open passes and those that start later."""
+    """Step 3: divide the queue among the open passes and those that start later."""
     if not (view.by_forecast and openings.any):
         return Share(view, openings)
     opened, starts = openings.passes, view.starts

@@ -1,5 +1,5 @@
-"""Puts a decision of the default policy into the words of
-:mod:`sglang_sbs.scheduling.reasons`. Changes nothing but the notes on requests."""
+"""Describes a decision of the default policy in the words of :mod:`sglang_sbs.scheduling.reasons`.
+Changes only the notes on requests."""
 
 from __future__ import annotations
 
@@ -55,7 +55,8 @@ def _record(view: View, openings: Openings, opening: OpenPass, costs_s: Costs) -
 
 
 def _kind(view: View, opening: OpenPass) -> Opening:
-    """An instance that is about to be ready counts as that, however much waits."""
+    """Return why the pass is open. If its instance is about to be ready, that is the reason, even
+    if more requests wait than fit."""
     at = view.at
     is_near = at.forms_at_s(opening.instance) - at.now_s <= view.lead_s + TUNING.epsilon_s
     is_full_ahead = opening.kind is Opening.FULL_AHEAD
@@ -63,8 +64,8 @@ def _kind(view: View, opening: OpenPass) -> Opening:
 
 
 def note_opening(request: Request, view: View | None, now_s: float) -> None:
-    """Note which instance was expected to be ready first when a request arrived that no instance
-    could take. ``view``: None while requests leave at once, without a look at the instances."""
+    """Record which instance was expected to be ready first when a request arrived that none could
+    take. ``view``: None while requests leave at once, without a view of the instances."""
     if view is None or view.passes_away > 1:
         note(request, WaitReason.NOT_YET, now_s)
     else:

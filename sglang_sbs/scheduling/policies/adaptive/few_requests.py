@@ -1,10 +1,10 @@
-"""How many waiting requests leave now, and how many are left for the instance that starts next.
-Must not know the DP ranks of a batch, or when it leaves.
+"""Decides how many waiting requests leave now, and how many are left for the instance that starts
+next. Must not know the DP ranks of a batch, or when it leaves.
 
-:func:`fair_share` divides tokens, as if requests were a fluid. With one or two requests per DP rank
-they are not: a pass lasts as long as its heaviest rank, so another short request may cost nothing,
-and a long one as much as all others. There :func:`best_cut` tries every division, with the requests
-placed as they would be, and takes the one with the smallest sum of completion times."""
+:func:`fair_share` divides tokens as if requests were a fluid. That is wrong with one or two
+requests per DP rank. A pass lasts as long as its heaviest rank, so another short request may cost
+nothing, and a long one as much as all others. Then :func:`best_cut` places the requests in every
+possible division, and returns the one with the smallest sum of completion times."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ class WaitingWork(NamedTuple):
     offered: OfferedLoad
     marginals: Marginals
     whole: float = 1.0
-    """How far batches may be trusted to start whole, 0 to 1. A request that misses its pass is in
-    one that the division did not weigh."""
+    """Confidence that batches start whole, 0 to 1. A request that misses its pass is in a pass that
+    the division did not consider."""
 
 
 def fair_share(
@@ -40,23 +40,24 @@ def fair_share(
     start_s: float,
     waiting: WaitingWork,
 ) -> float:
-    """Prompt tokens this pass should take of what waits; the rest is for later passes.
+    """Return how many of the waiting prompt tokens this pass should take; the rest is for later
+    passes.
 
-    Minimises the sum of completion times over the passes that start next. With w_i tokens for
-    instance i, which holds h_i already and starts a pass delay_i later, a token completes after
-    delay_i + fixed + slope * (h_i + w_i), so at the optimum every instance that takes part has
+    The share minimises the sum of completion times over the passes that start next. Let instance i
+    hold h_i tokens already, start a pass delay_i later and get w_i more. A token then completes
+    after delay_i + fixed + slope * (h_i + w_i). At the optimum every instance that takes part has
     the same marginal cost, the water level:
 
         delay_i + pass_i(h_i) + slope_i * h_i + 2 * slope_i * w_i = level
 
-    where pass_i(h_i) is what its next pass takes anyway: the next chunk of a long prompt may
-    make that long though it holds few tokens.
+    Here pass_i(h_i) is the length of its next pass without more tokens. The next chunk of a long
+    prompt may make that pass long although it holds few tokens.
 
-    Instances join in the order of their delay while that keeps the level above their cost of an
-    empty pass. By the time the last of them starts, more will have arrived.
+    Instances take part in the order of their delay, as long as the level is above the cost of their
+    next pass. Tokens expected to arrive before the last of them starts count as well.
 
     Args:
-        instance: the one a batch is formed for.
+        instance: the instance a batch is formed for.
         others: all other instances, and how much later each starts, the soonest first.
         waiting_tokens: uncached tokens that wait for any of them.
         start_s: when the pass starts that a batch sent now could be in.
@@ -81,7 +82,7 @@ def fair_share(
 
 
 def prefix(requests: Sequence[Request], tokens: float) -> int:
-    """How many of the first requests come closest to this many tokens."""
+    """Return how many of the first requests come closest to this number of tokens."""
     taken = 0.0
     for count, request in enumerate(requests):
         if taken + request.uncached_tokens / 2 > tokens:
@@ -91,8 +92,8 @@ def prefix(requests: Sequence[Request], tokens: float) -> int:
 
 
 def cut_of(instance: PrefillInstance, head: Sequence[Request], waiting: WaitingWork) -> int:
-    """How many of the first requests leave now for this instance. ``head``: the requests that fit
-    into its pass, in the order of the queue."""
+    """Return how many of the first requests leave now for this instance. ``head``: the requests
+    that fit into its pass, in the order of the queue."""
     now_s, tokens, begins, offered, _, whole = waiting
     start_s = begins.begin_s(instance)
     share = fair_share(instance, begins.later(start_s, [instance]), tokens, start_s, waiting)
@@ -126,7 +127,7 @@ def cut_of(instance: PrefillInstance, head: Sequence[Request], waiting: WaitingW
 
 
 class NextPasses(NamedTuple):
-    """The next two passes."""
+    """The two passes between which :func:`best_cut` divides requests."""
 
     first: PrefillInstance
     second: PrefillInstance
@@ -147,15 +148,15 @@ def best_cut(
     now_s: float,
     pass_s: float,
 ) -> int:
-    """How many requests go to the first turn for the smallest sum of completion times.
+    """Return how many requests to put into the first pass for the smallest sum of completion times.
 
-    A request that has waited for a usual pass counts twice. A pass also delays the requests that
-    arrive while it runs and start with the next one of that instance.
+    A request that has waited for the length of a usual pass counts twice. A pass also delays the
+    requests that arrive while it runs and start in the instance's next one.
 
     Args:
         requests: in the order of the queue.
         least: the smallest number that is tried.
-        usual: the number to return unless another one is worth it.
+        usual: the number to return unless another one is clearly better (``Tuning.worth``).
         pass_s: length of a usual pass.
     """
     tokens = [request.uncached_tokens for request in requests]
@@ -180,7 +181,8 @@ def best_cut(
 
 
 def _pass_s(instance: PrefillInstance, tokens: Sequence[int]) -> float:
-    """Length of the next pass with these requests, each in the rank that is emptiest then."""
+    """Return the length of the next pass with these requests, each put into the rank that is then
+    emptiest."""
     ranks = [(rank.backlog_tokens, 0.0) for rank in instance.ranks]
     heapify(ranks)
     for request_tokens in tokens:

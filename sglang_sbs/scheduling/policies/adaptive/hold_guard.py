@@ -1,13 +1,13 @@
-"""Holding pays only where batches arrive whole. Where they do not, requests leave at once.
+"""Switches holding off where batches do not arrive whole; requests then leave at once.
 
-A batch puts its requests on the wire at the same moment. On a host without spare CPU, or behind one
-serial intake, the last of n requests is taken in n times later than a lone one, the launch splits
-the batch, and the dispatch lead (:mod:`.dispatch_lead`) grows. When the lead exceeds the latency of
-a lone request by ``Tuning.guard_enter_passes``, holding costs more than it brings, so the guard
-switches to immediate placement by predicted finish (``eta``).
+The requests of a batch are sent at the same moment. On a host without spare CPU, or behind one
+serial intake, the last of n requests is accepted n times later than a lone one. Then the launch
+splits the batch, and the dispatch lead (:mod:`.dispatch_lead`) grows. When the lead exceeds the
+latency of a lone request by ``Tuning.guard_enter_passes``, holding costs more than it gains. The
+guard then switches to immediate placement by predicted finish (``eta``).
 
-Without batches nothing shows whether batches would arrive whole again. So holding is tried again
-after a while, and after twice as long each time that the trial fails.
+Without batches there is no evidence that batches would arrive whole again. So holding is tried
+again after a while, and after twice as long each time that the trial fails.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from sglang_sbs.scheduling.request import Request
 
 
 class HoldGuard:
-    """Whether requests may be held. Times are seconds on the scheduler's clock."""
+    """Decides whether requests may be held. Times are seconds on the scheduler's clock."""
 
     def __init__(self) -> None:
         self.on = False
@@ -56,14 +56,15 @@ class HoldGuard:
 def place_at_once(
     queue: RequestQueue, instances: Instances, admissible: Admissible, eta: Eta, now_s: float
 ) -> Plan:
-    """Send the oldest request that decode has room for to where it is predicted to finish first.
+    """Send the oldest request that decode has room for to the DP rank of its earliest predicted
+    finish.
 
-    An instance gets none while overlap scheduling has a pass queued behind the running one, and
-    none that its next pass has no room for. There the request would wait for two passes, and the
-    engine would form each batch a pass ahead from then on: SGLang's
-    ``event_loop_overlap_disagg_prefill`` stops doing so when an iteration finds nothing. Until the
-    queued pass starts, waiting in the router costs a request nothing. Younger ones wait behind it,
-    so that short ones do not take its room again and again.
+    With overlap scheduling, two kinds of instances are excluded: those with a pass queued behind
+    the running one, and those without room for the request in the next pass. There it would wait
+    for two passes, and the engine would form each batch a pass ahead from then on. (SGLang's
+    ``event_loop_overlap_disagg_prefill`` stops doing so when an iteration finds no request.)
+    Waiting in the router costs nothing until the queued pass starts. Younger requests wait behind
+    the oldest, so that short ones do not take its room again and again.
     """
     request = queue.oldest_of(admissible, TUNING.most_refused)
     if request is None:
@@ -80,8 +81,8 @@ def place_at_once(
 
 
 def _ready_s(instance: PrefillInstance, request: Request, now_s: float) -> float:
-    """When to send to an instance at the latest. Its report that the running pass has ended usually
-    comes first."""
+    """Return the time from which a request may be sent to an instance, even without a report. The
+    report that the running pass has ended usually comes earlier."""
     if not instance.overlap:
         return now_s
     need = paged(request.uncached_tokens_on(instance.id), instance.page)

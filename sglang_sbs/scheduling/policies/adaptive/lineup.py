@@ -1,9 +1,10 @@
-"""The order in which a batch sent now would start on the instances, without looking at all of them.
-Must not know what waits, or which instance gets a batch.
+"""Keeps the order in which a batch sent now would start on the instances, so that a decision need
+not examine all of them. Must not know which requests wait, or which instance gets a batch.
 
-A computing instance is free when its passes end, whatever the time is. These instances are kept in
-that order, and a decision looks at the first. The others are asked at each decision: they are idle,
-about to launch or late, or will form the pass behind a queued one (overlap scheduling)."""
+A computing instance is free when its passes end, which does not depend on the present time. These
+instances are kept in the order of that time, and a decision looks at the first. The others are
+examined at each decision: they are idle, about to launch or late, or will form the pass behind a
+queued one (overlap scheduling)."""
 
 from __future__ import annotations
 
@@ -22,7 +23,7 @@ from sglang_sbs.scheduling.prefill.ranks import Cached
 
 
 class Moment(NamedTuple):
-    """The time of a decision, and how long the way to an instance takes then."""
+    """The time of a decision, and the dispatch latency at that time."""
 
     now_s: float
     latency_s: float
@@ -30,11 +31,12 @@ class Moment(NamedTuple):
 
     @property
     def arrives_s(self) -> float:
-        """When a batch that is sent now arrives."""
+        """Time at which a batch that is sent now arrives."""
         return self.now_s + self.latency_s
 
     def starts_s(self, instance: PrefillInstance) -> tuple[float, float]:
-        """When the pass starts that a batch sent now would be in, and when the instance is free."""
+        """Return when the pass starts that would contain a batch sent now, and when the instance is
+        free."""
         free_s = self.free_at_s(instance)
         if self.misses_next(instance):
             return free_s + instance.next_pass_s(), free_s
@@ -46,16 +48,16 @@ class Moment(NamedTuple):
         return self.forms_at_s(instance) < self.arrives_s and instance.ranks.backlog_tokens > 0
 
     def free_at_s(self, instance: PrefillInstance) -> float:
-        """When an instance could launch something new."""
+        """Return when an instance could launch a new pass."""
         return max(self.now_s, instance.free_at_s(self.now_s, self.latency_s))
 
     def forms_at_s(self, instance: PrefillInstance) -> float:
-        """When an instance forms the next batch that a request can still be in."""
+        """Return when an instance forms the next batch that can still include a new request."""
         return max(self.now_s, instance.forms_at_s(self.now_s, self.latency_s))
 
 
 class Starts:
-    """When a batch that is sent at one moment would start, on each instance that is up."""
+    """Start times of a batch that is sent at one moment, on each instance that is up."""
 
     def __init__(
         self,
@@ -67,11 +69,12 @@ class Starts:
     ) -> None:
         """
         Args:
-            instances: all that are up. Below they are given by their numbers in it.
+            instances: all that are up. The other arguments refer to them by index.
             at: the moment.
-            near: instances that must be asked.
-            far: when the others are free, in order. From position ``first`` on that is not before a
-                batch that is sent now arrives.
+            near: instances that must be examined.
+            far: times at which the others are free, in order.
+            first: position in ``far`` of the first one that is free when a batch sent now arrives,
+                or later.
         """
         self.instances = instances
         self.at = at
@@ -81,7 +84,7 @@ class Starts:
         """Start of a batch, when the instance is free, and its number; sorted."""
 
     def __iter__(self) -> Iterator[tuple[float, float, int]]:
-        """The same as :attr:`near` for all instances."""
+        """Iterate over the start times on all instances, as in :attr:`near`, soonest first."""
         return self.until(lambda: math.inf)
 
     def in_order(self) -> Iterator[PrefillInstance]:
@@ -95,15 +98,15 @@ class Starts:
         return merge(self.near, takewhile(lambda start: start[0] <= limit_s(), far))
 
     def soonest(self, count: int) -> list[tuple[float, float, int]]:
-        """The first ``count`` of all."""
+        """Return the first ``count`` start times."""
         return list(islice(self, count))
 
 
 class Begins:
-    """When passes begin that a batch sent at one moment could be in."""
+    """Start times of the passes that could contain a batch sent at one moment."""
 
     def __init__(self, starts: Starts, joins: Container[PrefillInstance] = ()) -> None:
-        """``joins``: instances where what is sent now still reaches a batch on its way."""
+        """``joins``: instances where requests sent now still join a batch on its way."""
         self.instances = starts.instances
         self._starts = starts
         self._joins = joins
@@ -114,22 +117,22 @@ class Begins:
         return free_s if instance in self._joins else max(at.arrives_s, free_s)
 
     def first(self, besides: PrefillInstance) -> PrefillInstance:
-        """The instance where a pass begins first, except for this one."""
+        """Return the instance where a pass begins first, other than this one."""
         instances = self.instances
         return next(instances[n] for _, n in self._in_order if instances[n] is not besides)
 
     def later(
         self, than_s: float, besides: Collection[PrefillInstance]
     ) -> list[tuple[float, PrefillInstance]]:
-        """How much later than ``than_s`` passes begin on the other instances, the soonest first;
-        those that begin no later in the order of their numbers."""
+        """Return how much later than ``than_s`` a pass begins on each of the other instances, the
+        soonest first. Instances with no delay are in the order of their numbers."""
         delays = sorted([(max(0.0, begin_s - than_s), n) for begin_s, n in self._in_order])
         instances = self.instances
         return [(delay_s, instances[n]) for delay_s, n in delays if instances[n] not in besides]
 
     @Cached
     def _in_order(self) -> list[tuple[float, int]]:
-        """:meth:`begin_s` of all with their numbers."""
+        """Return :meth:`begin_s` and number of all instances, sorted."""
         starts = self._starts
         near = [(self.begin_s(self.instances[n]), n) for _, _, n in starts.near]
         return sorted([*near, *starts.far[starts.first :]])
@@ -158,7 +161,7 @@ class Lineup:
         self._changed: set[PrefillInstance] = set()
         self._busy: set[int] = set()
         self._free = Timetable()
-        """When computing instances are free."""
+        """Times at which computing instances are free."""
         self._others: set[int] = set()
         self._long = Timetable()
         """Longest prompt at each instance in its chunks, if that is more than one."""
@@ -186,7 +189,7 @@ class Lineup:
             instance.subscribe(self._changed)
 
     def refresh(self) -> None:
-        """Take in the instances that have changed. Call this before each decision."""
+        """Update the instances that have changed. Call this before each decision."""
         for instance in self._changed:
             number = self._number_of[instance]
             self.marginals.pop(instance, None)
@@ -205,8 +208,8 @@ class Lineup:
 
     @property
     def most_chunks(self) -> float:
-        """Length of the longest prompt that an instance still has to compute, in its chunks; at
-        least 1."""
+        """Length of the longest prompt still to be computed, in chunks of its instance; at least
+        1."""
         return self._long.ordered[-1][0] if self._long.ordered else 1.0
 
     @property
@@ -215,7 +218,7 @@ class Lineup:
         return not self._busy
 
     def starts(self, at: Moment) -> Starts:
-        """When a batch that is sent at that moment would start on each instance."""
+        """Return when a batch that is sent at that moment would start on each instance."""
         far = self._free.ordered
         first = bisect_left(far, (at.arrives_s, -1))
         near = [number for _, number in far[:first]]
@@ -223,7 +226,7 @@ class Lineup:
 
 
 def _enter(numbers: set[int], number: int, wanted: bool) -> None:
-    """Add a number to a set, or take it out."""
+    """Add a number to a set, or remove it unless ``wanted``."""
     (numbers.add if wanted else numbers.discard)(number)
 
 
@@ -238,12 +241,13 @@ class PlannedStarts:
         """Sorted, seconds."""
 
     def add(self, start_s: float, forget_s: float) -> None:
-        """Add a start, and forget those before ``forget_s``."""
+        """Add a start, and drop those before ``forget_s``."""
         del self.at_s[: bisect_left(self.at_s, forget_s)]
         insort(self.at_s, start_s)
 
     def first_apart(self, start_s: float, apart_s: float) -> float:
-        """The first time from ``start_s`` on that is at least ``apart_s`` from all of them."""
+        """Return the first time from ``start_s`` on that is at least ``apart_s`` from every planned
+        start."""
         least_s = apart_s - TUNING.epsilon_s
         for planned_s in self.at_s[bisect_right(self.at_s, start_s - least_s) :]:
             if planned_s - start_s >= least_s:

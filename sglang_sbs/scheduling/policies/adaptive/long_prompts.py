@@ -1,7 +1,8 @@
-"""Whether prompts of several chunks matter, and what such a cluster computes next.
+"""Detects whether prompts of several chunks matter, and forecasts the passes of a cluster with
+them.
 
-Such a prompt makes several passes of its instance long, so where requests go matters more than how
-many leave. Must not know when a batch leaves, or DP ranks.
+Such a prompt makes several passes of its instance long. So the places of requests matter more than
+the number that leaves. Must not know when a batch leaves, or DP ranks.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ class LongPrompts:
         self.uneven_chunks = False
         self._is_single = False
         self._laid: dict[PrefillInstance, PassForecast] = {}
-        """Forecasts of what is at the instances, until it changes."""
+        """Forecast of each instance with its present requests, until these change."""
 
     def on_topology_change(self, instances: Instances) -> None:
         chunks = [instance.chunk_tokens for instance in instances]
@@ -38,8 +39,9 @@ class LongPrompts:
         self._laid.clear()
 
     def matter(self, queue: RequestQueue, most_chunks: float) -> bool:
-        """Whether prompts of several chunks wait anywhere, so that it matters where requests go.
-        ``most_chunks``: length of the longest prompt at an instance, in its chunks."""
+        """Return whether prompts of several chunks wait in the queue or at an instance, so that
+        each request must be placed by cost. ``most_chunks``: length of the longest prompt at an
+        instance, in its chunks."""
         if self._is_single:
             return False
         # At light load each prompt that is cut costs a pass, as its instance then launches one
@@ -61,7 +63,8 @@ class LongPrompts:
         return [i for i in instances if i.forms_ahead and i.ranks.has_room]
 
     def forecast(self, instance: PrefillInstance, at: Moment, *, closed: bool) -> PassForecast:
-        """The next passes of an instance. ``closed``: nothing sent now is in the first of them."""
+        """Return a forecast of an instance's next passes. ``closed``: requests sent now cannot be
+        in the first of them."""
         known = self._laid.get(instance)
         if known is None or known.version != instance.ranks.version:
             known = self._laid[instance] = PassForecast(instance)
@@ -73,7 +76,8 @@ class LongPrompts:
     def in_one_pass(
         self, request: Request, instance: PrefillInstance, instances: Instances
     ) -> list[PrefillInstance]:
-        """The instances where a request takes one pass, if it takes several on ``instance``."""
+        """Return the instances where a request takes one pass, if it takes several on
+        ``instance``."""
         tokens = request.uncached_tokens_on(instance.id)
         if not instance.chunk_tokens < tokens <= self._largest_chunk_tokens:
             return []

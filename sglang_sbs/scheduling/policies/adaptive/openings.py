@@ -1,5 +1,5 @@
-"""When and where a batch may leave: which passes are open at a moment, the most urgent first. Must
-not know which requests go where."""
+"""Decides when and for which passes a batch may leave: a pass that may get a batch now is *open*.
+Must not know which requests go where."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class OpenSoFar:
 
 
 def open_passes(view: View) -> Openings:
-    """Step 2: when a batch may leave, and for which passes."""
+    """Step 2: find the passes that a batch may leave for now, and the time when the next opens."""
     at, starts = view.at, view.starts
     found = OpenSoFar(at.now_s, math.inf if view.overdue else view.hold_until_s)
     if view.passes_away > 1:
@@ -72,7 +72,8 @@ def open_passes(view: View) -> Openings:
 
 
 def _add_far_away(view: View, found: OpenSoFar) -> None:
-    """Every instance with room: where the way takes a pass or more, nothing is held."""
+    """Return every instance with room: if the dispatch latency is a pass or more, no request is
+    held."""
     starts = view.starts
     for instance in starts.in_order():
         if instance.ranks.has_room_in(view.passes_away):
@@ -160,15 +161,15 @@ def lookahead(
     lead_s: float,
     now_s: float,
 ) -> OpenSoFar:
-    """The instances that get a batch now for the pass after their next one, and when the next
-    instance does.
+    """Return the instances that get a batch now for the pass after their next one, and when the
+    next instance does.
 
-    An engine with overlap scheduling forms the batch of a pass when the pass before it *starts*, if
-    anything waits by then, and launches it without a gap. Requests that come later wait until that
-    pass *ends*, and the device is idle while the engine takes them in: 20 to 30 ms on the CPU
-    cluster, 6 % of the time at saturation. Late binding wants the second, as it knows more by then.
-    With more waiting in the router than all instances can take in their next passes there is
-    nothing to be known: the batch runs in that pass whenever it leaves.
+    An engine with overlap scheduling forms the batch of a pass when the previous pass *starts*, if
+    any request waits by then, and launches it without a gap. Later requests wait until that pass
+    *ends*, and the device is idle while the engine accepts them: 20 to 30 ms on the CPU cluster,
+    6 % of the time at saturation. Usually the later time is better, because more requests have
+    arrived. It gains nothing if more requests wait in the router than all instances can take in
+    their next passes: the batch runs in the same pass in either case.
 
     Args:
         queue_tokens: uncached tokens that wait in the router.
@@ -189,8 +190,9 @@ def lookahead(
 
 
 def _lacks_batch(instance: PrefillInstance, capacity_tokens: float) -> bool:
-    """Whether the batch that is formed at the end of its running pass lacks something: the one
-    after the next if the next waits already, else the one after the pass that is queued."""
+    """Return whether the instance should get another batch before its running pass ends. With one
+    pass running, the next must have requests already, and room must remain in the pass after it.
+    With a second pass queued, no request may be waiting for the third."""
     if not instance.overlap:
         return False
     if len(instance.passes) == 1:
@@ -226,10 +228,12 @@ def _idle_in_turn(passes: list[OpenPass], oldest: Request) -> list[OpenPass]:
 
 
 def _spaced(view: View, passes: list[OpenPass], begins: Begins) -> tuple[list[OpenPass], float]:
-    """Soft stagger: the passes that begin far enough from all that are planned, and when the first
-    of the others would. Far enough is the length of a pass over the number of instances. That
-    length comes from the model and the arrival rate, not from measured times, which would feed back
-    into themselves. A request that joins a batch starts with it."""
+    """Soft stagger: return the passes that begin far enough from every planned start, and the time
+    when the first of the others would.
+
+    Far enough is the length of a pass over the number of instances. That length comes from the
+    model and the arrival rate, because measured times would feed back into themselves. A request
+    that joins a batch starts with it."""
     learned = view.learned
     share_s = learned.offered.pass_s / len(view.instances)
     if TUNING.slack * view.queue.tokens >= max(1.0, learned.offered.token_rate * share_s):

@@ -35,16 +35,16 @@ class Home(NamedTuple):
 
 
 class Terms(NamedTuple):
-    """How much a second of what a request causes counts."""
+    """Weights of the delays that a request causes."""
 
     waiting_per_s: float = 0.0
     """Requests per second that arrive during a pass and wait for its end."""
     pass_s: float = 0.0
-    """Mean length of a pass, seconds: at least what arrives in one is delayed."""
+    """Mean length of a pass, seconds; requests that arrive in at least this time are delayed."""
     again_weight: float = 0.0
     """Weight of a second of computing what another rank has cached."""
     impatience: float = 1.0
-    """Weight of a second until its own completion, the same wherever it goes."""
+    """Weight of a second until its own completion, the same at every instance."""
 
 
 class _FuturePass:
@@ -76,8 +76,8 @@ class _FuturePass:
     def with_s(
         self, formula: PassFormula, rank: int, tokens: int, pairs: float, load_s: float
     ) -> tuple[float, float]:
-        """Its length with more on a rank, and the time of its slowest rank. ``load_s``: time to
-        load what was fetched."""
+        """Return its length with more tokens on a rank, and the time of its slowest rank.
+        ``load_s``: time to load fetched KV to the device."""
         own_s = load_s + formula.rank_s(
             self.tokens_per_rank[rank] + tokens, self.pairs[rank] + pairs
         )
@@ -95,18 +95,19 @@ class _FuturePass:
 
 
 class PassForecast:
-    """The passes of one instance, from the next one that starts."""
+    """Forecast of an instance's passes, beginning with the next one that starts."""
 
     def __init__(self, instance: PrefillInstance) -> None:
-        """The passes that compute what is at the instance. Add requests to a :meth:`fork`."""
+        """Lay out the passes that compute the requests at the instance. Add further requests to a
+        :meth:`fork`."""
         self.instance = instance
         self.version = instance.ranks.version
         self._start_s = 0.0
         self._passes: list[_FuturePass] = []
         self._empty = _FuturePass(instance.dp_size, None)
         self._ahead: list[int] = []
-        """Tokens per rank before the next request, with what a pass leaves empty that has as many
-        requests as the engine allows."""
+        """Tokens per rank ahead of the next request. If a pass is full by its number of requests,
+        its unused tokens are included."""
         self._requests = [0] * instance.dp_size
         """Requests per rank in the pass that the next one would begin in."""
         for index, rank in enumerate(instance.ranks):
@@ -121,8 +122,8 @@ class PassForecast:
                 self._lay(index, left, 0, 1.0)
 
     def fork(self, start_s: float, *, closed: bool) -> PassForecast:
-        """A copy to add requests to. ``start_s``: when the next pass starts. ``closed``: that pass
-        takes no request that is sent now."""
+        """Return a copy to which requests can be added. ``start_s``: start of the next pass.
+        ``closed``: that pass cannot take requests sent now."""
         forked = PassForecast.__new__(PassForecast)
         forked.instance, forked.version, forked._start_s = self.instance, self.version, start_s
         forked._passes, forked._requests = self._passes.copy(), self._requests.copy()
@@ -143,8 +144,8 @@ class PassForecast:
         return min(self._ahead) >= self.instance.chunk_tokens
 
     def cost_s(self, request: Request, terms: Terms) -> float:
-        """When a request would be done on the best rank, plus how much it delays others, weighted,
-        seconds."""
+        """Return the cost of a request on the best rank, in seconds: the time until it is done plus
+        the delay of others, both weighted."""
         return min([self._cost_on_s(request, rank, terms) for rank in self._ranks_for(request)])
 
     def _ranks_for(self, request: Request) -> set[int]:
@@ -152,9 +153,9 @@ class PassForecast:
         return likely_ranks(self._ahead, hits.by_instance.get(name), hits.to_fetch.get(name))
 
     def _begins_at(self, rank: int, fetched: int) -> tuple[int, float]:
-        """Tokens ahead of a request on a rank that fetches some of it from storage first, and how
-        much later it begins than the pass that follows from these tokens, seconds. ``fetched``:
-        tokens from storage."""
+        """Return the tokens ahead of a request on a rank that first fetches a part of it from
+        storage. The second value is how many seconds after the pass that follows from these tokens
+        the request begins. ``fetched``: tokens from storage."""
         at = self._ahead[rank]
         left_s = fetched * TUNING.fetch_token_s
         # A rank begins to fetch when it takes the request in, which is when it forms a pass.
@@ -191,7 +192,7 @@ class PassForecast:
         return done_s * weight + delays_s + again_s
 
     def add(self, request: Request, terms: Terms) -> Home:
-        """Add a request, and return its rank."""
+        """Add a request on its best rank, and return its place."""
         rank = min(self._ranks_for(request), key=lambda d: self._cost_on_s(request, d, terms))
         cached = request.hit_tokens(self.instance.id, rank)
         weight = self._weight_of(request.uncached_tokens)
@@ -226,7 +227,8 @@ class PassForecast:
         last.ends += weight
 
     def _own(self, index: int) -> _FuturePass:
-        """The pass at this position, which this forecast may change."""
+        """Return the pass at this position for changes; it is copied if other forecasts share
+        it."""
         passes = self._passes
         while len(passes) <= index:
             passes.append(_FuturePass(self.instance.dp_size, self))
@@ -269,7 +271,7 @@ def homes(
         if allowed:
             sharing[request.cached_until] += 1
             terms = terms_of(request)
-            # What is computed again is cached there afterwards: all that share it pay a part.
+            # Tokens computed again are cached there afterwards, so all that share them pay a part.
             weight = terms.again_weight / sharing[request.cached_until]
             terms = terms._replace(again_weight=weight)
             own_s = {there.instance.id: there.cost_s(request, terms) for there in allowed}

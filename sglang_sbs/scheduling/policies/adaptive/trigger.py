@@ -73,8 +73,8 @@ class AdaptiveTrigger(PrefillPolicy):
         self._urgency = urgency
         self.starts = PlannedStarts()
         self._planned_s: float | None = None
-        """When the pass begins that the last batch is meant for; None: it joins another batch, or
-        left at once."""
+        """Start of the pass that the last batch was sent to; None: it joined another batch, or left
+        at once."""
         self._long = LongPrompts(load)
         self._lead = DispatchLead()
         self._eta = Eta(interval, knows_caches=True)
@@ -90,7 +90,7 @@ class AdaptiveTrigger(PrefillPolicy):
 
     @property
     def lead_s(self) -> float:
-        """How long before the predicted end of a pass the next batch leaves."""
+        """Time from the next batch's dispatch to the predicted end of the running pass."""
         return self._learned.lead_s
 
     def on_dispatched(self, now_s: float) -> None:
@@ -111,9 +111,9 @@ class AdaptiveTrigger(PrefillPolicy):
         self._offered.forget_speed(instance)
 
     def key_of(self, request: Request) -> float:
-        """Short first with ageing: a chunk of length is worth ``_ageing_s`` of waiting. A longer
-        prompt counts as one chunk: it takes several passes as it is, and would be the tail if it
-        started last."""
+        """Order short prompts first, with ageing: a chunk of length counts as much as ``_ageing_s``
+        of waiting. A prompt longer than a chunk counts as one chunk. It takes several passes in any
+        case, and would form the tail if it started last."""
         chunks = request.uncached_tokens / self._long.chunk_tokens
         shift_s = self._urgency.shift_s(request, chunks)
         return request.arrived_s + self._ageing_s() * min(1.0, chunks) + shift_s
@@ -167,7 +167,7 @@ class AdaptiveTrigger(PrefillPolicy):
 
     @property
     def holding(self) -> bool:
-        """False while batches do not arrive whole, so that requests leave at once."""
+        """Whether requests may be held; False while batches do not arrive whole."""
         return not self.guard.on
 
     def _sends_at_once(self, queue: RequestQueue, now_s: float) -> bool:

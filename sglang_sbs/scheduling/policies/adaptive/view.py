@@ -35,7 +35,7 @@ class Learned(NamedTuple):
 
     @property
     def lead_s(self) -> float:
-        """How long before the predicted end of a pass the next batch leaves."""
+        """Time from the next batch's dispatch to the predicted end of the running pass."""
         return self.lead.lead_s(self.interval.lone_s)
 
     @property
@@ -64,9 +64,9 @@ class View(NamedTuple):
     lead_s: float
     """The dispatch lead of a batch of all that wait."""
     hold_until_s: float
-    """When the oldest request has waited long enough."""
+    """Time at which the hold of the oldest request ends."""
     overdue: bool
-    """It has: the first instance that can take it does."""
+    """The hold is over: the first instance that can take the oldest request gets it."""
     by_forecast: bool
     """Prompts of several chunks decide where requests go."""
     early: Collection[PrefillInstance]
@@ -75,12 +75,12 @@ class View(NamedTuple):
     all_suit: bool
     """No request waits for an instance with a larger chunk."""
     urgent: bool
-    """Nothing is committed early, as that would take the next pass from an urgent request that
-    comes meanwhile."""
+    """No batch is committed early, because an urgent request that arrives later would miss the next
+    pass."""
     passes_away: int
     """See :meth:`Learned.passes_away`."""
     starts: Starts
-    """When a batch that is sent now would start on each instance."""
+    """Start times of a batch that is sent now, on each instance."""
 
     def in_one_pass(self, request: Request, instance: PrefillInstance) -> list[PrefillInstance]:
         """The instances where a request takes one pass, if it takes several on ``instance`` and may
@@ -91,14 +91,14 @@ class View(NamedTuple):
 
 
 class OpenPass(NamedTuple):
-    """A pass of an instance that a batch may be sent to."""
+    """A pass of an instance that may get a batch now."""
 
     instance: PrefillInstance
     kind: Opening
     joins_left: float = math.inf
-    """How many more requests reach the pass that a batch on its way is meant for."""
+    """Number of requests that can still join the batch on its way to this pass."""
     passes: int = 1
-    """It gets requests for this many passes together."""
+    """Number of passes for which requests are sent at once."""
 
 
 def observe(
@@ -108,7 +108,7 @@ def observe(
     admissible: Admissible,
     now_s: float,
 ) -> View:
-    """Step 1: one picture for all steps of a decision."""
+    """Step 1: collect the state that all steps of a decision read."""
     interval, lineup, long, waiting = learned.interval, learned.lineup, learned.long, len(queue)
     lead_s = learned.lead_s + learned.offered.leaving_s(waiting, interval.serial_s)
     # With fewer waiting than usual a batch arrives sooner than the usual one.
