@@ -80,14 +80,13 @@ def _target(opening: OpenPass) -> Target:
     """The ranks of the pass. Of equally empty ones the rank that was ever sent the fewest tokens is
     taken, so that all caches fill alike."""
     instance, ranks = opening.instance, opening.instance.ranks
-    received_tokens = [rank.received_tokens for rank in ranks]
     return Target(
         instance.id,
         ranks.c_avail(opening.passes),
         ranks.places(opening.passes),
         instance.chunk_tokens,
         instance.page,
-        sorted(range(len(ranks)), key=received_tokens.__getitem__),
+        sorted(range(len(ranks)), key=lambda rank: ranks[rank].received_tokens),
     )
 
 
