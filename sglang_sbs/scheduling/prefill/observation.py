@@ -118,8 +118,9 @@ def observe_launch(
 
 
 def _is_engines_own(report: EndForward, idle_s: float) -> bool:
-    """Return whether the requests that the pass starts were there, and not waiting for decode, for
-    most of the idle time (``idle_s``): then no lead can shorten the pause."""
+    """Return whether only the engine caused the idle time (``idle_s``): the requests that the pass
+    starts were there for most of it, and did not wait for decode. No lead can shorten such a
+    pause."""
     queued_s = [started.queued_s for started in report.started]
     if not queued_s or min(queued_s) <= 0:
         return False  # not reported

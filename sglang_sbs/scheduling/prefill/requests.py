@@ -88,7 +88,7 @@ class Flight:
         self.charged += paged(request.tokens, self._page)
 
     def put_back(self, requests: dict[str, PrefillRequest]) -> None:
-        """Insert requests, as far as they were in flight, before all others."""
+        """Insert requests before all others, with the tokens that they had in flight."""
         self.requests = {**requests, **self.requests}
         self.total += sum([request.flight_tokens for request in requests.values()])
         self.charged += self._charge(requests.values())

@@ -115,7 +115,7 @@ class _Forecasts(dict[InstanceId, PassForecast]):
 def _homes(
     view: View, opened: Collection[PrefillInstance]
 ) -> tuple[dict[str, Home], dict[str, dict[InstanceId, float]]]:
-    """Where each request costs least, now or later, and what it costs (:func:`.homes`)."""
+    """Return where each request costs least, now or later, and its costs (:func:`.homes`)."""
     learned, now_s, instances = view.learned, view.at.now_s, view.instances
     starts = view.starts
     offered, most = learned.offered, TUNING.nearest

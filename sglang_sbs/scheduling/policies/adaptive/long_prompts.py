@@ -55,9 +55,9 @@ class LongPrompts:
         return most_chunks > many
 
     def leave_early(self, instances: Instances) -> list[PrefillInstance]:
-        """The instances for which requests may leave before a batch could. These form their next
-        pass ahead, and most of what is sent has been cached, as in agents' turns. So caches settle
-        where a request goes."""
+        """Return the instances for which requests may leave before a batch could. These form their
+        next pass ahead, and most of what is sent has been cached, as in agents' turns. So caches
+        settle where a request goes."""
         if sum([i.cached_share for i in instances]) <= len(instances) / 2:
             return []
         return [i for i in instances if i.forms_ahead and i.ranks.has_room]
