@@ -42,8 +42,9 @@ def choose(view: View, division: Division, moment: CacheAffinity) -> Iterator[Ba
             filters = _Filters(view, affinity, opening.instance)
             batch = _batch_for(view, filters, opening)
             tried += filters.forbidden < len(view.queue)
-            head, rest = division.part(opening, batch.head, batch.rest)
-            yield batch._replace(head=head, rest=rest)
+            if batch.head:
+                head, rest = division.part(opening, batch.head, batch.rest)
+                yield batch._replace(head=head, rest=rest)
 
 
 def _batch_for(view: View, filters: _Filters, opening: OpenPass) -> Batch:
