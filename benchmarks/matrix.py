@@ -135,7 +135,8 @@ REGIMES = {name: list(chain(*conditions)) for name, conditions in _CONDITIONS.it
 """``fixed``: prompts of which no two fit into a chunk, and chunks that most prompts do not fit.
 ``bounds``: what is at the edge of what a cluster is asked. Instances of one rank get an eighth of
 the load."""
-_TRACE_LOADS, _TRACE_S = (0.2, 0.4, 0.6, 0.75), 150.0
+_TRACE_CELLS = (0.2, 0.4, 0.6, 0.75), 150.0
+"""Loads, and seconds of each."""
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -176,7 +177,8 @@ def _main(argv: Sequence[str] | None) -> int:
             make_scenario(f"trace:{path}")
         except (ScenarioError, TraceError) as error:
             parser.error(f"--trace: {error}")
-        cells += _at(f"{path.stem}, ", _TRACE_LOADS, f"trace:{path}", _TRACE_S, block_tokens=0)
+        loads, duration_s = _TRACE_CELLS
+        cells += _at(f"{path.stem}, ", loads, f"trace:{path}", duration_s, block_tokens=0)
     if not cells:
         parser.error("--regimes none needs a --trace")
     policies = dict.fromkeys([policy, *rivals])

@@ -39,13 +39,14 @@ _ROUND = 200
 """Requests that are drawn at a time."""
 
 
-REVIVE_S = 15.0
-"""After the death of an engine: long enough to see on the dashboard what it does."""
 
 
 class EnduringCluster(BreakableCluster):
     """An engine that ends by itself is started again, so that it can be killed to see what happens.
     Any other process is missed."""
+
+    revive_s = 15.0
+    """After the death of an engine: long enough to see on the dashboard what it does."""
 
     async def serve(self, meanwhile: Coroutine[Any, Any, object]) -> None:
         """See :meth:`.LocalCluster.serve`."""
@@ -58,7 +59,7 @@ class EnduringCluster(BreakableCluster):
                     if not dead:
                         await self.unless_one_dies(_end_of(work))
                         return
-                    await self.unless_one_dies(asyncio.sleep(REVIVE_S))
+                    await self.unless_one_dies(asyncio.sleep(self.revive_s))
                     await self.start_instance(dead[0])
                     name = dead.pop(0)
                     print(f"\n{name} is back as process {self.pid(name)}", flush=True)
@@ -67,7 +68,7 @@ class EnduringCluster(BreakableCluster):
                         raise
                     print(
                         f"\n{death.name} ended ({describe_exit(death.returncode)}). Requests go to "
-                        f"the others; it is started again in {REVIVE_S:.0f} s.",
+                        f"the others; it is started again in {self.revive_s:.0f} s.",
                         flush=True,
                     )
                     await self.kill(death.name)  # what is left of it

@@ -2,7 +2,7 @@
 
 All watchers get the same frames. The recorder of the router's own scheduler stays attached
 (:meth:`LocalFeed.stay`), at a bounded cost. Other recorders are attached with the first watcher and
-detached ``LINGER_S`` after the last one has left, so that a reloaded page keeps its history. A
+detached ``linger_s`` after the last one has left, so that a reloaded page keeps its history. A
 watcher is a callback that must not block; it gets a history first, then every frame."""
 
 from __future__ import annotations
@@ -23,8 +23,6 @@ from sglang_sbs.trial.ratios import Ratio
 
 logger = logging.getLogger(__name__)
 
-FRAME_S = 0.2
-LINGER_S = 15.0
 
 Take = Callable[[bytes, bool], None]
 """Receives a frame as JSON, and whether it is a history."""
@@ -65,13 +63,17 @@ class LocalFeed:
         alone: bool = False,
         lead: Callable[[], dict[str, Any] | None] = lambda: None,
         trial: Callable[[], dict[str, Any] | None] = lambda: None,
+        frame_s: float = 0.2,
+        linger_s: float = 15.0,
     ) -> None:
         """Create a feed.
 
         - ``problems``, ``order``: see :class:`.DashboardRecorder`.
         - ``alone``: the scheduler is a front end's own, used without the scheduler process.
         - ``lead``: returns which of several schedulers this is; None for a single one.
-        - ``trial``: returns the state of a trial of two policies; None without a trial."""
+        - ``trial``: returns the state of a trial of two policies; None without a trial.
+        - ``frame_s``: the interval of frames.
+        - ``linger_s``: how long a recorder stays without a watcher."""
         self._pump = pump
         self._record = partial(
             DashboardRecorder,
@@ -82,6 +84,7 @@ class LocalFeed:
         )
         self._lead = lead
         self._trial = trial
+        self.frame_s, self._linger_s = frame_s, linger_s
         self.recorder: DashboardRecorder | None = None
         self.watchers: dict[Stop, Take] = {}
         self._ticker: asyncio.Task[None] | None = None
@@ -142,12 +145,12 @@ class LocalFeed:
 
     async def _tick(self) -> None:
         idle_s = 0.0
-        while self._stays or idle_s < LINGER_S:
-            await asyncio.sleep(FRAME_S)
+        while self._stays or idle_s < self._linger_s:
+            await asyncio.sleep(self.frame_s)
             recorder = self.recorder
             if recorder is None:
                 return
-            idle_s = 0.0 if self.watchers else idle_s + FRAME_S
+            idle_s = 0.0 if self.watchers else idle_s + self.frame_s
             now_s = time.monotonic()
             try:
                 if not self.watchers:

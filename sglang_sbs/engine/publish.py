@@ -65,6 +65,7 @@ class Publisher:
         *,
         resolve: Resolve = resolve_endpoints,
         resolve_interval_s: float = RESOLVE_INTERVAL_S,
+        revive_interval_s: float = REVIVE_INTERVAL_S,
         keys: CurveKeys | None = None,
         source: str = "",
     ) -> None:
@@ -83,6 +84,7 @@ class Publisher:
         self._gatekeeper: Gatekeeper | None = None
         self._monitor = self._socket.get_monitor_socket(zmq.Event.HANDSHAKE_FAILED_PROTOCOL)
         self._revive_s = 0.0
+        self._revive_interval_s = revive_interval_s
         self._source = source
         if source and not is_own_address(source):
             # With address translation it may still be right.
@@ -123,7 +125,7 @@ class Publisher:
             self._follow(self._wanted)
         now_s = time.monotonic()
         if now_s >= self._revive_s:
-            self._revive_s = now_s + REVIVE_INTERVAL_S
+            self._revive_s = now_s + self._revive_interval_s
             self._revive()
         # send_multipart would check and wrap each frame in Python, half the cost of a message.
         send = super(zmq.Socket, self._socket).send

@@ -48,12 +48,13 @@ class NameLookup:
         lookup: Callable[..., Addresses] = socket.getaddrinfo,
         *,
         limit_s: float = LIMIT_S,
+        fresh_s: float = FRESH_S,
         most_lookups: int = MOST_LOOKUPS,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._clock = clock
         self._lookup = lookup
-        self._limit_s = limit_s
+        self._limit_s, self._fresh_s = limit_s, fresh_s
         self._most_lookups = most_lookups
         self._under_way: dict[tuple[Any, ...], tuple[float, asyncio.Future[Addresses]]] = {}
         """Start and result of each running lookup."""
@@ -71,7 +72,7 @@ class NameLookup:
             limit_s = self._limit_s
             if known is not None:
                 now_s = self._clock()
-                if now_s - found_s < FRESH_S:
+                if now_s - found_s < self._fresh_s:
                     return known
                 limit_s = max(
                     0.0, began_s + limit_s - now_s

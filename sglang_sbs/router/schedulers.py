@@ -131,7 +131,7 @@ class RemoteScheduler:
         dial = partial(FrontEndSocket, options.several.keys)
         self.registry = MirroredRegistry(
             breaker=options.breaker,
-            asks_cheaply=options.monitor.health_endpoint is None,
+            monitor=options.monitor,
             prefix_source=options.prefix_source,
         )
         self.dispatcher = self._link = SchedulerLink(

@@ -138,6 +138,7 @@ class RouterServer:
             worker_key=options.worker_key,
             traces=self.traces,
             transfer_timeout_s=options.relay.transfer_timeout_s,
+            last_chance_s=options.relay.last_chance_s,
         )
         scheduler.connect(self.in_flight)
         self.admission = Admission(
@@ -180,6 +181,8 @@ class RouterServer:
             self.tokenizer,
             forwarding=options.forward_token_ids,
             api_key=options.api_key,
+            every_s=options.monitor.tokenizers_every_s,
+            again_s=options.monitor.tokenizers_again_s,
         )
         self.prompts = PromptReader(
             self.tokenizer,

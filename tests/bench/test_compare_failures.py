@@ -135,7 +135,6 @@ class Attempts:
 
         monkeypatch.setattr(cell, "_running", running)
         monkeypatch.setattr(cell, "_check_hearing", no_check)
-        monkeypatch.setattr(cell, "_SETTLE_S", 0.0)
         monkeypatch.setattr(cell, "run_load", self._answered)
 
     async def _answered(self, _url: str, sent: list[Arrival], **_: object) -> list[Sample]:
@@ -150,7 +149,7 @@ class Attempts:
         listener = SimpleNamespace(bind="", take=list)
         ports = RouterPorts(1, 2, 3)
         engines = Engines([("http://p0", 8998)], [], {}, 2, 1024, 1e4, ports, listener)  # type: ignore[arg-type]
-        setting = cell.Setting(id_prompts(), None, 1.0, 0.1, 60.0, tmp_path, "")
+        setting = cell.Setting(id_prompts(), None, 1.0, 0.1, 60.0, tmp_path, "", settle_s=0.0)
         key = Key("paper", load, 1, policy)
         installed = Contender(policy, "sglang_sbs", BY_NAME[policy].flags)
         return await cell.run_cell(installed, key, 5, engines, setting)

@@ -91,10 +91,9 @@ async def test_a_run_is_not_measured_while_a_prefill_rank_is_not_heard(
         measured.extend(sent[cell.WARM_UP_REQUESTS :])
         return []
 
-    monkeypatch.setattr(endforward_check, "WAIT_S", 0.0)
     monkeypatch.setattr(cell, "_running", running)
     monkeypatch.setattr(cell, "run_load", load)
-    setting = cell.Setting(id_prompts(), None, 1.0, 0.1, 60.0, tmp_path, "")
+    setting = cell.Setting(id_prompts(), None, 1.0, 0.1, 60.0, tmp_path, "", hearing_s=0.0)
     messages = [heard("one", 0), heard("one", 1), heard("two", 0)]
     with pytest.raises(endforward_check.UnheardError, match="no EndForward of p1/1 comes to tcp:"):
         await cell.run_cell(
@@ -103,9 +102,7 @@ async def test_a_run_is_not_measured_while_a_prefill_rank_is_not_heard(
     assert not measured
 
 
-async def test_a_router_that_does_not_hear_what_we_hear_is_named(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+async def test_a_router_that_does_not_hear_what_we_hear_is_named() -> None:
     async def page(_request: web.Request) -> web.Response:
         lines = [
             'sbs_endforward_messages_total{dp_rank="0",worker="http://p0:30000"} 4.0',
@@ -120,7 +117,6 @@ async def test_a_router_that_does_not_hear_what_we_hear_is_named(
     site = web.TCPSite(runner, "127.0.0.1", 0)
     await site.start()
     port = int(runner.addresses[0][1])
-    monkeypatch.setattr(endforward_check, "WAIT_S", 0.0)
     messages = [heard(boot, rank) for boot in ("one", "two") for rank in (0, 1)]
     try:
         with pytest.raises(
@@ -128,10 +124,11 @@ async def test_a_router_that_does_not_hear_what_we_hear_is_named(
             match=r"router sbs hears nothing of p0/1, p1/0: .* port 7600",
         ):
             await cell._check_hearing(
-                BY_NAME["sbs"], engines_with(messages, RouterPorts(1, 7600, port))
+                BY_NAME["sbs"], engines_with(messages, RouterPorts(1, 7600, port)), 0.0
             )
         # A router of another project has no use for them.
-        await cell._check_hearing(BY_NAME["smg"], engines_with(messages, RouterPorts(1, 7600, 1)))
+        smg = engines_with(messages, RouterPorts(1, 7600, 1))
+        await cell._check_hearing(BY_NAME["smg"], smg, 0.0)
     finally:
         await runner.cleanup()
 

@@ -73,8 +73,7 @@ def test_every_cell_is_a_scenario(regime: str):
 
 
 def test_the_command_judges_a_trace(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(matrix, "_TRACE_S", 21.0)
-    monkeypatch.setattr(matrix, "_TRACE_LOADS", (0.2, 0.4))
+    monkeypatch.setattr(matrix, "_TRACE_CELLS", ((0.2, 0.4), 21.0))
     trace = tmp_path / "mine.csv"
     lines = (f"2023-11-16 18:17:{n / 10:010.7f},{37 * n % 4000 + 1},100" for n in range(200))
     trace.write_text("\n".join(["TIMESTAMP,ContextTokens,GeneratedTokens", *lines]))

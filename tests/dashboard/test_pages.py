@@ -16,7 +16,6 @@ from aiohttp import web
 from harness.pages import ScriptedFeed, local_feed, served, take
 from router_harness import TIMEOUT_S, Cluster, options_for, until
 
-from sglang_sbs.dashboard import feed as feed_module
 from sglang_sbs.dashboard import pages
 from sglang_sbs.dashboard.client import DashboardError, frames
 from sglang_sbs.dashboard.feed import LocalFeed
@@ -118,9 +117,9 @@ async def test_requests_show_up_as_decisions() -> None:
 
 
 async def test_frames_are_made_only_while_somebody_looks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(feed_module, "FRAME_S", 0.02)
     async with cluster() as running:
         feed = local_feed(running)
+        feed.frame_s = 0.02
         recorder = feed.recorder
         assert recorder is not None, "the gain is estimated all the time"
         frames: list[float] = []
@@ -149,15 +148,11 @@ async def test_frames_are_made_only_while_somebody_looks(monkeypatch: pytest.Mon
         assert feed.recorder is recorder
 
 
-async def test_the_fallbacks_recorder_costs_nothing_when_nobody_looks(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(feed_module, "LINGER_S", 0.05)
-    monkeypatch.setattr(feed_module, "FRAME_S", 0.02)
+async def test_the_fallbacks_recorder_costs_nothing_when_nobody_looks() -> None:
     async with cluster() as running:
         pump = running.server.dispatcher.pump  # type: ignore[attr-defined]
         local_feed(running).close()
-        feed = LocalFeed(pump, alone=True)
+        feed = LocalFeed(pump, alone=True, frame_s=0.02, linger_s=0.05)
         assert feed.recorder is None
         assert pump.observer is None
         feed.watch(lambda payload, full: None)()
@@ -166,10 +161,10 @@ async def test_the_fallbacks_recorder_costs_nothing_when_nobody_looks(
         assert feed._ticker is None
 
 
-async def test_all_watchers_get_the_same_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(feed_module, "FRAME_S", 0.02)
+async def test_all_watchers_get_the_same_bytes() -> None:
     async with cluster() as running:
         feed = local_feed(running)
+        feed.frame_s = 0.02
         taken: list[list[bytes]] = [[], []]
         stops = [feed.watch(lambda payload, full, to=to: to.append(payload)) for to in taken]
         await until(lambda: all(len(to) >= 3 for to in taken))

@@ -12,7 +12,6 @@ import pytest
 import zmq
 from engine_fakes import Role, Scheduler, config
 
-from sglang_sbs.engine import publish
 from sglang_sbs.engine.hooks import RankHook
 from sglang_sbs.engine.publish import BindError, Publisher, resolve_endpoints
 from sglang_sbs.wire import decode_endforward
@@ -100,12 +99,9 @@ def test_a_router_that_returns_gets_no_stale_messages() -> None:
         router.close()
 
 
-def test_a_router_that_had_a_key_and_returns_without_is_found(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(publish, "REVIVE_INTERVAL_S", 0.1)
+def test_a_router_that_had_a_key_and_returns_without_is_found() -> None:
     keyed = Router(curve=True)
-    publisher = Publisher([keyed.endpoint], None)
+    publisher = Publisher([keyed.endpoint], None, revive_interval_s=0.1)
     given_up = publisher._monitor.poll(DEADLINE_S * 1000)
     keyed.close()
     router = Router(keyed.port)

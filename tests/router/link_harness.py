@@ -14,7 +14,7 @@ from sglang_sbs.router.assignment.scheduler_driver import SchedulerLike
 from sglang_sbs.router.options.config import BreakerConfig
 from sglang_sbs.router.processes.front_end_sessions import Hub
 from sglang_sbs.router.processes.leading.lead import Lead, Unopposed
-from sglang_sbs.router.processes.leading.scheduler_choice import SchedulerChoice
+from sglang_sbs.router.processes.leading.scheduler_choice import ChoiceTimes, SchedulerChoice
 from sglang_sbs.router.processes.messages import (
     FromScheduler,
     ToScheduler,
@@ -223,7 +223,11 @@ def announced(rid: str, prompt_tokens: int = 10, **fields: Any) -> Announced:
 
 class FrontEnd:
     def __init__(
-        self, nets: Net | dict[str, Net], name: str = "front end", times: SessionTimes = QUICK
+        self,
+        nets: Net | dict[str, Net],
+        name: str = "front end",
+        times: SessionTimes = QUICK,
+        choice_times: ChoiceTimes = ChoiceTimes(),  # noqa: B008 - it is frozen
     ) -> None:
         """``nets``: the network to each scheduler, by its address."""
         by_address = nets if isinstance(nets, dict) else {"here": nets}
@@ -241,6 +245,7 @@ class FrontEnd:
                 list(by_address),
                 lambda address, receive: by_address[address].connect(receive),
                 name,
+                choice_times,
             ),
             self.registry,
             name=name,

@@ -7,7 +7,7 @@ import ssl
 from collections import deque
 from collections.abc import AsyncIterator, Iterable
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import aiohttp
@@ -190,11 +190,14 @@ async def cluster(
     prefill_says: dict[str, Any] | None = None,
     decode_says: dict[str, Any] | None = None,
     kind: type[MockEngine] = MockEngine,
+    relay: dict[str, Any] | None = None,
+    monitor: dict[str, Any] | None = None,
 ) -> AsyncIterator[Cluster]:
     """A running router with mock engines; everything is stopped at the end.
 
     ``real``: with the scheduler that the flags ask for. ``tls``: what the engines serve HTTPS with.
     ``prefill_says``, ``decode_says``: more of ``/server_info`` of the engines of that role.
+    ``relay``, ``monitor``: fields of the options of that name which no flag sets, as times.
     """
     rooms = Rooms()
     prefills = [
@@ -221,6 +224,11 @@ async def cluster(
         await engine.start(tls=tls)
     fake = FakeScheduler()
     options = options_for(prefills, decodes, *flags)
+    options = replace(
+        options,
+        relay=replace(options.relay, **relay or {}),
+        monitor=replace(options.monitor, **monitor or {}),
+    )
     server = RouterServer(options, None if real else scheduler or fake)
     await server.start()
     client = aiohttp.ClientSession(

@@ -5,10 +5,8 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
-import pytest
 from router_harness import cluster, until
 
-from sglang_sbs.router.workers import registry as registry_module
 from tools.stand_ins.kv_publisher import KvPublisher
 from tools.stand_ins.ports import free_ports
 
@@ -60,12 +58,10 @@ async def test_endforward_of_a_rank_that_joined_brings_it_in_and_loses_no_reques
             publisher.stop()
 
 
-async def test_a_health_check_finds_that_ranks_left_an_engine_without_plugin(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(registry_module, "RECHECK_EVERY_S", 0.0)
+async def test_a_health_check_finds_that_ranks_left_an_engine_without_plugin() -> None:
     says = dict(ELASTIC)
-    async with cluster("--health-check-interval-secs", "1", prefill_says=says) as c:
+    flags = ("--health-check-interval-secs", "1")
+    async with cluster(*flags, prefill_says=says, monitor={"recheck_every_s": 0.0}) as c:
         (engine,) = c.prefill
         engine.dp_size = 1
         await until(lambda: c.scheduler.up[engine.url].dp_size == 1)

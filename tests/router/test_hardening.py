@@ -12,10 +12,11 @@ from aiohttp import HttpVersion11
 from harness.raw_engines import raw_server, read_request
 from router_harness import cluster, options_for, sse_events, until
 
-from sglang_sbs.router.client import answer_stream, intake
+from sglang_sbs.router.client import answer_stream
 from sglang_sbs.router.client.answer_stream import Downstream
 from sglang_sbs.router.client.intake import Doorman
-from sglang_sbs.router.relay import aborts
+from sglang_sbs.router.options.config import ClientPace
+from sglang_sbs.router.relay.aborts import Aborts
 from sglang_sbs.router.server import RouterServer
 from tools.stand_ins.mock_engine import Behaviour, MockEngine
 
@@ -76,8 +77,7 @@ async def test_a_defect_after_the_first_byte_ends_the_stream_with_an_event(
         assert events[1]["error"]["code"] == "internal_error"
 
 
-async def test_an_engine_that_never_answers_an_abort_keeps_no_connection(monkeypatch: Any) -> None:
-    monkeypatch.setattr(aborts, "ANSWER_S", 0.05)
+async def test_an_engine_that_never_answers_an_abort_keeps_no_connection() -> None:
     asked = asyncio.Event()
 
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -88,7 +88,7 @@ async def test_an_engine_that_never_answers_an_abort_keeps_no_connection(monkeyp
 
     async with cluster() as c, raw_server(serve) as (origin, _):
         before = c.server.pool.open_connections
-        c.server.in_flight.aborts.send(origin, "r")
+        Aborts(c.server.pool, None, lambda: None, answer_s=0.05).send(origin, "r")
         await asked.wait()
         await until(lambda: c.server.pool.open_connections == before)
 
@@ -117,11 +117,9 @@ async def test_a_defect_while_watching_a_worker_is_not_the_end_of_watching_it(
 # Clients that stall -----------------------------------------------------------------------------
 
 
-async def test_a_client_that_stops_reading_is_let_go_after_the_request_timeout(
-    monkeypatch: Any,
-) -> None:
-    monkeypatch.setattr(answer_stream, "FINISH_S", 0.05)
-    async with cluster("--request-timeout-secs", "1", "--max-concurrent-requests", "1") as c:
+async def test_a_client_that_stops_reading_is_let_go_after_the_request_timeout() -> None:
+    flags = ("--request-timeout-secs", "1", "--max-concurrent-requests", "1")
+    async with cluster(*flags, relay={"pace": ClientPace(finish_s=0.05)}) as c:
         c.decode[0].behaviour = Behaviour(tokens=6000)
         reader, writer = await asyncio.open_connection("127.0.0.1", c.server.port, limit=1024)
         body = orjson.dumps({"text": "x", "stream": True})
@@ -188,9 +186,8 @@ async def test_sources_are_paused_also_while_the_head_is_on_its_way() -> None:
     await until(lambda: not sources[0].paused)
 
 
-async def test_a_body_that_does_not_come_is_a_408(monkeypatch: Any) -> None:
-    monkeypatch.setattr(intake, "GRACE_S", 0.05)
-    async with cluster() as c:
+async def test_a_body_that_does_not_come_is_a_408() -> None:
+    async with cluster(relay={"pace": ClientPace(grace_s=0.05)}) as c:
         reader, writer = await asyncio.open_connection("127.0.0.1", c.server.port)
         writer.write(b"POST /generate HTTP/1.1\r\nHost: x\r\nContent-Length: 100\r\n\r\n{")
         assert (await reader.readline()).split()[1] == b"408"

@@ -16,7 +16,6 @@ from sglang_sbs.router.processes.mirrored_registry import MirroredRegistry, stat
 from sglang_sbs.router.schedulers import OwnScheduler
 from sglang_sbs.router.server import RouterServer
 from sglang_sbs.router.signals.endforward_listener import EndForwardListener
-from sglang_sbs.router.workers import health
 from sglang_sbs.router.workers.registry import Registry
 from sglang_sbs.router.workers.server_info import (
     UnusableWorker,
@@ -186,12 +185,10 @@ async def test_an_address_that_means_another_machine_elsewhere_is_not_learned(
         assert worker.reports_from == {1: "10.0.0.2"}
 
 
-async def test_an_engine_whose_ranks_moved_to_a_second_node_is_unusable_and_says_why(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+async def test_an_engine_whose_ranks_moved_to_a_second_node_is_unusable_and_says_why() -> None:
     """Without the plugin no boot id tells of the restart, and nothing of where the rank is now."""
-    monkeypatch.setattr(health, "_NODES_HEARD_S", 0.0)
-    async with cluster(kind=TwoNodes, decode_dp=2, wait=False) as system:
+    at_once = {"nodes_heard_s": 0.0}
+    async with cluster(kind=TwoNodes, decode_dp=2, wait=False, monitor=at_once) as system:
         (worker,) = system.server.registry.of_role("prefill")
         await until(lambda: worker.problems.get("unusable"))
         worker.problems.clear()

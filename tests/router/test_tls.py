@@ -15,8 +15,8 @@ import pytest
 import uvloop
 from router_harness import TIMEOUT_S, cluster, sse_events, until
 
-from sglang_sbs.router.client.intake import GRACE_S
 from sglang_sbs.router.options.arguments import FlagError
+from sglang_sbs.router.options.config import USUAL_PACE
 from sglang_sbs.router.options.options import parse_flags
 from sglang_sbs.router.options.router_options import RouterOptions
 from sglang_sbs.router.options.tls import server_ssl, worker_ssl
@@ -76,7 +76,7 @@ async def over_tls(certificate: tuple[Path, Path]) -> None:
             async with client.get(f"https://127.0.0.1:{server.port}/health") as response:
                 assert response.status == 200
             assert b"t1 t2 t3" in await ask(False)
-            assert all(one.patience_s != GRACE_S for one in server.doorman._waiting.values())
+            assert all(one.patience_s != USUAL_PACE.grace_s for one in server.doorman._waiting.values())
         assert prefill.requests[0].body["bootstrap_host"] == "127.0.0.1"
     finally:
         await server.stop(grace_s=0.0)

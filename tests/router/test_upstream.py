@@ -11,7 +11,7 @@ from harness.raw_engines import Collector, ask, chunked, raw_server, read_reques
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sglang_sbs.router.engines import connection, connection_pool
+from sglang_sbs.router.engines import connection
 from sglang_sbs.router.engines.connection import UpstreamError
 from sglang_sbs.router.engines.connection_pool import Pool, fetch, request_head
 from sglang_sbs.router.engines.response_framing import MalformedResponse, ResponseReader
@@ -177,7 +177,7 @@ async def test_connections_are_reused_and_an_idle_one_the_engine_closed_is_repla
         assert seen == [0, 0, 1]
 
 
-async def test_connections_idle_for_too_long_are_not_reused(monkeypatch: Any) -> None:
+async def test_connections_idle_for_too_long_are_not_reused() -> None:
     accepted = 0
 
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -192,7 +192,7 @@ async def test_connections_idle_for_too_long_are_not_reused(monkeypatch: Any) ->
 
     async with raw_server(serve) as (origin, pool):
         await ask(pool, origin)
-        monkeypatch.setattr(connection_pool, "IDLE_LIMIT_S", -1.0)
+        pool.idle_limit_s = -1.0
         await ask(pool, origin)
         assert accepted == 2
 

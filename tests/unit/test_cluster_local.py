@@ -213,9 +213,8 @@ async def test_an_instance_over_two_nodes_starts_dies_and_starts_again_as_one(
 
 
 async def test_the_kept_demo_outlives_its_engines_and_starts_them_again(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(kept_cluster, "REVIVE_S", 0.01)
     plan = cluster_plan(tmp_path, instance(tmp_path, "a"), instance(tmp_path, "b"))
     plan = dataclasses.replace(plan, router=router(tmp_path))
     said = ""
@@ -228,6 +227,7 @@ async def test_the_kept_demo_outlives_its_engines_and_starts_them_again(
                 said += capfd.readouterr().out
 
     async with kept_cluster.EnduringCluster(plan, 60) as cluster:
+        cluster.revive_s = 0.01
         serving = asyncio.create_task(cluster.serve(asyncio.sleep(1000)))
         pids = {name: cluster.pid(name) for name in ("a", "b")}
         os.kill(pids["a"], signal.SIGKILL)

@@ -52,8 +52,6 @@ _WARM_UP_TIMEOUT_S, _WARM_UP_SHARE = 20.0, 1 / 3
 """Of a request of the warm-up, at least, and of the time a request has otherwise."""
 _MOST_FAILED_SHARE = 0.25
 """Of the warm-up; a contender that fails more is not measured."""
-_SETTLE_S = 0.3
-"""After the last answer, for the last messages of the engines."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,6 +75,9 @@ class Setting:
     of the others."""
     stretch: float = 1.0
     """Of agents' pauses, as of everything that takes time here."""
+    settle_s: float = 0.3
+    """After the last answer, for the last messages of the engines."""
+    hearing_s: float = endforward_check.WAIT_S
 
 
 class DoesNotWorkError(RuntimeError):
@@ -139,7 +140,7 @@ async def _measured(
         warm_up_timeout_s = max(_WARM_UP_TIMEOUT_S, _WARM_UP_SHARE * setting.timeout_s)
         warmed = await run_load(url, warm_up, timeout_s=warm_up_timeout_s)
         warm_up_failed = _check(warmed)
-        await _check_hearing(contender, engines)
+        await _check_hearing(contender, engines, setting.hearing_s)
         engines.listener.take()
         cpu_s, stalled_s = processes.cpu_s(), await _stalled_s(contender, engines)
         lag = asyncio.create_task(_watch_lag(), name="host lag")
@@ -147,7 +148,7 @@ async def _measured(
             played = await send(url)
         finally:
             lag.cancel()
-        await asyncio.sleep(_SETTLE_S)
+        await asyncio.sleep(setting.settle_s)
         heard = engines.listener.take()
         cpu_s = processes.cpu_s() - cpu_s
         stalled_s = await _stalled_s(contender, engines) - stalled_s
@@ -231,11 +232,11 @@ def _check(warmed: list[Sample]) -> int:
     return len(errors)
 
 
-async def _check_hearing(contender: Contender, engines: Engines) -> None:
+async def _check_hearing(contender: Contender, engines: Engines, wait_s: float) -> None:
     """Raises: UnheardError."""
     ports = engines.ports
     heard = engines.listener.take()
-    until_s = time.monotonic() + endforward_check.WAIT_S
+    until_s = time.monotonic() + wait_s
     while missing := silent_prefill(heard, _names(engines, heard)):
         if time.monotonic() > until_s:
             break
@@ -256,6 +257,7 @@ async def _check_hearing(contender: Contender, engines: Engines) -> None:
         {name: url for name, url in _urls(engines).items() if name.startswith("p")},
         heard,
         _names(engines, heard),
+        wait_s,
     )
     if missing:
         raise UnheardError(

@@ -81,16 +81,20 @@ def silent_prefill(heard: Iterable[Heard], names: Mapping[str, str]) -> list[str
 
 
 async def router_misses(
-    metrics_url: str, prefill: Mapping[str, str], heard: Iterable[Heard], names: Mapping[str, str]
+    metrics_url: str,
+    prefill: Mapping[str, str],
+    heard: Iterable[Heard],
+    names: Mapping[str, str],
+    wait_s: float,
 ) -> list[str]:
-    """Ranks (``p1/0``) that were heard here, and that a router of ours has nothing of, after a
-    wait. ``prefill``: short name -> URL, as the router has it."""
+    """Ranks (``p1/0``) that were heard here, and that a router of ours has nothing of after
+    ``wait_s``. ``prefill``: short name -> URL, as the router has it."""
     wanted = {}
     for one in heard:
         name, rank = names.get(one.report.boot_id, ""), one.report.dp_rank
         if name in prefill:
             wanted[_address(prefill[name]), str(rank)] = f"{name}/{rank}"
-    until_s = time.monotonic() + WAIT_S
+    until_s = time.monotonic() + wait_s
     async with aiohttp.ClientSession(timeout=_TIMEOUT) as session:
         while True:
             there = await _heard_by(session, metrics_url)

@@ -55,7 +55,7 @@ class Control:
         self._session = session
         """Session for control requests to engines."""
         self._started_at = int(time.time())
-        self._bodies = Bodies(_BODIES_BYTES)
+        self._bodies = Bodies(_BODIES_BYTES, options.relay.pace)
         self._generating: asyncio.Task[str] | None = None
         self._metrics: asyncio.Task[bytes] | None = None
 

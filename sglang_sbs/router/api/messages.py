@@ -13,7 +13,6 @@ from sglang_sbs.router.relay.relay import Relay
 from sglang_sbs.router.requests.headers import forwarded_headers, in_lower_case, with_bearer
 from sglang_sbs.router.telemetry.logs import current_request_id
 
-_ANSWER_S = 30.0
 _MOST_BYTES = 64 << 10
 _MOST_ENGINES = 2
 """Engines to try. A body with which two engines drop the connection is probably the cause."""
@@ -29,7 +28,7 @@ class Messages:
 
     async def count_tokens(self, request: web.Request) -> web.StreamResponse:
         """Return the response of the least loaded engine. Raises: RouterError, the engine's status
-        below 500; 502 if no engine answers; 504 if one does not answer within 30 s. No other engine
+        below 500; 502 if no engine answers; 504 if one does not answer in time. No other engine
         is tried then: counting a long text blocks an engine's HTTP process for all its clients, and
         would block the next one's as well."""
         relay = self._relay
@@ -44,7 +43,7 @@ class Messages:
                 return await self._ask(body, headers)
 
     async def _ask(self, body: bytes | bytearray, headers: dict[str, str]) -> web.Response:
-        registry = self._relay.attempts.registry
+        registry, limit_s = self._relay.attempts.registry, self._relay.config.count_tokens_s
         usable = sorted((w for w in registry if w.usable), key=lambda worker: worker.load)
         if not usable:
             raise RouterError(
@@ -57,13 +56,13 @@ class Messages:
                     self._session,
                     "POST",
                     f"{worker.url}{ANTHROPIC_PATH}/count_tokens",
-                    timeout_s=_ANSWER_S,
+                    timeout_s=limit_s,
                     data=body,
                     headers=headers | {"Content-Type": "application/json"},
                     most_bytes=_MOST_BYTES,
                 )
             except TimeoutError:
-                why = f"{worker.url} did not count the tokens within {_ANSWER_S:g} s"
+                why = f"{worker.url} did not count the tokens within {limit_s:g} s"
                 raise RouterError(504, "engine_timeout", why) from None
             except (aiohttp.ClientError, OSError) as error:
                 why = f"{worker.url}: {type(error).__name__}"

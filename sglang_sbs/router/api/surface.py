@@ -187,7 +187,7 @@ class Surface:
         parts = {} if known is None else split_of(known, self._scheduler.dispatcher)
         if value := server_timing(parts):
             answer.headers[HEADER] = value
-        return await send(request, answer)
+        return await send(request, answer, self._options.relay.pace)
 
     @web.middleware
     async def middleware(self, request: web.Request, handler: Handler) -> web.StreamResponse:

@@ -33,8 +33,6 @@ logger = logging.getLogger(__name__)
 _RETRY_S = 0.1
 """Delay of another wake-up after a failed event, whose own may be lost."""
 _TRACEBACK_EVERY_S = 10.0
-_FLUSH_S = 1.0
-"""Longest time between flushes of the event log."""
 
 
 class SchedulerLike(Protocol):
@@ -64,6 +62,8 @@ class SchedulerPump:
     """Called with every event and its commands while the dashboard is open."""
     trial: Observer | None = None
     """Called like ``observer`` while a trial runs."""
+    flush_s: float = 1.0
+    """Longest time between flushes of the event log."""
     errors: int = 0
     """Number of events on which the scheduler failed."""
     times: DecisionTimes = field(default_factory=DecisionTimes)
@@ -106,7 +106,7 @@ class SchedulerPump:
             self._write(lambda log: log.write(now_s, event, commands))
             if self._flushing is None:
                 loop = asyncio.get_running_loop()
-                self._flushing = loop.call_later(_FLUSH_S, self.flush_log)
+                self._flushing = loop.call_later(self.flush_s, self.flush_log)
         self.timelines.observe(event, commands, now_s)
         if self.observer is not None:
             self.observer(event, commands, now_s)

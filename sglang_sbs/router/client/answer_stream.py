@@ -10,7 +10,7 @@ from typing import Protocol
 
 from aiohttp import HttpVersion11, web
 
-from sglang_sbs.router.client.intake import MIN_BYTES_PER_S
+from sglang_sbs.router.options.config import USUAL_PACE, ClientPace
 
 logger = logging.getLogger(__name__)
 
@@ -23,9 +23,6 @@ _JOINED_BYTES = 512 << 10
 _RECHECK_S = 0.02
 _RECHECK_AT_MOST_S = 0.5
 """Longest interval between checks of a client that reads nothing."""
-FINISH_S = 60.0
-"""Time that a client which stopped reading has to take the rest of a finished response, or to
-resume a paused stream. Its request occupies a decode rank meanwhile."""
 
 
 class Source(Protocol):
@@ -47,11 +44,17 @@ class Downstream:
     _unsent = _most_unsent = 0
     _ended = False
 
-    def __init__(self, request: web.Request, sources: Mapping[int, Source]) -> None:
+    def __init__(
+        self,
+        request: web.Request,
+        sources: Mapping[int, Source],
+        pace: ClientPace = USUAL_PACE,
+    ) -> None:
         """Create the stream; ``sources`` are paused while the client reads too slowly, and can grow
         later."""
         self._request = request
         self._sources = sources
+        self._pace = pace
         self._pending: list[bytes | memoryview] = []
 
     def push(self, data: bytes | memoryview) -> None:
@@ -102,7 +105,7 @@ class Downstream:
             self._recheck_s = min(2 * self._recheck_s, _RECHECK_AT_MOST_S) if idle else _RECHECK_S
             self._unsent = unsent
         loop = asyncio.get_running_loop()
-        patience_s = FINISH_S + self._most_unsent / MIN_BYTES_PER_S
+        patience_s = self._pace.finish_s + self._most_unsent / self._pace.min_bytes_per_s
         if transport is not None and loop.time() > self._paused_s + patience_s:
             logger.info("a client read too slowly for %.0f s and is disconnected", patience_s)
             transport.abort()
@@ -122,7 +125,7 @@ class Downstream:
             response.enable_chunked_encoding()
         pending, self._pending = self._pending, []
         try:
-            async with asyncio.timeout(FINISH_S):
+            async with asyncio.timeout(self._pace.finish_s):
                 await response.prepare(self._request)
                 await response.write(b"".join(pending))
         except TimeoutError:
@@ -142,7 +145,7 @@ class Downstream:
         transport = self._transport
         waits = transport is None or transport.get_write_buffer_size() > 0
         try:
-            async with asyncio.timeout(FINISH_S if waits else None):
+            async with asyncio.timeout(self._pace.finish_s if waits else None):
                 await self.response.write_eof()
         except TimeoutError:
             raise _hung_up(self._request) from None
@@ -166,7 +169,11 @@ async def joined(pieces: Sequence[bytes | bytearray | memoryview]) -> bytes | by
     return whole
 
 
-async def send(request: web.Request, answer: web.Response) -> web.StreamResponse:
+async def send(
+    request: web.Request,
+    answer: web.Response,
+    pace: ClientPace = USUAL_PACE,
+) -> web.StreamResponse:
     """Send a whole response; a large one in pieces at the client's pace, one per turn.
     Raises: ConnectionResetError, the client is gone, or was too slow and is disconnected."""
     body = answer.body
@@ -175,17 +182,17 @@ async def send(request: web.Request, answer: web.Response) -> web.StreamResponse
     response = web.StreamResponse(status=answer.status, headers=answer.headers)
     response.content_length = len(body)
     loop = asyncio.get_running_loop()
-    due_s = loop.time() + FINISH_S
+    due_s = loop.time() + pace.finish_s
     try:
         async with asyncio.timeout_at(due_s) as deadline:
             await response.prepare(request)
             for at in range(0, len(body), LARGE_PIECE_BYTES):
                 await response.write(body[at : at + LARGE_PIECE_BYTES])
                 await asyncio.sleep(0)
-                # Each piece extends the deadline by its time at the slowest pace, up to FINISH_S
+                # Each piece extends the deadline by its time at the slowest pace, up to finish_s
                 # ahead.
-                due_s += LARGE_PIECE_BYTES / MIN_BYTES_PER_S
-                due_s = min(due_s, loop.time() + FINISH_S)
+                due_s += LARGE_PIECE_BYTES / pace.min_bytes_per_s
+                due_s = min(due_s, loop.time() + pace.finish_s)
                 deadline.reschedule(due_s)
             await response.write_eof()
     except TimeoutError:

@@ -16,13 +16,10 @@ from aiohttp.http_exceptions import HttpProcessingError
 from sglang_sbs.router.client.dense_input import DenseInput, Slices
 from sglang_sbs.router.errors import RouterError
 from sglang_sbs.router.lanes import LoopTurns
-from sglang_sbs.router.options.config import MAX_BODIES_BYTES
+from sglang_sbs.router.options.config import MAX_BODIES_BYTES, USUAL_PACE, ClientPace
 from sglang_sbs.router.shared_timer import SharedTimer
 
-GRACE_S = 30.0
-"""Time for the first request head of a connection, and for a body before its pace counts."""
 KEEP_ALIVE_S = 75.0
-MIN_BYTES_PER_S = 16 * 1024
 MAX_HEAD_LINE_BYTES = 32 * 1024
 """Limit on a request line or header; tokens and baggage of gateways exceed aiohttp's 8,190."""
 READ_BYTES = 64 << 10
@@ -43,6 +40,7 @@ class Bodies:
     large ones cannot shut them out."""
 
     max_bytes: int = MAX_BODIES_BYTES
+    pace: ClientPace = USUAL_PACE
     held_bytes: int = 0
     coming: dict[BodyShare, asyncio.Timeout] = field(default_factory=dict)
     """Incomplete bodies, with the timeout that can end each early."""
@@ -92,8 +90,8 @@ class BodyShare:
         self, request: web.Request, limit_bytes: int, whose: str = ", the limit of this endpoint"
     ) -> bytes | bytearray:
         """Read the whole body. ``whose`` follows ``limit_bytes`` in the error message.
-        Raises: RouterError (413), it is longer; (408), it arrives at less than ``MIN_BYTES_PER_S``
-        after ``GRACE_S``; (503), there is no memory for it."""
+        Raises: RouterError (413), it is longer; (408), it is slower than the pace of ``bodies``;
+        (503), there is no memory for it."""
         too_large = f"the body is over {limit_bytes} bytes{whose}"
         if (request.content_length or 0) > limit_bytes:
             raise RouterError(413, "payload_too_large", too_large)
@@ -103,10 +101,10 @@ class BodyShare:
                 raise RouterError(413, "payload_too_large", too_large)
             self.bodies.grow(self, len(whole))
             return whole
-        body = bytearray()
+        body, pace = bytearray(), self.bodies.pace
         started_s = asyncio.get_running_loop().time()
         try:
-            async with asyncio.timeout(GRACE_S) as deadline:
+            async with asyncio.timeout(pace.grace_s) as deadline:
                 self.bodies.coming[self] = deadline
                 while not self.lost and (data := await request.content.readany()):
                     body += data
@@ -116,7 +114,8 @@ class BodyShare:
                     if len(body) > _SMALL_BYTES and len(data) > _SMALL_PIECE_BYTES:
                         started_s += await self._turn(deadline)
                     if not self.lost:
-                        deadline.reschedule(started_s + GRACE_S + len(body) / MIN_BYTES_PER_S)
+                        at_pace_s = pace.grace_s + len(body) / pace.min_bytes_per_s
+                        deadline.reschedule(started_s + at_pace_s)
         except TimeoutError:
             if not self.lost:
                 why = f"the body stopped after {len(body)} bytes or is too slow"
@@ -179,7 +178,10 @@ class Doorman:
     requests."""
 
     def __init__(
-        self, patience_s: float = GRACE_S, most: int = 1 << 20, idle_s: float = KEEP_ALIVE_S
+        self,
+        patience_s: float = USUAL_PACE.grace_s,
+        most: int = 1 << 20,
+        idle_s: float = KEEP_ALIVE_S,
     ) -> None:
         """Set limits: ``patience_s`` for silent and ``idle_s`` for idle connections, and ``most``
         waiting at a time; beyond that the longest waiting one is closed."""

@@ -25,10 +25,6 @@ logger = logging.getLogger(__name__)
 
 IDLE_LIMIT_S = 3.0
 """Age at which idle connections are no longer reused: SGLang (uvicorn) closes them after 5 s."""
-REPLAY_WITHIN_S = 1.0
-"""Time within which a silent close of a reused connection means that the engine closed it as idle:
-the request was not read and is sent once more. After a later close the engine may have worked on
-the request, so only a new attempt (new rid, new room) is safe."""
 _DNS_TTL_S = 10.0
 
 _OUR_OWN_ERRORS = frozenset({errno.EMFILE, errno.ENFILE, errno.EADDRNOTAVAIL, errno.ENOBUFS})
@@ -164,7 +160,7 @@ class Call:
         """Handle the loss of the connection. If no byte of the response came (``silent``) and the
         engine had just closed an idle connection, it is replaced once."""
         self._connection = None
-        fresh = time.monotonic() - self._sent_s < REPLAY_WITHIN_S
+        fresh = time.monotonic() - self._sent_s < self._pool.replay_within_s
         if silent and fresh and self._replayable and self.receiver is not None:
             self._replayable = False
             self.start(fresh=True)
@@ -179,6 +175,11 @@ class Pool:
     loop: asyncio.AbstractEventLoop
     ssl_context: ssl.SSLContext | None = None
     connect_timeout_s: float = 10.0
+    idle_limit_s: float = IDLE_LIMIT_S
+    replay_within_s: float = 1.0
+    """Time within which a silent close of a reused connection means that the engine closed it as
+    idle: the request was not read and is sent once more. After a later close the engine may have
+    worked on the request, so only a new attempt (new rid, new room) is safe."""
     _idle: dict[str, deque[Connection]] = field(default_factory=dict)
     _all: set[Connection] = field(default_factory=set)
     _addresses: dict[str, tuple[float, list[str]]] = field(default_factory=dict)
@@ -210,7 +211,7 @@ class Pool:
 
     def take_idle(self, origin: str) -> Connection | None:
         idle = self._idle.get(origin)
-        oldest = time.monotonic() - IDLE_LIMIT_S
+        oldest = time.monotonic() - self.idle_limit_s
         while idle:
             connection = idle.pop()
             if connection.idle_since >= oldest and not connection.transport.is_closing():
@@ -223,7 +224,7 @@ class Pool:
         connection.idle_since = time.monotonic()
         idle = self._idle.setdefault(connection.origin, deque())
         idle.append(connection)
-        while idle[0].idle_since < connection.idle_since - IDLE_LIMIT_S:
+        while idle[0].idle_since < connection.idle_since - self.idle_limit_s:
             idle.popleft().close()
 
     def forget(self, connection: Connection) -> None:

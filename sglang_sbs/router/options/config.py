@@ -34,6 +34,21 @@ def default_bodies_bytes(limits: Sequence[Path] = _MEMORY_LIMITS) -> int:
 
 
 @dataclass(frozen=True)
+class ClientPace:
+    """How slow a client may be."""
+
+    grace_s: float = 30.0
+    """Time for a body before its pace counts. The first request head of a connection has as long."""
+    finish_s: float = 60.0
+    """Time that a client which stopped reading has to take the rest of a finished response, or to
+    resume a paused stream. Its request occupies a decode rank meanwhile."""
+    min_bytes_per_s: int = 16 * 1024
+
+
+USUAL_PACE = ClientPace()
+
+
+@dataclass(frozen=True)
 class RelayConfig:
     request_timeout_s: float = 1800
     max_attempts: int = 5
@@ -53,6 +68,15 @@ class RelayConfig:
     """A smaller number in a request body means a higher priority."""
     transfer_timeout_s: float = 30.0
     """Longest time that an engine may still write KV of a request that prefill abandoned."""
+    least_to_refuse_s: float = 0.05
+    """After a refusal by prefill, the next attempt waits at least this long for another one ..."""
+    most_to_refuse_s: float = 1.0
+    """... and at most this long, before it sends decode its request."""
+    last_chance_s: float = 5.0
+    """Time without a byte after which a stream of a lost worker is ended."""
+    count_tokens_s: float = 30.0
+    """Time limit for an engine that counts the tokens of a body."""
+    pace: ClientPace = USUAL_PACE
 
     @property
     def max_legs_bytes(self) -> int:
@@ -83,6 +107,21 @@ class MonitorConfig:
     """The user's path; ``None`` selects a check that runs no forward pass."""
     load_poll_interval_s: float | None = 0.075
     """``None``: no polls."""
+    doubt_timeout_s: float = 2.0
+    """Time limit of a probe in doubt; a healthy worker answers within milliseconds."""
+    fast_s: float = 1.0
+    """Interval between probes of a worker that is down or in doubt."""
+    nodes_heard_s: float = 2.5
+    """Longest wait for the reports of ranks on other nodes. It is longer than two heartbeats of the
+    plugin, but shorter than a starting scheduler waits for workers."""
+    tokenizers_every_s: float = 1.0
+    """Interval of looking for engines whose tokenizer was not compared yet."""
+    tokenizers_again_s: float = 10.0
+    """Time until an engine that did not answer that comparison is asked again."""
+    quiet_s: float = 2.0
+    """An engine that was silent for this long is asked whether it still runs."""
+    recheck_every_s: float = 5.0
+    """Shortest interval between reads of ``/server_info`` of a healthy worker."""
     api_key: str | None = None
 
 

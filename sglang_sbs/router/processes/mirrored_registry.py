@@ -11,7 +11,7 @@ from typing import Any
 import msgspec
 
 from sglang_sbs.router.errors import LegFailure
-from sglang_sbs.router.options.config import BreakerConfig, PrefixWish
+from sglang_sbs.router.options.config import BreakerConfig, MonitorConfig, PrefixWish
 from sglang_sbs.router.processes.messages import LegFailed, WorkerState
 from sglang_sbs.router.workers.registry import Registry
 from sglang_sbs.router.workers.server_info import WorkerInfo
@@ -52,14 +52,14 @@ class MirroredRegistry(Registry):
         events: WorkerEvents = WorkerEvents(),  # noqa: B008 - it is frozen
         breaker: BreakerConfig | None = None,
         *,
-        asks_cheaply: bool = True,
+        monitor: MonitorConfig = MonitorConfig(),  # noqa: B008 - it is frozen
         prefix_source: PrefixWish = "off",
     ) -> None:
         super().__init__(
             events,
             breaker,
             expects_endforward=False,
-            asks_cheaply=asks_cheaply,
+            monitor=monitor,
             prefix_source=prefix_source,
         )
         self.report: Callable[[LegFailed], bool] = lambda failed: False

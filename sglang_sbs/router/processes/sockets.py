@@ -30,10 +30,6 @@ _UNHEARD_MS = 4000
 """Silence, or time without a connection, after which a connection is made anew: a network that
 drops everything breaks no connection."""
 
-_HEARD_S = 10.0
-"""A line with a message within this time keeps its address."""
-_FOLLOW_S = 2.0
-"""Interval of resolving the name of a silent scheduler again, because it may have moved."""
 
 Receive = Callable[[bytes, ToScheduler], None]
 """Receives the identity of a front end, and its message."""
@@ -131,9 +127,17 @@ class FrontEndSocket(_Socket):
     """The front end's end (DEALER). Each socket is a new session for the scheduler."""
 
     def __init__(
-        self, keys: CurveKeys | None, endpoint: str, receive: Callable[[FromScheduler], None]
+        self,
+        keys: CurveKeys | None,
+        endpoint: str,
+        receive: Callable[[FromScheduler], None],
+        *,
+        heard_s: float = 10.0,
+        follow_s: float = 2.0,
     ) -> None:
-        """Connect to a scheduler. Raises: zmq.ZMQError, no more sockets are possible, or the
+        """Connect to a scheduler. A line with a message within ``heard_s`` keeps its address. The
+        name of a silent scheduler is resolved again after ``follow_s``, because it may have moved.
+        Raises: zmq.ZMQError, no more sockets are possible, or the
         endpoint is invalid."""
         # Queue nothing for an absent scheduler, because it would be stale later.
         options = {zmq.IMMEDIATE: 1, zmq.RECONNECT_IVL: 50, zmq.RECONNECT_IVL_MAX: 500}
@@ -145,9 +149,9 @@ class FrontEndSocket(_Socket):
             self._socket,
             "scheduler's messages",
             self._soon,
-            stands=lambda: self._loop.time() - self._heard_s < _HEARD_S,
+            stands=lambda: self._loop.time() - self._heard_s < heard_s,
             first=random.randrange,
-            follow_s=_FOLLOW_S,
+            follow_s=follow_s,
         )
         try:
             if keys is not None:

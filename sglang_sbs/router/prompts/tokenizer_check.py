@@ -42,8 +42,6 @@ Forwarding = Literal["auto", "on", "off"]
 
 CHAT_IDS_VERSION = (0, 5, 23)
 """First SGLang release known to accept ``input_ids`` in a chat."""
-_EVERY_S = 1.0
-_AGAIN_S = 10.0
 _ANSWER_S = 10.0
 _MAX_SPECIALS = 500
 _SAMPLE = 400
@@ -118,16 +116,20 @@ class EngineTokenizers:
     api_key: str | None
     names_blocks: bool = False
     """Prefix matching is on, so block names are needed."""
+    every_s: float = 1.0
+    """Interval of looking for new engines; facts about engines are at most this old."""
+    again_s: float = 10.0
+    """Time until an engine that did not answer is asked again."""
     _verdicts: dict[str, TokenizerResult] = field(default_factory=dict)
     _disagreeing: frozenset[PromptKind] = frozenset()
     _known: Known = field(default_factory=Known)
-    _looked_s: float = -_EVERY_S
+    _looked_s: float = -math.inf
     _odd_pages: str = ""
 
     def known(self) -> Known:
-        """Return facts about all engines, at most one second old."""
+        """Return facts about all engines, at most ``every_s`` old."""
         now_s = time.monotonic()
-        if now_s - self._looked_s >= _EVERY_S:
+        if now_s - self._looked_s >= self.every_s:
             self._looked_s = now_s
             blocks = self._common_format() if self.names_blocks else None
             models = frozenset(w.info.model_id for w in self.registry if w.info is not None)
@@ -194,7 +196,7 @@ class EngineTokenizers:
                 await self._ask_all(probes)
             except Exception:
                 logger.exception("comparing tokenizers failed")
-            await asyncio.sleep(_EVERY_S)
+            await asyncio.sleep(self.every_s)
 
     async def _ask_all(self, probes: _Probes) -> None:
         workers = {worker.url: worker for worker in self.registry}
@@ -209,7 +211,7 @@ class EngineTokenizers:
                     verdict = await self._ask(worker.url, info, probes)
                 self._tell(worker, verdict)
             except (aiohttp.ClientError, TimeoutError, OSError, ValueError) as error:
-                verdict = TokenizerResult(info, again_s=now_s + _AGAIN_S)
+                verdict = TokenizerResult(info, again_s=now_s + self.again_s)
                 logger.debug("worker %s: its tokenizer is not known: %s", worker.url, error)
             self._verdicts[worker.url] = verdict
         verdicts = self._verdicts.values()

@@ -17,20 +17,27 @@ from sglang_sbs.router.engines.connection_pool import Pool, fetch
 logger = logging.getLogger(__name__)
 
 AT_ONCE = 16
-"""Concurrent aborts to one engine; the others queue."""
-ANSWER_S = 10.0
-"""Time limit for an engine's response to an abort."""
-STALE_S = 60.0
-"""Aborts that queued for this long are dropped: their engine does not respond, or not in time to
-matter."""
 
 
 class Aborts:
-    def __init__(self, pool: Pool, worker_key: str | None, sent: Callable[[], None]) -> None:
-        """Create the sender; ``sent`` is called for each abort sent to an engine."""
+    def __init__(
+        self,
+        pool: Pool,
+        worker_key: str | None,
+        sent: Callable[[], None],
+        *,
+        at_once: int = AT_ONCE,
+        answer_s: float = 10.0,
+        stale_s: float = 60.0,
+    ) -> None:
+        """Create the sender; ``sent`` is called for each abort sent to an engine. ``at_once``:
+        concurrent aborts to one engine; the others queue. ``answer_s``: time limit for an engine's
+        response. ``stale_s``: aborts that queued for this long are dropped: their engine does not
+        respond, or not in time to matter."""
         self._pool = pool
         self._headers = f"authorization: Bearer {worker_key}\r\n".encode() if worker_key else b""
         self._sent = sent
+        self._at_once, self._answer_s, self._stale_s = at_once, answer_s, stale_s
         self._places: WeakValueDictionary[str, asyncio.Semaphore] = WeakValueDictionary()
         """Semaphores by engine URL, kept while the engine has aborts."""
         self.tasks: set[asyncio.Task[None]] = set()
@@ -50,17 +57,18 @@ class Aborts:
 
     async def _abort(self, url: str, rid: str) -> None:
         asked_s = time.monotonic()
-        place = self._places.setdefault(url, asyncio.Semaphore(AT_ONCE))
+        place = self._places.setdefault(url, asyncio.Semaphore(self._at_once))
         waits = place.locked()
         async with place:
-            if waits and time.monotonic() - asked_s > STALE_S:
+            if waits and time.monotonic() - asked_s > self._stale_s:
                 return
             self._sent()
             body = orjson.dumps({"rid": rid})
             # A stopped engine accepts connections but never responds, so the time limit keeps them
             # from piling up.
             try:
-                await fetch(self._pool, url, "/abort_request", self._headers, ANSWER_S, body=body)
+                limit_s = self._answer_s
+                await fetch(self._pool, url, "/abort_request", self._headers, limit_s, body=body)
             except (UpstreamError, TimeoutError):
                 pass
             except Exception:

@@ -42,12 +42,10 @@ _AT_ONCE = 4
 """Units of batches that begin, are sent or end in one turn of the event loop."""
 
 
-_LEAST_TO_REFUSE_S = 0.05
-_MOST_TO_REFUSE_S = 1.0
 
 
 # SGLang fault: refused-room-stays
-def _time_to_refuse_s(failure: LegFailure) -> float:
+def _time_to_refuse_s(failure: LegFailure, least_s: float, most_s: float) -> float:
     """After a refusal by prefill, return how long the next attempt waits for another refusal before
     sending decode its request. A decode engine contacts prefill at once, and state for a request
     that prefill refuses is never freed there (SGLang's ``disaggregation/mooncake/conn.py``,
@@ -58,7 +56,7 @@ def _time_to_refuse_s(failure: LegFailure) -> float:
     time of the last refusal, because the same cause leads to a refusal after a similar time."""
     if failure.leg != "prefill" or failure.after_s is None:
         return 0.0
-    return min(max(2 * failure.after_s, _LEAST_TO_REFUSE_S), _MOST_TO_REFUSE_S)
+    return min(max(2 * failure.after_s, least_s), most_s)
 
 
 @dataclass(eq=False, repr=False)
@@ -143,7 +141,8 @@ class Attempts:
                 if last or not retryable:
                     raise
                 without_frames(failure)
-                run.decode_after_s = _time_to_refuse_s(failure)
+                limits_s = self.config.least_to_refuse_s, self.config.most_to_refuse_s
+                run.decode_after_s = _time_to_refuse_s(failure, *limits_s)
                 run.exclude = tuple(dict.fromkeys((*run.exclude, failure.worker)))
                 self.metrics.retried(failure, kind)
                 logger.info("%s: attempt %d failed (%s), retrying", name, run.attempts, failure)

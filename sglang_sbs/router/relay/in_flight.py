@@ -32,8 +32,6 @@ from sglang_sbs.router.workers.worker import AttemptWorkers, Worker
 from sglang_sbs.scheduling.events import ClientSide, Dispatch, Outcome
 from sglang_sbs.scheduling.queue.priority import class_of
 
-_LAST_CHANCE_S = 5.0
-"""Time without a byte after which a stream of a lost worker is ended."""
 
 
 @dataclass(slots=True)
@@ -143,6 +141,8 @@ class InFlight:
     draining: bool = False
     """Shutdown has begun: each response closes its connection."""
     transfer_timeout_s: float = TRANSFER_TIMEOUT_S
+    last_chance_s: float = 5.0
+    """Time without a byte after which a stream of a lost worker is ended."""
     _attempts: dict[str, Attempt] = field(default_factory=dict)
     _tasks: dict[asyncio.Task[object], Sequence[str]] = field(default_factory=dict)
     """Tasks of client requests, each with the client's own ids."""
@@ -321,7 +321,7 @@ class InFlight:
 
     def fail_worker(self, worker: Worker) -> None:
         """Fail requests waiting for a worker that no longer responds. Open streams end only if
-        nothing arrives for ``_LAST_CHANCE_S``."""
+        nothing arrives for ``last_chance_s``."""
         self.parking.engine_lost(worker)
         for rid, attempt in list(self._attempts.items()):
             pair, placement = attempt.pair, attempt.placement
@@ -329,7 +329,8 @@ class InFlight:
                 continue
             if placement.decode is worker and pair.opened:
                 loop = asyncio.get_running_loop()
-                loop.call_later(_LAST_CHANCE_S, self._fail_if_stalled, rid, worker, pair.chunks)
+                fail = partial(self._fail_if_stalled, rid, worker, pair.chunks)
+                loop.call_later(self.last_chance_s, fail)
             elif placement.decode is worker:
                 pair.leg_failed(_lost("decode", worker))
             elif placement.prefill is worker and attempt.prefill_open:

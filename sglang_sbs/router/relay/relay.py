@@ -57,7 +57,7 @@ class Relay:
     lanes: Lanes
 
     def __post_init__(self) -> None:
-        self.bodies = Bodies(self.config.max_bodies_bytes)
+        self.bodies = Bodies(self.config.max_bodies_bytes, self.config.pace)
         self._timeouts = SharedTimer(self.config.request_timeout_s, self._time_out)
         self._late: set[asyncio.Task[Any]] = set()
         """Tasks that were cancelled because of their timeout."""
@@ -95,7 +95,7 @@ class Relay:
                         headers=headers,
                         request_id=request_id,
                         asked=asked,
-                        downstream=Downstream(request, pairs),
+                        downstream=Downstream(request, pairs, self.config.pace),
                         pairs=pairs,
                         plan=plan,
                         prompts=prompts,

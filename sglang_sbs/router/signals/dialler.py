@@ -21,10 +21,7 @@ from sglang_sbs.router.name_lookup import is_address
 
 logger = logging.getLogger(__name__)
 
-_AGAIN_S = 1.0
-"""Pause before a name without an address is resolved again."""
-_FOLLOW_S = 10.0
-"""Interval of resolving a name again if the connection may be down."""
+FOLLOW_S, AGAIN_S = 10.0, 1.0
 _FOLLOW_STANDING_S = 60.0
 
 
@@ -54,19 +51,20 @@ class Dialler:
         used: Callable[[], object] = lambda: None,
         stands: Callable[[], bool] | None = None,
         first: Callable[[int], int] = lambda _count: 0,
-        follow_s: float = 0.0,
+        follow_s: float = FOLLOW_S,
+        again_s: float = AGAIN_S,
     ) -> None:
         """Create a dialler. ``what`` names the data in log messages. ``used`` is called after each
         use of the socket, which may consume an edge of its descriptor. ``stands`` returns whether
         the connection is up, if known; if not, the name's next address is tried. ``first`` selects
-        the first address to try, given their number. ``follow_s``: interval of resolving a name
-        with an address again; 0: the default."""
+        the first address to try, given their number. A name with an address is resolved again after
+        ``follow_s`` if the connection may be down, one without an address after ``again_s``."""
         self._sock = sock
         self._what = what
         self._used = used
         self._stands = stands
         self._first = first
-        self._follow_s = follow_s
+        self._follow_s, self._again_s = follow_s, again_s
         self._wanted: Collection[str] = ()
         self._connected: set[str] = set()
         """Connected endpoints, by address."""
@@ -104,8 +102,8 @@ class Dialler:
                         warned = True
                         text = "no %s from %r: %s; resolving the name again"
                         logger.warning(text, self._what, name, error)
-            follow_s = self._follow_s or _FOLLOW_S
-            await asyncio.sleep(follow_s if name in self._addresses else _AGAIN_S)
+            found = name in self._addresses
+            await asyncio.sleep(self._follow_s if found else self._again_s)
 
     def _choose(self, name: str, found: list[str]) -> None:
         used = self._addresses.get(name, "")

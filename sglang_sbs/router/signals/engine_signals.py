@@ -45,7 +45,7 @@ class Watch:
         self._session = session
         self.registry = Registry(
             breaker=options.breaker,
-            asks_cheaply=options.monitor.health_endpoint is None,
+            monitor=options.monitor,
             prefix_source=options.prefix_source,
         )
         found = options.discovery

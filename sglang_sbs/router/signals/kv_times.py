@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from sglang_sbs.router.signals.dialler import FOLLOW_S
+
 
 @dataclass(frozen=True)
 class KvTimes:
@@ -19,4 +21,6 @@ class KvTimes:
     nothing."""
     keep_s: float = 60.0
     """Subscriptions to an instance end this long after its last use."""
+    follow_s: float = FOLLOW_S
+    """Interval of resolving a name again while there is no connection."""
     tick_s: float = 0.5

@@ -28,16 +28,23 @@ from sglang_sbs.router.supervision.stop_signals import end_on_signals, one_of
 
 logger = logging.getLogger(__name__)
 
-_FIRST_PAUSE_S = 0.1
-_LONGEST_PAUSE_S = 10.0
-_STABLE_S = 30.0
-"""A child that lived this long is restarted without a pause."""
-_PING_EVERY_S = 2.0
-_HUNG_S = 30.0
-"""A child silent for this long is killed and restarted, because clients are waiting."""
 _LONGEST_TMPDIR = 70
 _MARGIN_S = 15.0
 """Time beyond --shutdown-grace-period-secs for a child to end after SIGTERM."""
+
+
+@dataclass(frozen=True)
+class ChildTimes:
+    first_pause_s: float = 0.1
+    longest_pause_s: float = 10.0
+    stable_s: float = 30.0
+    """A child that lived this long is restarted without a pause."""
+    ping_every_s: float = 2.0
+    hung_s: float = 30.0
+    """A child silent for this long is killed and restarted, because clients are waiting."""
+
+
+_TIMES = ChildTimes()
 
 
 class StartError(RuntimeError):
@@ -53,6 +60,7 @@ class Child:
     sockets: list[socket.socket]
     renew: Callable[[], list[socket.socket]] | None = None
     """Creates new listening sockets after failed starts closed the old ones."""
+    times: ChildTimes = _TIMES
     facts: dict[str, Any] = field(default_factory=dict)
     serving: asyncio.Event = field(default_factory=asyncio.Event)
     _line: ChildLine | None = None
@@ -77,8 +85,8 @@ class Child:
             if not ever_served:
                 raise StartError(f"{self.name} did not start ({how})")
             lived_s = time.monotonic() - started_s
-            longer_s = min(_LONGEST_PAUSE_S, 2 * pause_s or _FIRST_PAUSE_S)
-            pause_s = 0.0 if lived_s > _STABLE_S else longer_s
+            longer_s = min(self.times.longest_pause_s, 2 * pause_s or self.times.first_pause_s)
+            pause_s = 0.0 if lived_s > self.times.stable_s else longer_s
             logger.error(
                 "%s ended (%s) after %.1f s; restarting in %g s",
                 *(self.name, how, lived_s, pause_s),
@@ -126,14 +134,15 @@ class Child:
 
     async def _until_hung(self, line: ChildLine, ended: asyncio.Task[int]) -> None:
         """Wait until the process has ended, and kill it if it hangs."""
+        every_s, hung_s = self.times.ping_every_s, self.times.hung_s
         heard_s = last_s = time.monotonic()
-        while not (await asyncio.wait({ended}, timeout=_PING_EVERY_S))[0]:
+        while not (await asyncio.wait({ended}, timeout=every_s))[0]:
             now_s = time.monotonic()
-            late, last_s = now_s - last_s > 2 * _PING_EVERY_S, now_s
+            late, last_s = now_s - last_s > 2 * every_s, now_s
             if line.ping() or late:  # or this process itself was stopped
                 heard_s = now_s
-            elif now_s - heard_s > _HUNG_S:
-                logger.error("%s has not responded for %.0f s: killing it", self.name, _HUNG_S)
+            elif now_s - heard_s > hung_s:
+                logger.error("%s has not responded for %.0f s: killing it", self.name, hung_s)
                 self._signal(signal.SIGKILL)
                 return
 
@@ -162,9 +171,12 @@ class Child:
 class Supervisor:
     """Runs a router of several processes: ``await run()``."""
 
-    def __init__(self, argv: Sequence[str], options: RouterOptions) -> None:
+    def __init__(
+        self, argv: Sequence[str], options: RouterOptions, times: ChildTimes = _TIMES
+    ) -> None:
         self._argv = list(argv)
         self._options = options
+        self._times = times
         self._port = options.port
         self._stopping = asyncio.Event()
         self._scheduler: Child | None = None
@@ -199,7 +211,8 @@ class Supervisor:
         try:
             if options.role == "router":
                 endpoint = f"ipc://{folder}/scheduler"
-                self._scheduler = Child("scheduler", partial(self._scheduler_command, endpoint), [])
+                command = partial(self._scheduler_command, endpoint)
+                self._scheduler = Child("scheduler", command, [], times=self._times)
                 await self._start([self._scheduler])
             else:
                 endpoint = ",".join(options.several.schedulers)
@@ -243,7 +256,8 @@ class Supervisor:
             self._port = int(sockets[0].getsockname()[1])
             command = partial(self._front_end_command, endpoint, number)
             renew = partial(listen, host, self._port)
-            self._front_ends.append(Child(f"front end {number}", command, sockets, renew))
+            name, times = f"front end {number}", self._times
+            self._front_ends.append(Child(name, command, sockets, renew, times))
 
     def _scheduler_command(self, endpoint: str) -> list[str]:
         """Return the scheduler's command; a restarted one gets a new event log, to keep the

@@ -16,7 +16,7 @@ from enum import Enum
 SILENT_AFTER_S = 5.0
 """EndForward counts as lost after this long without a message. Heartbeats come every second."""
 QUIET_S = 2.0
-"""After this long without the expected reports of a worker, ``/server_info`` is read again."""
+"""After this long without a report, another boot of a worker may be accepted."""
 MAX_REMEMBERED = 256
 
 

@@ -50,15 +50,8 @@ _UNUSED_S = 1.0
 """Interval at which a policy without use for load polls is checked for a change."""
 _LOADS = "/v1/loads?include=core,disagg,queues"
 _NO_ANSWER = (UpstreamError, TimeoutError)
-_DOUBT_TIMEOUT_S = 2.0
-"""Time limit of a probe in doubt; a healthy worker answers within milliseconds."""
-_NODES_HEARD_S = 2.5
-"""Longer than two heartbeats of the plugin, but shorter than a starting scheduler waits for
-workers."""
 _ASKED_AT_ONCE = 32
 """DP ranks of one engine asked at a time, so that a claim of thousands does no harm."""
-_FAST_S = 1.0
-"""Interval between probes of a worker that is down or in doubt."""
 
 
 @dataclass(frozen=True)
@@ -141,7 +134,7 @@ class Monitor:
                 await run(worker)
             except Exception:
                 logger.exception("watching worker %s failed; restarting", worker.url)
-                await asyncio.sleep(_FAST_S)
+                await asyncio.sleep(self._config.fast_s)
 
     # Start-up and health ----------------------------------------------------------------------
 
@@ -155,7 +148,7 @@ class Monitor:
                 text += " (--worker-startup-timeout-secs); still trying"
                 self._registry.report_problem(worker, "startup", text)
             # Retry soon at first, later after a twentieth of the time waited so far.
-            pause_s = max(_FAST_S, waited_s / 20)
+            pause_s = max(self._config.fast_s, waited_s / 20)
             await asyncio.sleep(min(pause_s, self._config.startup_check_interval_s))
         worker.problems.pop("startup", None)
         self._registry.set_healthy(worker, True)
@@ -200,7 +193,7 @@ class Monitor:
                     if problem.silent:
                         self._registry.silenced(worker)
             # A probe that timed out has waited long enough.
-            await asyncio.sleep(max(0.0, asked_s + _FAST_S - time.monotonic()))
+            await asyncio.sleep(max(0.0, asked_s + self._config.fast_s - time.monotonic()))
 
     async def _recover(self, worker: Worker) -> bool:
         """Read the limits again after downtime, because another engine may have started."""
@@ -227,8 +220,9 @@ class Monitor:
         # report: its HTTP server may be busy with a large prompt.
         limit_s = self._config.health_timeout_s
         age_s = worker.report_age_s(time.monotonic())
-        patient = configured is not None or (age_s is not None and age_s < _DOUBT_TIMEOUT_S)
-        timeout_s = limit_s if patient else min(limit_s, _DOUBT_TIMEOUT_S)
+        doubt_s = self._config.doubt_timeout_s
+        patient = configured is not None or (age_s is not None and age_s < doubt_s)
+        timeout_s = limit_s if patient else min(limit_s, doubt_s)
         place = "" if url == worker.url else f" at {url}"
         for path in (worker.probe_path,) if worker.probe_path in paths else paths:
             try:
@@ -303,7 +297,7 @@ class Monitor:
         for _ in range(0 if worker.info else 50):
             if far.keys() <= worker.reports_from.keys():
                 break
-            await asyncio.sleep(_NODES_HEARD_S / 50)
+            await asyncio.sleep(self._config.nodes_heard_s / 50)
         hosts: dict[int, str] = {}
         for rank, node in far.items():
             if rank not in worker.reports_from:

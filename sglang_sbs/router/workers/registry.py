@@ -9,8 +9,8 @@ from collections.abc import Callable, Iterator
 
 from sglang_sbs.router.engines.urls import alias_key, normalise_worker_url
 from sglang_sbs.router.errors import LegFailure
-from sglang_sbs.router.options.config import BreakerConfig, PrefixWish
-from sglang_sbs.router.workers.boot_identity import QUIET_S, SILENT_AFTER_S, BootVerdict
+from sglang_sbs.router.options.config import BreakerConfig, MonitorConfig, PrefixWish
+from sglang_sbs.router.workers.boot_identity import SILENT_AFTER_S, BootVerdict
 from sglang_sbs.router.workers.breaker import Breaker
 from sglang_sbs.router.workers.diagnosis import (
     AS_REPORTED,
@@ -32,8 +32,6 @@ from sglang_sbs.wire import EndForward
 
 logger = logging.getLogger(__name__)
 
-RECHECK_EVERY_S = 5.0
-"""Shortest interval between reads of ``/server_info`` caused by reports with an unknown boot id."""
 BARRIER_S = 10.0
 """Shortest interval between changes of a worker's barrier caused by reports."""
 _ANNOUNCED = set(WorkerInfo.__struct_fields__) & set(InstanceUp.__struct_fields__)
@@ -51,15 +49,15 @@ class Registry:
         clock: Callable[[], float] = time.monotonic,
         *,
         expects_endforward: bool = True,
-        asks_cheaply: bool = True,
+        monitor: MonitorConfig = MonitorConfig(),  # noqa: B008 - it is frozen
         prefix_source: PrefixWish = "off",
     ) -> None:
         """Create the registry. ``expects_endforward``: report missing EndForward as a problem.
-        ``asks_cheaply``: probes cost an engine nothing, so silence is enough reason for one.
+        ``monitor``: when a silent engine is asked.
         ``prefix_source``: how the scheduler learns what prefill instances have cached."""
         self.connect(events)
-        self._asks_cheaply = asks_cheaply
         self._breaker = breaker or BreakerConfig()
+        self._monitor = monitor
         self._clock = clock
         self._expects_endforward = expects_endforward
         self._prefix_source = prefix_source
@@ -391,7 +389,7 @@ class Registry:
         """Return whether ``/server_info`` of a healthy worker may be read now, and count it if
         so."""
         now_s = self._clock()
-        if now_s - worker.boot.asked_s < RECHECK_EVERY_S:
+        if now_s - worker.boot.asked_s < self._monitor.recheck_every_s:
             return False
         worker.boot.asked_s = now_s
         return True
@@ -452,10 +450,12 @@ class Registry:
         connection. An engine with the plugin reports every second; others report only while they
         have work."""
         expected = worker.load > 0 or bool(worker.last_report_s)
-        if not self._asks_cheaply or not worker.healthy or not expected:
+        # Only probes that cost an engine nothing may follow from mere silence.
+        cheap = self._monitor.health_endpoint is None
+        if not cheap or not worker.healthy or not expected:
             return
         heard_s = max([worker.heard_s, *worker.last_report_s.values()])
-        if now_s - heard_s >= QUIET_S:
+        if now_s - heard_s >= self._monitor.quiet_s:
             worker.heard_s = now_s
             self.doubted(worker)
 

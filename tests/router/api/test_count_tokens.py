@@ -38,9 +38,8 @@ async def test_another_engine_is_asked_when_one_is_gone() -> None:
         assert (status, answer["error"]["type"]) == (502, "api_error")
 
 
-async def test_a_text_that_keeps_one_engine_busy_goes_to_no_other(monkeypatch: Any) -> None:
-    monkeypatch.setattr("sglang_sbs.router.api.messages._ANSWER_S", 0.2)
-    async with cluster() as c:
+async def test_a_text_that_keeps_one_engine_busy_goes_to_no_other() -> None:
+    async with cluster(relay={"count_tokens_s": 0.2}) as c:
         c.prefill[0].freeze()
         status, answer = await count(c)
         c.prefill[0].thaw()

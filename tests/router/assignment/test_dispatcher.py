@@ -11,7 +11,6 @@ import msgspec
 import pytest
 from router_harness import until
 
-from sglang_sbs.router.assignment import scheduler_driver
 from sglang_sbs.router.assignment.assigner import Announced, Dispatcher
 from sglang_sbs.router.errors import Refused, RouterError
 from sglang_sbs.scheduling import Scheduler, SchedulerConfig
@@ -313,13 +312,11 @@ async def test_a_scheduler_that_failed_is_asked_again_and_fills_no_log(
     dispatcher.close()
 
 
-async def test_the_event_log_is_written_soon_without_anybody_asking(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(scheduler_driver, "_FLUSH_S", 0.01)
+async def test_the_event_log_is_written_soon_without_anybody_asking(tmp_path: Path) -> None:
     dispatcher = Dispatcher(
         Scheduler(), event_log=EventLogWriter(tmp_path / "log", SchedulerConfig())
     )
+    dispatcher.pump.flush_s = 0.01
     size = 0
     for _ in range(2):
         size = (tmp_path / "log").stat().st_size

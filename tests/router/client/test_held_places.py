@@ -16,9 +16,10 @@ import pytest
 from aiohttp import HttpVersion11
 from router_harness import cluster, until
 
-from sglang_sbs.router.client import answer_stream, intake
+from sglang_sbs.router.client import answer_stream
 from sglang_sbs.router.client.answer_stream import Downstream
 from sglang_sbs.router.client.intake import Doorman, Gate
+from sglang_sbs.router.options.config import ClientPace
 from sglang_sbs.router.telemetry.metrics_port import MAX_CONNECTIONS
 from tools.stand_ins.mock_engine import Behaviour
 
@@ -99,11 +100,10 @@ def test_a_client_keeps_a_stream_paused_for_as_long_as_its_size_is_worth(
         assert loop.calls < 10 * loop.now_s  # not fifty times a second for each of hundreds
 
 
-async def test_a_client_that_stops_reading_loses_its_place_on_decode(monkeypatch: Any) -> None:
+async def test_a_client_that_stops_reading_loses_its_place_on_decode() -> None:
     """Long before its request times out (1,800 s)."""
-    monkeypatch.setattr(answer_stream, "FINISH_S", 0.2)
-    monkeypatch.setattr(answer_stream, "MIN_BYTES_PER_S", 1 << 30)
-    async with cluster() as c:
+    pace = ClientPace(finish_s=0.2, min_bytes_per_s=1 << 30)
+    async with cluster(relay={"pace": pace}) as c:
         c.decode[0].behaviour = Behaviour(tokens=8000)
         sock = socket.socket()
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
@@ -121,9 +121,8 @@ async def test_a_client_that_stops_reading_loses_its_place_on_decode(monkeypatch
 
 
 @pytest.mark.parametrize("method", ["POST /workers", "PUT /workers/%s", "POST /abort_request"])
-async def test_the_body_of_a_control_request_must_come(method: str, monkeypatch: Any) -> None:
-    monkeypatch.setattr(intake, "GRACE_S", 0.05)
-    async with cluster() as c:
+async def test_the_body_of_a_control_request_must_come(method: str) -> None:
+    async with cluster(relay={"pace": ClientPace(grace_s=0.05)}) as c:
         worker = next(iter(c.server.registry))
         line = (method % worker.id if "%" in method else method).encode() + b" HTTP/1.1\r\n"
         reader, writer = await asyncio.open_connection("127.0.0.1", c.server.port)

@@ -12,9 +12,9 @@ import pytest
 from aiohttp import HttpVersion11
 from msgspec import Raw
 
-from sglang_sbs.router.client import intake
 from sglang_sbs.router.client.answer_stream import Downstream
 from sglang_sbs.router.client.intake import Bodies
+from sglang_sbs.router.options.config import ClientPace
 from sglang_sbs.router.requests.raw_json import joined
 
 MIB = 1 << 20
@@ -80,10 +80,8 @@ async def test_who_dribbles_takes_no_turn_from_those_that_send() -> None:
         assert len(taken) == 4
 
 
-async def test_waiting_for_a_turn_is_no_fault_of_the_client(monkeypatch: Any) -> None:
-    monkeypatch.setattr(intake, "GRACE_S", 0.05)
-    monkeypatch.setattr(intake, "MIN_BYTES_PER_S", 1 << 40)
-    bodies = Bodies(1 << 30)
+async def test_waiting_for_a_turn_is_no_fault_of_the_client() -> None:
+    bodies = Bodies(1 << 30, ClientPace(grace_s=0.05, min_bytes_per_s=1 << 40))
 
     async def late(_sender: Any) -> None:
         await asyncio.sleep(0.1)

@@ -10,8 +10,9 @@ import pytest
 from aiohttp import web
 from router_harness import Cluster, cluster, sse_events, until
 
-from sglang_sbs.router.client import answer_stream, intake
+from sglang_sbs.router.client import answer_stream
 from sglang_sbs.router.client.answer_stream import Downstream
+from sglang_sbs.router.options.config import ClientPace
 from tools.stand_ins.mock_engine import Behaviour
 
 
@@ -140,9 +141,8 @@ async def test_a_client_that_leaves_is_noticed_and_both_legs_are_aborted() -> No
         c.check_books()
 
 
-async def test_a_body_that_stops_is_a_408_and_its_rest_no_request(monkeypatch: Any) -> None:
-    monkeypatch.setattr(intake, "GRACE_S", 0.05)
-    async with cluster() as c, Talk(c) as talk:
+async def test_a_body_that_stops_is_a_408_and_its_rest_no_request() -> None:
+    async with cluster(relay={"pace": ClientPace(grace_s=0.05)}) as c, Talk(c) as talk:
         await until(lambda: connections(c) == 1)
         assert c.server._runner is not None and c.server._runner.server is not None
         c.server._runner.server.connections[0]._lingering_time = 0.05
@@ -153,11 +153,8 @@ async def test_a_body_that_stops_is_a_408_and_its_rest_no_request(monkeypatch: A
         assert c.decode[0].requests == []
 
 
-async def test_a_client_that_does_not_read_its_answers_gets_no_further_ones(
-    monkeypatch: Any,
-) -> None:
-    monkeypatch.setattr(answer_stream, "FINISH_S", 0.2)
-    async with cluster() as c, Talk(c) as talk:
+async def test_a_client_that_does_not_read_its_answers_gets_no_further_ones() -> None:
+    async with cluster(relay={"pace": ClientPace(finish_s=0.2)}) as c, Talk(c) as talk:
         c.decode[0].behaviour = Behaviour(tokens=2_000_000)
         talk.writer.write(request({"text": "x"}) * 5)
         await until(lambda: c.decode[0].requests and connections(c) == 0)  # it was closed

@@ -289,7 +289,7 @@ def test_an_early_answer_leaves_no_half_sent_request_on_a_reused_connection() ->
     assert pool.take_idle(ORIGIN) is None
 
 
-async def test_a_request_the_engine_may_have_worked_on_is_not_sent_again(monkeypatch: Any) -> None:
+async def test_a_request_the_engine_may_have_worked_on_is_not_sent_again() -> None:
     requests: list[bytes] = []
 
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -307,9 +307,9 @@ async def test_a_request_the_engine_may_have_worked_on_is_not_sent_again(monkeyp
 
     for interim in (True, False):
         requests.clear()
-        if not interim:
-            monkeypatch.setattr("sglang_sbs.router.engines.connection_pool.REPLAY_WITHIN_S", 0.0)
         async with raw_server(serve) as (origin, pool):
+            if not interim:
+                pool.replay_within_s = 0.0
             await ask(pool, origin)
             answer = await ask(pool, origin)
             assert answer.error is not None

@@ -8,7 +8,8 @@ import pytest
 from link_harness import World
 from many_schedulers import Several
 
-from sglang_sbs.router.processes.leading import scheduler_choice as choice_module
+from sglang_sbs.router.processes.leading.scheduler_choice import ChoiceTimes
+
 
 
 @pytest.fixture
@@ -21,10 +22,7 @@ async def world() -> AsyncIterator[World]:
 
 
 @pytest.fixture
-async def several(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Several]:
-    monkeypatch.setattr(choice_module, "LOOK_EVERY_S", 0.03)
-    monkeypatch.setattr(choice_module, "FRESH_S", 0.2)
-    monkeypatch.setattr(choice_module, "AGAIN_S", 0.05)
-    made = Several()
+async def several() -> AsyncIterator[Several]:
+    made = Several(ChoiceTimes(look_every_s=0.03, fresh_s=0.2, again_s=0.05))
     yield made
     made.close()

@@ -11,6 +11,7 @@ from router_harness import until
 from sglang_sbs.router.assignment.scheduler_driver import SchedulerLike
 from sglang_sbs.router.election import Election
 from sglang_sbs.router.processes.leading.lead import Lead
+from sglang_sbs.router.processes.leading.scheduler_choice import ChoiceTimes
 from sglang_sbs.scheduling import SchedulerConfig
 
 
@@ -58,12 +59,13 @@ class Ballot:
 class Several:
     """Schedulers ``a``, ``b``, … with ballots, and front ends that know all of them."""
 
-    def __init__(self) -> None:
+    def __init__(self, choice_times: ChoiceTimes) -> None:
         self.nets: dict[str, Net] = {}
         self.sides: dict[str, SchedulerSide] = {}
         self.ballots: dict[str, Ballot] = {}
         self.front_ends: list[FrontEnd] = []
         self.times = QUICK
+        self._choice_times = choice_times
 
     def scheduler(
         self,
@@ -93,7 +95,8 @@ class Several:
         self.sides.pop(address).close()
 
     async def front_end(self, nets: dict[str, Net] | None = None) -> FrontEnd:
-        front_end = FrontEnd(nets or self.nets, f"front end {len(self.front_ends)}", self.times)
+        name, choice_times = f"front end {len(self.front_ends)}", self._choice_times
+        front_end = FrontEnd(nets or self.nets, name, self.times, choice_times)
         self.front_ends.append(front_end)
         assert await front_end.link.start(5.0)
         return front_end

@@ -12,21 +12,13 @@ import pytest
 from many_schedulers import Several
 from router_harness import until
 
-from sglang_sbs.router.processes.leading import fixed_order as order_module
-from sglang_sbs.router.processes.leading import scheduler_choice as choice_module
-from sglang_sbs.router.processes.leading.fixed_order import (
-    LOST_S,
-    RETURN_S,
-    SERVED_S,
-    START_S,
-    FixedOrder,
-    Order,
-)
+from sglang_sbs.router.processes.leading.fixed_order import FixedOrder, Order, OrderTimes
+from sglang_sbs.router.processes.leading.scheduler_choice import ChoiceTimes
 from sglang_sbs.router.processes.messages import Look, Standing
 from sglang_sbs.router.processes.sockets import FrontEndSocket
 
+USUAL = OrderTimes()
 STANDBY = Standing(term=1, ready=True)
-TICK_S = 0.1
 F = "front end"
 
 
@@ -44,15 +36,15 @@ def test_a_scheduler_without_answers_waits_a_moment_and_leads() -> None:
     for own in (0, 1):
         order = Order(own, 0.0)
         now_s = 0.0
-        while now_s < START_S - TICK_S:
+        while now_s < USUAL.start_s - USUAL.tick_s:
             assert order.decide([None, None], now_s) is None
-            now_s += TICK_S
-        assert order.decide([None, None], START_S) == 1
+            now_s += USUAL.tick_s
+        assert order.decide([None, None], USUAL.start_s) == 1
 
 
 def test_a_later_one_does_not_lead_while_an_earlier_one_answers() -> None:
     order = Order(1, 0.0)
-    steps = [n * TICK_S for n in range(100)]
+    steps = [n * USUAL.tick_s for n in range(100)]
     assert all(order.decide([STANDBY, None], now_s) is None for now_s in steps)
 
 
@@ -60,21 +52,21 @@ def test_a_front_end_that_is_served_keeps_the_others_from_leading_until_it_is_si
     order = Order(1, 0.0)
     now_s = 0.0
     for _ in range(100):
-        now_s += TICK_S
+        now_s += USUAL.tick_s
         order.on_look(Look(who=F, term=4, served=True), now_s)
         assert order.decide([None, None], now_s) is None
     last_s = now_s
     while order.decide([None, None], now_s) is None:
-        now_s += TICK_S
-    assert SERVED_S <= now_s - last_s < SERVED_S + 2 * TICK_S
+        now_s += USUAL.tick_s
+    assert USUAL.served_s <= now_s - last_s < USUAL.served_s + 2 * USUAL.tick_s
     assert order.term == 5, "a later one than the front end knew"
 
 
 def test_a_front_end_that_is_served_no_more_stands_in_nobodys_way() -> None:
     order = Order(1, 0.0)
     now_s = 0.0
-    while now_s < START_S + 1:
-        now_s += TICK_S
+    while now_s < USUAL.start_s + 1:
+        now_s += USUAL.tick_s
         order.on_look(Look(who=F, term=4, served=True), now_s)
         order.decide([None, None], now_s)
     order.on_look(Look(who=F, term=4), now_s)
@@ -94,13 +86,13 @@ def test_of_two_that_lead_the_one_in_the_earlier_term_steps_down_and_in_the_same
         standings: list[Standing | None] = [STANDBY, STANDBY]
         standings[own] = None
         now_s = 0.0
-        while own and now_s < START_S:  # it does not lead while the first answers
-            now_s += TICK_S
+        while own and now_s < USUAL.start_s:  # it does not lead while the first answers
+            now_s += USUAL.tick_s
             order.decide([None, None], now_s)
         assert order.decide(standings if own == 0 else [None, None], now_s) == 7
         return order
 
-    now_s = TICK_S if own == 0 else START_S + TICK_S
+    now_s = USUAL.tick_s if own == 0 else USUAL.start_s + USUAL.tick_s
     assert fresh().decide(sees(8), now_s) is None
     assert (fresh().decide(sees(7), now_s) is None) == (own == 1)
     assert fresh().decide(sees(6), now_s) == 7
@@ -110,28 +102,28 @@ def test_a_lead_goes_back_to_the_first_when_it_has_been_ready_for_a_while() -> N
     order = Order(1, 0.0)
     now_s = 0.0
     while order.decide([None, None], now_s) is None:
-        now_s += TICK_S
+        now_s += USUAL.tick_s
     back_s = now_s
     not_ready = Standing(term=1)
-    while now_s - back_s < 2 * RETURN_S:
-        now_s += TICK_S
+    while now_s - back_s < 2 * USUAL.return_s:
+        now_s += USUAL.tick_s
         assert order.decide([not_ready, None], now_s) is not None
     ready_s = now_s
     while order.decide([STANDBY, None], now_s) is not None:
-        now_s += TICK_S
-    assert RETURN_S <= now_s - ready_s < RETURN_S + 2 * TICK_S
+        now_s += USUAL.tick_s
+    assert USUAL.return_s <= now_s - ready_s < USUAL.return_s + 2 * USUAL.tick_s
 
 
 def test_a_process_that_did_nothing_for_a_while_asks_before_it_leads_again() -> None:
     order = Order(0, 0.0)
     assert order.decide([None, STANDBY], 0.0) is not None
-    assert not order.stalled(LOST_S)
-    now_s = 0.0 + 3 * LOST_S
+    assert not order.stalled(USUAL.lost_s)
+    now_s = 0.0 + 3 * USUAL.lost_s
     assert order.stalled(now_s)
     assert order.term is None
     assert order.decide([None, None], now_s) is None
-    assert order.decide([None, leading(9)], now_s + TICK_S) is None
-    assert order.decide([None, STANDBY], now_s + 2 * TICK_S) == 10
+    assert order.decide([None, leading(9)], now_s + USUAL.tick_s) is None
+    assert order.decide([None, STANDBY], now_s + 2 * USUAL.tick_s) == 10
 
 
 def test_a_later_term_ends_a_lead_and_the_next_is_later_still() -> None:
@@ -141,7 +133,7 @@ def test_a_later_term_ends_a_lead_and_the_next_is_later_still() -> None:
     assert order.term == 2
     order.exceed(6)
     assert order.term is None
-    assert order.decide([None, STANDBY], TICK_S) == 7
+    assert order.decide([None, STANDBY], USUAL.tick_s) == 7
 
 
 class _Model:
@@ -163,7 +155,7 @@ class _Model:
         return (kind, one, scheduler) not in self.cut
 
     def step(self) -> None:
-        self.now_s += TICK_S
+        self.now_s += USUAL.tick_s
         standings = [
             Standing(term=o.term or o._highest, active=o.term is not None, ready=True)
             for o in self.orders
@@ -208,7 +200,7 @@ def test_after_any_cuts_all_follow_the_first_again_and_no_term_was_led_twice(see
         for _ in range(model.chance.randrange(5, 60)):
             model.step()
     model.cut = set()
-    for _ in range(int((2 * RETURN_S + SERVED_S + START_S) / TICK_S)):
+    for _ in range(int((2 * USUAL.return_s + USUAL.served_s + USUAL.start_s) / USUAL.tick_s)):
         model.step()
     assert model.leaders() == [0]
     assert model.followed == [0] * 4
@@ -252,16 +244,8 @@ def test_terms_of_one_scheduler_only_rise() -> None:
 
 
 @pytest.fixture
-async def several(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Several]:
-    for module, name, value in (
-        (choice_module, "LOOK_EVERY_S", 0.03),
-        (choice_module, "FRESH_S", 0.3),
-        (order_module, "TICK_S", 0.02),
-        (order_module, "RETURN_S", 0.5),
-        (order_module, "SERVED_S", 0.3),
-    ):
-        monkeypatch.setattr(module, name, value)
-    made = Several()
+async def several() -> AsyncIterator[Several]:
+    made = Several(ChoiceTimes(look_every_s=0.03, fresh_s=0.3))
     yield made
     made.close()
 
@@ -273,7 +257,8 @@ async def test_the_second_takes_over_from_the_first_and_gives_back(several: Seve
         def dial(address: str, receive):  # type: ignore[no-untyped-def]
             return several.nets[address].connect(receive)
 
-        election = FixedOrder("ab", own, dial)
+        times = OrderTimes(tick_s=0.02, return_s=0.5, served_s=0.3)
+        election = FixedOrder("ab", own, dial, times)
         hub = several.boot("ab"[own], election).hub
         runs["ab"[own]] = asyncio.create_task(election.run(hub.lead, hub.follow))
 
@@ -307,11 +292,11 @@ async def test_the_second_takes_over_from_the_first_and_gives_back(several: Seve
 
 
 async def test_only_an_elected_scheduler_warns_of_being_late(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     """It is asked ten times a second, also while it still looks at the workers and does not run."""
-    monkeypatch.setattr(order_module, "LOST_S", -1.0)
-    election = FixedOrder(["tcp://a:1", "tcp://b:1"], 0, partial(FrontEndSocket, None))
+    dial, late = partial(FrontEndSocket, None), OrderTimes(lost_s=-1.0)
+    election = FixedOrder(["tcp://a:1", "tcp://b:1"], 0, dial, late)
     assert not election.leads()
     assert caplog.text == ""
     election._order.term = 1

@@ -14,13 +14,12 @@ from router_harness import until
 
 from sglang_sbs.router.options.arguments import FlagError
 from sglang_sbs.router.options.options import parse_flags
-from sglang_sbs.router.supervision import supervisor as supervisor_module
 from sglang_sbs.router.supervision.socket_handover import (
     check_free,
     control_path,
     listen,
 )
-from sglang_sbs.router.supervision.supervisor import Child, Supervisor
+from sglang_sbs.router.supervision.supervisor import Child, ChildTimes, Supervisor
 
 TWO = ["--sbs-scheduler", "tcp://127.0.0.1:1,tcp://127.0.0.1:2"]
 ALL = ["--sbs-listen", "tcp://0.0.0.0:7700"]
@@ -126,17 +125,14 @@ def test_a_restarted_scheduler_keeps_the_event_log_of_the_one_before() -> None:
     ]
 
 
-async def test_a_child_that_hangs_is_killed_and_restarted(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(supervisor_module, "_PING_EVERY_S", 0.05)
-    monkeypatch.setattr(supervisor_module, "_HUNG_S", 0.5)
+async def test_a_child_that_hangs_is_killed_and_restarted(tmp_path: Path) -> None:
     command = [
         *(*WORKERS, "--sbs-role", "scheduler", "--sbs-scheduler", f"ipc://{tmp_path}/s"),
         *("--prometheus-host", "127.0.0.1", "--prometheus-port", "0"),
         *("--sbs-endforward-bind", "none"),
     ]
-    child = Child("scheduler", lambda: command, [])
+    times = ChildTimes(ping_every_s=0.05, hung_s=0.5)
+    child = Child("scheduler", lambda: command, [], times=times)
     keeping = asyncio.create_task(child.keep())
     try:
         async with asyncio.timeout(60):

@@ -24,7 +24,7 @@ from sglang_sbs.router.supervision.socket_handover import (
     control_path,
     listen,
 )
-from sglang_sbs.router.supervision.supervisor import Supervisor
+from sglang_sbs.router.supervision.supervisor import ChildTimes, Supervisor
 
 FLAGS = [
     *("--prefill", "http://p0:1", "8998", "--decode", "http://d0:1"),
@@ -102,13 +102,16 @@ class System:
 @pytest.fixture
 def system(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> System:
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
-    monkeypatch.setattr(supervisor_module, "_FIRST_PAUSE_S", 0.001)
     return System(monkeypatch)
+
+
+def make_supervisor() -> Supervisor:
+    return Supervisor(FLAGS, parse_flags(FLAGS), ChildTimes(first_pause_s=0.001))
 
 
 async def start(system: System) -> tuple[Supervisor, asyncio.Task[int]]:
     """A scheduler and two front ends, in this order."""
-    supervisor = Supervisor(FLAGS, parse_flags(FLAGS))
+    supervisor = make_supervisor()
     serving = asyncio.create_task(supervisor.run())
     await until(lambda: all_serve(supervisor) and supervisor._sockets())
     assert len(system.started) == 3
@@ -154,7 +157,7 @@ async def test_a_first_start_that_fails_ends_the_router_with_its_cause(
     system: System, caplog: pytest.LogCaptureFixture
 ) -> None:
     system.no_process = [OSError(errno.ENOMEM, "Cannot allocate memory")]
-    assert await Supervisor(FLAGS, parse_flags(FLAGS)).run() == 1
+    assert await make_supervisor().run() == 1
     assert "scheduler did not start (could not be started: [Errno 12] Cannot" in caplog.text
     assert not system.started
     assert system.open_sockets == 0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from array import array
+from contextlib import AbstractAsyncContextManager
 from pathlib import Path
 from typing import Any
 
@@ -70,10 +71,10 @@ def bodies(system: Cluster) -> list[dict[str, Any]]:
 MODEL_FLAG = ("--tokenizer-path", str(cached_tiny_model()))
 
 
-@pytest.fixture
-def fast_checks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("sglang_sbs.router.prompts.tokenizer_check._EVERY_S", 0.02)
-    monkeypatch.setattr("sglang_sbs.router.prompts.tokenizer_check._AGAIN_S", 0.02)
+def compared(*flags: str, **more: Any) -> AbstractAsyncContextManager[Cluster]:
+    """A cluster whose router soon compares its tokenizer with each engine's."""
+    monitor = {"tokenizers_every_s": 0.02, "tokenizers_again_s": 0.02}
+    return cluster(*MODEL_FLAG, *flags, **more, monitor=monitor)
 
 
 async def test_the_scheduler_is_told_blocks_and_session() -> None:
@@ -103,10 +104,10 @@ async def test_no_blocks_where_nothing_looks_for_them() -> None:
 
 
 async def test_engines_with_our_tokenizer_get_ids_on_both_legs(
-    fast_checks: None, tokenizer: ChatTokenizer
+    tokenizer: ChatTokenizer
 ) -> None:
     chat = {"messages": [USER], "tools": [TOOL], "max_tokens": 4}
-    async with cluster(*MODEL_FLAG) as system:
+    async with compared() as system:
         await asked(system, lambda body: engine_tokenize(tokenizer, body))
         await system.generate(text=TEXT, sampling_params={"max_new_tokens": 3})
         async with system.post("/v1/completions", {"prompt": TEXT, "stream": True}) as answer:
@@ -133,10 +134,10 @@ async def test_engines_with_our_tokenizer_get_ids_on_both_legs(
 
 
 async def test_prefill_is_asked_what_it_had_cached_where_it_would_not_say(
-    fast_checks: None, tokenizer: ChatTokenizer
+    tokenizer: ChatTokenizer
 ) -> None:
     chat = {"messages": [USER]}
-    async with cluster(*MODEL_FLAG) as system:
+    async with compared() as system:
         await asked(system, lambda body: engine_tokenize(tokenizer, body), version="0.5.22")
         async with system.post("/v1/chat/completions", chat) as answer:
             assert answer.status == 200
@@ -168,9 +169,9 @@ def test_cached_tokens_of_all_tiers_count() -> None:
 
 
 async def test_an_engine_with_another_template_gets_chats_as_they_are_and_it_is_said(
-    fast_checks: None, tokenizer: ChatTokenizer
+    tokenizer: ChatTokenizer
 ) -> None:
-    async with cluster(*MODEL_FLAG) as system:
+    async with compared() as system:
         await asked(system, lambda body: shouting(tokenizer, body))
         await until(lambda: not system.server.tokenizers.agrees("chat"))
         await system.generate(text=TEXT)
@@ -189,10 +190,9 @@ async def test_an_engine_with_another_template_gets_chats_as_they_are_and_it_is_
 
 
 async def test_an_engine_with_another_vocabulary_gets_text_and_no_prefix_is_looked_for(
-    fast_checks: None,
 ) -> None:
-    flags = (*MODEL_FLAG, "--sbs-prefix-source", "events", "--api-key", "secret")
-    async with cluster(*flags) as system:
+    flags = ("--sbs-prefix-source", "events", "--api-key", "secret")
+    async with compared(*flags) as system:
         await asked(system, lambda body: [[7]] * len(body.get("prompt", ())))
         await until(lambda: not system.server.tokenizers.agrees("text"))
         headers = {"Authorization": "Bearer secret"}
@@ -206,7 +206,7 @@ async def test_an_engine_with_another_vocabulary_gets_text_and_no_prefix_is_look
 
 
 async def test_an_engine_that_cannot_answer_now_is_asked_later(
-    fast_checks: None, tokenizer: ChatTokenizer
+    tokenizer: ChatTokenizer
 ) -> None:
     failures = iter([True, True, False])
 
@@ -215,19 +215,19 @@ async def test_an_engine_that_cannot_answer_now_is_asked_later(
             raise RuntimeError("not yet")
         return engine_tokenize(tokenizer, body)
 
-    async with cluster(*MODEL_FLAG) as system:
+    async with compared() as system:
         await asked(system, tokenize)
         verdicts = [system.server.tokenizers.verdict(w) for w in system.server.registry]
     assert all(verdict.text and verdict.chat for verdict in verdicts)
 
 
 async def test_old_engines_and_unasked_ones_get_text(
-    fast_checks: None, tokenizer: ChatTokenizer
+    tokenizer: ChatTokenizer
 ) -> None:
-    async with cluster(*MODEL_FLAG) as system:
+    async with compared() as system:
         await system.generate(text=TEXT)
         assert all("text" in body for body in bodies(system))
-    async with cluster(*MODEL_FLAG) as system:
+    async with compared() as system:
         await asked(system, lambda body: engine_tokenize(tokenizer, body), version="0.5.15")
         async with system.post("/v1/chat/completions", {"messages": [USER]}) as answer:
             await answer.read()
@@ -235,21 +235,21 @@ async def test_old_engines_and_unasked_ones_get_text(
 
 
 async def test_forwarding_can_be_forced_and_forbidden(
-    fast_checks: None, tokenizer: ChatTokenizer
+    tokenizer: ChatTokenizer
 ) -> None:
-    async with cluster(*MODEL_FLAG, "--sbs-forward-token-ids", "on") as system:
+    async with compared("--sbs-forward-token-ids", "on") as system:
         await system.generate(text=TEXT)
         assert all("input_ids" in body for body in bodies(system))
-    async with cluster(*MODEL_FLAG, "--sbs-forward-token-ids", "off") as system:
+    async with compared("--sbs-forward-token-ids", "off") as system:
         await asked(system, lambda body: engine_tokenize(tokenizer, body))
         await system.generate(text=TEXT)
         assert all(body["text"] == TEXT for body in bodies(system))
 
 
 async def test_a_restarted_engine_is_asked_again(
-    fast_checks: None, tokenizer: ChatTokenizer
+    tokenizer: ChatTokenizer
 ) -> None:
-    async with cluster(*MODEL_FLAG, sbs_block=True) as system:
+    async with compared(sbs_block=True) as system:
         await asked(system, lambda body: engine_tokenize(tokenizer, body))
         (prefill,) = system.prefill
         prefill.tokenize = lambda body: shouting(tokenizer, body)

@@ -10,6 +10,7 @@ import pytest
 from router_harness import cluster, sse_events, until
 
 from sglang_sbs.router.relay import aborts
+from sglang_sbs.router.relay.aborts import Aborts
 from sglang_sbs.scheduling.events import RequestEnded
 from tools.stand_ins.mock_engine import Behaviour
 
@@ -85,16 +86,15 @@ async def test_when_many_clients_vanish_engines_are_told_over_few_connections() 
         c.check_books()
 
 
-async def test_an_abort_that_waited_too_long_is_dropped(monkeypatch: Any) -> None:
-    monkeypatch.setattr(aborts, "AT_ONCE", 1)
-    monkeypatch.setattr(aborts, "STALE_S", 0.0)
+async def test_an_abort_that_waited_too_long_is_dropped() -> None:
     async with cluster() as c:
+        sender = Aborts(c.server.pool, None, lambda: None, at_once=1, stale_s=0.0)
         c.decode[0].freeze()
         for rid in ("first", "stale", "stale too"):
-            c.server.in_flight.aborts.send(c.decode[0].url, rid)
-        assert len(c.server.in_flight.aborts.tasks) == 3
+            sender.send(c.decode[0].url, rid)
+        assert len(sender.tasks) == 3
         c.decode[0].thaw()
-        await c.server.in_flight.aborts.wait_idle()
+        await sender.wait_idle()
         assert c.decode[0].aborts == ["first"]
 
 

@@ -13,7 +13,6 @@ from router_harness import Cluster, cluster, sse_events, until
 
 from sglang_sbs.router.client import answer_stream
 from sglang_sbs.router.engines.connection_pool import Call
-from sglang_sbs.router.relay import attempts, in_flight
 from sglang_sbs.router.relay.leg_answers import DecodeLeg
 from sglang_sbs.router.relay.pair import Pair
 from sglang_sbs.scheduling.events import Refuse, RequestArrived, RequestEnded
@@ -206,8 +205,6 @@ async def test_nothing_is_retried_after_the_first_byte() -> None:
 
 @pytest.mark.parametrize("status", [408, 429, 500, 503])
 async def test_decode_gets_no_retry_that_prefill_refuses(status: int, monkeypatch: Any) -> None:
-    monkeypatch.setattr(attempts, "_LEAST_TO_REFUSE_S", 1e6)
-    monkeypatch.setattr(attempts, "_MOST_TO_REFUSE_S", 1e6)
     started: list[str] = []
     start = Call.start
 
@@ -217,7 +214,8 @@ async def test_decode_gets_no_retry_that_prefill_refuses(status: int, monkeypatc
         start(call, **how)
 
     monkeypatch.setattr(Call, "start", noted)
-    async with cluster(prefill=2) as c:
+    never = {"least_to_refuse_s": 1e6, "most_to_refuse_s": 1e6}
+    async with cluster(prefill=2, relay=never) as c:
         refusal = Behaviour(status=status)
         for engine in c.prefill:
             engine.behaviours.extend([refusal, refusal])
@@ -254,10 +252,9 @@ async def test_rooms_that_refused_requests_leave_on_prefill_are_counted() -> Non
         c.check_books()
 
 
-async def test_a_retry_that_prefill_does_not_refuse_goes_to_decode(monkeypatch: Any) -> None:
+async def test_a_retry_that_prefill_does_not_refuse_goes_to_decode() -> None:
     """Prefill answers only when decode has got the KV."""
-    monkeypatch.setattr(attempts, "_LEAST_TO_REFUSE_S", 0.001)
-    async with cluster() as c:
+    async with cluster(relay={"least_to_refuse_s": 0.001}) as c:
         c.prefill[0].behaviours.append(Behaviour(status=503))
         c.prefill[0].reply_gate.close()
         asked = asyncio.create_task(c.generate(text="x"))
@@ -384,9 +381,8 @@ async def test_what_waits_for_an_engine_that_falls_silent_goes_elsewhere() -> No
         c.check_books()
 
 
-async def test_a_stream_of_a_silent_engine_is_ended_when_nothing_comes(monkeypatch: Any) -> None:
-    monkeypatch.setattr(in_flight, "_LAST_CHANCE_S", 0.05)
-    async with cluster() as c:
+async def test_a_stream_of_a_silent_engine_is_ended_when_nothing_comes() -> None:
+    async with cluster(relay={"last_chance_s": 0.05}) as c:
         c.decode[0].token_gate.close()
         worker = c.server.registry.get(c.decode[0].url)
         assert worker is not None

@@ -7,21 +7,19 @@ import socket
 import threading
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
-import pytest
 import zmq
 from endforward_setup import Setup
 from router_harness import until
 
-from sglang_sbs.router import name_lookup
 from sglang_sbs.router.name_lookup import NameLookup, RouterLoop
-from sglang_sbs.router.processes import sockets
 from sglang_sbs.router.processes.messages import VERSION, Alive, FromScheduler, Hello
 from sglang_sbs.router.processes.sockets import FrontEndSocket, SchedulerSocket
-from sglang_sbs.router.signals import dialler
 from sglang_sbs.router.signals.dialler import Dialler, host_name_of
 from sglang_sbs.router.signals.kv_subscriber import KvEventSubscriber
+from sglang_sbs.router.signals.kv_times import KvTimes
 from sglang_sbs.router.workers.registry import Registry
 from sglang_sbs.router.workers.server_info import KvEventsBlock, SbsBlock, WorkerInfo
 from sglang_sbs.router.workers.worker import WorkerEvents
@@ -51,7 +49,7 @@ class Dns:
 class Loop(RouterLoop):
     def __init__(self, dns: Dns) -> None:
         super().__init__()
-        self._names = NameLookup(dns)
+        self._names = NameLookup(dns, fresh_s=0.0)
 
 
 def on_loop(main: Callable[[Dns], Awaitable[None]]) -> None:
@@ -83,10 +81,6 @@ def engine() -> Iterator[tuple[int, Callable[[bytes], bool]]]:
         yield port, subscribed
 
 
-@pytest.fixture(autouse=True)
-def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(dialler, "_AGAIN_S", 0.01)
-    monkeypatch.setattr(dialler, "_FOLLOW_S", 0.01)
 
 
 def test_engines_are_heard_by_name_while_another_name_hangs() -> None:
@@ -106,15 +100,11 @@ def test_engines_are_heard_by_name_while_another_name_hangs() -> None:
     on_loop(main)
 
 
-def test_kv_events_are_followed_by_name_and_an_address_without_an_engine_is_left(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(dialler, "_FOLLOW_S", 0.3)
-
+def test_kv_events_are_followed_by_name_and_an_address_without_an_engine_is_left() -> None:
     async def main(dns: Dns) -> None:
         dns.addresses = [NOWHERE, "127.0.0.1"]
         registry = Registry(WorkerEvents(lambda event: None), prefix_source="events")
-        subscriber = KvEventSubscriber(registry, lambda event: None)
+        subscriber = KvEventSubscriber(registry, lambda event: None, KvTimes(follow_s=0.3))
         try:
             with engine() as (port, subscribed):
                 block = KvEventsBlock(port=port, replay_port=None, topic="kv", block_tokens=16)
@@ -146,7 +136,7 @@ class Recorder:
 def test_an_engine_that_moved_is_found_at_its_new_address() -> None:
     async def main(dns: Dns) -> None:
         sock: Any = Recorder()
-        one = Dialler(sock, "messages")
+        one = Dialler(sock, "messages", follow_s=0.01, again_s=0.01)
         one.dial({f"tcp://{NAME}:1", f"tcp://{NAME}:2", "tcp://[::1]:3", "ipc:///tmp/x"})
         assert sorted(sock.connected) == ["ipc:///tmp/x", "tcp://[::1]:3"]
         await until(lambda: len(sock.connected) == 4)
@@ -170,13 +160,8 @@ def test_endpoints_with_names() -> None:
     assert not any(map(host_name_of, ("tcp://1.2.3.4:5", "tcp://[::1]:5", "ipc:///tmp/a:1")))
 
 
-def test_a_scheduler_is_dialled_by_address_and_followed_when_it_moves(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_scheduler_is_dialled_by_address_and_followed_when_it_moves() -> None:
     """libzmq is never given the name, however it is answered."""
-    monkeypatch.setattr(sockets, "_HEARD_S", 0.0)
-    monkeypatch.setattr(sockets, "_FOLLOW_S", 0.01)
-    monkeypatch.setattr(name_lookup, "FRESH_S", 0.0)
 
     async def main(dns: Dns) -> None:
         heard: list[FromScheduler] = []
@@ -185,8 +170,9 @@ def test_a_scheduler_is_dialled_by_address_and_followed_when_it_moves(
             "tcp://127.0.0.1:*", None, lambda identity, _: scheduler.tell(identity, Alive())
         )
         port = endpoint.rpartition(":")[2]
-        hanging = FrontEndSocket(None, f"tcp://{HANGS}:{port}", heard.append)
-        line = FrontEndSocket(None, f"tcp://{NAME}:{port}", heard.append)
+        quick = partial(FrontEndSocket, None, heard_s=0.0, follow_s=0.01)
+        hanging = quick(f"tcp://{HANGS}:{port}", heard.append)
+        line = quick(f"tcp://{NAME}:{port}", heard.append)
 
         def answered() -> bool:
             line.tell(HELLO)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from sglang_sbs.router.options.config import BreakerConfig
+from sglang_sbs.router.options.config import BreakerConfig, MonitorConfig
 from sglang_sbs.router.workers.registry import Registry
 from sglang_sbs.router.workers.server_info import WorkerInfo
 from sglang_sbs.router.workers.worker import Worker, WorkerEvents
@@ -25,7 +25,7 @@ INFO: dict[str, Any] = {
 
 
 class Setup:
-    def __init__(self, threshold: int = 2, *, asks_cheaply: bool = True) -> None:
+    def __init__(self, threshold: int = 2, **monitor: Any) -> None:
         self.events: list[Event] = []
         self.now_s = 100.0
         self.doubted: list[str] = []
@@ -38,7 +38,7 @@ class Setup:
             ),
             BreakerConfig(failure_threshold=threshold, timeout_s=10),
             lambda: self.now_s,
-            asks_cheaply=asks_cheaply,
+            monitor=MonitorConfig(**monitor),
         )
 
     def up(self, url: str, role: Any = "prefill", **info: Any) -> Worker:

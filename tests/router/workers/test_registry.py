@@ -395,7 +395,7 @@ def test_a_worker_that_should_say_something_and_does_not_is_asked() -> None:
 
 
 def test_a_check_that_costs_a_forward_pass_is_not_made_because_of_silence() -> None:
-    setup = Setup(asks_cheaply=False)
+    setup = Setup(health_endpoint="/health")
     worker = setup.up("http://p:1")
     worker.active = 1
     setup.now_s = 100.0

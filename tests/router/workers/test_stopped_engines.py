@@ -3,23 +3,21 @@
 from __future__ import annotations
 
 import asyncio
+from contextlib import AbstractAsyncContextManager
 from typing import Any
 
 import pytest
-from router_harness import cluster, sse_events, until
+from router_harness import Cluster, cluster, sse_events, until
 
-from sglang_sbs.router.relay import in_flight
-from sglang_sbs.router.workers import health, registry
 from tools.stand_ins.mock_engine import MockEngine
 
 
-@pytest.fixture(autouse=True)
-def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The router's own limits, smaller, so that tests need not wait for them."""
-    monkeypatch.setattr(registry, "QUIET_S", 0.05)
-    monkeypatch.setattr(health, "_DOUBT_TIMEOUT_S", 0.2)
-    monkeypatch.setattr(health, "_FAST_S", 0.05)
-    monkeypatch.setattr(in_flight, "_LAST_CHANCE_S", 0.1)
+
+
+def impatient(*flags: str, **more: Any) -> AbstractAsyncContextManager[Cluster]:
+    """A cluster with smaller limits of its own, so that tests need not wait for them."""
+    monitor = {"quiet_s": 0.05, "doubt_timeout_s": 0.2, "fast_s": 0.05}
+    return cluster(*flags, **more, relay={"last_chance_s": 0.1}, monitor=monitor)
 
 
 async def ticking(c: Any) -> asyncio.Task[None]:
@@ -40,7 +38,7 @@ def first_choice(c: Any, role: str) -> MockEngine:
 @pytest.mark.parametrize("policy", ["sbs", "round_robin"], ids=["polled", "unpolled"])
 @pytest.mark.parametrize("role", ["prefill", "decode"])
 async def test_what_waits_for_a_stopped_engine_is_served_elsewhere(role: str, policy: str) -> None:
-    async with cluster("--policy", policy, prefill=2, decode=2) as c:
+    async with impatient("--policy", policy, prefill=2, decode=2) as c:
         ticks = await ticking(c)
         stopped = first_choice(c, role)
         stopped.freeze()
@@ -60,7 +58,7 @@ async def test_what_waits_for_a_stopped_engine_is_served_elsewhere(role: str, po
 
 
 async def test_a_stream_of_a_stopped_decode_engine_ends_with_an_error_event() -> None:
-    async with cluster(decode=2) as c:
+    async with impatient(decode=2) as c:
         ticks = await ticking(c)
         stopped = first_choice(c, "decode")
         stopped.token_gate.close()
@@ -75,7 +73,7 @@ async def test_a_stream_of_a_stopped_decode_engine_ends_with_an_error_event() ->
 
 
 async def test_an_engine_that_is_merely_busy_is_asked_and_left_in_peace() -> None:
-    async with cluster("--policy", "round_robin") as c:
+    async with impatient("--policy", "round_robin") as c:
         ticks = await ticking(c)
         c.decode[0].gate.close()
         task = asyncio.create_task(c.generate(text="x"))
@@ -89,7 +87,7 @@ async def test_an_engine_that_is_merely_busy_is_asked_and_left_in_peace() -> Non
 
 
 async def test_an_idle_engine_without_the_plugin_is_left_alone() -> None:
-    async with cluster("--policy", "round_robin") as c:
+    async with impatient("--policy", "round_robin") as c:
         asked = c.decode[0].hits.get("/ready", 0)
         for _ in range(20):
             c.server.registry.tick()

@@ -17,7 +17,7 @@ that reaches only the second places its requests itself meanwhile.
 
 Two active schedulers learn of each other by their answers or through a front end, and the later
 term wins. A scheduler that returns does not take over at once: the active one steps down when an
-earlier one has been ready for ``RETURN_S``.
+earlier one has been ready for ``return_s``.
 
 This cannot distinguish a dead scheduler from one that is cut off together with all front ends that
 it reaches: each side then has an active scheduler and its own schedule. Only a store with a
@@ -28,6 +28,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 from sglang_sbs.router.election import Election
 from sglang_sbs.router.processes.leading.scouts import Dial, Scouts
@@ -35,27 +36,41 @@ from sglang_sbs.router.processes.messages import Look, Standing
 
 logger = logging.getLogger(__name__)
 
-TICK_S = 0.1
-LOST_S = 1.0
-"""Silence after which another scheduler counts as absent; a process inactive for this long knows
-nothing about the others."""
-START_S = 2.0
-"""Time for which a scheduler without knowledge waits for all answers."""
-SERVED_S = 2.0
-"""Time after which a front end's report of its session expires unless repeated."""
-RETURN_S = 5.0
 _MOST_FRONT_ENDS = 4096
+
+
+@dataclass(frozen=True)
+class OrderTimes:
+    tick_s: float = 0.1
+    lost_s: float = 1.0
+    """Silence after which another scheduler counts as absent; a process inactive for this long
+    knows nothing about the others."""
+    start_s: float = 2.0
+    """Time for which a scheduler without knowledge waits for all answers."""
+    served_s: float = 2.0
+    """Time after which a front end's report of its session expires unless repeated."""
+    return_s: float = 5.0
+    """After this long an earlier scheduler that is ready gets the lead back."""
+
+
+_TIMES = OrderTimes()
 
 
 class Order:
     """Conclusions of one scheduler. Times are seconds of one clock."""
 
-    def __init__(self, own: int, now_s: float) -> None:
+    def __init__(
+        self,
+        own: int,
+        now_s: float,
+        times: OrderTimes = _TIMES,
+    ) -> None:
         """Create the state of the scheduler at position ``own``."""
         self.term: int | None = None
         """Term in which it is active."""
         self._own = own
         self._highest = 0
+        self._times = times
         self._knows_nothing_since_s = now_s
         self._asked_s = now_s
         self._served: dict[str, float] = {}
@@ -77,7 +92,7 @@ class Order:
 
     def stalled(self, now_s: float) -> bool:
         """Return whether this process was inactive long enough for others to have taken over."""
-        if now_s - self._asked_s <= LOST_S:
+        if now_s - self._asked_s <= self._times.lost_s:
             return False
         self._asked_s = self._knows_nothing_since_s = now_s
         self.term = self._ready_since_s = None
@@ -107,7 +122,8 @@ class Order:
             self._ready_since_s = None
         elif self._ready_since_s is None:
             self._ready_since_s = now_s
-        return self._ready_since_s is not None and now_s - self._ready_since_s >= RETURN_S
+        since_s, return_s = self._ready_since_s, self._times.return_s
+        return since_s is not None and now_s - since_s >= return_s
 
     def _may_begin(self, others: dict[int, Standing], count: int, now_s: float) -> bool:
         if any(position < self._own or standing.active for position, standing in others.items()):
@@ -115,14 +131,22 @@ class Order:
         self._forget(now_s)
         if self._served:
             return False
-        return len(others) == count - 1 or now_s - self._knows_nothing_since_s >= START_S
+        waited_s = now_s - self._knows_nothing_since_s
+        return len(others) == count - 1 or waited_s >= self._times.start_s
 
     def _forget(self, now_s: float) -> None:
-        self._served = {who: at for who, at in self._served.items() if now_s - at < SERVED_S}
+        limit_s = self._times.served_s
+        self._served = {who: at for who, at in self._served.items() if now_s - at < limit_s}
 
 
 class FixedOrder(Election):
-    def __init__(self, endpoints: Sequence[str], own: int, dial: Dial) -> None:
+    def __init__(
+        self,
+        endpoints: Sequence[str],
+        own: int,
+        dial: Dial,
+        times: OrderTimes = _TIMES,
+    ) -> None:
         """Stand for election; ``endpoints`` are all schedulers in order, ``own`` is this process's
         position."""
         super().__init__()
@@ -131,19 +155,21 @@ class FixedOrder(Election):
         self._loop = asyncio.get_running_loop()
         others = [endpoint for endpoint in endpoints if endpoint != endpoints[own]]
         self._scouts = Scouts(others, dial)
-        self._order = Order(own, self._loop.time())
+        self._times = times
+        self._order = Order(own, self._loop.time(), times)
 
     async def run(self, lead: Callable[[int], None], follow: Callable[[], None]) -> None:
         self._lead, self._follow = lead, follow
         try:
             while True:
                 self._scouts.ask(Look(who=self._endpoints[self._own]))
+                lost_s = self._times.lost_s
                 standings = [
-                    self._scouts.standing(endpoint, LOST_S) for endpoint in self._endpoints
+                    self._scouts.standing(endpoint, lost_s) for endpoint in self._endpoints
                 ]
                 self._order.decide(standings, self._loop.time())
                 self._look()
-                await asyncio.sleep(TICK_S)
+                await asyncio.sleep(self._times.tick_s)
         finally:
             if self._order.term is not None:
                 self.exceed(self._order.term)
@@ -151,14 +177,15 @@ class FixedOrder(Election):
 
     @property
     def leader(self) -> str | None:
-        terms = self._scouts.leaders(LOST_S)
+        terms = self._scouts.leaders(self._times.lost_s)
         return max(terms, key=terms.__getitem__, default=None)
 
     def _term_now(self) -> int | None:
         led = self._order.term is not None
         if self._order.stalled(self._loop.time()) and led:
             logger.warning(
-                "this process was inactive for %g s or more: another may be active", LOST_S
+                "this process was inactive for %g s or more: another may be active",
+                self._times.lost_s,
             )
         return self._order.term
 

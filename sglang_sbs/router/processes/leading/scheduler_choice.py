@@ -11,18 +11,26 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import msgspec
 
 from sglang_sbs.router.processes.leading.scouts import Dial, Line, Scouts
 from sglang_sbs.router.processes.messages import Cluster, FromScheduler, Look, Welcome
 
-LOOK_EVERY_S = 0.5
-"""Interval during a session; without one the schedulers are asked at every beat."""
-FRESH_S = 1.5
-"""Age at which an answer expires."""
-AGAIN_S = 1.0
-"""Interval of reconnecting to an address whose scheduler is not active."""
+
+
+@dataclass(frozen=True)
+class ChoiceTimes:
+    look_every_s: float = 0.5
+    """Interval during a session; without one the schedulers are asked at every beat."""
+    fresh_s: float = 1.5
+    """Age at which an answer expires."""
+    again_s: float = 1.0
+    """Interval of reconnecting to an address whose scheduler is not active."""
+
+
+_TIMES = ChoiceTimes()
 
 
 class LeadView(msgspec.Struct, frozen=True, kw_only=True):
@@ -44,7 +52,13 @@ class LeadView(msgspec.Struct, frozen=True, kw_only=True):
 class SchedulerChoice:
     """Chooses among schedulers. Use only from one event loop."""
 
-    def __init__(self, endpoints: Sequence[str], dial: Dial, name: str) -> None:
+    def __init__(
+        self,
+        endpoints: Sequence[str],
+        dial: Dial,
+        name: str,
+        times: ChoiceTimes = _TIMES,
+    ) -> None:
         """Create the choice among ``endpoints``, preferred one first; ``name`` is this front
         end's."""
         self.target = endpoints[0]
@@ -61,6 +75,7 @@ class SchedulerChoice:
         self._endpoints = tuple(endpoints)
         self._dial = dial
         self._name = name
+        self._times = times
         self._loop = asyncio.get_running_loop()
         self._scouts = Scouts(self._endpoints if len(self._endpoints) > 1 else (), dial)
         self._asked_s = 0.0
@@ -77,7 +92,7 @@ class SchedulerChoice:
         """Called at every beat: return a reason to reconnect to ``target``; empty if there is
         none."""
         now_s = self._loop.time()
-        if not served or now_s - self._asked_s >= LOOK_EVERY_S:
+        if not served or now_s - self._asked_s >= self._times.look_every_s:
             self._asked_s = now_s
             self._scouts.ask(Look(who=self._name, term=self.term, served=served))
         leader = self._leader()
@@ -86,7 +101,7 @@ class SchedulerChoice:
                 return ""
             self.target = leader
             return f"{leader} is active in term {self.term}"
-        if not self._turned_away or now_s - self._connected_s < AGAIN_S:
+        if not self._turned_away or now_s - self._connected_s < self._times.again_s:
             return ""  # ZMQ reconnects by itself
         return f"{self.target} is not active"
 
@@ -129,7 +144,7 @@ class SchedulerChoice:
 
     def _leader(self) -> str | None:
         """Return the active scheduler with the highest term, unless a higher term is known."""
-        terms = self._scouts.leaders(FRESH_S)
+        terms = self._scouts.leaders(self._times.fresh_s)
         latest = max(terms, key=terms.__getitem__, default=None)
         if latest is None or terms[latest] < self.term:
             return None
