@@ -238,7 +238,7 @@ def _value_of(name: str) -> float:
 
 def _variants(args: argparse.Namespace) -> list[Variant]:
     if args.set:
-        return [Variant(words, _assignments(words)) for words in args.set]
+        return [Variant(words, _settings(words)) for words in args.set]
     only = args.only.split(",") if args.only else list(OFF)
     found: list[Variant] = []
     for name in only:
@@ -252,7 +252,7 @@ def _variants(args: argparse.Namespace) -> list[Variant]:
     return found
 
 
-def _assignments(words: str) -> dict[str, float]:
+def _settings(words: str) -> dict[str, float]:
     pairs = [word.partition("=") for word in words.split(",")]
     for name, _, _ in pairs:
         _value_of(name)

@@ -1,18 +1,36 @@
-"""Names of the package that must mean one thing: the counts are zero and stay there."""
+"""Names that must mean one thing: the counts are zero and stay there."""
 
 import ast
 from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
 
-PACKAGE = Path(__file__).parent.parent / "sglang_sbs"
-BARE_REPORTS = {"told", "ended", "began", "took", "heard", "announced", "assigned", "dispatched"}
+ROOT = Path(__file__).parent.parent
+PACKAGE, TESTS = ROOT / "sglang_sbs", ROOT / "tests"
+BARE_REPORTS = {"told", "ended", "began", "took", "heard", "submitted", "dispatched"}
 """Method names that leave open who did what: ``on_ended``, ``record_ended`` and the like do not."""
+OF_WORKERS = ("router/workers/", "router/processes/mirrored_registry.py")
 
 
-def modules() -> Iterator[tuple[str, ast.Module]]:
-    for path in sorted(PACKAGE.rglob("*.py")):
-        yield str(path.relative_to(PACKAGE)), ast.parse(path.read_text())
+def modules(*folders: Path) -> Iterator[tuple[str, ast.Module]]:
+    for folder in folders or (PACKAGE,):
+        for path in sorted(folder.rglob("*.py")):
+            yield str(path.relative_to(folder)), ast.parse(path.read_text())
+
+
+def bound_names(tree: ast.Module) -> Iterator[tuple[int, str]]:
+    """Yield the line and the name of everything that a module defines or assigns."""
+    for node in ast.walk(tree):
+        match node:
+            case (
+                ast.FunctionDef(name=name)
+                | ast.AsyncFunctionDef(name=name)
+                | ast.ClassDef(name=name)
+                | ast.Name(id=name, ctx=ast.Store())
+                | ast.Attribute(attr=name, ctx=ast.Store())
+                | ast.arg(arg=name)
+            ):
+                yield node.lineno, name
 
 
 def test_a_class_name_is_defined_once() -> None:
@@ -26,13 +44,25 @@ def test_a_class_name_is_defined_once() -> None:
 
 def test_no_variable_or_parameter_is_called_one() -> None:
     bound = [
-        f"{name}:{node.lineno}"
+        f"{name}:{line}"
         for name, tree in modules()
-        for node in ast.walk(tree)
-        if (isinstance(node, ast.Name) and node.id == "one" and isinstance(node.ctx, ast.Store))
-        or (isinstance(node, ast.arg) and node.arg == "one")
+        for line, bound in bound_names(tree)
+        if bound == "one"
     ]
     assert bound == []
+
+
+def test_a_request_is_submitted_and_dispatched() -> None:
+    """The relay submits a request and the scheduler dispatches it: no second verb for either. Only
+    workers are announced."""
+    second = [
+        f"{name}:{line} {bound}"
+        for name, tree in modules(PACKAGE, TESTS)
+        for line, bound in bound_names(tree)
+        if "assign" in bound.lower()
+        or ("announc" in bound.lower() and not name.startswith(OF_WORKERS))
+    ]
+    assert second == []
 
 
 def test_methods_that_receive_a_report_say_so() -> None:

@@ -39,8 +39,6 @@ _ROUND = 200
 """Requests that are drawn at a time."""
 
 
-
-
 class EnduringCluster(BreakableCluster):
     """An engine that ends by itself is started again, so that it can be killed to see what happens.
     Any other process is missed."""

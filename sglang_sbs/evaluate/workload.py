@@ -167,8 +167,8 @@ class _Builder:
         if lost:
             raise TooLittle(f"has requests sent to {min(lost)}, but no record of that instance")
         self.names = {event.instance: f"p{i}" for i, event in enumerate(self.recording.prefill)}
-        told = [r.announced for r in self.requests if r.announced is not None]
-        sizes = {announced.block_tokens for announced in told if announced.blocks}
+        told = [r.arrival for r in self.requests if r.arrival is not None]
+        sizes = {arrival.block_tokens for arrival in told if arrival.blocks}
         self.block_tokens = sizes.pop() if len(sizes) == 1 else 0
 
     def hit(self, request: RecordedRequest) -> int:
@@ -184,7 +184,7 @@ class _Builder:
         if not self.block_tokens:
             tokens -= request.cached_tokens or 0
         output = request.completion_tokens or request.max_new_tokens or _OUTPUT_TOKENS
-        told = request.announced
+        told = request.arrival
         if told is None:
             return Arrival(at_s, max(1, tokens), output)
         blocks = tuple(told.blocks) if self.block_tokens else ()
@@ -307,7 +307,7 @@ def _notes(
     if len(every) - len(sent) > _NOTED_SHARE * len(every):
         number = len(every) - len(sent)
         notes.append(f"{number:,} requests were never sent to an engine and are left out")
-    retried = sum(1 for r in sent if r.announced is not None and r.announced.exclude)
+    retried = sum(1 for r in sent if r.arrival is not None and r.arrival.exclude)
     if retried > _NOTED_SHARE * len(sent):
         notes.append(f"{retried:,} of the requests are retries after a failure")
     unseen = sum(r.last_pass is None for r in sent)

@@ -187,7 +187,7 @@ class LegFailure(RouterError):
         self.refused = False
         """The engine returned an error status."""
         self.leaves_room = False
-        """Decode may have announced the request to the prefill engine that refused it."""
+        """Decode may have contacted the prefill engine that refused the request."""
 
     @property
     def retryable(self) -> bool:

@@ -15,8 +15,8 @@ import aiohttp
 import msgspec
 from prometheus_client.core import Metric
 
-from sglang_sbs.router.assignment.assigner import Dispatcher
-from sglang_sbs.router.assignment.scheduler_driver import SchedulerLike
+from sglang_sbs.router.dispatch.dispatcher import LocalDispatcher
+from sglang_sbs.router.dispatch.scheduler_driver import SchedulerLike
 from sglang_sbs.router.errors import RouterError
 from sglang_sbs.router.local_scheduler import LocalScheduler
 from sglang_sbs.router.metric_families import gauge, total
@@ -60,7 +60,7 @@ class OwnScheduler(LocalScheduler):
         session: aiohttp.ClientSession,
     ) -> None:
         """Create the scheduler and its inputs; ``scheduler`` replaces the real one in tests."""
-        self.dispatcher = dispatcher = Dispatcher(
+        self.dispatcher = dispatcher = LocalDispatcher(
             scheduler or Scheduler(options.scheduler, remembers=MOST_OVER),
             counts=metrics.on_decided,
             give_up_s=options.scheduler.default_timeout_s + OVERDUE_S,

@@ -19,10 +19,10 @@ from prometheus_client.core import Metric
 from sglang_sbs.console.plain_words import counted, naming_port
 from sglang_sbs.dashboard.pages import Dashboard
 from sglang_sbs.router.api.surface import Surface
-from sglang_sbs.router.assignment.assigner import Assigner
-from sglang_sbs.router.assignment.scheduler_driver import SchedulerLike
 from sglang_sbs.router.client import intake
 from sglang_sbs.router.client.tls_port import TlsPort
+from sglang_sbs.router.dispatch.dispatcher import Dispatcher
+from sglang_sbs.router.dispatch.scheduler_driver import SchedulerLike
 from sglang_sbs.router.engines.connection_pool import Pool
 from sglang_sbs.router.lanes import Lanes
 from sglang_sbs.router.memory import give_back_large_blocks
@@ -124,7 +124,7 @@ class RouterServer:
         self.pool = Pool(asyncio.get_running_loop(), ssl_context=worker_ssl(options))
         self.scheduler = scheduler = self._make_scheduler()
         self.registry = scheduler.registry
-        self.dispatcher: Assigner = scheduler.dispatcher
+        self.dispatcher: Dispatcher = scheduler.dispatcher
         self.dashboard = Dashboard(scheduler.feed)
         missed = self.metrics.length_error
         self.lengths = PromptLengths(lambda relative: missed.observe(abs(relative)))

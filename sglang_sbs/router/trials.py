@@ -14,7 +14,7 @@ from typing import Any
 import msgspec
 from prometheus_client.core import Metric
 
-from sglang_sbs.router.assignment.scheduler_driver import SchedulerPump
+from sglang_sbs.router.dispatch.scheduler_driver import SchedulerPump
 from sglang_sbs.router.metric_families import gauge
 from sglang_sbs.router.policy_in_force import PolicyInForce, PolicyState
 from sglang_sbs.scheduling.events import Command, Event, RequestArrived

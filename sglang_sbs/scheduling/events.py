@@ -91,11 +91,11 @@ class ClientSide(msgspec.Struct, frozen=True, omit_defaults=True, gc=False):
     request_id: Annotated[str, msgspec.Meta(max_length=MAX_REQUEST_ID_CHARS)] = ""
     """The client's ``x-request-id``, truncated."""
     admission_s: Seconds | None = None
-    """Time from the client's request to the announcement of its first attempt."""
+    """Time from the client's request to the submission of its first attempt."""
     retries_s: Seconds = 0.0
-    """Time from then to the announcement of this attempt."""
+    """Time from then to the submission of this attempt."""
     first_byte_s: Seconds | None = None
-    """Time from its announcement to decode's first byte; None if there was none."""
+    """Time from its submission to decode's first byte; None if there was none."""
 
 
 class RequestEnded(_Message, frozen=True):
@@ -267,7 +267,7 @@ class Dispatch(_Message, frozen=True):
     """It follows a batch on its way to the same instance, for the same pass."""
     gang: GangPart | None = None
     """The part of its batch for the same rank, added by the driver
-    (:mod:`sglang_sbs.router.assignment.gang_parts`)."""
+    (:mod:`sglang_sbs.router.dispatch.gang_parts`)."""
 
 
 RefuseCause = Literal[

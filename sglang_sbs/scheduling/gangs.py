@@ -66,11 +66,11 @@ class Gangs:
         self, placements: Sequence[Placement], plan: Plan, now_s: float, out: list[ev.Command]
     ) -> list[Placement]:
         """Dispatch the requests with a decode rank as one batch; return the others."""
-        assigned = self._assign(placements)
-        self.count += bool(assigned)
+        targets = self._decode_ranks(placements)
+        self.count += bool(targets)
         left = []
         for placement in placements:
-            index = assigned.get(placement.request.rid)
+            index = targets.get(placement.request.rid)
             if index is None:
                 left.append(placement)
             else:
@@ -79,7 +79,7 @@ class Gangs:
                 self.decisions.record_dispatched(placement.request, plan.batch, batches)
         return left
 
-    def _assign(self, placements: Sequence[Placement]) -> dict[str, int]:
+    def _decode_ranks(self, placements: Sequence[Placement]) -> dict[str, int]:
         """Return the decode rank of each request that gets one, as an index into all decode
         ranks."""
         members = self.members

@@ -32,7 +32,7 @@ class Request:
     estimated: bool = False
     """The prompt length is an estimate."""
     told_tokens: int = 0
-    """Announced length, until an engine has counted it."""
+    """Submitted length, until an engine has counted it."""
     exclude: tuple[InstanceId, ...] = ()
     blocks: Sequence[int] = ()
     """Names of its full KV pages (see :class:`~sglang_sbs.scheduling.events.RequestArrived`)."""

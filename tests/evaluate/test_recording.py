@@ -38,7 +38,7 @@ def arrived(rid: str, at_s: float, instance: str = "p0") -> LogRecord:
 
 
 def test_the_engine_says_which_requests_a_pass_finished() -> None:
-    """``aborted`` leaves the engine unannounced; by order alone it would get the tokens."""
+    """``aborted`` leaves the engine without a report; by order alone it would get the tokens."""
     ups = [
         InstanceUp(instance=name, role="prefill", dp_size=1, chunk_tokens=1024)
         for name in ("p0", "older")

@@ -9,8 +9,8 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-from sglang_sbs.router.assignment.assigner import Announced
-from sglang_sbs.router.assignment.scheduler_driver import SchedulerLike
+from sglang_sbs.router.dispatch.dispatcher import Submitted
+from sglang_sbs.router.dispatch.scheduler_driver import SchedulerLike
 from sglang_sbs.router.options.config import BreakerConfig
 from sglang_sbs.router.processes.front_end_sessions import Hub
 from sglang_sbs.router.processes.leading.lead import Lead, Unopposed
@@ -217,8 +217,8 @@ class Counts:
         self.dispatches += isinstance(command, Dispatch)
 
 
-def announced(rid: str, prompt_tokens: int = 10, **fields: Any) -> Announced:
-    return Announced(arrival=RequestArrived(rid=rid, prompt_tokens=prompt_tokens, **fields))
+def submitted(rid: str, prompt_tokens: int = 10, **fields: Any) -> Submitted:
+    return Submitted(arrival=RequestArrived(rid=rid, prompt_tokens=prompt_tokens, **fields))
 
 
 class FrontEnd:
@@ -271,7 +271,7 @@ class FrontEnd:
     async def _asked(self, rid: str, tokens: int) -> Dispatch:
         """As the relay does."""
         try:
-            return await self.link.dispatch(announced(rid, tokens))
+            return await self.link.dispatch(submitted(rid, tokens))
         except BaseException:
             self.link.on_ended(rid, "aborted")
             raise

@@ -142,11 +142,11 @@ class Cluster:
             return response.status, orjson.loads(await response.read())
 
     async def settled(self) -> None:
-        """Until every request announced to the scheduler has ended there, as it must."""
+        """Until every request submitted to the scheduler has ended there, as it must."""
         await until(lambda: self.server.dispatcher.open == 0)
 
     def check_books(self) -> None:
-        """Every announced request ended exactly once (or was refused); nothing is left over."""
+        """Every submitted request ended exactly once (or was refused); nothing is left over."""
         arrived = [event.rid for event in self.scheduler.of(RequestArrived)]
         ended = [event.rid for event in self.scheduler.of(RequestEnded)]
         assert len(set(arrived)) == len(arrived)

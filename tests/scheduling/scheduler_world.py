@@ -166,7 +166,7 @@ class World:
 
         return checking
 
-    def announce(self, name: str) -> None:
+    def submit(self, name: str) -> None:
         self.up.add(name)
         dp_size, limit = self.shape[name]
         if name in PREFILLS:

@@ -87,7 +87,7 @@ def test_an_adopted_request_may_come_before_its_instances():
     assert outstanding(driver) == (2, 1, 2)
 
 
-def test_announced_twice_or_while_it_waits_here_it_is_one_request():
+def test_submitted_twice_or_while_it_waits_here_it_is_one_request():
     driver = Driver(trigger="paper", t_default_s=10.0).up()
     driver.arrive("first")
     driver.arrive("a")

@@ -205,18 +205,18 @@ class TestDecode:
 
     def test_a_rank_with_an_outlier_kv_load_is_masked_even_with_the_smallest_batch(self):
         loads = [DecodeLoad(5, 100), DecodeLoad(5, 110), DecodeLoad(5, 105), DecodeLoad(0, 9000)]
-        assigned = schedule_decode([request("r", 10)], loads, iqr_lexicographic(1.5))
-        assert assigned == {"r": 0}
+        chosen = schedule_decode([request("r", 10)], loads, iqr_lexicographic(1.5))
+        assert chosen == {"r": 0}
 
     def test_lexicographic_batch_size_first_then_kv(self):
         loads = [DecodeLoad(3, 10), DecodeLoad(2, 30), DecodeLoad(2, 20)]
         assert schedule_decode([request("r", 1)], loads, iqr_lexicographic(9.0)) == {"r": 2}
 
-    def test_long_requests_choose_first_and_the_state_follows_each_assignment(self):
+    def test_long_requests_choose_first_and_the_state_follows_each_placement(self):
         loads = [DecodeLoad(0, 0), DecodeLoad(0, 0)]
         batch = [request("short", 10), request("long", 1000), request("mid", 100)]
-        assigned = schedule_decode(batch, loads, iqr_lexicographic(1.5))
-        assert assigned == {"long": 0, "mid": 1, "short": 1}
+        chosen = schedule_decode(batch, loads, iqr_lexicographic(1.5))
+        assert chosen == {"long": 0, "mid": 1, "short": 1}
         assert [(load.running, load.kv_tokens) for load in loads] == [(1, 1000), (2, 110)]
 
     def test_a_rank_without_room_is_not_feasible_and_nothing_fits_nowhere(self):

@@ -45,7 +45,7 @@ class SchedulerMachine(World, RuleBasedStateMachine):
     @initialize()
     def start(self) -> None:
         for name in [*PREFILLS, *DECODES]:
-            self.announce(name)
+            self.submit(name)
 
     @rule(
         tokens=st.one_of(st.integers(0, 600), st.integers(600, 3900)),
@@ -154,7 +154,7 @@ class SchedulerMachine(World, RuleBasedStateMachine):
             if known.state == "dispatched" and known.delivered and (at_prefill or at_decode):
                 self.ended(known, "failed")
         if notice:
-            self.announce(name)
+            self.submit(name)
 
     @rule(name=st.sampled_from([*PREFILLS, *DECODES]))
     def go_down(self, name) -> None:
@@ -165,7 +165,7 @@ class SchedulerMachine(World, RuleBasedStateMachine):
 
     @rule(name=st.sampled_from([*PREFILLS, *DECODES]))
     def come_up(self, name) -> None:
-        self.announce(name)
+        self.submit(name)
 
     @rule(name=st.sampled_from(list(PREFILLS)))
     def poll(self, name) -> None:
@@ -204,7 +204,7 @@ class SchedulerMachine(World, RuleBasedStateMachine):
         self.held_back.clear()
         for name in [*PREFILLS, *DECODES]:
             if name not in self.up:
-                self.announce(name)
+                self.submit(name)
         self.heartbeat()
         self.pass_time(TIMEOUT_S / 2)
         self.heartbeat()

@@ -1,4 +1,4 @@
-"""Announced prompt lengths are scaled by what engines count."""
+"""Submitted prompt lengths are scaled by what engines count."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from sglang_sbs.wire.endforward import Accepted
 
 
 class Told:
-    """Prefill instances; an engine counts ``factor`` times what was announced."""
+    """Prefill instances; an engine counts ``factor`` times what was submitted."""
 
     def __init__(self, prefill: int = 1, policy: str = "sbs") -> None:
         self.it = Driver(policy=policy).up(prefill=prefill, dp=1, chunk=100_000, decode_dp=1)

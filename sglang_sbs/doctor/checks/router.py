@@ -98,7 +98,7 @@ def _worker(router: RouterFacts, engine: EngineFacts, entry: dict[str, Any]) -> 
     for kind, problem in router.problems(url).items():
         yield finding("router.problem", url, f"{kind}: {problem}")
     if rooms := number(entry, "rooms_left"):
-        seen = f"it refused {rooms} requests that decode may have announced to it"
+        seen = f"it refused {rooms} requests about which decode may have contacted it"
         yield finding("router.rooms-left", url, seen)
     if usable:
         yield from _signal(router, url, entry)

@@ -32,7 +32,7 @@ class RecordedRequest:
     arrived_s: float
     prompt_tokens: int
     max_new_tokens: int | None
-    announced: RequestArrived | None = None
+    arrival: RequestArrived | None = None
     """The event as the router logged it. Its length may be an estimate, which ``prompt_tokens``
     replaces by the engine's count."""
     dispatched_s: float = math.nan

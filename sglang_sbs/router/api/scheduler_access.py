@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Protocol
 
-from sglang_sbs.router.assignment.assigner import Assigner
+from sglang_sbs.router.dispatch.dispatcher import Dispatcher
 from sglang_sbs.router.policy_in_force import PolicyInForce
 from sglang_sbs.router.workers.registry import Registry
 from sglang_sbs.router.workers.worker import Worker
@@ -22,7 +22,7 @@ class SchedulerAccess(Protocol):
     def registry(self) -> Registry: ...
 
     @property
-    def dispatcher(self) -> Assigner: ...
+    def dispatcher(self) -> Dispatcher: ...
 
     async def add_worker(self, url: str, role: InstanceRole, bootstrap_port: int | None) -> Worker:
         """Register a worker and wait for it in the background. Raises: ValueError, the URL is bad

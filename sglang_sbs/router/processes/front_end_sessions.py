@@ -13,7 +13,7 @@ then end as aborted, exactly once, like everything else in ``_owners``. A messag
 session is answered with :class:`Unwelcome`.
 
 Only the active scheduler has sessions. When its lead ends, all sessions end and the accounting is
-empty until the next lead: front ends announce their requests in flight to the next active
+empty until the next lead: front ends submit their requests in flight to the next active
 scheduler. A standby receives all engine reports, so its view of the engines is current."""
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ import msgspec
 from sglang_sbs import __version__
 from sglang_sbs.console.plain_words import counted
 from sglang_sbs.dashboard.feed import Stop, Take
-from sglang_sbs.router.assignment import scheduler_driver as driver
-from sglang_sbs.router.assignment.decision_times import Spread
+from sglang_sbs.router.dispatch import scheduler_driver as driver
+from sglang_sbs.router.dispatch.decision_times import Spread
 from sglang_sbs.router.errors import LegFailure
 from sglang_sbs.router.policy_in_force import PolicyInForce
 from sglang_sbs.router.processes import messages
@@ -130,7 +130,7 @@ class Hub:
         logger.info("this process is now the active scheduler: term %d", term)
 
     def follow(self) -> None:
-        """End the lead: front ends will announce their requests to the next active scheduler."""
+        """End the lead: front ends will submit their requests to the next active scheduler."""
         logger.warning("this process is no longer active; it is a standby")
         self.trials.close()
         sessions, self._sessions = self._sessions.values(), {}
@@ -147,7 +147,7 @@ class Hub:
 
     @property
     def requests(self) -> int:
-        """Number of requests announced by front ends and not ended."""
+        """Number of requests submitted by front ends and not ended."""
         return len(self._owners)
 
     @property
@@ -464,7 +464,7 @@ class Hub:
     def _end_session(self, session: _Session, why: str) -> None:
         del self._sessions[session.identity]
         if any(other.front_end == session.front_end for other in self._sessions.values()):
-            logger.info("front end %s %s: it announces its requests again", session.name, why)
+            logger.info("front end %s %s: it submits its requests again", session.name, why)
         else:
             level = logging.WARNING if session.requests else logging.INFO
             had = counted(len(session.requests), "request")

@@ -6,7 +6,7 @@ One message is two ZMQ frames: ``TOPIC`` and a tagged msgpack map. Compatibility
 only ever appended, each with a default; unknown fields are ignored, unknown tags are malformed.
 Other changes raise ``VERSION``. Each side supports ``OLDEST`` to ``VERSION``, so that front ends
 and schedulers can be upgraded one by one. Messages hold absolute values, except for events of
-requests, and those are announced again (:class:`Hello`, :class:`Adopted`) whenever one may have
+requests, and those are submitted again (:class:`Hello`, :class:`Adopted`) whenever one may have
 been lost.
 
 Every message of a scheduler carries its **term**. Terms only rise, and each has one scheduler: a

@@ -12,7 +12,7 @@ nothing stale can arrive later.
 The link goes from connected to alone when nothing was received for ``times.lost_s`` (the scheduler
 sends :class:`Alive` every ``times.beat_s``), or when the scheduler does not know the session. The
 fallback then places all waiting requests at once. The link goes from alone to connected with
-:class:`Welcome`. Everything in flight is then announced with its placement (:class:`Adopted`), so
+:class:`Welcome`. Everything in flight is then submitted with its placement (:class:`Adopted`), so
 that a restarted scheduler learns it and one that merely stalled corrects its state.
 
 Each session has its own socket: nothing sent in the old one can reach the new one, in either
@@ -33,8 +33,8 @@ import msgspec
 
 from sglang_sbs import __version__
 from sglang_sbs.console.plain_words import counted
-from sglang_sbs.router.assignment import scheduler_driver as driver
-from sglang_sbs.router.assignment.assigner import Assigner
+from sglang_sbs.router.dispatch import scheduler_driver as driver
+from sglang_sbs.router.dispatch.dispatcher import Dispatcher
 from sglang_sbs.router.policy_in_force import PolicyInForce
 from sglang_sbs.router.processes import messages
 from sglang_sbs.router.processes.calls import Calls, no_scheduler
@@ -53,8 +53,8 @@ _LAST_WORDS_MS = 200
 
 
 @dataclass(eq=False)
-class SchedulerLink(Assigner):
-    """The assigner whose scheduler is in another process."""
+class SchedulerLink(Dispatcher):
+    """The dispatcher of a scheduler in another process."""
 
     choice: SchedulerChoice
     """Selects the scheduler and connects to it."""
@@ -119,13 +119,13 @@ class SchedulerLink(Assigner):
             return False
         return True
 
-    # Reports of the relay (Assigner) -----------------------------------------------------------
+    # Reports of the relay (Dispatcher) --------------------------------------------------------
 
     def _report(self, event: messages.OfRequests) -> None:
         if self.pump is not None:
             self.pump.submit(event)
         elif not self.tell(event):
-            # It was not accepted, but the announcement of the next session will contain it.
+            # It was not accepted, but the next session submits it again.
             self._lose("it accepts no messages")
 
     def tell(self, message: messages.ToScheduler) -> bool:
@@ -215,7 +215,7 @@ class SchedulerLink(Assigner):
                 prefilled=request.prefilled,
             )
             for rid, request in self._requests.items()
-            if (placed := request.assignment) is not None
+            if (placed := request.dispatch) is not None
         ]
 
     def _leave_pump(self) -> None:
@@ -265,7 +265,7 @@ class SchedulerLink(Assigner):
         if not self.connected:
             return
         logger.info(
-            "connected to %s scheduler (%s, term %d); announced %s in flight",
+            "connected to %s scheduler (%s, term %d); submitted %s in flight",
             *(found, self.choice.target, self.choice.term),
             counted(len(placed), "request"),
         )

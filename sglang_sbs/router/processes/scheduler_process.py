@@ -14,7 +14,7 @@ from aiohttp import web
 from prometheus_client.core import Metric
 
 from sglang_sbs.dashboard.gain import MINUTE_S, WINDOW_MINUTES
-from sglang_sbs.router.assignment.decision_times import lag_families
+from sglang_sbs.router.dispatch.decision_times import lag_families
 from sglang_sbs.router.election import Election, parse_election
 from sglang_sbs.router.local_scheduler import LocalScheduler
 from sglang_sbs.router.metric_families import gauge, total

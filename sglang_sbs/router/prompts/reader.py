@@ -1,4 +1,4 @@
-"""Determines tokens and block names of a prompt before it is announced to the scheduler. Uses ids
+"""Determines tokens and block names of a prompt before it is submitted to the scheduler. Uses ids
 given by the client, else the tokenizer, else an estimate."""
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""Assigns and sends one unit of a client request, and retries it on other engines. Every attempt
-announced to the scheduler ends there exactly once."""
+"""Submits and sends one unit of a client request, and retries it on other engines. Every attempt
+submitted to the scheduler ends there exactly once."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import random
 import time
 from dataclasses import dataclass, field
 
-from sglang_sbs.router.assignment.assigner import Assigner
+from sglang_sbs.router.dispatch.dispatcher import Dispatcher
 from sglang_sbs.router.errors import Leg, LegFailure, RouterError, without_frames
 from sglang_sbs.router.lanes import LoopTurns
 from sglang_sbs.router.options.config import RelayConfig
@@ -42,8 +42,6 @@ _AT_ONCE = 4
 """Units of batches that begin, are sent or end in one turn of the event loop."""
 
 
-
-
 # SGLang fault: refused-room-stays
 def _time_to_refuse_s(failure: LegFailure, least_s: float, most_s: float) -> float:
     """After a refusal by prefill, return how long the next attempt waits for another refusal before
@@ -65,7 +63,7 @@ class Attempts:
 
     config: RelayConfig
     registry: Registry
-    dispatcher: Assigner
+    dispatcher: Dispatcher
     tokenizers: EngineTokenizers
     metrics: RouterMetrics
     in_flight: InFlight
@@ -162,16 +160,16 @@ class Attempts:
             why = "too many cancelled requests are waiting for their KV transfer to end"
             raise RouterError(503, "too_many_parked", why, retry_after_s=1.0)
         attempt = Attempt(arrival=self._arrival(run), run=run)
-        self.in_flight.on_announced(attempt)
+        self.in_flight.on_submitted(attempt)
         outcome: Outcome = "failed"
         try:
-            assignment = await self.dispatcher.dispatch(attempt)
-            self.in_flight.on_dispatched(attempt, assignment)
+            dispatch = await self.dispatcher.dispatch(attempt)
+            self.in_flight.on_dispatched(attempt, dispatch)
             if len(exchange.plan.units) > 1:  # a policy may dispatch hundreds at once
                 await self.turns.take(id(exchange))
             if exchange.ending:
                 raise asyncio.CancelledError
-            pair = self._start(attempt, assignment)
+            pair = self._start(attempt, dispatch)
             await pair.wait_open()
             self._blame(run, served=True)
             if exchange.plan.stream:
@@ -179,7 +177,7 @@ class Attempts:
                 await pair.wait_done()
             outcome = "failed" if pair.engine_failed else "completed"
             if outcome == "completed":
-                self._served(assignment)
+                self._served(dispatch)
             return pair
         except (asyncio.CancelledError, ConnectionResetError):
             outcome = "aborted"  # the client is gone
@@ -216,15 +214,15 @@ class Attempts:
             tenant=exchange.asked.tenant,
         )
 
-    def _served(self, assignment: Dispatch) -> None:
-        for role, engine in (("prefill", assignment.prefill), ("decode", assignment.decode)):
+    def _served(self, dispatch: Dispatch) -> None:
+        for role, engine in (("prefill", dispatch.prefill), ("decode", dispatch.decode)):
             self.registry.leg_succeeded(engine)
             self._suspicions.served(role, engine)
 
-    def _start(self, attempt: Attempt, assignment: Dispatch) -> Pair:
+    def _start(self, attempt: Attempt, dispatch: Dispatch) -> Pair:
         """Send both legs, within this callback if connections are available."""
         run, plan = attempt.run, attempt.run.exchange.plan
-        placement = self._placement(assignment, plan.kind)
+        placement = self._placement(dispatch, plan.kind)
         prefill, ids_json = placement.prefill, run.prompt.ids_json
         if ids_json and not self.tokenizers.may_get_ids(plan.kind, prefill, placement.decode):
             ids_json = None
@@ -233,7 +231,7 @@ class Attempts:
         # Decide by the rid, because the policy may have changed since arrival.
         if is_sized(attempt.rid):
             # Send it as a batch of one if its batch is unknown or may span several ranks.
-            known = None if prefill.rank_is_a_hint else assignment.gang
+            known = None if prefill.rank_is_a_hint else dispatch.gang
             gang = known or GangPart(random.getrandbits(TAG_BITS), members=1, ranks=1)
         asks = prefill.info is not None and prefill.info.cached_details and plan.may_ask_cached
         bodies = leg_bodies(
@@ -251,17 +249,17 @@ class Attempts:
         run.exchange.pairs[run.unit] = pair
         self.in_flight.started(attempt, placement)
         if logger.isEnabledFor(logging.DEBUG):
-            to = f"{assignment.prefill} rank {assignment.prefill_rank} and "
-            to += f"{assignment.decode} rank {assignment.decode_rank}"
-            held = f"after {assignment.held_s * 1000:.1f} ms: {assignment.reason}"
-            logger.debug("%s: rid %s to %s %s", run.exchange.request_id, assignment.rid, to, held)
+            to = f"{dispatch.prefill} rank {dispatch.prefill_rank} and "
+            to += f"{dispatch.decode} rank {dispatch.decode_rank}"
+            held = f"after {dispatch.held_s * 1000:.1f} ms: {dispatch.reason}"
+            logger.debug("%s: rid %s to %s %s", run.exchange.request_id, dispatch.rid, to, held)
         return pair
 
-    def _placement(self, assignment: Dispatch, kind: RouteKind) -> AttemptWorkers:
-        """Check that the assigned workers can be used now. Raises: LegFailure, RouterError."""
-        prefill_rank, decode_rank = assignment.prefill_rank, assignment.decode_rank
-        prefill = self._worker("prefill", assignment.prefill, prefill_rank)
-        decode = self._worker("decode", assignment.decode, decode_rank)
+    def _placement(self, dispatch: Dispatch, kind: RouteKind) -> AttemptWorkers:
+        """Check that the workers of a dispatch can be used now. Raises: LegFailure, RouterError."""
+        prefill_rank, decode_rank = dispatch.prefill_rank, dispatch.decode_rank
+        prefill = self._worker("prefill", dispatch.prefill, prefill_rank)
+        decode = self._worker("decode", dispatch.decode, decode_rank)
         for worker in (prefill, decode) if kind in CONVERTED else ():
             if not takes_converted(worker.known.version):
                 why = f"{worker.url} runs SGLang {worker.known.version}, and {PATHS[kind]} with PD"
@@ -271,7 +269,7 @@ class Attempts:
     def _worker(self, role: Leg, url: str, rank: int) -> Worker:
         worker = self.registry.get(url)
         left = worker is not None and worker.known.elastic and rank >= worker.dp_size
-        if worker is None or worker.info is None or left:  # since the assignment
+        if worker is None or worker.info is None or left:  # since the dispatch
             why = "was removed" if worker is None else "has been restarted"
             why = f"worker {url} {f'has no DP rank {rank} any longer' if left else why}"
             raise LegFailure(role, url, 503, f"{role}_unavailable", why)

@@ -10,8 +10,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import InitVar, dataclass, field
 from functools import partial
 
-from sglang_sbs.router.assignment.assigner import Announced, Assigner
 from sglang_sbs.router.client.answer_stream import Downstream
+from sglang_sbs.router.dispatch.dispatcher import Dispatcher, Submitted
 from sglang_sbs.router.engines.connection_pool import Pool
 from sglang_sbs.router.errors import Leg, LegFailure, transport_failure
 from sglang_sbs.router.lanes import Pace
@@ -31,7 +31,6 @@ from sglang_sbs.router.workers.server_info import may_rebootstrap
 from sglang_sbs.router.workers.worker import AttemptWorkers, Worker
 from sglang_sbs.scheduling.events import ClientSide, Dispatch, Outcome
 from sglang_sbs.scheduling.queue.priority import class_of
-
 
 
 @dataclass(slots=True)
@@ -105,11 +104,11 @@ class UnitRun:
 
 
 @dataclass(slots=True, eq=False, kw_only=True, repr=False)
-class Attempt(Announced):
+class Attempt(Submitted):
     """One attempt at a unit; both legs use its rid."""
 
     run: UnitRun
-    announced_s: float = 0.0
+    submitted_s: float = 0.0
     first_byte_s: float | None = None
     pair: Pair | None = None
     """Both legs, once sent."""
@@ -120,7 +119,7 @@ class Attempt(Announced):
 
     def state(self) -> str:
         of = f"attempt {self.run.attempts} at unit {self.run.unit}"
-        return f"{of}, {self.pair or Announced.state(self)}"
+        return f"{of}, {self.pair or Submitted.state(self)}"
 
     @property
     def placement(self) -> AttemptWorkers | None:
@@ -129,7 +128,7 @@ class Attempt(Announced):
 
 @dataclass(eq=False, repr=False)
 class InFlight:
-    dispatcher: Assigner
+    dispatcher: Dispatcher
     pool: Pool
     lengths: PromptLengths
     metrics: RouterMetrics
@@ -201,17 +200,17 @@ class InFlight:
 
     # Attempts ---------------------------------------------------------------------------------
 
-    def on_announced(self, attempt: Attempt) -> None:
-        attempt.announced_s = time.monotonic()
+    def on_submitted(self, attempt: Attempt) -> None:
+        attempt.submitted_s = time.monotonic()
         self._attempts[attempt.rid] = attempt
         run = attempt.run
-        self.recent.on_announced(run.exchange.recent, attempt.rid, run.unit, attempt.announced_s)
+        self.recent.on_submitted(run.exchange.recent, attempt.rid, run.unit, attempt.submitted_s)
         if self.traces is not None:
-            attempt.trace = self.traces.on_announced()
+            attempt.trace = self.traces.on_submitted()
 
-    def on_dispatched(self, attempt: Attempt, assignment: Dispatch) -> None:
-        self.metrics.record_held(class_of(attempt.arrival.priority), assignment.held_s)
-        self.recent.record_held(attempt.run.exchange.recent, assignment.held_s)
+    def on_dispatched(self, attempt: Attempt, dispatch: Dispatch) -> None:
+        self.metrics.record_held(class_of(attempt.arrival.priority), dispatch.held_s)
+        self.recent.record_held(attempt.run.exchange.recent, dispatch.held_s)
         if attempt.trace is not None:
             attempt.trace.dispatched_ns = time.time_ns()
 
@@ -226,7 +225,7 @@ class InFlight:
     def end(self, attempt: Attempt, outcome: Outcome, completion_tokens: int | None) -> None:
         """End the attempt; if its decode request is parked, only prefill's part ends now."""
         recent = attempt.run.exchange.recent
-        seen = recent.client_side(attempt.announced_s, attempt.first_byte_s)
+        seen = recent.client_side(attempt.submitted_s, attempt.first_byte_s)
         del self._attempts[attempt.rid]
         self._prefill_over(attempt)
         # Reference no attempt here: it may hold large bodies, and parking can last minutes.
@@ -239,7 +238,7 @@ class InFlight:
         self.metrics.on_attempt_ended(outcome)
         self.recent.on_attempt_ended(attempt.run.exchange.recent, attempt.rid, outcome)
         if self.traces is not None and attempt.trace is not None:
-            self.traces.on_ended(attempt.trace, attempt.assignment, outcome)
+            self.traces.on_ended(attempt.trace, attempt.dispatch, outcome)
 
     def _left(
         self,
@@ -297,12 +296,12 @@ class InFlight:
         if attempt.trace is not None:
             attempt.trace.prefill_ns = time.time_ns()
         if attempt.prefill_open:
-            self.metrics.prefill_seconds.observe(now_s - attempt.announced_s)
+            self.metrics.prefill_seconds.observe(now_s - attempt.submitted_s)
         self._prefill_over(attempt)
         if reply.prompt_tokens is not None:
             self.lengths.learn(attempt.run.prompt.length, reply.prompt_tokens)
-            if reply.cached_tokens is not None and attempt.assignment is not None:
-                expected = attempt.assignment.cached_tokens
+            if reply.cached_tokens is not None and attempt.dispatch is not None:
+                expected = attempt.dispatch.cached_tokens
                 self.metrics.prefix_found(reply.prompt_tokens, expected, reply.cached_tokens)
 
     def decode_started(self, rid: str, now_s: float) -> None:
@@ -314,7 +313,7 @@ class InFlight:
             asked, attempt.first_byte_s = attempt.arrival, now_s
             self.recent.first_byte(attempt.run.exchange.recent, now_s)
             self.metrics.first_byte(
-                class_of(asked.priority), now_s - attempt.announced_s, asked.ttft_slo_s
+                class_of(asked.priority), now_s - attempt.submitted_s, asked.ttft_slo_s
             )
             if attempt.trace is not None:
                 attempt.trace.first_byte_ns = time.time_ns()

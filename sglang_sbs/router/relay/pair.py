@@ -293,8 +293,8 @@ class Pair:
         if not failure.transport:
             failure.after_s = time.monotonic() - self._started_s
         if failure.leg == "prefill":
-            announced = self.decode_call.sent and not self._decode_over
-            failure.leaves_room = announced and failure.refused
+            contacted = self.decode_call.sent and not self._decode_over
+            failure.leaves_room = contacted and failure.refused
             self._never_taken = failure.unreachable or _refuses(failure)
             self._prefill_over = over
             if self.opened:

@@ -32,7 +32,7 @@ class RecentRequest(msgspec.Struct, eq=False, gc=False):
     ids: tuple[str, ...]
     """The client's own ids, and that of a merged response."""
     sent: tuple[ClientAttempt, ...] = ()
-    announced_s: float | None = None
+    submitted_s: float | None = None
     """Time of its first attempt."""
     first_byte_s: float | None = None
     held_s: float | None = None
@@ -40,14 +40,14 @@ class RecentRequest(msgspec.Struct, eq=False, gc=False):
     status: int | None = None
     seconds: float | None = None
 
-    def client_side(self, announced_s: float, first_byte_s: float | None) -> ClientSide:
+    def client_side(self, submitted_s: float, first_byte_s: float | None) -> ClientSide:
         """Return the client's view of an ended attempt. ``first_byte_s``: monotonic clock."""
-        first_s = announced_s if self.announced_s is None else self.announced_s
+        first_s = submitted_s if self.submitted_s is None else self.submitted_s
         return ClientSide(
             self.request_id[:MAX_REQUEST_ID_CHARS],
             max(0.0, first_s - self.began_s),
-            max(0.0, announced_s - first_s),
-            None if first_byte_s is None else max(0.0, first_byte_s - announced_s),
+            max(0.0, submitted_s - first_s),
+            None if first_byte_s is None else max(0.0, first_byte_s - submitted_s),
         )
 
     def story(self) -> Story:
@@ -84,9 +84,9 @@ class RecentRequests:
             self._by_id[name] = request
         return request
 
-    def on_announced(self, request: RecentRequest, rid: str, unit: int, now_s: float) -> None:
-        if request.announced_s is None:
-            request.announced_s = now_s
+    def on_submitted(self, request: RecentRequest, rid: str, unit: int, now_s: float) -> None:
+        if request.submitted_s is None:
+            request.submitted_s = now_s
         if len(request.sent) < MOST_ATTEMPTS:
             request.sent = (*request.sent, ClientAttempt(rid, unit))
             self._by_id[rid] = request

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
-from sglang_sbs.router.assignment.assigner import Assigner
+from sglang_sbs.router.dispatch.dispatcher import Dispatcher
 from sglang_sbs.router.relay.recent import RecentRequest
 from sglang_sbs.scheduling.explained.stories import AttemptStory, Story
 from sglang_sbs.scheduling.explained.timelines import ENGINE
@@ -14,26 +14,26 @@ HEADER = "Server-Timing"
 
 def complete(story: Story, request: RecentRequest) -> None:
     """Add the front end's view of an attempt in progress."""
-    if len(story.sent) != 1 or request.announced_s is None:
+    if len(story.sent) != 1 or request.submitted_s is None:
         return
     for number, attempt in enumerate(story.attempts):
         if attempt.timeline.client is None:
-            client = request.client_side(request.announced_s, request.first_byte_s)
+            client = request.client_side(request.submitted_s, request.first_byte_s)
             timeline = msgspec.structs.replace(attempt.timeline, client=client)
             story.attempts[number] = AttemptStory(timeline, attempt.why, attempt.now_s)
 
 
-def split_of(request: RecentRequest, assigner: Assigner) -> dict[str, float]:
+def split_of(request: RecentRequest, dispatcher: Dispatcher) -> dict[str, float]:
     """Return the TTFT's parts in seconds (``scheduling/explained/timelines.py``). If another
     process schedules, everything after the hold is one part."""
-    if request.announced_s is None or request.first_byte_s is None:
+    if request.submitted_s is None or request.first_byte_s is None:
         return {}
-    known = assigner.timeline(request.sent[0].rid) if len(request.sent) == 1 else None
+    known = dispatcher.timeline(request.sent[0].rid) if len(request.sent) == 1 else None
     if known is not None and known.decided_s is not None:
-        client = request.client_side(request.announced_s, request.first_byte_s)
+        client = request.client_side(request.submitted_s, request.first_byte_s)
         return known.parts(client)
-    parts = {"admission": request.announced_s - request.began_s}
-    left_s = request.first_byte_s - request.announced_s
+    parts = {"admission": request.submitted_s - request.began_s}
+    left_s = request.first_byte_s - request.submitted_s
     if request.held_s is not None and len(request.sent) == 1:
         parts["hold"] = min(request.held_s, left_s)
         left_s -= parts["hold"]

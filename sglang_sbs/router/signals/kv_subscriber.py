@@ -335,9 +335,7 @@ class _RankConnection:
         self._monitor = Inbox(live.get_monitor_socket(_CONNECTION_EVENTS))
         self._live = Inbox(live)
         follow_s = owner.times.follow_s
-        self._dialler = Dialler(
-            live, "KV events", stands=lambda: self.connected, follow_s=follow_s
-        )
+        self._dialler = Dialler(live, "KV events", stands=lambda: self.connected, follow_s=follow_s)
         self._dialler.dial({endpoints.live})
         self._held: deque[list[bytes]] = deque()
         """Live messages received during a replay."""

@@ -220,7 +220,7 @@ class Supervisor:
             await self._start(self._front_ends)
             if self._stopping.is_set():
                 return 0
-            self._announce()
+            self._log_start()
             try:
                 path = handover.control_path(options.host, self._port)
                 call = self._sockets, self._stopping.set
@@ -308,7 +308,7 @@ class Supervisor:
     def _sockets(self) -> list[socket.socket]:
         return [sock for child in self._front_ends for sock in child.sockets]
 
-    def _announce(self) -> None:
+    def _log_start(self) -> None:
         options = self._options
         scheduler = f"schedulers at {','.join(options.several.schedulers)}"
         if (own := self._scheduler) is not None:

@@ -95,9 +95,9 @@ class RouterMetrics:
     _request_errors = _counter("smg_router_request_errors_total",
         "Failed inference requests", f"{_STOCK_LABELS} model endpoint error_type")
     ttft_seconds = _histogram("smg_pd_ttft_seconds",
-        "Time from announcement to decode's first byte, per attempt")
+        "Time from submission to decode's first byte, per attempt")
     prefill_seconds = _histogram("smg_pd_prefill_duration_seconds",
-        "Time from announcement to prefill's response, per attempt")
+        "Time from submission to prefill's response, per attempt")
     leg_failures = _counter("smg_worker_errors_total",
         "Failed legs", "worker_type connection_mode worker error_type")
     _retries = _counter("smg_worker_retries_total",

@@ -31,7 +31,7 @@ class AttemptTrace:
 
     parent: Context
     """Parent of its spans."""
-    announced_ns: int = field(default_factory=time.time_ns)
+    submitted_ns: int = field(default_factory=time.time_ns)
     dispatched_ns: int = 0
     sent_ns: int = 0
     prefill_ns: int = 0
@@ -71,7 +71,7 @@ class Traces:
             own = [item for item in headers if item[0].lower() not in _PROPAGATED]
             yield span, [*own, *passed.items()]
 
-    def on_announced(self) -> AttemptTrace:
+    def on_submitted(self) -> AttemptTrace:
         """Begin the record of an attempt under the span of its request."""
         return AttemptTrace(self._context.get_current())
 
@@ -91,7 +91,7 @@ class Traces:
                 "sbs.decode_rank": command.decode_rank,
             }
         root = self._tracer.start_span(
-            "attempt", attempt.parent, attributes=attributes, start_time=attempt.announced_ns
+            "attempt", attempt.parent, attributes=attributes, start_time=attempt.submitted_ns
         )
         inside = self._trace.set_span_in_context(root, attempt.parent)
 
@@ -104,7 +104,7 @@ class Traces:
             span.end(stop_ns)
 
         first, prefilled = attempt.first_byte_ns, attempt.prefill_ns
-        child("hold", attempt.announced_ns, held, done=bool(attempt.dispatched_ns))
+        child("hold", attempt.submitted_ns, held, done=bool(attempt.dispatched_ns))
         child("dispatch", attempt.dispatched_ns, attempt.sent_ns or end_ns, done=True)
         child("prefill", attempt.sent_ns, prefilled or end_ns, done=bool(prefilled) or ok)
         child("first byte", attempt.sent_ns, first or end_ns, done=bool(first))

@@ -222,7 +222,7 @@ class Registry:
             self.doubted(worker)
 
     def room_left(self, url: str) -> None:
-        """Count a refusal by prefill of a request that decode may have announced to it."""
+        """Count a refusal by prefill of a request about which decode may have contacted it."""
         if worker := self._workers.get(url):
             worker.rooms_left += 1
 

@@ -77,11 +77,11 @@ class DecodeLoad:
 
 
 class DecodeBoard:
-    """The ranks during a batch's assignment, in the orders that the rules need. Each order is built
+    """The ranks while a batch is placed, in the orders that the rules need. Each order is built
     when first needed. Afterwards a lookup costs at most the number of distinct batch sizes."""
 
     def __init__(self, loads: list[DecodeLoad], first: int = 0) -> None:
-        """``loads``: one per rank, which is replaced when a request is assigned to the rank.
+        """``loads``: one per rank, which is replaced when a request is chosen to the rank.
         ``first``: the rank that wins among equal ones; the others follow in turn. A fixed order
         would send all short requests to the first few ranks."""
         self.loads = loads
@@ -300,11 +300,11 @@ def schedule_decode(
     admit: bool = True,
     first: int = 0,
 ) -> dict[str, int]:
-    """Assign a batch to decode ranks, longest total length first (fill the valley).
+    """Place a batch on decode ranks, longest total length first (fill the valley).
 
     Args:
         requests: the batch; ``total_tokens`` must be set.
-        loads: one per rank; those that are assigned to are replaced.
+        loads: one per rank; those that are chosen are replaced.
         choose: the rule that picks among feasible ranks.
         allowed: whether a request may go to the rank with this index at all.
         admit: whether a rank without room is infeasible.
@@ -314,7 +314,7 @@ def schedule_decode(
         rid -> index into ``loads``. A request no feasible rank exists for is missing from it.
     """
     board = DecodeBoard(loads, first)
-    assigned: dict[str, int] = {}
+    chosen: dict[str, int] = {}
     for request in sorted(requests, key=lambda r: -r.total_tokens):
 
         def fits(index: int, request: Request = request) -> bool:
@@ -324,5 +324,5 @@ def schedule_decode(
         best = choose(request, board, fits)
         if best is not None:
             board.place(best, request)
-            assigned[request.rid] = best
-    return assigned
+            chosen[request.rid] = best
+    return chosen

@@ -29,7 +29,7 @@ MOST_OVER = 4096
 """Limit on ended requests that are remembered, the most recent ones."""
 MOST_OPEN = 100_000
 PARTS = ("admission", "retries", "hold", "way", "queue", "pass", "decode")
-"""The time to the first token, in order: until the request was announced to the scheduler; failed
+"""The time to the first token, in order: until the request was submitted to the scheduler; failed
 attempts before this one; held by the scheduler; until the prefill rank took the request in; until
 its first pass started; until its last pass ended; KV transfer and the first decode step."""
 ENGINE = "engine"

@@ -16,7 +16,7 @@ from sglang_sbs.scheduling.request import Request
 
 
 def arrived(event: RequestArrived, order: int, now_s: float, timeout_s: float) -> Request:
-    """Build a request from its announcement, within limits. ``timeout_s``: for requests without a
+    """Build a request from its event, within limits. ``timeout_s``: for requests without a
     deadline."""
     return Request(
         rid=event.rid,
@@ -38,7 +38,7 @@ def arrived(event: RequestArrived, order: int, now_s: float, timeout_s: float) -
 
 @dataclass(slots=True)
 class RequestQueue:
-    """Requests waiting for an assignment; iterates in arrival order. Cache hits are looked up again
+    """Requests waiting for a dispatch; iterates in arrival order. Cache hits are looked up again
     when requests are visited. Their place in the policy's order changes when a longer part of their
     prompt is cached somewhere (:meth:`reorder`)."""
 

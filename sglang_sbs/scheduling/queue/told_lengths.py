@@ -1,11 +1,11 @@
-"""Corrects announced prompt lengths by the counts of engines. Must not depend on the client that
-announced a length.
+"""Corrects submitted prompt lengths by the counts of engines. Must not depend on the client that
+submitted a length.
 
 Estimated lengths may all be wrong in the same direction. If they are twice too high, DP ranks that
 are half empty look full. Prefill engines report the true length of each request that a rank accepts
-(EndForward, ``accepted``) or answers. Announced lengths are scaled by the ratio of true tokens to
-announced tokens, learned separately for counted and for estimated lengths. The ratio is exactly 1
-if engines count what was announced.
+(EndForward, ``accepted``) or answers. Submitted lengths are scaled by the ratio of true tokens to
+submitted tokens, learned separately for counted and for estimated lengths. The ratio is exactly 1
+if engines count what was submitted.
 
 Any host can send a report, and a single client may send unusual prompts. So each engine's ratio is
 the geometric mean over its requests, in which a long request weighs no more than a short one. The
@@ -24,7 +24,7 @@ from sglang_sbs.scheduling.request import Request
 _KEEP = 0.998
 """Weight of all earlier requests at each new one, so that the last 500 count."""
 _DOUBT = 5.0
-"""Number of fictitious requests announced correctly, with which a ratio begins."""
+"""Number of fictitious requests submitted correctly, with which a ratio begins."""
 _MOST = 8.0
 """Largest factor in either direction, for one request and so for the ratio."""
 _LEAST = 10.0
@@ -35,7 +35,7 @@ _FORGET_S = 600.0
 
 @dataclass(slots=True)
 class _Ratio:
-    """Log of tokens counted by one engine over tokens announced."""
+    """Log of tokens counted by one engine over tokens submitted."""
 
     logs: float = 0.0
     requests: float = 0.0
@@ -56,7 +56,7 @@ class _Ratios:
         self._due_s = math.inf
         """No engine is forgotten before this time."""
 
-    def learn(self, engine: InstanceId, announced: int, counted: int, now_s: float) -> None:
+    def learn(self, engine: InstanceId, submitted: int, counted: int, now_s: float) -> None:
         self._forget(now_s)
         ratio = self._engines.pop(engine, None)
         if ratio is None:
@@ -64,8 +64,8 @@ class _Ratios:
             self._due_s = min(self._due_s, now_s + _FORGET_S)
         elif ratio.counts:
             del self._logs[bisect_left(self._logs, ratio.log)]
-        limited = min(max(counted / announced, 1 / _MOST), _MOST)
-        sample = 0.0 if counted == announced else math.log(limited)
+        limited = min(max(counted / submitted, 1 / _MOST), _MOST)
+        sample = 0.0 if counted == submitted else math.log(limited)
         ratio.heard_s = now_s
         ratio.logs = _KEEP * ratio.logs + sample
         ratio.requests = _KEEP * ratio.requests + 1

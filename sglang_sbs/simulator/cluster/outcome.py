@@ -20,7 +20,7 @@ class RequestRecord:
     arrived_s: float
     index: int = -1
     told_tokens: int = 0
-    """Prompt length announced to the scheduler."""
+    """Prompt length submitted to the scheduler."""
     dispatched_s: float = math.nan
     """Dispatch time of the last attempt, as are the next six fields."""
     prefilled_s: float = math.nan

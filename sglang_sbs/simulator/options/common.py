@@ -38,8 +38,8 @@ _FILE_WIDTH = 130
 """Columns if the output is not a terminal: wide enough for every table."""
 _LINES = 20
 """Limit on progress lines of one command."""
-_ANNOUNCED_S = 5.0
-"""Runs expected to be shorter are not announced."""
+_LONG_S = 5.0
+"""Runs expected to be shorter print no expectation."""
 _Value = TypeVar("_Value")
 
 
@@ -289,7 +289,7 @@ def run_with_progress(
 ) -> list[Row]:
     """Return rows in the order of the tasks. ``expected_s``: CPU seconds of all tasks, roughly; the
     expected duration is printed if it is long. Raises: Interrupted, with the rows so far."""
-    if expected_s / processes(workers) > _ANNOUNCED_S:
+    if expected_s / processes(workers) > _LONG_S:
         runs, cores = counted(len(tasks), "run"), processes(workers)
         on = "one process" if cores == 1 else f"{cores} processes"
         print(f"{runs} on {on}: roughly {clock(expected_s / cores)}", file=sys.stderr, flush=True)

@@ -235,7 +235,7 @@ def test_only_so_many_requests_are_remembered(monkeypatch: pytest.MonkeyPatch) -
     kept = RecentRequests()
     for number in range(50):
         one = kept.begin(f"id {number}", "generate", time.monotonic(), 1, [f"rid {number}"])
-        kept.on_announced(one, f"own {number}", 0, 1.0)
+        kept.on_submitted(one, f"own {number}", 0, 1.0)
     assert kept.find("id 39") is None
     assert kept.find("own 39") is None
     assert kept.find("rid 40") is kept.find("own 40")

@@ -206,7 +206,7 @@ async def test_oversized_heads_are_4xx(data: bytes) -> None:
     ],
     ids=["cut", "bytes", "inf", "deep", "deeper", "large", "surrogate", "batch", "samples"],
 )
-async def test_hostile_bodies_are_4xx_and_announce_nothing(raw: bytes, status: int) -> None:
+async def test_hostile_bodies_are_4xx_and_submit_nothing(raw: bytes, status: int) -> None:
     async with cluster("--max-payload-size", "300000") as c:
         async with c.client.post(c.url + "/generate", data=raw) as response:
             assert response.status == status, await response.text()

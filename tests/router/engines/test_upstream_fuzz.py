@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import gc
 import itertools
-from typing import Any
 
 import pytest
 from harness.raw_engines import Collector, ask, chunked, raw_server, read_request

@@ -11,7 +11,6 @@ from many_schedulers import Several
 from sglang_sbs.router.processes.leading.scheduler_choice import ChoiceTimes
 
 
-
 @pytest.fixture
 async def world() -> AsyncIterator[World]:
     made = World()

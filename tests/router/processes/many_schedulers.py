@@ -8,7 +8,7 @@ from collections.abc import Callable
 from link_harness import IMMEDIATE, QUICK, FrontEnd, Net, SchedulerSide
 from router_harness import until
 
-from sglang_sbs.router.assignment.scheduler_driver import SchedulerLike
+from sglang_sbs.router.dispatch.scheduler_driver import SchedulerLike
 from sglang_sbs.router.election import Election
 from sglang_sbs.router.processes.leading.lead import Lead
 from sglang_sbs.router.processes.leading.scheduler_choice import ChoiceTimes

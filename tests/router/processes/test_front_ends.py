@@ -113,9 +113,9 @@ async def test_a_restarted_scheduler_learns_what_is_in_flight_and_when_it_ends()
         async with engines.client.get(group.url + "/server_info") as got:
             assert got.status == 200
         await group.says("scheduler serves", times=2)
-        # Announced by both front ends, each with its own.
-        announced = [line.rsplit("announced ", 1)[1] for line in group.find("the restarted")]
-        assert sum(int(text.split()[0]) for text in announced) == 20
+        # Submitted by both front ends, each with its own.
+        submitted = [line.rsplit("submitted ", 1)[1] for line in group.find("the restarted")]
+        assert sum(int(text.split()[0]) for text in submitted) == 20
         engines.decode[0].token_gate.open()
         assert all(map(complete, await asyncio.gather(*streams)))
 

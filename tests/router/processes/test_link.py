@@ -16,7 +16,7 @@ from link_harness import (
     FrontEnd,
     OneAtATime,
     World,
-    announced,
+    submitted,
 )
 from router_harness import until
 
@@ -45,10 +45,10 @@ from sglang_sbs.scheduling.events import (
 async def test_a_request_from_arrival_to_end(world: World) -> None:
     side = await world.boot()
     front_end = await world.front_end()
-    assignment = await front_end.ask("a")
-    assert assignment.prefill.startswith("http://p")
+    dispatch = await front_end.ask("a")
+    assert dispatch.prefill.startswith("http://p")
     assert side.books == (0, 1, 2)
-    assert side.hub.find_owner("a", "prefill") == assignment.prefill
+    assert side.hub.find_owner("a", "prefill") == dispatch.prefill
     front_end.link.prefill_done("a", 10, 0)
     await until(lambda: side.books == (0, 1, 1))
     front_end.link.on_ended("a", "completed", 5)
@@ -73,7 +73,7 @@ async def test_the_scheduler_hears_of_blocks_and_session_and_the_front_end_lets_
     side.scheduler.handle = listen  # type: ignore[method-assign]
     front_end = await world.front_end()
     blocks = [-(1 << 63), 5, (1 << 63) - 1]
-    request = announced("a", 200, blocks=blocks, block_tokens=64, session="talk")
+    request = submitted("a", 200, blocks=blocks, block_tokens=64, session="talk")
     await front_end.link.dispatch(request)
     (arrival,) = [event for event in heard if isinstance(event, RequestArrived)]
     assert (arrival.blocks, arrival.block_tokens, arrival.session) == (blocks, 64, "talk")
@@ -91,7 +91,7 @@ async def test_priority_slo_and_tenant_reach_the_scheduler(world: World) -> None
 
     side.scheduler.handle = listen  # type: ignore[method-assign]
     front_end = await world.front_end()
-    request = announced("a", 2, priority=-2, ttft_slo_s=0.5, tenant="gold")
+    request = submitted("a", 2, priority=-2, ttft_slo_s=0.5, tenant="gold")
     await front_end.link.dispatch(request)
     (arrival,) = [event for event in heard if isinstance(event, RequestArrived)]
     assert (arrival.priority, arrival.ttft_slo_s, arrival.tenant) == (-2, 0.5, "gold")
@@ -101,7 +101,7 @@ async def test_refusals_come_through_and_cancelling_withdraws(world: World) -> N
     side = await world.boot(HOLDING)
     front_end = await world.front_end()
     with pytest.raises(Refused):
-        await front_end.link.dispatch(announced("long", 1 << 30))
+        await front_end.link.dispatch(submitted("long", 1 << 30))
     placed = [await front_end.ask(f"placed {number}") for number in range(1)]
     waiting = front_end.ask("waiting")
     await until(lambda: side.books[0] == 1)
@@ -403,9 +403,9 @@ async def test_whatever_happens_every_request_is_answered_and_ends_once(
     asked: list[asyncio.Task[Dispatch]] = []
 
     async def ask(front_end: FrontEnd, rid: str) -> Dispatch:
-        assignment = await front_end.link.dispatch(announced(rid))
+        dispatch = await front_end.link.dispatch(submitted(rid))
         running[rid] = front_end
-        return assignment
+        return dispatch
 
     for step in range(120):
         front_end = chance.choice(front_ends)

@@ -103,9 +103,7 @@ async def test_no_blocks_where_nothing_looks_for_them() -> None:
         assert (event.blocks, event.block_tokens) == ([], 0)
 
 
-async def test_engines_with_our_tokenizer_get_ids_on_both_legs(
-    tokenizer: ChatTokenizer
-) -> None:
+async def test_engines_with_our_tokenizer_get_ids_on_both_legs(tokenizer: ChatTokenizer) -> None:
     chat = {"messages": [USER], "tools": [TOOL], "max_tokens": 4}
     async with compared() as system:
         await asked(system, lambda body: engine_tokenize(tokenizer, body))
@@ -134,7 +132,7 @@ async def test_engines_with_our_tokenizer_get_ids_on_both_legs(
 
 
 async def test_prefill_is_asked_what_it_had_cached_where_it_would_not_say(
-    tokenizer: ChatTokenizer
+    tokenizer: ChatTokenizer,
 ) -> None:
     chat = {"messages": [USER]}
     async with compared() as system:
@@ -169,7 +167,7 @@ def test_cached_tokens_of_all_tiers_count() -> None:
 
 
 async def test_an_engine_with_another_template_gets_chats_as_they_are_and_it_is_said(
-    tokenizer: ChatTokenizer
+    tokenizer: ChatTokenizer,
 ) -> None:
     async with compared() as system:
         await asked(system, lambda body: shouting(tokenizer, body))
@@ -189,8 +187,7 @@ async def test_an_engine_with_another_template_gets_chats_as_they_are_and_it_is_
     )
 
 
-async def test_an_engine_with_another_vocabulary_gets_text_and_no_prefix_is_looked_for(
-) -> None:
+async def test_an_engine_with_another_vocabulary_gets_text_and_no_prefix_is_looked_for() -> None:
     flags = ("--sbs-prefix-source", "events", "--api-key", "secret")
     async with compared(*flags) as system:
         await asked(system, lambda body: [[7]] * len(body.get("prompt", ())))
@@ -205,9 +202,7 @@ async def test_an_engine_with_another_vocabulary_gets_text_and_no_prefix_is_look
     assert all("for text and chat" in problem for problem in problems)
 
 
-async def test_an_engine_that_cannot_answer_now_is_asked_later(
-    tokenizer: ChatTokenizer
-) -> None:
+async def test_an_engine_that_cannot_answer_now_is_asked_later(tokenizer: ChatTokenizer) -> None:
     failures = iter([True, True, False])
 
     def tokenize(body: dict[str, Any]) -> list[Any] | None:
@@ -221,9 +216,7 @@ async def test_an_engine_that_cannot_answer_now_is_asked_later(
     assert all(verdict.text and verdict.chat for verdict in verdicts)
 
 
-async def test_old_engines_and_unasked_ones_get_text(
-    tokenizer: ChatTokenizer
-) -> None:
+async def test_old_engines_and_unasked_ones_get_text(tokenizer: ChatTokenizer) -> None:
     async with compared() as system:
         await system.generate(text=TEXT)
         assert all("text" in body for body in bodies(system))
@@ -234,9 +227,7 @@ async def test_old_engines_and_unasked_ones_get_text(
         assert all("input_ids" not in body for body in bodies(system))
 
 
-async def test_forwarding_can_be_forced_and_forbidden(
-    tokenizer: ChatTokenizer
-) -> None:
+async def test_forwarding_can_be_forced_and_forbidden(tokenizer: ChatTokenizer) -> None:
     async with compared("--sbs-forward-token-ids", "on") as system:
         await system.generate(text=TEXT)
         assert all("input_ids" in body for body in bodies(system))
@@ -246,9 +237,7 @@ async def test_forwarding_can_be_forced_and_forbidden(
         assert all(body["text"] == TEXT for body in bodies(system))
 
 
-async def test_a_restarted_engine_is_asked_again(
-    tokenizer: ChatTokenizer
-) -> None:
+async def test_a_restarted_engine_is_asked_again(tokenizer: ChatTokenizer) -> None:
     async with compared(sbs_block=True) as system:
         await asked(system, lambda body: engine_tokenize(tokenizer, body))
         (prefill,) = system.prefill

@@ -111,7 +111,7 @@ class Books:
 
 
 def check_ledgers(c: Cluster, books: Books) -> None:
-    """Every announced request ended exactly once, and nothing anywhere remembers one."""
+    """Every submitted request ended exactly once, and nothing anywhere remembers one."""
     arrived = [event.rid for event in books.of(RequestArrived)]
     ended = [event.rid for event in books.of(RequestEnded)]
     assert sorted(arrived) == sorted(ended)

@@ -242,7 +242,7 @@ async def test_large_prompts_and_large_answers_pass() -> None:
         assert c.prefill[0].requests[0].body["text"] == text
 
 
-async def test_malformed_bodies_are_400_and_never_announced() -> None:
+async def test_malformed_bodies_are_400_and_never_submitted() -> None:
     cases = [
         ("/generate", b"{", "JSON"),
         ("/generate", b"[]", "object"),

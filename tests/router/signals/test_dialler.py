@@ -81,8 +81,6 @@ def engine() -> Iterator[tuple[int, Callable[[bytes], bool]]]:
         yield port, subscribed
 
 
-
-
 def test_engines_are_heard_by_name_while_another_name_hangs() -> None:
     async def main(dns: Dns) -> None:
         setup = Setup(HANGS, NAME)

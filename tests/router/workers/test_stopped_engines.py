@@ -12,8 +12,6 @@ from router_harness import Cluster, cluster, sse_events, until
 from tools.stand_ins.mock_engine import MockEngine
 
 
-
-
 def impatient(*flags: str, **more: Any) -> AbstractAsyncContextManager[Cluster]:
     """A cluster with smaller limits of its own, so that tests need not wait for them."""
     monitor = {"quiet_s": 0.05, "doubt_timeout_s": 0.2, "fast_s": 0.05}

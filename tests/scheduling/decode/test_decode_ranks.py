@@ -426,9 +426,9 @@ class TestRules:
         for i in full & set(range(len(state))):
             state[i].max_running = state[i].running
         feasible = [i for i, load in enumerate(state) if load.has_room(tokens + OUTPUT)]
-        assigned = schedule_decode([request("r", tokens)], state, rule)
-        assert bool(assigned) == bool(feasible)
-        assert set(assigned.values()) <= set(feasible)
+        chosen = schedule_decode([request("r", tokens)], state, rule)
+        assert bool(chosen) == bool(feasible)
+        assert set(chosen.values()) <= set(feasible)
 
     @given(loads=LOADS, full=st.sets(st.integers(0, 39)), k=st.floats(0, 3))
     @settings(max_examples=200, deadline=None)
@@ -439,5 +439,5 @@ class TestRules:
         limit = outlier_threshold(sorted(kv for _, kv in loads), k)
         feasible = [i for i, load in enumerate(state) if load.has_room(1 + OUTPUT)]
         safe = [i for i in feasible if loads[i][1] <= limit]
-        assigned = schedule_decode([request("r", 1)], state, iqr_lexicographic(k))
-        assert set(assigned.values()) <= set(safe or feasible)
+        chosen = schedule_decode([request("r", 1)], state, iqr_lexicographic(k))
+        assert set(chosen.values()) <= set(safe or feasible)

@@ -134,7 +134,7 @@ def test_an_interrupt_keeps_the_rows_of_the_runs_that_ended(workers: int):
     assert rows == sorted(rows) and (workers > 1 or rows == [0, 1, 2])
 
 
-def test_long_runs_are_announced(capsys):
+def test_long_runs_print_what_to_expect(capsys):
     run_with_progress([(made, (1,))], Console(file=io.StringIO()), 1, 600.0)
     assert capsys.readouterr().err.startswith("1 run on one process: roughly 10 min\n")
     run_with_progress([(made, (1,))], Console(file=io.StringIO()), 1, 1.0)

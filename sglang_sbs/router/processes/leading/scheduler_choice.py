@@ -19,7 +19,6 @@ from sglang_sbs.router.processes.leading.scouts import Dial, Line, Scouts
 from sglang_sbs.router.processes.messages import Cluster, FromScheduler, Look, Welcome
 
 
-
 @dataclass(frozen=True)
 class ChoiceTimes:
     look_every_s: float = 0.5

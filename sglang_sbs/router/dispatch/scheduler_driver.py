@@ -13,8 +13,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from sglang_sbs.router.assignment.decision_times import DecisionTimes
-from sglang_sbs.router.assignment.gang_parts import GangParts
+from sglang_sbs.router.dispatch.decision_times import DecisionTimes
+from sglang_sbs.router.dispatch.gang_parts import GangParts
 from sglang_sbs.scheduling.eventlog import EventLogWriter
 from sglang_sbs.scheduling.events import (
     Command,

@@ -1,7 +1,7 @@
-"""Reports the relay's requests to the scheduler, wherever that runs, and returns its decisions.
+"""Submits the relay's requests to the scheduler, wherever that runs, and returns its decisions.
 
-Keeps the requests of this process that were announced to the scheduler until they are refused or
-ended. :class:`Dispatcher` uses a scheduler in this process,
+Keeps the requests of this process that were submitted to the scheduler until they are refused or
+ended. :class:`LocalDispatcher` uses a scheduler in this process,
 :mod:`sglang_sbs.router.processes.scheduler_link` one in another."""
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any
 
 import msgspec
 
-from sglang_sbs.router.assignment.scheduler_driver import Decision, SchedulerLike, SchedulerPump
+from sglang_sbs.router.dispatch.scheduler_driver import Decision, SchedulerLike, SchedulerPump
 from sglang_sbs.router.errors import Refused, RouterError
 from sglang_sbs.scheduling.eventlog import EventLogWriter
 from sglang_sbs.scheduling.events import (
@@ -40,14 +40,14 @@ def _undecided() -> asyncio.Future[Dispatch]:
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
-class Announced:
-    """A request announced to the scheduler, and its decision. The relay's record of an attempt
+class Submitted:
+    """A request submitted to the scheduler, and its decision. The relay's record of an attempt
     (:class:`~sglang_sbs.router.relay.in_flight.Attempt`) is a subclass."""
 
     arrival: RequestArrived
-    """The event announced; the names of blocks are dropped once it is placed."""
+    """The event submitted; the names of blocks are dropped once it is placed."""
     decision: asyncio.Future[Dispatch] = field(default_factory=_undecided)
-    assignment: Dispatch | None = None
+    dispatch: Dispatch | None = None
     """Engines and ranks; ``None`` while it waits."""
     prefilled: bool = False
     """The end of prefill was reported to the scheduler."""
@@ -61,7 +61,7 @@ class Announced:
 
     def state(self) -> str:
         """Return its state in a few words, for debuggers."""
-        placed = self.assignment
+        placed = self.dispatch
         if placed is None:
             return "refused or abandoned" if self.decision.done() else "waits for a decision"
         to = f"{placed.prefill} rank {placed.prefill_rank} and "
@@ -69,21 +69,22 @@ class Announced:
         return f"placed on {to}{', prefilled' * self.prefilled}"
 
 
-class Assigner:
-    """Reports requests to the scheduler. Use only from one event loop."""
+class Dispatcher:
+    """Submits requests to the scheduler. Use only from one event loop."""
 
     def __init__(self, give_up_s: float | None) -> None:
-        """Create an assigner. A request without a decision after ``give_up_s`` is ended here; this
+        """Create a dispatcher. A request without a decision after ``give_up_s`` is ended here; this
         must be longer than the scheduler's own deadlines."""
         self.pump: SchedulerPump | None = None
         """Drives the scheduler if it is in this process."""
         self._errors = 0
         """Errors of former pumps."""
         self._give_up_s = give_up_s
-        self._requests: dict[str, Announced] = {}
+        self._requests: dict[str, Submitted] = {}
 
-    async def dispatch(self, request: Announced) -> Dispatch:
-        """Wait for a decision. The caller reports the end (:meth:`on_ended`) in any case. Raises:
+    async def dispatch(self, request: Submitted) -> Dispatch:
+        """Submit a request and wait for its decision. The caller reports the end
+        (:meth:`on_ended`) in any case. Raises:
         Refused, the scheduler refuses it; RouterError, the scheduler lost track of it."""
         rid, decision = request.arrival.rid, request.decision
         self._requests[rid] = request
@@ -119,10 +120,10 @@ class Assigner:
             return
         if not request.prefilled:
             self._report(PrefillDone(rid=rid, aborted=True))
-        self._requests[rid] = Announced(
+        self._requests[rid] = Submitted(
             arrival=request.arrival,
             decision=request.decision,
-            assignment=request.assignment,
+            dispatch=request.dispatch,
             prefilled=True,
         )
 
@@ -148,7 +149,7 @@ class Assigner:
     def _on_decided(self, command: Decision) -> None:
         """Deliver the scheduler's decision; ignore it for a request that has ended."""
         request = self._requests.get(command.rid)
-        if request is None or request.assignment is not None:
+        if request is None or request.dispatch is not None:
             return
         decision = request.decision
         if isinstance(command, Refuse):
@@ -157,7 +158,7 @@ class Assigner:
                 refused = Refused(command.cause, command.message, command.retry_after_s)
                 decision.set_exception(refused)
         elif not decision.done():
-            request.assignment = command
+            request.dispatch = command
             if request.arrival.blocks:  # not needed again, and there may be thousands
                 request.arrival = msgspec.structs.replace(request.arrival, blocks=[])
             decision.set_result(command)
@@ -185,7 +186,7 @@ class Assigner:
 
     @property
     def open(self) -> int:
-        """Number of requests announced to the scheduler and not ended."""
+        """Number of requests submitted to the scheduler and not ended."""
         return len(self._requests)
 
     # Where the scheduler is -------------------------------------------------------------------
@@ -221,8 +222,8 @@ class Assigner:
             self.pump.close()
 
 
-class Dispatcher(Assigner):
-    """An assigner whose scheduler is always in this process."""
+class LocalDispatcher(Dispatcher):
+    """A dispatcher with its scheduler in this process."""
 
     pump: SchedulerPump
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
-from sglang_sbs.router.assignment.gang_parts import GangParts
+from sglang_sbs.router.dispatch.gang_parts import GangParts
 from sglang_sbs.scheduling.events import Dispatch, WakeAt
 from sglang_sbs.wire.gangs import DRAWN_BITS, SIZED_RID_PREFIX, GangPart, gang_room
 

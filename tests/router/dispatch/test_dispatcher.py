@@ -11,7 +11,7 @@ import msgspec
 import pytest
 from router_harness import until
 
-from sglang_sbs.router.assignment.assigner import Announced, Dispatcher
+from sglang_sbs.router.dispatch.dispatcher import LocalDispatcher, Submitted
 from sglang_sbs.router.errors import Refused, RouterError
 from sglang_sbs.scheduling import Scheduler, SchedulerConfig
 from sglang_sbs.scheduling.eventlog import EventLogWriter, read_event_log
@@ -42,8 +42,8 @@ def dispatch(rid: str) -> Dispatch:
     )
 
 
-def announced(rid: str, prompt_tokens: int = 1) -> Announced:
-    return Announced(arrival=RequestArrived(rid=rid, prompt_tokens=prompt_tokens))
+def submitted(rid: str, prompt_tokens: int = 1) -> Submitted:
+    return Submitted(arrival=RequestArrived(rid=rid, prompt_tokens=prompt_tokens))
 
 
 class Scripted:
@@ -68,9 +68,9 @@ async def test_a_request_waits_until_a_timer_releases_it() -> None:
         return [dispatch("a")] if isinstance(event, TimerFired) else []
 
     scheduler = Scripted(answers)
-    dispatcher = Dispatcher(scheduler)
-    assignment = await asyncio.wait_for(dispatcher.dispatch(announced("a", 5)), 5)
-    assert assignment.prefill == "http://p:1"
+    dispatcher = LocalDispatcher(scheduler)
+    placed = await asyncio.wait_for(dispatcher.dispatch(submitted("a", 5)), 5)
+    assert placed.prefill == "http://p:1"
     assert dispatcher.waiting == 0
     assert dispatcher.open == 1
     dispatcher.on_ended("a", "completed")
@@ -92,7 +92,7 @@ async def test_the_timer_fires_once_at_the_time_that_was_asked_for_last() -> Non
         return []
 
     scheduler = Scripted(answers)
-    dispatcher = Dispatcher(scheduler)
+    dispatcher = LocalDispatcher(scheduler)
     for rid in ("soon", "later", "sooner"):
         dispatcher.submit(RequestArrived(rid=rid, prompt_tokens=1))
     assert await asyncio.wait_for(fired, 5) >= asked_s["sooner"] > asked_s["soon"]
@@ -107,11 +107,11 @@ async def test_a_gang_is_released_in_one_go_and_in_order() -> None:
             return [dispatch("b"), dispatch("a"), dispatch("c")]
         return []
 
-    dispatcher = Dispatcher(Scripted(answers))
+    dispatcher = LocalDispatcher(Scripted(answers))
     order: list[str] = []
 
     async def one(rid: str) -> None:
-        await dispatcher.dispatch(announced(rid))
+        await dispatcher.dispatch(submitted(rid))
         order.append(rid)
 
     await asyncio.gather(one("a"), one("b"), one("c"))
@@ -135,9 +135,9 @@ async def test_everyone_of_a_gang_is_told_what_is_sent_beside_it() -> None:
             Refuse(rid=sized("f"), cause="queue_full", retry_after_s=1, message="full"),
         ]
 
-    dispatcher = Dispatcher(Scripted(answers))
+    dispatcher = LocalDispatcher(Scripted(answers))
     told = await asyncio.gather(
-        *(dispatcher.dispatch(announced(sized(rid))) for rid in "abcdef"), return_exceptions=True
+        *(dispatcher.dispatch(submitted(sized(rid))) for rid in "abcdef"), return_exceptions=True
     )
     parts = [one.gang for one in told if isinstance(one, Dispatch)]
     assert all(part is not None for part in parts)
@@ -156,9 +156,9 @@ async def test_refusals_raise_and_end_the_request() -> None:
         return []
 
     scheduler = Scripted(answers)
-    dispatcher = Dispatcher(scheduler)
+    dispatcher = LocalDispatcher(scheduler)
     with pytest.raises(Refused) as error:
-        await dispatcher.dispatch(announced("a"))
+        await dispatcher.dispatch(submitted("a"))
     assert error.value.status == 429
     dispatcher.on_ended("a", "failed")
     dispatcher.prefill_done("a")
@@ -170,8 +170,8 @@ async def test_what_is_cancelled_is_ended_once_also_in_the_instant_of_dispatch(
     dispatched_first: bool,
 ) -> None:
     scheduler = Scripted(lambda event, now_s: [])
-    dispatcher = Dispatcher(scheduler)
-    task = asyncio.create_task(dispatcher.dispatch(announced("a")))
+    dispatcher = LocalDispatcher(scheduler)
+    task = asyncio.create_task(dispatcher.dispatch(submitted("a")))
     await asyncio.sleep(0)
     if dispatched_first:
         scheduler._answers = lambda event, now_s: (
@@ -189,8 +189,8 @@ async def test_what_is_cancelled_is_ended_once_also_in_the_instant_of_dispatch(
 
 async def test_what_is_refused_in_the_instant_of_cancelling_has_no_other_end() -> None:
     scheduler = Scripted(lambda event, now_s: [])
-    dispatcher = Dispatcher(scheduler)
-    task = asyncio.create_task(dispatcher.dispatch(announced("a")))
+    dispatcher = LocalDispatcher(scheduler)
+    task = asyncio.create_task(dispatcher.dispatch(submitted("a")))
     await asyncio.sleep(0)
     refusal = Refuse(rid="a", cause="deadline", retry_after_s=1, message="late")
     scheduler._answers = lambda event, now_s: [refusal]
@@ -203,7 +203,7 @@ async def test_what_is_refused_in_the_instant_of_cancelling_has_no_other_end() -
 
 
 async def test_events_that_arise_while_handling_one_come_after_it() -> None:
-    dispatcher: Dispatcher
+    dispatcher: LocalDispatcher
     depth = 0
     deepest = 0
 
@@ -217,7 +217,7 @@ async def test_events_that_arise_while_handling_one_come_after_it() -> None:
         return []
 
     scheduler = Scripted(answers)
-    dispatcher = Dispatcher(scheduler)
+    dispatcher = LocalDispatcher(scheduler)
     dispatcher.submit(TimerFired())
     assert len(scheduler.events) == 5
     assert deepest == 1
@@ -239,12 +239,12 @@ async def test_the_event_log_replays_to_the_same_commands(tmp_path: Path) -> Non
     path = tmp_path / "events.log"
     config = SchedulerConfig(policy="least_tokens")
     log = EventLogWriter(path, config)
-    dispatcher = Dispatcher(Scheduler(config), event_log=log)
+    dispatcher = LocalDispatcher(Scheduler(config), event_log=log)
     for role, url in (("prefill", "http://p:1"), ("decode", "http://d:1")):
         dispatcher.submit(InstanceUp(instance=url, role=role, dp_size=2, chunk_tokens=1024))  # type: ignore[arg-type]
     for number in range(20):
         rid = f"r{number}"
-        await asyncio.wait_for(dispatcher.dispatch(announced(rid, 100 + number)), 5)
+        await asyncio.wait_for(dispatcher.dispatch(submitted(rid, 100 + number)), 5)
         dispatcher.prefill_done(rid, 100, 0)
         dispatcher.on_ended(rid, "completed", 5)
     dispatcher.close()
@@ -273,9 +273,9 @@ def test_a_torn_log_gives_its_whole_records(tmp_path: Path) -> None:
 
 async def test_a_request_the_scheduler_forgot_is_ended_in_the_end() -> None:
     scheduler = Scripted(lambda event, now_s: [])
-    dispatcher = Dispatcher(scheduler, give_up_s=0.01)
+    dispatcher = LocalDispatcher(scheduler, give_up_s=0.01)
     with pytest.raises(RouterError, match="scheduler failed"):
-        await dispatcher.dispatch(announced("r"))
+        await dispatcher.dispatch(submitted("r"))
     assert scheduler.events[-1] == RequestEnded(rid="r", outcome="failed")
     assert (dispatcher.open, dispatcher.waiting) == (0, 0)
 
@@ -283,8 +283,8 @@ async def test_a_request_the_scheduler_forgot_is_ended_in_the_end() -> None:
 async def test_a_request_that_was_decided_in_the_last_moment_is_not_given_up() -> None:
     """The process stood still: the decision and the end of the patience come in one turn."""
     scheduler = Scripted(lambda event, now_s: [])
-    dispatcher = Dispatcher(scheduler, give_up_s=30.0)
-    task = asyncio.create_task(dispatcher.dispatch(announced("r")))
+    dispatcher = LocalDispatcher(scheduler, give_up_s=30.0)
+    task = asyncio.create_task(dispatcher.dispatch(submitted("r")))
     await asyncio.sleep(0)
     dispatcher._requests["r"].decision.set_result(Dispatch("r", "p0", 0, "d0", 0, 1, 0.0, ""))
     dispatcher._give_up("r")
@@ -303,7 +303,7 @@ async def test_a_scheduler_that_failed_is_asked_again_and_fills_no_log(
             return []
         raise RuntimeError("defect")
 
-    dispatcher = Dispatcher(Scripted(answers))
+    dispatcher = LocalDispatcher(Scripted(answers))
     for number in range(50):
         dispatcher.submit(InstanceUp(instance=f"p{number}", role="prefill", dp_size=1))
     await asyncio.wait_for(fired.wait(), 10)
@@ -313,7 +313,7 @@ async def test_a_scheduler_that_failed_is_asked_again_and_fills_no_log(
 
 
 async def test_the_event_log_is_written_soon_without_anybody_asking(tmp_path: Path) -> None:
-    dispatcher = Dispatcher(
+    dispatcher = LocalDispatcher(
         Scheduler(), event_log=EventLogWriter(tmp_path / "log", SchedulerConfig())
     )
     dispatcher.pump.flush_s = 0.01
@@ -339,10 +339,10 @@ async def test_a_full_disk_ends_the_event_log_and_nothing_else(tmp_path: Path) -
         scheduler = Scripted(
             lambda event, now_s: [dispatch(event.rid)] if isinstance(event, RequestArrived) else []
         )
-        dispatcher = Dispatcher(scheduler, event_log=log)
+        dispatcher = LocalDispatcher(scheduler, event_log=log)
         if broken_at == "flush":
             dispatcher.submit(TimerFired())
             dispatcher.pump.flush_log()
-        assert (await dispatcher.dispatch(announced("r"))).rid == "r"
+        assert (await dispatcher.dispatch(submitted("r"))).rid == "r"
         dispatcher.pump.flush_log()
         dispatcher.close()

@@ -1,1 +1,0 @@
-"""Assigns requests to ranks: the scheduler, driven from asyncio."""

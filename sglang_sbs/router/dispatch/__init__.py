@@ -1,0 +1,1 @@
+"""Submits requests to the scheduler, which dispatches them; driven from asyncio."""
