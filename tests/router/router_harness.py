@@ -227,7 +227,7 @@ async def cluster(
     options = replace(
         options,
         relay=replace(options.relay, **relay or {}),
-        monitor=replace(options.monitor, **monitor or {}),
+        monitor=replace(options.monitor, **{"fast_s": 0.05} | (monitor or {})),
     )
     server = RouterServer(options, None if real else scheduler or fake)
     await server.start()

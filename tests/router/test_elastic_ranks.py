@@ -60,8 +60,8 @@ async def test_endforward_of_a_rank_that_joined_brings_it_in_and_loses_no_reques
 
 async def test_a_health_check_finds_that_ranks_left_an_engine_without_plugin() -> None:
     says = dict(ELASTIC)
-    flags = ("--health-check-interval-secs", "1")
-    async with cluster(*flags, prefill_says=says, monitor={"recheck_every_s": 0.0}) as c:
+    often = {"health_interval_s": 0.05, "recheck_every_s": 0.0}
+    async with cluster(prefill_says=says, monitor=often) as c:
         (engine,) = c.prefill
         engine.dp_size = 1
         await until(lambda: c.scheduler.up[engine.url].dp_size == 1)

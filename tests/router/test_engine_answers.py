@@ -208,7 +208,7 @@ async def test_a_redirect_of_an_engine_leads_nowhere(path: str) -> None:
 
 
 async def test_health_checks_follow_no_redirect_either() -> None:
-    async with cluster("--health-check-interval-secs", "1", prefill=2) as c:
+    async with cluster(prefill=2, monitor={"health_interval_s": 0.05}) as c:
         first, other = c.prefill
         where = b"Location: %b/secret\r\nContent-Length: 0\r\n" % other.url.encode()
         first.raw_answers["/ready"] = HEAD % (302, where)

@@ -109,8 +109,8 @@ async def test_loads_are_polled_of_every_rank() -> None:
 
 
 async def test_a_rank_that_dies_alone_takes_its_instance_out() -> None:
-    flags = ("--health-check-interval-secs", "1", "--health-failure-threshold", "1")
-    async with cluster(*flags, **RUST) as system:
+    monitor = {"health_interval_s": 0.05, "failure_threshold": 1}
+    async with cluster(**RUST, monitor=monitor) as system:
         engine, (worker,) = system.prefill[0], system.server.registry.of_role("prefill")
         assert isinstance(engine, RustMockEngine)
         engine.lost_ranks.add(1)
@@ -210,8 +210,9 @@ async def test_where_a_rank_was_is_forgotten_with_its_boot(tmp_path: Path) -> No
 
 
 async def test_an_engine_that_comes_back_on_other_nodes_is_followed_there(tmp_path: Path) -> None:
-    flags = ("--sbs-endforward-key-file", key_file(tmp_path), "--health-check-interval-secs", "1")
-    async with cluster(*flags, kind=TwoNodes, decode=0, sbs_block=True, wait=False) as system:
+    flags = ("--sbs-endforward-key-file", key_file(tmp_path))
+    often: dict[str, Any] = {"kind": TwoNodes, "monitor": {"health_interval_s": 0.05}}
+    async with cluster(*flags, **often, decode=0, sbs_block=True, wait=False) as system:
         (worker,), engine = system.server.registry, system.prefill[0]
         await until(lambda: worker.problems.get("unusable"))
         listener(system).receive(heartbeat(worker, engine.boot_id), "127.0.0.9")

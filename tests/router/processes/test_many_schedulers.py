@@ -325,6 +325,9 @@ async def test_whatever_happens_to_schedulers_no_request_is_lost_and_books_end_e
 class Hanging:
     """A store that answers until the lock is taken."""
 
+    def __init__(self) -> None:
+        self.asked = asyncio.Event()
+
     async def open(self) -> None: ...
 
     async def read(self) -> Record:
@@ -334,6 +337,7 @@ class Hanging:
         return Record(holder, term)
 
     async def renew(self, mine: Record) -> Record:
+        self.asked.set()
         return await asyncio.get_running_loop().create_future()
 
     async def release(self, mine: Record) -> None: ...
@@ -350,7 +354,7 @@ async def test_a_leader_that_cannot_renew_stops_deciding(
     run = asyncio.create_task(campaign.run(side.hub.lead, side.hub.follow))
     front_end = await several.front_end()
     assert campaign.term == 1
-    await asyncio.sleep(0.1)  # it asks, for 25 s
+    await store.asked.wait()  # for 25 s
     campaign._clock = lambda: boot_clock() + 50.0
     await until(lambda: side.hub.front_ends == 0 and not front_end.link.connected)
     assert campaign.term is None
